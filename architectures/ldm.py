@@ -1,0 +1,108 @@
+"""What the UNet and the ControlNet of the latent-diffusion family share: reading sizes off their layers, attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from comfy.ldm.modules.attention import CrossAttention, SpatialTransformer
+from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock
+
+from .tensors import Dim, TensorSpec
+
+BATCH, HEIGHT, WIDTH, TOKENS, HINT_BATCH = Dim("B"), Dim("H"), Dim("W"), Dim("T"), Dim("HB")
+
+
+def context_width(module: torch.nn.Module) -> int | None:
+    """Features per prompt token that the cross-attention layers read, or None when there are none."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, CrossAttention) and name.endswith("attn2"):
+            return layer.to_k.in_features
+    return None
+
+
+def vector_width(module: torch.nn.Module) -> int | None:
+    """Features of the vector conditioning ``y`` (SDXL's pooled prompt and sizes), or None when the net takes none."""
+    return module.label_emb[0][0].in_features if module.num_classes == "sequential" else None
+
+
+def is_plain_2d(module: torch.nn.Module, takes_y: bool) -> bool:
+    """Whether a UNet or ControlNet has the image layout that this family describes, with or without ``y``."""
+    classes = "sequential" if takes_y else None
+    plain = not module.predict_codebook_ids and module.num_classes == classes
+    flat = module.input_blocks[0][0].weight.ndim == 4 and not getattr(module, "use_temporal_resblocks", False)
+    return plain and flat and context_width(module) is not None
+
+
+def skip_dims(module: torch.nn.Module) -> list[tuple[int, int]]:
+    """(channels, downsampling) of the encoder's output after each input block, which is where residuals go."""
+    channels, down, skips = 0, 1, []
+    for block in module.input_blocks:
+        for layer in block:
+            channels = getattr(layer, "out_channels", channels)
+            if isinstance(layer, Downsample) or (isinstance(layer, ResBlock) and layer.updown):
+                down *= 2
+        skips.append((channels, down))
+    return skips
+
+
+def residual_names(module: torch.nn.Module) -> list[str]:
+    """Names of the residuals in ComfyUI's order: 'output' from the first input block on, then 'middle'."""
+    return [f"output_{i}" for i in range(len(module.input_blocks))] + ["middle_0"]
+
+
+def residual_specs(module: torch.nn.Module, dtype: str, prefix: str = "", optional: bool = False) -> list[TensorSpec]:
+    """The residuals that a ControlNet with this encoder gives, and that a UNet with this encoder takes."""
+    skips = skip_dims(module)
+    return [
+        TensorSpec(prefix + name, dtype, (BATCH, channels, Dim("H", down=down), Dim("W", down=down)), optional)
+        for name, (channels, down) in zip(residual_names(module), [*skips, skips[-1]], strict=True)
+    ]
+
+
+def conditioning_specs(module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
+    """``timesteps`` (always float32: both networks embed them in float32), ``context``, and ``y`` where it is taken."""
+    specs = [
+        TensorSpec("timesteps", "float32", (BATCH,)),
+        TensorSpec("context", dtype, (BATCH, TOKENS, context_width(module))),
+    ]
+    if (width := vector_width(module)) is not None:
+        specs.append(TensorSpec("y", dtype, (BATCH, width)))
+    return specs
+
+
+def sdpa(
+    _native: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: int,
+    mask: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Attention as one scaled_dot_product_attention, for ComfyUI's ``optimized_attention_override``.
+
+    q, k, v and the result are (batch, tokens, heads * features).
+    """
+    if mask is not None:
+        raise NotImplementedError("masked attention has no place in these networks")
+    split = [t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v)]
+    return F.scaled_dot_product_attention(*split).transpose(1, 2).flatten(2)
+
+
+def transformer_options() -> dict:
+    """ComfyUI's per-call options with nothing but the exportable attention in them."""
+    return {"optimized_attention_override": sdpa}
+
+
+def use_sdpa(module: torch.nn.Module) -> None:
+    """Make every transformer of a ControlNet copy use ``sdpa``: its forward takes no options to say so per call."""
+
+    def add_options(_layer: torch.nn.Module, args: tuple, _kwargs: dict) -> tuple[tuple, dict]:
+        x, context = args[:2]
+        return (x, context), {"transformer_options": transformer_options()}
+
+    for layer in module.modules():
+        if isinstance(layer, SpatialTransformer):
+            layer.register_forward_pre_hook(add_options, with_kwargs=True)

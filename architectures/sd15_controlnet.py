@@ -1,0 +1,5 @@
+"""ControlNets of the SD1.5 family: no vector conditioning (SD2 has the same layout)."""
+
+from .ldm_controlnet import ControlNetArchitecture
+
+ARCHITECTURE = ControlNetArchitecture("sd15_controlnet", takes_y=False)

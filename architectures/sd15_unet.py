@@ -1,0 +1,5 @@
+"""UNets of the SD1.5 family: no vector conditioning (SD2 has the same layout)."""
+
+from .ldm_unet import UNetArchitecture
+
+ARCHITECTURE = UNetArchitecture("sd15_unet", takes_y=False)

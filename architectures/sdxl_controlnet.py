@@ -1,0 +1,5 @@
+"""ControlNets of the SDXL family: vector conditioning ``y``."""
+
+from .ldm_controlnet import ControlNetArchitecture
+
+ARCHITECTURE = ControlNetArchitecture("sdxl_controlnet", takes_y=True)

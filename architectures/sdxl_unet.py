@@ -1,0 +1,5 @@
+"""UNets of the SDXL family: vector conditioning ``y``."""
+
+from .ldm_unet import UNetArchitecture
+
+ARCHITECTURE = UNetArchitecture("sdxl_unet", takes_y=True)

@@ -1,0 +1,198 @@
+"""The words for an engine's inputs and outputs: symbols, dimensions, tensors, profiles.
+
+A *symbol* is a size that may differ from call to call: ``B`` batch, ``H`` and ``W`` latent height and width, ``T``
+prompt tokens, ``HB`` batch of the hint. Every dimension of every tensor is a number or follows from one symbol, so the
+symbols of one call say all its shapes. Nothing here needs torch, ComfyUI or a backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Dim:
+    """``ceil(symbol * up / down)``: a latent size after ``down``-fold downsampling, or of an ``up`` times larger hint.
+
+    Stride-2 convolutions with padding 1 give ``ceil(n / 2)``, and nested ceilings of halves equal one ceiling.
+    """
+
+    symbol: str
+    up: int = 1
+    down: int = 1
+
+    def size(self, symbols: Mapping[str, int]) -> int:
+        """The number of elements along this dimension, given the symbols of a call."""
+        return -(-symbols[self.symbol] * self.up // self.down)
+
+    def __str__(self) -> str:
+        scale = f"*{self.up}" if self.up != 1 else f"/{self.down}" if self.down != 1 else ""
+        return self.symbol + scale
+
+    @classmethod
+    def parse(cls, text: str) -> Dim:
+        """The inverse of ``str``: ``"H"``, ``"H*8"``, ``"H/4"``."""
+        for mark, name in (("*", "up"), ("/", "down")):
+            if mark in text:
+                symbol, factor = text.split(mark)
+                return cls(symbol, **{name: int(factor)})
+        return cls(text)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One named input or output of an engine.
+
+    Attributes:
+        dtype: torch's name: float16, bfloat16 or float32.
+        optional: a call may leave this input out, which means zeros.
+    """
+
+    name: str
+    dtype: str
+    dims: tuple[int | Dim, ...]
+    optional: bool = False
+
+    def shape(self, symbols: Mapping[str, int]) -> Shape:
+        """The shape of this tensor in a call with these symbols."""
+        return tuple(d if isinstance(d, int) else d.size(symbols) for d in self.dims)
+
+    def dynamic_axes(self) -> dict[int, str]:
+        """Axis -> name of every dimension that is not fixed, as ONNX wants it."""
+        return {i: str(d) for i, d in enumerate(self.dims) if isinstance(d, Dim)}
+
+    def to_json(self) -> dict:
+        return {
+            "name": self.name,
+            "dtype": self.dtype,
+            "dims": [d if isinstance(d, int) else str(d) for d in self.dims],
+            "optional": self.optional,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping) -> TensorSpec:
+        dims = tuple(d if isinstance(d, int) else Dim.parse(d) for d in data["dims"])
+        return cls(data["name"], data["dtype"], dims, data["optional"])
+
+
+@dataclass(frozen=True)
+class Range:
+    """The sizes of one symbol that an engine accepts; ``opt`` is the size it is tuned for."""
+
+    min: int
+    opt: int
+    max: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min <= self.opt <= self.max:
+            raise ValueError(f"a profile needs 1 <= min <= opt <= max, not {self.min}, {self.opt}, {self.max}")
+
+    def contains(self, other: Range | int) -> bool:
+        low, high = (other, other) if isinstance(other, int) else (other.min, other.max)
+        return self.min <= low and high <= self.max
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Symbol -> range of sizes: the shapes that an engine is built for."""
+
+    ranges: Mapping[str, Range]
+
+    def contains(self, other: Profile) -> bool:
+        """Whether every shape of ``other`` fits this profile too."""
+        return all(s in self.ranges and self.ranges[s].contains(r) for s, r in other.ranges.items())
+
+    def clamp(self, symbols: Mapping[str, int]) -> dict[str, int]:
+        """The nearest sizes to ``symbols`` that this profile accepts."""
+        return {s: min(max(symbols.get(s, r.opt), r.min), r.max) for s, r in self.ranges.items()}
+
+    def volume(self) -> int:
+        """How much the largest call holds; of two profiles that both fit, the smaller is the cheaper engine."""
+        total = 1
+        for r in self.ranges.values():
+            total *= r.max
+        return total
+
+    def only(self, symbols: Iterable[str]) -> Profile:
+        """This profile with just the symbols that an architecture uses."""
+        return Profile({s: r for s, r in self.ranges.items() if s in set(symbols)})
+
+    def sizes(self, which: str) -> dict[str, int]:
+        """Symbol -> size at ``which`` of ``"min"``, ``"opt"``, ``"max"``."""
+        return {s: getattr(r, which) for s, r in self.ranges.items()}
+
+    def to_json(self) -> dict:
+        return {s: [r.min, r.opt, r.max] for s, r in sorted(self.ranges.items())}
+
+    @classmethod
+    def from_json(cls, data: Mapping) -> Profile:
+        return cls({s: Range(*r) for s, r in data.items()})
+
+    def __str__(self) -> str:
+        def span(symbol: str, scale: int = 1) -> str:
+            r = self.ranges[symbol]
+            return f"{r.min * scale}" if r.min == r.max else f"{r.min * scale}-{r.max * scale}"
+
+        parts = []
+        if "H" in self.ranges and "W" in self.ranges:
+            height, width = span("H", 8), span("W", 8)
+            parts.append(f"{width} px" if height == width else f"{width} x {height} px")
+        if "B" in self.ranges:
+            parts.append(f"batch {span('B')}")
+        if "T" in self.ranges:
+            parts.append(f"{span('T')} tokens")
+        return ", ".join(parts)
+
+
+class ShapeMismatch(ValueError):
+    """The tensors of a call do not fit the engine; the text says which and how."""
+
+
+def bind(specs: Iterable[TensorSpec], shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """Find the symbols of a call from its tensors' shapes, checking every dimension of every tensor.
+
+    Args:
+        specs: the engine's inputs, those with plain symbols (``B``, ``H``) before those with derived ones (``H/4``).
+        shapes: input name -> shape; optional inputs may be absent.
+
+    Raises:
+        ShapeMismatch: a tensor missing, of another rank, another fixed size, or sizes that contradict each other.
+    """
+    symbols: dict[str, int] = {}
+    for spec in specs:
+        shape = shapes.get(spec.name)
+        if shape is None:
+            if spec.optional:
+                continue
+            raise ShapeMismatch(f"{spec.name} is missing")
+        if len(shape) != len(spec.dims):
+            raise ShapeMismatch(f"{spec.name} has {len(shape)} dimensions, the engine wants {len(spec.dims)}")
+        for size, dim in zip(shape, spec.dims, strict=True):
+            if isinstance(dim, int):
+                wanted = dim
+            elif dim.symbol in symbols:
+                wanted = dim.size(symbols)
+            elif dim.up == dim.down == 1:
+                symbols[dim.symbol] = wanted = size
+            else:
+                continue
+            if size != wanted:
+                raise ShapeMismatch(f"{spec.name} is {tuple(shape)}, the engine wants {wanted} where it has {size}")
+    return symbols
+
+
+def outside(profile: Profile, symbols: Mapping[str, int]) -> str | None:
+    """Why a call with these symbols is outside the profile, in words, or None when it fits."""
+    words = {"B": "batch", "H": "height", "W": "width", "T": "prompt tokens", "HB": "hint batch"}
+    for symbol, size in symbols.items():
+        allowed = profile.ranges.get(symbol)
+        if allowed is not None and not allowed.contains(size):
+            scale, unit = (8, " px") if symbol in "HW" else (1, "")
+            return (
+                f"{words.get(symbol, symbol)} {size * scale}{unit} is outside the engine's "
+                f"{allowed.min * scale} to {allowed.max * scale}{unit}"
+            )
+    return None

@@ -1,0 +1,107 @@
+"""The backends: who builds engines and runs them, one module each.
+
+A module in this folder that defines ``BACKEND`` is a backend: adding one is adding a file. Importing a backend's module
+is cheap; what it drives (onnxruntime, tensorrt) is imported when first needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ..architectures.tensors import Profile, TensorSpec
+from ..engine_library import Engine, Fallback, Manifest
+
+if TYPE_CHECKING:
+    import torch
+
+Progress = Callable[[str, float], None]
+"""Called with a phase in words and the fraction done, 0 to 1; may raise to cancel."""
+
+
+class BuildError(Exception):
+    """A build that cannot succeed; the text says what happened and what to do."""
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """A checked ONNX graph to be made an engine.
+
+    Attributes:
+        onnx: path of the graph; weights over 2 GB lie beside it.
+        inputs, outputs: its tensors, in order.
+        profile: shapes that the engine must accept.
+        folder: where to put the engine's files; it already holds the graph.
+    """
+
+    onnx: Path
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    profile: Profile
+    folder: Path
+
+
+class Runner(Protocol):
+    """A loaded engine.
+
+    Attributes:
+        device: where inputs and outputs have to be.
+        bytes: memory that it holds, estimated.
+    """
+
+    device: torch.device
+    bytes: int
+
+    def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
+        """Compute into ``outputs``. All tensors contiguous, on ``device``, with the dtypes and shapes of the engine."""
+        ...
+
+
+class Backend(Protocol):
+    """What builds and runs engines.
+
+    Attributes:
+        name: stands in manifests and in the node's list; never change it.
+        preference: of several backends that can serve, ``auto`` takes the highest.
+    """
+
+    name: str
+    preference: int
+
+    def version(self) -> str:
+        """Version of the library that does the work, as it enters the engine's identity."""
+        ...
+
+    def target(self, device: torch.device) -> str:
+        """What an engine built here would run on, as it enters the engine's identity."""
+        ...
+
+    def unavailable(self, device: torch.device) -> Fallback | None:
+        """Why this backend cannot run on a device here, or None when it can."""
+        ...
+
+    def refuses(self, manifest: Manifest, device: torch.device) -> Fallback | None:
+        """Why this engine in particular cannot run on a device here (version, GPU), or None when it can."""
+        ...
+
+    def build(self, request: BuildRequest, progress: Progress) -> list[str]:
+        """Make the engine's files in ``request.folder`` and return their names, the one to open first."""
+        ...
+
+    def load(self, engine: Engine, device: torch.device) -> Runner:
+        """Open an engine for running on a device."""
+        ...
+
+
+def backends() -> dict[str, Backend]:
+    """Every backend of this folder by name, the most preferred first."""
+    found = []
+    for entry in pkgutil.iter_modules(__path__):
+        backend = getattr(importlib.import_module(f".{entry.name}", __name__), "BACKEND", None)
+        if backend is not None:
+            found.append(backend)
+    return {b.name: b for b in sorted(found, key=lambda b: -b.preference)}

@@ -1,0 +1,97 @@
+"""ONNX Runtime: runs the very ONNX graph that other backends compile, on the CPU, or on CUDA where its provider is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..engine_library import Engine, Fallback, Manifest, Reason
+from . import BuildRequest, Progress
+
+log = logging.getLogger(__name__)
+
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+# onnx.TensorProto.DataType, which the bindings take in place of numpy types (numpy has no bfloat16)
+_ONNX_TYPES = {torch.float32: 1, torch.float16: 10, torch.bfloat16: 16, torch.int64: 7}
+
+
+class OnnxRuntimeBackend:
+    """The embedded default: needs nothing but a pip package, and the engine is the graph itself."""
+
+    name = "onnxruntime"
+    preference = 0
+
+    def version(self) -> str:
+        import onnxruntime
+
+        return onnxruntime.__version__
+
+    def target(self, device: torch.device) -> str:
+        return "any"
+
+    def unavailable(self, device: torch.device) -> Fallback | None:
+        if find_spec("onnxruntime") is None:
+            return Fallback(Reason.BACKEND_MISSING, "onnxruntime is not installed (pip install onnxruntime)")
+        provider = _PROVIDERS.get(device.type)
+        if provider is None:
+            return Fallback(Reason.BACKEND_MISSING, f"onnxruntime has no provider for {device.type} here")
+        import onnxruntime
+
+        if provider not in onnxruntime.get_available_providers():
+            return Fallback(
+                Reason.BACKEND_MISSING,
+                f"this onnxruntime has no {provider} and the model runs on {device.type} (pip install onnxruntime-gpu)",
+            )
+        return None
+
+    def refuses(self, manifest: Manifest, device: torch.device) -> Fallback | None:
+        return self.unavailable(device)
+
+    def build(self, request: BuildRequest, progress: Progress) -> list[str]:
+        """The graph is the engine: nothing to compile."""
+        names = [request.onnx.name]
+        data = request.onnx.with_name(request.onnx.name + ".data")
+        if data.exists():
+            names.append(data.name)
+        return names
+
+    def load(self, engine: Engine, device: torch.device) -> OnnxRuntimeRunner:
+        return OnnxRuntimeRunner(engine.main_file, device, engine.manifest.bytes)
+
+
+class OnnxRuntimeRunner:
+    """One inference session; tensors are bound by address, so nothing is copied on the way in or out."""
+
+    def __init__(self, path: Path, device: torch.device, size: int):
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        self.device = device
+        self.bytes = size
+        self._session = onnxruntime.InferenceSession(str(path), options, providers=[_PROVIDERS[device.type]])
+        self._inputs = {i.name for i in self._session.get_inputs()}
+
+    def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
+        binding = self._session.io_binding()
+        for name, tensor in inputs.items():
+            if name in self._inputs:
+                binding.bind_input(name, *self._address(tensor))
+        for name, tensor in outputs.items():
+            binding.bind_output(name, *self._address(tensor))
+        if self.device.type == "cuda":
+            # the session computes on a stream of its own and waits for it before returning
+            torch.cuda.current_stream(self.device).synchronize()
+        self._session.run_with_iobinding(binding)
+
+    def _address(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        element_type = _ONNX_TYPES[tensor.dtype]
+        return self.device.type, self.device.index or 0, element_type, tuple(tensor.shape), tensor.data_ptr()
+
+
+BACKEND = OnnxRuntimeBackend()

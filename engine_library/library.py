@@ -1,0 +1,206 @@
+"""The library: folders of engines, each engine a folder of its files and its manifest.
+
+An engine appears by one rename of a finished folder, so it is there wholly or not at all, whoever is killed when.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..architectures.tensors import Profile
+from .manifest import EXPORT_FORMAT, MANIFEST_NAME, EngineFile, Manifest, ManifestError
+from .reasons import Fallback, Reason, Unavailable
+
+log = logging.getLogger(__name__)
+
+BUILD_PREFIX = ".building-"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine in the library: its folder and its manifest."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def main_file(self) -> Path:
+        """The file that the backend opens."""
+        return self.folder / next(iter(self.manifest.files))
+
+    def check_sizes(self) -> None:
+        """Raise Unavailable when a file is missing or has another size than when it was built."""
+        for name, expected in self.manifest.files.items():
+            try:
+                size = (self.folder / name).stat().st_size
+            except OSError:
+                raise Unavailable(Reason.BROKEN_ENGINE, f"{self.folder.name}/{name} is missing") from None
+            if size != expected.bytes:
+                raise Unavailable(
+                    Reason.BROKEN_ENGINE,
+                    f"{self.folder.name}/{name} has {size} bytes and was built with {expected.bytes}",
+                )
+
+    def check_contents(self) -> None:
+        """Raise Unavailable when a file's contents are not those that were built. Reads everything."""
+        for name, expected in self.manifest.files.items():
+            if file_sha256(self.folder / name) != expected.sha256:
+                raise Unavailable(Reason.BROKEN_ENGINE, f"{self.folder.name}/{name} is damaged (its hash differs)")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a node asks the library for. ``backends`` are names, the most wanted first."""
+
+    architecture: str
+    weights: str
+    precision: str
+    profile: Profile
+    backends: Sequence[str]
+
+
+class Library:
+    """The engines under some folders; builds go to the first. Holds no state but the manifests it has read."""
+
+    def __init__(self, roots: Sequence[Path]):
+        self.roots = list(roots)
+        self._read: dict[Path, tuple[tuple[int, int], Engine | str]] = {}
+
+    def engines(self) -> list[Engine]:
+        """Every engine with a readable manifest, in a stable order."""
+        return [found for found in self._all() if isinstance(found, Engine)]
+
+    def problems(self) -> list[str]:
+        """What is wrong with the manifests that could not be read, a sentence each."""
+        return [found for found in self._all() if isinstance(found, str)]
+
+    def find(self, wanted: Wanted, usable: Callable[[Manifest], Fallback | None]) -> Engine:
+        """The best engine for a model.
+
+        Engines whose profile holds the wanted one come first, then more wanted backends, then smaller profiles.
+        A smaller profile than wanted still serves the calls that fit it.
+
+        Args:
+            wanted: which network, weights, precision, profile and backends.
+            usable: the backends' say on whether an engine runs here; None means yes.
+
+        Raises:
+            Unavailable: no engine can be used; of several reasons the one closest to success is told.
+        """
+        candidates, refusals = [], []
+        for engine in self.engines():
+            identity = engine.manifest.identity
+            if (identity.architecture, identity.weights) != (wanted.architecture, wanted.weights):
+                continue
+            if identity.precision != wanted.precision or identity.backend not in wanted.backends:
+                continue
+            try:
+                self._check(engine, usable)
+            except Unavailable as refusal:
+                refusals.append(refusal)
+                continue
+            covers = identity.profile.contains(wanted.profile)
+            rank = (not covers, wanted.backends.index(identity.backend), identity.profile.volume())
+            candidates.append((rank, len(candidates), engine))
+        if candidates:
+            return min(candidates)[-1]
+        if refusals:
+            raise refusals[0]
+        unreadable = self.problems()
+        more = f"; {len(unreadable)} unreadable manifest(s), the first: {unreadable[0]}" if unreadable else ""
+        raise Unavailable(Reason.NO_ENGINE, f"none for this model in {self.roots[0]}{more}")
+
+    @staticmethod
+    def _check(engine: Engine, usable: Callable[[Manifest], Fallback | None]) -> None:
+        made_with = engine.manifest.identity.export_format
+        if made_with != EXPORT_FORMAT:
+            raise Unavailable(
+                Reason.STALE_ENGINE,
+                f"{engine.folder.name} has export format {made_with}, this version uses {EXPORT_FORMAT}",
+            )
+        engine.check_sizes()
+        if (refusal := usable(engine.manifest)) is not None:
+            raise Unavailable(refusal.reason, refusal.detail)
+
+    def _all(self) -> Iterator[Engine | str]:
+        seen = {}
+        for root in self.roots:
+            for path in sorted(root.glob(f"*/{MANIFEST_NAME}")):
+                if path.parent.name.startswith(BUILD_PREFIX):
+                    continue
+                try:
+                    stat = path.stat()
+                except OSError:
+                    continue  # deleted since it was listed
+                stamp = (stat.st_mtime_ns, stat.st_size)
+                known = self._read.get(path)
+                seen[path] = known if known and known[0] == stamp else (stamp, self._load(path))
+        self._read = seen
+        yield from (found for _, found in seen.values())
+
+    @staticmethod
+    def _load(path: Path) -> Engine | str:
+        try:
+            return Engine(path.parent, Manifest.read(path))
+        except ManifestError as error:
+            log.warning("Hybrid TRT: %s. This engine is ignored; build it again or delete its folder.", error)
+            return str(error)
+
+    def building_folder(self) -> Path:
+        """A new empty folder inside the library, invisible to ``engines`` until ``publish``."""
+        folder = self.roots[0] / f"{BUILD_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        folder.mkdir(parents=True)
+        return folder
+
+    def publish(self, building: Path, manifest: Manifest) -> Engine:
+        """Write the manifest into a building folder and make the engine appear, replacing one with the same key."""
+        path = building / MANIFEST_NAME
+        path.write_text(json.dumps(manifest.to_json(), indent=1), encoding="utf-8")
+        for file in building.iterdir():
+            _fsync(file)
+        target = self.roots[0] / manifest.identity.folder_name
+        if target.exists():
+            replaced = target.with_name(f"{BUILD_PREFIX}old-{secrets.token_hex(4)}")
+            target.rename(replaced)
+            building.rename(target)
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            building.rename(target)
+        _fsync(target.parent)
+        return Engine(target, manifest)
+
+
+def describe_files(folder: Path, names: Sequence[str]) -> dict[str, EngineFile]:
+    """Size and hash of files in a building folder, for the manifest."""
+    return {name: EngineFile((folder / name).stat().st_size, file_sha256(folder / name)) for name in names}
+
+
+def file_sha256(path: Path) -> str:
+    """sha256 of a file's contents."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
+
+
+def _digest(file) -> str:  # noqa: ANN001  Python 3.10 has no hashlib.file_digest
+    h = hashlib.sha256()
+    while chunk := file.read(1 << 20):
+        h.update(chunk)
+    return h.hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():
+        return  # Windows cannot open a folder for this
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

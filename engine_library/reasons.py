@@ -1,0 +1,70 @@
+"""Why a call ran native although an engine was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Reason(str, Enum):
+    """The closed list of fallback reasons; the value is what users read, ``advice`` what they can do about it."""
+
+    NO_ENGINE = "no engine"
+    BUILD_FAILED = "build failed"
+    STALE_ENGINE = "stale engine"
+    BROKEN_ENGINE = "broken engine"
+    BACKEND_MISSING = "backend missing"
+    WRONG_GPU = "wrong GPU"
+    OTHER_MODEL = "engine of another model"
+    UNSUPPORTED_MODEL = "unsupported model"
+    SHAPE_OUTSIDE_PROFILE = "shape outside the profile"
+    WEIGHTS_PATCHED = "weights patched"
+    MODEL_PATCHED = "model patched"
+    HOOKS = "hooks"
+    UNSUPPORTED_INPUT = "unsupported input"
+    ENGINE_FAILED = "engine failed"
+
+    @property
+    def advice(self) -> str:
+        return _ADVICE[self]
+
+
+_ADVICE = {
+    Reason.NO_ENGINE: "build one: set 'when_missing' to 'build now' on the engine node and queue once",
+    Reason.BUILD_FAILED: "fix what the message names and queue again",
+    Reason.STALE_ENGINE: "build it again: it was made by another version or for another GPU",
+    Reason.BROKEN_ENGINE: "build it again: its files are missing or damaged",
+    Reason.BACKEND_MISSING: "install the backend that the message names, or choose another on the engine node",
+    Reason.WRONG_GPU: "build an engine for this GPU, or choose a backend that supports it",
+    Reason.OTHER_MODEL: "wire the same model into the engine node and the sampler patch",
+    Reason.UNSUPPORTED_MODEL: "nothing to do: this kind of network has no engine yet and always runs native",
+    Reason.SHAPE_OUTSIDE_PROFILE: "widen the profile on the engine node and build again",
+    Reason.WEIGHTS_PATCHED: "put the LoRA before the engine node and build again, or leave it: native applies it",
+    Reason.MODEL_PATCHED: "remove the patch node (FreeU, PAG, HyperTile, IPAdapter ...) if you want the engine",
+    Reason.HOOKS: "remove the hooks from the conditioning if you want the engine",
+    Reason.UNSUPPORTED_INPUT: "remove the input that the message names if you want the engine",
+    Reason.ENGINE_FAILED: "see the log for the error; queue again to retry the engine",
+}
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A reason with the particulars of one case, for example which shape did not fit."""
+
+    reason: Reason
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason.value}: {self.detail}" if self.detail else self.reason.value
+
+    def sentence(self) -> str:
+        """What happened, what it means for the image, what to do."""
+        return f"{self}. The image is native's, only slower; {self.reason.advice}."
+
+
+class Unavailable(Exception):
+    """An engine cannot be used; carries the fallback that says why."""
+
+    def __init__(self, reason: Reason, detail: str = ""):
+        self.fallback = Fallback(reason, detail)
+        super().__init__(str(self.fallback))

@@ -1,0 +1,134 @@
+"""What an engine node hands on: which engine a network wants, looked up anew for every sampling run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..architectures.tensors import Profile
+from ..backends import Backend, backends
+from ..engine_library import Fallback, Library, Manifest, Reason, Unavailable, Wanted
+from ..engine_library.native import NativeNetwork
+from .ledger import Tally, executing, open_tally
+from .session import Session, keep, session
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """The engine node's settings: for which shapes, how precise (``auto``: as native), by which backend (``auto``)."""
+
+    profile: Profile
+    precision: str = AUTO
+    backend: str = AUTO
+
+
+def usable_backends(choice: str, device: torch.device) -> list[Backend]:
+    """The backends that a choice allows and that can run on a device here, the most preferred first.
+
+    Raises:
+        Unavailable: none; says why of the one that was chosen, or of the most preferred one.
+    """
+    known = backends()
+    allowed = list(known.values()) if choice == AUTO else [known[choice]] if choice in known else []
+    refusals = {b.name: b.unavailable(device) for b in allowed}
+    usable = [b for b in allowed if refusals[b.name] is None]
+    if not usable:
+        refusal = next(iter(refusals.values()), None)
+        raise Unavailable(*((refusal.reason, refusal.detail) if refusal else (Reason.BACKEND_MISSING, f"no {choice}")))
+    return usable
+
+
+class EngineHandle:
+    """Stands for "the engine of this network" until a call needs it.
+
+    The library is asked again at the start of every sampling run, so an engine that was built, replaced, damaged or
+    deleted since the node ran is noticed, without the node running again.
+    """
+
+    def __init__(self, network: NativeNetwork, choice: EngineChoice, library: Library, node_id: str):
+        self.network = network
+        self.choice = choice
+        self.library = library
+        self.node_id = node_id
+        self.session: Session | None = None
+        self.fallback: Fallback | None = None
+        self.tally: Tally | None = None
+        self._context: object = self  # no execution context is this object: the first call begins a run
+        self.refresh()
+
+    @property
+    def precision(self) -> str:
+        return self.network.precision if self.choice.precision == AUTO else self.choice.precision
+
+    def refresh(self) -> None:
+        """Look the engine up in the library: afterwards either ``session`` or ``fallback`` is set."""
+        try:
+            self.session, self.fallback = self._look_up(), None
+        except Unavailable as refusal:
+            self.session, self.fallback = None, refusal.fallback
+
+    def _look_up(self) -> Session:
+        architecture = self.network.architecture()
+        device = self.network.device
+        usable = {b.name: b for b in usable_backends(self.choice.backend, device)}
+
+        def refuses(manifest: Manifest) -> Fallback | None:
+            return usable[manifest.identity.backend].refuses(manifest, device)
+
+        profile = self.choice.profile
+        wanted = Wanted(architecture.name, self.network.weights_hash(), self.precision, profile, list(usable))
+        engine = self.library.find(wanted, refuses)
+        return session(engine, usable[engine.manifest.identity.backend], device)
+
+    def begin_run(self) -> Tally:
+        """Called with every call; does its work in the first call of each execution of a sampling node."""
+        context = executing()
+        if context is not self._context or self.tally is None:
+            self._context = context
+            self.refresh()
+            self.tally = open_tally(self.network.kind, self.network.label, self.node_id)
+            if self.session is not None:
+                keep(self.session, context.prompt_id if context else "")
+        return self.tally
+
+    def serve(
+        self,
+        refusal: Fallback | None,
+        inputs: Callable[[], Mapping[str, torch.Tensor]],
+    ) -> dict[str, torch.Tensor] | None:
+        """Run a call on the engine, or count it as native and return None.
+
+        Args:
+            refusal: why the caller does not want the engine for this call, if so.
+            inputs: gives the tensors by name; called only when an engine is there.
+        """
+        tally = self.begin_run()
+        fallback = refusal or self.fallback
+        if fallback is None:
+            try:
+                outputs = self.session.run(inputs())
+            except Unavailable as unavailable:
+                fallback = unavailable.fallback
+                if fallback.reason in (Reason.ENGINE_FAILED, Reason.BROKEN_ENGINE):
+                    self.fallback = fallback  # not again in this run
+            else:
+                tally.engine += 1
+                tally.backend = self.session.backend.name
+                return outputs
+        tally.count_native(fallback)
+        return None
+
+    def status(self) -> str:
+        """One sentence for the node."""
+        if self.session is None:
+            return self.fallback.sentence()
+        manifest = self.session.engine.manifest
+        text = f"{manifest.identity.backend} engine, {manifest.identity.precision}, {self.session.profile}"
+        text += f", {manifest.bytes / 1e6:.0f} MB"
+        if not self.session.profile.contains(self.choice.profile.only(self.session.profile.ranges)):
+            text += f". It is smaller than this node's profile ({self.choice.profile}): larger calls run native"
+        return text

@@ -1,0 +1,80 @@
+"""What ran: per prompt, sampling node and network, how many calls ran on the engine and how many native, and why."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from comfy_execution.utils import ExecutionContext, get_executing_context
+
+from ..engine_library import Fallback
+
+log = logging.getLogger(__name__)
+
+MAX_PROMPTS = 64
+"""Prompts remembered; the oldest is forgotten first."""
+
+
+@dataclass
+class Tally:
+    """The calls of one network during one execution of one sampling node.
+
+    Attributes:
+        kind: ``"unet"`` or ``"controlnet"``.
+        name: the model's name as the user knows it.
+        engine_node: id of the engine node in the graph.
+        sampler_node: id of the node that sampled.
+        backend: name of the backend that served, or None while none did.
+        engine, native: calls so far.
+        reasons: fallback reason -> how many native calls had it.
+        details: fallback reason -> the particulars of its first call.
+    """
+
+    kind: str
+    name: str
+    engine_node: str
+    sampler_node: str
+    backend: str | None = None
+    engine: int = 0
+    native: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    details: dict[str, str] = field(default_factory=dict)
+
+    def count_native(self, fallback: Fallback) -> None:
+        """Count a native call; the first one with its reason is logged."""
+        reason = fallback.reason.value
+        if reason not in self.reasons:
+            log.warning("Hybrid TRT: %s ran native. %s", self.name, fallback.sentence())
+            self.details[reason] = str(fallback)
+        self.native += 1
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+    def to_json(self) -> dict:
+        return dict(self.__dict__)
+
+
+_prompts: OrderedDict[str, dict[tuple[str, str, str], Tally]] = OrderedDict()
+
+
+def executing() -> ExecutionContext | None:
+    """The node execution that the caller runs in: one object during one execution of a node, another in the next."""
+    return get_executing_context()
+
+
+def open_tally(kind: str, name: str, engine_node: str) -> Tally:
+    """The tally for a network in the node execution that the caller runs in."""
+    context = executing()
+    prompt, sampler = (context.prompt_id, context.node_id) if context else ("", "")
+    rows = _prompts.setdefault(prompt, {})
+    _prompts.move_to_end(prompt)
+    while len(_prompts) > MAX_PROMPTS:
+        _prompts.popitem(last=False)
+    return rows.setdefault((sampler, engine_node, name), Tally(kind, name, engine_node, sampler))
+
+
+def tallies(prompt_id: str, sampler_nodes: Collection[str] | None = None) -> list[Tally]:
+    """The tallies of a prompt, of all its sampling nodes or of some, in the order in which they were opened."""
+    rows = _prompts.get(prompt_id, {}).values()
+    return [row for row in rows if sampler_nodes is None or row.sampler_node in sampler_nodes]

@@ -1,0 +1,181 @@
+"""A loaded engine: checks every call against the manifest, supplies what is absent, returns fresh tensors."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..architectures.tensors import Profile, Shape, ShapeMismatch, bind, outside
+from ..backends import Backend, Runner
+from ..engine_library import Engine, Reason, Unavailable
+
+log = logging.getLogger(__name__)
+
+MAX_PLANS = 32
+"""Different sets of shapes remembered per session."""
+
+KEPT_PROMPTS = 2
+"""Sessions that the latest prompts used stay open although the nodes that held them were replaced."""
+
+_open: weakref.WeakValueDictionary[tuple, Session] = weakref.WeakValueDictionary()
+_verified: set[tuple] = set()
+_kept: OrderedDict[str, set[Session]] = OrderedDict()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What one set of input shapes implies, worked out once."""
+
+    zeros: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, tuple[Shape, torch.dtype]]
+
+
+class Session:
+    """One engine on one device. Loads at its first call, can be unloaded under memory pressure and loads again."""
+
+    def __init__(self, engine: Engine, backend: Backend, device: torch.device):
+        self.engine = engine
+        self.backend = backend
+        self.device = device
+        self._runner: Runner | None = None
+        self._dtypes = {s.name: getattr(torch, s.dtype) for s in engine.manifest.inputs}
+        self._plans: dict[tuple, _Plan] = {}
+        self._zeros: dict[tuple, torch.Tensor] = {}
+
+    @property
+    def profile(self) -> Profile:
+        return self.engine.manifest.identity.profile
+
+    @property
+    def loaded(self) -> bool:
+        return self._runner is not None
+
+    @property
+    def bytes(self) -> int:
+        """Memory that it holds, or will hold when loaded; an estimate."""
+        return self._runner.bytes if self._runner is not None else self.engine.manifest.bytes
+
+    def load(self) -> None:
+        """Open the engine if it is not open.
+
+        Raises:
+            Unavailable: its files are damaged, or the backend cannot open it.
+        """
+        if self._runner is not None:
+            return
+        self._verify()
+        started = time.perf_counter()
+        try:
+            self._runner = self.backend.load(self.engine, self.device)
+        except Unavailable:
+            raise
+        except Exception as error:
+            log.exception("Hybrid TRT: %s could not be opened", self.engine.folder.name)
+            raise Unavailable(Reason.ENGINE_FAILED, f"it could not be opened ({_first_line(error)})") from error
+        seconds = time.perf_counter() - started
+        log.info("Hybrid TRT: opened %s on %s in %.1f s", self.engine.folder.name, self.device, seconds)
+
+    def unload(self) -> None:
+        """Give its memory back; the next call loads it again."""
+        self._runner = None
+        self._plans.clear()
+        self._zeros.clear()
+
+    def run(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Compute one call.
+
+        Args:
+            given: input name -> tensor of any float dtype on any device. Absent residuals count as zeros.
+
+        Returns:
+            Output name -> fresh tensor on the session's device, which the caller owns.
+
+        Raises:
+            Unavailable: the shapes do not fit this engine, or the engine failed.
+        """
+        self.load()
+        plan = self._plan({name: tuple(tensor.shape) for name, tensor in given.items()})
+        inputs = dict(plan.zeros)
+        for name, tensor in given.items():
+            inputs[name] = tensor.to(self.device, self._dtypes[name]).contiguous()
+        outputs = {
+            name: torch.empty(shape, dtype=dtype, device=self.device) for name, (shape, dtype) in plan.outputs.items()
+        }
+        try:
+            self._runner.run(inputs, outputs)
+        except Exception as error:
+            log.exception("Hybrid TRT: %s failed", self.engine.folder.name)
+            raise Unavailable(Reason.ENGINE_FAILED, _first_line(error)) from error
+        return outputs
+
+    def _plan(self, shapes: Mapping[str, Shape]) -> _Plan:
+        key = tuple(shapes.items())
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+                self._zeros.clear()
+            plan = self._plans[key] = self._new_plan(shapes)
+        return plan
+
+    def _new_plan(self, shapes: Mapping[str, Shape]) -> _Plan:
+        manifest = self.engine.manifest
+        specs = {s.name: s for s in manifest.inputs}
+        if unknown := shapes.keys() - specs.keys():
+            raise Unavailable(Reason.UNSUPPORTED_INPUT, f"the engine has no input {sorted(unknown)[0]}")
+        try:
+            symbols = bind(manifest.inputs, shapes)
+        except ShapeMismatch as error:
+            raise Unavailable(Reason.SHAPE_OUTSIDE_PROFILE, str(error)) from None
+        if (why := outside(self.profile, symbols)) is not None:
+            raise Unavailable(Reason.SHAPE_OUTSIDE_PROFILE, why)
+        absent = (specs[name] for name in specs.keys() - shapes.keys())
+        zeros = {spec.name: self._zero(spec.shape(symbols), spec.dtype) for spec in absent}
+        outputs = {s.name: (s.shape(symbols), getattr(torch, s.dtype)) for s in manifest.outputs}
+        return _Plan(zeros, outputs)
+
+    def _zero(self, shape: Shape, dtype: str) -> torch.Tensor:
+        key = (shape, dtype)
+        if key not in self._zeros:
+            self._zeros[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
+        return self._zeros[key]
+
+    def _verify(self) -> None:
+        """Check sizes at every load, and contents once per process for files that have not changed since."""
+        self.engine.check_sizes()
+        paths = [self.engine.folder / name for name in self.engine.manifest.files]
+        stamp = tuple((str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in paths)
+        if stamp not in _verified:
+            self.engine.check_contents()
+            _verified.add(stamp)
+
+
+def session(engine: Engine, backend: Backend, device: torch.device) -> Session:
+    """The session for an engine on a device, shared by all who use it; it closes when nobody does any more."""
+    key = (str(engine.folder), engine.manifest.identity.key, str(device))
+    found = _open.get(key)
+    if found is None:
+        found = _open[key] = Session(engine, backend, device)
+    return found
+
+
+def keep(opened: Session, prompt_id: str) -> None:
+    """Keep a session open until two more prompts have used engines.
+
+    ComfyUI drops a node's output before the node runs again; without this, a changed setting would reload the engine.
+    """
+    _kept.setdefault(prompt_id, set()).add(opened)
+    _kept.move_to_end(prompt_id)
+    while len(_kept) > KEPT_PROMPTS:
+        _kept.popitem(last=False)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,136 @@
+"""The sampler patch: routes a MODEL's UNet calls into an engine, call by call, or leaves them to native."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from comfy.patcher_extension import WrapperExecutor, WrappersMP
+
+from ..engine_library import Fallback, Reason
+from ..engine_library.native import UNET_PREFIX
+from .engine_handle import EngineHandle
+from .memory import EnginePatcher
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+KEY = "hybrid_trt"
+
+
+def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | None = None) -> ModelPatcher:
+    """A clone of ``model`` whose UNet calls go to the handle's engine whenever it can serve them.
+
+    Args:
+        refusal: a reason that holds for all calls, for example that the engine is another model's.
+    """
+    patched = model.clone()
+    patched.remove_wrappers_with_key(WrappersMP.DIFFUSION_MODEL, KEY)
+    patched.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, UNetRouter(patched, handle, refusal))
+    patched.set_additional_models(KEY, [EnginePatcher.of(handle)])
+    return patched
+
+
+class UNetRouter:
+    """A DIFFUSION_MODEL wrapper that puts the engine in the place of the native forward.
+
+    It replaces ``executor.original`` and goes on, instead of answering itself: so wrappers that other nodes added,
+    before or after, still run around the engine (EasyCache decides whether the engine is called at all).
+    """
+
+    def __init__(self, model: ModelPatcher, handle: EngineHandle, refusal: Fallback | None):
+        self._base = model.model
+        self._patches_uuid = model.patches_uuid
+        self._handle = handle
+        self._refusal = refusal
+
+    def __call__(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        native = executor.original
+        called_on = executor.class_obj
+
+        def routed(
+            x: torch.Tensor,
+            timesteps: torch.Tensor | None = None,
+            context: torch.Tensor | None = None,
+            y: torch.Tensor | None = None,
+            control: Mapping | None = None,
+            transformer_options: dict | None = None,
+            **extra: Any,
+        ) -> torch.Tensor:
+            options = {} if transformer_options is None else transformer_options
+            refusal = self._refusal or self._why_native(called_on, context, control, options, extra)
+
+            def inputs() -> dict[str, torch.Tensor]:
+                given = {"x": x, "timesteps": timesteps, "context": context}
+                if y is not None:
+                    given["y"] = y
+                given.update(self._residuals(control))
+                return given
+
+            outputs = self._handle.serve(refusal, inputs)
+            if outputs is None:
+                return native(x, timesteps, context, y, control, options, **extra)
+            options["original_shape"] = list(x.shape)  # native leaves it there for others to read
+            return outputs["out"].to(x.device, x.dtype)
+
+        executor.original = routed
+        return executor(*args, **kwargs)
+
+    def _why_native(
+        self, called_on: object, context: torch.Tensor | None, control: Mapping | None, options: Mapping, extra: Mapping
+    ) -> Fallback | None:
+        """The reason why native has to serve a call, whatever its shapes, or None."""
+        patcher = self._base.current_patcher
+        if patcher is None or called_on is not self._base.diffusion_model:
+            return Fallback(Reason.OTHER_MODEL, "the call comes from another copy of the model")
+        if patcher.patches_uuid != self._patches_uuid:
+            return Fallback(Reason.WEIGHTS_PATCHED, "a LoRA or another weight patch was added after the sampler patch")
+        if patcher.hook_patches or patcher.current_hooks or patcher.forced_hooks:
+            return Fallback(Reason.HOOKS, "the conditioning or the model carries weight hooks")
+        if patcher.injections or any(f"{name}.".startswith(UNET_PREFIX) for name in patcher.object_patches):
+            return Fallback(Reason.MODEL_PATCHED, "another node replaced a part of the UNet")
+        if (name := _active_patch(options)) is not None:
+            return Fallback(Reason.MODEL_PATCHED, name)
+        if control is not None and any(r is not None for r in control.get("input", ())):
+            return Fallback(Reason.UNSUPPORTED_INPUT, "a T2I-adapter acts on the encoder")
+        if context is None:
+            return Fallback(Reason.UNSUPPORTED_INPUT, "there is no prompt")
+        for name, value in extra.items():
+            if value is not None:
+                return Fallback(Reason.UNSUPPORTED_INPUT, name)
+        return None
+
+    def _residuals(self, control: Mapping | None) -> dict[str, torch.Tensor]:
+        """Engine input name -> residual. ``control`` is only read: native would pop from its lists.
+
+        Native takes residuals from the end of each list, so the last one belongs to the last input block.
+        """
+        if control is None:
+            return {}
+        given = {}
+        outputs = control.get("output", ())
+        for i, residual in enumerate(outputs, start=self._output_slots() - len(outputs)):
+            if residual is not None and i >= 0:
+                given[f"control_output_{i}"] = residual
+        middle = control.get("middle", ())
+        if middle and middle[-1] is not None:
+            given["control_middle_0"] = middle[-1]
+        return given
+
+    def _output_slots(self) -> int:
+        return len(self._base.diffusion_model.input_blocks)
+
+
+_ONE_PATCH_KEYS = ("optimized_attention_override",)
+
+
+def _active_patch(options: Mapping) -> str | None:
+    """The name of a patch inside the UNet that another node set for this call, or None."""
+    for name, patches in options.get("patches", {}).items():
+        if patches:
+            return name
+    for name, patches in options.get("patches_replace", {}).items():
+        if patches:
+            return f"{name} replaced"
+    return next((key for key in _ONE_PATCH_KEYS if options.get(key) is not None), None)

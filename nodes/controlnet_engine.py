@@ -1,0 +1,44 @@
+"""TRT ControlNet Engine: finds or builds the engine for a CONTROL_NET."""
+
+from __future__ import annotations
+
+from comfy.controlnet import ControlBase, ControlNet
+from comfy_api.latest import io, ui
+
+from ..engine_library import Fallback, Reason
+from ..engine_library.native import NativeNetwork
+from ..engine_runtime.controlnet import back_with_engine, native_controlnet
+from . import engine_node
+from .graph import model_name
+
+
+class TRTControlNetEngine(io.ComfyNode):
+    """CONTROL_NET -> the same CONTROL_NET, run by an engine."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TRTControlNetEngine",
+            display_name="TRT ControlNet Engine",
+            category=engine_node.CATEGORY,
+            description="Finds the compiled engine for this ControlNet in models/trt_engines, or builds it. The output "
+            "works in TRT Apply ControlNet and in ComfyUI's own Apply ControlNet nodes.",
+            search_aliases=["tensorrt controlnet", "compile controlnet", "trt control"],
+            inputs=[io.ControlNet.Input("control_net"), *engine_node.settings_inputs()],
+            outputs=[io.ControlNet.Output("control_net_out", display_name="control_net")],
+            hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
+        )
+
+    @classmethod
+    def execute(cls, control_net: ControlBase, when_missing: str, **settings: int | str) -> io.NodeOutput:
+        choice = engine_node.engine_choice(**settings)
+        node_id = cls.hidden.unique_id
+        label = model_name(cls.hidden.dynprompt, node_id, "control_net", "ControlNet")
+        if type(control_net) is not ControlNet:
+            # other kinds (T2I-adapters, Control-LoRAs) make their network while sampling, or are not worth an engine
+            status = Fallback(Reason.UNSUPPORTED_MODEL, f"{label} is a {type(control_net).__name__}").sentence()
+            engine_node.show(status, node_id)
+            return io.NodeOutput(control_net, ui=ui.PreviewText(status))
+        native = native_controlnet(control_net)
+        handle = engine_node.find_or_build(NativeNetwork.of_controlnet(native, label), choice, when_missing, node_id)
+        return io.NodeOutput(back_with_engine(native, handle), ui=ui.PreviewText(handle.status()))

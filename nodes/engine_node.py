@@ -1,0 +1,156 @@
+"""What the two engine nodes share: their settings, finding or building the engine, saying so on the node."""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import cache
+from pathlib import Path
+
+import folder_paths
+from comfy import model_management
+from comfy.utils import ProgressBar
+from comfy_api.latest import io
+from server import PromptServer
+
+from ..architectures.tensors import Profile, Range
+from ..backends import BuildError, backends
+from ..engine_builder.build import BuildOrder, build_engine
+from ..engine_library import Fallback, Library, Reason, Unavailable
+from ..engine_library.native import NativeNetwork
+from ..engine_runtime.engine_handle import AUTO, EngineChoice, EngineHandle, usable_backends
+
+log = logging.getLogger(__name__)
+
+CATEGORY = "Hybrid TRT"
+FOLDER_KEY = "trt_engines"
+USE_NATIVE = "use native"
+BUILD_NOW = "build now"
+PRECISIONS = (AUTO, "float16", "bfloat16", "float32")
+PIXELS = 8
+"""Pixels per latent element."""
+
+folder_paths.add_model_folder_path(FOLDER_KEY, str(Path(folder_paths.models_dir) / FOLDER_KEY), is_default=True)
+
+
+@cache
+def _library(roots: tuple[str, ...]) -> Library:
+    return Library([Path(root) for root in roots])
+
+
+def library() -> Library:
+    """The library of this ComfyUI, wherever its settings put ``models/trt_engines``."""
+    return _library(tuple(folder_paths.get_folder_paths(FOLDER_KEY)))
+
+
+def settings_inputs() -> list[io.Input]:
+    """The inputs after the model, the same on both engine nodes."""
+    return [
+        io.Combo.Input(
+            "when_missing",
+            options=[USE_NATIVE, BUILD_NOW],
+            default=USE_NATIVE,
+            tooltip="What to do when the library has no engine for this model: run native, or build one first.",
+        ),
+        io.Int.Input("min_size", default=64, min=16, max=8192, step=8, tooltip="Smallest width or height in pixels."),
+        io.Int.Input("opt_size", default=512, min=16, max=8192, step=8, tooltip="Size in pixels to be fastest at."),
+        io.Int.Input("max_size", default=1024, min=16, max=8192, step=8, tooltip="Largest width or height in pixels."),
+        io.Int.Input(
+            "max_images",
+            default=4,
+            min=1,
+            max=64,
+            tooltip="Largest batch size of the latent image. The engine takes twice as many, because ComfyUI runs the "
+            "positive and the negative prompt together.",
+        ),
+        io.Int.Input(
+            "max_tokens",
+            default=616,
+            min=77,
+            max=77 * 64,
+            step=77,
+            tooltip="Longest prompt in tokens, in steps of 77. Prompts of unlike lengths are padded to a common "
+            "multiple.",
+        ),
+        io.Combo.Input(
+            "precision",
+            options=list(PRECISIONS),
+            default=AUTO,
+            tooltip="What the engine computes in; auto is what ComfyUI uses for this model.",
+            advanced=True,
+        ),
+        io.Combo.Input(
+            "backend",
+            options=[AUTO, *backends()],
+            default=AUTO,
+            tooltip="Who builds and runs the engine; auto takes the best one that this machine has.",
+            advanced=True,
+        ),
+    ]
+
+
+def engine_choice(
+    min_size: int, opt_size: int, max_size: int, max_images: int, max_tokens: int, precision: str, backend: str
+) -> EngineChoice:
+    """The engine node's settings as a profile in latent elements, a precision and a backend.
+
+    Raises:
+        ValueError: sizes in the wrong order; the text is for the user.
+    """
+    if not min_size <= opt_size <= max_size:
+        raise ValueError(
+            f"min_size ({min_size}), opt_size ({opt_size}) and max_size ({max_size}) must rise in this order. "
+            "Nothing was built; correct the sizes on this node."
+        )
+    size = Range(max(1, min_size // PIXELS), max(1, opt_size // PIXELS), math.ceil(max_size / PIXELS))
+    batch = Range(1, 2, 2 * max_images)
+    tokens = Range(77, 77, max(77, max_tokens))
+    profile = Profile({"B": batch, "H": size, "W": size, "T": tokens, "HB": Range(1, 1, 2 * max_images)})
+    return EngineChoice(profile, precision, backend)
+
+
+def find_or_build(network: NativeNetwork, choice: EngineChoice, when_missing: str, node_id: str) -> EngineHandle:
+    """The handle for a network's engine, building the engine first when there is none and the user wants one.
+
+    A build that fails is told on the node and leaves native to serve.
+    """
+    handle = EngineHandle(network, choice, library(), node_id)
+    if when_missing == BUILD_NOW and _needs_build(handle):
+        try:
+            _build(handle)
+            handle.refresh()
+        except (BuildError, OSError) as error:
+            log.error("Hybrid TRT: the engine for %s was not built: %s", network.label, error)
+            handle.session, handle.fallback = None, Fallback(Reason.BUILD_FAILED, str(error))
+        except Unavailable as refusal:
+            handle.session, handle.fallback = None, refusal.fallback
+    show(f"{network.label}: {handle.status()}", node_id)
+    return handle
+
+
+def _needs_build(handle: EngineHandle) -> bool:
+    if handle.session is None:
+        return handle.fallback.reason in (Reason.NO_ENGINE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
+    profile = handle.session.profile
+    return not profile.contains(handle.choice.profile.only(profile.ranges))
+
+
+def _build(handle: EngineHandle) -> None:
+    network = handle.network
+    backend = usable_backends(handle.choice.backend, network.device)[0]
+    order = BuildOrder(network, handle.precision, handle.choice.profile, backend)
+    bar = ProgressBar(100, node_id=handle.node_id)
+
+    def progress(phase: str, fraction: float) -> None:
+        model_management.throw_exception_if_processing_interrupted()
+        bar.update_absolute(round(fraction * 100))
+        show(f"{network.label}: {phase} ({fraction:.0%})", handle.node_id)
+
+    build_engine(order, handle.library, progress)
+
+
+def show(text: str, node_id: str) -> None:
+    """Put a line of text on a node in the page, and in the log."""
+    log.info("Hybrid TRT: %s", text)
+    if PromptServer.instance is not None:
+        PromptServer.instance.send_progress_text(text, node_id)

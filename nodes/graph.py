@@ -1,0 +1,47 @@
+"""Reading the prompt's graph: which nodes lie upstream, and what the user's files are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from comfy_execution.graph import DynamicPrompt, NodeNotFoundError
+
+MODEL_NAME_INPUTS = ("unet_name", "ckpt_name", "control_net_name", "model_name")
+
+
+def upstream(prompt: DynamicPrompt, node_id: str, first_inputs: tuple[str, ...] | None = None) -> Iterator[str]:
+    """Ids of the nodes that a node depends on, the nearest first, itself not included.
+
+    Args:
+        first_inputs: follow only these inputs of the node itself; of the others all.
+    """
+    seen, queue = {node_id}, [(node_id, first_inputs)]
+    while queue:
+        current, allowed = queue.pop(0)
+        for name, value in _inputs(prompt, current).items():
+            if (allowed is None or name in allowed) and _is_link(value) and value[0] not in seen:
+                seen.add(value[0])
+                queue.append((value[0], None))
+                yield value[0]
+
+
+def model_name(prompt: DynamicPrompt, node_id: str, input_name: str, default: str) -> str:
+    """The file that a loader upstream of an input was told to load, or ``default``."""
+    for node in upstream(prompt, node_id, (input_name,)):
+        inputs = _inputs(prompt, node)
+        for name in MODEL_NAME_INPUTS:
+            if isinstance(inputs.get(name), str):
+                return inputs[name]
+    return default
+
+
+def _inputs(prompt: DynamicPrompt, node_id: str) -> dict[str, Any]:
+    try:
+        return prompt.get_node(node_id)["inputs"]
+    except NodeNotFoundError:
+        return {}
+
+
+def _is_link(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)

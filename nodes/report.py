@@ -1,0 +1,80 @@
+"""TRT Report: what ran on engines and what ran native, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..engine_runtime.ledger import Tally, executing, tallies
+from .engine_node import CATEGORY
+from .graph import upstream
+
+
+class TRTReport(io.ComfyNode):
+    """Anything that comes after the sampler -> the same, and the counts of the sampling before it."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        anything = io.MatchType.Template("after")
+        return io.Schema(
+            node_id="TRTReport",
+            display_name="TRT Report",
+            category=CATEGORY,
+            description="Place it after the sampler: it passes its input on and says how many calls each network ran "
+            "on its engine, how many native, and why.",
+            search_aliases=["tensorrt report", "engine statistics", "fallback reasons"],
+            inputs=[
+                io.MatchType.Input("after", template=anything, tooltip="The sampler's latent, or any later value.")
+            ],
+            outputs=[
+                io.MatchType.Output(template=anything, id="after_out", display_name="after"),
+                io.String.Output("report", display_name="report"),
+            ],
+            hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, after: Any) -> io.NodeOutput:
+        samplers = set(upstream(cls.hidden.dynprompt, cls.hidden.unique_id))
+        rows = tallies(executing().prompt_id, samplers)
+        text = report_text(rows)
+        return io.NodeOutput(after, text, ui={"text": [text], "report": [report_json(rows)]})
+
+
+def report_json(rows: list[Tally]) -> dict:
+    """The counts as data: totals over the UNet's rows and a list of ControlNets."""
+    unets = [row.to_json() for row in rows if row.kind == "unet"]
+    return {
+        "unet": {
+            "engine": sum(row["engine"] for row in unets),
+            "native": sum(row["native"] for row in unets),
+            "reasons": _sum_reasons(unets),
+        },
+        "controlnets": [row.to_json() for row in rows if row.kind != "unet"],
+        "rows": [row.to_json() for row in rows],
+    }
+
+
+def report_text(rows: list[Tally]) -> str:
+    """The counts as a short text for people."""
+    if not rows:
+        return (
+            "No engine was asked for in this prompt: no TRT node lies before this one, or the sampler's result came "
+            "from ComfyUI's cache."
+        )
+    lines = []
+    for row in rows:
+        served = f"{row.engine} calls on {row.backend}" if row.engine else "0 calls on an engine"
+        lines.append(f"{row.name}: {served}, {row.native} native")
+        lines += [f"    {count} x {row.details[reason]}" for reason, count in row.reasons.items()]
+    return "\n".join(lines)
+
+
+def _sum_reasons(rows: list[dict]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for row in rows:
+        for reason, count in row["reasons"].items():
+            total[reason] = total.get(reason, 0) + count
+    return total

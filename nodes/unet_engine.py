@@ -1,0 +1,38 @@
+"""TRT UNet Engine: finds or builds the engine for a MODEL's UNet."""
+
+from __future__ import annotations
+
+from comfy.model_patcher import ModelPatcher
+from comfy_api.latest import io, ui
+
+from ..engine_library.native import NativeNetwork
+from . import engine_node
+from .graph import model_name
+
+UNetEngine = io.Custom("TRT_UNET_ENGINE")
+
+
+class TRTUNetEngine(io.ComfyNode):
+    """MODEL -> the engine of its UNet, for TRT Sampler Patch."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TRTUNetEngine",
+            display_name="TRT UNet Engine",
+            category=engine_node.CATEGORY,
+            description="Finds the compiled engine for this model's UNet in models/trt_engines, or builds it. LoRAs "
+            "before this node are built into the engine. Wire the engine into TRT Sampler Patch.",
+            search_aliases=["tensorrt unet", "compile unet", "trt model"],
+            inputs=[io.Model.Input("model"), *engine_node.settings_inputs()],
+            outputs=[UNetEngine.Output("engine", display_name="engine")],
+            hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
+        )
+
+    @classmethod
+    def execute(cls, model: ModelPatcher, when_missing: str, **settings: int | str) -> io.NodeOutput:
+        choice = engine_node.engine_choice(**settings)
+        node_id = cls.hidden.unique_id
+        label = model_name(cls.hidden.dynprompt, node_id, "model", "UNet")
+        handle = engine_node.find_or_build(NativeNetwork.of_model(model, label), choice, when_missing, node_id)
+        return io.NodeOutput(handle, ui=ui.PreviewText(handle.status()))

@@ -1,0 +1,104 @@
+"""Nodes for the tests only: conditioning and images without models, and latents on disk. Never shipped to users."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import folder_paths
+import numpy
+import torch
+from comfy_api.latest import ComfyExtension, io
+
+CATEGORY = "tests"
+MAX_SEED = 2**31 - 1
+
+
+def _random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class TestConditioning(io.ComfyNode):
+    """Random conditioning of a given shape: needs no text encoder, which for SDXL would outweigh all else."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestConditioning", display_name="Test Conditioning", category=CATEGORY,
+            inputs=[
+                io.Int.Input("tokens", default=77, min=77, max=77 * 8, step=77),
+                io.Int.Input("width", default=768, min=1, max=4096, tooltip="SD1.5: 768, SDXL: 2048"),
+                io.Int.Input("pooled", default=0, min=0, max=4096, tooltip="SDXL: 1280; 0: no pooled_output"),
+                io.Int.Input("seed", default=0, min=0, max=MAX_SEED),
+            ],
+            outputs=[io.Conditioning.Output()],
+        )
+
+    @classmethod
+    def execute(cls, tokens: int, width: int, pooled: int, seed: int) -> io.NodeOutput:
+        extras = {"pooled_output": _random(seed + 1, 1, pooled)} if pooled else {}
+        return io.NodeOutput([[_random(seed, 1, tokens, width), extras]])
+
+
+class TestImage(io.ComfyNode):
+    """Random images with structure at several scales, each picture of the batch another one."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestImage", display_name="Test Image", category=CATEGORY,
+            inputs=[
+                io.Int.Input("seed", default=0, min=0, max=MAX_SEED),
+                io.Int.Input("width", default=128, min=1, max=8192),
+                io.Int.Input("height", default=128, min=1, max=8192),
+                io.Int.Input("batch", default=1, min=1, max=64),
+                io.Int.Input("channels", default=3, min=1, max=4),
+            ],
+            outputs=[io.Image.Output()],
+        )
+
+    @classmethod
+    def execute(cls, seed: int, width: int, height: int, batch: int, channels: int) -> io.NodeOutput:
+        image = torch.zeros(batch, channels, height, width)
+        for cells in (3, 9, 27):
+            noise = _random(seed + cells, batch, channels, cells, cells)
+            image += torch.nn.functional.interpolate(noise, (height, width), mode="bilinear") * (3 / cells) ** 0.5
+        return io.NodeOutput(image.mul(2).sigmoid().movedim(1, -1).contiguous())
+
+
+class TestSaveLatent(io.ComfyNode):
+    """Writes a latent as latents/<name>.npy (float32) below the output directory and tells its path and shape."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestSaveLatent", display_name="Test Save Latent", category=CATEGORY, is_output_node=True,
+            inputs=[io.Latent.Input("latent"), io.String.Input("name", default="latent")],
+            outputs=[],
+        )
+
+    @classmethod
+    def execute(cls, latent: dict, name: str) -> io.NodeOutput:
+        folder = Path(folder_paths.get_output_directory()) / "latents"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{name}.npy"
+        if path.parent != folder:
+            raise ValueError(f"a latent's name is no path: {name!r}")
+        values = latent["samples"].detach().to("cpu", torch.float32).numpy()
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("wb") as file:
+            numpy.save(file, values)
+        os.replace(temporary, path)
+        return io.NodeOutput(ui={"latent": [str(path), list(values.shape)]})
+
+
+class TestNodes(ComfyExtension):
+    """What ComfyUI asks for the nodes of this pack."""
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return [TestConditioning, TestImage, TestSaveLatent]
+
+
+async def comfy_entrypoint() -> TestNodes:
+    """Called by ComfyUI when it loads the pack."""
+    return TestNodes()

@@ -1,0 +1,79 @@
+"""Shared fixtures: one real ComfyUI server per session, with tiny models and the test nodes.
+
+The repository's root must never be on sys.path: the pack's `nodes` package and ComfyUI's `nodes.py` share a name.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ROOT / "tools"
+if str(TOOLS) not in sys.path:
+    sys.path.insert(0, str(TOOLS))
+
+import tiny_models  # noqa: E402
+from comfy_process import ComfyProcess  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where ComfyUI lies, and the base directory (models, custom_nodes, input, output) that the tests use."""
+
+    comfyui: Path
+    base: Path
+
+
+@pytest.fixture(scope="session")
+def environment() -> Environment:
+    """The working environment that `make test` prepares. Missing is a failure: a skipped test proves nothing."""
+    paths = {}
+    for variable in ("HYBRID_TRT_COMFYUI", "HYBRID_TRT_BASE"):
+        value = os.environ.get(variable)
+        if not value:
+            pytest.fail(f"{variable} is not set: run the tests with 'make test', which prepares ComfyUI and sets it.")
+        paths[variable] = Path(value).resolve()
+    comfyui, base = paths["HYBRID_TRT_COMFYUI"], paths["HYBRID_TRT_BASE"]
+    if not (comfyui / "main.py").is_file():
+        pytest.fail(f"HYBRID_TRT_COMFYUI={comfyui} holds no ComfyUI (no main.py): run 'make test'.")
+    if not base.is_dir():
+        pytest.fail(f"HYBRID_TRT_BASE={base} is no directory: run 'make test'.")
+    return Environment(comfyui, base)
+
+
+@pytest.fixture(scope="session")
+def models(environment: Environment) -> dict[str, Path]:
+    """All tiny models by name, in the base's models directory; control_a.png and control_b.png in its input directory.
+
+    A process of its own makes them, so that this one imports none of ComfyUI's top-level modules.
+    """
+    directory = environment.base / "models"
+    made = subprocess.run(
+        [sys.executable, str(TOOLS / "tiny_models.py"), "--comfyui", str(environment.comfyui),
+         "--models", str(directory), "--input", str(environment.base / "input")],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if made.returncode:
+        pytest.fail(f"the tiny models could not be made:\n{made.stdout}")
+    return {name: directory / recipe.file for name, recipe in tiny_models.RECIPES.items()}
+
+
+@pytest.fixture(scope="session")
+def comfy(environment: Environment, models: dict[str, Path]) -> Iterator[ComfyProcess]:
+    """One running ComfyUI per session, with the test nodes beside whatever packs the base directory has."""
+    link = environment.base / "custom_nodes" / "comfy_test_nodes"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if link.is_symlink():
+        link.unlink()
+    link.symlink_to(ROOT / "tests" / "comfy_test_nodes", target_is_directory=True)
+    try:
+        with ComfyProcess(environment.comfyui, environment.base) as process:
+            yield process
+    finally:
+        link.unlink(missing_ok=True)

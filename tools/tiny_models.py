@@ -1,0 +1,342 @@
+#!/usr/bin/env python3
+"""Tiny random models that ComfyUI's own loaders recognise, so that tests and the demo need no downloads.
+
+Every tensor is drawn from a generator seeded by (seed, tensor name): the same name and seed give the same weights in
+every file, and a file is a pure function of its recipe. The recipe's digest is kept in the file's metadata; a file
+whose digest still fits is left alone.
+
+    python tools/tiny_models.py --comfyui PATH --models DIR [--input DIR] [names]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import struct
+import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+Shapes = dict[str, tuple[int, ...]]
+
+#: Raise this when the drawing of weights changes, so that files made before are made again.
+RECIPE_VERSION = 1
+METADATA_KEY = "tiny_recipe"
+
+_UNET = {"image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 320, "use_spatial_transformer": True,
+         "legacy": False}
+_SD15 = _UNET | {"context_dim": 768, "num_heads": 8}
+#: Two levels and a downsample between them: residual extents matter (ceil of odd sizes). 4 residuals + middle.
+SD15 = _SD15 | {"channel_mult": [1, 2], "num_res_blocks": [1, 1], "transformer_depth": [1, 1],
+                "transformer_depth_output": [1, 1, 1, 1], "transformer_depth_middle": 1}
+#: The smallest network that ComfyUI takes for SD1.5: one level, a middle without attention.
+SD15_FLAT = _SD15 | {"channel_mult": [1], "num_res_blocks": [1], "transformer_depth": [1],
+                     "transformer_depth_output": [1, 0], "transformer_depth_middle": -1}
+#: A T2I-adapter adds its first feature after input block 2, at full latent size: that takes two blocks on level one.
+#: On the other layouts above the native code logs 'control could not be applied' and goes on.
+SD15_T2I = _SD15 | {"channel_mult": [1], "num_res_blocks": [2], "transformer_depth": [1, 0],
+                    "transformer_depth_output": [1, 0, 0], "transformer_depth_middle": -1}
+#: KOALA-700M's depths: the smallest layout that ComfyUI takes for the SDXL family (with `y`). 6 residuals + middle.
+SDXL = _UNET | {"context_dim": 2048, "num_head_channels": 64, "num_classes": "sequential", "adm_in_channels": 2816,
+                "use_linear_in_transformer": True, "channel_mult": [1, 1, 1], "num_res_blocks": [1, 1, 1],
+                "transformer_depth": [0, 2, 5], "transformer_depth_output": [0, 0, 0, 1, 0, 1],
+                "transformer_depth_middle": -1}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One network inside a file: which one, its shape, its seed and the prefix of its keys."""
+
+    network: str
+    seed: int
+    config: dict[str, Any] = field(default_factory=dict)
+    prefix: str = ""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A file below the models directory and the networks in it."""
+
+    file: str
+    parts: tuple[Part, ...]
+
+    @property
+    def name(self) -> str:
+        """The file's stem, which is unique among the recipes."""
+        return Path(self.file).stem
+
+    @property
+    def digest(self) -> str:
+        """Names everything that the file's content depends on."""
+        text = json.dumps([RECIPE_VERSION, [asdict(part) for part in self.parts]], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
+    Recipe("checkpoints/tiny_sd15.safetensors", (
+        Part("unet", 15, SD15, "model.diffusion_model."),
+        Part("taesd", 1, {"scale": 0.18215}, "first_stage_model."),
+        Part("clip_l", 2, {}, "cond_stage_model.transformer."))),
+    Recipe("diffusion_models/tiny_sd15_unet.safetensors", (Part("unet", 15, SD15),)),
+    Recipe("diffusion_models/tiny_sd15_other_unet.safetensors", (Part("unet", 16, SD15),)),
+    Recipe("diffusion_models/tiny_sd15_flat_unet.safetensors", (Part("unet", 17, SD15_FLAT),)),
+    Recipe("diffusion_models/tiny_sd15_t2i_unet.safetensors", (Part("unet", 18, SD15_T2I),)),
+    Recipe("diffusion_models/tiny_sdxl_unet.safetensors", (Part("unet", 20, SDXL),)),
+    Recipe("vae/tiny_sdxl_taesd.safetensors", (Part("taesd", 1, {"scale": 0.13025}),)),
+    Recipe("controlnet/tiny_sd15_a.safetensors", (Part("controlnet", 31, SD15, "control_model."),)),
+    Recipe("controlnet/tiny_sd15_b.safetensors", (Part("controlnet", 32, SD15, "control_model."),)),
+    Recipe("controlnet/tiny_sd15_flat_a.safetensors", (Part("controlnet", 33, SD15_FLAT, "control_model."),)),
+    Recipe("controlnet/tiny_sdxl_a.safetensors", (Part("controlnet", 41, SDXL, "control_model."),)),
+    Recipe("controlnet/tiny_sdxl_b.safetensors", (Part("controlnet", 42, SDXL, "control_model."),)),
+    Recipe("controlnet/tiny_sd15_t2i.safetensors", (Part("t2i_adapter", 51),)),
+    Recipe("controlnet/tiny_sd15_control_lora.safetensors", (Part("control_lora", 61, SD15 | {"rank": 4}),)),
+    Recipe("loras/tiny_sd15_lora.safetensors", (Part("lora", 71, SD15 | {"rank": 4}),)),
+)}
+
+
+def make(models_dir: Path, names: Iterable[str] | None = None,
+         say: Callable[[str], None] = lambda text: None) -> dict[str, Path]:
+    """Make the named models (all of them without names) and return their paths by name.
+
+    ComfyUI must be on sys.path when something is missing; when all files are there nothing heavy is imported.
+    """
+    chosen = list(RECIPES) if names is None else list(names)
+    if unknown := [name for name in chosen if name not in RECIPES]:
+        raise ValueError(f"no such tiny model: {', '.join(unknown)}; there are {', '.join(RECIPES)}")
+    paths = {name: Path(models_dir) / RECIPES[name].file for name in chosen}
+    missing = [name for name in chosen if _digest_of(paths[name]) != RECIPES[name].digest]
+    if missing:
+        import_comfy_on_cpu()
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            for name in missing:
+                _write(RECIPES[name], paths[name], pool)
+                say(f"made {paths[name]} ({paths[name].stat().st_size / 1e6:.0f} MB)")
+    return paths
+
+
+def make_images(input_dir: Path) -> dict[str, Path]:
+    """Write two control images, white lines on black like an edge detector's: 128x128, different, deterministic."""
+    from PIL import Image, ImageDraw
+
+    Path(input_dir).mkdir(parents=True, exist_ok=True)
+    paths = {}
+    for name in ("control_a", "control_b"):
+        image = Image.new("RGB", (128, 128))
+        draw = ImageDraw.Draw(image)
+        if name == "control_a":
+            draw.ellipse((20, 24, 92, 96), outline="white", width=3)
+            draw.line((0, 112, 60, 60, 127, 100), fill="white", width=2)
+            draw.rectangle((96, 8, 118, 40), outline="white", width=2)
+        else:
+            draw.polygon([(64, 8), (118, 104), (12, 88)], outline="white", width=3)
+            for x in range(8, 128, 24):
+                draw.line((x, 127, x + 12, 100), fill="white", width=2)
+            draw.arc((40, 30, 90, 80), 30, 250, fill="white", width=2)
+        paths[name] = Path(input_dir) / f"{name}.png"
+        temporary = paths[name].with_suffix(f".{os.getpid()}.tmp")
+        image.save(temporary, "PNG")
+        os.replace(temporary, paths[name])
+    return paths
+
+
+def import_comfy_on_cpu() -> None:
+    """Let ComfyUI's modules be imported on a machine without a GPU; someone who imported them before has decided."""
+    if "comfy.model_management" in sys.modules:
+        return
+    try:
+        import comfy.cli_args  # parses no sys.argv unless main.py asked for it
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(
+            f"{missing}: making tiny models needs ComfyUI on sys.path and its requirements installed") from missing
+    comfy.cli_args.args.cpu = True
+
+
+def _digest_of(path: Path) -> str | None:
+    """The digest of the recipe that an existing file was made from, read from its header alone."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            return json.loads(file.read(length)).get("__metadata__", {}).get(METADATA_KEY)
+    except (OSError, ValueError, struct.error):
+        return None
+
+
+def _write(recipe: Recipe, path: Path, pool: ThreadPoolExecutor) -> None:
+    """Draw all tensors of a recipe and put the file in place in one step."""
+    from safetensors.torch import save_file
+
+    jobs = {}
+    for part in recipe.parts:
+        draw = _DRAW.get(part.network, _draw)
+        for name, shape in _SHAPES[part.network](part.config).items():
+            jobs[part.prefix + name] = pool.submit(draw, part, name, shape)
+    tensors = {key: job.result() for key, job in jobs.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        save_file(tensors, temporary, metadata={METADATA_KEY: recipe.digest})
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _draw(part: Part, name: str, shape: tuple[int, ...], gain: float = 1.0) -> torch.Tensor:
+    """Random fp16 values that keep activations near one: weights by fan-in, norms about one, no bias quite zero.
+
+    A ControlNet's zero convolutions are drawn like any other weight: at zero it would have no effect to test.
+    """
+    import torch
+
+    seed = int.from_bytes(hashlib.sha256(f"{part.seed}/{name}".encode()).digest()[:7], "little")
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    if len(shape) > 1:
+        values *= gain / math.sqrt(math.prod(shape[1:]))
+    else:
+        values *= 0.05
+        if name.endswith("weight"):  # the scale of a norm layer
+            values += 1.0
+    return values.half()
+
+
+def _draw_taesd(part: Part, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """As `_draw`, with the family's latent scale, and pictures that are neither black nor white."""
+    import torch
+
+    if name == "vae_scale":
+        return torch.tensor(part.config["scale"])
+    if name == "vae_shift":
+        return torch.tensor(0.0)
+    # Quiet last convolutions (of each residual block, of the decoder) keep pixels off the limits of 0 and 1.
+    gain = 0.3 if name == "taesd_decoder.19.weight" else 0.3 if name.endswith(".conv.4.weight") else 1.0
+    values = _draw(part, name, shape, gain)
+    return values + 0.5 if name == "taesd_decoder.19.bias" else values
+
+
+def _draw_controlnet(part: Part, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """As `_draw`, with a loud hint encoder: eight plain layers would leave under 1 % of the image in the residuals."""
+    return _draw(part, name, shape, gain=1.65 if name.startswith("input_hint_block.") else 1.0)
+
+
+def _draw_low_rank(part: Part, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """As `_draw`, plus alpha and marker. Up's fan-in is the rank, so up x down is as large as the weight it changes."""
+    import torch
+
+    if name.endswith(".alpha"):
+        return torch.tensor(float(part.config["rank"]))
+    if name == "lora_controlnet":
+        return torch.empty(0)
+    return _draw_controlnet(part, name, shape)
+
+
+def _shapes_of(build: Callable[[], torch.nn.Module]) -> Shapes:
+    """Names and shapes of a module's weights, without allocating any."""
+    import torch
+
+    with torch.device("meta"):
+        return {name: tuple(value.shape) for name, value in build().state_dict().items()}
+
+
+def _unet_shapes(config: dict[str, Any]) -> Shapes:
+    from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+
+    return _shapes_of(lambda: UNetModel(**config))
+
+
+def _controlnet_shapes(config: dict[str, Any]) -> Shapes:
+    from comfy.cldm.cldm import ControlNet
+
+    config = {key: value for key, value in config.items() if key not in ("out_channels", "transformer_depth_output")}
+    return _shapes_of(lambda: ControlNet(hint_channels=3, **config))
+
+
+def _taesd_shapes(config: dict[str, Any]) -> Shapes:
+    from comfy.taesd.taesd import TAESD
+
+    return _shapes_of(TAESD)
+
+
+def _clip_l_shapes(config: dict[str, Any]) -> Shapes:
+    """CLIP-L at its full size (ComfyUI fixes it): only the projection, which SD1.5 files lack, is left out."""
+    import comfy.clip_model
+    import comfy.ops
+    import torch
+
+    clip = json.loads(Path(comfy.clip_model.__file__).with_name("sd1_clip_config.json").read_text(encoding="utf-8"))
+    shapes = _shapes_of(lambda: comfy.clip_model.CLIPTextModel(
+        clip, torch.float32, torch.device("meta"), comfy.ops.disable_weight_init))
+    return {name: shape for name, shape in shapes.items() if name.startswith("text_model.")}
+
+
+def _t2i_adapter_shapes(config: dict[str, Any]) -> Shapes:
+    from comfy.t2i_adapter.adapter import Adapter_light
+
+    return _shapes_of(lambda: Adapter_light(cin=3 * 8 * 8, channels=[320, 640, 1280, 1280], nums_rb=4))
+
+
+def _control_lora_shapes(config: dict[str, Any]) -> Shapes:
+    """Low-rank changes of what a ControlNet shares with its UNet, and whole weights for what it has alone."""
+    config = dict(config)
+    rank = config.pop("rank")
+    shared = _unet_shapes(config)
+    shapes: Shapes = {"lora_controlnet": (0,)}
+    for name, shape in _controlnet_shapes(config).items():
+        if name not in shared:
+            shapes[name] = shape
+        elif len(shape) > 1:
+            stem = name.removesuffix(".weight")
+            shapes[f"{stem}.up"] = (shape[0], rank)
+            shapes[f"{stem}.down"] = (rank, math.prod(shape[1:]))
+    return shapes
+
+
+def _lora_shapes(config: dict[str, Any]) -> Shapes:
+    """A LoRA in kohya's naming on all attention and feed-forward layers."""
+    config = dict(config)
+    rank = config.pop("rank")
+    shapes: Shapes = {}
+    for name, shape in _unet_shapes(config).items():
+        if len(shape) == 2 and ".transformer_blocks." in name:
+            stem = "lora_unet_" + name.removesuffix(".weight").replace(".", "_")
+            shapes[f"{stem}.lora_up.weight"] = (shape[0], rank)
+            shapes[f"{stem}.lora_down.weight"] = (rank, shape[1])
+            shapes[f"{stem}.alpha"] = ()
+    return shapes
+
+
+_SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {
+    "unet": _unet_shapes, "controlnet": _controlnet_shapes, "taesd": _taesd_shapes, "clip_l": _clip_l_shapes,
+    "t2i_adapter": _t2i_adapter_shapes, "control_lora": _control_lora_shapes, "lora": _lora_shapes}
+_DRAW: dict[str, Callable[[Part, str, tuple[int, ...]], torch.Tensor]] = {
+    "taesd": _draw_taesd, "controlnet": _draw_controlnet, "control_lora": _draw_low_rank, "lora": _draw_low_rank}
+
+
+def say(text: str) -> None:
+    """Tell the user of the command line tool how far it is."""
+    print(text, flush=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line: make models, and control images when an input directory is given."""
+    parser = argparse.ArgumentParser(description="Make tiny random models that ComfyUI's own loaders recognise.")
+    parser.add_argument("--comfyui", type=Path, required=True, help="where ComfyUI's source lies")
+    parser.add_argument("--models", type=Path, required=True, help="ComfyUI's models directory")
+    parser.add_argument("--input", type=Path, help="ComfyUI's input directory: put two control images there")
+    parser.add_argument("names", nargs="*", help=f"which ones (default: all): {', '.join(RECIPES)}")
+    options = parser.parse_args(arguments)
+    sys.path.insert(0, str(options.comfyui.resolve()))
+    make(options.models, options.names or None, say)
+    if options.input:
+        make_images(options.input)
+
+
+if __name__ == "__main__":
+    main()
