@@ -72,6 +72,8 @@ class OnnxRuntimeRunner:
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
+        # several sessions and torch share the cores: a pool that spins between calls slows all others down
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self.device = device
         self.bytes = size
         self._session = onnxruntime.InferenceSession(str(path), options, providers=[_PROVIDERS[device.type]])

@@ -6,6 +6,7 @@ The repository's root must never be on sys.path: the pack's `nodes` package and 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,11 +17,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ROOT / "tools"
-if str(TOOLS) not in sys.path:
-    sys.path.insert(0, str(TOOLS))
+for folder in (TOOLS, ROOT / "tests" / "support"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
 
 import tiny_models  # noqa: E402
 from comfy_process import ComfyProcess  # noqa: E402
+from scenarios import A, B, Control, Scenario, latent_of, prompt  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ def models(environment: Environment) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def comfy(environment: Environment, models: dict[str, Path]) -> Iterator[ComfyProcess]:
-    """One running ComfyUI per session, with the test nodes beside whatever packs the base directory has."""
+    """One running ComfyUI per session, with the test nodes beside the pack, and an empty engine library."""
+    shutil.rmtree(environment.base / "models" / "trt_engines", ignore_errors=True)
     link = environment.base / "custom_nodes" / "comfy_test_nodes"
     link.parent.mkdir(parents=True, exist_ok=True)
     if link.is_symlink():
@@ -77,3 +81,26 @@ def comfy(environment: Environment, models: dict[str, Path]) -> Iterator[ComfyPr
             yield process
     finally:
         link.unlink(missing_ok=True)
+
+
+def build(comfy: ComfyProcess, *scenarios: Scenario) -> None:
+    """Build the engines of scenarios by running each once with ``build now``."""
+    for scenario in scenarios:
+        history = comfy.queue(prompt(scenario.but(settings={"when_missing": "build now"}), True, "build"), timeout=300)
+        latent_of(history)
+        report = history.output("report", "report")[0]
+        assert all(row["engine"] > 0 and row["native"] == 0 for row in report["rows"]), report
+
+
+@pytest.fixture(scope="session")
+def sd15(comfy: ComfyProcess) -> ComfyProcess:
+    """A server whose library has the engines of the tiny SD1.5 UNet and its two ControlNets."""
+    build(comfy, Scenario(controls=(A, B)))
+    return comfy
+
+
+@pytest.fixture(scope="session")
+def sdxl(comfy: ComfyProcess) -> ComfyProcess:
+    """A server whose library has the engines of the tiny SDXL UNet and its two ControlNets."""
+    build(comfy, Scenario("sdxl", controls=(Control("tiny_sdxl_a"), Control("tiny_sdxl_b", 2))))
+    return comfy

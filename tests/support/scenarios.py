@@ -1,0 +1,231 @@
+"""API prompts for the tests: one scenario, sampled natively by stock nodes or through engines, to be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy
+from comfy_process import ComfyProcess, History
+
+Prompt = dict[str, dict[str, Any]]
+Link = list[Any]
+
+CONDITIONING = {"sd15": {"width": 768, "pooled": 0}, "sdxl": {"width": 2048, "pooled": 1280}}
+SETTINGS = {
+    "when_missing": "use native",
+    "min_size": 64,
+    "opt_size": 128,
+    "max_size": 512,
+    "max_images": 4,
+    "max_tokens": 616,
+    "precision": "auto",
+    "backend": "auto",
+}
+
+
+@dataclass(frozen=True)
+class Control:
+    """One ControlNet of a scenario; ``image`` is a seed of TestImage, ``engine`` whether an engine backs it."""
+
+    file: str = "tiny_sd15_a"
+    image: int = 1
+    strength: float = 1.0
+    start: float = 0.0
+    end: float = 1.0
+    engine: bool = True
+
+
+A = Control("tiny_sd15_a", 1, 0.7)
+B = Control("tiny_sd15_b", 2, 0.4)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Everything that decides a latent.
+
+    Attributes:
+        tokens: prompt lengths of positive and negative.
+        area: whether a second positive prompt acts on a part of the picture only.
+        patches: model nodes after the sampler patch: (class, inputs without the model).
+        loras_before: the same, before the engine node.
+        apply: ``"trt"`` for our stacking node, ``"stock"`` for a chain of ComfyUI's own.
+        image_options: inputs of TestImage other than seed and size.
+    """
+
+    family: str = "sd15"
+    unet: str | None = None
+    controls: Sequence[Control] = (A, B)
+    unet_engine: bool = True
+    width: int = 128
+    height: int = 128
+    batch: int = 1
+    tokens: tuple[int, int] = (77, 77)
+    area: bool = False
+    steps: int = 4
+    cfg: float = 5.0
+    sampler: str = "euler"
+    seed: int = 7
+    patches: Sequence[tuple[str, dict[str, Any]]] = ()
+    loras_before: Sequence[tuple[str, dict[str, Any]]] = ()
+    apply: str = "trt"
+    settings: dict[str, Any] = field(default_factory=dict)
+    image_options: dict[str, Any] = field(default_factory=dict)
+
+    def but(self, **changes: Any) -> Scenario:
+        """This scenario with some things changed."""
+        return replace(self, **changes)
+
+
+def node(class_type: str, **inputs: Any) -> dict[str, Any]:
+    """One node of an API-format prompt; a link is [node id, output index]."""
+    return {"class_type": class_type, "inputs": inputs}
+
+
+def prompt(scenario: Scenario, engines: bool, name: str) -> Prompt:
+    """The scenario as a prompt that saves its latent under ``name``.
+
+    Args:
+        engines: with TRT nodes and a report; otherwise not one node of ours is in it.
+    """
+    s = scenario
+    built: Prompt = {
+        "unet": node("UNETLoader", unet_name=f"{s.unet or f'tiny_{s.family}_unet'}.safetensors", weight_dtype="default"),
+        "positive": node("TestConditioning", tokens=s.tokens[0], seed=1, **CONDITIONING[s.family]),
+        "negative": node("TestConditioning", tokens=s.tokens[1], seed=2, **CONDITIONING[s.family]),
+        "latent": node("EmptyLatentImage", width=s.width, height=s.height, batch_size=s.batch),
+        "save": node("TestSaveLatent", latent=["sampler", 0], name=name),
+    }
+    model = _models(built, s, engines)
+    positive, negative = _conditioning(built, s, engines)
+    built["sampler"] = node(
+        "KSampler", model=model, positive=positive, negative=negative, latent_image=["latent", 0], seed=s.seed,
+        steps=s.steps, cfg=s.cfg, sampler_name=s.sampler, scheduler="normal", denoise=1.0,
+    )
+    if engines:
+        built["report"] = node("TRTReport", after=["sampler", 0])
+    return built
+
+
+def _models(built: Prompt, s: Scenario, engines: bool) -> Link:
+    model = ["unet", 0]
+    for i, (class_type, inputs) in enumerate(s.loras_before):
+        built[f"before_{i}"] = node(class_type, model=model, **inputs)
+        model = [f"before_{i}", 0]
+    if engines and s.unet_engine:
+        built["unet_engine"] = node("TRTUNetEngine", model=model, **{**SETTINGS, **s.settings})
+        built["patch"] = node("TRTSamplerPatch", model=model, engine=["unet_engine", 0])
+        model = ["patch", 0]
+    for i, (class_type, inputs) in enumerate(s.patches):
+        built[f"after_{i}"] = node(class_type, model=model, **inputs)
+        model = [f"after_{i}", 0]
+    return model
+
+
+def _conditioning(built: Prompt, s: Scenario, engines: bool) -> tuple[Link, Link]:
+    positive, negative = ["positive", 0], ["negative", 0]
+    if s.area:
+        built["part"] = node("TestConditioning", tokens=77, seed=3, **CONDITIONING[s.family])
+        built["area"] = node(
+            "ConditioningSetArea", conditioning=["part", 0], width=64, height=128, x=64, y=0, strength=1.0
+        )
+        built["combine"] = node("ConditioningCombine", conditioning_1=positive, conditioning_2=["area", 0])
+        positive = ["combine", 0]
+    links = [_control(built, s, c, i, engines) for i, c in enumerate(s.controls, start=1)]
+    if engines and s.apply == "trt" and s.controls:
+        rows: dict[str, Any] = {"rows": str(len(s.controls))}
+        for i, (control, net, image) in enumerate(links, start=1):
+            rows |= {f"rows.control_net_{i}": net, f"rows.image_{i}": image, f"rows.strength_{i}": control.strength,
+                     f"rows.start_{i}": control.start, f"rows.end_{i}": control.end}
+        built["apply"] = node("TRTApplyControlNet", positive=positive, negative=negative, **rows)
+        return ["apply", 0], ["apply", 1]
+    for i, (control, net, image) in enumerate(links, start=1):
+        built[f"apply_{i}"] = node(
+            "ControlNetApplyAdvanced", positive=positive, negative=negative, control_net=net, image=image,
+            strength=control.strength, start_percent=control.start, end_percent=control.end,
+        )
+        positive, negative = [f"apply_{i}", 0], [f"apply_{i}", 1]
+    return positive, negative
+
+
+def _control(built: Prompt, s: Scenario, control: Control, i: int, engines: bool) -> tuple[Control, Link, Link]:
+    loader, image = f"load_{control.file}", f"image_{control.image}"
+    options = {"width": s.width, "height": s.height, "batch": 1, "channels": 3} | s.image_options
+    built[loader] = node("ControlNetLoader", control_net_name=f"{control.file}.safetensors")
+    built[image] = node("TestImage", seed=control.image, **options)
+    net = [loader, 0]
+    if engines and control.engine:
+        net = [f"engine_{control.file}", 0]
+        built[net[0]] = node("TRTControlNetEngine", control_net=[loader, 0], **{**SETTINGS, **s.settings})
+    return control, net, [image, 0]
+
+
+def latent_of(history: History) -> numpy.ndarray:
+    """The latent that TestSaveLatent wrote."""
+    path, shape = history.output("save", "latent")
+    latent = numpy.load(path)
+    assert list(latent.shape) == shape
+    assert numpy.isfinite(latent).all()
+    return latent
+
+
+def relative_difference(value: numpy.ndarray, reference: numpy.ndarray) -> float:
+    """How far ``value`` is from ``reference``, as a share of the reference's size."""
+    return float(numpy.linalg.norm(value - reference) / numpy.linalg.norm(reference))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One scenario sampled both ways.
+
+    Attributes:
+        error: relative difference of the engine run's latent to native's.
+        report: TRT Report's counts.
+        history: of the engine run.
+    """
+
+    error: float
+    report: dict[str, Any]
+    history: History
+
+    @property
+    def unet(self) -> dict[str, Any]:
+        return self.report["unet"]
+
+    @property
+    def controlnets(self) -> dict[str, dict[str, Any]]:
+        """The ControlNets' rows by the stem of their file."""
+        return {row["name"].removesuffix(".safetensors"): row for row in self.report["controlnets"]}
+
+    def all_on_engines(self) -> bool:
+        """Whether something was called and nothing ran native."""
+        rows = self.report["rows"]
+        return bool(rows) and all(row["engine"] > 0 and row["native"] == 0 for row in rows)
+
+
+_native_latents: dict[str, numpy.ndarray] = {}
+
+
+def native_latent(comfy: ComfyProcess, scenario: Scenario) -> numpy.ndarray:
+    """The scenario's latent from stock nodes alone; sampled once per session."""
+    controls = tuple(replace(c, engine=False) for c in scenario.controls)
+    key = repr(scenario.but(settings={}, apply="stock", unet_engine=False, controls=controls))
+    if key not in _native_latents:
+        _native_latents[key] = latent_of(comfy.queue(prompt(scenario, engines=False, name="native")))
+    return _native_latents[key]
+
+
+def compare(comfy: ComfyProcess, scenario: Scenario) -> Comparison:
+    """Sample a scenario natively and through engines."""
+    reference = native_latent(comfy, scenario)
+    history = comfy.queue(prompt(scenario, engines=True, name="engine"))
+    latent = latent_of(history)
+    assert latent.shape == reference.shape
+    return Comparison(relative_difference(latent, reference), history.output("report", "report")[0], history)
+
+
+def control_effect(comfy: ComfyProcess, scenario: Scenario, without: int | None = None) -> float:
+    """How much the native latent changes when one ControlNet (by index), or all of them, are taken away."""
+    kept = [] if without is None else [c for i, c in enumerate(scenario.controls) if i != without]
+    return relative_difference(native_latent(comfy, scenario.but(controls=kept)), native_latent(comfy, scenario))

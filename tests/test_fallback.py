@@ -1,0 +1,144 @@
+"""When an engine cannot serve a call, native serves it: the image is exactly native's, and the reason is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from comfy_process import ComfyProcess
+from scenarios import A, B, Control, Scenario, compare, control_effect, latent_of, native_latent, node, prompt
+from scenarios import relative_difference
+
+LIMIT = 1e-5
+PLAIN = Scenario(controls=(Control(A.file, 1, 0.7, engine=False), Control(B.file, 2, 0.4, engine=False)))
+ENGINES = Scenario()
+LORA = ("LoraLoaderModelOnly", {"lora_name": "tiny_sd15_lora.safetensors", "strength_model": 1.0})
+
+PATCHES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "FreeU": ("FreeU_V2", {"b1": 1.3, "b2": 1.4, "s1": 0.9, "s2": 0.2}, "model patched"),
+    "HyperTile": ("HyperTile", {"tile_size": 64, "swap_size": 2, "max_depth": 0, "scale_depth": False}, "model patched"),
+    "LoRA": (*LORA, "weights patched"),
+}
+
+
+@pytest.mark.parametrize(("class_type", "inputs", "reason"), PATCHES.values(), ids=PATCHES)
+def test_a_patch_after_the_sampler_patch_acts_as_in_native(
+    sd15: ComfyProcess, class_type: str, inputs: dict[str, Any], reason: str
+) -> None:
+    scenario = PLAIN.but(patches=((class_type, inputs),), width=256)
+    result = compare(sd15, scenario)
+    assert result.error == 0
+    assert result.unet == {"engine": 0, "native": 4, "reasons": {reason: 4}}
+    unpatched = native_latent(sd15, scenario.but(patches=()))
+    assert relative_difference(unpatched, native_latent(sd15, scenario)) > 1e-3, "the patch does nothing here"
+
+
+def test_controlnets_stay_on_engines_while_the_unet_is_patched(sd15: ComfyProcess) -> None:
+    result = compare(sd15, ENGINES.but(patches=(LORA,)))
+    assert 0 < result.error <= LIMIT
+    assert result.unet["engine"] == 0
+    assert all(row["native"] == 0 and row["engine"] == 4 for row in result.controlnets.values())
+
+
+def test_perturbed_attention_guidance_mixes_engine_and_native_calls(sd15: ComfyProcess) -> None:
+    result = compare(sd15, ENGINES.but(patches=(("PerturbedAttentionGuidance", {"scale": 3.0}),)))
+    assert result.error <= LIMIT
+    assert result.unet == {"engine": 4, "native": 4, "reasons": {"model patched": 4}}
+
+
+def test_easycache_after_the_sampler_patch_still_caches(sd15: ComfyProcess) -> None:
+    cache = ("EasyCache", {"reuse_threshold": 3.0, "start_percent": 0.0, "end_percent": 1.0, "verbose": False})
+    result = compare(sd15, ENGINES.but(patches=(cache,), steps=6))
+    assert result.error <= LIMIT
+    assert 0 < result.unet["engine"] < 6
+    uncached = native_latent(sd15, ENGINES.but(steps=6))
+    assert relative_difference(uncached, native_latent(sd15, ENGINES.but(patches=(cache,), steps=6))) > 1e-3
+
+
+def test_a_lora_before_the_engine_node_needs_an_engine_of_its_own_and_gets_one(sd15: ComfyProcess) -> None:
+    scenario = ENGINES.but(loras_before=(LORA,))
+    missing = compare(sd15, scenario)
+    assert missing.error <= LIMIT
+    assert missing.unet == {"engine": 0, "native": 4, "reasons": {"no engine": 4}}
+    built = compare(sd15, scenario.but(settings={"when_missing": "build now"}))
+    assert built.error <= LIMIT
+    assert built.unet["engine"] == 4
+    without = compare(sd15, ENGINES)
+    assert without.error <= LIMIT, "the engine with the LoRA served the model without it"
+    assert relative_difference(native_latent(sd15, ENGINES), native_latent(sd15, scenario)) > 0.1
+
+
+def test_calls_outside_the_profile_run_native_per_net(sd15: ComfyProcess) -> None:
+    result = compare(sd15, ENGINES.but(width=520, height=64, steps=2))
+    assert result.error == 0
+    assert result.unet["reasons"] == {"shape outside the profile": 2}
+    for row in result.controlnets.values():
+        assert row["reasons"] == {"shape outside the profile": 2}
+        assert "520" in row["details"]["shape outside the profile"]
+
+
+def test_without_an_engine_native_serves_and_says_how_to_get_one(sd15: ComfyProcess) -> None:
+    scenario = ENGINES.but(unet="tiny_sd15_other_unet")
+    result = compare(sd15, scenario)
+    assert result.error <= LIMIT
+    assert result.unet["reasons"] == {"no engine": 4}
+    (status,) = result.history.output("unet_engine", "text")
+    assert "no engine" in status
+    assert "build now" in status
+
+
+def test_an_engine_of_another_checkpoint_is_never_used(sd15: ComfyProcess) -> None:
+    scenario = PLAIN.but(unet="tiny_sd15_other_unet")
+    graph = prompt(scenario, engines=True, name="engine")
+    graph["right_unet"] = node("UNETLoader", unet_name="tiny_sd15_unet.safetensors", weight_dtype="default")
+    graph["unet_engine"]["inputs"]["model"] = ["right_unet", 0]
+    history = sd15.queue(graph)
+    assert relative_difference(latent_of(history), native_latent(sd15, scenario)) == 0
+    assert history.output("report", "report")[0]["unet"]["reasons"] == {"engine of another model": 4}
+
+
+def test_the_same_file_loaded_twice_is_the_same_model(sd15: ComfyProcess) -> None:
+    graph = prompt(PLAIN.but(seed=21), engines=True, name="engine")
+    graph["again"] = node("CheckpointLoaderSimple", ckpt_name="tiny_sd15.safetensors")
+    graph["unet_engine"]["inputs"]["model"] = ["again", 0]
+    history = sd15.queue(graph)
+    assert history.output("report", "report")[0]["unet"]["engine"] == 4
+    assert relative_difference(latent_of(history), native_latent(sd15, PLAIN.but(seed=21))) <= LIMIT
+
+
+def test_an_sdxl_controlnet_on_an_sd15_model_fails_as_in_native_and_the_server_lives(sd15: ComfyProcess) -> None:
+    wrong = Scenario(controls=(Control("tiny_sdxl_a"),))
+    native = sd15.queue(prompt(wrong, engines=False, name="native"))
+    engine = sd15.queue(prompt(wrong, engines=True, name="engine"))
+    assert native.status == engine.status == "error"
+    assert engine.error == native.error
+    assert compare(sd15, ENGINES).error <= LIMIT
+
+
+def test_a_t2i_adapter_beside_an_engine_controlnet_acts_as_in_native(sd15: ComfyProcess) -> None:
+    adapter = Control("tiny_sd15_t2i", 3, 1.0)
+    scenario = Scenario(unet="tiny_sd15_t2i_unet", controls=(adapter,), settings={"when_missing": "build now"})
+    result = compare(sd15, scenario)
+    assert result.error == 0
+    assert result.unet["reasons"] == {"unsupported input": 4}
+    assert control_effect(sd15, scenario) > 0.01
+
+
+def test_a_control_lora_runs_native_beside_the_unet_engine(sd15: ComfyProcess) -> None:
+    scenario = Scenario(controls=(Control("tiny_sd15_control_lora", 1, 0.5), B))
+    result = compare(sd15, scenario)
+    assert result.error <= LIMIT
+    assert result.unet["engine"] == 4
+    assert result.controlnets[B.file]["engine"] == 4
+    assert control_effect(sd15, scenario, without=0) > 0.01
+    (status,) = result.history.output("engine_tiny_sd15_control_lora", "text")
+    assert "unsupported model" in status
+
+
+def test_two_samplers_in_one_prompt_are_reported_apart(sd15: ComfyProcess) -> None:
+    graph = prompt(ENGINES.but(seed=31), engines=True, name="engine")
+    graph["second"] = {**graph["sampler"], "inputs": {**graph["sampler"]["inputs"], "steps": 3, "seed": 32}}
+    graph["report_2"] = node("TRTReport", after=["second", 0])
+    history = sd15.queue(graph)
+    counts = [history.output(r, "report")[0]["unet"]["engine"] for r in ("report", "report_2")]
+    assert counts == [4, 3]
