@@ -95,7 +95,7 @@ def export_onnx(
     return path
 
 
-def _write_parameters(model, function: torch.nn.Module, folder: Path) -> None:  # noqa: ANN001  onnx is imported late
+def _write_parameters(model, function: torch.nn.Module, folder: Path) -> None:
     """Write parameter name -> initialiser name.
 
     Torch merges initialisers of equal contents (zero biases), so several parameters may name one initialiser. One that

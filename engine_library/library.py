@@ -189,7 +189,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
 
 
-def _digest(file) -> str:  # noqa: ANN001  Python 3.10 has no hashlib.file_digest
+def _digest(file) -> str:
     h = hashlib.sha256()
     while chunk := file.read(1 << 20):
         h.update(chunk)

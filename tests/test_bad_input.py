@@ -75,7 +75,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "engine_file_missing": (lambda f: (f / "model.onnx").unlink(), "broken engine", "missing"),
     "engine_file_empty": (lambda f: (f / "model.onnx").write_bytes(b""), "broken engine", "0 bytes"),
     "engine_file_truncated": (
-        lambda f: (f / "model.onnx").write_bytes((f / "model.onnx").read_bytes()[:5000]), "broken engine", "5000 bytes"),
+        lambda f: (f / "model.onnx").open("r+b").truncate(5000), "broken engine", "5000 bytes"),
     "engine_file_renamed": (lambda f: (f / "model.onnx").rename(f / "other.onnx"), "broken engine", "missing"),
     "engine_file_flipped": (lambda f: flip_a_byte(f / "model.onnx"), "broken engine", "damaged"),
     "manifest_missing": (lambda f: (f / "manifest.json").unlink(), "no engine", "none for this model"),

@@ -163,6 +163,11 @@ def with_lora(net: NativeNetwork) -> NativeNetwork:
     return NativeNetwork(patcher, net.module, net.prefix, net.dtype, net.label)
 
 
+def loading_flags(net: NativeNetwork) -> list[tuple]:
+    """What ComfyUI's loading leaves on each layer."""
+    return [(getattr(m, "comfy_cast_weights", None), getattr(m, "weight_function", None)) for m in net.module.modules()]
+
+
 @pytest.mark.parametrize("state", ["not_loaded", "patched_in_place", "lowvram"])
 def test_a_lora_is_built_in_whatever_state_the_model_is_loaded_in(tmp_path: Path, state: str) -> None:
     plain = network("unet", "unlike_levels", operations=comfy.ops.disable_weight_init)
@@ -171,14 +176,12 @@ def test_a_lora_is_built_in_whatever_state_the_model_is_loaded_in(tmp_path: Path
     assert plain_hash != lora_hash
     if state != "not_loaded":
         net.patcher.patch_model(CPU, lowvram_model_memory=1 if state == "lowvram" else 0)
-    flags = [(getattr(m, "comfy_cast_weights", None), getattr(m, "weight_function", None)) for m in net.module.modules()]
+    flags = loading_flags(net)
     if state == "lowvram":
         assert any(functions for _, functions in flags), "nothing is left to be patched at call time"
     engine = built(net, tmp_path)
     assert engine.manifest.identity.weights == lora_hash
-    assert flags == [
-        (getattr(m, "comfy_cast_weights", None), getattr(m, "weight_function", None)) for m in net.module.modules()
-    ]
+    assert loading_flags(net) == flags
     symbols = {"B": 1, "H": 8, "W": 8, "T": 77}
     if state == "not_loaded":
         assert engine_error(plain, engine, symbols) > 1e-3

@@ -6,8 +6,19 @@ from typing import Any
 
 import pytest
 from comfy_process import ComfyProcess
-from scenarios import A, B, Control, Scenario, compare, control_effect, latent_of, native_latent, node, prompt
-from scenarios import relative_difference
+from scenarios import (
+    A,
+    B,
+    Control,
+    Scenario,
+    compare,
+    control_effect,
+    latent_of,
+    native_latent,
+    node,
+    prompt,
+    relative_difference,
+)
 
 LIMIT = 1e-5
 PLAIN = Scenario(controls=(Control(A.file, 1, 0.7, engine=False), Control(B.file, 2, 0.4, engine=False)))
@@ -16,7 +27,8 @@ LORA = ("LoraLoaderModelOnly", {"lora_name": "tiny_sd15_lora.safetensors", "stre
 
 PATCHES: dict[str, tuple[str, dict[str, Any], str]] = {
     "FreeU": ("FreeU_V2", {"b1": 1.3, "b2": 1.4, "s1": 0.9, "s2": 0.2}, "model patched"),
-    "HyperTile": ("HyperTile", {"tile_size": 64, "swap_size": 2, "max_depth": 0, "scale_depth": False}, "model patched"),
+    "HyperTile": (
+        "HyperTile", {"tile_size": 64, "swap_size": 2, "max_depth": 0, "scale_depth": False}, "model patched"),
     "LoRA": (*LORA, "weights patched"),
 }
 

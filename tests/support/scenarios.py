@@ -90,8 +90,9 @@ def prompt(scenario: Scenario, engines: bool, name: str) -> Prompt:
         engines: with TRT nodes and a report; otherwise not one node of ours is in it.
     """
     s = scenario
+    unet = f"{s.unet or f'tiny_{s.family}_unet'}.safetensors"
     built: Prompt = {
-        "unet": node("UNETLoader", unet_name=f"{s.unet or f'tiny_{s.family}_unet'}.safetensors", weight_dtype="default"),
+        "unet": node("UNETLoader", unet_name=unet, weight_dtype="default"),
         "positive": node("TestConditioning", tokens=s.tokens[0], seed=1, **CONDITIONING[s.family]),
         "negative": node("TestConditioning", tokens=s.tokens[1], seed=2, **CONDITIONING[s.family]),
         "latent": node("EmptyLatentImage", width=s.width, height=s.height, batch_size=s.batch),
