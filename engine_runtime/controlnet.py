@@ -13,7 +13,6 @@ import torch
 from comfy import model_management
 from comfy.controlnet import ControlNet
 
-from ..engine_library import Fallback, Reason
 from ..engine_library.native import NativeNetwork
 from .engine_handle import EngineHandle
 from .memory import EnginePatcher
@@ -68,15 +67,13 @@ class EngineControlModel:
 
         Args:
             x, hint, timesteps, context: (B, C, H, W), (B or 1, C, 8H, 8W), (B,), (B, T, features).
-            extra: ``y`` (B, features) for SDXL; anything else is for native only.
+            extra: ``y`` (B, features) for SDXL; the rest is for union nets, and the others ignore it as native does.
 
         Returns:
             Residuals as native gives them: 'output' from the first input block on, and 'middle'. Fresh tensors:
             ComfyUI multiplies them by the strength in place.
         """
         y = extra.get("y")
-        others = [name for name, value in extra.items() if name != "y" and value is not None]
-        refusal = Fallback(Reason.UNSUPPORTED_INPUT, others[0]) if others else None
 
         def inputs() -> dict[str, torch.Tensor]:
             given = {"x": x, "hint": hint, "timesteps": timesteps, "context": context}
@@ -84,7 +81,7 @@ class EngineControlModel:
                 given["y"] = y
             return given
 
-        outputs = self.handle.serve(refusal, inputs)
+        outputs = self.handle.serve(None, inputs)
         if outputs is None:
             self._make_native_resident()
             return self.native(x=x, hint=hint, timesteps=timesteps, context=context, **extra)

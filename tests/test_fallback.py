@@ -10,6 +10,7 @@ from scenarios import (
     A,
     B,
     Control,
+    Prompt,
     Scenario,
     compare,
     control_effect,
@@ -78,6 +79,30 @@ def test_a_lora_before_the_engine_node_needs_an_engine_of_its_own_and_gets_one(s
     without = compare(sd15, ENGINES)
     assert without.error <= LIMIT, "the engine with the LoRA served the model without it"
     assert relative_difference(native_latent(sd15, ENGINES), native_latent(sd15, scenario)) > 0.1
+
+
+def test_a_model_merged_before_the_engine_node_gets_an_engine_of_its_own(sd15: ComfyProcess) -> None:
+    def graph(scenario: Scenario, engines: bool) -> Prompt:
+        built = prompt(scenario, engines, "merged")
+        built["other"] = node("UNETLoader", unet_name="tiny_sd15_other_unet.safetensors", weight_dtype="default")
+        built["merge"] = node("ModelMergeSimple", model1=["unet", 0], model2=["other", 0], ratio=0.6)
+        for name in ("unet_engine", "patch") if engines else ("sampler",):
+            built[name]["inputs"]["model"] = ["merge", 0]
+        return built
+
+    native = latent_of(sd15.queue(graph(PLAIN, engines=False)))
+    history = sd15.queue(graph(PLAIN.but(settings={"when_missing": "build now"}), engines=True))
+    assert history.output("report", "report")[0]["unet"]["engine"] == 4
+    assert relative_difference(latent_of(history), native) <= LIMIT
+    assert relative_difference(native, native_latent(sd15, PLAIN)) > 0.1
+
+
+def test_weights_kept_in_fp8_get_an_engine_of_their_own(sd15: ComfyProcess) -> None:
+    scenario = PLAIN.but(weight_dtype="fp8_e4m3fn", settings={"when_missing": "build now"})
+    result = compare(sd15, scenario)
+    assert result.unet["engine"] == 4
+    assert result.error <= LIMIT
+    assert relative_difference(native_latent(sd15, PLAIN), native_latent(sd15, scenario)) > 0.01
 
 
 def test_calls_outside_the_profile_run_native_per_net(sd15: ComfyProcess) -> None:

@@ -56,9 +56,9 @@ class ComfyPage:
     vue: bool
     errors: list[str] = field(default_factory=list)
 
-    def load(self, workflow: dict[str, Any]) -> None:
+    def load(self, workflow: dict[str, Any], name: str | None = None) -> None:
         """Open a UI-format workflow in place of what is open now, and let the page lay it out."""
-        self.page.evaluate("workflow => app.loadGraphData(workflow)", workflow)
+        self.page.evaluate("([workflow, name]) => app.loadGraphData(workflow, true, true, name)", [workflow, name])
         self.page.wait_for_function("count => app.graph.nodes.length === count", arg=len(workflow["nodes"]))
         self.settle()
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
+
+from workflow_to_prompt import ObjectInfo, Workflow, set_widget
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ SDXL = Family(
     size=1024,
     max_size=1536,
     downloads={"sd_xl_base_1.0.safetensors": "stabilityai/stable-diffusion-xl-base-1.0"},
-    hint="The ControlNets are `diffusion_pytorch_model.fp16.safetensors` of *diffusers/controlnet-canny-sdxl-1.0* and "
+    hint="The ControlNets are *diffusion_pytorch_model.fp16.safetensors* of *diffusers/controlnet-canny-sdxl-1.0* and "
     "*diffusers/controlnet-depth-sdxl-1.0*, saved under the names shown.\n\n",
 )
 NOTE = """# {title} with two ControlNets on engines
@@ -64,13 +67,13 @@ NOTE = """# {title} with two ControlNets on engines
 2. **ControlNets**: put in your two control images ({first}, {second}) and set the strengths.
 3. Press **Queue**.
 
-The first run builds an engine for each network and takes minutes. It is kept in `models/trt_engines`, so later runs \
+The first run builds an engine for each network and takes minutes. It is kept in *models/trt_engines*, so later runs \
 start at once. If a network cannot run on its engine it runs native, and *TRT Report* says why.
 
 {hint}*More ControlNets*: raise **rows** on *TRT Apply ControlNet*, then check the strengths. *Other image sizes*: stay \
 between **min_size** and **max_size** of the engine nodes, or change these.
 """
-ENGINE = (300, 0)
+ENGINE = (370, 0)
 LOADER = (330, 0)
 
 
@@ -80,7 +83,7 @@ def two_controlnets(name: str, family: Family) -> Recipe:
     (first, first_file), (second, second_file) = family.nets
     note = NOTE.format(title=family.title, first=first, second=second, hint=family.hint)
     nodes: dict[str, dict[str, Any]] = {
-        "note": node("MarkdownNote", "How to use this workflow", {"text": note}, size=(330, 430)),
+        "note": node("MarkdownNote", "How to use this workflow", {"text": note}, size=(330, 380)),
         "checkpoint": node("CheckpointLoaderSimple", widgets={"ckpt_name": family.checkpoint}, size=LOADER),
         "net_1": node("ControlNetLoader", f"Load ControlNet 1 ({first})", {"control_net_name": first_file}, size=LOADER),
         "net_2": node("ControlNetLoader", f"Load ControlNet 2 ({second})", {"control_net_name": second_file},
@@ -153,3 +156,27 @@ def _with_downloads(nodes: dict[str, dict[str, Any]], repositories: dict[str, st
 
 
 RECIPES = (two_controlnets("sd15_two_controlnets", SD15), two_controlnets("sdxl_two_controlnets", SDXL))
+
+
+def with_tiny_models(workflow: Workflow, object_info: ObjectInfo, nets: tuple[str, str] = ("tiny_sd15_a", "tiny_sd15_b")
+                     ) -> Workflow:
+    """A copy of a two-ControlNet workflow with the tiny test models and images: it runs in seconds on a CPU.
+
+    Its engines have the size that the tests' other engines have, so that they are built once.
+    """
+    workflow = copy.deepcopy(workflow)
+
+    def put(target: str, **widgets: Any) -> None:
+        for widget, value in widgets.items():
+            set_widget(workflow, target, widget, value, object_info)
+
+    put("CheckpointLoaderSimple", ckpt_name="tiny_sd15.safetensors")
+    for number, (net, image) in enumerate(zip(nets, ("control_a.png", "control_b.png"), strict=True), start=1):
+        titles = [n["title"] for n in workflow["nodes"] if "title" in n]
+        put(next(t for t in titles if t.startswith(f"Load ControlNet {number}")), control_net_name=f"{net}.safetensors")
+        put(next(t for t in titles if t.startswith(f"Control image {number}")), image=image)
+    for engine in ("TRTUNetEngine", "TRTControlNetEngine"):
+        put(engine, min_size=64, opt_size=128, max_size=512)
+    put("EmptyLatentImage", width=128, height=128)
+    put("KSampler", steps=4)
+    return workflow

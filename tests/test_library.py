@@ -1,0 +1,194 @@
+"""Engines on disk: names, profiles, finding the right one, appearing at once or not at all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pack
+import pytest
+from hybrid_trt.architectures.tensors import Dim, Profile, Range, ShapeMismatch, TensorSpec, bind, outside
+from hybrid_trt.engine_library import (
+    Engine,
+    EngineIdentity,
+    Fallback,
+    Library,
+    Manifest,
+    Reason,
+    Unavailable,
+    Wanted,
+)
+from hybrid_trt.engine_library.library import describe_files
+
+SMALL = Profile({"B": Range(1, 2, 2), "H": Range(8, 16, 32), "W": Range(8, 16, 32)})
+LARGE = Profile({"B": Range(1, 2, 8), "H": Range(8, 64, 128), "W": Range(8, 64, 128)})
+HUGE = Profile({"B": Range(1, 2, 64), "H": Range(1, 64, 512), "W": Range(1, 64, 512)})
+
+SPECS = (
+    TensorSpec("x", "float32", (Dim("B"), 4, Dim("H"), Dim("W"))),
+    TensorSpec("hint", "float32", (Dim("HB"), 3, Dim("H", up=8), Dim("W", up=8))),
+    TensorSpec("control_0", "float32", (Dim("B"), 32, Dim("H", down=4), Dim("W", down=4)), optional=True),
+)
+
+
+def identity(profile: Profile = SMALL, **changes: str) -> EngineIdentity:
+    fields = {"architecture": "sd15_unet", "weights": "w" * 64, "precision": "float16", "backend": "onnxruntime",
+              "backend_version": "1.0", "device": "any"} | changes
+    return EngineIdentity(profile=profile, **fields)
+
+
+def publish(library: Library, which: EngineIdentity, contents: bytes = b"engine") -> Engine:
+    folder = library.building_folder()
+    (folder / "model.onnx").write_bytes(contents)
+    manifest = Manifest(which, "unet", "a.safetensors", SPECS, SPECS[:1], describe_files(folder, ["model.onnx"]))
+    return library.publish(folder, manifest)
+
+
+def wanted(profile: Profile = SMALL, backends: tuple[str, ...] = ("onnxruntime",)) -> Wanted:
+    return Wanted("sd15_unet", "w" * 64, "float16", profile, backends)
+
+
+def find(library: Library, what: Wanted) -> Engine:
+    return library.find(what, lambda _manifest: None)
+
+
+def test_a_manifest_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    engine = publish(Library([tmp_path]), identity(LARGE))
+    (found,) = Library([tmp_path]).engines()
+    assert found == engine
+    assert found.manifest.inputs == SPECS
+
+
+@pytest.mark.parametrize("field", ["architecture", "weights", "precision", "backend", "backend_version", "device"])
+def test_the_key_changes_with_everything_that_tells_engines_apart(field: str) -> None:
+    assert identity(**{field: "another"}).key != identity().key
+
+
+def test_the_key_changes_with_the_profile() -> None:
+    assert identity(LARGE).key != identity(SMALL).key
+
+
+def test_the_smallest_profile_that_holds_the_wanted_one_is_found(tmp_path: Path) -> None:
+    library = Library([tmp_path])
+    for profile in (HUGE, SMALL, LARGE):
+        publish(library, identity(profile))
+    assert find(library, wanted(SMALL)).manifest.identity.profile == SMALL
+    assert find(library, wanted(LARGE)).manifest.identity.profile == LARGE
+
+
+def test_a_smaller_profile_than_wanted_is_better_than_none(tmp_path: Path) -> None:
+    library = Library([tmp_path])
+    publish(library, identity(SMALL))
+    assert find(library, wanted(LARGE)).manifest.identity.profile == SMALL
+
+
+def test_the_preferred_backend_wins_over_the_smaller_profile(tmp_path: Path) -> None:
+    library = Library([tmp_path])
+    publish(library, identity(SMALL))
+    publish(library, identity(LARGE, backend="tensorrt"))
+    found = find(library, wanted(SMALL, ("tensorrt", "onnxruntime")))
+    assert found.manifest.identity.backend == "tensorrt"
+
+
+@pytest.mark.parametrize("field", ["architecture", "weights", "precision", "backend"])
+def test_an_engine_of_something_else_is_never_found(tmp_path: Path, field: str) -> None:
+    library = Library([tmp_path])
+    publish(library, identity(**{field: "another"}))
+    with pytest.raises(Unavailable) as refused:
+        find(library, wanted())
+    assert refused.value.fallback.reason is Reason.NO_ENGINE
+
+
+def test_an_engine_that_the_backend_refuses_is_passed_over_and_told_when_alone(tmp_path: Path) -> None:
+    library = Library([tmp_path])
+    publish(library, identity(SMALL, device="sm_89"))
+
+    def refuse(manifest: Manifest) -> Fallback | None:
+        return Fallback(Reason.WRONG_GPU, "sm_90") if manifest.identity.device == "sm_89" else None
+
+    with pytest.raises(Unavailable, match="wrong GPU: sm_90"):
+        library.find(wanted(), refuse)
+    publish(library, identity(LARGE))
+    assert library.find(wanted(), refuse).manifest.identity.device == "any"
+
+
+def test_publishing_the_same_key_replaces_the_engine(tmp_path: Path) -> None:
+    library = Library([tmp_path])
+    publish(library, identity(), b"old")
+    engine = publish(library, identity(), b"newer")
+    assert engine.main_file.read_bytes() == b"newer"
+    assert [p.name for p in tmp_path.iterdir()] == [engine.folder.name]
+
+
+def test_what_is_being_built_is_not_in_the_library(tmp_path: Path) -> None:
+    library = Library([tmp_path])
+    engine = publish(library, identity())
+    engine.folder.rename(tmp_path / ".building-1-x")
+    assert library.engines() == []
+
+
+def test_engines_in_further_folders_are_found_and_builds_go_to_the_first(tmp_path: Path) -> None:
+    publish(Library([tmp_path / "shared"]), identity())
+    library = Library([tmp_path / "own", tmp_path / "shared"])
+    assert find(library, wanted()).folder.parent.name == "shared"
+    assert library.building_folder().parent.name == "own"
+
+
+def test_nothing_heavy_is_imported_when_the_pack_is(tmp_path: Path) -> None:
+    code = (
+        "import importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('p', {str(pack.ROOT / '__init__.py')!r},"
+        f" submodule_search_locations=[{str(pack.ROOT)!r}])\n"
+        "module = importlib.util.module_from_spec(spec); sys.modules['p'] = module; spec.loader.exec_module(module)\n"
+        "import p.backends; p.backends.backends()\n"
+        "heavy = {'onnx', 'onnxruntime', 'tensorrt', 'tensorrt_rtx', 'polygraphy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""})
+
+
+def test_sizes_follow_from_symbols_with_ceilings() -> None:
+    assert SPECS[2].shape({"B": 2, "H": 17, "W": 15}) == (2, 32, 5, 4)
+    assert SPECS[1].shape({"HB": 1, "H": 17, "W": 15}) == (1, 3, 136, 120)
+    assert [Dim.parse(str(d)) for d in (Dim("H"), Dim("H", up=8), Dim("W", down=4))] == [
+        Dim("H"), Dim("H", up=8), Dim("W", down=4)]
+
+
+def test_symbols_are_found_from_shapes() -> None:
+    shapes = {"x": (2, 4, 17, 15), "hint": (1, 3, 136, 120), "control_0": (2, 32, 5, 4)}
+    assert bind(SPECS, shapes) == {"B": 2, "H": 17, "W": 15, "HB": 1}
+    del shapes["control_0"]
+    assert bind(SPECS, shapes)["H"] == 17
+
+
+@pytest.mark.parametrize(("name", "shape"), [
+    ("x", (2, 5, 17, 15)),
+    ("x", (2, 4, 17)),
+    ("hint", (1, 3, 137, 120)),
+    ("hint", (1, 4, 136, 120)),
+    ("control_0", (2, 32, 4, 4)),
+    ("control_0", (1, 32, 5, 4)),
+])
+def test_shapes_that_contradict_are_refused(name: str, shape: tuple[int, ...]) -> None:
+    shapes = {"x": (2, 4, 17, 15), "hint": (1, 3, 136, 120), "control_0": (2, 32, 5, 4), name: shape}
+    with pytest.raises(ShapeMismatch, match=name):
+        bind(SPECS, shapes)
+
+
+def test_a_missing_input_is_refused_unless_it_is_optional() -> None:
+    with pytest.raises(ShapeMismatch, match="hint is missing"):
+        bind(SPECS, {"x": (2, 4, 17, 15)})
+
+
+def test_what_is_outside_a_profile_is_said_in_pixels() -> None:
+    assert outside(SMALL, {"B": 2, "H": 8, "W": 32}) is None
+    assert outside(SMALL, {"B": 2, "H": 8, "W": 33}) == "width 264 px is outside the engine's 64 to 256 px"
+    assert outside(SMALL, {"B": 3, "H": 8, "W": 8}) == "batch 3 is outside the engine's 1 to 2"
+
+
+def test_every_reason_says_what_to_do() -> None:
+    for reason in Reason:
+        assert reason.advice
+        assert "native" in Fallback(reason).sentence()

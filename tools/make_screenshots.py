@@ -1,0 +1,68 @@
+#!/usr/bin/env python3
+"""Takes the README's pictures of the page: the shipped SD 1.5 workflow after a run with the tiny models.
+
+    python tools/make_screenshots.py --comfyui PATH --base DIR
+
+The base directory is a ComfyUI base directory with this pack in its custom_nodes. The first run builds the engines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from browser import ComfyPage, chromium, comfy_page
+from comfy_process import ComfyProcess
+from PIL import Image
+from workflow_recipes import with_tiny_models
+
+ROOT = Path(__file__).resolve().parent.parent
+IMAGES = ROOT / "docs" / "images"
+NAME = "sd15_two_controlnets"
+COLOURS = 256
+#: The page's own furniture, in pixels: sidebar, tabs and menu, nothing, zoom controls.
+MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 24}
+#: Node statistics, and messages such as 'Job completed', which go away by themselves.
+QUIET = """async () => { await app.extensionManager.setting.set('Comfy.Graph.CanvasInfo', false); }"""
+
+
+def take(page: ComfyPage, path: Path) -> None:
+    """Fit the workflow into the window, wait until messages are gone, and write a small PNG."""
+    page.fit(**MARGINS)
+    page.page.mouse.move(5, 5)
+    page.page.wait_for_timeout(8000)
+    page.fit(**MARGINS)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    page.page.screenshot(path=path)
+    with Image.open(path) as image:
+        image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+    print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KB")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Take the pictures of the page that the README shows.")
+    parser.add_argument("--comfyui", type=Path, required=True, help="where ComfyUI's source lies")
+    parser.add_argument("--base", type=Path, required=True, help="a ComfyUI base directory with this pack in it")
+    parser.add_argument("--python", default=sys.executable, help="the Python that runs ComfyUI")
+    parser.add_argument("--vue", action="store_true", help="with Vue nodes; the file name says so")
+    options = parser.parse_args(arguments)
+    subprocess.run([options.python, str(ROOT / "tools" / "tiny_models.py"), "--comfyui", str(options.comfyui),
+                    "--models", str(options.base / "models"), "--input", str(options.base / "input"),
+                    "tiny_sd15", "tiny_sd15_a", "tiny_sd15_b"], check=True)
+    workflow = json.loads((ROOT / "workflows" / f"{NAME}.json").read_text(encoding="utf-8"))
+    with (ComfyProcess(options.comfyui, options.base, options.python) as process, chromium() as browser,
+          comfy_page(browser, process.url, vue=options.vue) as page):
+        page.page.evaluate(QUIET)
+        page.load(with_tiny_models(workflow, process.object_info()), NAME)
+        page.queue()
+        if problems := page.problems():
+            raise RuntimeError(f"the page has problems: {problems}")
+        take(page, IMAGES / f"{NAME}{'_vue' if options.vue else ''}.png")
+
+
+if __name__ == "__main__":
+    main()
