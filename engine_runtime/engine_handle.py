@@ -118,6 +118,7 @@ class EngineHandle:
             else:
                 tally.engine += 1
                 tally.backend = self.session.backend.name
+                tally.engine_name = self.session.engine.folder.name
                 return outputs
         tally.count_native(fallback)
         return None
