@@ -188,6 +188,17 @@ def test_grey_and_alpha_images_act_as_their_rgb(sd15: ComfyProcess, channels: in
     assert relative_difference(latent_of(history), native_latent(sd15, UNET_ONLY)) > 0.01
 
 
+@pytest.mark.parametrize("rows", [2, "17", None], ids=["number", "too_many", "missing"])
+def test_an_unknown_number_of_rows_is_told_on_the_node(sd15: ComfyProcess, rows: object) -> None:
+    graph = prompt(ENGINES, engines=True, name="bad")
+    graph["apply"]["inputs"]["rows"] = rows
+    if rows is None:
+        del graph["apply"]["inputs"]["rows"]
+    history = sd15.queue(graph)
+    assert (history.status, history.error_type) == ("error", "TRTApplyControlNet")
+    assert 'it has to be the text "1" to "16"' in history.error
+
+
 def test_two_channels_are_told_on_the_node(sd15: ComfyProcess) -> None:
     where, message = failure(sd15, ENGINES.but(image_options={"channels": 2}))
     assert where == "TRTApplyControlNet"

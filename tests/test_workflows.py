@@ -176,8 +176,10 @@ def test_nodes_of_the_page_alone_convert(page: ComfyPage, object_info: dict[str,
 
 @pytest.mark.browser
 def test_rows_of_the_stack_come_and_go(page: ComfyPage, object_info: dict[str, Any]) -> None:
-    """Each row has its sockets and widgets, under names without the prefix, and what is linked stays linked."""
+    """Each row has its sockets and widgets, under names without the prefix; links and values of the others stay."""
     page.load(shipped("sd15_two_controlnets"))
+    strengths = {"rows.strength_1": 0.7, "rows.strength_2": 0.4}
+    assert page.widgets("TRTApplyControlNet").items() >= strengths.items()
     linked = page.page.evaluate(ROWS)["linked"]
     assert [name for name in linked if name.startswith("rows.")] == [
         "rows.control_net_1", "rows.image_1", "rows.control_net_2", "rows.image_2"]
@@ -187,12 +189,16 @@ def test_rows_of_the_stack_come_and_go(page: ComfyPage, object_info: dict[str, A
     assert rows["sockets"][-2:] == ["control_net_3", "image_3"]
     assert rows["widgets"][-3:] == ["strength_3", "start_3", "end_3"]
     assert rows["linked"] == linked
+    assert page.widgets("TRTApplyControlNet").items() >= (strengths | {"rows.strength_3": 1.0}).items()
     assert page.prompt() == to_prompt(page.workflow(), object_info)
     page.page.evaluate(SET_ROWS, "1")
     page.settle()
     rows = page.page.evaluate(ROWS)
     assert rows["linked"] == linked[:-2]
     assert rows["widgets"] == ["rows", "strength_1", "start_1", "end_1"]
+    page.page.evaluate(SET_ROWS, "2")
+    page.settle()
+    assert page.widgets("TRTApplyControlNet").items() >= strengths.items()
 
 
 def test_runs_on_engines(comfy: ComfyProcess, object_info: dict[str, Any]) -> None:

@@ -73,7 +73,7 @@ NOTE = """# {title} with two ControlNets on engines
 The first run builds an engine for each network and takes minutes. It is kept in *models/trt_engines*, so later runs \
 start at once. If a network cannot run on its engine it runs native, and *TRT Report* says why.
 
-{hint}*More ControlNets*: raise **rows** on *TRT Apply ControlNet*, then check the strengths. *Other image sizes*: \
+{hint}*More ControlNets*: raise **rows** on *TRT Apply ControlNet*. *Other image sizes*: \
 stay between **min_size** and **max_size** of the engine nodes, or change these.
 """
 #: With room for the status that the node shows after a run.
