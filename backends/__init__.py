@@ -11,13 +11,15 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from ..architectures.tensors import Profile, TensorSpec
 from ..engine_library import Engine, Fallback, Manifest
 
 if TYPE_CHECKING:
     import torch
+
+    from ..engine_library.native import NativeNetwork
 
 Progress = Callable[[str, float], None]
 """Called with a phase in words and the fraction done, 0 to 1; may raise to cancel."""
@@ -95,6 +97,41 @@ class Backend(Protocol):
     def load(self, engine: Engine, device: torch.device) -> Runner:
         """Open an engine for running on a device."""
         ...
+
+
+class LiveBackend(Backend, Protocol):
+    """A backend that runs a loaded native module and not a file of weights.
+
+    Attributes:
+        live: True.
+    """
+
+    live: bool
+
+    def suits(self, device: torch.device) -> bool:
+        """Whether ``auto`` may take it for a device."""
+        ...
+
+    def cannot_build(self, device: torch.device) -> Fallback | None:
+        """Why nothing can be compiled for a device here, or None."""
+        ...
+
+    def layout(self, network: NativeNetwork) -> str:
+        """What its engines have in their identity in the place of a hash of weights."""
+        ...
+
+    def sizes(self, engine: Engine) -> list[dict[str, int]]:
+        """The sets of symbols that an engine has compiled files for."""
+        ...
+
+    def open_live(self, engine: Engine, symbols: dict[str, int]) -> Callable:
+        """The compiled function for some symbols: weights, then inputs -> outputs."""
+        ...
+
+
+def is_live(backend: Backend) -> TypeGuard[LiveBackend]:
+    """Whether a backend runs live modules."""
+    return getattr(backend, "live", False)
 
 
 def backends() -> dict[str, Backend]:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..architectures.tensors import Profile
-from ..backends import Backend, backends
+from ..backends import Backend, backends, is_live
 from ..engine_library import Fallback, Library, Manifest, Reason, Unavailable, Wanted
 from ..engine_library.native import NativeNetwork
 from .ledger import Tally, executing, open_tally
+from .live_session import LiveSession, live_session
 from .session import Session, keep, session
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
 
 AUTO = "auto"
 
@@ -33,7 +38,10 @@ def usable_backends(choice: str, device: torch.device) -> list[Backend]:
         Unavailable: none; says why of the one that was chosen, or of the most preferred one.
     """
     known = backends()
-    allowed = list(known.values()) if choice == AUTO else [known[choice]] if choice in known else []
+    if choice == AUTO:
+        allowed = [b for b in known.values() if not is_live(b) or b.suits(device)]
+    else:
+        allowed = [known[choice]] if choice in known else []
     refusals = {b.name: b.unavailable(device) for b in allowed}
     usable = [b for b in allowed if refusals[b.name] is None]
     if not usable:
@@ -54,7 +62,7 @@ class EngineHandle:
         self.choice = choice
         self.library = library
         self.node_id = node_id
-        self.session: Session | None = None
+        self.session: Session | LiveSession | None = None
         self.fallback: Fallback | None = None
         self.tally: Tally | None = None
         self._context: object = self  # no execution context is this object: the first call begins a run
@@ -64,6 +72,11 @@ class EngineHandle:
     def precision(self) -> str:
         return self.network.precision if self.choice.precision == AUTO else self.choice.precision
 
+    @property
+    def follows_patches(self) -> bool:
+        """Whether LoRAs and other weight patches need no engine of their own."""
+        return isinstance(self.session, LiveSession)
+
     def refresh(self) -> None:
         """Look the engine up in the library: afterwards either ``session`` or ``fallback`` is set."""
         try:
@@ -71,7 +84,7 @@ class EngineHandle:
         except Unavailable as refusal:
             self.session, self.fallback = None, refusal.fallback
 
-    def _look_up(self) -> Session:
+    def _look_up(self) -> Session | LiveSession:
         architecture = self.network.architecture()
         device = self.network.device
         usable = {b.name: b for b in usable_backends(self.choice.backend, device)}
@@ -80,18 +93,36 @@ class EngineHandle:
             return usable[manifest.identity.backend].refuses(manifest, device)
 
         profile = self.choice.profile
-        wanted = Wanted(architecture.name, self.network.weights_hash(), self.precision, profile, list(usable))
-        engine = self.library.find(wanted, refuses)
-        return session(engine, usable[engine.manifest.identity.backend], device)
+        live = next((b for b in usable.values() if is_live(b)), None)
+        weights = [live.layout(self.network)] if live else []
+        if not all(is_live(b) for b in usable.values()):
+            weights.append(self.network.weights_hash())
+        wanted = Wanted(architecture.name, weights, self.precision, profile, list(usable))
+        try:
+            engines = self.library.find_all(wanted, refuses)
+        except Unavailable:
+            if live is None:
+                raise
+            engines = []
+        if live is None or (engines and engines[0].manifest.identity.backend != live.name):
+            return session(engines[0], usable[engines[0].manifest.identity.backend], device)
+        found = live_session(self.network, live, self.precision)
+        found.use([engine for engine in engines if engine.manifest.identity.backend == live.name])
+        return found
 
-    def begin_run(self) -> Tally:
-        """Called with every call; does its work in the first call of each execution of a sampling node."""
+    def begin_run(self, patcher: ModelPatcher | None = None) -> Tally:
+        """Called with every call; does its work in the first call of each execution of a sampling node.
+
+        Args:
+            patcher: the one that ComfyUI samples with, when it is not the network's own.
+        """
         context = executing()
         if context is not self._context or self.tally is None:
             self._context = context
             self.refresh()
             self.tally = open_tally(self.network.kind, self.network.label, self.node_id)
             if self.session is not None:
+                self.session.begin_run(patcher)
                 keep(self.session, context.prompt_id if context else "")
         return self.tally
 
@@ -99,14 +130,16 @@ class EngineHandle:
         self,
         refusal: Fallback | None,
         inputs: Callable[[], Mapping[str, torch.Tensor]],
+        patcher: ModelPatcher | None = None,
     ) -> dict[str, torch.Tensor] | None:
         """Run a call on the engine, or count it as native and return None.
 
         Args:
             refusal: why the caller does not want the engine for this call, if so.
             inputs: gives the tensors by name; called only when an engine is there.
+            patcher: the one that ComfyUI samples with, when it is not the network's own.
         """
-        tally = self.begin_run()
+        tally = self.begin_run(patcher)
         fallback = refusal or self.fallback
         if fallback is None:
             try:
@@ -118,7 +151,7 @@ class EngineHandle:
             else:
                 tally.engine += 1
                 tally.backend = self.session.backend.name
-                tally.engine_name = self.session.engine.folder.name
+                tally.engine_name = self.session.name
                 return outputs
         tally.count_native(fallback)
         return None
@@ -127,6 +160,8 @@ class EngineHandle:
         """One sentence for the node."""
         if self.session is None:
             return self.fallback.sentence()
+        if isinstance(self.session, LiveSession):
+            return self.session.status()
         manifest = self.session.engine.manifest
         text = f"{manifest.identity.backend} {manifest.identity.precision}, {self.session.profile}"
         text += f", {manifest.bytes / 1e6:.0f} MB"

@@ -68,7 +68,7 @@ class UNetRouter:
                 given.update(self._residuals(control))
                 return given
 
-            outputs = self._handle.serve(refusal, inputs)
+            outputs = self._handle.serve(refusal, inputs, self._base.current_patcher)
             if outputs is None:
                 return native(x, timesteps, context, y, control, options, **extra)
             options["original_shape"] = list(x.shape)  # native leaves it there for others to read
@@ -84,7 +84,7 @@ class UNetRouter:
         patcher = self._base.current_patcher
         if patcher is None or called_on is not self._base.diffusion_model:
             return Fallback(Reason.OTHER_MODEL, "the call comes from another copy of the model")
-        if patcher.patches_uuid != self._patches_uuid:
+        if patcher.patches_uuid != self._patches_uuid and not self._handle.follows_patches:
             return Fallback(Reason.WEIGHTS_PATCHED, "a LoRA or another weight patch was added after the sampler patch")
         if patcher.hook_patches or patcher.current_hooks or patcher.forced_hooks:
             return Fallback(Reason.HOOKS, "the conditioning or the model carries weight hooks")

@@ -14,11 +14,13 @@ from comfy_api.latest import io
 from server import PromptServer
 
 from ..architectures.tensors import Profile, Range
-from ..backends import BuildError, backends
-from ..engine_builder.build import BuildOrder, build_engine
+from ..backends import BuildError, backends, is_live
+from ..engine_builder.build import PACK_VERSION, BuildOrder, build_engine
+from ..engine_builder.build_live import build_live
 from ..engine_library import Fallback, Library, Reason, Unavailable
 from ..engine_library.native import NativeNetwork
 from ..engine_runtime.engine_handle import AUTO, EngineChoice, EngineHandle, usable_backends
+from ..engine_runtime.live_session import LiveSession, live_session
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +133,8 @@ def find_or_build(network: NativeNetwork, choice: EngineChoice, when_missing: st
 def _needs_build(handle: EngineHandle) -> bool:
     if handle.session is None:
         return handle.fallback.reason in (Reason.NO_ENGINE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
+    if isinstance(handle.session, LiveSession):
+        return handle.session.lacks(handle.choice.profile)
     profile = handle.session.profile
     return not profile.contains(handle.choice.profile.only(profile.ranges))
 
@@ -146,7 +150,11 @@ def _build(handle: EngineHandle) -> None:
         bar.update_absolute(round(fraction * 100))
         show(f"{network.label}\n{phase} ({fraction:.0%})", handle.node_id)
 
-    build_engine(order, handle.library, progress)
+    if is_live(backend):
+        live = live_session(network, backend, handle.precision).live
+        build_live(order, live, handle.library, progress, PACK_VERSION)
+    else:
+        build_engine(order, handle.library, progress)
 
 
 def show(text: str, node_id: str) -> None:
