@@ -1,4 +1,4 @@
-"""The torch backend's parts on the CPU: live weights, hints, sessions, and files that are opened only when made here."""
+"""The torch backend on the CPU: live weights, hints, sessions, and files that are opened only when made here."""
 
 from __future__ import annotations
 
