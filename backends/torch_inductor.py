@@ -7,6 +7,7 @@ profile's ``opt`` sizes; it holds no weights, so it serves every checkpoint of t
 from __future__ import annotations
 
 import hashlib
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,9 @@ from . import BuildError, BuildRequest, Progress
 if TYPE_CHECKING:
     from ..engine_library.native import NativeNetwork
 
-LAYOUT_PREFIX = "layout:"
+LAYOUT_PREFIX = "layout-"
+
+_layouts: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 class TorchBackend:
@@ -65,8 +68,10 @@ class TorchBackend:
 
     def layout(self, network: NativeNetwork) -> str:
         """Stands in the identity in the place of a hash of weights: names and shapes are all that is compiled in."""
-        text = "\n".join(f"{name} {tuple(p.shape)}" for name, p in sorted(network.module.named_parameters()))
-        return LAYOUT_PREFIX + hashlib.sha256(text.encode()).hexdigest()
+        if network.module not in _layouts:
+            text = "\n".join(f"{name} {tuple(p.shape)}" for name, p in sorted(network.module.named_parameters()))
+            _layouts[network.module] = LAYOUT_PREFIX + hashlib.sha256(text.encode()).hexdigest()
+        return _layouts[network.module]
 
     def build(self, request: BuildRequest, progress: Progress) -> list[str]:
         raise BuildError("the torch backend compiles live networks, not ONNX graphs")

@@ -19,6 +19,10 @@ log = logging.getLogger(__name__)
 MAX_RECORDINGS = 8
 MAX_SEEN = 64
 
+_never_freed: list[BaseException] = []
+"""Failed recordings' errors, whose frames hold tensors of the recording: cudaMallocAsync ends the process if those are
+freed outside it."""
+
 Tensors = Mapping[str, torch.Tensor]
 Function = Callable[[Tensors], Tensors]
 
@@ -147,6 +151,7 @@ class GraphCache:
         except Exception as error:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
+                _never_freed.append(error)
             self._failed.add(key)
             self.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             log.warning("Hybrid TRT: no CUDA graph for these shapes, they run plainly (%s)", self.failure)

@@ -10,6 +10,7 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP
 
 from ..engine_library import Fallback, Reason
 from ..engine_library.native import UNET_PREFIX
+from .control_stack import run_stacks_at_once
 from .engine_handle import EngineHandle
 from .memory import EnginePatcher
 
@@ -28,6 +29,8 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
     patched = model.clone()
     patched.remove_wrappers_with_key(WrappersMP.DIFFUSION_MODEL, KEY)
     patched.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, UNetRouter(patched, handle, refusal))
+    patched.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, KEY)
+    patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, run_stacks_at_once)
     patched.set_additional_models(KEY, [EnginePatcher.of(handle)])
     return patched
 

@@ -45,6 +45,30 @@ def best_attention(device: torch.device) -> Iterator[None]:
         yield
 
 
+def _let_kernels_be_recorded() -> None:
+    """Make Inductor's kernels launch while a CUDA graph is recorded, under the allocator that ComfyUI chooses.
+
+    With cudaMallocAsync, memory allocated during a recording has no address attributes yet, and the launcher, which
+    asks for them for every tensor, fails. It takes plain addresses unasked. Kernels take ``run`` when they are opened,
+    so this comes first; outside a recording nothing changes.
+    """
+    if not torch.cuda.is_available() or torch.cuda.get_allocator_backend() != "cudaMallocAsync":
+        return
+    from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel as Kernel
+
+    if getattr(Kernel.run, "takes_addresses", False):
+        return
+    launch = Kernel.run
+
+    def run(self, grid_x: int, grid_y: int, grid_z: int, stream: int, *args: object) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            args = tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args)
+        launch(self, grid_x, grid_y, grid_z, stream, *args)
+
+    run.takes_addresses = True
+    Kernel.run = run
+
+
 def compile_to_file(
     function: torch.nn.Module,
     weights: Sequence[torch.Tensor],
@@ -81,5 +105,6 @@ def open_file(path: Path) -> Compiled:
     """Open what ``compile_to_file`` kept. It is a pickle: the caller has checked that it was made here."""
     import torch._inductor
 
+    _let_kernels_be_recorded()
     with torch.inference_mode(False), torch.no_grad():
         return torch._inductor.CompiledArtifact.load(path=str(path))

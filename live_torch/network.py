@@ -38,7 +38,8 @@ class LiveNetwork:
         copy = self.weights.module
         self._encoder = architecture.hint_encoder(copy)
         self.function = architecture.function(copy)
-        self.names = [name for name, _ in self.function.named_parameters()]
+        # sorted: in which order a layer registers its parameters depends on how ComfyUI loaded them
+        self.names = sorted(name for name, _ in self.function.named_parameters())
         self._compiled: dict[Symbols, Compiled] = {}
         self._flat: list[torch.Tensor] = []
         self._flat_of = -1
@@ -50,7 +51,8 @@ class LiveNetwork:
     def flat_weights(self) -> list[torch.Tensor]:
         """The weights in the order of ``names``."""
         if self._flat_of != self.weights.generation:
-            self._flat = [parameter.data for _, parameter in self.function.named_parameters()]
+            parameters = dict(self.function.named_parameters())
+            self._flat = [parameters[name].data for name in self.names]
             self._flat_of = self.weights.generation
         return self._flat
 

@@ -324,7 +324,8 @@ def _lora_shapes(config: dict[str, Any]) -> Shapes:
 
 _SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {
     "unet": _unet_shapes, "controlnet": _controlnet_shapes, "taesd": _taesd_shapes, "vae": _vae_shapes,
-    "clip_l": _clip_l_shapes, "t2i_adapter": _t2i_adapter_shapes, "control_lora": _control_lora_shapes, "lora": _lora_shapes}
+    "clip_l": _clip_l_shapes, "t2i_adapter": _t2i_adapter_shapes, "control_lora": _control_lora_shapes,
+    "lora": _lora_shapes}
 _DRAW: dict[str, Callable[[Part, str, tuple[int, ...]], torch.Tensor]] = {
     "taesd": _draw_taesd, "controlnet": _draw_controlnet, "control_lora": _draw_low_rank, "lora": _draw_low_rank}
 
