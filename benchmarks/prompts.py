@@ -80,7 +80,9 @@ class Run:
                 "first_s": self.first_s, "peak_mb": self.peak_mb}
 
 
-def measure(comfy: ComfyProcess, memory: PeakMemory, controls: int, engine: str | None, name: str, runs: int = 4) -> Run:
+def measure(
+    comfy: ComfyProcess, memory: PeakMemory, controls: int, engine: str | None, name: str, runs: int = 4
+) -> Run:
     """Run a prompt once with its latent kept, once to settle, then ``runs`` times for the clock."""
     run = Run()
     with memory:
