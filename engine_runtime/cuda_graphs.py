@@ -109,13 +109,15 @@ class GraphCache:
         self._failed.clear()
         self.failure = None
 
-    def run(self, function: Function, inputs: Tensors, token: object = None) -> Tensors:
-        """``function(inputs)``: same values, fresh tensors.
+    def run(self, function: Function, inputs: Tensors, token: object = None, prepare: Function = dict) -> Tensors:
+        """``function(prepare(inputs))``: same values, fresh tensors.
 
         Args:
             function: only launches work on the current stream, always the same for the same key.
-            inputs: name -> tensor on the device.
+            inputs: name -> tensor.
             token: stands for everything else that the function reads; recordings made under another one are dropped.
+            prepare: gives the tensors as the function wants them (device, dtype, layout), and those that are always
+                the same for the same key. A replay copies ``inputs`` straight to where these were.
         """
         if token != self._token:
             self.clear()
@@ -124,10 +126,10 @@ class GraphCache:
         recording = self._recordings.get(key)
         if recording is None:
             if self._record is None or key in self._failed or not self._worth_it(key):
-                return function(inputs)
-            recording = self._make(function, inputs, key)
+                return function(prepare(inputs))
+            recording = self._make(function, prepare(inputs), key)
             if recording is None:
-                return function(inputs)
+                return function(prepare(inputs))
         self._recordings.move_to_end(key)
         self._copy_in(recording, inputs)
         recording.replay.replay()
@@ -220,17 +222,27 @@ def _reserved(device: torch.device) -> int:
 
 
 class CudaRecorder:
-    """Records on CUDA. All recordings of one recorder share a pool of memory, because they never run at once."""
+    """Records on CUDA. All recordings of one recorder share a pool of memory, because they never run at once.
+
+    Each recorder has a stream of its own to record on: torch keeps one work space for matrix products per stream, a
+    recording has its address, and graphs of several recorders do run at once.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
 
     def __call__(self, body: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()
+        here = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            body()  # makes the work space now: made while recording, it would belong to this graph alone
+        here.wait_stream(self._stream)
         # thread_local: other threads of ComfyUI may use CUDA while this one records
         with torch.cuda.device(self._device), torch.cuda.graph(
-            graph, pool=self._pool, capture_error_mode="thread_local"
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
             body()
         return graph

@@ -117,10 +117,17 @@ class LiveSession:
         try:
             self._live.follow(self._patcher, thorough=self._new_run)
             self._new_run = False
-            inputs, symbols = self._prepared(given)
+            if self.hints and "hint" in given:
+                given = {**given, "hint": self.hints.get(given["hint"], self._live.weights.version)}
+            symbols = self._bound(given)
             self._open_compiled(symbols)
-            generation = self._live.weights.generation
-            return dict(self.graphs.run(lambda tensors: self._live.run(tensors, symbols), inputs, generation))
+            results = self.graphs.run(
+                lambda tensors: self._live.run(tensors, symbols),
+                given,
+                token=self._live.weights.generation,
+                prepare=lambda tensors: self._prepared(tensors, symbols),
+            )
+            return dict(results)
         except Unavailable:
             raise
         except torch.OutOfMemoryError as error:
@@ -131,10 +138,8 @@ class LiveSession:
             log.exception("Hybrid TRT: %s failed on its live weights", self.network.label)
             raise Unavailable(Reason.ENGINE_FAILED, first_line(error)) from error
 
-    def _prepared(self, given: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-        if self.hints and "hint" in given:
-            given = {**given, "hint": self.hints.get(given["hint"], self._live.weights.version)}
-        symbols = self._bound(given)
+    def _prepared(self, given: Mapping[str, torch.Tensor], symbols: dict[str, int]) -> dict[str, torch.Tensor]:
+        """The network's inputs: device, dtype and layout as it computes in, zeros for what is absent."""
         inputs = {}
         for name, spec in self._specs.items():
             tensor = given.get(name)
@@ -144,7 +149,7 @@ class LiveSession:
                 inputs[name] = tensor
             else:
                 inputs[name] = self._live.laid_out(tensor.to(self.device, getattr(torch, spec.dtype)))
-        return inputs, symbols
+        return inputs
 
     def _bound(self, given: Mapping[str, torch.Tensor]) -> dict[str, int]:
         key = tuple((name, tensor.shape) for name, tensor in given.items())

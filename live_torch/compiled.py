@@ -16,17 +16,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 Compiled = Callable[..., Sequence[torch.Tensor]]
 """Weights, then inputs -> outputs."""
 
+OLDEST_TORCH = (2, 11)
+"""The first torch that this was run with."""
+
 FORMAT = 1
 """Raise this when the traced function changes: older files become stale."""
 
 
 def can_compile() -> bool:
-    """Whether this torch can compile to a file."""
-    try:
-        from torch._inductor.standalone_compile import AOTCompiledArtifact  # noqa: F401  (2.10)
-    except ImportError:
-        return False
-    return True
+    """Whether this torch can compile to a file; asked without importing Inductor, which takes seconds."""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    return (major, minor) >= OLDEST_TORCH
 
 
 @contextlib.contextmanager
@@ -103,8 +103,9 @@ def compile_to_file(
 
 def open_file(path: Path) -> Compiled:
     """Open what ``compile_to_file`` kept. It is a pickle: the caller has checked that it was made here."""
-    import torch._inductor
+    import torch._inductor.config
 
     _let_kernels_be_recorded()
-    with torch.inference_mode(False), torch.no_grad():
+    # nothing is compiled here, and starting Inductor's pool of compilers would keep all cores busy for seconds
+    with torch._inductor.config.patch(compile_threads=1), torch.inference_mode(False), torch.no_grad():
         return torch._inductor.CompiledArtifact.load(path=str(path))
