@@ -55,7 +55,8 @@ class TorchBackend:
         if device.type != "cuda":
             return Fallback(Reason.BACKEND_MISSING, "the torch backend compiles for CUDA only")
         if not compiled.can_compile():
-            return Fallback(Reason.BACKEND_MISSING, f"compiling needs torch {'.'.join(map(str, compiled.OLDEST_TORCH))} or newer")
+            oldest = ".".join(map(str, compiled.OLDEST_TORCH))
+            return Fallback(Reason.BACKEND_MISSING, f"compiling needs torch {oldest} or newer")
         return None
 
     def refuses(self, manifest: Manifest, device: torch.device) -> Fallback | None:

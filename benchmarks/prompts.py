@@ -81,7 +81,7 @@ class Run:
 
 
 def measure(
-    comfy: ComfyProcess, memory: PeakMemory, controls: int, engine: str | None, name: str, runs: int = 4
+    comfy: ComfyProcess, memory: PeakMemory, controls: int, engine: str | None, name: str, runs: int = 6
 ) -> Run:
     """Run a prompt once with its latent kept, once to settle, then ``runs`` times for the clock."""
     run = Run()
@@ -132,8 +132,8 @@ def run(comfyui: Path, base: Path, out: Path, control_counts: list[int], modes: 
             native = {n: measure(comfy, memory, n, None, f"native_{n}") for n in control_counts}
         engines: dict[str, dict[int, Run]] = {}
         for level, when in (("graph", "use native"), ("engine", "build now"), ("warm", "use native")):
-            if level == "graph" and any((base / "models" / "trt_engines").glob("*torch*")):
-                continue
+            if level == "graph" and any((base / "models" / "trt_engines").glob("sd15*torch*")):
+                continue  # engines that are there would be used
             time.sleep(1)
             with server(comfyui, base, out / f"server_{mode}_{level}.log", *arguments) as comfy:
                 counts = control_counts if level != "warm" else control_counts[-1:]

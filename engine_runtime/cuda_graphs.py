@@ -245,4 +245,5 @@ class CudaRecorder:
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
             body()
+        torch.cuda.empty_cache()  # what the runs before took outside the graph
         return graph

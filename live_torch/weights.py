@@ -100,7 +100,10 @@ class LiveWeights:
     def _bind(self, patcher: ModelPatcher) -> None:
         sharing = self._share and not patcher.is_dynamic() and _holds_its_patches(patcher)
         moved, patched, shared = False, set(), {}
-        for key, (original, *patches) in patcher.get_key_patches(self._prefix or None).items():
+        entries = patcher.get_key_patches(self._prefix or None)
+        for key in list(entries):
+            # popped: kept until the end, tensors that are laid out anew would be there twice
+            original, *patches = entries.pop(key)
             name = key[len(self._prefix) :]
             if name not in self._places:
                 continue  # a buffer
