@@ -126,7 +126,10 @@ def _check_tensors(trt: ModuleType, request: BuildRequest, network: Any) -> None
 
 def _why(flavour: Flavour, phase: str, errors: str) -> str:
     what = f"{flavour.title} failed while {phase} ({errors})"
-    if "out of memory" in errors.lower() or "outofmemory" in errors.lower():
+    told = errors.lower()
+    if "turing" in told or "sm75" in told:
+        do = "set precision to float16, all that TensorRT-RTX computes in on Turing cards, and build again"
+    elif "out of memory" in told or "outofmemory" in told:
         do = "close other programs, or set a smaller max_size or max_images on the engine node, and build again"
     else:
         do = "choose another backend, for example onnxruntime, and report this model"

@@ -207,5 +207,7 @@ def collected_errors(logger: Any) -> Iterator[list[str]]:
 
 def last_errors(lines: list[str], count: int = 2) -> str:
     """The last few errors as one short line for a message."""
-    unique = list(dict.fromkeys(" ".join(line.split()) for line in lines))
+    frames = ("--- Begin node ---", "--- End node ---")  # the parser's dump of a node it cannot read
+    telling = (" ".join(line.split()) for line in lines if not any(frame in line for frame in frames))
+    unique = list(dict.fromkeys(telling))
     return "; ".join(line if len(line) <= 400 else f"{line[:397]}..." for line in unique[-count:])
