@@ -13,16 +13,19 @@ import torch
 
 from ..architectures.tensors import Profile
 from ..backends import Backend, BuildRequest, Progress
-from ..engine_library import Engine, EngineIdentity, Library, Manifest
+from ..engine_library import Engine, EngineIdentity, Library, Manifest, Unavailable
 from ..engine_library.library import describe_files
 from ..engine_library.native import NativeNetwork
 from .clean_copy import clean_copy
 from .onnx_export import PARAMETERS_NAME, export_onnx
-from .parity import check_parity, parity_cases
+from .parity import check_parity
 
 log = logging.getLogger(__name__)
 
 PACK_VERSION = "0.1.0"
+
+TRACED = {"B": 2, "H": 9, "W": 12, "T": 77, "HB": 2}
+"""Sizes of the traced example, inside the profile or not: small, since half precision is slow on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,12 @@ def build_engine(order: BuildOrder, library: Library, progress: Progress) -> Eng
     The library is changed only by the last step; whatever stops the build before leaves nothing behind.
 
     Raises:
-        Unavailable: no engine can be built for this network.
+        Unavailable: no engine can be built for this network, or none by this backend on this machine.
         BuildError: parity failed or the backend could not build; the text is for the user.
     """
-    network, precision = order.network, order.precision
+    network, precision, backend = order.network, order.precision, order.backend
+    if (refusal := backend.cannot_build(network.device)) is not None:
+        raise Unavailable(refusal.reason, refusal.detail)
     architecture = network.architecture()
     inputs = tuple(architecture.inputs(network.module, precision))
     outputs = tuple(architecture.outputs(network.module, precision))
@@ -59,7 +64,7 @@ def build_engine(order: BuildOrder, library: Library, progress: Progress) -> Eng
         dtype = getattr(torch, precision)
         function = architecture.function(clean_copy(network, dtype))
         progress("exporting", 0.1)
-        graph = export_onnx(function, inputs, outputs, parity_cases(profile)[-1], folder)
+        graph = export_onnx(function, inputs, outputs, TRACED, folder)
         seconds["export"] = time.perf_counter() - started
 
         progress("checking against native", 0.5)
@@ -68,9 +73,11 @@ def build_engine(order: BuildOrder, library: Library, progress: Progress) -> Eng
         seconds["parity"] = time.perf_counter() - started
         del function
 
-        progress(f"building with {order.backend.name}", 0.7)
+        progress(f"building with {backend.name}", 0.7)
         started = time.perf_counter()
-        files = order.backend.build(BuildRequest(graph, inputs, outputs, profile, folder), progress)
+        target = backend.target(network.device)
+        request = BuildRequest(graph, inputs, outputs, profile, folder, target)
+        files = backend.build(request, lambda phase, fraction: progress(phase, 0.7 + 0.2 * fraction))
         seconds["build"] = time.perf_counter() - started
 
         progress("saving", 0.9)
@@ -80,9 +87,9 @@ def build_engine(order: BuildOrder, library: Library, progress: Progress) -> Eng
                 weights=weights,
                 precision=precision,
                 profile=profile,
-                backend=order.backend.name,
-                backend_version=order.backend.version(),
-                device=order.backend.target(network.device),
+                backend=backend.name,
+                backend_version=backend.version(),
+                device=target,
             ),
             kind=architecture.kind,
             label=network.label,
