@@ -7,19 +7,22 @@ builds that have a process each never notice.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..architectures.tensors import TensorSpec
 from ..engine_library import Unavailable
 from . import BuildError, BuildRequest, Progress
-from .trt_common import Flavour, collected_errors, import_flavour, last_errors, shared_logger
+from .trt_common import Flavour, collected_errors, import_flavour, last_errors, replace_file, shared_logger
 
 log = logging.getLogger(__name__)
 
@@ -62,66 +65,107 @@ def build_engine_file(
         phase = "reading the graph"
         try:
             progress(phase, 0.0)
-            builder, network, parser = loaders.network_from_onnx_path(str(request.onnx), strongly_typed=True)
-            _check_tensors(trt, request, network)
+            # the parser owns the weights: it stays until the build is over
+            builder, network, _parser = loaders.network_from_onnx_path(str(request.onnx), strongly_typed=True)
+            inputs = _check_tensors(trt, request, network)
             options = {
-                "profiles": [_profile(loaders, request)],
+                "profiles": [_profile(loaders, request, inputs)],
                 "progress_monitor": monitor,
                 "profiling_verbosity": trt.ProfilingVerbosity.LAYER_NAMES_ONLY,
             }
             phase = "compiling"
-            config = _create_config(flavour, options, compute_capabilities, timing_cache)
-            engine = loaders.engine_bytes_from_network(
-                (builder, network), config, save_timing_cache=None if timing_cache is None else str(timing_cache)
-            )
+            make_config = functools.partial(_create_config, flavour, compute_capabilities)
+            engine = _compile(loaders, builder, network, make_config, options, timing_cache)
         except PolygraphyException as error:
-            if monitor.stopped_by is not None:
-                raise monitor.stopped_by from None
-            raise BuildError(_why(flavour, phase, last_errors(errors) or str(error))) from error
+            if monitor.stopped_by is None:
+                raise BuildError(_why(flavour, phase, last_errors(errors) or str(error))) from error
         finally:
             monitor.progress = None  # TensorRT may keep the monitor; it must not keep the caller alive
-    if monitor.stopped_by is not None:  # too late for the build, not for the caller
+    if monitor.stopped_by is not None:  # also when that was too late to stop the build
         raise monitor.stopped_by
     (request.folder / ENGINE_NAME).write_bytes(engine)
     return [ENGINE_NAME]
 
 
-def _profile(loaders: ModuleType, request: BuildRequest) -> Any:
+def _compile(
+    loaders: ModuleType,
+    builder: Any,
+    network: Any,
+    make_config: Callable[[dict[str, Any]], Any],
+    options: dict[str, Any],
+    timing_cache: Path | None,
+) -> Any:
+    """The serialised engine; what is learnt about tactics goes to ``timing_cache``."""
+    if timing_cache is None:
+        return loaders.engine_bytes_from_network((builder, network), make_config(options))
+    # files of ours and not its path: polygraphy would leave a lock file beside it, and may write half
+    with tempfile.TemporaryFile() as known, tempfile.TemporaryFile() as learnt:
+        known.write(_timings(builder, timing_cache))
+        config = make_config({**options, "load_timing_cache": known})
+        engine = loaders.engine_bytes_from_network((builder, network), config, save_timing_cache=learnt)
+        learnt.seek(0)
+        _save_timings(timing_cache, learnt.read())
+    return engine
+
+
+def _profile(loaders: ModuleType, request: BuildRequest, inputs: Sequence[TensorSpec]) -> Any:
     sizes = [request.profile.sizes(which) for which in ("min", "opt", "max")]
     profile = loaders.Profile()
-    for spec in request.inputs:
+    for spec in inputs:
         low, best, high = (spec.shape(symbols) for symbols in sizes)
         profile.add(spec.name, min=low, opt=best, max=high)
     return profile
 
 
-def _create_config(
-    flavour: Flavour, options: dict[str, Any], capabilities: list[tuple[int, int]] | None, timing_cache: Path | None
-) -> Any:
+def _create_config(flavour: Flavour, capabilities: list[tuple[int, int]] | None, options: dict[str, Any]) -> Any:
     if flavour.module == RTX_MODULE:
         from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
 
         return CreateConfigRTX(use_gpu=False, compute_capabilities=capabilities, **options)
     from polygraphy.backend.trt import CreateConfig
 
-    if timing_cache is not None and timing_cache.exists():
-        options["load_timing_cache"] = str(timing_cache)
     return CreateConfig(**options)
 
 
-def _check_tensors(trt: ModuleType, request: BuildRequest, network: Any) -> None:
-    """Raise BuildError unless the graph has the tensors and dtypes that its manifest will tell of."""
+def _timings(builder: Any, path: Path) -> bytes:
+    """Contents of a timing cache, or none when TensorRT cannot read it or there is no such file."""
+    try:
+        contents = path.read_bytes()
+        if builder.create_builder_config().create_timing_cache(contents) is not None:
+            return contents
+        why = "it is damaged or another version's"
+    except Exception as error:
+        why = str(error)
+    log.debug("%s is not used (%s): tactics are measured anew", path, why)
+    return b""
+
+
+def _save_timings(path: Path, contents: bytes) -> None:
+    try:
+        replace_file(path, contents)
+    except OSError as error:
+        log.debug("%s was not saved (%s): the next build measures anew", path, error)
+
+
+def _check_tensors(trt: ModuleType, request: BuildRequest, network: Any) -> list[TensorSpec]:
+    """The inputs that the graph has: the exporter drops those on which nothing depends.
+
+    Raises:
+        BuildError: an output is missing, or a tensor has another dtype than its manifest will tell.
+    """
     dtypes = {"float32": trt.float32, "float16": trt.float16, "bfloat16": trt.bfloat16}
     read = {}
     for tensors, count in ((network.get_input, network.num_inputs), (network.get_output, network.num_outputs)):
         read.update({tensor.name: tensor.dtype for tensor in map(tensors, range(count))})
-    for spec in (*request.inputs, *request.outputs):
+    inputs = [spec for spec in request.inputs if spec.name in read]
+    for spec in (*inputs, *request.outputs):
         if read.get(spec.name) != dtypes[spec.dtype]:
             found = f"is {read[spec.name]}" if spec.name in read else "does not exist"
             raise BuildError(
                 f"the graph was to have a {spec.dtype} tensor {spec.name}, and in it that {found}; nothing was built "
                 "and native keeps serving; report this model"
             )
+    return inputs
 
 
 def _why(flavour: Flavour, phase: str, errors: str) -> str:
@@ -180,7 +224,7 @@ def _monitor(trt: ModuleType, progress: Progress) -> Any:
     """
 
     class Monitor(trt.IProgressMonitor):
-        def __init__(self) -> None:
+        def __init__(self, progress: Progress) -> None:
             trt.IProgressMonitor.__init__(self)
             self.progress: Progress | None = progress
             self.stopped_by: BaseException | None = None
@@ -221,4 +265,4 @@ def _monitor(trt: ModuleType, progress: Progress) -> Any:
             except BaseException as error:  # it may not pass through TensorRT's C++
                 self.stopped_by = error
 
-    return Monitor()
+    return Monitor(progress)

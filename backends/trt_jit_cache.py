@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import secrets
 from pathlib import Path
 from typing import Any
+
+from .trt_common import replace_file
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +37,10 @@ class JitCache:
 
     def save(self) -> None:
         """Write the file when there are kernels that it has not; a library that cannot be written to is no failure."""
-        temporary = self._path.with_name(f".{self._path.name}-{os.getpid()}-{secrets.token_hex(4)}")
         try:
             contents = bytes(self._cache.serialize())
-            if not contents or contents == self._saved:
-                return
-            temporary.write_bytes(contents)
-            os.replace(temporary, self._path)
-            self._saved = contents
+            if contents and contents != self._saved:
+                replace_file(self._path, contents)
+                self._saved = contents
         except Exception as error:
             log.debug("%s was not saved (%s): kernels are compiled again at the next start", self._path, error)
-            with contextlib.suppress(OSError):
-                temporary.unlink()

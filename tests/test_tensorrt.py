@@ -226,7 +226,7 @@ def unknown_operator(path: Path, small: BuildRequest) -> None:
 
 
 @pytest.mark.parametrize(("spoil", "told"), [
-    (junk, "a float32 tensor x, and in it that does not exist"),  # the parser takes it for a graph without nodes
+    (junk, "a float32 tensor out, and in it that does not exist"),  # the parser takes it for a graph without nodes
     (truncated, "failed while reading the graph ("), (unknown_operator, "[Convolute ->")])
 def test_a_bad_graph_is_a_build_error_with_one_sentence(
     request_here: BuildRequest, spoil: Any, told: str, capfd: pytest.CaptureFixture[str]
@@ -253,6 +253,11 @@ def test_a_graph_of_another_dtype_than_the_manifest_will_say_is_refused(request_
         RTX.build(replace(request_here, outputs=more), ignore)
 
 
+def test_an_input_that_the_exporter_dropped_is_no_obstacle(request_here: BuildRequest) -> None:
+    more = (*request_here.inputs, TensorSpec("unused", "float32", (1,)))
+    assert RTX.build(replace(request_here, inputs=more), ignore) == ["engine.trt"]
+
+
 def test_a_graph_that_does_not_compile_is_a_build_error_with_tensorrts_own_words(request_here: BuildRequest) -> None:
     taller = tuple(
         replace(s, dims=(*s.dims[:2], s.dims[3], s.dims[2])) if s.name == "control_output_0" else s
@@ -274,9 +279,32 @@ def test_polygraphy_bound_to_the_other_flavour_is_told(
         RTX.build(request_here, ignore)
 
 
+@pytest.mark.parametrize("before", [None, b"", b"no timings"])
+def test_a_bad_timing_cache_is_replaced(request_here: BuildRequest, before: bytes | None, tmp_path: Path) -> None:
+    """RTX takes the same path here as TensorRT does, though to it the cache is nothing."""
+    path = tmp_path / "library" / ".timing-x.cache"
+    path.parent.mkdir()
+    if before is not None:
+        path.write_bytes(before)
+    trt_build.build_engine_file(RTX.flavour, request_here, ignore, timing_cache=path)
+    assert path.read_bytes() != before
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_a_timing_cache_that_cannot_be_written_fails_no_build(request_here: BuildRequest, tmp_path: Path) -> None:
+    gone = tmp_path / "gone" / ".timing-x.cache"
+    assert trt_build.build_engine_file(RTX.flavour, request_here, ignore, timing_cache=gone) == ["engine.trt"]
+
+
+def test_timings_are_kept_per_gpu_and_version(request_here: BuildRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trt_common, "_import", lambda _flavour: SimpleNamespace(__version__="11.4.0.106"))
+    path = FULL._timing_cache(replace(request_here, target="sm_90 NVIDIA H200"))
+    assert path == request_here.folder.parent / ".timing-11-4-0-106-sm-90-nvidia-h200.cache"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["unet", "controlnet"])
-def test_full_size_sd15_in_half_precision(kind: str, tmp_path: Path) -> None:
+def test_full_size_sd15_in_half_precision(kind: str, tmp_path: Path, record_property: Any) -> None:
     """Export and build within a minute and 16 GB, on two cores that do nothing else."""
     import resource
 
@@ -292,6 +320,9 @@ def test_full_size_sd15_in_half_precision(kind: str, tmp_path: Path) -> None:
     seconds = {"export": exported - started, "build": time.monotonic() - exported}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     weights = 2 * sum(p.numel() for p in network.module.parameters())
+    record_property("seconds", seconds)
+    record_property("peak_bytes", peak)
+    record_property("engine_bytes", (tmp_path / "engine.trt").stat().st_size)
     assert weights <= (tmp_path / "engine.trt").stat().st_size <= 1.05 * weights
     assert peak <= 16e9, f"{peak / 1e9:.1f} GB"
     assert sum(seconds.values()) <= 60, seconds
