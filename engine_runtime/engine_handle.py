@@ -118,6 +118,7 @@ class EngineHandle:
             else:
                 tally.engine += 1
                 tally.backend = self.session.backend.name
+                tally.engine_name = self.session.engine.folder.name
                 return outputs
         tally.count_native(fallback)
         return None
@@ -127,7 +128,7 @@ class EngineHandle:
         if self.session is None:
             return self.fallback.sentence()
         manifest = self.session.engine.manifest
-        text = f"{manifest.identity.backend} engine, {manifest.identity.precision}, {self.session.profile}"
+        text = f"{manifest.identity.backend} {manifest.identity.precision}, {self.session.profile}"
         text += f", {manifest.bytes / 1e6:.0f} MB"
         if not self.session.profile.contains(self.choice.profile.only(self.session.profile.ranges)):
             text += f". It is smaller than this node's profile ({self.choice.profile}): larger calls run native"

@@ -27,6 +27,7 @@ class Tally:
         engine_node: id of the engine node in the graph.
         sampler_node: id of the node that sampled.
         backend: name of the backend that served, or None while none did.
+        engine_name: the engine's folder in the library, or None while none served.
         engine, native: calls so far.
         reasons: fallback reason -> how many native calls had it.
         details: fallback reason -> the particulars of its first call.
@@ -37,6 +38,7 @@ class Tally:
     engine_node: str
     sampler_node: str
     backend: str | None = None
+    engine_name: str | None = None
     engine: int = 0
     native: int = 0
     reasons: dict[str, int] = field(default_factory=dict)

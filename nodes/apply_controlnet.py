@@ -58,8 +58,11 @@ class TRTApplyControlNet(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, positive: Conditioning, negative: Conditioning, rows: dict[str, Any], vae: Any = None
+        cls, positive: Conditioning, negative: Conditioning, rows: Any = None, vae: Any = None, **unknown: Any
     ) -> io.NodeOutput:
+        if not isinstance(rows, dict):
+            # ComfyUI lets an unknown value through and hands its rows on unsorted
+            raise ValueError(f'rows is {rows!r}; it has to be the text "1" to "{MAX_ROWS}". Nothing was applied.')
         stack = _stack(rows)
         copies: dict[tuple[int, ControlBase | None], ControlBase] = {}
         return io.NodeOutput(*(_apply(stack, c, vae, copies) for c in (positive, negative)))

@@ -124,7 +124,7 @@ def find_or_build(network: NativeNetwork, choice: EngineChoice, when_missing: st
             handle.session, handle.fallback = None, Fallback(Reason.BUILD_FAILED, str(error))
         except Unavailable as refusal:
             handle.session, handle.fallback = None, refusal.fallback
-    show(f"{network.label}: {handle.status()}", node_id)
+    show(f"{network.label}\n{handle.status()}", node_id)
     return handle
 
 
@@ -144,13 +144,13 @@ def _build(handle: EngineHandle) -> None:
     def progress(phase: str, fraction: float) -> None:
         model_management.throw_exception_if_processing_interrupted()
         bar.update_absolute(round(fraction * 100))
-        show(f"{network.label}: {phase} ({fraction:.0%})", handle.node_id)
+        show(f"{network.label}\n{phase} ({fraction:.0%})", handle.node_id)
 
     build_engine(order, handle.library, progress)
 
 
 def show(text: str, node_id: str) -> None:
     """Put a line of text on a node in the page, and in the log."""
-    log.info("Hybrid TRT: %s", text)
+    log.info("Hybrid TRT: %s", text.replace("\n", ": "))
     if PromptServer.instance is not None:
         PromptServer.instance.send_progress_text(text, node_id)

@@ -7,7 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..engine_runtime.ledger import Tally, executing, tallies
-from .engine_node import CATEGORY
+from .engine_node import CATEGORY, show
 from .graph import upstream
 
 
@@ -40,6 +40,7 @@ class TRTReport(io.ComfyNode):
         samplers = set(upstream(cls.hidden.dynprompt, cls.hidden.unique_id))
         rows = tallies(executing().prompt_id, samplers)
         text = report_text(rows)
+        show(text, cls.hidden.unique_id)
         return io.NodeOutput(after, text, ui={"text": [text], "report": [report_json(rows)]})
 
 

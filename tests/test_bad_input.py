@@ -25,31 +25,24 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
 
 @pytest.fixture
 def library(sd15: ComfyProcess) -> Iterator[Path]:
-    """The server's engine library, given back as it was."""
+    """The server's library with the plain SD1.5 engines only, given back as it was."""
+    names = [row["engine_name"] for row in compare(sd15, ENGINES).report["rows"]]
     folder = sd15.base / "models" / "trt_engines"
     keep = folder.with_name("trt_engines.kept")
-    shutil.copytree(folder, keep, copy_function=shutil.copy2)
+    folder.rename(keep)
+    folder.mkdir()
+    for name in names:
+        shutil.copytree(keep / name, folder / name, copy_function=shutil.copy2)
     yield folder
     shutil.rmtree(folder)
     keep.rename(folder)
     sd15.free()
 
 
-def unet_folder(library: Path) -> Path:
-    """The folder of the tiny SD1.5 UNet's engine without a LoRA."""
-    for path in library.glob("*/manifest.json"):
-        if json.loads(path.read_text())["label"] == "tiny_sd15_unet.safetensors":
-            return path.parent
-    raise AssertionError("the UNet has no engine")
-
-
-def only_unets_engine(library: Path) -> Path:
-    """Leave one engine of that UNet, so that no other can step in; returns its folder."""
-    kept = unet_folder(library)
-    for path in library.glob("sd15_unet-*"):
-        if path != kept:
-            shutil.rmtree(path)
-    return kept
+def unets_engine(library: Path) -> Path:
+    """The folder of the UNet's engine."""
+    (folder,) = library.glob("sd15_unet-*")
+    return folder
 
 
 def edit(path: Path, change: Callable[[dict], None]) -> None:
@@ -95,7 +88,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
 def test_a_damaged_engine_means_natives_image_and_a_reason(
     sd15: ComfyProcess, library: Path, damage: Callable[[Path], object], reason: str, word: str
 ) -> None:
-    damage(only_unets_engine(library))
+    damage(unets_engine(library))
     before = snapshot(library)
     sd15.free()  # so that the engine has to be opened again
     result = compare(sd15, UNET_ONLY)
@@ -106,7 +99,7 @@ def test_a_damaged_engine_means_natives_image_and_a_reason(
 
 
 def test_an_engine_damaged_while_in_use_is_noticed_at_the_next_prompt(sd15: ComfyProcess, library: Path) -> None:
-    folder = only_unets_engine(library)
+    folder = unets_engine(library)
     native_latent(sd15, UNET_ONLY.but(seed=42))  # beforehand, so that no other prompt comes between the two
     first = compare(sd15, UNET_ONLY.but(seed=41))
     assert first.unet["engine"] == 4
@@ -118,7 +111,7 @@ def test_an_engine_damaged_while_in_use_is_noticed_at_the_next_prompt(sd15: Comf
 
 
 def test_a_broken_engine_is_replaced_by_build_now(sd15: ComfyProcess, library: Path) -> None:
-    (only_unets_engine(library) / "model.onnx").write_bytes(b"")
+    (unets_engine(library) / "model.onnx").write_bytes(b"")
     result = compare(sd15, UNET_ONLY.but(settings={"when_missing": "build now"}))
     assert result.error <= LIMIT
     assert result.unet["engine"] == 4
@@ -126,7 +119,7 @@ def test_a_broken_engine_is_replaced_by_build_now(sd15: ComfyProcess, library: P
 
 
 def test_a_renamed_engine_folder_is_still_found(sd15: ComfyProcess, library: Path) -> None:
-    folder = only_unets_engine(library)
+    folder = unets_engine(library)
     folder.rename(folder.with_name("my favourite engine"))
     assert compare(sd15, UNET_ONLY).unet["engine"] == 4
 
@@ -193,6 +186,17 @@ def test_grey_and_alpha_images_act_as_their_rgb(sd15: ComfyProcess, channels: in
     assert history.ok
     assert history.output("report", "report")[0]["controlnets"][0]["engine"] == 4
     assert relative_difference(latent_of(history), native_latent(sd15, UNET_ONLY)) > 0.01
+
+
+@pytest.mark.parametrize("rows", [2, "17", None], ids=["number", "too_many", "missing"])
+def test_an_unknown_number_of_rows_is_told_on_the_node(sd15: ComfyProcess, rows: object) -> None:
+    graph = prompt(ENGINES, engines=True, name="bad")
+    graph["apply"]["inputs"]["rows"] = rows
+    if rows is None:
+        del graph["apply"]["inputs"]["rows"]
+    history = sd15.queue(graph)
+    assert (history.status, history.error_type) == ("error", "TRTApplyControlNet")
+    assert 'it has to be the text "1" to "16"' in history.error
 
 
 def test_two_channels_are_told_on_the_node(sd15: ComfyProcess) -> None:

@@ -75,6 +75,11 @@ class ComfyPage:
         prompt = self.page.evaluate("async () => (await app.graphToPrompt()).output")
         return {node: {k: v for k, v in entry.items() if k != "_meta"} for node, entry in prompt.items()}
 
+    def widgets(self, node_type: str) -> dict[str, Any]:
+        """The values of the widgets of the only node of a type, by name."""
+        return self.page.evaluate("""type => Object.fromEntries(
+            app.graph.nodes.find(n => n.type === type).widgets.map(w => [w.name, w.value]))""", node_type)
+
     def workflow(self) -> dict[str, Any]:
         """The open workflow in UI format."""
         return self.page.evaluate("() => JSON.parse(JSON.stringify(app.graph.serialize()))")

@@ -22,23 +22,26 @@ from workflow_recipes import with_tiny_models
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
 NAME = "sd15_two_controlnets"
-COLOURS = 256
-#: The page's own furniture, in pixels: sidebar, tabs and menu, nothing, zoom controls.
-MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 24}
-#: Node statistics, and messages such as 'Job completed', which go away by themselves.
-QUIET = """async () => { await app.extensionManager.setting.set('Comfy.Graph.CanvasInfo', false); }"""
+#: The page's own furniture, in pixels: the sidebar on the left, tabs and menu at the top, zoom controls at the bottom.
+MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 60}
+#: No node statistics in the corner, and no tab but that of the open workflow.
+QUIET = """async () => {
+    await app.extensionManager.setting.set('Comfy.Graph.CanvasInfo', false);
+    const store = app.extensionManager.workflow;
+    for (const other of [...store.openWorkflows].filter(w => w.path !== store.activeWorkflow.path))
+        await store.closeWorkflow(other); }"""
 
 
 def take(page: ComfyPage, path: Path) -> None:
     """Fit the workflow into the window, wait until messages are gone, and write a small PNG."""
     page.fit(**MARGINS)
-    page.page.mouse.move(5, 5)
+    page.page.mouse.move(800, 890)  # where no tooltip hangs
     page.page.wait_for_timeout(8000)
     page.fit(**MARGINS)
     path.parent.mkdir(parents=True, exist_ok=True)
     page.page.screenshot(path=path)
     with Image.open(path) as image:
-        image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+        image.convert("RGB").save(path, optimize=True)
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KB")
 
 
@@ -56,8 +59,8 @@ def main(arguments: list[str] | None = None) -> None:
     workflow = json.loads((ROOT / "workflows" / f"{NAME}.json").read_text(encoding="utf-8"))
     with (ComfyProcess(options.comfyui, options.base, options.python) as process, chromium() as browser,
           comfy_page(browser, process.url, vue=options.vue) as page):
-        page.page.evaluate(QUIET)
         page.load(with_tiny_models(workflow, process.object_info()), NAME)
+        page.page.evaluate(QUIET)
         page.queue()
         if problems := page.problems():
             raise RuntimeError(f"the page has problems: {problems}")

@@ -27,7 +27,7 @@ PACK = "hybrid-trt"
 #: The page builds a recipe: nodes, widgets, links, then columns of nodes by their real sizes, with groups around them.
 BUILD = """async (recipe) => {
     app.graph.clear();
-    const GAP = 40, BELOW = 70, TITLE = LiteGraph.NODE_TITLE_HEIGHT, GROUP_TITLE = 50, made = {};
+    const GAP = 40, BELOW = 50, TITLE = LiteGraph.NODE_TITLE_HEIGHT, GROUP_TITLE = 50, made = {};
     const fail = text => { throw new Error(`${recipe.name}: ${text}`); };
     for (const [key, spec] of Object.entries(recipe.nodes)) {
         const node = LiteGraph.createNode(spec.type) ?? fail(`no node ${spec.type}`);
@@ -42,7 +42,8 @@ BUILD = """async (recipe) => {
             const [from, output] = source.split("."), origin = made[from];
             const slot = origin.outputs.findIndex(o => [o.name, o.label, o.localized_name].includes(output));
             const input = made[key].inputs.findIndex(i => i.name === name);
-            if (slot < 0 || input < 0 || !origin.connect(slot, made[key], input)) fail(`no link ${source} -> ${key}.${name}`);
+            if (slot < 0 || input < 0 || !origin.connect(slot, made[key], input))
+                fail(`no link ${source} -> ${key}.${name}`);
         }
     await new Promise(done => setTimeout(done, 500));
     let x = 0;
@@ -56,7 +57,7 @@ BUILD = """async (recipe) => {
                 const node = made[key], [w, h] = recipe.nodes[key].size, least = node.computeSize();
                 node.setSize([Math.max(w, least[0]), Math.max(h, least[1])]);
                 node.pos = [x, y + TITLE];
-                y += node.size[1] + TITLE + BELOW;  // room for status lines, and for Vue nodes, which are taller
+                y += node.size[1] + TITLE + BELOW;  // Vue nodes are taller
                 width = Math.max(width, node.size[0]);
             }
             bottom = Math.max(bottom, y);
@@ -65,7 +66,7 @@ BUILD = """async (recipe) => {
         const box = new LiteGraph.LGraphGroup(group.title);
         box.color = group.color;
         box.pos = [left, 0];
-        box.size = [x - GAP / 2 - left, bottom - GAP / 2];
+        box.size = [x - GAP / 2 - left, bottom];
         app.graph.add(box);
         x += GAP / 2;
     }
@@ -93,9 +94,11 @@ def build(page: ComfyPage, recipe: Recipe, versions: dict[str, str]) -> dict[str
 
 def pack_version() -> str:
     """The version in pyproject.toml."""
-    project = ROOT / "pyproject.toml"
-    found = re.search(r'^version\s*=\s*"([^"]+)"', project.read_text(encoding="utf-8") if project.exists() else "", re.M)
-    return found[1] if found else "0.1.0"
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'^version\s*=\s*"([^"]+)"', project, re.M)  # tomllib is not in Python 3.10
+    if found is None:
+        raise ValueError("pyproject.toml has no version")
+    return found[1]
 
 
 def text_of(workflow: dict[str, Any]) -> str:

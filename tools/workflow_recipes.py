@@ -39,7 +39,10 @@ class Family:
 SD15 = Family(
     title="SD 1.5",
     checkpoint="v1-5-pruned-emaonly-fp16.safetensors",
-    nets=(("edges", "control_v11p_sd15_canny_fp16.safetensors"), ("depth", "control_v11f1p_sd15_depth_fp16.safetensors")),
+    nets=(
+        ("edges", "control_v11p_sd15_canny_fp16.safetensors"),
+        ("depth", "control_v11f1p_sd15_depth_fp16.safetensors"),
+    ),
     size=512,
     max_size=1024,
     downloads={
@@ -65,15 +68,16 @@ NOTE = """# {title} with two ControlNets on engines
 
 1. **Models**: choose your checkpoint and your ControlNets.
 2. **ControlNets**: put in your two control images ({first}, {second}) and set the strengths.
-3. Press **Queue**.
+3. Press **Run**.
 
 The first run builds an engine for each network and takes minutes. It is kept in *models/trt_engines*, so later runs \
 start at once. If a network cannot run on its engine it runs native, and *TRT Report* says why.
 
-{hint}*More ControlNets*: raise **rows** on *TRT Apply ControlNet*, then check the strengths. *Other image sizes*: stay \
-between **min_size** and **max_size** of the engine nodes, or change these.
+{hint}*More ControlNets*: raise **rows** on *TRT Apply ControlNet*. *Other image sizes*: \
+stay between **min_size** and **max_size** of the engine nodes, or change these.
 """
-ENGINE = (370, 0)
+#: With room for the status that the node shows after a run.
+ENGINE = (370, 300)
 LOADER = (330, 0)
 
 
@@ -85,7 +89,8 @@ def two_controlnets(name: str, family: Family) -> Recipe:
     nodes: dict[str, dict[str, Any]] = {
         "note": node("MarkdownNote", "How to use this workflow", {"text": note}, size=(330, 380)),
         "checkpoint": node("CheckpointLoaderSimple", widgets={"ckpt_name": family.checkpoint}, size=LOADER),
-        "net_1": node("ControlNetLoader", f"Load ControlNet 1 ({first})", {"control_net_name": first_file}, size=LOADER),
+        "net_1": node("ControlNetLoader", f"Load ControlNet 1 ({first})", {"control_net_name": first_file},
+                      size=LOADER),
         "net_2": node("ControlNetLoader", f"Load ControlNet 2 ({second})", {"control_net_name": second_file},
                       size=LOADER),
         "unet_engine": node("TRTUNetEngine", None, sizes, {"model": "checkpoint.MODEL"}, ENGINE),
@@ -103,9 +108,9 @@ def two_controlnets(name: str, family: Family) -> Recipe:
             "TRTApplyControlNet", None, {"rows": "2", "rows.strength_1": 0.7, "rows.strength_2": 0.4},
             {"positive": "positive.CONDITIONING", "negative": "negative.CONDITIONING",
              "rows.control_net_1": "engine_1.control_net", "rows.image_1": "image_1.IMAGE",
-             "rows.control_net_2": "engine_2.control_net", "rows.image_2": "image_2.IMAGE"}, (300, 0)),
+             "rows.control_net_2": "engine_2.control_net", "rows.image_2": "image_2.IMAGE"}, (300, 370)),
         "patch": node("TRTSamplerPatch", None, {}, {"model": "checkpoint.MODEL", "engine": "unet_engine.engine"},
-                      (300, 90)),
+                      (300, 140)),
         "latent": node("EmptyLatentImage", None, {"width": family.size, "height": family.size, "batch_size": 1},
                        size=(300, 0)),
         "sampler": node(
@@ -114,10 +119,10 @@ def two_controlnets(name: str, family: Family) -> Recipe:
              "scheduler": "normal", "denoise": 1.0},
             {"model": "patch.model", "positive": "apply.positive", "negative": "apply.negative",
              "latent_image": "latent.LATENT"}, (300, 0)),
-        "report": node("TRTReport", None, {}, {"after": "sampler.LATENT"}, (360, 0)),
+        "report": node("TRTReport", None, {}, {"after": "sampler.LATENT"}, (360, 170)),
         "decode": node("VAEDecode", None, {}, {"samples": "report.after", "vae": "checkpoint.VAE"}, (360, 0)),
-        "text": node("PreviewAny", "What ran where", {}, {"source": "report.report"}, (360, 200)),
-        "save": node("SaveImage", None, {"filename_prefix": "hybrid-trt"}, {"images": "decode.IMAGE"}, (360, 380)),
+        "text": node("PreviewAny", "What ran where", {}, {"source": "report.report"}, (360, 190)),
+        "save": node("SaveImage", None, {"filename_prefix": "hybrid-trt"}, {"images": "decode.IMAGE"}, (360, 340)),
     }
     return Recipe(name, _with_downloads(nodes, family.downloads), [
         group("1 Models", "#3f789e", ["note", "checkpoint", "net_1", "net_2"]),

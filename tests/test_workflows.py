@@ -1,0 +1,268 @@
+"""The shipped workflows: they open in ComfyUI's page, convert to prompts without it, and run on engines."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import ComfyPage, chromium, comfy_page
+from comfy_process import ComfyProcess
+from make_workflows import build, pack_version
+from playwright.sync_api import Browser
+from workflow_recipes import RECIPES, with_tiny_models
+from workflow_to_prompt import VIRTUAL, WorkflowError, bypass, set_widget, to_prompt
+
+FOLDER = Path(__file__).resolve().parent.parent / "workflows"
+NAMES = [recipe.name for recipe in RECIPES]
+NETS = {"sd15_two_controlnets": ("tiny_sd15_a", "tiny_sd15_b"), "sdxl_two_controlnets": ("tiny_sdxl_a", "tiny_sdxl_b")}
+ROWS = """() => { const node = app.graph.nodes.find(n => n.type === 'TRTApplyControlNet');
+    return { sockets: node.inputs.filter(i => !i.widget).map(i => i.label ?? i.name),
+             linked: node.inputs.filter(i => i.link != null).map(i => i.name),
+             widgets: node.widgets.map(w => w.label ?? w.name) }; }"""
+SET_ROWS = """count => { app.graph.nodes.find(n => n.type === 'TRTApplyControlNet')
+    .widgets.find(w => w.name === 'rows').value = count; }"""
+#: A Reroute into the decoder and a PrimitiveNode on the seed: nodes that only the page knows.
+PAGE_NODES = """() => {
+    const make = (type, x) => { const n = LiteGraph.createNode(type); n.pos = [x, 1300]; app.graph.add(n); return n; };
+    const find = type => app.graph.nodes.find(n => n.type === type);
+    const link = (from, to, name) => from.connect(0, to, to.inputs.findIndex(i => i.name === name));
+    const reroute = make('Reroute', 0), primitive = make('PrimitiveNode', 300);
+    find('TRTReport').connect(0, reroute, 0);
+    link(reroute, find('VAEDecode'), 'samples');
+    link(primitive, find('KSampler'), 'seed');
+    primitive.widgets[0].value = 4711; }"""
+
+Workflow = dict[str, Any]
+
+
+def shipped(name: str) -> Workflow:
+    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="session")
+def object_info(comfy: ComfyProcess) -> dict[str, Any]:
+    return comfy.object_info()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
+def opened(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
+    """One page for all tests of a mode: opening one takes longer than most tests."""
+    with comfy_page(browser, comfy.url, vue=request.param) as page:
+        yield page
+
+
+@pytest.fixture
+def page(opened: ComfyPage) -> Iterator[ComfyPage]:
+    """The mode's page, with no JavaScript error on record before the test and none allowed after it."""
+    opened.errors.clear()
+    yield opened
+    assert not opened.errors
+
+
+def test_the_folder_holds_workflows_that_comfyui_can_list() -> None:
+    """ComfyUI lists every JSON in it as a template; one in API format would open as an empty page."""
+    files = sorted(path.name for path in FOLDER.iterdir())
+    assert [name for name in files if not name.endswith((".json", ".jpg"))] == []
+    assert [Path(name).stem for name in files if name.endswith(".json")] == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_say_where_their_nodes_come_from(name: str) -> None:
+    workflow = shipped(name)
+    assert workflow["version"] == 0.4
+    nodes = {node["id"]: node for node in workflow["nodes"]}
+    assert len(nodes) == len(workflow["nodes"])
+    for node in nodes.values():
+        if node["type"] not in VIRTUAL:
+            ours = node["type"].startswith("TRT")
+            assert node["properties"]["Node name for S&R"] == node["type"]
+            assert node["properties"]["cnr_id"] == ("hybrid-trt" if ours else "comfy-core")
+            assert re.fullmatch(r"\d+\.\d+\.\d+", node["properties"]["ver"])
+            assert not ours or node["properties"]["ver"] == pack_version()
+    for number, origin, output, target, socket, _ in workflow["links"]:
+        assert number in nodes[origin]["outputs"][output]["links"]
+        assert nodes[target]["inputs"][socket]["link"] == number
+
+
+@pytest.mark.parametrize("text", ["/home/", "/root/", "/tmp/", "C:\\\\", "127.0.0.1"])
+@pytest.mark.parametrize("name", NAMES)
+def test_files_name_nothing_of_the_machine_that_made_them(name: str, text: str) -> None:
+    assert text not in (FOLDER / f"{name}.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("name", NAMES)
+def test_opens_without_problems(page: ComfyPage, object_info: dict[str, Any], name: str) -> None:
+    """With models that exist here: without them ComfyUI marks the loaders, as it should."""
+    page.load(with_tiny_models(shipped(name), object_info, NETS[name]))
+    page.page.wait_for_timeout(1000)  # the error panel takes its time
+    assert page.problems() == []
+    assert _overlaps(page.boxes()) == []
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("name", NAMES)
+def test_converts_as_the_page_does(page: ComfyPage, object_info: dict[str, Any], name: str) -> None:
+    workflow = shipped(name)
+    page.load(workflow)
+    prompt = page.prompt()
+    assert prompt == to_prompt(workflow, object_info)
+    assert prompt == to_prompt(page.workflow(), object_info)  # a saved file lists widgets as sockets too
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("name", NAMES)
+def test_files_are_what_the_recipes_make(page: ComfyPage, object_info: dict[str, Any], name: str) -> None:
+    recipe = next(recipe for recipe in RECIPES if recipe.name == name)
+    versions = {"hybrid-trt": "0.0.0", "comfy-core": "0.0.0"}
+    made = build(page, recipe, versions)
+    assert to_prompt(made, object_info) == to_prompt(shipped(name), object_info), "run tools/make_workflows.py"
+
+
+def _engines_bypassed(workflow: Workflow, info: dict[str, Any]) -> None:
+    bypass(workflow, ["TRTSamplerPatch", "TRTControlNetEngine"])
+
+
+def _apply_bypassed(workflow: Workflow, info: dict[str, Any]) -> None:
+    bypass(workflow, ["TRTApplyControlNet", "TRTReport"])
+
+
+def _net_muted(workflow: Workflow, info: dict[str, Any]) -> None:
+    next(node for node in workflow["nodes"] if node["type"] == "TRTControlNetEngine")["mode"] = 2
+
+
+def _third_row(workflow: Workflow, info: dict[str, Any]) -> None:
+    set_widget(workflow, "TRTApplyControlNet", "rows", "3", info)
+    set_widget(workflow, "TRTApplyControlNet", "rows.strength_3", 0.25, info)
+
+
+def _random_seed(workflow: Workflow, info: dict[str, Any]) -> None:
+    set_widget(workflow, "KSampler", "seed", 99, info)
+    set_widget(workflow, "KSampler", "control_after_generate", "randomize", info)
+    set_widget(workflow, "KSampler", "denoise", 0.5, info)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("change", [_engines_bypassed, _apply_bypassed, _net_muted, _third_row, _random_seed])
+def test_changes_convert_as_the_page_does(
+    page: ComfyPage, object_info: dict[str, Any], change: Callable[[Workflow, dict[str, Any]], None]
+) -> None:
+    workflow = shipped("sd15_two_controlnets")
+    before = to_prompt(workflow, object_info)
+    change(workflow, object_info)
+    page.load(workflow)
+    assert page.prompt() == to_prompt(workflow, object_info) != before
+
+
+@pytest.mark.browser
+def test_nodes_of_the_page_alone_convert(page: ComfyPage, object_info: dict[str, Any]) -> None:
+    page.load(shipped("sd15_two_controlnets"))
+    page.page.evaluate(PAGE_NODES)
+    prompt = page.prompt()
+    assert prompt == to_prompt(page.workflow(), object_info)
+    assert next(entry for entry in prompt.values() if entry["class_type"] == "KSampler")["inputs"]["seed"] == 4711
+
+
+@pytest.mark.browser
+def test_rows_of_the_stack_come_and_go(page: ComfyPage, object_info: dict[str, Any]) -> None:
+    """Each row has its sockets and widgets, under names without the prefix; links and values of the others stay."""
+    page.load(shipped("sd15_two_controlnets"))
+    strengths = {"rows.strength_1": 0.7, "rows.strength_2": 0.4}
+    assert page.widgets("TRTApplyControlNet").items() >= strengths.items()
+    linked = page.page.evaluate(ROWS)["linked"]
+    assert [name for name in linked if name.startswith("rows.")] == [
+        "rows.control_net_1", "rows.image_1", "rows.control_net_2", "rows.image_2"]
+    page.page.evaluate(SET_ROWS, "3")
+    page.settle()
+    rows = page.page.evaluate(ROWS)
+    assert rows["sockets"][-2:] == ["control_net_3", "image_3"]
+    assert rows["widgets"][-3:] == ["strength_3", "start_3", "end_3"]
+    assert rows["linked"] == linked
+    assert page.widgets("TRTApplyControlNet").items() >= (strengths | {"rows.strength_3": 1.0}).items()
+    assert page.prompt() == to_prompt(page.workflow(), object_info)
+    page.page.evaluate(SET_ROWS, "1")
+    page.settle()
+    rows = page.page.evaluate(ROWS)
+    assert rows["linked"] == linked[:-2]
+    assert rows["widgets"] == ["rows", "strength_1", "start_1", "end_1"]
+    page.page.evaluate(SET_ROWS, "2")
+    page.settle()
+    assert page.widgets("TRTApplyControlNet").items() >= strengths.items()
+
+
+def test_runs_on_engines(comfy: ComfyProcess, object_info: dict[str, Any]) -> None:
+    """As shipped, with the tiny models: the engines that are missing get built, and nothing runs native."""
+    workflow = with_tiny_models(shipped("sd15_two_controlnets"), object_info)
+    prompt = to_prompt(workflow, object_info)
+    history = comfy.queue(prompt, timeout=300)
+    ids = {entry["class_type"]: node for node, entry in prompt.items()}
+    report = history.output(ids["TRTReport"], "report")[0]
+    assert (report["unet"]["engine"], report["unet"]["native"]) == (4, 0)
+    assert [(row["name"], row["engine"], row["native"]) for row in report["controlnets"]] == [
+        ("tiny_sd15_a.safetensors", 4, 0), ("tiny_sd15_b.safetensors", 4, 0)]
+    assert history.output(ids["SaveImage"], "images")
+    assert history.output(ids["PreviewAny"], "text") == history.output(ids["TRTReport"], "text")
+
+
+@pytest.mark.browser
+def test_runs_in_the_page(page: ComfyPage, comfy: ComfyProcess, object_info: dict[str, Any]) -> None:
+    """All engines serve, and the status texts that the nodes then show make no node grow over another."""
+    workflow = with_tiny_models(shipped("sd15_two_controlnets"), object_info)
+    page.load(workflow)
+    comfy.free()  # cached nodes are not run again and would show no status
+    outputs = page.queue()
+    page.settle()
+    report = outputs[str(next(node["id"] for node in workflow["nodes"] if node["type"] == "TRTReport"))]["report"][0]
+    assert all(row["engine"] == 4 and row["native"] == 0 for row in report["rows"])
+    assert len(report["rows"]) == 3
+    assert page.problems() == []
+    assert _overlaps(page.boxes()) == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (lambda w: w.pop("links"), "no workflow in UI format"),
+        (lambda w: w.update(version=1), "version 0.4"),
+        (lambda w: w["nodes"][-1].update(type="NoSuchNode"), "NoSuchNode"),
+        (lambda w: w["links"].clear(), "a link that does not exist"),
+        (lambda w: w.update(definitions={"subgraphs": [{}]}), "subgraphs"),
+    ],
+)
+def test_workflows_that_cannot_be_converted_say_why(
+    object_info: dict[str, Any], spoil: Callable[[Workflow], Any], text: str
+) -> None:
+    workflow = copy.deepcopy(shipped("sd15_two_controlnets"))
+    spoil(workflow)
+    with pytest.raises(WorkflowError, match=text):
+        to_prompt(workflow, object_info)
+
+
+def test_widgets_and_nodes_that_are_not_there_are_refused(object_info: dict[str, Any]) -> None:
+    workflow = shipped("sd15_two_controlnets")
+    with pytest.raises(WorkflowError, match="no widget 'nothing'; it has seed"):
+        set_widget(workflow, "KSampler", "nothing", 1, object_info)
+    with pytest.raises(WorkflowError, match="no node of type or title 'Nobody'"):
+        bypass(workflow, ["Nobody"])
+
+
+def _overlaps(boxes: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Pairs of nodes that cover one another."""
+    return [
+        (a["type"], b["type"])
+        for i, a in enumerate(boxes)
+        for b in boxes[i + 1 :]
+        if a["x"] < b["x"] + b["width"] and b["x"] < a["x"] + a["width"]
+        and a["y"] < b["y"] + b["height"] and b["y"] < a["y"] + a["height"]
+    ]
