@@ -8,6 +8,7 @@ from pathlib import Path
 
 _FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
+NOT_WRITABLE = _FULL | _FORBIDDEN
 _MOVE = "point 'trt_engines' in ComfyUI's extra_model_paths.yaml to another disk"
 ALMOST_NOTHING = 8 << 20
 """Fewer free bytes than this explain any failed write."""

@@ -56,6 +56,7 @@ class EngineHandle:
         self.node_id = node_id
         self.session: Session | None = None
         self.fallback: Fallback | None = None
+        self.note = ""  # what the node says besides, for example that a build is under way
         self.tally: Tally | None = None
         self._context: object = self  # no execution context is this object: the first call begins a run
         self.refresh()
@@ -79,6 +80,8 @@ class EngineHandle:
         def refuses(manifest: Manifest) -> Fallback | None:
             return usable[manifest.identity.backend].refuses(manifest, device)
 
+        if not self.library.may_have(architecture.name, self.network.fingerprint):
+            raise self.library.nothing_found()  # without hashing a whole checkpoint to learn it
         profile = self.choice.profile
         wanted = Wanted(architecture.name, self.network.weights_hash(), self.precision, profile, list(usable))
         engine = self.library.find(wanted, refuses)
@@ -126,10 +129,11 @@ class EngineHandle:
     def status(self) -> str:
         """One sentence for the node."""
         if self.session is None:
-            return self.fallback.sentence()
+            return f"{self.fallback.sentence()} {self.note}".strip()
         manifest = self.session.engine.manifest
         text = f"{manifest.identity.backend} {manifest.identity.precision}, {self.session.profile}"
         text += f", {manifest.bytes / 1e6:.0f} MB"
         if not self.session.profile.contains(self.choice.profile.only(self.session.profile.ranges)):
             text += f". It is smaller than this node's profile ({self.choice.profile}): larger calls run native"
+            text += f". {self.note}" if self.note else ""
         return text

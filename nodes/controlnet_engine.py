@@ -8,7 +8,7 @@ from comfy_api.latest import io, ui
 from ..engine_library import Fallback, Reason
 from ..engine_library.native import NativeNetwork
 from ..engine_runtime.controlnet import back_with_engine, native_controlnet
-from . import engine_node
+from . import building, engine_node
 from .graph import model_name
 
 
@@ -28,6 +28,10 @@ class TRTControlNetEngine(io.ComfyNode):
             outputs=[io.ControlNet.Output("control_net_out", display_name="control_net")],
             hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, when_missing: str, **_: object) -> int:
+        return building.generation(when_missing)
 
     @classmethod
     def execute(cls, control_net: ControlBase, when_missing: str, **settings: int | str) -> io.NodeOutput:

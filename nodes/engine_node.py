@@ -8,24 +8,20 @@ from functools import cache
 from pathlib import Path
 
 import folder_paths
-from comfy import model_management
-from comfy.utils import ProgressBar
 from comfy_api.latest import io
-from server import PromptServer
 
 from ..architectures.tensors import Profile, Range
-from ..backends import BuildError, backends
-from ..engine_builder.build import BuildOrder, build_engine
-from ..engine_library import Fallback, Library, Reason, Unavailable
+from ..backends import backends
+from ..engine_library import Library, hash_cache
 from ..engine_library.native import NativeNetwork
-from ..engine_runtime.engine_handle import AUTO, EngineChoice, EngineHandle, usable_backends
+from ..engine_library.work_folders import sweep
+from ..engine_runtime.engine_handle import AUTO, EngineChoice, EngineHandle
+from . import building
 
 log = logging.getLogger(__name__)
 
 CATEGORY = "Hybrid TRT"
 FOLDER_KEY = "trt_engines"
-USE_NATIVE = "use native"
-BUILD_NOW = "build now"
 PRECISIONS = (AUTO, "float16", "bfloat16", "float32")
 PIXELS = 8
 """Pixels per latent element."""
@@ -35,6 +31,9 @@ folder_paths.add_model_folder_path(FOLDER_KEY, str(Path(folder_paths.models_dir)
 
 @cache
 def _library(roots: tuple[str, ...]) -> Library:
+    folder = Path(roots[0])
+    sweep(folder)
+    hash_cache.use(folder)
     return Library([Path(root) for root in roots])
 
 
@@ -48,9 +47,10 @@ def settings_inputs() -> list[io.Input]:
     return [
         io.Combo.Input(
             "when_missing",
-            options=[USE_NATIVE, BUILD_NOW],
-            default=USE_NATIVE,
-            tooltip="What to do when the library has no engine for this model: run native, or build one first.",
+            options=list(building.WHEN_MISSING),
+            default=building.USE_NATIVE,
+            tooltip="What to do when the library has no engine for this model: run native; build one first; or run "
+            "native now and build one meanwhile, which serves from the next prompt on.",
         ),
         io.Int.Input("min_size", default=64, min=16, max=8192, step=8, tooltip="Smallest width or height in pixels."),
         io.Int.Input("opt_size", default=512, min=16, max=8192, step=8, tooltip="Size in pixels to be fastest at."),
@@ -110,47 +110,18 @@ def engine_choice(
 
 
 def find_or_build(network: NativeNetwork, choice: EngineChoice, when_missing: str, node_id: str) -> EngineHandle:
-    """The handle for a network's engine, building the engine first when there is none and the user wants one.
+    """The handle for a network's engine, with a build ordered or done when there is none and the user wants one.
 
     A build that fails is told on the node and leaves native to serve.
     """
     handle = EngineHandle(network, choice, library(), node_id)
-    if when_missing == BUILD_NOW and _needs_build(handle):
-        try:
-            _build(handle)
-            handle.refresh()
-        except (BuildError, OSError) as error:
-            log.error("Hybrid TRT: the engine for %s was not built: %s", network.label, error)
-            handle.session, handle.fallback = None, Fallback(Reason.BUILD_FAILED, str(error))
-        except Unavailable as refusal:
-            handle.session, handle.fallback = None, refusal.fallback
-    show(f"{network.label}\n{handle.status()}", node_id)
+    if when_missing != building.USE_NATIVE:
+        building.build_if_missing(handle, when_missing)
+    show(f"{network.label}: {handle.status()}", node_id)
     return handle
-
-
-def _needs_build(handle: EngineHandle) -> bool:
-    if handle.session is None:
-        return handle.fallback.reason in (Reason.NO_ENGINE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
-    profile = handle.session.profile
-    return not profile.contains(handle.choice.profile.only(profile.ranges))
-
-
-def _build(handle: EngineHandle) -> None:
-    network = handle.network
-    backend = usable_backends(handle.choice.backend, network.device)[0]
-    order = BuildOrder(network, handle.precision, handle.choice.profile, backend)
-    bar = ProgressBar(100, node_id=handle.node_id)
-
-    def progress(phase: str, fraction: float) -> None:
-        model_management.throw_exception_if_processing_interrupted()
-        bar.update_absolute(round(fraction * 100))
-        show(f"{network.label}\n{phase} ({fraction:.0%})", handle.node_id)
-
-    build_engine(order, handle.library, progress)
 
 
 def show(text: str, node_id: str) -> None:
     """Put a line of text on a node in the page, and in the log."""
-    log.info("Hybrid TRT: %s", text.replace("\n", ": "))
-    if PromptServer.instance is not None:
-        PromptServer.instance.send_progress_text(text, node_id)
+    log.info("Hybrid TRT: %s", text)
+    building.send_text(text, node_id)

@@ -6,7 +6,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io, ui
 
 from ..engine_library.native import NativeNetwork
-from . import engine_node
+from . import building, engine_node
 from .graph import model_name
 
 UNetEngine = io.Custom("TRT_UNET_ENGINE")
@@ -28,6 +28,10 @@ class TRTUNetEngine(io.ComfyNode):
             outputs=[UNetEngine.Output("engine", display_name="engine")],
             hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, when_missing: str, **_: object) -> int:
+        return building.generation(when_missing)
 
     @classmethod
     def execute(cls, model: ModelPatcher, when_missing: str, **settings: int | str) -> io.NodeOutput:

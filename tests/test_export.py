@@ -23,7 +23,7 @@ from hybrid_trt.architectures import architecture_of  # noqa: E402
 from hybrid_trt.architectures.tensors import Profile, Range  # noqa: E402
 from hybrid_trt.backends import BuildError, backends  # noqa: E402
 from hybrid_trt.engine_builder import parity  # noqa: E402
-from hybrid_trt.engine_builder.build import BuildOrder, build_engine  # noqa: E402
+from hybrid_trt.engine_builder.build import BuildOrder, build_engine, run_here  # noqa: E402
 from hybrid_trt.engine_builder.onnx_export import export_onnx, sample_inputs  # noqa: E402
 from hybrid_trt.engine_library import Engine, Library, Reason, Unavailable  # noqa: E402
 from hybrid_trt.engine_library.native import UNET_PREFIX, NativeNetwork  # noqa: E402
@@ -82,7 +82,7 @@ def network(
 
 def built(net: NativeNetwork, folder: Path, precision: str = "float32") -> Engine:
     order = BuildOrder(net, precision, PROFILE, backends()["onnxruntime"])
-    return build_engine(order, Library([folder]), lambda _phase, _fraction: None)
+    return build_engine(order, Library([folder]), lambda _phase, _fraction: None, run=run_here)
 
 
 def native_call(net: NativeNetwork, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -274,7 +274,7 @@ def test_a_build_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
 
     order = BuildOrder(network("unet", "unlike_levels"), "float32", PROFILE, backends()["onnxruntime"])
     with pytest.raises(Cancelled):
-        build_engine(order, Library([tmp_path]), cancel)
+        build_engine(order, Library([tmp_path]), cancel, run=run_here)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,83 @@
+"""What a build does outside the server's process: export with its check against native, and the backend's build.
+
+Both take and give JSON. Neither needs a GPU of its own or the live model; the backend's needs no ComfyUI either.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from pathlib import Path
+
+from .. import backends
+from ..architectures.tensors import Profile, TensorSpec
+from ..backends import BuildRequest, Progress
+
+Task = dict
+"""JSON: ``step``, ``folder``, ``inputs``, ``outputs``, ``profile``, ``precision`` and what each step says."""
+
+
+def export(task: Task, progress: Progress) -> dict:
+    """Export the network to ONNX in the task's folder and compare it with native.
+
+    The task has ``architecture``, ``structure``, ``weights`` (name -> shape, offset), ``weights_file``, ``limit``
+    and ``comfyui`` (where ComfyUI lies).
+    """
+    progress("starting the exporter", 0.0)
+    _import_comfyui(task["comfyui"])
+    import torch
+
+    from ..architectures import architectures
+    from .handover import restore
+    from .onnx_export import export_onnx
+    from .parity import check_parity, parity_cases
+
+    folder, precision = Path(task["folder"]), task["precision"]
+    inputs, outputs, profile = _tensors(task)
+    module = restore(task["structure"], task["weights"], Path(task["weights_file"]), getattr(torch, precision))
+    function = architectures()[task["architecture"]].function(module)
+    progress("exporting", 0.1)
+    started = time.perf_counter()
+    graph = export_onnx(function, inputs, outputs, parity_cases(profile)[-1], folder)
+    exported = time.perf_counter()
+    progress("checking against native", 0.6)
+    parity = check_parity(graph, function.float(), inputs, outputs, profile, precision, task["limit"])
+    return {
+        "onnx": graph.name,
+        "parity": dict(parity),
+        "seconds": {"export": exported - started, "parity": time.perf_counter() - exported},
+    }
+
+
+def build(task: Task, progress: Progress) -> dict:
+    """Let the backend build from the ONNX graph in the task's folder.
+
+    The task has ``onnx``, ``target``, ``backend`` (its module's name) and ``backend_folders`` (where that may lie).
+    """
+    backends.__path__ = task["backend_folders"]
+    module = importlib.import_module(f".{task['backend']}", backends.__name__)
+    inputs, outputs, profile = _tensors(task)
+    folder = Path(task["folder"])
+    request = BuildRequest(folder / task["onnx"], inputs, outputs, profile, folder, task["target"])
+    started = time.perf_counter()
+    files = module.BACKEND.build(request, progress)
+    return {"files": list(files), "seconds": {"build": time.perf_counter() - started}}
+
+
+STEPS = {"export": export, "build": build}
+
+
+def _tensors(task: Task) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], Profile]:
+    inputs, outputs = (tuple(TensorSpec.from_json(s) for s in task[name]) for name in ("inputs", "outputs"))
+    return inputs, outputs, Profile.from_json(task["profile"])
+
+
+def _import_comfyui(folder: str) -> None:
+    """Make ComfyUI's network classes importable; on the CPU, so that no GPU memory is taken."""
+    if "comfy.model_management" in sys.modules:
+        return
+    sys.path.append(folder)
+    import comfy.cli_args  # parses no sys.argv unless main.py asked for it
+
+    comfy.cli_args.args.cpu = True
