@@ -14,6 +14,7 @@ export class Builder {
         this.tracker = tracker;
         this.toast = toast;
         this.told = new Set(); // jobs whose end was told
+        this.ended = new Map(); // prompts that ended while the answer with their id was under way
     }
 
     /** What a click on a node's button does. */
@@ -22,16 +23,15 @@ export class Builder {
             await (view.busy ? this.cancel(view) : this.build(view));
         } catch (failure) {
             this.tracker.asked.delete(view.node);
-            view.show({ ...view.state, state: "failed", text: failure.message, job: null });
-            this.toast("error", t("failedToast"), failure.message);
+            this.#fail(view, failure.message);
         }
     }
 
     /** Order the engine of a node. */
     async build(view) {
         const { app, api } = this.tracker;
-        const before = view.state;
-        view.show({ ...before, state: "asked", job: null });
+        view.show({ ...view.state, state: "asked", job: null });
+        this.tracker.failures.delete(view.node);
         const ids = engineNodes(this.tracker.root()).find((found) => found.node === view.node)?.ids ?? [];
         const { output } = await app.graphToPrompt();
         const id = ids.find((id) => output[id]);
@@ -45,7 +45,8 @@ export class Builder {
         const answer = await response.json().catch(() => ({}));
         if (!response.ok) throw new Error(promptError(answer));
         this.tracker.asked.set(view.node, answer.prompt_id);
-        await this.tracker.refresh();
+        if (this.ended.has(answer.prompt_id)) await this.promptEnded(answer.prompt_id, this.ended.get(answer.prompt_id));
+        else await this.tracker.refresh();
     }
 
     /** Cancel what a node waits for: its build, or the prompt that would order it. */
@@ -64,16 +65,22 @@ export class Builder {
 
     /** A prompt has ended; if it was one of ours, its node has a job now, or says why not. */
     async promptEnded(promptId, failure) {
+        if ([...this.tracker.asked.values()].includes("")) this.ended.set(promptId, failure);
+        else this.ended.clear();
         for (const [node, id] of [...this.tracker.asked]) {
             if (id !== promptId) continue;
             this.tracker.asked.delete(node);
             await this.tracker.refresh();
             const view = this.tracker.views.get(node);
-            if (failure && view) {
-                view.show({ ...view.state, state: "failed", text: failure, job: null });
-                this.toast("error", t("failedToast"), failure);
-            }
+            if (failure && view) this.#fail(view, failure);
         }
+    }
+
+    /** Show why a build could not be ordered, until another one is. */
+    #fail(view, text) {
+        this.tracker.failures.set(view.node, { key: view.key, text });
+        view.show({ ...view.state, state: "failed", text, job: null });
+        this.toast("error", t("failedToast"), text);
     }
 
     /** A job has changed; its end is told once. */

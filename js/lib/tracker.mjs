@@ -17,6 +17,8 @@ export class Tracker {
         this.views = new Map();
         /** @type {Map<any, string>} node -> prompt that orders its build and has not run yet */
         this.asked = new Map();
+        /** @type {Map<any, {key: string, text: string}>} node -> why its last build could not even be ordered */
+        this.failures = new Map();
         this.turn = 0;
         this.timer = 0;
     }
@@ -68,6 +70,9 @@ export class Tracker {
 
     #apply(node, state) {
         const waiting = this.asked.has(node) && !["queued", "building"].includes(state.state);
+        const failure = this.failures.get(node);
+        if (failure && (failure.key !== state.key || !["unknown", "none"].includes(state.state))) this.failures.delete(node);
+        else if (failure && !waiting) state = { ...state, state: "failed", text: failure.text, job: null };
         this.views.get(node).show(waiting ? { ...state, state: "asked", job: null } : state);
     }
 
