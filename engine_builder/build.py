@@ -28,7 +28,7 @@ from ..engine_library.disk import check_room, readable
 from ..engine_library.hash_cache import source_of
 from ..engine_library.library import describe_files
 from ..engine_library.native import NativeNetwork
-from .child_process import Log, run_in_child
+from .child_process import STARTING, Log, run_in_child
 from .handover import write_structure, write_weights
 from .locks import hold
 from .onnx_export import PARAMETERS_NAME
@@ -241,8 +241,10 @@ class _Build:
 
     def _do(self, task: Task, begin: float, end: float, environment: Mapping[str, str]) -> dict:
         def progress(phase: str, fraction: float) -> None:
-            words = f"{phase} with {self.order.backend.name}" if task["step"] == "build" else phase
-            self.progress(words, begin + (end - begin) * fraction)
+            name = self.order.backend.name
+            if task["step"] == "build":
+                phase = f"building with {name}" if phase == STARTING else f"{name}: {phase}"
+            self.progress(phase, begin + (end - begin) * fraction)
 
         return self.start(task, progress, self.log_line, environment)
 

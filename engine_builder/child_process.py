@@ -25,6 +25,8 @@ SCRIPT = Path(__file__).with_name("standalone.py")
 TICK = 0.25
 """Seconds between calls of ``progress``, which is how fast a cancel is noticed."""
 LAST_WORDS = 3
+STARTING = "starting"
+"""The phase until the child tells one."""
 
 Log = Callable[[str], None]
 """Takes one line of what the child writes."""
@@ -91,7 +93,7 @@ def _start(environment: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
 
 def _follow(events: queue.SimpleQueue[dict | None], progress: Progress) -> tuple[str, dict | None]:
     """Pass progress on until the last event; returns the last phase and that event, None when there was none."""
-    phase, fraction = "starting", 0.0
+    phase, fraction = STARTING, 0.0
     told = 0.0
     while True:
         try:

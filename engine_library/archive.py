@@ -142,3 +142,16 @@ def _extract(
 
 def _refused(source: Path, why: str) -> LibraryError:
     return LibraryError(f"{source.name} was not imported: {why}. The library is as it was; export the engine again")
+
+
+def manifest_of(source: Path) -> Manifest:
+    """The manifest of an engine's file.
+
+    Raises:
+        LibraryError: the file is none of ours.
+    """
+    try:
+        with zipfile.ZipFile(source) as archive:
+            return _manifest(archive, source)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise LibraryError(f"{source} is no engine's file ({error}); nothing was read from it") from error

@@ -6,14 +6,17 @@ import { Builder } from "./lib/build.mjs";
 import { showText } from "./lib/dialog.mjs";
 import { ENGINE_NODES } from "./lib/graph.mjs";
 import { NodeView } from "./lib/node_view.mjs";
+import { Panel } from "./lib/panel.mjs";
 import { request } from "./lib/server.mjs";
-import { setLanguage } from "./lib/texts.mjs";
+import { defaultsFor, settings } from "./lib/settings.mjs";
+import { setLanguage, t } from "./lib/texts.mjs";
 import { Tracker } from "./lib/tracker.mjs";
 
 const toast = (severity, summary, detail) =>
     app.extensionManager.toast.add({ severity, summary, detail, life: severity === "error" ? 20000 : 8000 });
 const tracker = new Tracker(app, api);
 const builder = new Builder(tracker, toast);
+const panel = new Panel(api, { toast, showLog });
 
 async function showLog(job) {
     try {
@@ -36,6 +39,7 @@ function hearServer() {
 
 app.registerExtension({
     name: "hybrid_trt.page",
+    settings,
     setup() {
         const style = document.createElement("link");
         style.rel = "stylesheet";
@@ -43,9 +47,14 @@ app.registerExtension({
         document.head.append(style);
         setLanguage(app.extensionManager.setting.get("Comfy.Locale"));
         hearServer();
+        app.extensionManager.registerSidebarTab({
+            id: "hybrid_trt.engines", icon: "pi pi-bolt", title: t("panel"), tooltip: t("panel"), type: "custom",
+            render: (element) => panel.open(element), destroy: () => panel.close(),
+        });
     },
     nodeCreated(node) {
         if (!ENGINE_NODES.includes(node.comfyClass)) return;
+        defaultsFor(node, (id) => app.extensionManager.setting.get(id));
         tracker.views.set(node, new NodeView(node, { press: (view) => builder.press(view), showLog }));
         tracker.soon();
     },

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 
 from comfy_api.latest import io
 from comfy_execution.graph import DynamicPrompt
 
-from ..architectures.tensors import Profile, Range
 from ..backends import backends
+from ..engine_builder.profiles import DEFAULTS, PRECISIONS, profile_of
 from ..engine_library import Fallback
 from ..engine_library.native import NativeNetwork
 from ..engine_runtime.engine_handle import AUTO, EngineChoice, EngineHandle
@@ -21,9 +20,6 @@ from .node_key import BUILD_REQUEST, BadPrompt, node_key
 log = logging.getLogger(__name__)
 
 CATEGORY = "Hybrid TRT"
-PRECISIONS = (AUTO, "float16", "bfloat16", "float32")
-PIXELS = 8
-"""Pixels per latent element."""
 
 
 def settings_inputs() -> list[io.Input]:
@@ -36,12 +32,12 @@ def settings_inputs() -> list[io.Input]:
             tooltip="What to do when the library has no engine for this model: run native; build one first; or run "
             "native now and build one meanwhile, which serves from the next prompt on.",
         ),
-        io.Int.Input("min_size", default=64, min=16, max=8192, step=8, tooltip="Smallest width or height in pixels."),
-        io.Int.Input("opt_size", default=512, min=16, max=8192, step=8, tooltip="Size in pixels to be fastest at."),
-        io.Int.Input("max_size", default=1024, min=16, max=8192, step=8, tooltip="Largest width or height in pixels."),
+        _size("min_size", "Smallest width or height in pixels."),
+        _size("opt_size", "Size in pixels to be fastest at."),
+        _size("max_size", "Largest width or height in pixels."),
         io.Int.Input(
             "max_images",
-            default=4,
+            default=DEFAULTS["max_images"],
             min=1,
             max=64,
             tooltip="Largest batch size of the latent image. The engine takes twice as many, because ComfyUI runs the "
@@ -49,7 +45,7 @@ def settings_inputs() -> list[io.Input]:
         ),
         io.Int.Input(
             "max_tokens",
-            default=616,
+            default=DEFAULTS["max_tokens"],
             min=77,
             max=77 * 64,
             step=77,
@@ -58,7 +54,7 @@ def settings_inputs() -> list[io.Input]:
         ),
         io.Combo.Input(
             "precision",
-            options=list(PRECISIONS),
+            options=[AUTO, *PRECISIONS],
             default=AUTO,
             tooltip="What the engine computes in; auto is what ComfyUI uses for this model.",
             advanced=True,
@@ -73,6 +69,10 @@ def settings_inputs() -> list[io.Input]:
     ]
 
 
+def _size(name: str, tooltip: str) -> io.Input:
+    return io.Int.Input(name, default=DEFAULTS[name], min=16, max=8192, step=8, tooltip=tooltip)
+
+
 def engine_choice(
     min_size: int, opt_size: int, max_size: int, max_images: int, max_tokens: int, precision: str, backend: str
 ) -> EngineChoice:
@@ -81,15 +81,7 @@ def engine_choice(
     Raises:
         ValueError: sizes in the wrong order; the text is for the user.
     """
-    if not min_size <= opt_size <= max_size:
-        raise ValueError(
-            f"min_size ({min_size}), opt_size ({opt_size}) and max_size ({max_size}) must rise in this order. "
-            "Nothing was built; correct the sizes on this node."
-        )
-    size = Range(max(1, min_size // PIXELS), max(1, opt_size // PIXELS), math.ceil(max_size / PIXELS))
-    batch = Range(1, 2, 2 * max_images)
-    tokens = Range(77, 77, max(77, max_tokens))
-    profile = Profile({"B": batch, "H": size, "W": size, "T": tokens, "HB": Range(1, 1, 2 * max_images)})
+    profile = profile_of(min_size, opt_size, max_size, max_images, max_tokens)
     return EngineChoice(profile, precision, backend)
 
 
