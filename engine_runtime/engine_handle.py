@@ -49,7 +49,9 @@ class EngineHandle:
     deleted since the node ran is noticed, without the node running again.
     """
 
-    def __init__(self, network: NativeNetwork, choice: EngineChoice, library: Library, node_id: str, node_key: str = ""):
+    def __init__(
+        self, network: NativeNetwork, choice: EngineChoice, library: Library, node_id: str, node_key: str = ""
+    ):
         self.network = network
         self.choice = choice
         self.library = library

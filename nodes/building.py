@@ -19,7 +19,7 @@ IN_BACKGROUND = "build in background"
 WHEN_MISSING = (USE_NATIVE, BUILD_NOW, IN_BACKGROUND)
 
 EVENT = "hybrid_trt.build"
-"""Name of the event that tells the page of a job's change; its data is ``Job.to_json`` and the keys of the nodes that wait."""
+"""The event that tells the page of a job's change: ``Job.to_json`` with the keys of the nodes that wait for it."""
 
 MISSING = (Reason.NO_ENGINE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
 

@@ -45,7 +45,8 @@ def publish(root: Path, contents: bytes = b"engine") -> str:
     """A small engine of no real model in a library; its folder's name."""
     library = Library([root])
     spec = TensorSpec("x", "float32", (Dim("B"), 4))
-    identity = EngineIdentity("sd15_unet", "e" * 64, "float16", Profile({"B": Range(1, 1, 2)}), "onnxruntime", "1", "any")
+    profile = Profile({"B": Range(1, 1, 2)})
+    identity = EngineIdentity("sd15_unet", "e" * 64, "float16", profile, "onnxruntime", "1", "any")
     folder = library.building_folder()
     (folder / "model.onnx").write_bytes(contents)
     manifest = Manifest(
@@ -107,7 +108,9 @@ def test_export_and_import_carry_an_engine(comfy: ComfyProcess, engine: Path) ->
 @pytest.mark.parametrize(("method", "path"), [
     ("DELETE", "/engines/{}"), ("POST", "/engines/{}/verify"), ("POST", "/engines/{}/export"),
 ])
-@pytest.mark.parametrize("name", ["nothing", "%2e%2e", "..%2f..%2fcheckpoints", "%2fetc", ".building-1-x", "sd15", "%00", "*"])
+@pytest.mark.parametrize(
+    "name", ["nothing", "%2e%2e", "..%2f..%2fcheckpoints", "%2fetc", ".building-1-x", "sd15", "%00", "*"]
+)
 def test_nothing_but_engines_can_be_named(comfy: ComfyProcess, engine: Path, method: str, path: str, name: str) -> None:
     status, answer = ask(comfy, method, path.format(name))
     assert status == 404
@@ -115,7 +118,7 @@ def test_nothing_but_engines_can_be_named(comfy: ComfyProcess, engine: Path, met
     assert isinstance(answer, str) or answer["error"].endswith("nothing was done.")
 
 
-def test_a_linked_folder_is_unlinked_and_its_target_left_alone(comfy: ComfyProcess, engine: Path, tmp_path: Path) -> None:
+def test_a_linked_folder_is_unlinked_and_no_more(comfy: ComfyProcess, engine: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / publish(tmp_path)
     link = engine.parent / "linked"
     link.symlink_to(elsewhere, target_is_directory=True)
@@ -130,7 +133,9 @@ def test_a_linked_folder_is_unlinked_and_its_target_left_alone(comfy: ComfyProce
     (lambda data: data[: len(data) // 2], "not imported"),
     (lambda data: data.replace(b"engine", b"ENGINE", 1), "not imported"),
 ])  # fmt: skip
-def test_import_refuses_what_is_no_engine(comfy: ComfyProcess, engine: Path, tmp_path: Path, spoil: Any, text: str) -> None:
+def test_import_refuses_what_is_no_engine(
+    comfy: ComfyProcess, engine: Path, tmp_path: Path, spoil: Any, text: str
+) -> None:
     found = next(e for e in Library([engine.parent]).engines() if e.folder == engine)
     data = export_engine(found, tmp_path).read_bytes()
     before = sorted(p.name for p in engine.parent.iterdir())
@@ -217,7 +222,8 @@ def test_the_key_of_a_node_is_what_it_stands_for(comfy: ComfyProcess) -> None:
     def changed(**inputs: Any) -> dict:
         return PROMPT | {"2": {"class_type": "TRTUNetEngine", "inputs": PROMPT["2"]["inputs"] | inputs}}
 
-    copied = {"8:1": PROMPT["1"], "8:2": {"class_type": "TRTUNetEngine", "inputs": {"model": ["8:1", 0], "max_size": 512}}}
+    inputs = {"model": ["8:1", 0], "max_size": 512}
+    copied = {"8:1": PROMPT["1"], "8:2": {"class_type": "TRTUNetEngine", "inputs": inputs}}
     same = key(PROMPT)
     assert key(copied, "8:2") == same
     assert key(changed(when_missing="build now", build_request="x")) == same
