@@ -73,6 +73,7 @@ class Job:
         self._order: tuple | None = (order, library, again)
         self._begin: float | None = None
         self._end: float | None = None
+        self._announced = False
         self._ended = threading.Event()
 
     @property
@@ -136,8 +137,10 @@ class BuildQueue:
                 self._thread = threading.Thread(target=self._work, name="hybrid-trt builds", daemon=True)
                 self._thread.start()
                 atexit.register(self.close)
-            self._arrived.notify()
         self._tell(job)
+        with self._arrived:
+            job._announced = True  # so that nobody hears of its start before its arrival
+            self._arrived.notify()
         return job
 
     def jobs(self) -> list[Job]:
@@ -196,7 +199,7 @@ class BuildQueue:
             del order, library  # nothing may hold a model that nobody builds from any more
 
     def _next(self) -> Job | None:
-        return next((job for job in self._jobs.values() if job.state is State.QUEUED), None)
+        return next((job for job in self._jobs.values() if job.state is State.QUEUED and job._announced), None)
 
     def _build(self, job: Job, order: BuildOrder, library: Library, again: bool) -> None:
         told = 0.0
