@@ -12,6 +12,11 @@ import { defaultsFor, settings } from "./lib/settings.mjs";
 import { setLanguage, t } from "./lib/texts.mjs";
 import { Tracker } from "./lib/tracker.mjs";
 
+/** Title and body; what a workflow was saved with wins. */
+const COLOURS = {
+    TRTUNetEngine: ["#2c4a3e", "#23332c"], TRTControlNetEngine: ["#2c4a3e", "#23332c"],
+    TRTApplyControlNet: ["#4a3d24", "#332c20"], TRTSamplerPatch: ["#3b2c4a", "#2b2333"], TRTReport: ["#3b2c4a", "#2b2333"],
+};
 const toast = (severity, summary, detail) =>
     app.extensionManager.toast.add({ severity, summary, detail, life: severity === "error" ? 20000 : 8000 });
 const tracker = new Tracker(app, api);
@@ -53,6 +58,7 @@ app.registerExtension({
         });
     },
     nodeCreated(node) {
+        if (node.comfyClass in COLOURS) [node.color, node.bgcolor] = COLOURS[node.comfyClass];
         if (!ENGINE_NODES.includes(node.comfyClass)) return;
         defaultsFor(node, (id) => app.extensionManager.setting.get(id));
         tracker.views.set(node, new NodeView(node, { press: (view) => builder.press(view), showLog }));

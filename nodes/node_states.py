@@ -161,7 +161,8 @@ def run_of(key: str) -> dict | None:
     for row in rows:
         for reason, count in list(row.reasons.items()):
             text = row.details.get(reason, reason)
-            seen = reasons.setdefault(reason, {"count": 0, "text": text, "advice": Reason(reason).advice})
+            words = {"reason": reason, "text": text, "advice": Reason(reason).advice}
+            seen = reasons.setdefault(reason, {**words, "count": 0})
             seen["count"] += count
     return {
         "prompt": prompt_id,

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import ComfyPage, chromium, comfy_page
+from browser import READY, ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
 from engine_page import EnginePage
+from fake_engine import publish
 from playwright.sync_api import Browser
 from workflow_recipes import with_tiny_models
 from workflow_to_prompt import set_widget
@@ -24,6 +25,10 @@ pytestmark = pytest.mark.browser
 NAME = "sd15_two_controlnets"
 WORKFLOW = Path(__file__).resolve().parent.parent / "workflows" / f"{NAME}.json"
 MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 60}
+#: Whether the engine node inside the only subgraph says that it is ready.
+INSIDE = """() => app.graph.nodes.find(n => n.isSubgraphNode?.())?.subgraph.nodes
+    .find(n => n.type === 'TRTControlNetEngine').widgets.find(w => w.name === 'engine_status')
+    .element.dataset.state === 'ready'"""
 NET_1, NET_2 = "TRT ControlNet Engine 1", "TRT ControlNet Engine 2"
 
 
@@ -108,7 +113,7 @@ def test_build_cancel_build_and_run(
     page.click(net)
     page.wait_for(net, "building", timeout=30)
     raw.reload(wait_until="domcontentloaded")
-    raw.wait_for_function("() => window.app?.vueAppReady && app.isGraphReady && app.extensionManager?.spinner === false")
+    raw.wait_for_function(READY, timeout=90000)
     raw.wait_for_function("vue => LiteGraph.vueNodesMode === vue", arg=page.page.vue)
     load(page, made)
     page.wait_for(net, "building", timeout=2)
@@ -130,6 +135,10 @@ def test_build_cancel_build_and_run(
     assert page.wait_for(page.node("copy"), "ready", timeout=3)["state"] == "ready"
 
     load(page, made)
+    raw.evaluate("id => app.graph.convertToSubgraph(new Set([app.graph.getNodeById(id)]))", net)
+    raw.wait_for_function(INSIDE, timeout=3000)
+    page.shot("subgraph")
+    load(page, made)
     comfy.free()
     raw.get_by_test_id("queue-button").click()
     ran = page.wait_until(net, lambda s: "Last run" in s["text"], "run")
@@ -138,7 +147,7 @@ def test_build_cancel_build_and_run(
     assert "Last run: 4 calls on onnxruntime" in ran["text"]
     native = page.status(page.node("TRTUNetEngine"))
     assert "Last run: all 4 calls native" in native["text"]
-    assert "no engine" in native["text"]
+    assert "4 × no engine" in native["text"]
     assert native["tone"] == "warn"
     assert page.page.problems() == []
 
@@ -207,3 +216,34 @@ def broken_net(comfy: ComfyProcess) -> Iterator[str]:
     save_file(weights, path)
     yield path.name
     path.unlink()
+
+
+def test_the_panel_lists_filters_verifies_and_deletes(
+    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
+) -> None:
+    """The engine stands in for real ones: the panel reads manifests only."""
+    root = comfy.base / "models" / "trt_engines"
+    name = publish(root)
+    raw = page.page.page
+    raw.get_by_role("button", name="TRT engines").click()
+    panel = raw.locator(".hybrid-trt-panel")
+    card = panel.locator(".hybrid-trt-card", has_text="routes.safetensors")
+    card.wait_for()
+    assert "free" in panel.inner_text()
+    page.shot("panel")
+    panel.get_by_placeholder("Filter").fill("no such engine")
+    panel.get_by_text("No engine matches").wait_for()
+    panel.get_by_placeholder("Filter").fill("ROUTES onnx")
+    card.get_by_role("button", name="Verify").click()
+    page.toast("is as it was built")
+    card.get_by_role("button", name="Delete").click()
+    dialog = raw.locator(".hybrid-trt-dialog")
+    page.shot("confirm")
+    dialog.get_by_role("button", name="No").click()
+    assert (root / name).is_dir()
+    card.get_by_role("button", name="Delete").click()
+    dialog.get_by_role("button", name="Yes").click()
+    page.toast("was deleted")
+    card.wait_for(state="detached")
+    assert not (root / name).exists()
+    raw.get_by_role("button", name="TRT engines").click()

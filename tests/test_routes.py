@@ -8,13 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pack  # noqa: F401
 import pytest
 from comfy_process import ComfyProcess
-from hybrid_trt.architectures.tensors import Dim, Profile, Range, TensorSpec
-from hybrid_trt.engine_library import EngineIdentity, Library, Manifest
+from fake_engine import publish
+from hybrid_trt.engine_library import Library
 from hybrid_trt.engine_library.archive import export_engine
-from hybrid_trt.engine_library.library import describe_files
 
 OURS = {"X-Hybrid-TRT": "1"}
 PROMPT = {
@@ -39,21 +37,6 @@ def ask(
 
 def post(comfy: ComfyProcess, path: str, data: Any) -> tuple[int, Any]:
     return ask(comfy, "POST", path, json.dumps(data).encode(), OURS | {"Content-Type": "application/json"})
-
-
-def publish(root: Path, contents: bytes = b"engine") -> str:
-    """A small engine of no real model in a library; its folder's name."""
-    library = Library([root])
-    spec = TensorSpec("x", "float32", (Dim("B"), 4))
-    profile = Profile({"B": Range(1, 1, 2)})
-    identity = EngineIdentity("sd15_unet", "e" * 64, "float16", profile, "onnxruntime", "1", "any")
-    folder = library.building_folder()
-    (folder / "model.onnx").write_bytes(contents)
-    manifest = Manifest(
-        identity, "unet", "routes.safetensors", (spec,), (spec,), describe_files(folder, ["model.onnx"]),
-        parity={"rel_err": 1e-6}, seconds={"build": 2.0}, created="2026-01-01T00:00:00+00:00",
-    )  # fmt: skip
-    return library.publish(folder, manifest).folder.name
 
 
 @pytest.fixture

@@ -19,7 +19,9 @@ export class NodeView {
         this.button.serialize = false;
         this.element = document.createElement("div");
         this.element.className = "hybrid-trt-status";
-        this.title = this.#add("div", "hybrid-trt-title");
+        this.head = this.#add("div", "hybrid-trt-head");
+        this.title = this.head.appendChild(this.#add("span", "hybrid-trt-title"));
+        this.chip = this.head.appendChild(this.#add("span", "hybrid-trt-badge"));
         this.bar = this.#add("div", "hybrid-trt-bar").appendChild(document.createElement("div"));
         this.lines = this.#add("div", "hybrid-trt-lines");
         this.log = this.#add("button", "hybrid-trt-log");
@@ -46,6 +48,8 @@ export class NodeView {
         this.element.dataset.tone = this.view.tone;
         this.element.dataset.state = state.state;
         this.title.textContent = this.view.title;
+        this.chip.textContent = this.view.badge;
+        this.chip.hidden = !this.view.badge;
         this.bar.style.width = `${100 * (this.view.fraction ?? 0)}%`;
         this.bar.parentElement.hidden = this.view.fraction === null;
         this.lines.replaceChildren(...this.view.lines.map((line) => {

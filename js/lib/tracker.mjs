@@ -19,19 +19,24 @@ export class Tracker {
         this.asked = new Map();
         /** @type {Map<any, {key: string, text: string}>} node -> why its last build could not even be ordered */
         this.failures = new Map();
+        /** @type {Map<any, number>} node -> when an event last told its state */
+        this.heard = new Map();
         this.turn = 0;
-        this.timer = 0;
+        this.timer = null;
     }
 
-    /** Ask for all states soon; many calls in a row ask once. */
+    /** Ask for all states soon; many calls in a row ask once, and calls without end do not put it off. */
     soon() {
-        clearTimeout(this.timer);
-        this.timer = setTimeout(() => this.refresh().catch(() => {}), PATIENCE);
+        this.timer ??= setTimeout(() => {
+            this.timer = null;
+            this.refresh().catch(() => {});
+        }, PATIENCE);
     }
 
     /** Ask for all states now. A server that does not answer leaves the nodes as they are: the page says so itself. */
     async refresh() {
         const turn = ++this.turn;
+        const started = performance.now();
         const found = engineNodes(this.root()).filter(({ node }) => this.views.has(node));
         this.#forget(found);
         if (!found.length) return;
@@ -42,6 +47,7 @@ export class Tracker {
             : { nodes: {} };
         if (turn !== this.turn) return; // a later question is under way
         for (const { node, ids } of found) {
+            if (this.heard.get(node) > started) continue; // the answer is older than the event
             const id = ids.find((id) => id in answer.nodes);
             this.#apply(node, id ? answer.nodes[id] : { state: isWired(node) ? "off" : "unwired", key: "" });
         }
@@ -55,9 +61,11 @@ export class Tracker {
     hear(job) {
         const views = [...this.views.values()].filter((view) => view.key && job.keys.includes(view.key));
         if (["queued", "running"].includes(job.state)) {
-            this.turn++; // an answer that is on its way is older than this
             const state = job.state === "running" ? "building" : "queued";
-            for (const view of views) view.show({ ...view.state, state, job, text: "" });
+            for (const view of views) {
+                this.heard.set(view.node, performance.now());
+                view.show({ ...view.state, state, job, text: "" });
+            }
         }
         if (!views.length || !["queued", "running"].includes(job.state)) this.soon();
         return views;
@@ -78,6 +86,8 @@ export class Tracker {
 
     #forget(found) {
         const alive = new Set(found.map(({ node }) => node));
-        for (const node of this.views.keys()) if (!alive.has(node) && !node.graph) this.views.delete(node);
+        for (const node of this.views.keys()) if (!alive.has(node) && !node.graph) {
+            for (const known of [this.views, this.asked, this.failures, this.heard]) known.delete(node);
+        }
     }
 }

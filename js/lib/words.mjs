@@ -44,7 +44,7 @@ export function runWords(run) {
     const all = run.engine + run.native;
     if (run.native === 0) return { lines: [t("ran", run)], badge: "" };
     const head = run.engine === 0 ? t("native", { all }) : t("mixed", { native: run.native, all });
-    const reasons = run.reasons.map((r) => `${r.count} × ${r.text}. → ${r.advice}.`);
+    const reasons = run.reasons.map((r) => `${r.count} × ${r.reason === "no engine" ? r.reason : `${r.text} → ${r.advice}`}`);
     return { lines: [head, ...reasons], badge: t(run.engine === 0 ? "badge" : "badgePart") };
 }
 
@@ -68,7 +68,7 @@ export function describe(state) {
         if (!state.engine.covers) view.tone = "warn";
         if (state.job?.state === "failed") view.lines.push(state.job.message);
     } else {
-        view.lines = [state.text || t(`${state.state}Hint`)];
+        view.lines = [state.state === "none" || !state.text ? t(`${state.state}Hint`) : state.text];
         if (state.state === "none" && state.job?.state === "cancelled") view.lines.unshift(t("cancelled"));
     }
     if (state.job?.state === "failed") view.log = state.job.id;

@@ -15,13 +15,15 @@ from playwright.sync_api import Locator
 SHOTS = Path(os.environ.get("HYBRID_TRT_SHOTS", Path(__file__).resolve().parents[2] / "build" / "screenshots"))
 #: Where a widget's middle is on the screen.
 PLACE = """([id, name]) => { const node = app.canvas.graph.getNodeById(id);
-    const widget = node.widgets.find(w => w.name === name), height = widget.computedHeight || LiteGraph.NODE_WIDGET_HEIGHT;
+    const widget = node.widgets.find(w => w.name === name);
+    const height = widget.computedHeight || LiteGraph.NODE_WIDGET_HEIGHT;
     return app.canvasPosToClientPos([node.pos[0] + node.size[0] / 2, node.pos[1] + widget.y + height / 2]); }"""
 #: What the status of an engine node of the open graph shows.
 STATUS = """id => { const widget = app.canvas.graph.getNodeById(id).widgets.find(w => w.name === 'engine_status');
     const e = widget.element, bar = e.querySelector('.hybrid-trt-bar');
-    return { state: e.dataset.state, tone: e.dataset.tone, text: e.innerText, title: e.querySelector('.hybrid-trt-title').textContent,
-             width: bar.hidden ? null : parseFloat(bar.firstChild.style.width), shown: e.isConnected && e.offsetHeight > 0,
+    return { state: e.dataset.state, tone: e.dataset.tone, text: e.innerText,
+             title: e.querySelector('.hybrid-trt-title').textContent, shown: e.isConnected && e.offsetHeight > 0,
+             width: bar.hidden ? null : parseFloat(bar.firstChild.style.width),
              button: app.canvas.graph.getNodeById(id).widgets.find(w => w.name === 'build_engine').label }; }"""
 
 
