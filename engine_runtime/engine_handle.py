@@ -52,11 +52,14 @@ class EngineHandle:
     deleted since the node ran is noticed, without the node running again.
     """
 
-    def __init__(self, network: NativeNetwork, choice: EngineChoice, library: Library, node_id: str):
+    def __init__(
+        self, network: NativeNetwork, choice: EngineChoice, library: Library, node_id: str, node_key: str = ""
+    ):
         self.network = network
         self.choice = choice
         self.library = library
         self.node_id = node_id
+        self.node_key = node_key
         self.session: Session | None = None
         self.fallback: Fallback | None = None
         self.note = ""  # what the node says besides, for example that a build is under way
@@ -96,7 +99,7 @@ class EngineHandle:
         if context is not self._context or self.tally is None:
             self._context = context
             self.refresh()
-            self.tally = open_tally(self.network.kind, self.network.label, self.node_id)
+            self.tally = open_tally(self.network.kind, self.network.label, self.node_id, self.node_key)
             if self.session is not None:
                 keep(self.session, context.prompt_id if context else "")
         return self.tally

@@ -10,6 +10,8 @@ from ..engine_builder.build import BuildOrder
 from ..engine_builder.jobs import BuildQueue, Job, State
 from ..engine_library import Fallback, Reason, Unavailable
 from ..engine_runtime.engine_handle import EngineHandle, usable_backends
+from .library_folder import library
+from .node_states import NodeStates
 
 USE_NATIVE = "use native"
 BUILD_NOW = "build now"
@@ -17,19 +19,24 @@ IN_BACKGROUND = "build in background"
 WHEN_MISSING = (USE_NATIVE, BUILD_NOW, IN_BACKGROUND)
 
 EVENT = "hybrid_trt.build"
-"""Name of the event that tells the page of a job's change; its data is ``Job.to_json`` and the nodes that wait."""
+"""The event that tells the page of a job's change: ``Job.to_json`` with the keys of the nodes that wait for it."""
 
 MISSING = (Reason.NO_ENGINE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
 
 builds = BuildQueue()
+node_states = NodeStates(library(), builds)
 
-_nodes: dict[str, set[str]] = {}  # job id -> engine nodes that ordered it
 _ended = 0
 
 
-def build_if_missing(handle: EngineHandle, when_missing: str) -> None:
-    """Order the engine that a handle lacks, and wait for it when it is wanted now."""
-    if not _needs_build(handle):
+def build_if_missing(handle: EngineHandle, when_missing: str, requested: bool = False) -> None:
+    """Order the engine that a handle lacks, and wait for it when it is wanted now.
+
+    Args:
+        requested: the user pressed the button, so neither a failure before nor an engine that is there matters.
+    """
+    missing = _needs_build(handle)
+    if not missing and not requested:
         return
     try:
         backend = usable_backends(handle.choice.backend, handle.network.device)[0]
@@ -37,7 +44,9 @@ def build_if_missing(handle: EngineHandle, when_missing: str) -> None:
         handle.session, handle.fallback = None, refusal.fallback
         return
     order = BuildOrder(handle.network, handle.precision, handle.choice.profile, backend)
-    if when_missing == BUILD_NOW:
+    if requested:
+        _submit(order, handle, again=not missing)
+    elif when_missing == BUILD_NOW:
         _build_now(order, handle)
     else:
         _build_in_background(order, handle)
@@ -88,9 +97,9 @@ def _build_in_background(order: BuildOrder, handle: EngineHandle) -> None:
         handle.note = f"An engine is being built in the background ({job.phase}) and serves from the next prompt on."
 
 
-def _submit(order: BuildOrder, handle: EngineHandle) -> Job:
-    job = builds.submit(order, handle.library)
-    _nodes.setdefault(job.id, set()).add(handle.node_id)
+def _submit(order: BuildOrder, handle: EngineHandle, again: bool = False) -> Job:
+    job = builds.submit(order, handle.library, again)
+    node_states.ordered(handle.node_key, job)
     return job
 
 
@@ -104,19 +113,13 @@ def _tell_failure(job: Job, handle: EngineHandle) -> None:
 
 
 def _on_change(job: Job) -> None:
-    """Tell the page, and the nodes that ordered the job."""
+    """Tell the page, with the keys of the nodes that ordered the job."""
     global _ended
-    nodes = sorted(_nodes.get(job.id, ()))
     if job.state.final:
         _ended += 1
-        _nodes.pop(job.id, None)
-    text = f"{job.label}: {job.phase} ({job.fraction:.0%}, {job.seconds:.0f} s)"
-    if job.state is State.FAILED:
-        text = f"{job.label}: {job.message}"
-    for node in nodes:
-        send_text(text, node)
+        node_states.ended(job)
     if PromptServer.instance is not None:
-        PromptServer.instance.send_sync(EVENT, {**job.to_json(), "nodes": nodes})
+        PromptServer.instance.send_sync(EVENT, {**job.to_json(), "keys": node_states.keys_of(job)})
 
 
 def send_text(text: str, node_id: str) -> None:

@@ -40,9 +40,10 @@ class TRTControlNetEngine(io.ComfyNode):
         label = model_name(cls.hidden.dynprompt, node_id, "control_net", "ControlNet")
         if type(control_net) is not ControlNet:
             # other kinds (T2I-adapters, Control-LoRAs) make their network while sampling, or are not worth an engine
-            status = Fallback(Reason.UNSUPPORTED_MODEL, f"{label} is a {type(control_net).__name__}").sentence()
-            engine_node.show(status, node_id)
+            refusal = Fallback(Reason.UNSUPPORTED_MODEL, f"{label} is a {type(control_net).__name__}")
+            status = engine_node.refuse(refusal, label, node_id, cls.hidden.dynprompt)
             return io.NodeOutput(control_net, ui=ui.PreviewText(status))
         native = native_controlnet(control_net)
-        handle = engine_node.find_or_build(NativeNetwork.of_controlnet(native, label), choice, when_missing, node_id)
+        network = NativeNetwork.of_controlnet(native, label)
+        handle = engine_node.find_or_build(network, choice, when_missing, node_id, cls.hidden.dynprompt)
         return io.NodeOutput(back_with_engine(native, handle), ui=ui.PreviewText(handle.status()))

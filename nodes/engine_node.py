@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import logging
-from functools import cache
-from pathlib import Path
 
-import folder_paths
 from comfy_api.latest import io
+from comfy_execution.graph import DynamicPrompt
 
 from ..backends import backends
 from ..engine_builder.profiles import DEFAULTS, PRECISIONS, profile_of
-from ..engine_library import Library, hash_cache
+from ..engine_library import Fallback
 from ..engine_library.native import NativeNetwork
-from ..engine_library.work_folders import sweep
 from ..engine_runtime.engine_handle import AUTO, EngineChoice, EngineHandle
 from . import building
+from .graph import inputs_of, whole_prompt
+from .library_folder import library
+from .node_key import BUILD_REQUEST, BadPrompt, node_key
 
 log = logging.getLogger(__name__)
 
 CATEGORY = "Hybrid TRT"
-FOLDER_KEY = "trt_engines"
-
-folder_paths.add_model_folder_path(FOLDER_KEY, str(Path(folder_paths.models_dir) / FOLDER_KEY), is_default=True)
-
-
-@cache
-def _library(roots: tuple[str, ...]) -> Library:
-    folder = Path(roots[0])
-    sweep(folder)
-    hash_cache.use(folder)
-    return Library([Path(root) for root in roots])
-
-
-def library() -> Library:
-    """The library of this ComfyUI, wherever its settings put ``models/trt_engines``."""
-    return _library(tuple(folder_paths.get_folder_paths(FOLDER_KEY)))
 
 
 def settings_inputs() -> list[io.Input]:
@@ -101,16 +85,37 @@ def engine_choice(
     return EngineChoice(profile, precision, backend)
 
 
-def find_or_build(network: NativeNetwork, choice: EngineChoice, when_missing: str, node_id: str) -> EngineHandle:
+def find_or_build(
+    network: NativeNetwork, choice: EngineChoice, when_missing: str, node_id: str, prompt: DynamicPrompt
+) -> EngineHandle:
     """The handle for a network's engine, with a build ordered or done when there is none and the user wants one.
 
     A build that fails is told on the node and leaves native to serve.
     """
-    handle = EngineHandle(network, choice, library(), node_id)
-    if when_missing != building.USE_NATIVE:
-        building.build_if_missing(handle, when_missing)
-    show(f"{network.label}\n{handle.status()}", node_id)
+    key = _key(prompt, node_id)
+    handle = EngineHandle(network, choice, library(), node_id, key)
+    building.node_states.learn(key, handle)  # before a build is told to the page
+    requested = BUILD_REQUEST in inputs_of(prompt, node_id)
+    if requested or when_missing != building.USE_NATIVE:
+        building.build_if_missing(handle, when_missing, requested)
+    building.node_states.learn(key, handle)
+    log.info("Hybrid TRT: %s: %s", network.label, handle.status())
     return handle
+
+
+def refuse(fallback: Fallback, label: str, node_id: str, prompt: DynamicPrompt) -> str:
+    """Say on the node that it can have no engine, and return the sentence."""
+    building.node_states.refused(_key(prompt, node_id), label, fallback)
+    log.info("Hybrid TRT: %s", fallback.sentence())
+    return fallback.sentence()
+
+
+def _key(prompt: DynamicPrompt, node_id: str) -> str:
+    try:
+        return node_key(whole_prompt(prompt, node_id), node_id)
+    except BadPrompt as error:  # for example nodes that expand while they run
+        log.debug("Hybrid TRT: node %s has no key (%s)", node_id, error)
+        return ""
 
 
 def show(text: str, node_id: str) -> None:

@@ -38,5 +38,6 @@ class TRTUNetEngine(io.ComfyNode):
         choice = engine_node.engine_choice(**settings)
         node_id = cls.hidden.unique_id
         label = model_name(cls.hidden.dynprompt, node_id, "model", "UNet")
-        handle = engine_node.find_or_build(NativeNetwork.of_model(model, label), choice, when_missing, node_id)
+        network = NativeNetwork.of_model(model, label)
+        handle = engine_node.find_or_build(network, choice, when_missing, node_id, cls.hidden.dynprompt)
         return io.NodeOutput(handle, ui=ui.PreviewText(handle.status()))
