@@ -18,7 +18,7 @@ UNET_ONLY = Scenario(controls=())
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
-    """Relative path -> size and modification time of every engine's file below a library (its caches begin with a dot)."""
+    """Relative path -> size and modification time of every engine's file in a library (caches begin with a dot)."""
     files = (p for p in folder.glob("[!.]*/*") if p.is_file())
     return {str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns) for p in files}
 
