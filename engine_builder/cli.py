@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--unet", metavar="FILE", help="a diffusion model")
     source.add_argument("--controlnet", metavar="FILE", help="a ControlNet")
     for name, default in DEFAULTS.items():
-        build.add_argument("--" + name.replace("_", "-"), type=int, default=default, help=f"default {default}")
+        build.add_argument("--" + name.replace("_", "-"), type=int, metavar="N", help=f"default {default}")
     build.add_argument("--precision", choices=(AUTO, *PRECISIONS), default=AUTO, help="default: what ComfyUI uses")
     build.add_argument("--backend", choices=(AUTO, *backends()), default=AUTO, help="default: the best that runs here")
     build.add_argument("--force", action="store_true", help="build although the engine is there")
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _build(options: argparse.Namespace) -> int:
-    profile = profile_of(**{name: getattr(options, name) for name in DEFAULTS})
+    profile = profile_of(**_sizes(options))
     library = _library(options)
     from .build import BuildOrder, build_engine
 
@@ -102,6 +102,15 @@ def _build(options: argparse.Namespace) -> int:
     parity = manifest.parity.get("rel_err", 0.0)
     text = f"{engine.folder}\n{gigabytes(manifest.bytes)}, error to native {parity:.1e}"
     return _done(options, {"folder": str(engine.folder), **manifest.to_json()}, text)
+
+
+def _sizes(options: argparse.Namespace) -> dict[str, int]:
+    """The sizes given, with the defaults for the others; a default opt_size lies between the others."""
+    given = {name: value for name in DEFAULTS if (value := getattr(options, name)) is not None}
+    sizes = DEFAULTS | given
+    if "opt_size" not in given:
+        sizes["opt_size"] = max(sizes["min_size"], min(sizes["opt_size"], sizes["max_size"]))
+    return sizes
 
 
 def _list(options: argparse.Namespace) -> int:
