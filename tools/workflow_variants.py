@@ -166,7 +166,7 @@ def _apply(nets: tuple[tuple[str, str], ...], ranges: tuple[tuple[float, float, 
     for i, (strength, start, end) in enumerate(ranges, start=1):
         widgets |= {f"rows.strength_{i}": strength, f"rows.start_{i}": start, f"rows.end_{i}": end}
         inputs |= {f"rows.control_net_{i}": f"engine_{i}.control_net", f"rows.image_{i}": f"image_{i}.IMAGE"}
-    return node("TRTApplyControlNet", None, widgets, inputs, (300, 0))
+    return node("TRTApplyControlNet", None, widgets, inputs, (300, 210 + 80 * len(nets)))  # Vue nodes are taller
 
 
 def _sampling(latent: str, denoise: float = 1.0) -> Nodes:
