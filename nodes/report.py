@@ -6,6 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..engine_runtime.engine_handle import EngineHandle
 from ..engine_runtime.ledger import Tally, executing, tallies
 from .engine_node import CATEGORY, show
 from .graph import upstream
@@ -39,7 +40,7 @@ class TRTReport(io.ComfyNode):
     def execute(cls, after: Any) -> io.NodeOutput:
         samplers = set(upstream(cls.hidden.dynprompt, cls.hidden.unique_id))
         rows = tallies(executing().prompt_id, samplers)
-        text = report_text(rows)
+        text = report_text(rows) if rows or (engine := _engine(after)) is None else engine.status()
         show(text, cls.hidden.unique_id)
         return io.NodeOutput(after, text, ui={"text": [text], "report": [report_json(rows)]})
 
@@ -71,6 +72,13 @@ def report_text(rows: list[Tally]) -> str:
         lines.append(f"{row.name}: {served}, {row.native} native")
         lines += [f"    {count} x {row.details[reason]}" for reason, count in row.reasons.items()]
     return "\n".join(lines)
+
+
+def _engine(value: Any) -> EngineHandle | None:
+    """The engine that an engine node gave, when the report stands right behind it."""
+    if isinstance(value, EngineHandle):
+        return value
+    return getattr(getattr(value, "control_model", None), "handle", None)
 
 
 def _sum_reasons(rows: list[dict]) -> dict[str, int]:

@@ -9,6 +9,7 @@ The base directory is a ComfyUI base directory with this pack in its custom_node
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import subprocess
 import sys
@@ -18,9 +19,11 @@ from browser import ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
 from PIL import Image
 from workflow_recipes import with_tiny_models
+from workflow_to_prompt import ObjectInfo
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
+WORKFLOWS = ROOT / "workflows"
 NAME = "sd15_two_controlnets"
 #: The page's own furniture, in pixels: the sidebar on the left, tabs and menu at the top, zoom controls at the bottom.
 MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 60}
@@ -45,12 +48,26 @@ def take(page: ComfyPage, path: Path) -> None:
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KB")
 
 
+def take_thumbnails(page: ComfyPage, info: ObjectInfo) -> None:
+    """A small picture of every shipped workflow, beside it, for the template browser."""
+    page.page.evaluate(QUIET)
+    for path in sorted(WORKFLOWS.glob("*.json")):
+        page.load(with_tiny_models(json.loads(path.read_text(encoding="utf-8")), info), path.stem)
+        page.fit(**MARGINS)
+        page.page.wait_for_timeout(1500)
+        shot = page.page.screenshot(clip={"x": 72, "y": 100, "width": 1516, "height": 740})
+        with Image.open(io.BytesIO(shot)) as image:
+            image.convert("RGB").resize((768, 375), Image.Resampling.LANCZOS).save(path.with_suffix(".jpg"), quality=80)
+        print(f"{path.stem}.jpg: {path.with_suffix('.jpg').stat().st_size / 1024:.0f} KB")
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Take the pictures of the page that the README shows.")
     parser.add_argument("--comfyui", type=Path, required=True, help="where ComfyUI's source lies")
     parser.add_argument("--base", type=Path, required=True, help="a ComfyUI base directory with this pack in it")
     parser.add_argument("--python", default=sys.executable, help="the Python that runs ComfyUI")
+    parser.add_argument("--thumbnails", action="store_true", help="the pictures of the template browser instead")
     parser.add_argument("--vue", action="store_true", help="with Vue nodes; the file name says so")
     options = parser.parse_args(arguments)
     subprocess.run([options.python, str(ROOT / "tools" / "tiny_models.py"), "--comfyui", str(options.comfyui),
@@ -59,6 +76,9 @@ def main(arguments: list[str] | None = None) -> None:
     workflow = json.loads((ROOT / "workflows" / f"{NAME}.json").read_text(encoding="utf-8"))
     with (ComfyProcess(options.comfyui, options.base, options.python) as process, chromium() as browser,
           comfy_page(browser, process.url, vue=options.vue) as page):
+        if options.thumbnails:
+            take_thumbnails(page, process.object_info())
+            return
         page.load(with_tiny_models(workflow, process.object_info()), NAME)
         page.page.evaluate(QUIET)
         page.queue()

@@ -26,7 +26,7 @@ export function engineLines(engine) {
     const state = t(engine.state);
     if (!engine.label) return [`${engine.name} · ${state}`, `${size(engine.bytes)}. ${engine.reason}`];
     const what = [t(engine.kind), engine.backend, engine.precision, engine.profile].join(", ");
-    const made = [size(engine.bytes), date(engine.created), duration(engine.seconds), `Δ ${error(engine.rel_err)}`].join(" · ");
+    const made = [size(engine.bytes), date(engine.created), duration(engine.seconds), t("error", { error: error(engine.rel_err) })].join(" · ");
     return [`${engine.label} · ${state}`, what, made, ...(engine.reason ? [engine.reason] : [])];
 }
 

@@ -23,7 +23,7 @@ const TEXTS = {
         confirm: "Delete {name} ({size})? Its model runs native until it is built again.",
         verified: "{name} is as it was built.", damaged: "{name} is damaged: {text}. Build it again.",
         exported: "{name} was exported ({size})", imported: "{name} was imported", deleted: "{name} was deleted",
-        download: "Download", failedAction: "That did not work", broken: "Broken", done: "Done",
+        download: "Download", failedAction: "That did not work", error: "error {error}", broken: "Broken", done: "Done",
         stateCancelled: "Cancelled", running: "Running", unet: "UNet", controlnet: "ControlNet",
     },
     zh: {
@@ -47,7 +47,7 @@ const TEXTS = {
         confirm: "删除 {name}（{size}）？重新构建之前，模型以原生方式运行。",
         verified: "{name} 与构建时一致。", damaged: "{name} 已损坏：{text}。请重新构建。",
         exported: "{name} 已导出（{size}）", imported: "{name} 已导入", deleted: "{name} 已删除",
-        download: "下载", failedAction: "操作未成功", broken: "已损坏", done: "完成",
+        download: "下载", failedAction: "操作未成功", error: "误差 {error}", broken: "已损坏", done: "完成",
         stateCancelled: "已取消", running: "运行中", unet: "UNet", controlnet: "ControlNet",
     },
 };
