@@ -14,7 +14,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from ..backends import BuildError
-from ..engine_library import Engine, Library, LibraryError, Unavailable
+from ..engine_library import Engine, Fallback, Library, LibraryError, Unavailable
 from .build import BuildOrder, build_engine
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Job:
         id: never used twice.
         label: the model's name as the user knows it; ``wanted`` tells the rest of the order.
         phase, fraction: what it does now and how much of all is done, 0 to 1.
-        message: why it failed, for the user; ``error`` is the exception.
+        message: why it failed, for the user; ``fallback`` is set when that is a fallback reason of its own.
         engine: the result.
         attended: whether somebody waited for it, rather than leaving it to the background.
         log: the latest lines that exporter and backend wrote.
@@ -64,7 +64,7 @@ class Job:
         self.state = State.QUEUED
         self.phase, self.fraction = "waiting for other builds", 0.0
         self.message = ""
-        self.error: Exception | None = None
+        self.fallback: Fallback | None = None
         self.engine: Engine | None = None
         self.created = time.time()
         self.attended = False
@@ -218,20 +218,21 @@ class BuildQueue:
 
         try:
             job.engine = build_engine(order, library, progress, job.log.append, again=again)
-            ended, error = State.DONE, None
+            ended = State.DONE
         except Cancelled:
             return
         except Exception as failure:
-            ended, error = State.FAILED, failure
+            # the exception itself is not kept: its traceback would keep the model
+            ended = State.FAILED
             job.message = _sentence(failure)
+            job.fallback = failure.fallback if isinstance(failure, Unavailable) else None
             if not isinstance(failure, BuildError | LibraryError | Unavailable):
                 log.exception("Hybrid TRT: the build of %s failed", job.label)
         with self._lock:
             if job.state is not State.RUNNING:
                 return  # cancelled in the last moment
-            job.error = error
             self._finish(job, ended)
-        if error is not None:
+        if ended is State.FAILED:
             log.error("Hybrid TRT: the engine for %s was not built: %s", job.label, job.message)
         self._tell(job)
 

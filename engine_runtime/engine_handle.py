@@ -30,15 +30,18 @@ def usable_backends(choice: str, device: torch.device) -> list[Backend]:
     """The backends that a choice allows and that can run on a device here, the most preferred first.
 
     Raises:
-        Unavailable: none; says why of the one that was chosen, or of the most preferred one.
+        Unavailable: none; says why not, of each that could be installed.
     """
     known = backends()
     allowed = list(known.values()) if choice == AUTO else [known[choice]] if choice in known else []
     refusals = {b.name: b.unavailable(device) for b in allowed}
     usable = [b for b in allowed if refusals[b.name] is None]
     if not usable:
-        refusal = next(iter(refusals.values()), None)
-        raise Unavailable(*((refusal.reason, refusal.detail) if refusal else (Reason.BACKEND_MISSING, f"no {choice}")))
+        reasons = [refusal.reason for refusal in refusals.values()]
+        # what can be installed is worth more to the user than what can never run here
+        reason = Reason.BACKEND_MISSING if Reason.BACKEND_MISSING in reasons or not reasons else reasons[0]
+        details = [refusal.detail for refusal in refusals.values() if refusal.reason is reason]
+        raise Unavailable(reason, "; ".join(details) or f"there is no backend called {choice}")
     return usable
 
 

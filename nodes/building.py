@@ -106,8 +106,8 @@ def _submit(order: BuildOrder, handle: EngineHandle, again: bool = False) -> Job
 def _tell_failure(job: Job, handle: EngineHandle) -> None:
     if handle.session is not None:
         handle.note = f"A larger one was not built: {job.message}"
-    elif isinstance(job.error, Unavailable):
-        handle.fallback = job.error.fallback
+    elif job.fallback is not None:
+        handle.fallback = job.fallback
     else:
         handle.fallback = Fallback(Reason.BUILD_FAILED, job.message.rstrip("."))
 

@@ -22,7 +22,7 @@ from builds import (
     small_network,
     until,
 )
-from hybrid_trt.backends import backends
+from hybrid_trt.backends import BuildError, backends
 from hybrid_trt.engine_builder import build as build_module
 from hybrid_trt.engine_builder import jobs as jobs_module
 from hybrid_trt.engine_builder.build import BuildOrder
@@ -158,13 +158,22 @@ def test_a_failure_is_told_and_the_next_build_runs(
     assert "The disk of x is full. Delete something." in second.log[-1]
 
 
+def succeed(*_: Any, **__: Any) -> None:
+    pass
+
+
+def fail(order: BuildOrder, *_: Any, **__: Any) -> None:
+    raise BuildError(f"{order.network.label} is not to be built")
+
+
+@pytest.mark.parametrize("build", [succeed, fail])
 def test_a_job_that_ended_holds_no_model(
-    queue: BuildQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    queue: BuildQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Callable
 ) -> None:
     import gc
     import weakref
 
-    monkeypatch.setattr(jobs_module, "build_engine", lambda *_, **__: None)
+    monkeypatch.setattr(jobs_module, "build_engine", build)
     model = small_network()
     alive = weakref.ref(model.patcher.model)
     job = queue.submit(order(model, backends()["onnxruntime"]), Library([tmp_path]))
@@ -196,7 +205,6 @@ def test_a_cancel_takes_effect_within_two_seconds_in_every_phase(
     assert job.state is State.CANCELLED
     assert gone(processes, LIMIT)
     assert until(lambda: contents(tmp_path) == [], LIMIT)
-    print(f"cancelled while {phase} in {time.monotonic() - begun:.2f} s")
     assert time.monotonic() - begun < LIMIT
 
 
@@ -276,6 +284,45 @@ def test_weights_that_change_while_they_are_read_are_read_again(
     )
     assert engine.manifest.identity.weights == true_hash
     assert contents(tmp_path) == [engine.folder.name]
+
+
+def pretend(task: dict, *_: Any) -> dict:
+    """Both steps without their work."""
+    folder = Path(task["folder"])
+    if task["step"] == "export":
+        (folder / "parameters.json").write_text("{}")
+        return {"onnx": "model.onnx", "parity": {"rel_err": 0.0}, "seconds": {}}
+    (folder / "engine.slow").write_bytes(b"slow")
+    return {"files": ["engine.slow"], "seconds": {}}
+
+
+def test_a_change_of_version_or_weights_builds_anew_and_the_same_does_not(
+    backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Library([tmp_path])
+    steps: list[str] = []
+
+    def build(network: NativeNetwork, **options: Any) -> str:
+        def run(task: dict, *rest: Any) -> dict:
+            steps.append(task["step"])
+            return pretend(task, *rest)
+
+        made = build_module.build_engine(order(network, backend), library, lambda *_: None, run=run, **options)
+        return made.folder.name
+
+    first = build(small_network(1))
+    assert build(small_network(1)) == first
+    assert steps == ["export", "build"]
+    monkeypatch.setenv("HYBRID_TRT_TEST_VERSION", "2")
+    second = build(small_network(1))
+    third = build(small_network(2))
+    assert len({first, second, third}) == 3
+    assert build(small_network(2), again=True) == third
+    assert len(steps) == 8
+    (tmp_path / third / "engine.slow").write_bytes(b"")
+    assert build(small_network(2)) == third, "a broken engine is replaced"
+    assert contents(tmp_path) == sorted([first, second, third])
+    assert (tmp_path / third / "engine.slow").read_bytes() == b"slow"
 
 
 def test_the_second_builder_of_a_key_waits_and_takes_the_firsts_engine(
