@@ -125,8 +125,7 @@ class EngineHandle:
                 if fallback.reason in (Reason.ENGINE_FAILED, Reason.BROKEN_ENGINE):
                     self.fallback = fallback  # not again in this run
             else:
-                tally.engine += 1
-                tally.backend = self.session.backend.name
+                tally.count_engine(self.session.backend.name)
                 tally.engine_name = self.session.engine.folder.name
                 return outputs
         tally.count_native(fallback)

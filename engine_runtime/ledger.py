@@ -13,6 +13,8 @@ from ..engine_library import Fallback
 
 log = logging.getLogger(__name__)
 
+NATIVE, ON_ENGINE = 0, 1
+
 MAX_PROMPTS = 64
 """Prompts remembered; the oldest is forgotten first."""
 
@@ -29,6 +31,7 @@ class Tally:
         backend: name of the backend that served, or None while none did.
         engine_name: the engine's folder in the library, or None while none served.
         engine, native: calls so far.
+        calls: the same in their order, a byte each: ON_ENGINE or NATIVE.
         reasons: fallback reason -> how many native calls had it.
         details: fallback reason -> the particulars of its first call.
         node_key: what the engine node stands for, see ``nodes.node_key``; ids say that within one prompt only.
@@ -45,6 +48,13 @@ class Tally:
     reasons: dict[str, int] = field(default_factory=dict)
     details: dict[str, str] = field(default_factory=dict)
     node_key: str = ""
+    calls: bytearray = field(default_factory=bytearray)
+
+    def count_engine(self, backend: str) -> None:
+        """Count a call that an engine served."""
+        self.backend = backend
+        self.engine += 1
+        self.calls.append(ON_ENGINE)
 
     def count_native(self, fallback: Fallback) -> None:
         """Count a native call; the first one with its reason is logged."""
@@ -53,10 +63,11 @@ class Tally:
             log.warning("Hybrid TRT: %s ran native. %s", self.name, fallback.sentence())
             self.details[reason] = str(fallback)
         self.native += 1
+        self.calls.append(NATIVE)
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     def to_json(self) -> dict:
-        return dict(self.__dict__)
+        return {**self.__dict__, "calls": "".join("ne"[call] for call in self.calls)}
 
 
 _prompts: OrderedDict[str, dict[tuple[str, str, str], Tally]] = OrderedDict()

@@ -7,6 +7,7 @@ import { showText } from "./lib/dialog.mjs";
 import { ENGINE_NODES } from "./lib/graph.mjs";
 import { NodeView } from "./lib/node_view.mjs";
 import { Panel } from "./lib/panel.mjs";
+import { presetMenu } from "./lib/presets.mjs";
 import { request } from "./lib/server.mjs";
 import { defaultsFor, settings } from "./lib/settings.mjs";
 import { setLanguage, t } from "./lib/texts.mjs";
@@ -63,6 +64,9 @@ app.registerExtension({
         defaultsFor(node, (id) => app.extensionManager.setting.get(id));
         tracker.views.set(node, new NodeView(node, { press: (view) => builder.press(view), showLog }));
         tracker.soon();
+    },
+    getNodeMenuItems(node) {
+        return ENGINE_NODES.includes(node.comfyClass) ? [presetMenu(node, () => tracker.soon())] : [];
     },
     afterConfigureGraph() {
         tracker.soon();

@@ -8,6 +8,7 @@ from comfy_api.latest import io
 
 from ..engine_runtime.engine_handle import EngineHandle
 from ..engine_runtime.ledger import Tally, executing, tallies
+from ..engine_runtime.report_plot import plot
 from .engine_node import CATEGORY, show
 from .graph import upstream
 
@@ -31,6 +32,7 @@ class TRTReport(io.ComfyNode):
             outputs=[
                 io.MatchType.Output(template=anything, id="after_out", display_name="after"),
                 io.String.Output("report", display_name="report"),
+                io.Image.Output("plot", display_name="plot", tooltip="Each call of each network: engine or native."),
             ],
             hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
             is_output_node=True,
@@ -42,7 +44,7 @@ class TRTReport(io.ComfyNode):
         rows = tallies(executing().prompt_id, samplers)
         text = report_text(rows) if rows or (engine := _engine(after)) is None else engine.status()
         show(text, cls.hidden.unique_id)
-        return io.NodeOutput(after, text, ui={"text": [text], "report": [report_json(rows)]})
+        return io.NodeOutput(after, text, plot(rows), ui={"text": [text], "report": [report_json(rows)]})
 
 
 def report_json(rows: list[Tally]) -> dict:

@@ -114,6 +114,7 @@ that ComfyUI shows on the two samplers, since the first run also builds.
                          {"image1": "native_decode.IMAGE", "image2": "decode.IMAGE"}, (360, 0))
     nodes["blend"] = node("ImageBlend", None, {"blend_factor": 1.0, "blend_mode": "difference"},
                           {"image1": "native_decode.IMAGE", "image2": "decode.IMAGE"}, (360, 0))
+    nodes["plot"] = node("PreviewImage", "Calls", {}, {"images": "report.plot"}, (360, 240))
     nodes["difference"] = node("PreviewImage", "Difference", {}, {"images": "blend.IMAGE"}, (360, 300))
     nodes["save"] |= {"inputs": {"images": "both.IMAGE"}}
     return _recipe("sd15_compare_native_and_engines", nodes, [
@@ -121,7 +122,7 @@ that ComfyUI shows on the two samplers, since the first run also builds.
         group("2 Engines", ENGINES, ["unet_engine", "engine_1", "engine_2"]),
         group("3 Images and prompts", CONTROLS, ["image_1", "image_2"], ["positive", "negative", "latent"]),
         group("4 Native", MODELS, ["native_1", "native_2", "native_sampler", "native_decode"]),
-        group("5 On engines", SAMPLE, ["apply", "patch", "sampler"], ["report", "decode", "text"]),
+        group("5 On engines", SAMPLE, ["apply", "patch", "sampler"], ["report", "decode", "text", "plot"]),
         group("6 Compare", ENGINES, ["both", "blend", "difference", "save"]),
     ])
 

@@ -25,6 +25,9 @@ const TEXTS = {
         exported: "{name} was exported ({size})", imported: "{name} was imported", deleted: "{name} was deleted",
         download: "Download", failedAction: "That did not work", error: "error {error}", broken: "Broken", done: "Done",
         stateCancelled: "Cancelled", running: "Running", unet: "UNet", controlnet: "ControlNet",
+        presets: "Engine sizes", presetSd15: "SD 1.5: 512 to 768, 1 or 2 images",
+        presetSd15Wide: "SD 1.5: 256 to 1024, up to 4 images, long prompts",
+        presetSdxl: "SDXL: 1024 only, 1 image", presetSdxlWide: "SDXL: 768 to 1536, 1 or 2 images, long prompts",
     },
     zh: {
         build: "构建引擎", rebuild: "重新构建", cancel: "取消构建",
@@ -49,6 +52,9 @@ const TEXTS = {
         exported: "{name} 已导出（{size}）", imported: "{name} 已导入", deleted: "{name} 已删除",
         download: "下载", failedAction: "操作未成功", error: "误差 {error}", broken: "已损坏", done: "完成",
         stateCancelled: "已取消", running: "运行中", unet: "UNet", controlnet: "ControlNet",
+        presets: "引擎尺寸", presetSd15: "SD 1.5：512 到 768，1 或 2 张",
+        presetSd15Wide: "SD 1.5：256 到 1024，最多 4 张，长提示词",
+        presetSdxl: "SDXL：仅 1024，1 张", presetSdxlWide: "SDXL：768 到 1536，1 或 2 张，长提示词",
     },
 };
 

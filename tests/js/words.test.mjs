@@ -2,6 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { promptError } from "../../js/lib/build.mjs";
 import { engineLines, jobLines, matching, shownJobs, tone } from "../../js/lib/panel_words.mjs";
+import { applyPreset, PRESETS, presetMenu } from "../../js/lib/presets.mjs";
 import { defaultsFor } from "../../js/lib/settings.mjs";
 import { keys, setLanguage, t } from "../../js/lib/texts.mjs";
 import { buttonLabel, describe, duration, error, runWords, size } from "../../js/lib/words.mjs";
@@ -76,4 +77,19 @@ test("settings fill new nodes with values that their widgets offer", () => {
     ];
     defaultsFor({ widgets }, (id) => ({ "HybridTRT.Backend": "torch", "HybridTRT.Precision": "float8" })[id]);
     assert.deepEqual(widgets.map((w) => w.value), ["torch", "auto", 512]);
+});
+
+test("presets rise from min to max and set the widgets that there are", () => {
+    for (const [key, values] of Object.entries(PRESETS)) {
+        assert.ok(values.min_size <= values.opt_size && values.opt_size <= values.max_size, key);
+        assert.notEqual(t(key), key);
+        assert.equal(values.max_tokens % 77, 0);
+    }
+    const heard = [];
+    const node = { widgets: [{ name: "max_size", value: 1, callback: (v) => heard.push(v) }, { name: "backend", value: "auto" }] };
+    let done = 0;
+    const { submenu } = presetMenu(node, () => done++);
+    submenu.options[2].callback();
+    assert.deepEqual([node.widgets.map((w) => w.value), heard, done], [[1024, "auto"], [1024], 1]);
+    applyPreset({}, {});
 });
