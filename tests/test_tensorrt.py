@@ -305,19 +305,20 @@ def test_timings_are_kept_per_gpu_and_version(request_here: BuildRequest, monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["unet", "controlnet"])
 def test_full_size_sd15_in_half_precision(kind: str, tmp_path: Path, record_property: Any) -> None:
-    """Export and build within a minute and 16 GB, on two cores that do nothing else."""
+    """Export and build within a minute of two cores (processor time: wall time has others' load in it) and 16 GB."""
     import resource
 
     network = networks.random_network(kind, networks.FULL_SD15, torch.float16)
     architecture = network.architecture()
     inputs = tuple(architecture.inputs(network.module, "float16"))
     outputs = tuple(architecture.outputs(network.module, "float16"))
-    started = time.monotonic()
+    started, used = time.monotonic(), time.process_time()
     graph = export_onnx(architecture.function(network.module), inputs, outputs, TRACED, tmp_path)
     exported = time.monotonic()
     profile = PROFILE.only({d.symbol for s in inputs for d in s.dims if not isinstance(d, int)})
     RTX.build(BuildRequest(graph, inputs, outputs, profile, tmp_path, "portable"), ignore)
     seconds = {"export": exported - started, "build": time.monotonic() - exported}
+    seconds["processor"] = time.process_time() - used
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     weights = 2 * sum(p.numel() for p in network.module.parameters())
     record_property("seconds", seconds)
@@ -325,7 +326,7 @@ def test_full_size_sd15_in_half_precision(kind: str, tmp_path: Path, record_prop
     record_property("engine_bytes", (tmp_path / "engine.trt").stat().st_size)
     assert weights <= (tmp_path / "engine.trt").stat().st_size <= 1.05 * weights
     assert peak <= 16e9, f"{peak / 1e9:.1f} GB"
-    assert sum(seconds.values()) <= 60, seconds
+    assert seconds["processor"] <= 2 * 60, seconds
 
 
 # Who can build and run what

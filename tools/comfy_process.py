@@ -200,6 +200,9 @@ class ComfyProcess:
     def free(self) -> None:
         """Unload all models and drop all cached node outputs before the next prompt runs."""
         self.post("/free", {"unload_models": True, "free_memory": True})
+        # ComfyUI does it between two prompts: without one of our own it might come after the caller's next one
+        self.queue({"1": {"class_type": "PreviewAny", "inputs": {"source": ["2", 0]}},
+                    "2": {"class_type": "PrimitiveInt", "inputs": {"value": time.monotonic_ns() % 2**31}}})
 
     def submit(self, prompt: dict[str, Any], client_id: str | None = None) -> str:
         """Queue an API-format prompt and return its id at once; PromptRejected when any node of it is invalid."""
