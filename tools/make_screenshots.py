@@ -30,6 +30,7 @@ MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 60}
 #: No node statistics in the corner, and no tab but that of the open workflow.
 QUIET = """async () => {
     await app.extensionManager.setting.set('Comfy.Graph.CanvasInfo', false);
+    await app.extensionManager.setting.set('LiteGraph.Canvas.MinFontSizeForLOD', 0);  // text at any zoom
     const store = app.extensionManager.workflow;
     for (const other of [...store.openWorkflows].filter(w => w.path !== store.activeWorkflow.path))
         await store.closeWorkflow(other); }"""
@@ -43,6 +44,23 @@ def take(page: ComfyPage, path: Path) -> None:
     page.fit(**MARGINS)
     path.parent.mkdir(parents=True, exist_ok=True)
     page.page.screenshot(path=path)
+    with Image.open(path) as image:
+        image.convert("RGB").save(path, optimize=True)
+    print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KB")
+
+
+def take_building(page: ComfyPage) -> None:
+    """The engines panel and an engine node while it builds."""
+    page.page.evaluate("""() => { const node = app.graph.nodes.find(n => n.type === 'TRTControlNetEngine');
+        const button = node.widgets.find(w => w.name === 'build_engine'); button.callback(); }""")
+    page.page.get_by_role("button", name="TRT engines").click()
+    page.page.locator(".hybrid-trt-status[data-state=building]").first.wait_for(timeout=60000)
+    page.page.evaluate("""() => { const node = app.graph.nodes.find(n => n.type === 'TRTControlNetEngine');
+        app.canvas.ds.scale = 1;
+        app.canvas.ds.offset = [460 - node.pos[0], 200 - node.pos[1]]; app.canvas.setDirty(true, true); }""")
+    page.page.wait_for_timeout(6000)
+    path = IMAGES / "building.png"
+    page.page.screenshot(path=path, clip={"x": 0, "y": 38, "width": 1100, "height": 700})
     with Image.open(path) as image:
         image.convert("RGB").save(path, optimize=True)
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KB")
@@ -68,6 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--base", type=Path, required=True, help="a ComfyUI base directory with this pack in it")
     parser.add_argument("--python", default=sys.executable, help="the Python that runs ComfyUI")
     parser.add_argument("--thumbnails", action="store_true", help="the pictures of the template browser instead")
+    parser.add_argument("--building", action="store_true", help="a build on its node and the panel; builds an engine")
     parser.add_argument("--vue", action="store_true", help="with Vue nodes; the file name says so")
     options = parser.parse_args(arguments)
     subprocess.run([options.python, str(ROOT / "tools" / "tiny_models.py"), "--comfyui", str(options.comfyui),
@@ -81,6 +100,9 @@ def main(arguments: list[str] | None = None) -> None:
             return
         page.load(with_tiny_models(workflow, process.object_info()), NAME)
         page.page.evaluate(QUIET)
+        if options.building:
+            take_building(page)
+            return
         page.queue()
         if problems := page.problems():
             raise RuntimeError(f"the page has problems: {problems}")
