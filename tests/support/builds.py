@@ -98,8 +98,8 @@ def until(condition: Callable[[], object], timeout: float) -> bool:
 
 
 def contents(folder: Path) -> list[str]:
-    """What a library's folder holds besides the file of weights hashes."""
-    return sorted(p.name for p in folder.iterdir() if p.name != ".weights_hashes.json")
+    """What a library's folder holds besides what is only remembered there: weights hashes, states of nodes."""
+    return sorted(p.name for p in folder.iterdir() if not p.name.endswith(".json"))
 
 
 @contextmanager
