@@ -145,7 +145,7 @@ def test_build_cancel_build_and_run(
     page.page.settle()
     page.shot("ran")
     assert "Last run: 4 calls on onnxruntime" in ran["text"]
-    native = page.status(page.node("TRTUNetEngine"))
+    native = page.wait_until(page.node("TRTUNetEngine"), lambda s: "Last run" in s["text"], "run")
     assert "Last run: all 4 calls native" in native["text"]
     assert "4 × no engine" in native["text"]
     assert native["tone"] == "warn"

@@ -271,21 +271,6 @@ def test_a_read_only_library_is_told(network: NativeNetwork, backend: Any, tmp_p
     assert "give ComfyUI the right to write there" in message
 
 
-def test_weights_that_change_while_they_are_read_are_read_again(
-    network: NativeNetwork, backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    true_hash = network.weights_hash()
-    hashes = iter(["0" * 64, true_hash])
-    monkeypatch.setattr(NativeNetwork, "weights_hash", lambda *_: next(hashes))
-    monkeypatch.setattr(NativeNetwork, "forget_hash", lambda *_: None)
-    monkeypatch.setenv("HYBRID_TRT_TEST_BUILD", "finish")
-    engine = build_module.build_engine(
-        order(network, backend), Library([tmp_path]), lambda *_: None, run=build_module.run_here
-    )
-    assert engine.manifest.identity.weights == true_hash
-    assert contents(tmp_path) == [engine.folder.name]
-
-
 def pretend(task: dict, *_: Any) -> dict:
     """Both steps without their work."""
     folder = Path(task["folder"])
@@ -294,6 +279,18 @@ def pretend(task: dict, *_: Any) -> dict:
         return {"onnx": "model.onnx", "parity": {"rel_err": 0.0}, "seconds": {}}
     (folder / "engine.slow").write_bytes(b"slow")
     return {"files": ["engine.slow"], "seconds": {}}
+
+
+def test_weights_that_change_while_they_are_read_are_read_again(
+    network: NativeNetwork, backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true_hash = network.weights_hash()
+    hashes = iter(["0" * 64, true_hash])
+    monkeypatch.setattr(NativeNetwork, "weights_hash", lambda *_: next(hashes))
+    monkeypatch.setattr(NativeNetwork, "forget_hash", lambda *_: None)
+    engine = build_module.build_engine(order(network, backend), Library([tmp_path]), lambda *_: None, run=pretend)
+    assert engine.manifest.identity.weights == true_hash
+    assert contents(tmp_path) == [engine.folder.name]
 
 
 def test_a_change_of_version_or_weights_builds_anew_and_the_same_does_not(
@@ -326,23 +323,31 @@ def test_a_change_of_version_or_weights_builds_anew_and_the_same_does_not(
 
 
 def test_the_second_builder_of_a_key_waits_and_takes_the_firsts_engine(
-    network: NativeNetwork, backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    network: NativeNetwork, backend: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("HYBRID_TRT_TEST_BUILD", "finish")
-    engines, phases = [], []
+    engines, phases, steps = [], [], []
+    waiting = threading.Event()
+
+    def run(task: dict, *rest: Any) -> dict:
+        steps.append(task["step"])
+        assert waiting.wait(10)
+        return pretend(task, *rest)
+
+    def progress(phase: str, _fraction: float) -> None:
+        phases.append(phase)
+        if phase.startswith("waiting"):
+            waiting.set()
 
     def build() -> None:
-        def progress(phase: str, _fraction: float) -> None:
-            phases.append(phase)
-
         # two libraries on one folder: as two processes have them, whose locks are as separate
-        engines.append(build_module.build_engine(order(network, backend), Library([tmp_path]), progress))
+        engines.append(build_module.build_engine(order(network, backend), Library([tmp_path]), progress, run=run))
 
     threads = [threading.Thread(target=build) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(90)
+        thread.join(30)
     assert engines[0].manifest == engines[1].manifest
+    assert steps == ["export", "build"]
     assert f"waiting for the same engine that process {os.getpid()}" in " ".join(phases)
     assert contents(tmp_path) == [engines[0].folder.name]

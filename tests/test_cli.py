@@ -148,7 +148,7 @@ def renamed_pack(tmp_path: Path) -> Path:
     return pack
 
 
-@pytest.mark.parametrize("phase", ["starting the exporter", "checking against native", "saving"])
+@pytest.mark.parametrize("phase", ["reading weights", "starting the exporter", "saving"])
 def test_a_killed_build_leaves_no_process_and_no_half_engine(
     environment: Any, build: tuple[str, ...], tmp_path: Path, renamed_pack: Path, phase: str
 ) -> None:
@@ -161,11 +161,13 @@ def test_a_killed_build_leaves_no_process_and_no_half_engine(
         builders = children(process.pid)
         process.send_signal(signal.SIGKILL)
         process.wait(10)
+        assert builders or phase != "starting the exporter"
         assert gone(builders)
         assert json.loads(cli("list", "--json"))["engines"] == []
     finally:
         process.kill()
         process.wait()
+    cli.library.mkdir(exist_ok=True)  # killed while hashing, it has not made it yet
     assert all(name.startswith(".") for name in contents(cli.library))
-    assert sweep(cli.library)
+    assert sweep(cli.library) or phase == "reading weights"
     assert not [name for name in contents(cli.library) if name.startswith(".building")]

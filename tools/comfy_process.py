@@ -183,11 +183,11 @@ class ComfyProcess:
         """GET a path and return its JSON (None for an empty answer)."""
         return self._request(urllib.request.Request(self.url + path), timeout)
 
-    def post(self, path: str, data: Any = None, timeout: float = 30.0) -> Any:
-        """POST JSON to a path and return the JSON answered (None for an empty answer), as our own page does it."""
+    def post(self, path: str, data: Any = None, timeout: float = 30.0, headers: dict[str, str] | None = None) -> Any:
+        """POST JSON to a path and return the JSON answered (None for an empty answer)."""
         return self._request(urllib.request.Request(
             self.url + path, data=json.dumps({} if data is None else data).encode(),
-            headers={"Content-Type": "application/json", "X-Hybrid-TRT": "1"}, method="POST"), timeout)
+            headers={"Content-Type": "application/json"} | (headers or {}), method="POST"), timeout)
 
     def object_info(self, node: str | None = None) -> dict[str, Any]:
         """All node descriptions by class name, or just one node's."""
