@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from comfy.ldm.modules.attention import CrossAttention, SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock
+
+import torch
+import torch.nn.functional as F
 
 from .tensors import Dim, TensorSpec
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from comfy.cldm.cldm import ControlNet
+
+import torch
 
 from . import ldm
 from .tensors import Dim, TensorSpec

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+
+import torch
 
 from . import ldm
 from .tensors import TensorSpec

@@ -38,6 +38,7 @@ class BuildRequest:
         inputs, outputs: its tensors, in order.
         profile: shapes that the engine must accept.
         folder: where to put the engine's files; it already holds the graph.
+        target: what the engine has to run on, in the words of the backend's ``target``.
     """
 
     onnx: Path
@@ -45,6 +46,7 @@ class BuildRequest:
     outputs: tuple[TensorSpec, ...]
     profile: Profile
     folder: Path
+    target: str
 
 
 class Runner(Protocol):
@@ -86,12 +88,23 @@ class Backend(Protocol):
         """Why this backend cannot run on a device here, or None when it can."""
         ...
 
+    def cannot_build(self, device: torch.device) -> Fallback | None:
+        """Why no engine for a device can be built here, or None; it may be possible where running is not."""
+        ...
+
     def refuses(self, manifest: Manifest, device: torch.device) -> Fallback | None:
         """Why this engine in particular cannot run on a device here (version, GPU), or None when it can."""
         ...
 
     def build(self, request: BuildRequest, progress: Progress) -> list[str]:
-        """Make the engine's files in ``request.folder`` and return their names, the one to open first."""
+        """Make the engine's files in ``request.folder`` and return their names, the one to open first.
+
+        Needs neither ComfyUI nor the model, so it may run in a process of its own. ``progress`` gets the fraction of
+        this build, which never falls.
+
+        Raises:
+            BuildError: the engine cannot be built. What ``progress`` raises comes out as it is.
+        """
         ...
 
     def load(self, engine: Engine, device: torch.device) -> Runner:

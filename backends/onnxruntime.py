@@ -35,8 +35,8 @@ class OnnxRuntimeBackend:
         return "any"
 
     def unavailable(self, device: torch.device) -> Fallback | None:
-        if find_spec("onnxruntime") is None:
-            return Fallback(Reason.BACKEND_MISSING, "onnxruntime is not installed (pip install onnxruntime)")
+        if (why := self.cannot_build(device)) is not None:
+            return why
         provider = _PROVIDERS.get(device.type)
         if provider is None:
             return Fallback(Reason.BACKEND_MISSING, f"onnxruntime has no provider for {device.type} here")
@@ -47,6 +47,12 @@ class OnnxRuntimeBackend:
                 Reason.BACKEND_MISSING,
                 f"this onnxruntime has no {provider} and the model runs on {device.type} (pip install onnxruntime-gpu)",
             )
+        return None
+
+    def cannot_build(self, device: torch.device) -> Fallback | None:
+        """The graph is the engine, so the package is all that it takes."""
+        if find_spec("onnxruntime") is None:
+            return Fallback(Reason.BACKEND_MISSING, "onnxruntime is not installed (pip install onnxruntime)")
         return None
 
     def refuses(self, manifest: Manifest, device: torch.device) -> Fallback | None:

@@ -7,6 +7,9 @@ profile's ``opt`` sizes; it holds no weights, so it serves every checkpoint of t
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import os
+import shutil
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,11 +55,14 @@ class TorchBackend:
 
     def cannot_build(self, device: torch.device) -> Fallback | None:
         """Why nothing can be compiled for a device here; running without an engine needs none of it."""
-        if device.type != "cuda":
-            return Fallback(Reason.BACKEND_MISSING, "the torch backend compiles for CUDA only")
         if not compiled.can_compile():
             oldest = ".".join(map(str, compiled.OLDEST_TORCH))
             return Fallback(Reason.BACKEND_MISSING, f"compiling needs torch {oldest} or newer")
+        if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+            name = "triton-windows" if os.name == "nt" else "triton"
+            return Fallback(Reason.BACKEND_MISSING, f"compiling needs Triton: pip install {name}")
+        if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++", "cl"))):
+            return Fallback(Reason.BACKEND_MISSING, "compiling for the CPU needs a C++ compiler")
         return None
 
     def refuses(self, manifest: Manifest, device: torch.device) -> Fallback | None:

@@ -1,116 +1,299 @@
-"""One build from a loaded native network to an engine in the library."""
+"""One build from a loaded native network to an engine in the library.
+
+The server's process only reads the weights and publishes the result. Export, check and the backend's build each run in
+a child: torch's exporter holds the GIL for up to twenty seconds at a time, all of them need gigabytes, and only a
+process can be stopped at any moment.
+"""
 
 from __future__ import annotations
 
 import logging
-import shutil
+import os
+import pkgutil
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from pathlib import Path
 
 import torch
 
+from .. import backends
 from ..architectures.tensors import Profile
-from ..backends import Backend, BuildRequest, Progress
-from ..engine_library import Engine, EngineIdentity, Library, Manifest
+from ..backends import Backend, BuildError, Progress, is_live
+from ..engine_library import Engine, EngineIdentity, Fallback, Library, Manifest, Unavailable
+from ..engine_library.disk import check_room, readable
+from ..engine_library.hash_cache import source_of
 from ..engine_library.library import describe_files
 from ..engine_library.native import NativeNetwork
-from .clean_copy import clean_copy
-from .onnx_export import PARAMETERS_NAME, export_onnx
-from .parity import check_parity, parity_cases
+from ..live_torch import local_key
+from .child_process import STARTING, Log, run_in_child
+from .compile_step import sizes_to_compile
+from .handover import write_structure, write_weights
+from .locks import hold
+from .onnx_export import PARAMETERS_NAME
+from .parity import LIMITS
+from .steps import STEPS, Task
 
 log = logging.getLogger(__name__)
 
 PACK_VERSION = "0.1.0"
+WEIGHTS_NAME = "weights.bin"
+ROOM = 3.2
+"""Disk that a build needs at its height, in sizes of its weights: snapshot, two copies of the graph, and some."""
+READS = 3
+"""How often the weights are read anew when somebody changes them meanwhile."""
+
+Runner = Callable[[Task, Progress, Log, Mapping[str, str]], dict]
+"""Does a task of ``steps``; see ``child_process.run_in_child``."""
 
 
 @dataclass(frozen=True)
 class BuildOrder:
-    """What to build: which network, how precise, for which shapes, by whom."""
+    """What to build: which network, how precise, for which shapes, by whom, for which device (the network's)."""
 
     network: NativeNetwork
     precision: str
     profile: Profile
     backend: Backend
+    device: torch.device | None = None
+
+    @property
+    def target_device(self) -> torch.device:
+        return self.device or self.network.device
 
 
-def build_engine(order: BuildOrder, library: Library, progress: Progress) -> Engine:
+class WeightsChanged(Exception):
+    """The weights that were read are not those that were hashed."""
+
+
+def run_here(task: Task, progress: Progress, log: Log, environment: Mapping[str, str]) -> dict:
+    """Do a task in this process, where it can be neither stopped nor survived: for tests and profilers."""
+    return STEPS[task["step"]](task, progress)
+
+
+def build_engine(
+    order: BuildOrder,
+    library: Library,
+    progress: Progress,
+    log_line: Log = lambda line: None,
+    run: Runner = run_in_child,
+    again: bool = False,
+) -> Engine:
     """Export, check, compile and publish one engine. Blocks until it is done.
 
-    The library is changed only by the last step; whatever stops the build before leaves nothing behind.
+    The library is changed only by the last step; whatever stops the build before leaves nothing behind. When the
+    engine is there already, or another process has just built it, that one is returned.
+
+    Args:
+        progress: called several times a second; may raise to cancel, which takes effect at once.
+        log_line: takes what exporter and backend write.
+        again: build although the engine is there.
 
     Raises:
-        Unavailable: no engine can be built for this network.
+        Unavailable: no engine can be built for this network, or none by this backend on this machine.
         BuildError: parity failed or the backend could not build; the text is for the user.
+        LibraryError: the library cannot take the engine; the text is for the user.
     """
+    if (refusal := order.backend.cannot_build(order.target_device)) is not None:
+        raise Unavailable(refusal.reason, refusal.detail)
+    for _ in range(READS):
+        identity = _identity(order, progress)
+        if not again and (found := _existing(order, library, identity)) is not None:
+            return found
+        try:
+            with _explained(library), hold(library.lock(identity), order.target_device, progress):
+                if not again and (found := _existing(order, library, identity)) is not None:
+                    return found
+                return _Build(order, library, identity, progress, log_line, run).run()
+        except WeightsChanged:
+            order.network.forget_hash()
+    raise BuildError(
+        f"the weights of {order.network.label} changed again and again while they were read, so no engine was made "
+        "and native keeps serving; build while nothing samples"
+    )
+
+
+def _identity(order: BuildOrder, progress: Progress) -> EngineIdentity:
     network, precision = order.network, order.precision
     architecture = network.architecture()
-    inputs = tuple(architecture.inputs(network.module, precision))
-    outputs = tuple(architecture.outputs(network.module, precision))
-    profile = order.profile.only(_symbols(inputs))
-    seconds: dict[str, float] = {}
+    progress("reading weights", 0.0)
+    specs = [*architecture.inputs(network.module, precision), *architecture.outputs(network.module, precision)]
+    symbols = {dim.symbol for spec in specs for dim in spec.dims if not isinstance(dim, int)}
+    if is_live(order.backend):
+        weights = order.backend.layout(network)
+    else:
+        weights = network.weights_hash(lambda: progress("reading weights", 0.0))
+    return EngineIdentity(
+        architecture=architecture.name,
+        weights=weights,
+        precision=precision,
+        profile=order.profile.only(symbols),
+        backend=order.backend.name,
+        backend_version=order.backend.version(),
+        device=order.backend.target(order.target_device),
+    )
 
-    folder = library.building_folder()
+
+def _existing(order: BuildOrder, library: Library, identity: EngineIdentity) -> Engine | None:
+    """The engine, if it is there and whole; one that only this machine cannot run is whole."""
+
+    def usable(manifest: Manifest) -> Fallback | None:
+        if order.backend.unavailable(order.target_device) is not None:
+            return None
+        return order.backend.refuses(manifest, order.target_device)
+
+    return library.exact(identity, usable)
+
+
+@contextmanager
+def _explained(library: Library) -> Iterator[None]:
     try:
-        progress("reading weights", 0.0)
-        weights = network.weights_hash()
-        started = time.perf_counter()
+        yield
+    except OSError as error:
+        raise readable(error, library.roots[0]) from error
+
+
+@dataclass
+class _Build:
+    """The steps of one build that is certain to be wanted."""
+
+    order: BuildOrder
+    library: Library
+    identity: EngineIdentity
+    progress: Progress
+    log_line: Log
+    start: Runner
+
+    def run(self) -> Engine:
+        network, precision = self.order.network, self.order.precision
         dtype = getattr(torch, precision)
-        function = architecture.function(clean_copy(network, dtype))
-        progress("exporting", 0.1)
-        graph = export_onnx(function, inputs, outputs, parity_cases(profile)[-1], folder)
-        seconds["export"] = time.perf_counter() - started
+        structure = write_structure(network, dtype)
+        size = sum(p.numel() for p in network.module.parameters()) * dtype.itemsize
+        check_room(self.library.roots[0], int(size * ROOM), f"Building the engine of {network.label}")
+        folder = self.library.building_folder()
+        try:
+            manifest = self._make(folder, structure, dtype)
+            engine = self.library.publish(folder, manifest, lambda: self.progress("saving", 0.99))
+        finally:
+            self.library.discard(folder)
+        log.info(
+            "Hybrid TRT: built %s for %s in %.1f s, error to native %.1e",
+            engine.folder.name,
+            network.label,
+            sum(manifest.seconds.values()),
+            manifest.parity["rel_err"],
+        )
+        return engine
 
-        progress("checking against native", 0.5)
+    def _make(self, folder: Path, structure: str, dtype: torch.dtype) -> Manifest:
+        network, identity, live = self.order.network, self.identity, is_live(self.order.backend)
+        architecture = network.architecture()
+        inputs = (architecture.encoded_inputs if live else architecture.inputs)(network.module, identity.precision)
+        outputs = architecture.outputs(network.module, identity.precision)
+        weights_file = folder / WEIGHTS_NAME
         started = time.perf_counter()
-        parity = check_parity(graph, function.float(), inputs, outputs, profile, precision)
-        seconds["parity"] = time.perf_counter() - started
-        del function
-
-        progress(f"building with {order.backend.name}", 0.7)
-        started = time.perf_counter()
-        files = order.backend.build(BuildRequest(graph, inputs, outputs, profile, folder), progress)
-        seconds["build"] = time.perf_counter() - started
-
-        progress("saving", 0.9)
-        manifest = Manifest(
-            identity=EngineIdentity(
-                architecture=architecture.name,
-                weights=weights,
-                precision=precision,
-                profile=profile,
-                backend=order.backend.name,
-                backend_version=order.backend.version(),
-                device=order.backend.target(network.device),
-            ),
+        read, index = write_weights(network, dtype, weights_file, self._part("reading weights", 0.0, 0.1))
+        if not live and read != identity.weights:
+            raise WeightsChanged
+        seconds = {"read": time.perf_counter() - started}
+        common = {
+            "folder": str(folder),
+            "precision": identity.precision,
+            "inputs": [spec.to_json() for spec in inputs],
+            "outputs": [spec.to_json() for spec in outputs],
+            "profile": identity.profile.to_json(),
+        }
+        native = {
+            "architecture": architecture.name,
+            "structure": structure,
+            "weights": index,
+            "weights_file": str(weights_file),
+            "comfyui": str(_comfyui()),
+        }
+        made = self._compiled(common | native) if live else self._exported_and_built(common, native)
+        files = made["files"]
+        for leftover in folder.iterdir():
+            if leftover.name not in files:
+                leftover.unlink()
+        seconds |= made["seconds"]
+        described = describe_files(folder, files, lambda: self.progress("saving", 0.95))
+        if live:
+            hashes = {name: file.sha256 for name, file in described.items()}
+            described |= describe_files(folder, [local_key.sign(folder, identity.key, hashes)])
+        return Manifest(
+            identity=identity,
             kind=architecture.kind,
             label=network.label,
-            inputs=inputs,
-            outputs=outputs,
-            files=describe_files(folder, [*files, PARAMETERS_NAME]),
-            parity=parity,
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            files=described,
+            parity=made["parity"],
             seconds={name: round(value, 3) for name, value in seconds.items()},
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             pack_version=PACK_VERSION,
+            fingerprint=identity.weights if live else network.fingerprint(),
+            source=source_of(network.patcher) or {},
         )
-        for leftover in folder.iterdir():
-            if leftover.name not in manifest.files:
-                leftover.unlink()
-        engine = library.publish(folder, manifest)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    progress("ready", 1.0)
-    log.info(
-        "Hybrid TRT: built %s for %s in %.1f s, error to native %.1e",
-        engine.folder.name,
-        network.label,
-        sum(seconds.values()),
-        parity["rel_err"],
-    )
-    return engine
+
+    def _exported_and_built(self, common: Task, native: Task) -> dict:
+        """The backend's engine, by way of ONNX: ``files``, ``parity`` and ``seconds``."""
+        limit = {"limit": LIMITS[self.identity.precision]}
+        no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+        exported = self._do({**common, **native, **limit, "step": "export"}, 0.1, 0.5, no_gpu)
+        Path(native["weights_file"]).unlink()
+        built = self._do({
+            **common,
+            "step": "build",
+            "onnx": exported["onnx"],
+            "target": self.identity.device,
+            "backend": _module_of(self.order.backend),
+            "backend_folders": list(backends.__path__),
+        }, 0.5, 0.95, _only_gpu(self.order.target_device))  # fmt: skip
+        return {
+            "files": [*built["files"], PARAMETERS_NAME],
+            "parity": exported["parity"],
+            "seconds": exported["seconds"] | built["seconds"],
+        }
+
+    def _compiled(self, task: Task) -> dict:
+        """Compiled files for live weights: ``files``, ``parity`` and ``seconds``."""
+        device = self.order.target_device
+        task = {**task, "step": "compile", "device": device.type, "cases": sizes_to_compile(self.identity.profile)}
+        return self._do(task, 0.1, 0.95, _only_gpu(device))
+
+    def _do(self, task: Task, begin: float, end: float, environment: Mapping[str, str]) -> dict:
+        def progress(phase: str, fraction: float) -> None:
+            name = self.order.backend.name
+            if task["step"] == "build":
+                phase = f"building with {name}" if phase == STARTING else f"{name}: {phase}"
+            self.progress(phase, begin + (end - begin) * fraction)
+
+        return self.start(task, progress, self.log_line, environment)
+
+    def _part(self, phase: str, begin: float, end: float) -> Callable[[float], None]:
+        return lambda fraction: self.progress(phase, begin + (end - begin) * fraction)
 
 
-def _symbols(specs: Sequence) -> set[str]:
-    return {dim.symbol for spec in specs for dim in spec.dims if not isinstance(dim, int)}
+def _comfyui() -> Path:
+    """Where the ComfyUI lies that this process runs."""
+    return Path(sys.modules["comfy.model_management"].__file__).resolve().parents[1]
+
+
+def _module_of(backend: Backend) -> str:
+    """The name of the module in a backends' folder that defines this backend."""
+    for entry in pkgutil.iter_modules(backends.__path__):
+        if getattr(sys.modules.get(f"{backends.__name__}.{entry.name}"), "BACKEND", None) is backend:
+            return entry.name
+    raise ValueError(f"backend {backend.name} is in none of {backends.__path__}")
+
+
+def _only_gpu(device: torch.device) -> dict[str, str]:
+    """Environment in which a GPU other than the first is the only one, so that a backend builds for it."""
+    if device.type != "cuda" or not device.index:
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in visible.split(",")] if visible else [str(n) for n in range(device.index + 1)]
+    return {"CUDA_VISIBLE_DEVICES": names[device.index]}

@@ -9,19 +9,24 @@ import hashlib
 import json
 import logging
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..architectures.tensors import Profile
-from .manifest import EXPORT_FORMAT, MANIFEST_NAME, EngineFile, Manifest, ManifestError
+from .disk import readable
+from .lock import FileLock
+from .manifest import EXPORT_FORMAT, MANIFEST_NAME, EngineFile, EngineIdentity, Manifest, ManifestError
 from .reasons import Fallback, Reason, Unavailable
+from .work_folders import BUILD_PREFIX, new_work_folder, remove_work_folder, sweep
 
 log = logging.getLogger(__name__)
 
-BUILD_PREFIX = ".building-"
+Usable = Callable[[Manifest], Fallback | None]
+"""A backend's say on whether an engine runs here; None means yes."""
+
+Check = Callable[[], None]
+"""Called often during long work; may raise to stop it."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +54,10 @@ class Engine:
                     f"{self.folder.name}/{name} has {size} bytes and was built with {expected.bytes}",
                 )
 
-    def check_contents(self) -> None:
+    def check_contents(self, check: Check | None = None) -> None:
         """Raise Unavailable when a file's contents are not those that were built. Reads everything."""
         for name, expected in self.manifest.files.items():
-            if file_sha256(self.folder / name) != expected.sha256:
+            if file_sha256(self.folder / name, check) != expected.sha256:
                 raise Unavailable(Reason.BROKEN_ENGINE, f"{self.folder.name}/{name} is damaged (its hash differs)")
 
 
@@ -87,7 +92,7 @@ class Library:
         """What is wrong with the manifests that could not be read, a sentence each."""
         return [found for found in self._all() if isinstance(found, str)]
 
-    def find(self, wanted: Wanted, usable: Callable[[Manifest], Fallback | None]) -> Engine:
+    def find(self, wanted: Wanted, usable: Usable) -> Engine:
         """The best engine for a model.
 
         Engines whose profile holds the wanted one come first, then more wanted backends, then smaller profiles.
@@ -111,10 +116,8 @@ class Library:
                 continue
             if identity.precision != wanted.precision or identity.backend not in wanted.backends:
                 continue
-            try:
-                self._check(engine, usable)
-            except Unavailable as refusal:
-                refusals.append(refusal)
+            if (refusal := self.flaw(engine, usable)) is not None:
+                refusals.append(Unavailable(refusal.reason, refusal.detail))
                 continue
             covers = identity.profile.contains(wanted.profile)
             rank = (not covers, wanted.backends.index(identity.backend), identity.profile.volume())
@@ -123,21 +126,39 @@ class Library:
             return [engine for _, _, engine in sorted(candidates)]
         if refusals:
             raise refusals[0]
+        raise self.nothing_found()
+
+    def nothing_found(self) -> Unavailable:
+        """What to raise when no engine is for a model; names the manifests that could not be read."""
         unreadable = self.problems()
         more = f"; {len(unreadable)} unreadable manifest(s), the first: {unreadable[0]}" if unreadable else ""
-        raise Unavailable(Reason.NO_ENGINE, f"none for this model in {self.roots[0]}{more}")
+        return Unavailable(Reason.NO_ENGINE, f"none for this model in {self.roots[0]}{more}")
+
+    def may_have(self, architecture: str, fingerprint: Callable[[], str]) -> bool:
+        """Whether an engine could be a model's, judged without its weights hash; False is certain."""
+        manifests = [e.manifest for e in self.engines() if e.manifest.identity.architecture == architecture]
+        known = {manifest.fingerprint for manifest in manifests}
+        return bool(known) and ("" in known or fingerprint() in known)
+
+    def exact(self, identity: EngineIdentity, usable: Usable) -> Engine | None:
+        """The engine with this very key, if it is there and nothing is wrong with it."""
+        same = (e for e in self.engines() if e.manifest.identity == identity)
+        return next((e for e in same if self.flaw(e, usable) is None), None)
 
     @staticmethod
-    def _check(engine: Engine, usable: Callable[[Manifest], Fallback | None]) -> None:
+    def flaw(engine: Engine, usable: Usable) -> Fallback | None:
+        """Why an engine cannot be used (stale, broken, made for another GPU), judged without reading its files."""
         made_with = engine.manifest.identity.export_format
         if made_with != EXPORT_FORMAT:
-            raise Unavailable(
+            return Fallback(
                 Reason.STALE_ENGINE,
                 f"{engine.folder.name} has export format {made_with}, this version uses {EXPORT_FORMAT}",
             )
-        engine.check_sizes()
-        if (refusal := usable(engine.manifest)) is not None:
-            raise Unavailable(refusal.reason, refusal.detail)
+        try:
+            engine.check_sizes()
+        except Unavailable as broken:
+            return broken.fallback
+        return usable(engine.manifest)
 
     def _all(self) -> Iterator[Engine | str]:
         seen = {}
@@ -164,44 +185,73 @@ class Library:
             return str(error)
 
     def building_folder(self) -> Path:
-        """A new empty folder inside the library, invisible to ``engines`` until ``publish``."""
-        folder = self.roots[0] / f"{BUILD_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-        folder.mkdir(parents=True)
-        return folder
+        """A new empty folder inside the library, invisible to ``engines`` until ``publish``.
 
-    def publish(self, building: Path, manifest: Manifest) -> Engine:
-        """Write the manifest into a building folder and make the engine appear, replacing one with the same key."""
+        Raises:
+            LibraryError: the library cannot be written.
+        """
+        sweep(self.roots[0])
+        try:
+            return new_work_folder(self.roots[0])
+        except OSError as error:
+            raise readable(error, self.roots[0]) from error
+
+    def discard(self, building: Path) -> None:
+        """Remove a building folder."""
+        remove_work_folder(building)
+
+    def lock(self, identity: EngineIdentity) -> FileLock:
+        """The lock that a builder of this engine has to hold, whatever process it lives in."""
+        return FileLock(self.roots[0] / f".{identity.folder_name}.lock")
+
+    def publish(self, building: Path, manifest: Manifest, check: Check | None = None) -> Engine:
+        """Write the manifest into a building folder and make the engine appear, replacing one with the same key.
+
+        Args:
+            check: called until just before the engine appears; what it raises leaves the library as it was.
+        """
+        check = check or (lambda: None)
         path = building / MANIFEST_NAME
         path.write_text(json.dumps(manifest.to_json(), indent=1), encoding="utf-8")
         for file in building.iterdir():
+            check()
             _fsync(file)
+        check()
         target = self.roots[0] / manifest.identity.folder_name
         if target.exists():
-            replaced = target.with_name(f"{BUILD_PREFIX}old-{secrets.token_hex(4)}")
-            target.rename(replaced)
-            building.rename(target)
-            shutil.rmtree(replaced, ignore_errors=True)
-        else:
-            building.rename(target)
+            self.remove(target)
+        building.rename(target)
+        remove_work_folder(building)
         _fsync(target.parent)
         return Engine(target, manifest)
 
+    @staticmethod
+    def remove(folder: Path) -> None:
+        """Make an engine's folder disappear at once, then free its space.
 
-def describe_files(folder: Path, names: Sequence[str]) -> dict[str, EngineFile]:
+        Raises:
+            OSError: the folder is read-only, or (on Windows) one of its files is in use.
+        """
+        trash = new_work_folder(folder.parent)
+        try:
+            folder.rename(trash / folder.name)
+        finally:
+            remove_work_folder(trash)
+
+
+def describe_files(folder: Path, names: Sequence[str], check: Check | None = None) -> dict[str, EngineFile]:
     """Size and hash of files in a building folder, for the manifest."""
-    return {name: EngineFile((folder / name).stat().st_size, file_sha256(folder / name)) for name in names}
+    return {name: EngineFile((folder / name).stat().st_size, file_sha256(folder / name, check)) for name in names}
 
 
-def file_sha256(path: Path) -> str:
-    """sha256 of a file's contents."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
-
-
-def _digest(file) -> str:
+def file_sha256(path: Path, check: Check | None = None) -> str:
+    """sha256 of a file's contents; ``check`` is called after every few megabytes."""
     h = hashlib.sha256()
-    while chunk := file.read(1 << 20):
-        h.update(chunk)
+    with path.open("rb") as file:
+        while chunk := file.read(8 << 20):
+            h.update(chunk)
+            if check is not None:
+                check()
     return h.hexdigest()
 
 

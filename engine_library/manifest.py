@@ -73,7 +73,8 @@ class Manifest:
         files: file name -> size and hash. The first one is what the backend opens.
         parity: relative error to the native module, measured when it was built (see ``engine_builder.parity``).
         seconds: how long export and build took.
-        parameters: where each of the module's parameters lives in the ONNX graph is told by this file of the engine.
+        fingerprint: quick hash of a part of the weights, see ``weights.fingerprint``; ``""`` when not known.
+        source: the file that the weights came from (``path``, ``size``, ``mtime_ns``), where it is known.
     """
 
     identity: EngineIdentity
@@ -86,6 +87,8 @@ class Manifest:
     seconds: Mapping[str, float] = field(default_factory=dict)
     created: str = ""
     pack_version: str = ""
+    fingerprint: str = ""
+    source: Mapping = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
@@ -104,6 +107,8 @@ class Manifest:
             "seconds": dict(self.seconds),
             "created": self.created,
             "pack_version": self.pack_version,
+            "fingerprint": self.fingerprint,
+            "source": dict(self.source),
         }
 
     @classmethod
@@ -120,6 +125,8 @@ class Manifest:
             seconds=data["seconds"],
             created=data["created"],
             pack_version=data["pack_version"],
+            fingerprint=data.get("fingerprint", ""),
+            source=data.get("source", {}),
         )
 
     @classmethod
@@ -131,13 +138,22 @@ class Manifest:
                 contents do not have (someone edited it).
         """
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            text = path.read_bytes()
+        except OSError as error:
+            raise ManifestError(f"{path} cannot be read as a manifest ({type(error).__name__}: {error})") from error
+        return cls.parse(text, str(path))
+
+    @classmethod
+    def parse(cls, text: bytes, where: str) -> Manifest:
+        """As ``read``, from a manifest's text; ``where`` it stands is for the error."""
+        try:
+            data = json.loads(text)
             manifest = cls.from_json(data)
             key = data["key"]
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ManifestError(f"{path} cannot be read as a manifest ({type(error).__name__}: {error})") from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ManifestError(f"{where} cannot be read as a manifest ({type(error).__name__}: {error})") from error
         if key != manifest.identity.key:
-            raise ManifestError(f"{path} was changed after the build: its key does not match its contents")
+            raise ManifestError(f"{where} was changed after the build: its key does not match its contents")
         if any(Path(name).name != name for name in manifest.files):
-            raise ManifestError(f"{path} names a file outside its folder")
+            raise ManifestError(f"{where} names a file outside its folder")
         return manifest

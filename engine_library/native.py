@@ -10,7 +10,7 @@ import torch
 
 from ..architectures import Architecture, architecture_of
 from .reasons import Reason, Unavailable
-from .weights import weights_hash
+from .weights import Check, fingerprint, forget_hash, weights_hash
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlNet
@@ -85,6 +85,14 @@ class NativeNetwork:
             raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} is a {type(self.module).__name__}")
         return architecture
 
-    def weights_hash(self) -> str:
+    def weights_hash(self, check: Check | None = None) -> str:
         """Hash of the weights with the patcher's LoRAs in; cached, see ``weights.weights_hash``."""
-        return weights_hash(self.patcher, self.prefix)
+        return weights_hash(self.patcher, self.prefix, check)
+
+    def forget_hash(self) -> None:
+        """Hash the weights anew next time."""
+        forget_hash(self.patcher)
+
+    def fingerprint(self) -> str:
+        """Quick hash of a part of the weights, see ``weights.fingerprint``."""
+        return fingerprint(self.patcher, self.prefix)

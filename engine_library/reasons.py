@@ -30,7 +30,7 @@ class Reason(str, Enum):
 
 
 _ADVICE = {
-    Reason.NO_ENGINE: "build one: set 'when_missing' to 'build now' on the engine node and queue once",
+    Reason.NO_ENGINE: "set 'when_missing' to 'build now' or 'build in background' on the engine node and queue",
     Reason.BUILD_FAILED: "fix what the message names and queue again",
     Reason.STALE_ENGINE: "build it again: it was made by another version or for another GPU",
     Reason.BROKEN_ENGINE: "build it again: its files are missing or damaged",

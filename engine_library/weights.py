@@ -9,28 +9,43 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
 
+from . import hash_cache
+
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
+
+Check = Callable[[], None]
+"""Called often during long work; may raise to stop it."""
+
+SMALL = 2048
+"""Weights with at most so many elements make the fingerprint: biases and norms, a megabyte in all."""
 
 _hashes: weakref.WeakKeyDictionary[torch.nn.Module, dict[object, str]] = weakref.WeakKeyDictionary()
 
 
-def current_weights(patcher: ModelPatcher, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def current_weights(
+    patcher: ModelPatcher, prefix: str = "", wanted: Callable[[torch.Tensor], bool] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Each (name without prefix, tensor on the CPU) of the model's state, with the patcher's weight patches applied.
 
     Tensors keep the model's dtype, except quantised ones, which come dequantised. The model is left as it is: patched
     weights that ComfyUI currently has in place are read from its backup.
+
+    Args:
+        wanted: which weights; all by default.
     """
     from comfy.lora import calculate_weight
 
     for key, (original, *patches) in patcher.get_key_patches(prefix or None).items():
         weight, convert = original
+        if wanted is not None and not wanted(weight):
+            continue
         if hasattr(weight, "dequantize") and type(weight) not in (torch.Tensor, torch.nn.Parameter):
             weight = weight.dequantize()
         weight = weight.detach().to("cpu")
@@ -41,30 +56,75 @@ def current_weights(patcher: ModelPatcher, prefix: str = "") -> Iterator[tuple[s
         yield key[len(prefix) :], weight
 
 
-def weights_hash(patcher: ModelPatcher, prefix: str = "") -> str:
+def weights_hash(patcher: ModelPatcher, prefix: str = "", check: Check | None = None) -> str:
     """sha256 over names, shapes and values of the weights.
 
     Values are hashed as float32, so a file that ComfyUI loads as float16 on a GPU and as float32 on a CPU has one hash.
-    Computed once per loaded model and set of weight patches.
+    Computed once per loaded model and set of weight patches, and once ever for a file whose loader is known.
     """
     known = _hashes.setdefault(patcher.model, {})
-    state = (patcher.patches_uuid if patcher.patches else None, prefix)
+    state = _state(patcher, prefix)
     if state not in known:
-        known[state] = _hash(current_weights(patcher, prefix))
+        source = hash_cache.key_of(patcher, prefix)
+        found = hash_cache.read(source)
+        if found is None:
+            found = _hash(current_weights(patcher, prefix), check)
+            hash_cache.write(source, found)
+        known[state] = found
     return known[state]
 
 
-def _hash(weights: Iterator[tuple[str, torch.Tensor]]) -> str:
-    def digest(item: tuple[str, torch.Tensor]) -> bytes:
-        name, tensor = item
-        values = tensor.to(torch.float32).contiguous()
-        h = hashlib.sha256(f"{name} {tuple(values.shape)} ".encode())
-        h.update(memoryview(values.numpy()).cast("B") if values.numel() else b"")
-        return h.digest()
+def forget_hash(patcher: ModelPatcher) -> None:
+    """Drop what is remembered of a model's hashes, because it turned out to be wrong."""
+    _hashes.pop(patcher.model, None)
+    for prefix in ("", "diffusion_model."):
+        hash_cache.forget(hash_cache.key_of(patcher, prefix))
 
-    # hashing releases the GIL; the order of names, not of completion, makes the result
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        total = hashlib.sha256()
-        for part in pool.map(digest, sorted(weights, key=lambda item: item[0])):
-            total.update(part)
+
+def fingerprint(patcher: ModelPatcher, prefix: str = "") -> str:
+    """Hash of the small weights alone, in milliseconds: where it differs, the weights differ."""
+    known = _hashes.setdefault(patcher.model, {})
+    state = ("fingerprint", *_state(patcher, prefix))
+    if state not in known:
+        known[state] = _hash(current_weights(patcher, prefix, lambda weight: weight.numel() <= SMALL))[:16]
+    return known[state]
+
+
+def digest(name: str, tensor: torch.Tensor) -> bytes:
+    """sha256 of one weight."""
+    values = tensor.to(torch.float32).contiguous()
+    h = hashlib.sha256(f"{name} {tuple(values.shape)} ".encode())
+    h.update(memoryview(values.numpy()).cast("B") if values.numel() else b"")
+    return h.digest()
+
+
+def combine(digests: Mapping[str, bytes]) -> str:
+    """The hash of a model from the digests of its weights by name."""
+    total = hashlib.sha256()
+    for name in sorted(digests):
+        total.update(digests[name])
     return total.hexdigest()
+
+
+def hashing_pool() -> ThreadPoolExecutor:
+    """Threads to call ``digest`` in: hashing releases the GIL."""
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+
+
+def _hash(weights: Iterable[tuple[str, torch.Tensor]], check: Check | None = None) -> str:
+    with hashing_pool() as pool:
+        pending = {name: pool.submit(digest, name, tensor) for name, tensor in weights}
+        try:
+            digests = {}
+            for name, future in pending.items():
+                digests[name] = future.result()
+                if check is not None:
+                    check()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return combine(digests)
+
+
+def _state(patcher: ModelPatcher, prefix: str) -> tuple:
+    return (patcher.patches_uuid if patcher.patches else None, prefix)

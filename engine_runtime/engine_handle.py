@@ -35,7 +35,7 @@ def usable_backends(choice: str, device: torch.device) -> list[Backend]:
     """The backends that a choice allows and that can run on a device here, the most preferred first.
 
     Raises:
-        Unavailable: none; says why of the one that was chosen, or of the most preferred one.
+        Unavailable: none; says why not, of each that could be installed.
     """
     known = backends()
     if choice == AUTO:
@@ -45,8 +45,11 @@ def usable_backends(choice: str, device: torch.device) -> list[Backend]:
     refusals = {b.name: b.unavailable(device) for b in allowed}
     usable = [b for b in allowed if refusals[b.name] is None]
     if not usable:
-        refusal = next(iter(refusals.values()), None)
-        raise Unavailable(*((refusal.reason, refusal.detail) if refusal else (Reason.BACKEND_MISSING, f"no {choice}")))
+        reasons = [refusal.reason for refusal in refusals.values()]
+        # what can be installed is worth more to the user than what can never run here
+        reason = Reason.BACKEND_MISSING if Reason.BACKEND_MISSING in reasons or not reasons else reasons[0]
+        details = [refusal.detail for refusal in refusals.values() if refusal.reason is reason]
+        raise Unavailable(reason, "; ".join(details) or f"there is no backend called {choice}")
     return usable
 
 
@@ -57,13 +60,17 @@ class EngineHandle:
     deleted since the node ran is noticed, without the node running again.
     """
 
-    def __init__(self, network: NativeNetwork, choice: EngineChoice, library: Library, node_id: str):
+    def __init__(
+        self, network: NativeNetwork, choice: EngineChoice, library: Library, node_id: str, node_key: str = ""
+    ):
         self.network = network
         self.choice = choice
         self.library = library
         self.node_id = node_id
+        self.node_key = node_key
         self.session: Session | LiveSession | None = None
         self.fallback: Fallback | None = None
+        self.note = ""  # what the node says besides, for example that a build is under way
         self.tally: Tally | None = None
         self._context: object = self  # no execution context is this object: the first call begins a run
         self.refresh()
@@ -95,17 +102,22 @@ class EngineHandle:
         profile = self.choice.profile
         live = next((b for b in usable.values() if is_live(b)), None)
         weights = [live.layout(self.network)] if live else []
-        if not all(is_live(b) for b in usable.values()):
-            weights.append(self.network.weights_hash())
+        # a whole checkpoint is not hashed to learn that it has no engine
+        if live is None or len(usable) > 1:
+            if self.library.may_have(architecture.name, self.network.fingerprint):
+                weights.append(self.network.weights_hash())
+            elif live is None:
+                raise self.library.nothing_found()
         wanted = Wanted(architecture.name, weights, self.precision, profile, list(usable))
         try:
             engines = self.library.find_all(wanted, refuses)
         except Unavailable:
-            if live is None:
+            if live is None or self.choice.backend == AUTO:
                 raise
-            engines = []
-        if live is None or (engines and engines[0].manifest.identity.backend != live.name):
-            return session(engines[0], usable[engines[0].manifest.identity.backend], device)
+            engines = []  # chosen by name, it serves without one too
+        name = engines[0].manifest.identity.backend if engines else live.name
+        if live is None or name != live.name:
+            return session(engines[0], usable[name], device)
         found = live_session(self.network, live, self.precision)
         found.use([engine for engine in engines if engine.manifest.identity.backend == live.name])
         return found
@@ -120,7 +132,7 @@ class EngineHandle:
         if context is not self._context or self.tally is None:
             self._context = context
             self.refresh()
-            self.tally = open_tally(self.network.kind, self.network.label, self.node_id)
+            self.tally = open_tally(self.network.kind, self.network.label, self.node_id, self.node_key)
             if self.session is not None:
                 self.session.begin_run(patcher)
                 keep(self.session, context.prompt_id if context else "")
@@ -149,8 +161,7 @@ class EngineHandle:
                 if fallback.reason in (Reason.ENGINE_FAILED, Reason.BROKEN_ENGINE):
                     self.fallback = fallback  # not again in this run
             else:
-                tally.engine += 1
-                tally.backend = self.session.backend.name
+                tally.count_engine(self.session.backend.name)
                 tally.engine_name = self.session.name
                 return outputs
         tally.count_native(fallback)
@@ -159,12 +170,13 @@ class EngineHandle:
     def status(self) -> str:
         """One sentence for the node."""
         if self.session is None:
-            return self.fallback.sentence()
+            return f"{self.fallback.sentence()} {self.note}".strip()
         if isinstance(self.session, LiveSession):
-            return self.session.status()
+            return f"{self.session.status()} {self.note}".strip()
         manifest = self.session.engine.manifest
         text = f"{manifest.identity.backend} {manifest.identity.precision}, {self.session.profile}"
         text += f", {manifest.bytes / 1e6:.0f} MB"
         if not self.session.profile.contains(self.choice.profile.only(self.session.profile.ranges)):
             text += f". It is smaller than this node's profile ({self.choice.profile}): larger calls run native"
+            text += f". {self.note}" if self.note else ""
         return text

@@ -13,6 +13,8 @@ from ..engine_library import Fallback
 
 log = logging.getLogger(__name__)
 
+NATIVE, ON_ENGINE = 0, 1
+
 MAX_PROMPTS = 64
 """Prompts remembered; the oldest is forgotten first."""
 
@@ -29,8 +31,10 @@ class Tally:
         backend: name of the backend that served, or None while none did.
         engine_name: the engine's folder in the library, or None while none served.
         engine, native: calls so far.
+        calls: the same in their order, a byte each: ON_ENGINE or NATIVE.
         reasons: fallback reason -> how many native calls had it.
         details: fallback reason -> the particulars of its first call.
+        node_key: what the engine node stands for, see ``nodes.node_key``; ids say that within one prompt only.
     """
 
     kind: str
@@ -43,6 +47,14 @@ class Tally:
     native: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
     details: dict[str, str] = field(default_factory=dict)
+    node_key: str = ""
+    calls: bytearray = field(default_factory=bytearray)
+
+    def count_engine(self, backend: str) -> None:
+        """Count a call that an engine served."""
+        self.backend = backend
+        self.engine += 1
+        self.calls.append(ON_ENGINE)
 
     def count_native(self, fallback: Fallback) -> None:
         """Count a native call; the first one with its reason is logged."""
@@ -51,10 +63,11 @@ class Tally:
             log.warning("Hybrid TRT: %s ran native. %s", self.name, fallback.sentence())
             self.details[reason] = str(fallback)
         self.native += 1
+        self.calls.append(NATIVE)
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     def to_json(self) -> dict:
-        return dict(self.__dict__)
+        return {**self.__dict__, "calls": "".join("ne"[call] for call in self.calls)}
 
 
 _prompts: OrderedDict[str, dict[tuple[str, str, str], Tally]] = OrderedDict()
@@ -65,7 +78,7 @@ def executing() -> ExecutionContext | None:
     return get_executing_context()
 
 
-def open_tally(kind: str, name: str, engine_node: str) -> Tally:
+def open_tally(kind: str, name: str, engine_node: str, node_key: str = "") -> Tally:
     """The tally for a network in the node execution that the caller runs in."""
     context = executing()
     prompt, sampler = (context.prompt_id, context.node_id) if context else ("", "")
@@ -73,10 +86,18 @@ def open_tally(kind: str, name: str, engine_node: str) -> Tally:
     _prompts.move_to_end(prompt)
     while len(_prompts) > MAX_PROMPTS:
         _prompts.popitem(last=False)
-    return rows.setdefault((sampler, engine_node, name), Tally(kind, name, engine_node, sampler))
+    return rows.setdefault((sampler, engine_node, name), Tally(kind, name, engine_node, sampler, node_key=node_key))
 
 
 def tallies(prompt_id: str, sampler_nodes: Collection[str] | None = None) -> list[Tally]:
     """The tallies of a prompt, of all its sampling nodes or of some, in the order in which they were opened."""
     rows = _prompts.get(prompt_id, {}).values()
     return [row for row in rows if sampler_nodes is None or row.sampler_node in sampler_nodes]
+
+
+def last_run(node_key: str) -> tuple[str, list[Tally]] | None:
+    """The latest prompt in which a network was called for an engine node with this key, and its tallies there."""
+    for prompt_id in reversed(list(_prompts)):
+        if rows := [row for row in list(_prompts.get(prompt_id, {}).values()) if row.node_key == node_key]:
+            return prompt_id, rows
+    return None

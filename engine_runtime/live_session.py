@@ -14,7 +14,8 @@ from ..architectures.tensors import Profile, ShapeMismatch, bind
 from ..backends import LiveBackend
 from ..engine_library import Engine, Reason, Unavailable
 from ..engine_library.native import NativeNetwork
-from ..live_torch.network import LiveNetwork
+from ..engine_library.plain_copy import ReplacedForward
+from ..live_torch.network import LiveNetwork, laid_out
 from .cuda_graphs import GraphCache, Recorder
 from .hints import HintCache
 from .session import first_line
@@ -63,6 +64,11 @@ class LiveSession:
     def name(self) -> str:
         """What served, for reports."""
         return self.engines[0].folder.name if self.engines else "live weights, CUDA graph"
+
+    @property
+    def weights(self) -> str:
+        """What stands for the weights in its engines' identities."""
+        return self.backend.layout(self.network)
 
     @property
     def profile(self) -> Profile | None:
@@ -148,7 +154,7 @@ class LiveSession:
             elif name == "hint":
                 inputs[name] = tensor
             else:
-                inputs[name] = self._live.laid_out(tensor.to(self.device, getattr(torch, spec.dtype)))
+                inputs[name] = laid_out(tensor.to(self.device, getattr(torch, spec.dtype)))
         return inputs
 
     def _bound(self, given: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -169,7 +175,7 @@ class LiveSession:
     def _zero(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         key = (shape, dtype)
         if key not in self._zeros:
-            self._zeros[key] = self._live.laid_out(torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device))
+            self._zeros[key] = laid_out(torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device))
         return self._zeros[key]
 
     def _open_compiled(self, symbols: dict[str, int]) -> None:
@@ -197,9 +203,16 @@ class LiveSession:
 
 
 def live_session(network: NativeNetwork, backend: LiveBackend, precision: str) -> LiveSession:
-    """The session for a native module, shared by all who use it: its weights are on the GPU once."""
+    """The session for a native module, shared by all who use it: its weights are on the GPU once.
+
+    Raises:
+        Unavailable: another node replaced a part of the module.
+    """
     key = (id(network.module), precision, str(network.device))
     found = _open.get(key)
     if found is None:
-        found = _open[key] = LiveSession(network, backend, precision)
+        try:
+            found = _open[key] = LiveSession(network, backend, precision)
+        except ReplacedForward as error:
+            raise Unavailable(Reason.MODEL_PATCHED, str(error)) from error
     return found

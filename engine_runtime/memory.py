@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from comfy.model_patcher import ModelPatcher
+
+import torch
 
 if TYPE_CHECKING:
     from .engine_handle import EngineHandle

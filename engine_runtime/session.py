@@ -57,6 +57,11 @@ class Session:
         """What serves, for reports."""
         return self.engine.folder.name
 
+    @property
+    def weights(self) -> str:
+        """What stands for the weights in the engine's identity."""
+        return self.engine.manifest.identity.weights
+
     def begin_run(self, patcher: ModelPatcher | None) -> None:
         """A sampling run starts. An engine's weights are its own, whatever the patcher says."""
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
+
+import torch
 
 from ..engine_library import Fallback, Reason
 from ..engine_library.native import UNET_PREFIX

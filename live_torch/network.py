@@ -20,6 +20,13 @@ Symbols = frozenset
 """The sizes of a call: a frozenset of (symbol, size)."""
 
 
+def laid_out(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the memory layout that networks compute in: channels_last on a GPU, where that is faster."""
+    if tensor.ndim == 4 and tensor.is_cuda:
+        return tensor.contiguous(memory_format=torch.channels_last)
+    return tensor.contiguous()
+
+
 class LiveNetwork:
     """A plain copy of a native network over its live weights, as a function of named tensors.
 
@@ -69,14 +76,8 @@ class LiveNetwork:
 
     def encode_hint(self, hint: torch.Tensor) -> torch.Tensor:
         """What stands for the hint among the inputs; depends on nothing but the hint and the weights."""
-        hint = self.laid_out(hint.to(self.device, self.dtype))
-        return self.laid_out(self._encoder(hint))
-
-    def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in the memory layout that the network computes in: channels_last on a GPU."""
-        if tensor.ndim == 4 and self.device.type == "cuda":
-            return tensor.contiguous(memory_format=torch.channels_last)
-        return tensor.contiguous()
+        hint = laid_out(hint.to(self.device, self.dtype))
+        return laid_out(self._encoder(hint))
 
     def run(self, inputs: Mapping[str, torch.Tensor], symbols: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """One call on tensors of the right dtype, device and layout; output name -> tensor."""

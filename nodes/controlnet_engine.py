@@ -8,7 +8,7 @@ from comfy_api.latest import io, ui
 from ..engine_library import Fallback, Reason
 from ..engine_library.native import NativeNetwork
 from ..engine_runtime.controlnet import back_with_engine, native_controlnet
-from . import engine_node
+from . import building, engine_node
 from .graph import model_name
 
 
@@ -30,15 +30,20 @@ class TRTControlNetEngine(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, when_missing: str, **_: object) -> int:
+        return building.generation(when_missing)
+
+    @classmethod
     def execute(cls, control_net: ControlBase, when_missing: str, **settings: int | str) -> io.NodeOutput:
         choice = engine_node.engine_choice(**settings)
         node_id = cls.hidden.unique_id
         label = model_name(cls.hidden.dynprompt, node_id, "control_net", "ControlNet")
         if type(control_net) is not ControlNet:
             # other kinds (T2I-adapters, Control-LoRAs) make their network while sampling, or are not worth an engine
-            status = Fallback(Reason.UNSUPPORTED_MODEL, f"{label} is a {type(control_net).__name__}").sentence()
-            engine_node.show(status, node_id)
+            refusal = Fallback(Reason.UNSUPPORTED_MODEL, f"{label} is a {type(control_net).__name__}")
+            status = engine_node.refuse(refusal, label, node_id, cls.hidden.dynprompt)
             return io.NodeOutput(control_net, ui=ui.PreviewText(status))
         native = native_controlnet(control_net)
-        handle = engine_node.find_or_build(NativeNetwork.of_controlnet(native, label), choice, when_missing, node_id)
+        network = NativeNetwork.of_controlnet(native, label)
+        handle = engine_node.find_or_build(network, choice, when_missing, node_id, cls.hidden.dynprompt)
         return io.NodeOutput(back_with_engine(native, handle), ui=ui.PreviewText(handle.status()))

@@ -3,46 +3,23 @@
 from __future__ import annotations
 
 import logging
-import math
-from functools import cache
-from pathlib import Path
 
-import folder_paths
-from comfy import model_management
-from comfy.utils import ProgressBar
 from comfy_api.latest import io
-from server import PromptServer
+from comfy_execution.graph import DynamicPrompt
 
-from ..architectures.tensors import Profile, Range
-from ..backends import BuildError, backends, is_live
-from ..engine_builder.build import PACK_VERSION, BuildOrder, build_engine
-from ..engine_builder.build_live import build_live
-from ..engine_library import Fallback, Library, Reason, Unavailable
+from ..backends import backends
+from ..engine_builder.profiles import DEFAULTS, PRECISIONS, profile_of
+from ..engine_library import Fallback
 from ..engine_library.native import NativeNetwork
-from ..engine_runtime.engine_handle import AUTO, EngineChoice, EngineHandle, usable_backends
-from ..engine_runtime.live_session import LiveSession, live_session
+from ..engine_runtime.engine_handle import AUTO, EngineChoice, EngineHandle
+from . import building
+from .graph import inputs_of, whole_prompt
+from .library_folder import library
+from .node_key import BUILD_REQUEST, BadPrompt, node_key
 
 log = logging.getLogger(__name__)
 
 CATEGORY = "Hybrid TRT"
-FOLDER_KEY = "trt_engines"
-USE_NATIVE = "use native"
-BUILD_NOW = "build now"
-PRECISIONS = (AUTO, "float16", "bfloat16", "float32")
-PIXELS = 8
-"""Pixels per latent element."""
-
-folder_paths.add_model_folder_path(FOLDER_KEY, str(Path(folder_paths.models_dir) / FOLDER_KEY), is_default=True)
-
-
-@cache
-def _library(roots: tuple[str, ...]) -> Library:
-    return Library([Path(root) for root in roots])
-
-
-def library() -> Library:
-    """The library of this ComfyUI, wherever its settings put ``models/trt_engines``."""
-    return _library(tuple(folder_paths.get_folder_paths(FOLDER_KEY)))
 
 
 def settings_inputs() -> list[io.Input]:
@@ -50,16 +27,17 @@ def settings_inputs() -> list[io.Input]:
     return [
         io.Combo.Input(
             "when_missing",
-            options=[USE_NATIVE, BUILD_NOW],
-            default=USE_NATIVE,
-            tooltip="What to do when the library has no engine for this model: run native, or build one first.",
+            options=list(building.WHEN_MISSING),
+            default=building.USE_NATIVE,
+            tooltip="What to do when the library has no engine for this model: run native; build one first; or run "
+            "native now and build one meanwhile, which serves from the next prompt on.",
         ),
-        io.Int.Input("min_size", default=64, min=16, max=8192, step=8, tooltip="Smallest width or height in pixels."),
-        io.Int.Input("opt_size", default=512, min=16, max=8192, step=8, tooltip="Size in pixels to be fastest at."),
-        io.Int.Input("max_size", default=1024, min=16, max=8192, step=8, tooltip="Largest width or height in pixels."),
+        _size("min_size", "Smallest width or height in pixels."),
+        _size("opt_size", "Size in pixels to be fastest at."),
+        _size("max_size", "Largest width or height in pixels."),
         io.Int.Input(
             "max_images",
-            default=4,
+            default=DEFAULTS["max_images"],
             min=1,
             max=64,
             tooltip="Largest batch size of the latent image. The engine takes twice as many, because ComfyUI runs the "
@@ -67,7 +45,7 @@ def settings_inputs() -> list[io.Input]:
         ),
         io.Int.Input(
             "max_tokens",
-            default=616,
+            default=DEFAULTS["max_tokens"],
             min=77,
             max=77 * 64,
             step=77,
@@ -76,7 +54,7 @@ def settings_inputs() -> list[io.Input]:
         ),
         io.Combo.Input(
             "precision",
-            options=list(PRECISIONS),
+            options=[AUTO, *PRECISIONS],
             default=AUTO,
             tooltip="What the engine computes in; auto is what ComfyUI uses for this model.",
             advanced=True,
@@ -91,6 +69,10 @@ def settings_inputs() -> list[io.Input]:
     ]
 
 
+def _size(name: str, tooltip: str) -> io.Input:
+    return io.Int.Input(name, default=DEFAULTS[name], min=16, max=8192, step=8, tooltip=tooltip)
+
+
 def engine_choice(
     min_size: int, opt_size: int, max_size: int, max_images: int, max_tokens: int, precision: str, backend: str
 ) -> EngineChoice:
@@ -99,66 +81,44 @@ def engine_choice(
     Raises:
         ValueError: sizes in the wrong order; the text is for the user.
     """
-    if not min_size <= opt_size <= max_size:
-        raise ValueError(
-            f"min_size ({min_size}), opt_size ({opt_size}) and max_size ({max_size}) must rise in this order. "
-            "Nothing was built; correct the sizes on this node."
-        )
-    size = Range(max(1, min_size // PIXELS), max(1, opt_size // PIXELS), math.ceil(max_size / PIXELS))
-    batch = Range(1, 2, 2 * max_images)
-    tokens = Range(77, 77, max(77, max_tokens))
-    profile = Profile({"B": batch, "H": size, "W": size, "T": tokens, "HB": Range(1, 1, 2 * max_images)})
+    profile = profile_of(min_size, opt_size, max_size, max_images, max_tokens)
     return EngineChoice(profile, precision, backend)
 
 
-def find_or_build(network: NativeNetwork, choice: EngineChoice, when_missing: str, node_id: str) -> EngineHandle:
-    """The handle for a network's engine, building the engine first when there is none and the user wants one.
+def find_or_build(
+    network: NativeNetwork, choice: EngineChoice, when_missing: str, node_id: str, prompt: DynamicPrompt
+) -> EngineHandle:
+    """The handle for a network's engine, with a build ordered or done when there is none and the user wants one.
 
     A build that fails is told on the node and leaves native to serve.
     """
-    handle = EngineHandle(network, choice, library(), node_id)
-    if when_missing == BUILD_NOW and _needs_build(handle):
-        try:
-            _build(handle)
-            handle.refresh()
-        except (BuildError, OSError) as error:
-            log.error("Hybrid TRT: the engine for %s was not built: %s", network.label, error)
-            handle.session, handle.fallback = None, Fallback(Reason.BUILD_FAILED, str(error))
-        except Unavailable as refusal:
-            handle.session, handle.fallback = None, refusal.fallback
-    show(f"{network.label}\n{handle.status()}", node_id)
+    key = _key(prompt, node_id)
+    handle = EngineHandle(network, choice, library(), node_id, key)
+    building.node_states.learn(key, handle)  # before a build is told to the page
+    requested = BUILD_REQUEST in inputs_of(prompt, node_id)
+    if requested or when_missing != building.USE_NATIVE:
+        building.build_if_missing(handle, when_missing, requested)
+    building.node_states.learn(key, handle)
+    log.info("Hybrid TRT: %s: %s", network.label, handle.status())
     return handle
 
 
-def _needs_build(handle: EngineHandle) -> bool:
-    if handle.session is None:
-        return handle.fallback.reason in (Reason.NO_ENGINE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
-    if isinstance(handle.session, LiveSession):
-        return handle.session.lacks(handle.choice.profile)
-    profile = handle.session.profile
-    return not profile.contains(handle.choice.profile.only(profile.ranges))
+def refuse(fallback: Fallback, label: str, node_id: str, prompt: DynamicPrompt) -> str:
+    """Say on the node that it can have no engine, and return the sentence."""
+    building.node_states.refused(_key(prompt, node_id), label, fallback)
+    log.info("Hybrid TRT: %s", fallback.sentence())
+    return fallback.sentence()
 
 
-def _build(handle: EngineHandle) -> None:
-    network = handle.network
-    backend = usable_backends(handle.choice.backend, network.device)[0]
-    order = BuildOrder(network, handle.precision, handle.choice.profile, backend)
-    bar = ProgressBar(100, node_id=handle.node_id)
-
-    def progress(phase: str, fraction: float) -> None:
-        model_management.throw_exception_if_processing_interrupted()
-        bar.update_absolute(round(fraction * 100))
-        show(f"{network.label}\n{phase} ({fraction:.0%})", handle.node_id)
-
-    if is_live(backend):
-        live = live_session(network, backend, handle.precision).live
-        build_live(order, live, handle.library, progress, PACK_VERSION)
-    else:
-        build_engine(order, handle.library, progress)
+def _key(prompt: DynamicPrompt, node_id: str) -> str:
+    try:
+        return node_key(whole_prompt(prompt, node_id), node_id)
+    except BadPrompt as error:  # for example nodes that expand while they run
+        log.debug("Hybrid TRT: node %s has no key (%s)", node_id, error)
+        return ""
 
 
 def show(text: str, node_id: str) -> None:
     """Put a line of text on a node in the page, and in the log."""
     log.info("Hybrid TRT: %s", text.replace("\n", ": "))
-    if PromptServer.instance is not None:
-        PromptServer.instance.send_progress_text(text, node_id)
+    building.send_text(text, node_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,8 +20,8 @@ def upstream(prompt: DynamicPrompt, node_id: str, first_inputs: tuple[str, ...] 
     seen, queue = {node_id}, [(node_id, first_inputs)]
     while queue:
         current, allowed = queue.pop(0)
-        for name, value in _inputs(prompt, current).items():
-            if (allowed is None or name in allowed) and _is_link(value) and value[0] not in seen:
+        for name, value in inputs_of(prompt, current).items():
+            if (allowed is None or name in allowed) and is_link(value) and value[0] not in seen:
                 seen.add(value[0])
                 queue.append((value[0], None))
                 yield value[0]
@@ -29,19 +30,30 @@ def upstream(prompt: DynamicPrompt, node_id: str, first_inputs: tuple[str, ...] 
 def model_name(prompt: DynamicPrompt, node_id: str, input_name: str, default: str) -> str:
     """The file that a loader upstream of an input was told to load, or ``default``."""
     for node in upstream(prompt, node_id, (input_name,)):
-        inputs = _inputs(prompt, node)
+        inputs = inputs_of(prompt, node)
         for name in MODEL_NAME_INPUTS:
             if isinstance(inputs.get(name), str):
                 return inputs[name]
     return default
 
 
-def _inputs(prompt: DynamicPrompt, node_id: str) -> dict[str, Any]:
+def whole_prompt(prompt: DynamicPrompt, node_id: str) -> dict[str, Any]:
+    """A node and all that it depends on, as an API prompt."""
+    found = {}
+    for current in (node_id, *upstream(prompt, node_id)):
+        with contextlib.suppress(NodeNotFoundError):
+            found[current] = prompt.get_node(current)
+    return found
+
+
+def inputs_of(prompt: DynamicPrompt, node_id: str) -> dict[str, Any]:
+    """The inputs of a node as the prompt has them; empty when there is no such node."""
     try:
         return prompt.get_node(node_id)["inputs"]
     except NodeNotFoundError:
         return {}
 
 
-def _is_link(value: Any) -> bool:
+def is_link(value: Any) -> bool:
+    """Whether an input of a prompt is another node's output: [node id, output index]."""
     return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)

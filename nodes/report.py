@@ -6,7 +6,9 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..engine_runtime.engine_handle import EngineHandle
 from ..engine_runtime.ledger import Tally, executing, tallies
+from ..engine_runtime.report_plot import plot
 from .engine_node import CATEGORY, show
 from .graph import upstream
 
@@ -30,6 +32,7 @@ class TRTReport(io.ComfyNode):
             outputs=[
                 io.MatchType.Output(template=anything, id="after_out", display_name="after"),
                 io.String.Output("report", display_name="report"),
+                io.Image.Output("plot", display_name="plot", tooltip="Each call of each network: engine or native."),
             ],
             hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
             is_output_node=True,
@@ -39,9 +42,9 @@ class TRTReport(io.ComfyNode):
     def execute(cls, after: Any) -> io.NodeOutput:
         samplers = set(upstream(cls.hidden.dynprompt, cls.hidden.unique_id))
         rows = tallies(executing().prompt_id, samplers)
-        text = report_text(rows)
+        text = report_text(rows) if rows or (engine := _engine(after)) is None else engine.status()
         show(text, cls.hidden.unique_id)
-        return io.NodeOutput(after, text, ui={"text": [text], "report": [report_json(rows)]})
+        return io.NodeOutput(after, text, plot(rows), ui={"text": [text], "report": [report_json(rows)]})
 
 
 def report_json(rows: list[Tally]) -> dict:
@@ -71,6 +74,13 @@ def report_text(rows: list[Tally]) -> str:
         lines.append(f"{row.name}: {served}, {row.native} native")
         lines += [f"    {count} x {row.details[reason]}" for reason, count in row.reasons.items()]
     return "\n".join(lines)
+
+
+def _engine(value: Any) -> EngineHandle | None:
+    """The engine that an engine node gave, when the report stands right behind it."""
+    if isinstance(value, EngineHandle):
+        return value
+    return getattr(getattr(value, "control_model", None), "handle", None)
 
 
 def _sum_reasons(rows: list[dict]) -> dict[str, int]:

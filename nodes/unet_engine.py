@@ -6,7 +6,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io, ui
 
 from ..engine_library.native import NativeNetwork
-from . import engine_node
+from . import building, engine_node
 from .graph import model_name
 
 UNetEngine = io.Custom("TRT_UNET_ENGINE")
@@ -30,9 +30,14 @@ class TRTUNetEngine(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, when_missing: str, **_: object) -> int:
+        return building.generation(when_missing)
+
+    @classmethod
     def execute(cls, model: ModelPatcher, when_missing: str, **settings: int | str) -> io.NodeOutput:
         choice = engine_node.engine_choice(**settings)
         node_id = cls.hidden.unique_id
         label = model_name(cls.hidden.dynprompt, node_id, "model", "UNet")
-        handle = engine_node.find_or_build(NativeNetwork.of_model(model, label), choice, when_missing, node_id)
+        network = NativeNetwork.of_model(model, label)
+        handle = engine_node.find_or_build(network, choice, when_missing, node_id, cls.hidden.dynprompt)
         return io.NodeOutput(handle, ui=ui.PreviewText(handle.status()))

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from networks import CPU, network
 from pack import import_comfy
+from small_networks import CPU, network
 
 import_comfy()
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 from fake_recorder import Recorder
-from networks import CPU
 from pack import import_comfy
+from small_networks import CPU
 
 import_comfy()
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from networks import CPU, LAYOUTS, native_call, network, with_lora
 from pack import import_comfy
+from small_networks import CPU, LAYOUTS, native_call, network, with_lora
 
 import_comfy()
 
@@ -20,7 +20,7 @@ from hybrid_trt.architectures import architecture_of  # noqa: E402
 from hybrid_trt.architectures.tensors import Profile, Range  # noqa: E402
 from hybrid_trt.backends import BuildError, backends  # noqa: E402
 from hybrid_trt.engine_builder import parity  # noqa: E402
-from hybrid_trt.engine_builder.build import BuildOrder, build_engine  # noqa: E402
+from hybrid_trt.engine_builder.build import BuildOrder, build_engine, run_here  # noqa: E402
 from hybrid_trt.engine_builder.onnx_export import export_onnx, sample_inputs  # noqa: E402
 from hybrid_trt.engine_library import Engine, Library, Reason, Unavailable  # noqa: E402
 from hybrid_trt.engine_library.native import UNET_PREFIX, NativeNetwork  # noqa: E402
@@ -32,7 +32,7 @@ PROFILE = Profile({"B": Range(1, 2, 4), "H": Range(4, 16, 40), "W": Range(4, 16,
 
 def built(net: NativeNetwork, folder: Path, precision: str = "float32") -> Engine:
     order = BuildOrder(net, precision, PROFILE, backends()["onnxruntime"])
-    return build_engine(order, Library([folder]), lambda _phase, _fraction: None)
+    return build_engine(order, Library([folder]), lambda _phase, _fraction: None, run=run_here)
 
 
 def engine_error(net: NativeNetwork, engine: Engine, symbols: dict[str, int]) -> float:
@@ -197,7 +197,7 @@ def test_a_build_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
 
     order = BuildOrder(network("unet", "unlike_levels"), "float32", PROFILE, backends()["onnxruntime"])
     with pytest.raises(Cancelled):
-        build_engine(order, Library([tmp_path]), cancel)
+        build_engine(order, Library([tmp_path]), cancel, run=run_here)
     assert list(tmp_path.iterdir()) == []
 
 

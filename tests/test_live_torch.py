@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from fake_recorder import Recorder
-from networks import CPU, native_call, network, with_lora
 from pack import import_comfy
+from small_networks import CPU, native_call, network, with_lora
 
 import_comfy()
 
@@ -17,7 +17,8 @@ from hybrid_trt.architectures import architecture_of  # noqa: E402
 from hybrid_trt.architectures.tensors import Profile, Range  # noqa: E402
 from hybrid_trt.backends import backends  # noqa: E402
 from hybrid_trt.backends.torch_inductor import file_name, sizes_of  # noqa: E402
-from hybrid_trt.engine_builder.build_live import sizes_to_compile  # noqa: E402
+from hybrid_trt.engine_builder.build import BuildOrder, build_engine  # noqa: E402
+from hybrid_trt.engine_builder.compile_step import sizes_to_compile  # noqa: E402
 from hybrid_trt.engine_builder.onnx_export import sample_inputs  # noqa: E402
 from hybrid_trt.engine_builder.parity import relative_error  # noqa: E402
 from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason  # noqa: E402
@@ -181,7 +182,7 @@ def test_the_backend_is_chosen_by_name_only_on_a_cpu() -> None:
     assert [b.name for b in usable_backends("torch", CPU)] == ["torch"]
     assert TORCH.suits(torch.device("cuda"))
     session = opened(network("unet", "unlike_levels"))
-    assert not session.lacks(PROFILE), "nothing to build on a CPU"
+    assert session.lacks(PROFILE)
     assert "eagerly" in session.status()
 
 
@@ -211,6 +212,35 @@ def test_a_signature_holds_on_this_machine_and_for_these_files_only(tmp_path: Pa
     assert not local_key.is_ours(tmp_path, "engine", hashes), "another machine"
     local_key.sign(tmp_path / "..", "x", hashes)
     assert not local_key.is_ours(tmp_path, "engine", hashes), "another machine with a key of its own"
+
+
+@pytest.mark.parametrize("kind", ["unet", "controlnet"])
+def test_a_build_compiles_for_the_opt_sizes_and_serves_other_weights_too(
+    kind: str, tmp_path: Path, key_folder: Path
+) -> None:
+    net = network(kind, "inpainting_channels")
+    library = Library([tmp_path / "library"])
+    profile = Profile({**PROFILE.ranges, "H": Range(4, 6, 40), "W": Range(4, 8, 40)})
+    engine = build_engine(BuildOrder(net, "float32", profile, TORCH), library, lambda *_: None)
+    assert engine.manifest.parity["rel_err"] <= 1e-5
+    assert {name for name in engine.manifest.files if name.endswith(".bin")} == {
+        file_name(sizes) for sizes in sizes_to_compile(engine.manifest.identity.profile)}
+    for other in (net, with_lora(net)):
+        session = LiveSession(other, TORCH, "float32", Recorder())
+        session.use([engine])
+        given = given_for(net, 11, H=6, W=8)
+        native = native_call(other, given)
+        if other is not net:
+            other.patcher.patch_model(CPU)
+            native = native_call(other, given)
+            other.patcher.unpatch_model(CPU)
+        with torch.inference_mode():
+            results = session.run(given).values()
+        assert max(relative_error(r, n) for r, n in zip(results, native, strict=True)) <= 1e-5
+        assert session.refusal is None
+        assert session.live.has_compiled({s: n for s, n in (SIZES | {"H": 6, "W": 8}).items()
+                                          if s in {d.symbol for spec in session.live.inputs for d in spec.dims
+                                                   if not isinstance(d, int)}})
 
 
 class Trap:

@@ -47,7 +47,7 @@ def test_nodes_keep_their_ids_and_category(comfy: ComfyProcess) -> None:
 
 
 def test_apply_node_offers_at_least_eight_rows(comfy: ComfyProcess) -> None:
-    (_, options) = comfy.object_info("TRTApplyControlNet")["TRTApplyControlNet"]["input"]["required"]["rows"]
+    _, options = comfy.object_info()["TRTApplyControlNet"]["input"]["required"]["rows"]
     assert [option["key"] for option in options["options"]][:8] == [str(n) for n in range(1, 9)]
 
 

@@ -19,7 +19,14 @@ from workflow_to_prompt import VIRTUAL, WorkflowError, bypass, set_widget, to_pr
 
 FOLDER = Path(__file__).resolve().parent.parent / "workflows"
 NAMES = [recipe.name for recipe in RECIPES]
-NETS = {"sd15_two_controlnets": ("tiny_sd15_a", "tiny_sd15_b"), "sdxl_two_controlnets": ("tiny_sdxl_a", "tiny_sdxl_b")}
+SD15_NETS, SDXL_NETS = ("tiny_sd15_a", "tiny_sd15_b"), ("tiny_sdxl_a", "tiny_sdxl_b")
+NETS = {name: SDXL_NETS if name.startswith("sdxl") else SD15_NETS for name in NAMES}
+#: Calls in four steps: of the UNet, and of all ControlNets together, each in its range.
+CALLS = {
+    "sd15_img2img_controlnet": (4, 4),
+    "sd15_controlnet_stack": (4, 12),
+    "sd15_compare_native_and_engines": (4, 7),
+}
 ROWS = """() => { const node = app.graph.nodes.find(n => n.type === 'TRTApplyControlNet');
     return { sockets: node.inputs.filter(i => !i.widget).map(i => i.label ?? i.name),
              linked: node.inputs.filter(i => i.link != null).map(i => i.name),
@@ -213,6 +220,28 @@ def test_runs_on_engines(comfy: ComfyProcess, object_info: dict[str, Any]) -> No
         ("tiny_sd15_a.safetensors", 4, 0), ("tiny_sd15_b.safetensors", 4, 0)]
     assert history.output(ids["SaveImage"], "images")
     assert history.output(ids["PreviewAny"], "text") == history.output(ids["TRTReport"], "text")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_others_run_on_engines_too(comfy: ComfyProcess, object_info: dict[str, Any], name: str) -> None:
+    prompt = to_prompt(with_tiny_models(shipped(name), object_info), object_info)
+    history = comfy.queue(prompt, timeout=300)
+    ids = {entry["class_type"]: node for node, entry in prompt.items()}
+    report = history.output(ids["TRTReport"], "report")[0]
+    unet, nets = CALLS[name]
+    assert (report["unet"]["engine"], report["unet"]["native"]) == (unet, 0)
+    assert sum(row["engine"] for row in report["controlnets"]) == nets
+    assert not any(row["native"] for row in report["controlnets"])
+    assert history.output(ids["SaveImage"], "images")
+
+
+def test_engines_are_built_without_sampling(comfy: ComfyProcess, object_info: dict[str, Any]) -> None:
+    prompt = to_prompt(with_tiny_models(shipped("sd15_build_engines"), object_info), object_info)
+    history = comfy.queue(prompt, timeout=300)
+    reports = [node for node, entry in prompt.items() if entry["class_type"] == "TRTReport"]
+    assert len(reports) == 3
+    for node in reports:
+        assert "onnxruntime float32, 64-512 px" in history.output(node, "text")[0]
 
 
 @pytest.mark.browser

@@ -183,11 +183,11 @@ class ComfyProcess:
         """GET a path and return its JSON (None for an empty answer)."""
         return self._request(urllib.request.Request(self.url + path), timeout)
 
-    def post(self, path: str, data: Any = None, timeout: float = 30.0) -> Any:
+    def post(self, path: str, data: Any = None, timeout: float = 30.0, headers: dict[str, str] | None = None) -> Any:
         """POST JSON to a path and return the JSON answered (None for an empty answer)."""
         return self._request(urllib.request.Request(
             self.url + path, data=json.dumps({} if data is None else data).encode(),
-            headers={"Content-Type": "application/json"}, method="POST"), timeout)
+            headers={"Content-Type": "application/json"} | (headers or {}), method="POST"), timeout)
 
     def object_info(self, node: str | None = None) -> dict[str, Any]:
         """All node descriptions by class name, or just one node's."""
@@ -200,6 +200,9 @@ class ComfyProcess:
     def free(self) -> None:
         """Unload all models and drop all cached node outputs before the next prompt runs."""
         self.post("/free", {"unload_models": True, "free_memory": True})
+        # ComfyUI does it between two prompts: without one of our own it might come after the caller's next one
+        self.queue({"1": {"class_type": "PreviewAny", "inputs": {"source": ["2", 0]}},
+                    "2": {"class_type": "PrimitiveInt", "inputs": {"value": time.monotonic_ns() % 2**31}}})
 
     def submit(self, prompt: dict[str, Any], client_id: str | None = None) -> str:
         """Queue an API-format prompt and return its id at once; PromptRejected when any node of it is invalid."""

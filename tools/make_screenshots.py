@@ -9,6 +9,7 @@ The base directory is a ComfyUI base directory with this pack in its custom_node
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import subprocess
 import sys
@@ -18,15 +19,18 @@ from browser import ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
 from PIL import Image
 from workflow_recipes import with_tiny_models
+from workflow_to_prompt import ObjectInfo
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
+WORKFLOWS = ROOT / "workflows"
 NAME = "sd15_two_controlnets"
 #: The page's own furniture, in pixels: the sidebar on the left, tabs and menu at the top, zoom controls at the bottom.
 MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 60}
 #: No node statistics in the corner, and no tab but that of the open workflow.
 QUIET = """async () => {
     await app.extensionManager.setting.set('Comfy.Graph.CanvasInfo', false);
+    await app.extensionManager.setting.set('LiteGraph.Canvas.MinFontSizeForLOD', 0);  // text at any zoom
     const store = app.extensionManager.workflow;
     for (const other of [...store.openWorkflows].filter(w => w.path !== store.activeWorkflow.path))
         await store.closeWorkflow(other); }"""
@@ -45,12 +49,44 @@ def take(page: ComfyPage, path: Path) -> None:
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KB")
 
 
+def take_building(page: ComfyPage) -> None:
+    """The engines panel and an engine node while it builds."""
+    page.page.evaluate("""() => { const node = app.graph.nodes.find(n => n.type === 'TRTControlNetEngine');
+        const button = node.widgets.find(w => w.name === 'build_engine'); button.callback(); }""")
+    page.page.get_by_role("button", name="TRT engines").click()
+    page.page.locator(".hybrid-trt-status[data-state=building]").first.wait_for(timeout=60000)
+    page.page.evaluate("""() => { const node = app.graph.nodes.find(n => n.type === 'TRTControlNetEngine');
+        app.canvas.ds.scale = 1;
+        app.canvas.ds.offset = [460 - node.pos[0], 200 - node.pos[1]]; app.canvas.setDirty(true, true); }""")
+    page.page.wait_for_timeout(6000)
+    path = IMAGES / "building.png"
+    page.page.screenshot(path=path, clip={"x": 0, "y": 38, "width": 1100, "height": 700})
+    with Image.open(path) as image:
+        image.convert("RGB").save(path, optimize=True)
+    print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KB")
+
+
+def take_thumbnails(page: ComfyPage, info: ObjectInfo) -> None:
+    """A small picture of every shipped workflow, beside it, for the template browser."""
+    page.page.evaluate(QUIET)
+    for path in sorted(WORKFLOWS.glob("*.json")):
+        page.load(with_tiny_models(json.loads(path.read_text(encoding="utf-8")), info), path.stem)
+        page.fit(**MARGINS)
+        page.page.wait_for_timeout(1500)
+        shot = page.page.screenshot(clip={"x": 72, "y": 100, "width": 1516, "height": 740})
+        with Image.open(io.BytesIO(shot)) as image:
+            image.convert("RGB").resize((768, 375), Image.Resampling.LANCZOS).save(path.with_suffix(".jpg"), quality=80)
+        print(f"{path.stem}.jpg: {path.with_suffix('.jpg').stat().st_size / 1024:.0f} KB")
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Take the pictures of the page that the README shows.")
     parser.add_argument("--comfyui", type=Path, required=True, help="where ComfyUI's source lies")
     parser.add_argument("--base", type=Path, required=True, help="a ComfyUI base directory with this pack in it")
     parser.add_argument("--python", default=sys.executable, help="the Python that runs ComfyUI")
+    parser.add_argument("--thumbnails", action="store_true", help="the pictures of the template browser instead")
+    parser.add_argument("--building", action="store_true", help="a build on its node and the panel; builds an engine")
     parser.add_argument("--vue", action="store_true", help="with Vue nodes; the file name says so")
     options = parser.parse_args(arguments)
     subprocess.run([options.python, str(ROOT / "tools" / "tiny_models.py"), "--comfyui", str(options.comfyui),
@@ -59,8 +95,14 @@ def main(arguments: list[str] | None = None) -> None:
     workflow = json.loads((ROOT / "workflows" / f"{NAME}.json").read_text(encoding="utf-8"))
     with (ComfyProcess(options.comfyui, options.base, options.python) as process, chromium() as browser,
           comfy_page(browser, process.url, vue=options.vue) as page):
+        if options.thumbnails:
+            take_thumbnails(page, process.object_info())
+            return
         page.load(with_tiny_models(workflow, process.object_info()), NAME)
         page.page.evaluate(QUIET)
+        if options.building:
+            take_building(page)
+            return
         page.queue()
         if problems := page.problems():
             raise RuntimeError(f"the page has problems: {problems}")

@@ -3,67 +3,12 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
 from typing import Any
 
+from workflow_parts import ENGINE, LOADER, SD15, SDXL, Family, Recipe, group, node, with_downloads
 from workflow_to_prompt import ObjectInfo, Workflow, set_widget
+from workflow_variants import build_only, compare, img2img, stack
 
-
-@dataclass(frozen=True)
-class Recipe:
-    """One workflow.
-
-    Attributes:
-        nodes: by key: type, title, widgets by name, inputs by name as "key.output", size as (width, least height).
-        groups: title, colour, columns of node keys from left to right, each from top to bottom.
-    """
-
-    name: str
-    nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Family:
-    """What differs between the families of models. Nets are (what the image shows, file name)."""
-
-    title: str
-    checkpoint: str
-    nets: tuple[tuple[str, str], tuple[str, str]]
-    size: int
-    max_size: int
-    downloads: dict[str, str]
-    hint: str = ""
-
-
-SD15 = Family(
-    title="SD 1.5",
-    checkpoint="v1-5-pruned-emaonly-fp16.safetensors",
-    nets=(
-        ("edges", "control_v11p_sd15_canny_fp16.safetensors"),
-        ("depth", "control_v11f1p_sd15_depth_fp16.safetensors"),
-    ),
-    size=512,
-    max_size=1024,
-    downloads={
-        "v1-5-pruned-emaonly-fp16.safetensors": "Comfy-Org/stable-diffusion-v1-5-archive",
-        "control_v11p_sd15_canny_fp16.safetensors": "comfyanonymous/ControlNet-v1-1_fp16_safetensors",
-        "control_v11f1p_sd15_depth_fp16.safetensors": "comfyanonymous/ControlNet-v1-1_fp16_safetensors",
-    },
-)
-SDXL = Family(
-    title="SDXL",
-    checkpoint="sd_xl_base_1.0.safetensors",
-    nets=(
-        ("edges", "controlnet-canny-sdxl-1.0_fp16.safetensors"),
-        ("depth", "controlnet-depth-sdxl-1.0_fp16.safetensors"),
-    ),
-    size=1024,
-    max_size=1536,
-    downloads={"sd_xl_base_1.0.safetensors": "stabilityai/stable-diffusion-xl-base-1.0"},
-    hint="The ControlNets are *diffusion_pytorch_model.fp16.safetensors* of *diffusers/controlnet-canny-sdxl-1.0* and "
-    "*diffusers/controlnet-depth-sdxl-1.0*, saved under the names shown.\n\n",
-)
 NOTE = """# {title} with two ControlNets on engines
 
 1. **Models**: choose your checkpoint and your ControlNets.
@@ -76,9 +21,6 @@ start at once. If a network cannot run on its engine it runs native, and *TRT Re
 {hint}*More ControlNets*: raise **rows** on *TRT Apply ControlNet*. *Other image sizes*: \
 stay between **min_size** and **max_size** of the engine nodes, or change these.
 """
-#: With room for the status that the node shows after a run.
-ENGINE = (370, 300)
-LOADER = (330, 0)
 
 
 def two_controlnets(name: str, family: Family) -> Recipe:
@@ -124,7 +66,7 @@ def two_controlnets(name: str, family: Family) -> Recipe:
         "text": node("PreviewAny", "What ran where", {}, {"source": "report.report"}, (360, 190)),
         "save": node("SaveImage", None, {"filename_prefix": "hybrid-trt"}, {"images": "decode.IMAGE"}, (360, 340)),
     }
-    return Recipe(name, _with_downloads(nodes, family.downloads), [
+    return Recipe(name, with_downloads(nodes, family.downloads), [
         group("1 Models", "#3f789e", ["note", "checkpoint", "net_1", "net_2"]),
         group("2 Engines", "#8A8", ["unet_engine", "engine_1", "engine_2"]),
         group("3 ControlNets", "#b58b2a", ["image_1", "image_2"], ["positive", "negative", "apply"]),
@@ -132,56 +74,40 @@ def two_controlnets(name: str, family: Family) -> Recipe:
     ])
 
 
-def node(
-    type: str,
-    title: str | None = None,
-    widgets: dict[str, Any] | None = None,
-    inputs: dict[str, str] | None = None,
-    size: tuple[int, int] = (0, 0),
-) -> dict[str, Any]:
-    """One node of a recipe."""
-    return {"type": type, "title": title, "widgets": widgets or {}, "inputs": inputs or {}, "size": size}
-
-
-def group(title: str, colour: str, *columns: list[str]) -> dict[str, Any]:
-    """One group of a recipe."""
-    return {"title": title, "color": colour, "columns": list(columns)}
-
-
-def _with_downloads(nodes: dict[str, dict[str, Any]], repositories: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Let ComfyUI's page offer the download of the models that a loader names."""
-    folders = {"ckpt_name": "checkpoints", "control_net_name": "controlnet"}
-    for entry in nodes.values():
-        for widget, folder in folders.items():
-            file = entry["widgets"].get(widget)
-            if file in repositories:
-                url = f"https://huggingface.co/{repositories[file]}/resolve/main/{file}"
-                entry["models"] = [{"name": file, "url": url, "directory": folder}]
-    return nodes
-
-
-RECIPES = (two_controlnets("sd15_two_controlnets", SD15), two_controlnets("sdxl_two_controlnets", SDXL))
+RECIPES = (
+    two_controlnets("sd15_two_controlnets", SD15),
+    two_controlnets("sdxl_two_controlnets", SDXL),
+    img2img(),
+    stack(),
+    build_only(),
+    compare(),
+)
 
 
 def with_tiny_models(workflow: Workflow, object_info: ObjectInfo, nets: tuple[str, str] = ("tiny_sd15_a", "tiny_sd15_b")
                      ) -> Workflow:
-    """A copy of a two-ControlNet workflow with the tiny test models and images: it runs in seconds on a CPU.
+    """A copy of a shipped workflow with the tiny test models and images: it runs in seconds on a CPU.
 
     Its engines have the size that the tests' other engines have, so that they are built once.
     """
     workflow = copy.deepcopy(workflow)
+    types = {n["type"] for n in workflow["nodes"]}
 
     def put(target: str, **widgets: Any) -> None:
         for widget, value in widgets.items():
             set_widget(workflow, target, widget, value, object_info)
 
     put("CheckpointLoaderSimple", ckpt_name="tiny_sd15.safetensors")
-    for number, (net, image) in enumerate(zip(nets, ("control_a.png", "control_b.png"), strict=True), start=1):
-        titles = [n["title"] for n in workflow["nodes"] if "title" in n]
-        put(next(t for t in titles if t.startswith(f"Load ControlNet {number}")), control_net_name=f"{net}.safetensors")
-        put(next(t for t in titles if t.startswith(f"Control image {number}")), image=image)
+    for title in [n["title"] for n in workflow["nodes"] if "title" in n]:
+        number = next((int(word) for word in title.split() if word.isdigit()), 1)
+        if title.startswith("Load ControlNet"):
+            put(title, control_net_name=f"{nets[(number - 1) % 2]}.safetensors")
+        elif title.startswith(("Control image", "Picture")):
+            put(title, image=("control_a.png", "control_b.png")[(number - 1) % 2])
     for engine in ("TRTUNetEngine", "TRTControlNetEngine"):
         put(engine, min_size=64, opt_size=128, max_size=512)
-    put("EmptyLatentImage", width=128, height=128)
-    put("KSampler", steps=4)
+    if "EmptyLatentImage" in types:
+        put("EmptyLatentImage", width=128, height=128)
+    if "KSampler" in types:
+        put("KSampler", steps=4)
     return workflow

@@ -1,0 +1,10 @@
+"""``python -m engine_builder`` in the pack's folder: the command line, see ``cli``."""
+
+from __future__ import annotations
+
+import sys
+
+from .standalone import run
+
+if __name__ == "__main__":
+    sys.exit(run("engine_builder.cli", sys.argv[1:]))

@@ -1,0 +1,284 @@
+"""Builds as jobs: queued, one at a time, watched and cancelled from any thread."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import threading
+import time
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+
+from ..backends import BuildError
+from ..engine_library import Engine, Fallback, Library, LibraryError, Unavailable
+from .build import BuildOrder, build_engine
+
+log = logging.getLogger(__name__)
+
+LOG_LINES = 500
+REMEMBERED = 100
+"""Ended jobs that can still be looked at."""
+REPORT_SECONDS = 0.5
+
+
+class State(str, Enum):
+    """What a job is doing; the last three are final."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def final(self) -> bool:
+        return self in (State.DONE, State.FAILED, State.CANCELLED)
+
+
+class Cancelled(Exception):
+    """Raised inside a build whose job was cancelled."""
+
+
+class Job:
+    """One build, from its order to its end.
+
+    Attributes:
+        id: never used twice.
+        label: the model's name as the user knows it; ``wanted`` tells the rest of the order.
+        phase, fraction: what it does now and how much of all is done, 0 to 1.
+        message: why it failed, for the user; ``fallback`` is set when that is a fallback reason of its own.
+        engine: the result.
+        attended: whether somebody waited for it, rather than leaving it to the background.
+        log: the latest lines that exporter and backend wrote.
+    """
+
+    def __init__(self, order: BuildOrder, library: Library, again: bool):
+        self.id = uuid.uuid4().hex
+        self.label = order.network.label
+        self.kind = order.network.kind
+        self.wanted = f"{order.backend.name}, {order.precision}, {order.profile}"
+        self.state = State.QUEUED
+        self.phase, self.fraction = "waiting for other builds", 0.0
+        self.message = ""
+        self.fallback: Fallback | None = None
+        self.engine: Engine | None = None
+        self.created = time.time()
+        self.attended = False
+        self.log: deque[str] = deque(maxlen=LOG_LINES)
+        self.key = _key(order, library, again)
+        self._order: tuple | None = (order, library, again)
+        self._begin: float | None = None
+        self._end: float | None = None
+        self._announced = False
+        self._ended = threading.Event()
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been running, or ran."""
+        if self._begin is None:
+            return 0.0
+        return (self._end if self._end is not None else time.monotonic()) - self._begin
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has ended; whether it has."""
+        return self._ended.wait(timeout)
+
+    def to_json(self) -> dict:
+        """For the page; without the log, which can be long."""
+        return {
+            "id": self.id,
+            "label": self.label,
+            "kind": self.kind,
+            "wanted": self.wanted,
+            "state": self.state.value,
+            "phase": self.phase,
+            "percent": round(100 * self.fraction),
+            "seconds": round(self.seconds, 1),
+            "message": self.message,
+            "created": self.created,
+            "engine": self.engine.folder.name if self.engine else None,
+        }
+
+
+Listener = Callable[[Job], None]
+
+
+class BuildQueue:
+    """Jobs in the order in which they came. One is built at a time; the same order is never in it twice."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, Job] = {}
+        self._lock = threading.RLock()
+        self._arrived = threading.Condition(self._lock)
+        self._listeners: dict[int, Listener] = {}
+        self._numbers = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def submit(self, order: BuildOrder, library: Library, again: bool = False) -> Job:
+        """Queue a build and return its job at once, or the job that already builds the same.
+
+        Args:
+            again: build although the engine is there.
+        """
+        key = _key(order, library, again)
+        with self._arrived:
+            for job in self._jobs.values():
+                if job.key == key and not job.state.final:
+                    return job
+            job = Job(order, library, again)
+            self._jobs[job.id] = job
+            self._forget_old()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="hybrid-trt builds", daemon=True)
+                self._thread.start()
+                atexit.register(self.close)
+        self._tell(job)
+        with self._arrived:
+            job._announced = True  # so that nobody hears of its start before its arrival
+            self._arrived.notify()
+        return job
+
+    def jobs(self) -> list[Job]:
+        """All jobs that are remembered, the oldest first."""
+        with self._lock:
+            return list(self._jobs.values())
+
+    def get(self, job_id: str) -> Job | None:
+        """The job with an id, or None."""
+        with self._lock:
+            return self._jobs.get(job_id)
+
+    def latest(self, order: BuildOrder, library: Library) -> Job | None:
+        """The last job of such an order."""
+        key = _key(order, library, False)
+        return next((job for job in reversed(self.jobs()) if job.key == key), None)
+
+    def cancel(self, job: Job) -> bool:
+        """Cancel a job: it counts as cancelled at once, and its processes end within a second. Whether it was alive."""
+        with self._lock:
+            if job.state.final:
+                return False
+            self._finish(job, State.CANCELLED)
+        self._tell(job)
+        return True
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Call ``listener`` with a job whenever it changes, from any thread; returns what ends that."""
+        with self._lock:
+            number = next(self._numbers)
+            self._listeners[number] = listener
+        return lambda: self._listeners.pop(number, None)
+
+    def close(self, patience: float = 5.0) -> None:
+        """Cancel everything and wait for the running build to clean up."""
+        with self._arrived:
+            self._closed = True
+            self._arrived.notify_all()
+        for job in self.jobs():
+            self.cancel(job)
+        if self._thread is not None:
+            self._thread.join(patience)
+
+    def _work(self) -> None:
+        while True:
+            with self._arrived:
+                while (job := self._next()) is None:
+                    if self._closed:
+                        return
+                    self._arrived.wait()
+                job.state, job.phase = State.RUNNING, "starting"
+                job._begin = time.monotonic()
+                order, library, again = job._order
+            self._tell(job)
+            self._build(job, order, library, again)
+            del order, library  # nothing may hold a model that nobody builds from any more
+
+    def _next(self) -> Job | None:
+        return next((job for job in self._jobs.values() if job.state is State.QUEUED and job._announced), None)
+
+    def _build(self, job: Job, order: BuildOrder, library: Library, again: bool) -> None:
+        told = 0.0
+
+        def progress(phase: str, fraction: float) -> None:
+            nonlocal told
+            if job.state is not State.RUNNING:
+                raise Cancelled
+            new, job.phase = phase != job.phase, phase
+            job.fraction = max(job.fraction, min(1.0, fraction))
+            if new:
+                job.log.append(f"[{job.seconds:.1f} s] {phase}")
+            if new or time.monotonic() - told >= REPORT_SECONDS:
+                told = time.monotonic()
+                self._tell(job)
+
+        try:
+            job.engine = build_engine(order, library, progress, job.log.append, again=again)
+            ended = State.DONE
+        except Cancelled:
+            return
+        except Exception as failure:
+            # the exception itself is not kept: its traceback would keep the model
+            ended = State.FAILED
+            job.message = _sentence(failure)
+            job.fallback = failure.fallback if isinstance(failure, Unavailable) else None
+            if not isinstance(failure, BuildError | LibraryError | Unavailable):
+                log.exception("Hybrid TRT: the build of %s failed", job.label)
+        with self._lock:
+            if job.state is not State.RUNNING:
+                return  # cancelled in the last moment
+            self._finish(job, ended)
+        if ended is State.FAILED:
+            log.error("Hybrid TRT: the engine for %s was not built: %s", job.label, job.message)
+        self._tell(job)
+
+    def _finish(self, job: Job, state: State) -> None:
+        job.state = state
+        if state is State.DONE:
+            job.phase, job.fraction = "ready", 1.0
+        else:
+            job.phase = state.value
+        job._order = None
+        job._end = time.monotonic()
+        job.log.append(f"[{job.seconds:.1f} s] {job.message or state.value}")
+        job._ended.set()
+
+    def _forget_old(self) -> None:
+        ended = [job.id for job in self._jobs.values() if job.state.final]
+        for job_id in ended[: max(0, len(ended) - REMEMBERED)]:
+            del self._jobs[job_id]
+
+    def _tell(self, job: Job) -> None:
+        with self._lock:
+            listeners = list(self._listeners.values())
+        for listener in listeners:
+            try:
+                listener(job)
+            except Exception:
+                log.exception("Hybrid TRT: a listener of the builds failed")
+
+
+def _key(order: BuildOrder, library: Library, again: bool) -> tuple:
+    """What makes two orders the same, found without reading weights. Holds no model."""
+    network = order.network
+    patcher = network.patcher
+    weights = (weakref.ref(patcher.model), patcher.patches_uuid if patcher.patches else None, network.prefix)
+    profile = tuple(order.profile.to_json().items())
+    made = (order.precision, str(profile), order.backend.name, str(order.target_device), str(library.roots[0]))
+    return (*weights, *made, again)
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, Unavailable):
+        return error.fallback.sentence()
+    if isinstance(error, BuildError | LibraryError):
+        text = str(error)
+        return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
+    return (
+        f"The build stopped with {type(error).__name__} ({error}), so no engine was made and native keeps serving; see "
+        "the server's log."
+    )

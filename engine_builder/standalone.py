@@ -1,0 +1,38 @@
+"""Runs a module of the pack outside ComfyUI, whatever the pack's folder is called and whatever lies on sys.path.
+
+Imported by ``__main__`` and run as a script by ``child_process``; so it uses nothing of the pack, nor anything heavy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+NAME = "hybrid_trt"
+"""What the pack is called as a package here; inside ComfyUI its name is its folder's."""
+
+
+def load_pack() -> None:
+    """Make the pack importable as the package ``hybrid_trt``."""
+    # the pack's `nodes` would hide ComfyUI's, and files of this folder modules of others
+    hidden = {str(ROOT), str(ROOT / "engine_builder")}
+    sys.path[:] = [p for p in sys.path if os.path.realpath(p or os.curdir) not in hidden]
+    if NAME not in sys.modules:
+        init, folders = ROOT / "__init__.py", [str(ROOT)]
+        spec = importlib.util.spec_from_file_location(NAME, init, submodule_search_locations=folders)
+        package = sys.modules[NAME] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(package)
+
+
+def run(module: str, arguments: list[str]) -> int:
+    """Call ``main(arguments)`` of a module of the pack and return its exit status."""
+    load_pack()
+    return importlib.import_module(f"{NAME}.{module}").main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1], sys.argv[2:]))

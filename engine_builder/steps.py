@@ -1,0 +1,78 @@
+"""What a build does outside the server's process: export with its check against native, and the backend's build.
+
+They take and give JSON and never see the live model. The export needs no GPU, the backend's build no ComfyUI. A
+backend that runs live weights has one step instead: see ``compile_step``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from pathlib import Path
+
+from .. import backends
+from ..architectures.tensors import Profile, TensorSpec
+from ..backends import BuildRequest, Progress
+from .compile_step import compile_network
+from .native_classes import import_comfyui
+
+TRACED = {"B": 2, "H": 9, "W": 12, "T": 77, "HB": 2}
+"""Sizes of the traced example, inside the profile or not: small, since half precision is slow on a CPU."""
+
+Task = dict
+"""JSON: ``step``, ``folder``, ``inputs``, ``outputs``, ``profile``, ``precision`` and what each step says."""
+
+
+def export(task: Task, progress: Progress) -> dict:
+    """Export the network to ONNX in the task's folder and compare it with native.
+
+    The task has ``architecture``, ``structure``, ``weights`` (name -> shape, offset), ``weights_file``, ``limit``
+    and ``comfyui`` (where ComfyUI lies).
+    """
+    progress("starting the exporter", 0.0)
+    import_comfyui(task["comfyui"])
+    import torch
+
+    from ..architectures import architectures
+    from .handover import restore
+    from .onnx_export import export_onnx
+    from .parity import check_parity
+
+    folder, precision = Path(task["folder"]), task["precision"]
+    inputs, outputs, profile = _tensors(task)
+    module = restore(task["structure"], task["weights"], Path(task["weights_file"]), getattr(torch, precision))
+    function = architectures()[task["architecture"]].function(module)
+    progress("exporting", 0.1)
+    started = time.perf_counter()
+    graph = export_onnx(function, inputs, outputs, TRACED, folder)
+    exported = time.perf_counter()
+    progress("checking against native", 0.6)
+    parity = check_parity(graph, function.float(), inputs, outputs, profile, precision, task["limit"])
+    return {
+        "onnx": graph.name,
+        "parity": dict(parity),
+        "seconds": {"export": exported - started, "parity": time.perf_counter() - exported},
+    }
+
+
+def build(task: Task, progress: Progress) -> dict:
+    """Let the backend build from the ONNX graph in the task's folder.
+
+    The task has ``onnx``, ``target``, ``backend`` (its module's name) and ``backend_folders`` (where that may lie).
+    """
+    backends.__path__ = task["backend_folders"]
+    module = importlib.import_module(f".{task['backend']}", backends.__name__)
+    inputs, outputs, profile = _tensors(task)
+    folder = Path(task["folder"])
+    request = BuildRequest(folder / task["onnx"], inputs, outputs, profile, folder, task["target"])
+    started = time.perf_counter()
+    files = module.BACKEND.build(request, progress)
+    return {"files": list(files), "seconds": {"build": time.perf_counter() - started}}
+
+
+STEPS = {"export": export, "build": build, "compile": compile_network}
+
+
+def _tensors(task: Task) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], Profile]:
+    inputs, outputs = (tuple(TensorSpec.from_json(s) for s in task[name]) for name in ("inputs", "outputs"))
+    return inputs, outputs, Profile.from_json(task["profile"])

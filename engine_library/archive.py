@@ -1,0 +1,157 @@
+"""One file to carry an engine to another machine: a zip without compression, read with suspicion."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import zipfile
+from pathlib import Path, PurePosixPath
+
+from .disk import LibraryError, check_room, readable
+from .library import Check, Engine, Library
+from .manifest import EXPORT_FORMAT, MANIFEST_NAME, Manifest, ManifestError
+
+SUFFIX = ".trtengine"
+MAX_MANIFEST = 4 << 20
+CHUNK = 4 << 20
+
+# a stranger's engine may be data only: these are, or may hold, programs
+_PROGRAMS = {".pt", ".pth", ".pt2", ".pkl", ".pickle", ".ckpt", ".bin", ".py", ".pyc", ".pyd", ".so", ".dll", ".dylib"}
+_PROGRAM_STARTS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04", b"\x7fELF", b"MZ")
+_RAW = ".data"  # an ONNX graph's weights: any bytes, and only ever read as numbers
+
+
+def export_engine(engine: Engine, target: Path, check: Check | None = None) -> Path:
+    """Write an engine into one file; it appears under its name when it is complete.
+
+    Args:
+        target: the file, or a folder to put ``<engine>.trtengine`` in.
+
+    Raises:
+        LibraryError: the target cannot be written.
+        Unavailable: the engine is damaged.
+    """
+    engine.check_sizes()
+    engine.check_contents(check)
+    if target.is_dir():
+        target = target / (engine.folder.name + SUFFIX)
+    temporary = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    try:
+        check_room(target.parent, engine.manifest.bytes, f"Exporting {engine.folder.name}")
+        with zipfile.ZipFile(temporary, "x", zipfile.ZIP_STORED, allowZip64=True) as archive:
+            for name in (MANIFEST_NAME, *engine.manifest.files):
+                with (engine.folder / name).open("rb") as file, archive.open(name, "w", force_zip64=True) as out:
+                    while chunk := file.read(CHUNK):
+                        out.write(chunk)
+                        if check is not None:
+                            check()
+        os.replace(temporary, target)
+    except OSError as error:
+        raise readable(error, target.parent) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return target
+
+
+def import_engine(library: Library, source: Path, check: Check | None = None) -> Engine:
+    """Check an engine's file and put the engine into the library; an engine with the same key is replaced.
+
+    Names, sizes and hashes have to be those of the manifest; files that can carry programs are refused.
+
+    Raises:
+        LibraryError: the file is none of ours, damaged or refused, or the library cannot be written.
+    """
+    try:
+        with zipfile.ZipFile(source) as archive:
+            manifest = _manifest(archive, source)
+            check_room(library.roots[0], manifest.bytes, f"Importing {source.name}")
+            folder = library.building_folder()
+            try:
+                for name in manifest.files:
+                    _extract(archive, name, manifest, folder, source, check)
+                return library.publish(folder, manifest, check)
+            except OSError as error:
+                raise readable(error, library.roots[0]) from error
+            finally:
+                library.discard(folder)
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError) as error:
+        raise _refused(source, f"it is damaged or not an engine's file ({error})") from error
+    except FileNotFoundError:
+        raise LibraryError(f"there is no file {source}; nothing was imported") from None
+    except OSError as error:
+        raise _refused(source, f"it cannot be read ({error})") from error
+
+
+def _manifest(archive: zipfile.ZipFile, source: Path) -> Manifest:
+    """The manifest of an archive whose list of contents is exactly what the manifest says."""
+    members = archive.infolist()
+    names = [member.filename for member in members]
+    if len(set(names)) != len(names):
+        raise _refused(source, "two of its files have the same name")
+    for member in members:
+        name = member.filename
+        if PurePosixPath(name).name != name or "\\" in name or ":" in name or name in (".", "..") or member.is_dir():
+            raise _refused(source, f"it has a file outside of the engine's folder ({name!r})")
+        if member.compress_type != zipfile.ZIP_STORED:
+            raise _refused(source, f"{name} is compressed")
+    if MANIFEST_NAME not in names or archive.getinfo(MANIFEST_NAME).file_size > MAX_MANIFEST:
+        raise _refused(source, f"it has no {MANIFEST_NAME} of a sensible size")
+    try:
+        manifest = Manifest.parse(archive.read(MANIFEST_NAME), f"{MANIFEST_NAME} in {source.name}")
+    except ManifestError as error:
+        raise _refused(source, str(error)) from error
+    if set(names) != {MANIFEST_NAME, *manifest.files} or not manifest.files:
+        raise _refused(source, "its files are not those that its manifest names")
+    for name, expected in manifest.files.items():
+        if archive.getinfo(name).file_size != expected.bytes:
+            raise _refused(source, f"{name} does not have the size that its manifest names")
+        if PurePosixPath(name).suffix.lower() in _PROGRAMS or name.startswith("."):
+            raise _refused(source, f"{name} may contain a program, which an engine from elsewhere must not")
+    if manifest.identity.export_format != EXPORT_FORMAT:
+        made_with = manifest.identity.export_format
+        raise _refused(source, f"it has export format {made_with} and this version uses {EXPORT_FORMAT}")
+    if not _plain(manifest.identity.folder_name):
+        raise _refused(source, "its manifest's names do not make a folder's name")
+    return manifest
+
+
+def _plain(name: str) -> bool:
+    return all(c.isalnum() or c in "-_." for c in name) and not name.startswith(".")
+
+
+def _extract(
+    archive: zipfile.ZipFile, name: str, manifest: Manifest, folder: Path, source: Path, check: Check | None
+) -> None:
+    with archive.open(name) as packed, (folder / name).open("xb") as file:
+        start = packed.read(8)
+        if start.startswith(_PROGRAM_STARTS) and not name.endswith(_RAW):
+            raise _refused(source, f"{name} begins like a program or a pickle, which an engine must not")
+        h = hashlib.sha256(start)
+        file.write(start)
+        while chunk := packed.read(CHUNK):
+            h.update(chunk)
+            file.write(chunk)
+            if check is not None:
+                check()
+    if h.hexdigest() != manifest.files[name].sha256:
+        raise _refused(source, f"{name} is damaged (its hash differs)")
+
+
+def _refused(source: Path, why: str) -> LibraryError:
+    return LibraryError(f"{source.name} was not imported: {why}. The library is as it was; export the engine again")
+
+
+def manifest_of(source: Path) -> Manifest:
+    """The manifest of an engine's file.
+
+    Raises:
+        LibraryError: the file is none of ours.
+    """
+    try:
+        with zipfile.ZipFile(source) as archive:
+            return _manifest(archive, source)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise LibraryError(f"{source} is no engine's file ({error}); nothing was read from it") from error

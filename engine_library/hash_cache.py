@@ -1,0 +1,110 @@
+"""Weights hashes on disk, by the file that a model was loaded from: a 7 GB checkpoint is hashed once, not every start.
+
+Only for models that ComfyUI's own loaders made and nobody patched; all others are hashed when they are needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = ".weights_hashes.json"
+MAX_ENTRIES = 1024
+
+_folder: Path | None = None
+_lock = threading.Lock()
+
+
+def use(folder: Path | None) -> None:
+    """Keep the hashes in this folder; None keeps none."""
+    global _folder
+    _folder = folder
+
+
+def source_of(patcher: ModelPatcher) -> dict | None:
+    """The file that a model was loaded from (``path``, ``size``, ``mtime_ns``), or None when it is not known."""
+    loader = getattr(patcher, "cached_patcher_init", None)
+    path = loader[1][0] if loader and loader[1] else None
+    if not isinstance(path, str):
+        return None
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return None
+    return {"path": os.path.realpath(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+
+def key_of(patcher: ModelPatcher, prefix: str) -> str | None:
+    """What the hash of a model is kept under: its file, how it was loaded and as what; None when it must be hashed."""
+    source = source_of(patcher)
+    if source is None or patcher.patches:
+        return None
+    loader, arguments = patcher.cached_patcher_init[:2]
+    options = repr(arguments[1:])
+    if " at 0x" in options:
+        return None  # an object without a name of its own, which the next start may have another of
+    dtypes = sorted({str(p.dtype) for p in patcher.model.parameters()})
+    return json.dumps([source, loader.__name__, options, prefix, dtypes])
+
+
+def read(key: str | None) -> str | None:
+    """The hash kept under a key, or None."""
+    return _entries().get(key) if key is not None else None
+
+
+def write(key: str | None, value: str) -> None:
+    """Keep a hash. A library that cannot be written costs time only, so that is no error."""
+    if key is not None:
+        _change(lambda entries: entries.update({key: value}))
+
+
+def forget(key: str | None) -> None:
+    """Drop the hash kept under a key."""
+    if read(key) is not None:
+        _change(lambda entries: entries.pop(key, None))
+
+
+def known_hashes(source: dict) -> set[str]:
+    """The hashes of everything that was loaded from a file in its present state."""
+    start = json.dumps([source])[:-1]
+    return {value for key, value in _entries().items() if key.startswith(start)}
+
+
+def _entries() -> dict[str, str]:
+    if _folder is None:
+        return {}
+    try:
+        entries = json.loads((_folder / FILE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return entries if isinstance(entries, dict) else {}
+
+
+def _change(change: Callable[[dict[str, str]], object]) -> None:
+    if _folder is None:
+        return
+    temporary = _folder / f"{FILE_NAME}.{os.getpid()}-{secrets.token_hex(2)}"
+    with _lock:
+        try:
+            entries = _entries()
+            change(entries)
+            kept = dict(list(entries.items())[-MAX_ENTRIES:])
+            _folder.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(kept, indent=0), encoding="utf-8")
+            os.replace(temporary, _folder / FILE_NAME)
+        except OSError as error:
+            log.debug("Hybrid TRT: the hash of a model's weights was not kept (%s)", error)
+            with contextlib.suppress(OSError):
+                temporary.unlink()

@@ -1,0 +1,134 @@
+"""What is in the library and what state it is in: ready, stale or broken, with the reason."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import hash_cache
+from .disk import LibraryError, readable
+from .library import Check, Engine, Library, Usable
+from .manifest import MANIFEST_NAME, Manifest, ManifestError
+from .reasons import Fallback, Reason, Unavailable
+
+READY, STALE, BROKEN = "ready", "stale", "broken"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One folder of the library.
+
+    Attributes:
+        state: ``"ready"``; ``"stale"``: made for another version, GPU or file; ``"broken"``: its files are damaged.
+        reason: why it is not ready, in words.
+        bytes: what the folder takes on disk.
+        engine: None when its manifest cannot be read.
+    """
+
+    folder: Path
+    state: str
+    reason: str
+    bytes: int
+    engine: Engine | None
+
+    def to_json(self) -> dict:
+        """For ``--json`` and the page."""
+        data = {"folder": str(self.folder), "state": self.state, "reason": self.reason, "bytes": self.bytes}
+        if self.engine is not None:
+            manifest = self.engine.manifest.to_json()
+            names = ("key", "label", "kind", "identity", "created", "seconds", "parity")
+            data |= {name: manifest[name] for name in names}
+        return data
+
+
+def entries(library: Library, usable: Usable) -> list[Entry]:
+    """Everything in the library, in a stable order.
+
+    Args:
+        usable: the backends' say on whether an engine runs here (version, GPU); None means yes.
+    """
+    found = []
+    for root in library.roots:
+        for path in sorted(root.glob(f"*/{MANIFEST_NAME}")):
+            if not path.parent.name.startswith("."):
+                found.append(_entry(path, usable))
+    return found
+
+
+def _entry(path: Path, usable: Usable) -> Entry:
+    folder, engine = path.parent, None
+    try:
+        engine = Engine(folder, Manifest.read(path))
+        flaw = Library.flaw(engine, usable) or _source_changed(engine.manifest)
+    except ManifestError as error:
+        flaw = Fallback(Reason.BROKEN_ENGINE, str(error))
+    state = READY if flaw is None else BROKEN if flaw.reason is Reason.BROKEN_ENGINE else STALE
+    return Entry(folder, state, "" if flaw is None else str(flaw), _disk_use(folder), engine)
+
+
+def _source_changed(manifest: Manifest) -> Fallback | None:
+    """Whether the file that an engine's weights came from has been overwritten; a file that is gone proves nothing."""
+    try:
+        stat = os.stat(manifest.source["path"])
+    except (OSError, KeyError, TypeError):
+        return None
+    now = {"path": manifest.source["path"], "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    if now == dict(manifest.source) or manifest.identity.weights in hash_cache.known_hashes(now):
+        return None
+    return Fallback(Reason.STALE_ENGINE, f"{now['path']} has changed since this engine was built from it")
+
+
+def _disk_use(folder: Path) -> int:
+    total = 0
+    for file in folder.rglob("*"):
+        try:
+            total += file.stat().st_size if file.is_file() else 0
+        except OSError:
+            pass  # deleted since it was listed
+    return total
+
+
+def select(found: list[Entry], name: str) -> Entry:
+    """The entry that a user means by a folder's name, the start of it, or the start of its key.
+
+    Raises:
+        LibraryError: none, or several.
+    """
+    exact = [e for e in found if e.folder.name == name]
+    alike = exact or [e for e in found if e.folder.name.startswith(name) or _key(e).startswith(name)]
+    if name and len(alike) == 1:
+        return alike[0]
+    if not alike or not name:
+        raise LibraryError(f"no engine is called {name!r}; 'list' shows them all")
+    raise LibraryError(f"{name!r} could be any of {', '.join(e.folder.name for e in alike)}; write more of its name")
+
+
+def _key(entry: Entry) -> str:
+    return entry.engine.manifest.identity.key if entry.engine is not None else ""
+
+
+def verify(entry: Entry, check: Check | None = None) -> Fallback | None:
+    """Read and hash all files of an engine; what is wrong with them, or None."""
+    if entry.engine is None:
+        return Fallback(Reason.BROKEN_ENGINE, entry.reason)
+    try:
+        entry.engine.check_sizes()
+        entry.engine.check_contents(check)
+    except Unavailable as broken:
+        return broken.fallback
+    except OSError as error:
+        return Fallback(Reason.BROKEN_ENGINE, f"{entry.folder.name} cannot be read ({error})")
+    return None
+
+
+def delete(entry: Entry) -> None:
+    """Remove an engine's folder.
+
+    Raises:
+        LibraryError: the library cannot be written, or the engine is in use on a system that protects open files.
+    """
+    try:
+        Library.remove(entry.folder)
+    except OSError as error:
+        raise readable(error, entry.folder.parent) from error

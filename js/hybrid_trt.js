@@ -1,0 +1,74 @@
+// The pack's part of the page: the button and the status on engine nodes, kept true by the server's events.
+
+import { app } from "../../scripts/app.js";
+import { api } from "../../scripts/api.js";
+import { Builder } from "./lib/build.mjs";
+import { showText } from "./lib/dialog.mjs";
+import { ENGINE_NODES } from "./lib/graph.mjs";
+import { NodeView } from "./lib/node_view.mjs";
+import { Panel } from "./lib/panel.mjs";
+import { presetMenu } from "./lib/presets.mjs";
+import { request } from "./lib/server.mjs";
+import { defaultsFor, settings } from "./lib/settings.mjs";
+import { setLanguage, t } from "./lib/texts.mjs";
+import { Tracker } from "./lib/tracker.mjs";
+
+/** Title and body; what a workflow was saved with wins. */
+const COLOURS = {
+    TRTUNetEngine: ["#2c4a3e", "#23332c"], TRTControlNetEngine: ["#2c4a3e", "#23332c"],
+    TRTApplyControlNet: ["#4a3d24", "#332c20"], TRTSamplerPatch: ["#3b2c4a", "#2b2333"], TRTReport: ["#3b2c4a", "#2b2333"],
+};
+const toast = (severity, summary, detail) =>
+    app.extensionManager.toast.add({ severity, summary, detail, life: severity === "error" ? 20000 : 8000 });
+const tracker = new Tracker(app, api);
+const builder = new Builder(tracker, toast);
+const panel = new Panel(api, { toast, showLog });
+
+async function showLog(job) {
+    try {
+        const { label, message, log } = await request(api, `/builds/${job}`);
+        showText(label, message ? [...log, "", message] : log);
+    } catch (failure) {
+        toast("error", "TRT", failure.message);
+    }
+}
+
+function hearServer() {
+    api.addEventListener("hybrid_trt.build", ({ detail }) => builder.hear(detail));
+    api.addEventListener("execution_success", ({ detail }) => builder.promptEnded(detail.prompt_id));
+    api.addEventListener("execution_interrupted", ({ detail }) => builder.promptEnded(detail.prompt_id));
+    api.addEventListener("execution_error", ({ detail }) =>
+        builder.promptEnded(detail.prompt_id, `${detail.node_type}: ${String(detail.exception_message).trim()}`));
+    for (const event of ["hybrid_trt.library", "status", "reconnected", "graphChanged"])
+        api.addEventListener(event, () => tracker.soon());
+}
+
+app.registerExtension({
+    name: "hybrid_trt.page",
+    settings,
+    setup() {
+        const style = document.createElement("link");
+        style.rel = "stylesheet";
+        style.href = new URL("./style.css", import.meta.url).href;
+        document.head.append(style);
+        setLanguage(app.extensionManager.setting.get("Comfy.Locale"));
+        hearServer();
+        app.extensionManager.registerSidebarTab({
+            id: "hybrid_trt.engines", icon: "pi pi-bolt", title: t("panel"), tooltip: t("panel"), type: "custom",
+            render: (element) => panel.open(element), destroy: () => panel.close(),
+        });
+    },
+    nodeCreated(node) {
+        if (node.comfyClass in COLOURS) [node.color, node.bgcolor] = COLOURS[node.comfyClass];
+        if (!ENGINE_NODES.includes(node.comfyClass)) return;
+        defaultsFor(node, (id) => app.extensionManager.setting.get(id));
+        tracker.views.set(node, new NodeView(node, { press: (view) => builder.press(view), showLog }));
+        tracker.soon();
+    },
+    getNodeMenuItems(node) {
+        return ENGINE_NODES.includes(node.comfyClass) ? [presetMenu(node, () => tracker.soon())] : [];
+    },
+    afterConfigureGraph() {
+        tracker.soon();
+    },
+});

@@ -1,0 +1,56 @@
+// Two small dialogs: a build's log, and a question.
+
+import { t } from "./texts.mjs";
+
+/** Show the lines of a build's log. */
+export function showText(title, lines) {
+    const dialog = open(title);
+    const text = document.createElement("pre");
+    text.textContent = lines.length ? lines.join("\n") : t("noLog");
+    dialog.append(text, buttons(button(t("close"), () => dialog.close())));
+    dialog.showModal();
+    text.scrollTop = text.scrollHeight;
+}
+
+/**
+ * Ask yes or no.
+ * @returns {Promise<boolean>}
+ */
+export function confirm(question) {
+    return new Promise((answer) => {
+        const dialog = open(t("panel"));
+        const text = document.createElement("p");
+        text.textContent = question;
+        const end = (result) => { answer(result); dialog.close(); };
+        dialog.addEventListener("close", () => answer(false));
+        dialog.append(text, buttons(button(t("no"), () => end(false)), button(t("yes"), () => end(true))));
+        dialog.showModal();
+    });
+}
+
+function open(title) {
+    const dialog = document.createElement("dialog");
+    dialog.className = "hybrid-trt-dialog";
+    const head = document.createElement("h3");
+    head.textContent = title;
+    dialog.append(head);
+    // keys typed here are no shortcuts of the canvas
+    dialog.addEventListener("keydown", (event) => event.stopPropagation());
+    dialog.addEventListener("close", () => dialog.remove());
+    document.body.append(dialog);
+    return dialog;
+}
+
+function button(label, act) {
+    const made = document.createElement("button");
+    made.textContent = label;
+    made.addEventListener("click", act);
+    return made;
+}
+
+function buttons(...made) {
+    const row = document.createElement("div");
+    row.className = "hybrid-trt-buttons";
+    row.append(...made);
+    return row;
+}

@@ -1,0 +1,82 @@
+// The words that the pack's own widgets and panel use, in the page's languages.
+
+/** @type {Record<string, Record<string, string>>} */
+const TEXTS = {
+    en: {
+        build: "Build engine", rebuild: "Build again", cancel: "Cancel build",
+        unknown: "Not looked up yet", unknownHint: "Press Build engine, or run once: then the node knows its engine.",
+        unwired: "No model connected", unwiredHint: "Connect a model to build its engine.",
+        off: "Switched off", offHint: "This node is muted or bypassed, so its model runs native.",
+        none: "No engine", noneHint: "The model runs native. Press Build engine.",
+        asked: "Loading the model", askedHint: "The build starts when the prompts before it have run.",
+        queued: "Waiting", building: "Building", ready: "Ready", stale: "Stale", failed: "Build failed",
+        unavailable: "Cannot use an engine", cancelled: "The last build was cancelled.",
+        smaller: "Smaller than this node's sizes: larger calls run native. Press Build again.",
+        ran: "Last run: {engine} calls on {backend}", mixed: "Last run: {native} of {all} calls native",
+        native: "Last run: all {all} calls native", badge: "native", badgePart: "partly native",
+        log: "Show log", close: "Close", yes: "Yes", no: "No", noLog: "The build wrote nothing.",
+        built: "Engine built", builtDetail: "{label}: {size}, {seconds}, error to native {error}",
+        failedToast: "The engine was not built", cancelledToast: "Build cancelled",
+        panel: "TRT engines", refresh: "Refresh", import: "Import", filter: "Filter", empty: "No engines yet.",
+        noMatch: "No engine matches the filter.", builds: "Builds", engines: "Engines",
+        use: "{count} engines, {size}; {free} free", delete: "Delete", verify: "Verify", export: "Export",
+        confirm: "Delete {name} ({size})? Its model runs native until it is built again.",
+        verified: "{name} is as it was built.", damaged: "{name} is damaged: {text}. Build it again.",
+        exported: "{name} was exported ({size})", imported: "{name} was imported", deleted: "{name} was deleted",
+        download: "Download", failedAction: "That did not work", error: "error {error}", broken: "Broken", done: "Done",
+        stateCancelled: "Cancelled", running: "Running", unet: "UNet", controlnet: "ControlNet",
+        presets: "Engine sizes", presetSd15: "SD 1.5: 512 to 768, 1 or 2 images",
+        presetSd15Wide: "SD 1.5: 256 to 1024, up to 4 images, long prompts",
+        presetSdxl: "SDXL: 1024 only, 1 image", presetSdxlWide: "SDXL: 768 to 1536, 1 or 2 images, long prompts",
+    },
+    zh: {
+        build: "构建引擎", rebuild: "重新构建", cancel: "取消构建",
+        unknown: "尚未查找", unknownHint: "点击“构建引擎”，或运行一次，节点就知道自己的引擎。",
+        unwired: "未连接模型", unwiredHint: "连接模型后才能构建引擎。",
+        off: "已关闭", offHint: "此节点被静音或绕过，模型以原生方式运行。",
+        none: "没有引擎", noneHint: "模型以原生方式运行。点击“构建引擎”。",
+        asked: "正在加载模型", askedHint: "前面的任务运行完后开始构建。",
+        queued: "等待中", building: "构建中", ready: "就绪", stale: "已过期", failed: "构建失败",
+        unavailable: "无法使用引擎", cancelled: "上次构建已取消。",
+        smaller: "引擎的尺寸范围小于此节点的设置：更大的调用以原生方式运行。请重新构建。",
+        ran: "上次运行：{engine} 次调用在 {backend} 上", mixed: "上次运行：{all} 次调用中有 {native} 次为原生",
+        native: "上次运行：全部 {all} 次调用均为原生", badge: "原生", badgePart: "部分原生",
+        log: "查看日志", close: "关闭", yes: "是", no: "否", noLog: "构建没有输出。",
+        built: "引擎已构建", builtDetail: "{label}：{size}，{seconds}，与原生的误差 {error}",
+        failedToast: "引擎未能构建", cancelledToast: "构建已取消",
+        panel: "TRT 引擎", refresh: "刷新", import: "导入", filter: "筛选", empty: "还没有引擎。",
+        noMatch: "没有符合筛选条件的引擎。", builds: "构建任务", engines: "引擎",
+        use: "{count} 个引擎，{size}；剩余 {free}", delete: "删除", verify: "校验", export: "导出",
+        confirm: "删除 {name}（{size}）？重新构建之前，模型以原生方式运行。",
+        verified: "{name} 与构建时一致。", damaged: "{name} 已损坏：{text}。请重新构建。",
+        exported: "{name} 已导出（{size}）", imported: "{name} 已导入", deleted: "{name} 已删除",
+        download: "下载", failedAction: "操作未成功", error: "误差 {error}", broken: "已损坏", done: "完成",
+        stateCancelled: "已取消", running: "运行中", unet: "UNet", controlnet: "ControlNet",
+        presets: "引擎尺寸", presetSd15: "SD 1.5：512 到 768，1 或 2 张",
+        presetSd15Wide: "SD 1.5：256 到 1024，最多 4 张，长提示词",
+        presetSdxl: "SDXL：仅 1024，1 张", presetSdxlWide: "SDXL：768 到 1536，1 或 2 张，长提示词",
+    },
+};
+
+let language = "en";
+
+/** Choose the language by ComfyUI's locale, for example "zh-TW". */
+export function setLanguage(locale) {
+    const start = String(locale ?? "").split("-")[0];
+    language = start in TEXTS ? start : "en";
+}
+
+/**
+ * A text in the page's language.
+ * @param {string} key
+ * @param {Record<string, unknown>} [values] for the {names} in it
+ */
+export function t(key, values = {}) {
+    const text = TEXTS[language][key] ?? TEXTS.en[key] ?? key;
+    return text.replace(/\{(\w+)\}/g, (_, name) => String(values[name] ?? ""));
+}
+
+/** The keys of every language; for the tests. */
+export function keys() {
+    return Object.fromEntries(Object.entries(TEXTS).map(([name, texts]) => [name, Object.keys(texts)]));
+}

@@ -1,0 +1,83 @@
+// What a node's state reads like: pure functions from the server's answers to words and tones.
+
+import { t } from "./texts.mjs";
+
+/** @typedef {{tone: string, title: string, lines: string[], fraction: number | null, badge: string, log: string | null}} View */
+
+const TONES = { ready: "good", building: "busy", queued: "busy", asked: "busy", failed: "bad", stale: "warn", unavailable: "warn" };
+export const BUSY = ["asked", "queued", "building"];
+
+/** A number of bytes as people say it. */
+export function size(bytes) {
+    if (!(bytes >= 0)) return "?";
+    return bytes >= 1e8 ? `${(bytes / 1e9).toFixed(1)} GB` : `${(bytes / 1e6).toFixed(1)} MB`;
+}
+
+/** Seconds as people say them. */
+export function duration(seconds) {
+    if (!(seconds >= 0)) return "?";
+    const whole = Math.floor(seconds);
+    return whole < 60 ? `${whole} s` : `${Math.floor(whole / 60)} min ${whole % 60} s`;
+}
+
+/** A relative error with two digits. */
+export function error(value) {
+    return typeof value === "number" ? value.toExponential(1) : "?";
+}
+
+/** An engine in one line. */
+export function engineLine(engine) {
+    return [engine.backend, engine.precision, engine.profile, size(engine.bytes)].join(", ");
+}
+
+/** A running build in one line: phase, percent, time. */
+export function jobLine(job) {
+    return job.state === "queued" ? job.phase : `${job.phase}, ${job.percent} %, ${duration(job.seconds)}`;
+}
+
+/**
+ * What ran last, in lines, and the badge that a native call earns.
+ * @param {{engine: number, native: number, backend: string | null, reasons: {count: number, text: string, advice: string}[]} | null} run
+ */
+export function runWords(run) {
+    if (!run || run.engine + run.native === 0) return { lines: [], badge: "" };
+    const all = run.engine + run.native;
+    if (run.native === 0) return { lines: [t("ran", run)], badge: "" };
+    const head = run.engine === 0 ? t("native", { all }) : t("mixed", { native: run.native, all });
+    const reasons = run.reasons.map((r) => `${r.count} × ${r.reason === "no engine" ? r.reason : `${r.text} → ${r.advice}`}`);
+    return { lines: [head, ...reasons], badge: t(run.engine === 0 ? "badge" : "badgePart") };
+}
+
+/**
+ * Everything that a node shows.
+ * @param {any} state the server's answer for the node, or {state: "off" | "unwired" | "asked"}
+ * @returns {View}
+ */
+export function describe(state) {
+    const { lines: ran, badge } = runWords(state.run);
+    const view = { tone: TONES[state.state] ?? "idle", title: t(state.state), lines: [], fraction: null, badge, log: null };
+    if (BUSY.includes(state.state)) {
+        view.fraction = state.job ? state.job.percent / 100 : 0;
+        view.lines = [state.job ? jobLine(state.job) : t("askedHint")];
+        if (state.state === "building" && state.job) view.title = `${view.title} ${state.job.percent} %`;
+        view.log = state.state === "building" ? state.job.id : null;
+        return view;
+    }
+    if (state.state === "ready") {
+        view.lines = [engineLine(state.engine), ...(state.engine.covers ? [] : [t("smaller")])];
+        if (!state.engine.covers) view.tone = "warn";
+        if (state.job?.state === "failed") view.lines.push(state.job.message);
+    } else {
+        view.lines = [state.state === "none" || !state.text ? t(`${state.state}Hint`) : state.text];
+        if (state.state === "none" && state.job?.state === "cancelled") view.lines.unshift(t("cancelled"));
+    }
+    if (state.job?.state === "failed") view.log = state.job.id;
+    if (badge) view.tone = view.tone === "bad" ? "bad" : "warn";
+    view.lines = [...view.lines, ...ran];
+    return view;
+}
+
+/** The button's text in a state. */
+export function buttonLabel(state) {
+    return t(BUSY.includes(state) ? "cancel" : state === "ready" ? "rebuild" : "build");
+}

@@ -1,0 +1,134 @@
+"""Between the engine nodes and the build queue: what ``when_missing`` means, and how builds are told to the page."""
+
+from __future__ import annotations
+
+from comfy import model_management
+from comfy.utils import ProgressBar
+from server import PromptServer
+
+from ..engine_builder.build import BuildOrder
+from ..engine_builder.jobs import BuildQueue, Job, State
+from ..engine_library import Fallback, Reason, Unavailable
+from ..engine_runtime.engine_handle import EngineHandle, usable_backends
+from ..engine_runtime.live_session import LiveSession
+from .library_folder import library
+from .node_states import NodeStates
+
+USE_NATIVE = "use native"
+BUILD_NOW = "build now"
+IN_BACKGROUND = "build in background"
+WHEN_MISSING = (USE_NATIVE, BUILD_NOW, IN_BACKGROUND)
+
+EVENT = "hybrid_trt.build"
+"""The event that tells the page of a job's change: ``Job.to_json`` with the keys of the nodes that wait for it."""
+
+MISSING = (Reason.NO_ENGINE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
+
+builds = BuildQueue()
+node_states = NodeStates(library(), builds)
+
+_ended = 0
+
+
+def build_if_missing(handle: EngineHandle, when_missing: str, requested: bool = False) -> None:
+    """Order the engine that a handle lacks, and wait for it when it is wanted now.
+
+    Args:
+        requested: the user pressed the button, so neither a failure before nor an engine that is there matters.
+    """
+    missing = _needs_build(handle)
+    if not missing and not requested:
+        return
+    try:
+        backend = usable_backends(handle.choice.backend, handle.network.device)[0]
+    except Unavailable as refusal:
+        handle.session, handle.fallback = None, refusal.fallback
+        return
+    order = BuildOrder(handle.network, handle.precision, handle.choice.profile, backend)
+    if requested:
+        _submit(order, handle, again=not missing)
+    elif when_missing == BUILD_NOW:
+        _build_now(order, handle)
+    else:
+        _build_in_background(order, handle)
+
+
+def generation(when_missing: str) -> int:
+    """A number that changes when a build ends: so a node that waits for one in the background runs again."""
+    return _ended if when_missing == IN_BACKGROUND else 0
+
+
+def _needs_build(handle: EngineHandle) -> bool:
+    if handle.session is None:
+        return handle.fallback.reason in MISSING
+    if isinstance(handle.session, LiveSession):
+        return handle.session.lacks(handle.choice.profile)
+    profile = handle.session.profile
+    return not profile.contains(handle.choice.profile.only(profile.ranges))
+
+
+def _build_now(order: BuildOrder, handle: EngineHandle) -> None:
+    job = _submit(order, handle)
+    job.attended = True
+    bar = ProgressBar(100, node_id=handle.node_id)
+    shown = 0
+    try:
+        while not job.wait(0.1):
+            model_management.throw_exception_if_processing_interrupted()
+            if (percent := round(100 * job.fraction)) != shown:
+                shown = percent
+                bar.update_absolute(percent)
+    except BaseException:  # the user interrupted the prompt
+        builds.cancel(job)
+        raise
+    if job.state is State.CANCELLED:
+        handle.session, handle.fallback = None, Fallback(Reason.BUILD_FAILED, "the build was cancelled")
+    elif job.state is State.FAILED:
+        _tell_failure(job, handle)
+    else:
+        handle.refresh()
+
+
+def _build_in_background(order: BuildOrder, handle: EngineHandle) -> None:
+    last = builds.latest(order, handle.library)
+    if last is not None and last.state is State.FAILED:
+        _tell_failure(last, handle)  # it would fail again, at every prompt; 'build now' tries anew
+    elif last is not None and last.state is State.CANCELLED and not last.attended:
+        handle.note = "Its build was cancelled; 'build now' starts it again."
+    else:
+        job = _submit(order, handle)
+        handle.note = f"An engine is being built in the background ({job.phase}) and serves from the next prompt on."
+
+
+def _submit(order: BuildOrder, handle: EngineHandle, again: bool = False) -> Job:
+    job = builds.submit(order, handle.library, again)
+    node_states.ordered(handle.node_key, job)
+    return job
+
+
+def _tell_failure(job: Job, handle: EngineHandle) -> None:
+    if handle.session is not None:
+        handle.note = f"A larger one was not built: {job.message}"
+    elif job.fallback is not None:
+        handle.fallback = job.fallback
+    else:
+        handle.fallback = Fallback(Reason.BUILD_FAILED, job.message.rstrip("."))
+
+
+def _on_change(job: Job) -> None:
+    """Tell the page, with the keys of the nodes that ordered the job."""
+    global _ended
+    if job.state.final:
+        _ended += 1
+        node_states.ended(job)
+    if PromptServer.instance is not None:
+        PromptServer.instance.send_sync(EVENT, {**job.to_json(), "keys": node_states.keys_of(job)})
+
+
+def send_text(text: str, node_id: str) -> None:
+    """Put a line of text on a node in the page."""
+    if PromptServer.instance is not None:
+        PromptServer.instance.send_progress_text(text, node_id)
+
+
+builds.subscribe(_on_change)

@@ -1,0 +1,101 @@
+"""What all our routes share: who may ask, how much, and errors that are one sentence for the user."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from ..engine_library import LibraryError, Unavailable
+
+log = logging.getLogger(__name__)
+
+PREFIX = "/hybrid_trt"
+HEADER = "X-Hybrid-TRT"
+"""Requests that change something carry it: no form or link of another site can, and scripts there are refused."""
+MAX_JSON = 2 << 20
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Refused(Exception):
+    """A request that gets no answer but a sentence."""
+
+    def __init__(self, status: int, text: str):
+        super().__init__(text)
+        self.status = status
+
+
+def reads(handler: Handler) -> Handler:
+    """A route that changes nothing."""
+
+    @functools.wraps(handler)
+    async def guarded(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except Refused as refusal:
+            return _error(refusal.status, str(refusal))
+        except (LibraryError, Unavailable) as error:
+            return _error(409, _sentence(str(error)))
+
+    return guarded
+
+
+def changes(handler: Handler) -> Handler:
+    """A route that changes something: only for pages of this server, and for programs that send our header."""
+
+    async def checked(request: web.Request) -> web.StreamResponse:
+        check_same_site(request)
+        return await handler(request)
+
+    return reads(functools.wraps(handler)(checked))
+
+
+def check_same_site(request: web.Request) -> None:
+    """Refuse what a page of another site sends in the user's browser.
+
+    Raises:
+        Refused: 403.
+    """
+    origin, host = request.headers.get("Origin"), request.headers.get("Host", "")
+    foreign = request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
+    if foreign or (origin is not None and urlsplit(origin).netloc.lower() != host.lower()):
+        raise Refused(403, "This request comes from another site's page, so it was refused; use ComfyUI's own page.")
+    if HEADER not in request.headers:
+        raise Refused(403, f"The request has no {HEADER} header, so it was refused; send '{HEADER}: 1'.")
+
+
+async def read_json(request: web.Request, limit: int = MAX_JSON) -> dict[str, Any]:
+    """The body as a JSON object.
+
+    Raises:
+        Refused: 413 or 400.
+    """
+    body = b""
+    if (request.content_length or 0) <= limit:
+        async for chunk in request.content.iter_chunked(1 << 16):
+            body += chunk
+            if len(body) > limit:
+                break
+    if len(body) > limit or (request.content_length or 0) > limit:
+        raise Refused(413, f"The request is larger than {limit >> 20} MB, so it was not read.")
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError):
+        raise Refused(400, "The request is not JSON, so nothing was done.") from None
+    if not isinstance(data, dict):
+        raise Refused(400, "The request is not a JSON object, so nothing was done.")
+    return data
+
+
+def _error(status: int, text: str) -> web.Response:
+    return web.json_response({"error": text}, status=status)
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")

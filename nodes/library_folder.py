@@ -1,0 +1,28 @@
+"""Where the library of this ComfyUI is."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import folder_paths
+
+from ..engine_library import Library, hash_cache
+from ..engine_library.work_folders import sweep
+
+FOLDER_KEY = "trt_engines"
+
+folder_paths.add_model_folder_path(FOLDER_KEY, str(Path(folder_paths.models_dir) / FOLDER_KEY), is_default=True)
+
+
+@cache
+def _library(roots: tuple[str, ...]) -> Library:
+    folder = Path(roots[0])
+    sweep(folder)
+    hash_cache.use(folder)
+    return Library([Path(root) for root in roots])
+
+
+def library() -> Library:
+    """The library of this ComfyUI, wherever its settings put ``models/trt_engines``."""
+    return _library(tuple(folder_paths.get_folder_paths(FOLDER_KEY)))

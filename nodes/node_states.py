@@ -1,0 +1,240 @@
+"""What the page shows on an engine node: is there an engine, is one being built, what ran in the last run.
+
+A node is known by its key, see ``node_key``. What was learnt when it ran (which weights its model has) is kept in the
+library's folder, so that the page gets the truth after a restart too, without a model being loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import threading
+from collections import OrderedDict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from ..architectures.tensors import Profile
+from ..engine_builder.jobs import BuildQueue, Job, State
+from ..engine_library import Engine, Fallback, Library, Manifest, Reason, Unavailable, Wanted
+from ..engine_library.hash_cache import source_of
+from ..engine_runtime.engine_handle import EngineHandle, usable_backends
+from ..engine_runtime.ledger import last_run
+from ..engine_runtime.live_session import LiveSession
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = ".engine_nodes.json"
+MAX_NODES = 500
+MISSING = {Reason.NO_ENGINE: "none", Reason.STALE_ENGINE: "stale", Reason.BROKEN_ENGINE: "stale"}
+
+
+@dataclass(frozen=True)
+class Known:
+    """What an engine node wants, as learnt when it ran. ``weights`` is ``""`` until somebody had to hash them;
+    ``without_engine`` says what serves besides native while there is none."""
+
+    label: str
+    architecture: str
+    precision: str
+    profile: dict[str, list[int]]
+    backend: str
+    device: str
+    weights: str
+    refusal: tuple[str, str] | None
+    source: dict | None
+    without_engine: str = ""
+
+
+class NodeStates:
+    """All engine nodes that ran, and the jobs that they ordered. Safe to use from any thread."""
+
+    def __init__(self, library: Library, builds: BuildQueue):
+        self._library = library
+        self._builds = builds
+        self._lock = threading.Lock()
+        self._path = library.roots[0] / FILE_NAME
+        self._known: OrderedDict[str, Known] = _read(self._path)
+        self._jobs: dict[str, str] = {}  # node key -> its last job
+
+    def learn(self, key: str, handle: EngineHandle) -> None:
+        """Remember what a node that has just run wants."""
+        network = handle.network
+        try:
+            architecture = network.architecture().name
+        except Unavailable:
+            architecture = ""
+        before = self._known.get(key)
+        source = source_of(network.patcher)
+        weights = handle.session.weights if handle.session is not None else ""
+        if not weights and before is not None and before.source == source:
+            weights = before.weights
+        refusal = (handle.fallback.reason.value, handle.fallback.detail) if handle.fallback is not None else None
+        live = isinstance(handle.session, LiveSession) and not handle.session.engines
+        self._keep(key, Known(
+            network.label, architecture, handle.precision, handle.choice.profile.to_json(), handle.choice.backend,
+            str(network.device), weights, refusal, source, handle.session.status() if live else "",
+        ))  # fmt: skip
+
+    def refused(self, key: str, label: str, fallback: Fallback) -> None:
+        """Remember that a node's model can have no engine."""
+        self._keep(key, Known(label, "", "", {}, "", "", "", (fallback.reason.value, fallback.detail), None))
+
+    def ordered(self, key: str, job: Job) -> None:
+        """Remember that a node waits for a job."""
+        with self._lock:
+            self._jobs[key] = job.id
+
+    def ended(self, job: Job) -> None:
+        """Learn from a job that has ended which weights the nodes that ordered it have."""
+        if job.engine is None:
+            return
+        weights = job.engine.manifest.identity.weights
+        for key in self.keys_of(job):
+            known = self._known.get(key)
+            if known is not None and known.weights != weights:
+                self._keep(key, Known(**{**asdict(known), "weights": weights, "refusal": None}))
+
+    def keys_of(self, job: Job) -> list[str]:
+        """The keys of the nodes that ordered a job."""
+        with self._lock:
+            return [key for key, job_id in self._jobs.items() if job_id == job.id]
+
+    def state(self, key: str) -> dict:
+        """For the page: ``state``, ``text``, the engine or the job, and ``run``: what ran last."""
+        answer = {"key": key, "state": "unknown", "text": "", "engine": None, "job": None, "run": run_of(key)}
+        job = self._builds.get(self._jobs.get(key, ""))
+        if job is not None and not job.state.final:
+            answer |= {"state": "queued" if job.state is State.QUEUED else "building", "job": job.to_json()}
+            return answer
+        known = self._known.get(key)
+        if known is None or _changed(known.source):
+            return answer | _failure(job)
+        engine, fallback = self._look_up(known)
+        if engine is not None:
+            covers = engine.manifest.identity.profile
+            wanted = Profile.from_json(known.profile)
+            answer |= {"state": "ready", "engine": engine_json(engine), "job": job.to_json() if job else None}
+            answer["engine"]["covers"] = covers.contains(wanted.only(covers.ranges))
+            return answer
+        text = known.without_engine or fallback.sentence()
+        answer |= {"state": MISSING.get(fallback.reason, "unavailable"), "text": text}
+        return answer | _failure(job)
+
+    def _look_up(self, known: Known) -> tuple[Engine | None, Fallback]:
+        refusal = Fallback(Reason(known.refusal[0]), known.refusal[1]) if known.refusal else Fallback(Reason.NO_ENGINE)
+        if not known.architecture:
+            return None, refusal
+        if not known.weights:
+            return None, refusal if refusal.reason not in MISSING else Fallback(Reason.NO_ENGINE, refusal.detail)
+        device = torch.device(known.device)
+        try:
+            usable = {b.name: b for b in usable_backends(known.backend, device)}
+
+            def refuses(manifest: Manifest) -> Fallback | None:
+                return usable[manifest.identity.backend].refuses(manifest, device)
+
+            wanted = Wanted(
+                known.architecture, [known.weights], known.precision, Profile.from_json(known.profile), list(usable)
+            )
+            return self._library.find(wanted, refuses), refusal
+        except Unavailable as unavailable:
+            return None, unavailable.fallback
+
+    def _keep(self, key: str, known: Known) -> None:
+        with self._lock:
+            if not key or self._known.get(key) == known:
+                return
+            self._known[key] = known
+            self._known.move_to_end(key)
+            while len(self._known) > MAX_NODES:
+                self._known.popitem(last=False)
+            _write(self._path, self._known)
+
+
+def run_of(key: str) -> dict | None:
+    """What ran in the last prompt that called a node's network, or None."""
+    found = last_run(key)
+    if found is None:
+        return None
+    prompt_id, rows = found
+    reasons: dict[str, dict] = {}
+    for row in rows:
+        for reason, count in list(row.reasons.items()):
+            text = row.details.get(reason, reason)
+            words = {"reason": reason, "text": text, "advice": Reason(reason).advice}
+            seen = reasons.setdefault(reason, {**words, "count": 0})
+            seen["count"] += count
+    return {
+        "prompt": prompt_id,
+        "engine": sum(row.engine for row in rows),
+        "native": sum(row.native for row in rows),
+        "backend": next((row.backend for row in rows if row.backend), None),
+        "reasons": list(reasons.values()),
+    }
+
+
+def engine_json(engine: Engine) -> dict:
+    """What a person wants to know of an engine."""
+    manifest = engine.manifest
+    return {
+        "name": engine.folder.name,
+        "label": manifest.label,
+        "backend": manifest.identity.backend,
+        "precision": manifest.identity.precision,
+        "profile": str(manifest.identity.profile),
+        "bytes": manifest.bytes,
+        "seconds": round(sum(manifest.seconds.values()), 1),
+        "rel_err": manifest.parity.get("rel_err"),
+        "created": manifest.created,
+    }
+
+
+def _failure(job: Job | None) -> dict:
+    """How the last build ended, as far as it explains that there is no engine."""
+    if job is None:
+        return {}
+    if job.state is State.FAILED:
+        return {"state": "failed", "text": job.message, "job": job.to_json()}
+    if job.state is State.CANCELLED:
+        return {"state": "none", "text": "", "job": job.to_json()}
+    return {}
+
+
+def _changed(source: dict | None) -> bool:
+    """Whether a model's file is another one than when the node ran."""
+    if source is None:
+        return False
+    try:
+        stat = os.stat(source["path"])
+    except (OSError, KeyError, TypeError):
+        return True
+    return (stat.st_size, stat.st_mtime_ns) != (source.get("size"), source.get("mtime_ns"))
+
+
+def _read(path: Path) -> OrderedDict[str, Known]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return OrderedDict(
+            (key, Known(**{**entry, "refusal": tuple(entry["refusal"]) if entry["refusal"] else None}))
+            for key, entry in data.items()
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return OrderedDict()
+
+
+def _write(path: Path, known: OrderedDict[str, Known]) -> None:
+    """A library that cannot be written costs the memory of a restart only, so that is no error."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(2)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps({key: asdict(entry) for key, entry in known.items()}), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        log.debug("Hybrid TRT: what the engine nodes want was not kept (%s)", error)
+        with contextlib.suppress(OSError):
+            temporary.unlink()

@@ -1,0 +1,95 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { promptError } from "../../js/lib/build.mjs";
+import { engineLines, jobLines, matching, shownJobs, tone } from "../../js/lib/panel_words.mjs";
+import { applyPreset, PRESETS, presetMenu } from "../../js/lib/presets.mjs";
+import { defaultsFor } from "../../js/lib/settings.mjs";
+import { keys, setLanguage, t } from "../../js/lib/texts.mjs";
+import { buttonLabel, describe, duration, error, runWords, size } from "../../js/lib/words.mjs";
+
+const ENGINE = { backend: "onnxruntime", precision: "float16", profile: "64-512 px", bytes: 3.2e6, covers: true };
+const REASON = { reason: "shape outside the profile", count: 3, text: "shape outside the profile: width 768 px", advice: "widen the profile" };
+
+test("every language has every text, and gaps are filled", () => {
+    const { en, zh } = keys();
+    assert.deepEqual(zh, en);
+    assert.equal(t("use", { count: 2, size: "1 GB", free: "9 GB" }), "2 engines, 1 GB; 9 GB free");
+    setLanguage("zh-TW");
+    assert.equal(t("build"), "构建引擎");
+    setLanguage("fr");
+    assert.equal(t("build"), "Build engine");
+});
+
+test("numbers as people say them", () => {
+    assert.deepEqual([size(3.24e6), size(1.7e9), size(undefined)], ["3.2 MB", "1.7 GB", "?"]);
+    assert.deepEqual([duration(0), duration(59.9), duration(125), duration(undefined)], ["0 s", "59 s", "2 min 5 s", "?"]);
+    assert.deepEqual([error(2.3e-6), error(null)], ["2.3e-6", "?"]);
+});
+
+test("a native call is never quiet", () => {
+    assert.deepEqual(runWords({ engine: 8, native: 0, backend: "torch", reasons: [] }), { lines: ["Last run: 8 calls on torch"], badge: "" });
+    const part = describe({ state: "ready", engine: ENGINE, job: null, run: { engine: 5, native: 3, backend: "torch", reasons: [REASON] } });
+    assert.equal(part.tone, "warn");
+    assert.equal(part.badge, "partly native");
+    assert.ok(part.lines.includes("Last run: 3 of 8 calls native"));
+    assert.ok(part.lines.at(-1).startsWith("3 × shape outside the profile"));
+    assert.equal(runWords({ engine: 0, native: 4, backend: null, reasons: [REASON] }).badge, "native");
+    assert.equal(runWords({ engine: 0, native: 4, reasons: [{ ...REASON, reason: "no engine" }] }).lines[1], "3 × no engine");
+    assert.deepEqual(runWords(null), { lines: [], badge: "" });
+});
+
+test("each state has a title, a tone and a button", () => {
+    const job = { id: "j", state: "running", phase: "exporting", percent: 35, seconds: 70, message: "" };
+    const building = describe({ state: "building", job, run: null });
+    assert.deepEqual([building.title, building.fraction, building.log], ["Building 35 %", 0.35, "j"]);
+    assert.deepEqual(building.lines, ["exporting, 35 %, 1 min 10 s"]);
+    const failed = describe({ state: "failed", text: "It broke.", job: { ...job, state: "failed" }, run: null });
+    assert.deepEqual([failed.tone, failed.lines, failed.log], ["bad", ["It broke."], "j"]);
+    assert.equal(describe({ state: "ready", engine: { ...ENGINE, covers: false }, run: null }).tone, "warn");
+    for (const state of ["unknown", "unwired", "off", "none", "asked"]) assert.ok(describe({ state, run: null }).lines[0].length > 10);
+    assert.deepEqual(["none", "building", "ready"].map(buttonLabel), ["Build engine", "Cancel build", "Build again"]);
+});
+
+test("a refused prompt is told by its first node's error", () => {
+    const errors = { 4: { class_type: "CheckpointLoaderSimple", errors: [{ message: "Value not in list", details: "ckpt_name: 'x'" }] } };
+    assert.equal(promptError({ node_errors: errors }), "CheckpointLoaderSimple: Value not in list: ckpt_name: 'x'.");
+    assert.equal(promptError({ error: { message: "No prompt" } }), "No prompt");
+    assert.ok(promptError({}).includes("log"));
+});
+
+test("the panel filters by all words and shows live jobs first", () => {
+    const engines = [{ name: "a", label: "sd15 Canny", backend: "torch" }, { name: "b", label: "sdxl" }];
+    assert.deepEqual(matching(engines, "CANNY torch").map((e) => e.name), ["a"]);
+    assert.equal(matching(engines, "").length, 2);
+    const job = (id, state) => ({ id, state, label: "m", wanted: "w", message: "", percent: 5, phase: "p", seconds: 1 });
+    const jobs = [job(1, "done"), job(2, "failed"), job(3, "done"), job(4, "done"), job(5, "queued"), job(6, "running")];
+    assert.deepEqual(shownJobs(jobs).map((j) => j.id), [6, 5, 4, 3, 2]);
+    assert.deepEqual(jobLines(jobs[5]), ["m · Running 5 %", "p, 1 s", "w"]);
+    assert.equal(tone("broken"), "bad");
+    assert.deepEqual(engineLines({ name: "x", state: "broken", bytes: 1e6, reason: "cut short" }), ["x · Broken", "1.0 MB. cut short"]);
+});
+
+test("settings fill new nodes with values that their widgets offer", () => {
+    const widgets = [
+        { name: "backend", value: "auto", options: { values: ["auto", "torch"] } },
+        { name: "precision", value: "auto", options: { values: ["auto"] } },
+        { name: "max_size", value: 512 },
+    ];
+    defaultsFor({ widgets }, (id) => ({ "HybridTRT.Backend": "torch", "HybridTRT.Precision": "float8" })[id]);
+    assert.deepEqual(widgets.map((w) => w.value), ["torch", "auto", 512]);
+});
+
+test("presets rise from min to max and set the widgets that there are", () => {
+    for (const [key, values] of Object.entries(PRESETS)) {
+        assert.ok(values.min_size <= values.opt_size && values.opt_size <= values.max_size, key);
+        assert.notEqual(t(key), key);
+        assert.equal(values.max_tokens % 77, 0);
+    }
+    const heard = [];
+    const node = { widgets: [{ name: "max_size", value: 1, callback: (v) => heard.push(v) }, { name: "backend", value: "auto" }] };
+    let done = 0;
+    const { submenu } = presetMenu(node, () => done++);
+    submenu.options[2].callback();
+    assert.deepEqual([node.widgets.map((w) => w.value), heard, done], [[1024, "auto"], [1024], 1]);
+    applyPreset({}, {});
+});

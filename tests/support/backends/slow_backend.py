@@ -1,0 +1,91 @@
+"""A backend for tests only: builds slowly, crashes, fails or fills the disk on demand, which no real one does.
+
+Found because a test adds this folder to the pack's backends' path; told what to do by HYBRID_TRT_TEST_BUILD.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+STEP = 0.05
+
+
+class SlowBackend:
+    """Duck-typed, so that it needs nothing of the pack."""
+
+    name = "slow"
+    preference = -1
+
+    def version(self) -> str:
+        return os.environ.get("HYBRID_TRT_TEST_VERSION", "1")
+
+    def target(self, device: Any) -> str:
+        return "any"
+
+    def unavailable(self, device: Any) -> None:
+        return None
+
+    def cannot_build(self, device: Any) -> None:
+        return None
+
+    def refuses(self, manifest: Any, device: Any) -> None:
+        return None
+
+    def build(self, request: Any, progress: Any) -> list[str]:
+        (request.folder / "engine.slow").write_bytes(b"slow" * 1000)
+        for name in os.environ.get("HYBRID_TRT_TEST_BUILD", "finish").split(","):
+            getattr(self, "_" + name)(request, progress)
+        return ["engine.slow"]
+
+    def _finish(self, request: Any, progress: Any) -> None:
+        for step in range(5):
+            progress("compiling", step / 5)
+            time.sleep(STEP)
+
+    def _silence(self, request: Any, progress: Any) -> None:
+        """As TensorRT does: one long phase without a word."""
+        progress("compiling", 0.5)
+        time.sleep(600)
+
+    def _hold_the_gil(self, request: Any, progress: Any) -> None:
+        """As a native build that never lets Python's other threads run."""
+        import ctypes
+
+        progress("compiling", 0.5)
+        ctypes.PyDLL(None).sleep(600)
+
+    def _print(self, request: Any, progress: Any) -> None:
+        print("from Python")
+        os.write(1, b"from below Python\n")
+        sys.stderr.write("a warning\n")
+
+    def _helper(self, request: Any, progress: Any) -> None:
+        helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        progress(f"helper {helper.pid}", 0.1)
+
+    def _segfault(self, request: Any, progress: Any) -> None:
+        sys.stderr.write("about to crash\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def _killed(self, request: Any, progress: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _exit(self, request: Any, progress: Any) -> None:
+        os._exit(3)
+
+    def _error(self, request: Any, progress: Any) -> None:
+        raise RuntimeError("the compiler is confused")
+
+    def _disk(self, request: Any, progress: Any) -> None:
+        with (request.folder / "large").open("wb") as file:
+            for _ in range(1000):
+                file.write(bytes(1 << 20))
+
+
+BACKEND = SlowBackend()

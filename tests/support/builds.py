@@ -1,0 +1,139 @@
+"""For tests of builds: a network that exports fast, the slow backend, processes that must be gone, small disks."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import resource
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pack import ROOT, import_comfy
+
+import_comfy()
+
+import comfy.model_patcher  # noqa: E402
+import comfy.ops  # noqa: E402
+import torch  # noqa: E402
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel  # noqa: E402
+from hybrid_trt import backends  # noqa: E402
+from hybrid_trt.architectures.tensors import Profile, Range  # noqa: E402
+from hybrid_trt.engine_builder.build import BuildOrder  # noqa: E402
+from hybrid_trt.engine_library.native import UNET_PREFIX, NativeNetwork  # noqa: E402
+
+CPU = torch.device("cpu")
+PROFILE = Profile({"B": Range(1, 2, 4), "H": Range(4, 16, 40), "W": Range(4, 16, 40), "T": Range(77, 77, 154)})
+
+
+def small_network(seed: int = 1, **changes: Any) -> NativeNetwork:
+    """A random UNet of the SD1.5 family with 4 million parameters inside a real ComfyUI patcher."""
+    config = {"model_channels": 64, "legacy": False, "image_size": 32, "in_channels": 4, "out_channels": 4,
+              "use_spatial_transformer": True, "context_dim": 64, "num_heads": 4, "channel_mult": [1, 2],
+              "num_res_blocks": [1, 1], "transformer_depth": [1, 1], "transformer_depth_output": [1] * 4,
+              "transformer_depth_middle": 1, "dtype": torch.float32, "device": CPU} | changes
+    module = UNetModel(operations=comfy.ops.disable_weight_init, **config)
+    generator = torch.Generator().manual_seed(seed)
+    for p in module.parameters():
+        fan_in = p[0].numel() if p.ndim > 1 else 100
+        p.data = torch.randn(p.shape, generator=generator) / fan_in**0.5
+    model = torch.nn.Module()
+    model.diffusion_model = module.eval().requires_grad_(False)
+    patcher = comfy.model_patcher.ModelPatcher(model, CPU, CPU)
+    return NativeNetwork(patcher, module, UNET_PREFIX, torch.float32, f"small_{seed}.safetensors")
+
+
+@contextmanager
+def slow_backend() -> Iterator[Any]:
+    """The slow backend as one of the pack's, for as long as the block lasts."""
+    paths = list(backends.__path__)
+    backends.__path__ = [*paths, str(ROOT / "tests" / "support" / "backends")]
+    try:
+        yield importlib.import_module(f"{backends.__name__}.slow_backend").BACKEND
+    finally:
+        backends.__path__ = paths
+
+
+def order(network: NativeNetwork, backend: Any, profile: Profile = PROFILE) -> BuildOrder:
+    """What the tests build."""
+    return BuildOrder(network, "float32", profile, backend)
+
+
+def children(pid: int | None = None) -> list[psutil.Process]:
+    """The builders that a process (this one by default) has running, with their helpers."""
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        try:
+            if "engine_builder.child" in child.cmdline():
+                found += [child, *child.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            pass
+    return found
+
+
+def gone(processes: list[psutil.Process], timeout: float = 2.0) -> bool:
+    """Whether all processes end within some time; zombies have ended."""
+    return until(lambda: all(not p.is_running() or _is_zombie(p) for p in processes), timeout)
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def until(condition: Callable[[], object], timeout: float) -> bool:
+    """Whether a condition comes true within some time."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def contents(folder: Path) -> list[str]:
+    """What a library's folder holds besides what is only remembered there: weights hashes, states of nodes."""
+    return sorted(p.name for p in folder.iterdir() if not p.name.endswith(".json"))
+
+
+@contextmanager
+def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
+    """A folder on a disk of its own with few megabytes; where we may not mount, files can only get a part as large."""
+    folder.mkdir(exist_ok=True)
+    mounted = os.geteuid() == 0 and not subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)], capture_output=True, check=False
+    ).returncode
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if not mounted:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (megabytes * 600_000, limits[1]))
+        yield folder
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        if mounted:
+            subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[Path]:
+    """A folder that cannot be written, not even by root."""
+    folder.mkdir(exist_ok=True)
+    if os.geteuid() != 0:
+        folder.chmod(0o555)
+        try:
+            yield folder
+        finally:
+            folder.chmod(0o755)
+        return
+    subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -1,0 +1,77 @@
+"""What a user does with the pack in ComfyUI's page, with real clicks, and what he then sees."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from browser import ComfyPage
+from playwright.sync_api import Locator
+
+SHOTS = Path(os.environ.get("HYBRID_TRT_SHOTS", Path(__file__).resolve().parents[2] / "build" / "screenshots"))
+#: Where a widget's middle is on the screen.
+PLACE = """([id, name]) => { const node = app.canvas.graph.getNodeById(id);
+    const widget = node.widgets.find(w => w.name === name);
+    const height = widget.computedHeight || LiteGraph.NODE_WIDGET_HEIGHT;
+    return app.canvasPosToClientPos([node.pos[0] + node.size[0] / 2, node.pos[1] + widget.y + height / 2]); }"""
+#: What the status of an engine node of the open graph shows.
+STATUS = """id => { const widget = app.canvas.graph.getNodeById(id).widgets.find(w => w.name === 'engine_status');
+    const e = widget.element, bar = e.querySelector('.hybrid-trt-bar');
+    return { state: e.dataset.state, tone: e.dataset.tone, text: e.innerText,
+             title: e.querySelector('.hybrid-trt-title').textContent, shown: e.isConnected && e.offsetHeight > 0,
+             width: bar.hidden ? null : parseFloat(bar.firstChild.style.width),
+             button: app.canvas.graph.getNodeById(id).widgets.find(w => w.name === 'build_engine').label }; }"""
+
+
+@dataclass
+class EnginePage:
+    """An open page with engine nodes in it. ``steps`` names the screenshots."""
+
+    page: ComfyPage
+    name: str
+    steps: list[Path] = field(default_factory=list)
+
+    def node(self, title: str) -> int:
+        """The id of the node with a title, or of a type."""
+        return self.page.page.evaluate(
+            "name => app.graph.nodes.find(n => n.title === name || n.type === name).id", title)
+
+    def click(self, node: int, widget: str = "build_engine") -> None:
+        """Click a widget of a node with the mouse."""
+        if self.page.vue:
+            label = self.status(node)["button"]
+            self.page.page.locator(f"[data-node-id='{node}']").get_by_role("button", name=label).click()
+        else:
+            self.page.page.mouse.click(*self.page.page.evaluate(PLACE, [node, widget]))
+
+    def status(self, node: int) -> dict[str, Any]:
+        return self.page.page.evaluate(STATUS, node)
+
+    def wait_for(self, node: int, *states: str, timeout: float = 120) -> dict[str, Any]:
+        """Wait until a node shows one of some states."""
+        return self.wait_until(node, lambda status: status["state"] in states, f"one of {states}", timeout)
+
+    def wait_until(self, node: int, wanted: Any, what: str, timeout: float = 120) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout
+        while not wanted(status := self.status(node)):
+            assert time.monotonic() < deadline, f"no {what} within {timeout} s, but {status}"
+            self.page.page.wait_for_timeout(100)
+        return status
+
+    def toast(self, text: str) -> Locator:
+        """The message with some text; waits for it."""
+        found = self.page.page.locator(".p-toast-message").filter(has_text=re.compile(text)).first
+        found.wait_for()
+        return found
+
+    def shot(self, step: str) -> None:
+        """Keep a picture of the page."""
+        SHOTS.mkdir(parents=True, exist_ok=True)
+        mode = "vue" if self.page.vue else "litegraph"
+        path = SHOTS / f"{self.name}-{mode}-{len(self.steps)}-{step}.png"
+        self.page.page.screenshot(path=path)
+        self.steps.append(path)

@@ -1,0 +1,25 @@
+"""Engines of no real model, for tests of what only reads manifests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pack  # noqa: F401
+from hybrid_trt.architectures.tensors import Dim, Profile, Range, TensorSpec
+from hybrid_trt.engine_library import EngineIdentity, Library, Manifest
+from hybrid_trt.engine_library.library import describe_files
+
+
+def publish(root: Path, contents: bytes = b"engine") -> str:
+    """A small engine of no real model in a library; its folder's name."""
+    library = Library([root])
+    spec = TensorSpec("x", "float32", (Dim("B"), 4))
+    profile = Profile({"B": Range(1, 1, 2)})
+    identity = EngineIdentity("sd15_unet", "e" * 64, "float16", profile, "onnxruntime", "1", "any")
+    folder = library.building_folder()
+    (folder / "model.onnx").write_bytes(contents)
+    manifest = Manifest(
+        identity, "unet", "routes.safetensors", (spec,), (spec,), describe_files(folder, ["model.onnx"]),
+        parity={"rel_err": 1e-6}, seconds={"build": 2.0}, created="2026-01-01T00:00:00+00:00",
+    )  # fmt: skip
+    return library.publish(folder, manifest).folder.name

@@ -1,0 +1,249 @@
+"""The Build button and the status on the engine nodes, with real clicks, in both kinds of nodes.
+
+Pictures of every step are kept in build/screenshots.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import READY, ComfyPage, chromium, comfy_page
+from comfy_process import ComfyProcess
+from engine_page import EnginePage
+from fake_engine import publish
+from playwright.sync_api import Browser
+from workflow_recipes import with_tiny_models
+from workflow_to_prompt import set_widget
+
+pytestmark = pytest.mark.browser
+
+NAME = "sd15_two_controlnets"
+WORKFLOW = Path(__file__).resolve().parent.parent / "workflows" / f"{NAME}.json"
+MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 60}
+#: Whether the engine node inside the only subgraph says that it is ready.
+INSIDE = """() => app.graph.nodes.find(n => n.isSubgraphNode?.())?.subgraph.nodes
+    .find(n => n.type === 'TRTControlNetEngine').widgets.find(w => w.name === 'engine_status')
+    .element.dataset.state === 'ready'"""
+NET_1, NET_2 = "TRT ControlNet Engine 1", "TRT ControlNet Engine 2"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def object_info(comfy: ComfyProcess) -> dict[str, Any]:
+    return comfy.object_info()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
+def opened(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
+    with comfy_page(browser, comfy.url, vue=request.param) as page:
+        yield page
+
+
+@pytest.fixture
+def page(opened: ComfyPage, request: pytest.FixtureRequest) -> Iterator[EnginePage]:
+    opened.errors.clear()
+    yield EnginePage(opened, request.node.originalname.removeprefix("test_"))
+    assert not opened.errors
+
+
+def workflow(info: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The shipped workflow with the tiny models; nothing is built unless a button is pressed."""
+    made = with_tiny_models(json.loads(WORKFLOW.read_text(encoding="utf-8")), info)
+    for engine in ("TRTUNetEngine", "TRTControlNetEngine"):
+        for widget, value in {"when_missing": "use native", **changes}.items():
+            set_widget(made, engine, widget, value, info)
+    return made
+
+
+def load(page: EnginePage, made: dict[str, Any]) -> None:
+    page.page.load(made, NAME)
+    page.page.fit(**MARGINS)
+
+
+def no_engines(comfy: ComfyProcess) -> None:
+    """An empty library, known to the page."""
+    shutil.rmtree(comfy.base / "models" / "trt_engines", ignore_errors=True)
+
+
+def test_build_cancel_build_and_run(
+    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
+) -> None:
+    """Template, Build, progress, Cancel, Build, reload in the middle, ready, run."""
+    no_engines(comfy)
+    size = 384 if page.page.vue else 512  # profiles of their own, so that neither mode finds the other's engines
+    raw = page.page.page
+    raw.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
+    dialog = raw.get_by_role("dialog").last
+    dialog.get_by_text("hybrid-trt", exact=True).first.click()
+    raw.get_by_test_id(f"template-workflow-{NAME}").click()
+    raw.wait_for_function("() => app.graph.nodes.some(n => n.type === 'TRTUNetEngine')")
+    page.shot("template")
+    made = workflow(object_info, max_size=size)
+    load(page, made)
+    net = page.node(NET_1)
+    assert page.status(net)["state"] in ("unknown", "none")
+    assert page.status(net)["shown"]
+
+    page.click(net)
+    page.wait_for(net, "building", timeout=60)
+    first = page.wait_until(net, lambda s: (s["width"] or 0) > 1, "progress")
+    page.shot("building")
+    assert "Building" in first["title"]
+    assert first["button"] == "Cancel build"
+    page.wait_until(net, lambda s: (s["width"] or 0) > first["width"], "further progress")
+    assert page.status(page.node(NET_2))["state"] != "building"
+
+    page.click(net)
+    cancelled = page.wait_for(net, "none", timeout=5)
+    page.shot("cancelled")
+    assert "cancelled" in cancelled["text"]
+    assert cancelled["button"] == "Build engine"
+    page.toast("Build cancelled")
+
+    page.click(net)
+    page.wait_for(net, "building", timeout=30)
+    raw.reload(wait_until="domcontentloaded")
+    raw.wait_for_function(READY, timeout=90000)
+    raw.wait_for_function("vue => LiteGraph.vueNodesMode === vue", arg=page.page.vue)
+    load(page, made)
+    page.wait_for(net, "building", timeout=2)
+    page.shot("reloaded")
+
+    # a copy of the node, and the node in a subgraph, say the same
+    raw.evaluate("""id => { const node = app.graph.getNodeById(id), copy = LiteGraph.createNode(node.type);
+        copy.pos = [node.pos[0], node.pos[1] + 1400]; app.graph.add(copy);
+        copy.configure({ ...node.serialize(), id: copy.id, pos: copy.pos, inputs: undefined, outputs: undefined });
+        copy.title = 'copy'; node.getInputNode(0).connect(0, copy, 0); }""", net)
+    page.wait_for(page.node("copy"), "building", timeout=3)
+
+    ready = page.wait_for(net, "ready", "failed")
+    page.shot("ready")
+    assert ready["state"] == "ready", ready
+    assert ready["button"] == "Build again"
+    assert "onnxruntime, float32" in ready["text"]
+    assert "error to native" in page.toast("Engine built").inner_text()
+    assert page.wait_for(page.node("copy"), "ready", timeout=3)["state"] == "ready"
+
+    load(page, made)
+    raw.evaluate("id => app.graph.convertToSubgraph(new Set([app.graph.getNodeById(id)]))", net)
+    raw.wait_for_function(INSIDE, timeout=3000)
+    page.shot("subgraph")
+    load(page, made)
+    comfy.free()
+    raw.get_by_test_id("queue-button").click()
+    ran = page.wait_until(net, lambda s: "Last run" in s["text"], "run")
+    page.page.settle()
+    page.shot("ran")
+    assert "Last run: 4 calls on onnxruntime" in ran["text"]
+    native = page.wait_until(page.node("TRTUNetEngine"), lambda s: "Last run" in s["text"], "run")
+    assert "Last run: all 4 calls native" in native["text"]
+    assert "4 × no engine" in native["text"]
+    assert native["tone"] == "warn"
+    assert page.page.problems() == []
+
+    # cached nodes and a new page know it too
+    load(page, made)
+    assert "4 calls" in page.wait_until(net, lambda s: "Last run" in s["text"], "run", 3)["text"]
+
+
+def test_a_build_that_fails_says_why(
+    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
+) -> None:
+    """Wrong settings and an unsupported model before the build; a model whose numbers are broken in it."""
+    load(page, workflow(object_info, min_size=512, max_size=256))
+    net = page.node(NET_1)
+    page.click(net)
+    failed = page.wait_for(net, "failed", timeout=30)
+    page.shot("settings")
+    assert "must rise in this order" in failed["text"]
+    assert failed["tone"] == "bad"
+    page.toast("must rise in this order")
+
+    made = workflow(object_info)
+    set_widget(made, "Load ControlNet 1 (edges)", "control_net_name", "tiny_sd15_control_lora.safetensors", object_info)
+    load(page, made)
+    page.click(net)
+    refused = page.wait_for(net, "unavailable", timeout=30)
+    page.shot("unsupported")
+    assert "unsupported model" in refused["text"]
+    assert "always runs native" in refused["text"]
+
+
+def test_the_log_of_a_failed_build_is_shown(
+    page: EnginePage, comfy: ComfyProcess, broken_net: str, object_info: dict[str, Any]
+) -> None:
+    if page.page.vue:
+        pytest.skip("The same dialog in both modes; one build of half a minute is enough.")
+    made = workflow(comfy.object_info())
+    set_widget(made, "Load ControlNet 1 (edges)", "control_net_name", broken_net, comfy.object_info())
+    load(page, made)
+    net = page.node(NET_1)
+    page.click(net)
+    failed = page.wait_for(net, "failed", "ready")
+    page.shot("failed")
+    assert "differs from native" in failed["text"]
+    page.toast("differs from native")
+    page.page.page.locator(".hybrid-trt-log:visible").first.click()
+    dialog = page.page.page.locator(".hybrid-trt-dialog")
+    assert "exporting" in dialog.inner_text()
+    page.shot("log")
+    dialog.get_by_role("button", name="Close").click()
+    dialog.wait_for(state="detached")
+    load(page, made)  # failed survives a new graph
+    assert "differs" in page.wait_for(net, "failed", timeout=3)["text"]
+
+
+@pytest.fixture
+def broken_net(comfy: ComfyProcess) -> Iterator[str]:
+    """A ControlNet with weights that are no numbers."""
+    from safetensors.torch import load_file, save_file
+
+    folder = comfy.base / "models" / "controlnet"
+    path = folder / "tiny_sd15_broken.safetensors"
+    weights = load_file(folder / "tiny_sd15_a.safetensors")
+    name = next(name for name in weights if name.endswith("input_blocks.0.0.weight"))
+    weights[name] = weights[name] * float("nan")
+    save_file(weights, path)
+    yield path.name
+    path.unlink()
+
+
+def test_the_panel_lists_filters_verifies_and_deletes(
+    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
+) -> None:
+    """The engine stands in for real ones: the panel reads manifests only."""
+    root = comfy.base / "models" / "trt_engines"
+    name = publish(root)
+    raw = page.page.page
+    raw.get_by_role("button", name="TRT engines").click()
+    panel = raw.locator(".hybrid-trt-panel")
+    card = panel.locator(".hybrid-trt-card", has_text="routes.safetensors")
+    card.wait_for()
+    assert "free" in panel.inner_text()
+    page.shot("panel")
+    panel.get_by_placeholder("Filter").fill("no such engine")
+    panel.get_by_text("No engine matches").wait_for()
+    panel.get_by_placeholder("Filter").fill("ROUTES onnx")
+    card.get_by_role("button", name="Verify").click()
+    page.toast("is as it was built")
+    card.get_by_role("button", name="Delete").click()
+    dialog = raw.locator(".hybrid-trt-dialog")
+    page.shot("confirm")
+    dialog.get_by_role("button", name="No").click()
+    assert (root / name).is_dir()
+    card.get_by_role("button", name="Delete").click()
+    dialog.get_by_role("button", name="Yes").click()
+    page.toast("was deleted")
+    card.wait_for(state="detached")
+    assert not (root / name).exists()
+    raw.get_by_role("button", name="TRT engines").click()

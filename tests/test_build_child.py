@@ -1,0 +1,145 @@
+"""A backend's build in a process of its own: heard, ended, and its end told in words."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from builds import PROFILE, ROOT, children, gone, slow_backend, small_disk, until
+from hybrid_trt import backends
+from hybrid_trt.backends import BuildError
+from hybrid_trt.engine_builder.child_process import run_in_child
+from hybrid_trt.engine_library import LibraryError
+
+Build = Callable[..., dict]
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Iterator[dict]:
+    """The backend's step of a build whose graph nobody reads."""
+    folder = tmp_path / "library" / "work"
+    folder.mkdir(parents=True)
+    with slow_backend():
+        yield {
+            "step": "build", "folder": str(folder), "precision": "float32", "inputs": [], "outputs": [],
+            "profile": PROFILE.to_json(), "onnx": "model.onnx", "target": "any", "backend": "slow_backend",
+            "backend_folders": list(backends.__path__),
+        }
+
+
+@pytest.fixture
+def build(task: dict, monkeypatch: pytest.MonkeyPatch) -> Build:
+    """Runs the step with the slow backend behaving as told."""
+
+    def run(behaviour: str, progress: Any = None, log: Any = None) -> dict:
+        monkeypatch.setenv("HYBRID_TRT_TEST_BUILD", behaviour)
+        return run_in_child(task, progress or (lambda *_: None), log or (lambda _: None))
+
+    return run
+
+
+def test_the_result_comes_back_and_the_process_is_gone(build: Build, task: dict) -> None:
+    phases = []
+    result = build("finish", lambda phase, _: phases.append(phase))
+    assert result["files"] == ["engine.slow"]
+    assert (Path(task["folder"]) / "engine.slow").stat().st_size == 4000
+    assert "compiling" in phases
+    assert children() == []
+
+
+def test_whatever_is_printed_is_log_and_disturbs_nothing(build: Build) -> None:
+    lines: list[str] = []
+    assert build("print,finish", log=lines.append)["files"]
+    assert {"from Python", "from below Python", "a warning"} <= set(lines)
+
+
+def test_progress_is_told_every_second_though_the_backend_is_silent(build: Build) -> None:
+    calls = []
+
+    def progress(phase: str, _fraction: float) -> None:
+        calls.append(time.monotonic())
+        if phase == "compiling" and len(calls) > 12:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build("silence", progress)
+    assert max(b - a for a, b in zip(calls, calls[1:], strict=False)) < 1.0
+
+
+@pytest.mark.parametrize("behaviour", ["silence", "hold_the_gil", "helper,silence"])
+def test_a_cancel_ends_it_with_all_its_helpers_within_two_seconds(build: Build, behaviour: str) -> None:
+    seen: list[psutil.Process] = []
+    raised = 0.0
+
+    def progress(phase: str, fraction: float) -> None:
+        nonlocal seen, raised
+        if phase == "compiling":
+            seen = children()
+            raised = time.monotonic()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(behaviour, progress)
+    assert len(seen) == (2 if "helper" in behaviour else 1)
+    assert gone(seen)
+    assert time.monotonic() - raised < 2.0
+
+
+@pytest.mark.parametrize(("behaviour", "says"), [
+    ("segfault", r"ended by SIGSEGV while starting.*last words: about to crash"),
+    ("killed", r"ended by SIGKILL, most often because the machine ran out of memory.*smaller profile"),
+    ("exit", r"ended with exit status 3"),
+    ("error", r"RuntimeError: the compiler is confused"),
+])  # fmt: skip
+def test_a_crash_is_told_in_a_sentence(build: Build, behaviour: str, says: str) -> None:
+    with pytest.raises(BuildError) as failed:
+        build(behaviour)
+    text = str(failed.value)
+    assert re.search(says, text), text
+    assert "native keeps serving" in text
+    assert children() == []
+
+
+def test_a_disk_that_the_backend_fills_is_told_as_such(build: Build, task: dict, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 20) as disk:
+        task["folder"] = str(disk / "work")
+        (disk / "work").mkdir()
+        with pytest.raises(LibraryError, match=r"disk of .* is full.*native keeps serving; delete engines"):
+            build("disk")
+
+
+SERVER = """
+import json, sys
+sys.path[:0] = [{support!r}, {tools!r}]
+import pack
+from hybrid_trt.engine_builder.child_process import run_in_child
+run_in_child(json.loads({task!r}), lambda *_: None, print)
+"""
+
+
+@pytest.mark.parametrize("behaviour", ["silence", "hold_the_gil"])
+def test_it_dies_with_the_server(task: dict, monkeypatch: pytest.MonkeyPatch, behaviour: str) -> None:
+    import json
+
+    monkeypatch.setenv("HYBRID_TRT_TEST_BUILD", behaviour)
+    code = SERVER.format(support=str(ROOT / "tests" / "support"), tools=str(ROOT / "tools"), task=json.dumps(task))
+    server = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        assert until(lambda: children(server.pid), 20)
+        assert until((Path(task["folder"]) / "engine.slow").exists, 20)
+        child = children(server.pid)
+        time.sleep(0.2)
+        os.kill(server.pid, signal.SIGKILL)
+        assert gone(child)
+    finally:
+        server.kill()
+        server.wait()

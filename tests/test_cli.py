@@ -1,0 +1,173 @@
+"""The command line, as a process of its own: what it prints, how it ends, and two of them at one engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builds import ROOT, children, contents, gone
+from hybrid_trt.engine_library.work_folders import sweep
+
+
+class CommandLine:
+    """Runs ``python -m engine_builder`` in the pack's folder, on one library."""
+
+    def __init__(self, library: Path, comfyui: Path, pack: Path = ROOT):
+        self.library, self.comfyui, self.pack = library, comfyui, pack
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "engine_builder", *arguments, "--library", str(self.library)]
+        return subprocess.Popen(
+            command, cwd=self.pack, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"COMFYUI_PATH": str(self.comfyui), "PYTHONUNBUFFERED": "1"},
+        )
+
+    def __call__(self, *arguments: str, status: int = 0) -> str:
+        """Run to the end; returns stdout, or stderr when it has to fail."""
+        process = self.start(*arguments)
+        out, error = process.communicate(timeout=120)
+        assert process.returncode == status, error
+        return error if status else out
+
+
+@pytest.fixture(scope="module")
+def build(models: dict[str, Path]) -> tuple[str, ...]:
+    return ("build", "--unet", str(models["tiny_sd15_flat_unet"]), "--max-size", "256", "--max-images", "1")
+
+
+@pytest.fixture(scope="module")
+def built(
+    environment: Any, build: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[CommandLine, list[subprocess.CompletedProcess[str]]]:
+    """A library after two processes built the same engine at the same time, and how these ended."""
+    cli = CommandLine(tmp_path_factory.mktemp("cli") / "library", environment.comfyui)
+    both = [cli.start(*build, "--json") for _ in range(2)]
+    ended = []
+    for process in both:
+        out, error = process.communicate(timeout=200)
+        ended.append(subprocess.CompletedProcess(process.args, process.returncode, out, error))
+    return cli, ended
+
+
+@pytest.fixture
+def cli(built: tuple[CommandLine, list]) -> CommandLine:
+    return built[0]
+
+
+@pytest.fixture
+def engine(cli: CommandLine) -> str:
+    (name,) = contents(cli.library)
+    return name
+
+
+def test_two_processes_build_one_engine_once(built: tuple[CommandLine, list], engine: str) -> None:
+    _, ended = built
+    assert [e.returncode for e in ended] == [0, 0], ended[0].stderr + ended[1].stderr
+    results = [json.loads(e.stdout) for e in ended]
+    assert results[0] == results[1]
+    assert results[0]["folder"].endswith(engine)
+    assert sorted("exporting" in e.stderr for e in ended) == [False, True]
+    waited = next(e.stderr for e in ended if "exporting" not in e.stderr)
+    assert "waiting for the same engine that process" in waited
+
+
+def test_progress_is_told_on_stderr(built: tuple[CommandLine, list]) -> None:
+    builder = next(e.stderr for e in built[1] if "exporting" in e.stderr)
+    phases = re.findall(r"^ *[\d.]+ s +(\d+)%  (.+)$", builder, re.M)
+    assert [phase for _, phase in phases][:1] == ["loading the model"]
+    assert "building with onnxruntime" in [phase for _, phase in phases]
+    percents = [int(percent) for percent, _ in phases]
+    assert percents == sorted(percents)
+
+
+def test_building_again_finds_the_engine(cli: CommandLine, build: tuple[str, ...], engine: str) -> None:
+    began = (cli.library / engine / "manifest.json").stat().st_mtime_ns
+    assert engine in cli(*build)
+    assert (cli.library / engine / "manifest.json").stat().st_mtime_ns == began
+
+
+def test_list_verify_and_inspect(cli: CommandLine, engine: str) -> None:
+    data = json.loads(cli("list", "--json"))
+    (listed,) = data["engines"]
+    assert listed["state"] == "ready"
+    assert listed["label"] == "tiny_sd15_flat_unet.safetensors"
+    assert data["bytes"] == listed["bytes"] > 1_000_000
+    text = cli("list")
+    assert "ready" in text
+    assert "64-256 px" in text
+    assert json.loads(cli("verify", "--json")) == {engine: None}
+    assert json.loads(cli("inspect", engine))["identity"]["architecture"] == "sd15_unet"
+
+
+def test_export_damage_delete_import(cli: CommandLine, engine: str, tmp_path: Path) -> None:
+    file = Path(cli("export", engine, str(tmp_path)).strip())
+    assert json.loads(cli("inspect", str(file)))["label"] == "tiny_sd15_flat_unet.safetensors"
+    graph = cli.library / engine / "model.onnx"
+    data = bytearray(graph.read_bytes())
+    data[len(data) // 2] ^= 1
+    graph.write_bytes(data)
+    process = cli.start("verify")
+    assert "its hash differs" in process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert "deleted" in cli("delete", engine)
+    assert contents(cli.library) == []
+    assert engine in cli("import", str(file))
+    assert json.loads(cli("verify", "--json")) == {engine: None}
+
+
+@pytest.mark.parametrize(("arguments", "status", "says"), [
+    (("build",), 2, "one of the arguments --checkpoint --unet --controlnet is required"),
+    (("build", "--unet", "nope.safetensors"), 1, "There is no file nope.safetensors"),
+    (("build", "--unet", "x", "--min-size", "512", "--opt-size", "256"), 1, "min_size (512), opt_size (256)"),
+    (("delete", "nope"), 1, "no engine is called 'nope'"),
+    (("import", "nope.trtengine"), 1, "there is no file nope.trtengine"),
+    (("list", "--comfyui", "/nowhere"), 1, "/nowhere holds no ComfyUI"),
+], ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")  # fmt: skip
+def test_mistakes_are_told_in_a_sentence(
+    environment: Any, tmp_path: Path, arguments: tuple[str, ...], status: int, says: str
+) -> None:
+    message = CommandLine(tmp_path / "library", environment.comfyui)(*arguments, status=status)
+    assert says in message
+    assert "Traceback" not in message
+
+
+@pytest.fixture
+def renamed_pack(tmp_path: Path) -> Path:
+    """The pack in a folder whose name is no identifier, and no link."""
+    pack = tmp_path / "some pack-1.0"
+    keep = shutil.ignore_patterns(".git", "tests", "workflows", "docs", "__pycache__", "build")
+    shutil.copytree(ROOT, pack, ignore=keep)
+    return pack
+
+
+@pytest.mark.parametrize("phase", ["reading weights", "starting the exporter", "saving"])
+def test_a_killed_build_leaves_no_process_and_no_half_engine(
+    environment: Any, build: tuple[str, ...], tmp_path: Path, renamed_pack: Path, phase: str
+) -> None:
+    cli = CommandLine(tmp_path / "library", environment.comfyui, renamed_pack)
+    process = cli.start(*build)
+    try:
+        for line in process.stderr:
+            if phase in line:
+                break
+        builders = children(process.pid)
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        assert builders or phase != "starting the exporter"
+        assert gone(builders)
+        assert json.loads(cli("list", "--json"))["engines"] == []
+    finally:
+        process.kill()
+        process.wait()
+    cli.library.mkdir(exist_ok=True)  # killed while hashing, it has not made it yet
+    assert all(name.startswith(".") for name in contents(cli.library))
+    assert sweep(cli.library) or phase == "reading weights"
+    assert not [name for name in contents(cli.library) if name.startswith(".building")]

@@ -1,0 +1,217 @@
+"""The routes below /hybrid_trt: what they answer, and everything that they refuse, each with a sentence."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfy_process import ComfyProcess
+from fake_engine import publish
+from hybrid_trt.engine_library import Library
+from hybrid_trt.engine_library.archive import export_engine
+
+OURS = {"X-Hybrid-TRT": "1"}
+PROMPT = {
+    "1": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "no such file"}},
+    "2": {"class_type": "TRTUNetEngine", "inputs": {"model": ["1", 0], "max_size": 512}},
+}
+
+
+def ask(
+    comfy: ComfyProcess, method: str, path: str, body: bytes | None = None, headers: dict[str, str] = OURS
+) -> tuple[int, Any]:
+    """Status and JSON of a request; urllib would tidy the path up and hide refusals."""
+    connection = http.client.HTTPConnection("127.0.0.1", comfy.port, timeout=30)
+    try:
+        connection.request(method, f"/hybrid_trt{path}", body, headers)
+        answer = connection.getresponse()
+        text = answer.read()
+        return answer.status, json.loads(text) if text.startswith((b"{", b"[")) else text.decode(errors="replace")
+    finally:
+        connection.close()
+
+
+def post(comfy: ComfyProcess, path: str, data: Any) -> tuple[int, Any]:
+    return ask(comfy, "POST", path, json.dumps(data).encode(), OURS | {"Content-Type": "application/json"})
+
+
+@pytest.fixture
+def engine(comfy: ComfyProcess) -> Iterator[Path]:
+    """The folder of an engine in the server's library."""
+    root = comfy.base / "models" / "trt_engines"
+    folder = root / publish(root)
+    yield folder
+    if folder.exists():
+        Library.remove(folder)
+
+
+def test_the_list_says_what_there_is(comfy: ComfyProcess, engine: Path) -> None:
+    status, answer = ask(comfy, "GET", "/engines")
+    assert status == 200
+    found = next(e for e in answer["engines"] if e["name"] == engine.name)
+    assert found.items() >= {"label": "routes.safetensors", "kind": "unet", "backend": "onnxruntime", "state": "ready",
+                             "precision": "float16", "rel_err": 1e-6, "seconds": 2.0}.items()
+    assert answer["bytes"] >= found["bytes"] > 0
+    assert answer["free"] > 0
+
+
+def test_verify_tells_whole_from_damaged(comfy: ComfyProcess, engine: Path) -> None:
+    assert ask(comfy, "POST", f"/engines/{engine.name}/verify") == (200, {"ok": True, "text": ""})
+    (engine / "model.onnx").write_bytes(b"enginE")
+    status, answer = ask(comfy, "POST", f"/engines/{engine.name}/verify")
+    assert (status, answer["ok"]) == (200, False)
+    assert "damaged" in answer["text"]
+
+
+def test_delete_removes_the_engine_and_nothing_else(comfy: ComfyProcess, engine: Path) -> None:
+    others = {p for p in engine.parent.iterdir() if p != engine}
+    status, answer = ask(comfy, "DELETE", f"/engines/{engine.name}")
+    assert (status, answer["deleted"]) == (200, engine.name)
+    assert {p for p in engine.parent.iterdir()} == others
+    assert ask(comfy, "DELETE", f"/engines/{engine.name}")[0] == 404
+
+
+def test_export_and_import_carry_an_engine(comfy: ComfyProcess, engine: Path) -> None:
+    status, made = ask(comfy, "POST", f"/engines/{engine.name}/export")
+    assert status == 200
+    file = comfy.base / "output" / made["subfolder"] / made["filename"]
+    data = file.read_bytes()
+    file.unlink()
+    assert len(data) == made["bytes"]
+    ask(comfy, "DELETE", f"/engines/{engine.name}")
+    status, answer = ask(comfy, "POST", "/engines/import", data)
+    assert (status, answer["name"]) == (200, engine.name)
+    assert (engine / "model.onnx").read_bytes() == b"engine"
+
+
+@pytest.mark.parametrize(("method", "path"), [
+    ("DELETE", "/engines/{}"), ("POST", "/engines/{}/verify"), ("POST", "/engines/{}/export"),
+])
+@pytest.mark.parametrize(
+    "name", ["nothing", "%2e%2e", "..%2f..%2fcheckpoints", "%2fetc", ".building-1-x", "sd15", "%00", "*"]
+)
+def test_nothing_but_engines_can_be_named(comfy: ComfyProcess, engine: Path, method: str, path: str, name: str) -> None:
+    status, answer = ask(comfy, method, path.format(name))
+    assert status == 404
+    assert engine.is_dir()
+    assert isinstance(answer, str) or answer["error"].endswith("nothing was done.")
+
+
+def test_a_linked_folder_is_unlinked_and_no_more(comfy: ComfyProcess, engine: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / publish(tmp_path)
+    link = engine.parent / "linked"
+    link.symlink_to(elsewhere, target_is_directory=True)
+    assert ask(comfy, "DELETE", "/engines/linked")[0] == 200
+    assert not link.is_symlink()
+    assert (elsewhere / "model.onnx").read_bytes() == b"engine"
+
+
+@pytest.mark.parametrize(("spoil", "text"), [
+    (lambda data: b"", "no engine"),
+    (lambda data: b"hello, this is no zip", "not imported"),
+    (lambda data: data[: len(data) // 2], "not imported"),
+    (lambda data: data.replace(b"engine", b"ENGINE", 1), "not imported"),
+])  # fmt: skip
+def test_import_refuses_what_is_no_engine(
+    comfy: ComfyProcess, engine: Path, tmp_path: Path, spoil: Any, text: str
+) -> None:
+    found = next(e for e in Library([engine.parent]).engines() if e.folder == engine)
+    data = export_engine(found, tmp_path).read_bytes()
+    before = sorted(p.name for p in engine.parent.iterdir())
+    status, answer = ask(comfy, "POST", "/engines/import", spoil(data))
+    assert status in (409, 413)
+    assert text in answer["error"]
+    assert sorted(p.name for p in engine.parent.iterdir()) == before
+
+
+CHANGES = [("DELETE", "/engines/{}"), ("POST", "/engines/{}/verify"), ("POST", "/engines/{}/export"),
+           ("POST", "/engines/import"), ("POST", "/builds/x/cancel")]
+
+
+@pytest.mark.parametrize(("method", "path"), CHANGES)
+@pytest.mark.parametrize("headers", [
+    {},
+    OURS | {"Origin": "https://evil.example"},
+    OURS | {"Origin": "null"},
+    OURS | {"Sec-Fetch-Site": "cross-site"},
+    OURS | {"Sec-Fetch-Site": "same-site"},
+], ids=["no header", "origin", "null origin", "cross-site", "same-site"])  # fmt: skip
+def test_other_sites_can_change_nothing(
+    comfy: ComfyProcess, engine: Path, method: str, path: str, headers: dict[str, str]
+) -> None:
+    status, _ = ask(comfy, method, path.format(engine.name), b"x" if method == "POST" else None, headers)
+    assert status == 403
+    assert engine.is_dir()
+
+
+@pytest.mark.parametrize(("method", "path"), [
+    ("GET", "/engines/{}/verify"), ("GET", "/engines/{}"), ("POST", "/engines"), ("PUT", "/engines/import"),
+    ("GET", "/builds/x/cancel"), ("GET", "/nodes"), ("DELETE", "/builds"),
+])
+def test_wrong_methods_are_refused(comfy: ComfyProcess, engine: Path, method: str, path: str) -> None:
+    assert ask(comfy, method, path.format(engine.name))[0] in (404, 405)
+    assert engine.is_dir()
+
+
+def test_unknown_builds_are_told(comfy: ComfyProcess) -> None:
+    assert ask(comfy, "GET", "/builds")[0] == 200
+    for method, path in (("GET", "/builds/nothing"), ("POST", "/builds/nothing/cancel")):
+        status, answer = ask(comfy, method, path)
+        assert status == 404
+        assert answer["error"].startswith("There is no such build")
+
+
+@pytest.mark.parametrize(("data", "text"), [
+    ([], "not a JSON object"),
+    ({}, "needs a prompt"),
+    ({"prompt": PROMPT, "nodes": "2"}, "needs a prompt"),
+    ({"prompt": PROMPT, "nodes": ["2"] * 501}, "at most 500"),
+    ({"prompt": PROMPT, "nodes": ["3"]}, "no engine node"),
+    ({"prompt": PROMPT, "nodes": ["1"]}, "no engine node"),
+    ({"prompt": PROMPT, "nodes": [{}]}, "no engine node"),
+    ({"prompt": {"2": {"class_type": "TRTUNetEngine"}}, "nodes": ["2"]}, "has no node"),
+    ({"prompt": {"2": {"class_type": "TRTUNetEngine", "inputs": {"model": ["2", 0]}}}, "nodes": ["2"]}, "loop"),
+    ({"prompt": {"2": {"class_type": "TRTUNetEngine", "inputs": {"model": ["9", 0]}}}, "nodes": ["2"]}, "no node '9'"),
+])  # fmt: skip
+def test_bad_questions_about_nodes_are_refused(comfy: ComfyProcess, data: Any, text: str) -> None:
+    status, answer = post(comfy, "/nodes", data)
+    assert status == 400
+    assert text in answer["error"]
+
+
+def test_huge_and_broken_bodies_are_refused(comfy: ComfyProcess) -> None:
+    status, answer = ask(comfy, "POST", "/nodes", b" " * (3 << 20))
+    assert (status, "larger than 2 MB" in answer["error"]) == (413, True)
+    assert ask(comfy, "POST", "/nodes", b"{")[0] == 400
+    assert ask(comfy, "POST", "/nodes", b"[" * 100_000)[0] == 400
+
+
+def test_a_node_that_never_ran_is_unknown(comfy: ComfyProcess) -> None:
+    status, answer = post(comfy, "/nodes", {"prompt": PROMPT, "nodes": ["2"]})
+    assert status == 200
+    assert answer["nodes"]["2"].items() >= {"state": "unknown", "run": None, "engine": None, "job": None}.items()
+
+
+def test_the_key_of_a_node_is_what_it_stands_for(comfy: ComfyProcess) -> None:
+    """Ids, titles, 'when_missing' and 1 against 1.0 are no part of it; the model and the profile are."""
+
+    def key(prompt: dict, node: str = "2") -> str:
+        return post(comfy, "/nodes", {"prompt": prompt, "nodes": [node]})[1]["nodes"][node]["key"]
+
+    def changed(**inputs: Any) -> dict:
+        return PROMPT | {"2": {"class_type": "TRTUNetEngine", "inputs": PROMPT["2"]["inputs"] | inputs}}
+
+    inputs = {"model": ["8:1", 0], "max_size": 512}
+    copied = {"8:1": PROMPT["1"], "8:2": {"class_type": "TRTUNetEngine", "inputs": inputs}}
+    same = key(PROMPT)
+    assert key(copied, "8:2") == same
+    assert key(changed(when_missing="build now", build_request="x")) == same
+    assert key(changed(max_size=512.0)) == same
+    assert key(changed(max_size=768)) != same
+    assert key(changed(model=["1", 1])) != same
+    other = {"1": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "another"}}}
+    assert key(PROMPT | other) != same

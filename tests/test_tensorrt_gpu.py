@@ -1,0 +1,178 @@
+"""TensorRT engines run for real. On a machine with an RTX card, or with full TensorRT and any NVIDIA GPU:
+
+    pytest -m gpu tests/test_tensorrt_gpu.py
+
+Without one, each test is skipped with the reason that the node would show.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import networks
+import pytest
+import torch
+from hybrid_trt.backends import backends, onnxruntime
+from hybrid_trt.engine_builder import build as builder
+from hybrid_trt.engine_builder.onnx_export import sample_inputs
+from hybrid_trt.engine_builder.parity import LIMITS, relative_error
+from hybrid_trt.engine_library import Engine, Library
+from hybrid_trt.engine_runtime.session import Session
+
+pytestmark = [pytest.mark.gpu, pytest.mark.tensorrt]
+
+GPU = torch.device("cuda", 0)
+CALLS = [{"B": 2, "H": 32, "W": 32, "T": 77, "HB": 1}, {"B": 1, "H": 37, "W": 96, "T": 154, "HB": 1},
+         {"B": 4, "H": 64, "W": 33, "T": 231, "HB": 4}, {"B": 2, "H": 32, "W": 32, "T": 77, "HB": 1}]
+
+
+@pytest.fixture(scope="module", params=["tensorrt", "tensorrt_rtx"])
+def backend(request: pytest.FixtureRequest) -> object:
+    chosen = backends()[request.param]
+    if (refusal := chosen.unavailable(GPU)) is not None:
+        pytest.skip(str(refusal))
+    return chosen
+
+
+@pytest.fixture(scope="module", params=["float16", "float32"])
+def pair(backend: object, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """Kind -> an engine of this backend, and the same network's engine for ONNX Runtime on the CPU."""
+    made = {}
+    for kind in ("unet", "controlnet"):
+        folder = tmp_path_factory.mktemp(kind)
+        here = networks.random_network(kind, networks.TINY["sd15"], device=GPU)
+        there = networks.random_network(kind, networks.TINY["sd15"])
+        engine = build(here, request.param, backend, folder)
+        made[kind] = engine, build(there, "float32", backends()["onnxruntime"], folder)
+    return made
+
+
+def build(network: object, precision: str, backend: object, folder: Path) -> Engine:
+    order = builder.BuildOrder(network, precision, networks.PROFILE, backend)
+    return builder.build_engine(order, Library([folder]), lambda _phase, _fraction: None)
+
+
+def reference(engine: Engine, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the same graph in float32 gives in ONNX Runtime on the CPU."""
+    with_cpu = {name: tensor.float().cpu() for name, tensor in given.items()}
+    return Session(engine, onnxruntime.BACKEND, networks.CPU).run(with_cpu)
+
+
+def inputs_of(engine: Engine, symbols: dict[str, int], seed: int) -> dict[str, torch.Tensor]:
+    given = sample_inputs(engine.manifest.inputs, symbols, seed)
+    return {name: tensor.to(GPU) for name, tensor in given.items()}
+
+
+def worst(outputs: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    return max(relative_error(outputs[name].cpu(), expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kind", ["unet", "controlnet"])
+def test_it_computes_what_onnx_runtime_computes_at_changing_shapes(backend: object, pair: dict, kind: str) -> None:
+    engine, same = pair[kind]
+    session = Session(engine, backend, GPU)
+    for seed, symbols in enumerate(CALLS):
+        given = inputs_of(engine, symbols, seed)
+        assert worst(session.run(given), reference(same, given)) <= LIMITS[engine.manifest.identity.precision], symbols
+
+
+def test_residuals_that_are_switched_off_leave_nothing_behind(backend: object, pair: dict) -> None:
+    engine, same = pair["unet"]
+    session = Session(engine, backend, GPU)
+    given = inputs_of(engine, CALLS[0], 5)
+    plain = {name: tensor for name, tensor in given.items() if not name.startswith("control_")}
+    for call in (given, plain, given, plain):
+        assert worst(session.run(call), reference(same, call)) <= LIMITS[engine.manifest.identity.precision]
+
+
+def test_outputs_are_the_callers_and_inputs_stay_as_they_are(backend: object, pair: dict) -> None:
+    engine, _same = pair["controlnet"]
+    session = Session(engine, backend, GPU)
+    given = inputs_of(engine, CALLS[0], 6)
+    before = {name: tensor.clone() for name, tensor in given.items()}
+    first = session.run(given)
+    kept = {name: tensor.clone() for name, tensor in first.items()}
+    session.run(inputs_of(engine, CALLS[0], 7))
+    torch.cuda.synchronize()
+    assert all(torch.equal(first[name], kept[name]) for name in first)
+    assert all(torch.equal(given[name], before[name]) for name in given)
+
+
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_two_engines_in_turn_share_scratch_and_do_not_disturb_each_other(
+    backend: object, pair: dict, own_stream: bool
+) -> None:
+    sessions = {kind: Session(pair[kind][0], backend, GPU) for kind in pair}
+    given = {kind: inputs_of(pair[kind][0], CALLS[0], 8) for kind in pair}
+    expected = {kind: reference(pair[kind][1], given[kind]) for kind in pair}
+    results = []
+    with torch.cuda.stream(torch.cuda.Stream(GPU) if own_stream else torch.cuda.default_stream(GPU)):
+        for tensors in given.values():
+            for tensor in tensors.values():
+                tensor.record_stream(torch.cuda.current_stream(GPU))
+        torch.cuda.current_stream(GPU).wait_stream(torch.cuda.default_stream(GPU))
+        for _ in range(10):
+            results += [(kind, session.run(given[kind])) for kind, session in sessions.items()]
+            torch.empty(64 << 20, dtype=torch.uint8, device=GPU).fill_(0xFF)  # falls where the scratch was
+    torch.cuda.synchronize()
+    for kind, outputs in results:
+        assert worst(outputs, expected[kind]) <= LIMITS[pair[kind][0].manifest.identity.precision]
+
+
+def test_unloading_while_the_gpu_works_is_safe(backend: object, pair: dict) -> None:
+    engine, same = pair["unet"]
+    session = Session(engine, backend, GPU)
+    given = inputs_of(engine, CALLS[2], 9)
+    outputs = [session.run(given) for _ in range(5)]
+    session.unload()
+    expected = reference(same, given)
+    for results in (*outputs, session.run(given)):
+        assert worst(results, expected) <= LIMITS[engine.manifest.identity.precision]
+
+
+def test_memory_is_told_and_given_back(backend: object, pair: dict) -> None:
+    engine, _same = pair["unet"]
+    session = Session(engine, backend, GPU)
+    torch.cuda.synchronize()
+    free_before, _total = torch.cuda.mem_get_info(GPU)
+    session.run(inputs_of(engine, CALLS[2], 10))
+    runner = session._runner
+    assert runner.scratch_bytes > 0
+    assert runner.bytes == engine.manifest.bytes + runner.scratch_bytes
+    del runner
+    session.unload()
+    torch.cuda.empty_cache()
+    free_after, _total = torch.cuda.mem_get_info(GPU)
+    assert free_before - free_after < 0.2 * engine.manifest.bytes
+
+
+def test_a_shape_outside_the_profile_is_refused_by_the_runner_too(backend: object, pair: dict) -> None:
+    engine, _same = pair["controlnet"]
+    runner = backend.load(engine, GPU)
+    symbols = {"B": 5, "H": 32, "W": 32, "T": 77, "HB": 1}
+    outputs = {
+        s.name: torch.empty(s.shape(symbols), dtype=getattr(torch, s.dtype), device=GPU)
+        for s in engine.manifest.outputs
+    }
+    with pytest.raises(RuntimeError, match="refused"):
+        runner.run(inputs_of(engine, symbols, 11), outputs)
+
+
+def test_rtx_keeps_the_kernels_that_it_compiled(backend: object, pair: dict) -> None:
+    if backend.name != "tensorrt_rtx":
+        pytest.skip("TensorRT compiles all kernels when it builds")
+    engine, _same = pair["unet"]
+    session = Session(engine, backend, GPU)
+    session.run(inputs_of(engine, CALLS[0], 12))
+    session.unload()
+    (kept,) = engine.folder.glob("kernels-*.cache")
+    assert kept.stat().st_size > 0
+    engine.check_contents()
+
+
+def test_tensorrt_keeps_what_tactics_took(backend: object, pair: dict) -> None:
+    if backend.name != "tensorrt":
+        pytest.skip("TensorRT-RTX measures nothing when it builds")
+    engine, _same = pair["unet"]
+    (kept,) = engine.folder.parent.glob(".timing-*.cache")
+    assert kept.stat().st_size > 0
