@@ -94,13 +94,12 @@ class Bench:
 
     def build(self, name: str) -> tuple[float, float]:
         """Compile a network unless the library has it; seconds and its error against the same network run plainly."""
-        from hybrid_trt.engine_builder.build import PACK_VERSION, BuildOrder
-        from hybrid_trt.engine_builder.build_live import build_live
+        from hybrid_trt.engine_builder.build import BuildOrder, build_engine
 
         network, session = self.networks[name], self.session(name)
         order = BuildOrder(network, network.precision, self.choice.profile, self.backend)
         started = time.perf_counter()
-        engine = build_live(order, session.live, self.library, lambda *_: None, PACK_VERSION)
+        engine = build_engine(order, self.library, lambda *_: None)
         session.use([engine])
         return time.perf_counter() - started, engine.manifest.parity["rel_err"]
 

@@ -22,21 +22,25 @@ ENGINE = {"min_size": 64, "opt_size": 512, "max_size": 1024, "max_images": 4, "m
           "backend": "torch"}
 
 
-def sd15_prompt(controls: int, seed: int, engine: str | None, latent: str | None = None, steps: int = 20) -> Prompt:
+def sd15_prompt(
+    controls: int, seed: int, engine: str | None, latent: str | None = None, image: bool = True, steps: int = 20
+) -> Prompt:
     """SD1.5 at 512x512, euler, cfg 7.5.
 
     Args:
         engine: None for stock nodes alone, else the engine nodes' ``when_missing``.
         latent: keep the latent under this name.
+        image: decode and save a picture.
     """
     built: Prompt = {
         "checkpoint": node("CheckpointLoaderSimple", ckpt_name="full_sd15.safetensors"),
         "positive": node("CLIPTextEncode", clip=["checkpoint", 1], text="a lighthouse in a storm"),
         "negative": node("CLIPTextEncode", clip=["checkpoint", 1], text="blurry"),
         "latent": node("EmptyLatentImage", width=512, height=512, batch_size=1),
-        "decode": node("VAEDecode", samples=["sampler", 0], vae=["checkpoint", 2]),
-        "image": node("SaveImage", images=["decode", 0], filename_prefix="benchmark"),
     }
+    if image:
+        built["decode"] = node("VAEDecode", samples=["sampler", 0], vae=["checkpoint", 2])
+        built["image"] = node("SaveImage", images=["decode", 0], filename_prefix="benchmark")
     model, positive, negative = ["checkpoint", 0], ["positive", 0], ["negative", 0]
     if engine is not None:
         built["engine"] = node("TRTUNetEngine", model=model, when_missing=engine, **ENGINE)
@@ -63,9 +67,10 @@ def sd15_prompt(controls: int, seed: int, engine: str | None, latent: str | None
 
 @dataclass
 class Run:
-    """One way to run one prompt several times, with other seeds."""
+    """One way to run one prompt several times, with other seeds: whole, and without decoding and saving a picture."""
 
     seconds: list[float] = field(default_factory=list)
+    sampling_seconds: list[float] = field(default_factory=list)
     peak_mb: float = 0.0
     first_s: float = 0.0
     latent: numpy.ndarray | None = None
@@ -75,8 +80,13 @@ class Run:
     def median_ms(self) -> float:
         return round(statistics.median(self.seconds) * 1000, 1)
 
+    @property
+    def sampling_ms(self) -> float:
+        return round(statistics.median(self.sampling_seconds) * 1000, 1)
+
     def to_json(self) -> dict[str, Any]:
         return {"median_s": round(statistics.median(self.seconds), 4), "runs_s": self.seconds,
+                "sampling_runs_s": self.sampling_seconds,
                 "first_s": self.first_s, "peak_mb": self.peak_mb}
 
 
@@ -95,6 +105,9 @@ def measure(
             history: History = comfy.queue(sd15_prompt(controls, 10 + i, engine))
             assert history.ok, history.error
             run.seconds.append(history.seconds)
+        for i in range(runs):
+            history = comfy.queue(sd15_prompt(controls, 30 + i, engine, name, image=False))
+            run.sampling_seconds.append(history.seconds)
     run.peak_mb = memory.peak
     if engine is not None:
         run.report = history.output("report", "report")[0]
@@ -140,10 +153,11 @@ def run(comfyui: Path, base: Path, out: Path, control_counts: list[int], modes: 
                 engines[level] = {n: measure(comfy, memory, n, when, f"{level}_{n}") for n in reversed(counts)}
         for n in control_counts:
             row = {"case": f"sd15_ksampler_{n}cn", "mode": mode, "native_ms": native[n].median_ms,
-                   "native": native[n].to_json()}
+                   "native_sampling_ms": native[n].sampling_ms, "native": native[n].to_json()}
             for level, found in engines.items():
                 if n in found:
                     row[f"{level}_ms"] = found[n].median_ms
+                    row[f"{level}_sampling_ms"] = found[n].sampling_ms
                     row[level] = found[n].to_json()
                     row[f"{level}_rel_err"] = rel_err(found[n], native[n])
                     row[f"{level}_report"] = {k: [(r["name"], r["backend"], r["engine"], r["native"], r["reasons"])
