@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..architectures.tensors import Profile
-from ..backends import Backend, backends, is_live
+from ..backends import AUTO, is_live, usable_backends
 from ..engine_library import Fallback, Library, Manifest, Reason, Unavailable, Wanted
 from ..engine_library.native import NativeNetwork
 from .ledger import Tally, executing, open_tally
@@ -19,9 +19,6 @@ from .session import Session, keep, session
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-AUTO = "auto"
-
-
 @dataclass(frozen=True)
 class EngineChoice:
     """The engine node's settings: for which shapes, how precise (``auto``: as native), by which backend (``auto``)."""
@@ -29,28 +26,6 @@ class EngineChoice:
     profile: Profile
     precision: str = AUTO
     backend: str = AUTO
-
-
-def usable_backends(choice: str, device: torch.device) -> list[Backend]:
-    """The backends that a choice allows and that can run on a device here, the most preferred first.
-
-    Raises:
-        Unavailable: none; says why not, of each that could be installed.
-    """
-    known = backends()
-    if choice == AUTO:
-        allowed = [b for b in known.values() if not is_live(b) or b.suits(device)]
-    else:
-        allowed = [known[choice]] if choice in known else []
-    refusals = {b.name: b.unavailable(device) for b in allowed}
-    usable = [b for b in allowed if refusals[b.name] is None]
-    if not usable:
-        reasons = [refusal.reason for refusal in refusals.values()]
-        # what can be installed is worth more to the user than what can never run here
-        reason = Reason.BACKEND_MISSING if Reason.BACKEND_MISSING in reasons or not reasons else reasons[0]
-        details = [refusal.detail for refusal in refusals.values() if refusal.reason is reason]
-        raise Unavailable(reason, "; ".join(details) or f"there is no backend called {choice}")
-    return usable
 
 
 class EngineHandle:

@@ -6,10 +6,11 @@ from comfy import model_management
 from comfy.utils import ProgressBar
 from server import PromptServer
 
+from ..backends import usable_backends
 from ..engine_builder.build import BuildOrder
 from ..engine_builder.jobs import BuildQueue, Job, State
 from ..engine_library import Fallback, Reason, Unavailable
-from ..engine_runtime.engine_handle import EngineHandle, usable_backends
+from ..engine_runtime.engine_handle import EngineHandle
 from ..engine_runtime.live_session import LiveSession
 from .library_folder import library
 from .node_states import NodeStates

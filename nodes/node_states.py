@@ -19,10 +19,11 @@ from pathlib import Path
 import torch
 
 from ..architectures.tensors import Profile
+from ..backends import usable_backends
 from ..engine_builder.jobs import BuildQueue, Job, State
 from ..engine_library import Engine, Fallback, Library, Manifest, Reason, Unavailable, Wanted
 from ..engine_library.hash_cache import source_of
-from ..engine_runtime.engine_handle import EngineHandle, usable_backends
+from ..engine_runtime.engine_handle import EngineHandle
 from ..engine_runtime.ledger import last_run
 from ..engine_runtime.live_session import LiveSession
 

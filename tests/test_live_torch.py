@@ -15,7 +15,7 @@ import_comfy()
 
 from hybrid_trt.architectures import architecture_of  # noqa: E402
 from hybrid_trt.architectures.tensors import Profile, Range  # noqa: E402
-from hybrid_trt.backends import backends  # noqa: E402
+from hybrid_trt.backends import AUTO, backends, usable_backends  # noqa: E402
 from hybrid_trt.backends.torch_inductor import file_name, sizes_of  # noqa: E402
 from hybrid_trt.engine_builder.build import BuildOrder, build_engine  # noqa: E402
 from hybrid_trt.engine_builder.compile_step import sizes_to_compile  # noqa: E402
@@ -24,7 +24,6 @@ from hybrid_trt.engine_builder.parity import relative_error  # noqa: E402
 from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason  # noqa: E402
 from hybrid_trt.engine_library.library import describe_files  # noqa: E402
 from hybrid_trt.engine_library.native import NativeNetwork  # noqa: E402
-from hybrid_trt.engine_runtime.engine_handle import AUTO, usable_backends  # noqa: E402
 from hybrid_trt.engine_runtime.hints import HintCache  # noqa: E402
 from hybrid_trt.engine_runtime.live_session import LiveSession  # noqa: E402
 from hybrid_trt.live_torch import local_key  # noqa: E402
