@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from comfy.ldm.modules.attention import CrossAttention, SpatialTransformer
-from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock
-
 import torch
 import torch.nn.functional as F
+from comfy.ldm.modules.attention import CrossAttention, SpatialTransformer
+from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock
 
 from .tensors import Dim, TensorSpec
 

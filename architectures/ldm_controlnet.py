@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from comfy.cldm.cldm import ControlNet
-
 import torch
+from comfy.cldm.cldm import ControlNet
 
 from . import ldm
 from .tensors import Dim, TensorSpec

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
-
 import torch
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
 from . import ldm
 from .tensors import TensorSpec

@@ -12,10 +12,9 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from comfy.controlnet import ControlBase, ControlNet, StrengthType
 from comfy.patcher_extension import WrapperExecutor
-
-import torch
 
 from .controlnet import EngineControlModel
 from .live_session import LiveSession

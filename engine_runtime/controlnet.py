@@ -9,10 +9,9 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+import torch
 from comfy import model_management
 from comfy.controlnet import ControlNet
-
-import torch
 
 from ..engine_library.native import NativeNetwork
 from .engine_handle import EngineHandle

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from comfy.model_patcher import ModelPatcher
-
 import torch
+from comfy.model_patcher import ModelPatcher
 
 if TYPE_CHECKING:
     from .engine_handle import EngineHandle

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy
-from PIL import Image, ImageDraw, ImageFont
-
 import torch
+from PIL import Image, ImageDraw, ImageFont
 
 from .ledger import ON_ENGINE, Tally
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from comfy.patcher_extension import WrapperExecutor, WrappersMP
-
 import torch
+from comfy.patcher_extension import WrapperExecutor, WrappersMP
 
 from ..engine_library import Fallback, Reason
 from ..engine_library.native import UNET_PREFIX

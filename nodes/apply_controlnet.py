@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from comfy.controlnet import ControlBase
 from comfy_api.latest import io
-
-import torch
 
 from .engine_node import CATEGORY
 
