@@ -240,9 +240,9 @@ def overlap_row(bench: Bench) -> dict[str, Any]:
     networks = [bench.networks["unet"], *nets]
     with torch.inference_mode():
         sessions = [live_session(network, bench.backend, network.precision) for network in networks]
-        engines = bench.session("controlnet").engines
         for session, network in zip(sessions, networks, strict=True):
-            session.use(bench.session("unet").engines if network.kind == "unet" else engines)
+            session.use([engine for engine in bench.library.engines() if engine.manifest.kind == network.kind
+                         and engine.manifest.identity.weights == bench.backend.layout(network)])
         given = [bench.given("unet", 2), bench.given("controlnet", 2), bench.given("controlnet", 2)]
         streams = [torch.cuda.Stream() for _ in sessions]
 
