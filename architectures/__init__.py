@@ -48,6 +48,18 @@ class Architecture(Protocol):
         """
         ...
 
+    def hint_encoder(self, module: torch.nn.Module) -> torch.nn.Module | None:
+        """Take the part that depends on the hint alone out of a copy, or None where there is none.
+
+        The copy then expects that part's result where it took the hint: see ``encoded_inputs``. So the work is done
+        once per image and not in every step.
+        """
+        ...
+
+    def encoded_inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
+        """``inputs`` with the encoded hint in the hint's place; ``module`` still has its hint encoder."""
+        ...
+
 
 def architectures() -> dict[str, Architecture]:
     """Every architecture of this folder by name."""

@@ -43,6 +43,16 @@ class ControlNetArchitecture:
     def function(self, module: ControlNet) -> torch.nn.Module:
         return _ControlNetFunction(module)
 
+    def hint_encoder(self, module: ControlNet) -> torch.nn.Module:
+        encoder = _HintEncoder(module.input_hint_block)
+        module.input_hint_block = _AsGiven()
+        return encoder
+
+    def encoded_inputs(self, module: ControlNet, dtype: str) -> list[TensorSpec]:
+        last = [layer for layer in module.input_hint_block if isinstance(layer, torch.nn.Conv2d)][-1]
+        encoded = TensorSpec("hint", dtype, (ldm.HINT_BATCH, last.out_channels, ldm.HEIGHT, ldm.WIDTH))
+        return [encoded if spec.name == "hint" else spec for spec in self.inputs(module, dtype)]
+
 
 class _ControlNetFunction(torch.nn.Module):
     def __init__(self, controlnet: ControlNet):
@@ -53,3 +63,21 @@ class _ControlNetFunction(torch.nn.Module):
     def forward(self, x: torch.Tensor, hint: torch.Tensor, timesteps: torch.Tensor, *cond: torch.Tensor) -> tuple:
         residuals = self.controlnet(x, hint, timesteps, *cond)
         return (*residuals["output"], *residuals["middle"])
+
+
+class _HintEncoder(torch.nn.Module):
+    """The hint block as a function of the hint: it takes an embedding and a prompt, and uses neither."""
+
+    def __init__(self, block: torch.nn.Module):
+        super().__init__()
+        self.block = block
+
+    def forward(self, hint: torch.Tensor) -> torch.Tensor:
+        return self.block(hint, None, None)
+
+
+class _AsGiven(torch.nn.Module):
+    """Stands where the hint block was, and hands on what the block made before."""
+
+    def forward(self, encoded: torch.Tensor, *_: object) -> torch.Tensor:
+        return encoded

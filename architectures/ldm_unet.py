@@ -40,6 +40,12 @@ class UNetArchitecture:
     def function(self, module: UNetModel) -> torch.nn.Module:
         return _UNetFunction(module, self.takes_y)
 
+    def hint_encoder(self, module: UNetModel) -> None:
+        return None
+
+    def encoded_inputs(self, module: UNetModel, dtype: str) -> list[TensorSpec]:
+        return self.inputs(module, dtype)
+
 
 class _UNetFunction(torch.nn.Module):
     def __init__(self, unet: UNetModel, takes_y: bool):

@@ -11,13 +11,18 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from ..architectures.tensors import Profile, TensorSpec
-from ..engine_library import Engine, Fallback, Manifest
+from ..engine_library import Engine, Fallback, Manifest, Reason, Unavailable
 
 if TYPE_CHECKING:
     import torch
+
+    from ..engine_library.native import NativeNetwork
+
+AUTO = "auto"
+"""The choice of no backend in particular: the best one that runs here."""
 
 Progress = Callable[[str, float], None]
 """Called with a phase in words and the fraction done, 0 to 1; may raise to cancel."""
@@ -110,6 +115,41 @@ class Backend(Protocol):
         ...
 
 
+class LiveBackend(Backend, Protocol):
+    """A backend that runs a loaded native module and not a file of weights.
+
+    Attributes:
+        live: True.
+    """
+
+    live: bool
+
+    def suits(self, device: torch.device) -> bool:
+        """Whether ``auto`` may take it for a device."""
+        ...
+
+    def cannot_build(self, device: torch.device) -> Fallback | None:
+        """Why nothing can be compiled for a device here, or None."""
+        ...
+
+    def layout(self, network: NativeNetwork) -> str:
+        """What its engines have in their identity in the place of a hash of weights."""
+        ...
+
+    def sizes(self, engine: Engine) -> list[dict[str, int]]:
+        """The sets of symbols that an engine has compiled files for."""
+        ...
+
+    def open_live(self, engine: Engine, symbols: dict[str, int]) -> Callable:
+        """The compiled function for some symbols: weights, then inputs -> outputs."""
+        ...
+
+
+def is_live(backend: Backend) -> TypeGuard[LiveBackend]:
+    """Whether a backend runs live modules."""
+    return getattr(backend, "live", False)
+
+
 def backends() -> dict[str, Backend]:
     """Every backend of this folder by name, the most preferred first."""
     found = []
@@ -118,3 +158,25 @@ def backends() -> dict[str, Backend]:
         if backend is not None:
             found.append(backend)
     return {b.name: b for b in sorted(found, key=lambda b: -b.preference)}
+
+
+def usable_backends(choice: str, device: torch.device) -> list[Backend]:
+    """The backends that a choice allows and that can run on a device here, the most preferred first.
+
+    Raises:
+        Unavailable: none; says why not, of each that could be installed.
+    """
+    known = backends()
+    if choice == AUTO:
+        allowed = [b for b in known.values() if not is_live(b) or b.suits(device)]
+    else:
+        allowed = [known[choice]] if choice in known else []
+    refusals = {b.name: b.unavailable(device) for b in allowed}
+    usable = [b for b in allowed if refusals[b.name] is None]
+    if not usable:
+        reasons = [refusal.reason for refusal in refusals.values()]
+        # what can be installed is worth more to the user than what can never run here
+        reason = Reason.BACKEND_MISSING if Reason.BACKEND_MISSING in reasons or not reasons else reasons[0]
+        details = [refusal.detail for refusal in refusals.values() if refusal.reason is reason]
+        raise Unavailable(reason, "; ".join(details) or f"there is no backend called {choice}")
+    return usable

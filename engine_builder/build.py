@@ -22,13 +22,15 @@ import torch
 
 from .. import backends
 from ..architectures.tensors import Profile
-from ..backends import Backend, BuildError, Progress
+from ..backends import Backend, BuildError, Progress, is_live
 from ..engine_library import Engine, EngineIdentity, Fallback, Library, Manifest, Unavailable
 from ..engine_library.disk import check_room, readable
 from ..engine_library.hash_cache import source_of
 from ..engine_library.library import describe_files
 from ..engine_library.native import NativeNetwork
+from ..live_torch import local_key
 from .child_process import STARTING, Log, run_in_child
+from .compile_step import sizes_to_compile
 from .handover import write_structure, write_weights
 from .locks import hold
 from .onnx_export import PARAMETERS_NAME
@@ -120,9 +122,13 @@ def _identity(order: BuildOrder, progress: Progress) -> EngineIdentity:
     progress("reading weights", 0.0)
     specs = [*architecture.inputs(network.module, precision), *architecture.outputs(network.module, precision)]
     symbols = {dim.symbol for spec in specs for dim in spec.dims if not isinstance(dim, int)}
+    if is_live(order.backend):
+        weights = order.backend.layout(network)
+    else:
+        weights = network.weights_hash(lambda: progress("reading weights", 0.0))
     return EngineIdentity(
         architecture=architecture.name,
-        weights=network.weights_hash(lambda: progress("reading weights", 0.0)),
+        weights=weights,
         precision=precision,
         profile=order.profile.only(symbols),
         backend=order.backend.name,
@@ -183,10 +189,16 @@ class _Build:
         return engine
 
     def _make(self, folder: Path, structure: str, dtype: torch.dtype) -> Manifest:
-        network, identity = self.order.network, self.identity
+        network, identity, live = self.order.network, self.identity, is_live(self.order.backend)
         architecture = network.architecture()
-        inputs = architecture.inputs(network.module, identity.precision)
+        inputs = (architecture.encoded_inputs if live else architecture.inputs)(network.module, identity.precision)
         outputs = architecture.outputs(network.module, identity.precision)
+        weights_file = folder / WEIGHTS_NAME
+        started = time.perf_counter()
+        read, index = write_weights(network, dtype, weights_file, self._part("reading weights", 0.0, 0.1))
+        if not live and read != identity.weights:
+            raise WeightsChanged
+        seconds = {"read": time.perf_counter() - started}
         common = {
             "folder": str(folder),
             "precision": identity.precision,
@@ -194,50 +206,63 @@ class _Build:
             "outputs": [spec.to_json() for spec in outputs],
             "profile": identity.profile.to_json(),
         }
-        weights_file = folder / WEIGHTS_NAME
-        started = time.perf_counter()
-        read, index = write_weights(network, dtype, weights_file, self._part("reading weights", 0.0, 0.1))
-        if read != identity.weights:
-            raise WeightsChanged
-        seconds = {"read": time.perf_counter() - started}
-        exported = self._do({
-            **common,
-            "step": "export",
+        native = {
             "architecture": architecture.name,
             "structure": structure,
             "weights": index,
             "weights_file": str(weights_file),
-            "limit": LIMITS[identity.precision],
             "comfyui": str(_comfyui()),
-        }, 0.1, 0.5, {"CUDA_VISIBLE_DEVICES": ""})  # fmt: skip
-        weights_file.unlink()
-        built = self._do({
-            **common,
-            "step": "build",
-            "onnx": exported["onnx"],
-            "target": identity.device,
-            "backend": _module_of(self.order.backend),
-            "backend_folders": list(backends.__path__),
-        }, 0.5, 0.95, _only_gpu(self.order.target_device))  # fmt: skip
-        files = [*built["files"], PARAMETERS_NAME]
+        }
+        made = self._compiled(common | native) if live else self._exported_and_built(common, native)
+        files = made["files"]
         for leftover in folder.iterdir():
             if leftover.name not in files:
                 leftover.unlink()
-        seconds |= exported["seconds"] | built["seconds"]
+        seconds |= made["seconds"]
+        described = describe_files(folder, files, lambda: self.progress("saving", 0.95))
+        if live:
+            hashes = {name: file.sha256 for name, file in described.items()}
+            described |= describe_files(folder, [local_key.sign(folder, identity.key, hashes)])
         return Manifest(
             identity=identity,
             kind=architecture.kind,
             label=network.label,
             inputs=tuple(inputs),
             outputs=tuple(outputs),
-            files=describe_files(folder, files, lambda: self.progress("saving", 0.95)),
-            parity=exported["parity"],
+            files=described,
+            parity=made["parity"],
             seconds={name: round(value, 3) for name, value in seconds.items()},
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             pack_version=PACK_VERSION,
-            fingerprint=network.fingerprint(),
+            fingerprint=identity.weights if live else network.fingerprint(),
             source=source_of(network.patcher) or {},
         )
+
+    def _exported_and_built(self, common: Task, native: Task) -> dict:
+        """The backend's engine, by way of ONNX: ``files``, ``parity`` and ``seconds``."""
+        limit = {"limit": LIMITS[self.identity.precision]}
+        no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+        exported = self._do({**common, **native, **limit, "step": "export"}, 0.1, 0.5, no_gpu)
+        Path(native["weights_file"]).unlink()
+        built = self._do({
+            **common,
+            "step": "build",
+            "onnx": exported["onnx"],
+            "target": self.identity.device,
+            "backend": _module_of(self.order.backend),
+            "backend_folders": list(backends.__path__),
+        }, 0.5, 0.95, _only_gpu(self.order.target_device))  # fmt: skip
+        return {
+            "files": [*built["files"], PARAMETERS_NAME],
+            "parity": exported["parity"],
+            "seconds": exported["seconds"] | built["seconds"],
+        }
+
+    def _compiled(self, task: Task) -> dict:
+        """Compiled files for live weights: ``files``, ``parity`` and ``seconds``."""
+        device = self.order.target_device
+        task = {**task, "step": "compile", "device": device.type, "cases": sizes_to_compile(self.identity.profile)}
+        return self._do(task, 0.1, 0.95, _only_gpu(device))
 
     def _do(self, task: Task, begin: float, end: float, environment: Mapping[str, str]) -> dict:
         def progress(phase: str, fraction: float) -> None:

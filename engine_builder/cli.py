@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..backends import BuildError, backends
+from ..backends import AUTO, Backend, BuildError, backends, usable_backends
 from ..engine_library import Fallback, Library, LibraryError, Manifest, Reason, Unavailable
 from ..engine_library import archive as archives
 from ..engine_library.disk import free_bytes, gigabytes
@@ -24,8 +24,6 @@ from ..engine_library.states import Entry, delete, entries, select, verify
 from . import cli_comfyui
 from .cli_output import Bar
 from .profiles import DEFAULTS, PRECISIONS, profile_of
-
-AUTO = "auto"
 
 
 def main(arguments: list[str]) -> int:
@@ -200,20 +198,13 @@ def _found(options: argparse.Namespace) -> tuple[Library, list[Entry]]:
     return library, entries(library, usable)
 
 
-def _backend(choice: str, device: Any) -> Any:
-    """The chosen backend, or the most preferred one that runs on the device.
+def _backend(choice: str, device: Any) -> Backend:
+    """The chosen backend, which may build for other machines, or the most preferred one that runs on the device.
 
     Raises:
         Unavailable: none does.
     """
-    known = backends()
-    if choice != AUTO:
-        return known[choice]
-    refusals = [backend.unavailable(device) for backend in known.values()]
-    usable = [b for b, refusal in zip(known.values(), refusals, strict=True) if refusal is None]
-    if not usable:
-        raise Unavailable(refusals[0].reason, refusals[0].detail)
-    return usable[0]
+    return usable_backends(AUTO, device)[0] if choice == AUTO else backends()[choice]
 
 
 def _done(options: argparse.Namespace, data: dict, text: str) -> int:

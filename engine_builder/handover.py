@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import pickle
 import sys
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 
 from ..backends import BuildError
 from ..engine_library.native import NativeNetwork
+from ..engine_library.plain_copy import ReplacedForward, plain_copy
 from ..engine_library.weights import combine, current_weights, digest, hashing_pool
 
 ALIGNMENT = 64
@@ -54,7 +54,18 @@ def write_structure(network: NativeNetwork, dtype: torch.dtype) -> str:
     Raises:
         BuildError: the module has parts that cannot be built again elsewhere.
     """
-    copy = _copy(network.module, "", dtype).eval()
+    try:
+        copy = plain_copy(
+            network.module,
+            dtype,
+            parameter=lambda _, p: torch.empty(p.shape, dtype=dtype, device="meta"),
+            buffer=lambda _, b: b.detach().cpu(),
+            kind_of=_known_class,
+        )
+    except ReplacedForward as error:
+        raise BuildError(
+            f"{error}, so none was made and native keeps serving; remove the node that replaced it"
+        ) from error
     try:
         return base64.b64encode(pickle.dumps(copy)).decode("ascii")
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -82,39 +93,6 @@ def restore(structure: str, index: dict, path: Path, dtype: torch.dtype) -> torc
             )
         layer._parameters[last] = torch.nn.Parameter(weights[name], requires_grad=False)
     return module
-
-
-def _copy(module: torch.nn.Module, name: str, dtype: torch.dtype) -> torch.nn.Module:
-    """``module`` with parameters that have a shape only; the native one stays untouched, wherever its weights are."""
-    if "forward" in module.__dict__:
-        raise BuildError(
-            f"{name or type(module).__name__} has a forward method that another node replaced, which an engine would "
-            "lose, so none was made and native keeps serving; remove that node"
-        )
-    kind = _known_class(type(module))
-    copy = kind.__new__(kind)
-    torch.nn.Module.__init__(copy)
-    machinery = set(copy.__dict__)
-    copy.__dict__.update({k: v for k, v in module.__dict__.items() if k not in machinery})
-    prefix = f"{name}." if name else ""
-    copy._parameters = OrderedDict((k, _shape_only(p, dtype)) for k, p in module._parameters.items())
-    copy._buffers = OrderedDict((k, None if b is None else b.detach().cpu()) for k, b in module._buffers.items())
-    copy._modules = OrderedDict(
-        (k, None if m is None else _copy(m, prefix + k, dtype)) for k, m in module._modules.items()
-    )
-    if hasattr(module, "comfy_cast_weights"):
-        # plain torch arithmetic: no casting, no streaming, no weight patches at call time
-        copy.comfy_cast_weights = False
-        copy.weight_function, copy.bias_function = [], []
-    if isinstance(getattr(module, "dtype", None), torch.dtype):
-        copy.dtype = dtype
-    return copy
-
-
-def _shape_only(parameter: torch.nn.Parameter | None, dtype: torch.dtype) -> torch.nn.Parameter | None:
-    if parameter is None:
-        return None
-    return torch.nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
 def _known_class(kind: type) -> type:

@@ -1,18 +1,20 @@
 """What a build does outside the server's process: export with its check against native, and the backend's build.
 
-Both take and give JSON. Neither needs a GPU of its own or the live model; the backend's needs no ComfyUI either.
+They take and give JSON and never see the live model. The export needs no GPU, the backend's build no ComfyUI. A
+backend that runs live weights has one step instead: see ``compile_step``.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
 import time
 from pathlib import Path
 
 from .. import backends
 from ..architectures.tensors import Profile, TensorSpec
 from ..backends import BuildRequest, Progress
+from .compile_step import compile_network
+from .native_classes import import_comfyui
 
 TRACED = {"B": 2, "H": 9, "W": 12, "T": 77, "HB": 2}
 """Sizes of the traced example, inside the profile or not: small, since half precision is slow on a CPU."""
@@ -28,7 +30,7 @@ def export(task: Task, progress: Progress) -> dict:
     and ``comfyui`` (where ComfyUI lies).
     """
     progress("starting the exporter", 0.0)
-    _import_comfyui(task["comfyui"])
+    import_comfyui(task["comfyui"])
     import torch
 
     from ..architectures import architectures
@@ -68,19 +70,9 @@ def build(task: Task, progress: Progress) -> dict:
     return {"files": list(files), "seconds": {"build": time.perf_counter() - started}}
 
 
-STEPS = {"export": export, "build": build}
+STEPS = {"export": export, "build": build, "compile": compile_network}
 
 
 def _tensors(task: Task) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], Profile]:
     inputs, outputs = (tuple(TensorSpec.from_json(s) for s in task[name]) for name in ("inputs", "outputs"))
     return inputs, outputs, Profile.from_json(task["profile"])
-
-
-def _import_comfyui(folder: str) -> None:
-    """Make ComfyUI's network classes importable; on the CPU, so that no GPU memory is taken."""
-    if "comfy.model_management" in sys.modules:
-        return
-    sys.path.append(folder)
-    import comfy.cli_args  # parses no sys.argv unless main.py asked for it
-
-    comfy.cli_args.args.cpu = True

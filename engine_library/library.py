@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,10 +63,15 @@ class Engine:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a node asks the library for. ``backends`` are names, the most wanted first."""
+    """What a node asks the library for.
+
+    Attributes:
+        weights: what the engine may have as its weights: a hash of them, or a layout that serves any.
+        backends: names, the most wanted first.
+    """
 
     architecture: str
-    weights: str
+    weights: Collection[str]
     precision: str
     profile: Profile
     backends: Sequence[str]
@@ -100,10 +105,14 @@ class Library:
         Raises:
             Unavailable: no engine can be used; of several reasons the one closest to success is told.
         """
+        return self.find_all(wanted, usable)[0]
+
+    def find_all(self, wanted: Wanted, usable: Callable[[Manifest], Fallback | None]) -> list[Engine]:
+        """All engines that can serve a model, the best first; as ``find``, which see."""
         candidates, refusals = [], []
         for engine in self.engines():
             identity = engine.manifest.identity
-            if (identity.architecture, identity.weights) != (wanted.architecture, wanted.weights):
+            if identity.architecture != wanted.architecture or identity.weights not in wanted.weights:
                 continue
             if identity.precision != wanted.precision or identity.backend not in wanted.backends:
                 continue
@@ -114,7 +123,7 @@ class Library:
             rank = (not covers, wanted.backends.index(identity.backend), identity.profile.volume())
             candidates.append((rank, len(candidates), engine))
         if candidates:
-            return min(candidates)[-1]
+            return [engine for _, _, engine in sorted(candidates)]
         if refusals:
             raise refusals[0]
         raise self.nothing_found()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 UNET_PREFIX = "diffusion_model."
+
+_architectures: weakref.WeakKeyDictionary[torch.nn.Module, Architecture | None] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,9 @@ class NativeNetwork:
             raise Unavailable(Reason.MODEL_PATCHED, f"another node replaced {replaced[0]}")
         if self.patcher.weight_wrapper_patches or self.patcher.hook_patches or self.patcher.injections:
             raise Unavailable(Reason.MODEL_PATCHED, "another node changes the weights while sampling")
-        architecture = architecture_of(self.module)
+        if self.module not in _architectures:
+            _architectures[self.module] = architecture_of(self.module)
+        architecture = _architectures[self.module]
         if architecture is None:
             raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} is a {type(self.module).__name__}")
         return architecture

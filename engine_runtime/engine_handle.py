@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..architectures.tensors import Profile
-from ..backends import Backend, backends
+from ..backends import AUTO, is_live, usable_backends
 from ..engine_library import Fallback, Library, Manifest, Reason, Unavailable, Wanted
 from ..engine_library.native import NativeNetwork
 from .ledger import Tally, executing, open_tally
+from .live_session import LiveSession, live_session
 from .session import Session, keep, session
 
-AUTO = "auto"
-
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
 
 @dataclass(frozen=True)
 class EngineChoice:
@@ -24,25 +26,6 @@ class EngineChoice:
     profile: Profile
     precision: str = AUTO
     backend: str = AUTO
-
-
-def usable_backends(choice: str, device: torch.device) -> list[Backend]:
-    """The backends that a choice allows and that can run on a device here, the most preferred first.
-
-    Raises:
-        Unavailable: none; says why not, of each that could be installed.
-    """
-    known = backends()
-    allowed = list(known.values()) if choice == AUTO else [known[choice]] if choice in known else []
-    refusals = {b.name: b.unavailable(device) for b in allowed}
-    usable = [b for b in allowed if refusals[b.name] is None]
-    if not usable:
-        reasons = [refusal.reason for refusal in refusals.values()]
-        # what can be installed is worth more to the user than what can never run here
-        reason = Reason.BACKEND_MISSING if Reason.BACKEND_MISSING in reasons or not reasons else reasons[0]
-        details = [refusal.detail for refusal in refusals.values() if refusal.reason is reason]
-        raise Unavailable(reason, "; ".join(details) or f"there is no backend called {choice}")
-    return usable
 
 
 class EngineHandle:
@@ -60,7 +43,7 @@ class EngineHandle:
         self.library = library
         self.node_id = node_id
         self.node_key = node_key
-        self.session: Session | None = None
+        self.session: Session | LiveSession | None = None
         self.fallback: Fallback | None = None
         self.note = ""  # what the node says besides, for example that a build is under way
         self.tally: Tally | None = None
@@ -71,6 +54,11 @@ class EngineHandle:
     def precision(self) -> str:
         return self.network.precision if self.choice.precision == AUTO else self.choice.precision
 
+    @property
+    def follows_patches(self) -> bool:
+        """Whether LoRAs and other weight patches need no engine of their own."""
+        return isinstance(self.session, LiveSession)
+
     def refresh(self) -> None:
         """Look the engine up in the library: afterwards either ``session`` or ``fallback`` is set."""
         try:
@@ -78,7 +66,7 @@ class EngineHandle:
         except Unavailable as refusal:
             self.session, self.fallback = None, refusal.fallback
 
-    def _look_up(self) -> Session:
+    def _look_up(self) -> Session | LiveSession:
         architecture = self.network.architecture()
         device = self.network.device
         usable = {b.name: b for b in usable_backends(self.choice.backend, device)}
@@ -86,21 +74,42 @@ class EngineHandle:
         def refuses(manifest: Manifest) -> Fallback | None:
             return usable[manifest.identity.backend].refuses(manifest, device)
 
-        if not self.library.may_have(architecture.name, self.network.fingerprint):
-            raise self.library.nothing_found()  # without hashing a whole checkpoint to learn it
         profile = self.choice.profile
-        wanted = Wanted(architecture.name, self.network.weights_hash(), self.precision, profile, list(usable))
-        engine = self.library.find(wanted, refuses)
-        return session(engine, usable[engine.manifest.identity.backend], device)
+        live = next((b for b in usable.values() if is_live(b)), None)
+        weights = [live.layout(self.network)] if live else []
+        # a whole checkpoint is not hashed to learn that it has no engine
+        if live is None or len(usable) > 1:
+            if self.library.may_have(architecture.name, self.network.fingerprint):
+                weights.append(self.network.weights_hash())
+            elif live is None:
+                raise self.library.nothing_found()
+        wanted = Wanted(architecture.name, weights, self.precision, profile, list(usable))
+        try:
+            engines = self.library.find_all(wanted, refuses)
+        except Unavailable:
+            if live is None or self.choice.backend == AUTO:
+                raise
+            engines = []  # chosen by name, it serves without one too
+        name = engines[0].manifest.identity.backend if engines else live.name
+        if live is None or name != live.name:
+            return session(engines[0], usable[name], device)
+        found = live_session(self.network, live, self.precision)
+        found.use([engine for engine in engines if engine.manifest.identity.backend == live.name])
+        return found
 
-    def begin_run(self) -> Tally:
-        """Called with every call; does its work in the first call of each execution of a sampling node."""
+    def begin_run(self, patcher: ModelPatcher | None = None) -> Tally:
+        """Called with every call; does its work in the first call of each execution of a sampling node.
+
+        Args:
+            patcher: the one that ComfyUI samples with, when it is not the network's own.
+        """
         context = executing()
         if context is not self._context or self.tally is None:
             self._context = context
             self.refresh()
             self.tally = open_tally(self.network.kind, self.network.label, self.node_id, self.node_key)
             if self.session is not None:
+                self.session.begin_run(patcher)
                 keep(self.session, context.prompt_id if context else "")
         return self.tally
 
@@ -108,14 +117,16 @@ class EngineHandle:
         self,
         refusal: Fallback | None,
         inputs: Callable[[], Mapping[str, torch.Tensor]],
+        patcher: ModelPatcher | None = None,
     ) -> dict[str, torch.Tensor] | None:
         """Run a call on the engine, or count it as native and return None.
 
         Args:
             refusal: why the caller does not want the engine for this call, if so.
             inputs: gives the tensors by name; called only when an engine is there.
+            patcher: the one that ComfyUI samples with, when it is not the network's own.
         """
-        tally = self.begin_run()
+        tally = self.begin_run(patcher)
         fallback = refusal or self.fallback
         if fallback is None:
             try:
@@ -126,7 +137,7 @@ class EngineHandle:
                     self.fallback = fallback  # not again in this run
             else:
                 tally.count_engine(self.session.backend.name)
-                tally.engine_name = self.session.engine.folder.name
+                tally.engine_name = self.session.name
                 return outputs
         tally.count_native(fallback)
         return None
@@ -135,6 +146,8 @@ class EngineHandle:
         """One sentence for the node."""
         if self.session is None:
             return f"{self.fallback.sentence()} {self.note}".strip()
+        if isinstance(self.session, LiveSession):
+            return f"{self.session.status()} {self.note}".strip()
         manifest = self.session.engine.manifest
         text = f"{manifest.identity.backend} {manifest.identity.precision}, {self.session.profile}"
         text += f", {manifest.bytes / 1e6:.0f} MB"

@@ -8,12 +8,16 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..architectures.tensors import Profile, Shape, ShapeMismatch, bind, outside
 from ..backends import Backend, Runner
 from ..engine_library import Engine, Reason, Unavailable
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +53,19 @@ class Session:
         self._zeros: dict[tuple, torch.Tensor] = {}
 
     @property
+    def name(self) -> str:
+        """What serves, for reports."""
+        return self.engine.folder.name
+
+    @property
+    def weights(self) -> str:
+        """What stands for the weights in the engine's identity."""
+        return self.engine.manifest.identity.weights
+
+    def begin_run(self, patcher: ModelPatcher | None) -> None:
+        """A sampling run starts. An engine's weights are its own, whatever the patcher says."""
+
+    @property
     def profile(self) -> Profile:
         return self.engine.manifest.identity.profile
 
@@ -77,7 +94,7 @@ class Session:
             raise
         except Exception as error:
             log.exception("Hybrid TRT: %s could not be opened", self.engine.folder.name)
-            raise Unavailable(Reason.ENGINE_FAILED, f"it could not be opened ({_first_line(error)})") from error
+            raise Unavailable(Reason.ENGINE_FAILED, f"it could not be opened ({first_line(error)})") from error
         seconds = time.perf_counter() - started
         log.info("Hybrid TRT: opened %s on %s in %.1f s", self.engine.folder.name, self.device, seconds)
 
@@ -111,7 +128,7 @@ class Session:
             self._runner.run(inputs, outputs)
         except Exception as error:
             log.exception("Hybrid TRT: %s failed", self.engine.folder.name)
-            raise Unavailable(Reason.ENGINE_FAILED, _first_line(error)) from error
+            raise Unavailable(Reason.ENGINE_FAILED, first_line(error)) from error
         return outputs
 
     def _plan(self, shapes: Mapping[str, Shape]) -> _Plan:
@@ -176,6 +193,7 @@ def keep(opened: Session, prompt_id: str) -> None:
         _kept.popitem(last=False)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """An error in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -10,6 +10,7 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP
 
 from ..engine_library import Fallback, Reason
 from ..engine_library.native import UNET_PREFIX
+from .control_stack import run_stacks_at_once
 from .engine_handle import EngineHandle
 from .memory import EnginePatcher
 
@@ -28,6 +29,8 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
     patched = model.clone()
     patched.remove_wrappers_with_key(WrappersMP.DIFFUSION_MODEL, KEY)
     patched.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, UNetRouter(patched, handle, refusal))
+    patched.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, KEY)
+    patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, run_stacks_at_once)
     patched.set_additional_models(KEY, [EnginePatcher.of(handle)])
     return patched
 
@@ -68,7 +71,7 @@ class UNetRouter:
                 given.update(self._residuals(control))
                 return given
 
-            outputs = self._handle.serve(refusal, inputs)
+            outputs = self._handle.serve(refusal, inputs, self._base.current_patcher)
             if outputs is None:
                 return native(x, timesteps, context, y, control, options, **extra)
             options["original_shape"] = list(x.shape)  # native leaves it there for others to read
@@ -84,7 +87,7 @@ class UNetRouter:
         patcher = self._base.current_patcher
         if patcher is None or called_on is not self._base.diffusion_model:
             return Fallback(Reason.OTHER_MODEL, "the call comes from another copy of the model")
-        if patcher.patches_uuid != self._patches_uuid:
+        if patcher.patches_uuid != self._patches_uuid and not self._handle.follows_patches:
             return Fallback(Reason.WEIGHTS_PATCHED, "a LoRA or another weight patch was added after the sampler patch")
         if patcher.hook_patches or patcher.current_hooks or patcher.forced_hooks:
             return Fallback(Reason.HOOKS, "the conditioning or the model carries weight hooks")

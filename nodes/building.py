@@ -6,10 +6,12 @@ from comfy import model_management
 from comfy.utils import ProgressBar
 from server import PromptServer
 
+from ..backends import usable_backends
 from ..engine_builder.build import BuildOrder
 from ..engine_builder.jobs import BuildQueue, Job, State
 from ..engine_library import Fallback, Reason, Unavailable
-from ..engine_runtime.engine_handle import EngineHandle, usable_backends
+from ..engine_runtime.engine_handle import EngineHandle
+from ..engine_runtime.live_session import LiveSession
 from .library_folder import library
 from .node_states import NodeStates
 
@@ -60,6 +62,8 @@ def generation(when_missing: str) -> int:
 def _needs_build(handle: EngineHandle) -> bool:
     if handle.session is None:
         return handle.fallback.reason in MISSING
+    if isinstance(handle.session, LiveSession):
+        return handle.session.lacks(handle.choice.profile)
     profile = handle.session.profile
     return not profile.contains(handle.choice.profile.only(profile.ranges))
 

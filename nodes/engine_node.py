@@ -7,11 +7,11 @@ import logging
 from comfy_api.latest import io
 from comfy_execution.graph import DynamicPrompt
 
-from ..backends import backends
+from ..backends import AUTO, backends
 from ..engine_builder.profiles import DEFAULTS, PRECISIONS, profile_of
 from ..engine_library import Fallback
 from ..engine_library.native import NativeNetwork
-from ..engine_runtime.engine_handle import AUTO, EngineChoice, EngineHandle
+from ..engine_runtime.engine_handle import EngineChoice, EngineHandle
 from . import building
 from .graph import inputs_of, whole_prompt
 from .library_folder import library

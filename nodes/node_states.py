@@ -19,11 +19,13 @@ from pathlib import Path
 import torch
 
 from ..architectures.tensors import Profile
+from ..backends import usable_backends
 from ..engine_builder.jobs import BuildQueue, Job, State
 from ..engine_library import Engine, Fallback, Library, Manifest, Reason, Unavailable, Wanted
 from ..engine_library.hash_cache import source_of
-from ..engine_runtime.engine_handle import EngineHandle, usable_backends
+from ..engine_runtime.engine_handle import EngineHandle
 from ..engine_runtime.ledger import last_run
+from ..engine_runtime.live_session import LiveSession
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,8 @@ MISSING = {Reason.NO_ENGINE: "none", Reason.STALE_ENGINE: "stale", Reason.BROKEN
 
 @dataclass(frozen=True)
 class Known:
-    """What an engine node wants, as learnt when it ran. ``weights`` is ``""`` until somebody had to hash them."""
+    """What an engine node wants, as learnt when it ran. ``weights`` is ``""`` until somebody had to hash them;
+    ``without_engine`` says what serves besides native while there is none."""
 
     label: str
     architecture: str
@@ -45,6 +48,7 @@ class Known:
     weights: str
     refusal: tuple[str, str] | None
     source: dict | None
+    without_engine: str = ""
 
 
 class NodeStates:
@@ -67,13 +71,14 @@ class NodeStates:
             architecture = ""
         before = self._known.get(key)
         source = source_of(network.patcher)
-        weights = handle.session.engine.manifest.identity.weights if handle.session is not None else ""
+        weights = handle.session.weights if handle.session is not None else ""
         if not weights and before is not None and before.source == source:
             weights = before.weights
         refusal = (handle.fallback.reason.value, handle.fallback.detail) if handle.fallback is not None else None
+        live = isinstance(handle.session, LiveSession) and not handle.session.engines
         self._keep(key, Known(
             network.label, architecture, handle.precision, handle.choice.profile.to_json(), handle.choice.backend,
-            str(network.device), weights, refusal, source,
+            str(network.device), weights, refusal, source, handle.session.status() if live else "",
         ))  # fmt: skip
 
     def refused(self, key: str, label: str, fallback: Fallback) -> None:
@@ -117,7 +122,8 @@ class NodeStates:
             answer |= {"state": "ready", "engine": engine_json(engine), "job": job.to_json() if job else None}
             answer["engine"]["covers"] = covers.contains(wanted.only(covers.ranges))
             return answer
-        answer |= {"state": MISSING.get(fallback.reason, "unavailable"), "text": fallback.sentence()}
+        text = known.without_engine or fallback.sentence()
+        answer |= {"state": MISSING.get(fallback.reason, "unavailable"), "text": text}
         return answer | _failure(job)
 
     def _look_up(self, known: Known) -> tuple[Engine | None, Fallback]:
@@ -134,7 +140,7 @@ class NodeStates:
                 return usable[manifest.identity.backend].refuses(manifest, device)
 
             wanted = Wanted(
-                known.architecture, known.weights, known.precision, Profile.from_json(known.profile), list(usable)
+                known.architecture, [known.weights], known.precision, Profile.from_json(known.profile), list(usable)
             )
             return self._library.find(wanted, refuses), refusal
         except Unavailable as unavailable:

@@ -41,6 +41,8 @@ class TRTSamplerPatch(io.ComfyNode):
 def _other_weights(model: ModelPatcher, engine: EngineHandle) -> Fallback | None:
     """Why this engine must not serve this model, or None when the model's weights are those of the engine."""
     theirs = engine.network.patcher
+    if engine.follows_patches and theirs.model is model.model:
+        return None
     if theirs.model is model.model and theirs.patches_uuid == model.patches_uuid:
         return None
     if theirs.model is model.model:

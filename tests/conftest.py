@@ -92,15 +92,37 @@ def build(comfy: ComfyProcess, *scenarios: Scenario) -> None:
         assert all(row["engine"] > 0 and row["native"] == 0 for row in report["rows"]), report
 
 
+def put_back(kept: Path, library: Path) -> None:
+    """Make kept engines the library's only ones, as they were: other modules build, damage and delete theirs."""
+    for folder in library.glob("[!.]*"):
+        shutil.rmtree(folder)
+    library.mkdir(parents=True, exist_ok=True)
+    for folder in kept.iterdir():
+        shutil.copytree(folder, library / folder.name, copy_function=shutil.copy2)
+
+
 @pytest.fixture(scope="session")
-def sd15(comfy: ComfyProcess) -> ComfyProcess:
-    """A server whose library has the engines of the tiny SD1.5 UNet and its two ControlNets."""
+def tiny_engines(comfy: ComfyProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the engines of both tiny families: UNet and two ControlNets each, built once by a real server."""
+    library, kept = comfy.base / "models" / "trt_engines", tmp_path_factory.mktemp("engines") / "kept"
+    kept.mkdir()
+    put_back(kept, library)
     build(comfy, Scenario(controls=(A, B)))
-    return comfy
-
-
-@pytest.fixture(scope="session")
-def sdxl(comfy: ComfyProcess) -> ComfyProcess:
-    """A server whose library has the engines of the tiny SDXL UNet and its two ControlNets."""
     build(comfy, Scenario("sdxl", controls=(Control("tiny_sdxl_a"), Control("tiny_sdxl_b", 2))))
+    for folder in library.glob("[!.]*"):
+        shutil.copytree(folder, kept / folder.name, copy_function=shutil.copy2)
+    return kept
+
+
+@pytest.fixture(scope="module")
+def sd15(comfy: ComfyProcess, tiny_engines: Path) -> ComfyProcess:
+    """A server whose library has the tiny engines and no others at the start of each module."""
+    put_back(tiny_engines, comfy.base / "models" / "trt_engines")
+    comfy.free()
     return comfy
+
+
+@pytest.fixture(scope="module")
+def sdxl(sd15: ComfyProcess) -> ComfyProcess:
+    """The same server, named for the family that a test runs."""
+    return sd15

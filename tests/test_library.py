@@ -47,7 +47,7 @@ def publish(library: Library, which: EngineIdentity, contents: bytes = b"engine"
 
 
 def wanted(profile: Profile = SMALL, backends: tuple[str, ...] = ("onnxruntime",)) -> Wanted:
-    return Wanted("sd15_unet", "w" * 64, "float16", profile, backends)
+    return Wanted("sd15_unet", ["w" * 64], "float16", profile, backends)
 
 
 def find(library: Library, what: Wanted) -> Engine:

@@ -104,21 +104,22 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
 
 
 def make(models_dir: Path, names: Iterable[str] | None = None,
-         say: Callable[[str], None] = lambda text: None) -> dict[str, Path]:
+         say: Callable[[str], None] = lambda text: None, recipes: dict[str, Recipe] | None = None) -> dict[str, Path]:
     """Make the named models (all of them without names) and return their paths by name.
 
     ComfyUI must be on sys.path when something is missing; when all files are there nothing heavy is imported.
     """
-    chosen = list(RECIPES) if names is None else list(names)
-    if unknown := [name for name in chosen if name not in RECIPES]:
-        raise ValueError(f"no such tiny model: {', '.join(unknown)}; there are {', '.join(RECIPES)}")
-    paths = {name: Path(models_dir) / RECIPES[name].file for name in chosen}
-    missing = [name for name in chosen if _digest_of(paths[name]) != RECIPES[name].digest]
+    recipes = RECIPES if recipes is None else recipes
+    chosen = list(recipes) if names is None else list(names)
+    if unknown := [name for name in chosen if name not in recipes]:
+        raise ValueError(f"no such model: {', '.join(unknown)}; there are {', '.join(recipes)}")
+    paths = {name: Path(models_dir) / recipes[name].file for name in chosen}
+    missing = [name for name in chosen if _digest_of(paths[name]) != recipes[name].digest]
     if missing:
         import_comfy_on_cpu()
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             for name in missing:
-                _write(RECIPES[name], paths[name], pool)
+                _write(recipes[name], paths[name], pool)
                 say(f"made {paths[name]} ({paths[name].stat().st_size / 1e6:.0f} MB)")
     return paths
 
@@ -264,6 +265,15 @@ def _taesd_shapes(config: dict[str, Any]) -> Shapes:
     return _shapes_of(TAESD)
 
 
+def _vae_shapes(config: dict[str, Any]) -> Shapes:
+    """The autoencoder of SD1.5 and SDXL at its full size."""
+    from comfy.ldm.models.autoencoder import AutoencoderKL
+
+    layers = {"double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
+              "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0}
+    return _shapes_of(lambda: AutoencoderKL(ddconfig=layers, embed_dim=4))
+
+
 def _clip_l_shapes(config: dict[str, Any]) -> Shapes:
     """CLIP-L at its full size (ComfyUI fixes it): only the projection, which SD1.5 files lack, is left out."""
     import comfy.clip_model
@@ -313,8 +323,9 @@ def _lora_shapes(config: dict[str, Any]) -> Shapes:
 
 
 _SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {
-    "unet": _unet_shapes, "controlnet": _controlnet_shapes, "taesd": _taesd_shapes, "clip_l": _clip_l_shapes,
-    "t2i_adapter": _t2i_adapter_shapes, "control_lora": _control_lora_shapes, "lora": _lora_shapes}
+    "unet": _unet_shapes, "controlnet": _controlnet_shapes, "taesd": _taesd_shapes, "vae": _vae_shapes,
+    "clip_l": _clip_l_shapes, "t2i_adapter": _t2i_adapter_shapes, "control_lora": _control_lora_shapes,
+    "lora": _lora_shapes}
 _DRAW: dict[str, Callable[[Part, str, tuple[int, ...]], torch.Tensor]] = {
     "taesd": _draw_taesd, "controlnet": _draw_controlnet, "control_lora": _draw_low_rank, "lora": _draw_low_rank}
 

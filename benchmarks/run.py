@@ -1,0 +1,92 @@
+"""Measure everything on this machine's GPU and write one JSON file.
+
+    python benchmarks/run.py --comfyui ~/ComfyUI --base /tmp/benchmark --out benchmarks/results/mine.json
+
+Full-size models with random weights are made below ``--base`` (12 GB for all). Parts that are not asked for keep their
+rows from an earlier run of the same file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import table  # noqa: E402
+
+PARTS = ("sd15", "sdxl", "warm", "prompts")
+
+
+def networks(family: str, options: argparse.Namespace, *extra: str, **environment: str) -> list[dict[str, Any]]:
+    """The rows of ``networks.py`` in a process of its own."""
+    out = options.logs / f"{family}{''.join(extra)}.json"
+    controls, steps = ("4", ["0", "1", "2", "3", "4"]) if family == "sd15" else ("2", ["0", "1", "2"])
+    command = [sys.executable, str(HERE / "networks.py"), "--family", family, "--comfyui", str(options.comfyui),
+               "--base", str(options.base), "--out", str(out), "--controls", controls, *extra, "--steps", *steps]
+    log = out.with_suffix(".log")
+    with log.open("w") as file:
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | environment,
+                              check=False).returncode
+    if code:
+        sys.stderr.write(f"{family} ended with {code}; the end of {log}:\n{log.read_text()[-2000:]}\n")
+    return json.loads(out.read_text()) if out.exists() else []
+
+
+def measure(part: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one part."""
+    if part in ("sd15", "sdxl"):
+        return networks(part, options)
+    if part == "warm":
+        with tempfile.TemporaryDirectory() as empty:  # what Inductor kept elsewhere must not help
+            return networks("sd15", options, "--warm", TORCHINDUCTOR_CACHE_DIR=empty)
+    import models
+    import prompts
+
+    models.make(options.comfyui, options.base, ["full_sd15", "full_sd15_a", "full_sd15_b"])
+    return prompts.run(options.comfyui, options.base, options.logs, [0, 2], ["default", "disable-dynamic-vram"])
+
+
+def meta(options: argparse.Namespace) -> dict[str, Any]:
+    """What the figures depend on."""
+    import torch
+
+    driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+                            capture_output=True, text=True, check=False).stdout.strip()
+    version = (options.comfyui / "comfyui_version.py").read_text().split('"')[1]
+    return {"gpu": torch.cuda.get_device_name(0), "driver": driver, "torch": torch.__version__,
+            "cuda": torch.version.cuda, "python": platform.python_version(), "comfyui": version,
+            "cpu_cores": os.cpu_count(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": " ".join(["python benchmarks/run.py", *sys.argv[1:]])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--comfyui", type=Path, required=True, help="ComfyUI's source, its requirements installed")
+    parser.add_argument("--base", type=Path, required=True, help="where models and outputs go")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--logs", type=Path, help="default: beside --out")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    options = parser.parse_args()
+    options.comfyui, options.base = options.comfyui.resolve(), options.base.resolve()
+    options.logs = (options.logs or options.out.parent).resolve()
+    options.logs.mkdir(parents=True, exist_ok=True)
+    known: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"rows": []}
+    rows = {table.name(row): row for row in known["rows"]}
+    for part in options.parts:
+        rows |= {table.name(row): row for row in measure(part, options)}
+        options.out.write_text(json.dumps({"meta": meta(options), "rows": list(rows.values())}, indent=1) + "\n")
+    sys.stdout.write(table.markdown(list(rows.values())) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Clocks: CUDA events for the GPU, the host's clock for our own cost, the highest memory use while something runs."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+
+def gpu_ms(call: Callable[[], Any], repeats: int = 30, warm: int = 4) -> dict[str, float]:
+    """Median and spread of a call's time by CUDA events, each call alone."""
+    for _ in range(warm):
+        call()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return summary(times)
+
+
+def host_us(call: Callable[[], Any], repeats: int = 50) -> float:
+    """Median time that the host spends in a call which only launches work."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
+    torch.cuda.synchronize()
+    return round(statistics.median(times), 1)
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    """Median, and the 10th and 90th percentile."""
+    ordered = sorted(times)
+    last = len(ordered) - 1
+    return {"median": round(statistics.median(ordered), 4), "p10": round(ordered[round(last * 0.1)], 4),
+            "p90": round(ordered[round(last * 0.9)], 4), "n": len(ordered)}
+
+
+def matmul_tflops(size: int = 8192) -> float:
+    """The rate that this GPU reaches in a large fp16 product of random matrices."""
+    a = torch.randn(size, size, device="cuda", dtype=torch.float16)
+    b = torch.randn_like(a)
+    return 2 * size**3 / gpu_ms(lambda: a @ b, 20)["median"] / 1e9
+
+
+class PeakMemory:
+    """The GPU's memory in use by everyone, in MB: the highest value inside the block, less what was there before."""
+
+    def __init__(self) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        self._nvml, self._gpu = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+        self.before = self._used()
+        self.peak = 0.0
+        self._stop = threading.Event()
+
+    def _used(self) -> float:
+        return self._nvml.nvmlDeviceGetMemoryInfo(self._gpu).used / 1e6
+
+    def __enter__(self) -> PeakMemory:
+        self.peak = 0.0
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            self.peak = max(self.peak, self._used() - self.before)
+            time.sleep(0.005)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.peak = round(max(self.peak, self._used() - self.before), 1)

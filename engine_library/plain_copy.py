@@ -1,0 +1,72 @@
+"""A copy of a native module's structure that computes in plain torch: no casting, streaming or patching per call."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+
+Source = Callable[[str, torch.Tensor], torch.Tensor]
+"""Name and native tensor of a parameter or buffer -> what the copy holds in its place."""
+
+
+class ReplacedForward(ValueError):
+    """Another node replaced a layer's forward method, which a copy would lose."""
+
+
+def plain_copy(
+    module: torch.nn.Module,
+    dtype: torch.dtype,
+    parameter: Source,
+    buffer: Source,
+    kind_of: Callable[[type], type] = lambda kind: kind,
+) -> torch.nn.Module:
+    """Copy the structure of a module; its tensors come from ``parameter`` and ``buffer``.
+
+    The native module stays untouched, whatever state ComfyUI has loaded it in: only its structure is walked.
+
+    Args:
+        dtype: what the copy computes in.
+        kind_of: class of a native layer -> class of its copy.
+
+    Raises:
+        ReplacedForward: a layer computes something else than its class says.
+    """
+    return _copy(module, "", dtype, parameter, buffer, kind_of).eval().requires_grad_(False)
+
+
+def _copy(
+    module: torch.nn.Module,
+    name: str,
+    dtype: torch.dtype,
+    parameter: Source,
+    buffer: Source,
+    kind_of: Callable[[type], type],
+) -> torch.nn.Module:
+    if "forward" in module.__dict__:
+        raise ReplacedForward(
+            f"{name or type(module).__name__} has a forward method that another node replaced, which an engine would "
+            "lose"
+        )
+    kind = kind_of(type(module))
+    copy = kind.__new__(kind)
+    torch.nn.Module.__init__(copy)
+    machinery = set(copy.__dict__)
+    copy.__dict__.update({k: v for k, v in module.__dict__.items() if k not in machinery})
+    prefix = f"{name}." if name else ""
+    copy._parameters = OrderedDict(
+        (k, None if p is None else torch.nn.Parameter(parameter(prefix + k, p), requires_grad=False))
+        for k, p in module._parameters.items()
+    )
+    copy._buffers = OrderedDict((k, None if b is None else buffer(prefix + k, b)) for k, b in module._buffers.items())
+    copy._modules = OrderedDict(
+        (k, None if m is None else _copy(m, prefix + k, dtype, parameter, buffer, kind_of))
+        for k, m in module._modules.items()
+    )
+    if hasattr(module, "comfy_cast_weights"):
+        copy.comfy_cast_weights = False
+        copy.weight_function, copy.bias_function = [], []
+    if isinstance(getattr(module, "dtype", None), torch.dtype):
+        copy.dtype = dtype
+    return copy

@@ -1,0 +1,176 @@
+"""A stack of engine-backed ControlNets as one: run side by side on streams of their own, merged in a few launches.
+
+ComfyUI asks one ControlNet after the other, waits for the GPU before each to compare a timestep, and scales and adds
+every residual by itself. For a stack that lives on the torch backend the same result needs none of this. Anything else
+in the stack, and the first call of a run, which makes the hints, goes ComfyUI's own way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from comfy.controlnet import ControlBase, ControlNet, StrengthType
+from comfy.patcher_extension import WrapperExecutor
+
+from .controlnet import EngineControlModel
+from .live_session import LiveSession
+
+ALWAYS = 999999999.0
+"""ComfyUI's sigma for "from the first step on" is above this."""
+
+_streams: weakref.WeakKeyDictionary[LiveSession, torch.cuda.Stream] = weakref.WeakKeyDictionary()
+
+Control = dict[str, list[torch.Tensor]]
+
+
+def run_stacks_at_once(
+    executor: WrapperExecutor,
+    model: Any,
+    conds: list[list[dict] | None],
+    x_in: torch.Tensor,
+    timestep: torch.Tensor,
+    model_options: dict,
+) -> Any:
+    """A CALC_COND_BATCH wrapper: inside, stacks of engine-backed ControlNets run as one."""
+    if "multigpu_clones" in model_options:
+        return executor(model, conds, x_in, timestep, model_options)
+    stacks: dict[int, ControlStack] = {}
+
+    def replaced(cond: dict) -> dict:
+        control = cond.get("control")
+        if not isinstance(control, ControlBase):
+            return cond
+        # one object per control: ComfyUI batches conditionings only when their controls are the same
+        return {**cond, "control": stacks.setdefault(id(control), ControlStack(control))}
+
+    conds = [None if group is None else [replaced(cond) for cond in group] for group in conds]
+    return executor(model, conds, x_in, timestep, model_options)
+
+
+class ControlStack:
+    """Stands for a chain of ControlNets while conditionings are computed; everything else is asked of the chain."""
+
+    def __init__(self, control: ControlBase):
+        self._control = control
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._control, name)
+
+    def get_control(
+        self, x_noisy: torch.Tensor, t: torch.Tensor, cond: Mapping, batched_number: int, transformer_options: dict
+    ) -> Control | None:
+        """The chain's residuals, as ComfyUI's own ``get_control`` of its last ControlNet."""
+        chain = list(_chain(self._control))
+        if not all(_can_join(control, x_noisy) for control in chain):
+            return self._control.get_control(x_noisy, t, cond, batched_number, transformer_options)
+        active = _active(chain, t)
+        return _run(active, x_noisy, t, cond) if active else None
+
+
+def _chain(control: ControlBase | None) -> Iterator[ControlBase]:
+    """The ControlNets of a chain, the first to act first."""
+    if control is not None:
+        yield from _chain(control.previous_controlnet)
+        yield control
+
+
+def _can_join(control: ControlBase, x_noisy: torch.Tensor) -> bool:
+    """Whether a ControlNet does nothing but what ``_run`` does, and its hint is made."""
+    if type(control) is not ControlNet or not isinstance(control.control_model, EngineControlModel):
+        return False
+    if not isinstance(control.control_model.handle.session, LiveSession) or control.model_sampling_current is None:
+        return False
+    special = (control.vae, control.latent_format, control.extra_hooks, control.timestep_range is None)
+    if any(special) or control.extra_concat_orig or control.multigpu_clones or control.global_average_pooling:
+        return False
+    hint, ratio = control.cond_hint, control.compression_ratio
+    if control.strength_type is not StrengthType.CONSTANT or hint is None:
+        return False
+    size = (x_noisy.shape[2] * ratio, x_noisy.shape[3] * ratio)
+    return tuple(hint.shape[2:]) == size and hint.shape[0] in (1, x_noisy.shape[0])
+
+
+def _active(chain: list[ControlNet], t: torch.Tensor) -> list[ControlNet]:
+    """Those whose range holds the timestep. Looks at its value, which waits for the GPU, only when it has to."""
+    if all(c.timestep_range[0] > ALWAYS and c.timestep_range[1] <= 0 for c in chain):
+        return chain
+    now = float(t[0])
+    return [c for c in chain if c.timestep_range[1] <= now <= c.timestep_range[0]]
+
+
+def _run(chain: list[ControlNet], x_noisy: torch.Tensor, t: torch.Tensor, cond: Mapping) -> Control:
+    shared: dict[tuple, tuple[torch.Tensor, ...]] = {}
+    calls = []
+    for control in chain:
+        dtype = control.manual_cast_dtype or control.control_model.dtype
+        sampling = control.model_sampling_current
+        key = (id(sampling), dtype)
+        if key not in shared:
+            prompt = cond.get("crossattn_controlnet", cond["c_crossattn"])
+            shared[key] = (
+                sampling.calculate_input(t, x_noisy).to(dtype),
+                sampling.timestep(t).to(dtype),
+                prompt.to(x_noisy.device, dtype),
+            )
+        extra = dict(control.extra_args)
+        for name in control.extra_conds:
+            if (value := cond.get(name)) is not None:
+                extra[name] = value.to(x_noisy.device, dtype) if isinstance(value, torch.Tensor) else value
+        calls.append((control, *shared[key], extra))
+
+    results, joins = [], []
+    start = torch.cuda.current_stream(x_noisy.device).record_event() if x_noisy.is_cuda and len(calls) > 1 else None
+    for control, x, timesteps, context, extra in calls:
+        with _own_stream(control.control_model.handle.session, start) as stream:
+            result = control.control_model(x, control.cond_hint, timesteps, context, **extra)
+            results.append(result)
+            if stream is not None:
+                joins.append((stream.record_event(), [*result["output"], *result["middle"]]))
+    for event, tensors in joins:
+        here = torch.cuda.current_stream(x_noisy.device)
+        here.wait_event(event)
+        for tensor in tensors:
+            tensor.record_stream(here)
+    return _merged(chain, results)
+
+
+@contextlib.contextmanager
+def _own_stream(session: LiveSession, start: torch.cuda.Event | None) -> Iterator[torch.cuda.Stream | None]:
+    """The session's stream, from ``start`` on; the current one when there is no start.
+
+    Inputs need no further care: the current stream goes on after the end of this one.
+    """
+    if start is None:
+        yield None
+        return
+    if session not in _streams:
+        _streams[session] = torch.cuda.Stream(session.device)
+    stream = _streams[session]
+    stream.wait_event(start)
+    with torch.cuda.stream(stream):
+        yield stream
+
+
+def _merged(chain: list[ControlNet], results: list[Control]) -> Control:
+    """The residuals scaled by their strengths and summed."""
+    flat = [[*result["output"], *result["middle"]] for result in results]
+    layouts = {tuple((t.shape, t.dtype) for t in tensors) for tensors in flat}
+    if len(layouts) > 1:  # ControlNets of different layouts: as ComfyUI does it, one by one
+        merged = None
+        for control, result in zip(chain, results, strict=True):
+            merged = control.control_merge(result, merged, None)
+        return merged
+    total = None
+    for control, tensors in zip(chain, flat, strict=True):
+        if control.strength != 1.0:
+            torch._foreach_mul_(tensors, control.strength)
+        if total is None:
+            total = tensors
+        else:
+            torch._foreach_add_(total, tensors)
+    count = len(results[0]["output"])
+    return {"input": [], "output": total[:count], "middle": total[count:]}

@@ -1,0 +1,249 @@
+"""CUDA graphs for any function of tensors: recorded per set of shapes, replayed on static buffers, bounded in number.
+
+A replay runs exactly the kernels that were recorded, on exactly the addresses: so the key holds every name, shape and
+dtype, the buffers belong to the recording, and results are handed out as copies.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+log = logging.getLogger(__name__)
+
+MAX_RECORDINGS = 8
+MAX_SEEN = 64
+
+_never_freed: list[BaseException] = []
+"""Failed recordings' errors, whose frames hold tensors of the recording: cudaMallocAsync ends the process if those are
+freed outside it."""
+
+Tensors = Mapping[str, torch.Tensor]
+Function = Callable[[Tensors], Tensors]
+
+
+class Replay(Protocol):
+    """A recorded run: ``replay`` does it again on the same buffers."""
+
+    def replay(self) -> None: ...
+
+
+Recorder = Callable[[Callable[[], None]], Replay]
+"""Runs a function once while recording it."""
+
+
+@dataclass
+class _Recording:
+    """One recorded graph with its buffers.
+
+    Attributes:
+        block: one tensor per dtype that all results lie in, so that one copy hands all of them out.
+        views: result name -> its dtype, shape, strides and offset in its block.
+        last: the tensors that were copied in last, for inputs that seldom change.
+    """
+
+    replay: Replay
+    inputs: dict[str, torch.Tensor]
+    block: dict[torch.dtype, torch.Tensor]
+    views: dict[str, tuple[torch.dtype, torch.Size, tuple[int, ...], int]]
+    bytes: int
+    last: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def results(self) -> dict[str, torch.Tensor]:
+        blocks = {dtype: block.clone() for dtype, block in self.block.items()}
+        return {
+            name: blocks[dtype].as_strided(shape, strides, offset)
+            for name, (dtype, shape, strides, offset) in self.views.items()
+        }
+
+
+class GraphCache:
+    """Runs a function plainly at the first call with new shapes, records it at the second, and replays it after.
+
+    Attributes:
+        failure: why the latest recording failed, or None. The calls concerned run plainly.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        limit: int = MAX_RECORDINGS,
+        recorder: Recorder | None = None,
+        steady: Collection[str] = (),
+    ):
+        """
+        Args:
+            limit: recordings kept; the least recently used goes first.
+            recorder: records on this device; without one, and off CUDA, everything runs plainly.
+            steady: inputs that are copied in only when another tensor object comes.
+        """
+        self.device = device
+        self.failure: str | None = None
+        self._limit = limit
+        self._steady = frozenset(steady)
+        self._recordings: OrderedDict[tuple, _Recording] = OrderedDict()
+        self._seen: OrderedDict[tuple, None] = OrderedDict()
+        self._failed: set[tuple] = set()
+        self._token: object = None
+        self._record = recorder
+        if recorder is None and device.type == "cuda":
+            self._record = CudaRecorder(device)
+
+    def __len__(self) -> int:
+        return len(self._recordings)
+
+    @property
+    def bytes(self) -> int:
+        """Memory that recordings hold, measured when they were made."""
+        return sum(recording.bytes for recording in self._recordings.values())
+
+    def clear(self) -> None:
+        """Drop all recordings and what is known about failures."""
+        self._recordings.clear()
+        self._seen.clear()
+        self._failed.clear()
+        self.failure = None
+
+    def run(self, function: Function, inputs: Tensors, token: object = None, prepare: Function = dict) -> Tensors:
+        """``function(prepare(inputs))``: same values, fresh tensors.
+
+        Args:
+            function: only launches work on the current stream, always the same for the same key.
+            inputs: name -> tensor.
+            token: stands for everything else that the function reads; recordings made under another one are dropped.
+            prepare: gives the tensors as the function wants them (device, dtype, layout), and those that are always
+                the same for the same key. A replay copies ``inputs`` straight to where these were.
+        """
+        if token != self._token:
+            self.clear()
+            self._token = token
+        key = tuple((name, t.shape, t.dtype) for name, t in inputs.items())
+        recording = self._recordings.get(key)
+        if recording is None:
+            if self._record is None or key in self._failed or not self._worth_it(key):
+                return function(prepare(inputs))
+            recording = self._make(function, prepare(inputs), key)
+            if recording is None:
+                return function(prepare(inputs))
+        self._recordings.move_to_end(key)
+        self._copy_in(recording, inputs)
+        recording.replay.replay()
+        return recording.results()
+
+    def _worth_it(self, key: tuple) -> bool:
+        """Whether these shapes came before; that call has also warmed up all that must not happen while recording."""
+        if key in self._seen:
+            return True
+        self._seen[key] = None
+        while len(self._seen) > MAX_SEEN:
+            self._seen.popitem(last=False)
+        return False
+
+    def _make(self, function: Function, inputs: Tensors, key: tuple) -> _Recording | None:
+        while len(self._recordings) >= self._limit:
+            self._recordings.popitem(last=False)
+        before = _reserved(self.device)
+        try:
+            recording = self._recordings[key] = self._recorded(function, inputs)
+        except Exception as error:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+                _never_freed.append(error)
+            self._failed.add(key)
+            self.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            log.warning("Hybrid TRT: no CUDA graph for these shapes, they run plainly (%s)", self.failure)
+            return None
+        recording.bytes = max(_reserved(self.device) - before, _size(recording))
+        return recording
+
+    def _recorded(self, function: Function, inputs: Tensors) -> _Recording:
+        static = {name: torch.empty_like(t, memory_format=torch.preserve_format) for name, t in inputs.items()}
+        for name, tensor in inputs.items():
+            static[name].copy_(tensor)
+        block, views, targets = {}, {}, {}
+        for name, result in function(static).items():
+            strides = _dense_strides(result)
+            place = block.get(result.dtype, 0)
+            views[name] = (result.dtype, result.shape, strides, place)
+            block[result.dtype] = place + -(-result.numel() // 64) * 64
+        block = {dtype: torch.empty(size, dtype=dtype, device=self.device) for dtype, size in block.items()}
+        for name, (dtype, shape, strides, offset) in views.items():
+            targets[name] = block[dtype].as_strided(shape, strides, offset)
+
+        def body() -> None:
+            results = function(static)
+            torch._foreach_copy_(list(targets.values()), [results[name] for name in targets])
+
+        return _Recording(self._record(body), static, block, views, 0)
+
+    def _copy_in(self, recording: _Recording, inputs: Tensors) -> None:
+        targets, sources = [], []
+        for name, tensor in inputs.items():
+            if name in self._steady:
+                if recording.last.get(name) is tensor:
+                    continue
+                recording.last[name] = tensor
+            targets.append(recording.inputs[name])
+            sources.append(tensor)
+        _copy_all(targets, sources)
+
+
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensors, those alike in one launch: torch's grouped copy is only fast when dtypes and strides agree."""
+    alike: dict[torch.dtype, tuple[list, list]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if target.dtype == source.dtype and target.stride() == source.stride():
+            group = alike.setdefault(target.dtype, ([], []))
+            group[0].append(target)
+            group[1].append(source)
+        else:
+            target.copy_(source)
+    for group in alike.values():
+        torch._foreach_copy_(*group)
+
+
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's own strides if it has no gaps, else those of a contiguous one."""
+    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def _size(recording: _Recording) -> int:
+    tensors = [*recording.inputs.values(), *recording.block.values()]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _reserved(device: torch.device) -> int:
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+class CudaRecorder:
+    """Records on CUDA. All recordings of one recorder share a pool of memory, because they never run at once.
+
+    Each recorder has a stream of its own to record on: torch keeps one work space for matrix products per stream, a
+    recording has its address, and graphs of several recorders do run at once.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, body: Callable[[], None]) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        here = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            body()  # makes the work space now: made while recording, it would belong to this graph alone
+        here.wait_stream(self._stream)
+        # thread_local: other threads of ComfyUI may use CUDA while this one records
+        with torch.cuda.device(self._device), torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            body()
+        torch.cuda.empty_cache()  # what the runs before took outside the graph
+        return graph

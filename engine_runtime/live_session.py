@@ -1,0 +1,218 @@
+"""A session of the torch backend: a live network with its CUDA graphs, hints and, where built, compiled files."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..architectures.tensors import Profile, ShapeMismatch, bind
+from ..backends import LiveBackend
+from ..engine_library import Engine, Reason, Unavailable
+from ..engine_library.native import NativeNetwork
+from ..engine_library.plain_copy import ReplacedForward
+from ..live_torch.network import LiveNetwork, laid_out
+from .cuda_graphs import GraphCache, Recorder
+from .hints import HintCache
+from .session import first_line
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+log = logging.getLogger(__name__)
+
+_open: weakref.WeakValueDictionary[tuple, LiveSession] = weakref.WeakValueDictionary()
+
+
+class LiveSession:
+    """Serves calls from a network's live weights. Works without an engine; one makes some sizes faster.
+
+    Attributes:
+        engines: those whose compiled files it may use.
+        graphs: the CUDA graphs.
+        hints: the encoded hints, or None for a network without a hint.
+        refusal: why a compiled file was not opened, or None.
+    """
+
+    def __init__(self, network: NativeNetwork, backend: LiveBackend, precision: str, recorder: Recorder | None = None):
+        self.network = network
+        self.backend = backend
+        self.device = network.device
+        self.engines: list[Engine] = []
+        self._precision = precision
+        self._live = LiveNetwork(network, network.architecture(), precision)
+        self._patcher = network.patcher
+        self._specs = {spec.name: spec for spec in self._live.inputs}
+        self.hints = HintCache(self._live.encode_hint) if network.kind == "controlnet" else None
+        self.graphs = GraphCache(self.device, recorder=recorder, steady=("hint",) if self.hints else ())
+        self._zeros: dict[tuple, torch.Tensor] = {}
+        self._symbols: dict[tuple, dict[str, int]] = {}
+        self._files: dict[frozenset, Engine] = {}
+        self._new_run = True
+        self._used = {d.symbol for spec in self._live.inputs for d in spec.dims if not isinstance(d, int)}
+        self.refusal: str | None = None
+
+    @property
+    def live(self) -> LiveNetwork:
+        return self._live
+
+    @property
+    def name(self) -> str:
+        """What served, for reports."""
+        return self.engines[0].folder.name if self.engines else "live weights, CUDA graph"
+
+    @property
+    def weights(self) -> str:
+        """What stands for the weights in its engines' identities."""
+        return self.backend.layout(self.network)
+
+    @property
+    def profile(self) -> Profile | None:
+        return self.engines[0].manifest.identity.profile if self.engines else None
+
+    @property
+    def loaded(self) -> bool:
+        return self._live.weights.loaded
+
+    @property
+    def bytes(self) -> int:
+        """GPU memory that this session holds beside ComfyUI's own weights, or will hold once it has run."""
+        if self.loaded:
+            return self._live.weights.bytes + self.graphs.bytes
+        shared = self.network.kind == "unet" and not self._patcher.is_dynamic()
+        return 0 if shared else sum(p.numel() for p in self.network.module.parameters()) * self._live.dtype.itemsize
+
+    def use(self, engines: Sequence[Engine]) -> None:
+        """Take compiled files from these engines, the first that has some sizes; or go without."""
+        if [e.folder for e in engines] == [e.folder for e in self.engines]:
+            return
+        self.engines = list(engines)
+        self._files = {}
+        for engine in self.engines:
+            for symbols in self.backend.sizes(engine):
+                self._files.setdefault(frozenset(symbols.items()), engine)
+        self._live.forget_compiled()
+        self.graphs.clear()
+
+    def lacks(self, profile: Profile) -> bool:
+        """Whether a build would make the ``opt`` sizes of a profile faster."""
+        if self.backend.cannot_build(self.device) is not None:
+            return False
+        opt = {symbol: size for symbol, size in profile.sizes("opt").items() if symbol in self._used}
+        return frozenset(opt.items()) not in self._files and not self._live.has_compiled(opt)
+
+    def begin_run(self, patcher: ModelPatcher | None) -> None:
+        """A sampling run starts: look at every weight's place again at the next call."""
+        self._new_run = True
+        self._patcher = patcher or self._patcher
+
+    def unload(self) -> None:
+        """Give the memory back; the next call starts anew."""
+        self.graphs.clear()
+        if self.hints:
+            self.hints.clear()
+        self._zeros.clear()
+        self._live.weights.release()
+
+    def run(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Compute one call; as ``Session.run``."""
+        try:
+            self._live.follow(self._patcher, thorough=self._new_run)
+            self._new_run = False
+            if self.hints and "hint" in given:
+                given = {**given, "hint": self.hints.get(given["hint"], self._live.weights.version)}
+            symbols = self._bound(given)
+            self._open_compiled(symbols)
+            results = self.graphs.run(
+                lambda tensors: self._live.run(tensors, symbols),
+                given,
+                token=self._live.weights.generation,
+                prepare=lambda tensors: self._prepared(tensors, symbols),
+            )
+            return dict(results)
+        except Unavailable:
+            raise
+        except torch.OutOfMemoryError as error:
+            self.unload()
+            torch.cuda.empty_cache()
+            raise Unavailable(Reason.ENGINE_FAILED, f"not enough GPU memory ({first_line(error)})") from error
+        except Exception as error:
+            log.exception("Hybrid TRT: %s failed on its live weights", self.network.label)
+            raise Unavailable(Reason.ENGINE_FAILED, first_line(error)) from error
+
+    def _prepared(self, given: Mapping[str, torch.Tensor], symbols: dict[str, int]) -> dict[str, torch.Tensor]:
+        """The network's inputs: device, dtype and layout as it computes in, zeros for what is absent."""
+        inputs = {}
+        for name, spec in self._specs.items():
+            tensor = given.get(name)
+            if tensor is None:
+                inputs[name] = self._zero(spec.shape(symbols), spec.dtype)
+            elif name == "hint":
+                inputs[name] = tensor
+            else:
+                inputs[name] = laid_out(tensor.to(self.device, getattr(torch, spec.dtype)))
+        return inputs
+
+    def _bound(self, given: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        key = tuple((name, tensor.shape) for name, tensor in given.items())
+        symbols = self._symbols.get(key)
+        if symbols is None:
+            if unknown := given.keys() - self._specs.keys():
+                raise Unavailable(Reason.UNSUPPORTED_INPUT, f"the network has no input {sorted(unknown)[0]}")
+            try:
+                symbols = bind(self._live.inputs, {name: tuple(t.shape) for name, t in given.items()})
+            except ShapeMismatch as error:
+                raise Unavailable(Reason.SHAPE_OUTSIDE_PROFILE, str(error)) from None
+            if len(self._symbols) > 256:
+                self._symbols.clear()
+            self._symbols[key] = symbols
+        return symbols
+
+    def _zero(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        key = (shape, dtype)
+        if key not in self._zeros:
+            self._zeros[key] = laid_out(torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device))
+        return self._zeros[key]
+
+    def _open_compiled(self, symbols: dict[str, int]) -> None:
+        """Open the compiled file for some sizes when there is one; without it the network runs uncompiled."""
+        engine = self._files.pop(frozenset(symbols.items()), None) if self._files else None
+        if engine is None:
+            return
+        started = time.perf_counter()
+        try:
+            self._live.add_compiled(symbols, self.backend.open_live(engine, symbols))
+        except Exception as error:
+            self.refusal = str(error)
+            log.warning("Hybrid TRT: %s runs uncompiled for these sizes (%s)", self.network.label, first_line(error))
+            return
+        seconds = time.perf_counter() - started
+        log.info("Hybrid TRT: opened %s on %s in %.1f s", engine.folder.name, self.device, seconds)
+
+    def status(self) -> str:
+        """One sentence for the node."""
+        if not self.engines:
+            where = "as a CUDA graph" if self.device.type == "cuda" else "eagerly"
+            more = "; build an engine to have it compiled" if self.backend.cannot_build(self.device) is None else ""
+            return f"torch {self._precision} on live weights, {where}{more}"
+        return f"torch {self._precision} on live weights, {self.profile}, {self.engines[0].manifest.bytes / 1e6:.0f} MB"
+
+
+def live_session(network: NativeNetwork, backend: LiveBackend, precision: str) -> LiveSession:
+    """The session for a native module, shared by all who use it: its weights are on the GPU once.
+
+    Raises:
+        Unavailable: another node replaced a part of the module.
+    """
+    key = (id(network.module), precision, str(network.device))
+    found = _open.get(key)
+    if found is None:
+        try:
+            found = _open[key] = LiveSession(network, backend, precision)
+        except ReplacedForward as error:
+            raise Unavailable(Reason.MODEL_PATCHED, str(error)) from error
+    return found

@@ -1,0 +1,158 @@
+"""A stack of engine-backed ControlNets computed as one gives what ComfyUI's chain gives, and steps aside otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pack import import_comfy
+from small_networks import CPU, network
+
+import_comfy()
+
+from comfy.controlnet import ControlNet, StrengthType  # noqa: E402
+from hybrid_trt.architectures.tensors import Profile, Range  # noqa: E402
+from hybrid_trt.engine_builder.parity import relative_error  # noqa: E402
+from hybrid_trt.engine_library import Library  # noqa: E402
+from hybrid_trt.engine_library.native import NativeNetwork  # noqa: E402
+from hybrid_trt.engine_runtime import control_stack  # noqa: E402
+from hybrid_trt.engine_runtime.control_stack import ControlStack, run_stacks_at_once  # noqa: E402
+from hybrid_trt.engine_runtime.controlnet import back_with_engine  # noqa: E402
+from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle  # noqa: E402
+
+CHOICE = EngineChoice(Profile({s: Range(1, 16, 64) for s in ("B", "H", "W", "T", "HB")}), "auto", "torch")
+SAMPLING = SimpleNamespace(calculate_input=lambda t, x: x / (t[0] ** 2 + 1) ** 0.5, timestep=lambda t: t * 10)
+
+
+class Stacks:
+    """The same chains twice: native, and backed by the torch backend."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        self.library = Library([folder])
+        self.runs = 0
+        run = control_stack._run
+
+        def counted(*args: object) -> object:
+            self.runs += 1
+            return run(*args)
+
+        monkeypatch.setattr(control_stack, "_run", counted)
+        self.nets = [self._native("unlike_levels") for _ in range(2)]
+
+    def _native(self, layout: str) -> ControlNet:
+        module = network("controlnet", layout).module
+        return ControlNet(module, load_device=CPU)
+
+    def chain(self, backed: bool, count: int = 2, layouts: list[ControlNet] | None = None) -> ControlNet:
+        previous = None
+        for i in range(count):
+            net = (layouts or self.nets)[i % 2]
+            if backed:
+                handle = EngineHandle(NativeNetwork.of_controlnet(net, "n"), CHOICE, self.library, "1")
+                net = back_with_engine(net, handle)
+            control = net.copy()
+            image = torch.rand(1, 3, 72, 96, generator=torch.Generator().manual_seed(i))
+            control.set_cond_hint(image, strength=(0.7, 0.4, 1.0, 1.3)[i])
+            control.set_previous_controlnet(previous)
+            control.timestep_range, control.model_sampling_current = (999999999.9, 0.0), SAMPLING
+            previous = control
+        return previous
+
+
+@pytest.fixture
+def stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stacks:
+    return Stacks(tmp_path, monkeypatch)
+
+
+def call(control: object, step: int = 0, batch: int = 2, sigma: float = 3.0) -> dict | None:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(batch, 4, 9, 12, generator=generator)
+    cond = {"c_crossattn": torch.randn(batch, 77, 64, generator=generator)}
+    with torch.inference_mode():
+        return control.get_control(x, torch.full((batch,), sigma), cond, batch, {})
+
+
+def same(value: dict, reference: dict) -> bool:
+    assert {k: len(v) for k, v in value.items()} == {k: len(v) for k, v in reference.items()}
+    pairs = [(a, b) for k in reference for a, b in zip(value[k], reference[k], strict=True)]
+    return all(relative_error(a, b) <= 1e-5 for a, b in pairs)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_stack_gives_what_the_chain_gives(stacks: Stacks, count: int) -> None:
+    native, stack = stacks.chain(False, count), ControlStack(stacks.chain(True, count))
+    for step in range(5):
+        assert same(call(stack, step), call(native, step))
+    for step in range(3):
+        assert same(call(stack, step, batch=1), call(native, step, batch=1))
+    assert stacks.runs == 7, "all calls but the first, which made the hints"
+
+
+def test_results_of_one_step_are_not_touched_by_the_next(stacks: Stacks) -> None:
+    stack = ControlStack(stacks.chain(True))
+    for step in range(4):
+        kept = call(stack, step)
+        copies = [t.clone() for t in kept["output"]]
+        call(stack, step + 1)
+        assert all(torch.equal(a, b) for a, b in zip(kept["output"], copies, strict=True))
+
+
+def test_ranges_switch_controlnets_on_and_off(stacks: Stacks) -> None:
+    native, backed = stacks.chain(False), stacks.chain(True)
+    stack = ControlStack(backed)
+    call(stack), call(native)
+    for chain in (native, backed):
+        chain.timestep_range, chain.previous_controlnet.timestep_range = (8.0, 2.0), (4.0, 0.0)
+    for sigma in (9.0, 8.0, 5.0, 3.0, 2.0, 1.0):
+        value, reference = call(stack, 1, sigma=sigma), call(native, 1, sigma=sigma)
+        assert (value is None) == (reference is None) == (sigma == 9.0)
+        assert value is None or same(value, reference)
+    assert stacks.runs >= 5
+
+
+def test_a_native_controlnet_in_the_chain_takes_the_whole_chain_comfyuis_way(stacks: Stacks) -> None:
+    native, backed = stacks.chain(False), stacks.chain(True)
+    backed.previous_controlnet = native.previous_controlnet
+    for step in range(3):
+        assert same(call(ControlStack(backed), step), call(native, step))
+    assert stacks.runs == 0
+
+
+def test_other_kinds_of_strength_and_pooling_take_comfyuis_way(stacks: Stacks) -> None:
+    native, backed = stacks.chain(False), stacks.chain(True)
+    call(backed), call(native)
+    for chain in (native, backed):
+        chain.strength_type = StrengthType.LINEAR_UP
+        chain.previous_controlnet.global_average_pooling = True
+    assert same(call(ControlStack(backed), 2), call(native, 2))
+    assert stacks.runs == 0
+
+
+def test_controlnets_of_unlike_layouts_merge_as_in_comfyui(stacks: Stacks) -> None:
+    nets = [stacks.nets[0], stacks._native("inpainting_channels")]
+    nets[1].control_model = network("controlnet", "unlike_levels").module
+    native, stack = stacks.chain(False, 2, nets), ControlStack(stacks.chain(True, 2, nets))
+    for step in range(3):
+        assert same(call(stack, step), call(native, step))
+
+
+def test_conditionings_that_share_a_control_still_share_it(stacks: Stacks) -> None:
+    control, other = stacks.chain(True), stacks.chain(True, 1)
+    conds = [[{"control": control, "a": 1}], [{"control": control}, {"control": other}, {"b": 2}], None]
+    seen = []
+
+    def executor(_model: object, conds: list, *_: object) -> str:
+        seen.extend(conds)
+        return "done"
+
+    assert run_stacks_at_once(executor, None, conds, torch.zeros(1), torch.zeros(1), {}) == "done"
+    positive, negative, nothing = seen
+    assert positive[0]["control"] is negative[0]["control"]
+    assert negative[1]["control"] is not negative[0]["control"]
+    assert positive[0]["a"] == 1
+    assert "control" not in negative[2]
+    assert nothing is None
+    assert conds[0][0]["control"] is control, "the caller's own stay as they were"
+    assert positive[0]["control"].strength == control.strength

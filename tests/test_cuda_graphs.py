@@ -1,0 +1,139 @@
+"""The graph component's promises, with a recorder that needs no GPU: it runs the recorded function again on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from fake_recorder import Recorder
+from pack import import_comfy
+from small_networks import CPU
+
+import_comfy()
+
+from hybrid_trt.engine_runtime.cuda_graphs import GraphCache  # noqa: E402
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def double_and_sum(inputs: Tensors) -> Tensors:
+    total = sum(t.float().sum() for t in inputs.values())
+    return {"double": inputs["x"] * 2, "sum": total.reshape(1)}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def check(cache: GraphCache, token: object = None, **inputs: torch.Tensor) -> None:
+    results = cache.run(double_and_sum, inputs, token)
+    expected = double_and_sum(inputs)
+    for name, value in expected.items():
+        assert torch.equal(results[name], value), name
+        assert results[name].stride() == value.stride()
+
+
+def test_plain_first_recorded_at_the_second_call_and_replayed_after() -> None:
+    recorder = Recorder()
+    cache = GraphCache(CPU, recorder=recorder)
+    counts = []
+    for _ in range(4):
+        check(cache, x=random(2, 3), y=random(4))
+        counts.append((recorder.recorded, recorder.replayed))
+    assert counts == [(0, 0), (1, 1), (1, 2), (1, 3)]
+
+
+def test_results_belong_to_the_caller() -> None:
+    cache = GraphCache(CPU, recorder=Recorder())
+    x = random(2, 3)
+    first = [cache.run(double_and_sum, {"x": x})["double"] for _ in range(3)]
+    for result in first:
+        result *= 100  # as ComfyUI does with a strength
+    assert torch.equal(cache.run(double_and_sum, {"x": x})["double"], x * 2)
+    assert torch.equal(first[1], first[2])
+    assert first[1].data_ptr() != first[2].data_ptr()
+
+
+def test_every_shape_dtype_and_set_of_inputs_has_a_recording_of_its_own() -> None:
+    recorder = Recorder()
+    cache = GraphCache(CPU, recorder=recorder)
+    calls: list[dict[str, torch.Tensor]] = [
+        {"x": random(2, 3)}, {"x": random(1, 3)}, {"x": random(3, 2)}, {"x": random(2, 3, dtype=torch.float64)},
+        {"x": random(2, 3), "residual": random(2, 3)}, {"x": random(2, 3), "residual": random(2, 4)},
+    ]
+    for _ in range(3):
+        for call in calls:
+            check(cache, **{name: torch.randn_like(t) for name, t in call.items()})
+    assert recorder.recorded == len(cache) == len(calls)
+
+
+def test_switching_between_batch_one_and_two_records_each_once() -> None:
+    recorder = Recorder()
+    cache = GraphCache(CPU, recorder=recorder)
+    for batch in (2, 1, 2, 1, 2, 2, 1, 1):
+        check(cache, x=random(batch, 4, 8, 8))
+    assert recorder.recorded == 2
+
+
+def test_the_least_recently_used_recording_goes_first() -> None:
+    recorder = Recorder()
+    cache = GraphCache(CPU, limit=2, recorder=recorder)
+    for size in (1, 1, 2, 2, 1, 3, 3):
+        check(cache, x=random(size))
+    assert (recorder.recorded, len(cache)) == (3, 2)
+    check(cache, x=random(1))
+    assert recorder.recorded == 3, "1 was used after 2, so 2 went"
+    check(cache, x=random(2))
+    assert (recorder.recorded, len(cache)) == (4, 2)
+
+
+def test_another_token_drops_all_recordings() -> None:
+    recorder = Recorder()
+    cache = GraphCache(CPU, recorder=recorder)
+    for token in (1, 1, 1, 2, 2):
+        check(cache, token, x=random(2))
+    assert recorder.recorded == 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError("operation not permitted when stream is capturing\nmore"),
+                                   torch.OutOfMemoryError("CUDA out of memory")])
+def test_a_recording_that_fails_runs_plainly_and_says_why(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder()
+    recorder.error = error
+    cache = GraphCache(CPU, recorder=recorder)
+    for _ in range(4):
+        check(cache, x=random(2))
+    assert len(cache) == 0
+    assert str(error).splitlines()[0] in cache.failure
+    assert sum("no CUDA graph" in r.message for r in caplog.records) == 1, "tried once, told once"
+    recorder.error = None
+    check(cache, x=random(3))
+    check(cache, x=random(3))
+    assert recorder.recorded == 1, "other shapes are not concerned"
+
+
+def test_layouts_of_inputs_and_results_are_kept() -> None:
+    cache = GraphCache(CPU, recorder=Recorder())
+    for _ in range(3):
+        check(cache, x=random(2, 4, 6, 6).contiguous(memory_format=torch.channels_last))
+    check(cache, x=random(2, 4, 6, 6).contiguous(memory_format=torch.channels_last))
+
+
+def test_a_steady_input_is_copied_only_when_another_tensor_comes() -> None:
+    cache = GraphCache(CPU, recorder=Recorder(), steady=["hint"])
+    x, hint = random(2), random(3)
+    for _ in range(3):
+        cache.run(double_and_sum, {"x": x, "hint": hint})
+    before = cache.run(double_and_sum, {"x": x, "hint": hint})["sum"]
+    hint += 1  # not seen: the same object
+    assert torch.equal(cache.run(double_and_sum, {"x": x, "hint": hint})["sum"], before)
+    check(cache, x=x, hint=hint.clone())
+
+
+def test_without_a_recorder_everything_runs_plainly() -> None:
+    cache = GraphCache(CPU)
+    for _ in range(3):
+        check(cache, x=random(2))
+    assert len(cache) == 0
+    assert cache.bytes == 0

@@ -1,0 +1,292 @@
+"""The torch backend on the CPU: live weights, hints, sessions, and files that are opened only when made here."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from fake_recorder import Recorder
+from pack import import_comfy
+from small_networks import CPU, native_call, network, with_lora
+
+import_comfy()
+
+from hybrid_trt.architectures import architecture_of  # noqa: E402
+from hybrid_trt.architectures.tensors import Profile, Range  # noqa: E402
+from hybrid_trt.backends import AUTO, backends, usable_backends  # noqa: E402
+from hybrid_trt.backends.torch_inductor import file_name, sizes_of  # noqa: E402
+from hybrid_trt.engine_builder.build import BuildOrder, build_engine  # noqa: E402
+from hybrid_trt.engine_builder.compile_step import sizes_to_compile  # noqa: E402
+from hybrid_trt.engine_builder.onnx_export import sample_inputs  # noqa: E402
+from hybrid_trt.engine_builder.parity import relative_error  # noqa: E402
+from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason  # noqa: E402
+from hybrid_trt.engine_library.library import describe_files  # noqa: E402
+from hybrid_trt.engine_library.native import NativeNetwork  # noqa: E402
+from hybrid_trt.engine_runtime.hints import HintCache  # noqa: E402
+from hybrid_trt.engine_runtime.live_session import LiveSession  # noqa: E402
+from hybrid_trt.live_torch import local_key  # noqa: E402
+
+TORCH = backends()["torch"]
+SIZES = {"B": 2, "H": 9, "W": 12, "T": 77, "HB": 1}
+PROFILE = Profile({"B": Range(1, 2, 4), "H": Range(4, 16, 40), "W": Range(4, 16, 40), "T": Range(77, 77, 231),
+                   "HB": Range(1, 1, 4)})
+
+
+def given_for(net: NativeNetwork, seed: int, **sizes: int) -> dict[str, torch.Tensor]:
+    return sample_inputs(architecture_of(net.module).inputs(net.module, "float32"), SIZES | sizes, seed)
+
+
+def opened(net: NativeNetwork) -> LiveSession:
+    return LiveSession(net, TORCH, "float32", Recorder())
+
+
+def error(session: LiveSession, net: NativeNetwork, given: dict[str, torch.Tensor]) -> float:
+    with torch.inference_mode():
+        results = session.run(given).values()
+        return max(relative_error(r, n) for r, n in zip(results, native_call(net, given), strict=True))
+
+
+@pytest.mark.parametrize("layout", ["sd15_as_published", "sdxl_as_published", "unlike_levels"])
+@pytest.mark.parametrize("kind", ["unet", "controlnet"])
+def test_a_live_session_computes_what_native_does_in_any_order_of_shapes(kind: str, layout: str) -> None:
+    net = network(kind, layout)
+    session = opened(net)
+    for i, sizes in enumerate([{}, {"B": 1}, {}, {"B": 1}, {}, {"H": 5, "T": 154}, {"HB": 2}, {"HB": 2}]):
+        assert error(session, net, given_for(net, i, **sizes)) <= 1e-5
+    assert len(session.graphs) == (3 if kind == "controlnet" else 2)
+
+
+def test_residuals_that_come_and_go_leave_nothing_behind() -> None:
+    net = network("unet", "unlike_levels")
+    session = opened(net)
+    full = given_for(net, 1)
+    names = [name for name in full if name.startswith("control_")]
+    for absent in ([], names, [], names, names[:2], [], names):
+        given = {name: t for name, t in full.items() if name not in absent}
+        zeroed = {name: torch.zeros_like(t) if name in absent else t for name, t in full.items()}
+        with torch.inference_mode():
+            assert relative_error(session.run(given)["out"], native_call(net, zeroed)[0]) <= 1e-5
+    assert len(session.graphs) == 2, "one per set of residuals that came twice"
+
+
+def test_loras_come_and_go_without_moving_a_weight() -> None:
+    plain = network("unet", "unlike_levels")
+    patched = with_lora(plain)
+    session, given = opened(plain), given_for(plain, 3)
+    with torch.inference_mode():
+        before = session.run(given)["out"]
+        generation = session.live.weights.generation
+        session.begin_run(patched.patcher)
+        with_it = [session.run(given)["out"] for _ in range(3)]
+        session.begin_run(plain.patcher)
+        after = session.run(given)["out"]
+    patched.patcher.patch_model(CPU)
+    native = native_call(patched, given)[0]
+    assert relative_error(native, before) > 1e-3
+    assert all(relative_error(w, native) <= 1e-5 for w in with_it)
+    assert torch.equal(before, after)
+    assert session.live.weights.generation == generation, "graphs stay valid"
+    assert len(session.graphs) == 1
+
+
+def test_loaded_weights_are_used_where_they_are_and_followed_when_they_move() -> None:
+    net = network("unet", "unlike_levels")
+    session, given = opened(net), given_for(net, 4)
+    net.patcher.patch_model(CPU)
+    for _ in range(3):
+        assert error(session, net, given) <= 1e-5
+    weights = session.live.weights
+    assert weights.bytes == 0, "nothing is duplicated"
+    layer = net.module.out[2]
+    assert session.live.function.unet.out[2].weight.data_ptr() == layer.weight.data_ptr()
+
+    layer.weight = torch.nn.Parameter(layer.weight.data * 2, requires_grad=False)
+    session.begin_run(net.patcher)
+    generation = weights.generation
+    assert error(session, net, given) <= 1e-5
+    assert weights.generation == generation + 1, "graphs recorded over the old address are dropped"
+
+    patched = with_lora(net)
+    net.patcher.unpatch_model(CPU)
+    patched.patcher.patch_model(CPU)
+    session.begin_run(patched.patcher)
+    assert error(session, net, given) <= 1e-5, "ComfyUI patched in place"
+    patched.patcher.unpatch_model(CPU)
+    session.begin_run(patched.patcher)
+    assert weights.bytes == 0
+    with torch.inference_mode():
+        result = session.run(given)["out"]
+    patched.patcher.patch_model(CPU)
+    assert relative_error(result, native_call(net, given)[0]) <= 1e-5, "not loaded now: patched in own memory"
+
+
+def test_unloading_gives_memory_back_and_the_next_call_starts_anew() -> None:
+    net = network("controlnet", "unlike_levels")
+    session, given = opened(net), given_for(net, 5)
+    for _ in range(2):
+        assert error(session, net, given) <= 1e-5
+    total = sum(p.numel() for p in net.module.parameters()) * 4
+    assert session.live.weights.bytes == total
+    session.unload()
+    assert (session.live.weights.bytes, len(session.graphs), session.loaded) == (0, 0, False)
+    assert session.bytes == total, "what it will hold again"
+    assert error(session, net, given) <= 1e-5
+
+
+def test_the_hint_is_encoded_once_per_image_and_size() -> None:
+    net = network("controlnet", "unlike_levels")
+    session, given = opened(net), given_for(net, 6)
+    for step in range(5):
+        given["x"], given["timesteps"] = given_for(net, step)["x"], given_for(net, step)["timesteps"]
+        assert error(session, net, given) <= 1e-5
+    assert session.hints.encoded == 1
+    given["hint"] = given_for(net, 99)["hint"]
+    assert error(session, net, given) <= 1e-5
+    assert session.hints.encoded == 2, "another image"
+    given = given_for(net, 6, H=10)
+    assert error(session, net, given) <= 1e-5
+    assert session.hints.encoded == 3, "another size"
+    given["hint"].mul_(0.5)
+    assert error(session, net, given) <= 1e-5
+    assert session.hints.encoded == 4, "the same tensor with other values"
+    net.module.input_hint_block[0].weight.data.mul_(2)
+    session.unload()
+    assert error(session, net, given) <= 1e-5
+    assert session.hints.encoded == 5, "other weights"
+
+
+def test_two_images_on_one_controlnet_do_not_mix() -> None:
+    net = network("controlnet", "unlike_levels")
+    session = opened(net)
+    first, second = given_for(net, 7), given_for(net, 8)
+    for _ in range(4):
+        assert error(session, net, first) <= 1e-5
+        assert error(session, net, second) <= 1e-5
+    assert session.hints.encoded == 2
+
+
+def test_the_hint_cache_is_bounded_and_never_trusts_a_reused_address() -> None:
+    cache = HintCache(lambda hint: hint * 2)
+    for i in range(50):
+        hint = torch.full((3,), float(i))
+        assert torch.equal(cache.get(hint, 0), hint * 2)
+        del hint
+    assert len(cache._entries) <= 4
+
+
+def test_the_backend_is_chosen_by_name_only_on_a_cpu() -> None:
+    assert "torch" not in [b.name for b in usable_backends(AUTO, CPU)]
+    assert [b.name for b in usable_backends("torch", CPU)] == ["torch"]
+    assert TORCH.suits(torch.device("cuda"))
+    session = opened(network("unet", "unlike_levels"))
+    assert session.lacks(PROFILE)
+    assert "eagerly" in session.status()
+
+
+def test_sizes_survive_being_a_file_name() -> None:
+    for sizes in sizes_to_compile(PROFILE):
+        assert sizes_of(file_name(sizes)) == sizes
+    assert [s["B"] for s in sizes_to_compile(PROFILE)] == [2, 1]
+
+
+@pytest.fixture
+def key_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    return tmp_path / "keys"
+
+
+def test_a_signature_holds_on_this_machine_and_for_these_files_only(tmp_path: Path, key_folder: Path) -> None:
+    hashes = {"a.bin": "1" * 64}
+    assert not local_key.is_ours(tmp_path, "engine", hashes), "no signature, no key"
+    local_key.sign(tmp_path, "engine", hashes)
+    assert local_key.is_ours(tmp_path, "engine", hashes)
+    assert not local_key.is_ours(tmp_path, "engine", {"a.bin": "2" * 64})
+    assert not local_key.is_ours(tmp_path, "engine", {**hashes, "b.bin": "1" * 64})
+    assert not local_key.is_ours(tmp_path, "another", hashes)
+    (key,) = key_folder.rglob("local.key")
+    assert key.stat().st_mode & 0o077 == 0
+    key.unlink()
+    assert not local_key.is_ours(tmp_path, "engine", hashes), "another machine"
+    local_key.sign(tmp_path / "..", "x", hashes)
+    assert not local_key.is_ours(tmp_path, "engine", hashes), "another machine with a key of its own"
+
+
+@pytest.mark.parametrize("kind", ["unet", "controlnet"])
+def test_a_build_compiles_for_the_opt_sizes_and_serves_other_weights_too(
+    kind: str, tmp_path: Path, key_folder: Path
+) -> None:
+    net = network(kind, "inpainting_channels")
+    library = Library([tmp_path / "library"])
+    profile = Profile({**PROFILE.ranges, "H": Range(4, 6, 40), "W": Range(4, 8, 40)})
+    engine = build_engine(BuildOrder(net, "float32", profile, TORCH), library, lambda *_: None)
+    assert engine.manifest.parity["rel_err"] <= 1e-5
+    assert {name for name in engine.manifest.files if name.endswith(".bin")} == {
+        file_name(sizes) for sizes in sizes_to_compile(engine.manifest.identity.profile)}
+    for other in (net, with_lora(net)):
+        session = LiveSession(other, TORCH, "float32", Recorder())
+        session.use([engine])
+        given = given_for(net, 11, H=6, W=8)
+        native = native_call(other, given)
+        if other is not net:
+            other.patcher.patch_model(CPU)
+            native = native_call(other, given)
+            other.patcher.unpatch_model(CPU)
+        with torch.inference_mode():
+            results = session.run(given).values()
+        assert max(relative_error(r, n) for r, n in zip(results, native, strict=True)) <= 1e-5
+        assert session.refusal is None
+        assert session.live.has_compiled({s: n for s, n in (SIZES | {"H": 6, "W": 8}).items()
+                                          if s in {d.symbol for spec in session.live.inputs for d in spec.dims
+                                                   if not isinstance(d, int)}})
+
+
+class Trap:
+    """Unpickling it leaves a mark."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.mark,)
+
+
+def test_a_file_that_was_not_made_here_is_never_opened(tmp_path: Path, key_folder: Path) -> None:
+    net = network("unet", "unlike_levels")
+    library = Library([tmp_path / "library"])
+    folder = library.building_folder()
+    sizes = {name: size for name, size in SIZES.items() if name != "HB"}
+    name = file_name(sizes)
+    (folder / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
+    (folder / local_key.SIGNATURE_NAME).write_text('{"signature": "0000"}')
+    identity = EngineIdentity("sd15_unet", TORCH.layout(net), "float32", PROFILE.only("BHWT"), "torch",
+                              TORCH.version(), TORCH.target(CPU))
+    specs = architecture_of(net.module)
+    manifest = Manifest(identity, "unet", "foreign", tuple(specs.inputs(net.module, "float32")),
+                        tuple(specs.outputs(net.module, "float32")),
+                        describe_files(folder, [name, local_key.SIGNATURE_NAME]))
+    engine: Engine = library.publish(folder, manifest)
+    session = opened(net)
+    session.use([engine])
+    given = given_for(net, 9)
+    assert error(session, net, given) <= 1e-5, "it runs uncompiled"
+    assert "not compiled on this machine" in session.refusal
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_an_engine_of_another_gpu_or_torch_is_refused() -> None:
+    identity = EngineIdentity("sd15_unet", "layout:x", "float32", PROFILE, "torch", TORCH.version(), "cpu")
+    manifest = Manifest(identity, "unet", "", (), (), {})
+    assert TORCH.refuses(manifest, CPU) is None
+    other = Manifest(EngineIdentity(**{**identity.__dict__, "device": "NVIDIA H200, 9.0"}), "unet", "", (), (), {})
+    assert TORCH.refuses(other, CPU).reason is Reason.WRONG_GPU
+    old = Manifest(EngineIdentity(**{**identity.__dict__, "backend_version": "2.0"}), "unet", "", (), (), {})
+    assert TORCH.refuses(old, CPU).reason is Reason.STALE_ENGINE
+
+
+def test_engines_serve_every_checkpoint_of_a_layout_and_no_other() -> None:
+    a, b = network("unet", "unlike_levels"), network("unet", "unlike_levels")
+    b.module.out[2].bias.data[0] += 1
+    assert TORCH.layout(a) == TORCH.layout(b) == TORCH.layout(with_lora(a))
+    assert TORCH.layout(a) != TORCH.layout(network("unet", "inpainting_channels"))

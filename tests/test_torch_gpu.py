@@ -1,0 +1,200 @@
+"""The torch backend on a GPU, where its CUDA graphs and streams are real. On a machine with an NVIDIA GPU:
+
+    pytest -m gpu tests/test_torch_gpu.py
+
+Without one each test is skipped. What holds on a CPU too is in ``test_live_torch.py`` and ``test_cuda_graphs.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+
+import networks
+import pytest
+import torch
+from hybrid_trt.backends import backends
+from hybrid_trt.engine_builder.build import BuildOrder, build_engine
+from hybrid_trt.engine_builder.onnx_export import sample_inputs
+from hybrid_trt.engine_builder.parity import relative_error
+from hybrid_trt.engine_library import Library, Unavailable
+from hybrid_trt.engine_library.native import NativeNetwork
+from hybrid_trt.engine_runtime.cuda_graphs import GraphCache
+from hybrid_trt.engine_runtime.live_session import LiveSession
+from hybrid_trt.live_torch import local_key
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")]
+
+GPU = torch.device("cuda", 0)
+TORCH = backends()["torch"]
+HALF = torch.float16
+LIMIT = 1e-2
+SIZES = {"B": 2, "H": 64, "W": 64, "T": 77, "HB": 1}
+"""The opt sizes of ``networks.PROFILE``, which is what a build compiles."""
+
+
+def tiny(kind: str, seed: int = 1) -> NativeNetwork:
+    return networks.random_network(kind, networks.TINY["sd15"], HALF, seed, GPU)
+
+
+def given_for(net: NativeNetwork, seed: int, **sizes: int) -> dict[str, torch.Tensor]:
+    specs = net.architecture().inputs(net.module, "float16")
+    return {name: tensor.to(GPU) for name, tensor in sample_inputs(specs, SIZES | sizes, seed).items()}
+
+
+def native(net: NativeNetwork, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The native module's own forward on the GPU, with the weights that its patcher gives it."""
+    net.patcher.patch_model(networks.CPU)
+    module = copy.deepcopy(net.module).to(GPU)
+    net.patcher.unpatch_model(networks.CPU)
+    given = {name: tensor.clone() for name, tensor in given.items()}
+    given["timesteps"] = given["timesteps"].to(HALF) if net.kind == "controlnet" else given["timesteps"]
+    if net.kind == "controlnet":
+        result = module(**given)
+        return [*result["output"], *result["middle"]]
+    outputs = [given.pop(name) for name in list(given) if name.startswith("control_output")]
+    control = {"input": [], "output": outputs, "middle": [given.pop("control_middle_0")]}
+    return [module(**given, control=control, transformer_options={})]
+
+
+def error(session: LiveSession, net: NativeNetwork, given: dict[str, torch.Tensor]) -> float:
+    with torch.inference_mode():
+        return max(relative_error(r, n) for r, n in zip(session.run(given).values(), native(net, given), strict=True))
+
+
+@pytest.fixture(autouse=True)
+def key_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "keys"))
+
+
+@pytest.mark.parametrize("kind", ["unet", "controlnet"])
+def test_graphs_and_compiled_files_compute_what_native_does_in_any_order_of_shapes(kind: str, tmp_path: Path) -> None:
+    net = tiny(kind)
+    session = LiveSession(net, TORCH, "float16")
+    long = {"H": 33, "T": 154}
+    calls = [{}, {"B": 1}, {}, {"B": 1}, {}, {"B": 1}, long, {}, long, long]
+    for i, sizes in enumerate(calls):
+        assert error(session, net, given_for(net, i, **sizes)) <= LIMIT
+    assert session.graphs.failure is None
+    assert len(session.graphs) == 3
+    engine = build_engine(BuildOrder(net, "float16", networks.PROFILE, TORCH), Library([tmp_path]), lambda *_: None)
+    session.use([engine])
+    for i, sizes in enumerate(calls):
+        assert error(session, net, given_for(net, i, **sizes)) <= LIMIT
+    assert (session.refusal, session.graphs.failure, len(session.graphs)) == (None, None, 3)
+    assert session.live.has_compiled({s: n for s, n in SIZES.items() if s != "HB" or kind == "controlnet"})
+
+
+def test_residuals_that_come_and_go_leave_nothing_behind() -> None:
+    net = tiny("unet")
+    session = LiveSession(net, TORCH, "float16")
+    full = given_for(net, 1)
+    residuals = [name for name in full if name.startswith("control_")]
+    for absent in ([], residuals, [], residuals, residuals[:1], [], residuals):
+        given = {name: tensor for name, tensor in full.items() if name not in absent}
+        zeroed = {name: torch.zeros_like(t) if name in absent else t for name, t in full.items()}
+        with torch.inference_mode():
+            assert relative_error(session.run(given)["out"], native(net, zeroed)[0]) <= LIMIT
+
+
+def test_loras_come_and_go_without_a_new_recording() -> None:
+    plain = tiny("unet")
+    patches = {name: ("diff", (torch.randn_like(p) * p.std(),)) for name, p in plain.patcher.model.named_parameters()
+               if name.endswith("to_k.weight")}
+    patcher = plain.patcher.clone()
+    patcher.add_patches(patches, 0.8)
+    patched = NativeNetwork(patcher, plain.module, plain.prefix, plain.dtype, plain.label)
+    session, given = LiveSession(plain, TORCH, "float16"), given_for(plain, 3)
+    for net in (plain, plain, patched, patched, plain, patched):
+        session.begin_run(net.patcher)
+        assert error(session, net, given) <= LIMIT
+    assert relative_error(native(patched, given)[0], native(plain, given)[0]) > 10 * LIMIT
+    assert len(session.graphs) == 1
+
+
+def test_four_controlnets_on_streams_of_their_own_compute_what_one_after_the_other_does() -> None:
+    nets = [tiny("controlnet", seed) for seed in range(1, 5)]
+    sessions = [LiveSession(net, TORCH, "float16") for net in nets]
+    streams = [torch.cuda.Stream(GPU) for _ in nets]
+    given = [given_for(net, 10 + i) for i, net in enumerate(nets)]
+    with torch.inference_mode():
+        for _ in range(3):
+            alone = [list(session.run(g).values()) for session, g in zip(sessions, given, strict=True)]
+        torch.cuda.synchronize()
+        for _ in range(100):
+            together = []
+            for session, g, stream in zip(sessions, given, streams, strict=True):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    together.append(list(session.run(g).values()))
+            torch.cuda.synchronize()
+            for one, other in zip(alone, together, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_what_cannot_be_recorded_runs_plainly_and_says_why() -> None:
+    graphs = GraphCache(GPU)
+
+    def waits_for_the_gpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"out": tensors["x"] * float(tensors["x"].sum())}
+
+    for i in range(1, 5):
+        x = torch.full((8,), float(i), device=GPU)
+        assert torch.equal(graphs.run(waits_for_the_gpu, {"x": x})["out"], x * 8 * i)
+    assert graphs.failure is not None
+    assert len(graphs) == 0
+    assert torch.equal(graphs.run(lambda t: {"out": t["x"] + 1}, {"x": torch.zeros(3, device=GPU)})["out"].cpu(),
+                       torch.ones(3)), "CUDA is usable after it"
+
+
+def test_recording_while_another_thread_uses_the_gpu() -> None:
+    net, stop = tiny("unet"), threading.Event()
+
+    def busy() -> None:
+        while not stop.is_set():
+            (torch.randn(256, 256, device=GPU) @ torch.randn(256, 256, device=GPU)).sum().item()
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        for seed in range(3):
+            session = LiveSession(net, TORCH, "float16")
+            for _ in range(3):
+                assert error(session, net, given_for(net, seed)) <= LIMIT
+            assert (session.graphs.failure, len(session.graphs)) == (None, 1)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_without_memory_the_call_is_refused_and_the_next_one_with_memory_is_served() -> None:
+    net = tiny("unet")
+    session, given = LiveSession(net, TORCH, "float16"), given_for(net, 4)
+    assert error(session, net, given) <= LIMIT
+    session.unload()
+    torch.cuda.empty_cache()
+    room = (torch.cuda.memory_reserved() + (1 << 20)) / torch.cuda.get_device_properties(GPU).total_memory
+    torch.cuda.set_per_process_memory_fraction(room)
+    try:
+        with pytest.raises(Unavailable, match="not enough GPU memory"), torch.inference_mode():
+            session.run(given)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    for _ in range(3):
+        assert error(session, net, given) <= LIMIT
+
+
+def test_unloading_gives_the_memory_back() -> None:
+    net = tiny("controlnet")
+    given = given_for(net, 5)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    session = LiveSession(net, TORCH, "float16")
+    with torch.inference_mode():
+        for _ in range(3):
+            session.run(given)
+    assert torch.cuda.memory_allocated() > before
+    session.unload()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() - before < 1 << 20
