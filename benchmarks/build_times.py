@@ -151,11 +151,12 @@ def main() -> int:
     options = parser.parse_args()
     known = json.loads(options.out.read_text(encoding="utf-8"))["builds"] if options.out.is_file() else []
     rows = {(row["network"], row["backend"]): row for row in known}
+    here = machine()  # before the load is ours
     for kind in options.networks:
         network = networks.random_network(kind, networks.FULL_SD15, torch.float16)
         for backend in options.backends:
             sys.stderr.write(f"{kind}, {backend}\n")
-            now = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), **machine()}
+            now = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), **here}
             row = {"network": f"SD1.5 {kind}, float16", **measure(network, backend), **now}
             rows[row["network"], backend] = row
             options.out.parent.mkdir(parents=True, exist_ok=True)
