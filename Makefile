@@ -3,6 +3,7 @@
 #   make demo                     a ControlNet image, native and with engines, side by side
 #   make test                     ruff, then all tests
 #   make test ARGS="-k fallback"  some tests
+#   make benchmark-builds         what building full-size engines takes: see benchmarks/README.md
 #   make env                      only prepare
 #   make clean                    remove what was made in this clone (not the shared cache)
 #
@@ -13,7 +14,7 @@ ARGS ?=
 ENVIRONMENT = $(PYTHON) tools/environment.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test env clean
+.PHONY: help demo test benchmark-builds env clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -25,6 +26,9 @@ demo:
 test:
 	@$(ENVIRONMENT) --browser run -- ruff check .
 	@$(ENVIRONMENT) --browser run -- pytest $(ARGS)
+
+benchmark-builds:
+	@$(ENVIRONMENT) run -- python benchmarks/build_times.py $(ARGS)
 
 env:
 	@$(ENVIRONMENT) --browser

@@ -168,7 +168,9 @@ def deserialise(runtime: Any, title: str, path: Path, errors: list[str]) -> Any:
             raise Unavailable(
                 Reason.BROKEN_ENGINE, f"{path.parent.name}/{path.name} is not an engine of this {title} ({told})"
             )
-        raise Unavailable(Reason.ENGINE_FAILED, f"{title} cannot open {path.parent.name} here ({told})")
+        # the lists of GPUs in our backends may be older than the library: its own word counts too
+        reason = Reason.WRONG_GPU if "compute capability" in told else Reason.ENGINE_FAILED
+        raise Unavailable(reason, f"{title} cannot open {path.parent.name} here ({told})")
     return engine
 
 

@@ -140,7 +140,7 @@ class EngineHandle:
                 outputs = self.session.run(given)
             except Unavailable as unavailable:
                 fallback = unavailable.fallback
-                if fallback.reason in (Reason.ENGINE_FAILED, Reason.BROKEN_ENGINE):
+                if fallback.reason in (Reason.ENGINE_FAILED, Reason.BROKEN_ENGINE, Reason.WRONG_GPU):
                     self.fallback = fallback  # not again in this run
             else:
                 tally.count_engine(self.session.backend.name)

@@ -490,6 +490,21 @@ def test_a_file_that_is_no_engine_is_told(tmp_path: Path) -> None:
     assert "Serialization" in refused.value.fallback.detail
 
 
+@pytest.mark.parametrize(("told", "reason"), [
+    ("Error Code 6: API Usage Error (The engine cannot run on this GPU, which has compute capability 9.0)",
+     Reason.WRONG_GPU),
+    ("Error Code 1: Cuda Runtime (out of memory)", Reason.ENGINE_FAILED)])
+def test_tensorrts_own_refusal_of_a_gpu_is_told_from_other_errors(told: str, reason: Reason, tmp_path: Path) -> None:
+    path = tmp_path / "engine.trt"
+    path.write_bytes(b"an engine")
+    runtime = Mock(spec=trt.Runtime)
+    runtime.deserialize_cuda_engine.return_value = None  # what an H200 gets, with that error
+    with pytest.raises(Unavailable) as refused:
+        trt_runner.deserialise(runtime, "TensorRT-RTX", path, [told])
+    assert refused.value.fallback.reason is reason
+    assert told in refused.value.fallback.detail
+
+
 CLASSES = {
     "trt": trt, "self._logger": trt.ILogger, "logger": trt.ILogger,
     "runtime": trt.Runtime, "self._runtime": trt.Runtime,
