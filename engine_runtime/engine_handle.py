@@ -113,8 +113,8 @@ class EngineHandle:
             self.tally = open_tally(self.network.kind, self.network.label, self.node_id, self.node_key)
             if self.session is not None:
                 self.session.begin_run(patcher)
-                self._prepare_hints()
                 keep(self.session, context.prompt_id if context else "")
+                self._prepare_hints()
         return self.tally
 
     def serve(
