@@ -2,7 +2,7 @@
 
     python benchmarks/table.py benchmarks/results/h200.json
     python benchmarks/table.py new.json --against old.json
-    python benchmarks/table.py benchmarks/results/h200.json --plot docs/images/speed.png
+    python benchmarks/table.py benchmarks/results/h200.json --plot docs/images/speed.png --readme README.md
 """
 
 from __future__ import annotations
@@ -41,6 +41,41 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         ratio = f"{row['native_ms'] / row['engine_ms']:.1f}x" if row.get("engine_ms") else ""
         lines.append(f"| {name(row)} | " + " | ".join(cell(row.get(c)) for c in COLUMNS) + f" | {ratio} |")
     return "\n".join(lines)
+
+
+WORDS = {
+    "sd15_unet": "SD1.5 512 px: UNet with residuals", "sd15_controlnet": "SD1.5 512 px: one ControlNet",
+    "sd15_step_2cn": "SD1.5 512 px: a sampling step, 2 ControlNets",
+    "sd15_step_4cn": "SD1.5 512 px: a sampling step, 4 ControlNets",
+    "sd15_ksampler_2cn (default)": "SD1.5 512 px: a whole prompt, 20 steps, 2 ControlNets",
+    "sd15_ksampler_2cn (disable-dynamic-vram)": "the same with `--disable-dynamic-vram`",
+    "sdxl_unet": "SDXL 1024 px: UNet with residuals", "sdxl_controlnet": "SDXL 1024 px: one ControlNet",
+    "sdxl_step_2cn": "SDXL 1024 px: a sampling step, 2 ControlNets",
+}
+"""The rows that the README shows, in its words."""
+
+MARKS = ("<!-- speed: made by benchmarks/table.py -->\n", "<!-- end of speed -->\n")
+
+
+def for_readme(data: dict[str, Any]) -> str:
+    """What the README says: the most telling rows, and on what they were measured."""
+    meta, rows = data["meta"], {name(row): row for row in data["rows"]}
+    lines = [f"Milliseconds on an {meta['gpu']}, torch {meta['torch']}, ComfyUI {meta['comfyui']}, fp16, batch 2 (one",
+             "image with CFG), random weights, medians; native is ComfyUI as it comes, measured in the same run:", "",
+             "| what | native | CUDA graph, no build | `torch` engine | faster | relative error |", "|---" * 6 + "|"]
+    for case, words in WORDS.items():
+        row = rows[case]
+        cells = [cell(row["native_ms"]), cell(row.get("graph_ms")), cell(row["engine_ms"]),
+                 f"**{row['native_ms'] / row['engine_ms']:.1f}x**", cell(row["rel_err"])]
+        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def put_into(readme: Path, text: str) -> None:
+    """Replace what stands between the marks."""
+    old = readme.read_text(encoding="utf-8")
+    before, rest = old.split(MARKS[0])
+    readme.write_text(before + MARKS[0] + text + MARKS[1] + rest.split(MARKS[1])[1], encoding="utf-8")
 
 
 def regressions(new: list[dict[str, Any]], old: list[dict[str, Any]]) -> list[str]:
@@ -84,11 +119,14 @@ def main() -> int:
     parser.add_argument("results", type=Path)
     parser.add_argument("--against", type=Path, help="an older file: exit with 1 when something got worse")
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--readme", type=Path, help="put the table for users between the marks in this file")
     options = parser.parse_args()
     data = json.loads(options.results.read_text(encoding="utf-8"))
     sys.stdout.write(markdown(data["rows"]) + "\n")
     if options.plot:
         plot(data["rows"], options.plot, f"{data['meta'].get('gpu', '')}, torch {data['meta'].get('torch', '')}")
+    if options.readme:
+        put_into(options.readme, for_readme(data))
     if options.against:
         found = regressions(data["rows"], json.loads(options.against.read_text(encoding="utf-8"))["rows"])
         sys.stdout.write("\n".join(found) + "\n" if found else "nothing got worse\n")
