@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from comfy import model_management, sampler_helpers
 from comfy.controlnet import ControlBase, ControlLora
 from comfy.patcher_extension import CallbacksMP, WrappersMP
@@ -113,7 +114,7 @@ class NativeWeights:
 
     def _may_wait(self, model: ModelPatcher, conds: dict[str, list], model_options: Mapping) -> bool:
         """Whether no native call is to be expected that would have to fetch the weights layer by layer."""
-        if model.is_dynamic() or model_management.is_device_cpu(model.load_device):
+        if model.is_dynamic() or not has_memory_of_its_own(model.load_device):
             return False
         if model.model.current_patcher is not None:  # another guider is sampling with these weights
             return False
@@ -123,6 +124,11 @@ class NativeWeights:
         if any("hooks" in cond or _borrows_weights(cond.get("control")) for cond in every):
             return False
         return self._engine_serves(model, model_options.get("transformer_options", {}))
+
+
+def has_memory_of_its_own(device: torch.device) -> bool:
+    """Whether weights that are off a device leave room on it."""
+    return not model_management.is_device_cpu(device)
 
 
 def _borrows_weights(control: ControlBase | None) -> bool:
