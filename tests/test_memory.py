@@ -252,13 +252,21 @@ def test_an_engine_that_fails_in_the_middle_of_a_run_leaves_the_rest_to_native_w
     native = sample(load_again(patched))
     patched.sample()
     fail_from(patched.handle.session, 2, monkeypatch)
-    held = []
+    held, loads = [], []
+    load_models = model_management.load_models_gpu
+    monkeypatch.setattr(model_management, "load_models_gpu", lambda models, **options: (
+        loads.append((models, options)), load_models(models, **options)))
     latent = patched.sample(step=lambda _i: held.append(on_device(patched.model)))
     size = all_of(patched.native)
     assert held == [0, 0, size, size]
     assert patched.counts == (2, 2)
     assert patched.handle.tally.reasons == {"engine failed": 2}
     assert error(latent, native) <= LIMIT
+    (_prepare, prepare_options), (models, options) = loads
+    assert models[0] is patched.model
+    assert any(isinstance(m, EnginePatcher) for m in models), "what is in use and not named may be evicted"
+    assert not any(isinstance(m, OffloadedPatcher) for m in models)
+    assert {name: prepare_options[name] for name in options} == options, "room for activations as at the start"
     in_use = model_management.loaded_models()
     assert len([m for m in in_use if m.is_clone(patched.model)]) == 1
     assert len([m for m in in_use if isinstance(m, EnginePatcher)]) == 1
@@ -297,6 +305,9 @@ def test_native_weights_that_wait_still_compute_natives_result_for_whoever_calls
 
     def call(_step: int) -> None:
         assert on_device(patched.model) == 0
+        layers = [m for m in patched.model.model.diffusion_model.modules() if hasattr(m, "comfy_cast_weights")]
+        assert all(layer.comfy_cast_weights for layer in layers), "these would not fetch their weights on a GPU"
+        assert len(layers) > 40
         seen.append(forward(patched.model))
 
     patched.sample(step=call, steps=1)
@@ -413,3 +424,59 @@ def test_the_torch_backend_computes_with_native_weights_so_they_are_loaded(file:
     assert patched.counts == (STEPS, 0)
     assert held == [all_of(patched.native)] * STEPS
     assert error(latent, sample(load_again(patched))) <= LIMIT
+
+
+# On a GPU
+
+
+class CarriedRunner:
+    """A double of a GPU engine: ONNX Runtime on the CPU, with its tensors carried there and back."""
+
+    def __init__(self, runner: Any, device: torch.device):
+        self.device, self.bytes, self._runner = device, runner.bytes, runner
+
+    def run(self, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]) -> None:
+        results = {name: torch.empty_like(tensor, device=CPU) for name, tensor in outputs.items()}
+        self._runner.run({name: tensor.cpu() for name, tensor in inputs.items()}, results)
+        for name, tensor in outputs.items():
+            tensor.copy_(results[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
+def test_native_weights_take_no_gpu_memory_until_a_call_needs_them(
+    file: Path, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without dynamic VRAM, which a ComfyUI that was imported for the CPU has not."""
+    gpu = torch.device("cuda", 0)
+    runtime = type(backends()["onnxruntime"])
+    load_here = runtime.load
+    monkeypatch.setattr(runtime, "unavailable", lambda _self, _device: None)
+    monkeypatch.setattr(runtime, "load", lambda self, engine, device: CarriedRunner(
+        load_here(self, engine, CPU), device))
+    native, alone = load(file), load(file)
+    native.load_device = alone.load_device = gpu
+    size = all_of(native)
+    reference = sample(alone)
+    model_management.unload_all_models()
+    patched = Patched(native, library)
+    torch.cuda.empty_cache()
+    before, held = torch.cuda.memory_allocated(gpu), []
+
+    def measure(_step: int) -> None:
+        held.append(torch.cuda.memory_allocated(gpu) - before)
+
+    latent = patched.sample(step=measure)
+    assert patched.counts == (STEPS, 0)
+    assert max(held) < 0.2 * size
+    assert error(latent, reference) <= 2e-2  # native computes in TF32 there
+    held.clear()
+    fail_from(patched.handle.session, 2, monkeypatch)
+    latent = patched.sample(step=measure)
+    assert patched.counts == (2, 2)
+    assert max(held[:2]) < 0.2 * size
+    assert min(held[2:]) >= size
+    assert error(latent, reference) <= 2e-2  # native computes in TF32 there
+    held.clear()
+    monkeypatch.setattr(patched.handle, "refresh", lambda: gone(patched.handle))
+    assert torch.equal(patched.sample(step=measure), reference)
