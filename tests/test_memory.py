@@ -183,6 +183,24 @@ def test_an_engine_that_is_evicted_in_the_middle_of_a_run_opens_again_at_the_nex
     assert patched.counts == (STEPS, 0)
 
 
+def test_an_engine_that_its_library_refuses_for_this_gpu_is_not_opened_at_every_call(
+    patched: Patched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+
+    def refuse(_self: Any, engine: Any, _device: torch.device) -> None:
+        opened.append(engine)
+        raise Unavailable(Reason.WRONG_GPU, "it cannot run on compute capability 9.0")
+
+    monkeypatch.setattr(type(backends()["onnxruntime"]), "load", refuse)
+    patched.handle.session.unload()  # earlier prompts keep it open
+    native = sample(patched.native)
+    assert torch.equal(patched.sample(), native)
+    assert patched.counts == (0, STEPS)
+    assert patched.handle.tally.reasons == {"wrong GPU": STEPS}
+    assert len(opened) == 1
+
+
 def test_when_there_is_room_engines_stay_open(patched: Patched) -> None:
     patched.sample()
     model_management.free_memory(1, CPU)
