@@ -33,7 +33,7 @@ class Architecture(Protocol):
         ...
 
     def inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
-        """The engine's inputs, in order; ``dtype`` is the compute precision (torch's name)."""
+        """What the native network takes, in order; ``dtype`` is the compute precision (torch's name)."""
         ...
 
     def outputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
@@ -57,7 +57,7 @@ class Architecture(Protocol):
         ...
 
     def encoded_inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
-        """``inputs`` with the encoded hint in the hint's place; ``module`` still has its hint encoder."""
+        """The engine's inputs: the encoded hint is in the hint's place. ``module`` still has its encoder."""
         ...
 
 

@@ -227,6 +227,51 @@ def step_rows(bench: Bench, counts: list[int]) -> list[dict[str, Any]]:
     return rows
 
 
+def overlap_row(bench: Bench) -> dict[str, Any]:
+    """What running networks at once saves: two ControlNets, and the UNet beside them as if it needed none of them.
+
+    The last one is a bound on what splitting the UNet into encoder and decoder could save: only the encoder may run
+    beside the ControlNets.
+    """
+    from hybrid_trt.engine_library.native import NativeNetwork
+    from hybrid_trt.engine_runtime.live_session import live_session
+
+    nets = (NativeNetwork.of_controlnet(net, f"net{i}") for i, net in enumerate(bench.nets[:2]))
+    networks = [bench.networks["unet"], *nets]
+    with torch.inference_mode():
+        sessions = [live_session(network, bench.backend, network.precision) for network in networks]
+        for session, network in zip(sessions, networks, strict=True):
+            session.use([engine for engine in bench.library.engines() if engine.manifest.kind == network.kind
+                         and engine.manifest.identity.weights == bench.backend.layout(network)])
+        given = [bench.given("unet", 2), bench.given("controlnet", 2), bench.given("controlnet", 2)]
+        streams = [torch.cuda.Stream() for _ in sessions]
+
+        def together(*which: int) -> None:
+            here = torch.cuda.current_stream()
+            for i in which:
+                streams[i].wait_stream(here)
+                with torch.cuda.stream(streams[i]):
+                    sessions[i].run(given[i])
+                here.wait_stream(streams[i])
+
+        def at_once(*which: int) -> None:
+            here = torch.cuda.current_stream()
+            start = here.record_event()
+            for i in which:
+                streams[i].wait_event(start)
+                with torch.cuda.stream(streams[i]):
+                    sessions[i].run(given[i])
+            for i in which:
+                here.wait_stream(streams[i])
+
+        row = {"case": f"{bench.family}_overlap", "batch": 2,
+               "one_after_the_other_ms": gpu_ms(lambda: together(1, 2, 0))["median"],
+               "controlnets_at_once_ms": gpu_ms(lambda: (at_once(1, 2), together(0)))["median"],
+               "all_at_once_ms": gpu_ms(lambda: at_once(1, 2, 0))["median"]}
+    print(row, flush=True)
+    return row
+
+
 def warm_start(bench: Bench, started: float) -> dict[str, Any]:
     """Seconds until the first step of a process whose library has the engines, from different starting points."""
     loaded = time.perf_counter()
@@ -262,6 +307,7 @@ def main() -> None:
         print({"matmul_tflops": round(tflops)}, flush=True)
         rows = network_rows(bench, tflops, (2, 1))
         options.out.write_text(json.dumps(rows, indent=1))
+        rows.append(overlap_row(bench))
         rows += step_rows(bench, options.steps)
     options.out.write_text(json.dumps(rows, indent=1))
 

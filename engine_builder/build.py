@@ -120,7 +120,7 @@ def _identity(order: BuildOrder, progress: Progress) -> EngineIdentity:
     network, precision = order.network, order.precision
     architecture = network.architecture()
     progress("reading weights", 0.0)
-    specs = [*architecture.inputs(network.module, precision), *architecture.outputs(network.module, precision)]
+    specs = [*architecture.encoded_inputs(network.module, precision), *architecture.outputs(network.module, precision)]
     symbols = {dim.symbol for spec in specs for dim in spec.dims if not isinstance(dim, int)}
     if is_live(order.backend):
         weights = order.backend.layout(network)
@@ -191,7 +191,7 @@ class _Build:
     def _make(self, folder: Path, structure: str, dtype: torch.dtype) -> Manifest:
         network, identity, live = self.order.network, self.identity, is_live(self.order.backend)
         architecture = network.architecture()
-        inputs = (architecture.encoded_inputs if live else architecture.inputs)(network.module, identity.precision)
+        inputs = architecture.encoded_inputs(network.module, identity.precision)
         outputs = architecture.outputs(network.module, identity.precision)
         weights_file = folder / WEIGHTS_NAME
         started = time.perf_counter()

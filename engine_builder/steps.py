@@ -41,7 +41,9 @@ def export(task: Task, progress: Progress) -> dict:
     folder, precision = Path(task["folder"]), task["precision"]
     inputs, outputs, profile = _tensors(task)
     module = restore(task["structure"], task["weights"], Path(task["weights_file"]), getattr(torch, precision))
-    function = architectures()[task["architecture"]].function(module)
+    architecture = architectures()[task["architecture"]]
+    architecture.hint_encoder(module)  # the engine takes the hint encoded
+    function = architecture.function(module)
     progress("exporting", 0.1)
     started = time.perf_counter()
     graph = export_onnx(function, inputs, outputs, TRACED, folder)

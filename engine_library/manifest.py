@@ -12,7 +12,7 @@ from ..architectures.tensors import Profile, TensorSpec
 
 MANIFEST_NAME = "manifest.json"
 
-EXPORT_FORMAT = 1
+EXPORT_FORMAT = 2
 """Raise this when the exported graph changes its inputs, outputs or numbers: older engines become stale."""
 
 

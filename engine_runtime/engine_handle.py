@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,8 @@ from ..architectures.tensors import Profile
 from ..backends import AUTO, is_live, usable_backends
 from ..engine_library import Fallback, Library, Manifest, Reason, Unavailable, Wanted
 from ..engine_library.native import NativeNetwork
+from ..engine_library.plain_copy import ReplacedForward
+from .hints import HintEncoder
 from .ledger import Tally, executing, open_tally
 from .live_session import LiveSession, live_session
 from .session import Session, keep, session
@@ -47,6 +49,7 @@ class EngineHandle:
         self.fallback: Fallback | None = None
         self.note = ""  # what the node says besides, for example that a build is under way
         self.tally: Tally | None = None
+        self._encode_hint: HintEncoder | None = None
         self._context: object = self  # no execution context is this object: the first call begins a run
         self.refresh()
 
@@ -111,12 +114,13 @@ class EngineHandle:
             if self.session is not None:
                 self.session.begin_run(patcher)
                 keep(self.session, context.prompt_id if context else "")
+                self._prepare_hints()
         return self.tally
 
     def serve(
         self,
         refusal: Fallback | None,
-        inputs: Callable[[], Mapping[str, torch.Tensor]],
+        inputs: Callable[[], dict[str, torch.Tensor]],
         patcher: ModelPatcher | None = None,
     ) -> dict[str, torch.Tensor] | None:
         """Run a call on the engine, or count it as native and return None.
@@ -130,7 +134,10 @@ class EngineHandle:
         fallback = refusal or self.fallback
         if fallback is None:
             try:
-                outputs = self.session.run(inputs())
+                given = inputs()
+                if self._encode_hint is not None:
+                    given["hint"] = self._encode_hint(given["hint"])
+                outputs = self.session.run(given)
             except Unavailable as unavailable:
                 fallback = unavailable.fallback
                 if fallback.reason in (Reason.ENGINE_FAILED, Reason.BROKEN_ENGINE, Reason.WRONG_GPU):
@@ -141,6 +148,18 @@ class EngineHandle:
                 return outputs
         tally.count_native(fallback)
         return None
+
+    def _prepare_hints(self) -> None:
+        """A ControlNet's engine takes its hint encoded; a live session does that by itself."""
+        if self.network.kind != "controlnet" or isinstance(self.session, LiveSession):
+            self._encode_hint = None
+            return
+        try:
+            if self._encode_hint is None:
+                self._encode_hint = HintEncoder(self.network, self.precision)
+            self._encode_hint.begin_run()
+        except ReplacedForward as error:
+            self.session, self.fallback = None, Fallback(Reason.MODEL_PATCHED, str(error))
 
     def status(self) -> str:
         """One sentence for the node."""

@@ -8,6 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ..architectures.tensors import ShapeMismatch, bind
+from ..engine_library import Reason, Unavailable
+from ..engine_library.native import NativeNetwork
+from ..live_torch.network import laid_out
+from ..live_torch.weights import LiveWeights
+
 KEPT = 4
 
 
@@ -49,6 +55,47 @@ class HintCache:
 
     def clear(self) -> None:
         self._entries.clear()
+
+
+class HintEncoder:
+    """The first layers of a ControlNet, those that depend on the hint alone, run by torch from its live weights.
+
+    An engine has the rest: it takes what these layers make of the hint, and nobody computes it in every step.
+    """
+
+    def __init__(self, network: NativeNetwork, precision: str):
+        """
+        Raises:
+            ReplacedForward: another node replaced a part of the network.
+        """
+        self._network = network
+        self._dtype = getattr(torch, precision)
+        self._weights = LiveWeights(network, self._dtype, share=False)
+        self._encoder = network.architecture().hint_encoder(self._weights.module)
+        self._weights.only(self._encoder)
+        self._cache = HintCache(self._encode)
+        self._spec = [spec for spec in network.architecture().inputs(network.module, precision) if spec.name == "hint"]
+
+    def begin_run(self) -> None:
+        """Notice weights that changed since."""
+        self._weights.follow(self._network.patcher)
+
+    def __call__(self, hint: torch.Tensor) -> torch.Tensor:
+        """What the engine takes in the place of a hint of shape (1 or B, channels, 8H, 8W): (1 or B, features, H, W).
+
+        Raises:
+            Unavailable: the hint has another form, or there is no memory to encode it.
+        """
+        return self._cache.get(hint, self._weights.version)
+
+    def _encode(self, hint: torch.Tensor) -> torch.Tensor:
+        try:
+            bind(self._spec, {"hint": tuple(hint.shape)})
+            return self._encoder(laid_out(hint.to(self._network.device, self._dtype))).contiguous()
+        except ShapeMismatch as error:
+            raise Unavailable(Reason.UNSUPPORTED_INPUT, str(error)) from None
+        except torch.OutOfMemoryError as error:
+            raise Unavailable(Reason.ENGINE_FAILED, "there is no memory to encode the control image") from error
 
 
 def _lives_on(entry: _Entry, replaced: torch.Tensor) -> bool:

@@ -116,7 +116,7 @@ class LiveSession:
         if self.hints:
             self.hints.clear()
         self._zeros.clear()
-        self._live.weights.release()
+        self._live.release()
 
     def run(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Compute one call; as ``Session.run``."""

@@ -55,6 +55,11 @@ class LiveNetwork:
         """Make the weights those of a patcher; see ``LiveWeights.follow``."""
         self.weights.follow(patcher, thorough)
 
+    def release(self) -> None:
+        """Give the weights' memory back; the next ``follow`` starts anew."""
+        self.weights.release()
+        self._flat = []
+
     def flat_weights(self) -> list[torch.Tensor]:
         """The weights in the order of ``names``."""
         if self._flat_of != self.weights.generation:

@@ -53,6 +53,11 @@ class LiveWeights:
         self._places = {name: place for name, place in _places(self.module)}
         self._native_places = {name: place for name, place in _places(self._native)}
 
+    def only(self, part: torch.nn.Module) -> None:
+        """From now on follow the parameters of a part of ``module`` alone."""
+        wanted = {id(parameter) for parameter in part.parameters()}
+        self._places = {name: place for name, place in self._places.items() if id(self._parameter(name)) in wanted}
+
     @property
     def bytes(self) -> int:
         """Memory of the owned tensors."""

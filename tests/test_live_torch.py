@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,9 @@ def test_unloading_gives_memory_back_and_the_next_call_starts_anew() -> None:
         assert error(session, net, given) <= 1e-5
     total = sum(p.numel() for p in net.module.parameters()) * 4
     assert session.live.weights.bytes == total
+    held = weakref.ref(session.live.flat_weights()[0])
     session.unload()
+    assert held() is None, "nobody holds a weight"
     assert (session.live.weights.bytes, len(session.graphs), session.loaded) == (0, 0, False)
     assert session.bytes == total, "what it will hold again"
     assert error(session, net, given) <= 1e-5

@@ -311,8 +311,9 @@ def test_full_size_sd15_in_half_precision(kind: str, tmp_path: Path, record_prop
 
     network = networks.random_network(kind, networks.FULL_SD15, torch.float16)
     architecture = network.architecture()
-    inputs = tuple(architecture.inputs(network.module, "float16"))
+    inputs = tuple(architecture.encoded_inputs(network.module, "float16"))
     outputs = tuple(architecture.outputs(network.module, "float16"))
+    architecture.hint_encoder(network.module)
     started, used = time.monotonic(), time.process_time()
     graph = export_onnx(architecture.function(network.module), inputs, outputs, TRACED, tmp_path)
     exported = time.monotonic()

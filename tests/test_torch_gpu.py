@@ -7,6 +7,7 @@ Without one each test is skipped. What holds on a CPU too is in ``test_live_torc
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from pathlib import Path
@@ -40,7 +41,9 @@ def tiny(kind: str, seed: int = 1) -> NativeNetwork:
 
 def given_for(net: NativeNetwork, seed: int, **sizes: int) -> dict[str, torch.Tensor]:
     specs = net.architecture().inputs(net.module, "float16")
-    return {name: tensor.to(GPU) for name, tensor in sample_inputs(specs, SIZES | sizes, seed).items()}
+    given = {name: tensor.to(GPU) for name, tensor in sample_inputs(specs, SIZES | sizes, seed).items()}
+    given["timesteps"] = given["timesteps"].to(HALF).float()  # a ControlNet gets them in half precision from ComfyUI
+    return given
 
 
 def native(net: NativeNetwork, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -150,10 +153,12 @@ def test_what_cannot_be_recorded_runs_plainly_and_says_why() -> None:
 
 def test_recording_while_another_thread_uses_the_gpu() -> None:
     net, stop = tiny("unet"), threading.Event()
+    square = torch.randn(256, 256, device=GPU)
+    rounds = []
 
     def busy() -> None:
         while not stop.is_set():
-            (torch.randn(256, 256, device=GPU) @ torch.randn(256, 256, device=GPU)).sum().item()
+            rounds.append((square @ square).sum().item())
 
     thread = threading.Thread(target=busy)
     thread.start()
@@ -163,9 +168,11 @@ def test_recording_while_another_thread_uses_the_gpu() -> None:
             for _ in range(3):
                 assert error(session, net, given_for(net, seed)) <= LIMIT
             assert (session.graphs.failure, len(session.graphs)) == (None, 1)
+        assert thread.is_alive()
     finally:
         stop.set()
         thread.join()
+    assert len(set(rounds)) == 1
 
 
 def test_without_memory_the_call_is_refused_and_the_next_one_with_memory_is_served() -> None:
@@ -174,12 +181,17 @@ def test_without_memory_the_call_is_refused_and_the_next_one_with_memory_is_serv
     assert error(session, net, given) <= LIMIT
     session.unload()
     torch.cuda.empty_cache()
-    room = (torch.cuda.memory_reserved() + (1 << 20)) / torch.cuda.get_device_properties(GPU).total_memory
-    torch.cuda.set_per_process_memory_fraction(room)
+    total = torch.cuda.get_device_properties(GPU).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (8 << 20)) / total)
+    taken = []
     try:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while True:
+                taken.append(torch.empty(1 << 20, dtype=torch.uint8, device=GPU))
         with pytest.raises(Unavailable, match="not enough GPU memory"), torch.inference_mode():
             session.run(given)
     finally:
+        taken.clear()
         torch.cuda.set_per_process_memory_fraction(1.0)
     for _ in range(3):
         assert error(session, net, given) <= LIMIT

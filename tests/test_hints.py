@@ -1,0 +1,85 @@
+"""A ControlNet's hint is encoded outside its engine, once per image, exactly as native does it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pack import import_comfy
+from small_networks import network, with_lora
+
+import_comfy()
+
+from hybrid_trt.engine_builder.onnx_export import sample_inputs  # noqa: E402
+from hybrid_trt.engine_library import Reason, Unavailable  # noqa: E402
+from hybrid_trt.engine_library.native import NativeNetwork  # noqa: E402
+from hybrid_trt.engine_runtime.hints import HintEncoder  # noqa: E402
+
+
+def hint_of(net: NativeNetwork, seed: int = 1, **sizes: int) -> torch.Tensor:
+    specs = [spec for spec in net.architecture().inputs(net.module, "float32") if spec.name == "hint"]
+    return sample_inputs(specs, {"HB": 1, "H": 9, "W": 12} | sizes, seed)["hint"]
+
+
+def encoder_of(net: NativeNetwork) -> HintEncoder:
+    encoder = HintEncoder(net, "float32")
+    encoder.begin_run()
+    return encoder
+
+
+@pytest.mark.parametrize("sizes", [{}, {"H": 8, "W": 8}, {"HB": 2}])
+def test_the_encoded_hint_is_natives_bit_for_bit(sizes: dict[str, int]) -> None:
+    net = network("controlnet", "unlike_levels")
+    hint = hint_of(net, **sizes)
+    with torch.inference_mode():
+        assert torch.equal(encoder_of(net)(hint), net.module.input_hint_block(hint, None, None))
+
+
+def test_the_encoder_holds_its_own_layers_only_and_takes_nothing_from_the_native_module() -> None:
+    net = network("controlnet", "unlike_levels")
+    encoder = encoder_of(net)
+    own = sum(p.numel() * p.element_size() for p in net.module.input_hint_block.parameters())
+    assert encoder._weights.bytes == own
+    assert sum(1 for name, _ in net.module.named_parameters() if name.startswith("input_hint_block.")) > 0
+    net.patcher.model.to("meta")  # ComfyUI may have the native weights anywhere by now
+    hint = hint_of(net)
+    with torch.inference_mode():
+        assert encoder(hint).isfinite().all()
+
+
+def test_an_image_is_encoded_once_and_another_one_anew() -> None:
+    net = network("controlnet", "unlike_levels")
+    encoder, first, second = encoder_of(net), hint_of(net, 1), hint_of(net, 2)
+    with torch.inference_mode():
+        results = [encoder(hint) for hint in (first, first, second, first, second)]
+    assert encoder._cache.encoded == 2
+    assert results[0] is results[1] is results[3]
+    assert not torch.equal(results[0], results[2])
+
+
+def test_a_weight_patch_on_these_layers_is_seen_at_the_next_run() -> None:
+    plain = network("controlnet", "unlike_levels")
+    patcher = plain.patcher.clone()
+    name = "input_hint_block.0.weight"
+    patcher.add_patches({name: ("diff", (torch.ones_like(plain.module.input_hint_block[0].weight),))}, 0.5)
+    patched = NativeNetwork(patcher, plain.module, plain.prefix, plain.dtype, plain.label)
+    hint = hint_of(plain)
+    with torch.inference_mode():
+        before, after = encoder_of(plain)(hint), encoder_of(patched)(hint)
+        patcher.patch_model(torch.device("cpu"))
+        assert torch.allclose(after, plain.module.input_hint_block(hint, None, None), atol=1e-5)
+    assert not torch.allclose(before, after, atol=1e-3)
+
+
+def test_a_hint_of_another_form_is_refused_with_a_reason() -> None:
+    encoder = encoder_of(network("controlnet", "unlike_levels"))
+    for shape in ((1, 4, 64, 64), (1, 3, 64)):
+        with pytest.raises(Unavailable) as refused:
+            encoder(torch.zeros(shape))
+        assert refused.value.fallback.reason is Reason.UNSUPPORTED_INPUT
+
+
+def test_a_lora_of_other_layers_changes_nothing() -> None:
+    plain = network("controlnet", "unlike_levels")
+    hint = hint_of(plain)
+    with torch.inference_mode():
+        assert torch.equal(encoder_of(plain)(hint), encoder_of(with_lora(plain))(hint))
