@@ -332,7 +332,8 @@ def test_native_weights_that_wait_still_compute_natives_result_for_whoever_calls
     assert torch.equal(seen[0], reference)
 
 
-def test_loras_are_in_the_weights_that_come_back(file: Path) -> None:
+@pytest.mark.parametrize("was_loaded", [False, True])
+def test_loras_are_in_the_weights_that_come_back(file: Path, was_loaded: bool) -> None:
     keys = [k for k in load(file).model_state_dict() if k.endswith("attn1.to_q.weight")]
 
     def with_lora() -> ModelPatcher:
@@ -344,9 +345,12 @@ def test_loras_are_in_the_weights_that_come_back(file: Path) -> None:
     assert keys
     at_once, waited = with_lora(), with_lora()
     model_management.load_models_gpu([at_once])
+    if was_loaded:
+        model_management.load_models_gpu([waited])
     stand_in = OffloadedPatcher(waited)
-    model_management.load_models_gpu([stand_in])
-    assert on_device(waited) == 0
+    for _ in range(2):
+        model_management.load_models_gpu([stand_in])
+        assert on_device(waited) == 0
     model_management.load_models_gpu([waited])
     assert on_device(waited) == all_of(waited)
     plain = load(file).model_state_dict()
@@ -357,13 +361,15 @@ def test_loras_are_in_the_weights_that_come_back(file: Path) -> None:
 
 def test_another_schedule_is_in_place_although_the_weights_wait(patched: Patched, device: None) -> None:
     """Object patches such as ModelSamplingDiscrete's are part of what ComfyUI does when it loads."""
-    other = type(patched.model.model.model_sampling)(patched.model.model.model_config)
-    patched.model.add_object_patch("model_sampling", other)
-    before, seen = patched.model.model.model_sampling, []
-    patched.sample(step=lambda _i: seen.append(patched.model.model.model_sampling))
-    assert patched.counts == (STEPS, 0)
-    assert all(sampling is other for sampling in seen)
-    assert on_device(patched.model) == 0
+    before = patched.model.model.model_sampling
+    for _ in range(3):
+        other, seen = type(before)(patched.model.model.model_config), []
+        patched.model.add_object_patch("model_sampling", other)
+        patched.sample(step=lambda _i, seen=seen: seen.append(patched.model.model.model_sampling))
+        assert patched.counts == (STEPS, 0)
+        assert len(seen) == STEPS
+        assert all(sampling is other for sampling in seen)
+        assert on_device(patched.model) == 0
     model_management.unload_all_models()
     assert patched.model.model.model_sampling is before
 
@@ -483,6 +489,7 @@ def test_native_weights_take_no_gpu_memory_until_a_call_needs_them(
 
     def measure(_step: int) -> None:
         held.append(torch.cuda.memory_allocated(gpu) - before)
+        assert patched.model.model.model_sampling.sigmas.device == gpu, "each step would wait for a copy"
 
     latent = patched.sample(step=measure)
     assert patched.counts == (STEPS, 0)
