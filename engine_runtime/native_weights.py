@@ -50,11 +50,21 @@ class OffloadedPatcher:
         """Room that loading will take: less than none when there are weights to give back."""
         return 0
 
-    def partially_load(self, device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
-        before = self.native.loaded_size()
-        # object patches and injections are put in place by this too
-        self.native.partially_load(device_to, -EVERYTHING if before else ALMOST_NOTHING)
-        return self.native.loaded_size() - before
+    def partially_load(self, device_to: torch.device, *_: Any, **__: Any) -> int:
+        """Patch the model as loading does, and take its weights off the device; the bytes gained, so 0 or less."""
+        native, model = self.native, self.native.model
+        before = native.loaded_size()
+        if before == 0 and model.model_lowvram and model.current_weight_patches_uuid == native.patches_uuid:
+            # all is off the device already, and finding that out layer by layer would take longer than a step
+            with native.use_ejected(skip_and_inject_on_exit_only=True):
+                native.unpatch_model(native.offload_device, unpatch_weights=False)
+                native.patch_model(load_weights=False)
+        else:
+            native.partially_load(device_to, -EVERYTHING if before else ALMOST_NOTHING)
+        for name, part in model.named_children():
+            if name != "diffusion_model":
+                part.to(device_to)  # the noise schedule: read at every step, which would wait for a copy
+        return native.loaded_size() - before
 
 
 class NativeWeights:

@@ -183,6 +183,24 @@ def test_an_engine_that_is_evicted_in_the_middle_of_a_run_opens_again_at_the_nex
     assert patched.counts == (STEPS, 0)
 
 
+def test_an_engine_that_its_library_refuses_for_this_gpu_is_not_opened_at_every_call(
+    patched: Patched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+
+    def refuse(_self: Any, engine: Any, _device: torch.device) -> None:
+        opened.append(engine)
+        raise Unavailable(Reason.WRONG_GPU, "it cannot run on compute capability 9.0")
+
+    monkeypatch.setattr(type(backends()["onnxruntime"]), "load", refuse)
+    patched.handle.session.unload()  # earlier prompts keep it open
+    native = sample(patched.native)
+    assert torch.equal(patched.sample(), native)
+    assert patched.counts == (0, STEPS)
+    assert patched.handle.tally.reasons == {"wrong GPU": STEPS}
+    assert len(opened) == 1
+
+
 def test_when_there_is_room_engines_stay_open(patched: Patched) -> None:
     patched.sample()
     model_management.free_memory(1, CPU)
@@ -314,7 +332,8 @@ def test_native_weights_that_wait_still_compute_natives_result_for_whoever_calls
     assert torch.equal(seen[0], reference)
 
 
-def test_loras_are_in_the_weights_that_come_back(file: Path) -> None:
+@pytest.mark.parametrize("was_loaded", [False, True])
+def test_loras_are_in_the_weights_that_come_back(file: Path, was_loaded: bool) -> None:
     keys = [k for k in load(file).model_state_dict() if k.endswith("attn1.to_q.weight")]
 
     def with_lora() -> ModelPatcher:
@@ -326,9 +345,12 @@ def test_loras_are_in_the_weights_that_come_back(file: Path) -> None:
     assert keys
     at_once, waited = with_lora(), with_lora()
     model_management.load_models_gpu([at_once])
+    if was_loaded:
+        model_management.load_models_gpu([waited])
     stand_in = OffloadedPatcher(waited)
-    model_management.load_models_gpu([stand_in])
-    assert on_device(waited) == 0
+    for _ in range(2):
+        model_management.load_models_gpu([stand_in])
+        assert on_device(waited) == 0
     model_management.load_models_gpu([waited])
     assert on_device(waited) == all_of(waited)
     plain = load(file).model_state_dict()
@@ -339,13 +361,15 @@ def test_loras_are_in_the_weights_that_come_back(file: Path) -> None:
 
 def test_another_schedule_is_in_place_although_the_weights_wait(patched: Patched, device: None) -> None:
     """Object patches such as ModelSamplingDiscrete's are part of what ComfyUI does when it loads."""
-    other = type(patched.model.model.model_sampling)(patched.model.model.model_config)
-    patched.model.add_object_patch("model_sampling", other)
-    before, seen = patched.model.model.model_sampling, []
-    patched.sample(step=lambda _i: seen.append(patched.model.model.model_sampling))
-    assert patched.counts == (STEPS, 0)
-    assert all(sampling is other for sampling in seen)
-    assert on_device(patched.model) == 0
+    before = patched.model.model.model_sampling
+    for _ in range(3):
+        other, seen = type(before)(patched.model.model.model_config), []
+        patched.model.add_object_patch("model_sampling", other)
+        patched.sample(step=lambda _i, seen=seen: seen.append(patched.model.model.model_sampling))
+        assert patched.counts == (STEPS, 0)
+        assert len(seen) == STEPS
+        assert all(sampling is other for sampling in seen)
+        assert on_device(patched.model) == 0
     model_management.unload_all_models()
     assert patched.model.model.model_sampling is before
 
@@ -465,6 +489,7 @@ def test_native_weights_take_no_gpu_memory_until_a_call_needs_them(
 
     def measure(_step: int) -> None:
         held.append(torch.cuda.memory_allocated(gpu) - before)
+        assert patched.model.model.model_sampling.sigmas.device == gpu, "each step would wait for a copy"
 
     latent = patched.sample(step=measure)
     assert patched.counts == (STEPS, 0)
