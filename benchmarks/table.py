@@ -62,8 +62,8 @@ def for_readme(data: dict[str, Any]) -> str:
     """What the README says: the most telling rows, and on what they were measured."""
     meta, rows = data["meta"], {name(row): row for row in data["rows"]}
     said = (f"Milliseconds on an {meta['gpu']}, torch {meta['torch']}, ComfyUI {meta['comfyui']}, fp16, batch 2 (one "
-            "image with CFG), random weights, medians, native and engine in one run. Networks and steps are measured with "
-            "`--disable-dynamic-vram`, which is native's faster way:")
+            "image with CFG), random weights, medians, native and engine in one run. Networks and steps are measured "
+            "with `--disable-dynamic-vram`, which is native's faster way:")
     lines = [*textwrap.wrap(said, 118), "",
              "| what | native | CUDA graph, no build | `torch` engine | faster | relative error |", "|---" * 6 + "|"]
     for case, words in WORDS.items():
