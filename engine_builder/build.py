@@ -168,6 +168,7 @@ class _Build:
     start: Runner
 
     def run(self) -> Engine:
+        self._started = time.perf_counter()
         network, precision = self.order.network, self.order.precision
         dtype = getattr(torch, precision)
         structure = write_structure(network, dtype)
@@ -223,6 +224,7 @@ class _Build:
         if live:
             hashes = {name: file.sha256 for name, file in described.items()}
             described |= describe_files(folder, [local_key.sign(folder, identity.key, hashes)])
+        seconds["other"] = time.perf_counter() - self._started - sum(seconds.values())
         return Manifest(
             identity=identity,
             kind=architecture.kind,
@@ -236,6 +238,7 @@ class _Build:
             pack_version=PACK_VERSION,
             fingerprint=identity.weights if live else network.fingerprint(),
             source=source_of(network.patcher) or {},
+            parameters=sum(p.numel() for p in network.module.parameters()),
         )
 
     def _exported_and_built(self, common: Task, native: Task) -> dict:

@@ -16,6 +16,7 @@ from enum import Enum
 from ..backends import BuildError
 from ..engine_library import Engine, Fallback, Library, LibraryError, Unavailable
 from .build import BuildOrder, build_engine
+from .expected_time import expected_seconds
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class Job:
         phase, fraction: what it does now and how much of all is done, 0 to 1.
         message: why it failed, for the user; ``fallback`` is set when that is a fallback reason of its own.
         engine: the result.
+        expected: seconds that it will take in all, or None when nothing is known; see ``expected_time``.
         attended: whether somebody waited for it, rather than leaving it to the background.
         log: the latest lines that exporter and backend wrote.
     """
@@ -66,6 +68,7 @@ class Job:
         self.message = ""
         self.fallback: Fallback | None = None
         self.engine: Engine | None = None
+        self.expected: float | None = None
         self.created = time.time()
         self.attended = False
         self.log: deque[str] = deque(maxlen=LOG_LINES)
@@ -98,6 +101,7 @@ class Job:
             "phase": self.phase,
             "percent": round(100 * self.fraction),
             "seconds": round(self.seconds, 1),
+            "expected": self.expected,
             "message": self.message,
             "created": self.created,
             "engine": self.engine.folder.name if self.engine else None,
@@ -217,6 +221,7 @@ class BuildQueue:
                 self._tell(job)
 
         try:
+            job.expected = expected_seconds(order, library)
             job.engine = build_engine(order, library, progress, job.log.append, again=again)
             ended = State.DONE
         except Cancelled:

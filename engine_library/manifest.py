@@ -72,9 +72,10 @@ class Manifest:
         label: the model's name as the user knows it; not part of the identity.
         files: file name -> size and hash. The first one is what the backend opens.
         parity: relative error to the native module, measured when it was built (see ``engine_builder.parity``).
-        seconds: how long export and build took.
+        seconds: how long each part of the build took; together all of it.
         fingerprint: quick hash of a part of the weights, see ``weights.fingerprint``; ``""`` when not known.
         source: the file that the weights came from (``path``, ``size``, ``mtime_ns``), where it is known.
+        parameters: how many numbers the network's weights are; 0 when not known.
     """
 
     identity: EngineIdentity
@@ -89,6 +90,7 @@ class Manifest:
     pack_version: str = ""
     fingerprint: str = ""
     source: Mapping = field(default_factory=dict)
+    parameters: int = 0
 
     @property
     def bytes(self) -> int:
@@ -110,6 +112,7 @@ class Manifest:
             "pack_version": self.pack_version,
             "fingerprint": self.fingerprint,
             "source": dict(self.source),
+            "parameters": self.parameters,
         }
 
     @classmethod
@@ -128,6 +131,7 @@ class Manifest:
             pack_version=data["pack_version"],
             fingerprint=data.get("fingerprint", ""),
             source=data.get("source", {}),
+            parameters=data.get("parameters", 0),
         )
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import threading
 import time
@@ -26,8 +27,10 @@ from hybrid_trt.backends import BuildError, backends
 from hybrid_trt.engine_builder import build as build_module
 from hybrid_trt.engine_builder import jobs as jobs_module
 from hybrid_trt.engine_builder.build import BuildOrder
+from hybrid_trt.engine_builder.expected_time import expected_seconds
 from hybrid_trt.engine_builder.jobs import BuildQueue, Job, State
-from hybrid_trt.engine_library import Library, LibraryError
+from hybrid_trt.engine_library import EngineIdentity, Library, LibraryError, Manifest
+from hybrid_trt.engine_library.library import describe_files
 from hybrid_trt.engine_library.native import NativeNetwork
 
 LIMIT = 2.0
@@ -380,3 +383,34 @@ def test_the_second_builder_of_a_key_waits_and_takes_the_firsts_engine(
     assert steps == ["export", "build"]
     assert f"waiting for the same engine that process {os.getpid()}" in " ".join(phases)
     assert contents(tmp_path) == [engines[0].folder.name]
+
+
+def test_the_expected_time_comes_from_builds_like_it_and_from_no_others(
+    network: NativeNetwork, backend: Any, tmp_path: Path
+) -> None:
+    library = Library([tmp_path])
+    wanted = order(network, backend)
+    assert expected_seconds(wanted, library) is None
+    parameters = sum(p.numel() for p in network.module.parameters())
+
+    def record(**changes: Any) -> None:
+        identity = {"architecture": "sd15_unet", "weights": secrets.token_hex(32), "precision": wanted.precision,
+                    "profile": wanted.profile, "backend": backend.name, "backend_version": "1",
+                    "device": backend.target(wanted.target_device)}
+        fields = {"kind": network.kind, "parameters": parameters, "seconds": {"export": 3.0, "other": 1.0},
+                  "created": "2026-01-01T00:00:00+00:00"}
+        identity |= {k: v for k, v in changes.items() if k in identity}
+        fields |= {k: v for k, v in changes.items() if k in fields}
+        folder = library.building_folder()
+        (folder / "model.onnx").write_bytes(b"x")
+        library.publish(folder, Manifest(EngineIdentity(**identity), fields.pop("kind"), "m", (), (),
+                                         describe_files(folder, ["model.onnx"]), **fields))
+
+    for other in ({"kind": "other"}, {"backend": "another"}, {"device": "another"}, {"precision": "bfloat16"},
+                  {"parameters": parameters * 5}, {"parameters": parameters // 5}, {"parameters": 0}):
+        record(**other)
+    assert expected_seconds(wanted, library) is None
+    record()
+    assert expected_seconds(wanted, library) == 4.0
+    record(created="2026-02-01T00:00:00+00:00", parameters=parameters * 2, seconds={"export": 12.0})
+    assert expected_seconds(wanted, library) == 6.0, "the latest decides, scaled by size"

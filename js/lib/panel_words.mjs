@@ -1,7 +1,7 @@
 // What the engines panel lists, as pure functions.
 
 import { t } from "./texts.mjs";
-import { duration, error, size } from "./words.mjs";
+import { duration, elapsed, error, size } from "./words.mjs";
 
 const TONES = { ready: "good", stale: "warn", broken: "bad", running: "busy", queued: "busy", done: "good", failed: "bad" };
 const JOBS = { running: "running", queued: "queued", done: "done", failed: "failed", cancelled: "stateCancelled" };
@@ -40,7 +40,7 @@ export function shownJobs(jobs) {
 /** A job as [headline, what it does or how it ended]. */
 export function jobLines(job) {
     const head = `${job.label} · ${t(JOBS[job.state] ?? job.state)}`;
-    if (job.state === "running") return [`${head} ${job.percent} %`, `${job.phase}, ${duration(job.seconds)}`, job.wanted];
+    if (job.state === "running") return [`${head} ${job.percent} %`, `${job.phase}, ${elapsed(job)}`, job.wanted];
     return [head, job.message || job.wanted];
 }
 

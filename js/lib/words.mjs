@@ -30,9 +30,15 @@ export function engineLine(engine) {
     return [engine.backend, engine.precision, engine.profile, size(engine.bytes)].join(", ");
 }
 
+/** How long a build has been running, and how long builds like it took; nothing of that once it takes longer. */
+export function elapsed(job) {
+    if (!(job.expected > job.seconds)) return duration(job.seconds);
+    return t("ofAbout", { elapsed: duration(job.seconds), expected: duration(job.expected) });
+}
+
 /** A running build in one line: phase, percent, time. */
 export function jobLine(job) {
-    return job.state === "queued" ? job.phase : `${job.phase}, ${job.percent} %, ${duration(job.seconds)}`;
+    return job.state === "queued" ? job.phase : `${job.phase}, ${job.percent} %, ${elapsed(job)}`;
 }
 
 /**

@@ -5,7 +5,7 @@ import { engineLines, jobLines, matching, shownJobs, tone } from "../../js/lib/p
 import { applyPreset, PRESETS, presetMenu } from "../../js/lib/presets.mjs";
 import { defaultsFor } from "../../js/lib/settings.mjs";
 import { keys, setLanguage, t } from "../../js/lib/texts.mjs";
-import { buttonLabel, describe, duration, error, runWords, size } from "../../js/lib/words.mjs";
+import { buttonLabel, describe, duration, elapsed, error, runWords, size } from "../../js/lib/words.mjs";
 
 const ENGINE = { backend: "onnxruntime", precision: "float16", profile: "64-512 px", bytes: 3.2e6, covers: true };
 const REASON = { reason: "shape outside the profile", count: 3, text: "shape outside the profile: width 768 px", advice: "widen the profile" };
@@ -24,6 +24,12 @@ test("numbers as people say them", () => {
     assert.deepEqual([size(3.24e6), size(1.7e9), size(undefined)], ["3.2 MB", "1.7 GB", "?"]);
     assert.deepEqual([duration(0), duration(59.9), duration(125), duration(undefined)], ["0 s", "59 s", "2 min 5 s", "?"]);
     assert.deepEqual([error(2.3e-6), error(null)], ["2.3e-6", "?"]);
+});
+
+test("the expected time is told until it has passed, and never guessed", () => {
+    const said = (seconds, expected) => elapsed({ seconds, expected });
+    assert.deepEqual([said(12, 40.3), said(12, null), said(12, undefined), said(41, 40.3)],
+        ["12 s of about 40 s", "12 s", "12 s", "41 s"]);
 });
 
 test("a native call is never quiet", () => {
