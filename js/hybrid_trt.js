@@ -22,7 +22,7 @@ const toast = (severity, summary, detail) =>
     app.extensionManager.toast.add({ severity, summary, detail, life: severity === "error" ? 20000 : 8000 });
 const tracker = new Tracker(app, api);
 const builder = new Builder(tracker, toast);
-const panel = new Panel(api, { toast, showLog });
+const panel = new Panel(api, { toast, showLog, rebuild: (engine) => builder.rebuild(engine) });
 
 async function showLog(job) {
     try {
@@ -62,7 +62,9 @@ app.registerExtension({
         if (node.comfyClass in COLOURS) [node.color, node.bgcolor] = COLOURS[node.comfyClass];
         if (!ENGINE_NODES.includes(node.comfyClass)) return;
         defaultsFor(node, (id) => app.extensionManager.setting.get(id));
-        tracker.views.set(node, new NodeView(node, { press: (view) => builder.press(view), showLog }));
+        tracker.views.set(node, new NodeView(node, {
+            press: (view) => builder.press(view), buildFor: (view) => builder.buildFor(view), showLog,
+        }));
         tracker.soon();
     },
     getNodeMenuItems(node) {

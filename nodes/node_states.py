@@ -115,6 +115,7 @@ class NodeStates:
         known = self._known.get(key)
         if known is None or _changed(known.source):
             return answer | _failure(job)
+        answer["label"] = known.label
         engine, fallback = self._look_up(known)
         if engine is not None:
             covers = engine.manifest.identity.profile
@@ -188,11 +189,21 @@ def engine_json(engine: Engine) -> dict:
         "backend": manifest.identity.backend,
         "precision": manifest.identity.precision,
         "profile": str(manifest.identity.profile),
+        "limits": _limits(manifest.identity.profile),
         "bytes": manifest.bytes,
         "seconds": round(sum(manifest.seconds.values()), 1),
         "rel_err": manifest.parity.get("rel_err"),
         "created": manifest.created,
     }
+
+
+def _limits(profile: Profile) -> dict[str, int] | None:
+    """What a profile takes in the words of the node's settings: pixels, and images (it takes twice as many)."""
+    ranges = [profile.ranges.get(symbol) for symbol in "HWB"]
+    if None in ranges:
+        return None
+    height, width, batch = ranges
+    return {"min": 8 * max(height.min, width.min), "max": 8 * min(height.max, width.max), "images": batch.max // 2}
 
 
 def _failure(job: Job | None) -> dict:

@@ -155,6 +155,46 @@ def test_build_cancel_build_and_run(
     load(page, made)
     assert "4 calls" in page.wait_until(net, lambda s: "Last run" in s["text"], "run", 3)["text"]
 
+    raw.get_by_role("button", name="TRT engines").click()
+    card = raw.locator(".hybrid-trt-panel-engines .hybrid-trt-card", has_text="tiny_sd15_a.safetensors")
+    card.get_by_role("button", name="Build again").click()
+    page.toast("is built again on its node")
+    page.wait_for(net, "asked", "building", timeout=10)
+    page.wait_for(net, "building", timeout=30)
+    assert "of about" in page.wait_until(net, lambda s: "of about" in s["text"], "expected time", 10)["text"]
+    page.shot("rebuilding")
+    raw.locator(".hybrid-trt-panel-builds").get_by_role("button", name="Cancel build").click()
+    assert page.wait_for(net, "ready", timeout=10)["state"] == "ready", "the old engine serves on"
+    raw.get_by_role("button", name="TRT engines").click()
+
+
+def test_a_size_that_will_not_fit_is_told_before_the_run_and_built_for(
+    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
+) -> None:
+    no_engines(comfy)
+    made = workflow(object_info, min_size=64, max_size=256)
+    set_widget(made, "EmptyLatentImage", "width", 256, object_info)
+    set_widget(made, "EmptyLatentImage", "height", 256, object_info)
+    load(page, made)
+    net = page.node(NET_1)
+    page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 5)
+    assert "does not fit" not in page.status(net)["text"]
+
+    set_widget(made, "EmptyLatentImage", "height", 320, object_info)
+    load(page, made)
+    told = page.wait_until(net, lambda s: "256×320 does not fit" in s["text"], "warning", 5)
+    assert told["tone"] == "warn"
+    page.shot("told")
+    page.click_in_status(net, ".hybrid-trt-offer")
+    page.wait_for(net, "building", timeout=60)
+    sizes = page.page.page.evaluate("""id => Object.fromEntries(app.graph.getNodeById(id).widgets
+        .filter(w => w.name.endsWith('_size')).map(w => [w.name, w.value]))""", net)
+    assert (sizes["min_size"], sizes["max_size"]) == (64, 320)
+    page.click(net)
+    page.wait_for(net, "none", timeout=10)
+    assert "does not fit" not in page.status(net)["text"]
+    assert "does not fit" in page.status(page.node(NET_2))["text"], "the others are as they were"
+
 
 def test_a_build_that_fails_says_why(
     page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
@@ -236,6 +276,8 @@ def test_the_panel_lists_filters_verifies_and_deletes(
     panel.get_by_placeholder("Filter").fill("ROUTES onnx")
     card.get_by_role("button", name="Verify").click()
     page.toast("is as it was built")
+    card.get_by_role("button", name="Build again").click()
+    page.toast("Add a TRT UNet Engine node with routes.safetensors")
     card.get_by_role("button", name="Delete").click()
     dialog = raw.locator(".hybrid-trt-dialog")
     page.shot("confirm")

@@ -1,6 +1,8 @@
 // The Build button: orders a build by a small prompt of its own, follows it, cancels it.
 
+import { widened } from "./fit.mjs";
 import { buildPrompt, engineNodes } from "./graph.mjs";
+import { applyPreset } from "./presets.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
 import { duration, error, size } from "./words.mjs";
@@ -25,6 +27,29 @@ export class Builder {
             this.tracker.asked.delete(view.node);
             this.#fail(view, failure.message);
         }
+    }
+
+    /** Widen a node's sizes to the latent that does not fit, and build. */
+    async buildFor(view) {
+        if (!view.state.misfit || view.busy) return;
+        const now = (name) => view.node.widgets.find((widget) => widget.name === name).value;
+        applyPreset(view.node, widened(view.state.misfit, now));
+        await this.press(view);
+    }
+
+    /**
+     * Build an engine of the library again, on the node that wants it; whether there is one.
+     * @param {{name: string, label: string, kind: string}} engine
+     */
+    async rebuild(engine) {
+        const type = engine.kind === "unet" ? "TRTUNetEngine" : "TRTControlNetEngine";
+        const views = engineNodes(this.tracker.root()).map(({ node }) => this.tracker.views.get(node))
+            .filter((view) => view?.node.comfyClass === type);
+        const view = views.find(({ state }) => state.engine?.name === engine.name)
+            ?? views.find(({ state }) => !state.engine && state.label === engine.label);
+        if (!view) return false;
+        if (!view.busy) await this.press(view);
+        return true;
     }
 
     /** Order the engine of a node. */

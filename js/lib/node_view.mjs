@@ -8,7 +8,7 @@ const HEIGHT = 92;
 export class NodeView {
     /**
      * @param {any} node
-     * @param {{press: (view: NodeView) => void, showLog: (job: string) => void}} actions
+     * @param {{press: (view: NodeView) => void, buildFor: (view: NodeView) => void, showLog: (job: string) => void}} actions
      */
     constructor(node, actions) {
         this.node = node;
@@ -26,6 +26,8 @@ export class NodeView {
         this.lines = this.#add("div", "hybrid-trt-lines");
         this.log = this.#add("button", "hybrid-trt-log");
         this.log.addEventListener("click", () => this.view.log && actions.showLog(this.view.log));
+        this.offer = this.#add("button", "hybrid-trt-log hybrid-trt-offer");
+        this.offer.addEventListener("click", () => actions.buildFor(this));
         this.widget = node.addDOMWidget("engine_status", "hybrid_trt_status", this.element, {
             serialize: false, hideOnZoom: false, getMinHeight: () => HEIGHT,
             getValue: () => this.title.textContent, setValue: () => {},
@@ -59,6 +61,8 @@ export class NodeView {
         }));
         this.log.textContent = t("log");
         this.log.hidden = this.view.log === null;
+        this.offer.textContent = this.view.offer;
+        this.offer.hidden = !this.view.offer;
         this.node.progress = this.view.fraction === null ? undefined : Math.max(this.view.fraction, 0.01);
         if (this.badge !== this.view.badge) {
             this.badge = this.view.badge;

@@ -12,7 +12,8 @@ const PATIENCE = 300;
 export class Panel {
     /**
      * @param {any} api ComfyUI's api
-     * @param {{toast: (severity: string, summary: string, detail: string) => void, showLog: (job: string) => void}} actions
+     * @param {{toast: (severity: string, summary: string, detail: string) => void, showLog: (job: string) => void,
+     *     rebuild: (engine: any) => Promise<boolean>}} actions
      */
     constructor(api, actions) {
         this.api = api;
@@ -97,6 +98,7 @@ export class Panel {
         card.title = engine.name;
         const row = make("div", "hybrid-trt-row");
         row.append(button("verify", () => this.#verify(engine)));
+        if (engine.label) row.append(button("rebuild", () => this.#rebuild(engine)));
         if (engine.label) row.append(button("export", () => this.#export(engine)));
         row.append(button("delete", () => this.#delete(engine)));
         card.append(row);
@@ -116,6 +118,12 @@ export class Panel {
             const words = t(ok ? "verified" : "damaged", { name: label ?? name, text });
             this.actions.toast(ok ? "success" : "error", t("panel"), words);
         });
+    }
+
+    async #rebuild(engine) {
+        const found = await this.actions.rebuild(engine);
+        const node = engine.kind === "unet" ? "TRT UNet Engine" : "TRT ControlNet Engine";
+        this.actions.toast("info", t("panel"), t(found ? "rebuildStarted" : "rebuildWhere", { label: engine.label, node }));
     }
 
     async #export({ name, label }) {

@@ -1,5 +1,6 @@
 // Keeps every engine node's view true: asks the server after anything that may have changed it, and hears its events.
 
+import { misfitOf } from "./fit.mjs";
 import { ancestors, engineNodes, isWired } from "./graph.mjs";
 import { request } from "./server.mjs";
 
@@ -49,7 +50,8 @@ export class Tracker {
         for (const { node, ids } of found) {
             if (this.heard.get(node) > started) continue; // the answer is older than the event
             const id = ids.find((id) => id in answer.nodes);
-            this.#apply(node, id ? answer.nodes[id] : { state: isWired(node) ? "off" : "unwired", key: "" });
+            const state = id && { ...answer.nodes[id], misfit: misfitOf(output, id, answer.nodes[id]) };
+            this.#apply(node, state || { state: isWired(node) ? "off" : "unwired", key: "" });
         }
     }
 

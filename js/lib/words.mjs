@@ -2,7 +2,7 @@
 
 import { t } from "./texts.mjs";
 
-/** @typedef {{tone: string, title: string, lines: string[], fraction: number | null, badge: string, log: string | null}} View */
+/** @typedef {{tone: string, title: string, lines: string[], fraction: number | null, badge: string, log: string | null, offer: string}} View */
 
 const TONES = { ready: "good", building: "busy", queued: "busy", asked: "busy", failed: "bad", stale: "warn", unavailable: "warn" };
 export const BUSY = ["asked", "queued", "building"];
@@ -61,7 +61,7 @@ export function runWords(run) {
  */
 export function describe(state) {
     const { lines: ran, badge } = runWords(state.run);
-    const view = { tone: TONES[state.state] ?? "idle", title: t(state.state), lines: [], fraction: null, badge, log: null };
+    const view = { tone: TONES[state.state] ?? "idle", title: t(state.state), lines: [], fraction: null, badge, log: null, offer: "" };
     if (BUSY.includes(state.state)) {
         view.fraction = state.job ? state.job.percent / 100 : 0;
         view.lines = [state.job ? jobLine(state.job) : t("askedHint")];
@@ -78,9 +78,21 @@ export function describe(state) {
         if (state.state === "none" && state.job?.state === "cancelled") view.lines.unshift(t("cancelled"));
     }
     if (state.job?.state === "failed") view.log = state.job.id;
+    if (state.misfit) {
+        const words = { size: pixels(state.misfit), images: state.misfit.images };
+        view.lines.unshift(t(state.state === "ready" ? "misfit" : "misfitSettings", words));
+        view.offer = t("buildFor", words);
+        view.tone = view.tone === "bad" ? "bad" : "warn";
+        view.badge ||= t("badgeMisfit");
+    }
     if (badge) view.tone = view.tone === "bad" ? "bad" : "warn";
     view.lines = [...view.lines, ...ran];
     return view;
+}
+
+/** A latent's size as people say it, with the batch when it is one. */
+export function pixels({ width, height, images }) {
+    return `${width}×${height}${images > 1 ? ` × ${images}` : ""}`;
 }
 
 /** The button's text in a state. */

@@ -48,6 +48,13 @@ class EnginePage:
         else:
             self.page.page.mouse.click(*self.page.page.evaluate(PLACE, [node, widget]))
 
+    def click_in_status(self, node: int, selector: str) -> None:
+        """Click something inside a node's status with the mouse."""
+        x, y = self.page.page.evaluate("""([id, selector]) => { const r = app.canvas.graph.getNodeById(id).widgets
+            .find(w => w.name === 'engine_status').element.querySelector(selector).getBoundingClientRect();
+            return [r.x + r.width / 2, r.y + r.height / 2]; }""", [node, selector])
+        self.page.page.mouse.click(x, y)
+
     def status(self, node: int) -> dict[str, Any]:
         return self.page.page.evaluate(STATUS, node)
 

@@ -1,0 +1,90 @@
+// Will the picture that the graph asks for fit a node's engine? Told before a run, and only when it is certain.
+
+import { ENGINE_NODES } from "./graph.mjs";
+
+/** @typedef {{width: number, height: number, images: number}} Latent */
+/** @typedef {{min: number, max: number, images: number}} Limits sizes in pixels, images per batch */
+
+const isLink = (value) => Array.isArray(value) && value.length === 2;
+const isSampler = (node) => isLink(node.inputs.latent_image);
+
+/**
+ * The latents that an engine node's network will be called with, as far as the prompt tells.
+ * @param {Record<string, {class_type: string, inputs: Record<string, any>}>} prompt the whole graph's API prompt
+ * @param {string} id the engine node's id in it
+ * @returns {(Latent & {cfg: number | undefined})[]} one for each sampler whose latent is an empty one of plain numbers
+ */
+export function latentsFor(prompt, id) {
+    const readers = new Map();
+    for (const [reader, node] of Object.entries(prompt))
+        for (const value of Object.values(node.inputs))
+            if (isLink(value)) readers.set(String(value[0]), [...(readers.get(String(value[0])) ?? []), reader]);
+    const found = [], seen = new Set(), queue = [id];
+    while (queue.length) {
+        const current = queue.pop();
+        if (seen.has(current) || !prompt[current]) continue;
+        seen.add(current);
+        const node = prompt[current];
+        // what a sampler makes goes on to others, which may use other models
+        if (!isSampler(node)) queue.push(...(readers.get(current) ?? []));
+        else {
+            const empty = prompt[node.inputs.latent_image[0]];
+            const { width, height, batch_size: images = 1 } = empty?.inputs ?? {};
+            if (/empty.*latent/i.test(empty?.class_type ?? "") && [width, height, images].every(Number.isFinite))
+                found.push({ width, height, images, cfg: node.inputs.cfg });
+        }
+    }
+    return found;
+}
+
+/**
+ * The first latent that does not fit, or null.
+ * @param {(Latent & {cfg?: number})[]} latents
+ * @param {Limits} limits
+ */
+export function misfit(latents, limits) {
+    return latents.find(({ width, height, images, cfg }) => {
+        // an engine takes twice the images, for the two prompts of CFG; without it that many images fit
+        const room = Number.isFinite(cfg) && cfg !== 1 ? limits.images : 2 * limits.images;
+        return Math.min(width, height) < limits.min || Math.max(width, height) > limits.max || images > room;
+    }) ?? null;
+}
+
+/**
+ * What a node's engine takes: the one that is there, or the one that its settings ask for; null when any size runs.
+ * @param {any} state the server's answer for the node
+ * @param {Record<string, any>} inputs the node's inputs in the prompt
+ * @returns {Limits | null}
+ */
+export function limitsOf(state, inputs) {
+    const engine = state.state === "ready" ? state.engine : null;
+    if ((engine?.backend ?? inputs.backend) === "torch") return null; // it runs other sizes too, uncompiled
+    if (engine) return engine.limits ?? null;
+    const { min_size: min, max_size: max, max_images: images } = inputs;
+    return [min, max, images].every(Number.isFinite) ? { min, max, images } : null;
+}
+
+/**
+ * The latent that an engine node's engine will not serve, or null.
+ * @param {Record<string, any>} prompt
+ * @param {string} id
+ * @param {any} state
+ */
+export function misfitOf(prompt, id, state) {
+    const node = prompt[id];
+    const limits = node && ENGINE_NODES.includes(node.class_type) ? limitsOf(state, node.inputs) : null;
+    return limits && misfit(latentsFor(prompt, id), limits);
+}
+
+/**
+ * The widget values that a node needs so that a latent fits: wider ones, never narrower.
+ * @param {Latent} latent
+ * @param {(name: string) => number} value of a widget now
+ */
+export function widened({ width, height, images }, value) {
+    return {
+        min_size: Math.min(value("min_size"), width, height),
+        max_size: Math.max(value("max_size"), width, height),
+        max_images: Math.max(value("max_images"), images),
+    };
+}

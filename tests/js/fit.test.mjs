@@ -1,0 +1,65 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { latentsFor, limitsOf, misfit, misfitOf, widened } from "../../js/lib/fit.mjs";
+
+const engine = (more = {}) => ({ class_type: "TRTUNetEngine", inputs: { model: ["1", 0], min_size: 256, max_size: 768, max_images: 2, backend: "auto", ...more } });
+const graph = (latent, more = {}) => ({
+    1: { class_type: "CheckpointLoaderSimple", inputs: { ckpt_name: "a" } },
+    2: engine(),
+    3: { class_type: "TRTSamplerPatch", inputs: { model: ["1", 0], engine: ["2", 0] } },
+    4: { class_type: "KSampler", inputs: { model: ["3", 0], latent_image: ["5", 0], cfg: 7 } },
+    5: { class_type: "EmptyLatentImage", inputs: latent },
+    ...more,
+});
+const size = (width, height, batch_size = 1) => ({ width, height, batch_size });
+
+test("the size that reaches the sampler is compared with the node's settings", () => {
+    const none = { state: "none" };
+    assert.equal(misfitOf(graph(size(512, 768)), "2", none), null);
+    assert.deepEqual(misfitOf(graph(size(512, 1024)), "2", none), { width: 512, height: 1024, images: 1, cfg: 7 });
+    assert.equal(misfitOf(graph(size(512, 128)), "2", none).height, 128);
+    assert.equal(misfitOf(graph(size(512, 512, 3)), "2", none).images, 3);
+});
+
+test("an engine that is there decides, and a torch engine takes every size", () => {
+    const ready = { state: "ready", engine: { backend: "onnxruntime", limits: { min: 256, max: 1024, images: 2 } } };
+    assert.equal(misfitOf(graph(size(512, 1024)), "2", ready), null);
+    assert.equal(misfitOf(graph(size(512, 1088)), "2", ready).height, 1088);
+    assert.equal(limitsOf({ state: "ready", engine: { backend: "torch" } }, engine().inputs), null);
+    assert.equal(limitsOf({ state: "none" }, engine({ backend: "torch" }).inputs), null);
+});
+
+test("without CFG twice the images fit, and where CFG is not known nothing is claimed", () => {
+    const limits = { min: 64, max: 512, images: 2 };
+    const images = (count, cfg) => misfit([{ width: 512, height: 512, images: count, cfg }], limits);
+    assert.notEqual(images(3, 7), null);
+    assert.equal(images(4, 1), null);
+    assert.notEqual(images(5, 1), null);
+    assert.equal(images(4, undefined), null);
+});
+
+test("what is not certain is not warned of", () => {
+    const loaded = graph({}, { 5: { class_type: "VAEEncode", inputs: { pixels: ["9", 0] } } });
+    assert.deepEqual(latentsFor(loaded, "2"), []);
+    assert.deepEqual(latentsFor(graph({ width: ["8", 0], height: 512, batch_size: 1 }), "2"), [], "a linked size");
+    assert.deepEqual(latentsFor({ 2: engine() }, "2"), [], "no sampler");
+    assert.equal(misfitOf({}, "2", { state: "none" }), null);
+});
+
+test("a second sampler with another model is not blamed on the first one's engine", () => {
+    const second = graph(size(512, 512), {
+        6: { class_type: "KSampler", inputs: { model: ["1", 0], latent_image: ["7", 0], positive: ["8", 0], cfg: 7 } },
+        7: { class_type: "EmptyLatentImage", inputs: size(2048, 2048) },
+        8: { class_type: "ControlNetApplyAdvanced", inputs: { image: ["9", 0] } },
+        9: { class_type: "VAEDecode", inputs: { samples: ["4", 0] } },
+    });
+    assert.equal(misfitOf(second, "2", { state: "none" }), null);
+});
+
+test("widening never narrows", () => {
+    const now = { min_size: 256, max_size: 768, max_images: 4 };
+    assert.deepEqual(widened({ width: 1024, height: 512, images: 1 }, (name) => now[name]),
+        { min_size: 256, max_size: 1024, max_images: 4 });
+    assert.deepEqual(widened({ width: 128, height: 512, images: 8 }, (name) => now[name]),
+        { min_size: 128, max_size: 768, max_images: 8 });
+});
