@@ -7,9 +7,9 @@ import { showText } from "./lib/dialog.mjs";
 import { ENGINE_NODES } from "./lib/graph.mjs";
 import { NodeView } from "./lib/node_view.mjs";
 import { Panel } from "./lib/panel.mjs";
-import { presetMenu } from "./lib/presets.mjs";
+import { presetMenu, presetWidget } from "./lib/presets.mjs";
 import { request } from "./lib/server.mjs";
-import { defaultsFor, settings } from "./lib/settings.mjs";
+import { defaultsFor, librarySettings, settings } from "./lib/settings.mjs";
 import { setLanguage, t } from "./lib/texts.mjs";
 import { Tracker } from "./lib/tracker.mjs";
 
@@ -45,7 +45,7 @@ function hearServer() {
 
 app.registerExtension({
     name: "hybrid_trt.page",
-    settings,
+    settings: [...settings, ...librarySettings(api)],
     setup() {
         const style = document.createElement("link");
         style.rel = "stylesheet";
@@ -62,6 +62,7 @@ app.registerExtension({
         if (node.comfyClass in COLOURS) [node.color, node.bgcolor] = COLOURS[node.comfyClass];
         if (!ENGINE_NODES.includes(node.comfyClass)) return;
         defaultsFor(node, (id) => app.extensionManager.setting.get(id));
+        presetWidget(node, () => tracker.soon());
         tracker.views.set(node, new NodeView(node, { press: (view) => builder.press(view), showLog }));
         tracker.soon();
     },
