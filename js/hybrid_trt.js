@@ -11,6 +11,7 @@ import { presetMenu, presetWidget } from "./lib/presets.mjs";
 import { request } from "./lib/server.mjs";
 import { defaultsFor, librarySettings, settings } from "./lib/settings.mjs";
 import { setLanguage, t } from "./lib/texts.mjs";
+import { showRuns, TEXT_NODES } from "./lib/text_view.mjs";
 import { Tracker } from "./lib/tracker.mjs";
 
 /** Title and body; what a workflow was saved with wins. */
@@ -60,6 +61,7 @@ app.registerExtension({
     },
     nodeCreated(node) {
         if (node.comfyClass in COLOURS) [node.color, node.bgcolor] = COLOURS[node.comfyClass];
+        if (TEXT_NODES.includes(node.comfyClass)) showRuns(node);
         if (!ENGINE_NODES.includes(node.comfyClass)) return;
         defaultsFor(node, (id) => app.extensionManager.setting.get(id));
         presetWidget(node, () => tracker.soon());

@@ -120,7 +120,6 @@ def _key(prompt: DynamicPrompt, node_id: str) -> str:
         return ""
 
 
-def show(text: str, node_id: str) -> None:
-    """Put a line of text on a node in the page, and in the log."""
+def log_text(text: str) -> None:
+    """Put what a node says into the log, in one line."""
     log.info("Hybrid TRT: %s", text.replace("\n", ": "))
-    building.send_text(text, node_id)

@@ -12,7 +12,7 @@ from ..engine_runtime.engine_handle import EngineHandle
 from ..engine_runtime.ledger import ON_ENGINE, Tally, executing, tallies
 from ..engine_runtime.report_plot import plot
 from ..engine_runtime.timing import want_times
-from .engine_node import CATEGORY, show
+from .engine_node import CATEGORY, log_text
 from .graph import upstream
 
 NODE_ID = "TRTReport"
@@ -56,8 +56,11 @@ class TRTReport(io.ComfyNode):
         samplers = set(upstream(cls.hidden.dynprompt, cls.hidden.unique_id))
         rows = tallies(executing().prompt_id, samplers)
         text = report_text(rows) if rows or (engine := _engine(after)) is None else engine.status()
-        show(text, cls.hidden.unique_id)
-        return io.NodeOutput(after, text, plot(rows), ui={"text": [text], "report": [report_json(rows)]})
+        log_text(text)
+        ui = {"text": [text], "report": [report_json(rows)]}
+        if rows:
+            ui["native"] = [any(row.native for row in rows)]
+        return io.NodeOutput(after, text, plot(rows), ui=ui)
 
 
 def report_json(rows: list[Tally]) -> dict:

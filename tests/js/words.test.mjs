@@ -4,6 +4,7 @@ import { promptError } from "../../js/lib/build.mjs";
 import { engineLines, jobLines, matching, shownJobs, tone } from "../../js/lib/panel_words.mjs";
 import { applyPreset, PRESETS, presetMenu, presetOf, presetWidget } from "../../js/lib/presets.mjs";
 import { defaultsFor } from "../../js/lib/settings.mjs";
+import { toneOf } from "../../js/lib/text_view.mjs";
 import { keys, setLanguage, t } from "../../js/lib/texts.mjs";
 import { buttonLabel, describe, duration, error, runWords, size } from "../../js/lib/words.mjs";
 
@@ -120,4 +121,8 @@ test("the preset's widget says what the sizes are, whoever changed them, and is 
     max.value = 1024;
     node.onConfigure();
     assert.equal(preset.value, t("presetSdxl"));
+});
+
+test("a native call makes a report amber, and a report of nothing is neither good nor bad", () => {
+    assert.deepEqual([{ native: [true] }, { native: [false] }, {}].map(toneOf), ["warn", "good", "idle"]);
 });
