@@ -92,6 +92,7 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
+        """Size of all files; about what the weights take on the device. Scratch memory of a call is not in it."""
         return sum(f.bytes for f in self.files.values())
 
     def to_json(self) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,8 @@ from ..engine_library.native import UNET_PREFIX
 from .control_stack import run_stacks_at_once
 from .engine_handle import EngineHandle
 from .memory import EnginePatcher
+from .native_weights import NativeWeights
+from .session import Session
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -28,7 +31,9 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
     """
     patched = model.clone()
     patched.remove_wrappers_with_key(WrappersMP.DIFFUSION_MODEL, KEY)
-    patched.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, UNetRouter(patched, handle, refusal))
+    router = UNetRouter(patched, handle, refusal)
+    patched.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, router)
+    router.native_weights.attach(patched, KEY)
     patched.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, KEY)
     patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, run_stacks_at_once)
     patched.set_additional_models(KEY, [EnginePatcher.of(handle)])
@@ -47,6 +52,7 @@ class UNetRouter:
         self._patches_uuid = model.patches_uuid
         self._handle = handle
         self._refusal = refusal
+        self.native_weights = NativeWeights(partial(_engine_serves, handle, refusal, self._patches_uuid))
 
     def __call__(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> torch.Tensor:
         native = executor.original
@@ -73,6 +79,7 @@ class UNetRouter:
 
             outputs = self._handle.serve(refusal, inputs, self._base.current_patcher)
             if outputs is None:
+                self.native_weights.bring()
                 return self._handle.native(lambda: native(x, timesteps, context, y, control, options, **extra))
             options["original_shape"] = list(x.shape)  # native leaves it there for others to read
             return outputs["out"].to(x.device, x.dtype)
@@ -87,12 +94,8 @@ class UNetRouter:
         patcher = self._base.current_patcher
         if patcher is None or called_on is not self._base.diffusion_model:
             return Fallback(Reason.OTHER_MODEL, "the call comes from another copy of the model")
-        if patcher.patches_uuid != self._patches_uuid and not self._handle.follows_patches:
-            return Fallback(Reason.WEIGHTS_PATCHED, "a LoRA or another weight patch was added after the sampler patch")
-        if patcher.hook_patches or patcher.current_hooks or patcher.forced_hooks:
-            return Fallback(Reason.HOOKS, "the conditioning or the model carries weight hooks")
-        if patcher.injections or any(f"{name}.".startswith(UNET_PREFIX) for name in patcher.object_patches):
-            return Fallback(Reason.MODEL_PATCHED, "another node replaced a part of the UNet")
+        if (fallback := _why_not_patched_so(patcher, self._patches_uuid, self._handle)) is not None:
+            return fallback
         if (name := _active_patch(options)) is not None:
             return Fallback(Reason.MODEL_PATCHED, name)
         if control is not None and any(r is not None for r in control.get("input", ())):
@@ -123,6 +126,26 @@ class UNetRouter:
 
     def _output_slots(self) -> int:
         return len(self._base.diffusion_model.input_blocks)
+
+
+def _engine_serves(
+    handle: EngineHandle, refusal: Fallback | None, patches_uuid: object, patcher: ModelPatcher, options: Mapping
+) -> bool:
+    """Whether calls are expected to be served by an engine with weights of its own, as far as can be told before."""
+    if refusal is not None or not isinstance(handle.session, Session):
+        return False
+    return _why_not_patched_so(patcher, patches_uuid, handle) is None and _active_patch(options) is None
+
+
+def _why_not_patched_so(patcher: ModelPatcher, patches_uuid: object, handle: EngineHandle) -> Fallback | None:
+    """The reason why a model that is patched in this way is no longer the engine's, or None."""
+    if patcher.patches_uuid != patches_uuid and not handle.follows_patches:
+        return Fallback(Reason.WEIGHTS_PATCHED, "a LoRA or another weight patch was added after the sampler patch")
+    if patcher.hook_patches or patcher.current_hooks or patcher.forced_hooks:
+        return Fallback(Reason.HOOKS, "the conditioning or the model carries weight hooks")
+    if patcher.injections or any(f"{name}.".startswith(UNET_PREFIX) for name in patcher.object_patches):
+        return Fallback(Reason.MODEL_PATCHED, "another node replaced a part of the UNet")
+    return None
 
 
 _ONE_PATCH_KEYS = ("optimized_attention_override",)

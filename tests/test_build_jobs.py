@@ -92,6 +92,24 @@ def test_fifty_queued_builds_are_cancelled_at_once(
     assert contents(tmp_path) == []
 
 
+def test_fifty_queued_builds_behind_a_real_one_leave_no_process_and_no_file(
+    queue: BuildQueue, network: NativeNetwork, backend: Any, tmp_path: Path
+) -> None:
+    queued = [queue.submit(order(network, backend), Library([tmp_path]))]
+    queued += [queue.submit(one, Library([tmp_path])) for one in orders(network, 49)]
+    assert until(children, 30)
+    processes = children()
+    begun = time.monotonic()
+    for job in queued:
+        assert queue.cancel(job)
+    assert gone(processes, LIMIT)
+    assert until(lambda: contents(tmp_path) == [], LIMIT)
+    assert time.monotonic() - begun < LIMIT
+    assert all(job.state is State.CANCELLED for job in queued)
+    time.sleep(0.5)
+    assert children() == [], "a cancelled build began"
+
+
 def test_the_same_order_joins_the_job_that_is_there(
     queue: BuildQueue, network: NativeNetwork, idle_builds: list[str], tmp_path: Path
 ) -> None:
@@ -188,6 +206,7 @@ def test_a_job_that_ended_holds_no_model(
 
 
 PHASES = ["starting the exporter", "exporting", "checking against native", "slow: compiling"]
+SECOND_PROCESS = "the backend's process starts"
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -208,15 +227,25 @@ def test_a_cancel_takes_effect_within_two_seconds_in_every_phase(
     assert time.monotonic() - begun < LIMIT
 
 
-@pytest.mark.parametrize("phase", ["exporting", "slow: compiling"])
+def builder_at(job: Job, point: str) -> int:
+    """Process id of the builder when a job has come to a phase, or to the start of its second process."""
+    if point == SECOND_PROCESS:
+        first = builder_at(job, PHASES[2])
+        assert until(lambda: job.state.final or any(p.pid != first for p in children()), 60)
+    else:
+        assert until(lambda: job.phase == point or job.state.final, 60)
+    assert job.state is State.RUNNING, job.message
+    return children()[0].pid
+
+
+@pytest.mark.parametrize("phase", [*PHASES, SECOND_PROCESS])
 def test_a_builder_that_is_killed_fails_the_job_and_the_next_one_succeeds(
     queue: BuildQueue, network: NativeNetwork, backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     monkeypatch.setenv("HYBRID_TRT_TEST_BUILD", "silence")
     library = Library([tmp_path])
     job = queue.submit(order(network, backend), library)
-    assert until(lambda: job.phase == phase or job.state.final, 60)
-    os.kill(children()[0].pid, signal.SIGKILL)
+    os.kill(builder_at(job, phase), signal.SIGKILL)
     assert job.wait(5)
     assert job.state is State.FAILED
     assert "SIGKILL" in job.message

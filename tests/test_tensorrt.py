@@ -13,6 +13,7 @@ import pickle
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -585,6 +586,15 @@ def test_every_call_binds_every_tensor_anew(runner: tuple[Any, FakeContext]) -> 
         assert fake.memory == (scratch.data_ptr(), 1000)
         assert scratch.numel() >= 1000
     assert "pruned" not in fake.bound
+
+
+def test_scratch_memory_is_taken_for_one_call_and_kept_by_nobody(runner: tuple[Any, FakeContext]) -> None:
+    """So engines that run one after the other get the same bytes from torch's allocator, and none while none runs."""
+    made, _fake = runner
+    scratch = made._bind(*call(), [])
+    kept = weakref.ref(scratch)
+    del scratch
+    assert kept() is None
 
 
 def test_an_input_left_out_is_an_error_and_not_the_last_calls_tensor(runner: tuple[Any, FakeContext]) -> None:

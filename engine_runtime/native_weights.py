@@ -1,0 +1,153 @@
+"""Native UNet weights wait in main memory while an engine serves; the first native call of a run brings them.
+
+Two ways, as ComfyUI has two ways of loading:
+
+* *Dynamic VRAM* (ComfyUI's default on NVIDIA cards): loading only stages weights, each layer fetches its own when it is
+  called, and gives them up when memory is wanted. Native layers that are not called hold nothing, so there is nothing
+  to do here.
+* *Otherwise* ComfyUI would load all weights before each run. Here it loads them in its own low-memory way, with no
+  bytes on the GPU: in that state native works at once, only slowly, since each layer's weights travel with each call.
+  So whoever calls native, a call of ours or somebody else's, gets native's result; a call of ours first has the weights
+  loaded as ComfyUI would have.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from comfy import model_management, sampler_helpers
+from comfy.controlnet import ControlBase, ControlLora
+from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+    from comfy.patcher_extension import WrapperExecutor
+
+log = logging.getLogger(__name__)
+
+ALMOST_NOTHING = 0.1
+"""Bytes that a model may take; 0 would mean all of it to ComfyUI."""
+EVERYTHING = 1e32
+
+
+class OffloadedPatcher:
+    """Stands for a patcher where ComfyUI loads models: its model gets ready to run, with its weights off the device.
+
+    All else is the patcher's own, so ComfyUI's memory management sees and may take whatever is on the device.
+    """
+
+    def __init__(self, native: ModelPatcher):
+        self.native = native
+        self.parent = native  # ComfyUI goes on with this one when the stand-in is gone
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.native, name)
+
+    def model_size(self) -> int:
+        """Room that loading will take: less than none when there are weights to give back."""
+        return 0
+
+    def partially_load(self, device_to: torch.device, *_: Any, **__: Any) -> int:
+        """Patch the model as loading does, and take its weights off the device; the bytes gained, so 0 or less."""
+        native, model = self.native, self.native.model
+        before = native.loaded_size()
+        if before == 0 and model.model_lowvram and model.current_weight_patches_uuid == native.patches_uuid:
+            # all is off the device already, and finding that out layer by layer would take longer than a step
+            with native.use_ejected(skip_and_inject_on_exit_only=True):
+                native.unpatch_model(native.offload_device, unpatch_weights=False)
+                native.patch_model(load_weights=False)
+        else:
+            native.partially_load(device_to, -EVERYTHING if before else ALMOST_NOTHING)
+        for name, part in model.named_children():
+            if name != "diffusion_model":
+                part.to(device_to)  # the noise schedule: read at every step, which would wait for a copy
+        return native.loaded_size() - before
+
+
+class NativeWeights:
+    """Where one sampler patch's native weights are, run by run.
+
+    It refers to patchers during a run only: they refer to it, and ComfyUI counts on references to free models.
+    """
+
+    def __init__(self, engine_serves: Callable[[ModelPatcher, Mapping], bool]):
+        """``engine_serves``: whether an engine will serve calls with this patcher and these transformer options."""
+        self._engine_serves = engine_serves
+        self._stand_in: OffloadedPatcher | None = None  # ComfyUI refers to it weakly
+        self._memory = (0.0, 0.0)
+        self._wanted = False
+
+    def attach(self, patcher: ModelPatcher, key: str) -> None:
+        """Take part in the runs of a patcher and its clones, in the place of whoever had the key before."""
+        patcher.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, key)
+        patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, key, self.prepare)
+        patcher.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, key)
+        patcher.add_callback_with_key(CallbacksMP.ON_CLEANUP, key, self.end_run)
+
+    def prepare(
+        self,
+        executor: WrapperExecutor,
+        model: ModelPatcher,
+        noise_shape: Any,
+        conds: dict[str, list],
+        model_options: dict | None = None,
+        force_full_load: bool = False,
+        force_offload: bool = False,
+    ) -> Any:
+        """A PREPARE_SAMPLING wrapper: ComfyUI loads models for a run."""
+        rest = {"model_options": model_options, "force_full_load": force_full_load, "force_offload": force_offload}
+        wanted, self._wanted, self._stand_in = self._wanted, False, None
+        if wanted or force_full_load or force_offload or not self._may_wait(model, conds, model_options or {}):
+            return executor(model, noise_shape, conds, **rest)
+        self._memory = _memory_for(model, noise_shape, conds)
+        self._stand_in = OffloadedPatcher(model)
+        return executor(self._stand_in, noise_shape, conds, **rest)
+
+    def bring(self) -> None:
+        """Native serves a call: have its weights loaded for the rest of this run, and at the start of the next."""
+        self._wanted = True
+        if self._stand_in is None:
+            return
+        native, self._stand_in = self._stand_in.native, None
+        log.info("Hybrid TRT: loading native weights for calls that the engine does not serve")
+        in_use = model_management.loaded_models(only_currently_used=True)
+        others = [model for model in in_use if not native.is_clone(model)]
+        memory, least = self._memory
+        model_management.load_models_gpu([native, *others], memory_required=memory, minimum_memory_required=least)
+
+    def end_run(self, _patcher: ModelPatcher) -> None:
+        """An ON_CLEANUP callback: ComfyUI keeps the patcher itself from now on."""
+        self._stand_in = None
+
+    def _may_wait(self, model: ModelPatcher, conds: dict[str, list], model_options: Mapping) -> bool:
+        """Whether no native call is to be expected that would have to fetch the weights layer by layer."""
+        if model.is_dynamic() or not has_memory_of_its_own(model.load_device):
+            return False
+        if model.model.current_patcher is not None:  # another guider is sampling with these weights
+            return False
+        if model.get_additional_models_with_key("multigpu") or "registered_hooks" in model_options:
+            return False
+        every = [cond for group in conds.values() for cond in group or ()]
+        if any("hooks" in cond or _borrows_weights(cond.get("control")) for cond in every):
+            return False
+        return self._engine_serves(model, model_options.get("transformer_options", {}))
+
+
+def has_memory_of_its_own(device: torch.device) -> bool:
+    """Whether weights that are off a device leave room on it."""
+    return not model_management.is_device_cpu(device)
+
+
+def _borrows_weights(control: ControlBase | None) -> bool:
+    """Whether a ControlNet of the chain computes with the UNet's own weights."""
+    return control is not None and (isinstance(control, ControlLora) or _borrows_weights(control.previous_controlnet))
+
+
+def _memory_for(model: ModelPatcher, noise_shape: Any, conds: dict[str, list]) -> tuple[float, float]:
+    """What ComfyUI keeps free for a run's activations, in bytes, and the least of it."""
+    memory, least = sampler_helpers.estimate_memory(model, noise_shape, conds)
+    controls = sampler_helpers.get_additional_models(conds, model.model_dtype())[1]
+    return memory + controls, least + controls

@@ -1,0 +1,507 @@
+"""Memory while engines serve: ComfyUI knows their size, may take it back, and keeps no native weights beside them.
+
+All of it is ComfyUI's own sampling, patching and memory management, in this process and on the CPU. Where the CPU has
+to play a device with memory of its own, the fixture `device` says so; what the GPU's allocator does is not shown here.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from pack import import_comfy
+
+import_comfy()
+
+import comfy.hooks  # noqa: E402
+import comfy.lora  # noqa: E402
+import comfy.sample  # noqa: E402
+import comfy.sd  # noqa: E402
+from comfy import model_management  # noqa: E402
+from comfy.controlnet import ControlLora  # noqa: E402
+from comfy.model_patcher import ModelPatcher  # noqa: E402
+from comfy_execution.utils import CurrentNodeContext  # noqa: E402
+from hybrid_trt.backends import backends  # noqa: E402
+from hybrid_trt.engine_builder.build import BuildOrder, build_engine, run_here  # noqa: E402
+from hybrid_trt.engine_builder.profiles import profile_of  # noqa: E402
+from hybrid_trt.engine_library import Library, Reason, Unavailable  # noqa: E402
+from hybrid_trt.engine_library.native import NativeNetwork  # noqa: E402
+from hybrid_trt.engine_runtime import native_weights  # noqa: E402
+from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle  # noqa: E402
+from hybrid_trt.engine_runtime.live_session import LiveSession  # noqa: E402
+from hybrid_trt.engine_runtime.memory import EnginePatcher  # noqa: E402
+from hybrid_trt.engine_runtime.native_weights import OffloadedPatcher  # noqa: E402
+from hybrid_trt.engine_runtime.session import Session  # noqa: E402
+from hybrid_trt.engine_runtime.unet import patch_model  # noqa: E402
+
+CPU = torch.device("cpu")
+NAME = "tiny_sd15_flat_unet"
+PROFILE = profile_of(64, 64, 256, 2, 77)
+LIMIT = 1e-5
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def file(environment: Any) -> Path:
+    return tiny_models.make(environment.base / "models", [NAME])[NAME]
+
+
+def load(file: Path) -> ModelPatcher:
+    """The MODEL as ComfyUI's loader node gives it."""
+    return comfy.sd.load_diffusion_model(str(file))
+
+
+@pytest.fixture(scope="module")
+def library(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """A library with the engine of the file."""
+    library = Library([tmp_path_factory.mktemp("library")])
+    network = NativeNetwork.of_model(load(file), NAME)
+    order = BuildOrder(network, network.precision, PROFILE, backends()["onnxruntime"])
+    build_engine(order, library, lambda _phase, _fraction: None, run=run_here)
+    return library
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded() -> Iterator[None]:
+    yield
+    gc.collect()
+    model_management.unload_all_models()
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A double: the pack takes the CPU for a device whose memory is not the main memory."""
+    monkeypatch.setattr(native_weights, "has_memory_of_its_own", lambda _device: True)
+
+
+class Patched:
+    """A model with its engine behind the sampler patch."""
+
+    def __init__(self, native: ModelPatcher, library: Library, backend: str = "onnxruntime"):
+        self.native = native
+        network = NativeNetwork.of_model(native, NAME)
+        self.handle = EngineHandle(network, EngineChoice(PROFILE, backend=backend), library, "engine")
+        self.model = patch_model(native, self.handle)
+        self.runs = 0
+
+    def sample(self, seed: int = 1, **options: Any) -> torch.Tensor:
+        """One run, which the pack takes for an execution of a sampling node."""
+        self.runs += 1
+        with CurrentNodeContext(f"prompt {id(self)} {self.runs}", "sampler"):
+            return sample(self.model, seed, **options)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Calls of the last run on the engine, and native."""
+        return self.handle.tally.engine, self.handle.tally.native
+
+
+@pytest.fixture
+def patched(file: Path, library: Library) -> Patched:
+    return Patched(load(file), library)
+
+
+def sample(
+    model: ModelPatcher, seed: int = 1, steps: int = STEPS, step: Callable[[int], None] = lambda _i: None
+) -> torch.Tensor:
+    """A latent of 64 by 64 pixels, sampled as KSampler does; ``step`` is called after each step."""
+    generator = torch.Generator().manual_seed(seed)
+    positive, negative = ([[torch.randn(1, 77, 768, generator=generator), {}]] for _ in range(2))
+    noise = torch.randn(1, 4, 8, 8, generator=generator)
+    with torch.inference_mode():
+        return comfy.sample.sample(
+            model, noise, steps, 5.0, "euler", "normal", positive, negative, torch.zeros_like(noise), seed=seed,
+            disable_pbar=True, callback=lambda i, *_: step(i))  # fmt: skip
+
+
+def error(latent: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((latent - reference).norm() / reference.norm())
+
+
+def on_device(model: ModelPatcher) -> int:
+    """Bytes of native weights that ComfyUI has loaded; it counts the noise schedule too when it loads all at once."""
+    return max(0, model.model.model_loaded_weight_memory - schedule(model))
+
+
+def schedule(model: ModelPatcher) -> int:
+    return sum(b.numel() * b.element_size() for b in model.model.buffers())
+
+
+def all_of(model: ModelPatcher) -> int:
+    return model.model_size() - schedule(model)
+
+
+# Engines in ComfyUI's memory management
+
+
+def engines_loaded() -> list[EnginePatcher]:
+    return [m for m in model_management.loaded_models() if isinstance(m, EnginePatcher)]
+
+
+def test_an_engine_is_registered_with_its_size(patched: Patched) -> None:
+    sizes = []
+    patched.sample(step=lambda _i: sizes.extend(m.loaded_size() for m in engines_loaded()))
+    assert patched.counts == (STEPS, 0)
+    assert set(sizes) == {patched.handle.session.bytes}
+    assert len(sizes) == STEPS
+    assert patched.handle.session.bytes >= patched.handle.session.engine.manifest.bytes
+
+
+def test_under_memory_pressure_an_engine_closes_and_the_next_run_opens_it_with_the_same_result(
+    patched: Patched
+) -> None:
+    first = patched.sample()
+    session = patched.handle.session
+    assert session.loaded
+    runner = session._runner
+    model_management.free_memory(1e30, CPU)  # more than there is
+    assert not session.loaded
+    assert engines_loaded() == []
+    again = patched.sample()
+    assert patched.handle.session is session
+    assert session.loaded
+    assert session._runner is not runner
+    assert torch.equal(again, first)
+    assert patched.counts == (STEPS, 0)
+
+
+def test_an_engine_that_is_evicted_in_the_middle_of_a_run_opens_again_at_the_next_call(patched: Patched) -> None:
+    undisturbed = patched.sample()
+
+    def evict(step: int) -> None:
+        if step == 1:
+            model_management.free_memory(1e30, CPU)
+            assert not patched.handle.session.loaded
+
+    assert torch.equal(patched.sample(step=evict), undisturbed)
+    assert patched.counts == (STEPS, 0)
+
+
+def test_an_engine_that_its_library_refuses_for_this_gpu_is_not_opened_at_every_call(
+    patched: Patched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+
+    def refuse(_self: Any, engine: Any, _device: torch.device) -> None:
+        opened.append(engine)
+        raise Unavailable(Reason.WRONG_GPU, "it cannot run on compute capability 9.0")
+
+    monkeypatch.setattr(type(backends()["onnxruntime"]), "load", refuse)
+    patched.handle.session.unload()  # earlier prompts keep it open
+    native = sample(patched.native)
+    assert torch.equal(patched.sample(), native)
+    assert patched.counts == (0, STEPS)
+    assert patched.handle.tally.reasons == {"wrong GPU": STEPS}
+    assert len(opened) == 1
+
+
+def test_when_there_is_room_engines_stay_open(patched: Patched) -> None:
+    patched.sample()
+    model_management.free_memory(1, CPU)
+    assert patched.handle.session.loaded
+
+
+# Native weights
+
+
+def test_while_an_engine_serves_no_native_weights_are_on_the_device(patched: Patched, device: None) -> None:
+    held = []
+    latent = patched.sample(step=lambda _i: held.append(on_device(patched.model)))
+    assert patched.counts == (STEPS, 0)
+    assert held == [0] * STEPS
+    native = sample(patched.native)
+    assert on_device(patched.native) == all_of(patched.native)
+    assert error(latent, native) <= LIMIT
+
+
+def test_native_weights_that_were_loaded_make_room_for_the_engine(patched: Patched, device: None) -> None:
+    native = sample(patched.native)
+    assert on_device(patched.native) > 0
+    held = []
+    latent = patched.sample(step=lambda _i: held.append(on_device(patched.model)))
+    assert held == [0] * STEPS
+    assert error(latent, native) <= LIMIT
+    assert torch.equal(sample(patched.native), native)
+
+
+def test_a_run_that_falls_back_from_its_first_call_is_natives_to_the_bit(
+    patched: Patched, device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = sample(load_again(patched))
+    monkeypatch.setattr(patched.handle, "refresh", lambda: gone(patched.handle))  # deleted since the node ran
+    held = []
+    latent = patched.sample(step=lambda _i: held.append(on_device(patched.model)))
+    assert patched.counts == (0, STEPS)
+    assert torch.equal(latent, native)
+    assert held == [all_of(patched.native)] * STEPS
+
+
+def load_again(patched: Patched) -> ModelPatcher:
+    """The same model as a stranger, which shares no weights."""
+    return comfy.sd.load_diffusion_model(patched.native.cached_patcher_init[1][0])
+
+
+def gone(handle: EngineHandle) -> None:
+    handle.session, handle.fallback = None, Unavailable(Reason.NO_ENGINE, "deleted").fallback
+
+
+def fail_from(session: Session, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the backend's runner fail from a call on."""
+    calls = iter(range(1000))
+    run = session._runner.run
+
+    def failing(*arguments: Any) -> None:
+        if next(calls) >= call:
+            raise RuntimeError("the backend failed")
+        run(*arguments)
+
+    monkeypatch.setattr(session._runner, "run", failing)
+
+
+def test_an_engine_that_fails_in_the_middle_of_a_run_leaves_the_rest_to_native_with_all_its_weights(
+    patched: Patched, device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = sample(load_again(patched))
+    patched.sample()
+    fail_from(patched.handle.session, 2, monkeypatch)
+    held, loads = [], []
+    load_models = model_management.load_models_gpu
+    monkeypatch.setattr(model_management, "load_models_gpu", lambda models, **options: (
+        loads.append((models, options)), load_models(models, **options)))
+    latent = patched.sample(step=lambda _i: held.append(on_device(patched.model)))
+    size = all_of(patched.native)
+    assert held == [0, 0, size, size]
+    assert patched.counts == (2, 2)
+    assert patched.handle.tally.reasons == {"engine failed": 2}
+    assert error(latent, native) <= LIMIT
+    (_prepare, prepare_options), (models, options) = loads
+    assert models[0] is patched.model
+    assert any(isinstance(m, EnginePatcher) for m in models), "what is in use and not named may be evicted"
+    assert not any(isinstance(m, OffloadedPatcher) for m in models)
+    assert {name: prepare_options[name] for name in options} == options, "room for activations as at the start"
+    in_use = model_management.loaded_models()
+    assert len([m for m in in_use if m.is_clone(patched.model)]) == 1
+    assert len([m for m in in_use if isinstance(m, EnginePatcher)]) == 1
+
+
+def test_a_run_after_one_that_needed_native_has_its_weights_from_the_start_and_one_more_waits_again(
+    patched: Patched, device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patched.sample()
+    with monkeypatch.context() as failing:
+        fail_from(patched.handle.session, 3, failing)
+        patched.sample()
+    held: list[list[int]] = []
+    for _ in range(2):
+        held.append([])
+        patched.sample(step=lambda _i: held[-1].append(on_device(patched.model)))
+        assert patched.counts == (STEPS, 0)
+    assert held == [[all_of(patched.native)] * STEPS, [0] * STEPS]
+
+
+def test_native_weights_that_wait_still_compute_natives_result_for_whoever_calls_them(
+    patched: Patched, device: None
+) -> None:
+    """Another node that calls the UNet in the middle of a run: slow, and right."""
+    generator = torch.Generator().manual_seed(3)
+    x, context = torch.randn(2, 4, 8, 8, generator=generator), torch.randn(2, 77, 768, generator=generator)
+
+    def forward(model: ModelPatcher) -> torch.Tensor:
+        unet = model.model.diffusion_model
+        dtype = model.model.get_dtype_inference()
+        return unet(x.to(dtype), torch.tensor([500.0, 3.0]), context.to(dtype), transformer_options={})
+
+    stranger = load_again(patched)
+    model_management.load_models_gpu([stranger])
+    reference, seen = forward(stranger), []
+
+    def call(_step: int) -> None:
+        assert on_device(patched.model) == 0
+        layers = [m for m in patched.model.model.diffusion_model.modules() if hasattr(m, "comfy_cast_weights")]
+        assert all(layer.comfy_cast_weights for layer in layers), "these would not fetch their weights on a GPU"
+        assert len(layers) > 40
+        seen.append(forward(patched.model))
+
+    patched.sample(step=call, steps=1)
+    assert torch.equal(seen[0], reference)
+
+
+@pytest.mark.parametrize("was_loaded", [False, True])
+def test_loras_are_in_the_weights_that_come_back(file: Path, was_loaded: bool) -> None:
+    keys = [k for k in load(file).model_state_dict() if k.endswith("attn1.to_q.weight")]
+
+    def with_lora() -> ModelPatcher:
+        model, generator = load(file).clone(), torch.Generator().manual_seed(5)
+        shape = model.model_state_dict()[keys[0]].shape
+        model.add_patches({key: ("diff", (torch.randn(shape, generator=generator),)) for key in keys}, 0.5)
+        return model
+
+    assert keys
+    at_once, waited = with_lora(), with_lora()
+    model_management.load_models_gpu([at_once])
+    if was_loaded:
+        model_management.load_models_gpu([waited])
+    stand_in = OffloadedPatcher(waited)
+    for _ in range(2):
+        model_management.load_models_gpu([stand_in])
+        assert on_device(waited) == 0
+    model_management.load_models_gpu([waited])
+    assert on_device(waited) == all_of(waited)
+    plain = load(file).model_state_dict()
+    for key, weight in at_once.model.state_dict().items():
+        assert torch.equal(waited.model.state_dict()[key], weight), key
+    assert not torch.equal(at_once.model.state_dict()[keys[0]], plain[keys[0]])
+
+
+def test_another_schedule_is_in_place_although_the_weights_wait(patched: Patched, device: None) -> None:
+    """Object patches such as ModelSamplingDiscrete's are part of what ComfyUI does when it loads."""
+    before = patched.model.model.model_sampling
+    for _ in range(3):
+        other, seen = type(before)(patched.model.model.model_config), []
+        patched.model.add_object_patch("model_sampling", other)
+        patched.sample(step=lambda _i, seen=seen: seen.append(patched.model.model.model_sampling))
+        assert patched.counts == (STEPS, 0)
+        assert len(seen) == STEPS
+        assert all(sampling is other for sampling in seen)
+        assert on_device(patched.model) == 0
+    model_management.unload_all_models()
+    assert patched.model.model.model_sampling is before
+
+
+def test_comfyui_goes_on_with_the_patcher_itself_after_a_run(patched: Patched, device: None) -> None:
+    patched.sample()
+    (entry,) = [m for m in model_management.loaded_models() if m.is_clone(patched.model)]
+    assert entry is patched.model, "nothing else may keep the model alive, or be kept alive"
+    model_management.free_memory(1e30, CPU)
+    native = sample(load_again(patched))
+    assert torch.equal(sample(patched.native), native)
+
+
+def test_a_dropped_model_is_freed_at_once(file: Path, library: Library, device: None) -> None:
+    patched = Patched(load(file), library)
+    patched.sample()
+    model = weakref.ref(patched.model)
+    gc.disable()
+    try:
+        del patched
+        assert model() is None, "a reference cycle keeps it until Python looks for cycles"
+    finally:
+        gc.enable()
+
+
+def prepared_with(patched: Patched, conds: dict | None = None, **model_options: Any) -> object:
+    """What ComfyUI is given to load when it gets ready to sample."""
+    given = []
+    weights = patched.model.get_wrappers("prepare_sampling", "hybrid_trt")[0].__self__
+    conds = {"positive": [{"cross_attn": torch.zeros(1, 77, 768), "model_conds": {}}]} if conds is None else conds
+    weights.prepare(lambda model, *_args, **_kwargs: given.append(model), patched.model, [1, 4, 8, 8], conds,
+                    model_options=patched.model.model_options | model_options)
+    weights.end_run(patched.model)
+    return given[0]
+
+
+@pytest.mark.usefixtures("device")
+def test_native_weights_wait_only_where_engines_are_expected_to_serve_all_calls(
+    patched: Patched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def waits(**changes: Any) -> bool:
+        given = prepared_with(patched, **changes)
+        assert given is patched.model or isinstance(given, OffloadedPatcher)
+        return given is not patched.model
+
+    def cond(**entries: Any) -> dict:
+        return {"positive": [{"cross_attn": torch.zeros(1, 77, 768), "model_conds": {}} | entries], "negative": None}
+
+    assert waits()
+    assert not waits(conds=cond(hooks=comfy.hooks.HookGroup()))
+    assert not waits(registered_hooks=object())
+    lora = ControlLora.__new__(ControlLora)
+    lora.previous_controlnet = None
+    assert not waits(conds=cond(control=lora)), "a Control-LoRA computes with the UNet's weights"
+    assert not waits(transformer_options={"patches": {"attn1_patch": [print]}})
+    monkeypatch.setattr(patched.model.model, "current_patcher", patched.model)
+    assert not waits(), "another guider samples with the same weights"
+
+
+def test_on_the_cpu_native_weights_stay_where_they_are(patched: Patched) -> None:
+    assert prepared_with(patched) is patched.model
+
+
+@pytest.mark.usefixtures("device")
+def test_dynamic_vram_is_left_to_comfyui(patched: Patched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patched.model, "is_dynamic", lambda: True)  # such a patcher cannot be made without a GPU
+    assert prepared_with(patched) is patched.model
+
+
+@pytest.mark.usefixtures("device")
+def test_the_torch_backend_computes_with_native_weights_so_they_are_loaded(file: Path, library: Library) -> None:
+    patched = Patched(load(file), library, backend="torch")
+    assert isinstance(patched.handle.session, LiveSession)
+    held = []
+    latent = patched.sample(step=lambda _i: held.append(on_device(patched.model)))
+    assert patched.counts == (STEPS, 0)
+    assert held == [all_of(patched.native)] * STEPS
+    assert error(latent, sample(load_again(patched))) <= LIMIT
+
+
+# On a GPU
+
+
+class CarriedRunner:
+    """A double of a GPU engine: ONNX Runtime on the CPU, with its tensors carried there and back."""
+
+    def __init__(self, runner: Any, device: torch.device):
+        self.device, self.bytes, self._runner = device, runner.bytes, runner
+
+    def run(self, inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]) -> None:
+        results = {name: torch.empty_like(tensor, device=CPU) for name, tensor in outputs.items()}
+        self._runner.run({name: tensor.cpu() for name, tensor in inputs.items()}, results)
+        for name, tensor in outputs.items():
+            tensor.copy_(results[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
+def test_native_weights_take_no_gpu_memory_until_a_call_needs_them(
+    file: Path, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without dynamic VRAM, which a ComfyUI that was imported for the CPU has not."""
+    gpu = torch.device("cuda", 0)
+    runtime = type(backends()["onnxruntime"])
+    load_here = runtime.load
+    monkeypatch.setattr(runtime, "unavailable", lambda _self, _device: None)
+    monkeypatch.setattr(runtime, "load", lambda self, engine, device: CarriedRunner(
+        load_here(self, engine, CPU), device))
+    native, alone = load(file), load(file)
+    native.load_device = alone.load_device = gpu
+    size = all_of(native)
+    reference = sample(alone)
+    model_management.unload_all_models()
+    patched = Patched(native, library)
+    torch.cuda.empty_cache()
+    before, held = torch.cuda.memory_allocated(gpu), []
+
+    def measure(_step: int) -> None:
+        held.append(torch.cuda.memory_allocated(gpu) - before)
+        assert patched.model.model.model_sampling.sigmas.device == gpu, "each step would wait for a copy"
+
+    latent = patched.sample(step=measure)
+    assert patched.counts == (STEPS, 0)
+    assert max(held) < 0.2 * size
+    assert error(latent, reference) <= 2e-2  # native computes in TF32 there
+    held.clear()
+    fail_from(patched.handle.session, 2, monkeypatch)
+    latent = patched.sample(step=measure)
+    assert patched.counts == (2, 2)
+    assert max(held[:2]) < 0.2 * size
+    assert min(held[2:]) >= size
+    assert error(latent, reference) <= 2e-2  # native computes in TF32 there
+    held.clear()
+    monkeypatch.setattr(patched.handle, "refresh", lambda: gone(patched.handle))
+    assert torch.equal(patched.sample(step=measure), reference)
