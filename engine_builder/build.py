@@ -28,6 +28,7 @@ from ..engine_library.disk import check_room, readable
 from ..engine_library.hash_cache import source_of
 from ..engine_library.library import describe_files
 from ..engine_library.native import NativeNetwork
+from ..engine_library.settings import check_limit
 from ..live_torch import local_key
 from .child_process import STARTING, Log, run_in_child
 from .compile_step import sizes_to_compile
@@ -174,6 +175,8 @@ class _Build:
         structure = write_structure(network, dtype)
         size = sum(p.numel() for p in network.module.parameters()) * dtype.itemsize
         check_room(self.library.roots[0], int(size * ROOM), f"Building the engine of {network.label}")
+        if not is_live(self.order.backend):  # those hold no weights
+            check_limit(self.library, size, f"The engine of {network.label}")
         folder = self.library.building_folder()
         try:
             manifest = self._make(folder, structure, dtype)

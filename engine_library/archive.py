@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from .disk import LibraryError, check_room, readable
 from .library import Check, Engine, Library
 from .manifest import EXPORT_FORMAT, MANIFEST_NAME, Manifest, ManifestError
+from .settings import check_limit
 
 SUFFIX = ".trtengine"
 MAX_MANIFEST = 4 << 20
@@ -73,6 +74,7 @@ def import_engine(library: Library, source: Path, check: Check | None = None) ->
         with zipfile.ZipFile(source) as archive:
             manifest = _manifest(archive, source)
             check_room(library.roots[0], manifest.bytes, f"Importing {source.name}")
+            check_limit(library, manifest.bytes, f"Importing the engine of {manifest.label}")
             folder = library.building_folder()
             try:
                 for name in manifest.files:

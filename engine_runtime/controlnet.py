@@ -84,7 +84,9 @@ class EngineControlModel:
         outputs = self.handle.serve(None, inputs)
         if outputs is None:
             self._make_native_resident()
-            return self.native(x=x, hint=hint, timesteps=timesteps, context=context, **extra)
+            return self.handle.native(
+                lambda: self.native(x=x, hint=hint, timesteps=timesteps, context=context, **extra)
+            )
         residuals = [tensor.to(x.device, x.dtype) for tensor in outputs.values()]
         return {"output": residuals[:-1], "middle": residuals[-1:]}
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +18,7 @@ from .hints import HintEncoder
 from .ledger import Tally, executing, open_tally
 from .live_session import LiveSession, live_session
 from .session import Session, keep, session
+from .timing import named_range, timed
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -110,7 +112,8 @@ class EngineHandle:
         if context is not self._context or self.tally is None:
             self._context = context
             self.refresh()
-            self.tally = open_tally(self.network.kind, self.network.label, self.node_id, self.node_key)
+            network = self.network
+            self.tally = open_tally(network.kind, network.label, self.node_id, self.node_key, network.device)
             if self.session is not None:
                 self.session.begin_run(patcher)
                 keep(self.session, context.prompt_id if context else "")
@@ -134,10 +137,11 @@ class EngineHandle:
         fallback = refusal or self.fallback
         if fallback is None:
             try:
-                given = inputs()
-                if self._encode_hint is not None:
-                    given["hint"] = self._encode_hint(given["hint"])
-                outputs = self.session.run(given)
+                with timed(tally.times), self._range():
+                    given = inputs()
+                    if self._encode_hint is not None:
+                        given["hint"] = self._encode_hint(given["hint"])
+                    outputs = self.session.run(given)
             except Unavailable as unavailable:
                 fallback = unavailable.fallback
                 if fallback.reason in (Reason.ENGINE_FAILED, Reason.BROKEN_ENGINE, Reason.WRONG_GPU):
@@ -148,6 +152,17 @@ class EngineHandle:
                 return outputs
         tally.count_native(fallback)
         return None
+
+    def native(self, call: Callable[[], Any]) -> Any:
+        """Make a call that ``serve`` left to native, timed with the others."""
+        with timed(self.tally.times):
+            return call()
+
+    def _range(self) -> AbstractContextManager[None]:
+        """Names the engine's calls in NVIDIA's profilers."""
+        if self.network.device.type != "cuda":
+            return nullcontext()
+        return named_range(f"Hybrid TRT {self.network.kind} {self.network.label}")
 
     def _prepare_hints(self) -> None:
         """A ControlNet's engine takes its hint encoded; a live session does that by itself."""

@@ -6,10 +6,14 @@ import logging
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from statistics import median
 
+import torch
 from comfy_execution.utils import ExecutionContext, get_executing_context
 
 from ..engine_library import Fallback
+from . import timing
+from .timing import CallTimes
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +39,7 @@ class Tally:
         reasons: fallback reason -> how many native calls had it.
         details: fallback reason -> the particulars of its first call.
         node_key: what the engine node stands for, see ``nodes.node_key``; ids say that within one prompt only.
+        times: how long the calls took, in the order of ``calls``, or None when nobody wants to know.
     """
 
     kind: str
@@ -49,6 +54,7 @@ class Tally:
     details: dict[str, str] = field(default_factory=dict)
     node_key: str = ""
     calls: bytearray = field(default_factory=bytearray)
+    times: CallTimes | None = None
 
     def count_engine(self, backend: str) -> None:
         """Count a call that an engine served."""
@@ -66,8 +72,19 @@ class Tally:
         self.calls.append(NATIVE)
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
+    def ms(self) -> list[float]:
+        """Milliseconds of each call; empty when they were not timed."""
+        return self.times.ms() if self.times is not None else []
+
     def to_json(self) -> dict:
-        return {**self.__dict__, "calls": "".join("ne"[call] for call in self.calls)}
+        fields = {name: value for name, value in self.__dict__.items() if name != "times"}
+        return {**fields, "calls": "".join("ne"[call] for call in self.calls), "ms": _ms_json(self.ms())}
+
+
+def _ms_json(ms: list[float]) -> dict | None:
+    if not ms:
+        return None
+    return {"median": round(median(ms), 3), "total": round(sum(ms), 3), "calls": [round(m, 3) for m in ms]}
 
 
 _prompts: OrderedDict[str, dict[tuple[str, str, str], Tally]] = OrderedDict()
@@ -78,15 +95,20 @@ def executing() -> ExecutionContext | None:
     return get_executing_context()
 
 
-def open_tally(kind: str, name: str, engine_node: str, node_key: str = "") -> Tally:
-    """The tally for a network in the node execution that the caller runs in."""
+def open_tally(
+    kind: str, name: str, engine_node: str, node_key: str = "", device: torch.device | None = None
+) -> Tally:
+    """The tally for a network in the node execution that the caller runs in; ``device`` is where its calls run."""
     context = executing()
     prompt, sampler = (context.prompt_id, context.node_id) if context else ("", "")
     rows = _prompts.setdefault(prompt, {})
     _prompts.move_to_end(prompt)
     while len(_prompts) > MAX_PROMPTS:
         _prompts.popitem(last=False)
-    return rows.setdefault((sampler, engine_node, name), Tally(kind, name, engine_node, sampler, node_key=node_key))
+    tally = rows.setdefault((sampler, engine_node, name), Tally(kind, name, engine_node, sampler, node_key=node_key))
+    if tally.times is None and device is not None and timing.wanted(prompt):
+        tally.times = CallTimes(device)
+    return tally
 
 
 def tallies(prompt_id: str, sampler_nodes: Collection[str] | None = None) -> list[Tally]:

@@ -80,7 +80,7 @@ class UNetRouter:
             outputs = self._handle.serve(refusal, inputs, self._base.current_patcher)
             if outputs is None:
                 self.native_weights.bring()
-                return native(x, timesteps, context, y, control, options, **extra)
+                return self._handle.native(lambda: native(x, timesteps, context, y, control, options, **extra))
             options["original_shape"] = list(x.shape)  # native leaves it there for others to read
             return outputs["out"].to(x.device, x.dtype)
 

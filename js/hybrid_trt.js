@@ -7,10 +7,11 @@ import { showText } from "./lib/dialog.mjs";
 import { ENGINE_NODES } from "./lib/graph.mjs";
 import { NodeView } from "./lib/node_view.mjs";
 import { Panel } from "./lib/panel.mjs";
-import { presetMenu } from "./lib/presets.mjs";
+import { presetMenu, presetWidget } from "./lib/presets.mjs";
 import { request } from "./lib/server.mjs";
-import { defaultsFor, settings } from "./lib/settings.mjs";
+import { defaultsFor, librarySettings, settings } from "./lib/settings.mjs";
 import { setLanguage, t } from "./lib/texts.mjs";
+import { showRuns, TEXT_NODES } from "./lib/text_view.mjs";
 import { Tracker } from "./lib/tracker.mjs";
 
 /** Title and body; what a workflow was saved with wins. */
@@ -45,7 +46,7 @@ function hearServer() {
 
 app.registerExtension({
     name: "hybrid_trt.page",
-    settings,
+    settings: [...settings, ...librarySettings(api)],
     setup() {
         const style = document.createElement("link");
         style.rel = "stylesheet";
@@ -60,8 +61,10 @@ app.registerExtension({
     },
     nodeCreated(node) {
         if (node.comfyClass in COLOURS) [node.color, node.bgcolor] = COLOURS[node.comfyClass];
+        if (TEXT_NODES.includes(node.comfyClass)) showRuns(node);
         if (!ENGINE_NODES.includes(node.comfyClass)) return;
         defaultsFor(node, (id) => app.extensionManager.setting.get(id));
+        presetWidget(node, () => tracker.soon());
         tracker.views.set(node, new NodeView(node, {
             press: (view) => builder.press(view), buildFor: (view) => builder.buildFor(view), showLog,
         }));

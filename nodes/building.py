@@ -126,10 +126,4 @@ def _on_change(job: Job) -> None:
         PromptServer.instance.send_sync(EVENT, {**job.to_json(), "keys": node_states.keys_of(job)})
 
 
-def send_text(text: str, node_id: str) -> None:
-    """Put a line of text on a node in the page."""
-    if PromptServer.instance is not None:
-        PromptServer.instance.send_progress_text(text, node_id)
-
-
 builds.subscribe(_on_change)

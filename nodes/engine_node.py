@@ -42,6 +42,7 @@ def settings_inputs() -> list[io.Input]:
             max=64,
             tooltip="Largest batch size of the latent image. The engine takes twice as many, because ComfyUI runs the "
             "positive and the negative prompt together.",
+            advanced=True,  # the page names sizes by a preset
         ),
         io.Int.Input(
             "max_tokens",
@@ -51,6 +52,7 @@ def settings_inputs() -> list[io.Input]:
             step=77,
             tooltip="Longest prompt in tokens, in steps of 77. Prompts of unlike lengths are padded to a common "
             "multiple.",
+            advanced=True,
         ),
         io.Combo.Input(
             "precision",
@@ -70,7 +72,7 @@ def settings_inputs() -> list[io.Input]:
 
 
 def _size(name: str, tooltip: str) -> io.Input:
-    return io.Int.Input(name, default=DEFAULTS[name], min=16, max=8192, step=8, tooltip=tooltip)
+    return io.Int.Input(name, default=DEFAULTS[name], min=16, max=8192, step=8, tooltip=tooltip, advanced=True)
 
 
 def engine_choice(
@@ -118,7 +120,6 @@ def _key(prompt: DynamicPrompt, node_id: str) -> str:
         return ""
 
 
-def show(text: str, node_id: str) -> None:
-    """Put a line of text on a node in the page, and in the log."""
+def log_text(text: str) -> None:
+    """Put what a node says into the log, in one line."""
     log.info("Hybrid TRT: %s", text.replace("\n", ": "))
-    building.send_text(text, node_id)

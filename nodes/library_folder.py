@@ -12,7 +12,8 @@ from ..engine_library.work_folders import sweep
 
 FOLDER_KEY = "trt_engines"
 
-folder_paths.add_model_folder_path(FOLDER_KEY, str(Path(folder_paths.models_dir) / FOLDER_KEY), is_default=True)
+# after those of extra_model_paths.yaml: builds go to the first one, and the engines of all are found
+folder_paths.add_model_folder_path(FOLDER_KEY, str(Path(folder_paths.models_dir) / FOLDER_KEY))
 
 
 @cache

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 from comfy_api.latest import io
+from server import PromptServer
 
 from ..engine_runtime.engine_handle import EngineHandle
-from ..engine_runtime.ledger import Tally, executing, tallies
+from ..engine_runtime.ledger import ON_ENGINE, Tally, executing, tallies
 from ..engine_runtime.report_plot import plot
-from .engine_node import CATEGORY, show
+from ..engine_runtime.timing import want_times
+from .engine_node import CATEGORY, log_text
 from .graph import upstream
+
+NODE_ID = "TRTReport"
 
 
 class TRTReport(io.ComfyNode):
@@ -20,31 +25,42 @@ class TRTReport(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         anything = io.MatchType.Template("after")
         return io.Schema(
-            node_id="TRTReport",
+            node_id=NODE_ID,
             display_name="TRT Report",
             category=CATEGORY,
             description="Place it after the sampler: it passes its input on and says how many calls each network ran "
-            "on its engine, how many native, and why.",
+            "on its engine, how many native and why, and how long they took.",
             search_aliases=["tensorrt report", "engine statistics", "fallback reasons"],
             inputs=[
-                io.MatchType.Input("after", template=anything, tooltip="The sampler's latent, or any later value.")
+                io.MatchType.Input("after", template=anything, tooltip="The sampler's latent, or any later value."),
+                io.Boolean.Input(
+                    "time_calls",
+                    default=True,
+                    optional=True,  # prompts of before there was this input stay valid
+                    tooltip="Measure how long each call takes. On a GPU two events per call do it, and nothing waits.",
+                ),
             ],
             outputs=[
                 io.MatchType.Output(template=anything, id="after_out", display_name="after"),
                 io.String.Output("report", display_name="report"),
-                io.Image.Output("plot", display_name="plot", tooltip="Each call of each network: engine or native."),
+                io.Image.Output(
+                    "plot", display_name="plot", tooltip="Each call of each network: engine or native, and how long."
+                ),
             ],
             hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
             is_output_node=True,
         )
 
     @classmethod
-    def execute(cls, after: Any) -> io.NodeOutput:
+    def execute(cls, after: Any, time_calls: bool = True) -> io.NodeOutput:
         samplers = set(upstream(cls.hidden.dynprompt, cls.hidden.unique_id))
         rows = tallies(executing().prompt_id, samplers)
         text = report_text(rows) if rows or (engine := _engine(after)) is None else engine.status()
-        show(text, cls.hidden.unique_id)
-        return io.NodeOutput(after, text, plot(rows), ui={"text": [text], "report": [report_json(rows)]})
+        log_text(text)
+        ui = {"text": [text], "report": [report_json(rows)]}
+        if rows:
+            ui["native"] = [any(row.native for row in rows)]
+        return io.NodeOutput(after, text, plot(rows), ui=ui)
 
 
 def report_json(rows: list[Tally]) -> dict:
@@ -71,9 +87,44 @@ def report_text(rows: list[Tally]) -> str:
     lines = []
     for row in rows:
         served = f"{row.engine} calls on {row.backend}" if row.engine else "0 calls on an engine"
-        lines.append(f"{row.name}: {served}, {row.native} native")
+        lines.append(f"{row.name}: {served}, {row.native} native{_ms_words(row)}")
         lines += [f"    {count} x {row.details[reason]}" for reason, count in row.reasons.items()]
-    return "\n".join(lines)
+    return "\n".join(lines + _bound(rows))
+
+
+def _ms_words(row: Tally) -> str:
+    """The usual time of a call, of engine and native calls apart where there are both."""
+    ms = row.ms()
+    if not ms:
+        return ""
+    words = f", {median(ms):.1f} ms per call"
+    if row.engine and row.native and len(ms) == len(row.calls):
+        parts = {"engine": [], "native": []}
+        for call, took in zip(row.calls, ms, strict=True):
+            parts["engine" if call == ON_ENGINE else "native"].append(took)
+        words = ", " + ", ".join(f"{median(part):.1f} ms per {name} call" for name, part in parts.items())
+    return words + (f" (the first {ms[0]:.0f} ms)" if ms[0] > 3 * median(ms) else "")
+
+
+def _bound(rows: list[Tally]) -> list[str]:
+    """Which of several networks the sampling waits for most, as a line; usual times, so loading does not count."""
+    usual = {row.name: median(ms) * len(ms) for row in rows if (ms := row.ms())}
+    if len(usual) < 2:
+        return []
+    name = max(usual, key=usual.get)
+    return [f"{name} bounds the step: {usual[name] / sum(usual.values()):.0%} of the networks' time"]
+
+
+def _wants_times(prompt_id: str) -> bool:
+    """Whether a prompt that is being executed has a report that times calls."""
+    if PromptServer.instance is None:
+        return False
+    running, _ = PromptServer.instance.prompt_queue.get_current_queue_volatile()
+    nodes = [node for item in running if item[1] == prompt_id for node in item[2].values()]
+    return any(n["class_type"] == NODE_ID and n["inputs"].get("time_calls", True) is not False for n in nodes)
+
+
+want_times(_wants_times)
 
 
 def _engine(value: Any) -> EngineHandle | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from comfy.model_patcher import ModelPatcher
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..engine_library import Fallback, Reason, Unavailable
 from ..engine_library.native import NativeNetwork
@@ -27,15 +27,15 @@ class TRTSamplerPatch(io.ComfyNode):
             search_aliases=["tensorrt sampler", "trt model patch"],
             inputs=[io.Model.Input("model"), UNetEngine.Input("engine")],
             outputs=[io.Model.Output("model_out", display_name="model")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
     def execute(cls, model: ModelPatcher, engine: EngineHandle) -> io.NodeOutput:
         refusal = _other_weights(model, engine)
         status = refusal.sentence() if refusal else engine.status()
-        engine_node.show(status, cls.hidden.unique_id)
-        return io.NodeOutput(patch_model(model, engine, refusal), ui=ui.PreviewText(status))
+        engine_node.log_text(status)
+        native = refusal is not None or engine.session is None
+        return io.NodeOutput(patch_model(model, engine, refusal), ui={"text": [status], "native": [native]})
 
 
 def _other_weights(model: ModelPatcher, engine: EngineHandle) -> Fallback | None:

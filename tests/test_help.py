@@ -40,6 +40,6 @@ def test_chinese_names_cover_every_node_and_input(comfy: ComfyProcess) -> None:
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_every_setting_has_a_name(language: str) -> None:
     code = (ROOT / "js" / "lib" / "settings.mjs").read_text(encoding="utf-8")
-    ids = {f"HybridTRT_{name}" for name in re.findall(r'setting\("(\w+)"', code)}
+    ids = {f"HybridTRT_{name}" for name in re.findall(r'[sS]etting\("(\w+)"', code)}
     texts = json.loads((ROOT / "locales" / language / "settings.json").read_text(encoding="utf-8"))
     assert ids == set(texts)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+import types
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pack
 import pytest
 from builds import contents, read_only, small_network
 from hybrid_trt.architectures.tensors import Profile, Range, TensorSpec
@@ -29,6 +32,7 @@ from hybrid_trt.engine_library.archive import export_engine, import_engine, mani
 from hybrid_trt.engine_library.library import describe_files
 from hybrid_trt.engine_library.lock import FileLock
 from hybrid_trt.engine_library.native import NativeNetwork
+from hybrid_trt.engine_library.settings import Settings, check_limit, read_settings, write_settings
 from hybrid_trt.engine_library.states import BROKEN, READY, STALE, delete, entries, select, verify
 from hybrid_trt.engine_library.work_folders import new_work_folder, remove_work_folder, sweep
 
@@ -368,3 +372,41 @@ def test_no_engine_for_a_model_is_known_without_hashing_it(tmp_path: Path, hashi
     assert library.may_have("sd15_unet", mine.fingerprint)
     assert not library.may_have("sd15_unet", other.fingerprint)
     assert not library.may_have("sdxl_unet", mine.fingerprint)
+
+
+def test_folders_of_the_user_come_before_our_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Builds go to the first folder. ComfyUI reads extra_model_paths.yaml before it loads packs."""
+    pack.import_comfy()
+    import folder_paths
+
+    own, users = str(Path(folder_paths.models_dir) / "trt_engines"), str(tmp_path / "elsewhere")
+    nodes = types.ModuleType("hybrid_trt.nodes")
+    nodes.__path__ = [str(pack.ROOT / "nodes")]
+    monkeypatch.setitem(sys.modules, "hybrid_trt.nodes", nodes)
+    for configured, found in (([users], [users, own]), ([], [own])):
+        monkeypatch.delitem(sys.modules, "hybrid_trt.nodes.library_folder", raising=False)
+        monkeypatch.setitem(folder_paths.folder_names_and_paths, "trt_engines", (list(configured), set()))
+        module = importlib.import_module("hybrid_trt.nodes.library_folder")
+        assert folder_paths.get_folder_paths(module.FOLDER_KEY) == found
+    monkeypatch.delitem(sys.modules, "hybrid_trt.nodes.library_folder")
+
+
+def test_the_limit_counts_what_is_there(tmp_path: Path) -> None:
+    library = Library([tmp_path])
+    check_limit(library, 10**15, "It")  # no settings, no limit
+    write_settings(tmp_path, Settings(1e-6))
+    check_limit(library, 1000, "It")
+    publish(tmp_path, b"x" * 600)
+    used = library.engines()[0].manifest.bytes
+    check_limit(library, 1000 - used, "It")
+    with pytest.raises(LibraryError, match=r"It needs about .* settings allow .* native keeps serving"):
+        check_limit(library, 1001 - used, "It")
+    (tmp_path / ".settings.json").write_text("{")
+    assert read_settings(tmp_path) == Settings()
+
+
+def test_settings_that_cannot_be_written_are_refused_with_a_sentence(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(LibraryError, match="could not be used"):
+        write_settings(blocked, Settings(1.0))

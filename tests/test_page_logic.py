@@ -39,3 +39,13 @@ def test_files_import_only_the_page_and_one_another(path: Path) -> None:
             assert source in ("../../scripts/app.js", "../../scripts/api.js")
         else:
             assert (path.parent / source).is_file(), source
+
+
+def test_new_nodes_have_the_sizes_of_the_first_preset() -> None:
+    import pack  # noqa: F401
+    from hybrid_trt.engine_builder.profiles import DEFAULTS
+
+    text = (JS / "lib" / "presets.mjs").read_text(encoding="utf-8")
+    found = re.findall(r"(\w+): (\d+)", re.search(r"presetAny: \{(.*?)\}", text)[1])
+    assert {name: int(value) for name, value in found} == {name: DEFAULTS[name] for name, _ in found}
+    assert len(found) == 5

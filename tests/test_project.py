@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pack
+import pytest
 from comfy_process import ComfyProcess
 
 ROOT: Path = pack.ROOT
@@ -57,3 +61,48 @@ def test_readme_explains_every_reason_and_every_node() -> None:
 
     for word in [*NODES.values(), *(reason.value for reason in Reason)]:
         assert word in text, f"README.md does not mention {word!r}"
+
+
+@pytest.fixture(scope="module")
+def packed() -> list[str]:
+    """The files that the registry's package gets: git's, less those that .comfyignore names by folder or by name."""
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files"], stdout=subprocess.PIPE, text=True, check=True)
+    ignored = [line for line in (ROOT / ".comfyignore").read_text().split() if line]
+    return [file for file in listed.stdout.splitlines() if not any(_matches(file, rule) for rule in ignored)]
+
+
+def _matches(file: str, rule: str) -> bool:
+    return file.startswith(rule) if rule.endswith("/") else fnmatch.fnmatch(Path(file).name, rule)
+
+
+def test_the_registrys_package_has_what_users_need_and_nothing_else(packed: list[str]) -> None:
+    tops = {file.split("/")[0] for file in packed}
+    assert tops >= {"__init__.py", "install.py", "pyproject.toml", "requirements.txt", "README.md", "LICENSE"}
+    assert tops & {"tests", "tools", "build", ".ci", ".gitignore", ".comfyignore", "Makefile"} == set()
+    code = [path.relative_to(ROOT).as_posix() for top in tops for path in (ROOT / top).rglob("*.py")]
+    assert sorted(code) == sorted(file for file in packed if file.endswith(".py") and "/" in file)
+    for node in NODES:
+        assert {f"js/docs/{node}/{language}.md" for language in ("en", "zh")} <= set(packed)
+    for folder, pattern in (("js", "*.js"), ("js", "*.css"), ("js/lib", "*.mjs"), ("locales/en", "*.json"),
+                            ("locales/zh", "*.json"), ("workflows", "*.json"), ("workflows", "*.jpg")):  # fmt: skip
+        there = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).glob(pattern)}
+        assert there
+        assert there <= set(packed), there - set(packed)
+
+
+def test_the_registrys_own_checks_pass() -> None:
+    """What ``comfy node validate`` looks at: pyproject.toml, and ruff's rules against exec, eval and ``;``."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.search(r'^name = "[a-z][a-z0-9-]+"$', project, re.M)
+    assert re.search(r'^version = "\d+\.\d+\.\d+"$', project, re.M)
+    assert re.search(r'^license = \{ file = "LICENSE" \}$', project, re.M)
+    assert re.search(r'^PublisherId = "[\w-]+"$', project, re.M)
+    assert re.search(r'^DisplayName = ".+"$', project, re.M)
+    assert re.search(r'^requires-comfyui = ">=\d+\.\d+\.\d+"$', project, re.M)  # fewer parts are dropped
+    assert re.search(r'^Repository = "https://github\.com/.+"$', project, re.M)
+    assert not re.search(r"^web\s*=", project, re.M)  # scripts would be loaded twice
+    command = [sys.executable, "-m", "ruff", "check", ".", "-q", "--isolated", "--exclude", "build"]
+    found = subprocess.run(
+        [*command, "--select", "S102,S307,E702"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert found.returncode == 0, found.stdout

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pack
 import pytest
+import torch
+from comfy_process import ComfyProcess
+from scenarios import Scenario
+from scenarios import prompt as prompt_of
 
 pack.import_comfy()
 
@@ -13,6 +18,9 @@ from hybrid_trt.engine_library import Fallback, Reason  # noqa: E402
 from hybrid_trt.engine_runtime import ledger  # noqa: E402
 from hybrid_trt.engine_runtime.ledger import Tally, last_run, open_tally  # noqa: E402
 from hybrid_trt.engine_runtime.report_plot import ENGINE_COLOUR, LABELS, MARGIN, NATIVE_COLOUR, ROW, WIDTH, plot  # noqa: E402
+from hybrid_trt.engine_runtime.timing import CallTimes, named_range, timed  # noqa: E402
+
+CPU = torch.device("cpu")
 
 
 def tally(calls: str) -> Tally:
@@ -65,3 +73,106 @@ def test_the_last_run_of_a_node_is_the_latest_prompt_that_called_it(monkeypatch:
         monkeypatch.setattr(ledger, "executing", lambda prompt=prompt: Context(prompt))
         open_tally("unet", "m", "1", key)
     assert [found[0] if (found := last_run(key)) else None for key in ("a", "b", "c")] == ["p2", "p3", None]
+
+
+class Clock:
+    """Stands in for measured times."""
+
+    def __init__(self, *ms: float):
+        self._ms = ms
+
+    def ms(self) -> list[float]:
+        return list(self._ms)
+
+
+def test_calls_are_timed_in_their_order_and_those_that_raise_are_not() -> None:
+    times = CallTimes(CPU)
+    for seconds in (0.03, 0.001):
+        with timed(times):
+            time.sleep(seconds)
+    with pytest.raises(ValueError, match="x"), timed(times):
+        raise ValueError("x")
+    long, short = times.ms()
+    assert 30 <= long < 300
+    assert 1 <= short < long
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
+def test_calls_on_a_gpu_are_timed_without_waiting_for_it() -> None:
+    gpu = torch.device("cuda")
+    matrix = torch.randn(8192, 8192, device=gpu)
+    torch.mm(matrix, matrix)
+    torch.cuda.synchronize()
+    times, started = CallTimes(gpu), time.perf_counter()
+    with timed(times), named_range("Hybrid TRT test"):
+        for _ in range(50):
+            torch.mm(matrix, matrix)
+    queued = 1000 * (time.perf_counter() - started)
+    torch.cuda.synchronize()
+    took = 1000 * (time.perf_counter() - started)
+    (ms,) = times.ms()
+    assert queued < 0.5 * ms
+    assert ms == pytest.approx(took, rel=0.2)
+
+
+def test_cells_are_as_high_as_their_calls_were_long() -> None:
+    row = tally("eenn")
+    row.times = Clock(10.0, 5.0, 10.0, 500.0)
+    image = plot([row])[0]
+    step = (WIDTH - LABELS - MARGIN) / 4
+    heights = []
+    for i, colour in enumerate((ENGINE_COLOUR, ENGINE_COLOUR, NATIVE_COLOUR, NATIVE_COLOUR)):
+        rgb = torch.tensor([int(colour[j : j + 2], 16) / 255 for j in (1, 3, 5)])
+        column = image[MARGIN + ROW :, int(LABELS + (i + 0.4) * step)]
+        heights.append(int((column - rgb).abs().amax(-1).lt(0.01).sum()))
+    assert heights[0] == heights[2] == pytest.approx(2 * heights[1], abs=2)
+    assert heights[0] < heights[3] <= 30  # a call that loaded is cut off, and does not flatten the others
+
+
+@pytest.fixture(scope="module")
+def timed_and_not(sd15: ComfyProcess) -> list[tuple[dict, str, float]]:
+    """Report, text and the prompt's milliseconds: of a run to warm up, a timed run, and one with timing off."""
+    found = []
+    for seed, timing in ((601, True), (602, True), (603, False)):
+        graph = prompt_of(Scenario(seed=seed, width=192, height=192, steps=4), True, "timed")
+        graph["report"]["inputs"]["time_calls"] = timing
+        history = sd15.queue(graph)
+        assert history.ok, history.error
+        report, text = (history.output("report", name)[0] for name in ("report", "text"))
+        found.append((report, text, 1000 * history.seconds))
+    return found
+
+
+def test_each_call_has_its_time_and_together_they_are_the_sampling(timed_and_not: list) -> None:
+    report, text, prompt_ms = timed_and_not[1]
+    assert len(report["rows"]) == 3
+    for row in report["rows"]:
+        ms = row["ms"]
+        assert len(ms["calls"]) == len(row["calls"]) == row["engine"] + row["native"] == 4
+        assert min(ms["calls"]) > 0
+        assert sum(ms["calls"]) == pytest.approx(ms["total"], abs=0.1)
+        assert sorted(ms["calls"])[1] <= ms["median"] <= sorted(ms["calls"])[2]
+    total = sum(row["ms"]["total"] for row in report["rows"])
+    assert 0.5 * prompt_ms < total < prompt_ms
+    usual = {row["name"]: row["ms"]["median"] for row in report["rows"]}
+    assert f"{max(usual, key=usual.get)} bounds the step" in text
+    assert text.count("ms per call") == 3
+
+
+def test_with_timing_off_nothing_is_measured(timed_and_not: list) -> None:
+    report, text, _ = timed_and_not[2]
+    assert [row["ms"] for row in report["rows"]] == [None] * 3
+    assert all(row["engine"] == 4 for row in report["rows"])
+    assert " ms" not in text
+    assert "bounds" not in text
+
+
+def test_native_calls_are_timed_too(sd15: ComfyProcess) -> None:
+    """The engines are for smaller images than this one."""
+    graph = prompt_of(Scenario(seed=604, width=576, height=64, steps=2), True, "timed")
+    history = sd15.queue(graph)
+    assert history.ok, history.error
+    for row in history.output("report", "report")[0]["rows"]:
+        assert (row["engine"], row["native"]) == (0, 2)
+        assert min(row["ms"]["calls"]) > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from comfy_process import ComfyProcess
 from fake_engine import publish
 from hybrid_trt.engine_library import Library
 from hybrid_trt.engine_library.archive import export_engine
+from scenarios import Scenario
+from scenarios import prompt as scenario_prompt
 
 OURS = {"X-Hybrid-TRT": "1"}
 PROMPT = {
@@ -215,3 +218,59 @@ def test_the_key_of_a_node_is_what_it_stands_for(comfy: ComfyProcess) -> None:
     assert key(changed(model=["1", 1])) != same
     other = {"1": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "another"}}}
     assert key(PROMPT | other) != same
+
+
+@pytest.fixture
+def settings_file(comfy: ComfyProcess) -> Iterator[Path]:
+    """The library's settings, gone after the test."""
+    path = comfy.base / "models" / "trt_engines" / ".settings.json"
+    path.unlink(missing_ok=True)
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def test_the_limit_is_kept_and_refuses_what_does_not_fit(
+    comfy: ComfyProcess, engine: Path, settings_file: Path
+) -> None:
+    folder = str(engine.parent)
+    assert ask(comfy, "GET", "/settings") == (200, {"folders": [folder], "limit_gb": 0.0})
+    made = ask(comfy, "POST", f"/engines/{engine.name}/export")[1]
+    file = comfy.base / "output" / made["subfolder"] / made["filename"]
+    data = file.read_bytes()
+    file.unlink()
+    assert post(comfy, "/settings", {"limit_gb": 1e-9}) == (200, {"folders": [folder], "limit_gb": 1e-9})
+    assert json.loads(settings_file.read_text())["limit_gb"] == 1e-9
+    status, answer = ask(comfy, "POST", "/engines/import", data)
+    assert status == 409
+    assert "settings allow" in answer["error"]
+    assert "raise the limit" in answer["error"]
+    assert post(comfy, "/settings", {"limit_gb": 0})[0] == 200
+    assert ask(comfy, "POST", "/engines/import", data)[0] == 200
+
+
+@pytest.mark.parametrize(("data", "status"), [
+    ({"limit_gb": -1}, 409), ({"limit_gb": "10"}, 409), ({"limit_gb": True}, 409), ({"limit_gb": None}, 409),
+    ({"limit_gb": 1e300}, 409), ({}, 400), ({"limit_gb": 1, "more": 2}, 400), ({"folder": "/"}, 409), ([], 400),
+])  # fmt: skip
+def test_senseless_settings_are_refused(comfy: ComfyProcess, settings_file: Path, data: Any, status: int) -> None:
+    found, answer = post(comfy, "/settings", data)
+    assert found == status
+    assert re.search(r"nothing was (changed|done)", answer["error"])
+    assert not settings_file.exists()
+
+
+def test_settings_are_no_other_sites_to_change(comfy: ComfyProcess, settings_file: Path) -> None:
+    assert ask(comfy, "POST", "/settings", b'{"limit_gb": 1}', {})[0] == 403
+    assert not settings_file.exists()
+
+
+def test_a_build_above_the_limit_is_refused_with_a_sentence(comfy: ComfyProcess, settings_file: Path) -> None:
+    settings_file.parent.mkdir(parents=True, exist_ok=True)
+    settings_file.write_text('{"limit_gb": 0.001}')
+    settings = {"when_missing": "build now", "max_size": 192}  # a profile of its own
+    graph = scenario_prompt(Scenario(controls=[], steps=1, seed=905, settings=settings), True, "x")
+    history = comfy.queue(graph)
+    assert history.ok, history.error
+    row = history.output("report", "report")[0]["rows"][0]
+    assert (row["engine"], row["native"]) == (0, 1)
+    assert "the settings allow 1.0 MB in all" in history.output("unet_engine", "text")[0]

@@ -141,9 +141,10 @@ class ComfyProcess:
         if self.pid is not None:
             raise ComfyProcessError(f"ComfyUI runs already, as process {self.pid}")
         self._prepare_base()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        if not self.port:  # a server that starts again is found where it was
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                self.port = probe.getsockname()[1]
         command = [self.python, str(self.comfyui / "main.py"), "--listen", "127.0.0.1", "--port", str(self.port),
                    "--base-directory", str(self.base), "--database-url", "sqlite:///:memory:", "--disable-api-nodes",
                    "--disable-auto-launch", *(["--cpu"] if self.cpu else []), *self.arguments]

@@ -62,7 +62,7 @@ SDXL = Family(
     "*diffusers/controlnet-depth-sdxl-1.0*, saved under the names shown.\n\n",
 )
 #: With room for the status that the node shows after a run.
-ENGINE = (370, 0)
+ENGINE = (370, 260)
 LOADER = (330, 0)
 
 

@@ -61,7 +61,7 @@ def two_controlnets(name: str, family: Family) -> Recipe:
              "scheduler": "normal", "denoise": 1.0},
             {"model": "patch.model", "positive": "apply.positive", "negative": "apply.negative",
              "latent_image": "latent.LATENT"}, (300, 0)),
-        "report": node("TRTReport", None, {}, {"after": "sampler.LATENT"}, (360, 170)),
+        "report": node("TRTReport", None, {}, {"after": "sampler.LATENT"}, (360, 230)),
         "decode": node("VAEDecode", None, {}, {"samples": "report.after", "vae": "checkpoint.VAE"}, (360, 0)),
         "text": node("PreviewAny", "What ran where", {}, {"source": "report.report"}, (360, 190)),
         "save": node("SaveImage", None, {"filename_prefix": "hybrid-trt"}, {"images": "decode.IMAGE"}, (360, 340)),

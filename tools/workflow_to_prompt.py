@@ -40,6 +40,9 @@ def to_prompt(workflow: Workflow, object_info: ObjectInfo) -> Prompt:
     """
     _check_format(workflow)
     graph = _Graph(workflow)
+    for node in graph.nodes.values():
+        if node.get("mode", 0) == BYPASSED and node["type"] in object_info:
+            graph.nodes[node["id"]] = {**node, "inputs": _sockets(node, object_info)}
     prompt: Prompt = {}
     for node in graph.nodes.values():
         if node["type"] in VIRTUAL or node.get("mode", 0) in (MUTED, BYPASSED):
@@ -228,6 +231,16 @@ class _Graph:
         if output < len(node.get("inputs") or []):
             return self.source_of_input(node, output, kind, seen)
         return None
+
+
+def _sockets(node: Node, object_info: ObjectInfo) -> list[dict[str, Any]]:
+    """A node's inputs with those of its widgets, which the page adds where a file has none."""
+    listed = node.get("inputs") or []
+    names = {socket["name"] for socket in listed}
+    groups = object_info[node["type"]]["input"]
+    kinds = {name: spec[0] for group in ("required", "optional") for name, spec in groups.get(group, {}).items()}
+    more = [w.name for w in _widgets(node, object_info) if w.sent and w.name not in names]
+    return [*listed, *({"name": name, "type": str(kinds.get(name, "COMBO")), "link": None} for name in more)]
 
 
 def _bypass_slot(node: Node, output: int, kind: Any) -> int | None:

@@ -76,7 +76,7 @@ panel *TRT engines* on the left lists, checks, exports and deletes them.
 """
     nodes = _models(note, NETS[:2])
     for i, engine in enumerate(("unet_engine.engine", "engine_1.control_net", "engine_2.control_net"), start=1):
-        nodes[f"report_{i}"] = node("TRTReport", f"Engine {i}", {}, {"after": engine}, (330, 130))
+        nodes[f"report_{i}"] = node("TRTReport", f"Engine {i}", {}, {"after": engine}, (330, 220))
     return _recipe("sd15_build_engines", nodes, [
         group("1 Models", MODELS, ["note", "checkpoint", "net_1", "net_2"]),
         group("2 Engines", ENGINES, ["unet_engine", "engine_1", "engine_2"]),
@@ -180,7 +180,7 @@ def _sampling(latent: str, denoise: float = 1.0) -> Nodes:
              "scheduler": "normal", "denoise": denoise},
             {"model": "patch.model", "positive": "apply.positive", "negative": "apply.negative",
              "latent_image": latent}, (300, 0)),
-        "report": node("TRTReport", None, {}, {"after": "sampler.LATENT"}, (360, 190)),
+        "report": node("TRTReport", None, {}, {"after": "sampler.LATENT"}, (360, 230)),
         "decode": node("VAEDecode", None, {}, {"samples": "report.after", "vae": "checkpoint.VAE"}, (360, 0)),
         "text": node("PreviewAny", "What ran where", {}, {"source": "report.report"}, (360, 190)),
         "save": node("SaveImage", None, {"filename_prefix": "hybrid-trt"}, {"images": "decode.IMAGE"}, (360, 340)),

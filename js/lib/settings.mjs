@@ -1,4 +1,8 @@
-// The pack's settings: what a new engine node starts with. Nodes of opened workflows keep what they were saved with.
+// The pack's settings: what a new engine node starts with, and those of the library, which the server keeps.
+// Nodes of opened workflows keep what they were saved with.
+
+import { request } from "./server.mjs";
+import { t } from "./texts.mjs";
 
 const CATEGORY = "Hybrid TRT";
 const WIDGETS = { when_missing: "HybridTRT.WhenMissing", backend: "HybridTRT.Backend", precision: "HybridTRT.Precision" };
@@ -20,6 +24,60 @@ export function defaultsFor(node, get) {
         const value = widget.name in WIDGETS ? get(WIDGETS[widget.name]) : undefined;
         if (value !== undefined && widget.options?.values?.includes?.(value)) widget.value = value;
     }
+}
+
+/**
+ * Settings that are drawn by ourselves, because the server's library has them and not the user's list of settings.
+ * @param {any} api ComfyUI's api
+ */
+export function librarySettings(api) {
+    return [
+        librarySetting("LibraryLimit", "Largest size of all engines (GB)", () => limitField(api)),
+        librarySetting("LibraryFolder", "Folder of the engines", () => folderField(api)),
+    ];
+}
+
+/** A number of gigabytes; what the server says to a new one is shown below it. */
+function limitField(api) {
+    const field = document.createElement("input");
+    Object.assign(field, { type: "number", min: "0", step: "any", disabled: true });
+    field.setAttribute("aria-label", t("limit"));
+    const say = document.createElement("div");
+    const show = (text, tone) => Object.assign(say, { textContent: text, className: "hybrid-trt-quiet" }).dataset.tone = tone;
+    const exchange = async (options) => {
+        try {
+            field.value = String((await request(api, "/settings", options)).limit_gb);
+            field.disabled = false;
+            show(t(options ? "limitKept" : "limitHint"), "idle");
+        } catch (failure) {
+            show(failure.message, "bad");
+        }
+    };
+    field.addEventListener("change", () => exchange({ method: "POST", json: { limit_gb: field.value === "" ? 0 : Number(field.value) } }));
+    field.addEventListener("keydown", (event) => event.stopPropagation());
+    exchange();
+    return column(field, say);
+}
+
+/** The folders with engines, builds go to the first, and how to have another one. */
+function folderField(api) {
+    const folders = document.createElement("div"), say = document.createElement("div");
+    Object.assign(say, { textContent: t("folderHint"), className: "hybrid-trt-quiet" });
+    request(api, "/settings").then(
+        (answer) => folders.append(...answer.folders.map((path) => Object.assign(document.createElement("div"), { textContent: path }))),
+        (failure) => { folders.textContent = failure.message; });
+    return column(folders, say);
+}
+
+function column(...parts) {
+    const made = document.createElement("div");
+    made.className = "hybrid-trt-setting";
+    made.append(...parts);
+    return made;
+}
+
+function librarySetting(id, name, draw) {
+    return { id: `HybridTRT.${id}`, name, type: draw, defaultValue: null, category: [CATEGORY, "Engine library", name] };
 }
 
 function setting(id, name, options, defaultValue) {

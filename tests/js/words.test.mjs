@@ -2,8 +2,9 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { promptError } from "../../js/lib/build.mjs";
 import { engineLines, jobLines, matching, shownJobs, tone } from "../../js/lib/panel_words.mjs";
-import { applyPreset, PRESETS, presetMenu } from "../../js/lib/presets.mjs";
+import { applyPreset, PRESETS, presetMenu, presetOf, presetWidget } from "../../js/lib/presets.mjs";
 import { defaultsFor } from "../../js/lib/settings.mjs";
+import { toneOf } from "../../js/lib/text_view.mjs";
 import { keys, setLanguage, t } from "../../js/lib/texts.mjs";
 import { buttonLabel, describe, duration, elapsed, error, runWords, size } from "../../js/lib/words.mjs";
 
@@ -98,4 +99,36 @@ test("presets rise from min to max and set the widgets that there are", () => {
     submenu.options[2].callback();
     assert.deepEqual([node.widgets.map((w) => w.value), heard, done], [[1024, "auto"], [1024], 1]);
     applyPreset({}, {});
+});
+
+test("the preset's widget says what the sizes are, whoever changed them, and is saved nowhere", () => {
+    const widgets = Object.entries(PRESETS.presetAny).map(([name, value]) => ({ name, value, options: { advanced: true } }));
+    const node = { widgets, addWidget(type, name, value, callback, options) {
+        const widget = { type, name, value, callback, options };
+        this.widgets.push(widget);
+        return widget;
+    } };
+    let done = 0;
+    presetWidget(node, () => { done += 1; });
+    const preset = node.widgets.at(-1), max = node.widgets.find(({ name }) => name === "max_size");
+    assert.deepEqual([preset.value, preset.serialize, preset.options.serialize], [t("presetAny"), false, false]);
+    preset.callback(t("presetSdxl"));
+    assert.deepEqual([presetOf(node), max.value, preset.value, done], ["presetSdxl", 1024, t("presetSdxl"), 1]);
+    max.value = 1152;
+    max.callback(1152);
+    assert.equal(presetOf(node), null);
+    assert.deepEqual([max.advanced, max.hidden], [true, true]);
+    assert.match(preset.value, /1024 to 1152/);
+    assert.ok(preset.options.values.includes(preset.value));
+    node.toggleAdvanced = () => { node.showAdvanced = true; };
+    preset.callback(t("presetMore"));
+    assert.deepEqual([node.showAdvanced, max.hidden ?? false], [true, false]);
+    assert.equal(max.value, 1152);
+    max.value = 1024;
+    node.onConfigure();
+    assert.equal(preset.value, t("presetSdxl"));
+});
+
+test("a native call makes a report amber, and a report of nothing is neither good nor bad", () => {
+    assert.deepEqual([{ native: [true] }, { native: [false] }, {}].map(toneOf), ["warn", "good", "idle"]);
 });

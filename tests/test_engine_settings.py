@@ -1,0 +1,222 @@
+"""Sizes, the library's limit, Chinese, and what outlives a reload or a restart, in ComfyUI's page; with real clicks."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import READY, ComfyPage, chromium, comfy_page
+from comfy_process import ComfyProcess
+from engine_page import EnginePage
+from fake_engine import publish
+from playwright.sync_api import Browser
+from workflow_recipes import with_tiny_models
+from workflow_to_prompt import set_widget
+
+pytestmark = pytest.mark.browser
+
+NAME = "sd15_two_controlnets"
+WORKFLOW = Path(__file__).resolve().parent.parent / "workflows" / f"{NAME}.json"
+MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 60}
+NET = "TRT ControlNet Engine 1"
+SIZES = ("min_size", "opt_size", "max_size", "max_images", "max_tokens")
+#: What a node's widgets are, and which of them a person sees.
+WIDGETS = """id => { const node = app.graph.getNodeById(id); return Object.fromEntries(node.widgets.map(w => [w.name,
+    { value: w.value, seen: node.isWidgetVisible(w) }])); }"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
+def opened(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
+    with comfy_page(browser, comfy.url, vue=request.param) as page:
+        yield page
+
+
+@pytest.fixture
+def page(opened: ComfyPage, request: pytest.FixtureRequest) -> Iterator[EnginePage]:
+    opened.errors.clear()
+    yield EnginePage(opened, request.node.originalname.removeprefix("test_"))
+    assert not opened.errors
+
+
+@pytest.fixture(scope="module")
+def tiny(comfy: ComfyProcess) -> dict[str, Any]:
+    return with_tiny_models(json.loads(WORKFLOW.read_text(encoding="utf-8")), comfy.object_info())
+
+
+def load(page: EnginePage, made: dict[str, Any]) -> None:
+    page.page.load(made, NAME)
+    page.page.fit(**MARGINS)
+
+
+def reload(page: EnginePage) -> None:
+    raw = page.page.page
+    raw.reload(wait_until="domcontentloaded")
+    raw.wait_for_function(READY, timeout=90000)
+    raw.wait_for_function("vue => LiteGraph.vueNodesMode === vue", arg=page.page.vue)
+
+
+def close_up(page: EnginePage, node: int) -> None:
+    """One node in its real size."""
+    page.page.page.evaluate("""id => { const node = app.graph.getNodeById(id); app.canvas.ds.scale = 1;
+        app.canvas.ds.offset = [500 - node.pos[0], 200 - node.pos[1]]; app.canvas.setDirty(true, true); }""", node)
+    page.page.settle()
+
+
+def test_a_person_sees_one_preset_and_the_numbers_on_demand(page: EnginePage, tiny: dict[str, Any]) -> None:
+    load(page, tiny)
+    before, saved = page.page.prompt(), page.page.workflow()
+    raw, net = page.page.page, page.node(NET)
+    close_up(page, net)
+    page.shot("folded")
+    widgets = raw.evaluate(WIDGETS, net)
+    assert [name for name in SIZES if widgets[name]["seen"]] == []
+    assert "64 to 512" in widgets["size_preset"]["value"]
+
+    if page.page.vue:
+        raw.locator(f"[data-node-id='{net}']").get_by_role("combobox").filter(has_text="Own").click()
+        raw.get_by_role("option", name="SDXL: 1024 only").click()
+    else:
+        page.click(net, "size_preset")
+        raw.locator(".litecontextmenu").get_by_text("SDXL: 1024 only").click()
+    widgets = raw.evaluate(WIDGETS, net)
+    assert [widgets[name]["value"] for name in SIZES] == [1024, 1024, 1024, 1, 231]
+    now = page.page.prompt()
+    changed = {name: now[str(net)]["inputs"][name] for name in SIZES}
+    assert changed == {"min_size": 1024, "opt_size": 1024, "max_size": 1024, "max_images": 1, "max_tokens": 231}
+    assert set(now[str(net)]["inputs"]) == set(before[str(net)]["inputs"])
+
+    if page.page.vue:
+        shown = raw.locator(f"[data-node-id='{net}']")
+        assert shown.get_by_text("max_size").count() == 0
+        shown.get_by_text("Show advanced inputs").click()
+        shown.get_by_text("max_size").wait_for()
+    else:
+        page.click(net, "size_preset")
+        raw.locator(".litecontextmenu").get_by_text("Show all settings").click()
+        assert all(raw.evaluate(WIDGETS, net)[name]["seen"] for name in SIZES)
+    page.page.settle()
+    page.shot("unfolded")
+
+    # what is saved has the same values in the same order as before there were presets
+    node = next(n for n in saved["nodes"] if str(n["id"]) == str(net))
+    assert [v for v in node["widgets_values"] if v is not None] == ["build now", 64, 128, 512, 4, 616, "auto", "auto"]
+    load(page, copy.deepcopy(saved))
+    assert page.page.prompt() == before
+
+
+def test_the_limit_is_set_in_the_settings_dialog(page: EnginePage, comfy: ComfyProcess) -> None:
+    root = comfy.base / "models" / "trt_engines"
+    publish(root)
+    file = root / ".settings.json"
+    file.unlink(missing_ok=True)
+    raw = page.page.page
+    raw.evaluate("() => { app.extensionManager.command.execute('Comfy.ShowSettingsDialog') }")
+    raw.get_by_text("Hybrid TRT", exact=True).first.click()
+    field = raw.get_by_role("spinbutton", name="Largest size of all engines (GB)")
+    field.wait_for()
+    raw.wait_for_function("e => !e.disabled", arg=field.element_handle())
+    assert field.input_value() == "0"
+    assert raw.get_by_text(str(root)).is_visible()
+    assert raw.get_by_text("extra_model_paths.yaml").is_visible()
+    field.fill("12.5")
+    field.press("Tab")
+    raw.get_by_text("Saved; the next build keeps it.").wait_for()
+    page.shot("saved")
+    assert json.loads(file.read_text())["limit_gb"] == 12.5
+    field.fill("-3")
+    field.press("Tab")
+    raw.get_by_text("has to lie between 0").wait_for()
+    page.shot("refused")
+    assert json.loads(file.read_text())["limit_gb"] == 12.5
+    file.unlink()
+    raw.keyboard.press("Escape")
+
+
+def test_chinese_is_on_nodes_panel_and_settings(page: EnginePage, comfy: ComfyProcess, tiny: dict[str, Any]) -> None:
+    raw = page.page.page
+
+    def speak(language: str) -> None:
+        raw.evaluate("v => app.extensionManager.setting.set('Comfy.Locale', v)", language)
+        reload(page)
+
+    try:
+        speak("zh")
+        load(page, tiny)
+        net = page.node(NET)
+        close_up(page, net)
+        status = page.status(net)
+        assert status["button"] in ("构建引擎", "重新构建")
+        assert "自定义" in raw.evaluate(WIDGETS, net)["size_preset"]["value"]
+        labels = raw.evaluate("id => app.graph.getNodeById(id).widgets.map(w => w.label)", net)
+        assert {"缺少引擎时", "尺寸"} <= set(labels)
+        raw.get_by_role("button", name="TRT 引擎").click()
+        panel = raw.locator(".hybrid-trt-panel")
+        panel.get_by_placeholder("筛选").wait_for()
+        assert panel.get_by_text("刷新").is_visible()
+        page.shot("node-and-panel")
+        raw.evaluate("() => { app.extensionManager.command.execute('Comfy.ShowSettingsDialog') }")
+        raw.get_by_text("Hybrid TRT", exact=True).first.click()
+        raw.get_by_text("没有引擎时").first.wait_for()
+        raw.get_by_text("0 表示不限制").wait_for()
+        page.shot("settings")
+    finally:
+        speak("en")
+
+
+def test_a_build_that_failed_is_told_after_a_reload_too(
+    page: EnginePage, comfy: ComfyProcess, tiny: dict[str, Any]
+) -> None:
+    """The limit makes it fail, at once."""
+    made = copy.deepcopy(tiny)
+    size = 448 if page.page.vue else 320  # profiles of their own, so that neither mode finds the other's failure
+    set_widget(made, "TRTControlNetEngine", "max_size", size, comfy.object_info())
+    file = comfy.base / "models" / "trt_engines" / ".settings.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text('{"limit_gb": 0.001}')
+    try:
+        load(page, made)
+        net = page.node(NET)
+        page.click(net)
+        failed = page.wait_for(net, "failed", "ready", timeout=60)
+        assert "the settings allow 1.0 MB in all" in failed["text"]
+        assert "raise the limit" in failed["text"]
+    finally:
+        file.unlink()
+    close_up(page, net)
+    page.shot("failed")
+    reload(page)
+    load(page, made)
+    again = page.wait_for(net, "failed", timeout=3)
+    assert "the settings allow 1.0 MB in all" in again["text"]
+    assert again["button"] == "Build engine"
+
+
+def test_a_server_that_restarts_in_a_build_leaves_no_node_waiting(
+    page: EnginePage, comfy: ComfyProcess, tiny: dict[str, Any]
+) -> None:
+    if page.page.vue:
+        pytest.skip("The same code in both modes; one restart is enough.")
+    made = copy.deepcopy(tiny)
+    set_widget(made, "TRTControlNetEngine", "max_size", 576, comfy.object_info())
+    load(page, made)
+    net = page.node(NET)
+    page.click(net)
+    page.wait_for(net, "building", timeout=60)
+    page.wait_until(net, lambda s: (s["width"] or 0) > 1, "progress")
+    comfy.stop()
+    comfy.start()
+    after = page.wait_for(net, "none", "unknown", timeout=2)
+    page.shot("restarted")
+    assert after["button"] == "Build engine"
+    assert after["width"] is None
+    assert list((comfy.base / "models" / "trt_engines").glob(".building*")) == []
