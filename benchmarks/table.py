@@ -2,7 +2,7 @@
 
     python benchmarks/table.py benchmarks/results/h200.json
     python benchmarks/table.py new.json --against old.json
-    python benchmarks/table.py benchmarks/results/h200.json --plot docs/images/speed.png
+    python benchmarks/table.py benchmarks/results/h200.json --plot docs/images/speed.png --readme README.md
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,43 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+WORDS = {
+    "sd15_unet": "SD1.5 512 px: UNet with residuals", "sd15_controlnet": "SD1.5 512 px: one ControlNet",
+    "sd15_step_2cn": "SD1.5 512 px: a sampling step, 2 ControlNets",
+    "sd15_step_4cn": "SD1.5 512 px: a sampling step, 4 ControlNets",
+    "sd15_ksampler_2cn (default)": "SD1.5 512 px: a whole prompt, 20 steps, 2 ControlNets",
+    "sd15_ksampler_2cn (disable-dynamic-vram)": "the same with `--disable-dynamic-vram`",
+    "sdxl_unet": "SDXL 1024 px: UNet with residuals", "sdxl_controlnet": "SDXL 1024 px: one ControlNet",
+    "sdxl_step_2cn": "SDXL 1024 px: a sampling step, 2 ControlNets",
+}
+"""The rows that the README shows, in its words."""
+
+MARKS = ("<!-- speed: made by benchmarks/table.py -->\n", "<!-- end of speed -->\n")
+
+
+def for_readme(data: dict[str, Any]) -> str:
+    """What the README says: the most telling rows, and on what they were measured."""
+    meta, rows = data["meta"], {name(row): row for row in data["rows"]}
+    said = (f"Milliseconds on an {meta['gpu']}, torch {meta['torch']}, ComfyUI {meta['comfyui']}, fp16, batch 2 (one "
+            "image with CFG), random weights, medians, native and engine in one run. Networks and steps are measured "
+            "with `--disable-dynamic-vram`, which is native's faster way:")
+    lines = [*textwrap.wrap(said, 118), "",
+             "| what | native | CUDA graph, no build | `torch` engine | faster | relative error |", "|---" * 6 + "|"]
+    for case, words in WORDS.items():
+        row = rows[case]
+        cells = [cell(row["native_ms"]), cell(row.get("graph_ms")), cell(row["engine_ms"]),
+                 f"**{row['native_ms'] / row['engine_ms']:.1f}x**", cell(row["rel_err"])]
+        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def put_into(readme: Path, text: str) -> None:
+    """Replace what stands between the marks."""
+    old = readme.read_text(encoding="utf-8")
+    before, rest = old.split(MARKS[0])
+    readme.write_text(before + MARKS[0] + text + MARKS[1] + rest.split(MARKS[1])[1], encoding="utf-8")
+
+
 def regressions(new: list[dict[str, Any]], old: list[dict[str, Any]]) -> list[str]:
     """What got slower or less exact than before, a sentence each. Native times are not ours and are not compared."""
     before = {name(row): row for row in old}
@@ -58,25 +96,29 @@ def regressions(new: list[dict[str, Any]], old: list[dict[str, Any]]) -> list[st
 
 
 def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Bars of native, graph and engine times, each relative to native."""
+    """The README's rows as bars: the part of native's time that the graph and the engine take, with milliseconds."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    shown = [row for row in rows if row.get("native_ms") and row.get("engine_ms")]
-    figure, axes = plt.subplots(figsize=(9, 0.42 * len(shown) + 1.4))
+    shown = [row for row in rows if name(row) in WORDS]
+    figure, axes = plt.subplots(figsize=(9, 0.62 * len(shown) + 1.2))
     for i, (column, colour) in enumerate((("native_ms", "#999999"), ("graph_ms", "#5b9bd5"), ("engine_ms", "#70ad47"))):
-        at = [y + (i - 1) * 0.27 for y in range(len(shown))]
-        axes.barh(at, [row.get(column) or 0 for row in shown], height=0.25, color=colour, label=column[:-3])
-    axes.set_yticks(range(len(shown)), [name(row) for row in shown], fontsize=8)
+        for y, row in enumerate(shown):
+            if row.get(column):
+                part = row[column] / row["native_ms"]
+                axes.barh(y + (i - 1) * 0.28, part, height=0.26, color=colour,
+                          label=column[:-3] if y == 0 else None)
+                axes.text(part + 0.01, y + (i - 1) * 0.28, f"{cell(row[column])} ms", va="center", fontsize=7)
+    axes.set_yticks(range(len(shown)), [WORDS[name(row)].replace("`", "") for row in shown], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.set_xlabel("milliseconds (log scale)")
+    axes.set_xlim(0, 1.12)
+    axes.set_xlabel("time, native = 1")
     axes.set_title(title, fontsize=10)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="lower right")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> int:
@@ -84,11 +126,14 @@ def main() -> int:
     parser.add_argument("results", type=Path)
     parser.add_argument("--against", type=Path, help="an older file: exit with 1 when something got worse")
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--readme", type=Path, help="put the table for users between the marks in this file")
     options = parser.parse_args()
     data = json.loads(options.results.read_text(encoding="utf-8"))
     sys.stdout.write(markdown(data["rows"]) + "\n")
     if options.plot:
         plot(data["rows"], options.plot, f"{data['meta'].get('gpu', '')}, torch {data['meta'].get('torch', '')}")
+    if options.readme:
+        put_into(options.readme, for_readme(data))
     if options.against:
         found = regressions(data["rows"], json.loads(options.against.read_text(encoding="utf-8"))["rows"])
         sys.stdout.write("\n".join(found) + "\n" if found else "nothing got worse\n")

@@ -30,9 +30,14 @@ def export_engine(engine: Engine, target: Path, check: Check | None = None) -> P
         target: the file, or a folder to put ``<engine>.trtengine`` in.
 
     Raises:
-        LibraryError: the target cannot be written.
+        LibraryError: the target cannot be written, or the engine holds programs and serves on this machine only.
         Unavailable: the engine is damaged.
     """
+    if any(_may_be_program(name) for name in engine.manifest.files):
+        raise LibraryError(
+            f"{engine.folder.name} was not exported: it holds compiled programs, which no other machine would open. "
+            "Build it there; that machine's own build is the only one it trusts"
+        )
     engine.check_sizes()
     engine.check_contents(check)
     if target.is_dir():
@@ -108,7 +113,7 @@ def _manifest(archive: zipfile.ZipFile, source: Path) -> Manifest:
     for name, expected in manifest.files.items():
         if archive.getinfo(name).file_size != expected.bytes:
             raise _refused(source, f"{name} does not have the size that its manifest names")
-        if PurePosixPath(name).suffix.lower() in _PROGRAMS or name.startswith("."):
+        if _may_be_program(name) or name.startswith("."):
             raise _refused(source, f"{name} may contain a program, which an engine from elsewhere must not")
     if manifest.identity.export_format != EXPORT_FORMAT:
         made_with = manifest.identity.export_format
@@ -116,6 +121,10 @@ def _manifest(archive: zipfile.ZipFile, source: Path) -> Manifest:
     if not _plain(manifest.identity.folder_name):
         raise _refused(source, "its manifest's names do not make a folder's name")
     return manifest
+
+
+def _may_be_program(name: str) -> bool:
+    return PurePosixPath(name).suffix.lower() in _PROGRAMS
 
 
 def _plain(name: str) -> bool:

@@ -8,7 +8,6 @@ in the stack, and the first call of a run, which makes the hints, goes ComfyUI's
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,8 +20,6 @@ from .live_session import LiveSession
 
 ALWAYS = 999999999.0
 """ComfyUI's sigma for "from the first step on" is above this."""
-
-_streams: weakref.WeakKeyDictionary[LiveSession, torch.cuda.Stream] = weakref.WeakKeyDictionary()
 
 Control = dict[str, list[torch.Tensor]]
 
@@ -144,12 +141,10 @@ def _own_stream(session: LiveSession, start: torch.cuda.Event | None) -> Iterato
 
     Inputs need no further care: the current stream goes on after the end of this one.
     """
-    if start is None:
+    stream = session.graphs.stream
+    if start is None or stream is None:
         yield None
         return
-    if session not in _streams:
-        _streams[session] = torch.cuda.Stream(session.device)
-    stream = _streams[session]
     stream.wait_event(start)
     with torch.cuda.stream(stream):
         yield stream

@@ -7,6 +7,7 @@ dtype, the buffers belong to the recording, and results are handed out as copies
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -101,6 +102,11 @@ class GraphCache:
     def bytes(self) -> int:
         """Memory that recordings hold, measured when they were made."""
         return sum(recording.bytes for recording in self._recordings.values())
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """A stream that no other cache uses, for whoever runs several at once; None where nothing is recorded."""
+        return getattr(self._record, "stream", None)
 
     def clear(self) -> None:
         """Drop all recordings and what is known about failures."""
@@ -221,29 +227,49 @@ def _reserved(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
+_idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
+"""Streams that recorders have left behind: each keeps tens of megabytes of work space for good."""
+
+
 class CudaRecorder:
     """Records on CUDA. All recordings of one recorder share a pool of memory, because they never run at once.
 
-    Each recorder has a stream of its own to record on: torch keeps one work space for matrix products per stream, a
-    recording has its address, and graphs of several recorders do run at once.
+    Attributes:
+        stream: a stream that no other recorder has, to record on. torch keeps one work space for matrix products per
+            stream, a recording has its address, and graphs of several recorders do run at once.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        idle = _idle_streams.setdefault(device, [])
+        self.stream = idle.pop() if idle else torch.cuda.Stream(device)
+        weakref.finalize(self, idle.append, self.stream)
 
     def __call__(self, body: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()
         here = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
             body()  # makes the work space now: made while recording, it would belong to this graph alone
-        here.wait_stream(self._stream)
-        # thread_local: other threads of ComfyUI may use CUDA while this one records
-        with torch.cuda.device(self._device), torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            body()
+        here.wait_stream(self.stream)
+        try:
+            # thread_local: other threads of ComfyUI may use CUDA while this one records
+            with torch.cuda.device(self._device), torch.cuda.graph(
+                graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
+            ):
+                body()
+        except Exception:
+            self._leave_recording()
+            raise
         torch.cuda.empty_cache()  # what the runs before took outside the graph
         return graph
+
+    def _leave_recording(self) -> None:
+        """A failed recording leaves torch's random numbers in recording mode; one that succeeds takes them out."""
+        try:
+            torch.cuda.synchronize(self._device)
+            with torch.cuda.device(self._device), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream):
+                torch.zeros(1, device=self._device)
+        except Exception as error:
+            log.warning("Hybrid TRT: random numbers on %s may fail until ComfyUI restarts (%s)", self._device, error)

@@ -149,6 +149,7 @@ def test_what_cannot_be_recorded_runs_plainly_and_says_why() -> None:
     assert len(graphs) == 0
     assert torch.equal(graphs.run(lambda t: {"out": t["x"] + 1}, {"x": torch.zeros(3, device=GPU)})["out"].cpu(),
                        torch.ones(3)), "CUDA is usable after it"
+    assert torch.randn(3, device=GPU).isfinite().all(), "and its random numbers"
 
 
 def test_recording_while_another_thread_uses_the_gpu() -> None:
@@ -197,16 +198,23 @@ def test_without_memory_the_call_is_refused_and_the_next_one_with_memory_is_serv
         assert error(session, net, given) <= LIMIT
 
 
-def test_unloading_gives_the_memory_back() -> None:
+def test_unloading_gives_the_memory_back_and_many_sessions_take_no_more_than_one() -> None:
     net = tiny("controlnet")
     given = given_for(net, 5)
+
+    def use() -> None:
+        session = LiveSession(net, TORCH, "float16")
+        before = torch.cuda.memory_allocated()
+        with torch.inference_mode():
+            for _ in range(3):
+                session.run(given)
+        assert torch.cuda.memory_allocated() > before
+        session.unload()
+
+    use()  # the stream's work space stays, for the next session
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    session = LiveSession(net, TORCH, "float16")
-    with torch.inference_mode():
-        for _ in range(3):
-            session.run(given)
-    assert torch.cuda.memory_allocated() > before
-    session.unload()
+    for _ in range(3):
+        use()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_allocated() - before < 1 << 20
