@@ -8,7 +8,8 @@ Two ways, as ComfyUI has two ways of loading:
 * *Otherwise* ComfyUI would load all weights before each run. Here it loads them in its own low-memory way, with no
   bytes on the GPU: in that state native works at once, only slowly, since each layer's weights travel with each call.
   So whoever calls native, a call of ours or somebody else's, gets native's result; a call of ours first has the weights
-  loaded as ComfyUI would have.
+  loaded as ComfyUI would have. Where native runs again and again, weights are not moved each time: the run after a call
+  of ours has them from its start, and those that others fetched again stay until ComfyUI wants the room.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class NativeWeights:
         self._stand_in: OffloadedPatcher | None = None  # ComfyUI refers to it weakly
         self._memory = (0.0, 0.0)
         self._wanted = False
+        self._gave_back = False
 
     def attach(self, patcher: ModelPatcher, key: str) -> None:
         """Take part in the runs of a patcher and its clones, in the place of whoever had the key before."""
@@ -102,6 +104,10 @@ class NativeWeights:
         wanted, self._wanted, self._stand_in = self._wanted, False, None
         if wanted or force_full_load or force_offload or not self._may_wait(model, conds, model_options or {}):
             return executor(model, noise_shape, conds, **rest)
+        loaded = model.loaded_size() > 0
+        if loaded and self._gave_back:  # others have fetched them again: then they stay until ComfyUI wants the room
+            return executor(model, noise_shape, conds, **rest)
+        self._gave_back = loaded
         self._memory = _memory_for(model, noise_shape, conds)
         self._stand_in = OffloadedPatcher(model)
         return executor(self._stand_in, noise_shape, conds, **rest)

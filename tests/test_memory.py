@@ -305,6 +305,24 @@ def test_a_run_after_one_that_needed_native_has_its_weights_from_the_start_and_o
     assert held == [[all_of(patched.native)] * STEPS, [0] * STEPS]
 
 
+def test_a_workflow_that_runs_both_ways_in_turn_does_not_move_the_weights_each_time(
+    patched: Patched, device: None
+) -> None:
+    def held() -> set[int]:
+        seen = set()
+        patched.sample(step=lambda _i: seen.add(on_device(patched.model)))
+        assert patched.counts == (STEPS, 0)
+        return seen
+
+    sample(patched.native)
+    assert held() == {0}
+    for _ in range(2):
+        sample(patched.native)
+        assert held() == {all_of(patched.native)}
+    model_management.free_memory(1e30, CPU)
+    assert held() == {0}, "ComfyUI took them, so they wait again"
+
+
 def test_native_weights_that_wait_still_compute_natives_result_for_whoever_calls_them(
     patched: Patched, device: None
 ) -> None:
@@ -481,6 +499,7 @@ def test_native_weights_take_no_gpu_memory_until_a_call_needs_them(
     native, alone = load(file), load(file)
     native.load_device = alone.load_device = gpu
     size = all_of(native)
+    sample(alone)  # a process's first run on a GPU may differ in the last bits
     reference = sample(alone)
     model_management.unload_all_models()
     patched = Patched(native, library)
