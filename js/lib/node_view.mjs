@@ -23,11 +23,11 @@ export class NodeView {
         this.title = this.head.appendChild(this.#add("span", "hybrid-trt-title"));
         this.chip = this.head.appendChild(this.#add("span", "hybrid-trt-badge"));
         this.bar = this.#add("div", "hybrid-trt-bar").appendChild(document.createElement("div"));
+        this.offer = this.#add("button", "hybrid-trt-log hybrid-trt-offer");
+        this.offer.addEventListener("click", () => actions.buildFor(this));
         this.lines = this.#add("div", "hybrid-trt-lines");
         this.log = this.#add("button", "hybrid-trt-log");
         this.log.addEventListener("click", () => this.view.log && actions.showLog(this.view.log));
-        this.offer = this.#add("button", "hybrid-trt-log hybrid-trt-offer");
-        this.offer.addEventListener("click", () => actions.buildFor(this));
         this.widget = node.addDOMWidget("engine_status", "hybrid_trt_status", this.element, {
             serialize: false, hideOnZoom: false, getMinHeight: () => HEIGHT,
             getValue: () => this.title.textContent, setValue: () => {},
