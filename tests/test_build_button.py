@@ -204,6 +204,35 @@ def test_a_size_that_will_not_fit_is_told_before_the_run_and_built_for(
     assert "does not fit" in page.status(page.node(NET_2))["text"], "the others are as they were"
 
 
+def test_a_build_inside_a_subgraph_is_seen_in_a_second_tab(
+    page: EnginePage, browser: Browser, comfy: ComfyProcess, object_info: dict[str, Any]
+) -> None:
+    if page.page.vue:
+        pytest.skip("The tab asks the server the same in both modes; opening one more page takes seconds.")
+    no_engines(comfy)
+    made, raw = workflow(object_info, max_size=320), page.page.page
+    load(page, made)
+    with comfy_page(browser, comfy.url, vue=False) as second:
+        other = EnginePage(second, "second_tab")
+        load(other, made)
+        net = page.node(NET_1)
+        other.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 5)
+        raw.evaluate("""id => { app.graph.convertToSubgraph(new Set([app.graph.getNodeById(id)]));
+            const outer = app.graph.nodes.find(n => n.isSubgraphNode?.());
+            app.canvas.openSubgraph(outer.subgraph, outer); }""", net)
+        page.page.fit(**MARGINS)
+        inside = page.page.page.evaluate("() => app.canvas.graph.nodes.find(n => n.type === 'TRTControlNetEngine').id")
+        page.click(inside)
+        page.wait_for(inside, "building", timeout=60)
+        other.wait_for(net, "building", timeout=2)
+        other.shot("building")
+        page.shot("inside")
+        other.click(net)  # cancelled from the second tab
+        other.wait_for(net, "none", timeout=10)
+        page.wait_for(inside, "none", timeout=2)
+        assert not second.errors
+
+
 def test_a_build_that_fails_says_why(
     page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
 ) -> None:
@@ -266,8 +295,8 @@ def broken_net(comfy: ComfyProcess) -> Iterator[str]:
     path.unlink()
 
 
-def test_the_panel_lists_filters_verifies_and_deletes(
-    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
+def test_the_panel_lists_filters_verifies_exports_deletes_and_imports(
+    page: EnginePage, comfy: ComfyProcess, tmp_path: Path
 ) -> None:
     """The engine stands in for real ones: the panel reads manifests only."""
     root = comfy.base / "models" / "trt_engines"
@@ -291,9 +320,21 @@ def test_the_panel_lists_filters_verifies_and_deletes(
     page.shot("confirm")
     dialog.get_by_role("button", name="No").click()
     assert (root / name).is_dir()
+    with raw.expect_download() as download:
+        card.get_by_role("button", name="Export").click()
+    page.toast("was exported")
+    file = tmp_path / download.value.suggested_filename
+    download.value.save_as(file)
     card.get_by_role("button", name="Delete").click()
     dialog.get_by_role("button", name="Yes").click()
     page.toast("was deleted")
     card.wait_for(state="detached")
     assert not (root / name).exists()
+    with raw.expect_file_chooser() as chooser:
+        panel.get_by_role("button", name="Import").click()
+    chooser.value.set_files(file)
+    page.toast("was imported")
+    card.wait_for()
+    assert (root / name / "model.onnx").read_bytes() == b"engine"
+    shutil.rmtree(root / name)
     raw.get_by_role("button", name="TRT engines").click()
