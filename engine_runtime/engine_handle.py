@@ -69,7 +69,10 @@ class EngineHandle:
         try:
             self.session, self.fallback = self._look_up(), None
         except Unavailable as refusal:
-            self.session, self.fallback = None, refusal.fallback
+            failed = self.fallback is not None and self.fallback.reason is Reason.BUILD_FAILED
+            if not (failed and refusal.fallback.reason is Reason.NO_ENGINE):  # why there is none says more
+                self.fallback = refusal.fallback
+            self.session = None
 
     def _look_up(self) -> Session | LiveSession:
         architecture = self.network.architecture()

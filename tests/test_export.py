@@ -22,8 +22,9 @@ from hybrid_trt.backends import BuildError, backends  # noqa: E402
 from hybrid_trt.engine_builder import parity  # noqa: E402
 from hybrid_trt.engine_builder.build import BuildOrder, build_engine, run_here  # noqa: E402
 from hybrid_trt.engine_builder.onnx_export import export_onnx, sample_inputs  # noqa: E402
-from hybrid_trt.engine_library import Engine, Library, Reason, Unavailable  # noqa: E402
+from hybrid_trt.engine_library import Engine, Fallback, Library, Reason, Unavailable  # noqa: E402
 from hybrid_trt.engine_library.native import UNET_PREFIX, NativeNetwork  # noqa: E402
+from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle  # noqa: E402
 from hybrid_trt.engine_runtime.hints import HintEncoder  # noqa: E402
 from hybrid_trt.engine_runtime.session import Session  # noqa: E402
 
@@ -228,3 +229,15 @@ def test_resampling_resblocks_are_not_mistaken_for_a_known_layout(
 
 def test_tiny_models_are_of_the_layouts_that_the_server_tests_need() -> None:
     assert len(tiny_models.SD15["channel_mult"]) > 1, "without a downsample, odd sizes prove nothing"
+
+
+def test_calls_after_a_failed_build_run_native_for_that_reason_until_an_engine_is_there(tmp_path: Path) -> None:
+    net = network("unet", "unlike_levels")
+    handle = EngineHandle(net, EngineChoice(PROFILE, backend="onnxruntime"), Library([tmp_path]), "1")
+    assert handle.fallback.reason is Reason.NO_ENGINE
+    handle.fallback = Fallback(Reason.BUILD_FAILED, "it differs from native")
+    assert handle.serve(None, dict) is None
+    assert handle.tally.reasons == {"build failed": 1}
+    built(net, tmp_path)
+    handle.refresh()
+    assert (handle.fallback, handle.session is None) == (None, False)
