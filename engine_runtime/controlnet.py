@@ -15,7 +15,6 @@ from comfy.controlnet import ControlNet
 
 from ..engine_library.native import NativeNetwork
 from .engine_handle import EngineHandle
-from .memory import EnginePatcher
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -37,7 +36,7 @@ def back_with_engine(controlnet: ControlNet, handle: EngineHandle) -> ControlNet
     backed.control_model = EngineControlModel(handle, controlnet)
     if handle.session is not None:
         # what get_models() tells ComfyUI to load: the engine, and not the native weights beside it
-        backed.control_model_wrapped = EnginePatcher.of(handle)
+        backed.control_model_wrapped = handle.patcher
     return backed
 
 

@@ -17,7 +17,8 @@ from ..engine_library.plain_copy import ReplacedForward
 from .hints import HintEncoder
 from .ledger import Tally, executing, open_tally
 from .live_session import LiveSession, live_session
-from .session import Session, keep, session
+from .memory import EnginePatcher, keep
+from .session import Session, session
 from .timing import named_range, timed
 
 if TYPE_CHECKING:
@@ -47,13 +48,22 @@ class EngineHandle:
         self.library = library
         self.node_id = node_id
         self.node_key = node_key
-        self.session: Session | LiveSession | None = None
+        self.patcher = EnginePatcher.on(network.device)  # by which ComfyUI's memory management sees the engine
         self.fallback: Fallback | None = None
         self.note = ""  # what the node says besides, for example that a build is under way
         self.tally: Tally | None = None
         self._encode_hint: HintEncoder | None = None
         self._context: object = self  # no execution context is this object: the first call begins a run
         self.refresh()
+
+    @property
+    def session(self) -> Session | LiveSession | None:
+        """The engine that serves, or None when native does."""
+        return self.patcher.model.session
+
+    @session.setter
+    def session(self, found: Session | LiveSession | None) -> None:
+        self.patcher.model.session = found
 
     @property
     def precision(self) -> str:
@@ -119,7 +129,7 @@ class EngineHandle:
             self.tally = open_tally(network.kind, network.label, self.node_id, self.node_key, network.device)
             if self.session is not None:
                 self.session.begin_run(patcher)
-                keep(self.session, context.prompt_id if context else "")
+                keep(self.patcher, context.prompt_id if context else "")
                 self._prepare_hints()
         return self.tally
 

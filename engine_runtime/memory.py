@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
 from comfy.model_patcher import ModelPatcher
 
 if TYPE_CHECKING:
-    from .engine_handle import EngineHandle
+    from .live_session import LiveSession
+    from .session import Session
+
+KEPT_PROMPTS = 2
+"""Engines that the latest prompts used stay open although the nodes that held them were replaced."""
+
+_kept: OrderedDict[str, set[EnginePatcher]] = OrderedDict()
 
 
 class EngineModule(torch.nn.Module):
-    """The "model" that ComfyUI manages: no parameters, only the handle whose engine holds the memory."""
+    """The "model" that ComfyUI manages: no parameters, only the session that holds the memory.
 
-    def __init__(self, handle: EngineHandle):
+    Attributes:
+        session: the engine that serves now, or None.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self.handle = handle
+        self.session: Session | LiveSession | None = None
         self.device = torch.device("cpu")
 
 
@@ -24,16 +35,22 @@ class EnginePatcher(ModelPatcher):
     """A patcher whose size is that of an engine; it loads whole or not at all. Clones share the engine."""
 
     @classmethod
-    def of(cls, handle: EngineHandle) -> EnginePatcher:
-        device = handle.network.device
-        return cls(EngineModule(handle), load_device=device, offload_device=torch.device("cpu"))
+    def on(cls, device: torch.device) -> EnginePatcher:
+        """A patcher without an engine yet."""
+        return cls(EngineModule(), load_device=device, offload_device=torch.device("cpu"))
+
+    def is_clone(self, other: object) -> bool:
+        """Whether both stand for one engine: ComfyUI then counts its memory once."""
+        if isinstance(other, EnginePatcher) and self.model.session is not None:
+            return self.model.session is other.model.session
+        return super().is_clone(other)
 
     def model_size(self) -> int:
-        session = self.model.handle.session
+        session = self.model.session
         return session.bytes if session is not None else 0
 
     def loaded_size(self) -> int:
-        session = self.model.handle.session
+        session = self.model.session
         return session.bytes if session is not None and session.loaded else 0
 
     def load(self, device_to: torch.device | None = None, *_: Any, **__: Any) -> None:
@@ -60,7 +77,18 @@ class EnginePatcher(ModelPatcher):
         return self.model
 
     def _release(self) -> None:
-        if self.model.handle.session is not None:
-            self.model.handle.session.unload()
+        if self.model.session is not None:
+            self.model.session.unload()
         self.model.device = self.offload_device
         self.model.model_loaded_weight_memory = 0
+
+
+def keep(patcher: EnginePatcher, prompt_id: str) -> None:
+    """Keep an engine open, where ComfyUI sees and may evict it, until two more prompts have used engines.
+
+    ComfyUI drops a node's output before the node runs again; without this, a changed setting would reload the engine.
+    """
+    _kept.setdefault(prompt_id, set()).add(patcher)
+    _kept.move_to_end(prompt_id)
+    while len(_kept) > KEPT_PROMPTS:
+        _kept.popitem(last=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,12 +23,8 @@ log = logging.getLogger(__name__)
 MAX_PLANS = 32
 """Different sets of shapes remembered per session."""
 
-KEPT_PROMPTS = 2
-"""Sessions that the latest prompts used stay open although the nodes that held them were replaced."""
-
 _open: weakref.WeakValueDictionary[tuple, Session] = weakref.WeakValueDictionary()
 _verified: set[tuple] = set()
-_kept: OrderedDict[str, set[Session]] = OrderedDict()
 
 
 @dataclass(frozen=True)
@@ -180,17 +175,6 @@ def session(engine: Engine, backend: Backend, device: torch.device) -> Session:
     if found is None:
         found = _open[key] = Session(engine, backend, device)
     return found
-
-
-def keep(opened: Session, prompt_id: str) -> None:
-    """Keep a session open until two more prompts have used engines.
-
-    ComfyUI drops a node's output before the node runs again; without this, a changed setting would reload the engine.
-    """
-    _kept.setdefault(prompt_id, set()).add(opened)
-    _kept.move_to_end(prompt_id)
-    while len(_kept) > KEPT_PROMPTS:
-        _kept.popitem(last=False)
 
 
 def first_line(error: BaseException) -> str:

@@ -13,7 +13,6 @@ from ..engine_library import Fallback, Reason
 from ..engine_library.native import UNET_PREFIX
 from .control_stack import run_stacks_at_once
 from .engine_handle import EngineHandle
-from .memory import EnginePatcher
 from .native_weights import NativeWeights
 from .session import Session
 
@@ -36,7 +35,7 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
     router.native_weights.attach(patched, KEY)
     patched.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, KEY)
     patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, run_stacks_at_once)
-    patched.set_additional_models(KEY, [EnginePatcher.of(handle)])
+    patched.set_additional_models(KEY, [handle.patcher])
     return patched
 
 

@@ -72,3 +72,15 @@ def test_freeing_memory_closes_engines_and_the_next_prompt_opens_them(sd15: Comf
     assert result.all_on_engines()
     assert result.error <= 1e-5
     assert openings(sd15) == opened + 3
+
+
+def test_freeing_memory_closes_engines_of_a_workflow_that_the_page_has_left(sd15: ComfyProcess) -> None:
+    warm(sd15, seed=77)
+    opened = openings(sd15)
+    sd15.run_unrelated_prompt()  # ComfyUI forgets the engine nodes' outputs, the engines stay open for a return
+    assert compare(sd15, Scenario(seed=78)).all_on_engines()
+    assert openings(sd15) == opened
+    sd15.run_unrelated_prompt()
+    sd15.free()
+    assert compare(sd15, Scenario(seed=79)).all_on_engines()
+    assert openings(sd15) == opened + 3

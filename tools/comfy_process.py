@@ -202,6 +202,10 @@ class ComfyProcess:
         """Unload all models and drop all cached node outputs before the next prompt runs."""
         self.post("/free", {"unload_models": True, "free_memory": True})
         # ComfyUI does it between two prompts: without one of our own it might come after the caller's next one
+        self.run_unrelated_prompt()
+
+    def run_unrelated_prompt(self) -> None:
+        """Run a prompt that shares nothing with any other, as when a user turns to another workflow."""
         self.queue({"1": {"class_type": "PreviewAny", "inputs": {"source": ["2", 0]}},
                     "2": {"class_type": "PrimitiveInt", "inputs": {"value": time.monotonic_ns() % 2**31}}})
 
