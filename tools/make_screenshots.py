@@ -19,7 +19,7 @@ from browser import ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
 from PIL import Image
 from workflow_recipes import with_tiny_models
-from workflow_to_prompt import ObjectInfo
+from workflow_to_prompt import ObjectInfo, to_prompt
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
@@ -66,6 +66,20 @@ def take_building(page: ComfyPage) -> None:
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KB")
 
 
+def take_plot(process: ComfyProcess, workflow: dict) -> None:
+    """The plot of *TRT Report* after a run in which one ControlNet has no engine."""
+    prompt = to_prompt(workflow, process.object_info())
+    engines = [i for i, node in prompt.items() if node["class_type"] == "TRTControlNetEngine"]
+    prompt[engines[-1]]["inputs"] |= {"when_missing": "use native", "backend": "onnxruntime", "precision": "float16"}
+    (report,) = (i for i, node in prompt.items() if node["class_type"] == "TRTReport")
+    (sampler,) = (node for node in prompt.values() if node["class_type"] == "KSampler")
+    sampler["inputs"] |= {"steps": 12, "seed": 5}
+    prompt["plot"] = {"class_type": "SaveImage", "inputs": {"images": [report, 2], "filename_prefix": "plot"}}
+    image = process.queue(prompt, timeout=300).output("plot", "images")[0]
+    with Image.open(process.base / "output" / image["subfolder"] / image["filename"]) as picture:
+        picture.convert("RGB").save(IMAGES / "report_plot.png", optimize=True)
+
+
 def take_thumbnails(page: ComfyPage, info: ObjectInfo) -> None:
     """A small picture of every shipped workflow, beside it, for the template browser."""
     page.page.evaluate(QUIET)
@@ -87,6 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--python", default=sys.executable, help="the Python that runs ComfyUI")
     parser.add_argument("--thumbnails", action="store_true", help="the pictures of the template browser instead")
     parser.add_argument("--building", action="store_true", help="a build on its node and the panel; builds an engine")
+    parser.add_argument("--plot", action="store_true", help="the plot of TRT Report instead")
     parser.add_argument("--vue", action="store_true", help="with Vue nodes; the file name says so")
     options = parser.parse_args(arguments)
     subprocess.run([options.python, str(ROOT / "tools" / "tiny_models.py"), "--comfyui", str(options.comfyui),
@@ -95,6 +110,9 @@ def main(arguments: list[str] | None = None) -> None:
     workflow = json.loads((ROOT / "workflows" / f"{NAME}.json").read_text(encoding="utf-8"))
     with (ComfyProcess(options.comfyui, options.base, options.python) as process, chromium() as browser,
           comfy_page(browser, process.url, vue=options.vue) as page):
+        if options.plot:
+            take_plot(process, with_tiny_models(workflow, process.object_info()))
+            return
         if options.thumbnails:
             take_thumbnails(page, process.object_info())
             return
