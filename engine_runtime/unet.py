@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
+from comfy_api.torch_helpers.torch_compile import TORCH_COMPILE_KWARGS
 
 from ..engine_library import Fallback, Reason
 from ..engine_library.native import UNET_PREFIX
@@ -51,8 +52,10 @@ class UNetRouter:
         self._patches_uuid = model.patches_uuid
         self._handle = handle
         self._refusal = refusal
+        self._compiled: tuple[dict, Callable[..., torch.Tensor]] | None = None
         self.native_weights = NativeWeights(partial(_engine_serves, handle, refusal, self._patches_uuid))
 
+    @torch.compiler.disable  # another node may compile the UNet: there is nothing to trace in an engine
     def __call__(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> torch.Tensor:
         native = executor.original
         called_on = executor.class_obj
@@ -79,7 +82,8 @@ class UNetRouter:
             outputs = self._handle.serve(refusal, inputs, self._base.current_patcher)
             if outputs is None:
                 self.native_weights.bring()
-                return self._handle.native(lambda: native(x, timesteps, context, y, control, options, **extra))
+                forward = self._as_compiled(native)
+                return self._handle.native(lambda: forward(x, timesteps, context, y, control, options, **extra))
             options["original_shape"] = list(x.shape)  # native leaves it there for others to read
             return outputs["out"].to(x.device, x.dtype)
 
@@ -91,7 +95,7 @@ class UNetRouter:
     ) -> Fallback | None:
         """The reason why native has to serve a call, whatever its shapes, or None."""
         patcher = self._base.current_patcher
-        if patcher is None or called_on is not self._base.diffusion_model:
+        if patcher is None or not self._is_our_unet(called_on):
             return Fallback(Reason.OTHER_MODEL, "the call comes from another copy of the model")
         if (fallback := _why_not_patched_so(patcher, self._patches_uuid, self._handle)) is not None:
             return fallback
@@ -105,6 +109,20 @@ class UNetRouter:
             if value is not None:
                 return Fallback(Reason.UNSUPPORTED_INPUT, name)
         return None
+
+    def _as_compiled(self, native: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Native's forward, compiled if another node compiles the UNet around this call and so does not see inside."""
+        patcher = self._base.current_patcher
+        options = None if patcher is None else patcher.model_options.get(TORCH_COMPILE_KWARGS)
+        if options is None or not hasattr(self._base.diffusion_model, "_orig_mod"):
+            return native
+        if self._compiled is None or self._compiled[0] != options:
+            self._compiled = (options, torch.compile(native, **options))
+        return self._compiled[1]
+
+    def _is_our_unet(self, called_on: object) -> bool:
+        unet = self._base.diffusion_model
+        return called_on is unet or called_on is getattr(unet, "_orig_mod", None)  # the UNet inside torch.compile's
 
     def _residuals(self, control: Mapping | None) -> dict[str, torch.Tensor]:
         """Engine input name -> residual. ``control`` is only read: native would pop from its lists.
@@ -138,10 +156,10 @@ def _engine_serves(
 
 def _why_not_patched_so(patcher: ModelPatcher, patches_uuid: object, handle: EngineHandle) -> Fallback | None:
     """The reason why a model that is patched in this way is no longer the engine's, or None."""
-    if patcher.patches_uuid != patches_uuid and not handle.follows_patches:
-        return Fallback(Reason.WEIGHTS_PATCHED, "a LoRA or another weight patch was added after the sampler patch")
     if patcher.hook_patches or patcher.current_hooks or patcher.forced_hooks:
         return Fallback(Reason.HOOKS, "the conditioning or the model carries weight hooks")
+    if patcher.patches_uuid != patches_uuid and not handle.follows_patches:
+        return Fallback(Reason.WEIGHTS_PATCHED, "a LoRA or another weight patch was added after the sampler patch")
     if patcher.injections or any(f"{name}.".startswith(UNET_PREFIX) for name in patcher.object_patches):
         return Fallback(Reason.MODEL_PATCHED, "another node replaced a part of the UNet")
     return None

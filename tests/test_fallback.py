@@ -46,6 +46,25 @@ def test_a_patch_after_the_sampler_patch_acts_as_in_native(
     assert relative_difference(unpatched, native_latent(sd15, scenario)) > 1e-3, "the patch does nothing here"
 
 
+def test_a_lora_hooked_to_the_prompt_acts_as_in_native(sd15: ComfyProcess) -> None:
+    def graph(engines: bool) -> Prompt:
+        built = prompt(PLAIN, engines, "hooked")
+        built["hook"] = node("CreateHookLoraModelOnly", lora_name=LORA[1]["lora_name"], strength_model=0.8)
+        built["hooked"] = node(
+            "ConditioningSetProperties", cond_NEW=built["sampler"]["inputs"]["positive"], strength=1.0,
+            set_cond_area="default", hooks=["hook", 0],
+        )
+        built["sampler"]["inputs"]["positive"] = ["hooked", 0]
+        return built
+
+    native = latent_of(sd15.queue(graph(engines=False)))
+    history = sd15.queue(graph(engines=True))
+    assert relative_difference(latent_of(history), native) == 0
+    assert set(history.output("report", "report")[0]["unet"]["reasons"]) == {"hooks"}
+    assert relative_difference(native, native_latent(sd15, PLAIN)) > 0.1
+    assert compare(sd15, PLAIN).unet["engine"] == 4, "the hooks are gone with their prompt"
+
+
 def test_controlnets_stay_on_engines_while_the_unet_is_patched(sd15: ComfyProcess) -> None:
     result = compare(sd15, ENGINES.but(patches=(LORA,)))
     assert 0 < result.error <= LIMIT

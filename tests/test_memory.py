@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import_comfy()
 
 import comfy.hooks  # noqa: E402
 import comfy.lora  # noqa: E402
-import comfy.sample  # noqa: E402
 import comfy.sd  # noqa: E402
 from comfy import model_management  # noqa: E402
 from comfy.controlnet import ControlLora  # noqa: E402
@@ -39,12 +38,12 @@ from hybrid_trt.engine_runtime.memory import EnginePatcher  # noqa: E402
 from hybrid_trt.engine_runtime.native_weights import OffloadedPatcher  # noqa: E402
 from hybrid_trt.engine_runtime.session import Session  # noqa: E402
 from hybrid_trt.engine_runtime.unet import patch_model  # noqa: E402
+from sampling import STEPS, error, sample  # noqa: E402
 
 CPU = torch.device("cpu")
 NAME = "tiny_sd15_flat_unet"
 PROFILE = profile_of(64, 64, 256, 2, 77)
 LIMIT = 1e-5
-STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -105,23 +104,6 @@ class Patched:
 @pytest.fixture
 def patched(file: Path, library: Library) -> Patched:
     return Patched(load(file), library)
-
-
-def sample(
-    model: ModelPatcher, seed: int = 1, steps: int = STEPS, step: Callable[[int], None] = lambda _i: None
-) -> torch.Tensor:
-    """A latent of 64 by 64 pixels, sampled as KSampler does; ``step`` is called after each step."""
-    generator = torch.Generator().manual_seed(seed)
-    positive, negative = ([[torch.randn(1, 77, 768, generator=generator), {}]] for _ in range(2))
-    noise = torch.randn(1, 4, 8, 8, generator=generator)
-    with torch.inference_mode():
-        return comfy.sample.sample(
-            model, noise, steps, 5.0, "euler", "normal", positive, negative, torch.zeros_like(noise), seed=seed,
-            disable_pbar=True, callback=lambda i, *_: step(i))  # fmt: skip
-
-
-def error(latent: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((latent - reference).norm() / reference.norm())
 
 
 def on_device(model: ModelPatcher) -> int:

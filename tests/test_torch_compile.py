@@ -1,0 +1,59 @@
+"""ComfyUI's TorchCompileModel around a patched model: engines serve as without it, and native is compiled as before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from comfy_process import ComfyProcess
+from pack import import_comfy
+from scenarios import Scenario, compare
+
+import_comfy()
+
+import comfy.sd  # noqa: E402
+from comfy_api.torch_helpers import set_torch_compile_wrapper  # noqa: E402
+from hybrid_trt.engine_builder.profiles import profile_of  # noqa: E402
+from hybrid_trt.engine_library import Library  # noqa: E402
+from hybrid_trt.engine_library.native import NativeNetwork  # noqa: E402
+from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle  # noqa: E402
+from hybrid_trt.engine_runtime.unet import patch_model  # noqa: E402
+from sampling import STEPS, error, sample  # noqa: E402
+
+COMPILED = ("TorchCompileModel", {"backend": "cudagraphs"})  # the node's one backend that needs no compiler on a CPU
+NAME = "tiny_sd15_flat_unet"
+
+
+@pytest.mark.parametrize("place", ["patches", "loras_before"], ids=["after_the_sampler_patch", "before_the_engine"])
+def test_a_compiled_model_runs_on_its_engine(sd15: ComfyProcess, place: str) -> None:
+    result = compare(sd15, Scenario(**{place: (COMPILED,)}))
+    assert result.error <= 1e-5
+    assert result.all_on_engines()
+
+
+def test_without_an_engine_native_is_compiled_as_the_node_asks(environment: Any, tmp_path: Path) -> None:
+    file = tiny_models.make(environment.base / "models", [NAME])[NAME]
+    native = comfy.sd.load_diffusion_model(str(file))
+    convolutions = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list) -> Any:
+        convolutions.extend(n for n in graph.graph.nodes if "conv2d" in str(n.target))
+        return graph.forward
+
+    network = NativeNetwork.of_model(native, NAME)
+    handle = EngineHandle(network, EngineChoice(profile_of(64, 64, 256, 2, 77)), Library([tmp_path]), "engine")
+    patched = patch_model(native, handle)
+    reference = sample(native)
+    assert torch.equal(sample(patched), reference)
+    assert convolutions == []
+    set_torch_compile_wrapper(patched, backend=backend)
+    latent = sample(patched)
+    assert error(latent, reference) < 1e-5
+    assert handle.tally.native == 2 * STEPS
+    traced = len(convolutions)
+    assert traced > 5
+    assert torch.equal(sample(patched), latent)
+    assert len(convolutions) == traced, "it was compiled again for the next run"
