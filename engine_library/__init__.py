@@ -4,6 +4,7 @@ from .disk import LibraryError
 from .library import Engine, Library, Wanted
 from .manifest import EngineIdentity, Manifest
 from .reasons import Fallback, Reason, Unavailable
+from .weight_patches import WeightPatches
 
 __all__ = [
     "Engine",
@@ -15,4 +16,5 @@ __all__ = [
     "Reason",
     "Unavailable",
     "Wanted",
+    "WeightPatches",
 ]

@@ -10,7 +10,7 @@ import torch
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from comfy_api.torch_helpers.torch_compile import TORCH_COMPILE_KWARGS
 
-from ..engine_library import Fallback, Reason
+from ..engine_library import Fallback, Reason, WeightPatches
 from ..engine_library.native import UNET_PREFIX
 from .control_stack import run_stacks_at_once
 from .engine_handle import EngineHandle
@@ -49,11 +49,11 @@ class UNetRouter:
 
     def __init__(self, model: ModelPatcher, handle: EngineHandle, refusal: Fallback | None):
         self._base = model.model
-        self._patches_uuid = model.patches_uuid
+        self._weight_patches = WeightPatches(model)
         self._handle = handle
         self._refusal = refusal
         self._compiled: tuple[dict, Callable[..., torch.Tensor]] | None = None
-        self.native_weights = NativeWeights(partial(_engine_serves, handle, refusal, self._patches_uuid))
+        self.native_weights = NativeWeights(partial(_engine_serves, handle, refusal, self._weight_patches))
 
     @torch.compiler.disable  # another node may compile the UNet: there is nothing to trace in an engine
     def __call__(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -97,7 +97,7 @@ class UNetRouter:
         patcher = self._base.current_patcher
         if patcher is None or not self._is_our_unet(called_on):
             return Fallback(Reason.OTHER_MODEL, "the call comes from another copy of the model")
-        if (fallback := _why_not_patched_so(patcher, self._patches_uuid, self._handle)) is not None:
+        if (fallback := _why_not_patched_so(patcher, self._weight_patches, self._handle)) is not None:
             return fallback
         if (name := _active_patch(options)) is not None:
             return Fallback(Reason.MODEL_PATCHED, name)
@@ -146,19 +146,23 @@ class UNetRouter:
 
 
 def _engine_serves(
-    handle: EngineHandle, refusal: Fallback | None, patches_uuid: object, patcher: ModelPatcher, options: Mapping
+    handle: EngineHandle,
+    refusal: Fallback | None,
+    weight_patches: WeightPatches,
+    patcher: ModelPatcher,
+    options: Mapping,
 ) -> bool:
     """Whether calls are expected to be served by an engine with weights of its own, as far as can be told before."""
     if refusal is not None or not isinstance(handle.session, Session):
         return False
-    return _why_not_patched_so(patcher, patches_uuid, handle) is None and _active_patch(options) is None
+    return _why_not_patched_so(patcher, weight_patches, handle) is None and _active_patch(options) is None
 
 
-def _why_not_patched_so(patcher: ModelPatcher, patches_uuid: object, handle: EngineHandle) -> Fallback | None:
+def _why_not_patched_so(patcher: ModelPatcher, weight_patches: WeightPatches, handle: EngineHandle) -> Fallback | None:
     """The reason why a model that is patched in this way is no longer the engine's, or None."""
     if patcher.hook_patches or patcher.current_hooks or patcher.forced_hooks:
         return Fallback(Reason.HOOKS, "the conditioning or the model carries weight hooks")
-    if patcher.patches_uuid != patches_uuid and not handle.follows_patches:
+    if not handle.follows_patches and not weight_patches.same_on(patcher):
         return Fallback(Reason.WEIGHTS_PATCHED, "a LoRA or another weight patch was added after the sampler patch")
     if patcher.injections or any(f"{name}.".startswith(UNET_PREFIX) for name in patcher.object_patches):
         return Fallback(Reason.MODEL_PATCHED, "another node replaced a part of the UNet")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
-from ..engine_library import Fallback, Reason, Unavailable
+from ..engine_library import Fallback, Reason, Unavailable, WeightPatches
 from ..engine_library.native import NativeNetwork
 from ..engine_runtime.engine_handle import EngineHandle
 from ..engine_runtime.unet import patch_model
@@ -43,7 +43,7 @@ def _other_weights(model: ModelPatcher, engine: EngineHandle) -> Fallback | None
     theirs = engine.network.patcher
     if engine.follows_patches and theirs.model is model.model:
         return None
-    if theirs.model is model.model and theirs.patches_uuid == model.patches_uuid:
+    if theirs.model is model.model and WeightPatches(theirs).same_on(model):
         return None
     if theirs.model is model.model:
         return Fallback(Reason.WEIGHTS_PATCHED, "a LoRA stands between the engine node and this node")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from comfy_process import ComfyProcess
+from comfy_process import ComfyProcess, History
 from scenarios import (
     A,
     B,
@@ -46,23 +46,55 @@ def test_a_patch_after_the_sampler_patch_acts_as_in_native(
     assert relative_difference(unpatched, native_latent(sd15, scenario)) > 1e-3, "the patch does nothing here"
 
 
+def hooked(built: Prompt) -> Prompt:
+    """The prompt with a LoRA hooked to its positive conditioning."""
+    built["hook"] = node("CreateHookLoraModelOnly", lora_name=LORA[1]["lora_name"], strength_model=0.8)
+    built["hooked"] = node(
+        "ConditioningSetProperties", cond_NEW=built["sampler"]["inputs"]["positive"], strength=1.0,
+        set_cond_area="default", hooks=["hook", 0],
+    )
+    built["sampler"]["inputs"]["positive"] = ["hooked", 0]
+    return built
+
+
+def unet_row(history: History) -> dict[str, Any]:
+    return history.output("report", "report")[0]["unet"]
+
+
 def test_a_lora_hooked_to_the_prompt_acts_as_in_native(sd15: ComfyProcess) -> None:
-    def graph(engines: bool) -> Prompt:
-        built = prompt(PLAIN, engines, "hooked")
-        built["hook"] = node("CreateHookLoraModelOnly", lora_name=LORA[1]["lora_name"], strength_model=0.8)
-        built["hooked"] = node(
-            "ConditioningSetProperties", cond_NEW=built["sampler"]["inputs"]["positive"], strength=1.0,
-            set_cond_area="default", hooks=["hook", 0],
-        )
-        built["sampler"]["inputs"]["positive"] = ["hooked", 0]
+    native = latent_of(sd15.queue(hooked(prompt(PLAIN, engines=False, name="hooked"))))
+    history = sd15.queue(hooked(prompt(PLAIN, engines=True, name="hooked")))
+    assert relative_difference(latent_of(history), native) == 0
+    assert unet_row(history) == {"engine": 0, "native": 8, "reasons": {"hooks": 8}}
+    assert relative_difference(native, native_latent(sd15, PLAIN)) > 0.1
+
+
+def test_hooks_are_gone_with_their_prompt(sd15: ComfyProcess) -> None:
+    native = native_latent(sd15, PLAIN)
+    sd15.queue(hooked(prompt(PLAIN, engines=True, name="hooked")))
+    history = sd15.queue(prompt(PLAIN, engines=True, name="plain"))  # ComfyUI keeps the patched model from before
+    assert 0 < relative_difference(latent_of(history), native) <= LIMIT
+    assert unet_row(history) == {"engine": 4, "native": 0, "reasons": {}}
+
+
+def test_hooks_in_a_native_run_do_not_part_a_model_from_its_engine(sd15: ComfyProcess) -> None:
+    native = native_latent(sd15, PLAIN)
+
+    def through_a_clone(built: Prompt, node_name: str) -> Prompt:
+        built["clone"] = node("ModelSamplingDiscrete", model=["unet", 0], sampling="eps", zsnr=False)
+        built[node_name]["inputs"]["model"] = ["clone", 0]
         return built
 
-    native = latent_of(sd15.queue(graph(engines=False)))
-    history = sd15.queue(graph(engines=True))
-    assert relative_difference(latent_of(history), native) == 0
-    assert set(history.output("report", "report")[0]["unet"]["reasons"]) == {"hooks"}
-    assert relative_difference(native, native_latent(sd15, PLAIN)) > 0.1
-    assert compare(sd15, PLAIN).unet["engine"] == 4, "the hooks are gone with their prompt"
+    before = through_a_clone(prompt(PLAIN, engines=False, name="native"), "sampler")
+    sd15.queue(before)
+    beside = hooked(prompt(PLAIN.but(controls=()), engines=False, name="beside"))
+    sd15.queue(before | {
+        "hook": beside["hook"], "hooked": beside["hooked"], "beside": beside["sampler"],
+        "save_beside": node("TestSaveLatent", latent=["beside", 0], name="beside"),
+    })
+    history = sd15.queue(through_a_clone(prompt(PLAIN, engines=True, name="plain"), "patch"))
+    assert 0 < relative_difference(latent_of(history), native) <= LIMIT
+    assert unet_row(history) == {"engine": 4, "native": 0, "reasons": {}}
 
 
 def test_controlnets_stay_on_engines_while_the_unet_is_patched(sd15: ComfyProcess) -> None:
