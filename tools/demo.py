@@ -6,6 +6,7 @@ workflow is the one in workflows/, loaded as a user would load it: only model na
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -25,10 +26,10 @@ from workflow_to_prompt import Prompt, bypass, set_widget, to_prompt
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOW = ROOT / "workflows" / "sd15_two_controlnets.json"
-OUT = ROOT / "build" / "demo"
 TOOLS = ROOT / "tools"
 MAX_ERROR = 1e-5
-ENGINE_NODES = ("TRTUNetEngine", "TRTSamplerPatch", "TRTControlNetEngine", "TRTReport")
+ENGINE_NODES = ("TRTUNetEngine", "TRTSamplerPatch", "TRTControlNetEngine", "TRTReport", "PreviewAny")
+"""Our nodes that have a part in the engine run only, and the stock node that shows the report's text."""
 SIZE, STEPS = 128, 8
 WARM_UP_SEED, SEED = 1, 2
 
@@ -77,7 +78,7 @@ def demo_prompt(object_info: dict[str, Any], engines: bool, seed: int) -> Prompt
     for (node, widget), value in changes.items():
         set_widget(workflow, node, widget, value, object_info)
     if not engines:
-        bypass(workflow, [name for name in ENGINE_NODES if any(n["type"] == name for n in workflow["nodes"])])
+        bypass(workflow, ENGINE_NODES)
     prompt = to_prompt(workflow, object_info)
     loaders = {"ControlNetLoader": "tiny_sd15_{}.safetensors", "LoadImage": "control_{}.png"}
     for (class_type, pattern), widget in zip(loaders.items(), ("control_net_name", "image"), strict=True):
@@ -109,9 +110,8 @@ def latent(comfy: ComfyProcess, history: History, prompt: Prompt) -> numpy.ndarr
     return load_file(saved_file(comfy, outputs_of(history, prompt, "SaveLatent")["latents"][0]))["latent_tensor"]
 
 
-def keep_image(comfy: ComfyProcess, history: History, prompt: Prompt, name: str) -> Path:
-    """Copy a run's picture to build/demo."""
-    target = OUT / f"{name}.png"
+def keep_image(comfy: ComfyProcess, history: History, prompt: Prompt, target: Path) -> Path:
+    """Copy a run's picture."""
     shutil.copyfile(saved_file(comfy, outputs_of(history, prompt, "SaveImage")["images"][0]), target)
     return target
 
@@ -130,8 +130,8 @@ def build_seconds(base: Path) -> float:
     return sum(sum(json.loads(path.read_text(encoding="utf-8"))["seconds"].values()) for path in manifests)
 
 
-def run(comfy: ComfyProcess) -> dict[str, Any]:
-    """Sample natively and through engines; returns the report."""
+def run(comfy: ComfyProcess, out: Path) -> dict[str, Any]:
+    """Sample natively and through engines; returns the report. Both pictures go to ``out``."""
     info = comfy.object_info()
     say("sampling natively, twice")
     comfy.queue(demo_prompt(info, engines=False, seed=WARM_UP_SEED))
@@ -152,8 +152,8 @@ def run(comfy: ComfyProcess) -> dict[str, Any]:
     return {
         "latent_rel_err": float(error) if numpy.isfinite(found).all() else float("inf"),
         "images": [
-            str(keep_image(comfy, native, native_prompt, "native")),
-            str(keep_image(comfy, engine, engine_prompt, "engine")),
+            str(keep_image(comfy, native, native_prompt, out / "native.png")),
+            str(keep_image(comfy, engine, engine_prompt, out / "engine.png")),
         ],
         "unet": counts["unet"],
         "controlnets": [{key: row[key] for key in kept} for row in counts["controlnets"]],
@@ -196,20 +196,24 @@ def table(report: dict[str, Any]) -> str:
 
 def main() -> int:
     """Run the demo; 0 when the pictures agree and everything ran on engines."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "demo", help="folder for pictures and report.json")
+    out: Path = parser.parse_args().out.resolve()
     comfyui, base = Path(os.environ["HYBRID_TRT_COMFYUI"]), Path(os.environ["HYBRID_TRT_BASE"])
-    shutil.rmtree(OUT, ignore_errors=True)
-    OUT.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("report.json", "native.png", "engine.png"):
+        (out / name).unlink(missing_ok=True)  # what is there afterwards is of this run
     # engines of earlier runs would hide a broken build
     shutil.rmtree(base / "models" / "trt_engines", ignore_errors=True)
     with saying("making tiny random models"):
         make_models(comfyui, base)
     with saying("starting ComfyUI"):
-        comfy = ComfyProcess(comfyui, base, log=OUT / "comfyui.log").start()
+        comfy = ComfyProcess(comfyui, base, log=out / "comfyui.log").start()
     try:
-        report = run(comfy)
+        report = run(comfy, out)
     finally:
         comfy.stop()
-    path = OUT / "report.json"
+    path = out / "report.json"
     path.write_text(json.dumps(report, indent=1), encoding="utf-8")
     print(table(report))
     wrong = failures(report)

@@ -1,0 +1,35 @@
+"""`make demo` as a stranger runs it: the program itself, with a base directory that has nothing in it yet."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageChops
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_demo_shows_the_same_picture_twice_and_says_what_ran_on_engines(environment: Any, tmp_path: Path) -> None:
+    base, out = tmp_path / "base", tmp_path / "demo"
+    (base / "custom_nodes").mkdir(parents=True)
+    (base / "custom_nodes" / "hybrid-trt").symlink_to(ROOT, target_is_directory=True)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "demo.py"), "--out", str(out)], capture_output=True, text=True,
+        timeout=600, check=False,
+        env=os.environ | {"HYBRID_TRT_COMFYUI": str(environment.comfyui), "HYBRID_TRT_BASE": str(base)})
+    assert done.returncode == 0, done.stderr
+    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    assert 0 < report["latent_rel_err"] <= 1e-5
+    rows = [report["unet"], *report["controlnets"]]
+    assert [(row["engine"], row["native"]) for row in rows] == [(8, 0)] * 3
+    assert report["seconds"].keys() == {"build", "native", "engine"}
+    native, engine = (Image.open(path).convert("RGB") for path in report["images"])
+    low, high = zip(*native.getextrema(), strict=True)
+    assert max(high) - min(low) > 50, "an empty picture would be equal too"
+    assert max(high for _, high in ImageChops.difference(native, engine).getextrema()) <= 1
+    assert "difference of the latents" in done.stdout
