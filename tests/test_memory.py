@@ -7,6 +7,7 @@ to play a device with memory of its own, the fixture `device` says so; what the 
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,7 @@ CPU = torch.device("cpu")
 NAME = "tiny_sd15_flat_unet"
 PROFILE = profile_of(64, 64, 256, 2, 77)
 LIMIT = 1e-5
+prompt_numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +89,10 @@ class Patched:
         network = NativeNetwork.of_model(native, NAME)
         self.handle = EngineHandle(network, EngineChoice(PROFILE, backend=backend), library, "engine")
         self.model = patch_model(native, self.handle)
-        self.runs = 0
 
     def sample(self, seed: int = 1, **options: Any) -> torch.Tensor:
         """One run, which the pack takes for an execution of a sampling node."""
-        self.runs += 1
-        with CurrentNodeContext(f"prompt {id(self)} {self.runs}", "sampler"):
+        with CurrentNodeContext(f"prompt {next(prompt_numbers)}", "sampler"):
             return sample(self.model, seed, **options)
 
     @property
