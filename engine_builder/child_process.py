@@ -86,7 +86,8 @@ def _start(environment: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, **(environment or {})},
+        # OMP: a prompt may run meanwhile, and threads that wait by spinning would take the cores from it
+        env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **(environment or {})},
         **({"creationflags": subprocess.CREATE_NO_WINDOW} if os.name == "nt" else {"start_new_session": True}),
     )
 

@@ -74,6 +74,8 @@ class Environment:
         variables["PATH"] = f"{self.python.parent}{os.pathsep}{variables.get('PATH', os.defpath)}"
         variables["HYBRID_TRT_COMFYUI"] = str(self.comfyui)
         variables["HYBRID_TRT_BASE"] = str(self.base)
+        # several processes on few cores: threads that wait by spinning took ten times the processor time of the work
+        variables.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         if _users_comfyui() is not None:
             variables["PYTHONDONTWRITEBYTECODE"] = "1"  # no __pycache__ in a checkout that is not ours
         return variables
