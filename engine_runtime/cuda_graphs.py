@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 MAX_RECORDINGS = 8
 MAX_SEEN = 64
+IDLE = 2
+"""A recording gives way to shapes that come so many times as often."""
 
 _never_freed: list[BaseException] = []
 """Failed recordings' errors, whose frames hold tensors of the recording: cudaMallocAsync ends the process if those are
@@ -46,6 +48,7 @@ class _Recording:
         block: one tensor per dtype that all results lie in, so that one copy hands all of them out.
         views: result name -> its dtype, shape, strides and offset in its block.
         last: the tensors that were copied in last, for inputs that seldom change.
+        used: number of the call that it served last.
     """
 
     replay: Replay
@@ -54,6 +57,7 @@ class _Recording:
     views: dict[str, tuple[torch.dtype, torch.Size, tuple[int, ...], int]]
     bytes: int
     last: dict[str, torch.Tensor] = field(default_factory=dict)
+    used: int = 0
 
     def results(self) -> dict[str, torch.Tensor]:
         blocks = {dtype: block.clone() for dtype, block in self.block.items()}
@@ -79,7 +83,8 @@ class GraphCache:
     ):
         """
         Args:
-            limit: recordings kept; the least recently used goes first.
+            limit: recordings kept; the least recently used goes first, unless it is needed about as often as what
+                would take its place: recording anew at every call would be slower than not recording at all.
             recorder: records on this device; without one, and off CUDA, everything runs plainly.
             steady: inputs that are copied in only when another tensor object comes.
         """
@@ -88,7 +93,8 @@ class GraphCache:
         self._limit = limit
         self._steady = frozenset(steady)
         self._recordings: OrderedDict[tuple, _Recording] = OrderedDict()
-        self._seen: OrderedDict[tuple, None] = OrderedDict()
+        self._seen: OrderedDict[tuple, int] = OrderedDict()  # without a recording: number of the call before
+        self._calls = 0
         self._failed: set[tuple] = set()
         self._token: object = None
         self._record = recorder
@@ -128,6 +134,7 @@ class GraphCache:
         if token != self._token:
             self.clear()
             self._token = token
+        self._calls += 1
         key = tuple((name, t.shape, t.dtype) for name, t in inputs.items())
         recording = self._recordings.get(key)
         if recording is None:
@@ -137,18 +144,24 @@ class GraphCache:
             if recording is None:
                 return function(prepare(inputs))
         self._recordings.move_to_end(key)
+        recording.used = self._calls
         self._copy_in(recording, inputs)
         recording.replay.replay()
         return recording.results()
 
     def _worth_it(self, key: tuple) -> bool:
-        """Whether these shapes came before; that call has also warmed up all that must not happen while recording."""
-        if key in self._seen:
-            return True
-        self._seen[key] = None
+        """Whether these shapes came before; that call has also warmed up all that must not happen while recording.
+
+        Where there is no room they must come more often than the recording that would go.
+        """
+        before = self._seen.pop(key, None)
+        self._seen[key] = self._calls
         while len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
-        return False
+        if before is None or len(self._recordings) < self._limit:
+            return before is not None
+        oldest = next(iter(self._recordings.values()))
+        return self._calls - oldest.used > IDLE * (self._calls - before)
 
     def _make(self, function: Function, inputs: Tensors, key: tuple) -> _Recording | None:
         while len(self._recordings) >= self._limit:
@@ -168,7 +181,8 @@ class GraphCache:
         return recording
 
     def _recorded(self, function: Function, inputs: Tensors) -> _Recording:
-        static = {name: torch.empty_like(t, memory_format=torch.preserve_format) for name, t in inputs.items()}
+        with torch.inference_mode(False):  # threads outside of it (ComfyUI's, for several GPUs) write here too
+            static = {name: torch.empty_like(t, memory_format=torch.preserve_format) for name, t in inputs.items()}
         for name, tensor in inputs.items():
             static[name].copy_(tensor)
         block, views, targets = {}, {}, {}
@@ -177,7 +191,8 @@ class GraphCache:
             place = block.get(result.dtype, 0)
             views[name] = (result.dtype, result.shape, strides, place)
             block[result.dtype] = place + -(-result.numel() // 64) * 64
-        block = {dtype: torch.empty(size, dtype=dtype, device=self.device) for dtype, size in block.items()}
+        with torch.inference_mode(False):
+            block = {dtype: torch.empty(size, dtype=dtype, device=self.device) for dtype, size in block.items()}
         for name, (dtype, shape, strides, offset) in views.items():
             targets[name] = block[dtype].as_strided(shape, strides, offset)
 

@@ -84,8 +84,45 @@ def test_the_least_recently_used_recording_goes_first() -> None:
     assert (recorder.recorded, len(cache)) == (3, 2)
     check(cache, x=random(1))
     assert recorder.recorded == 3, "1 was used after 2, so 2 went"
-    check(cache, x=random(2))
+    for _ in range(2):
+        check(cache, x=random(2))
     assert (recorder.recorded, len(cache)) == (4, 2)
+
+
+@pytest.mark.parametrize("sets", [9, 12, 40, 100])
+def test_more_sets_of_shapes_in_each_step_than_recordings_are_not_recorded_anew_in_each_step(sets: int) -> None:
+    recorder = Recorder()
+    cache = GraphCache(CPU, recorder=recorder)
+    for _ in range(6):
+        for size in range(1, sets + 1):
+            check(cache, x=random(size))
+    assert recorder.recorded == len(cache) == (8 if sets <= 64 else 0)
+    assert recorder.replayed == 5 * len(cache), "the recordings that there is room for serve in every step"
+
+
+def test_other_shapes_take_the_place_of_those_that_are_no_longer_called() -> None:
+    recorder = Recorder()
+    cache = GraphCache(CPU, recorder=recorder)
+    for sizes in (range(1, 13), range(20, 24)):
+        for _ in range(8):
+            for size in sizes:
+                check(cache, x=random(size))
+    assert (recorder.recorded, len(cache)) == (12, 8)
+    before = recorder.replayed
+    for size in range(20, 24):
+        check(cache, x=random(size))
+    assert recorder.replayed == before + 4
+
+
+def test_recordings_are_replayed_outside_of_inference_mode_too() -> None:
+    """ComfyUI's threads for several GPUs are outside of it."""
+    cache = GraphCache(CPU, recorder=Recorder())
+    with torch.inference_mode():
+        for _ in range(2):
+            check(cache, x=random(2))
+    with torch.no_grad():
+        check(cache, x=random(2))
+    assert len(cache) == 1
 
 
 def test_another_token_drops_all_recordings() -> None:
