@@ -15,6 +15,7 @@ from enum import Enum
 
 from ..backends import BuildError
 from ..engine_library import Engine, Fallback, Library, LibraryError, Unavailable
+from ..engine_library.weight_patches import version_of
 from .build import BuildOrder, build_engine
 from .expected_time import expected_seconds
 
@@ -271,7 +272,7 @@ def _key(order: BuildOrder, library: Library, again: bool) -> tuple:
     """What makes two orders the same, found without reading weights. Holds no model."""
     network = order.network
     patcher = network.patcher
-    weights = (weakref.ref(patcher.model), patcher.patches_uuid if patcher.patches else None, network.prefix)
+    weights = (weakref.ref(patcher.model), version_of(patcher), network.prefix)
     profile = tuple(order.profile.to_json().items())
     made = (order.precision, str(profile), order.backend.name, str(order.target_device), str(library.roots[0]))
     return (*weights, *made, again)

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .weight_patches import version_of
+
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
@@ -49,7 +51,7 @@ def source_of(patcher: ModelPatcher) -> dict | None:
 def key_of(patcher: ModelPatcher, prefix: str) -> str | None:
     """What the hash of a model is kept under: its file, how it was loaded and as what; None when it must be hashed."""
     source = source_of(patcher)
-    if source is None or patcher.patches:
+    if source is None or version_of(patcher) is not None:
         return None
     loader, arguments = patcher.cached_patcher_init[:2]
     options = repr(arguments[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,9 +28,44 @@ class WeightPatches:
         return self._judged[1]
 
 
+_acts: dict[tuple[object, int], bool] = {}
+"""Answers of ``version_of``, by uuid and number of patched weights."""
+
+
+def version_of(patcher: ModelPatcher) -> object | None:
+    """What tells a patcher's weights from those of other patchers of its model; None for the model's own. Cheap."""
+    if not patcher.patches:
+        return None
+    key = (patcher.patches_uuid, len(patcher.patches))
+    if key not in _acts:
+        if len(_acts) >= 1024:
+            _acts.clear()
+        _acts[key] = any(acting(patches) for patches in patcher.patches.values())
+    return patcher.patches_uuid if _acts[key] else None
+
+
+def acting(patches: Iterable[tuple]) -> list[tuple]:
+    """Those of a weight's patches that change it. A LoRA for CLIP alone leaves patches of strength 0 on the model."""
+    return [patch for patch in patches if not _is_idle(patch)]
+
+
+def _is_idle(patch: tuple) -> bool:
+    strength, value, strength_model = patch[:3]
+    return strength == 0 and strength_model == 1 and not _acts_at_any_strength(value)
+
+
+def _acts_at_any_strength(value: object) -> bool:
+    """Whether a patch sets a weight, or gives it another shape, however weak it is."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
+        kind, parts = value
+        return kind == "set" or len(parts) > 1  # a difference with an order to pad
+    parts = getattr(value, "weights", ())
+    return getattr(value, "name", "") == "lora" and len(parts) > 5 and parts[5] is not None
+
+
 def _patches_of(patcher: ModelPatcher) -> dict[str, list]:
     """Name -> patches, all that gives a patcher a new uuid but hooks."""
-    every = {f"weight {key}": list(patches) for key, patches in patcher.patches.items()}
+    every = {f"weight {key}": found for key, patches in patcher.patches.items() if (found := acting(patches))}
     every |= {f"wrapper {key}": list(functions) for key, functions in patcher.weight_wrapper_patches.items()}
     every["compute dtype"] = [patcher.object_patches.get("manual_cast_dtype")]
     return every

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import hash_cache
+from .weight_patches import acting, version_of
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -49,7 +50,7 @@ def current_weights(
         if hasattr(weight, "dequantize") and type(weight) not in (torch.Tensor, torch.nn.Parameter):
             weight = weight.dequantize()
         weight = weight.detach().to("cpu")
-        if patches:
+        if patches := acting(patches):
             dtype = weight.dtype
             weight = convert(weight.to(torch.float32, copy=True), inplace=True)
             weight = calculate_weight(patches, weight, key).to(dtype)
@@ -127,4 +128,4 @@ def _hash(weights: Iterable[tuple[str, torch.Tensor]], check: Check | None = Non
 
 
 def _state(patcher: ModelPatcher, prefix: str) -> tuple:
-    return (patcher.patches_uuid if patcher.patches else None, prefix)
+    return (version_of(patcher), prefix)

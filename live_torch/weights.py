@@ -18,6 +18,7 @@ import torch
 
 from ..engine_library.native import NativeNetwork
 from ..engine_library.plain_copy import plain_copy
+from ..engine_library.weight_patches import acting, version_of
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -94,7 +95,7 @@ class LiveWeights:
 
     def _state(self, patcher: ModelPatcher) -> tuple:
         model = patcher.model
-        patches = patcher.patches_uuid if patcher.patches else None
+        patches = version_of(patcher)
         if not self._share or patcher.is_dynamic():
             return (patches,)
         return (patches, model.device, model.model_loaded_weight_memory, model.current_weight_patches_uuid)
@@ -109,6 +110,7 @@ class LiveWeights:
         for key in list(entries):
             # popped: kept until the end, tensors that are laid out anew would be there twice
             original, *patches = entries.pop(key)
+            patches = acting(patches)
             name = key[len(self._prefix) :]
             if name not in self._places:
                 continue  # a buffer
