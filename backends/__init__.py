@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeGuard
@@ -74,10 +74,12 @@ class Backend(Protocol):
     Attributes:
         name: stands in manifests and in the node's list; never change it.
         preference: of several backends that can serve, ``auto`` takes the highest.
+        measured_on: kinds of devices, see ``kind_of``, on which its engines were run and held against native.
     """
 
     name: str
     preference: int
+    measured_on: Collection[str]
 
     def version(self) -> str:
         """Version of the library that does the work, as it enters the engine's identity."""
@@ -124,10 +126,6 @@ class LiveBackend(Backend, Protocol):
 
     live: bool
 
-    def suits(self, device: torch.device) -> bool:
-        """Whether ``auto`` may take it for a device."""
-        ...
-
     def cannot_build(self, device: torch.device) -> Fallback | None:
         """Why nothing can be compiled for a device here, or None."""
         ...
@@ -160,6 +158,18 @@ def backends() -> dict[str, Backend]:
     return {b.name: b for b in sorted(found, key=lambda b: -b.preference)}
 
 
+def kind_of(device: torch.device) -> str:
+    """The kind of device that measurements hold for: ``"cpu"``, ``"cuda"`` (NVIDIA), ``"rocm"`` and so on."""
+    import torch
+
+    return "rocm" if device.type == "cuda" and torch.version.hip is not None else device.type
+
+
+def proven(backend: Backend, device: torch.device) -> bool:
+    """Whether ``auto`` may take a backend: what nobody has run on such a device serves only when chosen by name."""
+    return kind_of(device) in backend.measured_on
+
+
 def usable_backends(choice: str, device: torch.device) -> list[Backend]:
     """The backends that a choice allows and that can run on a device here, the most preferred first.
 
@@ -168,7 +178,10 @@ def usable_backends(choice: str, device: torch.device) -> list[Backend]:
     """
     known = backends()
     if choice == AUTO:
-        allowed = [b for b in known.values() if not is_live(b) or b.suits(device)]
+        allowed = [b for b in known.values() if proven(b, device)]
+        if not allowed:
+            where = f"'auto' takes none on {kind_of(device)}, where no backend was measured yet"
+            raise Unavailable(Reason.BACKEND_MISSING, f"{where}; choose one by name to try it")
     else:
         allowed = [known[choice]] if choice in known else []
     refusals = {b.name: b.unavailable(device) for b in allowed}

@@ -25,6 +25,7 @@ class OnnxRuntimeBackend:
 
     name = "onnxruntime"
     preference = 0
+    measured_on = ("cpu",)
 
     def version(self) -> str:
         import onnxruntime

@@ -19,6 +19,7 @@ class FullTensorRTBackend(TensorRTBackend):
 
     name = "tensorrt"
     preference = 30
+    measured_on = ()
     flavour = Flavour("tensorrt", "TensorRT", ((10, 1), (12, 0)), "tensorrt")
 
     def target(self, device: torch.device) -> str:

@@ -22,6 +22,7 @@ class TensorRTRTXBackend(TensorRTBackend):
 
     name = "tensorrt_rtx"
     preference = 20
+    measured_on = ()
     flavour = Flavour("tensorrt_rtx", "TensorRT-RTX", ((1, 7), (1, 8)), "tensorrt-rtx")
 
     def target(self, device: torch.device) -> str:

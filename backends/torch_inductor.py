@@ -33,6 +33,7 @@ class TorchBackend:
 
     name = "torch"
     preference = 10
+    measured_on = ("cuda",)
     live = True
 
     def version(self) -> str:
@@ -43,10 +44,6 @@ class TorchBackend:
             return str(device.type)
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)}, {major}.{minor}"
-
-    def suits(self, device: torch.device) -> bool:
-        """Whether ``auto`` may take it: on a CPU it brings nothing."""
-        return device.type == "cuda"
 
     def unavailable(self, device: torch.device) -> Fallback | None:
         if device.type not in ("cuda", "cpu"):

@@ -20,6 +20,7 @@ class SlowBackend:
 
     name = "slow"
     preference = -1
+    measured_on = ()
 
     def version(self) -> str:
         return os.environ.get("HYBRID_TRT_TEST_VERSION", "1")
