@@ -11,17 +11,22 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import comfy.controlnet
 import torch
 from comfy.controlnet import ControlBase, ControlNet, StrengthType
 from comfy.patcher_extension import WrapperExecutor
 
 from .controlnet import EngineControlModel
+from .ledger import lent_context
 from .live_session import LiveSession
 
 ALWAYS = 999999999.0
 """ComfyUI's sigma for "from the first step on" is above this."""
 
 Control = dict[str, list[torch.Tensor]]
+
+_METHODS = ("get_control", "control_merge")
+"""What ``_run`` does by itself for a ControlNet."""
 
 
 def run_stacks_at_once(
@@ -34,7 +39,8 @@ def run_stacks_at_once(
 ) -> Any:
     """A CALC_COND_BATCH wrapper: inside, stacks of engine-backed ControlNets run as one."""
     if "multigpu_clones" in model_options:
-        return executor(model, conds, x_in, timestep, model_options)
+        with lent_context():
+            return executor(model, conds, x_in, timestep, model_options)
     stacks: dict[int, ControlStack] = {}
 
     def replaced(cond: dict) -> dict:
@@ -79,6 +85,8 @@ def _can_join(control: ControlBase, x_noisy: torch.Tensor) -> bool:
     """Whether a ControlNet does nothing but what ``_run`` does, and its hint is made."""
     if type(control) is not ControlNet or not isinstance(control.control_model, EngineControlModel):
         return False
+    if not _is_comfyuis_own(control):
+        return False
     if not isinstance(control.control_model.handle.session, LiveSession) or control.model_sampling_current is None:
         return False
     special = (control.vae, control.latent_format, control.extra_hooks, control.timestep_range is None)
@@ -89,6 +97,18 @@ def _can_join(control: ControlBase, x_noisy: torch.Tensor) -> bool:
         return False
     size = (x_noisy.shape[2] * ratio, x_noisy.shape[3] * ratio)
     return tuple(hint.shape[2:]) == size and hint.shape[0] in (1, x_noisy.shape[0])
+
+
+def _is_comfyuis_own(control: ControlNet) -> bool:
+    """Whether a ControlNet does what ComfyUI's code says: no pack has put methods of its own on it or on its class."""
+    if any(hasattr(ControlNet, name) for name in vars(control)):
+        return False
+    return all(_source(getattr(ControlNet, name)) == comfy.controlnet.__file__ for name in _METHODS)
+
+
+def _source(function: Any) -> str | None:
+    code = getattr(function, "__code__", None)
+    return code.co_filename if code is not None else None
 
 
 def _active(chain: list[ControlNet], t: torch.Tensor) -> list[ControlNet]:

@@ -48,7 +48,6 @@ class EngineControlModel:
         self.native_patcher: ModelPatcher = controlnet.control_model_wrapped
         self.handle = handle
         self._takes_y = getattr(self.native, "num_classes", None) is not None
-        self._native_loaded_for: object = None
 
     @property
     def network(self) -> NativeNetwork:
@@ -90,9 +89,11 @@ class EngineControlModel:
         return {"output": residuals[:-1], "middle": residuals[-1:]}
 
     def _make_native_resident(self) -> None:
-        """Load native weights once per run, beside all that is in use: ComfyUI loaded the engine in their place."""
-        if self._native_loaded_for is not self.handle.tally:
-            self._native_loaded_for = self.handle.tally
+        """Have native weights loaded, beside all that is in use: ComfyUI loaded the engine in their place.
+
+        Looked at in every call: ComfyUI may take them again between two sampling runs of one node, or within one.
+        """
+        if not any(loaded is self.native_patcher for loaded in model_management.loaded_models()):
             in_use = model_management.loaded_models(only_currently_used=True)
             model_management.load_models_gpu([*in_use, self.native_patcher])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from .timing import named_range, timed
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
+    from comfy_execution.utils import ExecutionContext
+
 
 @dataclass(frozen=True)
 class EngineChoice:
@@ -54,6 +57,7 @@ class EngineHandle:
         self.tally: Tally | None = None
         self._encode_hint: HintEncoder | None = None
         self._context: object = self  # no execution context is this object: the first call begins a run
+        self._beginning = threading.Lock()
         self.refresh()
 
     @property
@@ -74,6 +78,15 @@ class EngineHandle:
         """Whether LoRAs and other weight patches need no engine of their own."""
         return isinstance(self.session, LiveSession)
 
+    @property
+    def refusal(self) -> str | None:
+        """Why the engine that is there was not opened although the node serves without it, or None."""
+        return self.session.refusal if isinstance(self.session, LiveSession) else None
+
+    def of(self, network: NativeNetwork) -> EngineHandle:
+        """The handle of the same node for another network of its kind."""
+        return EngineHandle(network, self.choice, self.library, self.node_id, self.node_key)
+
     def refresh(self) -> None:
         """Look the engine up in the library: afterwards either ``session`` or ``fallback`` is set."""
         try:
@@ -83,6 +96,8 @@ class EngineHandle:
             if not (failed and refusal.fallback.reason is Reason.NO_ENGINE):  # why there is none says more
                 self.fallback = refusal.fallback
             self.session = None
+        except OSError as error:
+            self.session, self.fallback = None, Fallback(Reason.NO_ENGINE, f"the library cannot be read ({error})")
 
     def _look_up(self) -> Session | LiveSession:
         architecture = self.network.architecture()
@@ -95,8 +110,8 @@ class EngineHandle:
         profile = self.choice.profile
         live = next((b for b in usable.values() if is_live(b)), None)
         weights = [live.layout(self.network)] if live else []
-        # a whole checkpoint is not hashed to learn that it has no engine
-        if live is None or len(usable) > 1:
+        # only engines that hold weights ask for a hash, and no whole checkpoint is hashed to learn that it has none
+        if any(not is_live(backend) for backend in usable.values()):
             if self.library.may_have(architecture.name, self.network.fingerprint):
                 weights.append(self.network.weights_hash())
             elif live is None:
@@ -105,9 +120,9 @@ class EngineHandle:
         try:
             engines = self.library.find_all(wanted, refuses)
         except Unavailable:
-            if live is None or self.choice.backend == AUTO:
+            if live is None:
                 raise
-            engines = []  # chosen by name, it serves without one too
+            engines = []  # it serves without one too
         name = engines[0].manifest.identity.backend if engines else live.name
         if live is None or name != live.name:
             return session(engines[0], usable[name], device)
@@ -122,16 +137,20 @@ class EngineHandle:
             patcher: the one that ComfyUI samples with, when it is not the network's own.
         """
         context = executing()
-        if context is not self._context or self.tally is None:
-            self._context = context
-            self.refresh()
-            network = self.network
-            self.tally = open_tally(network.kind, network.label, self.node_id, self.node_key, network.device)
-            if self.session is not None:
-                self.session.begin_run(patcher)
-                keep(self.patcher, context.prompt_id if context else "")
-                self._prepare_hints()
+        with self._beginning:
+            if context is not self._context or self.tally is None:
+                self._begin_run(context, patcher)
         return self.tally
+
+    def _begin_run(self, context: ExecutionContext | None, patcher: ModelPatcher | None) -> None:
+        self._context = context
+        self.refresh()
+        network = self.network
+        self.tally = open_tally(network.kind, network.label, self.node_id, self.node_key, network.device)
+        if self.session is not None:
+            self.session.begin_run(patcher or self.network.patcher)
+            keep(self.patcher, context.prompt_id if context else "")
+            self._prepare_hints()
 
     def serve(
         self,
@@ -144,13 +163,15 @@ class EngineHandle:
         Args:
             refusal: why the caller does not want the engine for this call, if so.
             inputs: gives the tensors by name; called only when an engine is there.
-            patcher: the one that ComfyUI samples with, when it is not the network's own.
+            patcher: the one that ComfyUI samples with, when it is not the network's own. One execution of a node may
+                sample several, so it is followed in every call.
         """
         tally = self.begin_run(patcher)
         fallback = refusal or self.fallback
         if fallback is None:
             try:
                 with timed(tally.times), self._range():
+                    self.session.follow(patcher or self.network.patcher)
                     given = inputs()
                     if self._encode_hint is not None:
                         given["hint"] = self._encode_hint(given["hint"])
@@ -185,7 +206,6 @@ class EngineHandle:
         try:
             if self._encode_hint is None:
                 self._encode_hint = HintEncoder(self.network, self.precision)
-            self._encode_hint.begin_run()
         except ReplacedForward as error:
             self.session, self.fallback = None, Fallback(Reason.MODEL_PATCHED, str(error))
 

@@ -76,17 +76,17 @@ class HintEncoder:
         self._cache = HintCache(self._encode)
         self._spec = [spec for spec in network.architecture().inputs(network.module, precision) if spec.name == "hint"]
 
-    def begin_run(self) -> None:
-        """Notice weights that changed since."""
-        self._weights.follow(self._network.patcher)
-
     def __call__(self, hint: torch.Tensor) -> torch.Tensor:
         """What the engine takes in the place of a hint of shape (1 or B, channels, 8H, 8W): (1 or B, features, H, W).
 
         Raises:
             Unavailable: the hint has another form, or there is no memory to encode it.
         """
-        return self._cache.get(hint, self._weights.version)
+        try:
+            self._weights.follow(self._network.patcher)  # cheap, as long as its patches are those of the last call
+            return self._cache.get(hint, self._weights.version)
+        except torch.OutOfMemoryError as error:
+            raise Unavailable(Reason.ENGINE_FAILED, "there is no memory to encode the control image") from error
 
     def _encode(self, hint: torch.Tensor) -> torch.Tensor:
         try:
@@ -94,8 +94,6 @@ class HintEncoder:
             return self._encoder(laid_out(hint.to(self._network.device, self._dtype))).contiguous()
         except ShapeMismatch as error:
             raise Unavailable(Reason.UNSUPPORTED_INPUT, str(error)) from None
-        except torch.OutOfMemoryError as error:
-            raise Unavailable(Reason.ENGINE_FAILED, "there is no memory to encode the control image") from error
 
 
 def _lives_on(entry: _Entry, replaced: torch.Tensor) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -18,6 +20,9 @@ from .timing import CallTimes
 log = logging.getLogger(__name__)
 
 NATIVE, ON_ENGINE = 0, 1
+
+_counting = threading.Lock()
+"""ComfyUI calls a network from several threads when it shares a step among GPUs."""
 
 MAX_PROMPTS = 64
 """Prompts remembered; the oldest is forgotten first."""
@@ -58,19 +63,21 @@ class Tally:
 
     def count_engine(self, backend: str) -> None:
         """Count a call that an engine served."""
-        self.backend = backend
-        self.engine += 1
-        self.calls.append(ON_ENGINE)
+        with _counting:
+            self.backend = backend
+            self.engine += 1
+            self.calls.append(ON_ENGINE)
 
     def count_native(self, fallback: Fallback) -> None:
         """Count a native call; the first one with its reason is logged."""
         reason = fallback.reason.value
-        if reason not in self.reasons:
-            log.warning("Hybrid TRT: %s ran native. %s", self.name, fallback.sentence())
-            self.details[reason] = str(fallback)
-        self.native += 1
-        self.calls.append(NATIVE)
-        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        with _counting:
+            if reason not in self.reasons:
+                log.warning("Hybrid TRT: %s ran native. %s", self.name, fallback.sentence())
+                self.details[reason] = str(fallback)
+            self.native += 1
+            self.calls.append(NATIVE)
+            self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     def ms(self) -> list[float]:
         """Milliseconds of each call; empty when they were not timed."""
@@ -90,9 +97,23 @@ def _ms_json(ms: list[float]) -> dict | None:
 _prompts: OrderedDict[str, dict[tuple[str, str, str], Tally]] = OrderedDict()
 
 
+_lent: ExecutionContext | None = None
+
+
 def executing() -> ExecutionContext | None:
     """The node execution that the caller runs in: one object during one execution of a node, another in the next."""
-    return get_executing_context()
+    return get_executing_context() or _lent
+
+
+@contextlib.contextmanager
+def lent_context() -> Iterator[None]:
+    """Inside, threads that ComfyUI has not told the node execution count as being in the caller's."""
+    global _lent
+    before, _lent = _lent, executing()
+    try:
+        yield
+    finally:
+        _lent = before
 
 
 def open_tally(

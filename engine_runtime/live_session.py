@@ -6,13 +6,14 @@ import logging
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..architectures.tensors import Profile, ShapeMismatch, bind
 from ..backends import LiveBackend
-from ..engine_library import Engine, Reason, Unavailable
+from ..engine_library import Engine, Manifest, Reason, Unavailable
 from ..engine_library.native import NativeNetwork
 from ..engine_library.plain_copy import ReplacedForward
 from ..live_torch.network import LiveNetwork, laid_out
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _open: weakref.WeakValueDictionary[tuple, LiveSession] = weakref.WeakValueDictionary()
+_refused: dict[Path, tuple[Manifest, str]] = {}
+"""Engines that could not be opened in this process and why, by folder; one that is built again is tried again."""
 
 
 class LiveSession:
@@ -87,16 +90,27 @@ class LiveSession:
         return 0 if shared else sum(p.numel() for p in self.network.module.parameters()) * self._live.dtype.itemsize
 
     def use(self, engines: Sequence[Engine]) -> None:
-        """Take compiled files from these engines, the first that has some sizes; or go without."""
-        if [e.folder for e in engines] == [e.folder for e in self.engines]:
+        """Take compiled files from these engines, the first that has some sizes; or go without.
+
+        An engine that was built again in its folder is another engine.
+        """
+        if list(engines) == self.engines:
             return
         self.engines = list(engines)
         self._files = {}
+        refused = [why for engine in self.engines if (why := refusal_of(engine)) is not None]
+        self.refusal = refused[0] if refused else None
         for engine in self.engines:
+            if refusal_of(engine) is not None:
+                continue
             for symbols in self.backend.sizes(engine):
                 self._files.setdefault(frozenset(symbols.items()), engine)
         self._live.forget_compiled()
         self.graphs.clear()
+
+    @property
+    def _uncompiled(self) -> str:
+        return "as a CUDA graph" if self.device.type == "cuda" else "eagerly"
 
     def lacks(self, profile: Profile) -> bool:
         """Whether a build would make the ``opt`` sizes of a profile faster."""
@@ -105,10 +119,15 @@ class LiveSession:
         opt = {symbol: size for symbol, size in profile.sizes("opt").items() if symbol in self._used}
         return frozenset(opt.items()) not in self._files and not self._live.has_compiled(opt)
 
-    def begin_run(self, patcher: ModelPatcher | None) -> None:
+    def begin_run(self, patcher: ModelPatcher) -> None:
         """A sampling run starts: look at every weight's place again at the next call."""
         self._new_run = True
-        self._patcher = patcher or self._patcher
+        self._patcher = patcher
+
+    def follow(self, patcher: ModelPatcher) -> None:
+        """Compute with a patcher's weights from the next call on; as good as free when it is that of the last."""
+        if patcher is not self._patcher:
+            self.begin_run(patcher)
 
     def unload(self) -> None:
         """Give the memory back; the next call starts anew."""
@@ -187,7 +206,9 @@ class LiveSession:
         try:
             self._live.add_compiled(symbols, self.backend.open_live(engine, symbols))
         except Exception as error:
-            self.refusal = str(error)
+            self.refusal = str(error) if isinstance(error, Unavailable) else first_line(error)
+            _refused[engine.folder] = (engine.manifest, self.refusal)
+            self._files = {symbols: other for symbols, other in self._files.items() if other != engine}
             log.warning("Hybrid TRT: %s runs uncompiled for these sizes (%s)", self.network.label, first_line(error))
             return
         seconds = time.perf_counter() - started
@@ -195,11 +216,18 @@ class LiveSession:
 
     def status(self) -> str:
         """One sentence for the node."""
+        if self.refusal is not None:
+            return f"torch {self._precision} on live weights, {self._uncompiled}: {self.refusal}; build it again"
         if not self.engines:
-            where = "as a CUDA graph" if self.device.type == "cuda" else "eagerly"
             more = "; build an engine to have it compiled" if self.backend.cannot_build(self.device) is None else ""
-            return f"torch {self._precision} on live weights, {where}{more}"
+            return f"torch {self._precision} on live weights, {self._uncompiled}{more}"
         return f"torch {self._precision} on live weights, {self.profile}, {self.engines[0].manifest.bytes / 1e6:.0f} MB"
+
+
+def refusal_of(engine: Engine) -> str | None:
+    """Why an engine could not be opened in this process, or None."""
+    manifest, why = _refused.get(engine.folder, (None, None))
+    return why if manifest == engine.manifest else None
 
 
 def live_session(network: NativeNetwork, backend: LiveBackend, precision: str) -> LiveSession:

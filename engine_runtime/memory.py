@@ -45,6 +45,12 @@ class EnginePatcher(ModelPatcher):
             return self.model.session is other.model.session
         return super().is_clone(other)
 
+    def deepclone_multigpu(self, new_load_device: torch.device | None = None, **_: Any) -> EnginePatcher:
+        """What stands for the engine on a second GPU: nothing. An engine is on one device, so native serves there."""
+        clone = EnginePatcher.on(new_load_device or self.load_device)
+        clone.clone_base_uuid = self.clone_base_uuid  # by which ComfyUI knows that this one is cared for
+        return clone
+
     def model_size(self) -> int:
         session = self.model.session
         return session.bytes if session is not None else 0

@@ -43,7 +43,7 @@ class Session:
         self.backend = backend
         self.device = device
         self._runner: Runner | None = None
-        self._dtypes = {s.name: getattr(torch, s.dtype) for s in engine.manifest.inputs}
+        self._dtypes = _dtypes(engine)
         self._plans: dict[tuple, _Plan] = {}
         self._zeros: dict[tuple, torch.Tensor] = {}
 
@@ -57,8 +57,11 @@ class Session:
         """What stands for the weights in the engine's identity."""
         return self.engine.manifest.identity.weights
 
-    def begin_run(self, patcher: ModelPatcher | None) -> None:
+    def begin_run(self, patcher: ModelPatcher) -> None:
         """A sampling run starts. An engine's weights are its own, whatever the patcher says."""
+
+    def follow(self, patcher: ModelPatcher) -> None:
+        """As ``begin_run``: nothing to do."""
 
     @property
     def profile(self) -> Profile:
@@ -81,7 +84,10 @@ class Session:
         """
         if self._runner is not None:
             return
-        self._verify()
+        try:
+            self._verify()
+        except OSError as error:  # deleted since it was looked up, or its disk is gone
+            raise Unavailable(Reason.BROKEN_ENGINE, f"{self.name} cannot be read ({error})") from error
         started = time.perf_counter()
         try:
             self._runner = self.backend.load(self.engine, self.device)
@@ -92,6 +98,13 @@ class Session:
             raise Unavailable(Reason.ENGINE_FAILED, f"it could not be opened ({first_line(error)})") from error
         seconds = time.perf_counter() - started
         log.info("Hybrid TRT: opened %s on %s in %.1f s", self.engine.folder.name, self.device, seconds)
+
+    def renew(self, engine: Engine) -> None:
+        """Serve with this engine from now on: it has replaced the one that was opened, in the same folder."""
+        if engine.manifest != self.engine.manifest:
+            self.unload()
+            self.engine = engine
+            self._dtypes = _dtypes(engine)
 
     def unload(self) -> None:
         """Give its memory back; the next call loads it again."""
@@ -112,15 +125,18 @@ class Session:
             Unavailable: the shapes do not fit this engine, or the engine failed.
         """
         self.load()
-        plan = self._plan({name: tuple(tensor.shape) for name, tensor in given.items()})
-        inputs = dict(plan.zeros)
-        for name, tensor in given.items():
-            inputs[name] = tensor.to(self.device, self._dtypes[name]).contiguous()
-        outputs = {
-            name: torch.empty(shape, dtype=dtype, device=self.device) for name, (shape, dtype) in plan.outputs.items()
-        }
         try:
+            plan = self._plan({name: tuple(tensor.shape) for name, tensor in given.items()})
+            inputs = dict(plan.zeros)
+            for name, tensor in given.items():
+                inputs[name] = tensor.to(self.device, self._dtypes[name]).contiguous()
+            outputs = {
+                name: torch.empty(shape, dtype=dtype, device=self.device)
+                for name, (shape, dtype) in plan.outputs.items()
+            }
             self._runner.run(inputs, outputs)
+        except Unavailable:
+            raise
         except Exception as error:
             log.exception("Hybrid TRT: %s failed", self.engine.folder.name)
             raise Unavailable(Reason.ENGINE_FAILED, first_line(error)) from error
@@ -174,7 +190,12 @@ def session(engine: Engine, backend: Backend, device: torch.device) -> Session:
     found = _open.get(key)
     if found is None:
         found = _open[key] = Session(engine, backend, device)
+    found.renew(engine)
     return found
+
+
+def _dtypes(engine: Engine) -> dict[str, torch.dtype]:
+    return {spec.name: getattr(torch, spec.dtype) for spec in engine.manifest.inputs}
 
 
 def first_line(error: BaseException) -> str:

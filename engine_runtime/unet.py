@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from comfy.patcher_extension import WrapperExecutor, WrappersMP
+from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP
 from comfy_api.torch_helpers.torch_compile import TORCH_COMPILE_KWARGS
 
 from ..engine_library import Fallback, Reason, WeightPatches
 from ..engine_library.native import UNET_PREFIX
 from .control_stack import run_stacks_at_once
 from .engine_handle import EngineHandle
+from .ledger import open_tally
 from .native_weights import NativeWeights
 from .session import Session
+from .timing import timed
 
 if TYPE_CHECKING:
+    from comfy.model_base import BaseModel
     from comfy.model_patcher import ModelPatcher
 
 KEY = "hybrid_trt"
+
+STRANGER = "another model, without TRT Sampler Patch"
+"""Under this name calls are counted that come through a patched model's sampling and are for a model of their own."""
+
+_bases: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[BaseModel]] = weakref.WeakKeyDictionary()
+"""UNet -> the model that it belongs to, of all models that were patched."""
 
 
 def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | None = None) -> ModelPatcher:
@@ -33,6 +43,8 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
     patched.remove_wrappers_with_key(WrappersMP.DIFFUSION_MODEL, KEY)
     router = UNetRouter(patched, handle, refusal)
     patched.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, router)
+    patched.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
+    patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, router.begin_run)
     router.native_weights.attach(patched, KEY)
     patched.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, KEY)
     patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, run_stacks_at_once)
@@ -49,54 +61,87 @@ class UNetRouter:
 
     def __init__(self, model: ModelPatcher, handle: EngineHandle, refusal: Fallback | None):
         self._base = model.model
-        self._weight_patches = WeightPatches(model)
+        _bases[_uncompiled(self._base.diffusion_model)] = weakref.ref(self._base)
+        # an engine has the weights of the node that made it, and not those of a model that was patched on the way here
+        theirs = handle.network.patcher
+        self._weight_patches = WeightPatches(theirs if theirs.model is self._base else model)
         self._handle = handle
         self._refusal = refusal
         self._compiled: tuple[dict, Callable[..., torch.Tensor]] | None = None
         self.native_weights = NativeWeights(partial(_engine_serves, handle, refusal, self._weight_patches))
 
+    def begin_run(self, patcher: ModelPatcher) -> None:
+        """An ON_PRE_RUN callback: ComfyUI has loaded the weights, wherever they are now."""
+        if patcher.model is self._base and self._handle.session is not None:
+            self._handle.session.begin_run(patcher)
+
     @torch.compiler.disable  # another node may compile the UNet: there is nothing to trace in an engine
     def __call__(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        native = executor.original
         called_on = executor.class_obj
-
-        def routed(
-            x: torch.Tensor,
-            timesteps: torch.Tensor | None = None,
-            context: torch.Tensor | None = None,
-            y: torch.Tensor | None = None,
-            control: Mapping | None = None,
-            transformer_options: dict | None = None,
-            **extra: Any,
-        ) -> torch.Tensor:
-            options = {} if transformer_options is None else transformer_options
-            refusal = self._refusal or self._why_native(called_on, context, control, options, extra)
-
-            def inputs() -> dict[str, torch.Tensor]:
-                given = {"x": x, "timesteps": timesteps, "context": context}
-                if y is not None:
-                    given["y"] = y
-                given.update(self._residuals(control))
-                return given
-
-            outputs = self._handle.serve(refusal, inputs, self._base.current_patcher)
-            if outputs is None:
-                self.native_weights.bring()
-                forward = self._as_compiled(native)
-                return self._handle.native(lambda: forward(x, timesteps, context, y, control, options, **extra))
-            options["original_shape"] = list(x.shape)  # native leaves it there for others to read
-            return outputs["out"].to(x.device, x.dtype)
-
-        executor.original = routed
+        if self._is_our_unet(called_on):
+            executor.original = partial(self._route, executor.original)
+        elif (router := _router_of(called_on)) is not None:  # the second model of a guider that samples with two
+            executor.original = partial(router._route, executor.original)
+        else:
+            executor.original = partial(self._pass_by, executor.original)
         return executor(*args, **kwargs)
 
+    def _route(
+        self,
+        native: Callable[..., torch.Tensor],
+        /,
+        x: torch.Tensor,
+        timesteps: torch.Tensor | None = None,
+        context: torch.Tensor | None = None,
+        y: torch.Tensor | None = None,
+        control: Mapping | None = None,
+        transformer_options: dict | None = None,
+        **extra: Any,
+    ) -> torch.Tensor:
+        """A call of our UNet: ``UNetModel.forward``'s arguments and result."""
+        options = {} if transformer_options is None else transformer_options
+        patcher = self._base.current_patcher
+        refusal = self._refusal or self._why_native(patcher, context, control, options, extra)
+
+        def inputs() -> dict[str, torch.Tensor]:
+            given = {"x": x, "timesteps": timesteps, "context": context}
+            if y is not None:
+                given["y"] = y
+            given.update(self._residuals(control))
+            return given
+
+        outputs = self._handle.serve(refusal, inputs, patcher)
+        if outputs is None:
+            self.native_weights.bring()
+            forward = self._as_compiled(native)
+            return self._handle.native(lambda: forward(x, timesteps, context, y, control, options, **extra))
+        options["original_shape"] = list(x.shape)  # native leaves it there for others to read
+        return outputs["out"].to(x.device, x.dtype)
+
+    def _pass_by(self, native: Callable[..., torch.Tensor], /, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A call of a UNet that is not ours: native serves it, and it is counted for itself."""
+        handle = self._handle
+        if _on_several_gpus(kwargs.get("transformer_options") or (args[5] if len(args) > 5 else None) or {}):
+            handle.serve(SEVERAL_GPUS, dict)
+            return handle.native(lambda: native(*args, **kwargs))
+        tally = open_tally("unet", STRANGER, handle.node_id, device=handle.network.device)
+        tally.count_native(Fallback(Reason.OTHER_MODEL, "the call comes from a model that was not patched"))
+        with timed(tally.times):
+            return native(*args, **kwargs)
+
     def _why_native(
-        self, called_on: object, context: torch.Tensor | None, control: Mapping | None, options: Mapping, extra: Mapping
+        self,
+        patcher: ModelPatcher | None,
+        context: torch.Tensor | None,
+        control: Mapping | None,
+        options: Mapping,
+        extra: Mapping,
     ) -> Fallback | None:
         """The reason why native has to serve a call, whatever its shapes, or None."""
-        patcher = self._base.current_patcher
-        if patcher is None or not self._is_our_unet(called_on):
-            return Fallback(Reason.OTHER_MODEL, "the call comes from another copy of the model")
+        if patcher is None:
+            return Fallback(Reason.OTHER_MODEL, "the call comes from outside of sampling")
+        if _on_several_gpus(options):
+            return SEVERAL_GPUS
         if (fallback := _why_not_patched_so(patcher, self._weight_patches, self._handle)) is not None:
             return fallback
         if (name := _active_patch(options)) is not None:
@@ -122,7 +167,7 @@ class UNetRouter:
 
     def _is_our_unet(self, called_on: object) -> bool:
         unet = self._base.diffusion_model
-        return called_on is unet or called_on is getattr(unet, "_orig_mod", None)  # the UNet inside torch.compile's
+        return called_on is unet or called_on is _uncompiled(unet)
 
     def _residuals(self, control: Mapping | None) -> dict[str, torch.Tensor]:
         """Engine input name -> residual. ``control`` is only read: native would pop from its lists.
@@ -145,6 +190,28 @@ class UNetRouter:
         return len(self._base.diffusion_model.input_blocks)
 
 
+SEVERAL_GPUS = Fallback(Reason.MODEL_PATCHED, "MultiGPU CFG Split shares each step among GPUs; an engine is on one")
+
+
+def _on_several_gpus(options: Mapping) -> bool:
+    """Whether a call is one of several that ComfyUI makes at once, each in a thread and on a GPU of its own."""
+    return options.get("multigpu_thread_device") is not None
+
+
+def _uncompiled(unet: torch.nn.Module) -> torch.nn.Module:
+    """The UNet itself where torch.compile's stands."""
+    return getattr(unet, "_orig_mod", unet)
+
+
+def _router_of(unet: object) -> UNetRouter | None:
+    """The router of the patched model that a UNet is being sampled for, if it is one."""
+    known = _bases.get(unet) if isinstance(unet, torch.nn.Module) else None
+    base = known() if known is not None else None
+    patcher = getattr(base, "current_patcher", None)
+    found = patcher.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY) if patcher is not None else []
+    return next((router for router in found if isinstance(router, UNetRouter) and router._base is base), None)
+
+
 def _engine_serves(
     handle: EngineHandle,
     refusal: Fallback | None,
@@ -162,8 +229,11 @@ def _why_not_patched_so(patcher: ModelPatcher, weight_patches: WeightPatches, ha
     """The reason why a model that is patched in this way is no longer the engine's, or None."""
     if patcher.hook_patches or patcher.current_hooks or patcher.forced_hooks:
         return Fallback(Reason.HOOKS, "the conditioning or the model carries weight hooks")
-    if not handle.follows_patches and not weight_patches.same_on(patcher):
-        return Fallback(Reason.WEIGHTS_PATCHED, "a LoRA or another weight patch was added after the sampler patch")
+    if handle.follows_patches:
+        if patcher.model is not handle.network.patcher.model:
+            return Fallback(Reason.OTHER_MODEL, f"it computes with the weights of {handle.network.label}")
+    elif not weight_patches.same_on(patcher):
+        return Fallback(Reason.WEIGHTS_PATCHED, "a LoRA or another weight patch was added after the engine node")
     if patcher.injections or any(f"{name}.".startswith(UNET_PREFIX) for name in patcher.object_patches):
         return Fallback(Reason.MODEL_PATCHED, "another node replaced a part of the UNet")
     return None

@@ -47,7 +47,7 @@ def build_if_missing(handle: EngineHandle, when_missing: str, requested: bool = 
         return
     order = BuildOrder(handle.network, handle.precision, handle.choice.profile, backend)
     if requested:
-        _submit(order, handle, again=not missing)
+        _submit(order, handle, again=not missing or handle.refusal is not None)
     elif when_missing == BUILD_NOW:
         _build_now(order, handle)
     else:

@@ -25,7 +25,7 @@ from ..engine_library import Engine, Fallback, Library, Manifest, Reason, Unavai
 from ..engine_library.hash_cache import source_of
 from ..engine_runtime.engine_handle import EngineHandle
 from ..engine_runtime.ledger import last_run
-from ..engine_runtime.live_session import LiveSession
+from ..engine_runtime.live_session import LiveSession, refusal_of
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +122,9 @@ class NodeStates:
             wanted = Profile.from_json(known.profile)
             answer |= {"state": "ready", "engine": engine_json(engine), "job": job.to_json() if job else None}
             answer["engine"]["covers"] = covers.contains(wanted.only(covers.ranges))
+            if (why := refusal_of(engine)) is not None:
+                text = f"It was not opened, so calls run uncompiled: {why}; build it again."
+                answer |= {"state": "stale", "text": text}
             return answer
         text = known.without_engine or fallback.sentence()
         answer |= {"state": MISSING.get(fallback.reason, "unavailable"), "text": text}

@@ -31,27 +31,33 @@ class TRTSamplerPatch(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: ModelPatcher, engine: EngineHandle) -> io.NodeOutput:
-        refusal = _other_weights(model, engine)
-        status = refusal.sentence() if refusal else engine.status()
+        engine, refusal = _for_model(model, engine)
+        between = None if refusal is not None else _lora_between(model, engine)
+        status = (refusal or between).sentence() if refusal or between else engine.status()
         engine_node.log_text(status)
-        native = refusal is not None or engine.session is None
+        native = refusal is not None or between is not None or engine.session is None
         return io.NodeOutput(patch_model(model, engine, refusal), ui={"text": [status], "native": [native]})
 
 
-def _other_weights(model: ModelPatcher, engine: EngineHandle) -> Fallback | None:
-    """Why this engine must not serve this model, or None when the model's weights are those of the engine."""
-    theirs = engine.network.patcher
-    if engine.follows_patches and theirs.model is model.model:
-        return None
-    if theirs.model is model.model and WeightPatches(theirs).same_on(model):
-        return None
-    if theirs.model is model.model:
-        return Fallback(Reason.WEIGHTS_PATCHED, "a LoRA stands between the engine node and this node")
+def _for_model(model: ModelPatcher, engine: EngineHandle) -> tuple[EngineHandle, Fallback | None]:
+    """The engine for this model, and why it must never serve it, if so."""
+    if engine.network.patcher.model is model.model:
+        return engine, None
     network = NativeNetwork.of_model(model, engine.network.label)
     try:
         same = network.architecture() is engine.network.architecture()
+        if same and engine.follows_patches:  # it has no weights of its own: this model's serve as well
+            return engine.of(network), None
     except Unavailable as unsupported:
-        return unsupported.fallback
+        return engine, unsupported.fallback
     if not same or network.weights_hash() != engine.network.weights_hash():
-        return Fallback(Reason.OTHER_MODEL, f"the engine is that of {engine.network.label}")
-    return None
+        return engine, Fallback(Reason.OTHER_MODEL, f"the engine is that of {engine.network.label}")
+    return engine, None
+
+
+def _lora_between(model: ModelPatcher, engine: EngineHandle) -> Fallback | None:
+    """What keeps an engine from serving as long as it has weights of its own; each call looks again."""
+    theirs = engine.network.patcher
+    if engine.follows_patches or theirs.model is not model.model or WeightPatches(theirs).same_on(model):
+        return None
+    return Fallback(Reason.WEIGHTS_PATCHED, "a LoRA stands between the engine node and this node")

@@ -120,6 +120,31 @@ def test_a_native_controlnet_in_the_chain_takes_the_whole_chain_comfyuis_way(sta
     assert stacks.runs == 0
 
 
+@pytest.mark.parametrize("name", ["get_control", "control_merge"])
+@pytest.mark.parametrize("on", ["object", "class"])
+def test_a_controlnet_with_a_method_of_another_packs_is_not_joined(
+    stacks: Stacks, monkeypatch: pytest.MonkeyPatch, name: str, on: str
+) -> None:
+    backed, calls = stacks.chain(True), []
+    call(backed)
+    own = getattr(ControlNet, name)
+
+    def replaced(self: ControlNet, *args: object, **options: object) -> object:
+        calls.append(self)
+        return own(self, *args, **options)
+
+    if on == "class":
+        monkeypatch.setattr(ControlNet, name, replaced)
+    else:
+        setattr(backed, name, replaced.__get__(backed))
+    native = stacks.chain(False)
+    reference = call(native, 2)
+    calls.clear()
+    assert same(call(ControlStack(backed), 2), reference)
+    assert backed in calls
+    assert stacks.runs == 0
+
+
 def test_other_kinds_of_strength_and_pooling_take_comfyuis_way(stacks: Stacks) -> None:
     native, backed = stacks.chain(False), stacks.chain(True)
     call(backed), call(native)

@@ -44,7 +44,6 @@ def engine_error(net: NativeNetwork, engine: Engine, symbols: dict[str, int]) ->
         (spec,) = (s for s in net.architecture().inputs(net.module, "float32") if s.name == "hint")
         plain["hint"] = sample_inputs([spec], symbols, seed=99)["hint"]
         encoder = HintEncoder(net, engine.manifest.identity.precision)
-        encoder.begin_run()
         given["hint"] = encoder(plain["hint"])
     outputs = Session(engine, backends()["onnxruntime"], CPU).run(given)
     native = native_call(net, plain)

@@ -8,7 +8,10 @@ from pathlib import Path
 import folder_paths
 import numpy
 import torch
+from comfy import model_management
 from comfy_api.latest import ComfyExtension, io
+
+import nodes  # ComfyUI's
 
 CATEGORY = "tests"
 MAX_SEED = 2**31 - 1
@@ -92,11 +95,58 @@ class TestSaveLatent(io.ComfyNode):
         return io.NodeOutput(ui={"latent": [str(path), list(values.shape)]})
 
 
+class TestSampleTwice(io.ComfyNode):
+    """Two sampling runs inside one execution of a node, as nodes for XY plots do; a batch of both latents."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestSampleTwice", display_name="Test Sample Twice", category=CATEGORY,
+            inputs=[
+                io.Model.Input("model"),
+                io.Model.Input("second_model"),
+                io.Conditioning.Input("positive"),
+                io.Conditioning.Input("negative"),
+                io.Latent.Input("latent_image"),
+                io.Int.Input("seed", default=0, min=0, max=MAX_SEED),
+                io.Int.Input("steps", default=4, min=1, max=100),
+            ],
+            outputs=[io.Latent.Output()],
+        )
+
+    @classmethod
+    def execute(
+        cls, model: object, second_model: object, positive: list, negative: list, latent_image: dict, seed: int,
+        steps: int,
+    ) -> io.NodeOutput:
+        given = (seed, steps, 5.0, "euler", "normal", positive, negative, latent_image)
+        sampled = [nodes.common_ksampler(m, *given)[0]["samples"] for m in (model, second_model)]
+        return io.NodeOutput({"samples": torch.cat(sampled)})
+
+
+class TestSecondDevice(io.ComfyNode):
+    """A double of a second GPU: from now on ComfyUI takes the CPU under a second name for one, or no more."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestSecondDevice", display_name="Test Second Device", category=CATEGORY,
+            inputs=[io.Model.Input("model"), io.Boolean.Input("there")],
+            outputs=[io.Model.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model: object, there: bool) -> io.NodeOutput:
+        devices = [torch.device("cpu"), torch.device("cpu", 1)][: 2 if there else 1]
+        model_management.get_all_torch_devices = lambda exclude_current=False: devices[int(exclude_current):]
+        return io.NodeOutput(model)
+
+
 class TestNodes(ComfyExtension):
     """What ComfyUI asks for the nodes of this pack."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [TestConditioning, TestImage, TestSaveLatent]
+        return [TestConditioning, TestImage, TestSampleTwice, TestSaveLatent, TestSecondDevice]
 
 
 async def comfy_entrypoint() -> TestNodes:

@@ -1,0 +1,349 @@
+"""What serves a call is right: the weights of this call's patcher, the engine that is on disk now, or native."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fake_engine
+import pytest
+import torch
+from fake_recorder import Recorder
+from pack import import_comfy
+from small_networks import CPU, lora_for, native_call, network, with_lora
+
+import_comfy()
+
+from comfy import model_management  # noqa: E402
+from comfy.controlnet import ControlNet  # noqa: E402
+from hybrid_trt import backends as pack_backends  # noqa: E402
+from hybrid_trt.architectures import architecture_of  # noqa: E402
+from hybrid_trt.architectures.tensors import Profile, Range  # noqa: E402
+from hybrid_trt.backends import AUTO, backends, usable_backends  # noqa: E402
+from hybrid_trt.backends.torch_inductor import file_name  # noqa: E402
+from hybrid_trt.engine_builder.onnx_export import sample_inputs  # noqa: E402
+from hybrid_trt.engine_builder.parity import relative_error  # noqa: E402
+from hybrid_trt.engine_library import (  # noqa: E402
+    Engine,
+    EngineIdentity,
+    Library,
+    Manifest,
+    Reason,
+    Unavailable,
+    WeightPatches,
+    weights,
+)
+from hybrid_trt.engine_library.library import describe_files  # noqa: E402
+from hybrid_trt.engine_library.native import NativeNetwork  # noqa: E402
+from hybrid_trt.engine_library.weight_patches import version_of  # noqa: E402
+from hybrid_trt.engine_runtime.controlnet import back_with_engine  # noqa: E402
+from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle  # noqa: E402
+from hybrid_trt.engine_runtime.hints import HintEncoder  # noqa: E402
+from hybrid_trt.engine_runtime.live_session import LiveSession  # noqa: E402
+from hybrid_trt.engine_runtime.session import Session, session  # noqa: E402
+
+TORCH = backends()["torch"]
+CUDA = torch.device("cuda", 0)
+PROFILE = Profile({"B": Range(1, 2, 4), "H": Range(4, 9, 40), "W": Range(4, 12, 40), "T": Range(77, 77, 231),
+                   "HB": Range(1, 1, 4)})
+OPT = PROFILE.sizes("opt")
+
+
+def inputs_of(net: NativeNetwork, seed: int = 1) -> dict[str, torch.Tensor]:
+    return sample_inputs(architecture_of(net.module).inputs(net.module, "float32"), OPT, seed)
+
+
+def handle_of(net: NativeNetwork, folder: Path, backend: str = "torch") -> EngineHandle:
+    return EngineHandle(net, EngineChoice(PROFILE, "auto", backend), Library([folder]), "1")
+
+
+def native(net: NativeNetwork, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Native's results with the patcher's patches in place."""
+    net.patcher.patch_model(CPU)
+    try:
+        return native_call(net, given)
+    finally:
+        net.patcher.unpatch_model(CPU)
+
+
+# The weights of each call
+
+
+@pytest.mark.parametrize("kind", ["unet", "controlnet"])
+def test_nodes_of_one_network_with_other_patches_do_not_serve_each_others_weights(kind: str, tmp_path: Path) -> None:
+    plain = network(kind, "unlike_levels")
+    nets = [plain, with_lora(plain)]
+    handles = [handle_of(net, tmp_path) for net in nets]
+    assert handles[0].session is handles[1].session, "they share the network's memory"
+    given = inputs_of(plain)
+    with torch.inference_mode():
+        references = [native(net, given) for net in nets]
+        assert relative_error(references[1][-1], references[0][-1]) > 1e-3
+        for i in (0, 1, 1, 0, 1):
+            results = handles[i].serve(None, lambda: dict(given))
+            for result, reference in zip(results.values(), references[i], strict=True):
+                assert relative_error(result, reference) <= 1e-5
+
+
+def test_a_patch_that_comes_between_two_runs_of_one_execution_is_in_the_encoded_hint() -> None:
+    net = network("controlnet", "unlike_levels")
+    encoder, hint = HintEncoder(net, "float32"), torch.rand(1, 3, 72, 96)
+    with torch.inference_mode():
+        before = encoder(hint)
+        first = net.module.input_hint_block[0].weight
+        net.patcher.add_patches({"input_hint_block.0.weight": ("diff", (torch.ones_like(first),))}, 0.5)
+        after = encoder(hint)
+        net.patcher.patch_model(CPU)
+        assert torch.allclose(after, net.module.input_hint_block(hint, None, None), atol=1e-5)
+    assert not torch.allclose(before, after, atol=1e-3)
+
+
+def weakly_patched(net: NativeNetwork, strength: float = 0.0, strength_model: float = 1.0) -> NativeNetwork:
+    patcher = net.patcher.clone()
+    assert patcher.add_patches(lora_for(net), strength, strength_model)
+    return NativeNetwork(patcher, net.module, net.prefix, net.dtype, net.label)
+
+
+def test_patches_of_strength_0_are_no_patches(tmp_path: Path) -> None:
+    plain = network("unet", "unlike_levels")
+    weak = weakly_patched(plain)
+    assert weak.patcher.patches, "ComfyUI keeps them"
+    assert version_of(weak.patcher) is version_of(plain.patcher) is None
+    assert WeightPatches(plain.patcher).same_on(weak.patcher)
+    assert weights._state(weak.patcher, "") == weights._state(plain.patcher, "")
+    assert weak.weights_hash() == plain.weights_hash()
+    both = with_lora(weak)
+    assert WeightPatches(with_lora(plain).patcher)._patches.keys() == WeightPatches(both.patcher)._patches.keys()
+    assert not WeightPatches(plain.patcher).same_on(both.patcher)
+    live = LiveSession(plain, TORCH, "float32", Recorder())
+    with torch.inference_mode():
+        live.run(inputs_of(plain))
+        version = live.live.weights.version
+        live.follow(weak.patcher)
+        live.run(inputs_of(plain))
+    assert live.live.weights.version == version
+
+
+@pytest.mark.parametrize("acts", ["strength_model", "set", "pad"])
+def test_patches_of_strength_0_that_change_weights_all_the_same_are_patches(acts: str) -> None:
+    plain = network("unet", "unlike_levels")
+    (key, (_, (diff,))), *_ = lora_for(plain).items()
+    other = plain.patcher.clone()
+    patch = {"set": ("set", (diff,)), "pad": ("diff", (diff, {"pad_weight": True}))}.get(acts, ("diff", (diff,)))
+    other.add_patches({key: patch}, 0.0, 0.5 if acts == "strength_model" else 1.0)
+    assert version_of(other) is not None
+    assert not WeightPatches(plain.patcher).same_on(other)
+
+
+# Engines that were replaced, deleted or refused
+
+
+class ReadingBackend:
+    """A double of a backend: its engine is what the file says when it is opened."""
+
+    name = "onnxruntime"
+
+    def load(self, engine: Engine, _device: torch.device) -> Any:
+        runner = type("Runner", (), {"bytes": 1, "run": lambda *_: None})()
+        runner.contents = engine.main_file.read_bytes()
+        return runner
+
+
+def published(folder: Path, contents: bytes) -> Engine:
+    fake_engine.publish(folder, contents)
+    (engine,) = Library([folder]).engines()
+    return engine
+
+
+def test_an_engine_that_was_built_again_serves_in_the_place_of_the_open_one(tmp_path: Path) -> None:
+    backend = ReadingBackend()
+    open_one = session(published(tmp_path, b"first"), backend, CPU)
+    open_one.load()
+    assert session(Library([tmp_path]).engines()[0], backend, CPU) is open_one
+    assert open_one.loaded, "the same engine stays open"
+    assert session(published(tmp_path, b"the second"), backend, CPU) is open_one
+    for _ in range(2):
+        open_one.load()
+        assert open_one._runner.contents == b"the second"
+        open_one.unload()  # evicted; it was "broken" after this
+
+
+@pytest.mark.parametrize("when", ["before", "while it is looked at"])
+def test_an_engine_that_is_deleted_while_it_is_used_is_a_fallback(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = published(tmp_path, b"engine")
+    opened = Session(engine, ReadingBackend(), CPU)
+    opened.load()
+    opened.unload()
+    if when != "before":
+        monkeypatch.setattr(Engine, "check_sizes", lambda _self: None)
+    shutil.rmtree(engine.folder)
+    with pytest.raises(Unavailable) as refused:
+        opened.run({})
+    assert refused.value.fallback.reason is Reason.BROKEN_ENGINE
+
+
+def test_a_lack_of_memory_for_a_calls_results_is_a_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Session(published(tmp_path, b"engine"), ReadingBackend(), CPU)
+
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", no_memory)
+    with pytest.raises(Unavailable) as refused:
+        opened.run({"x": torch.zeros(1, 4)})
+    assert refused.value.fallback.reason is Reason.ENGINE_FAILED
+
+
+def test_a_library_that_cannot_be_read_is_a_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = handle_of(network("unet", "unlike_levels"), tmp_path)
+
+    def gone(*_: Any) -> None:
+        raise PermissionError(13, "the share is gone")
+
+    monkeypatch.setattr(handle.library, "find_all", gone)
+    handle.refresh()
+    assert handle.session is None
+    assert "the share is gone" in handle.fallback.detail
+
+
+def compiled_engine(net: NativeNetwork, folder: Path, created: str) -> Engine:
+    """An engine of the torch backend with a file for the opt sizes, which no test opens for real."""
+    library = Library([folder])
+    building = library.building_folder()
+    used = {d.symbol for spec in net.architecture().inputs(net.module, "float32") for d in spec.dims
+            if not isinstance(d, int)}
+    name = file_name({symbol: size for symbol, size in OPT.items() if symbol in used})
+    (building / name).write_bytes(created.encode())
+    identity = EngineIdentity("sd15_unet", TORCH.layout(net), "float32", PROFILE.only(used), "torch", TORCH.version(),
+                              TORCH.target(CPU))
+    specs = architecture_of(net.module)
+    return library.publish(building, Manifest(
+        identity, "unet", net.label, tuple(specs.inputs(net.module, "float32")),
+        tuple(specs.outputs(net.module, "float32")), describe_files(building, [name]), created=created))
+
+
+def test_an_engine_that_cannot_be_opened_is_told_and_wanted_anew_and_tried_again_when_it_was_built_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, opened = network("unet", "unlike_levels"), []
+
+    def refuse(_self: Any, engine: Engine, _symbols: dict) -> None:
+        opened.append(engine.manifest.created)
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(type(TORCH), "open_live", refuse)
+    monkeypatch.setattr(type(TORCH), "cannot_build", lambda *_: None)
+    live, given = LiveSession(net, TORCH, "float32", Recorder()), inputs_of(net)
+    live.use([compiled_engine(net, tmp_path, "first")])
+    assert not live.lacks(PROFILE)
+    with torch.inference_mode():
+        for _ in range(2):
+            assert relative_error(live.run(given)["out"], native(net, given)[0]) <= 1e-5
+    assert opened == ["first"]
+    assert "the disk is gone" in live.status()
+    assert live.lacks(PROFILE)
+    later = LiveSession(with_lora(net), TORCH, "float32", Recorder())
+    later.use(Library([tmp_path]).engines())
+    assert later.lacks(PROFILE), "another session knows it too"
+    assert "the disk is gone" in later.status()
+    for one in (live, later):
+        one.use([compiled_engine(net, tmp_path, "second")])
+        assert one.refusal is None
+        assert not one.lacks(PROFILE)
+    with torch.inference_mode():
+        live.run(given)
+    assert opened == ["first", "second"]
+
+
+# Native weights of a ControlNet
+
+
+def test_native_weights_of_a_controlnet_that_comfyui_took_in_between_are_loaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One execution of a node may sample many tiles, and load an upscaler between them."""
+    net = ControlNet(network("controlnet", "unlike_levels").module, load_device=CPU)
+    handle = handle_of(NativeNetwork.of_controlnet(net, "n"), tmp_path, "onnxruntime")
+    assert handle.fallback.reason is Reason.NO_ENGINE
+    model = back_with_engine(net, handle).control_model
+    loads = []
+    load = model_management.load_models_gpu
+    monkeypatch.setattr(model_management, "load_models_gpu", lambda models: (loads.append(models), load(models)))
+    given = inputs_of(handle.network)
+    for evicts in (False, False, True, False):
+        with torch.inference_mode():
+            model(**given)
+        assert any(loaded is model.native_patcher for loaded in model_management.loaded_models())
+        if evicts:
+            model_management.free_memory(1e30, CPU)
+    assert len(loads) == 2
+
+
+# What auto takes
+
+
+@pytest.fixture
+def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A double of a machine where every backend could run on a CUDA GPU."""
+    for backend in backends().values():
+        monkeypatch.setattr(backend, "unavailable", lambda _device: None)
+
+
+@pytest.fixture
+def cpu_plays_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A double: measurements on CUDA count for the CPU."""
+    monkeypatch.setattr(pack_backends, "kind_of", lambda _device: "cuda")
+
+
+@pytest.mark.usefixtures("everything_installed")
+def test_auto_takes_what_was_measured_on_such_a_device_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [b.name for b in usable_backends(AUTO, CUDA)] == ["torch"]
+    assert [b.name for b in usable_backends(AUTO, CPU)] == ["onnxruntime"]
+    for name in backends():
+        assert [b.name for b in usable_backends(name, CUDA)] == [name], "chosen by name"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(Unavailable) as refused:
+        usable_backends(AUTO, CUDA)
+    assert refused.value.fallback.reason is Reason.BACKEND_MISSING
+    assert "by name" in refused.value.fallback.detail
+    monkeypatch.setattr(backends()["tensorrt"], "measured_on", ("rocm", "cuda"), raising=False)
+    assert [b.name for b in usable_backends(AUTO, CUDA)] == ["tensorrt"]
+
+
+@pytest.mark.usefixtures("cpu_plays_cuda")
+def test_auto_on_cuda_serves_without_an_engine_and_never_hashes_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hashed(*_: Any) -> None:
+        raise AssertionError("minutes for a checkpoint")
+
+    monkeypatch.setattr(type(TORCH), "cannot_build", lambda *_: None)
+    plain = network("unet", "unlike_levels")
+    other = network("unet", "unlike_levels")
+    fake_engine.publish(tmp_path)
+    (stranger,) = Library([tmp_path]).engines()
+    assert stranger.manifest.identity.architecture == plain.architecture().name
+    for name in ("weights_hash", "fingerprint"):
+        monkeypatch.setattr(NativeNetwork, name, hashed)
+    larger = Profile({**PROFILE.ranges, "H": Range(4, 20, 80)})
+    for net, profile in ((plain, PROFILE), (with_lora(plain), PROFILE), (other, PROFILE), (plain, larger)):
+        handle = EngineHandle(net, EngineChoice(profile), Library([tmp_path]), "1")
+        given = inputs_of(net)
+        with torch.inference_mode():
+            result = handle.serve(None, lambda given=given: dict(given))["out"]
+            assert relative_error(result, native(net, given)[0]) <= 1e-5
+        assert handle.fallback is None
+        assert "build an engine" in handle.status()
+        assert handle.session.lacks(profile), "the node offers a build"
+
+
+def test_a_handle_for_another_network_keeps_the_nodes_settings(tmp_path: Path) -> None:
+    handle = handle_of(network("unet", "unlike_levels"), tmp_path)
+    other = handle.of(network("unet", "unlike_levels"))
+    assert other.network is not handle.network
+    assert replace(other.choice) == handle.choice
+    assert other.session is not handle.session
