@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, default in DEFAULTS.items():
         build.add_argument("--" + name.replace("_", "-"), type=int, metavar="N", help=f"default {default}")
     build.add_argument("--precision", choices=(AUTO, *PRECISIONS), default=AUTO, help="default: what ComfyUI uses")
-    build.add_argument("--backend", choices=(AUTO, *backends()), default=AUTO, help="default: the best that runs here")
+    build.add_argument("--backend", choices=(AUTO, *backends()), default=AUTO, help="default: as on the node")
     build.add_argument("--force", action="store_true", help="build although the engine is there")
     add("list", _list, "List the engines and their state.")
     add("verify", _verify, "Read all files of engines and compare their hashes.").add_argument("engine", nargs="*")

@@ -101,6 +101,7 @@ class UNetRouter:
         """A call of our UNet: ``UNetModel.forward``'s arguments and result."""
         options = {} if transformer_options is None else transformer_options
         patcher = self._base.current_patcher
+        self._handle.begin_run(patcher)  # first: which engine serves decides what it may not serve
         refusal = self._refusal or self._why_native(patcher, context, control, options, extra)
 
         def inputs() -> dict[str, torch.Tensor]:

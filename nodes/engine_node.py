@@ -65,7 +65,8 @@ def settings_inputs() -> list[io.Input]:
             "backend",
             options=[AUTO, *backends()],
             default=AUTO,
-            tooltip="Who builds and runs the engine; auto takes the best one that this machine has.",
+            tooltip="Who builds and runs the engine; auto takes what was measured on such a device: torch on NVIDIA "
+            "GPUs, onnxruntime on the CPU.",
             advanced=True,
         ),
     ]

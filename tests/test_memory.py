@@ -450,6 +450,28 @@ def test_the_torch_backend_computes_with_native_weights_so_they_are_loaded(file:
     assert error(latent, sample(load_again(patched))) <= LIMIT
 
 
+# An engine that has come since the sampler patch ran
+
+
+def test_a_lora_between_the_engine_node_and_the_patch_is_not_lost_when_an_engine_with_weights_takes_over(
+    file: Path, library: Library
+) -> None:
+    native = load(file)
+    handle = Patched(native, library, backend="torch").handle
+    assert handle.follows_patches
+    with_lora, key = native.clone(), next(k for k in native.model_state_dict() if k.endswith("attn2.to_k.weight"))
+    with_lora.add_patches({key: ("diff", (native.model_state_dict()[key].flip(0),))}, 1.0)
+    reference = sample(with_lora)
+    assert error(reference, sample(native)) > 1e-3
+    model = patch_model(with_lora, handle)
+    for backend, counts in (("torch", (STEPS, 0)), ("onnxruntime", (0, STEPS))):
+        handle.choice = EngineChoice(PROFILE, backend=backend)
+        with CurrentNodeContext(f"prompt {next(prompt_numbers)}", "sampler"):
+            assert error(sample(model), reference) <= LIMIT
+        assert (handle.tally.engine, handle.tally.native) == counts
+    assert handle.tally.reasons == {"weights patched": STEPS}
+
+
 # On a GPU
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
+import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import fake_engine
 import pytest
 import torch
 from fake_recorder import Recorder
-from pack import import_comfy
+from pack import ROOT, import_comfy
 from small_networks import CPU, lora_for, native_call, network, with_lora
 
 import_comfy()
@@ -23,6 +26,7 @@ from hybrid_trt.architectures import architecture_of  # noqa: E402
 from hybrid_trt.architectures.tensors import Profile, Range  # noqa: E402
 from hybrid_trt.backends import AUTO, backends, usable_backends  # noqa: E402
 from hybrid_trt.backends.torch_inductor import file_name  # noqa: E402
+from hybrid_trt.engine_builder.jobs import BuildQueue  # noqa: E402
 from hybrid_trt.engine_builder.onnx_export import sample_inputs  # noqa: E402
 from hybrid_trt.engine_builder.parity import relative_error  # noqa: E402
 from hybrid_trt.engine_library import (  # noqa: E402
@@ -43,6 +47,9 @@ from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle  
 from hybrid_trt.engine_runtime.hints import HintEncoder  # noqa: E402
 from hybrid_trt.engine_runtime.live_session import LiveSession  # noqa: E402
 from hybrid_trt.engine_runtime.session import Session, session  # noqa: E402
+
+sys.modules.setdefault("hybrid_trt.nodes", types.ModuleType("hybrid_trt.nodes")).__path__ = [str(ROOT / "nodes")]
+node_states = importlib.import_module("hybrid_trt.nodes.node_states")  # without what registers the nodes
 
 TORCH = backends()["torch"]
 CUDA = torch.device("cuda", 0)
@@ -257,6 +264,27 @@ def test_an_engine_that_cannot_be_opened_is_told_and_wanted_anew_and_tried_again
     with torch.inference_mode():
         live.run(given)
     assert opened == ["first", "second"]
+
+
+def test_a_nodes_state_on_the_page_tells_of_an_engine_that_was_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError("the disk is gone")
+
+    net = network("unet", "unlike_levels")
+    engine = compiled_engine(net, tmp_path, "once")
+    handle, states = handle_of(net, tmp_path), node_states.NodeStates(Library([tmp_path]), BuildQueue())
+    states.learn("key", handle)
+    assert states.state("key")["state"] == "ready"
+    monkeypatch.setattr(type(TORCH), "open_live", refuse)
+    with torch.inference_mode():
+        handle.serve(None, lambda: inputs_of(net))
+    told = states.state("key")
+    assert told["state"] == "stale"
+    assert told["engine"]["name"] == engine.folder.name
+    assert "the disk is gone" in told["text"]
+    assert "the disk is gone" in handle.refusal
 
 
 # Native weights of a ControlNet

@@ -8,7 +8,17 @@ from typing import Any
 import numpy
 import pytest
 from comfy_process import ComfyProcess, History
-from scenarios import A, Control, Prompt, Scenario, latent_of, node, prompt, relative_difference
+from scenarios import (
+    A,
+    Control,
+    Prompt,
+    Scenario,
+    latent_of,
+    native_latent,
+    node,
+    prompt,
+    relative_difference,
+)
 
 LIMIT = 1e-5
 PLAIN = Scenario(controls=(), seed=41)
@@ -74,6 +84,35 @@ def test_two_runs_in_one_execution_have_each_their_own_model(sd15: ComfyProcess)
 
     report = check(sd15, graph(False), graph(True))
     assert {row["name"]: row["engine"] for row in report["rows"]} == {"tiny_sd15_unet.safetensors": 4, OTHER: 4}
+
+
+def test_a_live_engine_serves_a_model_that_was_loaded_twice_with_the_weights_of_the_patched_one(
+    sd15: ComfyProcess
+) -> None:
+    def graph(engines: bool) -> Prompt:
+        built = prompt(PLAIN.but(settings=TORCH), engines, f"twice_{engines}")
+        if engines:
+            built["again"] = node("CheckpointLoaderSimple", ckpt_name="tiny_sd15.safetensors")
+            built["unet_engine"]["inputs"]["model"] = ["again", 0]
+        return twice(built, *with_loras(built, built["sampler"]["inputs"]["model"], 0.4, 1.0))
+
+    report = check(sd15, graph(False), graph(True))
+    assert report["unet"] == {"engine": 8, "native": 0, "reasons": {}}
+
+
+@pytest.mark.parametrize("place", ["before the engine node", "after the sampler patch"])
+def test_a_lora_for_clip_alone_leaves_the_model_its_engine(sd15: ComfyProcess, place: str) -> None:
+    built = prompt(PLAIN, engines=True, name="engine")
+    built["clip"] = node("CheckpointLoaderSimple", ckpt_name="tiny_sd15.safetensors")
+    source = ["unet", 0] if place.startswith("before") else ["patch", 0]
+    built["clip_lora"] = node(
+        "LoraLoader", model=source, clip=["clip", 1], lora_name="tiny_sd15_lora.safetensors", strength_model=0.0,
+        strength_clip=1.0)
+    for name in ("unet_engine", "patch") if place.startswith("before") else ("sampler",):
+        built[name]["inputs"]["model"] = ["clip_lora", 0]
+    history = sd15.queue(built)
+    assert history.output("report", "report")[0]["unet"] == {"engine": 4, "native": 0, "reasons": {}}
+    assert 0 < relative_difference(latent_of(history), native_latent(sd15, PLAIN)) <= LIMIT
 
 
 def guided_by_two(built: Prompt, second: list) -> Prompt:
