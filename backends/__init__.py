@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeGuard
@@ -170,6 +170,19 @@ def proven(backend: Backend, device: torch.device) -> bool:
     return kind_of(device) in backend.measured_on
 
 
+def _not_on_auto(every: Iterable[Backend], device: torch.device) -> list[Backend]:
+    """Where nothing was measured: all backends when none of them runs there, so that each says why.
+
+    Raises:
+        Unavailable: some would run; names them.
+    """
+    able = [b.name for b in every if b.unavailable(device) is None]
+    if able:
+        where = f"no backend was measured on {kind_of(device)} yet, so 'auto' takes none"
+        raise Unavailable(Reason.BACKEND_MISSING, f"{where}; choose {' or '.join(able)} by name to try it")
+    return list(every)
+
+
 def usable_backends(choice: str, device: torch.device) -> list[Backend]:
     """The backends that a choice allows and that can run on a device here, the most preferred first.
 
@@ -178,10 +191,7 @@ def usable_backends(choice: str, device: torch.device) -> list[Backend]:
     """
     known = backends()
     if choice == AUTO:
-        allowed = [b for b in known.values() if proven(b, device)]
-        if not allowed:
-            where = f"'auto' takes none on {kind_of(device)}, where no backend was measured yet"
-            raise Unavailable(Reason.BACKEND_MISSING, f"{where}; choose one by name to try it")
+        allowed = [b for b in known.values() if proven(b, device)] or _not_on_auto(known.values(), device)
     else:
         allowed = [known[choice]] if choice in known else []
     refusals = {b.name: b.unavailable(device) for b in allowed}

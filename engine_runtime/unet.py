@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 KEY = "hybrid_trt"
 
-STRANGER = "another model, without TRT Sampler Patch"
-"""Under this name calls are counted that come through a patched model's sampling and are for a model of their own."""
+STRANGER = "a second model without TRT Sampler Patch"
+"""Under this name calls are counted that a patched model's sampling makes of a model that is not its own."""
 
 _bases: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[BaseModel]] = weakref.WeakKeyDictionary()
 """UNet -> the model that it belongs to, of all models that were patched."""
@@ -126,7 +126,7 @@ class UNetRouter:
             handle.serve(SEVERAL_GPUS, dict)
             return handle.native(lambda: native(*args, **kwargs))
         tally = open_tally("unet", STRANGER, handle.node_id, device=handle.network.device)
-        tally.count_native(Fallback(Reason.OTHER_MODEL, "the call comes from a model that was not patched"))
+        tally.count_native(Fallback(Reason.OTHER_MODEL, "the call is for another model, or a copy of ours"))
         with timed(tally.times):
             return native(*args, **kwargs)
 

@@ -337,7 +337,7 @@ def test_auto_takes_what_was_measured_on_such_a_device_and_nothing_else(monkeypa
     with pytest.raises(Unavailable) as refused:
         usable_backends(AUTO, CUDA)
     assert refused.value.fallback.reason is Reason.BACKEND_MISSING
-    assert "by name" in refused.value.fallback.detail
+    assert "torch by name" in refused.value.fallback.detail
     monkeypatch.setattr(backends()["tensorrt"], "measured_on", ("rocm", "cuda"), raising=False)
     assert [b.name for b in usable_backends(AUTO, CUDA)] == ["tensorrt"]
 

@@ -142,7 +142,7 @@ def test_each_model_of_a_guider_that_samples_with_two_has_its_own_engine_and_cou
     history = sd15.queue(graph(True))
     assert relative_difference(latent_of(history), native) <= LIMIT
     rows = {row["name"]: (row["engine"], row["native"]) for row in history.output("report", "report")[0]["rows"]}
-    second = {OTHER: (4, 0)} if patched else {"another model, without TRT Sampler Patch": (0, 4)}
+    second = {OTHER: (4, 0)} if patched else {"a second model without TRT Sampler Patch": (0, 4)}
     assert rows == {"tiny_sd15_unet.safetensors": (4, 0)} | second
 
 
