@@ -66,7 +66,8 @@ class LiveSession:
     @property
     def name(self) -> str:
         """What served, for reports."""
-        return self.engines[0].folder.name if self.engines else "live weights, CUDA graph"
+        opened = self.engines and self.refusal is None
+        return self.engines[0].folder.name if opened else "live weights, CUDA graph"
 
     @property
     def weights(self) -> str:

@@ -128,6 +128,8 @@ class NodeStates:
             return answer
         text = known.without_engine or fallback.sentence()
         answer |= {"state": MISSING.get(fallback.reason, "unavailable"), "text": text}
+        if known.without_engine:
+            answer["any_size"] = True  # live weights serve, whatever the profile says
         return answer | _failure(job)
 
     def _look_up(self, known: Known) -> tuple[Engine | None, Fallback]:

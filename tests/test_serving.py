@@ -337,7 +337,7 @@ def test_auto_takes_what_was_measured_on_such_a_device_and_nothing_else(monkeypa
     with pytest.raises(Unavailable) as refused:
         usable_backends(AUTO, CUDA)
     assert refused.value.fallback.reason is Reason.BACKEND_MISSING
-    assert "torch by name" in refused.value.fallback.detail
+    assert "or torch or onnxruntime by name" in refused.value.fallback.detail
     monkeypatch.setattr(backends()["tensorrt"], "measured_on", ("rocm", "cuda"), raising=False)
     assert [b.name for b in usable_backends(AUTO, CUDA)] == ["tensorrt"]
 
@@ -367,6 +367,11 @@ def test_auto_on_cuda_serves_without_an_engine_and_never_hashes_a_checkpoint(
         assert handle.fallback is None
         assert "build an engine" in handle.status()
         assert handle.session.lacks(profile), "the node offers a build"
+        states = node_states.NodeStates(handle.library, BuildQueue())
+        states.learn("key", handle)
+        told = states.state("key")
+        assert (told["state"], told["any_size"]) == ("none", True)
+        assert "build an engine" in told["text"]
 
 
 def test_a_handle_for_another_network_keeps_the_nodes_settings(tmp_path: Path) -> None:

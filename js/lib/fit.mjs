@@ -58,7 +58,8 @@ export function misfit(latents, limits) {
  */
 export function limitsOf(state, inputs) {
     const engine = state.state === "ready" ? state.engine : null;
-    if ((engine?.backend ?? inputs.backend) === "torch") return null; // it runs other sizes too, uncompiled
+    // live weights run every size, those without a compiled file uncompiled
+    if ((!engine && state.any_size) || (engine?.backend ?? inputs.backend) === "torch") return null;
     if (engine) return engine.limits ?? null;
     const { min_size: min, max_size: max, max_images: images } = inputs;
     return [min, max, images].every(Number.isFinite) ? { min, max, images } : null;

@@ -27,6 +27,7 @@ test("an engine that is there decides, and a torch engine takes every size", () 
     assert.equal(misfitOf(graph(size(512, 1088)), "2", ready).height, 1088);
     assert.equal(limitsOf({ state: "ready", engine: { backend: "torch" } }, engine().inputs), null);
     assert.equal(limitsOf({ state: "none" }, engine({ backend: "torch" }).inputs), null);
+    assert.equal(limitsOf({ state: "none", any_size: true }, engine().inputs), null, "auto took live weights");
 });
 
 test("without CFG twice the images fit, and where CFG is not known nothing is claimed", () => {
