@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-import secrets
 import zipfile
 from pathlib import Path, PurePosixPath
 
 from .disk import LibraryError, check_room, readable
+from .files import replace, temporary_beside
 from .library import Check, Engine, Library
 from .manifest import EXPORT_FORMAT, MANIFEST_NAME, Manifest, ManifestError
 from .settings import check_limit
@@ -43,7 +42,7 @@ def export_engine(engine: Engine, target: Path, check: Check | None = None) -> P
     engine.check_contents(check)
     if target.is_dir():
         target = target / (engine.folder.name + SUFFIX)
-    temporary = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    temporary = temporary_beside(target)
     try:
         check_room(target.parent, engine.manifest.bytes, f"Exporting {engine.folder.name}")
         with zipfile.ZipFile(temporary, "x", zipfile.ZIP_STORED, allowZip64=True) as archive:
@@ -53,7 +52,7 @@ def export_engine(engine: Engine, target: Path, check: Check | None = None) -> P
                         out.write(chunk)
                         if check is not None:
                             check()
-        os.replace(temporary, target)
+        replace(temporary, target)
     except OSError as error:
         raise readable(error, target.parent) from error
     finally:

@@ -5,16 +5,15 @@ Only for models that ComfyUI's own loaders made and nobody patched; all others a
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-import secrets
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .files import write_file
 from .weight_patches import version_of
 
 if TYPE_CHECKING:
@@ -97,16 +96,12 @@ def _entries() -> dict[str, str]:
 def _change(change: Callable[[dict[str, str]], object]) -> None:
     if _folder is None:
         return
-    temporary = _folder / f"{FILE_NAME}.{os.getpid()}-{secrets.token_hex(2)}"
     with _lock:
         try:
             entries = _entries()
             change(entries)
             kept = dict(list(entries.items())[-MAX_ENTRIES:])
             _folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(kept, indent=0), encoding="utf-8")
-            os.replace(temporary, _folder / FILE_NAME)
+            write_file(_folder / FILE_NAME, json.dumps(kept, indent=0))
         except OSError as error:
             log.debug("Hybrid TRT: the hash of a model's weights was not kept (%s)", error)
-            with contextlib.suppress(OSError):
-                temporary.unlink()

@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..architectures.tensors import Profile
 from .disk import readable
+from .files import move, sync
 from .lock import FileLock
 from .manifest import EXPORT_FORMAT, MANIFEST_NAME, EngineFile, EngineIdentity, Manifest, ManifestError
 from .reasons import Fallback, Reason, Unavailable
@@ -215,14 +215,14 @@ class Library:
         path.write_text(json.dumps(manifest.to_json(), indent=1), encoding="utf-8")
         for file in building.iterdir():
             check()
-            _fsync(file)
+            sync(file)
         check()
         target = self.roots[0] / manifest.identity.folder_name
         if target.exists():
             self.remove(target)
-        building.rename(target)
+        move(building, target)
         remove_work_folder(building)
-        _fsync(target.parent)
+        sync(target.parent)
         return Engine(target, manifest)
 
     @staticmethod
@@ -234,7 +234,7 @@ class Library:
         """
         trash = new_work_folder(folder.parent)
         try:
-            folder.rename(trash / folder.name)
+            move(folder, trash / folder.name)
         finally:
             remove_work_folder(trash)
 
@@ -253,13 +253,3 @@ def file_sha256(path: Path, check: Check | None = None) -> str:
             if check is not None:
                 check()
     return h.hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    if os.name == "nt" and path.is_dir():
-        return  # Windows cannot open a folder for this
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

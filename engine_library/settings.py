@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
-import os
-import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .disk import LibraryError, gigabytes, readable
+from .files import write_file
 from .library import Library
 
 log = logging.getLogger(__name__)
@@ -60,16 +58,11 @@ def write_settings(folder: Path, settings: Settings) -> None:
     Raises:
         LibraryError: the folder cannot be written.
     """
-    temporary = folder / f"{FILE_NAME}.{os.getpid()}-{secrets.token_hex(2)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(asdict(settings)), encoding="utf-8")
-        os.replace(temporary, folder / FILE_NAME)
+        write_file(folder / FILE_NAME, json.dumps(asdict(settings)), durable=True)
     except OSError as error:
         raise readable(error, folder) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def check_limit(library: Library, more: int, what: str) -> None:

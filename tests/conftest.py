@@ -34,6 +34,25 @@ class Environment:
     base: Path
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Modules that say so try what they promise of files under Windows' rules too."""
+    if getattr(metafunc.module, "UNDER_WINDOWS_RULES_TOO", False) and "tmp_path" in metafunc.fixturenames:
+        metafunc.parametrize("system", ["posix", "windows"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def system(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Whose rules for files hold: ``"posix"``, or ``"windows"`` where a test is parametrised so."""
+    name = getattr(request, "param", "posix")
+    if name == "posix":
+        yield name
+        return
+    from windows_rules import windows_rules
+
+    with windows_rules():
+        yield name
+
+
 @pytest.fixture(scope="session")
 def environment() -> Environment:
     """The working environment that `make test` prepares. Missing is a failure: a skipped test proves nothing."""

@@ -36,6 +36,7 @@ from hybrid_trt.engine_library.settings import Settings, check_limit, read_setti
 from hybrid_trt.engine_library.states import BROKEN, READY, STALE, delete, entries, select, verify
 from hybrid_trt.engine_library.work_folders import new_work_folder, remove_work_folder, sweep
 
+UNDER_WINDOWS_RULES_TOO = True
 PROFILE = Profile({"B": Range(1, 2, 2)})
 SPECS = (TensorSpec("x", "float32", (1, 4)),)
 
@@ -127,6 +128,23 @@ def test_deleting_from_a_read_only_library_is_told(tmp_path: Path) -> None:
         with pytest.raises(LibraryError, match="cannot be written"):
             delete(entry)
         assert verify(entry) is None, "reading works"
+
+
+def test_an_engine_in_use_is_deleted_or_left_whole(tmp_path: Path, system: str) -> None:
+    engine = publish(tmp_path)
+    (entry,) = entries(Library([tmp_path]), lambda _: None)
+    with engine.main_file.open("rb"):
+        if system == "windows":
+            with pytest.raises(LibraryError, match="one of its files is in use"):
+                delete(entry)
+            with pytest.raises(PermissionError):
+                publish(tmp_path)
+            assert verify(entry) is None
+        else:
+            delete(entry)
+    assert [name for name in contents(tmp_path) if not name.startswith(".building")] == (
+        [engine.folder.name] if system == "windows" else []
+    )
 
 
 def test_an_engine_is_named_by_folder_key_or_the_start_of_either(tmp_path: Path) -> None:
