@@ -23,7 +23,7 @@ import torch
 from .. import backends
 from ..architectures.tensors import Profile
 from ..backends import Backend, BuildError, Progress, is_live
-from ..engine_library import Engine, EngineIdentity, Fallback, Library, Manifest, Unavailable
+from ..engine_library import Engine, EngineIdentity, Fallback, Library, Manifest, Unavailable, strict
 from ..engine_library.disk import check_room, readable
 from ..engine_library.hash_cache import source_of
 from ..engine_library.library import describe_files
@@ -231,7 +231,7 @@ class _Build:
         return Manifest(
             identity=identity,
             kind=architecture.kind,
-            label=network.label,
+            label=strict.printable(network.label)[:1000],
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             files=described,
@@ -240,7 +240,7 @@ class _Build:
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             pack_version=PACK_VERSION,
             fingerprint=identity.weights if live else network.fingerprint(),
-            source=source_of(network.patcher) or {},
+            source=_source(network),
             parameters=sum(p.numel() for p in network.module.parameters()),
         )
 
@@ -281,6 +281,12 @@ class _Build:
 
     def _part(self, phase: str, begin: float, end: float) -> Callable[[float], None]:
         return lambda fraction: self.progress(phase, begin + (end - begin) * fraction)
+
+
+def _source(network: NativeNetwork) -> dict:
+    """The file that a network came from, unless it has a name that no JSON can hold."""
+    source = source_of(network.patcher) or {}
+    return source if strict.printable(source.get("path", "")) == source.get("path", "") else {}
 
 
 def _comfyui() -> Path:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import struct
 import zipfile
 from pathlib import Path, PurePosixPath
 
+from . import strict
 from .disk import LibraryError, check_room, readable
 from .files import replace, temporary_beside
 from .library import Check, Engine, Library
-from .manifest import EXPORT_FORMAT, MANIFEST_NAME, Manifest, ManifestError
+from .manifest import EXPORT_FORMAT, MANIFEST_NAME, MAX_BYTES, Manifest, ManifestError
 from .settings import check_limit
 
 SUFFIX = ".trtengine"
-MAX_MANIFEST = 4 << 20
 CHUNK = 4 << 20
 
 # a stranger's engine may be data only: these are, or may hold, programs
 _PROGRAMS = {".pt", ".pth", ".pt2", ".pkl", ".pickle", ".ckpt", ".bin", ".py", ".pyc", ".pyd", ".so", ".dll", ".dylib"}
 _PROGRAM_STARTS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04", b"\x7fELF", b"MZ")
+# what zipfile raises at archives that somebody bent
+_DAMAGED = (zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError, ValueError, OverflowError, struct.error,
+            LookupError)  # fmt: skip
 _RAW = ".data"  # an ONNX graph's weights: any bytes, and only ever read as numbers
 
 
@@ -83,7 +87,7 @@ def import_engine(library: Library, source: Path, check: Check | None = None) ->
                 raise readable(error, library.roots[0]) from error
             finally:
                 library.discard(folder)
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError) as error:
+    except _DAMAGED as error:
         raise _refused(source, f"it is damaged or not an engine's file ({error})") from error
     except FileNotFoundError:
         raise LibraryError(f"there is no file {source}; nothing was imported") from None
@@ -99,11 +103,11 @@ def _manifest(archive: zipfile.ZipFile, source: Path) -> Manifest:
         raise _refused(source, "two of its files have the same name")
     for member in members:
         name = member.filename
-        if PurePosixPath(name).name != name or "\\" in name or ":" in name or name in (".", "..") or member.is_dir():
-            raise _refused(source, f"it has a file outside of the engine's folder ({name!r})")
+        if not strict.plain_name(name):
+            raise _refused(source, f"it has a file outside of the engine's folder, or with no plain name ({name!r})")
         if member.compress_type != zipfile.ZIP_STORED:
             raise _refused(source, f"{name} is compressed")
-    if MANIFEST_NAME not in names or archive.getinfo(MANIFEST_NAME).file_size > MAX_MANIFEST:
+    if MANIFEST_NAME not in names or archive.getinfo(MANIFEST_NAME).file_size > MAX_BYTES:
         raise _refused(source, f"it has no {MANIFEST_NAME} of a sensible size")
     try:
         manifest = Manifest.parse(archive.read(MANIFEST_NAME), f"{MANIFEST_NAME} in {source.name}")
@@ -119,17 +123,13 @@ def _manifest(archive: zipfile.ZipFile, source: Path) -> Manifest:
     if manifest.identity.export_format != EXPORT_FORMAT:
         made_with = manifest.identity.export_format
         raise _refused(source, f"it has export format {made_with} and this version uses {EXPORT_FORMAT}")
-    if not _plain(manifest.identity.folder_name):
+    if not strict.plain_name(manifest.identity.folder_name):
         raise _refused(source, "its manifest's names do not make a folder's name")
     return manifest
 
 
 def _may_be_program(name: str) -> bool:
     return PurePosixPath(name).suffix.lower() in _PROGRAMS
-
-
-def _plain(name: str) -> bool:
-    return all(c.isalnum() or c in "-_." for c in name) and not name.startswith(".")
 
 
 def _extract(
@@ -163,5 +163,5 @@ def manifest_of(source: Path) -> Manifest:
     try:
         with zipfile.ZipFile(source) as archive:
             return _manifest(archive, source)
-    except (OSError, zipfile.BadZipFile) as error:
+    except (OSError, *_DAMAGED) as error:
         raise LibraryError(f"{source} is no engine's file ({error}); nothing was read from it") from error

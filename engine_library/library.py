@@ -5,6 +5,7 @@ An engine appears by one rename of a finished folder, so it is there wholly or n
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..architectures.tensors import Profile
-from .disk import readable
+from .disk import LibraryError, readable
 from .files import move, sync
 from .lock import FileLock
 from .manifest import EXPORT_FORMAT, MANIFEST_NAME, EngineFile, EngineIdentity, Manifest, ManifestError
@@ -209,10 +210,18 @@ class Library:
 
         Args:
             check: called until just before the engine appears; what it raises leaves the library as it was.
+
+        Raises:
+            LibraryError: nobody could read this manifest again.
+            OSError: the library cannot be written.
         """
         check = check or (lambda: None)
-        path = building / MANIFEST_NAME
-        path.write_text(json.dumps(manifest.to_json(), indent=1), encoding="utf-8")
+        text = json.dumps(manifest.to_json(), indent=1).encode()
+        try:
+            manifest = Manifest.parse(text, f"the manifest for {manifest.identity.folder_name}")
+        except ManifestError as error:
+            raise LibraryError(f"{error}, so the engine was not kept and native keeps serving; report this") from error
+        (building / MANIFEST_NAME).write_bytes(text)
         for file in building.iterdir():
             check()
             sync(file)
@@ -222,7 +231,8 @@ class Library:
             self.remove(target)
         move(building, target)
         remove_work_folder(building)
-        sync(target.parent)
+        with contextlib.suppress(OSError):  # it is there: nothing may fail any more
+            sync(target.parent)
         return Engine(target, manifest)
 
     @staticmethod

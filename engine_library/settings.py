@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from . import strict
 from .disk import LibraryError, gigabytes, readable
 from .files import write_file
 from .library import Library
@@ -31,7 +31,7 @@ class Settings:
             LibraryError: a value that makes no sense; the text is for the user.
         """
         limit = data.get("limit_gb", 0.0) if isinstance(data, dict) else None
-        if isinstance(limit, bool) or not isinstance(limit, int | float) or not math.isfinite(limit):
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or limit != limit:
             raise LibraryError("The limit of the engine library has to be a number of gigabytes; nothing was changed")
         if not 0 <= limit <= MAX_LIMIT_GB:
             raise LibraryError(
@@ -44,7 +44,7 @@ class Settings:
 def read_settings(folder: Path) -> Settings:
     """The settings of the library in a folder; the defaults where there are none."""
     try:
-        return Settings.from_json(json.loads((folder / FILE_NAME).read_text(encoding="utf-8")))
+        return Settings.from_json(strict.loads((folder / FILE_NAME).read_text(encoding="utf-8")))
     except FileNotFoundError:
         return Settings()
     except (OSError, ValueError, LibraryError) as error:
