@@ -47,8 +47,12 @@ def source_of(patcher: ModelPatcher) -> dict | None:
     return {"path": os.path.realpath(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
 
-def key_of(patcher: ModelPatcher, prefix: str) -> str | None:
-    """What the hash of a model is kept under: its file, how it was loaded and as what; None when it must be hashed."""
+def key_of(patcher: ModelPatcher, prefix: str, sample: Callable[[], str]) -> str | None:
+    """What the hash of a model is kept under: its file, how it was loaded and as what; None when it must be hashed.
+
+    Args:
+        sample: a quick hash of some of the weights: another file may have the size and time of the one before.
+    """
     source = source_of(patcher)
     if source is None or version_of(patcher) is not None:
         return None
@@ -57,7 +61,7 @@ def key_of(patcher: ModelPatcher, prefix: str) -> str | None:
     if " at 0x" in options:
         return None  # an object without a name of its own, which the next start may have another of
     dtypes = sorted({str(p.dtype) for p in patcher.model.parameters()})
-    return json.dumps([source, loader.__name__, options, prefix, dtypes])
+    return json.dumps([source, loader.__name__, options, prefix, dtypes, sample()])
 
 
 def read(key: str | None) -> str | None:

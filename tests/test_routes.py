@@ -133,8 +133,8 @@ def test_an_engine_with_a_lying_manifest_is_listed_as_broken_and_can_be_removed(
 ])
 @pytest.mark.parametrize(
     "name",
-    ["nothing", "con", "NUL.txt", "sd15.", "sd15%20", "%2e%2e", "..%2f..%2fcheckpoints", "%2fetc", ".building-1-x", "sd15",
-     "%00", "*"],
+    ["nothing", "con", "NUL.txt", "sd15.", "sd15%20", "%2e%2e", "..%2f..%2fcheckpoints", "%2fetc", ".building-1-x",
+     "sd15", "%00", "*"],
 )
 def test_nothing_but_engines_can_be_named(comfy: ComfyProcess, engine: Path, method: str, path: str, name: str) -> None:
     status, answer = ask(comfy, method, path.format(name))

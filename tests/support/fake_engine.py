@@ -6,8 +6,27 @@ from pathlib import Path
 
 import pack  # noqa: F401
 from hybrid_trt.architectures.tensors import Dim, Profile, Range, TensorSpec
-from hybrid_trt.engine_library import EngineIdentity, Library, Manifest
+from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest
 from hybrid_trt.engine_library.library import describe_files
+
+PROFILE = Profile({"B": Range(1, 2, 2)})
+SPECS = (TensorSpec("x", "float32", (1, 4)),)
+
+
+def publish_engine(
+    folder: Path, contents: bytes = b"\x08engine", name: str = "model.onnx", **changes: object
+) -> Engine:
+    """A small engine with parameters; ``changes`` are of its identity, or its ``source``."""
+    library = Library([folder])
+    source = changes.pop("source", {})
+    fields = {"architecture": "sd15_unet", "weights": "a" * 64, "precision": "float16", "backend": "onnxruntime",
+              "backend_version": "1.0", "device": "any"} | changes
+    work = library.building_folder()
+    (work / name).write_bytes(contents)
+    (work / "parameters.json").write_text("{}")
+    files = describe_files(work, [name, "parameters.json"])
+    identity = EngineIdentity(profile=PROFILE, **fields)
+    return library.publish(work, Manifest(identity, "unet", "a.safetensors", SPECS, SPECS, files, source=source))
 
 
 def publish(root: Path, contents: bytes = b"engine") -> str:
