@@ -34,7 +34,7 @@ from .child_process import STARTING, Log, run_in_child
 from .compile_step import sizes_to_compile
 from .handover import write_structure, write_weights
 from .locks import hold
-from .onnx_export import PARAMETERS_NAME
+from .onnx_export import DATA_NAME, PARAMETERS_NAME
 from .parity import LIMITS
 from .steps import STEPS, Task
 
@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 
 PACK_VERSION = "0.1.0"
 WEIGHTS_NAME = "weights.bin"
-ROOM = 3.2
-"""Disk that a build needs at its height, in sizes of its weights: snapshot, two copies of the graph, and some."""
+ROOM = 2.2
+"""Disk that a build needs at its height, in sizes of its weights: the graph's, the engine's, and some."""
 READS = 3
 """How often the weights are read anew when somebody changes them meanwhile."""
 
@@ -197,7 +197,7 @@ class _Build:
         architecture = network.architecture()
         inputs = architecture.encoded_inputs(network.module, identity.precision)
         outputs = architecture.outputs(network.module, identity.precision)
-        weights_file = folder / WEIGHTS_NAME
+        weights_file = folder / (WEIGHTS_NAME if live else DATA_NAME)
         started = time.perf_counter()
         read, index = write_weights(network, dtype, weights_file, self._part("reading weights", 0.0, 0.1))
         if not live and read != identity.weights:
@@ -249,7 +249,6 @@ class _Build:
         limit = {"limit": LIMITS[self.identity.precision]}
         no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
         exported = self._do({**common, **native, **limit, "step": "export"}, 0.1, 0.5, no_gpu)
-        Path(native["weights_file"]).unlink()
         built = self._do({
             **common,
             "step": "build",
