@@ -62,7 +62,7 @@ def reference_cases(function: torch.nn.Module, inputs: Sequence[TensorSpec], pro
     drop it before an engine is opened.
     """
     cases = []
-    with torch.inference_mode(), _in_float32(function):
+    with torch.inference_mode(), in_float32(function):
         for seed, symbols in enumerate(parity_cases(profile), start=1):
             given = sample_inputs(inputs, symbols, seed)
             cases.append(Case(symbols, given, tuple(function(*(t.float() for t in given.values())))))
@@ -121,7 +121,7 @@ def check_parity(
 
 
 @contextlib.contextmanager
-def _in_float32(function: torch.nn.Module) -> Iterator[None]:
+def in_float32(function: torch.nn.Module) -> Iterator[None]:
     """Let a module compute in float32: each layer's weights are cast while it runs, and dropped again.
 
     A layer whose weights another one reads past its forward is not seen, and torch refuses to mix the dtypes.

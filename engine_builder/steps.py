@@ -1,7 +1,8 @@
 """What a build does outside the server's process: export with its check against native, and the backend's build.
 
 They take and give JSON and never see the live model. The export needs no GPU, the backend's build no ComfyUI. A
-backend that runs live weights has one step instead: see ``compile_step``.
+backend that runs live weights has one step instead: see ``compile_step``. An engine from elsewhere is checked: see
+``check_step``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from .. import backends
 from ..architectures.tensors import Profile, TensorSpec
 from ..backends import BuildRequest, Progress
+from .check_step import check_engine
 from .compile_step import compile_network
 from .native_classes import import_comfyui
 
@@ -87,7 +89,7 @@ def build(task: Task, progress: Progress) -> dict:
     return {"files": list(files), "seconds": {"build": time.perf_counter() - started}}
 
 
-STEPS = {"export": export, "build": build, "compile": compile_network}
+STEPS = {"export": export, "build": build, "compile": compile_network, "check": check_engine}
 
 
 def _tensors(task: Task) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], Profile]:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
+import json
 import struct
 import zipfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PureWindowsPath
 
 from . import strict
 from .disk import LibraryError, check_room, readable
 from .files import replace, temporary_beside
-from .library import Check, Engine, Library
+from .library import Check, Engine, Library, may_be_program
 from .manifest import EXPORT_FORMAT, MANIFEST_NAME, MAX_BYTES, Manifest, ManifestError
 from .settings import check_limit
 
 SUFFIX = ".trtengine"
 CHUNK = 4 << 20
 
-# a stranger's engine may be data only: these are, or may hold, programs
-_PROGRAMS = {".pt", ".pth", ".pt2", ".pkl", ".pickle", ".ckpt", ".bin", ".py", ".pyc", ".pyd", ".so", ".dll", ".dylib"}
 _PROGRAM_STARTS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04", b"\x7fELF", b"MZ")
 # what zipfile raises at archives that somebody bent
 _DAMAGED = (zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError, ValueError, OverflowError, struct.error,
@@ -37,7 +37,7 @@ def export_engine(engine: Engine, target: Path, check: Check | None = None) -> P
         LibraryError: the target cannot be written, or the engine holds programs and serves on this machine only.
         Unavailable: the engine is damaged.
     """
-    if any(_may_be_program(name) for name in engine.manifest.files):
+    if engine.holds_programs:
         raise LibraryError(
             f"{engine.folder.name} was not exported: it holds compiled programs, which no other machine would open. "
             "Build it there; that machine's own build is the only one it trusts"
@@ -50,7 +50,8 @@ def export_engine(engine: Engine, target: Path, check: Check | None = None) -> P
     try:
         check_room(target.parent, engine.manifest.bytes, f"Exporting {engine.folder.name}")
         with zipfile.ZipFile(temporary, "x", zipfile.ZIP_STORED, allowZip64=True) as archive:
-            for name in (MANIFEST_NAME, *engine.manifest.files):
+            archive.writestr(MANIFEST_NAME, json.dumps(_for_others(engine.manifest).to_json(), indent=1))
+            for name in engine.manifest.files:
                 with (engine.folder / name).open("rb") as file, archive.open(name, "w", force_zip64=True) as out:
                     while chunk := file.read(CHUNK):
                         out.write(chunk)
@@ -68,6 +69,7 @@ def export_engine(engine: Engine, target: Path, check: Check | None = None) -> P
 def import_engine(library: Library, source: Path, check: Check | None = None) -> Engine:
     """Check an engine's file and put the engine into the library; an engine with the same key is replaced.
 
+    It serves once a build has compared it with native: its hashes say that it arrived whole, not what it computes.
     Names, sizes and hashes have to be those of the manifest; files that can carry programs are refused.
 
     Raises:
@@ -82,7 +84,7 @@ def import_engine(library: Library, source: Path, check: Check | None = None) ->
             try:
                 for name in manifest.files:
                     _extract(archive, name, manifest, folder, source, check)
-                return library.publish(folder, manifest, check)
+                return library.publish(folder, manifest, check, made_here=False)
             except OSError as error:
                 raise readable(error, library.roots[0]) from error
             finally:
@@ -93,6 +95,12 @@ def import_engine(library: Library, source: Path, check: Check | None = None) ->
         raise LibraryError(f"there is no file {source}; nothing was imported") from None
     except OSError as error:
         raise _refused(source, f"it cannot be read ({error})") from error
+
+
+def _for_others(manifest: Manifest) -> Manifest:
+    """A manifest that names no place on this machine, or on any: of the weights' file only its name is left."""
+    name = manifest.source.get("name") or PureWindowsPath(manifest.source.get("path", "")).name  # which splits at / too
+    return dataclasses.replace(manifest, source={"name": name} if name else {})
 
 
 def _manifest(archive: zipfile.ZipFile, source: Path) -> Manifest:
@@ -118,18 +126,14 @@ def _manifest(archive: zipfile.ZipFile, source: Path) -> Manifest:
     for name, expected in manifest.files.items():
         if archive.getinfo(name).file_size != expected.bytes:
             raise _refused(source, f"{name} does not have the size that its manifest names")
-        if _may_be_program(name) or name.startswith("."):
+        if may_be_program(name) or name.startswith("."):
             raise _refused(source, f"{name} may contain a program, which an engine from elsewhere must not")
     if manifest.identity.export_format != EXPORT_FORMAT:
         made_with = manifest.identity.export_format
         raise _refused(source, f"it has export format {made_with} and this version uses {EXPORT_FORMAT}")
     if not strict.plain_name(manifest.identity.folder_name):
         raise _refused(source, "its manifest's names do not make a folder's name")
-    return manifest
-
-
-def _may_be_program(name: str) -> bool:
-    return PurePosixPath(name).suffix.lower() in _PROGRAMS
+    return _for_others(manifest)
 
 
 def _extract(

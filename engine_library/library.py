@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..architectures.tensors import Profile
+from . import trust
 from .disk import LibraryError, readable
 from .files import move, sync
 from .lock import FileLock
@@ -30,6 +31,14 @@ Check = Callable[[], None]
 """Called often during long work; may raise to stop it."""
 
 
+_PROGRAMS = {".pt", ".pth", ".pt2", ".pkl", ".pickle", ".ckpt", ".bin", ".py", ".pyc", ".pyd", ".so", ".dll", ".dylib"}
+
+
+def may_be_program(name: str) -> bool:
+    """Whether a file of this name is, or may hold, a program; a stranger's engine may be data only."""
+    return Path(name).suffix.lower() in _PROGRAMS
+
+
 @dataclass(frozen=True)
 class Engine:
     """An engine in the library: its folder and its manifest."""
@@ -41,6 +50,11 @@ class Engine:
     def main_file(self) -> Path:
         """The file that the backend opens."""
         return self.folder / next(iter(self.manifest.files))
+
+    @property
+    def holds_programs(self) -> bool:
+        """Whether opening it runs code that lies in its files."""
+        return any(may_be_program(name) for name in self.manifest.files)
 
     def check_sizes(self) -> None:
         """Raise Unavailable when a file is missing or has another size than when it was built."""
@@ -126,8 +140,21 @@ class Library:
         if candidates:
             return [engine for _, _, engine in sorted(candidates)]
         if refusals:
-            raise refusals[0]
+            raise next((r for r in refusals if r.fallback.reason is Reason.UNCHECKED), refusals[0])
         raise self.nothing_found()
+
+    def unchecked(self, wanted: Wanted, usable: Usable) -> Engine | None:
+        """The smallest engine that holds the wanted profile and needs but a check to serve."""
+        found = []
+        for engine in self.engines():
+            identity = engine.manifest.identity
+            same = identity.architecture == wanted.architecture and identity.weights in wanted.weights
+            if same and identity.precision == wanted.precision and identity.backend in wanted.backends:
+                fallback = self.flaw(engine, usable)
+                unchecked = fallback is not None and fallback.reason is Reason.UNCHECKED
+                if unchecked and identity.profile.contains(wanted.profile):
+                    found.append((identity.profile.volume(), len(found), engine))
+        return min(found)[2] if found else None
 
     def nothing_found(self) -> Unavailable:
         """What to raise when no engine is for a model; names the manifests that could not be read."""
@@ -148,7 +175,7 @@ class Library:
 
     @staticmethod
     def flaw(engine: Engine, usable: Usable) -> Fallback | None:
-        """Why an engine cannot be used (stale, broken, made for another GPU), judged without reading its files."""
+        """Why an engine cannot be used (stale, broken, unchecked, of another GPU), judged without reading its files."""
         made_with = engine.manifest.identity.export_format
         if made_with != EXPORT_FORMAT:
             return Fallback(
@@ -159,7 +186,7 @@ class Library:
             engine.check_sizes()
         except Unavailable as broken:
             return broken.fallback
-        return usable(engine.manifest)
+        return usable(engine.manifest) or trust.flaw(engine)
 
     def _all(self) -> Iterator[Engine | str]:
         seen = {}
@@ -205,10 +232,13 @@ class Library:
         """The lock that a builder of this engine has to hold, whatever process it lives in."""
         return FileLock(self.roots[0] / f".{identity.folder_name}.lock")
 
-    def publish(self, building: Path, manifest: Manifest, check: Check | None = None) -> Engine:
+    def publish(
+        self, building: Path, manifest: Manifest, check: Check | None = None, made_here: bool = True
+    ) -> Engine:
         """Write the manifest into a building folder and make the engine appear, replacing one with the same key.
 
         Args:
+            made_here: it was built, and compared with native, on this machine; else it serves after a check only.
             check: called until just before the engine appears; what it raises leaves the library as it was.
 
         Raises:
@@ -221,12 +251,14 @@ class Library:
             manifest = Manifest.parse(text, f"the manifest for {manifest.identity.folder_name}")
         except ManifestError as error:
             raise LibraryError(f"{error}, so the engine was not kept and native keeps serving; report this") from error
+        target = self.roots[0] / manifest.identity.folder_name
         (building / MANIFEST_NAME).write_bytes(text)
+        if made_here:
+            trust.keep(building, manifest, trust.Record(trust.BUILT), target)
         for file in building.iterdir():
             check()
             sync(file)
         check()
-        target = self.roots[0] / manifest.identity.folder_name
         if target.exists():
             self.remove(target)
         move(building, target)

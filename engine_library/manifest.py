@@ -7,12 +7,15 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 
 from ..architectures.tensors import Dim, Profile, Range, TensorSpec
 from . import strict
 
 MANIFEST_NAME = "manifest.json"
+RECORD_NAME = "checked_here.json"
+"""What this machine knows of the engine, see ``trust``; no manifest names either of the two."""
 MAX_BYTES = 4 << 20
 MAX_SIZE = 1 << 31
 DTYPES = ("float16", "bfloat16", "float32")
@@ -109,6 +112,11 @@ class Manifest:
     def bytes(self) -> int:
         """Size of all files; about what the weights take on the device. Scratch memory of a call is not in it."""
         return sum(f.bytes for f in self.files.values())
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of all that the manifest says."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> dict:
         return {
@@ -260,7 +268,7 @@ def _files(data: object) -> dict[str, EngineFile]:
             if not strict.plain_name(name) or name.startswith("."):
                 raise strict.Senseless(f"it names a file outside its folder, or none: {strict.shown(name)}")
     files = strict.table(data, "files", 64, strict.plain_name, read)
-    if not files or len({name.lower() for name in files} | {MANIFEST_NAME}) != len(files) + 1:
+    if not files or len({name.lower() for name in files} | {MANIFEST_NAME, RECORD_NAME}) != len(files) + 2:
         raise strict.Senseless("it names no files, or one twice")
     return files
 

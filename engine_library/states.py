@@ -6,13 +6,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import hash_cache
+from . import hash_cache, trust
 from .disk import LibraryError, readable
 from .library import Check, Engine, Library, Usable
 from .manifest import MANIFEST_NAME, Manifest, ManifestError
 from .reasons import Fallback, Reason, Unavailable
 
-READY, STALE, BROKEN = "ready", "stale", "broken"
+READY, STALE, UNCHECKED, BROKEN = "ready", "stale", "unchecked", "broken"
+_STATES = {Reason.BROKEN_ENGINE: BROKEN, Reason.UNCHECKED: UNCHECKED}
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Entry:
     """One folder of the library.
 
     Attributes:
-        state: ``"ready"``; ``"stale"``: made for another version, GPU or file; ``"broken"``: its files are damaged.
+        state: ``"ready"``; ``"stale"``: made for another version, GPU or file; ``"unchecked"``: it came from elsewhere
+            and was not compared with native here; ``"broken"``: its files are damaged, or it is wrong.
         reason: why it is not ready, in words.
         bytes: what the folder takes on disk.
         engine: None when its manifest cannot be read.
@@ -60,21 +62,27 @@ def _entry(path: Path, usable: Usable) -> Entry:
     folder, engine = path.parent, None
     try:
         engine = Engine(folder, Manifest.read(path))
-        flaw = Library.flaw(engine, usable) or _source_changed(engine.manifest)
+        flaw = Library.flaw(engine, usable) or _source_changed(engine)
     except ManifestError as error:
         flaw = Fallback(Reason.BROKEN_ENGINE, str(error))
-    state = READY if flaw is None else BROKEN if flaw.reason is Reason.BROKEN_ENGINE else STALE
+    state = READY if flaw is None else _STATES.get(flaw.reason, STALE)
     return Entry(folder, state, "" if flaw is None else str(flaw), _disk_use(folder), engine)
 
 
-def _source_changed(manifest: Manifest) -> Fallback | None:
-    """Whether the file that an engine's weights came from has been overwritten; a file that is gone proves nothing."""
-    try:
-        stat = os.stat(manifest.source["path"])
-    except (OSError, KeyError, TypeError):
+def _source_changed(engine: Engine) -> Fallback | None:
+    """Whether the file that an engine's weights came from has been overwritten; a file that is gone proves nothing.
+
+    Only of engines built here: a path that a stranger wrote is never touched, it may lead to his server.
+    """
+    record, source = trust.record_of(engine), engine.manifest.source
+    if record is None or record.verdict != trust.BUILT:
         return None
-    now = {"path": manifest.source["path"], "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    if now == dict(manifest.source) or manifest.identity.weights in hash_cache.known_hashes(now):
+    try:
+        stat = os.stat(source["path"])
+    except (OSError, KeyError, ValueError):
+        return None
+    now = {"path": source["path"], "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    if now == dict(source) or engine.manifest.identity.weights in hash_cache.known_hashes(now):
         return None
     return Fallback(Reason.STALE_ENGINE, f"{now['path']} has changed since this engine was built from it")
 

@@ -77,6 +77,11 @@ def weights_hash(patcher: ModelPatcher, prefix: str = "", check: Check | None = 
     return known[state]
 
 
+def known_hash(patcher: ModelPatcher, prefix: str = "") -> str:
+    """The hash of the weights if somebody has needed it, else ``""``."""
+    return _hashes.get(patcher.model, {}).get(_state(patcher, prefix), "")
+
+
 def forget_hash(patcher: ModelPatcher) -> None:
     """Drop what is remembered of a model's hashes, because it turned out to be wrong."""
     _hashes.pop(patcher.model, None)

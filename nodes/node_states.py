@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 
 FILE_NAME = ".engine_nodes.json"
 MAX_NODES = 500
-MISSING = {Reason.NO_ENGINE: "none", Reason.STALE_ENGINE: "stale", Reason.BROKEN_ENGINE: "stale"}
+MISSING = {Reason.NO_ENGINE: "none", Reason.STALE_ENGINE: "stale", Reason.BROKEN_ENGINE: "stale",
+           Reason.UNCHECKED: "unchecked"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class NodeStates:
             architecture = ""
         before = self._known.get(key)
         source = source_of(network.patcher)
-        weights = handle.session.weights if handle.session is not None else ""
+        weights = handle.session.weights if handle.session is not None else network.known_hash()
         if not weights and before is not None and before.source == source:
             weights = before.weights
         refusal = (handle.fallback.reason.value, handle.fallback.detail) if handle.fallback is not None else None

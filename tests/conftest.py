@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ TOOLS = ROOT / "tools"
 for folder in (TOOLS, ROOT / "tests" / "support"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+
+# what the tests build is signed by a secret of their own, not by the user's
+os.environ.setdefault("HYBRID_TRT_KEY_FOLDER", tempfile.mkdtemp(prefix="hybrid-trt-key-"))
 
 import tiny_models  # noqa: E402
 from comfy_process import ComfyProcess  # noqa: E402

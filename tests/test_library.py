@@ -96,7 +96,7 @@ def test_the_preferred_backend_wins_over_the_smaller_profile(tmp_path: Path) -> 
 @pytest.mark.parametrize("field", ["architecture", "weights", "precision", "backend"])
 def test_an_engine_of_something_else_is_never_found(tmp_path: Path, field: str) -> None:
     library = Library([tmp_path])
-    publish(library, identity(**{field: "another"}))
+    publish(library, identity(**{field: "float32" if field == "precision" else "another"}))
     with pytest.raises(Unavailable) as refused:
         find(library, wanted())
     assert refused.value.fallback.reason is Reason.NO_ENGINE

@@ -22,12 +22,20 @@ from hybrid_trt.engine_builder.build import BuildOrder, build_engine  # noqa: E4
 from hybrid_trt.engine_builder.compile_step import sizes_to_compile  # noqa: E402
 from hybrid_trt.engine_builder.onnx_export import sample_inputs  # noqa: E402
 from hybrid_trt.engine_builder.parity import relative_error  # noqa: E402
-from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason  # noqa: E402
+from hybrid_trt.engine_library import (  # noqa: E402
+    Engine,
+    EngineIdentity,
+    Library,
+    Manifest,
+    Reason,
+    local_key,
+)
 from hybrid_trt.engine_library.library import describe_files  # noqa: E402
+from hybrid_trt.engine_library.manifest import RECORD_NAME  # noqa: E402
 from hybrid_trt.engine_library.native import NativeNetwork  # noqa: E402
+from hybrid_trt.engine_library.states import entries  # noqa: E402
 from hybrid_trt.engine_runtime.hints import HintCache  # noqa: E402
 from hybrid_trt.engine_runtime.live_session import LiveSession  # noqa: E402
-from hybrid_trt.live_torch import local_key  # noqa: E402
 
 TORCH = backends()["torch"]
 SIZES = {"B": 2, "H": 9, "W": 12, "T": 77, "HB": 1}
@@ -199,22 +207,6 @@ def key_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "keys"
 
 
-def test_a_signature_holds_on_this_machine_and_for_these_files_only(tmp_path: Path, key_folder: Path) -> None:
-    hashes = {"a.bin": "1" * 64}
-    assert not local_key.is_ours(tmp_path, "engine", hashes), "no signature, no key"
-    local_key.sign(tmp_path, "engine", hashes)
-    assert local_key.is_ours(tmp_path, "engine", hashes)
-    assert not local_key.is_ours(tmp_path, "engine", {"a.bin": "2" * 64})
-    assert not local_key.is_ours(tmp_path, "engine", {**hashes, "b.bin": "1" * 64})
-    assert not local_key.is_ours(tmp_path, "another", hashes)
-    (key,) = key_folder.rglob("local.key")
-    assert key.stat().st_mode & 0o077 == 0
-    key.unlink()
-    assert not local_key.is_ours(tmp_path, "engine", hashes), "another machine"
-    local_key.sign(tmp_path / "..", "x", hashes)
-    assert not local_key.is_ours(tmp_path, "engine", hashes), "another machine with a key of its own"
-
-
 @pytest.mark.parametrize("kind", ["unet", "controlnet"])
 def test_a_build_compiles_for_the_opt_sizes_and_serves_other_weights_too(
     kind: str, tmp_path: Path, key_folder: Path
@@ -261,14 +253,16 @@ def test_a_file_that_was_not_made_here_is_never_opened(tmp_path: Path, key_folde
     sizes = {name: size for name, size in SIZES.items() if name != "HB"}
     name = file_name(sizes)
     (folder / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
-    (folder / local_key.SIGNATURE_NAME).write_text('{"signature": "0000"}')
+    (folder / RECORD_NAME).write_text('{"verdict": "built", "why": "", "parity": {}, "signature": "0000"}')
     identity = EngineIdentity("sd15_unet", TORCH.layout(net), "float32", PROFILE.only("BHWT"), "torch",
                               TORCH.version(), TORCH.target(CPU))
     specs = architecture_of(net.module)
     manifest = Manifest(identity, "unet", "foreign", tuple(specs.inputs(net.module, "float32")),
                         tuple(specs.outputs(net.module, "float32")),
-                        describe_files(folder, [name, local_key.SIGNATURE_NAME]))
-    engine: Engine = library.publish(folder, manifest)
+                        describe_files(folder, [name]))
+    engine: Engine = library.publish(folder, manifest, made_here=False)
+    (found,) = entries(library, lambda _: None)
+    assert (found.state, "not compiled on this machine" in found.reason) == ("stale", True)
     session = opened(net)
     session.use([engine])
     given = given_for(net, 9)

@@ -16,9 +16,9 @@ SPECS = (TensorSpec("x", "float32", (1, 4)),)
 def publish_engine(
     folder: Path, contents: bytes = b"\x08engine", name: str = "model.onnx", **changes: object
 ) -> Engine:
-    """A small engine with parameters; ``changes`` are of its identity, or its ``source``."""
+    """A small engine with parameters; ``changes`` are of its identity, or its ``source`` or ``made_here``."""
     library = Library([folder])
-    source = changes.pop("source", {})
+    source, made_here = changes.pop("source", {}), changes.pop("made_here", True)
     fields = {"architecture": "sd15_unet", "weights": "a" * 64, "precision": "float16", "backend": "onnxruntime",
               "backend_version": "1.0", "device": "any"} | changes
     work = library.building_folder()
@@ -26,7 +26,8 @@ def publish_engine(
     (work / "parameters.json").write_text("{}")
     files = describe_files(work, [name, "parameters.json"])
     identity = EngineIdentity(profile=PROFILE, **fields)
-    return library.publish(work, Manifest(identity, "unet", "a.safetensors", SPECS, SPECS, files, source=source))
+    manifest = Manifest(identity, "unet", "a.safetensors", SPECS, SPECS, files, source=source)
+    return library.publish(work, manifest, made_here=made_here)
 
 
 def publish(root: Path, contents: bytes = b"engine") -> str:
