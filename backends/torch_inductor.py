@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..engine_library import Engine, Fallback, Manifest, Reason, Unavailable, trust
+from ..engine_library import Engine, Fallback, Manifest, Reason, Unavailable, trust, verified
 from ..live_torch import compiled
 from . import BuildError, BuildRequest, Progress
 
@@ -96,7 +96,7 @@ class TorchBackend:
         if (refusal := trust.flaw(engine)) is not None:
             raise Unavailable(refusal.reason, refusal.detail)
         engine.check_sizes()
-        engine.check_contents()
+        verified.check_contents(engine)
         return compiled.open_file(engine.folder / file_name(symbols))
 
 

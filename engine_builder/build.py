@@ -19,7 +19,7 @@ import torch
 
 from ..architectures.tensors import Profile
 from ..backends import Backend, BuildError, Progress, is_live
-from ..engine_library import Engine, EngineIdentity, Fallback, Library, Manifest, Unavailable, strict
+from ..engine_library import Engine, EngineIdentity, Fallback, Library, Manifest, Unavailable, strict, verified
 from ..engine_library.disk import check_room, readable
 from ..engine_library.hash_cache import source_of
 from ..engine_library.library import describe_files
@@ -178,6 +178,7 @@ class _Build:
         try:
             manifest = self._make(folder, structure, dtype)
             engine = self.library.publish(folder, manifest, lambda: self.progress("saving", 0.99))
+            verified.remember(engine)
         finally:
             self.library.discard(folder)
         log.info(

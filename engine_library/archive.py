@@ -10,7 +10,7 @@ import struct
 import zipfile
 from pathlib import Path, PureWindowsPath
 
-from . import strict
+from . import strict, verified
 from .disk import LibraryError, check_room, readable
 from .files import replace, temporary_beside
 from .library import Check, Engine, Library, may_be_program
@@ -84,7 +84,9 @@ def import_engine(library: Library, source: Path, check: Check | None = None) ->
             try:
                 for name in manifest.files:
                     _extract(archive, name, manifest, folder, source, check)
-                return library.publish(folder, manifest, check, made_here=False)
+                engine = library.publish(folder, manifest, check, made_here=False)
+                verified.remember(engine)
+                return engine
             except OSError as error:
                 raise readable(error, library.roots[0]) from error
             finally:

@@ -15,7 +15,9 @@ from . import strict
 
 MANIFEST_NAME = "manifest.json"
 RECORD_NAME = "checked_here.json"
-"""What this machine knows of the engine, see ``trust``; no manifest names either of the two."""
+"""What this machine knows of the engine, see ``trust``."""
+USE_NAME = "last_used"
+_OURS = (MANIFEST_NAME, RECORD_NAME, USE_NAME)
 MAX_BYTES = 4 << 20
 MAX_SIZE = 1 << 31
 DTYPES = ("float16", "bfloat16", "float32")
@@ -268,7 +270,7 @@ def _files(data: object) -> dict[str, EngineFile]:
             if not strict.plain_name(name) or name.startswith("."):
                 raise strict.Senseless(f"it names a file outside its folder, or none: {strict.shown(name)}")
     files = strict.table(data, "files", 64, strict.plain_name, read)
-    if not files or len({name.lower() for name in files} | {MANIFEST_NAME, RECORD_NAME}) != len(files) + 2:
+    if not files or len({name.lower() for name in files} | {*_OURS}) != len(files) + len(_OURS):
         raise strict.Senseless("it names no files, or one twice")
     return files
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
-from . import hash_cache, trust
+from . import hash_cache, last_use, trust
 from .disk import LibraryError, readable
 from .library import Check, Engine, Library, Usable
 from .manifest import MANIFEST_NAME, Manifest, ManifestError
 from .reasons import Fallback, Reason, Unavailable
+
+log = logging.getLogger(__name__)
 
 READY, STALE, UNCHECKED, BROKEN = "ready", "stale", "unchecked", "broken"
 _STATES = {Reason.BROKEN_ENGINE: BROKEN, Reason.UNCHECKED: UNCHECKED}
@@ -26,6 +31,7 @@ class Entry:
         reason: why it is not ready, in words.
         bytes: what the folder takes on disk.
         engine: None when its manifest cannot be read.
+        last_used: when it was used, in UTC as ISO 8601; None when that is not known.
     """
 
     folder: Path
@@ -33,10 +39,12 @@ class Entry:
     reason: str
     bytes: int
     engine: Engine | None
+    last_used: str | None = None
 
     def to_json(self) -> dict:
         """For ``--json`` and the page."""
-        data = {"folder": str(self.folder), "state": self.state, "reason": self.reason, "bytes": self.bytes}
+        data = {"folder": str(self.folder), "state": self.state, "reason": self.reason, "bytes": self.bytes,
+                "last_used": self.last_used}  # fmt: skip
         if self.engine is not None:
             manifest = self.engine.manifest.to_json()
             names = ("key", "label", "kind", "identity", "created", "seconds", "parity")
@@ -66,7 +74,9 @@ def _entry(path: Path, usable: Usable) -> Entry:
     except ManifestError as error:
         flaw = Fallback(Reason.BROKEN_ENGINE, str(error))
     state = READY if flaw is None else _STATES.get(flaw.reason, STALE)
-    return Entry(folder, state, "" if flaw is None else str(flaw), _disk_use(folder), engine)
+    used = last_use.last_used(engine) if engine is not None else None
+    text = used.isoformat(timespec="seconds") if used is not None else None
+    return Entry(folder, state, "" if flaw is None else str(flaw), _disk_use(folder), engine, text)
 
 
 def _source_changed(engine: Engine) -> Fallback | None:
@@ -140,3 +150,26 @@ def delete(entry: Entry) -> None:
         Library.remove(entry.folder)
     except OSError as error:
         raise readable(error, entry.folder.parent) from error
+
+
+def delete_unused(found: list[Entry], days: float, in_use: Collection[Path]) -> tuple[list[Entry], list[Entry]]:
+    """Remove the engines that were not used for some days; those that could be removed, and those that could not.
+
+    Args:
+        in_use: folders of engines that serve now, whenever they were last used.
+    """
+    removed, kept = [], []
+    limit = datetime.now(timezone.utc) - timedelta(days=days)
+    for entry in found:
+        if entry.engine is None or entry.folder in in_use:
+            continue
+        since = last_use.unused_since(entry.engine)
+        if since is None or since > limit:
+            continue
+        try:
+            delete(entry)
+            removed.append(entry)
+        except LibraryError as error:
+            log.warning("Hybrid TRT: %s was not deleted (%s)", entry.folder.name, error)
+            kept.append(entry)
+    return removed, kept

@@ -12,7 +12,7 @@ import torch
 
 from ..architectures.tensors import Profile
 from ..backends import AUTO, is_live, usable_backends
-from ..engine_library import Fallback, Library, Manifest, Reason, Unavailable, Wanted
+from ..engine_library import Fallback, Library, Manifest, Reason, Unavailable, Wanted, last_use
 from ..engine_library.native import NativeNetwork
 from ..engine_library.plain_copy import ReplacedForward
 from .hints import HintEncoder
@@ -151,6 +151,7 @@ class EngineHandle:
         self.tally = open_tally(network.kind, network.label, self.node_id, self.node_key, network.device)
         if self.session is not None:
             self.session.begin_run(patcher or self.network.patcher)
+            last_use.mark(self.session.engines)
             keep(self.patcher, context.prompt_id if context else "")
             self._prepare_hints()
 

@@ -251,3 +251,8 @@ def live_session(network: NativeNetwork, backend: LiveBackend, precision: str) -
         except ReplacedForward as error:
             raise Unavailable(Reason.MODEL_PATCHED, str(error)) from error
     return found
+
+
+def open_engines() -> list[Engine]:
+    """The engines that somebody holds a session with."""
+    return [engine for found in list(_open.values()) for engine in found.engines]

@@ -118,6 +118,8 @@ def test_a_lying_engine_never_serves_and_an_honest_one_does_after_its_check(
     assert ("comparing with native" in phases, "exporting" in phases) == (True, False)
     (engine,) = ask(comfy, "GET", "/engines")[1]["engines"]
     assert engine["state"] == "ready"
+    assert engine["last_used"]
+    assert ask(comfy, "POST", "/engines/delete_unused", b'{"days": 1}')[1]["deleted"] == []
 
 
 def test_an_engine_that_another_machine_signed_is_unchecked(comfy: ComfyProcess, exported: tuple[str, bytes]) -> None:

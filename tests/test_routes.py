@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import shutil
+import time
 import zipfile
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +99,34 @@ def test_export_and_import_carry_an_engine(comfy: ComfyProcess, engine: Path) ->
     status, answer = ask(comfy, "POST", "/engines/import", data)
     assert (status, answer["name"]) == (200, engine.name)
     assert (engine / "model.onnx").read_bytes() == b"engine"
+
+
+@pytest.mark.parametrize("data", [
+    {}, {"days": 0}, {"days": -1}, {"days": "30"}, {"days": True}, {"days": None}, {"days": 10**400},
+    {"days": 30, "x": 1},
+])
+def test_senseless_days_delete_nothing(comfy: ComfyProcess, engine: Path, data: dict) -> None:
+    status, answer = post(comfy, "/engines/delete_unused", data)
+    assert (status, "nothing was deleted" in answer["error"]) == (400, True)
+    assert engine.is_dir()
+
+
+def test_engines_that_nobody_used_for_long_are_deleted_on_demand(comfy: ComfyProcess, engine: Path) -> None:
+    def listed(name: str) -> str | None:
+        return next(e["last_used"] for e in ask(comfy, "GET", "/engines")[1]["engines"] if e["name"] == name)
+
+    kept = engine.parent / publish(engine.parent, b"another", weights="f" * 64)
+    assert listed(kept.name) is None
+    (kept / "last_used").touch()
+    assert listed(kept.name)[:10] == datetime.now(timezone.utc).isoformat()[:10]
+    assert ask(comfy, "POST", "/engines/delete_unused", b'{"days": 30}', {})[0] == 403
+    status, answer = post(comfy, "/engines/delete_unused", {"days": 30})
+    assert (status, engine.name in answer["deleted"], kept.name in answer["deleted"]) == (200, True, False)
+    assert answer["bytes"] > 0
+    assert (engine.exists(), kept.exists()) == (False, True)
+    os.utime(kept / "last_used", (time.time() - 31 * 86400,) * 2)
+    assert post(comfy, "/engines/delete_unused", {"days": 32})[1] == {"deleted": [], "bytes": 0}
+    assert post(comfy, "/engines/delete_unused", {"days": 30})[1]["deleted"] == [kept.name]
 
 
 LIES = {

@@ -30,12 +30,12 @@ def publish_engine(
     return library.publish(work, manifest, made_here=made_here)
 
 
-def publish(root: Path, contents: bytes = b"engine") -> str:
+def publish(root: Path, contents: bytes = b"engine", weights: str = "e" * 64) -> str:
     """A small engine of no real model in a library; its folder's name."""
     library = Library([root])
     spec = TensorSpec("x", "float32", (Dim("B"), 4))
     profile = Profile({"B": Range(1, 1, 2)})
-    identity = EngineIdentity("sd15_unet", "e" * 64, "float16", profile, "onnxruntime", "1", "any")
+    identity = EngineIdentity("sd15_unet", weights, "float16", profile, "onnxruntime", "1", "any")
     folder = library.building_folder()
     (folder / "model.onnx").write_bytes(contents)
     manifest = Manifest(
