@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import re
+import shutil
 import weakref
 from pathlib import Path
 
@@ -34,6 +36,7 @@ from hybrid_trt.engine_library.library import describe_files  # noqa: E402
 from hybrid_trt.engine_library.manifest import RECORD_NAME  # noqa: E402
 from hybrid_trt.engine_library.native import NativeNetwork  # noqa: E402
 from hybrid_trt.engine_library.states import entries  # noqa: E402
+from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle  # noqa: E402
 from hybrid_trt.engine_runtime.hints import HintCache  # noqa: E402
 from hybrid_trt.engine_runtime.live_session import LiveSession  # noqa: E402
 
@@ -269,6 +272,45 @@ def test_a_file_that_was_not_made_here_is_never_opened(tmp_path: Path, key_folde
     assert error(session, net, given) <= 1e-5, "it runs uncompiled"
     assert "not compiled on this machine" in session.refusal
     assert not (tmp_path / "sprung").exists()
+
+
+def test_an_engine_that_is_not_used_is_told_on_the_node_and_built_anew(tmp_path: Path, key_folder: Path) -> None:
+    """For want of the secret that signed it, or since it does not open."""
+    net, library, steps = network("unet", "unlike_levels"), Library([tmp_path / "library"]), []
+
+    def compiler(task: dict, *_: object) -> dict:
+        steps.append(task["step"])
+        names = [file_name(sizes) for sizes in task["cases"]]
+        for name in names:
+            (Path(task["folder"]) / name).write_bytes(b"what Inductor made")
+        return {"files": names, "parity": {"rel_err": 0.0}, "seconds": {}}
+
+    def build() -> Engine:
+        return build_engine(BuildOrder(net, "float32", PROFILE, TORCH), library, lambda *_: None, run=compiler)
+
+    engine = build()
+    assert build() == engine
+    handle = EngineHandle(net, EngineChoice(PROFILE, backend="torch"), library, "node")
+    assert handle.session.engines == [engine]
+    assert "not used" not in handle.status()
+
+    shutil.rmtree(key_folder)
+    handle.refresh()
+    assert handle.session.engines == []
+    assert re.search(rf"not compiled on this machine.*{local_key.FOLDER_VARIABLE}.*build again", handle.status())
+    assert handle.session.lacks(PROFILE)
+    build()
+    assert steps == ["compile", "compile"]
+    handle.refresh()
+    assert "not used" not in handle.status()
+
+    specs = architecture_of(net.module).inputs(net.module, "float32")
+    given = sample_inputs(specs, handle.session.profile.sizes("opt"), 1)
+    assert error(handle.session, net, given) <= 1e-5, "it runs uncompiled"
+    assert re.search(r"uncompiled.*not used.*build again", handle.status())
+    build_engine(BuildOrder(net, "float32", PROFILE, TORCH), library, lambda *_: None, run=compiler, again=True)
+    handle.refresh()
+    assert "not used" not in handle.status(), "another build, another try"
 
 
 def test_an_engine_of_another_gpu_or_torch_is_refused() -> None:
