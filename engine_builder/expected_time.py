@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..engine_library import Library, trust
+from ..engine_library import Library
 from .build import BuildOrder
 
 MOST_ALIKE = 4.0
@@ -23,8 +23,6 @@ def expected_seconds(order: BuildOrder, library: Library) -> float | None:
         same = (manifest.kind == order.network.kind and identity.backend == order.backend.name
                 and identity.precision == order.precision
                 and identity.device == order.backend.target(order.target_device))
-        record = trust.record_of(engine)
-        same = same and record is not None and record.verdict == trust.BUILT  # others say nothing of this machine
         if same and manifest.parameters and 1 / MOST_ALIKE <= parameters / manifest.parameters <= MOST_ALIKE:
             alike.append((manifest.created, sum(manifest.seconds.values()) * parameters / manifest.parameters))
     return round(max(alike)[1], 1) if alike else None

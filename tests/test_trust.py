@@ -84,7 +84,7 @@ def test_what_was_built_here_serves_and_what_came_from_elsewhere_does_not(tmp_pa
     with pytest.raises(Unavailable) as refused:
         Library([tmp_path / "foreign"]).find(wanted, lambda _: None)
     assert refused.value.fallback.reason is Reason.UNCHECKED
-    assert "press Build engine" in refused.value.fallback.sentence()
+    assert "press Check engine" in refused.value.fallback.sentence()
 
 
 def test_compiled_programs_from_elsewhere_are_stale(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import { t } from "./texts.mjs";
 import { duration, elapsed, error, size } from "./words.mjs";
 
-const TONES = { ready: "good", stale: "warn", unchecked: "warn", broken: "bad", running: "busy", queued: "busy", done: "good", failed: "bad" };
+const TONES = { ready: "good", stale: "warn", broken: "bad", running: "busy", queued: "busy", done: "good", failed: "bad" };
 const JOBS = { running: "running", queued: "queued", done: "done", failed: "failed", cancelled: "stateCancelled" };
 const ENDED_SHOWN = 3;
 

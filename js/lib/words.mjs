@@ -4,7 +4,7 @@ import { t } from "./texts.mjs";
 
 /** @typedef {{tone: string, title: string, lines: string[], fraction: number | null, badge: string, log: string | null, offer: string}} View */
 
-const TONES = { ready: "good", building: "busy", queued: "busy", asked: "busy", failed: "bad", stale: "warn", unchecked: "warn", unavailable: "warn" };
+const TONES = { ready: "good", building: "busy", queued: "busy", asked: "busy", failed: "bad", stale: "warn", unavailable: "warn" };
 export const BUSY = ["asked", "queued", "building"];
 
 /** A number of bytes as people say it. */
