@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 _STARTED = time.time()
 _LENGTH = 512
-_ATTEMPTS = 1000
+_ATTEMPTS = 100
 _BUSY = {errno.EACCES, errno.EAGAIN, errno.EDEADLK}
 _LOCKED_BYTE = 1 << 30  # far behind the text: Windows lets nobody read a locked byte
 
