@@ -72,15 +72,25 @@ class OnnxRuntimeBackend:
 
 
 class OnnxRuntimeRunner:
-    """One inference session; tensors are bound by address, so nothing is copied on the way in or out."""
+    """One inference session; tensors are bound by address, so nothing is copied on the way in or out.
 
-    def __init__(self, path: Path, device: torch.device, size: int):
+    Args:
+        frugal: weights are used where the file is mapped; none is folded, cast or packed beforehand. Takes a fraction
+            of the memory, and longer for each call.
+    """
+
+    def __init__(self, path: Path, device: torch.device, size: int, frugal: bool = False):
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         # several sessions and torch share the cores: a pool that spins between calls slows all others down
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        if frugal:
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+            options.add_session_config_entry("session.disable_prepacking", "1")
+            options.enable_cpu_mem_arena = options.enable_mem_pattern = False  # both keep what is done with
+            options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED  # a weight is cast when it is wanted
         self.device = device
         self.bytes = size
         self._session = onnxruntime.InferenceSession(str(path), options, providers=[_PROVIDERS[device.type]])

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..engine_library import Engine, Fallback, Manifest, Reason, Unavailable
-from ..live_torch import compiled, local_key
+from ..engine_library import Engine, Fallback, Manifest, Reason, Unavailable, trust, verified
+from ..live_torch import compiled
 from . import BuildError, BuildRequest, Progress
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class TorchBackend:
 
     def sizes(self, engine: Engine) -> list[dict[str, int]]:
         """The sets of sizes that an engine has compiled files for."""
-        return [sizes_of(name) for name in engine.manifest.files if name != local_key.SIGNATURE_NAME]
+        return [sizes_of(name) for name in engine.manifest.files]
 
     def open_live(self, engine: Engine, symbols: dict[str, int]) -> compiled.Compiled:
         """Open an engine's compiled file for some sizes.
@@ -93,14 +93,10 @@ class TorchBackend:
         Raises:
             Unavailable: the files were not made on this machine, or have changed.
         """
+        if (refusal := trust.flaw(engine)) is not None:
+            raise Unavailable(refusal.reason, refusal.detail)
         engine.check_sizes()
-        engine.check_contents()
-        hashes = {name: file.sha256 for name, file in engine.manifest.files.items()}
-        hashes.pop(local_key.SIGNATURE_NAME, None)
-        if not local_key.is_ours(engine.folder, engine.manifest.identity.key, hashes):
-            raise Unavailable(
-                Reason.STALE_ENGINE, f"{engine.folder.name} was not compiled on this machine, so it is not opened"
-            )
+        verified.check_contents(engine)
         return compiled.open_file(engine.folder / file_name(symbols))
 
 

@@ -21,8 +21,9 @@ from typing import Any
 
 from ..architectures.tensors import TensorSpec
 from ..engine_library import Unavailable
+from ..engine_library.files import write_file
 from . import BuildError, BuildRequest, Progress
-from .trt_common import Flavour, collected_errors, import_flavour, last_errors, replace_file, shared_logger
+from .trt_common import Flavour, collected_errors, import_flavour, last_errors, shared_logger
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ def _timings(builder: Any, path: Path) -> bytes:
 
 def _save_timings(path: Path, contents: bytes) -> None:
     try:
-        replace_file(path, contents)
+        write_file(path, contents)
     except OSError as error:
         log.debug("%s was not saved (%s): the next build measures anew", path, error)
 

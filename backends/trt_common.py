@@ -9,12 +9,9 @@ import contextlib
 import functools
 import importlib
 import logging
-import os
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -206,22 +203,6 @@ def collected_errors(logger: Any) -> Iterator[list[str]]:
         yield lines
     finally:
         del logger.listeners[id(lines)]
-
-
-def replace_file(path: Path, contents: bytes) -> None:
-    """Write a file so that others find the old one or the new one, never a part.
-
-    Raises:
-        OSError: it cannot be written; nothing is left behind.
-    """
-    temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        temporary.write_bytes(contents)
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def last_errors(lines: list[str], count: int = 2) -> str:

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from .trt_common import replace_file
+from ..engine_library.files import write_file
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class JitCache:
         try:
             contents = bytes(self._cache.serialize())
             if contents and contents != self._saved:
-                replace_file(self._path, contents)
+                write_file(self._path, contents)
                 self._saved = contents
         except Exception as error:
             log.debug("%s was not saved (%s): kernels are compiled again at the next start", self._path, error)

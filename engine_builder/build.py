@@ -8,9 +8,6 @@ process can be stopped at any moment.
 from __future__ import annotations
 
 import logging
-import os
-import pkgutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,21 +17,21 @@ from pathlib import Path
 
 import torch
 
-from .. import backends
 from ..architectures.tensors import Profile
 from ..backends import Backend, BuildError, Progress, is_live
-from ..engine_library import Engine, EngineIdentity, Fallback, Library, Manifest, Unavailable
+from ..engine_library import Engine, EngineIdentity, Fallback, Library, Manifest, Unavailable, strict, verified
 from ..engine_library.disk import check_room, readable
 from ..engine_library.hash_cache import source_of
 from ..engine_library.library import describe_files
 from ..engine_library.native import NativeNetwork
 from ..engine_library.settings import check_limit
-from ..live_torch import local_key
+from .check import check_engine, unchecked_engine
 from .child_process import STARTING, Log, run_in_child
+from .child_tasks import Runner, WeightsChanged, backend_in_child, comfyui_folder, only_gpu
 from .compile_step import sizes_to_compile
 from .handover import write_structure, write_weights
 from .locks import hold
-from .onnx_export import PARAMETERS_NAME
+from .onnx_export import DATA_NAME, PARAMETERS_NAME
 from .parity import LIMITS
 from .steps import STEPS, Task
 
@@ -42,13 +39,10 @@ log = logging.getLogger(__name__)
 
 PACK_VERSION = "0.1.0"
 WEIGHTS_NAME = "weights.bin"
-ROOM = 3.2
-"""Disk that a build needs at its height, in sizes of its weights: snapshot, two copies of the graph, and some."""
+ROOM = 2.2
+"""Disk that a build needs at its height, in sizes of its weights: the graph's, the engine's, and some."""
 READS = 3
 """How often the weights are read anew when somebody changes them meanwhile."""
-
-Runner = Callable[[Task, Progress, Log, Mapping[str, str]], dict]
-"""Does a task of ``steps``; see ``child_process.run_in_child``."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +58,6 @@ class BuildOrder:
     @property
     def target_device(self) -> torch.device:
         return self.device or self.network.device
-
-
-class WeightsChanged(Exception):
-    """The weights that were read are not those that were hashed."""
 
 
 def run_here(task: Task, progress: Progress, log: Log, environment: Mapping[str, str]) -> dict:
@@ -86,7 +76,8 @@ def build_engine(
     """Export, check, compile and publish one engine. Blocks until it is done.
 
     The library is changed only by the last step; whatever stops the build before leaves nothing behind. When the
-    engine is there already, or another process has just built it, that one is returned.
+    engine is there already, or another process has just built it, that one is returned. One from elsewhere that fits is
+    compared with native instead, and serves from then on.
 
     Args:
         progress: called several times a second; may raise to cancel, which takes effect at once.
@@ -95,10 +86,12 @@ def build_engine(
 
     Raises:
         Unavailable: no engine can be built for this network, or none by this backend on this machine.
-        BuildError: parity failed or the backend could not build; the text is for the user.
+        BuildError: parity failed, also of an engine from elsewhere, or the backend could not build; the text is for
+            the user.
         LibraryError: the library cannot take the engine; the text is for the user.
     """
-    if (refusal := order.backend.cannot_build(order.target_device)) is not None:
+    refusal = order.backend.cannot_build(order.target_device)
+    if refusal is not None and order.backend.unavailable(order.target_device) is not None:
         raise Unavailable(refusal.reason, refusal.detail)
     for _ in range(READS):
         identity = _identity(order, progress)
@@ -108,6 +101,10 @@ def build_engine(
             with _explained(library), hold(library.lock(identity), order.target_device, progress):
                 if not again and (found := _existing(order, library, identity)) is not None:
                     return found
+                if not again and (engine := unchecked_engine(order, library, identity)) is not None:
+                    return check_engine(order, library, engine, progress, log_line, run)
+                if refusal is not None:
+                    raise Unavailable(refusal.reason, refusal.detail)
                 return _Build(order, library, identity, progress, log_line, run).run()
         except WeightsChanged:
             order.network.forget_hash()
@@ -181,6 +178,7 @@ class _Build:
         try:
             manifest = self._make(folder, structure, dtype)
             engine = self.library.publish(folder, manifest, lambda: self.progress("saving", 0.99))
+            verified.remember(engine)
         finally:
             self.library.discard(folder)
         log.info(
@@ -197,7 +195,7 @@ class _Build:
         architecture = network.architecture()
         inputs = architecture.encoded_inputs(network.module, identity.precision)
         outputs = architecture.outputs(network.module, identity.precision)
-        weights_file = folder / WEIGHTS_NAME
+        weights_file = folder / (WEIGHTS_NAME if live else DATA_NAME)
         started = time.perf_counter()
         read, index = write_weights(network, dtype, weights_file, self._part("reading weights", 0.0, 0.1))
         if not live and read != identity.weights:
@@ -215,7 +213,7 @@ class _Build:
             "structure": structure,
             "weights": index,
             "weights_file": str(weights_file),
-            "comfyui": str(_comfyui()),
+            "comfyui": str(comfyui_folder()),
         }
         made = self._compiled(common | native) if live else self._exported_and_built(common, native)
         files = made["files"]
@@ -224,14 +222,11 @@ class _Build:
                 leftover.unlink()
         seconds |= made["seconds"]
         described = describe_files(folder, files, lambda: self.progress("saving", 0.95))
-        if live:
-            hashes = {name: file.sha256 for name, file in described.items()}
-            described |= describe_files(folder, [local_key.sign(folder, identity.key, hashes)])
         seconds["other"] = time.perf_counter() - self._started - sum(seconds.values())
         return Manifest(
             identity=identity,
             kind=architecture.kind,
-            label=network.label,
+            label=strict.printable(network.label)[:1000],
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             files=described,
@@ -240,7 +235,7 @@ class _Build:
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             pack_version=PACK_VERSION,
             fingerprint=identity.weights if live else network.fingerprint(),
-            source=source_of(network.patcher) or {},
+            source=_source(network),
             parameters=sum(p.numel() for p in network.module.parameters()),
         )
 
@@ -249,15 +244,13 @@ class _Build:
         limit = {"limit": LIMITS[self.identity.precision]}
         no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
         exported = self._do({**common, **native, **limit, "step": "export"}, 0.1, 0.5, no_gpu)
-        Path(native["weights_file"]).unlink()
         built = self._do({
             **common,
             "step": "build",
             "onnx": exported["onnx"],
             "target": self.identity.device,
-            "backend": _module_of(self.order.backend),
-            "backend_folders": list(backends.__path__),
-        }, 0.5, 0.95, _only_gpu(self.order.target_device))  # fmt: skip
+            **backend_in_child(self.order.backend),
+        }, 0.5, 0.95, only_gpu(self.order.target_device))  # fmt: skip
         return {
             "files": [*built["files"], PARAMETERS_NAME],
             "parity": exported["parity"],
@@ -268,7 +261,7 @@ class _Build:
         """Compiled files for live weights: ``files``, ``parity`` and ``seconds``."""
         device = self.order.target_device
         task = {**task, "step": "compile", "device": device.type, "cases": sizes_to_compile(self.identity.profile)}
-        return self._do(task, 0.1, 0.95, _only_gpu(device))
+        return self._do(task, 0.1, 0.95, only_gpu(device))
 
     def _do(self, task: Task, begin: float, end: float, environment: Mapping[str, str]) -> dict:
         def progress(phase: str, fraction: float) -> None:
@@ -283,23 +276,7 @@ class _Build:
         return lambda fraction: self.progress(phase, begin + (end - begin) * fraction)
 
 
-def _comfyui() -> Path:
-    """Where the ComfyUI lies that this process runs."""
-    return Path(sys.modules["comfy.model_management"].__file__).resolve().parents[1]
-
-
-def _module_of(backend: Backend) -> str:
-    """The name of the module in a backends' folder that defines this backend."""
-    for entry in pkgutil.iter_modules(backends.__path__):
-        if getattr(sys.modules.get(f"{backends.__name__}.{entry.name}"), "BACKEND", None) is backend:
-            return entry.name
-    raise ValueError(f"backend {backend.name} is in none of {backends.__path__}")
-
-
-def _only_gpu(device: torch.device) -> dict[str, str]:
-    """Environment in which a GPU other than the first is the only one, so that a backend builds for it."""
-    if device.type != "cuda" or not device.index:
-        return {}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = [name.strip() for name in visible.split(",")] if visible else [str(n) for n in range(device.index + 1)]
-    return {"CUDA_VISIBLE_DEVICES": names[device.index]}
+def _source(network: NativeNetwork) -> dict:
+    """The file that a network came from, unless it has a name that no JSON can hold."""
+    source = source_of(network.patcher) or {}
+    return source if strict.printable(source.get("path", "")) == source.get("path", "") else {}

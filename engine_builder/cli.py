@@ -12,12 +12,12 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..backends import AUTO, Backend, BuildError, backends, usable_backends
-from ..engine_library import Fallback, Library, LibraryError, Manifest, Reason, Unavailable
+from ..engine_library import Engine, Fallback, Library, LibraryError, Manifest, Reason, Unavailable, trust
 from ..engine_library import archive as archives
 from ..engine_library.disk import free_bytes, gigabytes
 from ..engine_library.states import Entry, delete, entries, select, verify
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(command=command)
         return added
 
-    build = add("build", _build, "Build the engine of a model.")
+    build = add("build", _build, "Build the engine of a model, or compare one from elsewhere with the model.")
     source = build.add_mutually_exclusive_group(required=True)
     source.add_argument("--checkpoint", metavar="FILE", help="the UNet of a checkpoint")
     source.add_argument("--unet", metavar="FILE", help="a diffusion model")
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--precision", choices=(AUTO, *PRECISIONS), default=AUTO, help="default: what ComfyUI uses")
     build.add_argument("--backend", choices=(AUTO, *backends()), default=AUTO, help="default: as on the node")
     build.add_argument("--force", action="store_true", help="build although the engine is there")
-    add("list", _list, "List the engines and their state.")
+    add("list", _list, "List the engines, their state and when they were last used.")
     add("verify", _verify, "Read all files of engines and compare their hashes.").add_argument("engine", nargs="*")
     add("delete", _delete, "Delete engines.").add_argument("engine", nargs="+")
     export = add("export", _export, "Write an engine into one file, to carry it to another machine.")
@@ -97,9 +97,15 @@ def _build(options: argparse.Namespace) -> int:
             sys.stderr.write("".join(f"  {line}\n" for line in lines[-20:]))
             raise
     manifest = engine.manifest
-    parity = manifest.parity.get("rel_err", 0.0)
+    parity = _parity(engine).get("rel_err", 0.0)
     text = f"{engine.folder}\n{gigabytes(manifest.bytes)}, error to native {parity:.1e}"
     return _done(options, {"folder": str(engine.folder), **manifest.to_json()}, text)
+
+
+def _parity(engine: Engine) -> Mapping:
+    """The figures of this machine's own check, else of the build."""
+    record = trust.record_of(engine)
+    return record.parity if record is not None and record.parity else engine.manifest.parity
 
 
 def _sizes(options: argparse.Namespace) -> dict[str, int]:
@@ -117,11 +123,12 @@ def _list(options: argparse.Namespace) -> int:
     lines = []
     for entry in found:
         label = entry.engine.manifest.label if entry.engine else "?"
-        lines.append(f"{entry.state:7}{gigabytes(entry.bytes):>10}  {entry.folder.name}  {label}")
+        lines.append(f"{entry.state:10}{gigabytes(entry.bytes):>10}  {entry.folder.name}  {label}")
         if entry.engine:
-            lines.append(f"{'':19}{entry.engine.manifest.identity.profile}")
+            used = f", last used {entry.last_used[:10]}" if entry.last_used else ""
+            lines.append(f"{'':22}{entry.engine.manifest.identity.profile}{used}")
         if entry.reason:
-            lines.append(f"{'':19}{entry.reason}")
+            lines.append(f"{'':22}{entry.reason}")
     lines.append(f"{len(found)} engines, {gigabytes(total)} in {library.roots[0]}, {gigabytes(free)} free")
     data = {"engines": [entry.to_json() for entry in found], "bytes": total, "free_bytes": free}
     return _done(options, {**data, "folders": [str(root) for root in library.roots]}, "\n".join(lines))
@@ -161,7 +168,8 @@ def _import(options: argparse.Namespace) -> int:
     with Bar() as bar:
         phase = f"reading {options.file.name}"
         engine = archives.import_engine(_library(options), options.file, lambda: bar(phase, 0.5))
-    return _done(options, {"folder": str(engine.folder), **engine.manifest.to_json()}, str(engine.folder))
+    text = f"{engine.folder}\nIt serves once it was compared with native here: 'build' its model."
+    return _done(options, {"folder": str(engine.folder), **engine.manifest.to_json()}, text)
 
 
 def _inspect(options: argparse.Namespace) -> int:

@@ -17,8 +17,7 @@ from ..backends import BuildError
 from ..engine_library.native import NativeNetwork
 from ..engine_library.plain_copy import ReplacedForward, plain_copy
 from ..engine_library.weights import combine, current_weights, digest, hashing_pool
-
-ALIGNMENT = 64
+from .onnx_export import ALIGNMENT, Offsets
 
 Step = Callable[[float], None]
 """Called with the fraction done; may raise to cancel."""
@@ -93,6 +92,11 @@ def restore(structure: str, index: dict, path: Path, dtype: torch.dtype) -> torc
             )
         layer._parameters[last] = torch.nn.Parameter(weights[name], requires_grad=False)
     return module
+
+
+def offsets_of(module: torch.nn.Module, index: dict) -> Offsets:
+    """Where the parameters of a restored module begin in its weights' file."""
+    return {parameter: index[name][1] for name, parameter in module.named_parameters()}
 
 
 def _known_class(kind: type) -> type:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..architectures.tensors import TensorSpec
 
 GRAPH_NAME = "model.onnx"
+DATA_NAME = "model.onnx.data"
 PARAMETERS_NAME = "parameters.json"
 OPSET = 18
-MAX_INLINE_BYTES = 1_900_000_000
-"""Weights above this go to a file beside the graph: protobuf ends at 2 GB."""
+ALIGNMENT = 64
+"""Of each weight in a data file."""
+
+Offsets = Mapping[torch.nn.Parameter, int]
+"""Where parameters begin in a data file, in bytes."""
 
 _lock = threading.Lock()  # torch's exporter keeps global state
 
@@ -44,16 +51,18 @@ def export_onnx(
     outputs: Sequence[TensorSpec],
     symbols: dict[str, int],
     folder: Path,
-    max_inline_bytes: int = MAX_INLINE_BYTES,
+    offsets: Offsets | None = None,
 ) -> Path:
-    """Export ``function`` to ``folder/model.onnx`` with dynamic axes, and check the graph.
+    """Export ``function`` to ``folder/model.onnx`` with dynamic axes, its weights to ``model.onnx.data``, and check it.
 
-    Parameters keep their names as initialisers, and ``parameters.json`` tells which initialiser holds which one, so
-    that a later refit finds them all. Weights over ``max_inline_bytes`` go to ``model.onnx.data``.
+    The graph never holds weights: it is traced with parameters as inputs, and these then become initialisers that
+    point into the data file. Each parameter has an initialiser of its name, and ``parameters.json`` tells which one
+    holds which, so that a later refit finds them all; one that the graph does not use is missing there.
 
     Args:
         function: takes the inputs in order, gives a tuple of the outputs in order.
         symbols: sizes of the example that is traced.
+        offsets: where each parameter lies in ``model.onnx.data``, when that is written already.
 
     Raises:
         onnx.checker.ValidationError: the exporter made a graph that is not valid ONNX.
@@ -61,15 +70,42 @@ def export_onnx(
     import onnx
 
     path = folder / GRAPH_NAME
-    traced = folder / "traced"
-    traced.mkdir()
+    if offsets is None:
+        offsets = write_parameters(function, folder / DATA_NAME)
+    model = onnx.load_model_from_string(_trace(function, inputs, outputs, symbols))
+    mapping = _attach_weights(model.graph, function, {spec.name for spec in inputs}, offsets)
+    (folder / PARAMETERS_NAME).write_text(json.dumps(mapping, indent=0), encoding="utf-8")
+    onnx.save_model(model, str(path))
+    onnx.checker.check_model(str(path))
+    return path
+
+
+def write_parameters(function: torch.nn.Module, path: Path) -> Offsets:
+    """Write the parameters of a module to a data file, each aligned, and return where they lie."""
+    offsets = {}
+    with path.open("wb") as file:
+        for parameter in function.parameters():
+            file.seek(-file.tell() % ALIGNMENT, 1)
+            offsets[parameter] = file.tell()
+            if parameter.numel():
+                file.write(memoryview(parameter.detach().contiguous().flatten().view(torch.uint8).numpy()))
+    return offsets
+
+
+def _trace(
+    function: torch.nn.Module, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], symbols: dict[str, int]
+) -> bytes:
+    """The serialised graph of a function, its parameters and buffers being inputs of their names."""
+    graph = io.BytesIO()
     axes = {spec.name: spec.dynamic_axes() for spec in (*inputs, *outputs)}
-    with _lock, torch.inference_mode(), warnings.catch_warnings(), _quiet("torch.onnx"):
+    with _lock, torch.inference_mode(), warnings.catch_warnings(), _quiet("torch.onnx"), _fast_half_convolutions():
         warnings.simplefilter("ignore")  # tracer warnings about constants that are meant to be constant
         torch.onnx.export(
             function,
             tuple(sample_inputs(inputs, symbols, seed=0).values()),
-            str(traced / GRAPH_NAME),
+            graph,
+            export_params=False,
+            keep_initializers_as_inputs=True,  # else those of equal contents are merged, after reading them all
             input_names=[s.name for s in inputs],
             output_names=[s.name for s in outputs],
             dynamic_axes={name: a for name, a in axes.items() if a},
@@ -77,42 +113,55 @@ def export_onnx(
             do_constant_folding=False,  # folding renames the linear layers' weights; every backend folds by itself
             dynamo=False,
         )
-    model = onnx.load(str(traced / GRAPH_NAME))
-    external = model.ByteSize() > max_inline_bytes
-    _write_parameters(model, function, folder)
-    onnx.save_model(
-        model,
-        str(path),
-        save_as_external_data=external,
-        all_tensors_to_one_file=True,
-        location=path.name + ".data",
-        size_threshold=1024,
-    )
-    for file in traced.iterdir():
-        file.unlink()
-    traced.rmdir()
-    onnx.checker.check_model(str(path))
-    return path
+    return graph.getvalue()
 
 
-def _write_parameters(model, function: torch.nn.Module, folder: Path) -> None:
-    """Write parameter name -> initialiser name.
+def _attach_weights(graph: Any, function: torch.nn.Module, inputs: set[str], offsets: Offsets) -> dict[str, str]:
+    """Make initialisers of the inputs that are parameters or buffers; returns parameter name -> initialiser name."""
+    from onnx import TensorProto, numpy_helper
 
-    Torch merges initialisers of equal contents (zero biases), so several parameters may name one initialiser. One that
-    is missing here is baked into a constant.
-    """
-    initialisers = {i.name: tuple(i.dims) for i in model.graph.initializer}
-    by_value: dict[bytes, str] = {}
+    parameters, buffers = dict(function.named_parameters()), dict(function.named_buffers())
+    lifted = [value for value in graph.input if value.name not in inputs]
+    kept = [value for value in graph.input if value.name in inputs]
+    del graph.input[:]
+    graph.input.extend(kept)
     mapping = {}
-    for name, parameter in function.named_parameters():
-        values = parameter.detach().contiguous()
-        content = values.flatten().view(torch.uint8).numpy().tobytes()
-        if name in initialisers and initialisers[name] == tuple(parameter.shape):
-            by_value.setdefault(content, name)
-            mapping[name] = name
-        elif content in by_value:
-            mapping[name] = by_value[content]
-    (folder / PARAMETERS_NAME).write_text(json.dumps(mapping, indent=0), encoding="utf-8")
+    for value in lifted:
+        if value.name not in parameters:  # small, and not in the file
+            graph.initializer.append(numpy_helper.from_array(buffers[value.name].numpy(), value.name))
+            continue
+        parameter = parameters[value.name]
+        tensor = graph.initializer.add(
+            name=value.name, data_type=value.type.tensor_type.elem_type, data_location=TensorProto.EXTERNAL
+        )
+        tensor.dims.extend(parameter.shape)
+        length = parameter.numel() * parameter.element_size()
+        for key, entry in (("location", DATA_NAME), ("offset", offsets[parameter]), ("length", length)):
+            tensor.external_data.add(key=key, value=str(entry))
+        mapping[value.name] = value.name
+    return mapping
+
+
+@contextlib.contextmanager
+def _fast_half_convolutions() -> Iterator[None]:
+    """Compute half precision convolutions in float32 meanwhile: torch has no fast one for CPUs.
+
+    Below the tracer, which sees none of it. A torch that computes them otherwise is only slower.
+    """
+
+    def convolution(x: Any, weight: Any, _kernel: Any, bias: Any, stride: Any, padding: Any) -> torch.Tensor:
+        values = (x.float(), weight.float(), None if bias is None else bias.float())
+        return torch.mkldnn_convolution(*values, padding, stride, [1, 1], 1).to(x.dtype)
+
+    if not torch.backends.mkldnn.is_available():
+        yield
+        return
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("_slow_conv2d_forward", convolution, "CPU")
+        yield
+    finally:
+        library._destroy()
 
 
 class _quiet:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ..architectures.tensors import Profile, TensorSpec
-from ..backends import BuildError
+from ..backends import BuildError, Runner
 from .onnx_export import sample_inputs
 
 LIMITS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
@@ -38,19 +40,63 @@ def parity_cases(profile: Profile) -> list[dict[str, int]]:
     return cases
 
 
+@dataclass(frozen=True)
+class Case:
+    """One call and what native gives for it.
+
+    Attributes:
+        symbols: its sizes.
+        given: inputs by name, in the engine's dtypes, on the CPU.
+        expected: native's outputs in order, computed in float32.
+    """
+
+    symbols: dict[str, int]
+    given: dict[str, torch.Tensor]
+    expected: tuple[torch.Tensor, ...]
+
+
+def reference_cases(function: torch.nn.Module, inputs: Sequence[TensorSpec], profile: Profile) -> list[Case]:
+    """The calls to compare, with native's outputs in float32, whatever dtype its weights are in.
+
+    Weights are cast layer by layer, so this takes no memory beside them. Nothing of the function is needed afterwards:
+    drop it before an engine is opened.
+    """
+    cases = []
+    with torch.inference_mode(), in_float32(function):
+        for seed, symbols in enumerate(parity_cases(profile), start=1):
+            given = sample_inputs(inputs, symbols, seed)
+            cases.append(Case(symbols, given, tuple(function(*(t.float() for t in given.values())))))
+    return cases
+
+
+def compare(runner: Runner, cases: Iterable[Case], outputs: Sequence[TensorSpec]) -> list[dict]:
+    """Run an engine on each case: its symbols, and the output with the largest relative error."""
+    record = []
+    for case in cases:
+        given = {name: tensor.to(runner.device) for name, tensor in case.given.items()}
+        results = {
+            s.name: torch.empty(s.shape(case.symbols), dtype=getattr(torch, s.dtype), device=runner.device)
+            for s in outputs
+        }
+        runner.run(given, results)
+        pairs = zip(outputs, case.expected, strict=True)
+        errors = {s.name: relative_error(results[s.name].cpu(), expected) for s, expected in pairs}
+        worst = max(errors, key=errors.__getitem__)
+        record.append({"symbols": case.symbols, "worst_output": worst, "rel_err": errors[worst]})
+    return record
+
+
 def check_parity(
     onnx: Path,
-    reference: torch.nn.Module,
-    inputs: Sequence[TensorSpec],
+    cases: Sequence[Case],
     outputs: Sequence[TensorSpec],
-    profile: Profile,
     precision: str,
     limit: float | None = None,
 ) -> Mapping:
-    """Run the graph in ONNX Runtime on the CPU and compare every output with ``reference``.
+    """Run the graph in ONNX Runtime on the CPU and compare every output with native's.
 
     Args:
-        reference: the function in float32, taking the same inputs in float32.
+        cases: from ``reference_cases``.
         limit: largest relative error that passes; that of the precision by default.
 
     Returns:
@@ -61,17 +107,7 @@ def check_parity(
     """
     from ..backends.onnxruntime import OnnxRuntimeRunner
 
-    runner = OnnxRuntimeRunner(onnx, torch.device("cpu"), 0)
-    record = []
-    for seed, symbols in enumerate(parity_cases(profile), start=1):
-        given = sample_inputs(inputs, symbols, seed)
-        results = {s.name: torch.empty(s.shape(symbols), dtype=getattr(torch, s.dtype)) for s in outputs}
-        runner.run(given, results)
-        with torch.inference_mode():
-            expected = reference(*(t.float() for t in given.values()))
-        errors = {s.name: relative_error(results[s.name], e) for s, e in zip(outputs, expected, strict=True)}
-        worst = max(errors, key=errors.__getitem__)
-        record.append({"symbols": symbols, "worst_output": worst, "rel_err": errors[worst]})
+    record = compare(OnnxRuntimeRunner(onnx, torch.device("cpu"), 0, frugal=True), cases, outputs)
     limit = LIMITS[precision] if limit is None else limit
     worst_case = max(record, key=lambda case: case["rel_err"])
     if not worst_case["rel_err"] <= limit:
@@ -82,3 +118,37 @@ def check_parity(
         )
     against = "native in float32 on the CPU"
     return {"rel_err": worst_case["rel_err"], "limit": limit, "cases": record, "against": against}
+
+
+@contextlib.contextmanager
+def in_float32(function: torch.nn.Module) -> Iterator[None]:
+    """Let a module compute in float32: each layer's weights are cast while it runs, and dropped again.
+
+    A layer whose weights another one reads past its forward is not seen, and torch refuses to mix the dtypes.
+    """
+
+    def cast(layer: torch.nn.Module, _args: tuple) -> None:
+        own[layer] = dict(layer._parameters)
+        for name, parameter in own[layer].items():
+            if parameter is not None:
+                layer._parameters[name] = torch.nn.Parameter(parameter.float(), requires_grad=False)
+
+    def drop(layer: torch.nn.Module, _args: tuple, _result: object) -> None:
+        layer._parameters.update(own.pop(layer))
+
+    own: dict[torch.nn.Module, dict] = {}
+    hooks, dtypes = [], {}
+    for layer in function.modules():
+        if any(p is not None and p.dtype != torch.float32 for p in layer._parameters.values()):
+            hooks += [layer.register_forward_pre_hook(cast), layer.register_forward_hook(drop)]
+        if isinstance(getattr(layer, "dtype", None), torch.dtype):  # ComfyUI's networks cast to it inside
+            dtypes[layer], layer.dtype = layer.dtype, torch.float32
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer, parameters in own.items():  # those that failed
+            layer._parameters.update(parameters)
+        for layer, dtype in dtypes.items():
+            layer.dtype = dtype

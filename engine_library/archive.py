@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
-import os
-import secrets
+import json
+import struct
 import zipfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PureWindowsPath
 
+from . import strict, verified
 from .disk import LibraryError, check_room, readable
-from .library import Check, Engine, Library
-from .manifest import EXPORT_FORMAT, MANIFEST_NAME, Manifest, ManifestError
+from .files import replace, temporary_beside
+from .library import Check, Engine, Library, may_be_program
+from .manifest import EXPORT_FORMAT, MANIFEST_NAME, MAX_BYTES, Manifest, ManifestError
 from .settings import check_limit
 
 SUFFIX = ".trtengine"
-MAX_MANIFEST = 4 << 20
 CHUNK = 4 << 20
 
-# a stranger's engine may be data only: these are, or may hold, programs
-_PROGRAMS = {".pt", ".pth", ".pt2", ".pkl", ".pickle", ".ckpt", ".bin", ".py", ".pyc", ".pyd", ".so", ".dll", ".dylib"}
 _PROGRAM_STARTS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04", b"\x7fELF", b"MZ")
+# what zipfile raises at archives that somebody bent
+_DAMAGED = (zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError, ValueError, OverflowError, struct.error,
+            LookupError)  # fmt: skip
 _RAW = ".data"  # an ONNX graph's weights: any bytes, and only ever read as numbers
 
 
@@ -34,7 +37,7 @@ def export_engine(engine: Engine, target: Path, check: Check | None = None) -> P
         LibraryError: the target cannot be written, or the engine holds programs and serves on this machine only.
         Unavailable: the engine is damaged.
     """
-    if any(_may_be_program(name) for name in engine.manifest.files):
+    if engine.holds_programs:
         raise LibraryError(
             f"{engine.folder.name} was not exported: it holds compiled programs, which no other machine would open. "
             "Build it there; that machine's own build is the only one it trusts"
@@ -43,17 +46,18 @@ def export_engine(engine: Engine, target: Path, check: Check | None = None) -> P
     engine.check_contents(check)
     if target.is_dir():
         target = target / (engine.folder.name + SUFFIX)
-    temporary = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    temporary = temporary_beside(target)
     try:
         check_room(target.parent, engine.manifest.bytes, f"Exporting {engine.folder.name}")
         with zipfile.ZipFile(temporary, "x", zipfile.ZIP_STORED, allowZip64=True) as archive:
-            for name in (MANIFEST_NAME, *engine.manifest.files):
+            archive.writestr(MANIFEST_NAME, json.dumps(_for_others(engine.manifest).to_json(), indent=1))
+            for name in engine.manifest.files:
                 with (engine.folder / name).open("rb") as file, archive.open(name, "w", force_zip64=True) as out:
                     while chunk := file.read(CHUNK):
                         out.write(chunk)
                         if check is not None:
                             check()
-        os.replace(temporary, target)
+        replace(temporary, target)
     except OSError as error:
         raise readable(error, target.parent) from error
     finally:
@@ -65,6 +69,7 @@ def export_engine(engine: Engine, target: Path, check: Check | None = None) -> P
 def import_engine(library: Library, source: Path, check: Check | None = None) -> Engine:
     """Check an engine's file and put the engine into the library; an engine with the same key is replaced.
 
+    It serves once a build has compared it with native: its hashes say that it arrived whole, not what it computes.
     Names, sizes and hashes have to be those of the manifest; files that can carry programs are refused.
 
     Raises:
@@ -79,17 +84,25 @@ def import_engine(library: Library, source: Path, check: Check | None = None) ->
             try:
                 for name in manifest.files:
                     _extract(archive, name, manifest, folder, source, check)
-                return library.publish(folder, manifest, check)
+                engine = library.publish(folder, manifest, check, made_here=False)
+                verified.remember(engine)
+                return engine
             except OSError as error:
                 raise readable(error, library.roots[0]) from error
             finally:
                 library.discard(folder)
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError) as error:
+    except _DAMAGED as error:
         raise _refused(source, f"it is damaged or not an engine's file ({error})") from error
     except FileNotFoundError:
         raise LibraryError(f"there is no file {source}; nothing was imported") from None
     except OSError as error:
         raise _refused(source, f"it cannot be read ({error})") from error
+
+
+def _for_others(manifest: Manifest) -> Manifest:
+    """A manifest that names no place on this machine, or on any: of the weights' file only its name is left."""
+    name = manifest.source.get("name") or PureWindowsPath(manifest.source.get("path", "")).name  # which splits at / too
+    return dataclasses.replace(manifest, source={"name": name} if name else {})
 
 
 def _manifest(archive: zipfile.ZipFile, source: Path) -> Manifest:
@@ -100,11 +113,11 @@ def _manifest(archive: zipfile.ZipFile, source: Path) -> Manifest:
         raise _refused(source, "two of its files have the same name")
     for member in members:
         name = member.filename
-        if PurePosixPath(name).name != name or "\\" in name or ":" in name or name in (".", "..") or member.is_dir():
-            raise _refused(source, f"it has a file outside of the engine's folder ({name!r})")
+        if not strict.plain_name(name):
+            raise _refused(source, f"it has a file outside of the engine's folder, or with no plain name ({name!r})")
         if member.compress_type != zipfile.ZIP_STORED:
             raise _refused(source, f"{name} is compressed")
-    if MANIFEST_NAME not in names or archive.getinfo(MANIFEST_NAME).file_size > MAX_MANIFEST:
+    if MANIFEST_NAME not in names or archive.getinfo(MANIFEST_NAME).file_size > MAX_BYTES:
         raise _refused(source, f"it has no {MANIFEST_NAME} of a sensible size")
     try:
         manifest = Manifest.parse(archive.read(MANIFEST_NAME), f"{MANIFEST_NAME} in {source.name}")
@@ -115,22 +128,14 @@ def _manifest(archive: zipfile.ZipFile, source: Path) -> Manifest:
     for name, expected in manifest.files.items():
         if archive.getinfo(name).file_size != expected.bytes:
             raise _refused(source, f"{name} does not have the size that its manifest names")
-        if _may_be_program(name) or name.startswith("."):
+        if may_be_program(name) or name.startswith("."):
             raise _refused(source, f"{name} may contain a program, which an engine from elsewhere must not")
     if manifest.identity.export_format != EXPORT_FORMAT:
         made_with = manifest.identity.export_format
         raise _refused(source, f"it has export format {made_with} and this version uses {EXPORT_FORMAT}")
-    if not _plain(manifest.identity.folder_name):
+    if not strict.plain_name(manifest.identity.folder_name):
         raise _refused(source, "its manifest's names do not make a folder's name")
-    return manifest
-
-
-def _may_be_program(name: str) -> bool:
-    return PurePosixPath(name).suffix.lower() in _PROGRAMS
-
-
-def _plain(name: str) -> bool:
-    return all(c.isalnum() or c in "-_." for c in name) and not name.startswith(".")
+    return _for_others(manifest)
 
 
 def _extract(
@@ -164,5 +169,5 @@ def manifest_of(source: Path) -> Manifest:
     try:
         with zipfile.ZipFile(source) as archive:
             return _manifest(archive, source)
-    except (OSError, zipfile.BadZipFile) as error:
+    except (OSError, *_DAMAGED) as error:
         raise LibraryError(f"{source} is no engine's file ({error}); nothing was read from it") from error

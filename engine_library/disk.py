@@ -6,6 +6,8 @@ import errno
 import shutil
 from pathlib import Path
 
+from . import files
+
 _FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
 NOT_WRITABLE = _FULL | _FORBIDDEN
@@ -46,6 +48,12 @@ def readable(error: OSError, folder: Path) -> LibraryError:
         return LibraryError(
             f"the disk of {folder} is full. Nothing was changed in the library and native keeps serving; delete "
             f"engines that you no longer use, or {_MOVE}"
+        )
+    if error.errno == errno.EACCES and files.WINDOWS:
+        return LibraryError(
+            f"{folder} could not be changed ({error.strerror}): one of its files is in use, or ComfyUI may not write "
+            "there. Nothing was changed in the library and native keeps serving; press 'Free model and node cache', "
+            "end other programs that use these engines, and try again"
         )
     if error.errno in _FORBIDDEN:
         return LibraryError(

@@ -5,16 +5,15 @@ Only for models that ComfyUI's own loaders made and nobody patched; all others a
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-import secrets
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .files import write_file
 from .weight_patches import version_of
 
 if TYPE_CHECKING:
@@ -48,8 +47,12 @@ def source_of(patcher: ModelPatcher) -> dict | None:
     return {"path": os.path.realpath(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
 
-def key_of(patcher: ModelPatcher, prefix: str) -> str | None:
-    """What the hash of a model is kept under: its file, how it was loaded and as what; None when it must be hashed."""
+def key_of(patcher: ModelPatcher, prefix: str, sample: Callable[[], str]) -> str | None:
+    """What the hash of a model is kept under: its file, how it was loaded and as what; None when it must be hashed.
+
+    Args:
+        sample: a quick hash of some of the weights: another file may have the size and time of the one before.
+    """
     source = source_of(patcher)
     if source is None or version_of(patcher) is not None:
         return None
@@ -58,7 +61,7 @@ def key_of(patcher: ModelPatcher, prefix: str) -> str | None:
     if " at 0x" in options:
         return None  # an object without a name of its own, which the next start may have another of
     dtypes = sorted({str(p.dtype) for p in patcher.model.parameters()})
-    return json.dumps([source, loader.__name__, options, prefix, dtypes])
+    return json.dumps([source, loader.__name__, options, prefix, dtypes, sample()])
 
 
 def read(key: str | None) -> str | None:
@@ -97,16 +100,12 @@ def _entries() -> dict[str, str]:
 def _change(change: Callable[[dict[str, str]], object]) -> None:
     if _folder is None:
         return
-    temporary = _folder / f"{FILE_NAME}.{os.getpid()}-{secrets.token_hex(2)}"
     with _lock:
         try:
             entries = _entries()
             change(entries)
             kept = dict(list(entries.items())[-MAX_ENTRIES:])
             _folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(kept, indent=0), encoding="utf-8")
-            os.replace(temporary, _folder / FILE_NAME)
+            write_file(_folder / FILE_NAME, json.dumps(kept, indent=0))
         except OSError as error:
             log.debug("Hybrid TRT: the hash of a model's weights was not kept (%s)", error)
-            with contextlib.suppress(OSError):
-                temporary.unlink()

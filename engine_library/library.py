@@ -5,16 +5,19 @@ An engine appears by one rename of a finished folder, so it is there wholly or n
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..architectures.tensors import Profile
-from .disk import readable
+from . import trust
+from .disk import LibraryError, readable
+from .files import move, sync
 from .lock import FileLock
 from .manifest import EXPORT_FORMAT, MANIFEST_NAME, EngineFile, EngineIdentity, Manifest, ManifestError
 from .reasons import Fallback, Reason, Unavailable
@@ -29,6 +32,14 @@ Check = Callable[[], None]
 """Called often during long work; may raise to stop it."""
 
 
+_PROGRAMS = {".pt", ".pth", ".pt2", ".pkl", ".pickle", ".ckpt", ".bin", ".py", ".pyc", ".pyd", ".so", ".dll", ".dylib"}
+
+
+def may_be_program(name: str) -> bool:
+    """Whether a file of this name is, or may hold, a program; a stranger's engine may be data only."""
+    return Path(name).suffix.lower() in _PROGRAMS
+
+
 @dataclass(frozen=True)
 class Engine:
     """An engine in the library: its folder and its manifest."""
@@ -40,6 +51,11 @@ class Engine:
     def main_file(self) -> Path:
         """The file that the backend opens."""
         return self.folder / next(iter(self.manifest.files))
+
+    @property
+    def holds_programs(self) -> bool:
+        """Whether opening it runs code that lies in its files."""
+        return any(may_be_program(name) for name in self.manifest.files)
 
     def check_sizes(self) -> None:
         """Raise Unavailable when a file is missing or has another size than when it was built."""
@@ -55,10 +71,15 @@ class Engine:
                 )
 
     def check_contents(self, check: Check | None = None) -> None:
-        """Raise Unavailable when a file's contents are not those that were built. Reads everything."""
-        for name, expected in self.manifest.files.items():
-            if file_sha256(self.folder / name, check) != expected.sha256:
-                raise Unavailable(Reason.BROKEN_ENGINE, f"{self.folder.name}/{name} is damaged (its hash differs)")
+        """Raise Unavailable when a file's contents are not those that were built. Reads everything, files in parallel.
+
+        ``verified.check_contents`` does so once per machine.
+        """
+        with ThreadPoolExecutor(max_workers=4) as pool:
+            hashes = {name: pool.submit(file_sha256, self.folder / name, check) for name in self.manifest.files}
+            for name, expected in self.manifest.files.items():
+                if hashes[name].result() != expected.sha256:
+                    raise Unavailable(Reason.BROKEN_ENGINE, f"{self.folder.name}/{name} is damaged (its hash differs)")
 
 
 @dataclass(frozen=True)
@@ -125,8 +146,21 @@ class Library:
         if candidates:
             return [engine for _, _, engine in sorted(candidates)]
         if refusals:
-            raise refusals[0]
+            raise next((r for r in refusals if r.fallback.reason is Reason.UNCHECKED), refusals[0])
         raise self.nothing_found()
+
+    def unchecked(self, wanted: Wanted, usable: Usable) -> Engine | None:
+        """The smallest engine that holds the wanted profile and needs but a check to serve."""
+        found = []
+        for engine in self.engines():
+            identity = engine.manifest.identity
+            same = identity.architecture == wanted.architecture and identity.weights in wanted.weights
+            if same and identity.precision == wanted.precision and identity.backend in wanted.backends:
+                fallback = self.flaw(engine, usable)
+                unchecked = fallback is not None and fallback.reason is Reason.UNCHECKED
+                if unchecked and identity.profile.contains(wanted.profile):
+                    found.append((identity.profile.volume(), len(found), engine))
+        return min(found)[2] if found else None
 
     def nothing_found(self) -> Unavailable:
         """What to raise when no engine is for a model; names the manifests that could not be read."""
@@ -147,7 +181,7 @@ class Library:
 
     @staticmethod
     def flaw(engine: Engine, usable: Usable) -> Fallback | None:
-        """Why an engine cannot be used (stale, broken, made for another GPU), judged without reading its files."""
+        """Why an engine cannot be used (stale, broken, unchecked, of another GPU), judged without reading its files."""
         made_with = engine.manifest.identity.export_format
         if made_with != EXPORT_FORMAT:
             return Fallback(
@@ -158,7 +192,7 @@ class Library:
             engine.check_sizes()
         except Unavailable as broken:
             return broken.fallback
-        return usable(engine.manifest)
+        return usable(engine.manifest) or trust.flaw(engine)
 
     def _all(self) -> Iterator[Engine | str]:
         seen = {}
@@ -204,25 +238,39 @@ class Library:
         """The lock that a builder of this engine has to hold, whatever process it lives in."""
         return FileLock(self.roots[0] / f".{identity.folder_name}.lock")
 
-    def publish(self, building: Path, manifest: Manifest, check: Check | None = None) -> Engine:
+    def publish(
+        self, building: Path, manifest: Manifest, check: Check | None = None, made_here: bool = True
+    ) -> Engine:
         """Write the manifest into a building folder and make the engine appear, replacing one with the same key.
 
         Args:
+            made_here: it was built, and compared with native, on this machine; else it serves after a check only.
             check: called until just before the engine appears; what it raises leaves the library as it was.
+
+        Raises:
+            LibraryError: nobody could read this manifest again.
+            OSError: the library cannot be written.
         """
         check = check or (lambda: None)
-        path = building / MANIFEST_NAME
-        path.write_text(json.dumps(manifest.to_json(), indent=1), encoding="utf-8")
+        text = json.dumps(manifest.to_json(), indent=1).encode()
+        try:
+            manifest = Manifest.parse(text, f"the manifest for {manifest.identity.folder_name}")
+        except ManifestError as error:
+            raise LibraryError(f"{error}, so the engine was not kept and native keeps serving; report this") from error
+        target = self.roots[0] / manifest.identity.folder_name
+        (building / MANIFEST_NAME).write_bytes(text)
+        if made_here:
+            trust.keep(building, manifest, trust.Record(trust.BUILT), target)
         for file in building.iterdir():
             check()
-            _fsync(file)
+            sync(file)
         check()
-        target = self.roots[0] / manifest.identity.folder_name
         if target.exists():
             self.remove(target)
-        building.rename(target)
+        move(building, target)
         remove_work_folder(building)
-        _fsync(target.parent)
+        with contextlib.suppress(OSError):  # it is there: nothing may fail any more
+            sync(target.parent)
         return Engine(target, manifest)
 
     @staticmethod
@@ -234,7 +282,7 @@ class Library:
         """
         trash = new_work_folder(folder.parent)
         try:
-            folder.rename(trash / folder.name)
+            move(folder, trash / folder.name)
         finally:
             remove_work_folder(trash)
 
@@ -253,13 +301,3 @@ def file_sha256(path: Path, check: Check | None = None) -> str:
             if check is not None:
                 check()
     return h.hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    if os.name == "nt" and path.is_dir():
-        return  # Windows cannot open a folder for this
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -10,15 +11,22 @@ import socket
 import time
 from pathlib import Path
 
+from . import files
+from .files import claim, temporary_beside
+
 log = logging.getLogger(__name__)
 
 _STARTED = time.time()
+_LENGTH = 512
+_ATTEMPTS = 100
 _BUSY = {errno.EACCES, errno.EAGAIN, errno.EDEADLK}
 _LOCKED_BYTE = 1 << 30  # far behind the text: Windows lets nobody read a locked byte
 
 
 class FileLock:
     """A lock file that says who holds it. A file that nobody holds any more is free, so nothing ever goes stale.
+
+    The file appears with its holder's name in it: who finds it can tell whom to wait for.
 
     Attributes:
         reliable: False on file systems that cannot lock; there ``acquire`` always succeeds.
@@ -35,20 +43,25 @@ class FileLock:
         Raises:
             OSError: the file cannot be made, for example because the folder is read-only.
         """
-        while True:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        for _ in range(_ATTEMPTS):
+            try:
+                fd = os.open(self.path, os.O_RDWR)
+            except FileNotFoundError:
+                _appear(self.path)
+                continue
             try:
                 if not self._lock(fd):
                     os.close(fd)
                     return False
                 if _is_at(fd, self.path):  # else its last holder removed it between our open and our lock
-                    _write_holder(fd)
+                    _write_holder(fd)  # it may be one that a dead holder left
                     self._fd = fd
                     return True
                 os.close(fd)
             except BaseException:
                 _close(fd)
                 raise
+        raise FileExistsError(errno.EEXIST, "can be neither opened nor made", str(self.path))
 
     def release(self) -> None:
         """Give the lock back and remove its file."""
@@ -57,9 +70,12 @@ class FileLock:
             return
         try:
             self.path.unlink(missing_ok=True)  # while still locked: whoever waits sees that this file is gone
+            _close(fd)
         except OSError:
-            pass  # Windows removes no open file; a file without a holder is free anyway
-        _close(fd)
+            # Windows removes no open file, so whoever has just opened this one keeps it, and nothing is lost
+            _close(fd)
+            with contextlib.suppress(OSError):
+                self.path.unlink()
 
     def holder(self) -> str:
         """Who holds it, in words."""
@@ -81,23 +97,44 @@ class FileLock:
 
 
 def _system_lock(fd: int) -> None:
-    if os.name == "nt":
+    if files.WINDOWS:
         import msvcrt
 
         os.lseek(fd, _LOCKED_BYTE, os.SEEK_SET)
         msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
-        os.lseek(fd, 0, os.SEEK_SET)
     else:
         import fcntl
 
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _write_holder(fd: int) -> None:
-    holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": _STARTED, "locked": time.time()}
+def _appear(path: Path) -> None:
+    """Make the lock file with us as its holder, unless it is there; whoever locks it first has it."""
+    temporary = temporary_beside(path)
     try:
-        os.ftruncate(fd, 0)
-        os.write(fd, json.dumps(holder).encode())
+        temporary.write_bytes(_holder())
+        claim(temporary, path)
+    except FileExistsError:
+        pass
+    except OSError:  # no links on this disk, or a full disk
+        with contextlib.suppress(FileExistsError):
+            _write_holder(fd := os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644))
+            os.close(fd)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _holder() -> bytes:
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": _STARTED, "locked": time.time()}
+    return json.dumps(holder).encode().ljust(_LENGTH)
+
+
+def _write_holder(fd: int) -> None:
+    """In one write and always as long, so that nobody reads half of it."""
+    try:
+        os.lseek(fd, 0, os.SEEK_SET)
+        os.write(fd, _holder())
     except OSError:
         pass  # a full disk: the lock holds all the same, only namelessly
 

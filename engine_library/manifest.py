@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 
-from ..architectures.tensors import Profile, TensorSpec
+from ..architectures.tensors import Dim, Profile, Range, TensorSpec
+from . import strict
 
 MANIFEST_NAME = "manifest.json"
+RECORD_NAME = "checked_here.json"
+"""What this machine knows of the engine, see ``trust``."""
+USE_NAME = "last_used"
+_OURS = (MANIFEST_NAME, RECORD_NAME, USE_NAME)
+MAX_BYTES = 4 << 20
+MAX_SIZE = 1 << 31
+DTYPES = ("float16", "bfloat16", "float32")
 
 EXPORT_FORMAT = 2
 """Raise this when the exported graph changes its inputs, outputs or numbers: older engines become stale."""
+
+_NEEDED = ("key", "identity", "kind", "label", "inputs", "outputs", "files", "parity", "seconds", "created",
+           "pack_version")  # fmt: skip
+_LATER = ("fingerprint", "source", "parameters")
+_SYMBOL = re.compile(r"[A-Z]{1,4}")
+_DIM = re.compile(r"[A-Z]{1,4}([*/][1-9][0-9]{0,3})?")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class ManifestError(ValueError):
@@ -74,7 +91,8 @@ class Manifest:
         parity: relative error to the native module, measured when it was built (see ``engine_builder.parity``).
         seconds: how long each part of the build took; together all of it.
         fingerprint: quick hash of a part of the weights, see ``weights.fingerprint``; ``""`` when not known.
-        source: the file that the weights came from (``path``, ``size``, ``mtime_ns``), where it is known.
+        source: the file that the weights came from (``path``, ``size``, ``mtime_ns``), where it is known; only its
+            ``name`` in an engine that came from elsewhere.
         parameters: how many numbers the network's weights are; 0 when not known.
     """
 
@@ -97,6 +115,11 @@ class Manifest:
         """Size of all files; about what the weights take on the device. Scratch memory of a call is not in it."""
         return sum(f.bytes for f in self.files.values())
 
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of all that the manifest says."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
     def to_json(self) -> dict:
         return {
             "key": self.identity.key,
@@ -116,22 +139,29 @@ class Manifest:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping) -> Manifest:
-        identity = dict(data["identity"])
+    def from_json(cls, data: object) -> Manifest:
+        """The inverse of ``to_json``, whoever wrote it.
+
+        Raises:
+            Senseless: something is not what it has to be; nothing unknown is passed over.
+        """
+        data = strict.mapping(data, "the manifest", _NEEDED, _LATER)
+        inputs, outputs = _specs(data["inputs"], "inputs"), _specs(data["outputs"], "outputs")
+        _check_symbols(inputs, outputs)
         return cls(
-            identity=EngineIdentity(**{**identity, "profile": Profile.from_json(identity["profile"])}),
-            kind=data["kind"],
-            label=data["label"],
-            inputs=tuple(TensorSpec.from_json(s) for s in data["inputs"]),
-            outputs=tuple(TensorSpec.from_json(s) for s in data["outputs"]),
-            files={name: EngineFile(**f) for name, f in data["files"].items()},
-            parity=data["parity"],
-            seconds=data["seconds"],
-            created=data["created"],
-            pack_version=data["pack_version"],
-            fingerprint=data.get("fingerprint", ""),
-            source=data.get("source", {}),
-            parameters=data.get("parameters", 0),
+            identity=_identity(data["identity"]),
+            kind=strict.word(data["kind"], "kind"),
+            label=strict.text(data["label"], "label", 1000),
+            inputs=inputs,
+            outputs=outputs,
+            files=_files(data["files"]),
+            parity=_parity(data["parity"]),
+            seconds=strict.table(data["seconds"], "seconds", 64, _is_word, strict.number),
+            created=strict.text(data["created"], "created", 64),
+            pack_version=strict.text(data["pack_version"], "pack_version", 64),
+            fingerprint=strict.text(data.get("fingerprint", ""), "fingerprint", 128),
+            source=_source(data.get("source", {})),
+            parameters=strict.integer(data.get("parameters", 0), "parameters"),
         )
 
     @classmethod
@@ -139,11 +169,13 @@ class Manifest:
         """Read and check a manifest.
 
         Raises:
-            ManifestError: not JSON, fields missing, a file outside the engine's folder, or a key that its own
-                contents do not have (someone edited it).
+            ManifestError: it is not what this version writes, or has a key that its own contents do not have.
         """
         try:
-            text = path.read_bytes()
+            if not path.is_file():
+                raise OSError("it is no file")
+            with path.open("rb") as file:
+                text = file.read(MAX_BYTES + 1)
         except OSError as error:
             raise ManifestError(f"{path} cannot be read as a manifest ({type(error).__name__}: {error})") from error
         return cls.parse(text, str(path))
@@ -152,13 +184,120 @@ class Manifest:
     def parse(cls, text: bytes, where: str) -> Manifest:
         """As ``read``, from a manifest's text; ``where`` it stands is for the error."""
         try:
-            data = json.loads(text)
+            if len(text) > MAX_BYTES:
+                raise strict.Senseless(f"it has more than {MAX_BYTES >> 20} MB")
+            data = strict.loads(text)
             manifest = cls.from_json(data)
             key = data["key"]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ManifestError(f"{where} cannot be read as a manifest ({type(error).__name__}: {error})") from error
+        except strict.Senseless as error:
+            raise ManifestError(f"{where} cannot be read as a manifest ({error})") from None
         if key != manifest.identity.key:
             raise ManifestError(f"{where} was changed after the build: its key does not match its contents")
-        if any(Path(name).name != name for name in manifest.files):
-            raise ManifestError(f"{where} names a file outside its folder")
         return manifest
+
+
+def _identity(data: object) -> EngineIdentity:
+    names = [field.name for field in fields(EngineIdentity)]
+    data = strict.mapping(data, "identity", names)
+    return EngineIdentity(
+        architecture=strict.word(data["architecture"], "architecture"),
+        weights=strict.word(data["weights"], "weights"),
+        precision=strict.one_of(data["precision"], "precision", DTYPES),
+        profile=_profile(data["profile"]),
+        backend=strict.word(data["backend"], "backend"),
+        backend_version=strict.text(data["backend_version"], "backend_version"),
+        device=strict.text(data["device"], "device"),
+        export_format=strict.integer(data["export_format"], "export_format", most=1 << 20),
+    )
+
+
+def _profile(data: object) -> Profile:
+    def read(value: object, what: str) -> Range:
+        sizes = strict.sequence(value, what, 3, lambda v, w: strict.integer(v, w, 1, MAX_SIZE))
+        try:
+            return Range(*sizes)
+        except (TypeError, ValueError) as error:
+            raise strict.Senseless(f"{what} is no range of sizes ({error})") from None
+
+    return Profile(strict.table(data, "profile", 16, _is_symbol, read))
+
+
+def _specs(data: object, what: str) -> tuple[TensorSpec, ...]:
+    specs = tuple(strict.sequence(data, what, 512, _spec))
+    if len({spec.name for spec in specs}) != len(specs):
+        raise strict.Senseless(f"{what} has a name twice")
+    return specs
+
+
+def _spec(data: object, what: str) -> TensorSpec:
+    data = strict.mapping(data, what, ("name", "dtype", "dims", "optional"))
+    if not isinstance(data["optional"], bool):
+        raise strict.Senseless(f"{what}.optional is neither true nor false")
+    return TensorSpec(
+        name=strict.word(data["name"], f"{what}.name"),
+        dtype=strict.one_of(data["dtype"], f"{what}.dtype", DTYPES),
+        dims=tuple(strict.sequence(data["dims"], f"{what}.dims", 8, _dim)),
+        optional=data["optional"],
+    )
+
+
+def _dim(data: object, what: str) -> int | Dim:
+    if not isinstance(data, str):
+        return strict.integer(data, what, 1, MAX_SIZE)
+    if not _DIM.fullmatch(data):
+        raise strict.Senseless(f"{what} is {strict.shown(data)}, which is no dimension")
+    return Dim.parse(data)
+
+
+def _check_symbols(inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> None:
+    """A call has to tell all sizes: see ``tensors.bind``."""
+    told = {str(dim) for spec in inputs if not spec.optional for dim in spec.dims}
+    for spec in (*inputs, *outputs):
+        for dim in spec.dims:
+            if isinstance(dim, Dim) and dim.symbol not in told:
+                raise strict.Senseless(f"{spec.name} has a size {dim.symbol}, which no input tells")
+
+
+def _files(data: object) -> dict[str, EngineFile]:
+    def read(value: object, what: str) -> EngineFile:
+        value = strict.mapping(value, what, ("bytes", "sha256"))
+        if not isinstance(value["sha256"], str) or not _SHA256.fullmatch(value["sha256"]):
+            raise strict.Senseless(f"{what}.sha256 is no sha256")
+        return EngineFile(strict.integer(value["bytes"], f"{what}.bytes"), value["sha256"])
+
+    if isinstance(data, dict):
+        for name in data:
+            if not strict.plain_name(name) or name.startswith("."):
+                raise strict.Senseless(f"it names a file outside its folder, or none: {strict.shown(name)}")
+    files = strict.table(data, "files", 64, strict.plain_name, read)
+    if not files or len({name.lower() for name in files} | {*_OURS}) != len(files) + len(_OURS):
+        raise strict.Senseless("it names no files, or one twice")
+    return files
+
+
+def _parity(data: object) -> Mapping:
+    if not isinstance(data, dict):
+        raise strict.Senseless("parity is no object")
+    for name in ("rel_err", "limit"):
+        if name in data:
+            strict.number(data[name], f"parity.{name}")
+    return strict.plain(data, "parity")
+
+
+def _source(data: object) -> Mapping:
+    data = strict.mapping(data, "source", (), ("path", "size", "mtime_ns", "name"))
+    kinds = {
+        "path": lambda v: strict.text(v, "source.path", 4096),
+        "name": lambda v: strict.text(v, "source.name", 1000),
+        "size": lambda v: strict.integer(v, "source.size"),
+        "mtime_ns": lambda v: strict.integer(v, "source.mtime_ns", -(1 << 63), 1 << 63),
+    }
+    return {name: kinds[name](value) for name, value in data.items()}
+
+
+def _is_symbol(name: str) -> bool:
+    return bool(_SYMBOL.fullmatch(name))
+
+
+def _is_word(name: str) -> bool:
+    return bool(strict.WORD.fullmatch(name))

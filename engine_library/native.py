@@ -10,7 +10,7 @@ import torch
 
 from ..architectures import Architecture, architecture_of
 from .reasons import Reason, Unavailable
-from .weights import Check, fingerprint, forget_hash, weights_hash
+from .weights import Check, fingerprint, forget_hash, known_hash, weights_hash
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlNet
@@ -88,6 +88,10 @@ class NativeNetwork:
     def weights_hash(self, check: Check | None = None) -> str:
         """Hash of the weights with the patcher's LoRAs in; cached, see ``weights.weights_hash``."""
         return weights_hash(self.patcher, self.prefix, check)
+
+    def known_hash(self) -> str:
+        """As ``weights_hash`` if somebody has needed it already, else ``""``."""
+        return known_hash(self.patcher, self.prefix)
 
     def forget_hash(self) -> None:
         """Hash the weights anew next time."""

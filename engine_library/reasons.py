@@ -13,6 +13,7 @@ class Reason(str, Enum):
     BUILD_FAILED = "build failed"
     STALE_ENGINE = "stale engine"
     BROKEN_ENGINE = "broken engine"
+    UNCHECKED = "not checked here"
     BACKEND_MISSING = "backend missing"
     WRONG_GPU = "wrong GPU"
     OTHER_MODEL = "engine of another model"
@@ -34,6 +35,7 @@ _ADVICE = {
     Reason.BUILD_FAILED: "fix what the message names and queue again",
     Reason.STALE_ENGINE: "build it again: it was made by another version or for another GPU",
     Reason.BROKEN_ENGINE: "build it again: its files are missing or damaged",
+    Reason.UNCHECKED: "press Check engine, or set 'when_missing' to 'build now', to have it compared with native",
     Reason.BACKEND_MISSING: "install the backend that the message names, or choose another on the engine node",
     Reason.WRONG_GPU: "build an engine for this GPU, or choose a backend that supports it",
     Reason.OTHER_MODEL: "wire the same model into the engine node and the sampler patch",

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import math
-import os
-import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from . import strict
 from .disk import LibraryError, gigabytes, readable
+from .files import write_file
 from .library import Library
 
 log = logging.getLogger(__name__)
@@ -33,7 +31,7 @@ class Settings:
             LibraryError: a value that makes no sense; the text is for the user.
         """
         limit = data.get("limit_gb", 0.0) if isinstance(data, dict) else None
-        if isinstance(limit, bool) or not isinstance(limit, int | float) or not math.isfinite(limit):
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or limit != limit:
             raise LibraryError("The limit of the engine library has to be a number of gigabytes; nothing was changed")
         if not 0 <= limit <= MAX_LIMIT_GB:
             raise LibraryError(
@@ -46,7 +44,7 @@ class Settings:
 def read_settings(folder: Path) -> Settings:
     """The settings of the library in a folder; the defaults where there are none."""
     try:
-        return Settings.from_json(json.loads((folder / FILE_NAME).read_text(encoding="utf-8")))
+        return Settings.from_json(strict.loads((folder / FILE_NAME).read_text(encoding="utf-8")))
     except FileNotFoundError:
         return Settings()
     except (OSError, ValueError, LibraryError) as error:
@@ -60,16 +58,11 @@ def write_settings(folder: Path, settings: Settings) -> None:
     Raises:
         LibraryError: the folder cannot be written.
     """
-    temporary = folder / f"{FILE_NAME}.{os.getpid()}-{secrets.token_hex(2)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(asdict(settings)), encoding="utf-8")
-        os.replace(temporary, folder / FILE_NAME)
+        write_file(folder / FILE_NAME, json.dumps(asdict(settings)), durable=True)
     except OSError as error:
         raise readable(error, folder) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def check_limit(library: Library, more: int, what: str) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
-from . import hash_cache
+from . import hash_cache, last_use, trust
 from .disk import LibraryError, readable
 from .library import Check, Engine, Library, Usable
 from .manifest import MANIFEST_NAME, Manifest, ManifestError
 from .reasons import Fallback, Reason, Unavailable
 
-READY, STALE, BROKEN = "ready", "stale", "broken"
+log = logging.getLogger(__name__)
+
+READY, STALE, UNCHECKED, BROKEN = "ready", "stale", "unchecked", "broken"
+_STATES = {Reason.BROKEN_ENGINE: BROKEN, Reason.UNCHECKED: UNCHECKED}
 
 
 @dataclass(frozen=True)
@@ -20,10 +26,12 @@ class Entry:
     """One folder of the library.
 
     Attributes:
-        state: ``"ready"``; ``"stale"``: made for another version, GPU or file; ``"broken"``: its files are damaged.
+        state: ``"ready"``; ``"stale"``: made for another version, GPU or file; ``"unchecked"``: it came from elsewhere
+            and was not compared with native here; ``"broken"``: its files are damaged, or it is wrong.
         reason: why it is not ready, in words.
         bytes: what the folder takes on disk.
         engine: None when its manifest cannot be read.
+        last_used: when it was used, in UTC as ISO 8601; None when that is not known.
     """
 
     folder: Path
@@ -31,10 +39,12 @@ class Entry:
     reason: str
     bytes: int
     engine: Engine | None
+    last_used: str | None = None
 
     def to_json(self) -> dict:
         """For ``--json`` and the page."""
-        data = {"folder": str(self.folder), "state": self.state, "reason": self.reason, "bytes": self.bytes}
+        data = {"folder": str(self.folder), "state": self.state, "reason": self.reason, "bytes": self.bytes,
+                "last_used": self.last_used}  # fmt: skip
         if self.engine is not None:
             manifest = self.engine.manifest.to_json()
             names = ("key", "label", "kind", "identity", "created", "seconds", "parity")
@@ -60,21 +70,29 @@ def _entry(path: Path, usable: Usable) -> Entry:
     folder, engine = path.parent, None
     try:
         engine = Engine(folder, Manifest.read(path))
-        flaw = Library.flaw(engine, usable) or _source_changed(engine.manifest)
+        flaw = Library.flaw(engine, usable) or _source_changed(engine)
     except ManifestError as error:
         flaw = Fallback(Reason.BROKEN_ENGINE, str(error))
-    state = READY if flaw is None else BROKEN if flaw.reason is Reason.BROKEN_ENGINE else STALE
-    return Entry(folder, state, "" if flaw is None else str(flaw), _disk_use(folder), engine)
+    state = READY if flaw is None else _STATES.get(flaw.reason, STALE)
+    used = last_use.last_used(engine) if engine is not None else None
+    text = used.isoformat(timespec="seconds") if used is not None else None
+    return Entry(folder, state, "" if flaw is None else str(flaw), _disk_use(folder), engine, text)
 
 
-def _source_changed(manifest: Manifest) -> Fallback | None:
-    """Whether the file that an engine's weights came from has been overwritten; a file that is gone proves nothing."""
-    try:
-        stat = os.stat(manifest.source["path"])
-    except (OSError, KeyError, TypeError):
+def _source_changed(engine: Engine) -> Fallback | None:
+    """Whether the file that an engine's weights came from has been overwritten; a file that is gone proves nothing.
+
+    Only of engines built here: a path that a stranger wrote is never touched, it may lead to his server.
+    """
+    record, source = trust.record_of(engine), engine.manifest.source
+    if record is None or record.verdict != trust.BUILT:
         return None
-    now = {"path": manifest.source["path"], "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    if now == dict(manifest.source) or manifest.identity.weights in hash_cache.known_hashes(now):
+    try:
+        stat = os.stat(source["path"])
+    except (OSError, KeyError, ValueError):
+        return None
+    now = {"path": source["path"], "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    if now == dict(source) or engine.manifest.identity.weights in hash_cache.known_hashes(now):
         return None
     return Fallback(Reason.STALE_ENGINE, f"{now['path']} has changed since this engine was built from it")
 
@@ -132,3 +150,26 @@ def delete(entry: Entry) -> None:
         Library.remove(entry.folder)
     except OSError as error:
         raise readable(error, entry.folder.parent) from error
+
+
+def delete_unused(found: list[Entry], days: float, in_use: Collection[Path]) -> tuple[list[Entry], list[Entry]]:
+    """Remove the engines that were not used for some days; those that could be removed, and those that could not.
+
+    Args:
+        in_use: folders of engines that serve now, whenever they were last used.
+    """
+    removed, kept = [], []
+    limit = datetime.now(timezone.utc) - timedelta(days=days)
+    for entry in found:
+        if entry.engine is None or entry.folder in in_use:
+            continue
+        since = last_use.unused_since(entry.engine)
+        if since is None or since > limit:
+            continue
+        try:
+            delete(entry)
+            removed.append(entry)
+        except LibraryError as error:
+            log.warning("Hybrid TRT: %s was not deleted (%s)", entry.folder.name, error)
+            kept.append(entry)
+    return removed, kept

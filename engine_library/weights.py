@@ -26,6 +26,8 @@ Check = Callable[[], None]
 
 SMALL = 2048
 """Weights with at most so many elements make the fingerprint: biases and norms, a megabyte in all."""
+PLACES, VALUES = 4, 64
+"""Of every weight, so many runs of so many values make its sample."""
 
 _hashes: weakref.WeakKeyDictionary[torch.nn.Module, dict[object, str]] = weakref.WeakKeyDictionary()
 
@@ -66,7 +68,7 @@ def weights_hash(patcher: ModelPatcher, prefix: str = "", check: Check | None = 
     known = _hashes.setdefault(patcher.model, {})
     state = _state(patcher, prefix)
     if state not in known:
-        source = hash_cache.key_of(patcher, prefix)
+        source = hash_cache.key_of(patcher, prefix, lambda: _sample(patcher, prefix))
         found = hash_cache.read(source)
         if found is None:
             found = _hash(current_weights(patcher, prefix), check)
@@ -75,11 +77,16 @@ def weights_hash(patcher: ModelPatcher, prefix: str = "", check: Check | None = 
     return known[state]
 
 
+def known_hash(patcher: ModelPatcher, prefix: str = "") -> str:
+    """The hash of the weights if somebody has needed it, else ``""``."""
+    return _hashes.get(patcher.model, {}).get(_state(patcher, prefix), "")
+
+
 def forget_hash(patcher: ModelPatcher) -> None:
     """Drop what is remembered of a model's hashes, because it turned out to be wrong."""
     _hashes.pop(patcher.model, None)
     for prefix in ("", "diffusion_model."):
-        hash_cache.forget(hash_cache.key_of(patcher, prefix))
+        hash_cache.forget(hash_cache.key_of(patcher, prefix, lambda prefix=prefix: _sample(patcher, prefix)))
 
 
 def fingerprint(patcher: ModelPatcher, prefix: str = "") -> str:
@@ -89,6 +96,22 @@ def fingerprint(patcher: ModelPatcher, prefix: str = "") -> str:
     if state not in known:
         known[state] = _hash(current_weights(patcher, prefix, lambda weight: weight.numel() <= SMALL))[:16]
     return known[state]
+
+
+def _sample(patcher: ModelPatcher, prefix: str) -> str:
+    """Hash of a few values from every weight as it was loaded, in milliseconds.
+
+    Training, merging and LoRAs change nearly all values of a weight, but often leave biases and norms alone.
+    """
+    h = hashlib.sha256()
+    for key, ((weight, _), *_) in patcher.get_key_patches(prefix or None).items():
+        flat = getattr(weight, "_qdata", weight).detach().flatten()
+        step = max(1, flat.numel() // PLACES)
+        parts = [flat[i : i + VALUES] for i in range(0, flat.numel(), step)][: PLACES + 1]
+        values = torch.cat(parts).to("cpu").to(torch.float32) if parts else flat
+        h.update(f"{key} {tuple(weight.shape)} ".encode())
+        h.update(values.numpy().tobytes())
+    return h.hexdigest()[:16]
 
 
 def digest(name: str, tensor: torch.Tensor) -> bytes:

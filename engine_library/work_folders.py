@@ -9,6 +9,7 @@ import shutil
 import threading
 from pathlib import Path
 
+from .files import sweep_temporaries
 from .lock import FileLock
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ def sweep(root: Path) -> list[str]:
     """Remove the work folders of processes that are dead, and return their names. Never raises for want of rights."""
     swept = []
     try:
+        sweep_temporaries(root)
         found = {p if p.suffix != _LOCK_SUFFIX else p.with_suffix("") for p in root.glob(f"{BUILD_PREFIX}*")}
         for folder in sorted(found):
             lock = FileLock(_lock_path(folder))

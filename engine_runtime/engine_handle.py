@@ -12,7 +12,7 @@ import torch
 
 from ..architectures.tensors import Profile
 from ..backends import AUTO, is_live, usable_backends
-from ..engine_library import Fallback, Library, Manifest, Reason, Unavailable, Wanted
+from ..engine_library import Fallback, Library, Manifest, Reason, Unavailable, Wanted, last_use
 from ..engine_library.native import NativeNetwork
 from ..engine_library.plain_copy import ReplacedForward
 from .hints import HintEncoder
@@ -117,17 +117,19 @@ class EngineHandle:
             elif live is None:
                 raise self.library.nothing_found()
         wanted = Wanted(architecture.name, weights, self.precision, profile, list(usable))
+        passed_over = None
         try:
             engines = self.library.find_all(wanted, refuses)
-        except Unavailable:
+        except Unavailable as unavailable:
             if live is None:
                 raise
             engines = []  # it serves without one too
+            passed_over = unavailable.fallback
         name = engines[0].manifest.identity.backend if engines else live.name
         if live is None or name != live.name:
             return session(engines[0], usable[name], device)
         found = live_session(self.network, live, self.precision)
-        found.use([engine for engine in engines if engine.manifest.identity.backend == live.name])
+        found.use([engine for engine in engines if engine.manifest.identity.backend == live.name], passed_over)
         return found
 
     def begin_run(self, patcher: ModelPatcher | None = None) -> Tally:
@@ -149,6 +151,7 @@ class EngineHandle:
         self.tally = open_tally(network.kind, network.label, self.node_id, self.node_key, network.device)
         if self.session is not None:
             self.session.begin_run(patcher or self.network.patcher)
+            last_use.mark(self.session.engines)
             keep(self.patcher, context.prompt_id if context else "")
             self._prepare_hints()
 

@@ -13,7 +13,7 @@ import torch
 
 from ..architectures.tensors import Profile, ShapeMismatch, bind
 from ..backends import LiveBackend
-from ..engine_library import Engine, Manifest, Reason, Unavailable
+from ..engine_library import Engine, Fallback, Manifest, Reason, Unavailable
 from ..engine_library.native import NativeNetwork
 from ..engine_library.plain_copy import ReplacedForward
 from ..live_torch.network import LiveNetwork, laid_out
@@ -58,6 +58,7 @@ class LiveSession:
         self._new_run = True
         self._used = {d.symbol for spec in self._live.inputs for d in spec.dims if not isinstance(d, int)}
         self.refusal: str | None = None
+        self.passed_over: Fallback | None = None
 
     @property
     def live(self) -> LiveNetwork:
@@ -90,11 +91,15 @@ class LiveSession:
         shared = self.network.kind == "unet" and not self._patcher.is_dynamic()
         return 0 if shared else sum(p.numel() for p in self.network.module.parameters()) * self._live.dtype.itemsize
 
-    def use(self, engines: Sequence[Engine]) -> None:
+    def use(self, engines: Sequence[Engine], passed_over: Fallback | None = None) -> None:
         """Take compiled files from these engines, the first that has some sizes; or go without.
 
         An engine that was built again in its folder is another engine.
+
+        Args:
+            passed_over: why an engine that is there is none of these.
         """
+        self.passed_over = None if passed_over is None or passed_over.reason is Reason.NO_ENGINE else passed_over
         if list(engines) == self.engines:
             return
         self.engines = list(engines)
@@ -221,7 +226,8 @@ class LiveSession:
             return f"torch {self._precision} on live weights, {self._uncompiled}: {self.refusal}; build it again"
         if not self.engines:
             more = "; build an engine to have it compiled" if self.backend.cannot_build(self.device) is None else ""
-            return f"torch {self._precision} on live weights, {self._uncompiled}{more}"
+            why = f". The engine that is there is not used: {self.passed_over}" if self.passed_over else ""
+            return f"torch {self._precision} on live weights, {self._uncompiled}{more}{why}"
         return f"torch {self._precision} on live weights, {self.profile}, {self.engines[0].manifest.bytes / 1e6:.0f} MB"
 
 
@@ -245,3 +251,8 @@ def live_session(network: NativeNetwork, backend: LiveBackend, precision: str) -
         except ReplacedForward as error:
             raise Unavailable(Reason.MODEL_PATCHED, str(error)) from error
     return found
+
+
+def open_engines() -> list[Engine]:
+    """The engines that somebody holds a session with."""
+    return [engine for found in list(_open.values()) for engine in found.engines]

@@ -13,7 +13,7 @@ import torch
 
 from ..architectures.tensors import Profile, Shape, ShapeMismatch, bind, outside
 from ..backends import Backend, Runner
-from ..engine_library import Engine, Reason, Unavailable
+from ..engine_library import Engine, Reason, Unavailable, verified
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -24,7 +24,6 @@ MAX_PLANS = 32
 """Different sets of shapes remembered per session."""
 
 _open: weakref.WeakValueDictionary[tuple, Session] = weakref.WeakValueDictionary()
-_verified: set[tuple] = set()
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,11 @@ class Session:
     def name(self) -> str:
         """What serves, for reports."""
         return self.engine.folder.name
+
+    @property
+    def engines(self) -> list[Engine]:
+        """What it uses of the library."""
+        return [self.engine]
 
     @property
     def weights(self) -> str:
@@ -175,13 +179,9 @@ class Session:
         return self._zeros[key]
 
     def _verify(self) -> None:
-        """Check sizes at every load, and contents once per process for files that have not changed since."""
+        """Check sizes at every load, and contents once per machine for files that have not changed since."""
         self.engine.check_sizes()
-        paths = [self.engine.folder / name for name in self.engine.manifest.files]
-        stamp = tuple((str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in paths)
-        if stamp not in _verified:
-            self.engine.check_contents()
-            _verified.add(stamp)
+        verified.check_contents(self.engine)
 
 
 def session(engine: Engine, backend: Backend, device: torch.device) -> Session:
@@ -196,6 +196,11 @@ def session(engine: Engine, backend: Backend, device: torch.device) -> Session:
 
 def _dtypes(engine: Engine) -> dict[str, torch.dtype]:
     return {spec.name: getattr(torch, spec.dtype) for spec in engine.manifest.inputs}
+
+
+def open_engines() -> list[Engine]:
+    """The engines that somebody holds a session of."""
+    return [found.engine for found in list(_open.values())]
 
 
 def first_line(error: BaseException) -> str:

@@ -23,7 +23,7 @@ WHEN_MISSING = (USE_NATIVE, BUILD_NOW, IN_BACKGROUND)
 EVENT = "hybrid_trt.build"
 """The event that tells the page of a job's change: ``Job.to_json`` with the keys of the nodes that wait for it."""
 
-MISSING = (Reason.NO_ENGINE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
+MISSING = (Reason.NO_ENGINE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.UNCHECKED, Reason.WRONG_GPU)
 
 builds = BuildQueue()
 node_states = NodeStates(library(), builds)

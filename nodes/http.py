@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import json
+import ipaddress
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,7 +12,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from ..engine_library import LibraryError, Unavailable
+from ..engine_library import LibraryError, Unavailable, strict
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +20,7 @@ PREFIX = "/hybrid_trt"
 HEADER = "X-Hybrid-TRT"
 """Requests that change something carry it: no form or link of another site can, and scripts there are refused."""
 MAX_JSON = 2 << 20
+_HOME_NETWORKS = (".localhost", ".local", ".lan", ".home.arpa", ".internal")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -64,10 +66,50 @@ def check_same_site(request: web.Request) -> None:
     """
     origin, host = request.headers.get("Origin"), request.headers.get("Host", "")
     foreign = request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
-    if foreign or (origin is not None and urlsplit(origin).netloc.lower() != host.lower()):
+    if foreign or (origin is not None and not _same_host(origin, host)):
         raise Refused(403, "This request comes from another site's page, so it was refused; use ComfyUI's own page.")
+    if origin is not None and _may_be_rebound(request, origin, host):
+        raise Refused(
+            403,
+            "This page was opened under a name that is not this computer's, as pages of attackers are, so the request "
+            "was refused; open ComfyUI as localhost, by its address or over https.",
+        )
     if HEADER not in request.headers:
         raise Refused(403, f"The request has no {HEADER} header, so it was refused; send '{HEADER}: 1'.")
+
+
+def _same_host(origin: str, host: str) -> bool:
+    try:
+        return urlsplit(origin).netloc.lower() == host.lower()
+    except ValueError:
+        return False
+
+
+def _may_be_rebound(request: web.Request, origin: str, host: str) -> bool:
+    """Whether a stranger's name may lead here: its owner lets it point to this computer, so his page counts as ours.
+
+    Nobody owns addresses, single words and names of home networks. Behind https is a certificate, which he lacks, and
+    a browser tells no server an ``Origin`` that is not true. Programs tell none.
+    """
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return True
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name)
+        return False
+    if "." not in name or name.endswith(_HOME_NETWORKS) or urlsplit(origin).scheme == "https":
+        return False
+    return _through_loopback(request)
+
+
+def _through_loopback(request: web.Request) -> bool:
+    """Whether the request came in at the address that only this computer has; else --listen made us public."""
+    address = request.transport.get_extra_info("sockname") if request.transport is not None else None
+    try:
+        return ipaddress.ip_address(address[0].split("%")[0]).is_loopback
+    except (TypeError, ValueError, IndexError, AttributeError):
+        return True
 
 
 async def read_json(request: web.Request, limit: int = MAX_JSON) -> dict[str, Any]:
@@ -85,8 +127,8 @@ async def read_json(request: web.Request, limit: int = MAX_JSON) -> dict[str, An
     if len(body) > limit or (request.content_length or 0) > limit:
         raise Refused(413, f"The request is larger than {limit >> 20} MB, so it was not read.")
     try:
-        data = json.loads(body)
-    except (ValueError, RecursionError):
+        data = strict.loads(body)
+    except strict.Senseless:
         raise Refused(400, "The request is not JSON, so nothing was done.") from None
     if not isinstance(data, dict):
         raise Refused(400, "The request is not a JSON object, so nothing was done.")

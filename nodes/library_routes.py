@@ -16,7 +16,8 @@ from ..backends import backends
 from ..engine_library import Fallback, Manifest, Reason, states
 from ..engine_library.archive import SUFFIX, export_engine, import_engine
 from ..engine_library.disk import check_room, free_bytes, readable
-from .http import PREFIX, Refused, changes, reads
+from ..engine_runtime import live_session, session
+from .http import PREFIX, Refused, changes, read_json, reads
 from .library_folder import library
 from .node_states import engine_json
 
@@ -31,6 +32,7 @@ def register(routes: web.RouteTableDef) -> None:
     """Add the routes."""
     routes.get(f"{PREFIX}/engines")(_list)
     routes.post(f"{PREFIX}/engines/import")(_import)
+    routes.post(f"{PREFIX}/engines/delete_unused")(_delete_unused)
     routes.post(f"{PREFIX}/engines/{{name}}/verify")(_verify)
     routes.post(f"{PREFIX}/engines/{{name}}/export")(_export)
     routes.delete(f"{PREFIX}/engines/{{name}}")(_delete)
@@ -61,6 +63,27 @@ async def _delete(request: web.Request) -> web.Response:
     await asyncio.to_thread(states.delete, entry)
     _tell()
     return web.json_response({"deleted": entry.folder.name, "bytes": entry.bytes})
+
+
+@changes
+async def _delete_unused(request: web.Request) -> web.Response:
+    """Delete what was not used for some days: {"days": 30} -> {"deleted": names, "bytes": freed}."""
+    data = await read_json(request)
+    days = data.get("days")
+    if set(data) != {"days"} or isinstance(days, bool) or not isinstance(days, int | float) or not 1 <= days <= 36500:
+        raise Refused(400, "The request needs days, a number from 1 to 36500, and nothing else; nothing was deleted.")
+    removed, kept = await asyncio.to_thread(_remove_unused, days)
+    if kept and not removed:
+        raise Refused(409, f"{kept[0].folder.name} could not be deleted; it is in use, or its folder is read-only.")
+    _tell()
+    return web.json_response({
+        "deleted": [entry.folder.name for entry in removed], "bytes": sum(entry.bytes for entry in removed)
+    })  # fmt: skip
+
+
+def _remove_unused(days: float) -> tuple[list[states.Entry], list[states.Entry]]:
+    in_use = {engine.folder for engine in (*session.open_engines(), *live_session.open_engines())}
+    return states.delete_unused(_entries(), days, in_use)
 
 
 @changes
@@ -127,7 +150,8 @@ async def _entry(request: web.Request) -> states.Entry:
 
 
 def _entry_json(entry: states.Entry) -> dict:
-    data = {"name": entry.folder.name, "state": entry.state, "reason": entry.reason, "bytes": entry.bytes}
+    data = {"name": entry.folder.name, "state": entry.state, "reason": entry.reason, "bytes": entry.bytes,
+            "last_used": entry.last_used}  # fmt: skip
     if entry.engine is not None:
         manifest = entry.engine.manifest
         data = {**engine_json(entry.engine), "kind": manifest.kind, "architecture": manifest.identity.architecture,

@@ -20,6 +20,7 @@ BUILD_REQUEST = "build_request"
 _IGNORED = ("when_missing", BUILD_REQUEST)
 """What to do about a missing engine says nothing about which one it is."""
 MAX_DEPTH = 200
+MAX_NESTING = 50
 
 
 class BadPrompt(ValueError):
@@ -54,10 +55,16 @@ def _key(prompt: Mapping[str, Any], node_id: str, known: dict[str, str], path: t
     return known[node_id]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, depth: int = MAX_NESTING) -> Any:
     """ComfyUI turns 1 into 1.0 where a node wants a float, so both have to count as one."""
+    if isinstance(value, int) and abs(value) >= 1 << 1023:
+        raise BadPrompt("the prompt has a number that no node can use")
     if isinstance(value, int | float) and not isinstance(value, bool):
         return repr(float(value))
+    if isinstance(value, dict | list) and depth == 0:
+        raise BadPrompt("the prompt has a value that is nested too deeply")
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_plain(item, depth - 1) for item in value]
+    if isinstance(value, dict):
+        return {name: _plain(item, depth - 1) for name, item in value.items()}
     return value

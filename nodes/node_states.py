@@ -6,11 +6,9 @@ library's folder, so that the page gets the truth after a restart too, without a
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-import secrets
 import threading
 from collections import OrderedDict
 from dataclasses import asdict, dataclass
@@ -22,6 +20,7 @@ from ..architectures.tensors import Profile
 from ..backends import usable_backends
 from ..engine_builder.jobs import BuildQueue, Job, State
 from ..engine_library import Engine, Fallback, Library, Manifest, Reason, Unavailable, Wanted
+from ..engine_library.files import write_file
 from ..engine_library.hash_cache import source_of
 from ..engine_runtime.engine_handle import EngineHandle
 from ..engine_runtime.ledger import last_run
@@ -31,7 +30,8 @@ log = logging.getLogger(__name__)
 
 FILE_NAME = ".engine_nodes.json"
 MAX_NODES = 500
-MISSING = {Reason.NO_ENGINE: "none", Reason.STALE_ENGINE: "stale", Reason.BROKEN_ENGINE: "stale"}
+MISSING = {Reason.NO_ENGINE: "none", Reason.STALE_ENGINE: "stale", Reason.BROKEN_ENGINE: "stale",
+           Reason.UNCHECKED: "unchecked"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class NodeStates:
             architecture = ""
         before = self._known.get(key)
         source = source_of(network.patcher)
-        weights = handle.session.weights if handle.session is not None else ""
+        weights = handle.session.weights if handle.session is not None else network.known_hash()
         if not weights and before is not None and before.source == source:
             weights = before.weights
         refusal = (handle.fallback.reason.value, handle.fallback.detail) if handle.fallback is not None else None
@@ -246,12 +246,8 @@ def _read(path: Path) -> OrderedDict[str, Known]:
 
 def _write(path: Path, known: OrderedDict[str, Known]) -> None:
     """A library that cannot be written costs the memory of a restart only, so that is no error."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(2)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({key: asdict(entry) for key, entry in known.items()}), encoding="utf-8")
-        os.replace(temporary, path)
+        write_file(path, json.dumps({key: asdict(entry) for key, entry in known.items()}))
     except OSError as error:
         log.debug("Hybrid TRT: what the engine nodes want was not kept (%s)", error)
-        with contextlib.suppress(OSError):
-            temporary.unlink()

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ for folder in (TOOLS, ROOT / "tests" / "support"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
+# what the tests build is signed by a secret of their own, not by the user's
+os.environ.setdefault("HYBRID_TRT_KEY_FOLDER", tempfile.mkdtemp(prefix="hybrid-trt-key-"))
+
 import tiny_models  # noqa: E402
 from comfy_process import ComfyProcess  # noqa: E402
 from scenarios import A, B, Control, Scenario, latent_of, prompt  # noqa: E402
@@ -32,6 +36,25 @@ class Environment:
 
     comfyui: Path
     base: Path
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Modules that say so try what they promise of files under Windows' rules too."""
+    if getattr(metafunc.module, "UNDER_WINDOWS_RULES_TOO", False) and "tmp_path" in metafunc.fixturenames:
+        metafunc.parametrize("system", ["posix", "windows"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def system(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Whose rules for files hold: ``"posix"``, or ``"windows"`` where a test is parametrised so."""
+    name = getattr(request, "param", "posix")
+    if name == "posix":
+        yield name
+        return
+    from windows_rules import windows_rules
+
+    with windows_rules():
+        yield name
 
 
 @pytest.fixture(scope="session")

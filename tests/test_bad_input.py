@@ -78,6 +78,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "manifest_edited": (
         lambda f: edit(f / "manifest.json", lambda d: d["identity"].update(precision="float16")), "no engine",
         "changed after the build"),
+    "manifest_of_no_known_type": (
+        lambda f: edit(f / "manifest.json", lambda d: d["inputs"][0].update(dtype="evil")), "no engine",
+        "inputs[0].dtype is 'evil'"),
     "manifest_pointing_outside": (
         lambda f: edit(f / "manifest.json", lambda d: d["files"].update({"../x": d["files"]["model.onnx"]})),
         "no engine", "outside its folder"),

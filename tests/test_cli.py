@@ -107,7 +107,9 @@ def test_list_verify_and_inspect(cli: CommandLine, engine: str) -> None:
     assert json.loads(cli("inspect", engine))["identity"]["architecture"] == "sd15_unet"
 
 
-def test_export_damage_delete_import(cli: CommandLine, engine: str, tmp_path: Path) -> None:
+def test_export_damage_delete_import_check(
+    cli: CommandLine, build: tuple[str, ...], engine: str, tmp_path: Path
+) -> None:
     file = Path(cli("export", engine, str(tmp_path)).strip())
     assert json.loads(cli("inspect", str(file)))["label"] == "tiny_sd15_flat_unet.safetensors"
     graph = cli.library / engine / "model.onnx"
@@ -119,8 +121,14 @@ def test_export_damage_delete_import(cli: CommandLine, engine: str, tmp_path: Pa
     assert process.returncode == 1
     assert "deleted" in cli("delete", engine)
     assert contents(cli.library) == []
-    assert engine in cli("import", str(file))
+    imported = cli("import", str(file))
+    assert engine in imported
+    assert "once it was compared with native" in imported
     assert json.loads(cli("verify", "--json")) == {engine: None}
+    assert json.loads(cli("list", "--json"))["engines"][0]["state"] == "unchecked"
+    assert engine in cli(*build)
+    (listed,) = json.loads(cli("list", "--json"))["engines"]
+    assert (listed["state"], listed["last_used"]) == ("ready", None)
 
 
 @pytest.mark.parametrize(("arguments", "status", "says"), [

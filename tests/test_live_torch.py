@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import re
+import shutil
 import weakref
 from pathlib import Path
 
@@ -22,12 +24,21 @@ from hybrid_trt.engine_builder.build import BuildOrder, build_engine  # noqa: E4
 from hybrid_trt.engine_builder.compile_step import sizes_to_compile  # noqa: E402
 from hybrid_trt.engine_builder.onnx_export import sample_inputs  # noqa: E402
 from hybrid_trt.engine_builder.parity import relative_error  # noqa: E402
-from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason  # noqa: E402
+from hybrid_trt.engine_library import (  # noqa: E402
+    Engine,
+    EngineIdentity,
+    Library,
+    Manifest,
+    Reason,
+    local_key,
+)
 from hybrid_trt.engine_library.library import describe_files  # noqa: E402
+from hybrid_trt.engine_library.manifest import RECORD_NAME  # noqa: E402
 from hybrid_trt.engine_library.native import NativeNetwork  # noqa: E402
+from hybrid_trt.engine_library.states import entries  # noqa: E402
+from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle  # noqa: E402
 from hybrid_trt.engine_runtime.hints import HintCache  # noqa: E402
 from hybrid_trt.engine_runtime.live_session import LiveSession  # noqa: E402
-from hybrid_trt.live_torch import local_key  # noqa: E402
 
 TORCH = backends()["torch"]
 SIZES = {"B": 2, "H": 9, "W": 12, "T": 77, "HB": 1}
@@ -199,22 +210,6 @@ def key_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "keys"
 
 
-def test_a_signature_holds_on_this_machine_and_for_these_files_only(tmp_path: Path, key_folder: Path) -> None:
-    hashes = {"a.bin": "1" * 64}
-    assert not local_key.is_ours(tmp_path, "engine", hashes), "no signature, no key"
-    local_key.sign(tmp_path, "engine", hashes)
-    assert local_key.is_ours(tmp_path, "engine", hashes)
-    assert not local_key.is_ours(tmp_path, "engine", {"a.bin": "2" * 64})
-    assert not local_key.is_ours(tmp_path, "engine", {**hashes, "b.bin": "1" * 64})
-    assert not local_key.is_ours(tmp_path, "another", hashes)
-    (key,) = key_folder.rglob("local.key")
-    assert key.stat().st_mode & 0o077 == 0
-    key.unlink()
-    assert not local_key.is_ours(tmp_path, "engine", hashes), "another machine"
-    local_key.sign(tmp_path / "..", "x", hashes)
-    assert not local_key.is_ours(tmp_path, "engine", hashes), "another machine with a key of its own"
-
-
 @pytest.mark.parametrize("kind", ["unet", "controlnet"])
 def test_a_build_compiles_for_the_opt_sizes_and_serves_other_weights_too(
     kind: str, tmp_path: Path, key_folder: Path
@@ -261,20 +256,61 @@ def test_a_file_that_was_not_made_here_is_never_opened(tmp_path: Path, key_folde
     sizes = {name: size for name, size in SIZES.items() if name != "HB"}
     name = file_name(sizes)
     (folder / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
-    (folder / local_key.SIGNATURE_NAME).write_text('{"signature": "0000"}')
+    (folder / RECORD_NAME).write_text('{"verdict": "built", "why": "", "parity": {}, "signature": "0000"}')
     identity = EngineIdentity("sd15_unet", TORCH.layout(net), "float32", PROFILE.only("BHWT"), "torch",
                               TORCH.version(), TORCH.target(CPU))
     specs = architecture_of(net.module)
     manifest = Manifest(identity, "unet", "foreign", tuple(specs.inputs(net.module, "float32")),
                         tuple(specs.outputs(net.module, "float32")),
-                        describe_files(folder, [name, local_key.SIGNATURE_NAME]))
-    engine: Engine = library.publish(folder, manifest)
+                        describe_files(folder, [name]))
+    engine: Engine = library.publish(folder, manifest, made_here=False)
+    (found,) = entries(library, lambda _: None)
+    assert (found.state, "not compiled on this machine" in found.reason) == ("stale", True)
     session = opened(net)
     session.use([engine])
     given = given_for(net, 9)
     assert error(session, net, given) <= 1e-5, "it runs uncompiled"
     assert "not compiled on this machine" in session.refusal
     assert not (tmp_path / "sprung").exists()
+
+
+def test_an_engine_that_is_not_used_is_told_on_the_node_and_built_anew(tmp_path: Path, key_folder: Path) -> None:
+    """For want of the secret that signed it, or since it does not open."""
+    net, library, steps = network("unet", "unlike_levels"), Library([tmp_path / "library"]), []
+
+    def compiler(task: dict, *_: object) -> dict:
+        steps.append(task["step"])
+        names = [file_name(sizes) for sizes in task["cases"]]
+        for name in names:
+            (Path(task["folder"]) / name).write_bytes(b"what Inductor made")
+        return {"files": names, "parity": {"rel_err": 0.0}, "seconds": {}}
+
+    def build() -> Engine:
+        return build_engine(BuildOrder(net, "float32", PROFILE, TORCH), library, lambda *_: None, run=compiler)
+
+    engine = build()
+    assert build() == engine
+    handle = EngineHandle(net, EngineChoice(PROFILE, backend="torch"), library, "node")
+    assert handle.session.engines == [engine]
+    assert "not used" not in handle.status()
+
+    shutil.rmtree(key_folder)
+    handle.refresh()
+    assert handle.session.engines == []
+    assert re.search(rf"not used.*not compiled on this machine.*{local_key.FOLDER_VARIABLE}", handle.status())
+    assert handle.session.lacks(PROFILE)
+    build()
+    assert steps == ["compile", "compile"]
+    handle.refresh()
+    assert "not used" not in handle.status()
+
+    specs = architecture_of(net.module).inputs(net.module, "float32")
+    given = sample_inputs(specs, handle.session.profile.sizes("opt"), 1)
+    assert error(handle.session, net, given) <= 1e-5, "it runs uncompiled"
+    assert "build it again" in handle.status()
+    build_engine(BuildOrder(net, "float32", PROFILE, TORCH), library, lambda *_: None, run=compiler, again=True)
+    handle.refresh()
+    assert "build it again" not in handle.status(), "another build, another try"
 
 
 def test_an_engine_of_another_gpu_or_torch_is_refused() -> None:

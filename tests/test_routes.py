@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import shutil
+import time
+import zipfile
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,11 @@ PROMPT = {
     "1": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "no such file"}},
     "2": {"class_type": "TRTUNetEngine", "inputs": {"model": ["1", 0], "max_size": 512}},
 }
+
+
+NESTED: list = []
+for _ in range(900):
+    NESTED = [NESTED]
 
 
 def ask(
@@ -92,11 +101,71 @@ def test_export_and_import_carry_an_engine(comfy: ComfyProcess, engine: Path) ->
     assert (engine / "model.onnx").read_bytes() == b"engine"
 
 
+@pytest.mark.parametrize("data", [
+    {}, {"days": 0}, {"days": -1}, {"days": "30"}, {"days": True}, {"days": None}, {"days": 10**400},
+    {"days": 30, "x": 1},
+])
+def test_senseless_days_delete_nothing(comfy: ComfyProcess, engine: Path, data: dict) -> None:
+    status, answer = post(comfy, "/engines/delete_unused", data)
+    assert (status, "nothing was deleted" in answer["error"]) == (400, True)
+    assert engine.is_dir()
+
+
+def test_engines_that_nobody_used_for_long_are_deleted_on_demand(comfy: ComfyProcess, engine: Path) -> None:
+    def listed(name: str) -> str | None:
+        return next(e["last_used"] for e in ask(comfy, "GET", "/engines")[1]["engines"] if e["name"] == name)
+
+    kept = engine.parent / publish(engine.parent, b"another", weights="f" * 64)
+    assert listed(kept.name) is None
+    (kept / "last_used").touch()
+    assert listed(kept.name)[:10] == datetime.now(timezone.utc).isoformat()[:10]
+    assert ask(comfy, "POST", "/engines/delete_unused", b'{"days": 30}', {})[0] == 403
+    status, answer = post(comfy, "/engines/delete_unused", {"days": 30})
+    assert (status, engine.name in answer["deleted"], kept.name in answer["deleted"]) == (200, True, False)
+    assert answer["bytes"] > 0
+    assert (engine.exists(), kept.exists()) == (False, True)
+    os.utime(kept / "last_used", (time.time() - 31 * 86400,) * 2)
+    assert post(comfy, "/engines/delete_unused", {"days": 32})[1] == {"deleted": [], "bytes": 0}
+    assert post(comfy, "/engines/delete_unused", {"days": 30})[1]["deleted"] == [kept.name]
+
+
+LIES = {
+    "source": {"path": "a\0b", "size": 1, "mtime_ns": 1},
+    "label": "\ud800",
+    "seconds": {"build": "long"},
+    "parity": {"rel_err": float("nan")},
+    "created": float("inf"),
+    "parameters": 10**400,
+    "inputs": [{"name": "x", "dtype": "evil", "dims": ["B", 4], "optional": False}],
+    "files": {"nul.onnx": {"bytes": 1, "sha256": "0" * 64}},
+}
+
+
+@pytest.mark.parametrize("field", LIES)
+def test_an_engine_with_a_lying_manifest_is_listed_as_broken_and_can_be_removed(
+    comfy: ComfyProcess, engine: Path, field: str
+) -> None:
+    path = engine / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: LIES[field]}))
+    status, answer = ask(comfy, "GET", "/engines")
+    assert status == 200
+    json.dumps(answer, allow_nan=False)
+    (found,) = (e for e in answer["engines"] if e["name"] == engine.name)
+    assert found["state"] == "broken"
+    status, answer = ask(comfy, "POST", f"/engines/{engine.name}/verify")
+    assert (status, answer["ok"]) == (200, False)
+    assert ask(comfy, "POST", f"/engines/{engine.name}/export")[0] == 409
+    assert ask(comfy, "DELETE", f"/engines/{engine.name}")[0] == 200
+    assert not engine.exists()
+
+
 @pytest.mark.parametrize(("method", "path"), [
     ("DELETE", "/engines/{}"), ("POST", "/engines/{}/verify"), ("POST", "/engines/{}/export"),
 ])
 @pytest.mark.parametrize(
-    "name", ["nothing", "%2e%2e", "..%2f..%2fcheckpoints", "%2fetc", ".building-1-x", "sd15", "%00", "*"]
+    "name",
+    ["nothing", "con", "NUL.txt", "sd15.", "sd15%20", "%2e%2e", "..%2f..%2fcheckpoints", "%2fetc", ".building-1-x",
+     "sd15", "%00", "*"],
 )
 def test_nothing_but_engines_can_be_named(comfy: ComfyProcess, engine: Path, method: str, path: str, name: str) -> None:
     status, answer = ask(comfy, method, path.format(name))
@@ -129,6 +198,25 @@ def test_import_refuses_what_is_no_engine(
     status, answer = ask(comfy, "POST", "/engines/import", spoil(data))
     assert status in (409, 413)
     assert text in answer["error"]
+    assert sorted(p.name for p in engine.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize("field", LIES)
+def test_import_refuses_lies_before_anything_appears(
+    comfy: ComfyProcess, engine: Path, tmp_path: Path, field: str
+) -> None:
+    found = next(e for e in Library([engine.parent]).engines() if e.folder == engine)
+    file = export_engine(found, tmp_path)
+    with zipfile.ZipFile(file) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    members["manifest.json"] = json.dumps(json.loads(members["manifest.json"]) | {field: LIES[field]}).encode()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    before = sorted(p.name for p in engine.parent.iterdir())
+    status, answer = ask(comfy, "POST", "/engines/import", file.read_bytes())
+    assert status == 409
+    assert "was not imported" in answer["error"]
     assert sorted(p.name for p in engine.parent.iterdir()) == before
 
 
@@ -178,6 +266,8 @@ def test_unknown_builds_are_told(comfy: ComfyProcess) -> None:
     ({"prompt": PROMPT, "nodes": ["1"]}, "no engine node"),
     ({"prompt": PROMPT, "nodes": [{}]}, "no engine node"),
     ({"prompt": {"2": {"class_type": "TRTUNetEngine"}}, "nodes": ["2"]}, "has no node"),
+    ({"prompt": {"2": {"class_type": "TRTUNetEngine", "inputs": {"max_size": 10**400}}}, "nodes": ["2"]}, "a number"),
+    ({"prompt": {"2": {"class_type": "TRTUNetEngine", "inputs": {"model": NESTED}}}, "nodes": ["2"]}, "nested"),
     ({"prompt": {"2": {"class_type": "TRTUNetEngine", "inputs": {"model": ["2", 0]}}}, "nodes": ["2"]}, "loop"),
     ({"prompt": {"2": {"class_type": "TRTUNetEngine", "inputs": {"model": ["9", 0]}}}, "nodes": ["2"]}, "no node '9'"),
 ])  # fmt: skip
@@ -192,6 +282,8 @@ def test_huge_and_broken_bodies_are_refused(comfy: ComfyProcess) -> None:
     assert (status, "larger than 2 MB" in answer["error"]) == (413, True)
     assert ask(comfy, "POST", "/nodes", b"{")[0] == 400
     assert ask(comfy, "POST", "/nodes", b"[" * 100_000)[0] == 400
+    for number in (b"NaN", b"Infinity", b"1" * 5000):
+        assert ask(comfy, "POST", "/settings", b'{"limit_gb": ' + number + b"}")[0] == 400
 
 
 def test_a_node_that_never_ran_is_unknown(comfy: ComfyProcess) -> None:
@@ -251,7 +343,8 @@ def test_the_limit_is_kept_and_refuses_what_does_not_fit(
 
 @pytest.mark.parametrize(("data", "status"), [
     ({"limit_gb": -1}, 409), ({"limit_gb": "10"}, 409), ({"limit_gb": True}, 409), ({"limit_gb": None}, 409),
-    ({"limit_gb": 1e300}, 409), ({}, 400), ({"limit_gb": 1, "more": 2}, 400), ({"folder": "/"}, 409), ([], 400),
+    ({"limit_gb": 1e300}, 409), ({"limit_gb": 10**400}, 409), ({"limit_gb": NESTED}, 409), ({}, 400),
+    ({"limit_gb": 1, "more": 2}, 400), ({"folder": "/"}, 409), ([], 400),
 ])  # fmt: skip
 def test_senseless_settings_are_refused(comfy: ComfyProcess, settings_file: Path, data: Any, status: int) -> None:
     found, answer = post(comfy, "/settings", data)
@@ -263,6 +356,29 @@ def test_senseless_settings_are_refused(comfy: ComfyProcess, settings_file: Path
 def test_settings_are_no_other_sites_to_change(comfy: ComfyProcess, settings_file: Path) -> None:
     assert ask(comfy, "POST", "/settings", b'{"limit_gb": 1}', {})[0] == 403
     assert not settings_file.exists()
+
+
+@pytest.mark.parametrize(("host", "origin", "status"), [
+    ("evil.example:{}", "http://evil.example:{}", 403),
+    ("127.0.0.1.evil.example:{}", "http://127.0.0.1.evil.example:{}", 403),
+    ("evil.example.:{}", "http://evil.example.:{}", 403),
+    ("localhost:{}", "http://localhost:{}", 200),
+    ("127.0.0.1:{}", "http://127.0.0.1:{}", 200),
+    ("[::1]:{}", "http://[::1]:{}", 200),
+    ("192.168.1.20:{}", "http://192.168.1.20:{}", 200),
+    ("workshop:{}", "http://workshop:{}", 200),
+    ("workshop.local:{}", "http://workshop.local:{}", 200),
+    ("comfy.example", "https://comfy.example", 200),  # a proxy with a certificate
+    ("comfy.example", None, 200),  # a program
+])  # fmt: skip
+def test_a_strangers_name_for_this_computer_changes_nothing(
+    comfy: ComfyProcess, settings_file: Path, host: str, origin: str | None, status: int
+) -> None:
+    headers = OURS | {"Host": host.format(comfy.port)}
+    if origin is not None:
+        headers |= {"Origin": origin.format(comfy.port), "Sec-Fetch-Site": "same-origin"}
+    assert ask(comfy, "POST", "/settings", b'{"limit_gb": 1}', headers)[0] == status
+    assert settings_file.exists() == (status == 200)
 
 
 def test_a_build_above_the_limit_is_refused_with_a_sentence(comfy: ComfyProcess, settings_file: Path) -> None:

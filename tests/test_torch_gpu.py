@@ -19,11 +19,10 @@ from hybrid_trt.backends import backends
 from hybrid_trt.engine_builder.build import BuildOrder, build_engine
 from hybrid_trt.engine_builder.onnx_export import sample_inputs
 from hybrid_trt.engine_builder.parity import relative_error
-from hybrid_trt.engine_library import Library, Unavailable
+from hybrid_trt.engine_library import Library, Unavailable, local_key
 from hybrid_trt.engine_library.native import NativeNetwork
 from hybrid_trt.engine_runtime.cuda_graphs import GraphCache
 from hybrid_trt.engine_runtime.live_session import LiveSession
-from hybrid_trt.live_torch import local_key
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")]
 

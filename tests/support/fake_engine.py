@@ -6,16 +6,36 @@ from pathlib import Path
 
 import pack  # noqa: F401
 from hybrid_trt.architectures.tensors import Dim, Profile, Range, TensorSpec
-from hybrid_trt.engine_library import EngineIdentity, Library, Manifest
+from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest
 from hybrid_trt.engine_library.library import describe_files
 
+PROFILE = Profile({"B": Range(1, 2, 2)})
+SPECS = (TensorSpec("x", "float32", (1, 4)),)
 
-def publish(root: Path, contents: bytes = b"engine") -> str:
+
+def publish_engine(
+    folder: Path, contents: bytes = b"\x08engine", name: str = "model.onnx", **changes: object
+) -> Engine:
+    """A small engine with parameters; ``changes`` are of its identity, or its ``source`` or ``made_here``."""
+    library = Library([folder])
+    source, made_here = changes.pop("source", {}), changes.pop("made_here", True)
+    fields = {"architecture": "sd15_unet", "weights": "a" * 64, "precision": "float16", "backend": "onnxruntime",
+              "backend_version": "1.0", "device": "any"} | changes
+    work = library.building_folder()
+    (work / name).write_bytes(contents)
+    (work / "parameters.json").write_text("{}")
+    files = describe_files(work, [name, "parameters.json"])
+    identity = EngineIdentity(profile=PROFILE, **fields)
+    manifest = Manifest(identity, "unet", "a.safetensors", SPECS, SPECS, files, source=source)
+    return library.publish(work, manifest, made_here=made_here)
+
+
+def publish(root: Path, contents: bytes = b"engine", weights: str = "e" * 64) -> str:
     """A small engine of no real model in a library; its folder's name."""
     library = Library([root])
     spec = TensorSpec("x", "float32", (Dim("B"), 4))
     profile = Profile({"B": Range(1, 1, 2)})
-    identity = EngineIdentity("sd15_unet", "e" * 64, "float16", profile, "onnxruntime", "1", "any")
+    identity = EngineIdentity("sd15_unet", weights, "float16", profile, "onnxruntime", "1", "any")
     folder = library.building_folder()
     (folder / "model.onnx").write_bytes(contents)
     manifest = Manifest(

@@ -1,0 +1,54 @@
+"""When an engine was last used: the time of an empty file in its folder, so that nothing is read or locked to tell."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from pathlib import Path
+
+from . import trust
+from .library import Engine
+from .manifest import MANIFEST_NAME, USE_NAME
+
+EVERY = 60.0
+"""Seconds in which more than one use counts as one."""
+
+_marked: dict[Path, float] = {}
+
+
+def mark(engines: Iterable[Engine]) -> None:
+    """Engines serve now. Microseconds; a library that cannot be written keeps no record."""
+    now = time.monotonic()
+    for engine in engines:
+        if now - _marked.get(engine.folder, -EVERY) < EVERY:
+            continue
+        _marked[engine.folder] = now
+        with contextlib.suppress(OSError):
+            path = engine.folder / USE_NAME
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644))
+            os.utime(path)
+
+
+def last_used(engine: Engine) -> datetime | None:
+    """When an engine was last used, or None when that is not known."""
+    try:
+        return datetime.fromtimestamp((engine.folder / USE_NAME).stat().st_mtime, timezone.utc)
+    except (OSError, ValueError, OverflowError):
+        return None
+
+
+def unused_since(engine: Engine) -> datetime | None:
+    """Since when an engine was not used; from its build on, or its arrival here, when it never was."""
+    if (used := last_used(engine)) is not None:
+        return used
+    record = trust.record_of(engine)
+    try:
+        if record is None or record.verdict != trust.BUILT:
+            return datetime.fromtimestamp((engine.folder / MANIFEST_NAME).stat().st_mtime, timezone.utc)
+        created = datetime.fromisoformat(engine.manifest.created)
+        return created if created.tzinfo else created.replace(tzinfo=timezone.utc)
+    except (OSError, ValueError, OverflowError):
+        return None

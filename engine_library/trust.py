@@ -1,0 +1,134 @@
+"""Which engines were built on this machine, or compared with native on it: only these serve.
+
+An engine's key is a hash that anybody can compute over whatever files, so it says nothing about what these compute. A
+record beside the manifest, signed with this machine's secret, does; it is no part of an exported engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import local_key, strict
+from .files import write_file
+from .manifest import RECORD_NAME, Manifest
+from .reasons import Fallback, Reason
+
+if TYPE_CHECKING:
+    from .library import Engine
+
+log = logging.getLogger(__name__)
+
+BUILT, CHECKED, REFUSED = "built", "checked", "refused"
+MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Record:
+    """What this machine knows of an engine.
+
+    Attributes:
+        verdict: ``"built"`` here; ``"checked"``: came from elsewhere and computes what native does; ``"refused"``.
+        why: what is wrong with a refused one.
+        parity: figures of the check, as in a manifest.
+    """
+
+    verdict: str
+    why: str = ""
+    parity: Mapping = field(default_factory=dict)
+
+
+_known: dict[str, tuple[tuple, Record | None]] = {}
+_unkept: dict[tuple[str, str], Record] = {}
+"""Records of engines whose signature could not be written, until this process ends."""
+
+
+def keep(folder: Path, manifest: Manifest, record: Record, home: Path | None = None) -> None:
+    """Sign an engine's record and keep it in ``folder``, or beside the secret when the library is read-only.
+
+    Args:
+        folder: where the engine's files are now.
+        home: where they will be, when that is elsewhere.
+    """
+    try:
+        fields = {"verdict": record.verdict, "why": strict.printable(record.why), "parity": dict(record.parity)}
+        text = json.dumps({**fields, "signature": local_key.sign(_signed(manifest, fields))}, indent=1)
+        try:
+            write_file(folder / RECORD_NAME, text)
+        except OSError:
+            elsewhere = _elsewhere(manifest)
+            elsewhere.parent.mkdir(exist_ok=True)
+            write_file(elsewhere, text)
+    except OSError as error:
+        _unkept[str(home or folder), manifest.digest] = record
+        log.warning(
+            "Hybrid TRT: that %s was %s here cannot be kept (%s), so it is known until ComfyUI ends; let %s name a "
+            "folder that can be written and that lasts",
+            (home or folder).name, record.verdict, error, local_key.FOLDER_VARIABLE,
+        )  # fmt: skip
+
+
+def record_of(engine: Engine) -> Record | None:
+    """What this machine knows of an engine, or None; cheap while no file changes."""
+    places = [engine.folder / RECORD_NAME]
+    with contextlib.suppress(OSError):  # no home
+        places.append(_elsewhere(engine.manifest))
+    stamp = (engine.manifest.digest, local_key.stamp(), *(_stamp(place) for place in places))
+    known = _known.get(str(engine.folder))
+    if known is None or known[0] != stamp:
+        found = next((record for place in places if (record := _read(place, engine.manifest)) is not None), None)
+        known = _known[str(engine.folder)] = (stamp, found)
+    return known[1] or _unkept.get((str(engine.folder), engine.manifest.digest))
+
+
+def flaw(engine: Engine) -> Fallback | None:
+    """Why an engine must not serve on this machine, or None: it was built or checked here."""
+    record = record_of(engine)
+    if record is None and engine.holds_programs:
+        return Fallback(Reason.STALE_ENGINE, f"{engine.folder.name} was not compiled on this machine{_lost()}")
+    if record is None:
+        return Fallback(
+            Reason.UNCHECKED,
+            f"{engine.folder.name} came from elsewhere and was not compared with native on this machine{_lost()}",
+        )
+    return Fallback(Reason.BROKEN_ENGINE, record.why) if record.verdict == REFUSED else None
+
+
+def _lost() -> str:
+    if local_key.stamp() is not None:
+        return ""
+    return (
+        f", or this machine's secret is gone (a container that forgets its home: let {local_key.FOLDER_VARIABLE} name "
+        "a folder that lasts and that only you can read)"
+    )
+
+
+def _signed(manifest: Manifest, fields: Mapping) -> str:
+    return json.dumps([manifest.digest, fields], sort_keys=True)
+
+
+def _read(path: Path, manifest: Manifest) -> Record | None:
+    try:
+        with path.open("rb") as file:
+            data = strict.mapping(strict.loads(file.read(MAX_BYTES)), "", ("verdict", "why", "parity", "signature"))
+    except (OSError, strict.Senseless):
+        return None
+    fields = {name: data[name] for name in ("verdict", "why", "parity")}
+    return Record(**fields) if local_key.is_signed(_signed(manifest, fields), data["signature"]) else None
+
+
+def _elsewhere(manifest: Manifest) -> Path:
+    return local_key.folder() / "checked" / f"{manifest.digest[:40]}.json"
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino

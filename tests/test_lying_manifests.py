@@ -1,0 +1,177 @@
+"""Manifests that somebody else wrote: read by one reader that knows every value's form, or refused in a sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pack
+import pytest
+from fake_engine import publish
+
+pack.import_comfy()
+
+import torch  # noqa: E402
+from hybrid_trt.backends import backends  # noqa: E402
+from hybrid_trt.engine_library import (  # noqa: E402
+    Engine,
+    Library,
+    LibraryError,
+    Manifest,
+    Reason,
+    Unavailable,
+    Wanted,
+    strict,
+)
+from hybrid_trt.engine_library.archive import export_engine, import_engine  # noqa: E402
+from hybrid_trt.engine_library.manifest import ManifestError  # noqa: E402
+from hybrid_trt.engine_library.states import BROKEN, delete, entries, verify  # noqa: E402
+from hybrid_trt.engine_runtime.session import Session  # noqa: E402
+
+NASTY: list[Any] = [
+    None, True, -1, 0, 1.5, 10**400, float("nan"), float("inf"), "", "evil", "a\0b", "\ud800", "x" * 100_000, "../x",
+    "con", "dot.", "blank ", [], {}, [[]], {"a": {}}, ["B/0"], {"B": [2, 1, 1]},
+]  # fmt: skip
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    name = publish(tmp_path / "library")
+    return next(e for e in Library([tmp_path / "library"]).engines() if e.folder.name == name)
+
+
+def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
+    """Every place in some JSON, the whole of it too."""
+    yield path
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield from places(value[key], (*path, key))
+
+
+def changed(data: Any, path: tuple, value: Any) -> Any:
+    if not path:
+        return value
+    data = copy.deepcopy(data)
+    at = data
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return with_true_key(data)
+
+
+def with_true_key(data: Any) -> Any:
+    """As whoever lies with care does."""
+    if isinstance(data, dict) and isinstance(data.get("identity"), dict):
+        with contextlib.suppress(ValueError, TypeError):
+            text = json.dumps(data["identity"], sort_keys=True)
+            data["key"] = hashlib.sha256(text.encode()).hexdigest()
+    return data
+
+
+def test_whatever_stands_in_a_manifest_it_is_refused_or_serves_every_use(engine: Engine) -> None:
+    data = json.loads((engine.folder / "manifest.json").read_text())
+    refused = read = 0
+    for path in places(data):
+        for value in NASTY:
+            text = json.dumps(changed(data, path, value)).encode()
+            try:
+                manifest = Manifest.parse(text, "it")
+            except ManifestError as error:
+                str(error).encode()
+                refused += 1
+                continue
+            read += 1
+            json.dumps(manifest.to_json(), allow_nan=False).encode()
+            assert Manifest.parse(json.dumps(manifest.to_json()).encode(), "it") == manifest
+            Session(Engine(engine.folder, manifest), backends()["onnxruntime"], torch.device("cpu"))
+            str(manifest.identity.profile), manifest.identity.folder_name.encode()
+    assert refused > 5 * read > 0
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda d: d["inputs"][0].update(dtype="evil"),
+    lambda d: d.update(source={"path": "\ud800"}),
+    lambda d: d["parity"].update(rel_err=float("nan")),
+    lambda d: d.update(seconds=3),
+    lambda d: d.update(more="unknown"),
+    lambda d: d["files"].update({"aux.onnx": d["files"].pop("model.onnx")}),
+    lambda d: d["files"].update({"model.onnx ": d["files"].pop("model.onnx")}),
+    lambda d: d["files"].update({"manifest.JSON": d["files"]["model.onnx"]}),
+    lambda d: d["files"].clear(),
+    lambda d: d["outputs"][0].update(dims=["Q"]),
+])  # fmt: skip
+def test_an_engine_with_a_lie_is_broken_serves_nobody_and_can_be_removed(
+    engine: Engine, tmp_path: Path, spoil: Callable[[dict], object]
+) -> None:
+    path = engine.folder / "manifest.json"
+    data = json.loads(path.read_text())
+    spoil(data)
+    path.write_text(json.dumps(with_true_key(data)))
+    library = Library([tmp_path / "library"])
+    (entry,) = entries(library, lambda _: None)
+    assert (entry.state, entry.engine) == (BROKEN, None)
+    json.dumps(entry.to_json(), allow_nan=False)
+    assert verify(entry).reason is Reason.BROKEN_ENGINE
+    identity = engine.manifest.identity
+    wanted = Wanted(identity.architecture, [identity.weights], identity.precision, identity.profile, ["onnxruntime"])
+    with pytest.raises(Unavailable, match="1 unreadable manifest"):
+        library.find(wanted, lambda _: None)
+    delete(entry)
+    assert not engine.folder.exists()
+
+
+@pytest.mark.parametrize("make", [
+    lambda path: path.write_bytes(b" " * (5 << 20)),
+    lambda path: path.write_bytes(b"[" * 100_000),
+    lambda path: path.write_bytes(b"\xff\xfe"),
+    lambda path: path.mkdir(),
+], ids=["huge", "deep", "no text", "folder"])  # fmt: skip
+def test_what_is_no_manifest_is_refused_without_being_read_whole(
+    engine: Engine, tmp_path: Path, make: Callable[[Path], object]
+) -> None:
+    (engine.folder / "manifest.json").unlink()
+    make(engine.folder / "manifest.json")
+    (entry,) = entries(Library([tmp_path / "library"]), lambda _: None)
+    assert entry.state == BROKEN
+
+
+def test_bytes_changed_anywhere_in_an_exported_file_are_refused_in_a_sentence_or_change_nothing(
+    engine: Engine, tmp_path: Path
+) -> None:
+    data = export_engine(engine, tmp_path).read_bytes()
+    file, target = tmp_path / "bent.trtengine", tmp_path / "other"
+    randomly = random.Random(1)
+    refused = 0
+    for _ in range(300):
+        bent = bytearray(data)
+        for _ in range(randomly.choice((1, 1, 4))):
+            bent[randomly.randrange(len(bent))] = randomly.choice((0, 0x2E, 0x80, 0xFF))
+        file.write_bytes(bent)
+        try:
+            import_engine(Library([target]), file)
+        except LibraryError as error:
+            refused += "not imported" in str(error)
+        else:
+            found = Library([target]).engines()[0]
+            assert found.main_file.read_bytes() == engine.main_file.read_bytes()
+            shutil.rmtree(target)
+    assert refused > 100
+
+
+@pytest.mark.parametrize("name", ["a.onnx", "engine.trt", "B2-H64.bin", "model.onnx.data", "a b", "\u00e4.onnx"])
+def test_plain_names_are_plain(name: str) -> None:
+    assert strict.plain_name(name)
+
+
+@pytest.mark.parametrize("name", [
+    "", ".", "..", "a/b", "a\\b", "C:a", "a\0", "a\n", "con", "CON", "nul.onnx", "COM1.txt", "lpt\u00b9", "conin$",
+    "aux .txt", "a.", "a ", "a..", "a. .", "a?", "a*", "\ud800", "x" * 300,
+])  # fmt: skip
+def test_names_that_some_system_cannot_have_are_refused(name: str) -> None:
+    assert not strict.plain_name(name)

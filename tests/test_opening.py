@@ -1,0 +1,133 @@
+"""What opening an engine costs, and what using it leaves behind: hashed once per machine, a time of last use."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pack
+import pytest
+from builds import read_only
+from fake_engine import publish_engine
+
+pack.import_comfy()
+
+import torch  # noqa: E402
+from hybrid_trt.backends import backends  # noqa: E402
+from hybrid_trt.engine_library import Engine, Library, Unavailable, last_use, local_key, verified  # noqa: E402
+from hybrid_trt.engine_library import library as library_module  # noqa: E402
+from hybrid_trt.engine_library.archive import export_engine, import_engine  # noqa: E402
+from hybrid_trt.engine_library.states import delete_unused, entries  # noqa: E402
+from hybrid_trt.engine_runtime import session as sessions  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that were hashed; the machine is a new one."""
+    names: list[str] = []
+    real = library_module.file_sha256
+
+    def counted(path: Path, *arguments: object) -> str:
+        names.append(path.name)
+        return real(path, *arguments)
+
+    monkeypatch.setattr(library_module, "file_sha256", counted)
+    monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    monkeypatch.setattr(verified, "_here", {})
+    monkeypatch.setattr(last_use, "_marked", {})
+    return names
+
+
+def restart() -> None:
+    """What a process remembers is gone."""
+    verified._here.clear()
+
+
+def test_an_engine_is_hashed_once_per_machine_and_again_when_it_changed(
+    tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = publish_engine(tmp_path / "library", b"\x08engine" * 1000)
+    hashed.clear()
+    verified.check_contents(engine)
+    assert sorted(hashed) == ["model.onnx", "parameters.json"]
+    for _ in range(2):
+        restart()
+        verified.check_contents(engine)
+    assert len(hashed) == 2, "no start reads it again"
+    stat = engine.main_file.stat()
+    engine.main_file.write_bytes(b"\x08ENGINE" * 1000)
+    os.utime(engine.main_file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    for _ in range(2):
+        restart()
+        with pytest.raises(Unavailable, match="its hash differs"):
+            verified.check_contents(engine)
+    engine.main_file.write_bytes(b"\x08engine" * 1000)
+    verified.check_contents(engine)
+    hashed.clear()
+    restart()
+    monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "another machine"))
+    verified.check_contents(engine)
+    assert len(hashed) == 2
+
+
+def test_what_was_just_imported_is_not_read_a_second_time(tmp_path: Path, hashed: list[str]) -> None:
+    file = export_engine(publish_engine(tmp_path / "one"), tmp_path)
+    engine = import_engine(Library([tmp_path / "other"]), file)
+    hashed.clear()
+    restart()
+    verified.check_contents(engine)
+    assert hashed == []
+
+
+def test_gigabytes_open_in_no_time_when_warm(tmp_path: Path) -> None:
+    """2 GB of zeros that take no disk; sizes do not matter when nothing is read."""
+    engine = publish_engine(tmp_path)
+    os.truncate(engine.main_file, 2 << 30)
+    verified.remember(engine)
+    restart()
+    began = time.perf_counter()
+    verified.check_contents(engine)
+    assert time.perf_counter() - began < 0.1
+
+
+def test_a_use_is_remembered_once_a_minute_and_costs_nothing_where_it_cannot_be(tmp_path: Path) -> None:
+    engine = publish_engine(tmp_path / "library")
+    assert last_use.last_used(engine) is None
+    last_use.mark([engine])
+    assert datetime.now(timezone.utc) - last_use.last_used(engine) < timedelta(seconds=10)
+    path = engine.folder / "last_used"
+    os.utime(path, (1000, 1000))
+    last_use.mark([engine])
+    assert path.stat().st_mtime == 1000, "within a minute"
+    last_use._marked.clear()
+    last_use.mark([engine])
+    assert path.stat().st_mtime > 1000
+    last_use._marked.clear()
+    with read_only(tmp_path / "library"):
+        last_use.mark([engine])
+    (entry,) = entries(Library([tmp_path / "library"]), lambda _: None)
+    assert entry.to_json()["last_used"] == last_use.last_used(engine).isoformat(timespec="seconds")
+
+
+def use(engine: Engine, days_ago: float) -> None:
+    (engine.folder / "last_used").touch()
+    os.utime(engine.folder / "last_used", (time.time() - days_ago * 86400,) * 2)
+
+
+def test_only_what_was_not_used_for_long_and_serves_nobody_now_is_deleted(tmp_path: Path) -> None:
+    library = Library([tmp_path])
+    old, young, serving, arrived = (
+        publish_engine(tmp_path, weights=letter * 64, made_here=letter != "d") for letter in "abcd"
+    )
+    for engine, days in ((old, 31), (young, 29), (serving, 31)):
+        use(engine, days)
+    held = sessions.session(serving, backends()["onnxruntime"], torch.device("cpu"))
+    in_use = {engine.folder for engine in sessions.open_engines()}
+    removed, kept = delete_unused(entries(library, lambda _: None), 30, in_use)
+    assert ([entry.folder for entry in removed], kept) == ([old.folder], [])
+    del held
+    in_use = {engine.folder for engine in sessions.open_engines()}
+    delete_unused(entries(library, lambda _: None), 30, in_use)
+    assert {e.folder for e in library.engines()} == {young.folder, arrived.folder}

@@ -1,0 +1,138 @@
+"""Weights hashes kept on disk: hashed once per file, and never another file's hash."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from builds import read_only, small_network
+from fake_engine import PROFILE, SPECS
+from hybrid_trt.engine_library import (
+    EngineIdentity,
+    Library,
+    Manifest,
+    hash_cache,
+    weights,
+)
+from hybrid_trt.engine_library.library import describe_files
+from hybrid_trt.engine_library.native import NativeNetwork
+
+UNDER_WINDOWS_RULES_TOO = True
+
+
+def from_file(path: Path, seed: int = 1) -> NativeNetwork:
+    """A network that ComfyUI's loader could have made from a file."""
+
+    def load_diffusion_model(*_: object) -> None:
+        raise AssertionError("nobody loads it again")
+
+    network = small_network(seed)
+    network.patcher.cached_patcher_init = (load_diffusion_model, (str(path), {}))
+    return network
+
+
+@pytest.fixture
+def hashing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The hashes of weights that were really computed; the cache lies in the temporary folder."""
+    computed: list[str] = []
+    real = weights._hash
+
+    def counted(*arguments: object) -> str:
+        computed.append(real(*arguments))
+        return computed[-1]
+
+    monkeypatch.setattr(weights, "_hash", counted)
+    hash_cache.use(tmp_path / "library")
+    yield computed
+    hash_cache.use(None)
+
+
+def test_a_file_is_hashed_once_for_all_starts(tmp_path: Path, hashing: list[str]) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"1")
+    first = from_file(file).weights_hash()
+    assert from_file(file).weights_hash() == first
+    assert hashing == [first], "the second start read it from disk"
+    file.write_bytes(b"22")
+    other = from_file(file, seed=2).weights_hash()
+    assert other != first
+    assert hashing == [first, other], "the file has changed"
+
+
+def changed_values(network: NativeNetwork) -> None:
+    """As merging a LoRA does: no norm and no bias is another."""
+    with torch.no_grad():
+        network.module.get_parameter(next(n for n in lora_names(network))).mul_(1.01)
+
+
+def lora_names(network: NativeNetwork) -> list[str]:
+    return [name for name, _ in network.module.named_parameters() if name.endswith("to_k.weight")]
+
+
+@pytest.mark.parametrize("kind", ["another checkpoint", "a merged LoRA"])
+def test_a_file_of_the_same_size_and_time_with_other_weights_has_another_hash(
+    tmp_path: Path, hashing: list[str], kind: str
+) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"1")
+    os.utime(file, ns=(10**18, 10**18))
+    first = from_file(file).weights_hash()
+    file.unlink()
+    file.write_bytes(b"2")
+    os.utime(file, ns=(10**18, 10**18))
+    other = from_file(file, seed=2 if kind == "another checkpoint" else 1)
+    if kind == "a merged LoRA":
+        changed_values(other)
+    assert other.weights_hash() != first
+    assert len(hashing) == 2
+    assert from_file(file).weights_hash() == first, "the first one again"
+    assert len(hashing) == 2
+
+
+def test_patched_or_otherwise_loaded_models_are_hashed_themselves(tmp_path: Path, hashing: list[str]) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"1")
+    plain = from_file(file)
+    plain.weights_hash()
+    patched = plain.patcher.clone()
+    name = next(name for name, p in patched.model.named_parameters() if name.endswith("to_k.weight"))
+    patched.add_patches({name: ("diff", (patched.model.get_parameter(name) + 1,))})
+    lora = NativeNetwork(patched, plain.module, plain.prefix, plain.dtype, "lora")
+    assert lora.weights_hash() != plain.weights_hash()
+    half = from_file(file)
+    half.module.half()
+    half.weights_hash()
+    unknown = from_file(file)
+    unknown.patcher.cached_patcher_init = (from_file, (str(file), {"operations": object()}))
+    unknown.weights_hash()
+    small_network().weights_hash()
+    assert len(hashing) == 5
+
+
+def test_a_read_only_library_only_costs_the_hash(tmp_path: Path, hashing: list[str]) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"1")
+    with read_only(tmp_path / "library"):
+        assert from_file(file).weights_hash() == from_file(file).weights_hash()
+    assert len(hashing) == 2
+
+
+def test_no_engine_for_a_model_is_known_without_hashing_it(tmp_path: Path, hashing: list[str]) -> None:
+    mine, other = small_network(1), small_network(2)
+    library = Library([tmp_path])
+    assert not library.may_have("sd15_unet", mine.fingerprint)
+    work = library.building_folder()
+    (work / "model.onnx").write_bytes(b"\x08")
+    identity = EngineIdentity("sd15_unet", "a" * 64, "float32", PROFILE, "onnxruntime", "1", "any")
+    files = describe_files(work, ["model.onnx"])
+    library.publish(
+        work, Manifest(identity, "unet", "mine", SPECS, SPECS, files, fingerprint=mine.fingerprint())
+    )
+    assert library.may_have("sd15_unet", mine.fingerprint)
+    assert not library.may_have("sd15_unet", other.fingerprint)
+    assert not library.may_have("sdxl_unet", mine.fingerprint)
+
+
