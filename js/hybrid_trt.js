@@ -7,7 +7,7 @@ import { showText } from "./lib/dialog.mjs";
 import { ENGINE_NODES } from "./lib/graph.mjs";
 import { NodeView } from "./lib/node_view.mjs";
 import { Panel } from "./lib/panel.mjs";
-import { presetMenu, presetWidget } from "./lib/presets.mjs";
+import { follow, presetMenu, presetWidget } from "./lib/presets.mjs";
 import { request } from "./lib/server.mjs";
 import { defaultsFor, librarySettings, settings } from "./lib/settings.mjs";
 import { setLanguage, t } from "./lib/texts.mjs";
@@ -40,8 +40,18 @@ function hearServer() {
     api.addEventListener("execution_interrupted", ({ detail }) => builder.promptEnded(detail.prompt_id));
     api.addEventListener("execution_error", ({ detail }) =>
         builder.promptEnded(detail.prompt_id, `${detail.node_type}: ${String(detail.exception_message).trim()}`));
-    for (const event of ["hybrid_trt.library", "status", "reconnected", "graphChanged"])
-        api.addEventListener(event, () => tracker.soon());
+    for (const event of ["hybrid_trt.library", "status", "reconnected"]) api.addEventListener(event, () => tracker.soon());
+    api.addEventListener("graphChanged", () => tracker.changed());
+    document.addEventListener("visibilitychange", () => tracker.shown());
+    const queue = api.queuePrompt;
+    api.queuePrompt = function (number, prompt, ...more) {
+        try {
+            tracker.queued(prompt.output);
+        } catch (failure) {
+            console.warn("Hybrid TRT:", failure); // nothing of ours may keep a prompt from being queued
+        }
+        return queue.call(this, number, prompt, ...more);
+    };
 }
 
 app.registerExtension({
@@ -64,16 +74,17 @@ app.registerExtension({
         if (TEXT_NODES.includes(node.comfyClass)) showRuns(node);
         if (!ENGINE_NODES.includes(node.comfyClass)) return;
         defaultsFor(node, (id) => app.extensionManager.setting.get(id));
-        presetWidget(node, () => tracker.soon());
+        presetWidget(node, () => tracker.changed());
         tracker.views.set(node, new NodeView(node, {
             press: (view) => builder.press(view), buildFor: (view) => builder.buildFor(view), showLog,
         }));
-        tracker.soon();
+        follow(node, "onConnectionsChange", () => tracker.changed());
+        tracker.changed();
     },
     getNodeMenuItems(node) {
-        return ENGINE_NODES.includes(node.comfyClass) ? [presetMenu(node, () => tracker.soon())] : [];
+        return ENGINE_NODES.includes(node.comfyClass) ? [presetMenu(node, () => tracker.changed())] : [];
     },
     afterConfigureGraph() {
-        tracker.soon();
+        tracker.changed();
     },
 });

@@ -44,6 +44,42 @@ PAGE_NODES = """() => {
     link(primitive, find('KSampler'), 'seed');
     primitive.widgets[0].value = 4711; }"""
 
+#: What the pack's look at the open graph finds above its engine nodes, and what ComfyUI's own serialisation has there.
+LOOK = """async () => {
+    const { Look } = await import('/extensions/hybrid-trt/lib/look.mjs');
+    const { ancestors, engineNodes } = await import('/extensions/hybrid-trt/lib/graph.mjs');
+    const ids = engineNodes(app.rootGraph).flatMap(found => found.ids);
+    const looked = new Look(app.rootGraph).prompt(ids), { output } = await app.graphToPrompt();
+    const latent = prompt => Object.values(prompt).filter(n => /Empty.*Latent/.test(n.class_type)).map(n => n.inputs);
+    return [looked, output].map(prompt => JSON.parse(JSON.stringify([ancestors(prompt, ids), latent(prompt)]))); }"""
+#: Above the UNet's engine node: a LoRA behind a reroute with a primitive on its strength, a bypassed one, both kinds
+#: with the engine node in a subgraph that shows the second strength outside, and a muted ControlNet loader.
+TANGLE = """() => {
+    const make = (type, x) => { const n = LiteGraph.createNode(type); n.pos = [x, 1500]; app.graph.add(n); return n; };
+    const find = type => app.graph.nodes.find(n => n.type === type), loader = find('CheckpointLoaderSimple');
+    const link = (from, to, name) => from.connect(0, to, to.inputs.findIndex(i => i.name === name));
+    const reroute = make('Reroute', 0), primitive = make('PrimitiveNode', 200), engine = find('TRTUNetEngine');
+    const [first, second, third] = [400, 800, 1200].map(x => make('LoraLoaderModelOnly', x));
+    loader.connect(0, reroute, 0);
+    reroute.connect(0, first, 0); first.connect(0, second, 0); second.connect(0, third, 0); third.connect(0, engine, 0);
+    link(primitive, first, 'strength_model');
+    primitive.widgets[0].value = 0.25;
+    second.mode = 4;
+    third.widgets.find(w => w.name === 'strength_model').value = 0.625;
+    app.graph.nodes.filter(n => n.type === 'ControlNetLoader')[1].mode = 2;
+    app.graph.convertToSubgraph(new Set([third, engine]));
+    const outer = app.graph.nodes.find(n => n.isSubgraphNode?.()), inner = outer.subgraph;
+    const lora = inner.nodes.find(n => n.type === 'LoraLoaderModelOnly');
+    inner.inputNode.connectByType(-1, lora, 'FLOAT');
+    const slot = lora.inputs.findIndex(i => i.name === 'strength_model');
+    if (lora.inputs[slot].link == null) {
+        const input = inner.addInput('strength_model', 'FLOAT');
+        input.connect(lora.inputs[slot], lora);
+    }
+    const shown = outer.widgets.find(w => w.name.includes('strength'));
+    if (shown) shown.value = 0.125;
+    return { shown: shown?.value, inner: lora.widgets.find(w => w.name === 'strength_model').value }; }"""
+
 Workflow = dict[str, Any]
 
 
@@ -126,6 +162,8 @@ def test_converts_as_the_page_does(page: ComfyPage, object_info: dict[str, Any],
     prompt = page.prompt()
     assert prompt == to_prompt(workflow, object_info)
     assert prompt == to_prompt(page.workflow(), object_info)  # a saved file lists widgets as sockets too
+    looked, serialised = page.page.evaluate(LOOK)
+    assert looked == serialised
 
 
 @pytest.mark.browser
@@ -179,6 +217,20 @@ def test_nodes_of_the_page_alone_convert(page: ComfyPage, object_info: dict[str,
     prompt = page.prompt()
     assert prompt == to_prompt(page.workflow(), object_info)
     assert next(entry for entry in prompt.values() if entry["class_type"] == "KSampler")["inputs"]["seed"] == 4711
+
+
+@pytest.mark.browser
+def test_a_look_at_the_graph_finds_what_serialising_it_gives(page: ComfyPage, object_info: dict[str, Any]) -> None:
+    """Through subgraphs, widgets that they show, reroutes, primitives, bypassed and muted nodes."""
+    page.load(with_tiny_models(shipped("sd15_two_controlnets"), object_info))
+    values = page.page.evaluate(TANGLE)
+    page.settle()
+    looked, serialised = page.page.evaluate(LOOK)
+    assert looked == serialised
+    strengths = {n["inputs"]["strength_model"] for n in looked[0].values() if n["class_type"] == "LoraLoaderModelOnly"}
+    assert strengths == {0.25, 0.125}, values
+    engines = [node["inputs"] for node in looked[0].values() if node["class_type"].startswith("TRT")]
+    assert sum("control_net" in inputs for inputs in engines) == 1, "one loader is muted"
 
 
 @pytest.mark.browser

@@ -1,7 +1,8 @@
 // The Build button: orders a build by a small prompt of its own, follows it, cancels it.
 
 import { widened } from "./fit.mjs";
-import { buildPrompt, engineNodes } from "./graph.mjs";
+import { buildPrompt, engineNodes, isWired } from "./graph.mjs";
+import { Look } from "./look.mjs";
 import { applyPreset } from "./presets.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
@@ -54,14 +55,10 @@ export class Builder {
 
     /** Order the engine of a node. */
     async build(view) {
-        const { app, api } = this.tracker;
+        const { api } = this.tracker;
         view.show({ ...view.state, state: "asked", job: null });
         this.tracker.failures.delete(view.node);
-        const ids = engineNodes(this.tracker.root()).find((found) => found.node === view.node)?.ids ?? [];
-        const { output } = await app.graphToPrompt();
-        const id = ids.find((id) => output[id]);
-        const prompt = id && buildPrompt(output, id, crypto.randomUUID?.() ?? String(Math.random()));
-        if (!prompt) throw new Error(t("offHint"));
+        const prompt = await this.#prompt(view.node);
         this.tracker.asked.set(view.node, "");
         const response = await api.fetchApi("/prompt", {
             method: "POST", headers: { "Content-Type": "application/json" },
@@ -70,6 +67,7 @@ export class Builder {
         const answer = await response.json().catch(() => ({}));
         if (!response.ok) throw new Error(promptError(answer));
         this.tracker.asked.set(view.node, answer.prompt_id);
+        this.tracker.stale = true;
         if (this.ended.has(answer.prompt_id)) await this.promptEnded(answer.prompt_id, this.ended.get(answer.prompt_id));
         else await this.tracker.refresh();
     }
@@ -99,6 +97,19 @@ export class Builder {
             const view = this.tracker.views.get(node);
             if (failure && view) this.#fail(view, failure);
         }
+    }
+
+    /** The prompt that orders a node's engine. Only what it depends on is serialised. */
+    async #prompt(node) {
+        const { app } = this.tracker;
+        const ids = engineNodes(this.tracker.root()).find((found) => found.node === node)?.ids ?? [];
+        const look = new Look(this.tracker.root());
+        const whole = look.prompt([]);
+        const id = ids.find((id) => whole[id]);
+        if (!id) throw new Error(t("offHint"));
+        // other packs may wire a node while ComfyUI serialises, and only then
+        const part = isWired(node) ? await look.serialised(id) : (await app.graphToPrompt()).output;
+        return buildPrompt(part, id, crypto.randomUUID?.() ?? String(Math.random()));
     }
 
     /** Show why a build could not be ordered, until another one is. */

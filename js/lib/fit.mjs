@@ -1,11 +1,10 @@
 // Will the picture that the graph asks for fit a node's engine? Told before a run, and only when it is certain.
 
-import { ENGINE_NODES } from "./graph.mjs";
+import { ENGINE_NODES, isLink } from "./graph.mjs";
 
 /** @typedef {{width: number, height: number, images: number}} Latent */
 /** @typedef {{min: number, max: number, images: number}} Limits sizes in pixels, images per batch */
 
-const isLink = (value) => Array.isArray(value) && value.length === 2;
 const isSampler = (node) => isLink(node.inputs.latent_image);
 
 /**

@@ -92,7 +92,7 @@ function foldOnCanvas(node, widget) {
 }
 
 /** Call something after a method of an object. */
-function follow(object, method, then) {
+export function follow(object, method, then) {
     const before = object[method];
     object[method] = function (...given) {
         const result = before?.apply(this, given);
