@@ -102,6 +102,7 @@ def find_or_build(
     if requested or when_missing != building.USE_NATIVE:
         building.build_if_missing(handle, when_missing, requested)
     building.node_states.learn(key, handle)
+    building.remember(handle)
     log.info("Hybrid TRT: %s: %s", network.label, handle.status())
     return handle
 
