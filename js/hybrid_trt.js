@@ -74,9 +74,9 @@ app.registerExtension({
         if (TEXT_NODES.includes(node.comfyClass)) showRuns(node);
         if (!ENGINE_NODES.includes(node.comfyClass)) return;
         defaultsFor(node, (id) => app.extensionManager.setting.get(id));
-        presetWidget(node, () => tracker.changed());
+        const fits = presetWidget(node, () => tracker.changed());
         tracker.views.set(node, new NodeView(node, {
-            press: (view) => builder.press(view), buildFor: (view) => builder.buildFor(view), showLog,
+            press: (view) => builder.press(view), buildFor: (view) => builder.buildFor(view), showLog, fits,
         }));
         follow(node, "onConnectionsChange", () => tracker.changed());
         tracker.changed();

@@ -25,6 +25,18 @@ WORKFLOW = Path(__file__).resolve().parent.parent / "workflows" / f"{NAME}.json"
 MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 60}
 NET = "TRT ControlNet Engine 1"
 SIZES = ("min_size", "opt_size", "max_size", "max_images", "max_tokens")
+PRESET = "id => app.graph.getNodeById(id).widgets.find(w => w.name === 'size_preset').value"
+#: A change of the graph, as the page notices it.
+CHANGE = """([id, step]) => { const node = app.graph.getNodeById(id), set = (name, value) => {
+        node.widgets.find(w => w.name === name).value = value; };
+    if (step === 'size') set('min_size', 320);
+    else if (step === 'lora') {
+        const lora = LiteGraph.createNode('LoraLoaderModelOnly');
+        app.graph.add(lora);
+        app.graph.nodes.find(n => n.type === 'CheckpointLoaderSimple').connect(0, lora, 0);
+        lora.connect(0, node, 0);
+    } else set('when_missing', step);
+    app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
 #: What a node's widgets are, and which of them a person sees.
 WIDGETS = """id => { const node = app.graph.getNodeById(id); return Object.fromEntries(node.widgets.map(w => [w.name,
     { value: w.value, seen: node.isWidgetVisible(w) }])); }"""
@@ -118,6 +130,45 @@ def test_a_person_sees_one_preset_and_the_numbers_on_demand(page: EnginePage, ti
     assert [v for v in node["widgets_values"] if v is not None] == ["build now", 64, 128, 512, 4, 616, "auto", "auto"]
     load(page, copy.deepcopy(saved))
     assert page.page.prompt() == before
+
+
+def test_what_fits_and_what_the_next_run_brings_is_said_before_it(
+    page: EnginePage, comfy: ComfyProcess, tiny: dict[str, Any]
+) -> None:
+    if page.page.vue:
+        pytest.skip("The same words in both modes.")
+    no_engines(comfy)
+    made, raw, info = copy.deepcopy(tiny), page.page.page, comfy.object_info()
+    for widget, value in {**dict.fromkeys(SIZES, 0), "when_missing": "use native"}.items():
+        set_widget(made, "TRTUNetEngine", widget, value, info)
+    for side, size in (("width", 1088), ("height", 512)):
+        set_widget(made, "EmptyLatentImage", side, size, info)
+    load(page, made)
+    unet = page.node("TRTUNetEngine")
+    page.wait_until(unet, lambda s: s["state"] in ("unknown", "none"), "state", 5)
+    page.click(unet)  # loads the model, so that its family is known
+    page.wait_for(unet, "building", timeout=60)
+    page.click(unet)
+    told = page.wait_for(unet, "none", timeout=10)
+    assert "1088×512 does not fit" in told["text"]
+    assert raw.evaluate(PRESET, unet) == "Fits the model (SD1.5: 256 to 1024, best at 512)"
+    page.click_in_status(unet, ".hybrid-trt-offer")
+    page.wait_for(unet, "building", timeout=60)
+    sizes = raw.evaluate("id => app.graph.getNodeById(id).widgets.map(w => [w.name, w.value])", unet)
+    assert {name: value for name, value in sizes if name in SIZES} == dict.fromkeys(SIZES, 0) | {"max_size": 1088}
+    page.click(unet)
+    page.wait_for(unet, "none", timeout=10)
+
+    def says(text: str, *steps: str) -> None:
+        for step in steps:
+            raw.evaluate(CHANGE, [unet, step])
+        page.wait_until(unet, lambda s: text in s["text"], text, 5)
+        page.shot("said")
+
+    says("The next run builds it first: minutes", "build now")
+    says("No engine is known for these settings yet. The next run builds it first if there is none", "size")
+    says("No engine for this LoRA setting yet. The next run builds it first if there is none", "lora")
+    says("No engine for this LoRA setting yet. The next run starts the build", "build in background")
 
 
 def test_the_limit_is_set_in_the_settings_dialog(page: EnginePage, comfy: ComfyProcess) -> None:

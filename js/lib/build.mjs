@@ -3,7 +3,7 @@
 import { widened } from "./fit.mjs";
 import { buildPrompt, engineNodes, isWired } from "./graph.mjs";
 import { Look } from "./look.mjs";
-import { applyPreset } from "./presets.mjs";
+import { applyPreset, sizesOf } from "./presets.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
 import { duration, error, size } from "./words.mjs";
@@ -33,8 +33,7 @@ export class Builder {
     /** Widen a node's sizes to the latent that does not fit, and build. */
     async buildFor(view) {
         if (!view.state.misfit || view.busy) return;
-        const now = (name) => view.node.widgets.find((widget) => widget.name === name).value;
-        applyPreset(view.node, widened(view.state.misfit, now));
+        applyPreset(view.node, widened(view.state.misfit, sizesOf(view.node), view.state.fits));
         await this.press(view);
     }
 

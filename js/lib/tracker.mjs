@@ -69,7 +69,8 @@ export class Tracker {
         for (const node of found) {
             if (this.heard.get(node) > started) continue; // the answer is older than the event
             const id = ids.get(node), told = answer.nodes[id];
-            const state = told && { ...told, misfit: misfitOf(prompt, id, told) };
+            const whenMissing = prompt[id]?.inputs.when_missing;
+            const state = told && { ...told, whenMissing, misfit: misfitOf(prompt, id, told) };
             this.#apply(node, state || { state: off.has(node) ? "off" : "unwired", key: "" });
         }
     }

@@ -57,6 +57,20 @@ test("each state has a title, a tone and a button", () => {
     assert.deepEqual(["none", "building", "ready"].map(buttonLabel), ["Build engine", "Cancel build", "Build again"]);
 });
 
+test("what the next run will bring is said before it, with the time", () => {
+    const said = (outlook, whenMissing = "use native", state = "none") =>
+        describe({ state, whenMissing, run: null, outlook: { why: "", seconds: null, certain: state === "none", live: false, ...outlook } }).lines[0];
+    assert.equal(said({ why: "lora", seconds: 231 }), "No engine for this LoRA setting yet. Native serves; building takes about 4 min.");
+    assert.equal(said({ why: "lora", seconds: 231 }, "build now"), "No engine for this LoRA setting yet. The next run builds it first: about 4 min.");
+    assert.equal(said({ why: "checkpoint", seconds: 47 }, "build now", "unknown"),
+        "No engine is known for this model yet. The next run builds it first if there is none: about 50 s.");
+    assert.match(said({ why: "settings" }, "build in background", "unknown"), /starts the build \(minutes for a full-size model\)/);
+    assert.match(said({ seconds: 70, live: true }), /serves without a build and follows LoRAs; a build \(about 70 s\)/);
+    assert.equal(said({}), t("noneHint"));
+    assert.equal(said({}, "use native", "unknown"), t("unknownHint"));
+    assert.equal(describe({ state: "none", run: null }).lines[0], t("noneHint"));
+});
+
 test("a refused prompt is told by its first node's error", () => {
     const errors = { 4: { class_type: "CheckpointLoaderSimple", errors: [{ message: "Value not in list", details: "ckpt_name: 'x'" }] } };
     assert.equal(promptError({ node_errors: errors }), "CheckpointLoaderSimple: Value not in list: ckpt_name: 'x'.");
@@ -84,6 +98,8 @@ test("settings fill new nodes with values that their widgets offer", () => {
     ];
     defaultsFor({ widgets }, (id) => ({ "HybridTRT.Backend": "torch", "HybridTRT.Precision": "float8" })[id]);
     assert.deepEqual(widgets.map((w) => w.value), ["torch", "auto", 512]);
+    defaultsFor({ widgets }, (id) => ({ "HybridTRT.Sizes": "presetSdxl" })[id]);
+    assert.deepEqual(widgets.map((w) => w.value), ["torch", "auto", 1024]);
 });
 
 test("presets rise from min to max and set the widgets that there are", () => {
@@ -96,7 +112,7 @@ test("presets rise from min to max and set the widgets that there are", () => {
     const node = { widgets: [{ name: "max_size", value: 1, callback: (v) => heard.push(v) }, { name: "backend", value: "auto" }] };
     let done = 0;
     const { submenu } = presetMenu(node, () => done++);
-    submenu.options[2].callback();
+    submenu.options[3].callback();
     assert.deepEqual([node.widgets.map((w) => w.value), heard, done], [[1024, "auto"], [1024], 1]);
     applyPreset({}, {});
 });
@@ -109,7 +125,7 @@ test("the preset's widget says what the sizes are, whoever changed them, and is 
         return widget;
     } };
     let done = 0;
-    presetWidget(node, () => { done += 1; });
+    const tell = presetWidget(node, () => { done += 1; });
     const preset = node.widgets.at(-1), max = node.widgets.find(({ name }) => name === "max_size");
     assert.deepEqual([preset.value, preset.serialize, preset.options.serialize], [t("presetAny"), false, false]);
     preset.callback(t("presetSdxl"));
@@ -127,6 +143,15 @@ test("the preset's widget says what the sizes are, whoever changed them, and is 
     max.value = 1024;
     node.onConfigure();
     assert.equal(preset.value, t("presetSdxl"));
+    preset.callback(t("presetFit"));
+    assert.deepEqual([presetOf(node), max.value, preset.value], ["presetFit", 0, "Fits the model"]);
+    tell({ family: "SDXL", min_size: 512, opt_size: 1024, max_size: 1536, max_images: 1, max_tokens: 231 });
+    assert.equal(preset.value, "Fits the model (SDXL: 512 to 1536, best at 1024)");
+    max.value = 2048;
+    max.callback(2048);
+    assert.equal(preset.value, "Own: 512 to 2048, up to 1 images");
+    preset.callback(preset.options.values[0]);
+    assert.equal(presetOf(node), "presetFit");
 });
 
 test("a native call makes a report amber, and a report of nothing is neither good nor bad", () => {
