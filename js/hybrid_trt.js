@@ -6,6 +6,7 @@ import { Builder } from "./lib/build.mjs";
 import { showText } from "./lib/dialog.mjs";
 import { ENGINE_NODES } from "./lib/graph.mjs";
 import { NodeView } from "./lib/node_view.mjs";
+import { offerLimit } from "./lib/offer.mjs";
 import { Panel } from "./lib/panel.mjs";
 import { follow, presetMenu, presetWidget } from "./lib/presets.mjs";
 import { request } from "./lib/server.mjs";
@@ -22,7 +23,8 @@ const COLOURS = {
 const toast = (severity, summary, detail) =>
     app.extensionManager.toast.add({ severity, summary, detail, life: severity === "error" ? 20000 : 8000 });
 const tracker = new Tracker(app, api);
-const builder = new Builder(tracker, toast);
+const builder = new Builder(tracker, toast,
+    () => offerLimit(api, app.extensionManager.setting, toast).catch((failure) => console.warn("Hybrid TRT:", failure)));
 const panel = new Panel(api, { toast, showLog, rebuild: (engine) => builder.rebuild(engine) });
 
 async function showLog(job) {

@@ -14,7 +14,7 @@ from browser import READY, ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
 from engine_page import EnginePage
 from fake_engine import publish
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, Page, Route
 from workflow_recipes import with_tiny_models
 from workflow_to_prompt import set_widget
 
@@ -37,6 +37,7 @@ CHANGE = """([id, step]) => { const node = app.graph.getNodeById(id), set = (nam
         lora.connect(0, node, 0);
     } else set('when_missing', step);
     app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
+OFFERED = "app.extensionManager.setting.set('HybridTRT.LimitOffered'"
 #: What a node's widgets are, and which of them a person sees.
 WIDGETS = """id => { const node = app.graph.getNodeById(id); return Object.fromEntries(node.widgets.map(w => [w.name,
     { value: w.value, seen: node.isWidgetVisible(w) }])); }"""
@@ -199,6 +200,61 @@ def test_the_limit_is_set_in_the_settings_dialog(page: EnginePage, comfy: ComfyP
     reload(page)  # no dialog is left over the canvas
 
 
+def test_the_first_build_offers_a_limit_once_and_waits_for_no_answer(
+    page: EnginePage, comfy: ComfyProcess, tiny: dict[str, Any]
+) -> None:
+    no_engines(comfy)
+    made, raw = copy.deepcopy(tiny), page.page.page
+    set_widget(made, "TRTControlNetEngine", "max_size", 640 if page.page.vue else 704, comfy.object_info())
+    load(page, made)
+    net, offer = page.node(NET), raw.locator(".hybrid-trt-corner")
+    raw.evaluate(f"() => {OFFERED}, false)")
+    page.click(net)
+    offer.wait_for()
+    page.wait_for(net, "building", timeout=60)
+    page.shot("offered")
+    limit = float(offer.get_by_role("spinbutton").input_value())
+    assert limit >= 5
+    assert "are free on their disk" in offer.inner_text()
+    offer.get_by_role("button", name="Set this limit").click()
+    page.toast(f"All engines together may take {limit:g} GB")
+    offer.wait_for(state="detached")
+    file = comfy.base / "models" / "trt_engines" / ".settings.json"
+    assert json.loads(file.read_text())["limit_gb"] == limit
+    file.unlink()
+    page.click(net)
+    page.wait_for(net, "none", timeout=10)
+    page.click(net)
+    page.wait_for(net, "building", timeout=60)
+    assert offer.count() == 0
+    page.click(net)
+    page.wait_for(net, "none", timeout=10)
+
+
+def test_the_panel_tells_the_last_use_and_deletes_what_was_not_used_for_long(
+    page: EnginePage, comfy: ComfyProcess
+) -> None:
+    no_engines(comfy)
+    root, raw = comfy.base / "models" / "trt_engines", page.page.page
+    name = publish(root)  # built in January and never used
+    if "last_used" not in comfy.get("/hybrid_trt/engines")["engines"][0]:
+        _server_that_knows_uses(raw, root)
+    raw.evaluate("() => document.querySelectorAll('.p-toast-close-button').forEach(b => b.click())")
+    raw.get_by_role("button", name="TRT engines").click()
+    panel = raw.locator(".hybrid-trt-panel")
+    panel.get_by_text("not used yet").wait_for()
+    panel.get_by_role("button", name="Delete unused for 30 days").click()
+    dialog = raw.locator(".hybrid-trt-dialog")
+    page.shot("confirm")
+    assert "Delete 1 engines (" in dialog.inner_text()
+    dialog.get_by_role("button", name="Yes").click()
+    page.toast("1 engines were deleted")
+    panel.get_by_text("No engines yet.").wait_for()
+    assert not (root / name).exists()
+    panel.get_by_role("button", name="Delete unused for 30 days").wait_for(state="hidden")
+    raw.get_by_role("button", name="TRT engines").click()
+
+
 def test_chinese_is_on_nodes_panel_and_settings(page: EnginePage, comfy: ComfyProcess, tiny: dict[str, Any]) -> None:
     raw = page.page.page
 
@@ -279,3 +335,22 @@ def test_a_server_that_restarts_in_a_build_leaves_no_node_waiting(
     assert after["button"] == "Build engine"
     assert after["width"] is None
     assert list((comfy.base / "models" / "trt_engines").glob(".building*")) == []
+
+
+def _server_that_knows_uses(raw: Page, root: Path) -> None:
+    """Stands in for routes that this server does not have yet."""
+
+    def listed(route: Route) -> None:
+        answer = route.fetch()
+        data = answer.json()
+        route.fulfill(json={**data, "engines": [{**row, "last_used": None} for row in data["engines"]]})
+
+    def deleted(route: Route) -> None:
+        assert route.request.post_data_json == {"days": 30}
+        names = [folder.name for folder in root.glob("[!.]*")]
+        for name in names:
+            shutil.rmtree(root / name)
+        route.fulfill(json={"deleted": names, "bytes": 6})
+
+    raw.route("**/hybrid_trt/engines", listed)
+    raw.route("**/hybrid_trt/engines/delete_unused", deleted)

@@ -12,10 +12,12 @@ export class Builder {
     /**
      * @param {import("./tracker.mjs").Tracker} tracker
      * @param {(severity: string, summary: string, detail: string) => void} toast
+     * @param {() => void} ordered called after a build was ordered
      */
-    constructor(tracker, toast) {
+    constructor(tracker, toast, ordered = () => {}) {
         this.tracker = tracker;
         this.toast = toast;
+        this.ordered = ordered;
         this.told = new Set(); // jobs whose end was told
         this.ended = new Map(); // prompts that ended while the answer with their id was under way
     }
@@ -67,6 +69,7 @@ export class Builder {
         if (!response.ok) throw new Error(promptError(answer));
         this.tracker.asked.set(view.node, answer.prompt_id);
         this.tracker.stale = true;
+        this.ordered();
         if (this.ended.has(answer.prompt_id)) await this.promptEnded(answer.prompt_id, this.ended.get(answer.prompt_id));
         else await this.tracker.refresh();
     }

@@ -8,8 +8,12 @@ import { t } from "./texts.mjs";
 const CATEGORY = "Hybrid TRT";
 const WIDGETS = { when_missing: "HybridTRT.WhenMissing", backend: "HybridTRT.Backend", precision: "HybridTRT.Precision" };
 
+/** Whether the user has been offered a limit for the engines' disk space. */
+export const LIMIT_OFFERED = "HybridTRT.LimitOffered";
+
 /** As ComfyUI's extensions declare settings. */
 export const settings = [
+    { id: LIMIT_OFFERED, name: "Limit offered", type: "hidden", defaultValue: false },
     setting("WhenMissing", "When there is no engine", ["use native", "build now", "build in background"], "use native"),
     setting("Sizes", "Sizes", Object.keys(PRESETS).map((key) => ({ text: t(key), value: key })), "presetFit"),
     setting("Backend", "Backend", ["auto", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch"], "auto"),

@@ -4,7 +4,7 @@ import { t } from "./texts.mjs";
 
 /** @typedef {{tone: string, title: string, lines: string[], fraction: number | null, badge: string, log: string | null, offer: string}} View */
 
-const TONES = { ready: "good", building: "busy", queued: "busy", asked: "busy", failed: "bad", stale: "warn", unavailable: "warn" };
+const TONES = { ready: "good", building: "busy", queued: "busy", asked: "busy", failed: "bad", stale: "warn", unchecked: "warn", unavailable: "warn" };
 export const BUSY = ["asked", "queued", "building"];
 
 /** A number of bytes as people say it. */
@@ -123,5 +123,5 @@ export function pixels({ width, height, images }) {
 
 /** The button's text in a state. */
 export function buttonLabel(state) {
-    return t(BUSY.includes(state) ? "cancel" : state === "ready" ? "rebuild" : "build");
+    return t(BUSY.includes(state) ? "cancel" : { ready: "rebuild", unchecked: "check" }[state] ?? "build");
 }

@@ -1,7 +1,8 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { promptError } from "../../js/lib/build.mjs";
-import { engineLines, jobLines, matching, shownJobs, tone } from "../../js/lib/panel_words.mjs";
+import { sensibleLimit } from "../../js/lib/offer.mjs";
+import { engineLines, jobLines, matching, shownJobs, tone, unused } from "../../js/lib/panel_words.mjs";
 import { applyPreset, PRESETS, presetMenu, presetOf, presetWidget } from "../../js/lib/presets.mjs";
 import { defaultsFor } from "../../js/lib/settings.mjs";
 import { toneOf } from "../../js/lib/text_view.mjs";
@@ -88,6 +89,26 @@ test("the panel filters by all words and shows live jobs first", () => {
     assert.deepEqual(jobLines(jobs[5]), ["m · Running 5 %", "p, 1 s", "w"]);
     assert.equal(tone("broken"), "bad");
     assert.deepEqual(engineLines({ name: "x", state: "broken", bytes: 1e6, reason: "cut short" }), ["x · Broken", "1.0 MB. cut short"]);
+});
+
+test("the panel tells the last use, and what was not used for long", () => {
+    const now = Date.parse("2026-11-21T12:00:00Z");
+    const engine = (name, created, last_used, more) => ({ name, label: name, state: "ready", kind: "unet", created, last_used, bytes: 1, ...more });
+    const engines = [
+        engine("served", "2026-01-01T00:00:00Z", "2026-11-01T00:00:00Z"), engine("old", "2026-01-01T00:00:00Z", "2026-10-01T00:00:00Z"),
+        engine("never", "2026-01-01T00:00:00Z", null), engine("new", "2026-11-20T00:00:00Z", null),
+        engine("shared", "2026-01-01T00:00:00Z", null, { read_only: true }), engine("before", "2026-01-01T00:00:00Z", undefined),
+    ];
+    assert.deepEqual(unused(engines, 30, now).map((e) => e.name), ["old", "never"]);
+    assert.match(engineLines(engines[0])[3], /^last used /);
+    assert.equal(engineLines(engines[2])[3], "not used yet");
+    assert.equal(engineLines(engines[5]).length, 3);
+    assert.deepEqual([tone("unchecked"), engineLines({ ...engines[0], state: "unchecked" })[0]], ["warn", "served · Unchecked"]);
+    assert.deepEqual([describe({ state: "unchecked", text: "", run: null }).tone, buttonLabel("unchecked")], ["warn", "Check engine"]);
+});
+
+test("the limit that is offered is half of what is free, beside what the engines have", () => {
+    assert.deepEqual([sensibleLimit(0, 400e9), sensibleLimit(12e9, 50e9), sensibleLimit(0, 2e9)], [200, 35, 5]);
 });
 
 test("settings fill new nodes with values that their widgets offer", () => {
