@@ -62,7 +62,7 @@ What `auto` takes, and what is known of it:
 |---|---|---|
 | {gpu} | `torch`: a CUDA graph at once, compiled after a build | measured by us, the table above |
 | other NVIDIA data-centre cards, GeForce and RTX | the same | not measured by us |
-| any NVIDIA card, TensorRT or TensorRT-RTX chosen by name | never by itself | not run on a GPU by us, so there is no figure |
+| any NVIDIA card, `tensorrt` or `tensorrt_rtx` | only when chosen by name | not run on a GPU by us: no figure |
 | no GPU | `onnxruntime` on the CPU | run in our tests, about as fast as native |
 | AMD, Intel and Apple GPUs | native | no backend of ours runs there |
 """
