@@ -141,7 +141,7 @@ class NodeStates:
             return answer
         text = known.without_engine or fallback.sentence()
         answer |= {"state": MISSING.get(fallback.reason, "unavailable"), "text": text}
-        answer |= {"outlook": self._outlook(known, wish, True)}
+        answer["outlook"] = self._outlook(known, wish, True)
         if known.without_engine:
             answer["any_size"] = True  # live weights serve, whatever the profile says
         return answer | _failure(job)

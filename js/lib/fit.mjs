@@ -61,7 +61,6 @@ export function limitsOf(state, inputs) {
     // live weights run every size, those without a compiled file uncompiled
     if ((!engine && state.any_size) || (engine?.backend ?? inputs.backend) === "torch") return null;
     if (engine) return engine.limits ?? null;
-    if (state.live) return null;
     const sizes = meant(inputs, state.fits);
     return sizes && { min: sizes.min_size, max: sizes.max_size, images: sizes.max_images };
 }

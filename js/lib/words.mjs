@@ -72,7 +72,7 @@ const WHY = { lora: "whyLora", checkpoint: "whyCheckpoint", settings: "whySettin
 export function outlookWords({ outlook, whenMissing }) {
     if (!outlook) return "";
     const time = about(outlook.seconds);
-    if (outlook.live) return t("soonLive", { time });
+    if (outlook.live) return t(whenMissing === "build now" ? "soonLiveNow" : "soonLive", { time });
     const plain = !(whenMissing in SOON) && !outlook.why;
     if (plain && !outlook.seconds) return "";
     const key = whenMissing === "build now" && !outlook.certain ? "soonNowPerhaps" : SOON[whenMissing] ?? "soonNative";

@@ -84,7 +84,7 @@ test("a size that does not fit the model's own sizes is told and widens only wha
     assert.notEqual(asks(832, 1216, 2), null);
     assert.notEqual(asks(2048, 1024, 1), null);
     assert.equal(asks(2048, 1024, 1, { fits: undefined }), null, "nothing is certain yet");
-    assert.equal(asks(2048, 1024, 1, { live: true }), null, "the torch backend serves every size");
+    assert.equal(asks(2048, 1024, 1, { any_size: true }), null, "the torch backend serves every size");
     assert.deepEqual(widened({ width: 2048, height: 1024, images: 1 }, ZEROS, SDXL), { min_size: 0, max_size: 2048, max_images: 0 });
     assert.deepEqual(widened({ width: 832, height: 1216, images: 4 }, ZEROS, SDXL), { min_size: 0, max_size: 0, max_images: 4 });
 });

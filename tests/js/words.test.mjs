@@ -67,6 +67,7 @@ test("what the next run will bring is said before it, with the time", () => {
         "No engine is known for this model yet. The next run builds it first if there is none: about 50 s.");
     assert.match(said({ why: "settings" }, "build in background", "unknown"), /starts the build \(minutes for a full-size model\)/);
     assert.match(said({ seconds: 70, live: true }), /serves without a build and follows LoRAs; a build \(about 70 s\)/);
+    assert.match(said({ seconds: 70, live: true, why: "lora" }, "build now", "unknown"), /follows LoRAs and checkpoints; only what was never built/);
     assert.equal(said({}), t("noneHint"));
     assert.equal(said({}, "use native", "unknown"), t("unknownHint"));
     assert.equal(describe({ state: "none", run: null }).lines[0], t("noneHint"));
@@ -103,7 +104,7 @@ test("the panel tells the last use, and what was not used for long", () => {
     assert.match(engineLines(engines[0])[3], /^last used /);
     assert.equal(engineLines(engines[2])[3], "not used yet");
     assert.equal(engineLines(engines[5]).length, 3);
-    assert.deepEqual([tone("unchecked"), engineLines({ ...engines[0], state: "unchecked" })[0]], ["warn", "served · Unchecked"]);
+    assert.deepEqual([tone("unchecked"), engineLines({ ...engines[0], state: "unchecked" })[0]], ["warn", "served · Not checked here"]);
     assert.deepEqual([describe({ state: "unchecked", text: "", run: null }).tone, buttonLabel("unchecked")], ["warn", "Check engine"]);
 });
 
@@ -170,7 +171,7 @@ test("the preset's widget says what the sizes are, whoever changed them, and is 
     assert.equal(preset.value, "Fits the model (SDXL: 512 to 1536, best at 1024)");
     max.value = 2048;
     max.callback(2048);
-    assert.equal(preset.value, "Own: 512 to 2048, up to 1 images");
+    assert.equal(preset.value, "Own: 512 to 2048, batch up to 1");
     preset.callback(preset.options.values[0]);
     assert.equal(presetOf(node), "presetFit");
 });
