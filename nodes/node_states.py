@@ -28,7 +28,7 @@ from ..engine_library.hash_cache import source_of
 from ..engine_runtime.engine_handle import EngineHandle
 from ..engine_runtime.ledger import last_run
 from ..engine_runtime.live_session import LiveSession, refusal_of
-from .outlook import Wish, seconds
+from .outlook import Wish, parameters_of, seconds
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,8 @@ class NodeStates:
         if known is None or _changed(known.source):
             like = known or self._like(wish)
             answer["fits"] = _fits(like) if like and like.label == wish.label else None
-            return answer | {"outlook": self._outlook(like, wish, False)} | _failure(job)
+            outlook = self._outlook(like, wish, False)
+            return answer | {"outlook": outlook, "any_size": outlook["live"]} | _failure(job)
         answer |= {"label": known.label, "fits": _fits(known)}
         engine, fallback = self._look_up(known)
         if engine is not None:
@@ -163,8 +164,11 @@ class NodeStates:
             return {"why": "", "seconds": None, "certain": certain, "live": False}
         same = known.label == wish.label
         why = "lora" if same and wish.lora else "" if certain else "settings" if same else "checkpoint"
+        parameters = known.parameters
+        if not same:
+            parameters = parameters_of(wish, parameters, (known.source or {}).get("size", 0))
         took, live = seconds(
-            self._library, wish.backend or known.backend, known.device, known.kind, known.precision, known.parameters
+            self._library, wish.backend or known.backend, known.device, known.kind, known.precision, parameters
         )
         return {"why": why, "seconds": took, "certain": certain, "live": live}
 

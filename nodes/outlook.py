@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import folder_paths
 import torch
 from comfy_execution.graph import DynamicPrompt
 
@@ -45,6 +48,22 @@ def wish_of(prompt: Mapping[str, Any], node_id: str) -> Wish:
     lora = any("lora" in str(key).lower() for inputs in above for key in inputs)
     backend = inputs_of(graph, node_id).get("backend")
     return Wish(KINDS[kind], model_name(graph, node_id, name, ""), lora, backend if isinstance(backend, str) else "")
+
+
+def parameters_of(wish: Wish, like: int, like_bytes: int) -> int:
+    """Roughly how many parameters a model has of which only the file is known, by the size of another one's file.
+
+    0 when there is no such file.
+
+    Args:
+        like, like_bytes: that model's parameters and the size of its file.
+    """
+    for folder in ("checkpoints", "diffusion_models") if wish.kind == "unet" else ("controlnet",):
+        path = folder_paths.get_full_path(folder, wish.label) if wish.label else None
+        with contextlib.suppress(OSError):
+            if path is not None and like_bytes:
+                return round(like * os.path.getsize(path) / like_bytes)
+    return 0
 
 
 def seconds(

@@ -281,6 +281,7 @@ def test_chinese_is_on_nodes_panel_and_settings(page: EnginePage, comfy: ComfyPr
         raw.get_by_text("Hybrid TRT", exact=True).first.click()
         raw.get_by_text("没有引擎时").first.wait_for()
         raw.get_by_text("0 表示不限制").wait_for()
+        raw.get_by_role("combobox").filter(has_text="适合模型").wait_for()
         page.shot("settings")
     finally:
         speak("en")

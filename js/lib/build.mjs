@@ -12,12 +12,12 @@ export class Builder {
     /**
      * @param {import("./tracker.mjs").Tracker} tracker
      * @param {(severity: string, summary: string, detail: string) => void} toast
-     * @param {() => void} ordered called after a build was ordered
+     * @param {() => void} begun called, more than once, when the build of a node begins
      */
-    constructor(tracker, toast, ordered = () => {}) {
+    constructor(tracker, toast, begun = () => {}) {
         this.tracker = tracker;
         this.toast = toast;
-        this.ordered = ordered;
+        this.begun = begun;
         this.told = new Set(); // jobs whose end was told
         this.ended = new Map(); // prompts that ended while the answer with their id was under way
     }
@@ -69,7 +69,6 @@ export class Builder {
         if (!response.ok) throw new Error(promptError(answer));
         this.tracker.asked.set(view.node, answer.prompt_id);
         this.tracker.stale = true;
-        this.ordered();
         if (this.ended.has(answer.prompt_id)) await this.promptEnded(answer.prompt_id, this.ended.get(answer.prompt_id));
         else await this.tracker.refresh();
     }
@@ -124,6 +123,7 @@ export class Builder {
     /** A job has changed; its end is told once. */
     async hear(job) {
         const views = this.tracker.hear(job);
+        if (views.length && job.state === "running") this.begun();
         if (!["done", "failed", "cancelled"].includes(job.state) || this.told.has(job.id) || !views.length) return;
         this.told.add(job.id);
         await this.tracker.refresh();

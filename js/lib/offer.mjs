@@ -6,6 +6,8 @@ import { LIMIT_OFFERED } from "./settings.mjs";
 import { t } from "./texts.mjs";
 import { size } from "./words.mjs";
 
+let offered = false; // on this page: a build tells of itself many times
+
 /** Half of what is free, and what the engines have already, in steps of 5 GB. */
 export function sensibleLimit(bytes, free) {
     return Math.max(5, 5 * Math.floor((bytes + free / 2) / 5e9));
@@ -18,7 +20,8 @@ export function sensibleLimit(bytes, free) {
  * @param {(severity: string, summary: string, detail: string) => void} toast
  */
 export async function offerLimit(api, setting, toast) {
-    if (setting.get(LIMIT_OFFERED)) return;
+    if (offered || setting.get(LIMIT_OFFERED)) return;
+    offered = true;
     const [{ limit_gb }, { bytes, free }] = await Promise.all([request(api, "/settings"), request(api, "/engines")]);
     await setting.set(LIMIT_OFFERED, true);
     if (limit_gb > 0 || !(free >= 0)) return;

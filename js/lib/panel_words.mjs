@@ -41,8 +41,9 @@ function used({ last_used: last }) {
  * @param {number} now milliseconds
  */
 export function unused(engines, days, now) {
-    const old = (text) => now - new Date(text).getTime() > days * 86400e3;
-    return engines.filter((engine) => engine.last_used !== undefined && !engine.read_only && old(engine.last_used ?? engine.created));
+    const since = (engine) => engine.unused_since ?? engine.last_used ?? engine.created;
+    const old = (engine) => now - new Date(since(engine)).getTime() > days * 86400e3;
+    return engines.filter((engine) => engine.last_used !== undefined && !engine.read_only && old(engine));
 }
 
 /** The jobs worth showing: all that are not over, then the latest that are. */
