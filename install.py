@@ -1,6 +1,7 @@
-"""Run by ComfyUI-Manager after requirements.txt: adds TensorRT-RTX where the GPU and torch fit it.
+"""Run by ComfyUI-Manager after requirements.txt: adds ONNX Runtime where there is none, and TensorRT-RTX where the GPU
+and torch fit it.
 
-It never makes the installation fail: without TensorRT the pack runs on what requirements.txt brings.
+It uninstalls nothing, puts nothing over what is there, and never makes the installation fail.
 """
 
 from __future__ import annotations
@@ -8,10 +9,15 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 
 log = logging.getLogger("hybrid-trt")
+
+ONNXRUNTIME = "onnxruntime>=1.20.0"
+"""The first release that binds tensors by ONNX type, which float16 and bfloat16 without numpy need."""
 
 VERSIONS = ">=1.7,<1.8"
 PACKAGES = {"12": "tensorrt-rtx-cu12", "13": "tensorrt-rtx-cu13"}
@@ -73,20 +79,45 @@ def this_machine() -> Machine:
     return Machine(torch.version.cuda, gpus, installed)
 
 
-def main() -> int:
-    """Decide, install, say so. Always 0: ComfyUI-Manager takes anything else for a failed pack."""
-    logging.basicConfig(level=logging.INFO, format="[%(name)s] %(message)s", stream=sys.stdout)
+def decide_onnxruntime(providers: Sequence[str], importable: bool) -> Decision:
+    """Whether ONNX Runtime is installed: only where nothing brings its module, since its packages (for the CPU, CUDA,
+    DirectML, OpenVINO ...) write over one another's files, and each of them will do.
+
+    Args:
+        providers: the distributions that bring the module ``onnxruntime``.
+        importable: whether the module is there, for example without a distribution.
+    """
+    if providers or importable:
+        name = providers[0] if providers else "from another source"
+        return Decision(None, f"ONNX Runtime ({name}) is installed already and stays as it is.")
+    return Decision(ONNXRUNTIME, "ONNX Runtime was installed.")
+
+
+def this_onnxruntime() -> tuple[list[str], bool]:
+    """Which distributions bring ONNX Runtime here, and whether its module is there."""
+    spec = find_spec("onnxruntime")
+    # an uninstalled one may leave an empty folder, which counts as a package without a file
+    return sorted(packages_distributions().get("onnxruntime", [])), spec is not None and spec.origin is not None
+
+
+def carry_out(title: str, decide_it: Callable[[], Decision], otherwise: str) -> None:
+    """Decide on one package, install it, and say so in one sentence, whatever happens."""
     try:
-        decision = decide(this_machine())
+        decision = decide_it()
         if decision.requirement is not None:
             subprocess.run([sys.executable, "-m", "pip", "install", decision.requirement], check=True)
         log.info(decision.sentence)
     except Exception as error:
-        log.info(
-            "TensorRT-RTX was not installed (%s); the pack works without it, and requirements-tensorrt-rtx.txt "
-            "installs it later.",
-            error,
-        )
+        log.info("%s was not installed (%s); %s", title, error, otherwise)
+
+
+def main() -> int:
+    """Always 0: ComfyUI-Manager takes anything else for a failed pack."""
+    logging.basicConfig(level=logging.INFO, format="[%(name)s] %(message)s", stream=sys.stdout)
+    carry_out("ONNX Runtime", lambda: decide_onnxruntime(*this_onnxruntime()),
+              "pip install onnxruntime, or onnxruntime-gpu, installs it later; until then the pack loads and says so.")
+    carry_out("TensorRT-RTX", lambda: decide(this_machine()),
+              "the pack works without it, and requirements-tensorrt-rtx.txt installs it later.")
     return 0
 
 

@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 from typing import TYPE_CHECKING, Protocol
 
-from .tensors import TensorSpec
+from .tensors import Sizes, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -23,10 +23,12 @@ class Architecture(Protocol):
     Attributes:
         name: stands in manifests and file names, for example ``sd15_unet``; never change it.
         kind: ``"unet"`` or ``"controlnet"``.
+        sizes: what its engines are built for when the user names no numbers.
     """
 
     name: str
     kind: str
+    sizes: Sizes
 
     def matches(self, module: torch.nn.Module) -> bool:
         """Whether this native module belongs to the family."""

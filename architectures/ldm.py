@@ -9,7 +9,10 @@ import torch.nn.functional as F
 from comfy.ldm.modules.attention import CrossAttention, SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock
 
-from .tensors import Dim, TensorSpec
+from .tensors import Dim, Sizes, TensorSpec
+
+SD15_SIZES = Sizes("SD1.5", 256, 512, 1024)
+SDXL_SIZES = Sizes("SDXL", 512, 1024, 1536)
 
 BATCH, HEIGHT, WIDTH, TOKENS, HINT_BATCH = Dim("B"), Dim("H"), Dim("W"), Dim("T"), Dim("HB")
 

@@ -8,7 +8,7 @@ import torch
 from comfy.cldm.cldm import ControlNet
 
 from . import ldm
-from .tensors import Dim, TensorSpec
+from .tensors import Dim, Sizes, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class ControlNetArchitecture:
 
     name: str
     takes_y: bool
+    sizes: Sizes
     kind: str = "controlnet"
 
     def matches(self, module: torch.nn.Module) -> bool:

@@ -8,7 +8,7 @@ import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
 from . import ldm
-from .tensors import TensorSpec
+from .tensors import Sizes, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class UNetArchitecture:
 
     name: str
     takes_y: bool
+    sizes: Sizes
     kind: str = "unet"
 
     def matches(self, module: torch.nn.Module) -> bool:

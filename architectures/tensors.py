@@ -1,4 +1,4 @@
-"""The words for an engine's inputs and outputs: symbols, dimensions, tensors, profiles.
+"""The words for an engine's inputs and outputs: symbols, dimensions, tensors, sizes, profiles.
 
 A *symbol* is a size that may differ from call to call: ``B`` batch, ``H`` and ``W`` latent height and width, ``T``
 prompt tokens, ``HB`` batch of the hint. Every dimension of every tensor is a number or follows from one symbol, so the
@@ -76,6 +76,25 @@ class TensorSpec:
     def from_json(cls, data: Mapping) -> TensorSpec:
         dims = tuple(d if isinstance(d, int) else Dim.parse(d) for d in data["dims"])
         return cls(data["name"], data["dtype"], dims, data["optional"])
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a family is asked for when the user names no numbers.
+
+    Attributes:
+        family: its name as people know it.
+        min_size, opt_size, max_size: widths and heights in pixels, ``opt_size`` the one to be fastest at.
+        max_images: per batch of the latent; the engine takes twice as many, for the two prompts of CFG.
+        max_tokens: the longest prompt.
+    """
+
+    family: str
+    min_size: int
+    opt_size: int
+    max_size: int
+    max_images: int = 1
+    max_tokens: int = 231
 
 
 @dataclass(frozen=True)

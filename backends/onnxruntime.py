@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,10 +11,14 @@ from typing import Any
 
 import torch
 
-from ..engine_library import Engine, Fallback, Manifest, Reason
+from ..engine_library import Engine, Fallback, Manifest, Reason, Unavailable
 from . import BuildRequest, Progress
 
 log = logging.getLogger(__name__)
+
+INSTALL = "python install.py in the pack's folder, or pip install onnxruntime or onnxruntime-gpu"
+OLDEST = (1, 20)
+"""The first release that binds tensors by ONNX type, which float16 and bfloat16 without numpy need."""
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 # onnx.TensorProto.DataType, which the bindings take in place of numpy types (numpy has no bfloat16)
@@ -51,9 +56,18 @@ class OnnxRuntimeBackend:
         return None
 
     def cannot_build(self, device: torch.device) -> Fallback | None:
-        """The graph is the engine, so the package is all that it takes."""
-        if find_spec("onnxruntime") is None:
-            return Fallback(Reason.BACKEND_MISSING, "onnxruntime is not installed (pip install onnxruntime)")
+        """The graph is the engine, so the package is all that it takes, whichever distribution brings it."""
+        spec = find_spec("onnxruntime")
+        if spec is None or spec.origin is None:  # an uninstalled one may leave an empty folder
+            return Fallback(Reason.BACKEND_MISSING, f"onnxruntime is not installed ({INSTALL})")
+        try:
+            version = self.version()
+        except Exception as error:
+            return Fallback(Reason.BACKEND_MISSING, f"onnxruntime is installed and cannot be loaded ({error})")
+        if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST:
+            newer = ".".join(map(str, OLDEST))
+            why = f"onnxruntime {version} is too old, {newer} or newer serves (update its package)"
+            return Fallback(Reason.BACKEND_MISSING, why)
         return None
 
     def refuses(self, manifest: Manifest, device: torch.device) -> Fallback | None:
@@ -80,6 +94,8 @@ class OnnxRuntimeRunner:
     """
 
     def __init__(self, path: Path, device: torch.device, size: int, frugal: bool = False):
+        if (missing := BACKEND.cannot_build(device)) is not None:
+            raise Unavailable(missing.reason, missing.detail)
         import onnxruntime
 
         options = onnxruntime.SessionOptions()

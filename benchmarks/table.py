@@ -55,6 +55,19 @@ WORDS = {
 }
 """The rows that the README shows, in its words."""
 
+AUTO = """
+What `auto` takes, and what is known of it:
+
+| card | `auto` | known |
+|---|---|---|
+| {gpu} | `torch`: a CUDA graph at once, compiled after a build | measured by us, the table above |
+| other NVIDIA data-centre cards, GeForce and RTX | the same | not measured by us |
+| any NVIDIA card, `tensorrt` or `tensorrt_rtx` | only when chosen by name | not run on a GPU by us: no figure |
+| no GPU | `onnxruntime` on the CPU | run in our tests, about as fast as native |
+| AMD, Intel and Apple GPUs | native | no backend of ours runs there |
+"""
+"""What users of each kind of card get; the figures' own card is filled in."""
+
 MARKS = ("<!-- speed: made by benchmarks/table.py -->\n", "<!-- end of speed -->\n")
 
 
@@ -71,7 +84,7 @@ def for_readme(data: dict[str, Any]) -> str:
         cells = [cell(row["native_ms"]), cell(row.get("graph_ms")), cell(row["engine_ms"]),
                  f"**{row['native_ms'] / row['engine_ms']:.1f}x**", cell(row["rel_err"])]
         lines.append(f"| {words} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + AUTO.format(gpu=meta["gpu"])
 
 
 def put_into(readme: Path, text: str) -> None:

@@ -23,7 +23,7 @@ from ..engine_library.disk import free_bytes, gigabytes
 from ..engine_library.states import Entry, delete, entries, select, verify
 from . import cli_comfyui
 from .cli_output import Bar
-from .profiles import DEFAULTS, PRECISIONS, profile_of
+from .profiles import NAMES, PRECISIONS, profile_of
 
 
 def main(arguments: list[str]) -> int:
@@ -62,8 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--checkpoint", metavar="FILE", help="the UNet of a checkpoint")
     source.add_argument("--unet", metavar="FILE", help="a diffusion model")
     source.add_argument("--controlnet", metavar="FILE", help="a ControlNet")
-    for name, default in DEFAULTS.items():
-        build.add_argument("--" + name.replace("_", "-"), type=int, metavar="N", help=f"default {default}")
+    for name in NAMES:
+        build.add_argument("--" + name.replace("_", "-"), type=int, default=0, metavar="N",
+                           help="default: what fits the model")  # fmt: skip
     build.add_argument("--precision", choices=(AUTO, *PRECISIONS), default=AUTO, help="default: what ComfyUI uses")
     build.add_argument("--backend", choices=(AUTO, *backends()), default=AUTO, help="default: as on the node")
     build.add_argument("--force", action="store_true", help="build although the engine is there")
@@ -79,7 +80,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _build(options: argparse.Namespace) -> int:
-    profile = profile_of(**_sizes(options))
+    sizes = {name: getattr(options, name) for name in NAMES}
+    profile_of(**sizes)  # wrong ones are told before a model is loaded
     library = _library(options)
     from .build import BuildOrder, build_engine
 
@@ -89,6 +91,7 @@ def _build(options: argparse.Namespace) -> int:
         device = cli_comfyui.device(options.device)
         network = cli_comfyui.load(kind, getattr(options, kind), options.precision, device)
         precision = network.precision if options.precision == AUTO else options.precision
+        profile = profile_of(**sizes, defaults=network.architecture().sizes)
         order = BuildOrder(network, precision, profile, _backend(options.backend, device), device)
         lines: list[str] = []
         try:
@@ -106,15 +109,6 @@ def _parity(engine: Engine) -> Mapping:
     """The figures of this machine's own check, else of the build."""
     record = trust.record_of(engine)
     return record.parity if record is not None and record.parity else engine.manifest.parity
-
-
-def _sizes(options: argparse.Namespace) -> dict[str, int]:
-    """The sizes given, with the defaults for the others; a default opt_size lies between the others."""
-    given = {name: value for name in DEFAULTS if (value := getattr(options, name)) is not None}
-    sizes = DEFAULTS | given
-    if "opt_size" not in given:
-        sizes["opt_size"] = max(sizes["min_size"], min(sizes["opt_size"], sizes["max_size"]))
-    return sizes
 
 
 def _list(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""How long a build will take, from how long builds like it took on this machine; nothing when there were none."""
+"""How long a build will take: as builds like it took on this machine, else as the first ones took where we measured."""
 
 from __future__ import annotations
 
@@ -8,21 +8,48 @@ from .build import BuildOrder
 MOST_ALIKE = 4.0
 """Networks that are this many times larger or smaller say nothing: with tiny ones the start of a process is all."""
 
+MEASURED: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {
+    ("unet", "tensorrt_rtx"): ((0.86e9, 202.5),),
+    ("controlnet", "tensorrt_rtx"): ((0.36e9, 68.6),),
+    ("unet", "onnxruntime"): ((0.86e9, 142.3),),
+    ("controlnet", "onnxruntime"): ((0.36e9, 28.6),),
+    ("unet", "torch"): ((0.86e9, 66.6), (2.57e9, 102.2)),
+    ("controlnet", "torch"): ((0.36e9, 34.4), (1.25e9, 58.8)),
+}
+"""Kind and backend -> parameters and wall seconds, from benchmarks/results: builds.json (2 CPU cores) and h200.json."""
+
 
 def expected_seconds(order: BuildOrder, library: Library) -> float | None:
-    """Wall seconds from the first read to the engine, scaled by the number of parameters.
+    """Wall seconds of an order from the first read to the engine; see ``expected``."""
+    parameters = sum(p.numel() for p in order.network.module.parameters())
+    target = order.backend.target(order.target_device)
+    return expected(library, order.network.kind, order.backend.name, order.precision, target, parameters)
+
+
+def expected(
+    library: Library, kind: str, backend: str, precision: str, target: str, parameters: int
+) -> float | None:
+    """Wall seconds of a build, scaled by the number of parameters; None when nothing is known of builds like it.
 
     The latest build of the same kind of network by the same backend, in the same precision and for the same device,
-    decides.
+    decides; without one, the figures that we measured.
     """
-    parameters = sum(p.numel() for p in order.network.module.parameters())
     alike = []
     for engine in library.engines():
         manifest = engine.manifest
         identity = manifest.identity
-        same = (manifest.kind == order.network.kind and identity.backend == order.backend.name
-                and identity.precision == order.precision
-                and identity.device == order.backend.target(order.target_device))
-        if same and manifest.parameters and 1 / MOST_ALIKE <= parameters / manifest.parameters <= MOST_ALIKE:
+        same = (manifest.kind == kind and identity.backend == backend and identity.precision == precision
+                and identity.device == target)
+        if same and _alike(parameters, manifest.parameters):
             alike.append((manifest.created, sum(manifest.seconds.values()) * parameters / manifest.parameters))
-    return round(max(alike)[1], 1) if alike else None
+    if alike:
+        return round(max(alike)[1], 1)
+    near = [(size, took) for size, took in MEASURED.get((kind, backend), ()) if _alike(parameters, size)]
+    if not near:
+        return None
+    size, took = min(near, key=lambda one: abs(one[0] - parameters))
+    return round(took * parameters / size)
+
+
+def _alike(parameters: int, others: float) -> bool:
+    return bool(others) and 1 / MOST_ALIKE <= parameters / others <= MOST_ALIKE

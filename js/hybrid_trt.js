@@ -6,8 +6,9 @@ import { Builder } from "./lib/build.mjs";
 import { showText } from "./lib/dialog.mjs";
 import { ENGINE_NODES } from "./lib/graph.mjs";
 import { NodeView } from "./lib/node_view.mjs";
+import { offerLimit } from "./lib/offer.mjs";
 import { Panel } from "./lib/panel.mjs";
-import { presetMenu, presetWidget } from "./lib/presets.mjs";
+import { follow, presetMenu, presetWidget } from "./lib/presets.mjs";
 import { request } from "./lib/server.mjs";
 import { defaultsFor, librarySettings, settings } from "./lib/settings.mjs";
 import { setLanguage, t } from "./lib/texts.mjs";
@@ -22,7 +23,8 @@ const COLOURS = {
 const toast = (severity, summary, detail) =>
     app.extensionManager.toast.add({ severity, summary, detail, life: severity === "error" ? 20000 : 8000 });
 const tracker = new Tracker(app, api);
-const builder = new Builder(tracker, toast);
+const builder = new Builder(tracker, toast,
+    () => offerLimit(api, app.extensionManager.setting, toast).catch((failure) => console.warn("Hybrid TRT:", failure)));
 const panel = new Panel(api, { toast, showLog, rebuild: (engine) => builder.rebuild(engine) });
 
 async function showLog(job) {
@@ -40,8 +42,18 @@ function hearServer() {
     api.addEventListener("execution_interrupted", ({ detail }) => builder.promptEnded(detail.prompt_id));
     api.addEventListener("execution_error", ({ detail }) =>
         builder.promptEnded(detail.prompt_id, `${detail.node_type}: ${String(detail.exception_message).trim()}`));
-    for (const event of ["hybrid_trt.library", "status", "reconnected", "graphChanged"])
-        api.addEventListener(event, () => tracker.soon());
+    for (const event of ["hybrid_trt.library", "status", "reconnected"]) api.addEventListener(event, () => tracker.soon());
+    api.addEventListener("graphChanged", () => tracker.changed());
+    document.addEventListener("visibilitychange", () => tracker.shown());
+    const queue = api.queuePrompt;
+    api.queuePrompt = function (number, prompt, ...more) {
+        try {
+            tracker.queued(prompt.output);
+        } catch (failure) {
+            console.warn("Hybrid TRT:", failure); // nothing of ours may keep a prompt from being queued
+        }
+        return queue.call(this, number, prompt, ...more);
+    };
 }
 
 app.registerExtension({
@@ -64,16 +76,17 @@ app.registerExtension({
         if (TEXT_NODES.includes(node.comfyClass)) showRuns(node);
         if (!ENGINE_NODES.includes(node.comfyClass)) return;
         defaultsFor(node, (id) => app.extensionManager.setting.get(id));
-        presetWidget(node, () => tracker.soon());
+        const fits = presetWidget(node, () => tracker.changed());
         tracker.views.set(node, new NodeView(node, {
-            press: (view) => builder.press(view), buildFor: (view) => builder.buildFor(view), showLog,
+            press: (view) => builder.press(view), buildFor: (view) => builder.buildFor(view), showLog, fits,
         }));
-        tracker.soon();
+        follow(node, "onConnectionsChange", () => tracker.changed());
+        tracker.changed();
     },
     getNodeMenuItems(node) {
-        return ENGINE_NODES.includes(node.comfyClass) ? [presetMenu(node, () => tracker.soon())] : [];
+        return ENGINE_NODES.includes(node.comfyClass) ? [presetMenu(node, () => tracker.changed())] : [];
     },
     afterConfigureGraph() {
-        tracker.soon();
+        tracker.changed();
     },
 });

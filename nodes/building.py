@@ -9,7 +9,8 @@ from server import PromptServer
 from ..backends import usable_backends
 from ..engine_builder.build import BuildOrder
 from ..engine_builder.jobs import BuildQueue, Job, State
-from ..engine_library import Fallback, Reason, Unavailable
+from ..engine_library import Engine, Fallback, Reason, Unavailable
+from ..engine_library.manifest import MANIFEST_NAME
 from ..engine_runtime.engine_handle import EngineHandle
 from ..engine_runtime.live_session import LiveSession
 from .library_folder import library
@@ -29,6 +30,8 @@ builds = BuildQueue()
 node_states = NodeStates(library(), builds)
 
 _ended = 0
+_served: dict[str, Engine] = {}  # node id -> the engine that the node found when it ran last
+_losses: dict[str, int] = {}  # node id -> how often that engine was gone afterwards
 
 
 def build_if_missing(handle: EngineHandle, when_missing: str, requested: bool = False) -> None:
@@ -54,9 +57,34 @@ def build_if_missing(handle: EngineHandle, when_missing: str, requested: bool = 
         _build_in_background(order, handle)
 
 
-def generation(when_missing: str) -> int:
-    """A number that changes when a build ends: so a node that waits for one in the background runs again."""
-    return _ended if when_missing == IN_BACKGROUND else 0
+def generation(when_missing: str, node_id: str) -> int:
+    """A number that changes when a node that builds has to run again: a build in the background has ended, or the
+    engine that it found when it ran last is gone or damaged. Looks at a few files' sizes and reads nothing."""
+    if when_missing == USE_NATIVE:
+        return 0
+    engine = _served.get(node_id)
+    if engine is not None and _is_lost(engine):
+        del _served[node_id]
+        _losses[node_id] = _losses.get(node_id, 0) + 1
+    return _losses.get(node_id, 0) + (_ended if when_missing == IN_BACKGROUND else 0)
+
+
+def remember(handle: EngineHandle) -> None:
+    """Keep which engine a node has found."""
+    session = handle.session
+    engines = session.engines if isinstance(session, LiveSession) else [session.engine] if session else []
+    if engines:
+        _served[handle.node_id] = engines[0]
+    else:
+        _served.pop(handle.node_id, None)
+
+
+def _is_lost(engine: Engine) -> bool:
+    try:
+        engine.check_sizes()
+    except Unavailable:
+        return True
+    return not (engine.folder / MANIFEST_NAME).is_file()
 
 
 def _needs_build(handle: EngineHandle) -> bool:

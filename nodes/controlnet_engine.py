@@ -31,11 +31,10 @@ class TRTControlNetEngine(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, when_missing: str, **_: object) -> int:
-        return building.generation(when_missing)
+        return building.generation(when_missing, cls.hidden.unique_id)
 
     @classmethod
     def execute(cls, control_net: ControlBase, when_missing: str, **settings: int | str) -> io.NodeOutput:
-        choice = engine_node.engine_choice(**settings)
         node_id = cls.hidden.unique_id
         label = model_name(cls.hidden.dynprompt, node_id, "control_net", "ControlNet")
         if type(control_net) is not ControlNet:
@@ -45,5 +44,6 @@ class TRTControlNetEngine(io.ComfyNode):
             return io.NodeOutput(control_net, ui=ui.PreviewText(status))
         native = native_controlnet(control_net)
         network = NativeNetwork.of_controlnet(native, label)
+        choice = engine_node.engine_choice(network, **settings)
         handle = engine_node.find_or_build(network, choice, when_missing, node_id, cls.hidden.dynprompt)
         return io.NodeOutput(back_with_engine(native, handle), ui=ui.PreviewText(handle.status()))

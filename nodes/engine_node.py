@@ -8,8 +8,8 @@ from comfy_api.latest import io
 from comfy_execution.graph import DynamicPrompt
 
 from ..backends import AUTO, backends
-from ..engine_builder.profiles import DEFAULTS, PRECISIONS, profile_of
-from ..engine_library import Fallback
+from ..engine_builder.profiles import ANY, PRECISIONS, profile_of
+from ..engine_library import Fallback, Unavailable
 from ..engine_library.native import NativeNetwork
 from ..engine_runtime.engine_handle import EngineChoice, EngineHandle
 from . import building
@@ -37,21 +37,21 @@ def settings_inputs() -> list[io.Input]:
         _size("max_size", "Largest width or height in pixels."),
         io.Int.Input(
             "max_images",
-            default=DEFAULTS["max_images"],
-            min=1,
+            default=0,
+            min=0,
             max=64,
-            tooltip="Largest batch size of the latent image. The engine takes twice as many, because ComfyUI runs the "
-            "positive and the negative prompt together.",
+            tooltip="Largest batch size of the latent image; 0: one image. The engine takes twice as many, because "
+            "ComfyUI runs the positive and the negative prompt together.",
             advanced=True,  # the page names sizes by a preset
         ),
         io.Int.Input(
             "max_tokens",
-            default=DEFAULTS["max_tokens"],
-            min=77,
+            default=0,
+            min=0,
             max=77 * 64,
             step=77,
-            tooltip="Longest prompt in tokens, in steps of 77. Prompts of unlike lengths are padded to a common "
-            "multiple.",
+            tooltip="Longest prompt in tokens, in steps of 77; 0: three steps. Prompts of unlike lengths are padded to "
+            "a common multiple.",
             advanced=True,
         ),
         io.Combo.Input(
@@ -73,19 +73,24 @@ def settings_inputs() -> list[io.Input]:
 
 
 def _size(name: str, tooltip: str) -> io.Input:
-    return io.Int.Input(name, default=DEFAULTS[name], min=16, max=8192, step=8, tooltip=tooltip, advanced=True)
+    tooltip += " 0: what fits the model."
+    return io.Int.Input(name, default=0, min=0, max=8192, step=8, tooltip=tooltip, advanced=True)
 
 
-def engine_choice(
-    min_size: int, opt_size: int, max_size: int, max_images: int, max_tokens: int, precision: str, backend: str
-) -> EngineChoice:
+def engine_choice(network: NativeNetwork, precision: str, backend: str, **sizes: int) -> EngineChoice:
     """The engine node's settings as a profile in latent elements, a precision and a backend.
+
+    Args:
+        sizes: as ``profile_of`` takes them; 0 is what fits the network's family.
 
     Raises:
         ValueError: sizes in the wrong order; the text is for the user.
     """
-    profile = profile_of(min_size, opt_size, max_size, max_images, max_tokens)
-    return EngineChoice(profile, precision, backend)
+    try:
+        defaults = network.architecture().sizes
+    except Unavailable:  # it gets no engine, and the handle says why
+        defaults = ANY
+    return EngineChoice(profile_of(**sizes, defaults=defaults), precision, backend)
 
 
 def find_or_build(
@@ -102,6 +107,7 @@ def find_or_build(
     if requested or when_missing != building.USE_NATIVE:
         building.build_if_missing(handle, when_missing, requested)
     building.node_states.learn(key, handle)
+    building.remember(handle)
     log.info("Hybrid TRT: %s: %s", network.label, handle.status())
     return handle
 

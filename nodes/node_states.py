@@ -12,10 +12,12 @@ import os
 import threading
 from collections import OrderedDict
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 
+from ..architectures import architectures
 from ..architectures.tensors import Profile
 from ..backends import usable_backends
 from ..engine_builder.jobs import BuildQueue, Job, State
@@ -25,6 +27,7 @@ from ..engine_library.hash_cache import source_of
 from ..engine_runtime.engine_handle import EngineHandle
 from ..engine_runtime.ledger import last_run
 from ..engine_runtime.live_session import LiveSession, refusal_of
+from .outlook import Wish, parameters_of, seconds
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +52,8 @@ class Known:
     refusal: tuple[str, str] | None
     source: dict | None
     without_engine: str = ""
+    kind: str = ""
+    parameters: int = 0
 
 
 class NodeStates:
@@ -78,7 +83,8 @@ class NodeStates:
         live = isinstance(handle.session, LiveSession) and not handle.session.engines
         self._keep(key, Known(
             network.label, architecture, handle.precision, handle.choice.profile.to_json(), handle.choice.backend,
-            str(network.device), weights, refusal, source, handle.session.status() if live else "",
+            str(network.device), weights, refusal, source, handle.session.status() if live else "", network.kind,
+            sum(p.numel() for p in network.module.parameters()),
         ))  # fmt: skip
 
     def refused(self, key: str, label: str, fallback: Fallback) -> None:
@@ -105,17 +111,25 @@ class NodeStates:
         with self._lock:
             return [key for key, job_id in self._jobs.items() if job_id == job.id]
 
-    def state(self, key: str) -> dict:
-        """For the page: ``state``, ``text``, the engine or the job, and ``run``: what ran last."""
+    def state(self, key: str, wish: Wish) -> dict:
+        """For the page: ``state``, ``text``, the engine or the job, ``run``: what ran last, ``fits``: the sizes of the
+        model's family, and where there is no engine ``outlook``: why, and how long one takes.
+
+        Args:
+            wish: what the node asks for as far as its prompt tells; a node that has not run yet is known by it alone.
+        """
         answer = {"key": key, "state": "unknown", "text": "", "engine": None, "job": None, "run": run_of(key)}
         job = self._builds.get(self._jobs.get(key, ""))
         if job is not None and not job.state.final:
             answer |= {"state": "queued" if job.state is State.QUEUED else "building", "job": job.to_json()}
-            return answer
+            return answer | {"fits": _fits(self._known.get(key))}
         known = self._known.get(key)
         if known is None or _changed(known.source):
-            return answer | _failure(job)
-        answer["label"] = known.label
+            like = known or self._like(wish)
+            answer["fits"] = _fits(like) if like and like.label == wish.label else None
+            outlook = self._outlook(like, wish, False)
+            return answer | {"outlook": outlook, "any_size": outlook["live"]} | _failure(job)
+        answer |= {"label": known.label, "fits": _fits(known)}
         engine, fallback = self._look_up(known)
         if engine is not None:
             covers = engine.manifest.identity.profile
@@ -128,9 +142,35 @@ class NodeStates:
             return answer
         text = known.without_engine or fallback.sentence()
         answer |= {"state": MISSING.get(fallback.reason, "unavailable"), "text": text}
+        answer["outlook"] = self._outlook(known, wish, True)
         if known.without_engine:
             answer["any_size"] = True  # live weights serve, whatever the profile says
         return answer | _failure(job)
+
+    def _like(self, wish: Wish) -> Known | None:
+        """The node that ran last with the same model, or else with one of the same kind."""
+        latest = reversed(list(self._known.values()))
+        alike = [known for known in latest if known.kind == wish.kind and known.architecture]
+        return next((known for known in alike if known.label == wish.label), alike[0] if alike else None)
+
+    def _outlook(self, known: Known | None, wish: Wish, certain: bool) -> dict:
+        """Why a node has no engine, how long one takes, and whether anything has to be built.
+
+        Args:
+            known: the node, or one like it.
+            certain: whether it is known that there is none; otherwise the next run looks it up.
+        """
+        if known is None:
+            return {"why": "", "seconds": None, "certain": certain, "live": False}
+        same = known.label == wish.label
+        why = "lora" if same and wish.lora else "" if certain else "settings" if same else "checkpoint"
+        parameters = known.parameters
+        if not same:
+            parameters = parameters_of(wish, parameters, (known.source or {}).get("size", 0))
+        took, live = seconds(
+            self._library, wish.backend or known.backend, known.device, known.kind, known.precision, parameters
+        )
+        return {"why": why, "seconds": took, "certain": certain, "live": live}
 
     def _look_up(self, known: Known) -> tuple[Engine | None, Fallback]:
         refusal = Fallback(Reason(known.refusal[0]), known.refusal[1]) if known.refusal else Fallback(Reason.NO_ENGINE)
@@ -161,6 +201,17 @@ class NodeStates:
             while len(self._known) > MAX_NODES:
                 self._known.popitem(last=False)
             _write(self._path, self._known)
+
+
+def _fits(known: Known | None) -> dict | None:
+    """The sizes that fit a network's family, in the words of the node's settings; None when that is not known."""
+    return _sizes(known.architecture) if known else None
+
+
+@cache
+def _sizes(architecture: str) -> dict | None:
+    found = architectures().get(architecture)
+    return asdict(found.sizes) if found else None
 
 
 def run_of(key: str) -> dict | None:

@@ -12,6 +12,7 @@ from . import library_routes, settings_routes
 from .building import builds, node_states
 from .http import PREFIX, Refused, changes, read_json, reads
 from .node_key import ENGINE_NODES, BadPrompt, node_key
+from .outlook import wish_of
 
 MAX_NODES = 500
 
@@ -64,7 +65,7 @@ def _states(prompt: dict, nodes: list) -> dict[str, dict]:
         if not isinstance(entry, dict) or entry.get("class_type") not in ENGINE_NODES:
             raise Refused(400, f"{str(node)[:80]!r} is no engine node of the prompt; nothing was done.")
         try:
-            states[node] = node_states.state(node_key(prompt, node))
+            states[node] = node_states.state(node_key(prompt, node), wish_of(prompt, node))
         except BadPrompt as error:
             raise Refused(400, f"No state can be told: {error}.") from None
     return states

@@ -31,13 +31,13 @@ class TRTUNetEngine(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, when_missing: str, **_: object) -> int:
-        return building.generation(when_missing)
+        return building.generation(when_missing, cls.hidden.unique_id)
 
     @classmethod
     def execute(cls, model: ModelPatcher, when_missing: str, **settings: int | str) -> io.NodeOutput:
-        choice = engine_node.engine_choice(**settings)
         node_id = cls.hidden.unique_id
         label = model_name(cls.hidden.dynprompt, node_id, "model", "UNet")
         network = NativeNetwork.of_model(model, label)
+        choice = engine_node.engine_choice(network, **settings)
         handle = engine_node.find_or_build(network, choice, when_missing, node_id, cls.hidden.dynprompt)
         return io.NodeOutput(handle, ui=ui.PreviewText(handle.status()))

@@ -29,6 +29,22 @@ MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 60}
 INSIDE = """() => app.graph.nodes.find(n => n.isSubgraphNode?.())?.subgraph.nodes
     .find(n => n.type === 'TRTControlNetEngine').widgets.find(w => w.name === 'engine_status')
     .element.dataset.state === 'ready'"""
+#: Serialisers that count, on a loader above an engine node and on an image that none depends on; and how often the pack
+#: looks at the graph, which reads what kind of node an engine node is.
+COUNTING = """id => {
+    const count = window.__count = { above: 0, beside: 0, looks: 0 }, net = app.graph.getNodeById(id);
+    const counted = (node, name) => { const widget = node.widgets[0]; widget.serializeValue = async () => {
+        count[name] += 1; return widget.value; }; };
+    counted(net.getInputNode(0), 'above');
+    counted(app.graph.nodes.find(n => n.type === 'LoadImage'), 'beside');
+    const kind = net.comfyClass;
+    Object.defineProperty(net, 'comfyClass', { configurable: true, get() {
+        if (/hybrid-trt.*graph.mjs/.test(new Error().stack)) count.looks += 1;
+        return kind; } }); }"""
+#: An edit as the page notices it: its undo history gets a step.
+EDIT = """steps => {
+    app.graph.nodes.find(n => n.type === 'KSampler').widgets.find(w => w.name === 'steps').value = steps;
+    app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
 NET_1, NET_2 = "TRT ControlNet Engine 1", "TRT ControlNet Engine 2"
 
 
@@ -174,6 +190,35 @@ def test_build_cancel_build_and_run(
     raw.locator(".hybrid-trt-panel-builds").get_by_role("button", name="Cancel build").click()
     assert page.wait_for(net, "ready", timeout=10)["state"] == "ready", "the old engine serves on"
     raw.get_by_role("button", name="TRT engines").click()
+
+
+def test_looking_at_the_graph_serialises_nothing_and_is_done_only_when_it_changed(
+    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
+) -> None:
+    no_engines(comfy)
+    size = 448 if page.page.vue else 576
+    load(page, workflow(object_info, max_size=size))
+    raw, net = page.page.page, page.node(NET_1)
+    page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 5)
+    raw.wait_for_timeout(1000)
+    raw.evaluate(COUNTING, net)
+    raw.wait_for_timeout(5000)
+    assert raw.evaluate("() => window.__count") == {"above": 0, "beside": 0, "looks": 0}, "in 5 idle seconds"
+    for steps in range(5, 15):
+        raw.evaluate(EDIT, steps)
+    image = {"seed": size, "width": 64, "height": 64, "batch": 1, "channels": 3}
+    comfy.queue({"1": {"class_type": "TestImage", "inputs": image},
+                 "2": {"class_type": "PreviewImage", "inputs": {"images": ["1", 0]}}})  # from elsewhere
+    raw.wait_for_timeout(1000)
+    edited = raw.evaluate("() => window.__count")
+    assert (edited["above"], edited["beside"]) == (0, 0)
+    assert 1 <= edited["looks"] <= 4, "ten edits in a row are one or two looks"
+
+    page.click(net)
+    page.wait_for(net, "building", timeout=60)
+    assert raw.evaluate("() => [window.__count.above, window.__count.beside]") == [1, 0]
+    page.click(net)
+    page.wait_for(net, "none", timeout=10)
 
 
 def test_a_size_that_will_not_fit_is_told_before_the_run_and_built_for(

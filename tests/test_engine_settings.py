@@ -14,7 +14,7 @@ from browser import READY, ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
 from engine_page import EnginePage
 from fake_engine import publish
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, Page, Route
 from workflow_recipes import with_tiny_models
 from workflow_to_prompt import set_widget
 
@@ -25,6 +25,19 @@ WORKFLOW = Path(__file__).resolve().parent.parent / "workflows" / f"{NAME}.json"
 MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 60}
 NET = "TRT ControlNet Engine 1"
 SIZES = ("min_size", "opt_size", "max_size", "max_images", "max_tokens")
+PRESET = "id => app.graph.getNodeById(id).widgets.find(w => w.name === 'size_preset').value"
+#: A change of the graph, as the page notices it.
+CHANGE = """([id, step]) => { const node = app.graph.getNodeById(id), set = (name, value) => {
+        node.widgets.find(w => w.name === name).value = value; };
+    if (step === 'size') set('min_size', 320);
+    else if (step === 'lora') {
+        const lora = LiteGraph.createNode('LoraLoaderModelOnly');
+        app.graph.add(lora);
+        app.graph.nodes.find(n => n.type === 'CheckpointLoaderSimple').connect(0, lora, 0);
+        lora.connect(0, node, 0);
+    } else set('when_missing', step);
+    app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
+OFFERED = "app.extensionManager.setting.set('HybridTRT.LimitOffered'"
 #: What a node's widgets are, and which of them a person sees.
 WIDGETS = """id => { const node = app.graph.getNodeById(id); return Object.fromEntries(node.widgets.map(w => [w.name,
     { value: w.value, seen: node.isWidgetVisible(w) }])); }"""
@@ -120,6 +133,45 @@ def test_a_person_sees_one_preset_and_the_numbers_on_demand(page: EnginePage, ti
     assert page.page.prompt() == before
 
 
+def test_what_fits_and_what_the_next_run_brings_is_said_before_it(
+    page: EnginePage, comfy: ComfyProcess, tiny: dict[str, Any]
+) -> None:
+    if page.page.vue:
+        pytest.skip("The same words in both modes.")
+    no_engines(comfy)
+    made, raw, info = copy.deepcopy(tiny), page.page.page, comfy.object_info()
+    for widget, value in {**dict.fromkeys(SIZES, 0), "when_missing": "use native"}.items():
+        set_widget(made, "TRTUNetEngine", widget, value, info)
+    for side, size in (("width", 1088), ("height", 512)):
+        set_widget(made, "EmptyLatentImage", side, size, info)
+    load(page, made)
+    unet = page.node("TRTUNetEngine")
+    page.wait_until(unet, lambda s: s["state"] in ("unknown", "none"), "state", 5)
+    page.click(unet)  # loads the model, so that its family is known
+    page.wait_for(unet, "building", timeout=60)
+    page.click(unet)
+    told = page.wait_for(unet, "none", timeout=10)
+    assert "1088×512 does not fit" in told["text"]
+    assert raw.evaluate(PRESET, unet) == "Fits the model (SD1.5: 256 to 1024, best at 512)"
+    page.click_in_status(unet, ".hybrid-trt-offer")
+    page.wait_for(unet, "building", timeout=60)
+    sizes = raw.evaluate("id => app.graph.getNodeById(id).widgets.map(w => [w.name, w.value])", unet)
+    assert {name: value for name, value in sizes if name in SIZES} == dict.fromkeys(SIZES, 0) | {"max_size": 1088}
+    page.click(unet)
+    page.wait_for(unet, "none", timeout=10)
+
+    def says(text: str, *steps: str) -> None:
+        for step in steps:
+            raw.evaluate(CHANGE, [unet, step])
+        page.wait_until(unet, lambda s: text in s["text"], text, 5)
+        page.shot("said")
+
+    says("The next run builds it first: minutes", "build now")
+    says("No engine is known for these settings yet. The next run builds it first if there is none", "size")
+    says("No engine for this LoRA setting yet. The next run builds it first if there is none", "lora")
+    says("No engine for this LoRA setting yet. The next run starts the build", "build in background")
+
+
 def test_the_limit_is_set_in_the_settings_dialog(page: EnginePage, comfy: ComfyProcess) -> None:
     root = comfy.base / "models" / "trt_engines"
     publish(root)
@@ -148,6 +200,61 @@ def test_the_limit_is_set_in_the_settings_dialog(page: EnginePage, comfy: ComfyP
     reload(page)  # no dialog is left over the canvas
 
 
+def test_the_first_build_offers_a_limit_once_and_waits_for_no_answer(
+    page: EnginePage, comfy: ComfyProcess, tiny: dict[str, Any]
+) -> None:
+    no_engines(comfy)
+    made, raw = copy.deepcopy(tiny), page.page.page
+    set_widget(made, "TRTControlNetEngine", "max_size", 640 if page.page.vue else 704, comfy.object_info())
+    load(page, made)
+    net, offer = page.node(NET), raw.locator(".hybrid-trt-corner")
+    raw.evaluate(f"() => {OFFERED}, false)")
+    page.click(net)
+    offer.wait_for()
+    page.wait_for(net, "building", timeout=60)
+    page.shot("offered")
+    limit = float(offer.get_by_role("spinbutton").input_value())
+    assert limit >= 5
+    assert "are free on their disk" in offer.inner_text()
+    offer.get_by_role("button", name="Set this limit").click()
+    page.toast(f"All engines together may take {limit:g} GB")
+    offer.wait_for(state="detached")
+    file = comfy.base / "models" / "trt_engines" / ".settings.json"
+    assert json.loads(file.read_text())["limit_gb"] == limit
+    file.unlink()
+    page.click(net)
+    page.wait_for(net, "none", timeout=10)
+    page.click(net)
+    page.wait_for(net, "building", timeout=60)
+    assert offer.count() == 0
+    page.click(net)
+    page.wait_for(net, "none", timeout=10)
+
+
+def test_the_panel_tells_the_last_use_and_deletes_what_was_not_used_for_long(
+    page: EnginePage, comfy: ComfyProcess
+) -> None:
+    no_engines(comfy)
+    root, raw = comfy.base / "models" / "trt_engines", page.page.page
+    name = publish(root)  # built in January and never used
+    if "last_used" not in comfy.get("/hybrid_trt/engines")["engines"][0]:
+        _server_that_knows_uses(raw, root)
+    raw.evaluate("() => document.querySelectorAll('.p-toast-close-button').forEach(b => b.click())")
+    raw.get_by_role("button", name="TRT engines").click()
+    panel = raw.locator(".hybrid-trt-panel")
+    panel.get_by_text("not used yet").wait_for()
+    panel.get_by_role("button", name="Delete unused for 30 days").click()
+    dialog = raw.locator(".hybrid-trt-dialog")
+    page.shot("confirm")
+    assert "Delete 1 engines (" in dialog.inner_text()
+    dialog.get_by_role("button", name="Yes").click()
+    page.toast("1 engines were deleted")
+    panel.get_by_text("No engines yet.").wait_for()
+    assert not (root / name).exists()
+    panel.get_by_role("button", name="Delete unused for 30 days").wait_for(state="hidden")
+    raw.get_by_role("button", name="TRT engines").click()
+
+
 def test_chinese_is_on_nodes_panel_and_settings(page: EnginePage, comfy: ComfyProcess, tiny: dict[str, Any]) -> None:
     raw = page.page.page
 
@@ -174,6 +281,7 @@ def test_chinese_is_on_nodes_panel_and_settings(page: EnginePage, comfy: ComfyPr
         raw.get_by_text("Hybrid TRT", exact=True).first.click()
         raw.get_by_text("没有引擎时").first.wait_for()
         raw.get_by_text("0 表示不限制").wait_for()
+        raw.get_by_role("combobox").filter(has_text="适合模型").wait_for()
         page.shot("settings")
     finally:
         speak("en")
@@ -228,3 +336,22 @@ def test_a_server_that_restarts_in_a_build_leaves_no_node_waiting(
     assert after["button"] == "Build engine"
     assert after["width"] is None
     assert list((comfy.base / "models" / "trt_engines").glob(".building*")) == []
+
+
+def _server_that_knows_uses(raw: Page, root: Path) -> None:
+    """Stands in for routes that this server does not have yet."""
+
+    def listed(route: Route) -> None:
+        answer = route.fetch()
+        data = answer.json()
+        route.fulfill(json={**data, "engines": [{**row, "last_used": None} for row in data["engines"]]})
+
+    def deleted(route: Route) -> None:
+        assert route.request.post_data_json == {"days": 30}
+        names = [folder.name for folder in root.glob("[!.]*")]
+        for name in names:
+            shutil.rmtree(root / name)
+        route.fulfill(json={"deleted": names, "bytes": 6})
+
+    raw.route("**/hybrid_trt/engines", listed)
+    raw.route("**/hybrid_trt/engines/delete_unused", deleted)

@@ -43,9 +43,10 @@ def test_files_import_only_the_page_and_one_another(path: Path) -> None:
 
 def test_new_nodes_have_the_sizes_of_the_first_preset() -> None:
     import pack  # noqa: F401
-    from hybrid_trt.engine_builder.profiles import DEFAULTS
+    from hybrid_trt.engine_builder.profiles import NAMES
 
     text = (JS / "lib" / "presets.mjs").read_text(encoding="utf-8")
-    found = re.findall(r"(\w+): (\d+)", re.search(r"presetAny: \{(.*?)\}", text)[1])
-    assert {name: int(value) for name, value in found} == {name: DEFAULTS[name] for name, _ in found}
-    assert len(found) == 5
+    first = re.search(r"PRESETS = \{\s+(\w+): \{(.*?)\}", text)
+    found = re.findall(r"(\w+): (\d+)", first[2])
+    assert first[1] == "presetFit"
+    assert found == [(name, "0") for name in NAMES]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
@@ -84,3 +85,16 @@ def test_freeing_memory_closes_engines_of_a_workflow_that_the_page_has_left(sd15
     sd15.free()
     assert compare(sd15, Scenario(seed=79)).all_on_engines()
     assert openings(sd15) == opened + 3
+
+
+def test_build_now_builds_an_engine_again_that_was_deleted_although_its_node_is_cached(sd15: ComfyProcess) -> None:
+    graph = prompt(Scenario(controls=(), seed=80, settings={"when_missing": "build now"}), engines=True, name="deleted")
+    assert sd15.queue(graph).output("report", "report")[0]["unet"]["engine"] == 4
+    assert set(sd15.queue(graph).cached) == set(graph)
+    library = sd15.base / "models" / "trt_engines"
+    (engine,) = library.glob("sd15_unet*")
+    shutil.rmtree(engine)
+    again = sd15.queue(graph, timeout=120)
+    assert engine.is_dir()
+    assert again.output("report", "report")[0]["unet"] == {"engine": 4, "native": 0, "reasons": {}}
+    assert set(sd15.queue(graph).cached) == set(graph), "nothing runs again without need"

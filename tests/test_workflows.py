@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from browser import ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
+from engine_page import EnginePage
 from make_workflows import build, pack_version
 from playwright.sync_api import Browser
 from workflow_recipes import RECIPES, with_tiny_models
@@ -43,6 +44,69 @@ PAGE_NODES = """() => {
     link(reroute, find('VAEDecode'), 'samples');
     link(primitive, find('KSampler'), 'seed');
     primitive.widgets[0].value = 4711; }"""
+
+#: What the pack's look at the open graph finds above its engine nodes, and what ComfyUI's own serialisation has there.
+LOOK = """async () => {
+    const { Look } = await import('/extensions/hybrid-trt/lib/look.mjs');
+    const { ancestors, engineNodes } = await import('/extensions/hybrid-trt/lib/graph.mjs');
+    const ids = engineNodes(app.rootGraph).flatMap(found => found.ids);
+    const looked = new Look(app.rootGraph).prompt(ids), { output } = await app.graphToPrompt();
+    const latent = prompt => Object.values(prompt).filter(n => /Empty.*Latent/.test(n.class_type)).map(n => n.inputs);
+    return [looked, output].map(prompt => JSON.parse(JSON.stringify([ancestors(prompt, ids), latent(prompt)]))); }"""
+#: Above the UNet's engine node: a LoRA behind a reroute with a primitive on its strength, a bypassed one, both kinds
+#: with the engine node in a subgraph that shows the second strength outside, and a muted ControlNet loader.
+TANGLE = """() => {
+    const make = (type, x) => { const n = LiteGraph.createNode(type); n.pos = [x, 1500]; app.graph.add(n); return n; };
+    const find = type => app.graph.nodes.find(n => n.type === type), loader = find('CheckpointLoaderSimple');
+    const link = (from, to, name) => from.connect(0, to, to.inputs.findIndex(i => i.name === name));
+    const reroute = make('Reroute', 0), primitive = make('PrimitiveNode', 200), engine = find('TRTUNetEngine');
+    const [first, second, third] = [400, 800, 1200].map(x => make('LoraLoaderModelOnly', x));
+    loader.connect(0, reroute, 0);
+    reroute.connect(0, first, 0); first.connect(0, second, 0); second.connect(0, third, 0); third.connect(0, engine, 0);
+    link(primitive, first, 'strength_model');
+    primitive.widgets[0].value = 0.25;
+    second.mode = 4;
+    third.widgets.find(w => w.name === 'strength_model').value = 0.625;
+    app.graph.nodes.filter(n => n.type === 'ControlNetLoader')[1].mode = 2;
+    app.graph.convertToSubgraph(new Set([third, engine]));
+    const outer = app.graph.nodes.find(n => n.isSubgraphNode?.()), inner = outer.subgraph;
+    const lora = inner.nodes.find(n => n.type === 'LoraLoaderModelOnly');
+    inner.inputNode.connectByType(-1, lora, 'FLOAT');
+    const slot = lora.inputs.findIndex(i => i.name === 'strength_model');
+    if (lora.inputs[slot].link == null) {
+        const input = inner.addInput('strength_model', 'FLOAT');
+        input.connect(lora.inputs[slot], lora);
+    }
+    const shown = outer.widgets.find(w => w.name.includes('strength'));
+    if (shown) shown.value = 0.125;
+    return { shown: shown?.value, inner: lora.widgets.find(w => w.name === 'strength_model').value }; }"""
+
+#: The tiny SDXL models in the opened template: a UNet and a VAE in the checkpoint's place, and conditioning
+#: without text encoders, which would outweigh all else.
+TINY_SDXL = """() => {
+    const all = type => app.graph.nodes.filter(n => n.type === type), loader = all('CheckpointLoaderSimple')[0];
+    const set = (node, values) => Object.entries(values).forEach(([name, value]) => {
+        node.widgets.find(w => w.name === name).value = value; });
+    const replace = (from, slot, type, values) => {
+        const node = LiteGraph.createNode(type);
+        node.pos = [...from.pos];
+        app.graph.add(node);
+        set(node, values);
+        for (const link of (from.outputs[slot].links ?? []).map(id => app.graph.getLink(id)))
+            node.connect(0, app.graph.getNodeById(link.target_id), link.target_slot); };
+    replace(loader, 0, 'UNETLoader', { unet_name: 'tiny_sdxl_unet.safetensors' });
+    replace(loader, 2, 'VAELoader', { vae_name: 'tiny_sdxl_taesd.safetensors' });
+    for (const [seed, text] of all('CLIPTextEncode').entries()) {
+        replace(text, 0, 'TestConditioning', { width: 2048, pooled: 1280, seed });
+        app.graph.remove(text); }
+    app.graph.remove(loader);
+    for (const [i, letter] of ['a', 'b'].entries()) {
+        set(all('ControlNetLoader')[i], { control_net_name: `tiny_sdxl_${letter}.safetensors` });
+        set(all('LoadImage')[i], { image: `control_${letter}.png` }); }
+    for (const node of [...all('TRTUNetEngine'), ...all('TRTControlNetEngine')])
+        set(node, { when_missing: 'use native', min_size: 64, opt_size: 64, max_size: 128 });
+    set(all('EmptyLatentImage')[0], { width: 128, height: 128 });
+    set(all('KSampler')[0], { steps: 3 }); }"""
 
 Workflow = dict[str, Any]
 
@@ -126,6 +190,8 @@ def test_converts_as_the_page_does(page: ComfyPage, object_info: dict[str, Any],
     prompt = page.prompt()
     assert prompt == to_prompt(workflow, object_info)
     assert prompt == to_prompt(page.workflow(), object_info)  # a saved file lists widgets as sockets too
+    looked, serialised = page.page.evaluate(LOOK)
+    assert looked == serialised
 
 
 @pytest.mark.browser
@@ -179,6 +245,20 @@ def test_nodes_of_the_page_alone_convert(page: ComfyPage, object_info: dict[str,
     prompt = page.prompt()
     assert prompt == to_prompt(page.workflow(), object_info)
     assert next(entry for entry in prompt.values() if entry["class_type"] == "KSampler")["inputs"]["seed"] == 4711
+
+
+@pytest.mark.browser
+def test_a_look_at_the_graph_finds_what_serialising_it_gives(page: ComfyPage, object_info: dict[str, Any]) -> None:
+    """Through subgraphs, widgets that they show, reroutes, primitives, bypassed and muted nodes."""
+    page.load(with_tiny_models(shipped("sd15_two_controlnets"), object_info))
+    values = page.page.evaluate(TANGLE)
+    page.settle()
+    looked, serialised = page.page.evaluate(LOOK)
+    assert looked == serialised
+    strengths = {n["inputs"]["strength_model"] for n in looked[0].values() if n["class_type"] == "LoraLoaderModelOnly"}
+    assert strengths == {0.25, 0.125}, values
+    engines = [node["inputs"] for node in looked[0].values() if node["class_type"].startswith("TRT")]
+    assert sum("control_net" in inputs for inputs in engines) == 1, "one loader is muted"
 
 
 @pytest.mark.browser
@@ -257,6 +337,33 @@ def test_runs_in_the_page(page: ComfyPage, comfy: ComfyProcess, object_info: dic
     assert len(report["rows"]) == 3
     assert page.problems() == []
     assert _overlaps(page.boxes()) == []
+
+
+@pytest.mark.browser
+def test_sdxl_with_two_controlnets_is_built_by_clicks_and_runs_on_its_engines(page: ComfyPage) -> None:
+    if page.vue:
+        pytest.skip("The buttons are clicked in both modes elsewhere; three builds are enough.")
+    raw, nodes = page.page, EnginePage(page, "sdxl")
+    raw.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
+    raw.get_by_role("dialog").last.get_by_text("hybrid-trt", exact=True).first.click()
+    raw.get_by_test_id("template-workflow-sdxl_two_controlnets").click()
+    raw.wait_for_function("() => app.graph.nodes.filter(n => n.type === 'TRTControlNetEngine').length === 2")
+    page.settle()
+    raw.evaluate(TINY_SDXL)
+    page.fit(left=72, top=112, right=12, bottom=60)
+    engines = [nodes.node(name) for name in ("TRTUNetEngine", "TRT ControlNet Engine 1", "TRT ControlNet Engine 2")]
+    for node in engines:
+        nodes.click(node)
+        nodes.wait_for(node, "queued", "building", "ready", timeout=60)
+    for node in engines:
+        assert nodes.wait_for(node, "ready", "failed", timeout=240)["state"] == "ready"
+    outputs = page.queue()
+    nodes.shot("ran")
+    (report,) = [output["report"][0] for output in outputs.values() if output.get("report", [{}])[0].get("rows")]
+    assert {row["name"]: (row["engine"], row["native"]) for row in report["rows"]} == {
+        f"tiny_sdxl_{name}.safetensors": (3, 0) for name in ("unet", "a", "b")}
+    assert "Last run: 3 calls on onnxruntime" in nodes.wait_until(
+        engines[0], lambda status: "Last run" in status["text"], "run", 10)["text"]
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ class Family:
     checkpoint: str
     nets: tuple[tuple[str, str], tuple[str, str]]
     size: int
+    min_size: int
     max_size: int
     downloads: dict[str, str]
     hint: str = ""
@@ -41,6 +42,7 @@ SD15 = Family(
         ("depth", "control_v11f1p_sd15_depth_fp16.safetensors"),
     ),
     size=512,
+    min_size=256,
     max_size=1024,
     downloads={
         "v1-5-pruned-emaonly-fp16.safetensors": "Comfy-Org/stable-diffusion-v1-5-archive",
@@ -56,6 +58,7 @@ SDXL = Family(
         ("depth", "controlnet-depth-sdxl-1.0_fp16.safetensors"),
     ),
     size=1024,
+    min_size=512,
     max_size=1536,
     downloads={"sd_xl_base_1.0.safetensors": "stabilityai/stable-diffusion-xl-base-1.0"},
     hint="The ControlNets are *diffusion_pytorch_model.fp16.safetensors* of *diffusers/controlnet-canny-sdxl-1.0* and "

@@ -18,16 +18,17 @@ NOTE = """# {title} with two ControlNets on engines
 The first run builds an engine for each network and takes minutes. It is kept in *models/trt_engines*, so later runs \
 start at once. If a network cannot run on its engine it runs native, and *TRT Report* says why.
 
-{hint}*More ControlNets*: raise **rows** on *TRT Apply ControlNet*. *Other image sizes*: \
-stay between **min_size** and **max_size** of the engine nodes, or change these.
+{hint}*More ControlNets*: raise **rows** on *TRT Apply ControlNet*. *Other image sizes*: the engines take \
+{least} to {most} pixels and one image at a time; for others choose **sizes** on the engine nodes.
 """
 
 
 def two_controlnets(name: str, family: Family) -> Recipe:
     """A checkpoint and two ControlNets, all three on engines, stacked in one node."""
-    sizes = {"when_missing": "build now", "opt_size": family.size, "max_size": family.max_size}
+    sizes = {"when_missing": "build now"}  # the numbers stay 0: what fits the model
     (first, first_file), (second, second_file) = family.nets
-    note = NOTE.format(title=family.title, first=first, second=second, hint=family.hint)
+    note = NOTE.format(title=family.title, first=first, second=second, hint=family.hint, least=family.min_size,
+                       most=family.max_size)
     nodes: dict[str, dict[str, Any]] = {
         "note": node("MarkdownNote", "How to use this workflow", {"text": note}, size=(330, 380)),
         "checkpoint": node("CheckpointLoaderSimple", widgets={"ckpt_name": family.checkpoint}, size=LOADER),
@@ -105,7 +106,7 @@ def with_tiny_models(workflow: Workflow, object_info: ObjectInfo, nets: tuple[st
         elif title.startswith(("Control image", "Picture")):
             put(title, image=("control_a.png", "control_b.png")[(number - 1) % 2])
     for engine in ("TRTUNetEngine", "TRTControlNetEngine"):
-        put(engine, min_size=64, opt_size=128, max_size=512)
+        put(engine, min_size=64, opt_size=128, max_size=512, max_images=4, max_tokens=616)
     if "EmptyLatentImage" in types:
         put("EmptyLatentImage", width=128, height=128)
     if "KSampler" in types:

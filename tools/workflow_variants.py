@@ -8,7 +8,7 @@ from workflow_parts import ENGINE, LOADER, SD15, Recipe, group, node, with_downl
 
 Nodes = dict[str, dict[str, Any]]
 
-SIZES = {"when_missing": "build now", "opt_size": SD15.size, "max_size": SD15.max_size}
+SETTINGS = {"when_missing": "build now"}  # the numbers stay 0: what fits the model
 MODELS, ENGINES, CONTROLS, SAMPLE = "#3f789e", "#8A8", "#b58b2a", "#a1309b"
 NETS = (
     *SD15.nets,
@@ -28,7 +28,7 @@ def img2img() -> Recipe:
 2. **Images**: the picture to repaint, and the control image (for example its edges).
 3. Press **Run**. *denoise* on the KSampler says how much may change.
 
-The picture's size has to be between **min_size** and **max_size** of the engine nodes; larger ones run native.
+Pictures of 256 to 1024 pixels fit the engines, larger ones run native; for others choose **sizes** on the engine nodes.
 """
     nodes = _models(note, NETS[:1]) | {
         "image": node("LoadImage", "Picture to repaint", {"image": "example.png"}, size=(280, 330)),
@@ -131,12 +131,12 @@ def _models(note: str, nets: tuple[tuple[str, str], ...]) -> Nodes:
     nodes = {
         "note": node("MarkdownNote", "How to use this workflow", {"text": note}, size=(330, 320)),
         "checkpoint": node("CheckpointLoaderSimple", widgets={"ckpt_name": SD15.checkpoint}, size=LOADER),
-        "unet_engine": node("TRTUNetEngine", None, SIZES, {"model": "checkpoint.MODEL"}, ENGINE),
+        "unet_engine": node("TRTUNetEngine", None, SETTINGS, {"model": "checkpoint.MODEL"}, ENGINE),
     }
     for i, (shows, file) in enumerate(nets, start=1):
         nodes[f"net_{i}"] = node("ControlNetLoader", f"Load ControlNet {i} ({shows})", {"control_net_name": file},
                                  size=LOADER)
-        nodes[f"engine_{i}"] = node("TRTControlNetEngine", f"TRT ControlNet Engine {i}", SIZES,
+        nodes[f"engine_{i}"] = node("TRTControlNetEngine", f"TRT ControlNet Engine {i}", SETTINGS,
                                     {"control_net": f"net_{i}.CONTROL_NET"}, ENGINE)
     return nodes
 

@@ -1,8 +1,9 @@
 // The Build button: orders a build by a small prompt of its own, follows it, cancels it.
 
 import { widened } from "./fit.mjs";
-import { buildPrompt, engineNodes } from "./graph.mjs";
-import { applyPreset } from "./presets.mjs";
+import { buildPrompt, engineNodes, isWired } from "./graph.mjs";
+import { Look } from "./look.mjs";
+import { applyPreset, sizesOf } from "./presets.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
 import { duration, error, size } from "./words.mjs";
@@ -11,10 +12,12 @@ export class Builder {
     /**
      * @param {import("./tracker.mjs").Tracker} tracker
      * @param {(severity: string, summary: string, detail: string) => void} toast
+     * @param {() => void} begun called, more than once, when the build of a node begins
      */
-    constructor(tracker, toast) {
+    constructor(tracker, toast, begun = () => {}) {
         this.tracker = tracker;
         this.toast = toast;
+        this.begun = begun;
         this.told = new Set(); // jobs whose end was told
         this.ended = new Map(); // prompts that ended while the answer with their id was under way
     }
@@ -32,8 +35,7 @@ export class Builder {
     /** Widen a node's sizes to the latent that does not fit, and build. */
     async buildFor(view) {
         if (!view.state.misfit || view.busy) return;
-        const now = (name) => view.node.widgets.find((widget) => widget.name === name).value;
-        applyPreset(view.node, widened(view.state.misfit, now));
+        applyPreset(view.node, widened(view.state.misfit, sizesOf(view.node), view.state.fits));
         await this.press(view);
     }
 
@@ -54,14 +56,10 @@ export class Builder {
 
     /** Order the engine of a node. */
     async build(view) {
-        const { app, api } = this.tracker;
+        const { api } = this.tracker;
         view.show({ ...view.state, state: "asked", job: null });
         this.tracker.failures.delete(view.node);
-        const ids = engineNodes(this.tracker.root()).find((found) => found.node === view.node)?.ids ?? [];
-        const { output } = await app.graphToPrompt();
-        const id = ids.find((id) => output[id]);
-        const prompt = id && buildPrompt(output, id, crypto.randomUUID?.() ?? String(Math.random()));
-        if (!prompt) throw new Error(t("offHint"));
+        const prompt = await this.#prompt(view.node);
         this.tracker.asked.set(view.node, "");
         const response = await api.fetchApi("/prompt", {
             method: "POST", headers: { "Content-Type": "application/json" },
@@ -70,6 +68,7 @@ export class Builder {
         const answer = await response.json().catch(() => ({}));
         if (!response.ok) throw new Error(promptError(answer));
         this.tracker.asked.set(view.node, answer.prompt_id);
+        this.tracker.stale = true;
         if (this.ended.has(answer.prompt_id)) await this.promptEnded(answer.prompt_id, this.ended.get(answer.prompt_id));
         else await this.tracker.refresh();
     }
@@ -101,6 +100,19 @@ export class Builder {
         }
     }
 
+    /** The prompt that orders a node's engine. Only what it depends on is serialised. */
+    async #prompt(node) {
+        const { app } = this.tracker;
+        const ids = engineNodes(this.tracker.root()).find((found) => found.node === node)?.ids ?? [];
+        const look = new Look(this.tracker.root());
+        const whole = look.prompt([]);
+        const id = ids.find((id) => whole[id]);
+        if (!id) throw new Error(t("offHint"));
+        // other packs may wire a node while ComfyUI serialises, and only then
+        const part = isWired(node) ? await look.serialised(id) : (await app.graphToPrompt()).output;
+        return buildPrompt(part, id, crypto.randomUUID?.() ?? String(Math.random()));
+    }
+
     /** Show why a build could not be ordered, until another one is. */
     #fail(view, text) {
         this.tracker.failures.set(view.node, { key: view.key, text });
@@ -111,6 +123,7 @@ export class Builder {
     /** A job has changed; its end is told once. */
     async hear(job) {
         const views = this.tracker.hear(job);
+        if (views.length && job.state === "running") this.begun();
         if (!["done", "failed", "cancelled"].includes(job.state) || this.told.has(job.id) || !views.length) return;
         this.told.add(job.id);
         await this.tracker.refresh();

@@ -1,4 +1,4 @@
-// Two small dialogs: a build's log, and a question.
+// Small dialogs: a build's log, a question, and an offer.
 
 import { t } from "./texts.mjs";
 
@@ -25,6 +25,25 @@ export function confirm(question) {
         dialog.addEventListener("close", () => answer(false));
         dialog.append(text, buttons(button(t("no"), () => end(false)), button(t("yes"), () => end(true))));
         dialog.showModal();
+    });
+}
+
+/**
+ * Ask for a number in a corner of the page, which stays usable.
+ * @returns {Promise<number | null>} null when it was declined
+ */
+export function askNumber(title, text, value, yes, no) {
+    return new Promise((answer) => {
+        const dialog = open(title);
+        dialog.classList.add("hybrid-trt-corner");
+        const words = document.createElement("p"), field = document.createElement("input");
+        words.textContent = text;
+        Object.assign(field, { type: "number", min: "1", step: "any", value: String(value) });
+        field.setAttribute("aria-label", title);
+        const end = (result) => { answer(result); dialog.close(); };
+        dialog.addEventListener("close", () => answer(null));
+        dialog.append(words, field, buttons(button(no, () => end(null)), button(yes, () => field.value > 0 && end(Number(field.value)))));
+        dialog.show();
     });
 }
 

@@ -1,11 +1,11 @@
 // Will the picture that the graph asks for fit a node's engine? Told before a run, and only when it is certain.
 
-import { ENGINE_NODES } from "./graph.mjs";
+import { ENGINE_NODES, isLink } from "./graph.mjs";
+import { meant } from "./presets.mjs";
 
 /** @typedef {{width: number, height: number, images: number}} Latent */
 /** @typedef {{min: number, max: number, images: number}} Limits sizes in pixels, images per batch */
 
-const isLink = (value) => Array.isArray(value) && value.length === 2;
 const isSampler = (node) => isLink(node.inputs.latent_image);
 
 /**
@@ -61,8 +61,8 @@ export function limitsOf(state, inputs) {
     // live weights run every size, those without a compiled file uncompiled
     if ((!engine && state.any_size) || (engine?.backend ?? inputs.backend) === "torch") return null;
     if (engine) return engine.limits ?? null;
-    const { min_size: min, max_size: max, max_images: images } = inputs;
-    return [min, max, images].every(Number.isFinite) ? { min, max, images } : null;
+    const sizes = meant(inputs, state.fits);
+    return sizes && { min: sizes.min_size, max: sizes.max_size, images: sizes.max_images };
 }
 
 /**
@@ -78,14 +78,18 @@ export function misfitOf(prompt, id, state) {
 }
 
 /**
- * The widget values that a node needs so that a latent fits: wider ones, never narrower.
+ * The widget values that a node needs so that a latent fits: wider ones, never narrower. What fits already stays, so 0,
+ * which is what fits the model, too.
  * @param {Latent} latent
- * @param {(name: string) => number} value of a widget now
+ * @param {Record<string, number>} now the widgets' values by name
+ * @param {Record<string, any>} [fits] what fits the model
  */
-export function widened({ width, height, images }, value) {
+export function widened({ width, height, images }, now, fits) {
+    const sizes = meant(now, fits) ?? now;
+    const [least, most] = [Math.min(width, height), Math.max(width, height)];
     return {
-        min_size: Math.min(value("min_size"), width, height),
-        max_size: Math.max(value("max_size"), width, height),
-        max_images: Math.max(value("max_images"), images),
+        min_size: least < sizes.min_size ? least : now.min_size,
+        max_size: most > sizes.max_size ? most : now.max_size,
+        max_images: images > sizes.max_images ? images : now.max_images,
     };
 }

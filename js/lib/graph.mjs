@@ -24,24 +24,35 @@ export function engineNodes(graph) {
     return [...found].map(([node, ids]) => ({ node, ids }));
 }
 
+/** Whether an input of a prompt is another node's output. */
+export const isLink = (value) => Array.isArray(value) && value.length === 2;
+
+/**
+ * The ids of a prompt's nodes that some depend on, themselves included.
+ * @param {Record<string, {inputs: Record<string, unknown>}>} prompt
+ * @param {string[]} ids
+ * @returns {Set<string>}
+ */
+export function upstreamOf(prompt, ids) {
+    const found = new Set(), queue = [...ids];
+    while (queue.length) {
+        const id = queue.pop();
+        if (!prompt[id] || found.has(id)) continue;
+        found.add(id);
+        for (const value of Object.values(prompt[id].inputs)) if (isLink(value)) queue.push(String(value[0]));
+    }
+    return found;
+}
+
 /**
  * The part of an API prompt that some nodes depend on, themselves included.
- * @param {Record<string, {inputs: Record<string, unknown>}>} prompt
+ * @param {Record<string, any>} prompt
  * @param {string[]} ids
  * @returns {Record<string, any>} without the nodes' titles
  */
 export function ancestors(prompt, ids) {
-    const kept = {};
-    const queue = [...ids];
-    while (queue.length) {
-        const id = queue.pop();
-        const node = prompt[id];
-        if (!node || id in kept) continue;
-        kept[id] = { class_type: node.class_type, inputs: node.inputs };
-        for (const value of Object.values(node.inputs))
-            if (Array.isArray(value) && value.length === 2) queue.push(String(value[0]));
-    }
-    return kept;
+    return Object.fromEntries([...upstreamOf(prompt, ids)].map((id) =>
+        [id, { class_type: prompt[id].class_type, inputs: prompt[id].inputs }]));
 }
 
 /**

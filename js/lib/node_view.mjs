@@ -8,10 +8,12 @@ const HEIGHT = 92;
 export class NodeView {
     /**
      * @param {any} node
-     * @param {{press: (view: NodeView) => void, buildFor: (view: NodeView) => void, showLog: (job: string) => void}} actions
+     * @param {{press: (view: NodeView) => void, buildFor: (view: NodeView) => void, showLog: (job: string) => void,
+     *     fits: (sizes: any) => void}} actions
      */
     constructor(node, actions) {
         this.node = node;
+        this.actions = actions;
         this.state = { state: "unknown" };
         this.key = "";
         this.badge = "";
@@ -46,6 +48,7 @@ export class NodeView {
         this.state = state;
         this.key = state.key ?? this.key;
         this.view = describe(state);
+        if (state.fits) this.actions.fits(state.fits);
         this.button.label = buttonLabel(state.state);
         this.element.dataset.tone = this.view.tone;
         this.element.dataset.state = state.state;

@@ -1,13 +1,14 @@
 // The engines panel: a sidebar tab with the library and the builds.
 
 import { confirm } from "./dialog.mjs";
-import { engineLines, jobLines, matching, shownJobs, tone } from "./panel_words.mjs";
+import { engineLines, jobLines, matching, shownJobs, tone, unused } from "./panel_words.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
 import { size } from "./words.mjs";
 
 const EVENTS = ["hybrid_trt.library", "hybrid_trt.build", "reconnected"];
 const PATIENCE = 300;
+const UNUSED_DAYS = 30;
 
 export class Panel {
     /**
@@ -39,8 +40,11 @@ export class Panel {
         this.file.addEventListener("change", () => this.import());
         this.builds = make("div", "hybrid-trt-panel-builds");
         this.engines = make("div", "hybrid-trt-panel-engines");
+        this.unused = button("deleteUnused", () => this.#deleteUnused());
+        this.unused.textContent = t("deleteUnused", { days: UNUSED_DAYS });
+        this.unused.hidden = true;
         const tools = make("div", "hybrid-trt-row");
-        tools.append(this.filter, button("refresh", () => this.load()), button("import", () => this.file.click()), this.file);
+        tools.append(this.filter, button("refresh", () => this.load()), button("import", () => this.file.click()), this.unused, this.file);
         this.root = make("div", "hybrid-trt-panel");
         this.root.append(make("h3", "", t("panel")), this.use, tools, this.builds, this.engines);
         element.replaceChildren(this.root);
@@ -66,6 +70,7 @@ export class Panel {
         const { engines, bytes, free, folder } = this.data;
         this.use.textContent = t("use", { count: engines.length, size: size(bytes), free: size(free) });
         this.use.title = folder;
+        this.unused.hidden = !engines.some((engine) => engine.last_used !== undefined);
         const jobs = shownJobs(this.jobs);
         this.builds.replaceChildren(...(jobs.length ? [make("h4", "", t("builds"))] : []), ...jobs.map((job) => this.#job(job)));
         const found = matching(engines, this.filter.value);
@@ -143,6 +148,18 @@ export class Panel {
         await this.#try(async () => {
             await request(this.api, path(name), { method: "DELETE" });
             this.actions.toast("info", t("panel"), t("deleted", { name: label ?? name }));
+            await this.load();
+        });
+    }
+
+    async #deleteUnused() {
+        const found = unused(this.data.engines, UNUSED_DAYS, Date.now());
+        const words = { days: UNUSED_DAYS, count: found.length, size: size(found.reduce((sum, { bytes }) => sum + bytes, 0)) };
+        if (!found.length) return this.actions.toast("info", t("panel"), t("noneUnused", words));
+        if (!(await confirm(t("confirmUnused", words)))) return;
+        await this.#try(async () => {
+            const { deleted, bytes } = await request(this.api, "/engines/delete_unused", { method: "POST", json: { days: UNUSED_DAYS } });
+            this.actions.toast("info", t("panel"), t("deletedUnused", { count: deleted.length, size: size(bytes) }));
             await this.load();
         });
     }

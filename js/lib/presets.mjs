@@ -4,6 +4,7 @@ import { t } from "./texts.mjs";
 
 /** Widget values by the preset's text key. */
 export const PRESETS = {
+    presetFit: { min_size: 0, opt_size: 0, max_size: 0, max_images: 0, max_tokens: 0 },
     presetAny: { min_size: 64, opt_size: 512, max_size: 1024, max_images: 4, max_tokens: 616 },
     presetSd15: { min_size: 512, opt_size: 512, max_size: 768, max_images: 2, max_tokens: 231 },
     presetSd15Wide: { min_size: 256, opt_size: 512, max_size: 1024, max_images: 4, max_tokens: 616 },
@@ -40,6 +41,26 @@ export function presetMenu(node, done) {
     return { content: t("presets"), has_submenu: true, submenu: { options } };
 }
 
+/**
+ * The sizes that a node asks for, with what fits its model in the place of zeros; as the server's `profile_of`.
+ * @param {Record<string, number>} given min_size, opt_size, max_size, max_images
+ * @param {Record<string, any> | undefined} fits what fits the model, or nothing when that is not known yet
+ * @returns {Record<string, number> | null} null when it cannot be told
+ */
+export function meant({ min_size, opt_size, max_size, max_images }, fits) {
+    const numbers = [min_size, opt_size, max_size, max_images];
+    if (!numbers.every(Number.isFinite)) return null;
+    if (numbers.every((number) => number > 0)) return { min_size, opt_size, max_size, max_images };
+    if (!fits) return null;
+    const sizes = numbers.slice(0, 3).filter((size) => size > 0);
+    const low = min_size || Math.min(fits.min_size, fits.max_size, ...sizes);
+    const high = max_size || Math.max(fits.max_size, low, ...sizes);
+    return {
+        min_size: low, opt_size: opt_size || Math.min(Math.max(fits.opt_size, low), high), max_size: high,
+        max_images: max_images || fits.max_images,
+    };
+}
+
 /** The key of the preset whose sizes a node has, or null. */
 export function presetOf(node) {
     const now = sizesOf(node);
@@ -51,22 +72,28 @@ export function presetOf(node) {
  * Add the widget that names a node's sizes; it is in no saved workflow and no prompt.
  * @param {any} node
  * @param {() => void} done called after a preset was applied
- * @returns {() => void} makes the widget say what the sizes are now
+ * @returns {(fits: Record<string, any>) => void} tells the widget what fits the node's model
  */
 export function presetWidget(node, done) {
     const widget = node.addWidget("combo", "size_preset", "", choose, { values: [], serialize: false });
     Object.assign(widget, { serialize: false, label: t("presetLabel"), tooltip: t("presetHint") });
 
+    let fits;
+
+    function label(key) {
+        return key === "presetFit" && fits?.family ? t("presetFitOf", fits) : t(key);
+    }
+
     function sync() {
-        const key = presetOf(node);
-        widget.value = key ? t(key) : t("presetOwn", sizesOf(node));
+        const key = presetOf(node), sizes = sizesOf(node);
+        widget.value = key ? label(key) : t("presetOwn", meant(sizes, fits) ?? sizes);
         // Vue nodes have a button of their own to unfold what is advanced
         const more = globalThis.LiteGraph?.vueNodesMode ? [] : [t("presetMore")];
-        widget.options.values = [...Object.keys(PRESETS).map((name) => t(name)), ...(key ? [] : [widget.value]), ...more];
+        widget.options.values = [...Object.keys(PRESETS).map(label), ...(key ? [] : [widget.value]), ...more];
     }
 
     function choose(value) {
-        const key = Object.keys(PRESETS).find((name) => t(name) === value);
+        const key = Object.keys(PRESETS).find((name) => label(name) === value);
         if (key) applyPreset(node, PRESETS[key]);
         else if (value === t("presetMore") && !node.showAdvanced) node.toggleAdvanced();
         sync();
@@ -77,7 +104,11 @@ export function presetWidget(node, done) {
     for (const size of node.widgets.filter(({ name }) => name in PRESETS.presetAny)) follow(size, "callback", sync);
     follow(node, "onConfigure", sync);
     sync();
-    return sync;
+    return (known) => {
+        if (JSON.stringify(known) === JSON.stringify(fits)) return;
+        fits = known;
+        sync();
+    };
 }
 
 /** Vue nodes fold advanced widgets by themselves; the canvas would only leave them blank. */
@@ -92,7 +123,7 @@ function foldOnCanvas(node, widget) {
 }
 
 /** Call something after a method of an object. */
-function follow(object, method, then) {
+export function follow(object, method, then) {
     const before = object[method];
     object[method] = function (...given) {
         const result = before?.apply(this, given);
@@ -101,7 +132,8 @@ function follow(object, method, then) {
     };
 }
 
-function sizesOf(node) {
+/** The five numbers of a node by name. */
+export function sizesOf(node) {
     const found = (node.widgets ?? []).filter(({ name }) => name in PRESETS.presetAny);
     return Object.fromEntries(found.map(({ name, value }) => [name, value]));
 }

@@ -1,15 +1,21 @@
 // The pack's settings: what a new engine node starts with, and those of the library, which the server keeps.
 // Nodes of opened workflows keep what they were saved with.
 
+import { applyPreset, PRESETS } from "./presets.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
 
 const CATEGORY = "Hybrid TRT";
 const WIDGETS = { when_missing: "HybridTRT.WhenMissing", backend: "HybridTRT.Backend", precision: "HybridTRT.Precision" };
 
+/** Whether the user has been offered a limit for the engines' disk space. */
+export const LIMIT_OFFERED = "HybridTRT.LimitOffered";
+
 /** As ComfyUI's extensions declare settings. */
 export const settings = [
+    { id: LIMIT_OFFERED, name: "Limit offered", type: "hidden", defaultValue: false },
     setting("WhenMissing", "When there is no engine", ["use native", "build now", "build in background"], "use native"),
+    setting("Sizes", "Sizes", Object.keys(PRESETS).map((key) => ({ text: t(key), value: key })), "presetFit"),
     setting("Backend", "Backend", ["auto", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch"], "auto"),
     setting("Precision", "Precision", ["auto", "float16", "bfloat16", "float32"], "auto"),
 ];
@@ -24,6 +30,7 @@ export function defaultsFor(node, get) {
         const value = widget.name in WIDGETS ? get(WIDGETS[widget.name]) : undefined;
         if (value !== undefined && widget.options?.values?.includes?.(value)) widget.value = value;
     }
+    applyPreset(node, PRESETS[get("HybridTRT.Sizes")] ?? {});
 }
 
 /**

@@ -1,7 +1,9 @@
-// Keeps every engine node's view true: asks the server after anything that may have changed it, and hears its events.
+// Keeps every engine node's view true. It looks at the graph when that may have changed, asks the server after anything
+// that may have changed its answer, and does nothing while nothing happens or nobody sees the page.
 
 import { misfitOf } from "./fit.mjs";
-import { ancestors, engineNodes, isWired } from "./graph.mjs";
+import { ancestors, engineNodes, isLink, isWired } from "./graph.mjs";
+import { Look } from "./look.mjs";
 import { request } from "./server.mjs";
 
 const PATIENCE = 250;
@@ -22,37 +24,62 @@ export class Tracker {
         this.failures = new Map();
         /** @type {Map<any, number>} node -> when an event last told its state */
         this.heard = new Map();
+        this.jobs = new Set(); // that events have told of
         this.turn = 0;
         this.timer = null;
+        this.stale = true; // the graph may have changed since the last look at it
+        this.waiting = false; // something happened while nobody saw the page
+        this.seen = { found: [], ids: new Map(), off: new Set(), prompt: {} };
+    }
+
+    /** The graph may have changed. */
+    changed() {
+        this.stale = true;
+        this.soon();
     }
 
     /** Ask for all states soon; many calls in a row ask once, and calls without end do not put it off. */
     soon() {
+        if (!this.views.size) return;
+        this.waiting = Boolean(globalThis.document?.hidden);
+        if (this.waiting) return;
         this.timer ??= setTimeout(() => {
             this.timer = null;
             this.refresh().catch(() => {});
         }, PATIENCE);
     }
 
+    /** The page is seen again. */
+    shown() {
+        if (this.waiting) this.soon();
+    }
+
     /** Ask for all states now. A server that does not answer leaves the nodes as they are: the page says so itself. */
     async refresh() {
         const turn = ++this.turn;
         const started = performance.now();
-        const found = engineNodes(this.root()).filter(({ node }) => this.views.has(node));
-        this.#forget(found);
+        if (this.stale) this.#look();
+        const { found, ids, off, prompt } = this.seen;
         if (!found.length) return;
-        const { output } = await this.app.graphToPrompt();
-        const ids = found.flatMap(({ node, ids }) => (isWired(node) ? ids.filter((id) => output[id]).slice(0, 1) : []));
-        const answer = ids.length
-            ? await request(this.api, "/nodes", { method: "POST", json: { prompt: ancestors(output, ids), nodes: ids } })
+        const nodes = [...ids.values()];
+        const answer = nodes.length
+            ? await request(this.api, "/nodes", { method: "POST", json: { prompt: ancestors(prompt, nodes), nodes } })
             : { nodes: {} };
         if (turn !== this.turn) return; // a later question is under way
-        for (const { node, ids } of found) {
+        for (const node of found) {
             if (this.heard.get(node) > started) continue; // the answer is older than the event
-            const id = ids.find((id) => id in answer.nodes);
-            const state = id && { ...answer.nodes[id], misfit: misfitOf(output, id, answer.nodes[id]) };
-            this.#apply(node, state || { state: isWired(node) ? "off" : "unwired", key: "" });
+            const id = ids.get(node), told = answer.nodes[id];
+            const whenMissing = prompt[id]?.inputs.when_missing;
+            const state = told && { ...told, whenMissing, misfit: misfitOf(prompt, id, told) };
+            this.#apply(node, state || { state: off.has(node) ? "off" : "unwired", key: "" });
         }
+    }
+
+    /** ComfyUI has queued a prompt: what its serialisers gave is part of the keys from now on. */
+    queued(output) {
+        if (!this.views.size) return;
+        new Look(this.root()).learn(output, this.seen.ids.values());
+        this.changed();
     }
 
     /**
@@ -69,13 +96,30 @@ export class Tracker {
                 view.show({ ...view.state, state, job, text: "" });
             }
         }
-        if (!views.length || !["queued", "running"].includes(job.state)) this.soon();
+        const alive = ["queued", "running"].includes(job.state);
+        if (!alive || (!views.length && !this.jobs.has(job.id))) this.soon();
+        this.jobs.add(job.id);
         return views;
     }
 
     /** The outermost graph, whatever subgraph is open. */
     root() {
         return this.app.rootGraph ?? this.app.graph?.rootGraph ?? this.app.graph;
+    }
+
+    /** Find the engine nodes, and the prompt that they are part of. */
+    #look() {
+        const found = engineNodes(this.root()).filter(({ node }) => this.views.has(node));
+        this.#forget(found);
+        const prompt = found.length ? new Look(this.root()).prompt(found.flatMap(({ ids }) => ids)) : {};
+        const wired = ({ node, ids }) => ids.find((id) => isLink(prompt[id]?.inputs[node.inputs[0].name]));
+        const isOff = ({ node, ids }) => isWired(node) && !ids.some((id) => prompt[id]);
+        this.seen = {
+            found: found.map(({ node }) => node), prompt,
+            ids: new Map(found.map((one) => [one.node, wired(one)]).filter(([, id]) => id !== undefined)),
+            off: new Set(found.filter(isOff).map(({ node }) => node)),
+        };
+        this.stale = false;
     }
 
     #apply(node, state) {

@@ -4,7 +4,7 @@ import { t } from "./texts.mjs";
 
 /** @typedef {{tone: string, title: string, lines: string[], fraction: number | null, badge: string, log: string | null, offer: string}} View */
 
-const TONES = { ready: "good", building: "busy", queued: "busy", asked: "busy", failed: "bad", stale: "warn", unavailable: "warn" };
+const TONES = { ready: "good", building: "busy", queued: "busy", asked: "busy", failed: "bad", stale: "warn", unchecked: "warn", unavailable: "warn" };
 export const BUSY = ["asked", "queued", "building"];
 
 /** A number of bytes as people say it. */
@@ -54,6 +54,31 @@ export function runWords(run) {
     return { lines: [head, ...reasons], badge: t(run.engine === 0 ? "badge" : "badgePart") };
 }
 
+/** A time that nobody has measured here to the second. */
+export function about(seconds) {
+    if (!(seconds > 0)) return t("someTime");
+    return seconds < 90 ? t("aboutSeconds", { count: Math.max(10, 10 * Math.round(seconds / 10)) })
+        : t("aboutMinutes", { count: Math.round(seconds / 60) });
+}
+
+const SOON = { "build now": "soonNow", "build in background": "soonBackground" };
+const WHY = { lora: "whyLora", checkpoint: "whyCheckpoint", settings: "whySettings" };
+
+/**
+ * What the next run will bring for a node without an engine: told before it, with the time that a build takes.
+ * @param {{outlook?: {why: string, seconds: number | null, certain: boolean, live: boolean}, whenMissing?: string}} state
+ * @returns {string} empty when there is nothing to say
+ */
+export function outlookWords({ outlook, whenMissing }) {
+    if (!outlook) return "";
+    const time = about(outlook.seconds);
+    if (outlook.live) return t(whenMissing === "build now" ? "soonLiveNow" : "soonLive", { time });
+    const plain = !(whenMissing in SOON) && !outlook.why;
+    if (plain && !outlook.seconds) return "";
+    const key = whenMissing === "build now" && !outlook.certain ? "soonNowPerhaps" : SOON[whenMissing] ?? "soonNative";
+    return [WHY[outlook.why] && t(WHY[outlook.why]), t(key, { time })].filter(Boolean).join(" ");
+}
+
 /**
  * Everything that a node shows.
  * @param {any} state the server's answer for the node, or {state: "off" | "unwired" | "asked"}
@@ -74,7 +99,8 @@ export function describe(state) {
         if (!state.engine.covers) view.tone = "warn";
         if (state.job?.state === "failed") view.lines.push(state.job.message);
     } else {
-        view.lines = [state.state === "none" || !state.text ? t(`${state.state}Hint`) : state.text];
+        const outlook = ["none", "unknown"].includes(state.state) ? outlookWords(state) : "";
+        view.lines = [outlook || (state.state === "none" || !state.text ? t(`${state.state}Hint`) : state.text)];
         if (state.state === "none" && state.job?.state === "cancelled") view.lines.unshift(t("cancelled"));
     }
     if (state.job?.state === "failed") view.log = state.job.id;
@@ -97,5 +123,5 @@ export function pixels({ width, height, images }) {
 
 /** The button's text in a state. */
 export function buttonLabel(state) {
-    return t(BUSY.includes(state) ? "cancel" : state === "ready" ? "rebuild" : "build");
+    return t(BUSY.includes(state) ? "cancel" : { ready: "rebuild", unchecked: "check" }[state] ?? "build");
 }

@@ -1,8 +1,9 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { latentsFor, limitsOf, misfit, misfitOf, widened } from "../../js/lib/fit.mjs";
+import { meant } from "../../js/lib/presets.mjs";
 
-const engine = (more = {}) => ({ class_type: "TRTUNetEngine", inputs: { model: ["1", 0], min_size: 256, max_size: 768, max_images: 2, backend: "auto", ...more } });
+const engine = (more = {}) => ({ class_type: "TRTUNetEngine", inputs: { model: ["1", 0], min_size: 256, opt_size: 512, max_size: 768, max_images: 2, backend: "auto", ...more } });
 const graph = (latent, more = {}) => ({
     1: { class_type: "CheckpointLoaderSimple", inputs: { ckpt_name: "a" } },
     2: engine(),
@@ -58,9 +59,32 @@ test("a second sampler with another model is not blamed on the first one's engin
 });
 
 test("widening never narrows", () => {
-    const now = { min_size: 256, max_size: 768, max_images: 4 };
-    assert.deepEqual(widened({ width: 1024, height: 512, images: 1 }, (name) => now[name]),
+    const now = { min_size: 256, opt_size: 512, max_size: 768, max_images: 4 };
+    assert.deepEqual(widened({ width: 1024, height: 512, images: 1 }, now),
         { min_size: 256, max_size: 1024, max_images: 4 });
-    assert.deepEqual(widened({ width: 128, height: 512, images: 8 }, (name) => now[name]),
-        { min_size: 128, max_size: 768, max_images: 8 });
+    assert.deepEqual(widened({ width: 128, height: 512, images: 8 }, now), { min_size: 128, max_size: 768, max_images: 8 });
+});
+
+const SDXL = { family: "SDXL", min_size: 512, opt_size: 1024, max_size: 1536, max_images: 1, max_tokens: 231 };
+const ZEROS = { min_size: 0, opt_size: 0, max_size: 0, max_images: 0, max_tokens: 0 };
+
+test("zeros are what fits the model, and a number that contradicts that wins", () => {
+    const { family, max_tokens, ...sizes } = SDXL;
+    assert.deepEqual(meant(ZEROS, SDXL), sizes);
+    assert.equal(meant(ZEROS, undefined), null);
+    assert.deepEqual(meant({ ...ZEROS, max_size: 256 }, SDXL), { min_size: 256, opt_size: 256, max_size: 256, max_images: 1 });
+    assert.deepEqual(meant({ ...ZEROS, min_size: 2048 }, SDXL), { min_size: 2048, opt_size: 2048, max_size: 2048, max_images: 1 });
+    assert.deepEqual(meant({ ...ZEROS, opt_size: 320 }, SDXL), { ...sizes, min_size: 320, opt_size: 320 });
+});
+
+test("a size that does not fit the model's own sizes is told and widens only what has to be wider", () => {
+    const asks = (width, height, images, state) => misfitOf(graph({ width, height, batch_size: images }, { 2: engine(ZEROS) }), "2",
+        { state: "none", fits: SDXL, ...state });
+    assert.equal(asks(832, 1216, 1), null);
+    assert.notEqual(asks(832, 1216, 2), null);
+    assert.notEqual(asks(2048, 1024, 1), null);
+    assert.equal(asks(2048, 1024, 1, { fits: undefined }), null, "nothing is certain yet");
+    assert.equal(asks(2048, 1024, 1, { any_size: true }), null, "the torch backend serves every size");
+    assert.deepEqual(widened({ width: 2048, height: 1024, images: 1 }, ZEROS, SDXL), { min_size: 0, max_size: 2048, max_images: 0 });
+    assert.deepEqual(widened({ width: 832, height: 1216, images: 4 }, ZEROS, SDXL), { min_size: 0, max_size: 0, max_images: 4 });
 });

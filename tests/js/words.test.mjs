@@ -1,7 +1,8 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { promptError } from "../../js/lib/build.mjs";
-import { engineLines, jobLines, matching, shownJobs, tone } from "../../js/lib/panel_words.mjs";
+import { sensibleLimit } from "../../js/lib/offer.mjs";
+import { engineLines, jobLines, matching, shownJobs, tone, unused } from "../../js/lib/panel_words.mjs";
 import { applyPreset, PRESETS, presetMenu, presetOf, presetWidget } from "../../js/lib/presets.mjs";
 import { defaultsFor } from "../../js/lib/settings.mjs";
 import { toneOf } from "../../js/lib/text_view.mjs";
@@ -57,6 +58,21 @@ test("each state has a title, a tone and a button", () => {
     assert.deepEqual(["none", "building", "ready"].map(buttonLabel), ["Build engine", "Cancel build", "Build again"]);
 });
 
+test("what the next run will bring is said before it, with the time", () => {
+    const said = (outlook, whenMissing = "use native", state = "none") =>
+        describe({ state, whenMissing, run: null, outlook: { why: "", seconds: null, certain: state === "none", live: false, ...outlook } }).lines[0];
+    assert.equal(said({ why: "lora", seconds: 231 }), "No engine for this LoRA setting yet. Native serves; building takes about 4 min.");
+    assert.equal(said({ why: "lora", seconds: 231 }, "build now"), "No engine for this LoRA setting yet. The next run builds it first: about 4 min.");
+    assert.equal(said({ why: "checkpoint", seconds: 47 }, "build now", "unknown"),
+        "No engine is known for this model yet. The next run builds it first if there is none: about 50 s.");
+    assert.match(said({ why: "settings" }, "build in background", "unknown"), /starts the build \(minutes for a full-size model\)/);
+    assert.match(said({ seconds: 70, live: true }), /serves without a build and follows LoRAs; a build \(about 70 s\)/);
+    assert.match(said({ seconds: 70, live: true, why: "lora" }, "build now", "unknown"), /follows LoRAs and checkpoints; only what was never built/);
+    assert.equal(said({}), t("noneHint"));
+    assert.equal(said({}, "use native", "unknown"), t("unknownHint"));
+    assert.equal(describe({ state: "none", run: null }).lines[0], t("noneHint"));
+});
+
 test("a refused prompt is told by its first node's error", () => {
     const errors = { 4: { class_type: "CheckpointLoaderSimple", errors: [{ message: "Value not in list", details: "ckpt_name: 'x'" }] } };
     assert.equal(promptError({ node_errors: errors }), "CheckpointLoaderSimple: Value not in list: ckpt_name: 'x'.");
@@ -76,6 +92,26 @@ test("the panel filters by all words and shows live jobs first", () => {
     assert.deepEqual(engineLines({ name: "x", state: "broken", bytes: 1e6, reason: "cut short" }), ["x · Broken", "1.0 MB. cut short"]);
 });
 
+test("the panel tells the last use, and what was not used for long", () => {
+    const now = Date.parse("2026-11-21T12:00:00Z");
+    const engine = (name, created, last_used, more) => ({ name, label: name, state: "ready", kind: "unet", created, last_used, bytes: 1, ...more });
+    const engines = [
+        engine("served", "2026-01-01T00:00:00Z", "2026-11-01T00:00:00Z"), engine("old", "2026-01-01T00:00:00Z", "2026-10-01T00:00:00Z"),
+        engine("never", "2026-01-01T00:00:00Z", null), engine("new", "2026-11-20T00:00:00Z", null),
+        engine("shared", "2026-01-01T00:00:00Z", null, { read_only: true }), engine("before", "2026-01-01T00:00:00Z", undefined),
+    ];
+    assert.deepEqual(unused(engines, 30, now).map((e) => e.name), ["old", "never"]);
+    assert.match(engineLines(engines[0])[3], /^last used /);
+    assert.equal(engineLines(engines[2])[3], "not used yet");
+    assert.equal(engineLines(engines[5]).length, 3);
+    assert.deepEqual([tone("unchecked"), engineLines({ ...engines[0], state: "unchecked" })[0]], ["warn", "served · Not checked here"]);
+    assert.deepEqual([describe({ state: "unchecked", text: "", run: null }).tone, buttonLabel("unchecked")], ["warn", "Check engine"]);
+});
+
+test("the limit that is offered is half of what is free, beside what the engines have", () => {
+    assert.deepEqual([sensibleLimit(0, 400e9), sensibleLimit(12e9, 50e9), sensibleLimit(0, 2e9)], [200, 35, 5]);
+});
+
 test("settings fill new nodes with values that their widgets offer", () => {
     const widgets = [
         { name: "backend", value: "auto", options: { values: ["auto", "torch"] } },
@@ -84,6 +120,8 @@ test("settings fill new nodes with values that their widgets offer", () => {
     ];
     defaultsFor({ widgets }, (id) => ({ "HybridTRT.Backend": "torch", "HybridTRT.Precision": "float8" })[id]);
     assert.deepEqual(widgets.map((w) => w.value), ["torch", "auto", 512]);
+    defaultsFor({ widgets }, (id) => ({ "HybridTRT.Sizes": "presetSdxl" })[id]);
+    assert.deepEqual(widgets.map((w) => w.value), ["torch", "auto", 1024]);
 });
 
 test("presets rise from min to max and set the widgets that there are", () => {
@@ -96,7 +134,7 @@ test("presets rise from min to max and set the widgets that there are", () => {
     const node = { widgets: [{ name: "max_size", value: 1, callback: (v) => heard.push(v) }, { name: "backend", value: "auto" }] };
     let done = 0;
     const { submenu } = presetMenu(node, () => done++);
-    submenu.options[2].callback();
+    submenu.options[3].callback();
     assert.deepEqual([node.widgets.map((w) => w.value), heard, done], [[1024, "auto"], [1024], 1]);
     applyPreset({}, {});
 });
@@ -109,7 +147,7 @@ test("the preset's widget says what the sizes are, whoever changed them, and is 
         return widget;
     } };
     let done = 0;
-    presetWidget(node, () => { done += 1; });
+    const tell = presetWidget(node, () => { done += 1; });
     const preset = node.widgets.at(-1), max = node.widgets.find(({ name }) => name === "max_size");
     assert.deepEqual([preset.value, preset.serialize, preset.options.serialize], [t("presetAny"), false, false]);
     preset.callback(t("presetSdxl"));
@@ -127,6 +165,15 @@ test("the preset's widget says what the sizes are, whoever changed them, and is 
     max.value = 1024;
     node.onConfigure();
     assert.equal(preset.value, t("presetSdxl"));
+    preset.callback(t("presetFit"));
+    assert.deepEqual([presetOf(node), max.value, preset.value], ["presetFit", 0, "Fits the model"]);
+    tell({ family: "SDXL", min_size: 512, opt_size: 1024, max_size: 1536, max_images: 1, max_tokens: 231 });
+    assert.equal(preset.value, "Fits the model (SDXL: 512 to 1536, best at 1024)");
+    max.value = 2048;
+    max.callback(2048);
+    assert.equal(preset.value, "Own: 512 to 2048, batch up to 1");
+    preset.callback(preset.options.values[0]);
+    assert.equal(presetOf(node), "presetFit");
 });
 
 test("a native call makes a report amber, and a report of nothing is neither good nor bad", () => {

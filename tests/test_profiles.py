@@ -1,0 +1,76 @@
+"""Sizes: what fits a family when no numbers are given, and how long a first build takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pack
+import pytest
+
+pack.import_comfy()
+
+from hybrid_trt.architectures import architectures  # noqa: E402
+from hybrid_trt.engine_builder.expected_time import MEASURED, expected  # noqa: E402
+from hybrid_trt.engine_builder.profiles import profile_of  # noqa: E402
+from hybrid_trt.engine_library import Library  # noqa: E402
+
+ROOT: Path = pack.ROOT
+PORTRAITS = ((832, 1216), (896, 1152), (768, 1344), (640, 1536), (1024, 1024))
+
+
+def takes(profile: object, width: int, height: int, batch: int = 2) -> bool:
+    ranges = profile.ranges
+    return ranges["W"].contains(width // 8) and ranges["H"].contains(height // 8) and ranges["B"].contains(batch)
+
+
+@pytest.mark.parametrize("name", sorted(architectures()))
+def test_without_numbers_the_profile_is_what_the_family_is_used_for(name: str) -> None:
+    sizes = architectures()[name].sizes
+    profile = profile_of(defaults=sizes)
+    best = 1024 if name.startswith("sdxl") else 512
+    assert profile.sizes("opt") == {"B": 2, "H": best // 8, "W": best // 8, "T": 77, "HB": 1}
+    assert (profile.ranges["B"].max, profile.ranges["T"].max) == (2, 231), "one image with CFG, three chunks of prompt"
+    if name.startswith("sdxl"):
+        assert all(takes(profile, width, height) and takes(profile, height, width) for width, height in PORTRAITS)
+        assert not takes(profile, 2048, 1024)
+    else:
+        assert all(takes(profile, *size) for size in ((512, 768), (768, 512), (1024, 512), (512, 512), (256, 256)))
+        assert not takes(profile, 1536, 1024)
+
+
+def test_numbers_are_taken_as_they_are_and_win_over_what_fits() -> None:
+    sdxl = architectures()["sdxl_unet"].sizes
+    assert profile_of(64, 512, 1024, 4, 616, defaults=sdxl) == profile_of(64, 512, 1024, 4, 616)
+    assert str(profile_of(max_size=256, defaults=sdxl)) == "256 px, batch 1-2, 77-231 tokens"
+    assert str(profile_of(min_size=2048, defaults=sdxl)) == "2048 px, batch 1-2, 77-231 tokens"
+    assert str(profile_of(opt_size=320, max_images=4, defaults=sdxl)) == "320-1536 px, batch 1-8, 77-231 tokens"
+    assert profile_of(min_size=512, max_size=768, defaults=sdxl).ranges["H"].opt == 96
+
+
+@pytest.mark.parametrize("sizes", [(512, 256, 0), (512, 0, 256), (0, 512, 256), (8, 0, 0), (0, 0, -64)])
+def test_sizes_that_contradict_each_other_are_refused(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="must rise in this order, from 16 on"):
+        profile_of(*sizes)
+
+
+@pytest.mark.parametrize(("kind", "backend"), sorted(MEASURED))
+def test_a_first_build_is_told_the_time_that_we_measured(kind: str, backend: str, tmp_path: Path) -> None:
+    library = Library([tmp_path])
+    for parameters, took in MEASURED[kind, backend]:
+        assert expected(library, kind, backend, "float16", "any", int(parameters)) == round(took)
+    assert expected(library, kind, backend, "float16", "any", 3_000_000) is None, "a tiny network"
+    assert expected(library, kind, "tensorrt", "float16", "any", int(8e8)) is None, "never measured"
+
+
+def test_the_times_are_those_of_the_result_files() -> None:
+    results = ROOT / "benchmarks" / "results"
+    builds = json.loads((results / "builds.json").read_text())["builds"]
+    for kind, word in (("unet", "SD1.5 unet"), ("controlnet", "SD1.5 controlnet")):
+        for backend in ("tensorrt_rtx", "onnxruntime"):
+            took = [b["total_wall_s"] for b in builds if b["network"].startswith(word) and b["backend"] == backend]
+            assert any(abs(MEASURED[kind, backend][0][1] / one - 1) < 1 for one in took)
+    rows = {row["case"]: row for row in json.loads((results / "h200.json").read_text())["rows"]}
+    for kind in ("unet", "controlnet"):
+        measured = [rows[f"{family}_{kind}"]["build_s"] for family in ("sd15", "sdxl")]
+        assert [took for _, took in MEASURED[kind, "torch"]] == measured
