@@ -25,6 +25,9 @@ from . import cli_comfyui
 from .cli_output import Bar
 from .profiles import NAMES, PRECISIONS, profile_of
 
+BACKENDS = ("tensorrt", "tensorrt_rtx", "torch", "onnxruntime")
+"""Those of ``backends()``, for a help text that imports none of them: help works in a Python without torch."""
+
 
 def main(arguments: list[str]) -> int:
     """Run one command and return its exit status."""
@@ -36,6 +39,12 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"{error}\n")
         if options.json:
             _print_json({"error": str(error)})
+        return 1
+    except ModuleNotFoundError as error:
+        sys.stderr.write(
+            f"{error.name} is not installed for {sys.executable}, so nothing was done; run this with the Python that "
+            "runs ComfyUI, where 'pip install -r requirements.txt' adds what this pack needs\n"
+        )
         return 1
     except KeyboardInterrupt:
         sys.stderr.write("Interrupted; nothing was changed.\n")
@@ -66,7 +75,8 @@ def _parser() -> argparse.ArgumentParser:
         build.add_argument("--" + name.replace("_", "-"), type=int, default=0, metavar="N",
                            help="default: what fits the model")  # fmt: skip
     build.add_argument("--precision", choices=(AUTO, *PRECISIONS), default=AUTO, help="default: what ComfyUI uses")
-    build.add_argument("--backend", choices=(AUTO, *backends()), default=AUTO, help="default: as on the node")
+    build.add_argument("--backend", type=_backend_name, default=AUTO, metavar="NAME",
+                       help=f"default: the best that runs here; there are {', '.join(BACKENDS)}")  # fmt: skip
     build.add_argument("--force", action="store_true", help="build although the engine is there")
     add("list", _list, "List the engines, their state and when they were last used.")
     add("verify", _verify, "Read all files of engines and compare their hashes.").add_argument("engine", nargs="*")
@@ -77,6 +87,12 @@ def _parser() -> argparse.ArgumentParser:
     add("import", _import, "Put an engine from such a file into the library.").add_argument("file", type=Path)
     add("inspect", _inspect, "Show the manifest of an engine, or of an exported file.").add_argument("engine")
     return parser
+
+
+def _backend_name(text: str) -> str:
+    if text != AUTO and text not in backends():
+        raise argparse.ArgumentTypeError(f"there is no backend {text}; choose {AUTO} or {', '.join(backends())}")
+    return text
 
 
 def _build(options: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 from builds import ROOT, children, contents, gone
+from hybrid_trt.backends import backends
+from hybrid_trt.engine_builder import cli as cli_module
 from hybrid_trt.engine_library.work_folders import sweep
 
 
@@ -131,10 +134,41 @@ def test_export_damage_delete_import_check(
     assert (listed["state"], listed["last_used"]) == ("ready", None)
 
 
+BARE = (sys.executable, "-S", "-m", "engine_builder")
+"""In a Python without any package: none of ComfyUI's, not even torch."""
+
+
+@pytest.mark.parametrize("command", [(), ("build",), ("list",)], ids=" ".join)
+def test_help_needs_no_package(command: tuple[str, ...]) -> None:
+    helped = subprocess.run([*BARE, *command, "--help"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert helped.returncode == 0, helped.stderr
+    assert "usage: python -m engine_builder" in helped.stdout
+    if command == ("build",):
+        words = re.split(r"[\s,]+", helped.stdout)
+        assert set(backends()) <= set(words)
+
+
+def test_a_python_without_torch_is_told_in_a_sentence(tmp_path: Path) -> None:
+    command = [*BARE, "list", "--library", str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert re.fullmatch("torch is not installed for .* run this with the Python that runs ComfyUI.*\n", ended.stderr)
+
+
+def test_the_commands_in_the_readme_are_ones_that_the_command_line_takes() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^python -m engine_builder ([^#\n]+)", text, re.M)
+    assert len(commands) >= 4
+    for command in commands:
+        if "--help" not in command:
+            assert callable(cli_module._parser().parse_args(shlex.split(command)).command), command
+
+
 @pytest.mark.parametrize(("arguments", "status", "says"), [
     (("build",), 2, "one of the arguments --checkpoint --unet --controlnet is required"),
     (("build", "--unet", "nope.safetensors"), 1, "There is no file nope.safetensors"),
     (("build", "--unet", "x", "--min-size", "512", "--opt-size", "256"), 1, "min_size (512), opt_size (256)"),
+    (("build", "--unet", "x", "--backend", "y"), 2, "there is no backend y; choose auto or tensorrt"),
     (("delete", "nope"), 1, "no engine is called 'nope'"),
     (("import", "nope.trtengine"), 1, "there is no file nope.trtengine"),
     (("list", "--comfyui", "/nowhere"), 1, "/nowhere holds no ComfyUI"),
