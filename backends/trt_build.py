@@ -60,6 +60,7 @@ def build_engine_file(
         raise BuildError(f"nothing was built: {missing.fallback.detail}") from None
     logger = shared_logger(trt)
     monitor = _monitor(trt, progress)
+    partial, to_file = request.folder / f".{ENGINE_NAME}", None
     with _polygraphy(flavour, logger) as loaders, collected_errors(logger) as errors:
         from polygraphy.exception import PolygraphyException
 
@@ -76,16 +77,65 @@ def build_engine_file(
             }
             phase = "compiling"
             make_config = functools.partial(_create_config, flavour, compute_capabilities)
-            engine = _compile(loaders, builder, network, make_config, options, timing_cache)
+            to_file = _FileBuilder(trt, builder, partial)
+            _compile(loaders, to_file, network, make_config, options, timing_cache)
         except PolygraphyException as error:
+            if to_file is not None and to_file.failed is not None:
+                raise to_file.failed from None
             if monitor.stopped_by is None:
                 raise BuildError(_why(flavour, phase, last_errors(errors) or str(error))) from error
         finally:
             monitor.progress = None  # TensorRT may keep the monitor; it must not keep the caller alive
+            if to_file is None or not to_file.done or monitor.stopped_by is not None:
+                partial.unlink(missing_ok=True)
     if monitor.stopped_by is not None:  # also when that was too late to stop the build
         raise monitor.stopped_by
-    (request.folder / ENGINE_NAME).write_bytes(engine)
+    os.replace(partial, request.folder / ENGINE_NAME)
     return [ENGINE_NAME]
+
+
+class _FileBuilder:
+    """A TensorRT builder whose engine goes straight to a file; where TensorRT has no stream, by way of memory.
+
+    Attributes:
+        done: the whole engine is in the file.
+        failed: why the file could not be written.
+    """
+
+    def __init__(self, trt: ModuleType, builder: Any, path: Path):
+        self._trt, self._builder, self._path = trt, builder, path
+        self.done = False
+        self.failed: OSError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._builder, name)
+
+    def build_serialized_network(self, network: Any, config: Any) -> bool:
+        """Called by polygraphy, which asks of the result only that it is true."""
+        if hasattr(self._builder, "build_serialized_network_to_stream"):
+            with self._path.open("wb") as file:
+                writer = self._writer(file)
+                self.done = self._builder.build_serialized_network_to_stream(network, config, writer)
+        else:
+            engine = self._builder.build_serialized_network(network, config)
+            if engine is not None:
+                self._path.write_bytes(engine)
+            self.done = engine is not None
+        self.done = self.done and self.failed is None
+        return self.done
+
+    def _writer(self, file: Any) -> Any:
+        builder = self
+
+        class Writer(self._trt.IStreamWriter):
+            def write(self, data: bytes) -> int:
+                try:
+                    return file.write(data)
+                except OSError as error:  # it may not pass through TensorRT's C++
+                    builder.failed = error
+                    return 0
+
+        return Writer()
 
 
 def _compile(
@@ -95,18 +145,18 @@ def _compile(
     make_config: Callable[[dict[str, Any]], Any],
     options: dict[str, Any],
     timing_cache: Path | None,
-) -> Any:
-    """The serialised engine; what is learnt about tactics goes to ``timing_cache``."""
+) -> None:
+    """Let the builder build; what is learnt about tactics goes to ``timing_cache``."""
     if timing_cache is None:
-        return loaders.engine_bytes_from_network((builder, network), make_config(options))
+        loaders.engine_bytes_from_network((builder, network), make_config(options))
+        return
     # files of ours and not its path: polygraphy would leave a lock file beside it, and may write half
     with tempfile.TemporaryFile() as known, tempfile.TemporaryFile() as learnt:
         known.write(_timings(builder, timing_cache))
         config = make_config({**options, "load_timing_cache": known})
-        engine = loaders.engine_bytes_from_network((builder, network), config, save_timing_cache=learnt)
+        loaders.engine_bytes_from_network((builder, network), config, save_timing_cache=learnt)
         learnt.seek(0)
         _save_timings(timing_cache, learnt.read())
-    return engine
 
 
 def _profile(loaders: ModuleType, request: BuildRequest, inputs: Sequence[TensorSpec]) -> Any:

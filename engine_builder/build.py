@@ -31,6 +31,7 @@ from .child_tasks import Runner, WeightsChanged, backend_in_child, comfyui_folde
 from .compile_step import sizes_to_compile
 from .handover import write_structure, write_weights
 from .locks import hold
+from .main_memory import check_memory
 from .onnx_export import DATA_NAME, PARAMETERS_NAME
 from .parity import LIMITS
 from .steps import STEPS, Task
@@ -174,6 +175,7 @@ class _Build:
         check_room(self.library.roots[0], int(size * ROOM), f"Building the engine of {network.label}")
         if not is_live(self.order.backend):  # those hold no weights
             check_limit(self.library, size, f"The engine of {network.label}")
+            check_memory(self.order.backend, size, network.label)
         folder = self.library.building_folder()
         try:
             manifest = self._make(folder, structure, dtype)

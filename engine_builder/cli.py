@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
                            help="default: what fits the model")  # fmt: skip
     build.add_argument("--precision", choices=(AUTO, *PRECISIONS), default=AUTO, help="default: what ComfyUI uses")
     build.add_argument("--backend", type=_backend_name, default=AUTO, metavar="NAME",
-                       help=f"default: the best that runs here; there are {', '.join(BACKENDS)}")  # fmt: skip
+                       help=f"default: as on the node; there are {', '.join(BACKENDS)}")  # fmt: skip
     build.add_argument("--force", action="store_true", help="build although the engine is there")
     add("list", _list, "List the engines, their state and when they were last used.")
     add("verify", _verify, "Read all files of engines and compare their hashes.").add_argument("engine", nargs="*")

@@ -98,7 +98,10 @@ def _trace(
     """The serialised graph of a function, its parameters and buffers being inputs of their names."""
     graph = io.BytesIO()
     axes = {spec.name: spec.dynamic_axes() for spec in (*inputs, *outputs)}
-    with _lock, torch.inference_mode(), warnings.catch_warnings(), _quiet("torch.onnx"), _fast_half_convolutions():
+    with contextlib.ExitStack() as stack:
+        for context in (_lock, torch.inference_mode(), warnings.catch_warnings(), _quiet("torch.onnx"),
+                        _fast_half_convolutions(), _shapes_without_weights()):  # fmt: skip
+            stack.enter_context(context)
         warnings.simplefilter("ignore")  # tracer warnings about constants that are meant to be constant
         torch.onnx.export(
             function,
@@ -162,6 +165,25 @@ def _fast_half_convolutions() -> Iterator[None]:
         yield
     finally:
         library._destroy()
+
+
+@contextlib.contextmanager
+def _shapes_without_weights() -> Iterator[None]:
+    """Keep the exporter's shape inference from transposing all linear weights, which says nothing about shapes.
+
+    Else it computes whatever follows from parameters alone, and holds it: minutes and gigabytes. The graph is the same
+    to the bit.
+    """
+    name = "_jit_pass_onnx_graph_shape_type_inference"
+    inference = getattr(torch._C, name, None)
+    if inference is None:
+        yield
+        return
+    setattr(torch._C, name, lambda graph, _parameters, opset: inference(graph, {}, opset))
+    try:
+        yield
+    finally:
+        setattr(torch._C, name, inference)
 
 
 class _quiet:

@@ -1,4 +1,4 @@
-"""TensorRT-RTX engines built for real, without a GPU; and all of both backends that can be held to account without one.
+"""TensorRT-RTX engines built for real, without a GPU.
 
 An engine cannot be opened here, so that it computes what native does is proved of the graph it is built from (by ONNX
 Runtime) and, on a machine with a GPU, by test_tensorrt_gpu.py.
@@ -6,64 +6,32 @@ Runtime) and, on a machine with a GPU, by test_tensorrt_gpu.py.
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import inspect
 import pickle
 import subprocess
 import sys
-import time
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import networks
 import pytest
 import tensorrt_rtx as trt
-import torch
 from hybrid_trt.architectures.tensors import Profile, Range, TensorSpec
-from hybrid_trt.backends import BuildError, BuildRequest, backends, trt_build, trt_common, trt_jit_cache, trt_runner
-from hybrid_trt.backends import tensorrt as tensorrt_backend
-from hybrid_trt.backends import tensorrt_rtx as rtx_backend
-from hybrid_trt.backends.trt_common import Flavour, Gpu
+from hybrid_trt.backends import BuildError, BuildRequest, trt_build, trt_common
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder import parity
-from hybrid_trt.engine_builder.onnx_export import export_onnx
-from hybrid_trt.engine_builder.steps import TRACED
-from hybrid_trt.engine_library import EngineIdentity, Library, Manifest, Reason, Unavailable
-from networks import CPU, PROFILE
+from hybrid_trt.engine_library import Library
+from networks import PROFILE
 from pack import ROOT
+from trt_backends import FULL, RTX, ignore, small_request
 
 pytestmark = pytest.mark.tensorrt
-
-CUDA = torch.device("cuda", 0)
-RTX, FULL = rtx_backend.BACKEND, tensorrt_backend.BACKEND
-ADA = Gpu("NVIDIA GeForce RTX 4090", (8, 9))
-TURING = Gpu("NVIDIA GeForce RTX 2080", (7, 5))
-HOPPER = Gpu("NVIDIA H200", (9, 0))
-PASCAL = Gpu("NVIDIA GeForce GTX 1080", (6, 1))
-SMALL = networks.TINY["sd15"] | {"model_channels": 64, "context_dim": 64}
-
-
-def ignore(_phase: str, _fraction: float) -> None:
-    pass
 
 
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def small_request(precision: str, folder: Path) -> BuildRequest:
-    """A request for a small SD1.5 UNet, its graph in the folder."""
-    network = networks.random_network("unet", SMALL, getattr(torch, precision))
-    architecture = network.architecture()
-    inputs = tuple(architecture.inputs(network.module, precision))
-    outputs = tuple(architecture.outputs(network.module, precision))
-    graph = export_onnx(architecture.function(network.module), inputs, outputs, TRACED, folder)
-    return BuildRequest(graph, inputs, outputs, PROFILE, folder, "portable")
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +43,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> BuildRequest:
 def request_here(small: BuildRequest, tmp_path: Path) -> BuildRequest:
     """The same request with a folder of its own."""
     return replace(small, folder=tmp_path)
-
-
-# Building
 
 
 @pytest.mark.parametrize("precision", ["float16", "float32"])
@@ -303,376 +268,6 @@ def test_timings_are_kept_per_gpu_and_version(request_here: BuildRequest, monkey
     assert path == request_here.folder.parent / ".timing-11-4-0-106-sm-90-nvidia-h200.cache"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["unet", "controlnet"])
-def test_full_size_sd15_in_half_precision(kind: str, tmp_path: Path, record_property: Any) -> None:
-    """Export and build within a minute of two cores (processor time: wall time has others' load in it) and 16 GB."""
-    import resource
-
-    network = networks.random_network(kind, networks.FULL_SD15, torch.float16)
-    architecture = network.architecture()
-    inputs = tuple(architecture.encoded_inputs(network.module, "float16"))
-    outputs = tuple(architecture.outputs(network.module, "float16"))
-    architecture.hint_encoder(network.module)
-    started, used = time.monotonic(), time.process_time()
-    graph = export_onnx(architecture.function(network.module), inputs, outputs, TRACED, tmp_path)
-    exported = time.monotonic()
-    profile = PROFILE.only({d.symbol for s in inputs for d in s.dims if not isinstance(d, int)})
-    RTX.build(BuildRequest(graph, inputs, outputs, profile, tmp_path, "portable"), ignore)
-    seconds = {"export": exported - started, "build": time.monotonic() - exported}
-    seconds["processor"] = time.process_time() - used
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    weights = 2 * sum(p.numel() for p in network.module.parameters())
-    record_property("seconds", seconds)
-    record_property("peak_bytes", peak)
-    record_property("engine_bytes", (tmp_path / "engine.trt").stat().st_size)
-    assert weights <= (tmp_path / "engine.trt").stat().st_size <= 1.05 * weights
-    assert peak <= 16e9, f"{peak / 1e9:.1f} GB"
-    assert seconds["processor"] <= 2 * 60, seconds
-
-
-# Who can build and run what
-
-
-def gpu(monkeypatch: pytest.MonkeyPatch, faked: Gpu | None) -> None:
-    """Let both backends see this GPU on every device."""
-    monkeypatch.setattr(Gpu, "of", classmethod(lambda _cls, _device: faked))
-
-
-def manifest(backend: Any, version: str, device: str) -> Manifest:
-    identity = EngineIdentity("sd15_unet", "0" * 64, "float16", PROFILE, backend.name, version, device)
-    return Manifest(identity, "unet", "x", (), (), {})
-
-
-def test_the_most_preferred_backend_comes_first() -> None:
-    names = [name for name in backends() if name in ("tensorrt", "tensorrt_rtx", "onnxruntime")]
-    assert names == ["tensorrt", "tensorrt_rtx", "onnxruntime"]
-
-
-def test_without_a_gpu_rtx_builds_and_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu(monkeypatch, None)
-    assert RTX.cannot_build(CPU) is None
-    assert RTX.target(CPU) == "portable"
-    refusal = RTX.unavailable(CPU)
-    assert refusal.reason is Reason.WRONG_GPU
-    assert refusal.detail == "TensorRT-RTX needs an NVIDIA GPU, the model runs on cpu"
-    assert FULL.cannot_build(CPU).reason is Reason.WRONG_GPU
-
-
-@pytest.mark.parametrize(("faked", "target"), [(ADA, "sm_89"), (TURING, "sm_75"), (HOPPER, "portable")])
-def test_rtx_builds_for_the_gpu_at_hand_where_it_runs_there(
-    faked: Gpu, target: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu(monkeypatch, faked)
-    assert RTX.target(CUDA) == target
-    assert FULL.target(CUDA) == f"{faked.sm} {faked.name}"
-
-
-def test_rtx_refuses_gpus_that_are_not_rtx_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu(monkeypatch, HOPPER)
-    for refusal in (RTX.unavailable(CUDA), RTX.refuses(manifest(RTX, trt.__version__, "portable"), CUDA)):
-        assert refusal.reason is Reason.WRONG_GPU
-        assert refusal.detail == (
-            "TensorRT-RTX runs on GeForce and RTX cards only, this GPU is NVIDIA H200 (compute capability 9.0)"
-        )
-    gpu(monkeypatch, ADA)
-    assert RTX.unavailable(CUDA) is None
-
-
-def test_full_tensorrt_refuses_gpus_older_than_turing(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu(monkeypatch, PASCAL)
-    assert FULL.unavailable(CUDA).reason is Reason.WRONG_GPU
-    assert "7.5 or newer" in FULL.unavailable(CUDA).detail
-
-
-@pytest.mark.parametrize(("faked", "built_for", "reason"), [
-    (ADA, "portable", None), (ADA, "sm_89", None), (ADA, "sm_86", Reason.WRONG_GPU),
-    (TURING, "sm_75", None), (TURING, "portable", Reason.WRONG_GPU), (ADA, "sm_8", Reason.WRONG_GPU)])
-def test_which_rtx_engines_run_on_which_gpu(
-    faked: Gpu, built_for: str, reason: Reason | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu(monkeypatch, faked)
-    refusal = RTX.refuses(manifest(RTX, trt.__version__, built_for), CUDA)
-    assert (refusal and refusal.reason) == reason
-    if refusal:
-        assert built_for in refusal.detail
-        assert str(faked) in refusal.detail
-
-
-def test_full_tensorrt_engines_belong_to_one_model_of_gpu_and_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu(monkeypatch, HOPPER)
-    monkeypatch.setattr(trt_common, "_import", lambda _flavour: SimpleNamespace(__version__="11.4.0.106"))
-    assert FULL.refuses(manifest(FULL, "11.4.0.106", "sm_90 NVIDIA H200"), CUDA) is None
-    assert FULL.refuses(manifest(FULL, "11.4.0.106", "sm_90 NVIDIA H100"), CUDA).reason is Reason.WRONG_GPU
-    assert FULL.refuses(manifest(FULL, "11.4.0.105", "sm_90 NVIDIA H200"), CUDA).reason is Reason.STALE_ENGINE
-
-
-def test_an_engine_of_another_version_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu(monkeypatch, ADA)
-    refusal = RTX.refuses(manifest(RTX, "1.6.1.120", "portable"), CUDA)
-    assert refusal.reason is Reason.STALE_ENGINE
-    assert refusal.detail == f"it was built with TensorRT-RTX 1.6.1.120 and {trt.__version__} is installed"
-
-
-def test_the_gpus_are_those_that_the_package_names() -> None:
-    named = {name for name in trt.ComputeCapability.__members__ if name.startswith("SM")}
-    assert named == {"SM{}{}".format(*capability) for capability in rtx_backend.SUPPORTED}
-
-
-@pytest.mark.parametrize(("backend", "command"), [
-    (RTX, 'pip install "tensorrt-rtx'), (FULL, 'pip install "tensorrt')])
-def test_a_missing_package_is_told_with_the_command_that_installs_it(
-    backend: Any, command: str, monkeypatch: pytest.MonkeyPatch, request_here: BuildRequest
-) -> None:
-    monkeypatch.setitem(sys.modules, backend.flavour.module, None)  # blocks the import
-    gpu(monkeypatch, ADA)
-    for refusal in (backend.unavailable(CUDA), backend.cannot_build(CUDA)):
-        assert refusal.reason is Reason.BACKEND_MISSING
-        assert command in refusal.detail
-    with pytest.raises(BuildError, match="is not installed"):
-        trt_build.build_engine_file(backend.flavour, request_here, ignore)
-    with pytest.raises(Unavailable):
-        backend.version()
-
-
-def test_torch_for_cuda_12_wants_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert RTX.flavour.install == 'pip install "tensorrt-rtx-cu12>=1.7,<1.8"'
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert RTX.flavour.install == 'pip install "tensorrt-rtx>=1.7,<1.8"'
-
-
-def test_a_missing_polygraphy_stops_builds_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "polygraphy", None)
-    gpu(monkeypatch, ADA)
-    assert RTX.unavailable(CUDA) is None
-    assert "pip install polygraphy" in RTX.cannot_build(CUDA).detail
-
-
-@pytest.mark.parametrize(("text", "told"), [
-    ("raise OSError('libcudart.so.13: cannot open')", "cannot be loaded (OSError: libcudart.so.13"),
-    ("__version__ = '1.4.0.76'", "1.4.0.76 is installed and does not serve"),
-    ("", "cannot be loaded (AttributeError")])
-def test_a_package_that_does_not_load_or_serve_is_no_crash(
-    text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = f"broken_{abs(hash(text))}"
-    (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    refusal = trt_common.missing(Flavour(name, "TensorRT-RTX", ((1, 7), (1, 8)), "tensorrt-rtx"))
-    assert refusal.reason is Reason.BACKEND_MISSING
-    assert told in refusal.detail
-    assert "pip install" in refusal.detail
-
-
-def test_amds_gpus_are_not_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert Gpu.of(CUDA) is None
-
-
 def test_a_build_for_a_gpu_that_is_not_here_names_both(request_here: BuildRequest) -> None:
     with pytest.raises(BuildError, match="that is sm_90 NVIDIA H200, and here is"):
         FULL.build(replace(request_here, target="sm_90 NVIDIA H200"), ignore)
-
-
-# The runner
-
-
-def test_a_file_that_is_no_engine_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "sd15_unet-x" / "engine.trt"
-    path.parent.mkdir()
-    path.write_bytes(b"this is no engine" * 1000)
-    logger = trt_common.shared_logger(trt)
-    with trt_common.collected_errors(logger) as errors, pytest.raises(Unavailable) as refused:
-        trt_runner.deserialise(trt.Runtime(logger), "TensorRT-RTX", path, errors)
-    assert refused.value.fallback.reason in (Reason.BROKEN_ENGINE, Reason.ENGINE_FAILED)
-    assert "sd15_unet-x" in refused.value.fallback.detail
-    assert "Serialization" in refused.value.fallback.detail
-
-
-@pytest.mark.parametrize(("told", "reason"), [
-    ("Error Code 6: API Usage Error (The engine cannot run on this GPU, which has compute capability 9.0)",
-     Reason.WRONG_GPU),
-    ("Error Code 1: Cuda Runtime (out of memory)", Reason.ENGINE_FAILED)])
-def test_tensorrts_own_refusal_of_a_gpu_is_told_from_other_errors(told: str, reason: Reason, tmp_path: Path) -> None:
-    path = tmp_path / "engine.trt"
-    path.write_bytes(b"an engine")
-    runtime = Mock(spec=trt.Runtime)
-    runtime.deserialize_cuda_engine.return_value = None  # what an H200 gets, with that error
-    with pytest.raises(Unavailable) as refused:
-        trt_runner.deserialise(runtime, "TensorRT-RTX", path, [told])
-    assert refused.value.fallback.reason is reason
-    assert told in refused.value.fallback.detail
-
-
-CLASSES = {
-    "trt": trt, "self._logger": trt.ILogger, "logger": trt.ILogger,
-    "runtime": trt.Runtime, "self._runtime": trt.Runtime,
-    "opened": trt.ICudaEngine, "self.engine": trt.ICudaEngine, "self._native.engine": trt.ICudaEngine,
-    "context": trt.IExecutionContext, "self.context": trt.IExecutionContext,
-    "self._native.context": trt.IExecutionContext,
-    "config": trt.IRuntimeConfig, "self._cache": trt.IRuntimeCache,
-}
-
-
-@pytest.mark.parametrize("module", [trt_runner, trt_jit_cache])
-def test_all_that_the_runner_calls_exists_in_the_bindings(module: Any) -> None:
-    used = set()
-    for node in ast.walk(ast.parse(inspect.getsource(module))):
-        if isinstance(node, ast.Attribute) and (owner := CLASSES.get(ast.unparse(node.value))) is not None:
-            used.add((owner, node.attr))
-    assert len(used) >= (15 if module is trt_runner else 3), used
-    assert [(owner, name) for owner, name in used if not hasattr(owner, name)] == []
-
-
-def test_a_context_is_made_with_and_without_a_runtime_config() -> None:
-    text = trt.ICudaEngine.create_execution_context.__doc__
-    assert "strategy:" in text
-    assert "runtime_config:" in text
-
-
-SPECS_IN = (TensorSpec("x", "float32", (2, 4)), TensorSpec("residual", "float32", (2, 4), optional=True),
-            TensorSpec("pruned", "float32", (2, 4)))
-
-
-class FakeContext:
-    """Stands for an IExecutionContext: remembers bindings by name, as the real one does between calls."""
-
-    def __init__(self) -> None:
-        self.bound: dict[str, tuple[tuple[int, ...] | None, int]] = {}
-        self.memory: tuple[int, int] = (0, 0)
-        self.out = (2, 4)
-        self.mock = Mock(spec=trt.IExecutionContext, wraps=None)
-        self.mock.set_input_shape.side_effect = self._shape
-        self.mock.set_tensor_address.side_effect = self._address
-        self.mock.infer_shapes.return_value = []
-        self.mock.get_tensor_shape.side_effect = lambda _name: self.out
-        self.mock.update_device_memory_size_for_shapes.return_value = 1000
-        self.mock.set_device_memory.side_effect = lambda address, size: setattr(self, "memory", (address, size))
-
-    def _shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        self.bound[name] = (shape, 0)
-        return shape[0] <= 4
-
-    def _address(self, name: str, address: int) -> bool:
-        self.bound[name] = (self.bound.get(name, (None, 0))[0], address)
-        return True
-
-
-@pytest.fixture
-def runner() -> tuple[Any, FakeContext]:
-    """A runner on the CPU with a fake context: what it binds can be seen, nothing runs."""
-    fake = FakeContext()
-    made = trt_runner.TensorRTRunner.__new__(trt_runner.TensorRTRunner)
-    made.device, made._title = CPU, "TensorRT-RTX"
-    made._native = SimpleNamespace(context=fake.mock, inputs=frozenset({"x", "residual"}), jit_cache=None)
-    return made, fake
-
-
-def call(batch: int = 2) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    return {s.name: torch.randn(batch, 4) for s in SPECS_IN}, {"out": torch.empty(batch, 4)}
-
-
-def test_every_call_binds_every_tensor_anew(runner: tuple[Any, FakeContext]) -> None:
-    made, fake = runner
-    for batch in (2, 2, 3, 2):
-        inputs, outputs = call(batch)
-        fake.out = (batch, 4)
-        scratch = made._bind(inputs, outputs, [])
-        assert fake.bound["x"] == ((batch, 4), inputs["x"].data_ptr())
-        assert fake.bound["residual"] == ((batch, 4), inputs["residual"].data_ptr())
-        assert fake.bound["out"] == (None, outputs["out"].data_ptr())
-        assert fake.memory == (scratch.data_ptr(), 1000)
-        assert scratch.numel() >= 1000
-    assert "pruned" not in fake.bound
-
-
-def test_scratch_memory_is_taken_for_one_call_and_kept_by_nobody(runner: tuple[Any, FakeContext]) -> None:
-    """So engines that run one after the other get the same bytes from torch's allocator, and none while none runs."""
-    made, _fake = runner
-    scratch = made._bind(*call(), [])
-    kept = weakref.ref(scratch)
-    del scratch
-    assert kept() is None
-
-
-def test_an_input_left_out_is_an_error_and_not_the_last_calls_tensor(runner: tuple[Any, FakeContext]) -> None:
-    made, _fake = runner
-    made._bind(*call(), [])
-    inputs, outputs = call()
-    del inputs["residual"]
-    with pytest.raises(RuntimeError, match="was not given residual"):
-        made._bind(inputs, outputs, [])
-
-
-def test_a_shape_outside_the_profile_is_an_error_with_tensorrts_words(runner: tuple[Any, FakeContext]) -> None:
-    made, _fake = runner
-    with pytest.raises(RuntimeError, match=r"TensorRT-RTX refused x of shape \(5, 4\) \(not in range\)"):
-        made._bind(*call(5), ["not in  range"])
-
-
-def test_an_output_of_another_shape_than_the_engines_is_an_error(runner: tuple[Any, FakeContext]) -> None:
-    made, fake = runner
-    fake.out = (2, 5)
-    with pytest.raises(RuntimeError, match=r"gives out of shape \(2, 5\), not \(2, 4\)"):
-        made._bind(*call(), [])
-
-
-# Kernels that RTX compiles at run time
-
-
-class FakeCache:
-    """Stands for an IRuntimeCache: its contents are bytes, and it takes only those that begin with ``mine``."""
-
-    def __init__(self) -> None:
-        self.contents = b""
-
-    def deserialize(self, blob: bytes) -> bool:
-        fits = blob.startswith(b"mine")
-        self.contents = blob if fits else self.contents
-        return fits
-
-    def serialize(self) -> bytes:
-        return self.contents
-
-
-def jit_cache(path: Path) -> tuple[Any, FakeCache]:
-    fake = FakeCache()
-    config = Mock(spec=trt.IRuntimeConfig)
-    config.create_runtime_cache.return_value = fake
-    made = trt_jit_cache.JitCache(config, path)
-    config.set_runtime_cache.assert_called_once_with(fake)
-    return made, fake
-
-
-def test_kernels_are_kept_beside_the_engine_and_found_again(tmp_path: Path) -> None:
-    path = tmp_path / "kernels.cache"
-    made, fake = jit_cache(path)
-    made.save()
-    assert not path.exists(), "nothing was compiled yet"
-    fake.contents = b"mine 1"
-    made.save()
-    assert [p.name for p in tmp_path.iterdir()] == ["kernels.cache"]
-    stamp = path.stat().st_mtime_ns
-    made.save()
-    assert path.stat().st_mtime_ns == stamp, "the same again is not written"
-    assert jit_cache(path)[1].contents == b"mine 1"
-
-
-@pytest.mark.parametrize("contents", [b"", b"another GPU's", b"\0" * 1000])
-def test_a_kernel_file_that_does_not_fit_is_replaced(tmp_path: Path, contents: bytes) -> None:
-    path = tmp_path / "kernels.cache"
-    path.write_bytes(contents)
-    made, fake = jit_cache(path)
-    assert fake.contents == b""
-    fake.contents = b"mine 2"
-    made.save()
-    assert path.read_bytes() == b"mine 2"
-
-
-def test_a_library_that_cannot_be_written_to_is_no_failure(tmp_path: Path) -> None:
-    made, fake = jit_cache(tmp_path / "gone" / "kernels.cache")
-    fake.contents = b"mine 3"
-    made.save()
-    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,53 @@
+"""A build that main memory has no room for is refused before it starts, with both figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builds import ROOT, contents, order, small_network
+from hybrid_trt.backends import BuildError, backends
+from hybrid_trt.engine_builder import main_memory
+from hybrid_trt.engine_builder.build import build_engine
+from hybrid_trt.engine_library import Library
+
+BUILDS = ROOT / "benchmarks" / "results" / "builds.json"
+
+
+def test_a_build_without_room_in_main_memory_is_refused_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: Any) -> dict:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(main_memory, "available_bytes", lambda: 700_000_000)
+    with pytest.raises(BuildError) as refused:
+        build_engine(order(small_network(), backends()["onnxruntime"]), Library([tmp_path]), lambda *_: None, run=run)
+    text = str(refused.value)
+    assert "small_1.safetensors with onnxruntime needs about 1.0 GB of main memory and 0.7 GB are available" in text
+    assert "not started and native keeps serving; close other programs" in text
+    assert contents(tmp_path) == []
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outside = main_memory.available_bytes()
+    assert outside > 0
+    monkeypatch.setattr(main_memory, "CGROUP", tmp_path)
+    for name, text in (("memory.current", "900000000"), ("memory.stat", "anon 5\ninactive_file 200000000\n")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "memory.max").write_text("1000000000\n")
+    assert main_memory.available_bytes() == 300_000_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert main_memory.available_bytes() > 300_000_000
+
+
+def test_the_estimate_covers_what_builds_were_measured_to_take() -> None:
+    rows = json.loads(BUILDS.read_text(encoding="utf-8"))["builds"]
+    measured = {(row["network"], row["backend"]) for row in rows}
+    assert len(measured) == 8, "SD1.5 and SDXL, UNet and ControlNet, TensorRT-RTX and ONNX Runtime"
+    for row in rows:
+        taken = 1e9 * max(row[step]["of_that_private_gb"] for step in ("export_and_check", "build"))
+        estimate = main_memory.needed_bytes(backends()[row["backend"]], row["weights_bytes"])
+        assert taken <= estimate <= 2 * taken, row["network"]

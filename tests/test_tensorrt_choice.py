@@ -1,0 +1,147 @@
+"""Which TensorRT backend can build and run what, on GPUs and with packages that are not here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tensorrt_rtx as trt
+import torch
+from hybrid_trt.backends import BuildError, BuildRequest, backends, trt_build, trt_common
+from hybrid_trt.backends import tensorrt_rtx as rtx_backend
+from hybrid_trt.backends.trt_common import Flavour, Gpu
+from hybrid_trt.engine_library import Reason, Unavailable
+from networks import CPU
+from trt_backends import ADA, CUDA, FULL, HOPPER, PASCAL, RTX, TURING, gpu, ignore, manifest
+
+pytestmark = pytest.mark.tensorrt
+
+
+def test_the_most_preferred_backend_comes_first() -> None:
+    names = [name for name in backends() if name in ("tensorrt", "tensorrt_rtx", "onnxruntime")]
+    assert names == ["tensorrt", "tensorrt_rtx", "onnxruntime"]
+
+
+def test_without_a_gpu_rtx_builds_and_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, None)
+    assert RTX.cannot_build(CPU) is None
+    assert RTX.target(CPU) == "portable"
+    refusal = RTX.unavailable(CPU)
+    assert refusal.reason is Reason.WRONG_GPU
+    assert refusal.detail == "TensorRT-RTX needs an NVIDIA GPU, the model runs on cpu"
+    assert FULL.cannot_build(CPU).reason is Reason.WRONG_GPU
+
+
+@pytest.mark.parametrize(("faked", "target"), [(ADA, "sm_89"), (TURING, "sm_75"), (HOPPER, "portable")])
+def test_rtx_builds_for_the_gpu_at_hand_where_it_runs_there(
+    faked: Gpu, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(monkeypatch, faked)
+    assert RTX.target(CUDA) == target
+    assert FULL.target(CUDA) == f"{faked.sm} {faked.name}"
+
+
+def test_rtx_refuses_gpus_that_are_not_rtx_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, HOPPER)
+    for refusal in (RTX.unavailable(CUDA), RTX.refuses(manifest(RTX, trt.__version__, "portable"), CUDA)):
+        assert refusal.reason is Reason.WRONG_GPU
+        assert refusal.detail == (
+            "TensorRT-RTX runs on GeForce and RTX cards only, this GPU is NVIDIA H200 (compute capability 9.0)"
+        )
+    gpu(monkeypatch, ADA)
+    assert RTX.unavailable(CUDA) is None
+
+
+def test_full_tensorrt_refuses_gpus_older_than_turing(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, PASCAL)
+    assert FULL.unavailable(CUDA).reason is Reason.WRONG_GPU
+    assert "7.5 or newer" in FULL.unavailable(CUDA).detail
+
+
+@pytest.mark.parametrize(("faked", "built_for", "reason"), [
+    (ADA, "portable", None), (ADA, "sm_89", None), (ADA, "sm_86", Reason.WRONG_GPU),
+    (TURING, "sm_75", None), (TURING, "portable", Reason.WRONG_GPU), (ADA, "sm_8", Reason.WRONG_GPU)])
+def test_which_rtx_engines_run_on_which_gpu(
+    faked: Gpu, built_for: str, reason: Reason | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(monkeypatch, faked)
+    refusal = RTX.refuses(manifest(RTX, trt.__version__, built_for), CUDA)
+    assert (refusal and refusal.reason) == reason
+    if refusal:
+        assert built_for in refusal.detail
+        assert str(faked) in refusal.detail
+
+
+def test_full_tensorrt_engines_belong_to_one_model_of_gpu_and_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, HOPPER)
+    monkeypatch.setattr(trt_common, "_import", lambda _flavour: SimpleNamespace(__version__="11.4.0.106"))
+    assert FULL.refuses(manifest(FULL, "11.4.0.106", "sm_90 NVIDIA H200"), CUDA) is None
+    assert FULL.refuses(manifest(FULL, "11.4.0.106", "sm_90 NVIDIA H100"), CUDA).reason is Reason.WRONG_GPU
+    assert FULL.refuses(manifest(FULL, "11.4.0.105", "sm_90 NVIDIA H200"), CUDA).reason is Reason.STALE_ENGINE
+
+
+def test_an_engine_of_another_version_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, ADA)
+    refusal = RTX.refuses(manifest(RTX, "1.6.1.120", "portable"), CUDA)
+    assert refusal.reason is Reason.STALE_ENGINE
+    assert refusal.detail == f"it was built with TensorRT-RTX 1.6.1.120 and {trt.__version__} is installed"
+
+
+def test_the_gpus_are_those_that_the_package_names() -> None:
+    named = {name for name in trt.ComputeCapability.__members__ if name.startswith("SM")}
+    assert named == {"SM{}{}".format(*capability) for capability in rtx_backend.SUPPORTED}
+
+
+@pytest.mark.parametrize(("backend", "command"), [
+    (RTX, 'pip install "tensorrt-rtx'), (FULL, 'pip install "tensorrt')])
+def test_a_missing_package_is_told_with_the_command_that_installs_it(
+    backend: Any, command: str, monkeypatch: pytest.MonkeyPatch, request_here: BuildRequest
+) -> None:
+    monkeypatch.setitem(sys.modules, backend.flavour.module, None)  # blocks the import
+    gpu(monkeypatch, ADA)
+    for refusal in (backend.unavailable(CUDA), backend.cannot_build(CUDA)):
+        assert refusal.reason is Reason.BACKEND_MISSING
+        assert command in refusal.detail
+    with pytest.raises(BuildError, match="is not installed"):
+        trt_build.build_engine_file(backend.flavour, request_here, ignore)
+    with pytest.raises(Unavailable):
+        backend.version()
+
+
+def test_torch_for_cuda_12_wants_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert RTX.flavour.install == 'pip install "tensorrt-rtx-cu12>=1.7,<1.8"'
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert RTX.flavour.install == 'pip install "tensorrt-rtx>=1.7,<1.8"'
+
+
+def test_a_missing_polygraphy_stops_builds_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "polygraphy", None)
+    gpu(monkeypatch, ADA)
+    assert RTX.unavailable(CUDA) is None
+    assert "pip install polygraphy" in RTX.cannot_build(CUDA).detail
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    ("raise OSError('libcudart.so.13: cannot open')", "cannot be loaded (OSError: libcudart.so.13"),
+    ("__version__ = '1.4.0.76'", "1.4.0.76 is installed and does not serve"),
+    ("", "cannot be loaded (AttributeError")])
+def test_a_package_that_does_not_load_or_serve_is_no_crash(
+    text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"broken_{abs(hash(text))}"
+    (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    refusal = trt_common.missing(Flavour(name, "TensorRT-RTX", ((1, 7), (1, 8)), "tensorrt-rtx"))
+    assert refusal.reason is Reason.BACKEND_MISSING
+    assert told in refusal.detail
+    assert "pip install" in refusal.detail
+
+
+def test_amds_gpus_are_not_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert Gpu.of(CUDA) is None

@@ -1,0 +1,217 @@
+"""TensorRT's runner, as far as it can be held to account without a GPU, and the kernels that RTX keeps."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import tensorrt_rtx as trt
+import torch
+from hybrid_trt.architectures.tensors import TensorSpec
+from hybrid_trt.backends import trt_common, trt_jit_cache, trt_runner
+from hybrid_trt.engine_library import Reason, Unavailable
+from networks import CPU
+
+pytestmark = pytest.mark.tensorrt
+
+
+def test_a_file_that_is_no_engine_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "sd15_unet-x" / "engine.trt"
+    path.parent.mkdir()
+    path.write_bytes(b"this is no engine" * 1000)
+    logger = trt_common.shared_logger(trt)
+    with trt_common.collected_errors(logger) as errors, pytest.raises(Unavailable) as refused:
+        trt_runner.deserialise(trt.Runtime(logger), "TensorRT-RTX", path, errors)
+    assert refused.value.fallback.reason in (Reason.BROKEN_ENGINE, Reason.ENGINE_FAILED)
+    assert "sd15_unet-x" in refused.value.fallback.detail
+    assert "Serialization" in refused.value.fallback.detail
+
+
+@pytest.mark.parametrize(("told", "reason"), [
+    ("Error Code 6: API Usage Error (The engine cannot run on this GPU, which has compute capability 9.0)",
+     Reason.WRONG_GPU),
+    ("Error Code 1: Cuda Runtime (out of memory)", Reason.ENGINE_FAILED)])
+def test_tensorrts_own_refusal_of_a_gpu_is_told_from_other_errors(told: str, reason: Reason, tmp_path: Path) -> None:
+    path = tmp_path / "engine.trt"
+    path.write_bytes(b"an engine")
+    runtime = Mock(spec=trt.Runtime)
+    runtime.deserialize_cuda_engine.return_value = None  # what an H200 gets, with that error
+    with pytest.raises(Unavailable) as refused:
+        trt_runner.deserialise(runtime, "TensorRT-RTX", path, [told])
+    assert refused.value.fallback.reason is reason
+    assert told in refused.value.fallback.detail
+
+
+CLASSES = {
+    "trt": trt, "self._logger": trt.ILogger, "logger": trt.ILogger,
+    "runtime": trt.Runtime, "self._runtime": trt.Runtime,
+    "opened": trt.ICudaEngine, "self.engine": trt.ICudaEngine, "self._native.engine": trt.ICudaEngine,
+    "context": trt.IExecutionContext, "self.context": trt.IExecutionContext,
+    "self._native.context": trt.IExecutionContext,
+    "config": trt.IRuntimeConfig, "self._cache": trt.IRuntimeCache,
+}
+
+
+@pytest.mark.parametrize("module", [trt_runner, trt_jit_cache])
+def test_all_that_the_runner_calls_exists_in_the_bindings(module: Any) -> None:
+    used = set()
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if isinstance(node, ast.Attribute) and (owner := CLASSES.get(ast.unparse(node.value))) is not None:
+            used.add((owner, node.attr))
+    assert len(used) >= (15 if module is trt_runner else 3), used
+    assert [(owner, name) for owner, name in used if not hasattr(owner, name)] == []
+
+
+def test_a_context_is_made_with_and_without_a_runtime_config() -> None:
+    text = trt.ICudaEngine.create_execution_context.__doc__
+    assert "strategy:" in text
+    assert "runtime_config:" in text
+
+
+SPECS_IN = (TensorSpec("x", "float32", (2, 4)), TensorSpec("residual", "float32", (2, 4), optional=True),
+            TensorSpec("pruned", "float32", (2, 4)))
+
+
+class FakeContext:
+    """Stands for an IExecutionContext: remembers bindings by name, as the real one does between calls."""
+
+    def __init__(self) -> None:
+        self.bound: dict[str, tuple[tuple[int, ...] | None, int]] = {}
+        self.memory: tuple[int, int] = (0, 0)
+        self.out = (2, 4)
+        self.mock = Mock(spec=trt.IExecutionContext, wraps=None)
+        self.mock.set_input_shape.side_effect = self._shape
+        self.mock.set_tensor_address.side_effect = self._address
+        self.mock.infer_shapes.return_value = []
+        self.mock.get_tensor_shape.side_effect = lambda _name: self.out
+        self.mock.update_device_memory_size_for_shapes.return_value = 1000
+        self.mock.set_device_memory.side_effect = lambda address, size: setattr(self, "memory", (address, size))
+
+    def _shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        self.bound[name] = (shape, 0)
+        return shape[0] <= 4
+
+    def _address(self, name: str, address: int) -> bool:
+        self.bound[name] = (self.bound.get(name, (None, 0))[0], address)
+        return True
+
+
+@pytest.fixture
+def runner() -> tuple[Any, FakeContext]:
+    """A runner on the CPU with a fake context: what it binds can be seen, nothing runs."""
+    fake = FakeContext()
+    made = trt_runner.TensorRTRunner.__new__(trt_runner.TensorRTRunner)
+    made.device, made._title = CPU, "TensorRT-RTX"
+    made._native = SimpleNamespace(context=fake.mock, inputs=frozenset({"x", "residual"}), jit_cache=None)
+    return made, fake
+
+
+def call(batch: int = 2) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    return {s.name: torch.randn(batch, 4) for s in SPECS_IN}, {"out": torch.empty(batch, 4)}
+
+
+def test_every_call_binds_every_tensor_anew(runner: tuple[Any, FakeContext]) -> None:
+    made, fake = runner
+    for batch in (2, 2, 3, 2):
+        inputs, outputs = call(batch)
+        fake.out = (batch, 4)
+        scratch = made._bind(inputs, outputs, [])
+        assert fake.bound["x"] == ((batch, 4), inputs["x"].data_ptr())
+        assert fake.bound["residual"] == ((batch, 4), inputs["residual"].data_ptr())
+        assert fake.bound["out"] == (None, outputs["out"].data_ptr())
+        assert fake.memory == (scratch.data_ptr(), 1000)
+        assert scratch.numel() >= 1000
+    assert "pruned" not in fake.bound
+
+
+def test_scratch_memory_is_taken_for_one_call_and_kept_by_nobody(runner: tuple[Any, FakeContext]) -> None:
+    """So engines that run one after the other get the same bytes from torch's allocator, and none while none runs."""
+    made, _fake = runner
+    scratch = made._bind(*call(), [])
+    kept = weakref.ref(scratch)
+    del scratch
+    assert kept() is None
+
+
+def test_an_input_left_out_is_an_error_and_not_the_last_calls_tensor(runner: tuple[Any, FakeContext]) -> None:
+    made, _fake = runner
+    made._bind(*call(), [])
+    inputs, outputs = call()
+    del inputs["residual"]
+    with pytest.raises(RuntimeError, match="was not given residual"):
+        made._bind(inputs, outputs, [])
+
+
+def test_a_shape_outside_the_profile_is_an_error_with_tensorrts_words(runner: tuple[Any, FakeContext]) -> None:
+    made, _fake = runner
+    with pytest.raises(RuntimeError, match=r"TensorRT-RTX refused x of shape \(5, 4\) \(not in range\)"):
+        made._bind(*call(5), ["not in  range"])
+
+
+def test_an_output_of_another_shape_than_the_engines_is_an_error(runner: tuple[Any, FakeContext]) -> None:
+    made, fake = runner
+    fake.out = (2, 5)
+    with pytest.raises(RuntimeError, match=r"gives out of shape \(2, 5\), not \(2, 4\)"):
+        made._bind(*call(), [])
+
+
+class FakeCache:
+    """Stands for an IRuntimeCache: its contents are bytes, and it takes only those that begin with ``mine``."""
+
+    def __init__(self) -> None:
+        self.contents = b""
+
+    def deserialize(self, blob: bytes) -> bool:
+        fits = blob.startswith(b"mine")
+        self.contents = blob if fits else self.contents
+        return fits
+
+    def serialize(self) -> bytes:
+        return self.contents
+
+
+def jit_cache(path: Path) -> tuple[Any, FakeCache]:
+    fake = FakeCache()
+    config = Mock(spec=trt.IRuntimeConfig)
+    config.create_runtime_cache.return_value = fake
+    made = trt_jit_cache.JitCache(config, path)
+    config.set_runtime_cache.assert_called_once_with(fake)
+    return made, fake
+
+
+def test_kernels_are_kept_beside_the_engine_and_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.cache"
+    made, fake = jit_cache(path)
+    made.save()
+    assert not path.exists(), "nothing was compiled yet"
+    fake.contents = b"mine 1"
+    made.save()
+    assert [p.name for p in tmp_path.iterdir()] == ["kernels.cache"]
+    stamp = path.stat().st_mtime_ns
+    made.save()
+    assert path.stat().st_mtime_ns == stamp, "the same again is not written"
+    assert jit_cache(path)[1].contents == b"mine 1"
+
+
+@pytest.mark.parametrize("contents", [b"", b"another GPU's", b"\0" * 1000])
+def test_a_kernel_file_that_does_not_fit_is_replaced(tmp_path: Path, contents: bytes) -> None:
+    path = tmp_path / "kernels.cache"
+    path.write_bytes(contents)
+    made, fake = jit_cache(path)
+    assert fake.contents == b""
+    fake.contents = b"mine 2"
+    made.save()
+    assert path.read_bytes() == b"mine 2"
+
+
+def test_a_library_that_cannot_be_written_to_is_no_failure(tmp_path: Path) -> None:
+    made, fake = jit_cache(tmp_path / "gone" / "kernels.cache")
+    fake.contents = b"mine 3"
+    made.save()
+    assert list(tmp_path.iterdir()) == []
