@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import networks
 import pytest
 import tensorrt_rtx as trt
 import torch
@@ -14,7 +15,6 @@ from hybrid_trt.backends import BuildError, BuildRequest, backends, trt_build, t
 from hybrid_trt.backends import tensorrt_rtx as rtx_backend
 from hybrid_trt.backends.trt_common import Flavour, Gpu
 from hybrid_trt.engine_library import Reason, Unavailable
-from networks import CPU
 from trt_backends import ADA, CUDA, FULL, HOPPER, PASCAL, RTX, TURING, gpu, ignore, manifest
 
 pytestmark = pytest.mark.tensorrt
@@ -27,12 +27,12 @@ def test_the_most_preferred_backend_comes_first() -> None:
 
 def test_without_a_gpu_rtx_builds_and_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, None)
-    assert RTX.cannot_build(CPU) is None
-    assert RTX.target(CPU) == "portable"
-    refusal = RTX.unavailable(CPU)
+    assert RTX.cannot_build(networks.CPU) is None
+    assert RTX.target(networks.CPU) == "portable"
+    refusal = RTX.unavailable(networks.CPU)
     assert refusal.reason is Reason.WRONG_GPU
     assert refusal.detail == "TensorRT-RTX needs an NVIDIA GPU, the model runs on cpu"
-    assert FULL.cannot_build(CPU).reason is Reason.WRONG_GPU
+    assert FULL.cannot_build(networks.CPU).reason is Reason.WRONG_GPU
 
 
 @pytest.mark.parametrize(("faked", "target"), [(ADA, "sm_89"), (TURING, "sm_75"), (HOPPER, "portable")])
@@ -98,15 +98,16 @@ def test_the_gpus_are_those_that_the_package_names() -> None:
 @pytest.mark.parametrize(("backend", "command"), [
     (RTX, 'pip install "tensorrt-rtx'), (FULL, 'pip install "tensorrt')])
 def test_a_missing_package_is_told_with_the_command_that_installs_it(
-    backend: Any, command: str, monkeypatch: pytest.MonkeyPatch, request_here: BuildRequest
+    backend: Any, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, backend.flavour.module, None)  # blocks the import
     gpu(monkeypatch, ADA)
     for refusal in (backend.unavailable(CUDA), backend.cannot_build(CUDA)):
         assert refusal.reason is Reason.BACKEND_MISSING
         assert command in refusal.detail
+    nothing = BuildRequest(tmp_path / "model.onnx", (), (), networks.PROFILE, tmp_path, "portable")
     with pytest.raises(BuildError, match="is not installed"):
-        trt_build.build_engine_file(backend.flavour, request_here, ignore)
+        trt_build.build_engine_file(backend.flavour, nothing, ignore)
     with pytest.raises(Unavailable):
         backend.version()
 

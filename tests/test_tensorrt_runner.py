@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import networks
 import pytest
 import tensorrt_rtx as trt
 import torch
 from hybrid_trt.architectures.tensors import TensorSpec
 from hybrid_trt.backends import trt_common, trt_jit_cache, trt_runner
 from hybrid_trt.engine_library import Reason, Unavailable
-from networks import CPU
 
 pytestmark = pytest.mark.tensorrt
 
@@ -107,7 +107,7 @@ def runner() -> tuple[Any, FakeContext]:
     """A runner on the CPU with a fake context: what it binds can be seen, nothing runs."""
     fake = FakeContext()
     made = trt_runner.TensorRTRunner.__new__(trt_runner.TensorRTRunner)
-    made.device, made._title = CPU, "TensorRT-RTX"
+    made.device, made._title = networks.CPU, "TensorRT-RTX"
     made._native = SimpleNamespace(context=fake.mock, inputs=frozenset({"x", "residual"}), jit_cache=None)
     return made, fake
 
