@@ -157,13 +157,16 @@ def test_attention_of_this_comfyui_is_neither_used_nor_changed(tmp_path: Path, m
     assert attention.optimized_attention is poisoned
 
 
-def test_every_parameter_is_found_in_the_graph(tmp_path: Path) -> None:
+def test_every_parameter_is_found_in_the_graph_also_those_of_equal_values(tmp_path: Path) -> None:
     for kind in ("unet", "controlnet"):
         net = network(kind, "sdxl_as_published")
+        for layer in (net.module.middle_block[0].in_layers[2], net.module.middle_block[0].out_layers[3]):
+            layer.bias.data.zero_()
         engine = built(net, tmp_path)
         mapping = json.loads((engine.folder / "parameters.json").read_text())
         names = {name.split(".", 1)[1] for name in mapping}
         assert names == {name for name, _ in net.module.named_parameters() if not name.startswith("input_hint_block.")}
+        assert all(name == initialiser for name, initialiser in mapping.items())
 
 
 def test_weights_are_in_a_file_beside_the_graph(tmp_path: Path) -> None:
@@ -178,6 +181,22 @@ def test_weights_are_in_a_file_beside_the_graph(tmp_path: Path) -> None:
     cases = parity.reference_cases(function, inputs, PROFILE)
     record = parity.check_parity(graph, cases, outputs, "float32")
     assert record["rel_err"] <= 1e-5
+
+
+def test_the_reference_is_float32_and_leaves_the_network_as_it_was() -> None:
+    half, full = (network("unet", "unlike_levels", torch.float16) for _ in range(2))
+    full.module.float().dtype = torch.float32
+    architecture = architecture_of(half.module)
+    inputs = architecture.inputs(half.module, "float16")
+    half.module.dtype = torch.float16
+    cases, expected = (parity.reference_cases(architecture.function(m), inputs, PROFILE)
+                       for m in (half.module, full.module))
+    for case, other in zip(cases, expected, strict=True):
+        assert case.expected[0].dtype == torch.float32
+        assert torch.equal(case.expected[0], other.expected[0])
+    assert half.module.dtype == torch.float16
+    assert {p.dtype for p in half.module.parameters()} == {torch.float16}
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in half.module.modules())
 
 
 def test_a_graph_that_differs_from_native_is_refused_with_the_figures(

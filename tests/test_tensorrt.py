@@ -100,6 +100,24 @@ def test_what_was_built_is_an_engine_in_the_eyes_of_the_runtime(request_here: Bu
     assert not diagnostics & bad_file  # without a GPU it can be asked no more
 
 
+def test_a_tensorrt_that_cannot_stream_builds_the_same_by_way_of_memory(
+    request_here: BuildRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    for _ in range(2):
+        (name,) = RTX.build(request_here, ignore)
+        sizes.append((request_here.folder / name).stat().st_size)
+        monkeypatch.delattr(trt.Builder, "build_serialized_network_to_stream", raising=False)
+    assert sizes[0] == sizes[1] > 1e6
+
+
+def test_a_disk_that_is_full_while_the_engine_is_written_is_told_as_such(request_here: BuildRequest) -> None:
+    (request_here.folder / ".engine.trt").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        RTX.build(request_here, ignore)
+    assert list(request_here.folder.iterdir()) == []
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_120"])
 def test_it_builds_for_gpus_that_are_not_here(request_here: BuildRequest, target: str) -> None:
     assert RTX.build(replace(request_here, target=target), ignore) == ["engine.trt"]
