@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,9 @@ SMALL = 2048
 """Weights with at most so many elements make the fingerprint: biases and norms, a megabyte in all."""
 PLACES, VALUES = 4, 64
 """Of every weight, so many runs of so many values make its sample."""
+
+AHEAD = 16
+"""Weights that wait to be hashed: patched and dequantised ones are copies, which must not pile up."""
 
 _hashes: weakref.WeakKeyDictionary[torch.nn.Module, dict[object, str]] = weakref.WeakKeyDictionary()
 
@@ -136,14 +140,23 @@ def hashing_pool() -> ThreadPoolExecutor:
 
 
 def _hash(weights: Iterable[tuple[str, torch.Tensor]], check: Check | None = None) -> str:
+    digests: dict[str, bytes] = {}
+    pending: deque[tuple[str, Future[bytes]]] = deque()
+
+    def take() -> None:
+        name, future = pending.popleft()
+        digests[name] = future.result()
+        if check is not None:
+            check()
+
     with hashing_pool() as pool:
-        pending = {name: pool.submit(digest, name, tensor) for name, tensor in weights}
         try:
-            digests = {}
-            for name, future in pending.items():
-                digests[name] = future.result()
-                if check is not None:
-                    check()
+            for name, weight in weights:
+                pending.append((name, pool.submit(digest, name, weight)))
+                if len(pending) > AHEAD:
+                    take()
+            while pending:
+                take()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

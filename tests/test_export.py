@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from hybrid_trt.backends import BuildError, backends  # noqa: E402
 from hybrid_trt.engine_builder import parity  # noqa: E402
 from hybrid_trt.engine_builder.build import BuildOrder, build_engine, run_here  # noqa: E402
 from hybrid_trt.engine_builder.onnx_export import export_onnx, sample_inputs  # noqa: E402
-from hybrid_trt.engine_library import Engine, Fallback, Library, Reason, Unavailable  # noqa: E402
+from hybrid_trt.engine_library import Engine, Fallback, Library, Reason, Unavailable, weights  # noqa: E402
 from hybrid_trt.engine_library.native import UNET_PREFIX, NativeNetwork  # noqa: E402
 from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle  # noqa: E402
 from hybrid_trt.engine_runtime.hints import HintEncoder  # noqa: E402
@@ -131,6 +133,27 @@ def test_hashing_a_patched_model_from_the_unpatched_clone_sees_the_original_weig
     from hybrid_trt.engine_library.weights import _hash, current_weights
 
     assert _hash(current_weights(live.patcher, UNET_PREFIX)) == before
+
+
+def test_hashing_holds_a_few_weights_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive, most = 0, 0
+
+    def ended() -> None:
+        nonlocal alive
+        alive -= 1
+
+    def made() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal alive, most
+        for number in range(200):
+            weight = torch.full((1000, 100), float(number))
+            weakref.finalize(weight, ended)
+            alive += 1
+            most = max(most, alive)
+            yield str(number), weight
+
+    digests = {str(n): weights.digest(str(n), torch.full((1000, 100), float(n))) for n in range(200)}
+    assert weights._hash(made()) == weights.combine(digests)
+    assert most <= weights.AHEAD + 4
 
 
 def test_fp16_and_fp32_copies_of_the_same_weights_have_one_hash() -> None:
