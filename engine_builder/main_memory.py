@@ -32,12 +32,13 @@ def available_bytes() -> int:
 
 def check_memory(backend: Backend, weights: int, label: str) -> None:
     """Raise BuildError when the memory for building the engine of ``label`` is not there."""
-    needed, available = needed_bytes(backend, weights), available_bytes()
+    needed, least, available = needed_bytes(backend, weights), FIXED + int(weights * EXPORT), available_bytes()
     if available < needed:
+        other = f", or choose the backend onnxruntime, which needs {gigabytes(least)}" if least < needed else ""
         raise BuildError(
             f"building the engine of {label} with {backend.name} needs about {gigabytes(needed)} of main memory and "
             f"{gigabytes(available)} are available, so it was not started and native keeps serving; close other "
-            "programs or unload ComfyUI's models, then build again"
+            f"programs or unload ComfyUI's models, then build again{other}"
         )
 
 
