@@ -13,7 +13,7 @@ from comfy import model_management
 from server import PromptServer
 
 from ..backends import backends
-from ..engine_library import Fallback, Manifest, Reason, states
+from ..engine_library import Fallback, Manifest, Reason, last_use, states
 from ..engine_library.archive import SUFFIX, export_engine, import_engine
 from ..engine_library.disk import check_room, free_bytes, readable
 from ..engine_runtime import live_session, session
@@ -153,8 +153,9 @@ def _entry_json(entry: states.Entry) -> dict:
     data = {"name": entry.folder.name, "state": entry.state, "reason": entry.reason, "bytes": entry.bytes,
             "last_used": entry.last_used}  # fmt: skip
     if entry.engine is not None:
-        manifest = entry.engine.manifest
+        manifest, since = entry.engine.manifest, last_use.unused_since(entry.engine)
         data = {**engine_json(entry.engine), "kind": manifest.kind, "architecture": manifest.identity.architecture,
+                "unused_since": since.isoformat(timespec="seconds") if since is not None else None,
                 "read_only": not os.access(entry.folder.parent, os.W_OK), **data}  # fmt: skip
     return data
 

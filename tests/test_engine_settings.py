@@ -14,7 +14,7 @@ from browser import READY, ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
 from engine_page import EnginePage
 from fake_engine import publish
-from playwright.sync_api import Browser, Page, Route
+from playwright.sync_api import Browser
 from workflow_recipes import with_tiny_models
 from workflow_to_prompt import set_widget
 
@@ -237,8 +237,6 @@ def test_the_panel_tells_the_last_use_and_deletes_what_was_not_used_for_long(
     no_engines(comfy)
     root, raw = comfy.base / "models" / "trt_engines", page.page.page
     name = publish(root)  # built in January and never used
-    if "last_used" not in comfy.get("/hybrid_trt/engines")["engines"][0]:
-        _server_that_knows_uses(raw, root)
     raw.evaluate("() => document.querySelectorAll('.p-toast-close-button').forEach(b => b.click())")
     raw.get_by_role("button", name="TRT engines").click()
     panel = raw.locator(".hybrid-trt-panel")
@@ -336,22 +334,3 @@ def test_a_server_that_restarts_in_a_build_leaves_no_node_waiting(
     assert after["button"] == "Build engine"
     assert after["width"] is None
     assert list((comfy.base / "models" / "trt_engines").glob(".building*")) == []
-
-
-def _server_that_knows_uses(raw: Page, root: Path) -> None:
-    """Stands in for routes that this server does not have yet."""
-
-    def listed(route: Route) -> None:
-        answer = route.fetch()
-        data = answer.json()
-        route.fulfill(json={**data, "engines": [{**row, "last_used": None} for row in data["engines"]]})
-
-    def deleted(route: Route) -> None:
-        assert route.request.post_data_json == {"days": 30}
-        names = [folder.name for folder in root.glob("[!.]*")]
-        for name in names:
-            shutil.rmtree(root / name)
-        route.fulfill(json={"deleted": names, "bytes": 6})
-
-    raw.route("**/hybrid_trt/engines", listed)
-    raw.route("**/hybrid_trt/engines/delete_unused", deleted)

@@ -49,7 +49,8 @@ from hybrid_trt.engine_runtime.live_session import LiveSession  # noqa: E402
 from hybrid_trt.engine_runtime.session import Session, session  # noqa: E402
 
 sys.modules.setdefault("hybrid_trt.nodes", types.ModuleType("hybrid_trt.nodes")).__path__ = [str(ROOT / "nodes")]
-node_states = importlib.import_module("hybrid_trt.nodes.node_states")  # without what registers the nodes
+# these two without what registers the nodes
+node_states, outlook = (importlib.import_module(f"hybrid_trt.nodes.{name}") for name in ("node_states", "outlook"))
 
 TORCH = backends()["torch"]
 CUDA = torch.device("cuda", 0)
@@ -276,11 +277,12 @@ def test_a_nodes_state_on_the_page_tells_of_an_engine_that_was_not_opened(
     engine = compiled_engine(net, tmp_path, "once")
     handle, states = handle_of(net, tmp_path), node_states.NodeStates(Library([tmp_path]), BuildQueue())
     states.learn("key", handle)
-    assert states.state("key")["state"] == "ready"
+    wish = outlook.Wish("unet", net.label, False, "torch")
+    assert states.state("key", wish)["state"] == "ready"
     monkeypatch.setattr(type(TORCH), "open_live", refuse)
     with torch.inference_mode():
         handle.serve(None, lambda: inputs_of(net))
-    told = states.state("key")
+    told = states.state("key", wish)
     assert told["state"] == "stale"
     assert told["engine"]["name"] == engine.folder.name
     assert "the disk is gone" in told["text"]
@@ -369,7 +371,7 @@ def test_auto_on_cuda_serves_without_an_engine_and_never_hashes_a_checkpoint(
         assert handle.session.lacks(profile), "the node offers a build"
         states = node_states.NodeStates(handle.library, BuildQueue())
         states.learn("key", handle)
-        told = states.state("key")
+        told = states.state("key", outlook.Wish("unet", net.label, False, AUTO))
         assert (told["state"], told["any_size"]) == ("none", True)
         assert "build an engine" in told["text"]
 

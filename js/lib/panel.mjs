@@ -70,7 +70,7 @@ export class Panel {
         const { engines, bytes, free, folder } = this.data;
         this.use.textContent = t("use", { count: engines.length, size: size(bytes), free: size(free) });
         this.use.title = folder;
-        this.unused.hidden = !engines.some((engine) => engine.last_used !== undefined);
+        this.unused.hidden = !engines.length;
         const jobs = shownJobs(this.jobs);
         this.builds.replaceChildren(...(jobs.length ? [make("h4", "", t("builds"))] : []), ...jobs.map((job) => this.#job(job)));
         const found = matching(engines, this.filter.value);

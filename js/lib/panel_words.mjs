@@ -27,23 +27,22 @@ export function engineLines(engine) {
     if (!engine.label) return [`${engine.name} · ${state}`, `${size(engine.bytes)}. ${engine.reason}`];
     const what = [t(engine.kind), engine.backend, engine.precision, engine.profile].join(", ");
     const made = [size(engine.bytes), date(engine.created), duration(engine.seconds), t("error", { error: error(engine.rel_err) })].join(" · ");
-    return [`${engine.label} · ${state}`, what, made, ...used(engine), ...(engine.reason ? [engine.reason] : [])];
+    return [`${engine.label} · ${state}`, what, made, used(engine), ...(engine.reason ? [engine.reason] : [])];
 }
 
-/** When an engine served last, in a line; nothing from a server that does not know. */
+/** When an engine served last. */
 function used({ last_used: last }) {
-    return last === undefined ? [] : [last ? t("lastUsed", { date: date(last) }) : t("neverUsed")];
+    return last ? t("lastUsed", { date: date(last) }) : t("neverUsed");
 }
 
 /**
- * The engines that served nothing for some days; those that never did count from their build.
+ * The engines that served nothing for some days; those that never did count from their build or their arrival.
  * @param {any[]} engines
  * @param {number} now milliseconds
  */
 export function unused(engines, days, now) {
-    const since = (engine) => engine.unused_since ?? engine.last_used ?? engine.created;
-    const old = (engine) => now - new Date(since(engine)).getTime() > days * 86400e3;
-    return engines.filter((engine) => engine.last_used !== undefined && !engine.read_only && old(engine));
+    const old = ({ unused_since: since }) => Boolean(since) && now - new Date(since).getTime() > days * 86400e3;
+    return engines.filter((engine) => !engine.read_only && old(engine));
 }
 
 /** The jobs worth showing: all that are not over, then the latest that are. */
