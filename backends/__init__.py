@@ -75,11 +75,13 @@ class Backend(Protocol):
         name: stands in manifests and in the node's list; never change it.
         preference: of several backends that can serve, ``auto`` takes the highest.
         measured_on: kinds of devices, see ``kind_of``, on which its engines were run and held against native.
+        builds_on_gpu: whether a build needs memory and time of the GPU that it is for.
     """
 
     name: str
     preference: int
     measured_on: Collection[str]
+    builds_on_gpu: bool
 
     def version(self) -> str:
         """Version of the library that does the work, as it enters the engine's identity."""
