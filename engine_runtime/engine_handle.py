@@ -18,7 +18,7 @@ from ..engine_library.plain_copy import ReplacedForward
 from .hints import HintEncoder
 from .ledger import Tally, executing, open_tally
 from .live_session import LiveSession, live_session
-from .memory import EnginePatcher, keep
+from .memory import EnginePatcher, keep, keep_beside
 from .session import Session, session
 from .timing import named_range, timed
 
@@ -51,12 +51,14 @@ class EngineHandle:
         self.library = library
         self.node_id = node_id
         self.node_key = node_key
-        self.patcher = EnginePatcher.on(network.device)  # by which ComfyUI's memory management sees the engine
+        self.patcher = EnginePatcher.on(network.device, self)  # by which ComfyUI's memory management sees the engine
         self.fallback: Fallback | None = None
         self.note = ""  # what the node says besides, for example that a build is under way
         self.tally: Tally | None = None
         self._encode_hint: HintEncoder | None = None
-        self._context: object = self  # no execution context is this object: the first call begins a run
+        # no execution context is this object: the first question begins a run
+        self._context: object = self
+        self._looked_up_in: object = self
         self._beginning = threading.Lock()
         self.refresh()
 
@@ -132,6 +134,40 @@ class EngineHandle:
         found.use([engine for engine in engines if engine.manifest.identity.backend == live.name], passed_over)
         return found
 
+    def plan(self, patcher: ModelPatcher | None = None) -> None:
+        """ComfyUI is about to plan memory for a run: look the engine up, once per execution of a sampling node.
+
+        Args:
+            patcher: the one that ComfyUI will sample with, when it is not the network's own.
+        """
+        context = executing()
+        if context is not self._looked_up_in:
+            self._looked_up_in = context
+            self.refresh()
+        if self.session is not None:
+            self.session.begin_run(patcher or self.network.patcher)
+
+    def models_beside(self) -> list[ModelPatcher]:
+        """What ComfyUI shall load for a run besides the engine: a ControlNet's native weights where none serves."""
+        if self.network.kind == "unet":
+            return []  # its sampler patch plans, and knows the patcher; ComfyUI itself names the native model
+        self.plan()
+        return [] if self.fallback is None else [self.network.patcher]
+
+    def open(self) -> None:
+        """Open the engine while ComfyUI loads models for a run; where it cannot be opened native serves the run."""
+        if self.session is None or self.fallback is not None:
+            return
+        try:
+            self.session.load()
+        except Unavailable as unavailable:
+            self.fallback = unavailable.fallback
+
+    def closed(self) -> None:
+        """The engine has given its memory back."""
+        if self._encode_hint is not None:
+            self._encode_hint.release()
+
     def begin_run(self, patcher: ModelPatcher | None = None) -> Tally:
         """Called with every call; does its work in the first call of each execution of a sampling node.
 
@@ -146,13 +182,15 @@ class EngineHandle:
 
     def _begin_run(self, context: ExecutionContext | None, patcher: ModelPatcher | None) -> None:
         self._context = context
-        self.refresh()
+        self.plan(patcher)
         network = self.network
         self.tally = open_tally(network.kind, network.label, self.node_id, self.node_key, network.device)
-        if self.session is not None:
-            self.session.begin_run(patcher or self.network.patcher)
-            last_use.mark(self.session.engines)
+        if isinstance(self.session, LiveSession):
+            keep_beside(network.module, self.patcher)
+        elif self.session is not None:
             keep(self.patcher, context.prompt_id if context else "")
+        if self.session is not None:
+            last_use.mark(self.session.engines)
             self._prepare_hints()
 
     def serve(
