@@ -277,10 +277,21 @@ class CudaRecorder:
             ):
                 body()
         except Exception:
+            self._leave_pool()
             self._leave_recording()
             raise
         torch.cuda.empty_cache()  # what the runs before took outside the graph
         return graph
+
+    def _leave_pool(self) -> None:
+        """A failed recording leaves torch allocating to its pool, which then neither records nor is ever freed."""
+        index = torch.device(self._device).index or 0
+        for leave in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            try:
+                leave(index, self._pool)
+            except Exception as error:  # where this torch has left it by itself
+                log.debug("Hybrid TRT: %s: %s", leave.__name__, error)
+        self._pool = torch.cuda.graph_pool_handle()  # recordings that were made before keep theirs
 
     def _leave_recording(self) -> None:
         """A failed recording leaves torch's random numbers in recording mode; one that succeeds takes them out."""
