@@ -7,7 +7,7 @@ A process of its own holds all but N GB of the GPU, so ComfyUI, its allocators a
 Full-size SD1.5 (random weights, with text encoder and VAE), three prompts in a row with other texts and seeds, in both
 of ComfyUI's ways to load weights, by
 
-* ``native``: stock nodes;
+* ``native``: stock nodes; ``native_cn``: with a ControlNet;
 * ``own``: an engine with weights of its own, played by a stand-in that runs on any GPU (memory_nodes/stand_in.py);
 * ``own_cn``: the same with a ControlNet's engine beside it;
 * ``torch``: the torch backend without a build; ``torch_cn`` with a ControlNet beside it.
@@ -38,8 +38,8 @@ from scenarios import Prompt, node  # noqa: E402
 
 LEFT_OUT = shutil.ignore_patterns(".git", "build", "docs", "tests", "benchmarks", "__pycache__", "old_pack", "shared")
 MODES = {"dynamic": [], "no_dynamic": ["--disable-dynamic-vram"]}
-CASES = {"native": ("none", 0), "own": ("stand_in", 0), "own_cn": ("stand_in", 1), "torch": ("torch", 0),
-         "torch_cn": ("torch", 1)}
+CASES = {"native": ("none", 0), "native_cn": ("none", 1), "own": ("stand_in", 0), "own_cn": ("stand_in", 1),
+         "torch": ("torch", 0), "torch_cn": ("torch", 1)}
 TEXTS = ("a lighthouse in a storm", "a harbour at noon", "an orchard in snow", "a desert road at night")
 ENGINE = {"min_size": 64, "opt_size": 512, "max_size": 1024, "max_images": 4, "max_tokens": 616, "precision": "auto"}
 
@@ -127,10 +127,13 @@ def prompt(case: str, turn: int, family: str, steps: int, size: int) -> Prompt:
         model = ["patch", 0]
     if controls:
         built["net"] = node("ControlNetLoader", control_net_name=f"{family}_a.safetensors")
-        built["net_engine"] = node("TRTControlNetEngine", control_net=["net", 0], **settings)
+        net = ["net", 0]
+        if backend != "none":
+            built["net_engine"] = node("TRTControlNetEngine", control_net=net, **settings)
+            net = ["net_engine", 0]
         built["hint"] = node("LoadImage", image="control_a.png")
         built["apply"] = node("ControlNetApplyAdvanced", positive=positive, negative=negative,
-                              control_net=["net_engine", 0], image=["hint", 0], strength=0.7, start_percent=0.0,
+                              control_net=net, image=["hint", 0], strength=0.7, start_percent=0.0,
                               end_percent=1.0)
         positive, negative = ["apply", 0], ["apply", 1]
     built["sampler"] = node("KSampler", model=model, positive=positive, negative=negative, latent_image=["latent", 0],

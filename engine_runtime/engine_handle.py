@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,12 +20,15 @@ from .hints import HintEncoder
 from .ledger import Tally, executing, open_tally
 from .live_session import LiveSession, live_session
 from .memory import EnginePatcher, keep, keep_beside
+from .room import close_engines
 from .session import Session, session
 from .timing import named_range, timed
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
     from comfy_execution.utils import ExecutionContext
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,7 @@ class EngineHandle:
         if context is not self._looked_up_in:
             self._looked_up_in = context
             self.refresh()
+            self.patcher.model.expected = self.fallback is None
         if self.session is not None:
             self.session.begin_run(patcher or self.network.patcher)
 
@@ -161,7 +166,12 @@ class EngineHandle:
         try:
             self.session.load()
         except Unavailable as unavailable:
-            self.fallback = unavailable.fallback
+            self.give_up(unavailable.fallback)
+
+    def give_up(self, fallback: Fallback) -> None:
+        """Leave the rest of this run to native; ComfyUI makes no room for the engine any more."""
+        self.fallback = fallback
+        self.patcher.model.expected = False
 
     def closed(self) -> None:
         """The engine has given its memory back."""
@@ -220,7 +230,7 @@ class EngineHandle:
             except Unavailable as unavailable:
                 fallback = unavailable.fallback
                 if fallback.reason in (Reason.ENGINE_FAILED, Reason.BROKEN_ENGINE, Reason.WRONG_GPU):
-                    self.fallback = fallback  # not again in this run
+                    self.give_up(fallback)
             else:
                 tally.count_engine(self.session.backend.name)
                 tally.engine_name = self.session.name
@@ -229,8 +239,18 @@ class EngineHandle:
         return None
 
     def native(self, call: Callable[[], Any]) -> Any:
-        """Make a call that ``serve`` left to native, timed with the others."""
+        """Make a call that ``serve`` left to native, timed with the others.
+
+        Args:
+            call: made a second time, with every engine closed, when memory lacks.
+        """
         with timed(self.tally.times):
+            try:
+                return call()
+            except torch.OutOfMemoryError:
+                log.warning("Hybrid TRT: %s lacks memory on native, engines make room", self.network.label)
+            # outside the handler: the error's frames hold what was allocated until then
+            close_engines(self.network.device)
             return call()
 
     def _range(self) -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from ..engine_library.plain_copy import ReplacedForward
 from ..live_torch.network import LiveNetwork, laid_out
 from .cuda_graphs import GraphCache, Recorder
 from .hints import HintCache
-from .room import EVERYTHING, lacks_room, make_room
+from .room import EVERYTHING, make_room, need_room
 from .session import first_line
 
 if TYPE_CHECKING:
@@ -203,9 +203,7 @@ class LiveSession:
     def _follow(self) -> None:
         weights, patcher = self._live.weights, self._sampled_with()
         if not weights.loaded and (size := weights.missing(patcher)):
-            make_room(size, self.device)
-            if lacks_room(size, self.device):  # ComfyUI loaded the model in part: the rest has no room either
-                raise Unavailable(Reason.ENGINE_FAILED, f"not enough GPU memory for {size / 1e9:.1f} GB of weights")
+            need_room(size, self.device)  # where ComfyUI loaded the model in part the rest has no room either
         self._live.follow(patcher, thorough=self._new_run)
 
     def _call(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from comfy.model_patcher import ModelPatcher
 
+from ..engine_library import Fallback, Reason
+
 if TYPE_CHECKING:
     from .live_session import LiveSession
     from .session import Session
@@ -34,6 +36,10 @@ class Owner(Protocol):
 
     def open(self) -> None:
         """Open the engine; a failure is no error here, native serves then."""
+        ...
+
+    def give_up(self, fallback: Fallback) -> None:
+        """Native serves the rest of the run."""
         ...
 
     def closed(self) -> None:
@@ -121,6 +127,12 @@ class EnginePatcher(ModelPatcher):
         if unpatch_all:  # False: a clone takes over, with the same engine
             self._release()
         return self.model
+
+    def close_engine(self) -> None:
+        """Give the engine's memory back to native for the rest of the run."""
+        self._release()
+        if (owner := self.model.owner) is not None:
+            owner.give_up(Fallback(Reason.ENGINE_FAILED, "not enough GPU memory for it beside native"))
 
     def _release(self) -> None:
         if self.model.session is not None:

@@ -119,6 +119,8 @@ class NativeWeights:
             self._gave_back = loaded
         self._memory = _memory_for(model, noise_shape, conds)
         self._stand_in = OffloadedPatcher(model)
+        if not model.is_dynamic() and model.loaded_size() > 0:
+            self._stand_in.partially_load(model.load_device)  # now: ComfyUI loads engines before the model itself
         return executor(self._stand_in, noise_shape, conds, **rest)
 
     def bring(self) -> None:

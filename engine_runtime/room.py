@@ -8,6 +8,9 @@ from typing import TypeVar
 
 import torch
 from comfy import model_management
+from comfy.model_patcher import ModelPatcher
+
+from ..engine_library import Reason, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +29,13 @@ def make_room(size: float, device: torch.device) -> None:
 
 
 def with_room(size: int, device: torch.device, start: Callable[[], Opened]) -> Opened:
-    """``start()`` with room for ``size`` bytes; where memory lacks nevertheless, once more with all that can be had."""
-    make_room(size, device)
+    """``start()`` with room for ``size`` bytes; where memory lacks nevertheless, once more with all that can be had.
+
+    Raises:
+        Unavailable: there is no room, also when ComfyUI gives up all that is not in use.
+    """
+    need_room(size, device)
+    model_management.soft_empty_cache()  # other libraries cannot have the blocks that torch keeps
     try:
         return start()
     except Exception as error:
@@ -40,9 +48,33 @@ def with_room(size: int, device: torch.device, start: Callable[[], Opened]) -> O
     return start()
 
 
+def need_room(size: int, device: torch.device) -> None:
+    """Make room for ``size`` bytes that stay, and something to compute in.
+
+    Raises:
+        Unavailable: there is none, also when ComfyUI gives up all that is not in use.
+    """
+    make_room(size, device)
+    if lacks_room(size, device):
+        make_room(EVERYTHING, device)
+        if lacks_room(size, device):
+            raise Unavailable(Reason.ENGINE_FAILED, f"not enough GPU memory: it needs {size / 1e9:.1f} GB")
+
+
 def lacks_room(size: int, device: torch.device) -> bool:
-    """Whether the device has no ``size`` bytes free."""
-    return not model_management.is_device_cpu(device) and model_management.get_free_memory(device) < size
+    """Whether a device has not ``size`` bytes, and what ComfyUI reserves besides, to give."""
+    if model_management.is_device_cpu(device):
+        return False
+    free = ModelPatcher.get_free_memory(None, device)  # with what dynamic VRAM gives up on demand; no patcher matters
+    return free < size + model_management.extra_reserved_memory()
+
+
+def close_engines(device: torch.device) -> None:
+    """Close every engine on a device, also those in use: native serves the rest of the run in their place."""
+    for patcher in model_management.loaded_models():
+        if hasattr(patcher, "close_engine") and patcher.load_device == device:
+            patcher.close_engine()
+    model_management.soft_empty_cache()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -145,7 +145,12 @@ class Session:
         try:
             return self._call(given)
         except Exception as error:
-            raise self._failed(error) from error
+            if not is_out_of_memory(error):
+                raise self._failed(error) from error
+            why = f"not enough GPU memory ({first_line(error)})"
+        self.unload()  # native needs the room
+        make_room(0, self.device)
+        raise Unavailable(Reason.ENGINE_FAILED, why)
 
     def _call(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         plan = self._plan({name: tuple(tensor.shape) for name, tensor in given.items()})

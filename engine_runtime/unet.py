@@ -114,7 +114,10 @@ class UNetRouter:
         if outputs is None:
             self.native_weights.bring()
             forward = self._as_compiled(native)
-            return self._handle.native(lambda: forward(x, timesteps, context, y, control, options, **extra))
+            # a copy each time: native takes the residuals out of the lists
+            return self._handle.native(
+                lambda: forward(x, timesteps, context, y, _copied(control), options, **extra)
+            )
         options["original_shape"] = list(x.shape)  # native leaves it there for others to read
         return outputs["out"].to(x.device, x.dtype)
 
@@ -188,6 +191,10 @@ class UNetRouter:
 
     def _output_slots(self) -> int:
         return len(self._base.diffusion_model.input_blocks)
+
+
+def _copied(control: Mapping | None) -> dict | None:
+    return None if control is None else {name: list(residuals) for name, residuals in control.items()}
 
 
 SEVERAL_GPUS = Fallback(Reason.MODEL_PATCHED, "MultiGPU CFG Split shares each step among GPUs; an engine is on one")

@@ -271,6 +271,20 @@ def test_engines_open_while_comfyui_loads_so_that_what_is_loaded_after_finds_les
     assert opened == [True]
 
 
+@pytest.mark.usefixtures("device")
+def test_native_weights_are_off_the_device_before_an_engine_opens(
+    patched: Patched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = sample(patched.native)
+    assert on_device(patched.native) > 0
+    patched.handle.session.unload()
+    held, load_engine = [], type(backends()["onnxruntime"]).load
+    monkeypatch.setattr(type(backends()["onnxruntime"]), "load", lambda *arguments: (
+        held.append(on_device(patched.native)), load_engine(*arguments))[1])
+    assert error(patched.sample(), native) <= LIMIT
+    assert held == [0]
+
+
 # A full card
 
 
@@ -329,17 +343,74 @@ def test_a_call_that_finds_no_memory_is_made_again_when_comfyui_has_freed_some(
     assert freed == [room.EVERYTHING]
 
 
+def test_an_engine_whose_call_finds_no_memory_twice_closes_and_leaves_the_run_to_native(
+    patched: Patched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = sample(patched.native)
+    patched.sample()
+    called = []
+
+    def full(*_arguments: Any) -> None:
+        called.append(True)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(patched.handle.session._runner, "run", full)
+    open_then = []
+    latent = patched.sample(step=lambda _i: open_then.append(patched.handle.session.loaded))
+    assert patched.counts == (0, STEPS)
+    assert "not enough GPU memory" in patched.handle.tally.details["engine failed"]
+    assert len(called) == 2
+    assert open_then == [False] * STEPS
+    assert error(latent, native) <= LIMIT
+
+
+def test_an_engine_that_does_not_fit_is_not_opened(patched: Patched, monkeypatch: pytest.MonkeyPatch) -> None:
+    patched.handle.session.unload()
+    freed = watch_room(monkeypatch, room)
+    monkeypatch.setattr(room, "lacks_room", lambda _size, _device: True)
+    patched.sample()
+    assert patched.counts == (0, STEPS)
+    assert "not enough GPU memory: it needs" in patched.handle.tally.details["engine failed"]
+    assert freed == [patched.handle.session.engine.manifest.bytes, room.EVERYTHING]
+    assert not patched.handle.session.loaded
+
+
+def test_native_that_finds_no_memory_gets_that_of_all_engines_and_computes_the_same(
+    controlled: Controlled, files: dict[str, Path], library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The UNet's call fails once, when it has taken the residuals out of their lists."""
+    patched = Patched(load(files[NAME]), library)
+    reference = sample(load(files[NAME]), control=controlled.plain)
+    monkeypatch.setattr(patched.handle, "refresh", lambda: gone(patched.handle))
+    unet = type(patched.native.model.diffusion_model)
+    forward, once = unet._forward, iter([True])
+
+    def full(self: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+        result = forward(self, *arguments, **options)
+        if next(once, False):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return result
+
+    monkeypatch.setattr(unet, "_forward", full)
+    with sampling_node():
+        latent = sample(patched.model, control=controlled.net)
+    assert error(latent, reference) <= LIMIT
+    assert (patched.handle.tally.engine, patched.handle.tally.native) == (0, STEPS)
+    assert (controlled.handle.tally.engine, controlled.handle.tally.native) == (1, STEPS - 1)
+    assert "not enough GPU memory" in controlled.handle.tally.details["engine failed"]
+
+
 def test_a_live_network_whose_weights_have_no_room_is_refused_before_it_takes_any(
     files: dict[str, Path], library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without dynamic VRAM a model that ComfyUI loaded in part leaves no room for the rest."""
     patched = Patched(load(files[NAME]), library, "torch")
     asked = []
-    monkeypatch.setattr(live_session, "lacks_room", lambda size, _device: asked.append(size) or True)
+    monkeypatch.setattr(room, "lacks_room", lambda size, _device: asked.append(size) or True)
     monkeypatch.setattr(type(patched.handle.session.live.weights), "_can_share", lambda *_: False)
     latent = patched.sample()
     assert patched.counts == (0, STEPS)
-    assert len(asked) == 1
+    assert len(asked) == 2, "once more when all that is not in use was freed, and not again in this run"
     assert asked[0] == sum(p.numel() * p.element_size() for p in patched.native.model.diffusion_model.parameters())
     assert not patched.handle.session.loaded
     assert torch.equal(latent, sample(patched.native))
