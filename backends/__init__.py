@@ -75,12 +75,14 @@ class Backend(Protocol):
         name: stands in manifests and in the node's list; never change it.
         preference: of several backends that can serve, ``auto`` takes the highest.
         measured_on: kinds of devices, see ``kind_of``, on which its engines were run and held against native.
+        builds_on_gpu: whether a build needs memory and time of the GPU that it is for.
         build_memory: main memory that ``build`` takes, in sizes of the weights (0 when it has none).
     """
 
     name: str
     preference: int
     measured_on: Collection[str]
+    builds_on_gpu: bool
     build_memory: float = 0.0
 
     def version(self) -> str:

@@ -31,6 +31,7 @@ class OnnxRuntimeBackend:
     name = "onnxruntime"
     preference = 0
     measured_on = ("cpu",)
+    builds_on_gpu = False
 
     def version(self) -> str:
         import onnxruntime

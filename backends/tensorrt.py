@@ -20,6 +20,7 @@ class FullTensorRTBackend(TensorRTBackend):
     name = "tensorrt"
     preference = 30
     measured_on = ()
+    builds_on_gpu = True
     flavour = Flavour("tensorrt", "TensorRT", ((10, 1), (12, 0)), "tensorrt")
 
     def target(self, device: torch.device) -> str:

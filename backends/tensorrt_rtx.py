@@ -23,6 +23,7 @@ class TensorRTRTXBackend(TensorRTBackend):
     name = "tensorrt_rtx"
     preference = 20
     measured_on = ()
+    builds_on_gpu = False
     flavour = Flavour("tensorrt_rtx", "TensorRT-RTX", ((1, 7), (1, 8)), "tensorrt-rtx")
 
     def target(self, device: torch.device) -> str:

@@ -35,6 +35,7 @@ class TorchBackend:
     preference = 10
     measured_on = ("cuda",)
     live = True
+    builds_on_gpu = True
 
     def version(self) -> str:
         return f"{torch.__version__} format {compiled.FORMAT}"

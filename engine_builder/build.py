@@ -45,6 +45,9 @@ ROOM = 2.2
 READS = 3
 """How often the weights are read anew when somebody changes them meanwhile."""
 
+MakeRoom = Callable[[torch.device, Callable[[str], None]], None]
+"""Frees a GPU for a build, waiting where it must. Calls what it is given with a phase; that may raise to cancel."""
+
 
 @dataclass(frozen=True)
 class BuildOrder:
@@ -73,6 +76,7 @@ def build_engine(
     log_line: Log = lambda line: None,
     run: Runner = run_in_child,
     again: bool = False,
+    make_room: MakeRoom | None = None,
 ) -> Engine:
     """Export, check, compile and publish one engine. Blocks until it is done.
 
@@ -84,6 +88,7 @@ def build_engine(
         progress: called several times a second; may raise to cancel, which takes effect at once.
         log_line: takes what exporter and backend write.
         again: build although the engine is there.
+        make_room: called before a step that needs the GPU.
 
     Raises:
         Unavailable: no engine can be built for this network, or none by this backend on this machine.
@@ -94,6 +99,8 @@ def build_engine(
     refusal = order.backend.cannot_build(order.target_device)
     if refusal is not None and order.backend.unavailable(order.target_device) is not None:
         raise Unavailable(refusal.reason, refusal.detail)
+    if make_room is not None:
+        run = _with_room(run, order, make_room)
     for _ in range(READS):
         identity = _identity(order, progress)
         if not again and (found := _existing(order, library, identity)) is not None:
@@ -113,6 +120,19 @@ def build_engine(
         f"the weights of {order.network.label} changed again and again while they were read, so no engine was made "
         "and native keeps serving; build while nothing samples"
     )
+
+
+def _with_room(run: Runner, order: BuildOrder, make_room: MakeRoom) -> Runner:
+    """A runner that has the GPU freed before steps that need it."""
+    device = order.target_device
+
+    def run_with_room(task: Task, progress: Progress, log_line: Log, environment: Mapping[str, str]) -> dict:
+        on_gpu = {"export": False, "check": True}.get(task["step"], order.backend.builds_on_gpu)
+        if on_gpu and device.type == "cuda":
+            make_room(device, lambda phase: progress(phase, 0.0))
+        return run(task, progress, log_line, environment)
+
+    return run_with_room
 
 
 def _identity(order: BuildOrder, progress: Progress) -> EngineIdentity:

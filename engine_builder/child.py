@@ -18,6 +18,8 @@ from typing import Any
 
 OOM_SCORE = 500
 """Of the server and its child, Linux shall end the child when memory runs out."""
+NICE = 10
+"""Behind the server and the desktop; Linux derives from it whose reads and writes go first, too."""
 
 
 def main(arguments: list[str]) -> int:
@@ -84,7 +86,7 @@ def _be_modest() -> None:
     """Leave processor and memory to the server first."""
     try:
         if hasattr(os, "nice"):
-            os.nice(5)
+            os.nice(NICE)
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
     except OSError:
         pass  # not Linux, or not allowed

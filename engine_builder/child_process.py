@@ -88,8 +88,18 @@ def _start(environment: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
         stderr=subprocess.PIPE,
         # OMP: a prompt may run meanwhile, and threads that wait by spinning would take the cores from it
         env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **(environment or {})},
-        **({"creationflags": subprocess.CREATE_NO_WINDOW} if os.name == "nt" else {"start_new_session": True}),
+        **_apart(),
     )
+
+
+def _apart() -> dict[str, Any]:
+    """What keeps the child from the server's terminal and, on Windows, behind whatever the user does meanwhile.
+
+    Elsewhere the child itself steps back, see ``child``.
+    """
+    if os.name == "nt":
+        return {"creationflags": subprocess.CREATE_NO_WINDOW | subprocess.BELOW_NORMAL_PRIORITY_CLASS}
+    return {"start_new_session": True}
 
 
 def _follow(events: queue.SimpleQueue[dict | None], progress: Progress) -> tuple[str, dict | None]:

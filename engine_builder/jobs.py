@@ -16,7 +16,7 @@ from enum import Enum
 from ..backends import BuildError
 from ..engine_library import Engine, Fallback, Library, LibraryError, Unavailable
 from ..engine_library.weight_patches import version_of
-from .build import BuildOrder, build_engine
+from .build import BuildOrder, MakeRoom, build_engine
 from .expected_time import expected_seconds
 
 log = logging.getLogger(__name__)
@@ -56,6 +56,8 @@ class Job:
         engine: the result.
         expected: seconds that it will take in all, or None when nothing is known; see ``expected_time``.
         attended: whether somebody waited for it, rather than leaving it to the background.
+        waiters: how many wait for it now; the last one that goes cancels what was ``left`` to nobody.
+        left: whether somebody ordered it and did not wait.
         log: the latest lines that exporter and backend wrote.
     """
 
@@ -72,6 +74,8 @@ class Job:
         self.expected: float | None = None
         self.created = time.time()
         self.attended = False
+        self.waiters = 0
+        self.left = False
         self.log: deque[str] = deque(maxlen=LOG_LINES)
         self.key = _key(order, library, again)
         self._order: tuple | None = (order, library, again)
@@ -90,6 +94,14 @@ class Job:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it has ended; whether it has."""
         return self._ended.wait(timeout)
+
+    def want(self, waits: bool) -> None:
+        """Count somebody who wants it, under the queue's lock."""
+        if waits:
+            self.waiters += 1
+            self.attended = True
+        else:
+            self.left = True
 
     def to_json(self) -> dict:
         """For the page; without the log, which can be long."""
@@ -115,7 +127,9 @@ Listener = Callable[[Job], None]
 class BuildQueue:
     """Jobs in the order in which they came. One is built at a time; the same order is never in it twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_room: MakeRoom | None = None) -> None:
+        """``make_room``: frees a GPU for builds that need it, see ``build_engine``."""
+        self._make_room = make_room
         self._jobs: dict[str, Job] = {}
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
@@ -124,18 +138,21 @@ class BuildQueue:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def submit(self, order: BuildOrder, library: Library, again: bool = False) -> Job:
+    def submit(self, order: BuildOrder, library: Library, again: bool = False, waits: bool = False) -> Job:
         """Queue a build and return its job at once, or the job that already builds the same.
 
         Args:
             again: build although the engine is there.
+            waits: the caller is going to wait for it, and says so by ``leave`` when it no longer does.
         """
         key = _key(order, library, again)
         with self._arrived:
             for job in self._jobs.values():
                 if job.key == key and not job.state.final:
+                    job.want(waits)
                     return job
             job = Job(order, library, again)
+            job.want(waits)
             self._jobs[job.id] = job
             self._forget_old()
             if self._thread is None:
@@ -171,6 +188,14 @@ class BuildQueue:
             self._finish(job, State.CANCELLED)
         self._tell(job)
         return True
+
+    def leave(self, job: Job) -> bool:
+        """A waiter no longer waits: a job that nobody else wants is cancelled. Whether it was."""
+        with self._lock:
+            job.waiters -= 1
+            if job.left or job.waiters > 0:
+                return False
+        return self.cancel(job)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call ``listener`` with a job whenever it changes, from any thread; returns what ends that."""
@@ -223,7 +248,9 @@ class BuildQueue:
 
         try:
             job.expected = expected_seconds(order, library)
-            job.engine = build_engine(order, library, progress, job.log.append, again=again)
+            job.engine = build_engine(
+                order, library, progress, job.log.append, again=again, make_room=self._make_room
+            )
             ended = State.DONE
         except Cancelled:
             return

@@ -34,9 +34,8 @@ def back_with_engine(controlnet: ControlNet, handle: EngineHandle) -> ControlNet
     """A copy of a native CONTROL_NET that runs on the handle's engine whenever it can serve a call."""
     backed = controlnet.copy()
     backed.control_model = EngineControlModel(handle, controlnet)
-    if handle.session is not None:
-        # what get_models() tells ComfyUI to load: the engine, and not the native weights beside it
-        backed.control_model_wrapped = handle.patcher
+    # what get_models() tells ComfyUI to load: the engine, or native in its place, as it turns out when ComfyUI plans
+    backed.control_model_wrapped = handle.patcher
     return backed
 
 

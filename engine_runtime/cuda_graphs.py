@@ -15,16 +15,14 @@ from typing import Protocol
 
 import torch
 
+from .failed_recording import let_go
+
 log = logging.getLogger(__name__)
 
 MAX_RECORDINGS = 8
 MAX_SEEN = 64
 IDLE = 2
 """A recording gives way to shapes that come so many times as often."""
-
-_never_freed: list[BaseException] = []
-"""Failed recordings' errors, whose frames hold tensors of the recording: cudaMallocAsync ends the process if those are
-freed outside it."""
 
 Tensors = Mapping[str, torch.Tensor]
 Function = Callable[[Tensors], Tensors]
@@ -168,11 +166,10 @@ class GraphCache:
             self._recordings.popitem(last=False)
         before = _reserved(self.device)
         try:
-            recording = self._recordings[key] = self._recorded(function, inputs)
+            buffers = self._buffers(function, inputs)  # held here: ``let_go`` would keep them for made while recording
+            recording = self._recordings[key] = self._recorded(function, *buffers)
         except Exception as error:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-                _never_freed.append(error)
+            let_go(error, self.device)
             self._failed.add(key)
             self.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             log.warning("Hybrid TRT: no CUDA graph for these shapes, they run plainly (%s)", self.failure)
@@ -180,12 +177,13 @@ class GraphCache:
         recording.bytes = max(_reserved(self.device) - before, _size(recording))
         return recording
 
-    def _recorded(self, function: Function, inputs: Tensors) -> _Recording:
+    def _buffers(self, function: Function, inputs: Tensors) -> tuple[dict, dict, dict, dict]:
+        """A recording's inputs, block, views and their tensors, after a plain run that tells the results' shapes."""
         with torch.inference_mode(False):  # threads outside of it (ComfyUI's, for several GPUs) write here too
             static = {name: torch.empty_like(t, memory_format=torch.preserve_format) for name, t in inputs.items()}
         for name, tensor in inputs.items():
             static[name].copy_(tensor)
-        block, views, targets = {}, {}, {}
+        block, views = {}, {}
         for name, result in function(static).items():
             strides = _dense_strides(result)
             place = block.get(result.dtype, 0)
@@ -193,9 +191,13 @@ class GraphCache:
             block[result.dtype] = place + -(-result.numel() // 64) * 64
         with torch.inference_mode(False):
             block = {dtype: torch.empty(size, dtype=dtype, device=self.device) for dtype, size in block.items()}
-        for name, (dtype, shape, strides, offset) in views.items():
-            targets[name] = block[dtype].as_strided(shape, strides, offset)
+        targets = {
+            name: block[dtype].as_strided(shape, strides, offset)
+            for name, (dtype, shape, strides, offset) in views.items()
+        }
+        return static, block, views, targets
 
+    def _recorded(self, function: Function, static: dict, block: dict, views: dict, targets: dict) -> _Recording:
         def body() -> None:
             results = function(static)
             torch._foreach_copy_(list(targets.values()), [results[name] for name in targets])
@@ -275,10 +277,21 @@ class CudaRecorder:
             ):
                 body()
         except Exception:
+            self._leave_pool()
             self._leave_recording()
             raise
         torch.cuda.empty_cache()  # what the runs before took outside the graph
         return graph
+
+    def _leave_pool(self) -> None:
+        """A failed recording leaves torch allocating to its pool, which then neither records nor is ever freed."""
+        index = torch.device(self._device).index or 0
+        for leave in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            try:
+                leave(index, self._pool)
+            except Exception as error:  # where this torch has left it by itself
+                log.debug("Hybrid TRT: %s: %s", leave.__name__, error)
+        self._pool = torch.cuda.graph_pool_handle()  # recordings that were made before keep theirs
 
     def _leave_recording(self) -> None:
         """A failed recording leaves torch's random numbers in recording mode; one that succeeds takes them out."""

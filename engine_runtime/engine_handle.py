@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,13 +19,16 @@ from ..engine_library.plain_copy import ReplacedForward
 from .hints import HintEncoder
 from .ledger import Tally, executing, open_tally
 from .live_session import LiveSession, live_session
-from .memory import EnginePatcher, keep
+from .memory import EnginePatcher, keep, keep_beside
+from .room import close_engines
 from .session import Session, session
 from .timing import named_range, timed
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
     from comfy_execution.utils import ExecutionContext
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,14 @@ class EngineHandle:
         self.library = library
         self.node_id = node_id
         self.node_key = node_key
-        self.patcher = EnginePatcher.on(network.device)  # by which ComfyUI's memory management sees the engine
+        self.patcher = EnginePatcher.on(network.device, self)  # by which ComfyUI's memory management sees the engine
         self.fallback: Fallback | None = None
         self.note = ""  # what the node says besides, for example that a build is under way
         self.tally: Tally | None = None
         self._encode_hint: HintEncoder | None = None
-        self._context: object = self  # no execution context is this object: the first call begins a run
+        # no execution context is this object: the first question begins a run
+        self._context: object = self
+        self._looked_up_in: object = self
         self._beginning = threading.Lock()
         self.refresh()
 
@@ -132,6 +138,46 @@ class EngineHandle:
         found.use([engine for engine in engines if engine.manifest.identity.backend == live.name], passed_over)
         return found
 
+    def plan(self, patcher: ModelPatcher | None = None) -> None:
+        """ComfyUI is about to plan memory for a run: look the engine up, once per execution of a sampling node.
+
+        Args:
+            patcher: the one that ComfyUI will sample with, when it is not the network's own.
+        """
+        context = executing()
+        if context is not self._looked_up_in:
+            self._looked_up_in = context
+            self.refresh()
+            self.patcher.model.expected = self.fallback is None
+        if self.session is not None:
+            self.session.begin_run(patcher or self.network.patcher)
+
+    def models_beside(self) -> list[ModelPatcher]:
+        """What ComfyUI shall load for a run besides the engine: a ControlNet's native weights where none serves."""
+        if self.network.kind == "unet":
+            return []  # its sampler patch plans, and knows the patcher; ComfyUI itself names the native model
+        self.plan()
+        return [] if self.fallback is None else [self.network.patcher]
+
+    def open(self) -> None:
+        """Open the engine while ComfyUI loads models for a run; where it cannot be opened native serves the run."""
+        if self.session is None or self.fallback is not None:
+            return
+        try:
+            self.session.load()
+        except Unavailable as unavailable:
+            self.give_up(unavailable.fallback)
+
+    def give_up(self, fallback: Fallback) -> None:
+        """Leave the rest of this run to native; ComfyUI makes no room for the engine any more."""
+        self.fallback = fallback
+        self.patcher.model.expected = False
+
+    def closed(self) -> None:
+        """The engine has given its memory back."""
+        if self._encode_hint is not None:
+            self._encode_hint.release()
+
     def begin_run(self, patcher: ModelPatcher | None = None) -> Tally:
         """Called with every call; does its work in the first call of each execution of a sampling node.
 
@@ -146,13 +192,15 @@ class EngineHandle:
 
     def _begin_run(self, context: ExecutionContext | None, patcher: ModelPatcher | None) -> None:
         self._context = context
-        self.refresh()
+        self.plan(patcher)
         network = self.network
         self.tally = open_tally(network.kind, network.label, self.node_id, self.node_key, network.device)
-        if self.session is not None:
-            self.session.begin_run(patcher or self.network.patcher)
-            last_use.mark(self.session.engines)
+        if isinstance(self.session, LiveSession):
+            keep_beside(network.module, self.patcher)
+        elif self.session is not None:
             keep(self.patcher, context.prompt_id if context else "")
+        if self.session is not None:
+            last_use.mark(self.session.engines)
             self._prepare_hints()
 
     def serve(
@@ -182,7 +230,7 @@ class EngineHandle:
             except Unavailable as unavailable:
                 fallback = unavailable.fallback
                 if fallback.reason in (Reason.ENGINE_FAILED, Reason.BROKEN_ENGINE, Reason.WRONG_GPU):
-                    self.fallback = fallback  # not again in this run
+                    self.give_up(fallback)
             else:
                 tally.count_engine(self.session.backend.name)
                 tally.engine_name = self.session.name
@@ -191,8 +239,18 @@ class EngineHandle:
         return None
 
     def native(self, call: Callable[[], Any]) -> Any:
-        """Make a call that ``serve`` left to native, timed with the others."""
+        """Make a call that ``serve`` left to native, timed with the others.
+
+        Args:
+            call: made a second time, with every engine closed, when memory lacks.
+        """
         with timed(self.tally.times):
+            try:
+                return call()
+            except torch.OutOfMemoryError:
+                log.warning("Hybrid TRT: %s lacks memory on native, engines make room", self.network.label)
+            # outside the handler: the error's frames hold what was allocated until then
+            close_engines(self.network.device)
             return call()
 
     def _range(self) -> AbstractContextManager[None]:

@@ -76,6 +76,11 @@ class HintEncoder:
         self._cache = HintCache(self._encode)
         self._spec = [spec for spec in network.architecture().inputs(network.module, precision) if spec.name == "hint"]
 
+    def release(self) -> None:
+        """Give weights and results back; the next call takes them anew."""
+        self._cache.clear()
+        self._weights.release()
+
     def __call__(self, hint: torch.Tensor) -> torch.Tensor:
         """What the engine takes in the place of a hint of shape (1 or B, channels, 8H, 8W): (1 or B, features, H, W).
 

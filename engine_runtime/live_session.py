@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -19,12 +19,15 @@ from ..engine_library.plain_copy import ReplacedForward
 from ..live_torch.network import LiveNetwork, laid_out
 from .cuda_graphs import GraphCache, Recorder
 from .hints import HintCache
+from .room import EVERYTHING, make_room, need_room
 from .session import first_line
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 _open: weakref.WeakValueDictionary[tuple, LiveSession] = weakref.WeakValueDictionary()
 _refused: dict[Path, tuple[Manifest, str]] = {}
@@ -34,7 +37,10 @@ _refused: dict[Path, tuple[Manifest, str]] = {}
 class LiveSession:
     """Serves calls from a network's live weights. Works without an engine; one makes some sizes faster.
 
+    It does not keep the network's model: whoever calls does.
+
     Attributes:
+        kind, label: the network's.
         engines: those whose compiled files it may use.
         graphs: the CUDA graphs.
         hints: the encoded hints, or None for a network without a hint.
@@ -42,13 +48,16 @@ class LiveSession:
     """
 
     def __init__(self, network: NativeNetwork, backend: LiveBackend, precision: str, recorder: Recorder | None = None):
-        self.network = network
+        self.kind, self.label = network.kind, network.label
         self.backend = backend
         self.device = network.device
         self.engines: list[Engine] = []
         self._precision = precision
         self._live = LiveNetwork(network, network.architecture(), precision)
-        self._patcher = network.patcher
+        self._module = weakref.ref(network.module)
+        self._sampled_with = weakref.ref(network.patcher)
+        self._layout = backend.layout(network)
+        self._parameters = sum(p.numel() for p in network.module.parameters())
         self._specs = {spec.name: spec for spec in self._live.inputs}
         self.hints = HintCache(self._live.encode_hint) if network.kind == "controlnet" else None
         self.graphs = GraphCache(self.device, recorder=recorder, steady=("hint",) if self.hints else ())
@@ -73,7 +82,7 @@ class LiveSession:
     @property
     def weights(self) -> str:
         """What stands for the weights in its engines' identities."""
-        return self.backend.layout(self.network)
+        return self._layout
 
     @property
     def profile(self) -> Profile | None:
@@ -88,8 +97,10 @@ class LiveSession:
         """GPU memory that this session holds beside ComfyUI's own weights, or will hold once it has run."""
         if self.loaded:
             return self._live.weights.bytes + self.graphs.bytes
-        shared = self.network.kind == "unet" and not self._patcher.is_dynamic()
-        return 0 if shared else sum(p.numel() for p in self.network.module.parameters()) * self._live.dtype.itemsize
+        patcher = self._sampled_with()
+        if patcher is None or not self.owns_weights(patcher):
+            return 0
+        return self._parameters * self._live.dtype.itemsize
 
     def use(self, engines: Sequence[Engine], passed_over: Fallback | None = None) -> None:
         """Take compiled files from these engines, the first that has some sizes; or go without.
@@ -128,12 +139,29 @@ class LiveSession:
     def begin_run(self, patcher: ModelPatcher) -> None:
         """A sampling run starts: look at every weight's place again at the next call."""
         self._new_run = True
-        self._patcher = patcher
+        self._sampled_with = weakref.ref(patcher)
 
     def follow(self, patcher: ModelPatcher) -> None:
         """Compute with a patcher's weights from the next call on; as good as free when it is that of the last."""
-        if patcher is not self._patcher:
+        if patcher is not self._sampled_with():
             self.begin_run(patcher)
+
+    def runs(self, module: torch.nn.Module) -> bool:
+        """Whether it is this module's session."""
+        return self._module() is module
+
+    def owns_weights(self, patcher: ModelPatcher) -> bool:
+        """Whether native weights that ComfyUI loads for a patcher would lie beside those of this session, unused."""
+        return self.kind != "unet" or patcher.is_dynamic()
+
+    def load(self) -> None:
+        """Take the memory of weights of its own, if it has some.
+
+        Raises:
+            Unavailable: there is not enough.
+        """
+        if self.owns_weights(self._sampled_with()):
+            self._with_memory(self._follow)
 
     def unload(self) -> None:
         """Give the memory back; the next call starts anew."""
@@ -145,29 +173,53 @@ class LiveSession:
 
     def run(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Compute one call; as ``Session.run``."""
+        return self._with_memory(lambda: self._call(given))
+
+    def _with_memory(self, start: Callable[[], Result]) -> Result:
+        """``start()``; where memory lacks, once more when all is closed and ComfyUI has freed what is not in use."""
         try:
-            self._live.follow(self._patcher, thorough=self._new_run)
-            self._new_run = False
-            if self.hints and "hint" in given:
-                given = {**given, "hint": self.hints.get(given["hint"], self._live.weights.version)}
-            symbols = self._bound(given)
-            self._open_compiled(symbols)
-            results = self.graphs.run(
-                lambda tensors: self._live.run(tensors, symbols),
-                given,
-                token=self._live.weights.generation,
-                prepare=lambda tensors: self._prepared(tensors, symbols),
-            )
-            return dict(results)
-        except Unavailable:
-            raise
+            return self._explained(start)
         except torch.OutOfMemoryError as error:
-            self.unload()
-            torch.cuda.empty_cache()
-            raise Unavailable(Reason.ENGINE_FAILED, f"not enough GPU memory ({first_line(error)})") from error
+            log.info("Hybrid TRT: %s lacks memory (%s), ComfyUI frees what is not in use", self.label, error)
+        self.unload()  # here nothing holds the failed call's tensors any more
+        make_room(EVERYTHING, self.device)
+        try:
+            return self._explained(start)
+        except torch.OutOfMemoryError as error:
+            why = f"not enough GPU memory ({first_line(error)})"
+        self.unload()
+        make_room(0, self.device)  # torch's idle blocks
+        raise Unavailable(Reason.ENGINE_FAILED, why)
+
+    def _explained(self, start: Callable[[], Result]) -> Result:
+        try:
+            return start()
+        except (Unavailable, torch.OutOfMemoryError):
+            raise
         except Exception as error:
-            log.exception("Hybrid TRT: %s failed on its live weights", self.network.label)
+            log.exception("Hybrid TRT: %s failed on its live weights", self.label)
             raise Unavailable(Reason.ENGINE_FAILED, first_line(error)) from error
+
+    def _follow(self) -> None:
+        weights, patcher = self._live.weights, self._sampled_with()
+        if not weights.loaded and (size := weights.missing(patcher)):
+            need_room(size, self.device)  # where ComfyUI loaded the model in part the rest has no room either
+        self._live.follow(patcher, thorough=self._new_run)
+
+    def _call(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        self._follow()
+        self._new_run = False
+        if self.hints and "hint" in given:
+            given = {**given, "hint": self.hints.get(given["hint"], self._live.weights.version)}
+        symbols = self._bound(given)
+        self._open_compiled(symbols)
+        results = self.graphs.run(
+            lambda tensors: self._live.run(tensors, symbols),
+            given,
+            token=self._live.weights.generation,
+            prepare=lambda tensors: self._prepared(tensors, symbols),
+        )
+        return dict(results)
 
     def _prepared(self, given: Mapping[str, torch.Tensor], symbols: dict[str, int]) -> dict[str, torch.Tensor]:
         """The network's inputs: device, dtype and layout as it computes in, zeros for what is absent."""
@@ -215,7 +267,7 @@ class LiveSession:
             self.refusal = str(error) if isinstance(error, Unavailable) else first_line(error)
             _refused[engine.folder] = (engine.manifest, self.refusal)
             self._files = {symbols: other for symbols, other in self._files.items() if other != engine}
-            log.warning("Hybrid TRT: %s runs uncompiled for these sizes (%s)", self.network.label, first_line(error))
+            log.warning("Hybrid TRT: %s runs uncompiled for these sizes (%s)", self.label, first_line(error))
             return
         seconds = time.perf_counter() - started
         log.info("Hybrid TRT: opened %s on %s in %.1f s", engine.folder.name, self.device, seconds)
@@ -245,7 +297,7 @@ def live_session(network: NativeNetwork, backend: LiveBackend, precision: str) -
     """
     key = (id(network.module), precision, str(network.device))
     found = _open.get(key)
-    if found is None:
+    if found is None or not found.runs(network.module):  # ids come again
         try:
             found = _open[key] = LiveSession(network, backend, precision)
         except ReplacedForward as error:

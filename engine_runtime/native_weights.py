@@ -3,8 +3,8 @@
 Two ways, as ComfyUI has two ways of loading:
 
 * *Dynamic VRAM* (ComfyUI's default on NVIDIA cards): loading only stages weights, each layer fetches its own when it is
-  called, and gives them up when memory is wanted. Native layers that are not called hold nothing, so there is nothing
-  to do here.
+  called, and gives them up when memory is wanted. Native layers that are not called hold nothing. But beside an engine
+  ComfyUI would make room for all of them, by evicting the text encoder and the VAE: here it hears that they need none.
 * *Otherwise* ComfyUI would load all weights before each run. Here it loads them in its own low-memory way, with no
   bytes on the GPU: in that state native works at once, only slowly, since each layer's weights travel with each call.
   So whoever calls native, a call of ours or somebody else's, gets native's result; a call of ours first has the weights
@@ -48,12 +48,17 @@ class OffloadedPatcher:
         return getattr(self.native, name)
 
     def model_size(self) -> int:
-        """Room that loading will take: less than none when there are weights to give back."""
-        return 0
+        """Room that loading will take: none, and less than that when there are weights to give back."""
+        return self.native.loaded_size() if self.native.is_dynamic() else 0
 
-    def partially_load(self, device_to: torch.device, *_: Any, **__: Any) -> int:
-        """Patch the model as loading does, and take its weights off the device; the bytes gained, so 0 or less."""
+    def partially_load(self, device_to: torch.device, *_: Any, **__: Any) -> int | None:
+        """Patch the model as loading does, and take its weights off the device; the bytes gained, so 0 or less.
+
+        Under dynamic VRAM this stages them, as ComfyUI does, and tells nothing.
+        """
         native, model = self.native, self.native.model
+        if native.is_dynamic():
+            return native.partially_load(device_to)
         before = native.loaded_size()
         if before == 0 and model.model_lowvram and model.current_weight_patches_uuid == native.patches_uuid:
             # all is off the device already, and finding that out layer by layer would take longer than a step
@@ -74,9 +79,10 @@ class NativeWeights:
     It refers to patchers during a run only: they refer to it, and ComfyUI counts on references to free models.
     """
 
-    def __init__(self, engine_serves: Callable[[ModelPatcher, Mapping], bool]):
-        """``engine_serves``: whether an engine will serve calls with this patcher and these transformer options."""
-        self._engine_serves = engine_serves
+    def __init__(self, plan: Callable[[ModelPatcher, Mapping], bool]):
+        """``plan``: told of a run's patcher and transformer options; whether an engine is expected to serve its calls
+        without the native weights."""
+        self._plan = plan
         self._stand_in: OffloadedPatcher | None = None  # ComfyUI refers to it weakly
         self._memory = (0.0, 0.0)
         self._wanted = False
@@ -102,14 +108,19 @@ class NativeWeights:
         """A PREPARE_SAMPLING wrapper: ComfyUI loads models for a run."""
         rest = {"model_options": model_options, "force_full_load": force_full_load, "force_offload": force_offload}
         wanted, self._wanted, self._stand_in = self._wanted, False, None
-        if wanted or force_full_load or force_offload or not self._may_wait(model, conds, model_options or {}):
+        options = model_options or {}
+        serves = self._plan(model, options.get("transformer_options", {}))
+        if wanted or force_full_load or force_offload or not serves or not _may_wait(model, conds, options):
             return executor(model, noise_shape, conds, **rest)
-        loaded = model.loaded_size() > 0
-        if loaded and self._gave_back:  # others have fetched them again: then they stay until ComfyUI wants the room
-            return executor(model, noise_shape, conds, **rest)
-        self._gave_back = loaded
+        if not model.is_dynamic():
+            loaded = model.loaded_size() > 0
+            if loaded and self._gave_back:  # others fetched them again: then they stay until ComfyUI wants the room
+                return executor(model, noise_shape, conds, **rest)
+            self._gave_back = loaded
         self._memory = _memory_for(model, noise_shape, conds)
         self._stand_in = OffloadedPatcher(model)
+        if not model.is_dynamic() and model.loaded_size() > 0:
+            self._stand_in.partially_load(model.load_device)  # now: ComfyUI loads engines before the model itself
         return executor(self._stand_in, noise_shape, conds, **rest)
 
     def bring(self) -> None:
@@ -118,6 +129,8 @@ class NativeWeights:
         if self._stand_in is None:
             return
         native, self._stand_in = self._stand_in.native, None
+        if native.is_dynamic():
+            return  # each layer fetches its own
         log.info("Hybrid TRT: loading native weights for calls that the engine does not serve")
         in_use = model_management.loaded_models(only_currently_used=True)
         others = [model for model in in_use if not native.is_clone(model)]
@@ -128,18 +141,17 @@ class NativeWeights:
         """An ON_CLEANUP callback: ComfyUI keeps the patcher itself from now on."""
         self._stand_in = None
 
-    def _may_wait(self, model: ModelPatcher, conds: dict[str, list], model_options: Mapping) -> bool:
-        """Whether no native call is to be expected that would have to fetch the weights layer by layer."""
-        if model.is_dynamic() or not has_memory_of_its_own(model.load_device):
-            return False
-        if model.model.current_patcher is not None:  # another guider is sampling with these weights
-            return False
-        if model.get_additional_models_with_key("multigpu") or "registered_hooks" in model_options:
-            return False
-        every = [cond for group in conds.values() for cond in group or ()]
-        if any("hooks" in cond or _borrows_weights(cond.get("control")) for cond in every):
-            return False
-        return self._engine_serves(model, model_options.get("transformer_options", {}))
+
+def _may_wait(model: ModelPatcher, conds: dict[str, list], model_options: Mapping) -> bool:
+    """Whether nothing but the engine's refusal would have native called in this run."""
+    if not has_memory_of_its_own(model.load_device):
+        return False
+    if model.model.current_patcher is not None:  # another guider is sampling with these weights
+        return False
+    if model.get_additional_models_with_key("multigpu") or "registered_hooks" in model_options:
+        return False
+    every = [cond for group in conds.values() for cond in group or ()]
+    return not any("hooks" in cond or _borrows_weights(cond.get("control")) for cond in every)
 
 
 def has_memory_of_its_own(device: torch.device) -> bool:

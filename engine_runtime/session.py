@@ -14,6 +14,7 @@ import torch
 from ..architectures.tensors import Profile, Shape, ShapeMismatch, bind, outside
 from ..backends import Backend, Runner
 from ..engine_library import Engine, Reason, Unavailable, verified
+from .room import EVERYTHING, is_out_of_memory, make_room, with_room
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -64,6 +65,10 @@ class Session:
     def begin_run(self, patcher: ModelPatcher) -> None:
         """A sampling run starts. An engine's weights are its own, whatever the patcher says."""
 
+    def owns_weights(self, patcher: ModelPatcher) -> bool:
+        """Whether native weights that ComfyUI loads for a patcher would lie beside those of the engine, unused."""
+        return True
+
     def follow(self, patcher: ModelPatcher) -> None:
         """As ``begin_run``: nothing to do."""
 
@@ -94,7 +99,7 @@ class Session:
             raise Unavailable(Reason.BROKEN_ENGINE, f"{self.name} cannot be read ({error})") from error
         started = time.perf_counter()
         try:
-            self._runner = self.backend.load(self.engine, self.device)
+            self._runner = with_room(self.bytes, self.device, lambda: self.backend.load(self.engine, self.device))
         except Unavailable:
             raise
         except Exception as error:
@@ -130,21 +135,37 @@ class Session:
         """
         self.load()
         try:
-            plan = self._plan({name: tuple(tensor.shape) for name, tensor in given.items()})
-            inputs = dict(plan.zeros)
-            for name, tensor in given.items():
-                inputs[name] = tensor.to(self.device, self._dtypes[name]).contiguous()
-            outputs = {
-                name: torch.empty(shape, dtype=dtype, device=self.device)
-                for name, (shape, dtype) in plan.outputs.items()
-            }
-            self._runner.run(inputs, outputs)
+            return self._call(given)
         except Unavailable:
             raise
         except Exception as error:
-            log.exception("Hybrid TRT: %s failed", self.engine.folder.name)
-            raise Unavailable(Reason.ENGINE_FAILED, first_line(error)) from error
+            if not is_out_of_memory(error):
+                raise self._failed(error) from error
+        make_room(EVERYTHING, self.device)  # here nothing holds the failed call's tensors any more
+        try:
+            return self._call(given)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise self._failed(error) from error
+            why = f"not enough GPU memory ({first_line(error)})"
+        self.unload()  # native needs the room
+        make_room(0, self.device)
+        raise Unavailable(Reason.ENGINE_FAILED, why)
+
+    def _call(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        plan = self._plan({name: tuple(tensor.shape) for name, tensor in given.items()})
+        inputs = dict(plan.zeros)
+        for name, tensor in given.items():
+            inputs[name] = tensor.to(self.device, self._dtypes[name]).contiguous()
+        outputs = {
+            name: torch.empty(shape, dtype=dtype, device=self.device) for name, (shape, dtype) in plan.outputs.items()
+        }
+        self._runner.run(inputs, outputs)
         return outputs
+
+    def _failed(self, error: Exception) -> Unavailable:
+        log.error("Hybrid TRT: %s failed", self.engine.folder.name, exc_info=error)
+        return Unavailable(Reason.ENGINE_FAILED, first_line(error))
 
     def _plan(self, shapes: Mapping[str, Shape]) -> _Plan:
         key = tuple(shapes.items())

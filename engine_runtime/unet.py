@@ -17,7 +17,6 @@ from .control_stack import run_stacks_at_once
 from .engine_handle import EngineHandle
 from .ledger import open_tally
 from .native_weights import NativeWeights
-from .session import Session
 from .timing import timed
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class UNetRouter:
         self._handle = handle
         self._refusal = refusal
         self._compiled: tuple[dict, Callable[..., torch.Tensor]] | None = None
-        self.native_weights = NativeWeights(partial(_engine_serves, handle, refusal, self._weight_patches))
+        self.native_weights = NativeWeights(partial(_plan, handle, refusal, self._weight_patches))
 
     def begin_run(self, patcher: ModelPatcher) -> None:
         """An ON_PRE_RUN callback: ComfyUI has loaded the weights, wherever they are now."""
@@ -115,7 +114,10 @@ class UNetRouter:
         if outputs is None:
             self.native_weights.bring()
             forward = self._as_compiled(native)
-            return self._handle.native(lambda: forward(x, timesteps, context, y, control, options, **extra))
+            # a copy each time: native takes the residuals out of the lists
+            return self._handle.native(
+                lambda: forward(x, timesteps, context, y, _copied(control), options, **extra)
+            )
         options["original_shape"] = list(x.shape)  # native leaves it there for others to read
         return outputs["out"].to(x.device, x.dtype)
 
@@ -191,6 +193,10 @@ class UNetRouter:
         return len(self._base.diffusion_model.input_blocks)
 
 
+def _copied(control: Mapping | None) -> dict | None:
+    return None if control is None else {name: list(residuals) for name, residuals in control.items()}
+
+
 SEVERAL_GPUS = Fallback(Reason.MODEL_PATCHED, "MultiGPU CFG Split shares each step among GPUs; an engine is on one")
 
 
@@ -213,17 +219,22 @@ def _router_of(unet: object) -> UNetRouter | None:
     return next((router for router in found if isinstance(router, UNetRouter) and router._base is base), None)
 
 
-def _engine_serves(
+def _plan(
     handle: EngineHandle,
     refusal: Fallback | None,
     weight_patches: WeightPatches,
     patcher: ModelPatcher,
     options: Mapping,
 ) -> bool:
-    """Whether calls are expected to be served by an engine with weights of its own, as far as can be told before."""
-    if refusal is not None or not isinstance(handle.session, Session):
-        return False
-    return _why_not_patched_so(patcher, weight_patches, handle) is None and _active_patch(options) is None
+    """Look the engine up for a run that ComfyUI plans; whether native weights beside it would lie there unused.
+
+    Told as far as can be before the first call: an engine with weights of its own is expected to serve all calls.
+    """
+    handle.plan(patcher)
+    serves = refusal is None and handle.fallback is None
+    serves = serves and _why_not_patched_so(patcher, weight_patches, handle) is None and _active_patch(options) is None
+    handle.patcher.model.expected = serves
+    return serves and handle.session.owns_weights(patcher)
 
 
 def _why_not_patched_so(patcher: ModelPatcher, weight_patches: WeightPatches, handle: EngineHandle) -> Fallback | None:

@@ -11,6 +11,7 @@ Two places, decided per tensor each time:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class LiveWeights:
-    """A plain copy of a native module whose parameters are the live weights.
+    """A plain copy of a native module whose parameters are the live weights. It does not keep the native module.
 
     Attributes:
         module: the copy.
@@ -39,7 +40,6 @@ class LiveWeights:
         self.generation = 0
         self.version = 0
         self._prefix = network.prefix
-        self._native = network.module
         self._share = share
         self._bound_to: object = None
         self._patched: set[str] = set()
@@ -52,7 +52,8 @@ class LiveWeights:
                 buffer=lambda _, b: b.detach().to(self.device),
             )
         self._places = {name: place for name, place in _places(self.module)}
-        self._native_places = {name: place for name, place in _places(self._native)}
+        # weakly: what follows a model must not keep it
+        self._native_places = {name: (weakref.ref(owner), leaf) for name, (owner, leaf) in _places(network.module)}
 
     def only(self, part: torch.nn.Module) -> None:
         """From now on follow the parameters of a part of ``module`` alone."""
@@ -83,6 +84,15 @@ class LiveWeights:
         self._bound_to = state
         self.version += 1
 
+    def missing(self, patcher: ModelPatcher) -> int:
+        """Bytes that ``follow`` would have to take for weights of its own."""
+        sharing = self._shares(patcher)
+        size = 0
+        for name, parameter in self._parameters():
+            if parameter.is_meta and not (sharing and self._can_share(name)):
+                size += parameter.numel() * parameter.element_size()
+        return size
+
     def release(self) -> None:
         """Give the owned memory back and let go of shared tensors; the next ``follow`` starts anew."""
         for name, parameter in list(self._parameters()):
@@ -104,7 +114,7 @@ class LiveWeights:
         return any(self._native_parameter(name).data_ptr() != address for name, address in self._shared.items())
 
     def _bind(self, patcher: ModelPatcher) -> None:
-        sharing = self._share and not patcher.is_dynamic() and _holds_its_patches(patcher)
+        sharing = self._shares(patcher)
         moved, patched, shared = False, set(), {}
         entries = patcher.get_key_patches(self._prefix or None)
         for key in list(entries):
@@ -132,14 +142,23 @@ class LiveWeights:
         self._patched, self._shared = patched, shared
         self.generation += moved
 
-    def _shareable(self, name: str) -> torch.Tensor | None:
-        """The native parameter if it can be used where it is; convolutions are put into channels_last there."""
-        owner, leaf = self._native_places[name]
+    def _shares(self, patcher: ModelPatcher) -> bool:
+        return self._share and not patcher.is_dynamic() and _holds_its_patches(patcher)
+
+    def _can_share(self, name: str) -> bool:
+        owner, leaf = self._native_place(name)
         live = owner._parameters[leaf]
         if live.device != self.device or live.dtype != self.dtype or type(live.data) is not torch.Tensor:
+            return False
+        # False for what is patched at call time and not in place
+        return not getattr(owner, f"{leaf}_function", None) and getattr(owner, f"{leaf}_lowvram_function", None) is None
+
+    def _shareable(self, name: str) -> torch.Tensor | None:
+        """The native parameter if it can be used where it is; convolutions are put into channels_last there."""
+        if not self._can_share(name):
             return None
-        if getattr(owner, f"{leaf}_function", None) or getattr(owner, f"{leaf}_lowvram_function", None) is not None:
-            return None  # patched at call time, not in place
+        owner, leaf = self._native_place(name)
+        live = owner._parameters[leaf]
         if live.ndim == 4 and self.device.type == "cuda" and not _is_channels_last(live):
             live = torch.nn.Parameter(live.data.contiguous(memory_format=torch.channels_last), requires_grad=False)
             owner._parameters[leaf] = live
@@ -175,8 +194,12 @@ class LiveWeights:
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, owner._parameters[leaf]) for name, (owner, leaf) in self._places.items())
 
-    def _native_parameter(self, name: str) -> torch.Tensor:
+    def _native_place(self, name: str) -> tuple[torch.nn.Module, str]:
         owner, leaf = self._native_places[name]
+        return owner(), leaf
+
+    def _native_parameter(self, name: str) -> torch.Tensor:
+        owner, leaf = self._native_place(name)
         return owner._parameters[leaf]
 
 

@@ -13,6 +13,7 @@ from ..engine_library import Engine, Fallback, Reason, Unavailable
 from ..engine_library.manifest import MANIFEST_NAME
 from ..engine_runtime.engine_handle import EngineHandle
 from ..engine_runtime.live_session import LiveSession
+from . import gpu_room
 from .library_folder import library
 from .node_states import NodeStates
 
@@ -26,7 +27,7 @@ EVENT = "hybrid_trt.build"
 
 MISSING = (Reason.NO_ENGINE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.UNCHECKED, Reason.WRONG_GPU)
 
-builds = BuildQueue()
+builds = BuildQueue(gpu_room.make_room)
 node_states = NodeStates(library(), builds)
 
 _ended = 0
@@ -97,19 +98,19 @@ def _needs_build(handle: EngineHandle) -> bool:
 
 
 def _build_now(order: BuildOrder, handle: EngineHandle) -> None:
-    job = _submit(order, handle)
-    job.attended = True
+    job = _submit(order, handle, waits=True)
     bar = ProgressBar(100, node_id=handle.node_id)
     shown = 0
     try:
-        while not job.wait(0.1):
-            model_management.throw_exception_if_processing_interrupted()
-            if (percent := round(100 * job.fraction)) != shown:
-                shown = percent
-                bar.update_absolute(percent)
-    except BaseException:  # the user interrupted the prompt
-        builds.cancel(job)
-        raise
+        with gpu_room.waiting_prompt() as give_room:
+            while not job.wait(0.1):
+                model_management.throw_exception_if_processing_interrupted()
+                give_room()
+                if (percent := round(100 * job.fraction)) != shown:
+                    shown = percent
+                    bar.update_absolute(percent)
+    finally:  # also when the user interrupts the prompt: others may want the job
+        builds.leave(job)
     if job.state is State.CANCELLED:
         handle.session, handle.fallback = None, Fallback(Reason.BUILD_FAILED, "the build was cancelled")
     elif job.state is State.FAILED:
@@ -129,8 +130,8 @@ def _build_in_background(order: BuildOrder, handle: EngineHandle) -> None:
         handle.note = f"An engine is being built in the background ({job.phase}) and serves from the next prompt on."
 
 
-def _submit(order: BuildOrder, handle: EngineHandle, again: bool = False) -> Job:
-    job = builds.submit(order, handle.library, again)
+def _submit(order: BuildOrder, handle: EngineHandle, again: bool = False, waits: bool = False) -> Job:
+    job = builds.submit(order, handle.library, again, waits)
     node_states.ordered(handle.node_key, job)
     return job
 

@@ -17,6 +17,7 @@ import pytest
 from builds import PROFILE, ROOT, children, gone, slow_backend, small_disk, until
 from hybrid_trt import backends
 from hybrid_trt.backends import BuildError
+from hybrid_trt.engine_builder import child_process
 from hybrid_trt.engine_builder.child_process import run_in_child
 from hybrid_trt.engine_library import LibraryError
 
@@ -60,6 +61,30 @@ def test_whatever_is_printed_is_log_and_disturbs_nothing(build: Build) -> None:
     lines: list[str] = []
     assert build("print,finish", log=lines.append)["files"]
     assert {"from Python", "from below Python", "a warning"} <= set(lines)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="another way there")
+def test_it_steps_back_behind_the_server(build: Build) -> None:
+    seen = []
+
+    def progress(phase: str, _fraction: float) -> None:
+        if phase == "compiling":
+            seen.extend(child.nice() for child in children())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build("silence", progress)
+    assert seen == [min(19, os.nice(0) + 10)]
+
+
+def test_on_windows_it_is_started_with_a_lower_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A double: Windows' flags, which Python has there alone."""
+    monkeypatch.setattr(child_process.os, "name", "nt")
+    monkeypatch.setattr(subprocess, "CREATE_NO_WINDOW", 0x08000000, raising=False)
+    monkeypatch.setattr(subprocess, "BELOW_NORMAL_PRIORITY_CLASS", 0x00004000, raising=False)
+    options = child_process._apart()
+    monkeypatch.undo()
+    assert options == {"creationflags": 0x08004000}
 
 
 def test_progress_is_told_every_second_though_the_backend_is_silent(build: Build) -> None:

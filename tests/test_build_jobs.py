@@ -126,6 +126,27 @@ def test_the_same_order_joins_the_job_that_is_there(
     assert queue.submit(one, library) is not first
 
 
+def test_a_job_that_others_want_goes_on_when_one_of_them_goes_and_a_cancel_is_for_all(
+    queue: BuildQueue, network: NativeNetwork, idle_builds: list[str], tmp_path: Path
+) -> None:
+    library = Library([tmp_path])
+    one, other = orders(network, 2)
+    job = queue.submit(one, library, waits=True)
+    assert queue.submit(one, library, waits=True) is job
+    assert not queue.leave(job)
+    assert not job.state.final, "the other one still waits"
+    assert queue.leave(job)
+    assert job.state is State.CANCELLED
+    left = queue.submit(other, library)
+    assert queue.submit(other, library, waits=True) is left
+    assert not queue.leave(left)
+    assert not left.state.final, "it was ordered for later by somebody who does not wait"
+    queue.submit(other, library, waits=True)
+    assert queue.cancel(left)
+    assert not queue.leave(left)
+    assert left.state is State.CANCELLED
+
+
 def test_one_is_built_at_a_time_and_listeners_hear_of_everything(
     queue: BuildQueue, network: NativeNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

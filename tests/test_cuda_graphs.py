@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 
 import pytest
@@ -12,6 +13,7 @@ from small_networks import CPU
 
 import_comfy()
 
+from hybrid_trt.engine_runtime import failed_recording  # noqa: E402
 from hybrid_trt.engine_runtime.cuda_graphs import GraphCache  # noqa: E402
 
 Tensors = Mapping[str, torch.Tensor]
@@ -148,6 +150,70 @@ def test_a_recording_that_fails_runs_plainly_and_says_why(error: Exception, capl
     check(cache, x=random(3))
     check(cache, x=random(3))
     assert recorder.recorded == 1, "other shapes are not concerned"
+
+
+class Network:
+    """Makes a tensor and keeps another, as a network that is recorded does; ``fail`` is called before it returns."""
+
+    def __init__(self) -> None:
+        self.weight, self.fail = random(2), lambda: None
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    def __call__(self, inputs: Tensors) -> Tensors:
+        activation = [inputs["x"] * self.weight]
+        self.made.append(weakref.ref(activation[0]))
+        self.fail()
+        return {"out": activation[0] + 0}
+
+
+def failed(network: Network, error: Exception, while_recording: bool) -> GraphCache:
+    """A cache whose recording of a network has failed with an error that has another for its cause."""
+    def fail() -> None:
+        calls.append(True)
+        if len(calls) == (3 if while_recording else 2):  # plainly, to learn the shapes, while recording
+            try:
+                raise ValueError("the cause")
+            except ValueError as cause:
+                raise error from cause
+
+    calls: list[bool] = []
+    network.fail = fail
+    cache = GraphCache(CPU, recorder=Recorder())
+    for _ in range(2):
+        cache.run(network, {"x": random(2)})
+    network.fail = lambda: None
+    assert cache.failure is not None
+    return cache
+
+
+@pytest.mark.parametrize("while_recording", [False, True])
+def test_what_a_failed_recording_held_goes_at_once(while_recording: bool) -> None:
+    network, error = Network(), RuntimeError("operation not permitted")
+    weight, alive = weakref.ref(network.weight), weakref.ref(network)
+    cache = failed(network, error, while_recording)
+    assert len(network.made) == (4 if while_recording else 3)
+    assert [made() for made in network.made] == [None] * len(network.made)
+    del network
+    assert error.__traceback__ is None
+    assert (weight(), alive()) == (None, None)
+    assert len(cache) == 0
+
+
+def test_where_freeing_is_fatal_only_the_tensors_that_were_made_while_recording_stay(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A double of cudaMallocAsync's rule. What stays holds no memory there."""
+    monkeypatch.setattr(failed_recording, "_frees_are_fatal", lambda _device: True)
+    monkeypatch.setattr(failed_recording, "_never_freed", stayed := [])
+    network = Network()
+    weight, alive = weakref.ref(network.weight), weakref.ref(network)
+    failed(network, RuntimeError("operation not permitted"), while_recording=True)
+    made = network.made
+    assert [m() is not None for m in made] == [False, False, True, False]
+    assert len(stayed) == 1
+    assert stayed[0] is made[2]()
+    del network
+    assert (weight(), alive()) == (None, None)
 
 
 def test_layouts_of_inputs_and_results_are_kept() -> None:

@@ -35,6 +35,7 @@ from hybrid_trt.engine_library import (  # noqa: E402
 from hybrid_trt.engine_library.library import describe_files  # noqa: E402
 from hybrid_trt.engine_library.manifest import RECORD_NAME  # noqa: E402
 from hybrid_trt.engine_library.native import NativeNetwork  # noqa: E402
+from hybrid_trt.engine_library.plain_copy import plain_copy  # noqa: E402
 from hybrid_trt.engine_library.states import entries  # noqa: E402
 from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle  # noqa: E402
 from hybrid_trt.engine_runtime.hints import HintCache  # noqa: E402
@@ -328,3 +329,13 @@ def test_engines_serve_every_checkpoint_of_a_layout_and_no_other() -> None:
     b.module.out[2].bias.data[0] += 1
     assert TORCH.layout(a) == TORCH.layout(b) == TORCH.layout(with_lora(a))
     assert TORCH.layout(a) != TORCH.layout(network("unet", "inpainting_channels"))
+
+
+def test_a_copy_has_nothing_of_what_comfyui_keeps_on_models_and_layers_while_it_loads_them() -> None:
+    """With dynamic VRAM that is memory of ComfyUI's own: a pickled copy would free it a second time."""
+    net = network("unet", "sd15_as_published")
+    kept = object()
+    net.module.dynamic_pins = net.module.input_blocks[0][0]._pin_state = {"weights": kept}
+    copy = plain_copy(net.module, torch.float32, lambda _, p: p, lambda _, b: b)
+    held = [value for layer in copy.modules() for value in layer.__dict__.values()]
+    assert not any(inner is kept for value in held if isinstance(value, dict) for inner in value.values())

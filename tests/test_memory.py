@@ -7,7 +7,6 @@ to play a device with memory of its own, the fixture `device` says so; what the 
 from __future__ import annotations
 
 import gc
-import itertools
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,26 +25,30 @@ import comfy.sd  # noqa: E402
 from comfy import model_management  # noqa: E402
 from comfy.controlnet import ControlLora  # noqa: E402
 from comfy.model_patcher import ModelPatcher  # noqa: E402
-from comfy_execution.utils import CurrentNodeContext  # noqa: E402
 from hybrid_trt.backends import backends  # noqa: E402
-from hybrid_trt.engine_builder.build import BuildOrder, build_engine, run_here  # noqa: E402
-from hybrid_trt.engine_builder.profiles import profile_of  # noqa: E402
 from hybrid_trt.engine_library import Library, Reason, Unavailable  # noqa: E402
-from hybrid_trt.engine_library.native import NativeNetwork  # noqa: E402
 from hybrid_trt.engine_runtime import native_weights  # noqa: E402
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle  # noqa: E402
+from hybrid_trt.engine_runtime.engine_handle import EngineChoice  # noqa: E402
 from hybrid_trt.engine_runtime.live_session import LiveSession  # noqa: E402
 from hybrid_trt.engine_runtime.memory import EnginePatcher  # noqa: E402
 from hybrid_trt.engine_runtime.native_weights import OffloadedPatcher  # noqa: E402
 from hybrid_trt.engine_runtime.session import Session  # noqa: E402
 from hybrid_trt.engine_runtime.unet import patch_model  # noqa: E402
+from patched import (  # noqa: E402
+    CPU,
+    LIMIT,
+    NAME,
+    PROFILE,
+    Patched,
+    all_of,
+    engines_loaded,
+    gone,
+    library_of,
+    load,
+    on_device,
+    sampling_node,
+)
 from sampling import STEPS, error, sample  # noqa: E402
-
-CPU = torch.device("cpu")
-NAME = "tiny_sd15_flat_unet"
-PROFILE = profile_of(64, 64, 256, 2, 77)
-LIMIT = 1e-5
-prompt_numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -53,19 +56,9 @@ def file(environment: Any) -> Path:
     return tiny_models.make(environment.base / "models", [NAME])[NAME]
 
 
-def load(file: Path) -> ModelPatcher:
-    """The MODEL as ComfyUI's loader node gives it."""
-    return comfy.sd.load_diffusion_model(str(file))
-
-
 @pytest.fixture(scope="module")
 def library(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Library:
-    """A library with the engine of the file."""
-    library = Library([tmp_path_factory.mktemp("library")])
-    network = NativeNetwork.of_model(load(file), NAME)
-    order = BuildOrder(network, network.precision, PROFILE, backends()["onnxruntime"])
-    build_engine(order, library, lambda _phase, _fraction: None, run=run_here)
-    return library
+    return library_of(file, tmp_path_factory.mktemp("library"))
 
 
 @pytest.fixture(autouse=True)
@@ -81,49 +74,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_weights, "has_memory_of_its_own", lambda _device: True)
 
 
-class Patched:
-    """A model with its engine behind the sampler patch."""
-
-    def __init__(self, native: ModelPatcher, library: Library, backend: str = "onnxruntime"):
-        self.native = native
-        network = NativeNetwork.of_model(native, NAME)
-        self.handle = EngineHandle(network, EngineChoice(PROFILE, backend=backend), library, "engine")
-        self.model = patch_model(native, self.handle)
-
-    def sample(self, seed: int = 1, **options: Any) -> torch.Tensor:
-        """One run, which the pack takes for an execution of a sampling node."""
-        with CurrentNodeContext(f"prompt {next(prompt_numbers)}", "sampler"):
-            return sample(self.model, seed, **options)
-
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Calls of the last run on the engine, and native."""
-        return self.handle.tally.engine, self.handle.tally.native
-
-
 @pytest.fixture
 def patched(file: Path, library: Library) -> Patched:
     return Patched(load(file), library)
 
 
-def on_device(model: ModelPatcher) -> int:
-    """Bytes of native weights that ComfyUI has loaded; it counts the noise schedule too when it loads all at once."""
-    return max(0, model.model.model_loaded_weight_memory - schedule(model))
-
-
-def schedule(model: ModelPatcher) -> int:
-    return sum(b.numel() * b.element_size() for b in model.model.buffers())
-
-
-def all_of(model: ModelPatcher) -> int:
-    return model.model_size() - schedule(model)
-
-
 # Engines in ComfyUI's memory management
-
-
-def engines_loaded() -> list[EnginePatcher]:
-    return [m for m in model_management.loaded_models() if isinstance(m, EnginePatcher)]
 
 
 def test_an_engine_is_registered_with_its_size(patched: Patched) -> None:
@@ -227,10 +183,6 @@ def test_a_run_that_falls_back_from_its_first_call_is_natives_to_the_bit(
 def load_again(patched: Patched) -> ModelPatcher:
     """The same model as a stranger, which shares no weights."""
     return comfy.sd.load_diffusion_model(patched.native.cached_patcher_init[1][0])
-
-
-def gone(handle: EngineHandle) -> None:
-    handle.session, handle.fallback = None, Unavailable(Reason.NO_ENGINE, "deleted").fallback
 
 
 def fail_from(session: Session, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,16 +335,32 @@ def test_comfyui_goes_on_with_the_patcher_itself_after_a_run(patched: Patched, d
     assert torch.equal(sample(patched.native), native)
 
 
-def test_a_dropped_model_is_freed_at_once(file: Path, library: Library, device: None) -> None:
-    patched = Patched(load(file), library)
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
+def test_a_dropped_model_is_freed_at_once(file: Path, library: Library, device: None, backend: str) -> None:
+    patched = Patched(load(file), library, backend)
     patched.sample()
-    model = weakref.ref(patched.model)
+    model, weights = weakref.ref(patched.model), weakref.ref(patched.native.model.diffusion_model)
     gc.disable()
     try:
         del patched
         assert model() is None, "a reference cycle keeps it until Python looks for cycles"
+        assert weights() is None, "an engine that is kept open keeps the model in main memory"
     finally:
         gc.enable()
+
+
+def test_a_live_network_stays_loaded_while_only_its_node_runs_again(file: Path, library: Library) -> None:
+    native = load(file)
+    first = Patched(native, library, "torch")
+    latent = first.sample()
+    session = first.handle.session
+    del first
+    gc.collect()
+    assert session.loaded
+    assert len(engines_loaded()) == 1, "ComfyUI sees it and may take it"
+    again = Patched(native, library, "torch")
+    assert again.handle.session is session
+    assert torch.equal(again.sample(), latent)
 
 
 def prepared_with(patched: Patched, conds: dict | None = None, **model_options: Any) -> object:
@@ -434,12 +402,6 @@ def test_on_the_cpu_native_weights_stay_where_they_are(patched: Patched) -> None
 
 
 @pytest.mark.usefixtures("device")
-def test_dynamic_vram_is_left_to_comfyui(patched: Patched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patched.model, "is_dynamic", lambda: True)  # such a patcher cannot be made without a GPU
-    assert prepared_with(patched) is patched.model
-
-
-@pytest.mark.usefixtures("device")
 def test_the_torch_backend_computes_with_native_weights_so_they_are_loaded(file: Path, library: Library) -> None:
     patched = Patched(load(file), library, backend="torch")
     assert isinstance(patched.handle.session, LiveSession)
@@ -466,7 +428,7 @@ def test_a_lora_between_the_engine_node_and_the_patch_is_not_lost_when_an_engine
     model = patch_model(with_lora, handle)
     for backend, counts in (("torch", (STEPS, 0)), ("onnxruntime", (0, STEPS))):
         handle.choice = EngineChoice(PROFILE, backend=backend)
-        with CurrentNodeContext(f"prompt {next(prompt_numbers)}", "sampler"):
+        with sampling_node():
             assert error(sample(model), reference) <= LIMIT
         assert (handle.tally.engine, handle.tally.native) == counts
     assert handle.tally.reasons == {"weights patched": STEPS}

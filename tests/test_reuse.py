@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
+import time
 from typing import Any
 
 import pytest
 from comfy_process import ComfyProcess
-from scenarios import A, B, Prompt, Scenario, compare, prompt
+from scenarios import A, B, Prompt, Scenario, compare, node, prompt
 
 ENGINE_NODES = {"unet_engine", "patch", f"engine_{A.file}", f"engine_{B.file}"}
 
@@ -85,6 +87,23 @@ def test_freeing_memory_closes_engines_of_a_workflow_that_the_page_has_left(sd15
     sd15.free()
     assert compare(sd15, Scenario(seed=79)).all_on_engines()
     assert openings(sd15) == opened + 3
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
+def test_freeing_the_node_cache_lets_the_models_go(sd15: ComfyProcess, backend: str) -> None:
+    turns = itertools.count(int(time.time()))
+
+    def alive(graph: Prompt, **after: Any) -> list[int]:
+        counted = node("TestModelsAlive", turn=next(turns), **after)
+        return sd15.queue({**graph, "alive": counted}).output("alive", "alive")
+
+    sd15.free()
+    none = alive({})
+    graph = prompt(Scenario(seed=80, settings={"backend": backend}), engines=True, name="alive")
+    used = alive(graph, after=["sampler", 0])
+    assert all(now > before for now, before in zip(used, none, strict=True))
+    sd15.free()
+    assert alive({}) == none
 
 
 def test_build_now_builds_an_engine_again_that_was_deleted_although_its_node_is_cached(sd15: ComfyProcess) -> None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -149,6 +152,16 @@ def test_what_cannot_be_recorded_runs_plainly_and_says_why() -> None:
     assert torch.equal(graphs.run(lambda t: {"out": t["x"] + 1}, {"x": torch.zeros(3, device=GPU)})["out"].cpu(),
                        torch.ones(3)), "CUDA is usable after it"
     assert torch.randn(3, device=GPU).isfinite().all(), "and its random numbers"
+
+
+@pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync"])
+def test_a_failed_recording_gives_its_memory_back(allocator: str) -> None:
+    """In a process of its own: the allocator is chosen once, and with ComfyUI's own a wrong free ends the process."""
+    script = Path(__file__).parent / "support" / "failed_recording_on_gpu.py"
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False,
+                           env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"backend:{allocator}"})
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert ended.stdout.split() == [allocator, "recorded", "True"], ended.stdout
 
 
 def test_recording_while_another_thread_uses_the_gpu() -> None:

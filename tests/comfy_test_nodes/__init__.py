@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import folder_paths
 import numpy
 import torch
 from comfy import model_management
+from comfy.cldm.cldm import ControlNet
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy_api.latest import ComfyExtension, io
 
 import nodes  # ComfyUI's
@@ -142,11 +145,33 @@ class TestSecondDevice(io.ComfyNode):
         return io.NodeOutput(model)
 
 
+class TestModelsAlive(io.ComfyNode):
+    """How many UNets and ControlNets live in this process, whoever holds them."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestModelsAlive", display_name="Test Models Alive", category=CATEGORY, is_output_node=True,
+            inputs=[
+                io.Int.Input("turn", default=0, min=0, max=MAX_SEED),
+                io.Latent.Input("after", optional=True, tooltip="To be counted when this is there."),
+            ],
+            outputs=[],
+        )
+
+    @classmethod
+    def execute(cls, turn: int, after: dict | None = None) -> io.NodeOutput:
+        alive = [type(found).__name__ for found in gc.get_objects() if type(found) in (UNetModel, ControlNet)]
+        return io.NodeOutput(ui={"alive": [alive.count("UNetModel"), alive.count("ControlNet")]})
+
+
 class TestNodes(ComfyExtension):
     """What ComfyUI asks for the nodes of this pack."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [TestConditioning, TestImage, TestSampleTwice, TestSaveLatent, TestSecondDevice]
+        return [
+            TestConditioning, TestImage, TestModelsAlive, TestSampleTwice, TestSaveLatent, TestSecondDevice
+        ]
 
 
 async def comfy_entrypoint() -> TestNodes:

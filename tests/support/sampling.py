@@ -10,17 +10,23 @@ import torch
 pack.import_comfy()
 
 import comfy.sample  # noqa: E402
+from comfy.controlnet import ControlBase  # noqa: E402
 from comfy.model_patcher import ModelPatcher  # noqa: E402
 
 STEPS = 4
 
 
 def sample(
-    model: ModelPatcher, seed: int = 1, steps: int = STEPS, step: Callable[[int], None] = lambda _i: None
+    model: ModelPatcher,
+    seed: int = 1,
+    steps: int = STEPS,
+    step: Callable[[int], None] = lambda _i: None,
+    control: ControlBase | None = None,
 ) -> torch.Tensor:
     """A latent of 64 by 64 pixels, sampled as KSampler does; ``step`` is called after each step."""
     generator = torch.Generator().manual_seed(seed)
-    positive, negative = ([[torch.randn(1, 77, 768, generator=generator), {}]] for _ in range(2))
+    options = {} if control is None else {"control": control, "control_apply_to_uncond": False}
+    positive, negative = ([[torch.randn(1, 77, 768, generator=generator), dict(options)]] for _ in range(2))
     noise = torch.randn(1, 4, 8, 8, generator=generator)
     with torch.inference_mode():
         return comfy.sample.sample(

@@ -21,6 +21,7 @@ class SlowBackend:
     name = "slow"
     preference = -1
     measured_on = ()
+    builds_on_gpu = False
 
     def version(self) -> str:
         return os.environ.get("HYBRID_TRT_TEST_VERSION", "1")

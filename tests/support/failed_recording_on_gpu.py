@@ -1,0 +1,62 @@
+"""Records what cannot be recorded, in a process of its own: prints the allocator, what a later recording came to, and
+whether the failed one's memory was given back (or how much was not)."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+package = types.ModuleType("hybrid_trt")
+package.__path__ = [str(Path(__file__).resolve().parents[2])]
+sys.modules["hybrid_trt"] = package
+
+from hybrid_trt.engine_runtime.cuda_graphs import GraphCache  # noqa: E402
+
+GPU = torch.device("cuda", 0)
+ROWS, COLUMNS = 64, 1 << 20
+"""256 MiB of weights, and as much for each activation."""
+
+
+class Network:
+    """Waits for the GPU in the middle, which nothing may while it is recorded."""
+
+    def __init__(self) -> None:
+        self.weight = torch.ones(ROWS, COLUMNS, device=GPU)
+
+    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        activations = [self.weight * inputs["x"]]
+        activations.append(activations[0] + 1)
+        return {"out": activations[1].sum().reshape(1) * float(inputs["x"])}
+
+
+def held_by_a_failed_recording(graphs: GraphCache) -> int:
+    """Bytes of the device that are not free again when the network and the failed recording are gone."""
+    network = Network()
+    alive = weakref.ref(network)
+    for _ in range(3):
+        out = graphs.run(network, {"x": torch.full((1,), 2.0, device=GPU)})["out"]
+        assert float(out) == 2.0 * 3.0 * ROWS * COLUMNS, out
+    assert graphs.failure is not None
+    del network, out
+    gc.collect()
+    assert alive() is None, "the frames hold the network"
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return free - torch.cuda.mem_get_info()[0]
+
+
+small = torch.ones(8, 8, device=GPU)
+small @ small  # makes the library's work space
+free = torch.cuda.mem_get_info()[0]
+graphs = GraphCache(GPU)
+held = held_by_a_failed_recording(graphs)
+for _ in range(3):
+    graphs.run(lambda t: {"out": t["x"] + 1}, {"x": torch.zeros(4, device=GPU)})
+torch.randn(8, device=GPU)
+print(torch.cuda.get_allocator_backend(), "recorded" if len(graphs) == 1 else graphs.failure, held < 200 << 20 or held)

@@ -1,0 +1,96 @@
+"""Models with an engine behind the sampler patch, in this process and on the CPU, for the tests of memory."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import torch
+from pack import import_comfy
+
+import_comfy()
+
+import comfy.sd  # noqa: E402
+from comfy import model_management  # noqa: E402
+from comfy.model_patcher import ModelPatcher  # noqa: E402
+from comfy_execution.utils import CurrentNodeContext  # noqa: E402
+from hybrid_trt.backends import backends  # noqa: E402
+from hybrid_trt.engine_builder.build import BuildOrder, build_engine, run_here  # noqa: E402
+from hybrid_trt.engine_builder.profiles import profile_of  # noqa: E402
+from hybrid_trt.engine_library import Library, Reason, Unavailable  # noqa: E402
+from hybrid_trt.engine_library.native import NativeNetwork  # noqa: E402
+from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle  # noqa: E402
+from hybrid_trt.engine_runtime.memory import EnginePatcher  # noqa: E402
+from hybrid_trt.engine_runtime.unet import patch_model  # noqa: E402
+from sampling import sample  # noqa: E402
+
+CPU = torch.device("cpu")
+NAME = "tiny_sd15_flat_unet"
+PROFILE = profile_of(64, 64, 256, 2, 77)
+LIMIT = 1e-5
+prompt_numbers = itertools.count()
+_libraries: dict[Path, Library] = {}
+
+
+def load(file: Path) -> ModelPatcher:
+    """The MODEL as ComfyUI's loader node gives it."""
+    return comfy.sd.load_diffusion_model(str(file))
+
+
+def library_of(file: Path, folder: Path) -> Library:
+    """A library with the engine of the file, built once per process."""
+    if file not in _libraries:
+        library = Library([folder])
+        network = NativeNetwork.of_model(load(file), NAME)
+        order = BuildOrder(network, network.precision, PROFILE, backends()["onnxruntime"])
+        build_engine(order, library, lambda _phase, _fraction: None, run=run_here)
+        _libraries[file] = library
+    return _libraries[file]
+
+
+class Patched:
+    """A model with its engine behind the sampler patch."""
+
+    def __init__(self, native: ModelPatcher, library: Library, backend: str = "onnxruntime"):
+        self.native = native
+        network = NativeNetwork.of_model(native, NAME)
+        self.handle = EngineHandle(network, EngineChoice(PROFILE, backend=backend), library, "engine")
+        self.model = patch_model(native, self.handle)
+
+    def sample(self, seed: int = 1, **options: Any) -> torch.Tensor:
+        """One run, which the pack takes for an execution of a sampling node."""
+        with sampling_node():
+            return sample(self.model, seed, **options)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Calls of the last run on the engine, and native."""
+        return self.handle.tally.engine, self.handle.tally.native
+
+
+def sampling_node() -> CurrentNodeContext:
+    """One execution of a sampling node, as the pack tells them apart."""
+    return CurrentNodeContext(f"prompt {next(prompt_numbers)}", "sampler")
+
+
+def on_device(model: ModelPatcher) -> int:
+    """Bytes of native weights that ComfyUI has loaded; it counts the noise schedule too when it loads all at once."""
+    return max(0, model.model.model_loaded_weight_memory - schedule(model))
+
+
+def schedule(model: ModelPatcher) -> int:
+    return sum(b.numel() * b.element_size() for b in model.model.buffers())
+
+
+def all_of(model: ModelPatcher) -> int:
+    return model.model_size() - schedule(model)
+
+
+def engines_loaded() -> list[EnginePatcher]:
+    return [m for m in model_management.loaded_models() if isinstance(m, EnginePatcher)]
+
+
+def gone(handle: EngineHandle) -> None:
+    """As ``handle.refresh`` leaves it when the library has no engine."""
+    handle.session, handle.fallback = None, Unavailable(Reason.NO_ENGINE, "deleted").fallback
