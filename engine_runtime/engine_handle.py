@@ -200,7 +200,6 @@ class EngineHandle:
         elif self.session is not None:
             keep(self.patcher, context.prompt_id if context else "")
         if self.session is not None:
-            last_use.mark(self.session.engines)
             self._prepare_hints()
 
     def serve(
@@ -233,6 +232,8 @@ class EngineHandle:
                     self.give_up(fallback)
             else:
                 tally.count_engine(self.session.backend.name)
+                if tally.engine_name != self.session.name:  # the first call of a run
+                    last_use.mark(self.session.engines)
                 tally.engine_name = self.session.name
                 return outputs
         tally.count_native(fallback)
