@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from comfy import model_management
 from comfy.utils import ProgressBar
 from server import PromptServer
@@ -31,8 +33,8 @@ builds = BuildQueue(gpu_room.make_room)
 node_states = NodeStates(library(), builds)
 
 _ended = 0
-_served: dict[str, Engine] = {}  # node id -> the engine that the node found when it ran last
-_losses: dict[str, int] = {}  # node id -> how often that engine was gone afterwards
+_found: dict[Path, Engine] = {}  # the engines that nodes have found
+_losses = 0  # how many of them were gone afterwards
 
 
 def build_if_missing(handle: EngineHandle, when_missing: str, requested: bool = False) -> None:
@@ -58,26 +60,26 @@ def build_if_missing(handle: EngineHandle, when_missing: str, requested: bool = 
         _build_in_background(order, handle)
 
 
-def generation(when_missing: str, node_id: str) -> int:
-    """A number that changes when a node that builds has to run again: a build in the background has ended, or the
-    engine that it found when it ran last is gone or damaged. Looks at a few files' sizes and reads nothing."""
+def generation(when_missing: str) -> int:
+    """A number that changes when nodes that build have to run again: a build in the background has ended, or an engine
+    that some node found is gone or damaged. Looks at a few files' sizes and reads nothing.
+
+    It is the same for all nodes: ComfyUI gives a node's cached output to any other with the same inputs.
+    """
+    global _losses
     if when_missing == USE_NATIVE:
         return 0
-    engine = _served.get(node_id)
-    if engine is not None and _is_lost(engine):
-        del _served[node_id]
-        _losses[node_id] = _losses.get(node_id, 0) + 1
-    return _losses.get(node_id, 0) + (_ended if when_missing == IN_BACKGROUND else 0)
+    for folder in [folder for folder, engine in list(_found.items()) if _is_lost(engine)]:
+        _found.pop(folder, None)
+        _losses += 1
+    return _losses + (_ended if when_missing == IN_BACKGROUND else 0)
 
 
 def remember(handle: EngineHandle) -> None:
-    """Keep which engine a node has found."""
+    """Keep which engines a node has found."""
     session = handle.session
     engines = session.engines if isinstance(session, LiveSession) else [session.engine] if session else []
-    if engines:
-        _served[handle.node_id] = engines[0]
-    else:
-        _served.pop(handle.node_id, None)
+    _found.update((engine.folder, engine) for engine in engines)
 
 
 def _is_lost(engine: Engine) -> bool:

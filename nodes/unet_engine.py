@@ -31,7 +31,7 @@ class TRTUNetEngine(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, when_missing: str, **_: object) -> int:
-        return building.generation(when_missing, cls.hidden.unique_id)
+        return building.generation(when_missing)
 
     @classmethod
     def execute(cls, model: ModelPatcher, when_missing: str, **settings: int | str) -> io.NodeOutput:

@@ -152,7 +152,7 @@ def test_what_fits_and_what_the_next_run_brings_is_said_before_it(
     page.click(unet)
     told = page.wait_for(unet, "none", timeout=10)
     assert "1088×512 does not fit" in told["text"]
-    assert raw.evaluate(PRESET, unet) == "Fits the model (SD1.5: 256 to 1024, best at 512)"
+    assert raw.evaluate(PRESET, unet) == "Fits SD1.5 (256-1024, best 512)"
     page.click_in_status(unet, ".hybrid-trt-offer")
     page.wait_for(unet, "building", timeout=60)
     sizes = raw.evaluate("id => app.graph.getNodeById(id).widgets.map(w => [w.name, w.value])", unet)

@@ -113,6 +113,8 @@ def test_build_now_builds_an_engine_again_that_was_deleted_although_its_node_is_
     library = sd15.base / "models" / "trt_engines"
     (engine,) = library.glob("sd15_unet*")
     shutil.rmtree(engine)
+    graph["copy"] = graph.pop("unet_engine")  # ComfyUI caches by inputs, not by ids
+    graph["patch"]["inputs"]["engine"] = ["copy", 0]
     again = sd15.queue(graph, timeout=120)
     assert engine.is_dir()
     assert again.output("report", "report")[0]["unet"] == {"engine": 4, "native": 0, "reasons": {}}

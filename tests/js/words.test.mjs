@@ -168,7 +168,7 @@ test("the preset's widget says what the sizes are, whoever changed them, and is 
     preset.callback(t("presetFit"));
     assert.deepEqual([presetOf(node), max.value, preset.value], ["presetFit", 0, "Fits the model"]);
     tell({ family: "SDXL", min_size: 512, opt_size: 1024, max_size: 1536, max_images: 1, max_tokens: 231 });
-    assert.equal(preset.value, "Fits the model (SDXL: 512 to 1536, best at 1024)");
+    assert.equal(preset.value, "Fits SDXL (512-1536, best 1024)");
     max.value = 2048;
     max.callback(2048);
     assert.equal(preset.value, "Own: 512 to 2048, batch up to 1");
