@@ -45,6 +45,9 @@ ROOM = 2.2
 READS = 3
 """How often the weights are read anew when somebody changes them meanwhile."""
 
+WAITED = "waited"
+"""In a task's result: seconds before it began."""
+
 MakeRoom = Callable[[torch.device, Callable[[str], None]], None]
 """Frees a GPU for a build, waiting where it must. Calls what it is given with a phase; that may raise to cancel."""
 
@@ -128,9 +131,11 @@ def _with_room(run: Runner, order: BuildOrder, make_room: MakeRoom) -> Runner:
 
     def run_with_room(task: Task, progress: Progress, log_line: Log, environment: Mapping[str, str]) -> dict:
         on_gpu = {"export": False, "check": True}.get(task["step"], order.backend.builds_on_gpu)
+        began = time.perf_counter()
         if on_gpu and device.type == "cuda":
             make_room(device, lambda phase: progress(phase, 0.0))
-        return run(task, progress, log_line, environment)
+        waited = time.perf_counter() - began
+        return {**run(task, progress, log_line, environment), WAITED: waited}
 
     return run_with_room
 
@@ -187,7 +192,7 @@ class _Build:
     start: Runner
 
     def run(self) -> Engine:
-        self._started = time.perf_counter()
+        self._started, self._waited = time.perf_counter(), 0.0
         network, precision = self.order.network, self.order.precision
         dtype = getattr(torch, precision)
         structure = write_structure(network, dtype)
@@ -244,7 +249,8 @@ class _Build:
                 leftover.unlink()
         seconds |= made["seconds"]
         described = describe_files(folder, files, lambda: self.progress("saving", 0.95))
-        seconds["other"] = time.perf_counter() - self._started - sum(seconds.values())
+        # what was waited for says nothing about the next build
+        seconds["other"] = time.perf_counter() - self._started - self._waited - sum(seconds.values())
         return Manifest(
             identity=identity,
             kind=architecture.kind,
@@ -292,7 +298,9 @@ class _Build:
                 phase = f"building with {name}" if phase == STARTING else f"{name}: {phase}"
             self.progress(phase, begin + (end - begin) * fraction)
 
-        return self.start(task, progress, self.log_line, environment)
+        result = self.start(task, progress, self.log_line, environment)
+        self._waited += result.pop(WAITED, 0.0)
+        return result
 
     def _part(self, phase: str, begin: float, end: float) -> Callable[[float], None]:
         return lambda fraction: self.progress(phase, begin + (end - begin) * fraction)
