@@ -76,7 +76,7 @@ class TensorRTBackend:
     """The part of the backend protocol in which the two flavours agree; they differ in GPUs and in targets."""
 
     flavour: Flavour
-    build_memory = 2.5
+    build_memory = 2.2
 
     def version(self) -> str:
         """Exact version of the installed package: an engine runs with no other.
