@@ -2,11 +2,13 @@
 
 With torch's own allocator all of it may go. With cudaMallocAsync, which ComfyUI prefers, a tensor that was made while
 recording has an address that only the graph could have given memory: it holds none, and freeing it ends the process. So
-such tensors stay for good, and all else in the frames (weights, activations of before, the network) goes.
+such tensors stay for good, and all else in the frames (weights, activations of before, the network) goes. Later
+recordings in this process may get the same addresses again and then fail as well: those shapes run plainly.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import traceback
@@ -31,6 +33,7 @@ def let_go(error: BaseException, device: torch.device) -> None:
     for tensor in tensors:
         if sys.getrefcount(tensor) == OURS:  # it would have died with the frames
             _never_freed.append(tensor)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))  # not even when the process ends
 
 
 def _frees_are_fatal(device: torch.device) -> bool:
