@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,9 @@ def test_a_container_has_what_its_limit_leaves(tmp_path: Path, monkeypatch: pyte
 
 def test_the_estimate_covers_what_builds_were_measured_to_take() -> None:
     rows = json.loads(BUILDS.read_text(encoding="utf-8"))["builds"]
-    measured = {row["network"] for row in rows if row["backend"] == "tensorrt_rtx"}
-    assert measured == {f"{family} {kind}, float16" for family in ("SD1.5", "SDXL") for kind in ("unet", "controlnet")}
+    measured = {(row["network"], row["backend"]) for row in rows}
+    names = [f"{family} {kind}, float16" for family in ("SD1.5", "SDXL") for kind in ("unet", "controlnet")]
+    assert measured == set(itertools.product(names, ("tensorrt_rtx", "onnxruntime")))
     for row in rows:
         taken = 1e9 * max(row[step]["of_that_private_gb"] for step in ("export_and_check", "build"))
         estimate = main_memory.needed_bytes(backends()[row["backend"]], row["weights_bytes"])
