@@ -33,6 +33,7 @@ Check = Callable[[], None]
 
 
 _PROGRAMS = {".pt", ".pth", ".pt2", ".pkl", ".pickle", ".ckpt", ".bin", ".py", ".pyc", ".pyd", ".so", ".dll", ".dylib"}
+_PROGRAMS |= {".trt", ".plan", ".engine"}  # TensorRT's plans are code for the GPU, and its reader trusts them
 
 
 def may_be_program(name: str) -> bool:

@@ -106,9 +106,10 @@ def test_a_pickle_or_program_under_another_name_is_refused(tmp_path: Path, start
     assert contents(tmp_path / "other") == []
 
 
-def test_an_engine_of_compiled_programs_is_not_exported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["B2-H64-W64.bin", "engine.trt"])
+def test_an_engine_of_compiled_programs_is_not_exported(tmp_path: Path, name: str) -> None:
     with pytest.raises(LibraryError, match=r"compiled programs, which no other machine would open. Build it there"):
-        export_engine(publish(tmp_path / "one", name="B2-H64-W64.bin"), tmp_path)
+        export_engine(publish(tmp_path / "one", name=name), tmp_path)
     assert not list(tmp_path.glob("*.trtengine"))
 
 

@@ -87,8 +87,9 @@ def test_what_was_built_here_serves_and_what_came_from_elsewhere_does_not(tmp_pa
     assert "press Check engine" in refused.value.fallback.sentence()
 
 
-def test_compiled_programs_from_elsewhere_are_stale(tmp_path: Path) -> None:
-    publish_engine(tmp_path, name="B2-H64-W64.bin", made_here=False)
+@pytest.mark.parametrize("name", ["B2-H64-W64.bin", "engine.trt"])
+def test_compiled_programs_from_elsewhere_are_stale(tmp_path: Path, name: str) -> None:
+    publish_engine(tmp_path, name=name, made_here=False)
     found, reason = state(tmp_path)
     assert (found, "was not compiled on this machine" in reason) == (STALE, True)
 
