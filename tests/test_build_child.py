@@ -135,7 +135,7 @@ def test_a_crash_is_told_in_a_sentence(build: Build, behaviour: str, says: str) 
 
 
 def test_a_disk_that_the_backend_fills_is_told_as_such(build: Build, task: dict, tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", 20) as disk:
+    with small_disk(tmp_path / "disk", 20 << 10) as disk:
         task["folder"] = str(disk / "work")
         (disk / "work").mkdir()
         with pytest.raises(LibraryError, match=r"disk of .* is full.*native keeps serving; delete engines"):

@@ -75,6 +75,8 @@ def demo_prompt(object_info: dict[str, Any], engines: bool, seed: int) -> Prompt
         ("TRTUNetEngine", "when_missing"): "build now",
         ("TRTControlNetEngine", "when_missing"): "build now",
     }
+    for node in ("TRTUNetEngine", "TRTControlNetEngine"):  # a picture smaller than what fits SD1.5
+        changes |= {(node, "min_size"): SIZE // 2, (node, "opt_size"): SIZE, (node, "max_size"): SIZE * 2}
     for (node, widget), value in changes.items():
         set_widget(workflow, node, widget, value, object_info)
     if not engines:

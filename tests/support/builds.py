@@ -103,16 +103,16 @@ def contents(folder: Path) -> list[str]:
 
 
 @contextmanager
-def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
-    """A folder on a disk of its own with few megabytes; where we may not mount, files can only get a part as large."""
+def small_disk(folder: Path, kilobytes: int) -> Iterator[Path]:
+    """A folder on a disk of its own with few kilobytes; where we may not mount, files can only get a part as large."""
     folder.mkdir(exist_ok=True)
     mounted = os.geteuid() == 0 and not subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)], capture_output=True, check=False
     ).returncode
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         if not mounted:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (megabytes * 600_000, limits[1]))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 600, limits[1]))
         yield folder
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
