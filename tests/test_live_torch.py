@@ -211,7 +211,7 @@ def key_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "keys"
 
 
-@pytest.mark.parametrize("kind", ["unet", "controlnet"])
+@pytest.mark.parametrize("kind", [pytest.param("unet", marks=pytest.mark.slow), "controlnet"])
 def test_a_build_compiles_for_the_opt_sizes_and_serves_other_weights_too(
     kind: str, tmp_path: Path, key_folder: Path
 ) -> None:

@@ -42,7 +42,7 @@ SCENARIOS = {
     "same_controlnet_twice_with_other_images": rows(A, Control(A.file, 5, 0.9)),
     "native_controlnet_before_an_engine": rows(A_NATIVE, B),
     "native_controlnet_after_an_engine": rows(A, Control(B.file, 2, 0.4, engine=False)),
-    "eight_controlnets": rows(*(Control((A, B)[i % 2].file, i + 1, 0.2 + 0.1 * i) for i in range(8))),
+    "five_controlnets": rows(*(Control((A, B)[i % 2].file, i + 1, 0.2 + 0.1 * i) for i in range(5))),
     "strength_above_1": rows(Control(A.file, 1, 1.8), B),
 }
 
