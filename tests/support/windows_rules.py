@@ -13,6 +13,7 @@ import pathlib
 import shutil
 import stat
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,31 +31,35 @@ class WindowsRules:
 
     def __init__(self) -> None:
         self.refused: list[str] = []
+        self._one_at_a_time = threading.RLock()  # Windows looks and acts in one go
         self._real: dict[str, Callable[..., Any]] = {
             name: getattr(os, name) for name in ("unlink", "rename", "replace", "fsync", "open", "mkdir", "rmdir")
         }
 
     def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
-        self._free(path, "unlink")
-        self._real["unlink"](path, dir_fd=dir_fd)
+        with self._one_at_a_time:
+            self._free(path, "unlink")
+            self._real["unlink"](path, dir_fd=dir_fd)
 
     def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
         self._real["rmdir"](path, dir_fd=dir_fd)
 
     def rename(self, source: Any, target: Any) -> None:
         self._named(target)
-        if os.path.lexists(target):
-            raise FileExistsError(errno.EEXIST, "Windows renames over nothing", str(target))
-        self._free(source, "rename")
-        self._real["rename"](source, target)
+        with self._one_at_a_time:
+            if os.path.lexists(target):
+                raise FileExistsError(errno.EEXIST, "Windows renames over nothing", str(target))
+            self._free(source, "rename")
+            self._real["rename"](source, target)
 
     def replace(self, source: Any, target: Any) -> None:
         self._named(target)
         if os.path.isdir(target):
             raise PermissionError(errno.EACCES, "Windows replaces no folder", str(target))
-        self._free(source, "rename")
-        self._free(target, "replace")
-        self._real["replace"](source, target)
+        with self._one_at_a_time:
+            self._free(source, "rename")
+            self._free(target, "replace")
+            self._real["replace"](source, target)
 
     def fsync(self, fd: int) -> None:
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
@@ -68,7 +73,8 @@ class WindowsRules:
             raise PermissionError(errno.EACCES, "Windows opens no folder", str(path))
         if flags & os.O_CREAT:
             self._named(path)
-        return self._real["open"](path, flags, mode, dir_fd=dir_fd)
+        with self._one_at_a_time:
+            return self._real["open"](path, flags, mode, dir_fd=dir_fd)
 
     def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
         self._named(path)
