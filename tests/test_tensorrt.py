@@ -45,7 +45,7 @@ def request_here(small: BuildRequest, tmp_path: Path) -> BuildRequest:
     return replace(small, folder=tmp_path)
 
 
-@pytest.mark.parametrize("precision", ["float16", "float32"])
+@pytest.mark.parametrize("precision", ["float16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["unet", "controlnet"])
 @pytest.mark.parametrize("family", ["sd15", "sdxl"])
 def test_an_engine_is_built_from_the_very_graph_that_was_proved(
