@@ -1,34 +1,53 @@
 """The network families that can become engines, one module each.
 
-A module in this folder that defines ``ARCHITECTURE`` is an architecture: adding a family is adding a file. An
-architecture looks at a loaded native module and says whether it is one of its family, what tensors go in and out, and
-how to call it as a function of tensors alone. All sizes are read off the module, never from a table.
+A module in this folder that defines ``ARCHITECTURES`` is a family: adding one is adding a file. An architecture looks
+at a loaded native module and says whether it is one of its family, what tensors go in and out, how to call it as a
+function of tensors alone, and how ComfyUI's own calls become such calls. All sizes are read off the module, never from
+a table.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from typing import TYPE_CHECKING, Protocol
+import sys
+from collections.abc import Mapping
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
 
-from .tensors import Sizes, TensorSpec
+from .calls import EngineCall, Prelude
+from .latent import ANY
+from .sizes import Asked, Examples, Sizes, Symbol
+from .tensors import Profile, TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
 
+class Role(str, Enum):
+    """What a network is to ComfyUI; the values stand in manifests."""
+
+    BACKBONE = "unet"
+    CONTROLNET = "controlnet"
+
+
 class Architecture(Protocol):
-    """What the builder needs to know about a network family.
+    """What the rest of the pack needs to know about a kind of network; ``latent.LatentSizes`` has the last four
+    methods for whatever works on the latents of still images.
 
     Attributes:
         name: stands in manifests and file names, for example ``sd15_unet``; never change it.
-        kind: ``"unet"`` or ``"controlnet"``.
         sizes: what its engines are built for when the user names no numbers.
+        symbols: the symbols of its tensors' dimensions, and what people call them.
+        arguments: the positional arguments of the native forward, in order. ``control`` and ``transformer_options`` are
+            ComfyUI's in every backbone.
     """
 
     name: str
-    kind: str
+    role: Role
     sizes: Sizes
+    symbols: Mapping[str, Symbol]
+    arguments: tuple[str, ...]
 
     def matches(self, module: torch.nn.Module) -> bool:
         """Whether this native module belongs to the family."""
@@ -43,23 +62,55 @@ class Architecture(Protocol):
         ...
 
     def function(self, module: torch.nn.Module) -> torch.nn.Module:
-        """``module`` as a function of the input tensors, in order, returning a tuple of the output tensors.
+        """``module`` as a function of the engine's inputs, in order, returning a tuple of the output tensors.
 
         Attention inside is torch's scaled_dot_product_attention, whatever ComfyUI runs. May add hooks to ``module``,
         so give it a copy.
         """
         ...
 
-    def hint_encoder(self, module: torch.nn.Module) -> torch.nn.Module | None:
-        """Take the part that depends on the hint alone out of a copy, or None where there is none.
+    def preludes(self, module: torch.nn.Module) -> list[Prelude]:
+        """Take the parts that depend on neither latent nor timestep out of a copy: they run once, not in every step.
 
-        The copy then expects that part's result where it took the hint: see ``encoded_inputs``. So the work is done
-        once per image and not in every step.
+        The copy then expects their results among its inputs: see ``engine_inputs``.
         """
         ...
 
-    def encoded_inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
-        """The engine's inputs: the encoded hint is in the hint's place. ``module`` still has its encoder."""
+    def engine_inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
+        """The engine's inputs: what the preludes give is in the place of what they take. ``module`` has them still."""
+        ...
+
+    def bind(self, module: torch.nn.Module, call: Mapping[str, Any]) -> EngineCall:
+        """A native call as a call of the engine.
+
+        Args:
+            module: the native network.
+            call: the arguments of its forward by name.
+
+        Raises:
+            Unsupported: the call has something that no engine of this family takes.
+        """
+        ...
+
+    def profile(self, asked: Asked) -> Profile:
+        """The shapes to build for; a number that was not given is the family's.
+
+        Raises:
+            ValueError: sizes that are too small or in the wrong order; the text is for the user.
+        """
+        ...
+
+    def examples(self, profile: Profile) -> Examples:
+        """The sizes to trace, compare and compile an engine of this profile with."""
+        ...
+
+    def words(self, profile: Profile) -> str:
+        """A profile in a few words for people."""
+        ...
+
+    def limits(self, profile: Profile) -> dict[str, int] | None:
+        """What a profile takes in the words of the engine node's settings: ``min`` and ``max`` pixels, ``images``; None
+        where these say nothing about it."""
         ...
 
 
@@ -67,12 +118,23 @@ def architectures() -> dict[str, Architecture]:
     """Every architecture of this folder by name."""
     found = {}
     for entry in pkgutil.iter_modules(__path__):
-        architecture = getattr(importlib.import_module(f".{entry.name}", __name__), "ARCHITECTURE", None)
-        if architecture is not None:
-            found[architecture.name] = architecture
+        family = importlib.import_module(f".{entry.name}", __name__)
+        found.update((architecture.name, architecture) for architecture in getattr(family, "ARCHITECTURES", ()))
     return found
 
 
 def architecture_of(module: torch.nn.Module) -> Architecture | None:
     """The architecture that a native module belongs to, or None when no engine can be built for it."""
     return next((a for a in architectures().values() if a.matches(module)), None)
+
+
+def profile_words(architecture: str, profile: Profile) -> str:
+    """A profile in words; in those of still images where the family is not known, or ComfyUI's classes not loaded."""
+    known = architectures().get(architecture) if "comfy.model_management" in sys.modules else None
+    return (known or ANY).words(profile)
+
+
+def symbols_of(architecture: str) -> Mapping[str, Symbol]:
+    """The symbols of a family by its architecture's name; none when this version does not know it."""
+    known = architectures().get(architecture)
+    return known.symbols if known is not None else {}

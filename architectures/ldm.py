@@ -9,10 +9,7 @@ import torch.nn.functional as F
 from comfy.ldm.modules.attention import CrossAttention, SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock
 
-from .tensors import Dim, Sizes, TensorSpec
-
-SD15_SIZES = Sizes("SD1.5", 256, 512, 1024)
-SDXL_SIZES = Sizes("SDXL", 512, 1024, 1536)
+from .tensors import Dim, TensorSpec
 
 BATCH, HEIGHT, WIDTH, TOKENS, HINT_BATCH = Dim("B"), Dim("H"), Dim("W"), Dim("T"), Dim("HB")
 
@@ -52,24 +49,32 @@ def skip_dims(module: torch.nn.Module) -> list[tuple[int, int]]:
     return skips
 
 
-def residual_names(module: torch.nn.Module) -> list[str]:
-    """Names of the residuals in ComfyUI's order: 'output' from the first input block on, then 'middle'."""
-    return [f"output_{i}" for i in range(len(module.input_blocks))] + ["middle_0"]
-
-
 def residual_specs(module: torch.nn.Module, dtype: str, prefix: str = "", optional: bool = False) -> list[TensorSpec]:
-    """The residuals that a ControlNet with this encoder gives, and that a UNet with this encoder takes."""
+    """The residuals that a ControlNet with this encoder gives, and that a UNet with this encoder takes.
+
+    They are named in ComfyUI's order: ``output_<i>`` from the first input block on, then ``middle_0``.
+    """
     skips = skip_dims(module)
-    return [
-        TensorSpec(prefix + name, dtype, (BATCH, channels, Dim("H", down=down), Dim("W", down=down)), optional)
-        for name, (channels, down) in zip(residual_names(module), [*skips, skips[-1]], strict=True)
-    ]
+    specs = [residual_spec(f"{prefix}output_{i}", dtype, skip, optional) for i, skip in enumerate(skips)]
+    return [*specs, residual_spec(f"{prefix}middle_0", dtype, skips[-1], optional)]
+
+
+def residual_spec(name: str, dtype: str, skip: tuple[int, int], optional: bool) -> TensorSpec:
+    """A residual that is added where the encoder has so many (channels, downsampling)."""
+    channels, down = skip
+    return TensorSpec(name, dtype, (BATCH, channels, Dim("H", down=down), Dim("W", down=down)), optional)
+
+
+def residual_places(module: torch.nn.Module, prefix: str = "") -> dict[str, list[str | None]]:
+    """The residuals of ``residual_specs`` in the order in which native consumes ComfyUI's lists."""
+    blocks = range(len(module.input_blocks))
+    return {"output": [f"{prefix}output_{i}" for i in reversed(blocks)], "middle": [f"{prefix}middle_0"]}
 
 
 def conditioning_specs(module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
     """``timesteps`` (always float32: both networks embed them in float32), ``context``, and ``y`` where it is taken."""
     specs = [
-        TensorSpec("timesteps", "float32", (BATCH,)),
+        TensorSpec("timesteps", "float32", (BATCH,), sample="timestep"),
         TensorSpec("context", dtype, (BATCH, TOKENS, context_width(module))),
     ]
     if (width := vector_width(module)) is not None:

@@ -1,42 +1,42 @@
-"""ComfyUI's cldm ControlNet as an engine, for SD1.5, SD2 and SDXL alike."""
+"""ComfyUI's cldm ControlNet as an engine, for SD1.5, SD2 and SDXL alike, union ControlNets among them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from comfy.cldm.cldm import ControlNet
 
-from . import ldm
-from .tensors import Dim, Sizes, TensorSpec
+from . import Role, ldm
+from .calls import EngineCall, Prelude, ResidualLayout, Unsupported
+from .latent import LatentSizes
+from .tensors import Dim, TensorSpec
+
+TYPE_EMBEDDING = "control_type_embedding"
 
 
 @dataclass(frozen=True)
-class ControlNetArchitecture:
+class ControlNetArchitecture(LatentSizes):
     """A ControlNet that takes the latent, hint, timesteps, prompt and ``y``, and gives one tensor per residual.
 
-    The hint has a batch of its own (1, or that of the latent): ComfyUI hands one image to a whole batch.
+    The hint has a batch of its own (1, or that of the latent): ComfyUI hands one image to a whole batch. Its encoder is
+    a prelude. That of a union ControlNet depends on the control's type too, and gives the type's embedding besides.
     """
 
     name: str
     takes_y: bool
-    sizes: Sizes
-    kind: str = "controlnet"
+
+    role = Role.CONTROLNET
+    arguments = ("x", "hint", "timesteps", "context", "y")
 
     def matches(self, module: torch.nn.Module) -> bool:
-        return type(module) is ControlNet and module.task_embedding is None and ldm.is_plain_2d(module, self.takes_y)
+        return type(module) is ControlNet and ldm.is_plain_2d(module, self.takes_y)
 
     def inputs(self, module: ControlNet, dtype: str) -> list[TensorSpec]:
-        convs = [layer for layer in module.input_hint_block if isinstance(layer, torch.nn.Conv2d)]
-        scale = 1
-        for conv in convs:
-            scale *= conv.stride[0]
-        height, width = Dim("H", up=scale), Dim("W", up=scale)
-        return [
-            TensorSpec("x", dtype, (ldm.BATCH, module.in_channels, ldm.HEIGHT, ldm.WIDTH)),
-            TensorSpec("hint", dtype, (ldm.HINT_BATCH, convs[0].in_channels, height, width)),
-            *ldm.conditioning_specs(module, dtype),
-        ]
+        x = TensorSpec("x", dtype, (ldm.BATCH, module.in_channels, ldm.HEIGHT, ldm.WIDTH))
+        return [x, _hint_spec(module, dtype), *ldm.conditioning_specs(module, dtype)]
 
     def outputs(self, module: ControlNet, dtype: str) -> list[TensorSpec]:
         return ldm.residual_specs(module, dtype)
@@ -44,24 +44,79 @@ class ControlNetArchitecture:
     def function(self, module: ControlNet) -> torch.nn.Module:
         return _ControlNetFunction(module)
 
-    def hint_encoder(self, module: ControlNet) -> torch.nn.Module:
-        encoder = _HintEncoder(module.input_hint_block)
-        module.input_hint_block = _AsGiven()
-        return encoder
+    def preludes(self, module: ControlNet) -> list[Prelude]:
+        takes = _hint_spec(module, str(module.dtype).removeprefix("torch."))
+        if module.control_add_embedding is None:
+            prelude = Prelude(takes, ("hint",), _HintEncoder(module.input_hint_block))
+        else:
+            prelude = Prelude(takes, ("hint", TYPE_EMBEDDING), _UnionHintEncoder(module))
+            module.task_embedding = None
+            module.transformer_layes = module.spatial_ch_projs = module.control_add_embedding = torch.nn.Identity()
+        module.input_hint_block = torch.nn.Identity()  # a class of torch: the copy may be on its way to another process
+        return [prelude]
 
-    def encoded_inputs(self, module: ControlNet, dtype: str) -> list[TensorSpec]:
+    def engine_inputs(self, module: ControlNet, dtype: str) -> list[TensorSpec]:
         last = [layer for layer in module.input_hint_block if isinstance(layer, torch.nn.Conv2d)][-1]
-        encoded = TensorSpec("hint", dtype, (ldm.HINT_BATCH, last.out_channels, ldm.HEIGHT, ldm.WIDTH))
-        return [encoded if spec.name == "hint" else spec for spec in self.inputs(module, dtype)]
+        encoded = TensorSpec("hint", dtype, (ldm.HINT_BATCH, last.out_channels, ldm.HEIGHT, ldm.WIDTH), sample="unit")
+        specs = [encoded if spec.name == "hint" else spec for spec in self.inputs(module, dtype)]
+        if module.control_add_embedding is not None:
+            specs.append(TensorSpec(TYPE_EMBEDDING, dtype, (1, module.time_embed[-1].out_features)))
+        return specs
+
+    def bind(self, module: ControlNet, call: Mapping[str, Any]) -> EngineCall:
+        x = call["x"]
+        inputs = {"x": x, "hint": call["hint"], "timesteps": call["timesteps"], "context": call["context"]}
+        if self.takes_y:  # the others ignore it, as native does
+            if (y := call.get("y")) is None:
+                raise Unsupported("there is no vector conditioning (y); the model is of another family")
+            inputs["y"] = y
+        extras = {}
+        if module.control_add_embedding is not None:
+            extras["hint"] = tuple(call.get("control_type") or ())
+        layout = _layout(len(module.input_blocks))
+
+        def finish(outputs: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+            return layout.give({name: tensor.to(x.device, x.dtype) for name, tensor in outputs.items()})
+
+        return EngineCall(inputs, finish, extras)
+
+
+_layouts: dict[int, ResidualLayout] = {}
+
+
+def _layout(blocks: int) -> ResidualLayout:
+    """By number of input blocks: asked for in every call."""
+    if blocks not in _layouts:
+        names = [f"output_{i}" for i in reversed(range(blocks))]
+        _layouts[blocks] = ResidualLayout({"output": names, "middle": ["middle_0"]})
+    return _layouts[blocks]
+
+
+def _hint_spec(module: ControlNet, dtype: str) -> TensorSpec:
+    convs = [layer for layer in module.input_hint_block if isinstance(layer, torch.nn.Conv2d)]
+    scale = 1
+    for conv in convs:
+        scale *= conv.stride[0]
+    size = (Dim("H", up=scale), Dim("W", up=scale))
+    return TensorSpec("hint", dtype, (ldm.HINT_BATCH, convs[0].in_channels, *size), sample="unit")
 
 
 class _ControlNetFunction(torch.nn.Module):
+    """A ControlNet whose preludes were taken out, or a whole one that is not of the union kind."""
+
     def __init__(self, controlnet: ControlNet):
         super().__init__()
         ldm.use_sdpa(controlnet)
+        if isinstance(controlnet.input_hint_block, torch.nn.Identity):
+            controlnet.input_hint_block = _AsGiven()
+        self.is_union = controlnet.control_add_embedding is not None
+        if self.is_union:
+            controlnet.control_add_embedding = _Remembered()
         self.controlnet = controlnet
 
     def forward(self, x: torch.Tensor, hint: torch.Tensor, timesteps: torch.Tensor, *cond: torch.Tensor) -> tuple:
+        if self.is_union:
+            *cond, self.controlnet.control_add_embedding.value = cond
         residuals = self.controlnet(x, hint, timesteps, *cond)
         return (*residuals["output"], *residuals["middle"])
 
@@ -73,8 +128,34 @@ class _HintEncoder(torch.nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(self, hint: torch.Tensor) -> torch.Tensor:
-        return self.block(hint, None, None)
+    def forward(self, hint: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.block(hint, None, None),)
+
+
+class _UnionHintEncoder(torch.nn.Module):
+    """What a union ControlNet makes of a hint and its types: the features of the hint, and the embedding of the types.
+
+    ``ControlNet.union_controlnet_merge`` does the first, and uses neither the embedding nor the prompt that it takes.
+    """
+
+    merge = ControlNet.union_controlnet_merge
+
+    def __init__(self, controlnet: ControlNet):
+        super().__init__()
+        self.num_control_type = controlnet.num_control_type
+        self.input_hint_block = controlnet.input_hint_block
+        self.task_embedding = controlnet.task_embedding
+        self.transformer_layes = controlnet.transformer_layes
+        self.spatial_ch_projs = controlnet.spatial_ch_projs
+        self.control_add_embedding = controlnet.control_add_embedding
+
+    def forward(self, hint: torch.Tensor, control_type: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        if any(number >= self.num_control_type for number in control_type):
+            raise Unsupported("a control type that this union ControlNet has not")
+        embedding = self.control_add_embedding(list(control_type), hint.dtype, hint.device)
+        if not control_type:
+            return self.input_hint_block(hint, None, None), embedding
+        return self.merge(hint.unsqueeze(0), list(control_type), None, None), embedding
 
 
 class _AsGiven(torch.nn.Module):
@@ -82,3 +163,12 @@ class _AsGiven(torch.nn.Module):
 
     def forward(self, encoded: torch.Tensor, *_: object) -> torch.Tensor:
         return encoded
+
+
+class _Remembered(torch.nn.Module):
+    """Stands where a union ControlNet's type embedding was, and gives what it is told before each call."""
+
+    value: torch.Tensor
+
+    def forward(self, *_: object) -> torch.Tensor:
+        return self.value

@@ -1,27 +1,38 @@
-"""ComfyUI's UNetModel as an engine: SD1.5, SD2 and SDXL differ only in their layers and in taking ``y`` or not."""
+"""ComfyUI's UNetModel as an engine: SD1.5, SD2, SDXL and its refiner differ in their layers and in taking ``y``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
-from . import ldm
-from .tensors import Sizes, TensorSpec
+from . import Role, ldm
+from .calls import EngineCall, ResidualLayout, Unsupported
+from .latent import LatentSizes
+from .tensors import TensorSpec
 
 
 @dataclass(frozen=True)
-class UNetArchitecture:
+class UNetArchitecture(LatentSizes):
     """A UNet that takes the latent, timesteps, prompt, ``y`` if the family has it, and one tensor per residual.
 
-    Residuals are inputs named ``control_output_<i>`` and ``control_middle_0``; zeros mean "no ControlNet".
+    Residuals are inputs named ``control_output_<i>`` and ``control_middle_0``, and ``control_input_<i>`` where
+    T2I-adapters act; zeros mean that there is none.
+
+    Attributes:
+        adapter_blocks: the input blocks behind which the family's T2I-adapters act.
     """
 
     name: str
     takes_y: bool
-    sizes: Sizes
-    kind: str = "unet"
+    adapter_blocks: tuple[int, ...] = ()
+
+    role = Role.BACKBONE
+    arguments = ("x", "timesteps", "context", "y", "control", "transformer_options")
+    _taken = frozenset(arguments)
 
     def matches(self, module: torch.nn.Module) -> bool:
         return (
@@ -33,29 +44,72 @@ class UNetArchitecture:
     def inputs(self, module: UNetModel, dtype: str) -> list[TensorSpec]:
         x = TensorSpec("x", dtype, (ldm.BATCH, module.in_channels, ldm.HEIGHT, ldm.WIDTH))
         residuals = ldm.residual_specs(module, dtype, "control_", optional=True)
-        return [x, *ldm.conditioning_specs(module, dtype), *residuals]
+        skips = ldm.skip_dims(module)
+        blocks = self._adapter_blocks(module)
+        adapters = [ldm.residual_spec(f"control_input_{i}", dtype, skips[i], optional=True) for i in blocks]
+        return [x, *ldm.conditioning_specs(module, dtype), *residuals, *adapters]
 
     def outputs(self, module: UNetModel, dtype: str) -> list[TensorSpec]:
         return [TensorSpec("out", dtype, (ldm.BATCH, module.out_channels, ldm.HEIGHT, ldm.WIDTH))]
 
     def function(self, module: UNetModel) -> torch.nn.Module:
-        return _UNetFunction(module, self.takes_y)
+        return _UNetFunction(module, self.takes_y, self._adapter_blocks(module))
 
-    def hint_encoder(self, module: UNetModel) -> None:
-        return None
+    def preludes(self, module: UNetModel) -> list:
+        return []
 
-    def encoded_inputs(self, module: UNetModel, dtype: str) -> list[TensorSpec]:
+    def engine_inputs(self, module: UNetModel, dtype: str) -> list[TensorSpec]:
         return self.inputs(module, dtype)
+
+    def bind(self, module: UNetModel, call: Mapping[str, Any]) -> EngineCall:
+        x, context, options = call["x"], call.get("context"), call.get("transformer_options")
+        if context is None:
+            raise Unsupported("there is no prompt")
+        if unknown := [name for name in call.keys() - self._taken if call[name] is not None]:
+            raise Unsupported(min(unknown))
+        inputs = {"x": x, "timesteps": call.get("timesteps"), "context": context}
+        if (y := call.get("y")) is not None:
+            inputs["y"] = y
+        inputs.update(self._layout(module).take(call.get("control"), x.shape[0]))
+
+        def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            if options is not None:
+                options["original_shape"] = list(x.shape)  # native leaves it there for others to read
+            return outputs["out"].to(x.device, x.dtype)
+
+        return EngineCall(inputs, finish)
+
+    def _adapter_blocks(self, module: UNetModel) -> list[int]:
+        return [block for block in self.adapter_blocks if block < len(module.input_blocks)]
+
+    def _layout(self, module: UNetModel) -> ResidualLayout:
+        count = len(module.input_blocks)
+        key = (self.name, count)
+        if key not in _layouts:
+            adapters = [f"control_input_{i}" if i in self.adapter_blocks else None for i in range(count)]
+            _layouts[key] = ResidualLayout({**ldm.residual_places(module, "control_"), "input": adapters})
+        return _layouts[key]
+
+
+_layouts: dict[tuple[str, int], ResidualLayout] = {}
+"""By architecture and number of input blocks: asked for in every call."""
 
 
 class _UNetFunction(torch.nn.Module):
-    def __init__(self, unet: UNetModel, takes_y: bool):
+    def __init__(self, unet: UNetModel, takes_y: bool, adapter_blocks: list[int]):
         super().__init__()
         self.unet = unet
         self.takes_y = takes_y
+        self.adapter_blocks = adapter_blocks
 
     def forward(self, x: torch.Tensor, timesteps: torch.Tensor, context: torch.Tensor, *rest: torch.Tensor) -> tuple:
-        y, residuals = (rest[0], rest[1:]) if self.takes_y else (None, rest)
-        control = {"input": [], "output": list(residuals[:-1]), "middle": [residuals[-1]]}
+        y, rest = (rest[0], rest[1:]) if self.takes_y else (None, rest)
+        blocks = len(self.unet.input_blocks)
+        adapters = dict(zip(self.adapter_blocks, rest[blocks + 1 :], strict=True))
+        control = {
+            "input": [adapters.get(i) for i in reversed(range(blocks))],
+            "output": list(rest[:blocks]),
+            "middle": [rest[blocks]],
+        }
         # _forward, not forward: wrappers of the user's graph have no place in the engine
         return (self.unet._forward(x, timesteps, context, y, control, ldm.transformer_options()),)

@@ -1,14 +1,14 @@
-"""The words for an engine's inputs and outputs: symbols, dimensions, tensors, sizes, profiles.
+"""The words for an engine's inputs and outputs: symbols, dimensions, tensors, profiles.
 
-A *symbol* is a size that may differ from call to call: ``B`` batch, ``H`` and ``W`` latent height and width, ``T``
-prompt tokens, ``HB`` batch of the hint. Every dimension of every tensor is a number or follows from one symbol, so the
-symbols of one call say all its shapes. Nothing here needs torch, ComfyUI or a backend.
+A *symbol* is a size that may differ from call to call, for example ``B`` batch, ``H`` and ``W`` latent height and
+width, ``T`` prompt tokens: each family has its own. Every dimension of every tensor is a number or follows from one
+symbol, so the symbols of one call say all its shapes. Nothing here needs torch, ComfyUI or a backend.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Shape = tuple[int, ...]
 
@@ -49,12 +49,14 @@ class TensorSpec:
     Attributes:
         dtype: torch's name: float16, bfloat16 or float32.
         optional: a call may leave this input out, which means zeros.
+        sample: which values it has in sampling, see ``samples``; no part of what an engine is.
     """
 
     name: str
     dtype: str
     dims: tuple[int | Dim, ...]
     optional: bool = False
+    sample: str = field(default="normal", compare=False)
 
     def shape(self, symbols: Mapping[str, int]) -> Shape:
         """The shape of this tensor in a call with these symbols."""
@@ -75,26 +77,7 @@ class TensorSpec:
     @classmethod
     def from_json(cls, data: Mapping) -> TensorSpec:
         dims = tuple(d if isinstance(d, int) else Dim.parse(d) for d in data["dims"])
-        return cls(data["name"], data["dtype"], dims, data["optional"])
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a family is asked for when the user names no numbers.
-
-    Attributes:
-        family: its name as people know it.
-        min_size, opt_size, max_size: widths and heights in pixels, ``opt_size`` the one to be fastest at.
-        max_images: per batch of the latent; the engine takes twice as many, for the two prompts of CFG.
-        max_tokens: the longest prompt.
-    """
-
-    family: str
-    min_size: int
-    opt_size: int
-    max_size: int
-    max_images: int = 1
-    max_tokens: int = 231
+        return cls(data["name"], data["dtype"], dims, data["optional"], data.get("sample", "normal"))
 
 
 @dataclass(frozen=True)
@@ -150,21 +133,6 @@ class Profile:
     def from_json(cls, data: Mapping) -> Profile:
         return cls({s: Range(*r) for s, r in data.items()})
 
-    def __str__(self) -> str:
-        def span(symbol: str, scale: int = 1) -> str:
-            r = self.ranges[symbol]
-            return f"{r.min * scale}" if r.min == r.max else f"{r.min * scale}-{r.max * scale}"
-
-        parts = []
-        if "H" in self.ranges and "W" in self.ranges:
-            height, width = span("H", 8), span("W", 8)
-            parts.append(f"{width} px" if height == width else f"{width} x {height} px")
-        if "B" in self.ranges:
-            parts.append(f"batch {span('B')}")
-        if "T" in self.ranges:
-            parts.append(f"{span('T')} tokens")
-        return ", ".join(parts)
-
 
 class ShapeMismatch(ValueError):
     """The tensors of a call do not fit the engine; the text says which and how."""
@@ -201,17 +169,3 @@ def bind(specs: Iterable[TensorSpec], shapes: Mapping[str, Shape]) -> dict[str, 
             if size != wanted:
                 raise ShapeMismatch(f"{spec.name} is {tuple(shape)}, the engine wants {wanted} where it has {size}")
     return symbols
-
-
-def outside(profile: Profile, symbols: Mapping[str, int]) -> str | None:
-    """Why a call with these symbols is outside the profile, in words, or None when it fits."""
-    words = {"B": "batch", "H": "height", "W": "width", "T": "prompt tokens", "HB": "hint batch"}
-    for symbol, size in symbols.items():
-        allowed = profile.ranges.get(symbol)
-        if allowed is not None and not allowed.contains(size):
-            scale, unit = (8, " px") if symbol in "HW" else (1, "")
-            return (
-                f"{words.get(symbol, symbol)} {size * scale}{unit} is outside the engine's "
-                f"{allowed.min * scale} to {allowed.max * scale}{unit}"
-            )
-    return None

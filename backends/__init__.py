@@ -1,17 +1,17 @@
-"""The backends: who builds engines and runs them, one module each.
+"""The backends: who builds engines and runs them, one module or folder each.
 
-A module in this folder that defines ``BACKEND`` is a backend: adding one is adding a file. Importing a backend's module
-is cheap; what it drives (onnxruntime, tensorrt) is imported when first needed.
+A module in this folder that defines ``BACKENDS`` has backends: adding one is adding a file. Importing it is cheap; what
+it drives (onnxruntime, tensorrt) is imported when first needed.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Protocol
 
 from ..architectures.tensors import Profile, TensorSpec
 from ..engine_library import Engine, Fallback, Manifest, Reason, Unavailable
@@ -19,17 +19,14 @@ from ..engine_library import Engine, Fallback, Manifest, Reason, Unavailable
 if TYPE_CHECKING:
     import torch
 
-    from ..engine_library.native import NativeNetwork
+    from ..engine_sessions.session import Session
+    from ..native_model.network import NativeNetwork
 
 AUTO = "auto"
 """The choice of no backend in particular: the best one that runs here."""
 
 Progress = Callable[[str, float], None]
 """Called with a phase in words and the fraction done, 0 to 1; may raise to cancel."""
-
-
-class BuildError(Exception):
-    """A build that cannot succeed; the text says what happened and what to do."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +49,23 @@ class BuildRequest:
     target: str
 
 
-class Runner(Protocol):
-    """A loaded engine.
+@dataclass(frozen=True)
+class LiveTask:
+    """A network to be compiled on its device.
 
     Attributes:
-        device: where inputs and outputs have to be.
-        bytes: memory that it holds, estimated.
+        inputs, outputs: its tensors, in order.
+        sizes: the calls to compile for, symbol -> size.
+        precision: what it computes in, torch's name.
+        folder: where to put the engine's files.
     """
 
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    sizes: Sequence[dict[str, int]]
+    precision: str
     device: torch.device
-    bytes: int
-
-    def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
-        """Compute into ``outputs``. All tensors contiguous, on ``device``, with the dtypes and shapes of the engine."""
-        ...
+    folder: Path
 
 
 class Backend(Protocol):
@@ -76,14 +76,17 @@ class Backend(Protocol):
         preference: of several backends that can serve, ``auto`` takes the highest.
         measured_on: kinds of devices, see ``kind_of``, on which its engines were run and held against native.
         builds_on_gpu: whether a build needs memory and time of the GPU that it is for.
-        build_memory: main memory that ``build`` takes, in sizes of the weights (0 when it has none).
+        build_memory: main memory that ``build`` takes, in sizes of the weights.
+        runs_live_weights: whether its engines hold no weights: it then serves without an engine too, and builds from
+            the network itself and not from an ONNX graph.
     """
 
     name: str
     preference: int
     measured_on: Collection[str]
     builds_on_gpu: bool
-    build_memory: float = 0.0
+    build_memory: float
+    runs_live_weights: bool
 
     def version(self) -> str:
         """Version of the library that does the work, as it enters the engine's identity."""
@@ -105,6 +108,14 @@ class Backend(Protocol):
         """Why this engine in particular cannot run on a device here (version, GPU), or None when it can."""
         ...
 
+    def weights(self, network: NativeNetwork, check: Callable[[], None] | None = None) -> str:
+        """What stands for a network's weights in the identity of its engines: their hash, or a layout that serves any.
+
+        Args:
+            check: called often during long work; may raise to stop it.
+        """
+        ...
+
     def build(self, request: BuildRequest, progress: Progress) -> list[str]:
         """Make the engine's files in ``request.folder`` and return their names, the one to open first.
 
@@ -116,49 +127,36 @@ class Backend(Protocol):
         """
         ...
 
-    def load(self, engine: Engine, device: torch.device) -> Runner:
-        """Open an engine for running on a device."""
+    def compile(self, function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
+        """The build of a backend that runs live weights: ``files``, ``parity`` and ``seconds`` of the manifest.
+
+        Args:
+            function: the network as a function of its inputs, on the task's device.
+
+        Raises:
+            BuildError: as ``build``.
+        """
         ...
 
+    def session(
+        self, network: NativeNetwork, engines: Sequence[Engine], precision: str, passed_over: Fallback | None
+    ) -> Session:
+        """What serves a network's calls by its engines, the best first; there may be none where live weights are run.
 
-class LiveBackend(Backend, Protocol):
-    """A backend that runs a loaded native module and not a file of weights.
+        Args:
+            passed_over: why an engine that is there is none of these.
 
-    Attributes:
-        live: True.
-    """
-
-    live: bool
-
-    def cannot_build(self, device: torch.device) -> Fallback | None:
-        """Why nothing can be compiled for a device here, or None."""
+        Raises:
+            Unavailable: another node replaced a part of the network.
+        """
         ...
-
-    def layout(self, network: NativeNetwork) -> str:
-        """What its engines have in their identity in the place of a hash of weights."""
-        ...
-
-    def sizes(self, engine: Engine) -> list[dict[str, int]]:
-        """The sets of symbols that an engine has compiled files for."""
-        ...
-
-    def open_live(self, engine: Engine, symbols: dict[str, int]) -> Callable:
-        """The compiled function for some symbols: weights, then inputs -> outputs."""
-        ...
-
-
-def is_live(backend: Backend) -> TypeGuard[LiveBackend]:
-    """Whether a backend runs live modules."""
-    return getattr(backend, "live", False)
 
 
 def backends() -> dict[str, Backend]:
     """Every backend of this folder by name, the most preferred first."""
-    found = []
+    found: list[Backend] = []
     for entry in pkgutil.iter_modules(__path__):
-        backend = getattr(importlib.import_module(f".{entry.name}", __name__), "BACKEND", None)
-        if backend is not None:
-            found.append(backend)
+        found += getattr(importlib.import_module(f".{entry.name}", __name__), "BACKENDS", ())
     return {b.name: b for b in sorted(found, key=lambda b: -b.preference)}
 
 
@@ -185,6 +183,19 @@ def _not_on_auto(every: Iterable[Backend], device: torch.device) -> list[Backend
         where = f"no backend was measured on {kind_of(device)} yet, so 'auto' takes none"
         raise Unavailable(Reason.BACKEND_MISSING, f"{where}; choose {' or '.join(able)} by name to try it")
     return list(every)
+
+
+def refusals(device: torch.device) -> Callable[[Manifest], Fallback | None]:
+    """What tells of a manifest why its engine cannot run on a device here, or None when it can."""
+    known = backends()
+
+    def refuses(manifest: Manifest) -> Fallback | None:
+        backend = known.get(manifest.identity.backend)
+        if backend is None:
+            return Fallback(Reason.BACKEND_MISSING, f"this version has no backend {manifest.identity.backend}")
+        return backend.refuses(manifest, device)
+
+    return refuses
 
 
 def usable_backends(choice: str, device: torch.device) -> list[Backend]:

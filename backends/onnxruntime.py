@@ -13,6 +13,7 @@ import torch
 
 from ..engine_library import Engine, Fallback, Manifest, Reason, Unavailable
 from . import BuildRequest, Progress
+from .file_backend import FileBackend
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 _ONNX_TYPES = {torch.float32: 1, torch.float16: 10, torch.bfloat16: 16, torch.int64: 7}
 
 
-class OnnxRuntimeBackend:
+class OnnxRuntimeBackend(FileBackend):
     """The embedded default: needs nothing but a pip package, and the engine is the graph itself."""
 
     name = "onnxruntime"
@@ -131,3 +132,4 @@ class OnnxRuntimeRunner:
 
 
 BACKEND = OnnxRuntimeBackend()
+BACKENDS = (BACKEND,)

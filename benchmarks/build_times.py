@@ -26,14 +26,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "support")]
 
-import networks  # noqa: E402
-import psutil  # noqa: E402
-import torch  # noqa: E402
-from child_memory import Measured  # noqa: E402
-from hybrid_trt.backends import Progress, backends  # noqa: E402
-from hybrid_trt.engine_builder.build import BuildOrder, build_engine  # noqa: E402
-from hybrid_trt.engine_builder.child_process import Log  # noqa: E402
-from hybrid_trt.engine_library import Library  # noqa: E402
+import networks
+import psutil
+import torch
+from child_memory import Measured
+from hybrid_trt.backends import Progress, backends
+from hybrid_trt.engine_builder.build import build_engine
+from hybrid_trt.engine_builder.child_process import Log
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import Library
 
 RESULTS = ROOT / "benchmarks" / "results" / "builds.json"
 TITLES = {"sd15": "SD1.5", "sdxl": "SDXL"}

@@ -33,8 +33,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path[:0] = [str(HERE), str(ROOT / "tools"), str(ROOT / "tests" / "support")]
 
-from comfy_process import ComfyProcess  # noqa: E402
-from scenarios import Prompt, node  # noqa: E402
+from comfy_process import ComfyProcess
+from scenarios import Prompt, node
 
 LEFT_OUT = shutil.ignore_patterns(".git", "build", "docs", "tests", "benchmarks", "__pycache__", "old_pack", "shared")
 MODES = {"dynamic": [], "no_dynamic": ["--disable-dynamic-vram"]}

@@ -8,8 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-import tiny_models  # noqa: E402
-from tiny_models import Part, Recipe  # noqa: E402
+import tiny_models
+from tiny_models import Part, Recipe
 
 _SD15 = tiny_models.SD15 | {"channel_mult": [1, 2, 4, 4], "num_res_blocks": [2] * 4,
                             "transformer_depth": [1] * 6 + [0] * 2, "transformer_depth_middle": 1,

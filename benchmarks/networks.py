@@ -41,8 +41,8 @@ class Bench:
         from hybrid_trt.architectures.tensors import Profile, Range
         from hybrid_trt.backends import backends
         from hybrid_trt.engine_library import Library
-        from hybrid_trt.engine_library.native import NativeNetwork
         from hybrid_trt.engine_runtime.engine_handle import EngineChoice
+        from hybrid_trt.native_model.network import NativeNetwork
 
         self.family, self.size = family, SIZES[family]
         paths = models.make(Path(comfy.sd.__file__).parents[1], base, [
@@ -66,7 +66,7 @@ class Bench:
 
     def given(self, name: str, batch: int) -> dict[str, torch.Tensor]:
         """Random inputs of a network on the GPU."""
-        from hybrid_trt.engine_builder.onnx_export import sample_inputs
+        from hybrid_trt.architectures.samples import sample_inputs
 
         network = self.networks[name]
         specs = network.architecture().inputs(network.module, network.precision)
@@ -88,13 +88,14 @@ class Bench:
         return [module(**rest, control=control, transformer_options={})]
 
     def session(self, name: str) -> Any:
-        from hybrid_trt.engine_runtime.live_session import live_session
+        from hybrid_trt.backends.torch_live.session import live_session
 
         return live_session(self.networks[name], self.backend, self.networks[name].precision)
 
     def build(self, name: str) -> tuple[float, float]:
         """Compile a network unless the library has it; seconds and its error against the same network run plainly."""
-        from hybrid_trt.engine_builder.build import BuildOrder, build_engine
+        from hybrid_trt.engine_builder.build import build_engine
+        from hybrid_trt.engine_builder.order import BuildOrder
 
         network, session = self.networks[name], self.session(name)
         order = BuildOrder(network, network.precision, self.choice.profile, self.backend)
@@ -105,10 +106,10 @@ class Bench:
 
     def conditioning(self, controls: int, backed: bool) -> tuple[Any, list, list]:
         """Model, positive and negative conditioning with a stack of ControlNets."""
-        from hybrid_trt.engine_library.native import NativeNetwork
+        from hybrid_trt.engine_runtime.backbone import patch_model
         from hybrid_trt.engine_runtime.controlnet import back_with_engine
         from hybrid_trt.engine_runtime.engine_handle import EngineHandle
-        from hybrid_trt.engine_runtime.unet import patch_model
+        from hybrid_trt.native_model.network import NativeNetwork
 
         model, previous = self.model, None
         if backed:
@@ -153,7 +154,7 @@ class Bench:
 
 def worst_error(values: list[torch.Tensor], references: list[torch.Tensor]) -> float:
     """Largest relative error of any output."""
-    from hybrid_trt.engine_builder.parity import relative_error
+    from hybrid_trt.engine_library.parity import relative_error
 
     return max(relative_error(v, r) for v, r in zip(values, references, strict=True))
 
@@ -233,8 +234,8 @@ def overlap_row(bench: Bench) -> dict[str, Any]:
     The last one is a bound on what splitting the UNet into encoder and decoder could save: only the encoder may run
     beside the ControlNets.
     """
-    from hybrid_trt.engine_library.native import NativeNetwork
-    from hybrid_trt.engine_runtime.live_session import live_session
+    from hybrid_trt.backends.torch_live.session import live_session
+    from hybrid_trt.native_model.network import NativeNetwork
 
     nets = (NativeNetwork.of_controlnet(net, f"net{i}") for i, net in enumerate(bench.nets[:2]))
     networks = [bench.networks["unet"], *nets]
@@ -242,7 +243,7 @@ def overlap_row(bench: Bench) -> dict[str, Any]:
         sessions = [live_session(network, bench.backend, network.precision) for network in networks]
         for session, network in zip(sessions, networks, strict=True):
             session.use([engine for engine in bench.library.engines() if engine.manifest.kind == network.kind
-                         and engine.manifest.identity.weights == bench.backend.layout(network)])
+                         and engine.manifest.identity.weights == bench.backend.weights(network)])
         given = [bench.given("unet", 2), bench.given("controlnet", 2), bench.given("controlnet", 2)]
         streams = [torch.cuda.Stream() for _ in sessions]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-import environment  # noqa: E402
+import environment
 
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 38, 35, 34, 31, 28, 27, 24, 17)] + ["manylinux2014_x86_64"]
 NEEDLESS = re.compile(r"^(torch|torchvision|torchaudio|nvidia-.*|triton|comfyui-(workflow-templates|embedded-docs).*"

@@ -22,7 +22,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-import table  # noqa: E402
+import table
 
 PARTS = ("sd15", "sdxl", "warm", "prompts")
 

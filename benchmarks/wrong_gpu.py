@@ -33,8 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TOOLS, SUPPORT = ROOT / "tools", ROOT / "tests" / "support"
 sys.path[:0] = [str(TOOLS), str(SUPPORT)]
 
-from comfy_process import ComfyProcess  # noqa: E402
-from scenarios import Control, Scenario, latent_of, prompt, relative_difference  # noqa: E402
+from comfy_process import ComfyProcess
+from scenarios import Control, Scenario, latent_of, prompt, relative_difference
 
 BACKEND = "tensorrt_rtx"
 MODELS = {"--unet": "tiny_sd15_flat_unet", "--controlnet": "tiny_sd15_flat_a"}

@@ -1,4 +1,4 @@
-"""``python -m engine_builder`` in the pack's folder: the command line, see ``cli``."""
+"""``python -m engine_builder`` in the pack's folder: the command line, see ``command_line``."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import sys
 from .standalone import run
 
 if __name__ == "__main__":
-    sys.exit(run("engine_builder.cli", sys.argv[1:]))
+    sys.exit(run("engine_builder.command_line.main", sys.argv[1:]))

@@ -17,24 +17,35 @@ from pathlib import Path
 
 import torch
 
-from ..architectures.tensors import Profile
-from ..backends import Backend, BuildError, Progress, is_live
-from ..engine_library import Engine, EngineIdentity, Fallback, Library, Manifest, Unavailable, strict, verified
+from ..architectures.sizes import Examples
+from ..backends import Progress
+from ..engine_library import (
+    BuildError,
+    Engine,
+    EngineIdentity,
+    Fallback,
+    Library,
+    Manifest,
+    Unavailable,
+    strict,
+    verified,
+)
 from ..engine_library.disk import check_room, readable
-from ..engine_library.hash_cache import source_of
-from ..engine_library.library import describe_files
-from ..engine_library.native import NativeNetwork
+from ..engine_library.engine import describe_files
+from ..engine_library.parity import LIMITS
 from ..engine_library.settings import check_limit
+from ..native_model.hash_cache import source_of
+from ..native_model.network import NativeNetwork
+from ..native_model.snapshot import write_structure, write_weights
 from .check import check_engine, unchecked_engine
 from .child_process import STARTING, Log, run_in_child
-from .child_tasks import Runner, WeightsChanged, backend_in_child, comfyui_folder, only_gpu
-from .compile_step import sizes_to_compile
-from .handover import write_structure, write_weights
+from .child_tasks import Runner, WeightsChanged, backend_task, network_task, only_gpu, tensors_task
+from .in_child.onnx_export import DATA_NAME, PARAMETERS_NAME
+from .in_child.steps import STEPS
+from .in_child.task import Task
 from .locks import hold
 from .main_memory import check_memory
-from .onnx_export import DATA_NAME, PARAMETERS_NAME
-from .parity import LIMITS
-from .steps import STEPS, Task
+from .order import BuildOrder
 
 log = logging.getLogger(__name__)
 
@@ -50,21 +61,6 @@ WAITED = "waited"
 
 MakeRoom = Callable[[torch.device, Callable[[str], None]], None]
 """Frees a GPU for a build, waiting where it must. Calls what it is given with a phase; that may raise to cancel."""
-
-
-@dataclass(frozen=True)
-class BuildOrder:
-    """What to build: which network, how precise, for which shapes, by whom, for which device (the network's)."""
-
-    network: NativeNetwork
-    precision: str
-    profile: Profile
-    backend: Backend
-    device: torch.device | None = None
-
-    @property
-    def target_device(self) -> torch.device:
-        return self.device or self.network.device
 
 
 def run_here(task: Task, progress: Progress, log: Log, environment: Mapping[str, str]) -> dict:
@@ -144,12 +140,9 @@ def _identity(order: BuildOrder, progress: Progress) -> EngineIdentity:
     network, precision = order.network, order.precision
     architecture = network.architecture()
     progress("reading weights", 0.0)
-    specs = [*architecture.encoded_inputs(network.module, precision), *architecture.outputs(network.module, precision)]
+    specs = [*architecture.engine_inputs(network.module, precision), *architecture.outputs(network.module, precision)]
     symbols = {dim.symbol for spec in specs for dim in spec.dims if not isinstance(dim, int)}
-    if is_live(order.backend):
-        weights = order.backend.layout(network)
-    else:
-        weights = network.weights_hash(lambda: progress("reading weights", 0.0))
+    weights = order.backend.weights(network, lambda: progress("reading weights", 0.0))
     return EngineIdentity(
         architecture=architecture.name,
         weights=weights,
@@ -198,7 +191,7 @@ class _Build:
         structure = write_structure(network, dtype)
         size = sum(p.numel() for p in network.module.parameters()) * dtype.itemsize
         check_room(self.library.roots[0], int(size * ROOM), f"Building the engine of {network.label}")
-        if not is_live(self.order.backend):  # those hold no weights
+        if not self.order.backend.runs_live_weights:  # those hold no weights
             check_limit(self.library, size, f"The engine of {network.label}")
             check_memory(self.order.backend, size, network.label)
         folder = self.library.building_folder()
@@ -218,9 +211,9 @@ class _Build:
         return engine
 
     def _make(self, folder: Path, structure: str, dtype: torch.dtype) -> Manifest:
-        network, identity, live = self.order.network, self.identity, is_live(self.order.backend)
+        network, identity, live = self.order.network, self.identity, self.order.backend.runs_live_weights
         architecture = network.architecture()
-        inputs = architecture.encoded_inputs(network.module, identity.precision)
+        inputs = architecture.engine_inputs(network.module, identity.precision)
         outputs = architecture.outputs(network.module, identity.precision)
         weights_file = folder / (WEIGHTS_NAME if live else DATA_NAME)
         started = time.perf_counter()
@@ -228,20 +221,8 @@ class _Build:
         if not live and read != identity.weights:
             raise WeightsChanged
         seconds = {"read": time.perf_counter() - started}
-        common = {
-            "folder": str(folder),
-            "precision": identity.precision,
-            "inputs": [spec.to_json() for spec in inputs],
-            "outputs": [spec.to_json() for spec in outputs],
-            "profile": identity.profile.to_json(),
-        }
-        native = {
-            "architecture": architecture.name,
-            "structure": structure,
-            "weights": index,
-            "weights_file": str(weights_file),
-            "comfyui": str(comfyui_folder()),
-        }
+        common = {"folder": str(folder), **tensors_task(network, identity.precision)}
+        native = network_task(network, structure, index, weights_file)
         made = self._compiled(common | native) if live else self._exported_and_built(common, native)
         files = made["files"]
         for leftover in folder.iterdir():
@@ -253,7 +234,7 @@ class _Build:
         seconds["other"] = time.perf_counter() - self._started - self._waited - sum(seconds.values())
         return Manifest(
             identity=identity,
-            kind=architecture.kind,
+            kind=architecture.role.value,
             label=strict.printable(network.label)[:1000],
             inputs=tuple(inputs),
             outputs=tuple(outputs),
@@ -269,15 +250,23 @@ class _Build:
 
     def _exported_and_built(self, common: Task, native: Task) -> dict:
         """The backend's engine, by way of ONNX: ``files``, ``parity`` and ``seconds``."""
-        limit = {"limit": LIMITS[self.identity.precision]}
+        profile, examples = self.identity.profile, self._examples()
         no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
-        exported = self._do({**common, **native, **limit, "step": "export"}, 0.1, 0.5, no_gpu)
+        exported = self._do({
+            **common,
+            **native,
+            "step": "export",
+            "limit": LIMITS[self.identity.precision],
+            "traced": examples.traced,
+            "compared": examples.compared,
+        }, 0.1, 0.5, no_gpu)  # fmt: skip
         built = self._do({
             **common,
             "step": "build",
             "onnx": exported["onnx"],
             "target": self.identity.device,
-            **backend_in_child(self.order.backend),
+            "profile": profile.to_json(),
+            **backend_task(self.order.backend),
         }, 0.5, 0.95, only_gpu(self.order.target_device))  # fmt: skip
         return {
             "files": [*built["files"], PARAMETERS_NAME],
@@ -288,8 +277,11 @@ class _Build:
     def _compiled(self, task: Task) -> dict:
         """Compiled files for live weights: ``files``, ``parity`` and ``seconds``."""
         device = self.order.target_device
-        task = {**task, "step": "compile", "device": device.type, "cases": sizes_to_compile(self.identity.profile)}
-        return self._do(task, 0.1, 0.95, only_gpu(device))
+        task = {**task, "step": "compile", "device": device.type, "compiled": self._examples().compiled}
+        return self._do({**task, **backend_task(self.order.backend)}, 0.1, 0.95, only_gpu(device))
+
+    def _examples(self) -> Examples:
+        return self.order.network.architecture().examples(self.identity.profile)
 
     def _do(self, task: Task, begin: float, end: float, environment: Mapping[str, str]) -> dict:
         def progress(phase: str, fraction: float) -> None:

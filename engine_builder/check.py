@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..backends import BuildError, Progress, is_live
-from ..engine_library import Engine, EngineIdentity, Library, Reason, Unavailable, Wanted, trust
+from ..backends import Progress
+from ..engine_library import BuildError, Engine, EngineIdentity, Library, Reason, Unavailable, Wanted, trust
 from ..engine_library.disk import check_room
+from ..engine_library.parity import LIMITS
+from ..native_model.snapshot import write_structure, write_weights
 from .child_process import Log
-from .child_tasks import Runner, WeightsChanged, backend_in_child, comfyui_folder, only_gpu
-from .handover import write_structure, write_weights
-from .onnx_export import DATA_NAME
-from .parity import LIMITS
+from .child_tasks import Runner, WeightsChanged, backend_task, network_task, only_gpu, tensors_task
+from .in_child.onnx_export import DATA_NAME
 
 if TYPE_CHECKING:
-    from .build import BuildOrder
+    from .order import BuildOrder
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 def unchecked_engine(order: BuildOrder, library: Library, identity: EngineIdentity) -> Engine | None:
     """An engine that would serve an order if only it were checked, or None; where it cannot run it cannot be."""
     backend, device = order.backend, order.target_device
-    if is_live(backend) or backend.unavailable(device) is not None:
+    if backend.runs_live_weights or backend.unavailable(device) is not None:
         return None
     wanted = Wanted(identity.architecture, [identity.weights], identity.precision, identity.profile, [backend.name])
     return library.unchecked(wanted, lambda manifest: backend.refuses(manifest, device))
@@ -62,6 +62,7 @@ def _compared(
 ) -> trust.Record:
     network, device, identity = order.network, order.target_device, engine.manifest.identity
     dtype = getattr(torch, identity.precision)
+    examples = network.architecture().examples(identity.profile)
     structure = write_structure(network, dtype)
     size = sum(p.numel() for p in network.module.parameters()) * dtype.itemsize
     check_room(library.roots[0], int(size * 1.1), f"Checking the engine of {network.label}")
@@ -78,12 +79,10 @@ def _compared(
             "manifest": engine.manifest.to_json(),
             "device": device.type,
             "limit": LIMITS[identity.precision],
-            "architecture": identity.architecture,
-            "structure": structure,
-            "weights": index,
-            "weights_file": str(weights_file),
-            "comfyui": str(comfyui_folder()),
-            **backend_in_child(order.backend),
+            "extremes": examples.extremes_on_cpu if device.type == "cpu" else examples.extremes,
+            **tensors_task(network, identity.precision),
+            **network_task(network, structure, index, weights_file),
+            **backend_task(order.backend),
         }, lambda phase, fraction: progress(phase, 0.2 + 0.8 * fraction), log_line, only_gpu(device))  # fmt: skip
     finally:
         library.discard(folder)

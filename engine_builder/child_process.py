@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from ..backends import BuildError, Progress
-from ..engine_library import LibraryError, Reason, Unavailable
+from ..backends import Progress
+from ..engine_library import BuildError, LibraryError, Reason, Unavailable
 from ..engine_library.disk import ALMOST_NOTHING, NOT_WRITABLE, free_bytes, readable
 
 SCRIPT = Path(__file__).with_name("standalone.py")
@@ -33,7 +33,7 @@ Log = Callable[[str], None]
 
 
 def run_in_child(task: Mapping, progress: Progress, log: Log, environment: Mapping[str, str] | None = None) -> dict:
-    """Do a task of ``steps`` in a process of its own and return its result.
+    """Do a task of ``in_child.steps`` in a process of its own and return its result.
 
     Args:
         progress: called several times a second, with the last phase and fraction told; what it raises ends the child.
@@ -79,7 +79,7 @@ def run_in_child(task: Mapping, progress: Progress, log: Log, environment: Mappi
 
 
 def _start(environment: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-u", "-X", "utf8", str(SCRIPT), "engine_builder.child"]
+    command = [sys.executable, "-u", "-X", "utf8", str(SCRIPT), "engine_builder.in_child.main"]
     # a group of its own: Ctrl-C in the server's terminal is the server's, and helpers of a backend end with the child
     return subprocess.Popen(
         command,
@@ -95,7 +95,7 @@ def _start(environment: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
 def _apart() -> dict[str, Any]:
     """What keeps the child from the server's terminal and, on Windows, behind whatever the user does meanwhile.
 
-    Elsewhere the child itself steps back, see ``child``.
+    Elsewhere the child itself steps back, see ``in_child.main``.
     """
     if os.name == "nt":
         return {"creationflags": subprocess.CREATE_NO_WINDOW | subprocess.BELOW_NORMAL_PRIORITY_CLASS}

@@ -1,22 +1,23 @@
-"""What the server hands to a child process besides the network: where things are, and on which GPU."""
+"""What the server hands to a child process, as JSON: a network, a backend, a GPU. ``in_child.task`` reads it."""
 
 from __future__ import annotations
 
 import os
-import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
-from .. import backends
+from .. import architectures, backends
+from ..architectures.tensors import TensorSpec
 from ..backends import Backend, Progress
+from ..native_model.network import NativeNetwork
 from .child_process import Log
-from .steps import Task
+from .in_child.task import Task
 
 Runner = Callable[[Task, Progress, Log, Mapping[str, str]], dict]
-"""Does a task of ``steps``; see ``child_process.run_in_child``."""
+"""Does a task of ``in_child.steps``; see ``child_process.run_in_child``."""
 
 
 class WeightsChanged(Exception):
@@ -28,17 +29,35 @@ def comfyui_folder() -> Path:
     return Path(sys.modules["comfy.model_management"].__file__).resolve().parents[1]
 
 
-def backend_in_child(backend: Backend) -> Task:
+def tensors_task(network: NativeNetwork, precision: str) -> Task:
+    """The part of a task that says what an engine takes and gives."""
+    architecture = network.architecture()
+    return {
+        "precision": precision,
+        "inputs": [_spec_json(spec) for spec in architecture.engine_inputs(network.module, precision)],
+        "outputs": [_spec_json(spec) for spec in architecture.outputs(network.module, precision)],
+    }
+
+
+def network_task(network: NativeNetwork, structure: str, weights: dict, weights_file: Path) -> Task:
+    """The part of a task by which a child finds a network.
+
+    Args:
+        structure, weights: see ``native_model.snapshot``.
+    """
+    return {
+        "architecture": network.architecture().name,
+        "architecture_folders": list(architectures.__path__),
+        "structure": structure,
+        "weights": weights,
+        "weights_file": str(weights_file),
+        "comfyui": str(comfyui_folder()),
+    }
+
+
+def backend_task(backend: Backend) -> Task:
     """The part of a task by which a child finds a backend."""
-    return {"backend": _module_of(backend), "backend_folders": list(backends.__path__)}
-
-
-def _module_of(backend: Backend) -> str:
-    """The name of the module in a backends' folder that defines this backend."""
-    for entry in pkgutil.iter_modules(backends.__path__):
-        if getattr(sys.modules.get(f"{backends.__name__}.{entry.name}"), "BACKEND", None) is backend:
-            return entry.name
-    raise ValueError(f"backend {backend.name} is in none of {backends.__path__}")
+    return {"backend": backend.name, "backend_folders": list(backends.__path__)}
 
 
 def only_gpu(device: torch.device) -> dict[str, str]:
@@ -48,3 +67,7 @@ def only_gpu(device: torch.device) -> dict[str, str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = [name.strip() for name in visible.split(",")] if visible else [str(n) for n in range(device.index + 1)]
     return {"CUDA_VISIBLE_DEVICES": names[device.index]}
+
+
+def _spec_json(spec: TensorSpec) -> dict:
+    return {**spec.to_json(), "sample": spec.sample}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..engine_library import Library
-from .build import BuildOrder
+from .order import BuildOrder
 
 MOST_ALIKE = 4.0
 """Networks that are this many times larger or smaller say nothing: with tiny ones the start of a process is all."""
@@ -23,7 +23,7 @@ def expected_seconds(order: BuildOrder, library: Library) -> float | None:
     """Wall seconds of an order from the first read to the engine; see ``expected``."""
     parameters = sum(p.numel() for p in order.network.module.parameters())
     target = order.backend.target(order.target_device)
-    return expected(library, order.network.kind, order.backend.name, order.precision, target, parameters)
+    return expected(library, order.network.role.value, order.backend.name, order.precision, target, parameters)
 
 
 def expected(

@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
-from ..backends import BuildError
-from ..engine_library import Engine, Fallback, Library, LibraryError, Unavailable
-from ..engine_library.weight_patches import version_of
-from .build import BuildOrder, MakeRoom, build_engine
+from ..engine_library import BuildError, Engine, Fallback, Library, LibraryError, Unavailable
+from ..native_model.weight_patches import version_of
+from .build import MakeRoom, build_engine
 from .expected_time import expected_seconds
+from .order import BuildOrder
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +64,8 @@ class Job:
     def __init__(self, order: BuildOrder, library: Library, again: bool):
         self.id = uuid.uuid4().hex
         self.label = order.network.label
-        self.kind = order.network.kind
-        self.wanted = f"{order.backend.name}, {order.precision}, {order.profile}"
+        self.kind = order.network.role.value
+        self.wanted = order.words()
         self.state = State.QUEUED
         self.phase, self.fraction = "waiting for other builds", 0.0
         self.message = ""

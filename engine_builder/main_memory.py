@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..backends import Backend, BuildError
+from ..backends import Backend
+from ..engine_library import BuildError
 from ..engine_library.disk import gigabytes
 
 FIXED = 1_000_000_000

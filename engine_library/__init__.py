@@ -1,12 +1,13 @@
-"""Engines on disk: what they are (manifest), whose they are (weights), where they are (library)."""
+"""Engines on disk: what they are (manifest), where they are (library), and why one cannot be used (reasons)."""
 
 from .disk import LibraryError
-from .library import Engine, Library, Wanted
+from .engine import Engine
+from .library import Library, Wanted
 from .manifest import EngineIdentity, Manifest
-from .reasons import Fallback, Reason, Unavailable
-from .weight_patches import WeightPatches
+from .reasons import BuildError, Fallback, Reason, Unavailable
 
 __all__ = [
+    "BuildError",
     "Engine",
     "EngineIdentity",
     "Fallback",
@@ -16,5 +17,4 @@ __all__ = [
     "Reason",
     "Unavailable",
     "Wanted",
-    "WeightPatches",
 ]

@@ -12,8 +12,9 @@ from pathlib import Path, PureWindowsPath
 
 from . import strict, verified
 from .disk import LibraryError, check_room, readable
+from .engine import Check, Engine, may_be_program
 from .files import replace, temporary_beside
-from .library import Check, Engine, Library, may_be_program
+from .library import Library
 from .manifest import EXPORT_FORMAT, MANIFEST_NAME, MAX_BYTES, Manifest, ManifestError
 from .settings import check_limit
 

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from . import trust
-from .library import Engine
+from .engine import Engine
 from .manifest import MANIFEST_NAME, USE_NAME
 
 EVERY = 60.0

@@ -6,20 +6,19 @@ An engine appears by one rename of a finished folder, so it is there wholly or n
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..architectures.tensors import Profile
 from . import trust
 from .disk import LibraryError, readable
+from .engine import Check, Engine
 from .files import move, sync
 from .lock import FileLock
-from .manifest import EXPORT_FORMAT, MANIFEST_NAME, EngineFile, EngineIdentity, Manifest, ManifestError
+from .manifest import EXPORT_FORMAT, MANIFEST_NAME, EngineIdentity, Manifest, ManifestError
 from .reasons import Fallback, Reason, Unavailable
 from .work_folders import BUILD_PREFIX, new_work_folder, remove_work_folder, sweep
 
@@ -27,61 +26,6 @@ log = logging.getLogger(__name__)
 
 Usable = Callable[[Manifest], Fallback | None]
 """A backend's say on whether an engine runs here; None means yes."""
-
-Check = Callable[[], None]
-"""Called often during long work; may raise to stop it."""
-
-
-_PROGRAMS = {".pt", ".pth", ".pt2", ".pkl", ".pickle", ".ckpt", ".bin", ".py", ".pyc", ".pyd", ".so", ".dll", ".dylib"}
-_PROGRAMS |= {".trt", ".plan", ".engine"}  # TensorRT's plans are code for the GPU, and its reader trusts them
-
-
-def may_be_program(name: str) -> bool:
-    """Whether a file of this name is, or may hold, a program; a stranger's engine may be data only."""
-    return Path(name).suffix.lower() in _PROGRAMS
-
-
-@dataclass(frozen=True)
-class Engine:
-    """An engine in the library: its folder and its manifest."""
-
-    folder: Path
-    manifest: Manifest
-
-    @property
-    def main_file(self) -> Path:
-        """The file that the backend opens."""
-        return self.folder / next(iter(self.manifest.files))
-
-    @property
-    def holds_programs(self) -> bool:
-        """Whether opening it runs code that lies in its files."""
-        return any(may_be_program(name) for name in self.manifest.files)
-
-    def check_sizes(self) -> None:
-        """Raise Unavailable when a file is missing or has another size than when it was built."""
-        for name, expected in self.manifest.files.items():
-            try:
-                size = (self.folder / name).stat().st_size
-            except OSError:
-                raise Unavailable(Reason.BROKEN_ENGINE, f"{self.folder.name}/{name} is missing") from None
-            if size != expected.bytes:
-                raise Unavailable(
-                    Reason.BROKEN_ENGINE,
-                    f"{self.folder.name}/{name} has {size} bytes and was built with {expected.bytes}",
-                )
-
-    def check_contents(self, check: Check | None = None) -> None:
-        """Raise Unavailable when a file's contents are not those that were built. Reads everything, files in parallel.
-
-        ``verified.check_contents`` does so once per machine.
-        """
-        with ThreadPoolExecutor(max_workers=4) as pool:
-            hashes = {name: pool.submit(file_sha256, self.folder / name, check) for name in self.manifest.files}
-            for name, expected in self.manifest.files.items():
-                if hashes[name].result() != expected.sha256:
-                    raise Unavailable(Reason.BROKEN_ENGINE, f"{self.folder.name}/{name} is damaged (its hash differs)")
-
 
 @dataclass(frozen=True)
 class Wanted:
@@ -286,19 +230,3 @@ class Library:
             move(folder, trash / folder.name)
         finally:
             remove_work_folder(trash)
-
-
-def describe_files(folder: Path, names: Sequence[str], check: Check | None = None) -> dict[str, EngineFile]:
-    """Size and hash of files in a building folder, for the manifest."""
-    return {name: EngineFile((folder / name).stat().st_size, file_sha256(folder / name, check)) for name in names}
-
-
-def file_sha256(path: Path, check: Check | None = None) -> str:
-    """sha256 of a file's contents; ``check`` is called after every few megabytes."""
-    h = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(8 << 20):
-            h.update(chunk)
-            if check is not None:
-                check()
-    return h.hexdigest()

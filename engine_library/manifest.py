@@ -22,7 +22,7 @@ MAX_BYTES = 4 << 20
 MAX_SIZE = 1 << 31
 DTYPES = ("float16", "bfloat16", "float32")
 
-EXPORT_FORMAT = 2
+EXPORT_FORMAT = 3
 """Raise this when the exported graph changes its inputs, outputs or numbers: older engines become stale."""
 
 _NEEDED = ("key", "identity", "kind", "label", "inputs", "outputs", "files", "parity", "seconds", "created",

@@ -70,3 +70,7 @@ class Unavailable(Exception):
     def __init__(self, reason: Reason, detail: str = ""):
         self.fallback = Fallback(reason, detail)
         super().__init__(str(self.fallback))
+
+
+class BuildError(Exception):
+    """A build that cannot succeed; the text says what happened and what to do."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
-from . import hash_cache, last_use, trust
+from . import last_use
 from .disk import LibraryError, readable
-from .library import Check, Engine, Library, Usable
+from .engine import Check, Engine
+from .library import Library, Usable
 from .manifest import MANIFEST_NAME, Manifest, ManifestError
 from .reasons import Fallback, Reason, Unavailable
 
@@ -52,7 +52,11 @@ class Entry:
         return data
 
 
-def entries(library: Library, usable: Usable) -> list[Entry]:
+Stale = Callable[[Engine], Fallback | None]
+"""Why the weights of an engine are not its file's any more, or None; see ``native_model.hash_cache.source_changed``."""
+
+
+def entries(library: Library, usable: Usable, stale: Stale) -> list[Entry]:
     """Everything in the library, in a stable order.
 
     Args:
@@ -62,39 +66,21 @@ def entries(library: Library, usable: Usable) -> list[Entry]:
     for root in library.roots:
         for path in sorted(root.glob(f"*/{MANIFEST_NAME}")):
             if not path.parent.name.startswith("."):
-                found.append(_entry(path, usable))
+                found.append(_entry(path, usable, stale))
     return found
 
 
-def _entry(path: Path, usable: Usable) -> Entry:
+def _entry(path: Path, usable: Usable, stale: Stale) -> Entry:
     folder, engine = path.parent, None
     try:
         engine = Engine(folder, Manifest.read(path))
-        flaw = Library.flaw(engine, usable) or _source_changed(engine)
+        flaw = Library.flaw(engine, usable) or stale(engine)
     except ManifestError as error:
         flaw = Fallback(Reason.BROKEN_ENGINE, str(error))
     state = READY if flaw is None else _STATES.get(flaw.reason, STALE)
     used = last_use.last_used(engine) if engine is not None else None
     text = used.isoformat(timespec="seconds") if used is not None else None
     return Entry(folder, state, "" if flaw is None else str(flaw), _disk_use(folder), engine, text)
-
-
-def _source_changed(engine: Engine) -> Fallback | None:
-    """Whether the file that an engine's weights came from has been overwritten; a file that is gone proves nothing.
-
-    Only of engines built here: a path that a stranger wrote is never touched, it may lead to his server.
-    """
-    record, source = trust.record_of(engine), engine.manifest.source
-    if record is None or record.verdict != trust.BUILT:
-        return None
-    try:
-        stat = os.stat(source["path"])
-    except (OSError, KeyError, ValueError):
-        return None
-    now = {"path": source["path"], "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    if now == dict(source) or engine.manifest.identity.weights in hash_cache.known_hashes(now):
-        return None
-    return Fallback(Reason.STALE_ENGINE, f"{now['path']} has changed since this engine was built from it")
 
 
 def _disk_use(folder: Path) -> int:

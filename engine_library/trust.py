@@ -20,7 +20,7 @@ from .manifest import RECORD_NAME, Manifest
 from .reasons import Fallback, Reason
 
 if TYPE_CHECKING:
-    from .library import Engine
+    from .engine import Engine
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import json
 from pathlib import Path
 
 from . import local_key, strict
+from .engine import Check, Engine
 from .files import write_file
-from .library import Check, Engine
 
 MAX_KEPT = 1000
 

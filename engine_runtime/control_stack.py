@@ -1,7 +1,7 @@
 """A stack of engine-backed ControlNets as one: run side by side on streams of their own, merged in a few launches.
 
 ComfyUI asks one ControlNet after the other, waits for the GPU before each to compare a timestep, and scales and adds
-every residual by itself. For a stack that lives on the torch backend the same result needs none of this. Anything else
+every residual by itself. For a stack of sessions that may run at once the same result needs none of this. Anything else
 in the stack, and the first call of a run, which makes the hints, goes ComfyUI's own way.
 """
 
@@ -16,14 +16,13 @@ import torch
 from comfy.controlnet import ControlBase, ControlNet, StrengthType
 from comfy.patcher_extension import WrapperExecutor
 
+from ..architectures.calls import Control
+from ..engine_sessions.session import Session
 from .controlnet import EngineControlModel
 from .ledger import lent_context
-from .live_session import LiveSession
 
 ALWAYS = 999999999.0
 """ComfyUI's sigma for "from the first step on" is above this."""
-
-Control = dict[str, list[torch.Tensor]]
 
 _METHODS = ("get_control", "control_merge")
 """What ``_run`` does by itself for a ControlNet."""
@@ -87,7 +86,8 @@ def _can_join(control: ControlBase, x_noisy: torch.Tensor) -> bool:
         return False
     if not _is_comfyuis_own(control):
         return False
-    if not isinstance(control.control_model.handle.session, LiveSession) or control.model_sampling_current is None:
+    session = control.control_model.handle.session
+    if session is None or not session.joins_stacks or control.model_sampling_current is None:
         return False
     special = (control.vae, control.latent_format, control.extra_hooks, control.timestep_range is None)
     if any(special) or control.extra_concat_orig or control.multigpu_clones or control.global_average_pooling:
@@ -143,10 +143,10 @@ def _run(chain: list[ControlNet], x_noisy: torch.Tensor, t: torch.Tensor, cond: 
     start = torch.cuda.current_stream(x_noisy.device).record_event() if x_noisy.is_cuda and len(calls) > 1 else None
     for control, x, timesteps, context, extra in calls:
         with _own_stream(control.control_model.handle.session, start) as stream:
-            result = control.control_model(x, control.cond_hint, timesteps, context, **extra)
+            result = control.control_model(x=x, hint=control.cond_hint, timesteps=timesteps, context=context, **extra)
             results.append(result)
             if stream is not None:
-                joins.append((stream.record_event(), [*result["output"], *result["middle"]]))
+                joins.append((stream.record_event(), _flat(result)))
     for event, tensors in joins:
         here = torch.cuda.current_stream(x_noisy.device)
         here.wait_event(event)
@@ -156,12 +156,12 @@ def _run(chain: list[ControlNet], x_noisy: torch.Tensor, t: torch.Tensor, cond: 
 
 
 @contextlib.contextmanager
-def _own_stream(session: LiveSession, start: torch.cuda.Event | None) -> Iterator[torch.cuda.Stream | None]:
+def _own_stream(session: Session, start: torch.cuda.Event | None) -> Iterator[torch.cuda.Stream | None]:
     """The session's stream, from ``start`` on; the current one when there is no start.
 
     Inputs need no further care: the current stream goes on after the end of this one.
     """
-    stream = session.graphs.stream
+    stream = session.stream
     if start is None or stream is None:
         yield None
         return
@@ -172,9 +172,8 @@ def _own_stream(session: LiveSession, start: torch.cuda.Event | None) -> Iterato
 
 def _merged(chain: list[ControlNet], results: list[Control]) -> Control:
     """The residuals scaled by their strengths and summed."""
-    flat = [[*result["output"], *result["middle"]] for result in results]
-    layouts = {tuple((t.shape, t.dtype) for t in tensors) for tensors in flat}
-    if len(layouts) > 1:  # ControlNets of different layouts: as ComfyUI does it, one by one
+    flat = [_flat(result) for result in results]
+    if len({_layout(result) for result in results}) > 1:  # unlike ControlNets: as ComfyUI does it, one by one
         merged = None
         for control, result in zip(chain, results, strict=True):
             merged = control.control_merge(result, merged, None)
@@ -187,5 +186,18 @@ def _merged(chain: list[ControlNet], results: list[Control]) -> Control:
             total = tensors
         else:
             torch._foreach_add_(total, tensors)
-    count = len(results[0]["output"])
-    return {"input": [], "output": total[:count], "middle": total[count:]}
+    return {"input": [], "middle": [], **results[0]}
+
+
+def _flat(result: Control) -> list[torch.Tensor]:
+    """The residuals of a ControlNet, each once: one tensor may stand in several places."""
+    return list({id(tensor): tensor for places in result.values() for tensor in places}.values())
+
+
+def _layout(result: Control) -> tuple:
+    """What two ControlNets have to have in common so that their residuals can be added one by one."""
+    numbers = {id(tensor): number for number, tensor in enumerate(_flat(result))}
+    return tuple(
+        (kind, *((numbers[id(tensor)], tensor.shape, tensor.dtype) for tensor in places))
+        for kind, places in result.items()
+    )

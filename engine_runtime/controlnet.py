@@ -13,8 +13,10 @@ import torch
 from comfy import model_management
 from comfy.controlnet import ControlNet
 
-from ..engine_library.native import NativeNetwork
+from ..architectures.calls import Control
+from ..native_model.network import NativeNetwork
 from .engine_handle import EngineHandle
+from .native_call import arguments_of, by_name
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -46,7 +48,7 @@ class EngineControlModel:
         self.native: torch.nn.Module = controlnet.control_model
         self.native_patcher: ModelPatcher = controlnet.control_model_wrapped
         self.handle = handle
-        self._takes_y = getattr(self.native, "num_classes", None) is not None
+        self._arguments = arguments_of(handle.network)
 
     @property
     def network(self) -> NativeNetwork:
@@ -57,35 +59,18 @@ class EngineControlModel:
         """What ComfyUI casts inputs to: native's, so that a fallback gets what native expects."""
         return self.native.dtype
 
-    def __call__(
-        self, x: torch.Tensor, hint: torch.Tensor, timesteps: torch.Tensor, context: torch.Tensor, **extra: Any
-    ) -> dict[str, list[torch.Tensor]]:
-        """One call of the ControlNet.
-
-        Args:
-            x, hint, timesteps, context: (B, C, H, W), (B or 1, C, 8H, 8W), (B,), (B, T, features).
-            extra: ``y`` (B, features) for SDXL; the rest is for union nets, and the others ignore it as native does.
+    def __call__(self, *args: Any, **kwargs: Any) -> Control:
+        """One call of the ControlNet, with native's arguments.
 
         Returns:
-            Residuals as native gives them: 'output' from the first input block on, and 'middle'. Fresh tensors:
-            ComfyUI multiplies them by the strength in place.
+            Residuals as native gives them, in fresh tensors: ComfyUI multiplies them by the strength in place.
         """
-        y = extra.get("y")
-
-        def inputs() -> dict[str, torch.Tensor]:
-            given = {"x": x, "hint": hint, "timesteps": timesteps, "context": context}
-            if self._takes_y and y is not None:
-                given["y"] = y
-            return given
-
-        outputs = self.handle.serve(None, inputs)
-        if outputs is None:
-            self._make_native_resident()
-            return self.handle.native(
-                lambda: self.native(x=x, hint=hint, timesteps=timesteps, context=context, **extra)
-            )
-        residuals = [tensor.to(x.device, x.dtype) for tensor in outputs.values()]
-        return {"output": residuals[:-1], "middle": residuals[-1:]}
+        call = by_name(self._arguments, args, kwargs)
+        served, residuals = self.handle.serve(None, lambda: self.network.architecture().bind(self.native, call))
+        if served:
+            return residuals
+        self._make_native_resident()
+        return self.handle.native(lambda: self.native(*args, **kwargs))
 
     def _make_native_resident(self) -> None:
         """Have native weights loaded, beside all that is in use: ComfyUI loaded the engine in their place.

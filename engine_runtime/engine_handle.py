@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..architectures import Role
+from ..architectures.calls import EngineCall, Unsupported
 from ..architectures.tensors import Profile
-from ..backends import AUTO, is_live, usable_backends
+from ..backends import AUTO, Backend, usable_backends
 from ..engine_library import Fallback, Library, Manifest, Reason, Unavailable, Wanted, last_use
-from ..engine_library.native import NativeNetwork
-from ..engine_library.plain_copy import ReplacedForward
-from .hints import HintEncoder
+from ..engine_sessions.room import close_engines
+from ..engine_sessions.session import Session
+from ..native_model.network import NativeNetwork
 from .ledger import Tally, executing, open_tally
-from .live_session import LiveSession, live_session
 from .memory import EnginePatcher, keep, keep_beside
-from .room import close_engines
-from .session import Session, session
 from .timing import named_range, timed
 
 if TYPE_CHECKING:
@@ -59,7 +58,6 @@ class EngineHandle:
         self.fallback: Fallback | None = None
         self.note = ""  # what the node says besides, for example that a build is under way
         self.tally: Tally | None = None
-        self._encode_hint: HintEncoder | None = None
         # no execution context is this object: the first question begins a run
         self._context: object = self
         self._looked_up_in: object = self
@@ -67,12 +65,12 @@ class EngineHandle:
         self.refresh()
 
     @property
-    def session(self) -> Session | LiveSession | None:
+    def session(self) -> Session | None:
         """The engine that serves, or None when native does."""
         return self.patcher.model.session
 
     @session.setter
-    def session(self, found: Session | LiveSession | None) -> None:
+    def session(self, found: Session | None) -> None:
         self.patcher.model.session = found
 
     @property
@@ -82,12 +80,12 @@ class EngineHandle:
     @property
     def follows_patches(self) -> bool:
         """Whether LoRAs and other weight patches need no engine of their own."""
-        return isinstance(self.session, LiveSession)
+        return self.session is not None and self.session.follows_patches
 
     @property
     def refusal(self) -> str | None:
         """Why the engine that is there was not opened although the node serves without it, or None."""
-        return self.session.refusal if isinstance(self.session, LiveSession) else None
+        return None if self.session is None else self.session.refusal
 
     def of(self, network: NativeNetwork) -> EngineHandle:
         """The handle of the same node for another network of its kind."""
@@ -105,7 +103,7 @@ class EngineHandle:
         except OSError as error:
             self.session, self.fallback = None, Fallback(Reason.NO_ENGINE, f"the library cannot be read ({error})")
 
-    def _look_up(self) -> Session | LiveSession:
+    def _look_up(self) -> Session:
         architecture = self.network.architecture()
         device = self.network.device
         usable = {b.name: b for b in usable_backends(self.choice.backend, device)}
@@ -113,29 +111,27 @@ class EngineHandle:
         def refuses(manifest: Manifest) -> Fallback | None:
             return usable[manifest.identity.backend].refuses(manifest, device)
 
-        profile = self.choice.profile
-        live = next((b for b in usable.values() if is_live(b)), None)
-        weights = [live.layout(self.network)] if live else []
-        # only engines that hold weights ask for a hash, and no whole checkpoint is hashed to learn that it has none
-        if any(not is_live(backend) for backend in usable.values()):
-            if self.library.may_have(architecture.name, self.network.fingerprint):
-                weights.append(self.network.weights_hash())
-            elif live is None:
-                raise self.library.nothing_found()
-        wanted = Wanted(architecture.name, weights, self.precision, profile, list(usable))
-        passed_over = None
+        weights = self._weights(architecture.name, usable.values())
+        wanted = Wanted(architecture.name, weights, self.precision, self.choice.profile, list(usable))
+        without = next((backend for backend in usable.values() if backend.runs_live_weights), None)
         try:
-            engines = self.library.find_all(wanted, refuses)
+            engines, passed_over = self.library.find_all(wanted, refuses), None
         except Unavailable as unavailable:
-            if live is None:
+            if without is None:
                 raise
-            engines = []  # it serves without one too
-            passed_over = unavailable.fallback
-        name = engines[0].manifest.identity.backend if engines else live.name
-        if live is None or name != live.name:
-            return session(engines[0], usable[name], device)
-        found = live_session(self.network, live, self.precision)
-        found.use([engine for engine in engines if engine.manifest.identity.backend == live.name], passed_over)
+            engines, passed_over = [], unavailable.fallback
+        backend = usable[engines[0].manifest.identity.backend] if engines else without
+        its = [engine for engine in engines if engine.manifest.identity.backend == backend.name]
+        return backend.session(self.network, its, self.precision, passed_over)
+
+    def _weights(self, architecture: str, backends: Iterable[Backend]) -> list[str]:
+        """What engines may have as their weights. No checkpoint is hashed to learn that none can be its own."""
+        found = [backend.weights(self.network) for backend in backends if backend.runs_live_weights]
+        if any(not backend.runs_live_weights for backend in backends):
+            if self.library.may_have(architecture, self.network.fingerprint):
+                found.append(self.network.weights_hash())
+            elif not found:
+                raise self.library.nothing_found()
         return found
 
     def plan(self, patcher: ModelPatcher | None = None) -> None:
@@ -154,7 +150,7 @@ class EngineHandle:
 
     def models_beside(self) -> list[ModelPatcher]:
         """What ComfyUI shall load for a run besides the engine: a ControlNet's native weights where none serves."""
-        if self.network.kind == "unet":
+        if self.network.role is Role.BACKBONE:
             return []  # its sampler patch plans, and knows the patcher; ComfyUI itself names the native model
         self.plan()
         return [] if self.fallback is None else [self.network.patcher]
@@ -173,11 +169,6 @@ class EngineHandle:
         self.fallback = fallback
         self.patcher.model.expected = False
 
-    def closed(self) -> None:
-        """The engine has given its memory back."""
-        if self._encode_hint is not None:
-            self._encode_hint.release()
-
     def begin_run(self, patcher: ModelPatcher | None = None) -> Tally:
         """Called with every call; does its work in the first call of each execution of a sampling node.
 
@@ -194,25 +185,22 @@ class EngineHandle:
         self._context = context
         self.plan(patcher)
         network = self.network
-        self.tally = open_tally(network.kind, network.label, self.node_id, self.node_key, network.device)
-        if isinstance(self.session, LiveSession):
+        self.tally = open_tally(network.role.value, network.label, self.node_id, self.node_key, network.device)
+        if self.session is None:
+            return
+        if self.session.follows_patches:
             keep_beside(network.module, self.patcher)
-        elif self.session is not None:
+        else:
             keep(self.patcher, context.prompt_id if context else "")
-        if self.session is not None:
-            self._prepare_hints()
 
     def serve(
-        self,
-        refusal: Fallback | None,
-        inputs: Callable[[], dict[str, torch.Tensor]],
-        patcher: ModelPatcher | None = None,
-    ) -> dict[str, torch.Tensor] | None:
-        """Run a call on the engine, or count it as native and return None.
+        self, refusal: Fallback | None, call: Callable[[], EngineCall], patcher: ModelPatcher | None = None
+    ) -> tuple[bool, Any]:
+        """Run a call on the engine: (True, its result), or count it as native: (False, None).
 
         Args:
             refusal: why the caller does not want the engine for this call, if so.
-            inputs: gives the tensors by name; called only when an engine is there.
+            call: the call as the engine takes it; asked for only when an engine is there.
             patcher: the one that ComfyUI samples with, when it is not the network's own. One execution of a node may
                 sample several, so it is followed in every call.
         """
@@ -221,23 +209,24 @@ class EngineHandle:
         if fallback is None:
             try:
                 with timed(tally.times), self._range():
-                    self.session.follow(patcher or self.network.patcher)
-                    given = inputs()
-                    if self._encode_hint is not None:
-                        given["hint"] = self._encode_hint(given["hint"])
-                    outputs = self.session.run(given)
+                    session = self.session
+                    session.follow(self.network, patcher or self.network.patcher)
+                    bound = call()
+                    result = bound.finish(session.run(bound.inputs, bound.extras))
+            except Unsupported as unsupported:
+                fallback = Fallback(Reason.UNSUPPORTED_INPUT, str(unsupported))
             except Unavailable as unavailable:
                 fallback = unavailable.fallback
                 if fallback.reason in (Reason.ENGINE_FAILED, Reason.BROKEN_ENGINE, Reason.WRONG_GPU):
                     self.give_up(fallback)
             else:
-                tally.count_engine(self.session.backend.name)
-                if tally.engine_name != self.session.name:  # the first call of a run
-                    last_use.mark(self.session.engines)
-                tally.engine_name = self.session.name
-                return outputs
+                tally.count_engine(session.backend_name)
+                if tally.engine_name != session.name:  # the first call of a run
+                    last_use.mark(session.engines)
+                tally.engine_name = session.name
+                return True, result
         tally.count_native(fallback)
-        return None
+        return False, None
 
     def native(self, call: Callable[[], Any]) -> Any:
         """Make a call that ``serve`` left to native, timed with the others.
@@ -258,29 +247,11 @@ class EngineHandle:
         """Names the engine's calls in NVIDIA's profilers."""
         if self.network.device.type != "cuda":
             return nullcontext()
-        return named_range(f"Hybrid TRT {self.network.kind} {self.network.label}")
-
-    def _prepare_hints(self) -> None:
-        """A ControlNet's engine takes its hint encoded; a live session does that by itself."""
-        if self.network.kind != "controlnet" or isinstance(self.session, LiveSession):
-            self._encode_hint = None
-            return
-        try:
-            if self._encode_hint is None:
-                self._encode_hint = HintEncoder(self.network, self.precision)
-        except ReplacedForward as error:
-            self.session, self.fallback = None, Fallback(Reason.MODEL_PATCHED, str(error))
+        return named_range(f"Hybrid TRT {self.network.role.value} {self.network.label}")
 
     def status(self) -> str:
         """One sentence for the node."""
         if self.session is None:
             return f"{self.fallback.sentence()} {self.note}".strip()
-        if isinstance(self.session, LiveSession):
-            return f"{self.session.status()} {self.note}".strip()
-        manifest = self.session.engine.manifest
-        text = f"{manifest.identity.backend} {manifest.identity.precision}, {self.session.profile}"
-        text += f", {manifest.bytes / 1e6:.0f} MB"
-        if not self.session.profile.contains(self.choice.profile.only(self.session.profile.ranges)):
-            text += f". It is smaller than this node's profile ({self.choice.profile}): larger calls run native"
-            text += f". {self.note}" if self.note else ""
-        return text
+        text = self.session.status(self.choice.profile)
+        return f"{text}. {self.note}" if self.note else text

@@ -17,8 +17,7 @@ from comfy.model_patcher import ModelPatcher
 from ..engine_library import Fallback, Reason
 
 if TYPE_CHECKING:
-    from .live_session import LiveSession
-    from .session import Session
+    from ..engine_sessions.session import Session
 
 KEPT_PROMPTS = 2
 """Engines that the latest prompts used stay open although the nodes that held them were replaced."""
@@ -42,10 +41,6 @@ class Owner(Protocol):
         """Native serves the rest of the run."""
         ...
 
-    def closed(self) -> None:
-        """The engine has given its memory back: so shall what belongs to it."""
-        ...
-
 
 class EngineModule(torch.nn.Module):
     """The "model" that ComfyUI manages: no parameters, only the session that holds the memory.
@@ -57,7 +52,7 @@ class EngineModule(torch.nn.Module):
 
     def __init__(self, owner: Owner | None = None) -> None:
         super().__init__()
-        self.session: Session | LiveSession | None = None
+        self.session: Session | None = None
         self.expected = True
         self.device = torch.device("cpu")
         self._owner = None if owner is None else weakref.ref(owner)
@@ -137,8 +132,6 @@ class EnginePatcher(ModelPatcher):
     def _release(self) -> None:
         if self.model.session is not None:
             self.model.session.unload()
-        if (owner := self.model.owner) is not None:
-            owner.closed()
         self.model.device = self.offload_device
         self.model.model_loaded_weight_memory = 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
-from . import routes
+from ..page_api import build_routes
 from .apply_controlnet import TRTApplyControlNet
 from .controlnet_engine import TRTControlNetEngine
 from .report import TRTReport
@@ -16,7 +16,7 @@ class HybridTRT(ComfyExtension):
     """The pack as ComfyUI sees it. Node ids are a public promise: workflows store them."""
 
     async def on_load(self) -> None:
-        routes.register()
+        build_routes.register()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [TRTUNetEngine, TRTControlNetEngine, TRTApplyControlNet, TRTSamplerPatch, TRTReport]

@@ -1,4 +1,4 @@
-"""Between the engine nodes and the build queue: what ``when_missing`` means, and how builds are told to the page."""
+"""Between the engine nodes and the build queue: what ``when_missing`` means."""
 
 from __future__ import annotations
 
@@ -6,33 +6,23 @@ from pathlib import Path
 
 from comfy import model_management
 from comfy.utils import ProgressBar
-from server import PromptServer
 
 from ..backends import usable_backends
-from ..engine_builder.build import BuildOrder
-from ..engine_builder.jobs import BuildQueue, Job, State
+from ..engine_builder import gpu_room
+from ..engine_builder.jobs import Job, State
+from ..engine_builder.order import BuildOrder
 from ..engine_library import Engine, Fallback, Reason, Unavailable
 from ..engine_library.manifest import MANIFEST_NAME
 from ..engine_runtime.engine_handle import EngineHandle
-from ..engine_runtime.live_session import LiveSession
-from . import gpu_room
-from .library_folder import library
-from .node_states import NodeStates
+from ..page_api.builds import builds, ended, node_states
 
 USE_NATIVE = "use native"
 BUILD_NOW = "build now"
 IN_BACKGROUND = "build in background"
 WHEN_MISSING = (USE_NATIVE, BUILD_NOW, IN_BACKGROUND)
 
-EVENT = "hybrid_trt.build"
-"""The event that tells the page of a job's change: ``Job.to_json`` with the keys of the nodes that wait for it."""
-
 MISSING = (Reason.NO_ENGINE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.UNCHECKED, Reason.WRONG_GPU)
 
-builds = BuildQueue(gpu_room.make_room)
-node_states = NodeStates(library(), builds)
-
-_ended = 0
 _found: dict[Path, Engine] = {}  # the engines that nodes have found
 _losses = 0  # how many of them were gone afterwards
 
@@ -72,14 +62,13 @@ def generation(when_missing: str) -> int:
     for folder in [folder for folder, engine in list(_found.items()) if _is_lost(engine)]:
         _found.pop(folder, None)
         _losses += 1
-    return _losses + (_ended if when_missing == IN_BACKGROUND else 0)
+    return _losses + (ended() if when_missing == IN_BACKGROUND else 0)
 
 
 def remember(handle: EngineHandle) -> None:
     """Keep which engines a node has found."""
-    session = handle.session
-    engines = session.engines if isinstance(session, LiveSession) else [session.engine] if session else []
-    _found.update((engine.folder, engine) for engine in engines)
+    if handle.session is not None:
+        _found.update((engine.folder, engine) for engine in handle.session.engines)
 
 
 def _is_lost(engine: Engine) -> bool:
@@ -93,10 +82,7 @@ def _is_lost(engine: Engine) -> bool:
 def _needs_build(handle: EngineHandle) -> bool:
     if handle.session is None:
         return handle.fallback.reason in MISSING
-    if isinstance(handle.session, LiveSession):
-        return handle.session.lacks(handle.choice.profile)
-    profile = handle.session.profile
-    return not profile.contains(handle.choice.profile.only(profile.ranges))
+    return handle.session.lacks(handle.choice.profile)
 
 
 def _build_now(order: BuildOrder, handle: EngineHandle) -> None:
@@ -145,16 +131,3 @@ def _tell_failure(job: Job, handle: EngineHandle) -> None:
         handle.fallback = job.fallback
     else:
         handle.fallback = Fallback(Reason.BUILD_FAILED, job.message.rstrip("."))
-
-
-def _on_change(job: Job) -> None:
-    """Tell the page, with the keys of the nodes that ordered the job."""
-    global _ended
-    if job.state.final:
-        _ended += 1
-        node_states.ended(job)
-    if PromptServer.instance is not None:
-        PromptServer.instance.send_sync(EVENT, {**job.to_json(), "keys": node_states.keys_of(job)})
-
-
-builds.subscribe(_on_change)

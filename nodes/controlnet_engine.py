@@ -6,10 +6,10 @@ from comfy.controlnet import ControlBase, ControlNet
 from comfy_api.latest import io, ui
 
 from ..engine_library import Fallback, Reason
-from ..engine_library.native import NativeNetwork
 from ..engine_runtime.controlnet import back_with_engine, native_controlnet
+from ..native_model.network import NativeNetwork
+from ..page_api.prompt_graph import model_name
 from . import building, engine_node
-from .graph import model_name
 
 
 class TRTControlNetEngine(io.ComfyNode):

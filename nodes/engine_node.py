@@ -7,15 +7,17 @@ import logging
 from comfy_api.latest import io
 from comfy_execution.graph import DynamicPrompt
 
+from ..architectures.latent import ANY
+from ..architectures.sizes import PRECISIONS, Asked
 from ..backends import AUTO, backends
-from ..engine_builder.profiles import ANY, PRECISIONS, profile_of
 from ..engine_library import Fallback, Unavailable
-from ..engine_library.native import NativeNetwork
 from ..engine_runtime.engine_handle import EngineChoice, EngineHandle
+from ..native_model.network import NativeNetwork
+from ..page_api.builds import node_states
+from ..page_api.library_folder import library
+from ..page_api.node_key import BUILD_REQUEST, BadPrompt, node_key
+from ..page_api.prompt_graph import inputs_of, whole_prompt
 from . import building
-from .graph import inputs_of, whole_prompt
-from .library_folder import library
-from .node_key import BUILD_REQUEST, BadPrompt, node_key
 
 log = logging.getLogger(__name__)
 
@@ -81,16 +83,16 @@ def engine_choice(network: NativeNetwork, precision: str, backend: str, **sizes:
     """The engine node's settings as a profile in latent elements, a precision and a backend.
 
     Args:
-        sizes: as ``profile_of`` takes them; 0 is what fits the network's family.
+        sizes: those of ``Asked``; 0 is what fits the network's family.
 
     Raises:
         ValueError: sizes in the wrong order; the text is for the user.
     """
     try:
-        defaults = network.architecture().sizes
+        family = network.architecture()
     except Unavailable:  # it gets no engine, and the handle says why
-        defaults = ANY
-    return EngineChoice(profile_of(**sizes, defaults=defaults), precision, backend)
+        family = ANY
+    return EngineChoice(family.profile(Asked(**sizes)), precision, backend)
 
 
 def find_or_build(
@@ -102,11 +104,11 @@ def find_or_build(
     """
     key = _key(prompt, node_id)
     handle = EngineHandle(network, choice, library(), node_id, key)
-    building.node_states.learn(key, handle)  # before a build is told to the page
+    node_states.learn(key, handle)  # before a build is told to the page
     requested = BUILD_REQUEST in inputs_of(prompt, node_id)
     if requested or when_missing != building.USE_NATIVE:
         building.build_if_missing(handle, when_missing, requested)
-    building.node_states.learn(key, handle)
+    node_states.learn(key, handle)
     building.remember(handle)
     log.info("Hybrid TRT: %s: %s", network.label, handle.status())
     return handle
@@ -114,7 +116,7 @@ def find_or_build(
 
 def refuse(fallback: Fallback, label: str, node_id: str, prompt: DynamicPrompt) -> str:
     """Say on the node that it can have no engine, and return the sentence."""
-    building.node_states.refused(_key(prompt, node_id), label, fallback)
+    node_states.refused(_key(prompt, node_id), label, fallback)
     log.info("Hybrid TRT: %s", fallback.sentence())
     return fallback.sentence()
 

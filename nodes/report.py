@@ -12,8 +12,8 @@ from ..engine_runtime.engine_handle import EngineHandle
 from ..engine_runtime.ledger import ON_ENGINE, Tally, executing, tallies
 from ..engine_runtime.report_plot import plot
 from ..engine_runtime.timing import want_times
+from ..page_api.prompt_graph import upstream
 from .engine_node import CATEGORY, log_text
-from .graph import upstream
 
 NODE_ID = "TRTReport"
 

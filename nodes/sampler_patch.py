@@ -5,10 +5,11 @@ from __future__ import annotations
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
-from ..engine_library import Fallback, Reason, Unavailable, WeightPatches
-from ..engine_library.native import NativeNetwork
+from ..engine_library import Fallback, Reason, Unavailable
+from ..engine_runtime.backbone import patch_model
 from ..engine_runtime.engine_handle import EngineHandle
-from ..engine_runtime.unet import patch_model
+from ..native_model.network import NativeNetwork
+from ..native_model.weight_patches import WeightPatches
 from . import engine_node
 from .unet_engine import UNetEngine
 

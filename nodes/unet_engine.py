@@ -5,9 +5,9 @@ from __future__ import annotations
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io, ui
 
-from ..engine_library.native import NativeNetwork
+from ..native_model.network import NativeNetwork
+from ..page_api.prompt_graph import model_name
 from . import building, engine_node
-from .graph import model_name
 
 UNetEngine = io.Custom("TRT_UNET_ENGINE")
 

@@ -25,9 +25,9 @@ for folder in (TOOLS, ROOT / "tests" / "support"):
 # what the tests build is signed by a secret of their own, not by the user's
 os.environ.setdefault("HYBRID_TRT_KEY_FOLDER", tempfile.mkdtemp(prefix="hybrid-trt-key-"))
 
-import tiny_models  # noqa: E402
-from comfy_process import ComfyProcess  # noqa: E402
-from scenarios import A, B, Control, Scenario, latent_of, prompt  # noqa: E402
+import tiny_models
+from comfy_process import ComfyProcess
+from scenarios import A, B, Control, Scenario, latent_of, prompt
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,26 @@ def environment() -> Environment:
         if not value:
             pytest.fail(f"{variable} is not set: run the tests with 'make test', which prepares ComfyUI and sets it.")
         paths[variable] = Path(value).resolve()
-    comfyui, base = paths["HYBRID_TRT_COMFYUI"], paths["HYBRID_TRT_BASE"]
+    comfyui, base = paths["HYBRID_TRT_COMFYUI"], _base_of_this_process(paths["HYBRID_TRT_BASE"])
     if not (comfyui / "main.py").is_file():
         pytest.fail(f"HYBRID_TRT_COMFYUI={comfyui} holds no ComfyUI (no main.py): run 'make test'.")
     if not base.is_dir():
         pytest.fail(f"HYBRID_TRT_BASE={base} is no directory: run 'make test'.")
     return Environment(comfyui, base)
+
+
+def _base_of_this_process(base: Path) -> Path:
+    """A base directory of this process's own where several run tests at once; they build and delete engines."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None:
+        return base
+    own = base.with_name(f"{base.name}-{worker}")
+    for folder in [path for path in base.iterdir() if path.is_dir()]:
+        (own / folder.name).mkdir(parents=True, exist_ok=True)
+    for link in (base / "custom_nodes").iterdir():
+        if link.is_symlink() and not (own / "custom_nodes" / link.name).exists():
+            (own / "custom_nodes" / link.name).symlink_to(link.resolve(), target_is_directory=True)
+    return own
 
 
 @pytest.fixture(scope="session")

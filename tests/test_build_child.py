@@ -16,10 +16,9 @@ import psutil
 import pytest
 from builds import PROFILE, ROOT, children, gone, slow_backend, small_disk, until
 from hybrid_trt import backends
-from hybrid_trt.backends import BuildError
 from hybrid_trt.engine_builder import child_process
 from hybrid_trt.engine_builder.child_process import run_in_child
-from hybrid_trt.engine_library import LibraryError
+from hybrid_trt.engine_library import BuildError, LibraryError
 
 Build = Callable[..., dict]
 
@@ -32,7 +31,7 @@ def task(tmp_path: Path) -> Iterator[dict]:
     with slow_backend():
         yield {
             "step": "build", "folder": str(folder), "precision": "float32", "inputs": [], "outputs": [],
-            "profile": PROFILE.to_json(), "onnx": "model.onnx", "target": "any", "backend": "slow_backend",
+            "profile": PROFILE.to_json(), "onnx": "model.onnx", "target": "any", "backend": "slow",
             "backend_folders": list(backends.__path__),
         }
 

@@ -25,7 +25,7 @@ from builds import (
 from hybrid_trt.engine_builder import build as build_module
 from hybrid_trt.engine_builder.jobs import BuildQueue, Job, State
 from hybrid_trt.engine_library import Library, LibraryError
-from hybrid_trt.engine_library.native import NativeNetwork
+from hybrid_trt.native_model.network import NativeNetwork
 from windows_rules import windows_rules
 
 LIMIT = 2.0

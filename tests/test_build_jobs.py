@@ -20,15 +20,15 @@ from builds import (
     small_network,
     until,
 )
-from hybrid_trt.backends import BuildError, backends
+from hybrid_trt.backends import backends
 from hybrid_trt.engine_builder import build as build_module
 from hybrid_trt.engine_builder import jobs as jobs_module
-from hybrid_trt.engine_builder.build import BuildOrder
 from hybrid_trt.engine_builder.expected_time import expected_seconds
 from hybrid_trt.engine_builder.jobs import BuildQueue, Job, State
-from hybrid_trt.engine_library import EngineIdentity, Library, LibraryError, Manifest
-from hybrid_trt.engine_library.library import describe_files
-from hybrid_trt.engine_library.native import NativeNetwork
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import BuildError, EngineIdentity, Library, LibraryError, Manifest
+from hybrid_trt.engine_library.engine import describe_files
+from hybrid_trt.native_model.network import NativeNetwork
 
 UNDER_WINDOWS_RULES_TOO = True
 LIMIT = 2.0
@@ -321,7 +321,7 @@ def test_the_expected_time_comes_from_builds_like_it_and_from_no_others(
         identity = {"architecture": "sd15_unet", "weights": secrets.token_hex(32), "precision": wanted.precision,
                     "profile": wanted.profile, "backend": backend.name, "backend_version": "1",
                     "device": backend.target(wanted.target_device)}
-        fields = {"kind": network.kind, "parameters": parameters, "seconds": {"export": 3.0, "other": 1.0},
+        fields = {"kind": network.role.value, "parameters": parameters, "seconds": {"export": 3.0, "other": 1.0},
                   "created": "2026-01-01T00:00:00+00:00"}
         identity |= {k: v for k, v in changes.items() if k in identity}
         fields |= {k: v for k, v in changes.items() if k in fields}

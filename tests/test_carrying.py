@@ -11,11 +11,7 @@ from pathlib import Path
 import pytest
 from builds import contents
 from fake_engine import publish_engine as publish
-from hybrid_trt.engine_library import (
-    Library,
-    LibraryError,
-    Unavailable,
-)
+from hybrid_trt.engine_library import Library, LibraryError, Unavailable
 from hybrid_trt.engine_library.archive import export_engine, import_engine, manifest_of
 
 UNDER_WINDOWS_RULES_TOO = True

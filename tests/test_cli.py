@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from builds import ROOT, children, contents, gone
 from hybrid_trt.backends import backends
-from hybrid_trt.engine_builder import cli as cli_module
+from hybrid_trt.engine_builder.command_line import main as cli_module
 from hybrid_trt.engine_library.work_folders import sweep
 
 

@@ -12,15 +12,15 @@ from small_networks import CPU, network
 
 import_comfy()
 
-from comfy.controlnet import ControlNet, StrengthType  # noqa: E402
-from hybrid_trt.architectures.tensors import Profile, Range  # noqa: E402
-from hybrid_trt.engine_builder.parity import relative_error  # noqa: E402
-from hybrid_trt.engine_library import Library  # noqa: E402
-from hybrid_trt.engine_library.native import NativeNetwork  # noqa: E402
-from hybrid_trt.engine_runtime import control_stack  # noqa: E402
-from hybrid_trt.engine_runtime.control_stack import ControlStack, run_stacks_at_once  # noqa: E402
-from hybrid_trt.engine_runtime.controlnet import back_with_engine  # noqa: E402
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle  # noqa: E402
+from comfy.controlnet import ControlNet, StrengthType
+from hybrid_trt.architectures.tensors import Profile, Range
+from hybrid_trt.engine_library import Library
+from hybrid_trt.engine_library.parity import relative_error
+from hybrid_trt.engine_runtime import control_stack
+from hybrid_trt.engine_runtime.control_stack import ControlStack, run_stacks_at_once
+from hybrid_trt.engine_runtime.controlnet import back_with_engine
+from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.native_model.network import NativeNetwork
 
 CHOICE = EngineChoice(Profile({s: Range(1, 16, 64) for s in ("B", "H", "W", "T", "HB")}), "auto", "torch")
 SAMPLING = SimpleNamespace(calculate_input=lambda t, x: x / (t[0] ** 2 + 1) ** 0.5, timestep=lambda t: t * 10)

@@ -13,8 +13,8 @@ from small_networks import CPU
 
 import_comfy()
 
-from hybrid_trt.engine_runtime import failed_recording  # noqa: E402
-from hybrid_trt.engine_runtime.cuda_graphs import GraphCache  # noqa: E402
+from hybrid_trt.engine_sessions import failed_recording
+from hybrid_trt.engine_sessions.cuda_graphs import GraphCache
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -12,23 +12,25 @@ import pytest
 import tiny_models
 import torch
 from pack import import_comfy
-from small_networks import CPU, LAYOUTS, native_call, network, with_lora
+from small_networks import CPU, LAYOUTS, HintEncoder, native_call, network, with_lora
 
 import_comfy()
 
-import comfy.ops  # noqa: E402
-from comfy.ldm.modules import attention  # noqa: E402
-from hybrid_trt.architectures import architecture_of  # noqa: E402
-from hybrid_trt.architectures.tensors import Profile, Range  # noqa: E402
-from hybrid_trt.backends import BuildError, backends  # noqa: E402
-from hybrid_trt.engine_builder import parity  # noqa: E402
-from hybrid_trt.engine_builder.build import BuildOrder, build_engine, run_here  # noqa: E402
-from hybrid_trt.engine_builder.onnx_export import export_onnx, sample_inputs  # noqa: E402
-from hybrid_trt.engine_library import Engine, Fallback, Library, Reason, Unavailable, weights  # noqa: E402
-from hybrid_trt.engine_library.native import UNET_PREFIX, NativeNetwork  # noqa: E402
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle  # noqa: E402
-from hybrid_trt.engine_runtime.hints import HintEncoder  # noqa: E402
-from hybrid_trt.engine_runtime.session import Session  # noqa: E402
+import comfy.ops
+from comfy.ldm.modules import attention
+from hybrid_trt.architectures import Role, architecture_of
+from hybrid_trt.architectures.samples import sample_inputs
+from hybrid_trt.architectures.tensors import Profile, Range
+from hybrid_trt.backends import backends
+from hybrid_trt.engine_builder.build import build_engine, run_here
+from hybrid_trt.engine_builder.in_child import parity
+from hybrid_trt.engine_builder.in_child.onnx_export import export_onnx
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import BuildError, Engine, Fallback, Library, Reason, Unavailable
+from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.engine_sessions.file_session import FileSession
+from hybrid_trt.native_model import weights
+from hybrid_trt.native_model.network import UNET_PREFIX, NativeNetwork
 
 PROFILE = Profile({"B": Range(1, 2, 4), "H": Range(4, 16, 40), "W": Range(4, 16, 40), "T": Range(77, 77, 231),
                    "HB": Range(1, 1, 4)})
@@ -42,12 +44,12 @@ def built(net: NativeNetwork, folder: Path, precision: str = "float32") -> Engin
 def engine_error(net: NativeNetwork, engine: Engine, symbols: dict[str, int]) -> float:
     given = sample_inputs(engine.manifest.inputs, symbols, seed=99)
     plain = {name: tensor.float() for name, tensor in given.items()}
-    if net.kind == "controlnet":  # the engine takes the hint encoded
+    if net.role is Role.CONTROLNET:  # the engine takes the hint encoded
         (spec,) = (s for s in net.architecture().inputs(net.module, "float32") if s.name == "hint")
         plain["hint"] = sample_inputs([spec], symbols, seed=99)["hint"]
         encoder = HintEncoder(net, engine.manifest.identity.precision)
         given["hint"] = encoder(plain["hint"])
-    outputs = Session(engine, backends()["onnxruntime"], CPU).run(given)
+    outputs = FileSession(engine, backends()["onnxruntime"].load, CPU).run(given)
     native = native_call(net, plain)
     return max(parity.relative_error(o, n) for o, n in zip(outputs.values(), native, strict=True))
 
@@ -68,11 +70,11 @@ def test_any_layout_becomes_an_engine_that_computes_what_native_does(tmp_path: P
 def test_every_residual_has_its_own_effect(tmp_path: Path) -> None:
     net = network("unet", "unlike_levels")
     engine = built(net, tmp_path)
-    session = Session(engine, backends()["onnxruntime"], CPU)
+    session = FileSession(engine, backends()["onnxruntime"].load, CPU)
     given = sample_inputs(engine.manifest.inputs, {"B": 1, "H": 11, "W": 9, "T": 77}, seed=3)
     full = session.run(given)["out"]
     residuals = [name for name in given if name.startswith("control_")]
-    assert len(residuals) == len(net.module.input_blocks) + 1
+    assert len(residuals) == len(net.module.input_blocks) + 1 + 2
     for name in residuals:
         without = session.run({n: t for n, t in given.items() if n != name})["out"]
         zeroed = native_call(net, {**given, name: torch.zeros_like(given[name])})[0]
@@ -130,7 +132,7 @@ def test_hashing_a_patched_model_from_the_unpatched_clone_sees_the_original_weig
     fresh = network("unet", "unlike_levels")
     assert fresh.weights_hash() == before
     live = NativeNetwork(plain.patcher.clone(), plain.module, UNET_PREFIX, torch.float32, "live")
-    from hybrid_trt.engine_library.weights import _hash, current_weights
+    from hybrid_trt.native_model.weights import _hash, current_weights
 
     assert _hash(current_weights(live.patcher, UNET_PREFIX)) == before
 
@@ -201,7 +203,7 @@ def test_weights_are_in_a_file_beside_the_graph(tmp_path: Path) -> None:
     graph = export_onnx(function, inputs, outputs, symbols, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data", "parameters.json"]
     assert graph.stat().st_size < 2_000_000 < graph.with_name("model.onnx.data").stat().st_size
-    cases = parity.reference_cases(function, inputs, PROFILE)
+    cases = parity.reference_cases(function, inputs, architecture.examples(PROFILE).compared)
     record = parity.check_parity(graph, cases, outputs, "float32")
     assert record["rel_err"] <= 1e-5
 
@@ -212,7 +214,7 @@ def test_the_reference_is_float32_and_leaves_the_network_as_it_was() -> None:
     architecture = architecture_of(half.module)
     inputs = architecture.inputs(half.module, "float16")
     half.module.dtype = torch.float16
-    cases, expected = (parity.reference_cases(architecture.function(m), inputs, PROFILE)
+    cases, expected = (parity.reference_cases(architecture.function(m), inputs, architecture.examples(PROFILE).compared)
                        for m in (half.module, full.module))
     for case, other in zip(cases, expected, strict=True):
         assert case.expected[0].dtype == torch.float32
@@ -278,7 +280,7 @@ def test_calls_after_a_failed_build_run_native_for_that_reason_until_an_engine_i
     handle = EngineHandle(net, EngineChoice(PROFILE, backend="onnxruntime"), Library([tmp_path]), "1")
     assert handle.fallback.reason is Reason.NO_ENGINE
     handle.fallback = Fallback(Reason.BUILD_FAILED, "it differs from native")
-    assert handle.serve(None, dict) is None
+    assert handle.serve(None, dict) == (False, None)
     assert handle.tally.reasons == {"build failed": 1}
     built(net, tmp_path)
     handle.refresh()

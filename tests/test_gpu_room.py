@@ -19,12 +19,12 @@ import pytest
 import torch
 from builds import order, slow_backend, small_network, until
 from hybrid_trt.engine_builder import build as build_module
-from hybrid_trt.engine_builder.build import BuildOrder
+from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library
 
 pack.import_comfy()
 
-from comfy import model_management  # noqa: E402
+from comfy import model_management
 
 GPU = torch.device("cuda", 0)
 
@@ -85,12 +85,9 @@ def gpu_room(queue: QueueDouble, monkeypatch: pytest.MonkeyPatch) -> Iterator[An
     """The module, with a server of which it sees the queue alone."""
     server = types.ModuleType("server")
     server.PromptServer = types.SimpleNamespace(instance=types.SimpleNamespace(prompt_queue=queue))
-    nodes = types.ModuleType("hybrid_trt.nodes")
-    nodes.__path__ = [str(pack.ROOT / "nodes")]
     monkeypatch.setitem(sys.modules, "server", server)
-    monkeypatch.setitem(sys.modules, "hybrid_trt.nodes", nodes)
-    yield importlib.import_module("hybrid_trt.nodes.gpu_room")
-    del sys.modules["hybrid_trt.nodes.gpu_room"]
+    yield importlib.import_module("hybrid_trt.engine_builder.gpu_room")
+    del sys.modules["hybrid_trt.engine_builder.gpu_room"]
 
 
 def test_a_running_prompt_is_waited_for_and_comfyuis_own_thread_unloads(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from pack import import_comfy
-from small_networks import network, with_lora
+from small_networks import HintEncoder, network, with_lora
 
 import_comfy()
 
-from hybrid_trt.engine_builder.onnx_export import sample_inputs  # noqa: E402
-from hybrid_trt.engine_library import Reason, Unavailable  # noqa: E402
-from hybrid_trt.engine_library.native import NativeNetwork  # noqa: E402
-from hybrid_trt.engine_runtime.hints import HintEncoder  # noqa: E402
+from hybrid_trt.architectures.samples import sample_inputs
+from hybrid_trt.engine_library import Reason, Unavailable
+from hybrid_trt.native_model.network import NativeNetwork
 
 
 def hint_of(net: NativeNetwork, seed: int = 1, **sizes: int) -> torch.Tensor:
@@ -21,7 +20,7 @@ def hint_of(net: NativeNetwork, seed: int = 1, **sizes: int) -> torch.Tensor:
 
 
 def encoder_of(net: NativeNetwork) -> HintEncoder:
-    return HintEncoder(net, "float32")
+    return HintEncoder(net)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"H": 8, "W": 8}, {"HB": 2}])
@@ -38,7 +37,7 @@ def test_the_encoder_holds_its_own_layers_only_and_takes_nothing_from_the_native
     with torch.inference_mode():
         encoder(hint_of(net))
     own = sum(p.numel() * p.element_size() for p in net.module.input_hint_block.parameters())
-    assert encoder._weights.bytes == own
+    assert encoder.live._weights.bytes == own
     assert sum(1 for name, _ in net.module.named_parameters() if name.startswith("input_hint_block.")) > 0
     net.patcher.model.to("meta")  # ComfyUI may have the native weights anywhere by now
     hint = hint_of(net, 2)
@@ -51,7 +50,7 @@ def test_an_image_is_encoded_once_and_another_one_anew() -> None:
     encoder, first, second = encoder_of(net), hint_of(net, 1), hint_of(net, 2)
     with torch.inference_mode():
         results = [encoder(hint) for hint in (first, first, second, first, second)]
-    assert encoder._cache.encoded == 2
+    assert encoder.live.preludes.computed == 2
     assert results[0] is results[1] is results[3]
     assert not torch.equal(results[0], results[2])
 

@@ -50,7 +50,7 @@ def test_decision(install: ModuleType, cuda: str | None, gpus: tuple, installed:
 
 
 def test_it_knows_the_gpus_that_the_backend_knows(install: ModuleType) -> None:
-    from hybrid_trt.backends import tensorrt_rtx
+    from hybrid_trt.backends.tensorrt import rtx as tensorrt_rtx
 
     assert install.SUPPORTED == tensorrt_rtx.SUPPORTED
     oldest, beyond = tensorrt_rtx.BACKEND.flavour.versions

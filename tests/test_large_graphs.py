@@ -13,9 +13,9 @@ from child_memory import Measured
 from hybrid_trt.architectures.tensors import Dim, Profile, Range, TensorSpec
 from hybrid_trt.backends import backends
 from hybrid_trt.engine_builder import build as builder
-from hybrid_trt.engine_builder import parity
+from hybrid_trt.engine_builder.in_child import parity
+from hybrid_trt.engine_builder.in_child.onnx_export import DATA_NAME, export_onnx
 from hybrid_trt.engine_builder.main_memory import needed_bytes
-from hybrid_trt.engine_builder.onnx_export import DATA_NAME, export_onnx
 from hybrid_trt.engine_library import Library
 
 WIDTH, LAYERS, FILLED = 10_000, 11, 64

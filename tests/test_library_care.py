@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,21 +12,17 @@ import pack
 import pytest
 from builds import contents, read_only
 from fake_engine import publish_engine as publish
-from hybrid_trt.engine_library import (
-    Fallback,
-    Library,
-    LibraryError,
-    Manifest,
-    Reason,
-)
+from hybrid_trt.engine_library import Fallback, Library, LibraryError, Manifest, Reason
 from hybrid_trt.engine_library.lock import FileLock
 from hybrid_trt.engine_library.settings import Settings, check_limit, read_settings, write_settings
 from hybrid_trt.engine_library.states import BROKEN, READY, STALE, delete, entries, select, verify
 from hybrid_trt.engine_library.work_folders import new_work_folder, remove_work_folder, sweep
+from hybrid_trt.native_model.hash_cache import source_changed
 
 UNDER_WINDOWS_RULES_TOO = True
 def states(folder: Path, usable: Callable[[Manifest], Fallback | None] = lambda _: None) -> dict[str, tuple[str, str]]:
-    return {entry.folder.name: (entry.state, entry.reason) for entry in entries(Library([folder]), usable)}
+    found = entries(Library([folder]), usable, source_changed)
+    return {entry.folder.name: (entry.state, entry.reason) for entry in found}
 
 
 def test_ready_stale_and_broken_engines_are_told_apart(tmp_path: Path) -> None:
@@ -76,7 +71,7 @@ def test_an_engine_whose_checkpoint_was_overwritten_is_stale(tmp_path: Path) -> 
 def test_disk_use_counts_everything_in_the_folder(tmp_path: Path) -> None:
     engine = publish(tmp_path, b"x" * 1000)
     (engine.folder / "runtime.cache").write_bytes(b"y" * 500)
-    (entry,) = entries(Library([tmp_path]), lambda _: None)
+    (entry,) = entries(Library([tmp_path]), lambda _: None, source_changed)
     assert entry.bytes == sum(p.stat().st_size for p in engine.folder.iterdir())
     assert entry.bytes > 1500
     assert entry.to_json()["key"] == engine.manifest.identity.key
@@ -84,7 +79,7 @@ def test_disk_use_counts_everything_in_the_folder(tmp_path: Path) -> None:
 
 def test_verify_reads_everything_and_delete_leaves_nothing(tmp_path: Path) -> None:
     engine = publish(tmp_path)
-    (entry,) = entries(Library([tmp_path]), lambda _: None)
+    (entry,) = entries(Library([tmp_path]), lambda _: None, source_changed)
     assert verify(entry) is None
     engine.main_file.write_bytes(b"\x08ENGINE")
     assert verify(entry).reason is Reason.BROKEN_ENGINE
@@ -95,7 +90,7 @@ def test_verify_reads_everything_and_delete_leaves_nothing(tmp_path: Path) -> No
 
 def test_deleting_from_a_read_only_library_is_told(tmp_path: Path) -> None:
     publish(tmp_path / "library")
-    (entry,) = entries(Library([tmp_path / "library"]), lambda _: None)
+    (entry,) = entries(Library([tmp_path / "library"]), lambda _: None, source_changed)
     with read_only(tmp_path / "library"):
         with pytest.raises(LibraryError, match="cannot be written"):
             delete(entry)
@@ -104,7 +99,7 @@ def test_deleting_from_a_read_only_library_is_told(tmp_path: Path) -> None:
 
 def test_an_engine_in_use_is_deleted_or_left_whole(tmp_path: Path, system: str) -> None:
     engine = publish(tmp_path)
-    (entry,) = entries(Library([tmp_path]), lambda _: None)
+    (entry,) = entries(Library([tmp_path]), lambda _: None, source_changed)
     with engine.main_file.open("rb"):
         if system == "windows":
             with pytest.raises(LibraryError, match="one of its files is in use"):
@@ -121,7 +116,7 @@ def test_an_engine_in_use_is_deleted_or_left_whole(tmp_path: Path, system: str) 
 
 def test_an_engine_is_named_by_folder_key_or_the_start_of_either(tmp_path: Path) -> None:
     one, other = publish(tmp_path), publish(tmp_path, weights="b" * 64)
-    found = entries(Library([tmp_path]), lambda _: None)
+    found = entries(Library([tmp_path]), lambda _: None, source_changed)
     for name in (one.folder.name, one.folder.name[:-2], one.manifest.identity.key[:10]):
         assert select(found, name).folder == one.folder
     with pytest.raises(LibraryError, match=f"could be any of .*{other.folder.name}"):
@@ -182,15 +177,12 @@ def test_folders_of_the_user_come_before_our_own(monkeypatch: pytest.MonkeyPatch
     import folder_paths
 
     own, users = str(Path(folder_paths.models_dir) / "trt_engines"), str(tmp_path / "elsewhere")
-    nodes = types.ModuleType("hybrid_trt.nodes")
-    nodes.__path__ = [str(pack.ROOT / "nodes")]
-    monkeypatch.setitem(sys.modules, "hybrid_trt.nodes", nodes)
     for configured, found in (([users], [users, own]), ([], [own])):
-        monkeypatch.delitem(sys.modules, "hybrid_trt.nodes.library_folder", raising=False)
+        monkeypatch.delitem(sys.modules, "hybrid_trt.page_api.library_folder", raising=False)
         monkeypatch.setitem(folder_paths.folder_names_and_paths, "trt_engines", (list(configured), set()))
-        module = importlib.import_module("hybrid_trt.nodes.library_folder")
+        module = importlib.import_module("hybrid_trt.page_api.library_folder")
         assert folder_paths.get_folder_paths(module.FOLDER_KEY) == found
-    monkeypatch.delitem(sys.modules, "hybrid_trt.nodes.library_folder")
+    monkeypatch.delitem(sys.modules, "hybrid_trt.page_api.library_folder")
 
 
 def test_the_limit_counts_what_is_there(tmp_path: Path) -> None:

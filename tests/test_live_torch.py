@@ -16,30 +16,25 @@ from small_networks import CPU, native_call, network, with_lora
 
 import_comfy()
 
-from hybrid_trt.architectures import architecture_of  # noqa: E402
-from hybrid_trt.architectures.tensors import Profile, Range  # noqa: E402
-from hybrid_trt.backends import AUTO, backends, usable_backends  # noqa: E402
-from hybrid_trt.backends.torch_inductor import file_name, sizes_of  # noqa: E402
-from hybrid_trt.engine_builder.build import BuildOrder, build_engine  # noqa: E402
-from hybrid_trt.engine_builder.compile_step import sizes_to_compile  # noqa: E402
-from hybrid_trt.engine_builder.onnx_export import sample_inputs  # noqa: E402
-from hybrid_trt.engine_builder.parity import relative_error  # noqa: E402
-from hybrid_trt.engine_library import (  # noqa: E402
-    Engine,
-    EngineIdentity,
-    Library,
-    Manifest,
-    Reason,
-    local_key,
-)
-from hybrid_trt.engine_library.library import describe_files  # noqa: E402
-from hybrid_trt.engine_library.manifest import RECORD_NAME  # noqa: E402
-from hybrid_trt.engine_library.native import NativeNetwork  # noqa: E402
-from hybrid_trt.engine_library.plain_copy import plain_copy  # noqa: E402
-from hybrid_trt.engine_library.states import entries  # noqa: E402
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle  # noqa: E402
-from hybrid_trt.engine_runtime.hints import HintCache  # noqa: E402
-from hybrid_trt.engine_runtime.live_session import LiveSession  # noqa: E402
+from hybrid_trt.architectures import architecture_of
+from hybrid_trt.architectures.latent import ANY
+from hybrid_trt.architectures.samples import sample_inputs
+from hybrid_trt.architectures.tensors import Profile, Range
+from hybrid_trt.backends import AUTO, backends, usable_backends
+from hybrid_trt.backends.torch_live.backend import file_name, sizes_of
+from hybrid_trt.backends.torch_live.session import LiveSession
+from hybrid_trt.engine_builder.build import build_engine
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason, local_key
+from hybrid_trt.engine_library.engine import describe_files
+from hybrid_trt.engine_library.manifest import RECORD_NAME
+from hybrid_trt.engine_library.parity import relative_error
+from hybrid_trt.engine_library.states import entries
+from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.engine_sessions.preludes import ResultCache
+from hybrid_trt.native_model.hash_cache import source_changed
+from hybrid_trt.native_model.network import NativeNetwork
+from hybrid_trt.native_model.plain_copy import plain_copy
 
 TORCH = backends()["torch"]
 SIZES = {"B": 2, "H": 9, "W": 12, "T": 77, "HB": 1}
@@ -156,20 +151,20 @@ def test_the_hint_is_encoded_once_per_image_and_size() -> None:
     for step in range(5):
         given["x"], given["timesteps"] = given_for(net, step)["x"], given_for(net, step)["timesteps"]
         assert error(session, net, given) <= 1e-5
-    assert session.hints.encoded == 1
+    assert session.live.preludes.computed == 1
     given["hint"] = given_for(net, 99)["hint"]
     assert error(session, net, given) <= 1e-5
-    assert session.hints.encoded == 2, "another image"
+    assert session.live.preludes.computed == 2, "another image"
     given = given_for(net, 6, H=10)
     assert error(session, net, given) <= 1e-5
-    assert session.hints.encoded == 3, "another size"
+    assert session.live.preludes.computed == 3, "another size"
     given["hint"].mul_(0.5)
     assert error(session, net, given) <= 1e-5
-    assert session.hints.encoded == 4, "the same tensor with other values"
+    assert session.live.preludes.computed == 4, "the same tensor with other values"
     net.module.input_hint_block[0].weight.data.mul_(2)
     session.unload()
     assert error(session, net, given) <= 1e-5
-    assert session.hints.encoded == 5, "other weights"
+    assert session.live.preludes.computed == 5, "other weights"
 
 
 def test_two_images_on_one_controlnet_do_not_mix() -> None:
@@ -179,14 +174,14 @@ def test_two_images_on_one_controlnet_do_not_mix() -> None:
     for _ in range(4):
         assert error(session, net, first) <= 1e-5
         assert error(session, net, second) <= 1e-5
-    assert session.hints.encoded == 2
+    assert session.live.preludes.computed == 2
 
 
 def test_the_hint_cache_is_bounded_and_never_trusts_a_reused_address() -> None:
-    cache = HintCache(lambda hint: hint * 2)
+    cache = ResultCache(lambda hint, _: (hint * 2,))
     for i in range(50):
         hint = torch.full((3,), float(i))
-        assert torch.equal(cache.get(hint, 0), hint * 2)
+        assert torch.equal(cache.get(hint, None, 0)[0], hint * 2)
         del hint
     assert len(cache._entries) <= 4
 
@@ -196,13 +191,13 @@ def test_the_backend_is_chosen_by_name_only_on_a_cpu() -> None:
     assert [b.name for b in usable_backends("torch", CPU)] == ["torch"]
     session = opened(network("unet", "unlike_levels"))
     assert session.lacks(PROFILE)
-    assert "eagerly" in session.status()
+    assert "eagerly" in session.status(PROFILE)
 
 
 def test_sizes_survive_being_a_file_name() -> None:
-    for sizes in sizes_to_compile(PROFILE):
+    for sizes in ANY.examples(PROFILE).compiled:
         assert sizes_of(file_name(sizes)) == sizes
-    assert [s["B"] for s in sizes_to_compile(PROFILE)] == [2, 1]
+    assert [s["B"] for s in ANY.examples(PROFILE).compiled] == [2, 1]
 
 
 @pytest.fixture
@@ -221,7 +216,7 @@ def test_a_build_compiles_for_the_opt_sizes_and_serves_other_weights_too(
     engine = build_engine(BuildOrder(net, "float32", profile, TORCH), library, lambda *_: None)
     assert engine.manifest.parity["rel_err"] <= 1e-5
     assert {name for name in engine.manifest.files if name.endswith(".bin")} == {
-        file_name(sizes) for sizes in sizes_to_compile(engine.manifest.identity.profile)}
+        file_name(sizes) for sizes in ANY.examples(engine.manifest.identity.profile).compiled}
     for other in (net, with_lora(net)):
         session = LiveSession(other, TORCH, "float32", Recorder())
         session.use([engine])
@@ -258,14 +253,14 @@ def test_a_file_that_was_not_made_here_is_never_opened(tmp_path: Path, key_folde
     name = file_name(sizes)
     (folder / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
     (folder / RECORD_NAME).write_text('{"verdict": "built", "why": "", "parity": {}, "signature": "0000"}')
-    identity = EngineIdentity("sd15_unet", TORCH.layout(net), "float32", PROFILE.only("BHWT"), "torch",
+    identity = EngineIdentity("sd15_unet", TORCH.weights(net), "float32", PROFILE.only("BHWT"), "torch",
                               TORCH.version(), TORCH.target(CPU))
     specs = architecture_of(net.module)
     manifest = Manifest(identity, "unet", "foreign", tuple(specs.inputs(net.module, "float32")),
                         tuple(specs.outputs(net.module, "float32")),
                         describe_files(folder, [name]))
     engine: Engine = library.publish(folder, manifest, made_here=False)
-    (found,) = entries(library, lambda _: None)
+    (found,) = entries(library, lambda _: None, source_changed)
     assert (found.state, "not compiled on this machine" in found.reason) == ("stale", True)
     session = opened(net)
     session.use([engine])
@@ -281,7 +276,7 @@ def test_an_engine_that_is_not_used_is_told_on_the_node_and_built_anew(tmp_path:
 
     def compiler(task: dict, *_: object) -> dict:
         steps.append(task["step"])
-        names = [file_name(sizes) for sizes in task["cases"]]
+        names = [file_name(sizes) for sizes in task["compiled"]]
         for name in names:
             (Path(task["folder"]) / name).write_bytes(b"what Inductor made")
         return {"files": names, "parity": {"rel_err": 0.0}, "seconds": {}}
@@ -327,8 +322,8 @@ def test_an_engine_of_another_gpu_or_torch_is_refused() -> None:
 def test_engines_serve_every_checkpoint_of_a_layout_and_no_other() -> None:
     a, b = network("unet", "unlike_levels"), network("unet", "unlike_levels")
     b.module.out[2].bias.data[0] += 1
-    assert TORCH.layout(a) == TORCH.layout(b) == TORCH.layout(with_lora(a))
-    assert TORCH.layout(a) != TORCH.layout(network("unet", "inpainting_channels"))
+    assert TORCH.weights(a) == TORCH.weights(b) == TORCH.weights(with_lora(a))
+    assert TORCH.weights(a) != TORCH.weights(network("unet", "inpainting_channels"))
 
 
 def test_a_copy_has_nothing_of_what_comfyui_keeps_on_models_and_layers_while_it_loads_them() -> None:

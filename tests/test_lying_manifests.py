@@ -18,22 +18,14 @@ from fake_engine import publish
 
 pack.import_comfy()
 
-import torch  # noqa: E402
-from hybrid_trt.backends import backends  # noqa: E402
-from hybrid_trt.engine_library import (  # noqa: E402
-    Engine,
-    Library,
-    LibraryError,
-    Manifest,
-    Reason,
-    Unavailable,
-    Wanted,
-    strict,
-)
-from hybrid_trt.engine_library.archive import export_engine, import_engine  # noqa: E402
-from hybrid_trt.engine_library.manifest import ManifestError  # noqa: E402
-from hybrid_trt.engine_library.states import BROKEN, delete, entries, verify  # noqa: E402
-from hybrid_trt.engine_runtime.session import Session  # noqa: E402
+import torch
+from hybrid_trt.backends import backends
+from hybrid_trt.engine_library import Engine, Library, LibraryError, Manifest, Reason, Unavailable, Wanted, strict
+from hybrid_trt.engine_library.archive import export_engine, import_engine
+from hybrid_trt.engine_library.manifest import ManifestError
+from hybrid_trt.engine_library.states import BROKEN, delete, entries, verify
+from hybrid_trt.engine_sessions.file_session import FileSession
+from hybrid_trt.native_model.hash_cache import source_changed
 
 NASTY: list[Any] = [
     None, True, -1, 0, 1.5, 10**400, float("nan"), float("inf"), "", "evil", "a\0b", "\ud800", "x" * 100_000, "../x",
@@ -89,7 +81,7 @@ def test_whatever_stands_in_a_manifest_it_is_refused_or_serves_every_use(engine:
             read += 1
             json.dumps(manifest.to_json(), allow_nan=False).encode()
             assert Manifest.parse(json.dumps(manifest.to_json()).encode(), "it") == manifest
-            Session(Engine(engine.folder, manifest), backends()["onnxruntime"], torch.device("cpu"))
+            FileSession(Engine(engine.folder, manifest), backends()["onnxruntime"].load, torch.device("cpu"))
             str(manifest.identity.profile), manifest.identity.folder_name.encode()
     assert refused > 5 * read > 0
 
@@ -114,7 +106,7 @@ def test_an_engine_with_a_lie_is_broken_serves_nobody_and_can_be_removed(
     spoil(data)
     path.write_text(json.dumps(with_true_key(data)))
     library = Library([tmp_path / "library"])
-    (entry,) = entries(library, lambda _: None)
+    (entry,) = entries(library, lambda _: None, source_changed)
     assert (entry.state, entry.engine) == (BROKEN, None)
     json.dumps(entry.to_json(), allow_nan=False)
     assert verify(entry).reason is Reason.BROKEN_ENGINE
@@ -137,7 +129,7 @@ def test_what_is_no_manifest_is_refused_without_being_read_whole(
 ) -> None:
     (engine.folder / "manifest.json").unlink()
     make(engine.folder / "manifest.json")
-    (entry,) = entries(Library([tmp_path / "library"]), lambda _: None)
+    (entry,) = entries(Library([tmp_path / "library"]), lambda _: None, source_changed)
     assert entry.state == BROKEN
 
 

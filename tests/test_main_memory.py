@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from builds import ROOT, contents, order, small_network
-from hybrid_trt.backends import BuildError, backends
+from hybrid_trt.backends import backends
 from hybrid_trt.engine_builder import main_memory
 from hybrid_trt.engine_builder.build import build_engine
-from hybrid_trt.engine_library import Library
+from hybrid_trt.engine_library import BuildError, Library
 
 BUILDS = ROOT / "benchmarks" / "results" / "builds.json"
 

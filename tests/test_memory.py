@@ -19,22 +19,22 @@ from pack import import_comfy
 
 import_comfy()
 
-import comfy.hooks  # noqa: E402
-import comfy.lora  # noqa: E402
-import comfy.sd  # noqa: E402
-from comfy import model_management  # noqa: E402
-from comfy.controlnet import ControlLora  # noqa: E402
-from comfy.model_patcher import ModelPatcher  # noqa: E402
-from hybrid_trt.backends import backends  # noqa: E402
-from hybrid_trt.engine_library import Library, Reason, Unavailable  # noqa: E402
-from hybrid_trt.engine_runtime import native_weights  # noqa: E402
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice  # noqa: E402
-from hybrid_trt.engine_runtime.live_session import LiveSession  # noqa: E402
-from hybrid_trt.engine_runtime.memory import EnginePatcher  # noqa: E402
-from hybrid_trt.engine_runtime.native_weights import OffloadedPatcher  # noqa: E402
-from hybrid_trt.engine_runtime.session import Session  # noqa: E402
-from hybrid_trt.engine_runtime.unet import patch_model  # noqa: E402
-from patched import (  # noqa: E402
+import comfy.hooks
+import comfy.lora
+import comfy.sd
+from comfy import model_management
+from comfy.controlnet import ControlLora
+from comfy.model_patcher import ModelPatcher
+from hybrid_trt.backends import backends
+from hybrid_trt.backends.torch_live.session import LiveSession
+from hybrid_trt.engine_library import Library, Reason, Unavailable
+from hybrid_trt.engine_runtime import native_weights
+from hybrid_trt.engine_runtime.backbone import patch_model
+from hybrid_trt.engine_runtime.engine_handle import EngineChoice
+from hybrid_trt.engine_runtime.memory import EnginePatcher
+from hybrid_trt.engine_runtime.native_weights import OffloadedPatcher
+from hybrid_trt.engine_sessions.file_session import FileSession
+from patched import (
     CPU,
     LIMIT,
     NAME,
@@ -48,7 +48,7 @@ from patched import (  # noqa: E402
     on_device,
     sampling_node,
 )
-from sampling import STEPS, error, sample  # noqa: E402
+from sampling import STEPS, error, sample
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def load_again(patched: Patched) -> ModelPatcher:
     return comfy.sd.load_diffusion_model(patched.native.cached_patcher_init[1][0])
 
 
-def fail_from(session: Session, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_from(session: FileSession, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the backend's runner fail from a call on."""
     calls = iter(range(1000))
     run = session._runner.run

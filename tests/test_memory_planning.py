@@ -17,18 +17,21 @@ from pack import import_comfy
 
 import_comfy()
 
-import comfy.controlnet  # noqa: E402
-from comfy import model_management  # noqa: E402
-from comfy.controlnet import ControlNet  # noqa: E402
-from comfy.model_patcher import ModelPatcher  # noqa: E402
-from hybrid_trt.backends import backends  # noqa: E402
-from hybrid_trt.engine_library import Library  # noqa: E402
-from hybrid_trt.engine_library.native import NativeNetwork  # noqa: E402
-from hybrid_trt.engine_runtime import live_session, native_weights, room, session  # noqa: E402
-from hybrid_trt.engine_runtime.controlnet import EngineControlModel, back_with_engine  # noqa: E402
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle  # noqa: E402
-from hybrid_trt.engine_runtime.memory import EnginePatcher  # noqa: E402
-from patched import (  # noqa: E402
+import comfy.controlnet
+from comfy import model_management
+from comfy.controlnet import ControlNet
+from comfy.model_patcher import ModelPatcher
+from hybrid_trt.backends import backends
+from hybrid_trt.backends.torch_live import session as live_session
+from hybrid_trt.engine_library import Library
+from hybrid_trt.engine_runtime import native_weights
+from hybrid_trt.engine_runtime.controlnet import EngineControlModel, back_with_engine
+from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.engine_runtime.memory import EnginePatcher
+from hybrid_trt.engine_sessions import file_session as session
+from hybrid_trt.engine_sessions import room
+from hybrid_trt.native_model.network import NativeNetwork
+from patched import (
     CPU,
     LIMIT,
     NAME,
@@ -41,7 +44,7 @@ from patched import (  # noqa: E402
     on_device,
     sampling_node,
 )
-from sampling import STEPS, error, sample  # noqa: E402
+from sampling import STEPS, error, sample
 
 CONTROLNET = "tiny_sd15_flat_a"
 

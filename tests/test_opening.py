@@ -14,26 +14,28 @@ from fake_engine import publish_engine
 
 pack.import_comfy()
 
-import torch  # noqa: E402
-from hybrid_trt.backends import backends  # noqa: E402
-from hybrid_trt.engine_library import Engine, Library, Unavailable, last_use, local_key, verified  # noqa: E402
-from hybrid_trt.engine_library import library as library_module  # noqa: E402
-from hybrid_trt.engine_library.archive import export_engine, import_engine  # noqa: E402
-from hybrid_trt.engine_library.states import delete_unused, entries  # noqa: E402
-from hybrid_trt.engine_runtime import session as sessions  # noqa: E402
+import torch
+from hybrid_trt.backends import backends
+from hybrid_trt.engine_library import Engine, Library, Unavailable, last_use, local_key, verified
+from hybrid_trt.engine_library import engine as engine_module
+from hybrid_trt.engine_library.archive import export_engine, import_engine
+from hybrid_trt.engine_library.states import delete_unused, entries
+from hybrid_trt.engine_sessions.file_session import file_session
+from hybrid_trt.engine_sessions.session import open_engines
+from hybrid_trt.native_model.hash_cache import source_changed
 
 
 @pytest.fixture(autouse=True)
 def hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that were hashed; the machine is a new one."""
     names: list[str] = []
-    real = library_module.file_sha256
+    real = engine_module.file_sha256
 
     def counted(path: Path, *arguments: object) -> str:
         names.append(path.name)
         return real(path, *arguments)
 
-    monkeypatch.setattr(library_module, "file_sha256", counted)
+    monkeypatch.setattr(engine_module, "file_sha256", counted)
     monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "keys"))
     monkeypatch.setattr(verified, "_here", {})
     monkeypatch.setattr(last_use, "_marked", {})
@@ -107,7 +109,7 @@ def test_a_use_is_remembered_once_a_minute_and_costs_nothing_where_it_cannot_be(
     last_use._marked.clear()
     with read_only(tmp_path / "library"):
         last_use.mark([engine])
-    (entry,) = entries(Library([tmp_path / "library"]), lambda _: None)
+    (entry,) = entries(Library([tmp_path / "library"]), lambda _: None, source_changed)
     assert entry.to_json()["last_used"] == last_use.last_used(engine).isoformat(timespec="seconds")
 
 
@@ -123,11 +125,11 @@ def test_only_what_was_not_used_for_long_and_serves_nobody_now_is_deleted(tmp_pa
     )
     for engine, days in ((old, 31), (young, 29), (serving, 31)):
         use(engine, days)
-    held = sessions.session(serving, backends()["onnxruntime"], torch.device("cpu"))
-    in_use = {engine.folder for engine in sessions.open_engines()}
-    removed, kept = delete_unused(entries(library, lambda _: None), 30, in_use)
+    held = file_session(serving, backends()["onnxruntime"].load, torch.device("cpu"))
+    in_use = {engine.folder for engine in open_engines()}
+    removed, kept = delete_unused(entries(library, lambda _: None, source_changed), 30, in_use)
     assert ([entry.folder for entry in removed], kept) == ([old.folder], [])
     del held
-    in_use = {engine.folder for engine in sessions.open_engines()}
-    delete_unused(entries(library, lambda _: None), 30, in_use)
+    in_use = {engine.folder for engine in open_engines()}
+    delete_unused(entries(library, lambda _: None, source_changed), 30, in_use)
     assert {e.folder for e in library.engines()} == {young.folder, arrived.folder}

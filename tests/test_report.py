@@ -14,11 +14,11 @@ from scenarios import prompt as prompt_of
 
 pack.import_comfy()
 
-from hybrid_trt.engine_library import Fallback, Reason  # noqa: E402
-from hybrid_trt.engine_runtime import ledger  # noqa: E402
-from hybrid_trt.engine_runtime.ledger import Tally, last_run, open_tally  # noqa: E402
-from hybrid_trt.engine_runtime.report_plot import ENGINE_COLOUR, LABELS, MARGIN, NATIVE_COLOUR, ROW, WIDTH, plot  # noqa: E402
-from hybrid_trt.engine_runtime.timing import CallTimes, named_range, timed  # noqa: E402
+from hybrid_trt.engine_library import Fallback, Reason
+from hybrid_trt.engine_runtime import ledger
+from hybrid_trt.engine_runtime.ledger import Tally, last_run, open_tally
+from hybrid_trt.engine_runtime.report_plot import ENGINE_COLOUR, LABELS, MARGIN, NATIVE_COLOUR, ROW, WIDTH, plot
+from hybrid_trt.engine_runtime.timing import CallTimes, named_range, timed
 
 CPU = torch.device("cpu")
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import shutil
-import sys
-import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,43 +11,35 @@ import fake_engine
 import pytest
 import torch
 from fake_recorder import Recorder
-from pack import ROOT, import_comfy
-from small_networks import CPU, lora_for, native_call, network, with_lora
+from pack import import_comfy
+from small_networks import CPU, HintEncoder, lora_for, native_call, network, with_lora
 
 import_comfy()
 
-from comfy import model_management  # noqa: E402
-from comfy.controlnet import ControlNet  # noqa: E402
-from hybrid_trt import backends as pack_backends  # noqa: E402
-from hybrid_trt.architectures import architecture_of  # noqa: E402
-from hybrid_trt.architectures.tensors import Profile, Range  # noqa: E402
-from hybrid_trt.backends import AUTO, backends, usable_backends  # noqa: E402
-from hybrid_trt.backends.torch_inductor import file_name  # noqa: E402
-from hybrid_trt.engine_builder.jobs import BuildQueue  # noqa: E402
-from hybrid_trt.engine_builder.onnx_export import sample_inputs  # noqa: E402
-from hybrid_trt.engine_builder.parity import relative_error  # noqa: E402
-from hybrid_trt.engine_library import (  # noqa: E402
-    Engine,
-    EngineIdentity,
-    Library,
-    Manifest,
-    Reason,
-    Unavailable,
+from comfy import model_management
+from comfy.controlnet import ControlNet
+from hybrid_trt import backends as pack_backends
+from hybrid_trt.architectures import architecture_of
+from hybrid_trt.architectures.calls import EngineCall
+from hybrid_trt.architectures.samples import sample_inputs
+from hybrid_trt.architectures.tensors import Profile, Range
+from hybrid_trt.backends import AUTO, backends, usable_backends
+from hybrid_trt.backends.torch_live.backend import file_name
+from hybrid_trt.backends.torch_live.session import LiveSession
+from hybrid_trt.engine_builder.jobs import BuildQueue
+from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason, Unavailable
+from hybrid_trt.engine_library.engine import describe_files
+from hybrid_trt.engine_library.parity import relative_error
+from hybrid_trt.engine_runtime.controlnet import back_with_engine
+from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.engine_sessions.file_session import FileSession, file_session
+from hybrid_trt.native_model import weights
+from hybrid_trt.native_model.network import NativeNetwork
+from hybrid_trt.native_model.weight_patches import (
     WeightPatches,
-    weights,
+    version_of,
 )
-from hybrid_trt.engine_library.library import describe_files  # noqa: E402
-from hybrid_trt.engine_library.native import NativeNetwork  # noqa: E402
-from hybrid_trt.engine_library.weight_patches import version_of  # noqa: E402
-from hybrid_trt.engine_runtime.controlnet import back_with_engine  # noqa: E402
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle  # noqa: E402
-from hybrid_trt.engine_runtime.hints import HintEncoder  # noqa: E402
-from hybrid_trt.engine_runtime.live_session import LiveSession  # noqa: E402
-from hybrid_trt.engine_runtime.session import Session, session  # noqa: E402
-
-sys.modules.setdefault("hybrid_trt.nodes", types.ModuleType("hybrid_trt.nodes")).__path__ = [str(ROOT / "nodes")]
-# these two without what registers the nodes
-node_states, outlook = (importlib.import_module(f"hybrid_trt.nodes.{name}") for name in ("node_states", "outlook"))
+from hybrid_trt.page_api import node_states, outlook
 
 TORCH = backends()["torch"]
 CUDA = torch.device("cuda", 0)
@@ -90,14 +79,14 @@ def test_nodes_of_one_network_with_other_patches_do_not_serve_each_others_weight
         references = [native(net, given) for net in nets]
         assert relative_error(references[1][-1], references[0][-1]) > 1e-3
         for i in (0, 1, 1, 0, 1):
-            results = handles[i].serve(None, lambda: dict(given))
+            _, results = handles[i].serve(None, lambda: EngineCall(dict(given), dict))
             for result, reference in zip(results.values(), references[i], strict=True):
                 assert relative_error(result, reference) <= 1e-5
 
 
 def test_a_patch_that_comes_between_two_runs_of_one_execution_is_in_the_encoded_hint() -> None:
     net = network("controlnet", "unlike_levels")
-    encoder, hint = HintEncoder(net, "float32"), torch.rand(1, 3, 72, 96)
+    encoder, hint = HintEncoder(net), torch.rand(1, 3, 72, 96)
     with torch.inference_mode():
         before = encoder(hint)
         first = net.module.input_hint_block[0].weight
@@ -129,7 +118,7 @@ def test_patches_of_strength_0_are_no_patches(tmp_path: Path) -> None:
     with torch.inference_mode():
         live.run(inputs_of(plain))
         version = live.live.weights.version
-        live.follow(weak.patcher)
+        live.follow(weak, weak.patcher)
         live.run(inputs_of(plain))
     assert live.live.weights.version == version
 
@@ -167,11 +156,11 @@ def published(folder: Path, contents: bytes) -> Engine:
 
 def test_an_engine_that_was_built_again_serves_in_the_place_of_the_open_one(tmp_path: Path) -> None:
     backend = ReadingBackend()
-    open_one = session(published(tmp_path, b"first"), backend, CPU)
+    open_one = file_session(published(tmp_path, b"first"), backend.load, CPU)
     open_one.load()
-    assert session(Library([tmp_path]).engines()[0], backend, CPU) is open_one
+    assert file_session(Library([tmp_path]).engines()[0], backend.load, CPU) is open_one
     assert open_one.loaded, "the same engine stays open"
-    assert session(published(tmp_path, b"the second"), backend, CPU) is open_one
+    assert file_session(published(tmp_path, b"the second"), backend.load, CPU) is open_one
     for _ in range(2):
         open_one.load()
         assert open_one._runner.contents == b"the second"
@@ -183,7 +172,7 @@ def test_an_engine_that_is_deleted_while_it_is_used_is_a_fallback(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = published(tmp_path, b"engine")
-    opened = Session(engine, ReadingBackend(), CPU)
+    opened = FileSession(engine, ReadingBackend().load, CPU)
     opened.load()
     opened.unload()
     if when != "before":
@@ -195,7 +184,7 @@ def test_an_engine_that_is_deleted_while_it_is_used_is_a_fallback(
 
 
 def test_a_lack_of_memory_for_a_calls_results_is_a_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = Session(published(tmp_path, b"engine"), ReadingBackend(), CPU)
+    opened = FileSession(published(tmp_path, b"engine"), ReadingBackend().load, CPU)
 
     def no_memory(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -226,7 +215,7 @@ def compiled_engine(net: NativeNetwork, folder: Path, created: str) -> Engine:
             if not isinstance(d, int)}
     name = file_name({symbol: size for symbol, size in OPT.items() if symbol in used})
     (building / name).write_bytes(created.encode())
-    identity = EngineIdentity("sd15_unet", TORCH.layout(net), "float32", PROFILE.only(used), "torch", TORCH.version(),
+    identity = EngineIdentity("sd15_unet", TORCH.weights(net), "float32", PROFILE.only(used), "torch", TORCH.version(),
                               TORCH.target(CPU))
     specs = architecture_of(net.module)
     return library.publish(building, Manifest(
@@ -252,12 +241,12 @@ def test_an_engine_that_cannot_be_opened_is_told_and_wanted_anew_and_tried_again
         for _ in range(2):
             assert relative_error(live.run(given)["out"], native(net, given)[0]) <= 1e-5
     assert opened == ["first"]
-    assert "the disk is gone" in live.status()
+    assert "the disk is gone" in live.status(PROFILE)
     assert live.lacks(PROFILE)
     later = LiveSession(with_lora(net), TORCH, "float32", Recorder())
     later.use(Library([tmp_path]).engines())
     assert later.lacks(PROFILE), "another session knows it too"
-    assert "the disk is gone" in later.status()
+    assert "the disk is gone" in later.status(PROFILE)
     for one in (live, later):
         one.use([compiled_engine(net, tmp_path, "second")])
         assert one.refusal is None
@@ -281,7 +270,7 @@ def test_a_nodes_state_on_the_page_tells_of_an_engine_that_was_not_opened(
     assert states.state("key", wish)["state"] == "ready"
     monkeypatch.setattr(type(TORCH), "open_live", refuse)
     with torch.inference_mode():
-        handle.serve(None, lambda: inputs_of(net))
+        handle.serve(None, lambda: EngineCall(inputs_of(net), dict))
     told = states.state("key", wish)
     assert told["state"] == "stale"
     assert told["engine"]["name"] == engine.folder.name
@@ -364,7 +353,7 @@ def test_auto_on_cuda_serves_without_an_engine_and_never_hashes_a_checkpoint(
         handle = EngineHandle(net, EngineChoice(profile), Library([tmp_path]), "1")
         given = inputs_of(net)
         with torch.inference_mode():
-            result = handle.serve(None, lambda given=given: dict(given))["out"]
+            result = handle.serve(None, lambda given=given: EngineCall(dict(given), dict))[1]["out"]
             assert relative_error(result, native(net, given)[0]) <= 1e-5
         assert handle.fallback is None
         assert "build an engine" in handle.status()

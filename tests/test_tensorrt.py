@@ -19,10 +19,13 @@ import networks
 import pytest
 import tensorrt_rtx as trt
 from hybrid_trt.architectures.tensors import Profile, Range, TensorSpec
-from hybrid_trt.backends import BuildError, BuildRequest, trt_build, trt_common
+from hybrid_trt.backends import BuildRequest
+from hybrid_trt.backends.tensorrt import build as trt_build
+from hybrid_trt.backends.tensorrt import flavour as trt_flavour
+from hybrid_trt.backends.tensorrt import messages
 from hybrid_trt.engine_builder import build as builder
-from hybrid_trt.engine_builder import parity
-from hybrid_trt.engine_library import Library
+from hybrid_trt.engine_builder.in_child import parity
+from hybrid_trt.engine_library import BuildError, Library
 from networks import PROFILE
 from pack import ROOT
 from trt_backends import FULL, RTX, ignore, small_request
@@ -93,7 +96,7 @@ def test_an_engine_is_built_from_the_very_graph_that_was_proved(
 def test_what_was_built_is_an_engine_in_the_eyes_of_the_runtime(request_here: BuildRequest) -> None:
     (name,) = RTX.build(request_here, ignore)
     engine = (request_here.folder / name).read_bytes()
-    runtime = trt.Runtime(trt_common.shared_logger(trt))
+    runtime = trt.Runtime(messages.shared_logger(trt))
     bad_file = runtime.get_engine_validity(b"no engine at all" * 1000)[1]
     assert bad_file == int(trt.EngineInvalidityDiagnostics.MALFORMED_ENGINE)
     _validity, diagnostics = runtime.get_engine_validity(engine)
@@ -281,7 +284,7 @@ def test_a_timing_cache_that_cannot_be_written_fails_no_build(request_here: Buil
 
 
 def test_timings_are_kept_per_gpu_and_version(request_here: BuildRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trt_common, "_import", lambda _flavour: SimpleNamespace(__version__="11.4.0.106"))
+    monkeypatch.setattr(trt_flavour, "_import", lambda _flavour: SimpleNamespace(__version__="11.4.0.106"))
     path = FULL._timing_cache(replace(request_here, target="sm_90 NVIDIA H200"))
     assert path == request_here.folder.parent / ".timing-11-4-0-106-sm-90-nvidia-h200.cache"
 

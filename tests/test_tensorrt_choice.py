@@ -11,10 +11,13 @@ import networks
 import pytest
 import tensorrt_rtx as trt
 import torch
-from hybrid_trt.backends import BuildError, BuildRequest, backends, trt_build, trt_common
-from hybrid_trt.backends import tensorrt_rtx as rtx_backend
-from hybrid_trt.backends.trt_common import Flavour, Gpu
-from hybrid_trt.engine_library import Reason, Unavailable
+from hybrid_trt.backends import BuildRequest, backends
+from hybrid_trt.backends.tensorrt import build as trt_build
+from hybrid_trt.backends.tensorrt import flavour as trt_flavour
+from hybrid_trt.backends.tensorrt import rtx as rtx_backend
+from hybrid_trt.backends.tensorrt.flavour import Flavour
+from hybrid_trt.backends.tensorrt.gpu import Gpu
+from hybrid_trt.engine_library import BuildError, Reason, Unavailable
 from trt_backends import ADA, CUDA, FULL, HOPPER, PASCAL, RTX, TURING, gpu, ignore, manifest
 
 pytestmark = pytest.mark.tensorrt
@@ -77,7 +80,7 @@ def test_which_rtx_engines_run_on_which_gpu(
 
 def test_full_tensorrt_engines_belong_to_one_model_of_gpu_and_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(monkeypatch, HOPPER)
-    monkeypatch.setattr(trt_common, "_import", lambda _flavour: SimpleNamespace(__version__="11.4.0.106"))
+    monkeypatch.setattr(trt_flavour, "_import", lambda _flavour: SimpleNamespace(__version__="11.4.0.106"))
     assert FULL.refuses(manifest(FULL, "11.4.0.106", "sm_90 NVIDIA H200"), CUDA) is None
     assert FULL.refuses(manifest(FULL, "11.4.0.106", "sm_90 NVIDIA H100"), CUDA).reason is Reason.WRONG_GPU
     assert FULL.refuses(manifest(FULL, "11.4.0.105", "sm_90 NVIDIA H200"), CUDA).reason is Reason.STALE_ENGINE
@@ -136,7 +139,7 @@ def test_a_package_that_does_not_load_or_serve_is_no_crash(
     name = f"broken_{abs(hash(text))}"
     (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    refusal = trt_common.missing(Flavour(name, "TensorRT-RTX", ((1, 7), (1, 8)), "tensorrt-rtx"))
+    refusal = trt_flavour.missing(Flavour(name, "TensorRT-RTX", ((1, 7), (1, 8)), "tensorrt-rtx"))
     assert refusal.reason is Reason.BACKEND_MISSING
     assert told in refusal.detail
     assert "pip install" in refusal.detail

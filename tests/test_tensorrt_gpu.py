@@ -12,12 +12,12 @@ from pathlib import Path
 import networks
 import pytest
 import torch
+from hybrid_trt.architectures.samples import sample_inputs
 from hybrid_trt.backends import backends, onnxruntime
 from hybrid_trt.engine_builder import build as builder
-from hybrid_trt.engine_builder.onnx_export import sample_inputs
-from hybrid_trt.engine_builder.parity import LIMITS, relative_error
 from hybrid_trt.engine_library import Engine, Library
-from hybrid_trt.engine_runtime.session import Session
+from hybrid_trt.engine_library.parity import LIMITS, relative_error
+from hybrid_trt.engine_sessions.file_session import FileSession
 
 pytestmark = [pytest.mark.gpu, pytest.mark.tensorrt]
 
@@ -55,7 +55,7 @@ def build(network: object, precision: str, backend: object, folder: Path) -> Eng
 def reference(engine: Engine, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What the same graph in float32 gives in ONNX Runtime on the CPU."""
     with_cpu = {name: tensor.float().cpu() for name, tensor in given.items()}
-    return Session(engine, onnxruntime.BACKEND, networks.CPU).run(with_cpu)
+    return FileSession(engine, onnxruntime.BACKEND.load, networks.CPU).run(with_cpu)
 
 
 def inputs_of(engine: Engine, symbols: dict[str, int], seed: int) -> dict[str, torch.Tensor]:
@@ -70,7 +70,7 @@ def worst(outputs: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
 @pytest.mark.parametrize("kind", ["unet", "controlnet"])
 def test_it_computes_what_onnx_runtime_computes_at_changing_shapes(backend: object, pair: dict, kind: str) -> None:
     engine, same = pair[kind]
-    session = Session(engine, backend, GPU)
+    session = FileSession(engine, backend.load, GPU)
     for seed, symbols in enumerate(CALLS):
         given = inputs_of(engine, symbols, seed)
         assert worst(session.run(given), reference(same, given)) <= LIMITS[engine.manifest.identity.precision], symbols
@@ -78,7 +78,7 @@ def test_it_computes_what_onnx_runtime_computes_at_changing_shapes(backend: obje
 
 def test_residuals_that_are_switched_off_leave_nothing_behind(backend: object, pair: dict) -> None:
     engine, same = pair["unet"]
-    session = Session(engine, backend, GPU)
+    session = FileSession(engine, backend.load, GPU)
     given = inputs_of(engine, CALLS[0], 5)
     plain = {name: tensor for name, tensor in given.items() if not name.startswith("control_")}
     for call in (given, plain, given, plain):
@@ -87,7 +87,7 @@ def test_residuals_that_are_switched_off_leave_nothing_behind(backend: object, p
 
 def test_outputs_are_the_callers_and_inputs_stay_as_they_are(backend: object, pair: dict) -> None:
     engine, _same = pair["controlnet"]
-    session = Session(engine, backend, GPU)
+    session = FileSession(engine, backend.load, GPU)
     given = inputs_of(engine, CALLS[0], 6)
     before = {name: tensor.clone() for name, tensor in given.items()}
     first = session.run(given)
@@ -102,7 +102,7 @@ def test_outputs_are_the_callers_and_inputs_stay_as_they_are(backend: object, pa
 def test_two_engines_in_turn_share_scratch_and_do_not_disturb_each_other(
     backend: object, pair: dict, own_stream: bool
 ) -> None:
-    sessions = {kind: Session(pair[kind][0], backend, GPU) for kind in pair}
+    sessions = {kind: FileSession(pair[kind][0], backend.load, GPU) for kind in pair}
     given = {kind: inputs_of(pair[kind][0], CALLS[0], 8) for kind in pair}
     expected = {kind: reference(pair[kind][1], given[kind]) for kind in pair}
     results = []
@@ -121,7 +121,7 @@ def test_two_engines_in_turn_share_scratch_and_do_not_disturb_each_other(
 
 def test_unloading_while_the_gpu_works_is_safe(backend: object, pair: dict) -> None:
     engine, same = pair["unet"]
-    session = Session(engine, backend, GPU)
+    session = FileSession(engine, backend.load, GPU)
     given = inputs_of(engine, CALLS[2], 9)
     outputs = [session.run(given) for _ in range(5)]
     session.unload()
@@ -132,7 +132,7 @@ def test_unloading_while_the_gpu_works_is_safe(backend: object, pair: dict) -> N
 
 def test_memory_is_told_and_given_back(backend: object, pair: dict) -> None:
     engine, _same = pair["unet"]
-    session = Session(engine, backend, GPU)
+    session = FileSession(engine, backend.load, GPU)
     torch.cuda.synchronize()
     free_before, _total = torch.cuda.mem_get_info(GPU)
     session.run(inputs_of(engine, CALLS[2], 10))
@@ -162,7 +162,7 @@ def test_rtx_keeps_the_kernels_that_it_compiled(backend: object, pair: dict) -> 
     if backend.name != "tensorrt_rtx":
         pytest.skip("TensorRT compiles all kernels when it builds")
     engine, _same = pair["unet"]
-    session = Session(engine, backend, GPU)
+    session = FileSession(engine, backend.load, GPU)
     session.run(inputs_of(engine, CALLS[0], 12))
     session.unload()
     (kept,) = engine.folder.glob("kernels-*.cache")

@@ -15,7 +15,9 @@ import pytest
 import tensorrt_rtx as trt
 import torch
 from hybrid_trt.architectures.tensors import TensorSpec
-from hybrid_trt.backends import trt_common, trt_jit_cache, trt_runner
+from hybrid_trt.backends.tensorrt import jit_cache as trt_jit_cache
+from hybrid_trt.backends.tensorrt import messages
+from hybrid_trt.backends.tensorrt import runner as trt_runner
 from hybrid_trt.engine_library import Reason, Unavailable
 
 pytestmark = pytest.mark.tensorrt
@@ -25,8 +27,8 @@ def test_a_file_that_is_no_engine_is_told(tmp_path: Path) -> None:
     path = tmp_path / "sd15_unet-x" / "engine.trt"
     path.parent.mkdir()
     path.write_bytes(b"this is no engine" * 1000)
-    logger = trt_common.shared_logger(trt)
-    with trt_common.collected_errors(logger) as errors, pytest.raises(Unavailable) as refused:
+    logger = messages.shared_logger(trt)
+    with messages.collected_errors(logger) as errors, pytest.raises(Unavailable) as refused:
         trt_runner.deserialise(trt.Runtime(logger), "TensorRT-RTX", path, errors)
     assert refused.value.fallback.reason in (Reason.BROKEN_ENGINE, Reason.ENGINE_FAILED)
     assert "sd15_unet-x" in refused.value.fallback.detail

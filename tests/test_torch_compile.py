@@ -14,14 +14,14 @@ from scenarios import Scenario, compare
 
 import_comfy()
 
-import comfy.sd  # noqa: E402
-from comfy_api.torch_helpers import set_torch_compile_wrapper  # noqa: E402
-from hybrid_trt.engine_builder.profiles import profile_of  # noqa: E402
-from hybrid_trt.engine_library import Library  # noqa: E402
-from hybrid_trt.engine_library.native import NativeNetwork  # noqa: E402
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle  # noqa: E402
-from hybrid_trt.engine_runtime.unet import patch_model  # noqa: E402
-from sampling import STEPS, error, sample  # noqa: E402
+import comfy.sd
+from comfy_api.torch_helpers import set_torch_compile_wrapper
+from hybrid_trt.engine_library import Library
+from hybrid_trt.engine_runtime.backbone import patch_model
+from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.native_model.network import NativeNetwork
+from profiles import profile_of
+from sampling import STEPS, error, sample
 
 COMPILED = ("TorchCompileModel", {"backend": "cudagraphs"})  # the node's one backend that needs no compiler on a CPU
 NAME = "tiny_sd15_flat_unet"

@@ -18,14 +18,16 @@ from pathlib import Path
 import networks
 import pytest
 import torch
+from hybrid_trt.architectures import Role
+from hybrid_trt.architectures.samples import sample_inputs
 from hybrid_trt.backends import backends
-from hybrid_trt.engine_builder.build import BuildOrder, build_engine
-from hybrid_trt.engine_builder.onnx_export import sample_inputs
-from hybrid_trt.engine_builder.parity import relative_error
+from hybrid_trt.backends.torch_live.session import LiveSession
+from hybrid_trt.engine_builder.build import build_engine
+from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Unavailable, local_key
-from hybrid_trt.engine_library.native import NativeNetwork
-from hybrid_trt.engine_runtime.cuda_graphs import GraphCache
-from hybrid_trt.engine_runtime.live_session import LiveSession
+from hybrid_trt.engine_library.parity import relative_error
+from hybrid_trt.engine_sessions.cuda_graphs import GraphCache
+from hybrid_trt.native_model.network import NativeNetwork
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")]
 
@@ -54,8 +56,8 @@ def native(net: NativeNetwork, given: dict[str, torch.Tensor]) -> list[torch.Ten
     module = copy.deepcopy(net.module).to(GPU)
     net.patcher.unpatch_model(networks.CPU)
     given = {name: tensor.clone() for name, tensor in given.items()}
-    given["timesteps"] = given["timesteps"].to(HALF) if net.kind == "controlnet" else given["timesteps"]
-    if net.kind == "controlnet":
+    given["timesteps"] = given["timesteps"].to(HALF) if net.role is Role.CONTROLNET else given["timesteps"]
+    if net.role is Role.CONTROLNET:
         result = module(**given)
         return [*result["output"], *result["middle"]]
     outputs = [given.pop(name) for name in list(given) if name.startswith("control_output")]

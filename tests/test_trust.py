@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from builds import order, read_only, small_network
 from fake_engine import publish_engine
+from hybrid_trt.architectures.latent import ANY
 from hybrid_trt.architectures.tensors import Profile, Range
-from hybrid_trt.backends import BuildError, backends
+from hybrid_trt.backends import backends
 from hybrid_trt.engine_builder.build import build_engine, run_here
-from hybrid_trt.engine_builder.check_step import sizes_to_check
 from hybrid_trt.engine_library import (
+    BuildError,
     Engine,
     Library,
     Manifest,
@@ -26,10 +27,11 @@ from hybrid_trt.engine_library import (
     trust,
 )
 from hybrid_trt.engine_library.archive import export_engine, import_engine
-from hybrid_trt.engine_library.library import describe_files
+from hybrid_trt.engine_library.engine import describe_files
 from hybrid_trt.engine_library.manifest import RECORD_NAME
-from hybrid_trt.engine_library.native import NativeNetwork
 from hybrid_trt.engine_library.states import BROKEN, READY, STALE, UNCHECKED, entries
+from hybrid_trt.native_model.hash_cache import source_changed
+from hybrid_trt.native_model.network import NativeNetwork
 
 PROFILE = Profile({"B": Range(1, 2, 2), "H": Range(4, 8, 12), "W": Range(4, 8, 12), "T": Range(77, 77, 77)})
 
@@ -42,7 +44,7 @@ def key_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def state(root: Path) -> tuple[str, str]:
-    (entry,) = entries(Library([root]), lambda _: None)
+    (entry,) = entries(Library([root]), lambda _: None, source_changed)
     return entry.state, entry.reason
 
 
@@ -290,9 +292,9 @@ def test_a_check_that_is_cancelled_says_nothing_of_the_engine(
 
 
 def test_checks_look_at_the_ends_of_the_profile_and_stay_small_on_a_cpu() -> None:
-    on_gpu = sizes_to_check(PROFILE, on_cpu=False)
+    on_gpu = ANY.examples(PROFILE).extremes
     assert [(sizes["B"], sizes["H"]) for sizes in on_gpu] == [(1, 4), (2, 8), (2, 12)]
     large = {**PROFILE.to_json(), "H": [4, 64, 128], "W": [4, 64, 128], "B": [1, 2, 16], "HB": [1, 1, 16]}
     profile = type(PROFILE).from_json(large)
-    assert [(s["B"], s["HB"]) for s in sizes_to_check(profile, on_cpu=True)] == [(1, 1), (2, 1), (1, 1)]
-    assert [(s["B"], s["HB"]) for s in sizes_to_check(profile, on_cpu=False)] == [(1, 1), (2, 1), (16, 16)]
+    assert [(s["B"], s["HB"]) for s in ANY.examples(profile).extremes_on_cpu] == [(1, 1), (2, 1), (1, 1)]
+    assert [(s["B"], s["HB"]) for s in ANY.examples(profile).extremes] == [(1, 1), (2, 1), (16, 16)]

@@ -10,15 +10,10 @@ import pytest
 import torch
 from builds import read_only, small_network
 from fake_engine import PROFILE, SPECS
-from hybrid_trt.engine_library import (
-    EngineIdentity,
-    Library,
-    Manifest,
-    hash_cache,
-    weights,
-)
-from hybrid_trt.engine_library.library import describe_files
-from hybrid_trt.engine_library.native import NativeNetwork
+from hybrid_trt.engine_library import EngineIdentity, Library, Manifest
+from hybrid_trt.engine_library.engine import describe_files
+from hybrid_trt.native_model import hash_cache, weights
+from hybrid_trt.native_model.network import NativeNetwork
 
 UNDER_WINDOWS_RULES_TOO = True
 

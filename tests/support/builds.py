@@ -17,14 +17,14 @@ from pack import ROOT, import_comfy
 
 import_comfy()
 
-import comfy.model_patcher  # noqa: E402
-import comfy.ops  # noqa: E402
-import torch  # noqa: E402
-from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel  # noqa: E402
-from hybrid_trt import backends  # noqa: E402
-from hybrid_trt.architectures.tensors import Profile, Range  # noqa: E402
-from hybrid_trt.engine_builder.build import BuildOrder  # noqa: E402
-from hybrid_trt.engine_library.native import UNET_PREFIX, NativeNetwork  # noqa: E402
+import comfy.model_patcher
+import comfy.ops
+import torch
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+from hybrid_trt import backends
+from hybrid_trt.architectures.tensors import Profile, Range
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.native_model.network import UNET_PREFIX, NativeNetwork
 
 CPU = torch.device("cpu")
 PROFILE = Profile({"B": Range(1, 2, 4), "H": Range(4, 16, 40), "W": Range(4, 16, 40), "T": Range(77, 77, 154)})
@@ -68,7 +68,7 @@ def children(pid: int | None = None) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(pid).children(recursive=True):
         try:
-            if "engine_builder.child" in child.cmdline():
+            if "engine_builder.in_child.main" in child.cmdline():
                 found += [child, *child.children(recursive=True)]
         except psutil.NoSuchProcess:
             pass

@@ -7,7 +7,7 @@ from pathlib import Path
 import pack  # noqa: F401
 from hybrid_trt.architectures.tensors import Dim, Profile, Range, TensorSpec
 from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest
-from hybrid_trt.engine_library.library import describe_files
+from hybrid_trt.engine_library.engine import describe_files
 
 PROFILE = Profile({"B": Range(1, 2, 2)})
 SPECS = (TensorSpec("x", "float32", (1, 4)),)

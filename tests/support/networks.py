@@ -11,12 +11,12 @@ import torch
 
 pack.import_comfy()
 
-import comfy.model_patcher  # noqa: E402
-import comfy.ops  # noqa: E402
-from comfy.cldm.cldm import ControlNet  # noqa: E402
-from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel  # noqa: E402
-from hybrid_trt.architectures.tensors import Profile, Range  # noqa: E402
-from hybrid_trt.engine_library.native import UNET_PREFIX, NativeNetwork  # noqa: E402
+import comfy.model_patcher
+import comfy.ops
+from comfy.cldm.cldm import ControlNet
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+from hybrid_trt.architectures.tensors import Profile, Range
+from hybrid_trt.native_model.network import UNET_PREFIX, NativeNetwork
 
 CPU = torch.device("cpu")
 

@@ -11,19 +11,20 @@ from pack import import_comfy
 
 import_comfy()
 
-import comfy.sd  # noqa: E402
-from comfy import model_management  # noqa: E402
-from comfy.model_patcher import ModelPatcher  # noqa: E402
-from comfy_execution.utils import CurrentNodeContext  # noqa: E402
-from hybrid_trt.backends import backends  # noqa: E402
-from hybrid_trt.engine_builder.build import BuildOrder, build_engine, run_here  # noqa: E402
-from hybrid_trt.engine_builder.profiles import profile_of  # noqa: E402
-from hybrid_trt.engine_library import Library, Reason, Unavailable  # noqa: E402
-from hybrid_trt.engine_library.native import NativeNetwork  # noqa: E402
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle  # noqa: E402
-from hybrid_trt.engine_runtime.memory import EnginePatcher  # noqa: E402
-from hybrid_trt.engine_runtime.unet import patch_model  # noqa: E402
-from sampling import sample  # noqa: E402
+import comfy.sd
+from comfy import model_management
+from comfy.model_patcher import ModelPatcher
+from comfy_execution.utils import CurrentNodeContext
+from hybrid_trt.backends import backends
+from hybrid_trt.engine_builder.build import build_engine, run_here
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import Library, Reason, Unavailable
+from hybrid_trt.engine_runtime.backbone import patch_model
+from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.engine_runtime.memory import EnginePatcher
+from hybrid_trt.native_model.network import NativeNetwork
+from profiles import profile_of
+from sampling import sample
 
 CPU = torch.device("cpu")
 NAME = "tiny_sd15_flat_unet"

@@ -9,9 +9,9 @@ import torch
 
 pack.import_comfy()
 
-import comfy.sample  # noqa: E402
-from comfy.controlnet import ControlBase  # noqa: E402
-from comfy.model_patcher import ModelPatcher  # noqa: E402
+import comfy.sample
+from comfy.controlnet import ControlBase
+from comfy.model_patcher import ModelPatcher
 
 STEPS = 4
 

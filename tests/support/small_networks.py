@@ -9,11 +9,13 @@ from pack import import_comfy
 
 import_comfy()
 
-import comfy.model_patcher  # noqa: E402
-import comfy.ops  # noqa: E402
-from comfy.cldm.cldm import ControlNet  # noqa: E402
-from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel  # noqa: E402
-from hybrid_trt.engine_library.native import UNET_PREFIX, NativeNetwork  # noqa: E402
+import comfy.model_patcher
+import comfy.ops
+from comfy.cldm.cldm import ControlNet
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+from hybrid_trt.architectures import Role
+from hybrid_trt.engine_sessions.preludes import LivePreludes
+from hybrid_trt.native_model.network import UNET_PREFIX, NativeNetwork
 
 CPU = torch.device("cpu")
 SMALL = {"model_channels": 64, "legacy": False, "image_size": 32, "in_channels": 4, "use_spatial_transformer": True}
@@ -64,6 +66,18 @@ def network(
     return NativeNetwork(patcher, module, prefix, torch.float32, f"{layout}.safetensors")
 
 
+class HintEncoder:
+    """The preludes of a ControlNet as a function of the hint."""
+
+    def __init__(self, net: NativeNetwork, precision: str = "float32"):
+        self.net = net
+        self.live = LivePreludes(net, precision)
+
+    def __call__(self, hint: torch.Tensor) -> torch.Tensor:
+        self.live.follow(self.net.patcher)
+        return self.live.run({"hint": hint}, {})["hint"]
+
+
 def lora_for(net: NativeNetwork) -> dict[str, tuple]:
     """A dense difference for every cross-attention projection, strong enough to see."""
     generator = torch.Generator().manual_seed(5)
@@ -83,9 +97,11 @@ def with_lora(net: NativeNetwork) -> NativeNetwork:
 def native_call(net: NativeNetwork, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """The native module's own forward, with the attention that this ComfyUI uses."""
     given = {name: tensor.clone() for name, tensor in given.items()}
-    if net.kind == "controlnet":
+    if net.role is Role.CONTROLNET:
         result = net.module(**given)
         return [*result["output"], *result["middle"]]
     outputs = [given.pop(name) for name in list(given) if name.startswith("control_output")]
-    control = {"input": [], "output": outputs, "middle": [given.pop("control_middle_0")]}
+    blocks = [f"control_input_{i}" for i in range(len(net.module.input_blocks))]
+    inputs = [given.pop(name, None) for name in reversed(blocks)]
+    control = {"input": inputs, "output": outputs, "middle": [given.pop("control_middle_0")]}
     return [net.module(**given, control=control, transformer_options={})]

@@ -9,11 +9,10 @@ import networks
 import pytest
 import torch
 from hybrid_trt.backends import BuildRequest
-from hybrid_trt.backends import tensorrt as tensorrt_backend
-from hybrid_trt.backends import tensorrt_rtx as rtx_backend
-from hybrid_trt.backends.trt_common import Gpu
-from hybrid_trt.engine_builder.onnx_export import export_onnx
-from hybrid_trt.engine_builder.steps import TRACED
+from hybrid_trt.backends.tensorrt import full as tensorrt_backend
+from hybrid_trt.backends.tensorrt import rtx as rtx_backend
+from hybrid_trt.backends.tensorrt.gpu import Gpu
+from hybrid_trt.engine_builder.in_child.onnx_export import export_onnx
 from hybrid_trt.engine_library import EngineIdentity, Manifest
 from networks import PROFILE
 
@@ -36,7 +35,8 @@ def small_request(precision: str, folder: Path) -> BuildRequest:
     architecture = network.architecture()
     inputs = tuple(architecture.inputs(network.module, precision))
     outputs = tuple(architecture.outputs(network.module, precision))
-    graph = export_onnx(architecture.function(network.module), inputs, outputs, TRACED, folder)
+    traced = architecture.examples(PROFILE).traced
+    graph = export_onnx(architecture.function(network.module), inputs, outputs, traced, folder)
     return BuildRequest(graph, inputs, outputs, PROFILE, folder, "portable")
 
 

@@ -22,6 +22,8 @@ class SlowBackend:
     preference = -1
     measured_on = ()
     builds_on_gpu = False
+    build_memory = 0.0
+    runs_live_weights = False
 
     def version(self) -> str:
         return os.environ.get("HYBRID_TRT_TEST_VERSION", "1")
@@ -37,6 +39,9 @@ class SlowBackend:
 
     def refuses(self, manifest: Any, device: Any) -> None:
         return None
+
+    def weights(self, network: Any, check: Any = None) -> str:
+        return network.weights_hash(check)
 
     def build(self, request: Any, progress: Any) -> list[str]:
         (request.folder / "engine.slow").write_bytes(b"slow" * 1000)
@@ -91,3 +96,4 @@ class SlowBackend:
 
 
 BACKEND = SlowBackend()
+BACKENDS = (BACKEND,)

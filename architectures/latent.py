@@ -1,0 +1,119 @@
+"""Sizes of networks that work on the latents of still images, which most of ComfyUI's networks do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from .sizes import Asked, Examples, Sizes, Symbol
+from .tensors import Profile, Range
+
+LATENT = 8
+"""Pixels per latent element."""
+CHUNK = 77
+"""Tokens of the shortest prompt; longer ones have a multiple."""
+CPU_ELEMENTS = 2 * 64 * 64
+"""On a CPU the batch of a large call is halved until it has no more latent elements than this."""
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """The sizes of networks that work on the latents of still images: batch, height, width, tokens, batch of hints.
+
+    ComfyUI runs the positive and the negative prompt together, so the batch is up to twice the images.
+    """
+
+    sizes: Sizes
+
+    symbols = {
+        "B": Symbol("batch"),
+        "H": Symbol("height", LATENT, "px"),
+        "W": Symbol("width", LATENT, "px"),
+        "T": Symbol("prompt tokens"),
+        "HB": Symbol("hint batch"),
+    }
+
+    def profile(self, asked: Asked) -> Profile:
+        """See ``Architecture``. Where the family's sizes contradict a number that was given, the number wins."""
+        asked.check()
+        given = [size for size in (asked.min_size, asked.opt_size, asked.max_size) if size]
+        low = asked.min_size or min(self.sizes.min_size, *given, self.sizes.max_size)
+        high = asked.max_size or max(self.sizes.max_size, *given, low)
+        best = asked.opt_size or min(max(self.sizes.opt_size, low), high)
+        images = asked.max_images or self.sizes.max_images
+        size = Range(max(1, low // LATENT), max(1, best // LATENT), math.ceil(high / LATENT))
+        tokens = Range(CHUNK, CHUNK, max(CHUNK, asked.max_tokens or self.sizes.max_tokens))
+        hints = Range(1, 1, 2 * images)
+        return Profile({"B": Range(1, 2, 2 * images), "H": size, "W": size, "T": tokens, "HB": hints})
+
+    def examples(self, profile: Profile) -> Examples:
+        """See ``Architecture``: odd sizes, another batch, a long prompt; a hint for the whole batch and for each."""
+        small = {"B": 1, "H": 16, "W": 16, "T": CHUNK, "HB": 1}
+        odd = {"B": 2, "H": 15, "W": 19, "T": 2 * CHUNK, "HB": 1}
+        batched = {"B": 2, "H": 9, "W": 12, "T": CHUNK, "HB": 2}
+        opt = profile.sizes("opt")
+        batches = [opt["B"]] + ([opt["B"] // 2] if opt["B"] % 2 == 0 else [])
+        return Examples(
+            traced=batched,
+            compared=_unlike(profile.clamp(sizes) for sizes in (small, odd, batched)),
+            compiled=[{**opt, "B": batch, **({"HB": 1} if "HB" in opt else {})} for batch in batches],
+            extremes=_extremes(profile, math.inf),
+            extremes_on_cpu=_extremes(profile, CPU_ELEMENTS),
+        )
+
+    def words(self, profile: Profile) -> str:
+        """See ``Architecture``: ``256-1024 px, batch 1-2, 77-231 tokens``."""
+        parts = []
+        if {"H", "W"} <= profile.ranges.keys():
+            height, width = (_span(profile.ranges[symbol], LATENT) for symbol in "HW")
+            parts.append(f"{width} px" if height == width else f"{width} x {height} px")
+        if "B" in profile.ranges:
+            parts.append(f"batch {_span(profile.ranges['B'])}")
+        if "T" in profile.ranges:
+            parts.append(f"{_span(profile.ranges['T'])} tokens")
+        return ", ".join(parts)
+
+    def limits(self, profile: Profile) -> dict[str, int] | None:
+        """See ``Architecture``."""
+        if not {"H", "W", "B"} <= profile.ranges.keys():
+            return None
+        height, width, batch = (profile.ranges[symbol] for symbol in "HWB")
+        return {
+            "min": LATENT * max(height.min, width.min),
+            "max": LATENT * min(height.max, width.max),
+            "images": batch.max // 2,
+        }
+
+
+ANY = LatentSizes(Sizes("", 64, 512, 1024))
+"""For networks of no known family."""
+
+
+def _span(sizes: Range, step: int = 1) -> str:
+    return f"{sizes.min * step}" if sizes.min == sizes.max else f"{sizes.min * step}-{sizes.max * step}"
+
+
+def _extremes(profile: Profile, most: float) -> list[dict[str, int]]:
+    """The least, best and largest sizes; a hint belongs to the whole batch or to each image."""
+    found, least = [], profile.sizes("min").get("B", 1)
+    for which in ("min", "opt", "max"):
+        sizes = profile.sizes(which)
+        while sizes.get("B", 1) // 2 >= least and _elements(sizes) > most:
+            sizes["B"] //= 2
+        if "HB" in sizes and sizes["HB"] not in (1, sizes["B"]):
+            sizes["HB"] = profile.clamp({"HB": 1})["HB"]
+        found.append(sizes)
+    return _unlike(found)
+
+
+def _elements(sizes: Mapping[str, int]) -> int:
+    return sizes["B"] * sizes.get("H", 1) * sizes.get("W", 1)
+
+
+def _unlike(cases: Iterable[dict[str, int]]) -> list[dict[str, int]]:
+    found: list[dict[str, int]] = []
+    for sizes in cases:
+        if sizes not in found:
+            found.append(sizes)
+    return found

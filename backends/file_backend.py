@@ -1,0 +1,44 @@
+"""What backends share whose engines are files with the weights in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ..engine_library import BuildError, Engine, Fallback
+from . import LiveTask, Progress
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..engine_sessions.file_session import FileSession
+    from ..engine_sessions.session import Runner
+    from ..native_model.network import NativeNetwork
+
+
+class FileBackend:
+    """Base of such backends. They have ``load`` in the place of sessions of their own."""
+
+    build_memory = 0.0
+    runs_live_weights = False
+
+    def weights(self, network: NativeNetwork, check: Callable[[], None] | None = None) -> str:
+        return network.weights_hash(check)
+
+    def compile(self, function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
+        raise BuildError("this backend builds from ONNX graphs, not from live networks")
+
+    def load(self, engine: Engine, device: torch.device) -> Runner:
+        """Open an engine for running on a device.
+
+        Raises:
+            Unavailable: it cannot be opened here.
+        """
+        raise NotImplementedError
+
+    def session(
+        self, network: NativeNetwork, engines: Sequence[Engine], precision: str, passed_over: Fallback | None
+    ) -> FileSession:
+        from ..engine_sessions.file_session import file_session  # which needs ComfyUI
+
+        return file_session(engines[0], lambda engine, device: self.load(engine, device), network.device)

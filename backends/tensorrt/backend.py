@@ -1,0 +1,59 @@
+"""What the two TensorRT backends share."""
+
+from __future__ import annotations
+
+import torch
+
+from ...engine_library import Engine, Fallback, Manifest, Reason
+from ..file_backend import FileBackend
+from .flavour import Flavour, import_flavour, missing
+from .gpu import Gpu
+from .runner import TensorRTRunner
+
+
+class TensorRTBackend(FileBackend):
+    """The part of the backend protocol in which the two flavours agree; they differ in GPUs and in targets."""
+
+    flavour: Flavour
+    build_memory = 2.2
+
+    def version(self) -> str:
+        """Exact version of the installed package: an engine runs with no other.
+
+        Raises:
+            Unavailable: the package is not there, or cannot be loaded.
+        """
+        return import_flavour(self.flavour).__version__
+
+    def target(self, device: torch.device) -> str:
+        raise NotImplementedError
+
+    def runs_on(self, target: str, gpu: Gpu) -> bool:
+        """Whether an engine built for a target runs on a GPU."""
+        raise NotImplementedError
+
+    def wrong_gpu(self, device: torch.device) -> Fallback | None:
+        """Why this flavour does not run on a device whatever is installed, or None."""
+        if Gpu.of(device) is None:
+            return Fallback(Reason.WRONG_GPU, f"{self.flavour.title} needs an NVIDIA GPU, the model runs on {device}")
+        return None
+
+    def unavailable(self, device: torch.device) -> Fallback | None:
+        return self.wrong_gpu(device) or missing(self.flavour)
+
+    def refuses(self, manifest: Manifest, device: torch.device) -> Fallback | None:
+        if (why := self.unavailable(device)) is not None:
+            return why
+        identity, title = manifest.identity, self.flavour.title
+        if identity.backend_version != self.version():
+            return Fallback(
+                Reason.STALE_ENGINE,
+                f"it was built with {title} {identity.backend_version} and {self.version()} is installed",
+            )
+        gpu = Gpu.of(device)
+        if not self.runs_on(identity.device, gpu):
+            return Fallback(Reason.WRONG_GPU, f"the {title} engine was built for {identity.device}, this GPU is {gpu}")
+        return None
+
+    def load(self, engine: Engine, device: torch.device) -> TensorRTRunner:
+        return TensorRTRunner(import_flavour(self.flavour), self.flavour.title, engine, device)

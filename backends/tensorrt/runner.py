@@ -1,0 +1,199 @@
+"""A loaded TensorRT engine: one code path for TensorRT 10, 11 and RTX."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import re
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ...engine_library import Engine, Reason, Unavailable
+from .gpu import Gpu
+from .jit_cache import JitCache
+from .messages import collected_errors, last_errors, shared_logger
+
+SAVE_AFTER_CALLS = 20
+"""Calls after a new shape until its kernels are saved: about a prompt, since they are compiled in the background."""
+
+
+class TensorRTRunner:
+    """An engine and its execution context.
+
+    Every call sets all shapes and all addresses anew, so nothing of an earlier call can be left in the bindings. Work
+    is ordered on torch's current stream and never waited for. Scratch memory is torch's, taken anew for each call: as
+    its allocator reuses memory in the stream's order, engines that run one after the other share the same bytes.
+
+    Attributes:
+        device: where inputs and outputs have to be.
+        scratch_bytes: what the largest call of the profile needs beside the weights.
+        bytes: weights and scratch of the largest call.
+    """
+
+    def __init__(self, trt: ModuleType, title: str, engine: Engine, device: torch.device):
+        """Open an engine's main file.
+
+        Raises:
+            Unavailable: TensorRT refuses the file, or its tensors are not those of the manifest.
+        """
+        self.device = device
+        self._title = title
+        self._logger = shared_logger(trt)
+        with torch.cuda.device(device):
+            self._native = _Native(trt, title, engine, device)
+            # a plain attribute would be dropped while the GPU may still be running the engine
+            weakref.finalize(self, self._native.close)
+            self._side_stream = torch.cuda.Stream(device)
+        self.scratch_bytes: int = self._native.engine.device_memory_size_v2
+        self.bytes = engine.manifest.bytes + self.scratch_bytes
+        self._shapes: tuple | None = None
+        self._calls_until_save = SAVE_AFTER_CALLS
+
+    def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
+        """Enqueue one call into ``outputs``; see the protocol.
+
+        Raises:
+            RuntimeError: TensorRT refused a shape or could not enqueue; has its last errors.
+        """
+        with torch.cuda.device(self.device), collected_errors(self._logger) as errors:
+            current = torch.cuda.current_stream(self.device)
+            # on the default stream TensorRT synchronises, so there a side stream takes over and hands back
+            stream = self._side_stream if current.cuda_stream == 0 else current
+            scratch = self._bind(inputs, outputs, errors)
+            if stream is not current:
+                stream.wait_stream(current)
+            if not self._native.context.execute_async_v3(stream.cuda_stream):
+                raise self._failure("could not run", errors)
+            if stream is not current:
+                current.wait_stream(stream)
+            del scratch  # not before here: what follows on the current stream may have these bytes
+        self._save_new_kernels(inputs)
+
+    def _bind(
+        self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor], errors: list[str]
+    ) -> torch.Tensor:
+        context = self._native.context
+        if absent := self._native.inputs - inputs.keys():
+            raise self._failure(f"was not given {', '.join(sorted(absent))}", errors)  # an old address may be set
+        for name, tensor in inputs.items():
+            if name not in self._native.inputs:
+                continue  # nothing in the network depends on it
+            shape = tuple(tensor.shape)
+            if not (context.set_input_shape(name, shape) and context.set_tensor_address(name, tensor.data_ptr())):
+                raise self._failure(f"refused {name} of shape {shape}", errors)
+        if unknown := context.infer_shapes():
+            raise self._failure(f"cannot tell its shapes for want of {', '.join(unknown)}", errors)
+        for name, tensor in outputs.items():
+            shape = tuple(context.get_tensor_shape(name))
+            if shape != tuple(tensor.shape):  # it would write past the end
+                raise self._failure(f"gives {name} of shape {shape}, not {tuple(tensor.shape)}", errors)
+            if not context.set_tensor_address(name, tensor.data_ptr()):
+                raise self._failure(f"refused {name}", errors)
+        needed = context.update_device_memory_size_for_shapes()
+        scratch = self._scratch(needed)
+        context.set_device_memory(scratch.data_ptr(), needed)
+        return scratch
+
+    def _scratch(self, needed: int) -> torch.Tensor:
+        """Memory for one call, 256-byte aligned as all that torch allocates. The one place that decides whose it is."""
+        return torch.empty(max(needed, 1), dtype=torch.uint8, device=self.device)
+
+    def _failure(self, what: str, errors: list[str]) -> RuntimeError:
+        told = last_errors(errors)
+        return RuntimeError(f"{self._title} {what}" + (f" ({told})" if told else ""))
+
+    def _save_new_kernels(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        if self._native.jit_cache is None:
+            return
+        shapes = tuple(tensor.shape for tensor in inputs.values())
+        if shapes != self._shapes:
+            self._shapes, self._calls_until_save = shapes, SAVE_AFTER_CALLS
+        self._calls_until_save -= 1
+        if self._calls_until_save == 0:
+            self._native.jit_cache.save()
+
+
+class _Native:
+    """TensorRT's own objects of one engine, which have to go in the right order and not while the GPU uses them."""
+
+    def __init__(self, trt: ModuleType, title: str, engine: Engine, device: torch.device):
+        self._device = device
+        logger = shared_logger(trt)
+        with collected_errors(logger) as errors:
+            self._runtime = trt.Runtime(logger)
+            self.engine = deserialise(self._runtime, title, engine.main_file, errors)
+            self.inputs = _check_tensors(trt, engine, self.engine)
+            strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+            self.jit_cache: JitCache | None = None
+            if hasattr(trt, "IRuntimeCache"):  # RTX only: the others have compiled all kernels when they built
+                config = self.engine.create_runtime_config()
+                config.set_execution_context_allocation_strategy(strategy)
+                self.jit_cache = JitCache(config, _jit_cache_path(engine, device))
+                self.context = self.engine.create_execution_context(runtime_config=config)
+            else:
+                self.context = self.engine.create_execution_context(strategy)
+            if self.context is None:
+                raise Unavailable(Reason.ENGINE_FAILED, f"{title} has no room for the engine ({last_errors(errors)})")
+
+    def close(self) -> None:
+        """Wait for the GPU, save what was compiled, and let everything go: the context first, the runtime last."""
+        with contextlib.suppress(Exception):  # at the interpreter's end there may be no driver any more
+            torch.cuda.synchronize(self._device)
+            if self.jit_cache is not None:
+                self.jit_cache.save()
+        self.context = None
+        self.jit_cache = None
+        self.engine = None
+        self._runtime = None
+
+
+def deserialise(runtime: Any, title: str, path: Path, errors: list[str]) -> Any:
+    """The ICudaEngine in a file.
+
+    Raises:
+        Unavailable: the file is no engine of this version, or this machine cannot run it; has TensorRT's errors.
+    """
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as contents,  # no second copy of gigabytes
+    ):
+        engine = runtime.deserialize_cuda_engine(contents)
+    if engine is None:
+        told = last_errors(errors)
+        if "Serialization" in told:
+            raise Unavailable(
+                Reason.BROKEN_ENGINE, f"{path.parent.name}/{path.name} is not an engine of this {title} ({told})"
+            )
+        # the lists of GPUs in our backends may be older than the library: its own word counts too
+        reason = Reason.WRONG_GPU if "compute capability" in told else Reason.ENGINE_FAILED
+        raise Unavailable(reason, f"{title} cannot open {path.parent.name} here ({told})")
+    return engine
+
+
+def _check_tensors(trt: ModuleType, engine: Engine, opened: Any) -> frozenset[str]:
+    """Names of the inputs that the engine really has.
+
+    Raises:
+        Unavailable: a tensor that is not in the manifest, or has another dtype there, or an output that is missing.
+    """
+    dtypes = {"float32": trt.float32, "float16": trt.float16, "bfloat16": trt.bfloat16}
+    manifest = engine.manifest
+    names = [opened.get_tensor_name(i) for i in range(opened.num_io_tensors)]
+    expected = {spec.name: dtypes[spec.dtype] for spec in (*manifest.inputs, *manifest.outputs)}
+    wrong = [name for name in names if expected.get(name) != opened.get_tensor_dtype(name)]
+    wrong += [spec.name for spec in manifest.outputs if spec.name not in names]
+    if wrong:
+        raise Unavailable(Reason.BROKEN_ENGINE, f"{engine.folder.name} differs from its manifest in {wrong[0]}")
+    return frozenset(name for name in names if opened.get_tensor_mode(name) == trt.TensorIOMode.INPUT)
+
+
+def _jit_cache_path(engine: Engine, device: torch.device) -> Path:
+    """One file per GPU: a library may be shared, and TensorRT-RTX refuses another GPU's kernels."""
+    gpu = Gpu.of(device)
+    words = re.sub(r"[^a-z0-9]+", "-", f"{gpu.sm} {gpu.name}".lower()).strip("-")
+    return engine.folder / f"kernels-{words}.cache"

@@ -1,0 +1,85 @@
+"""The step of a build that compiles a network: in the child process, on the device itself."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ...architectures.samples import sample_inputs
+from ...architectures.tensors import TensorSpec
+from ...engine_library import BuildError
+from ...engine_library.parity import relative_error
+from ...native_model.kernels import best_attention, laid_out
+from .. import LiveTask, Progress
+from .backend import file_name
+from .compiled import compile_to_file
+
+log = logging.getLogger(__name__)
+
+LIMITS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+"""Largest relative error of any output against the same network run plainly in the same precision."""
+
+
+def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
+    """Compile a network for each of the task's sizes, and compare what came out with the network run plainly.
+
+    Weights are inputs of what is compiled, so only their shapes and memory layout count; these make the comparison one
+    of real values.
+
+    Returns:
+        ``files``, ``seconds`` and ``parity``, as a manifest has them.
+
+    Raises:
+        BuildError: Inductor failed, or what it made differs from the network run plainly.
+    """
+    for parameter in function.parameters():
+        parameter.data = laid_out(parameter.data)
+    names = sorted(name for name, _ in function.named_parameters())
+    weights = [function.get_parameter(name).data for name in names]
+
+    seconds, record = {}, []
+    for i, sizes in enumerate(task.sizes):
+        progress(f"compiling for batch {sizes.get('B', 1)}", 0.05 + 0.95 * i / len(task.sizes))
+        name = file_name(sizes)
+        started = time.perf_counter()
+        given = [laid_out(t.to(task.device)) for t in sample_inputs(task.inputs, sizes, seed=1).values()]
+        try:
+            compiled = compile_to_file(function, weights, names, given, task.folder / name)
+        except Exception as error:
+            log.exception("Inductor failed")
+            text = (str(error).strip().splitlines() or [""])[0]
+            raise BuildError(
+                f"Inductor could not compile the network ({type(error).__name__}: {text}), so no engine was made and "
+                "native keeps serving; the build's log has more"
+            ) from error
+        seconds[f"compile_{Path(name).stem}"] = time.perf_counter() - started
+        with torch.inference_mode():
+            results = compiled(*weights, *given)
+        error = _error(function, given, results, task.outputs, sizes, task.precision)
+        record.append({**sizes, "rel_err": error})
+    return {
+        "files": [file_name(sizes) for sizes in task.sizes],
+        "seconds": seconds,
+        "parity": {"rel_err": max(case["rel_err"] for case in record), "limit": LIMITS[task.precision],
+                   "cases": record, "against": "the same weights run plainly on the same device"},
+    }  # fmt: skip
+
+
+def _error(
+    function: torch.nn.Module, given: list, results: tuple, outputs: Sequence[TensorSpec], sizes: dict, precision: str
+) -> float:
+    """The largest relative error of any output; BuildError when it is over the limit."""
+    with torch.inference_mode(), best_attention(given[0].device):
+        expected = function(*given)
+    errors = {s.name: relative_error(r, e) for s, r, e in zip(outputs, results, expected, strict=True)}
+    worst = max(errors, key=errors.__getitem__)
+    if not errors[worst] <= LIMITS[precision]:
+        raise BuildError(
+            f"what Inductor compiled differs from native by {errors[worst]:.2e} in {worst} at {sizes} "
+            f"(limit {LIMITS[precision]:.0e} for {precision}), so no engine was made and native keeps serving"
+        )
+    return errors[worst]

@@ -1,0 +1,304 @@
+"""A session of the torch backend: a live network with its CUDA graphs, preludes and, where built, compiled files."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from ...architectures import profile_words
+from ...architectures.tensors import Profile, ShapeMismatch, bind
+from ...engine_library import Engine, Fallback, Reason, Unavailable
+from ...engine_sessions.cuda_graphs import GraphCache, Recorder
+from ...engine_sessions.room import EVERYTHING, make_room, need_room
+from ...engine_sessions.session import first_line, refusal_of, refuse, shared
+from ...native_model.kernels import laid_out
+from ...native_model.network import NativeNetwork
+from ...native_model.plain_copy import ReplacedForward
+from .network import LiveNetwork
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+    from .backend import TorchBackend
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class LiveSession:
+    """Serves calls from a network's live weights, see ``Session``; without an engine too: one makes some sizes faster.
+
+    It does not keep the network's model: whoever calls does.
+
+    Attributes:
+        label: the network's.
+        engines: those whose compiled files it may use.
+        graphs: the CUDA graphs.
+        refusal: why a compiled file was not opened, or None.
+    """
+
+    follows_patches = True
+    joins_stacks = True
+
+    def __init__(self, network: NativeNetwork, backend: TorchBackend, precision: str, recorder: Recorder | None = None):
+        self.label = network.label
+        self.backend = backend
+        self.backend_name = backend.name
+        self.device = network.device
+        self.engines: list[Engine] = []
+        self._precision = precision
+        self._architecture = network.architecture()
+        self._live = LiveNetwork(network, self._architecture, precision)
+        self._module = weakref.ref(network.module)
+        self._sampled_with = weakref.ref(network.patcher)
+        self._layout = backend.weights(network)
+        self._parameters = sum(p.numel() for p in network.module.parameters())
+        self._specs = {spec.name: spec for spec in self._live.inputs}
+        self.graphs = GraphCache(self.device, recorder=recorder, steady=self._live.preludes.steady)
+        self._zeros: dict[tuple, torch.Tensor] = {}
+        self._symbols: dict[tuple, dict[str, int]] = {}
+        self._files: dict[frozenset, Engine] = {}
+        self._new_run = True
+        self._used = {d.symbol for spec in self._live.inputs for d in spec.dims if not isinstance(d, int)}
+        self.refusal: str | None = None
+        self.passed_over: Fallback | None = None
+
+    @property
+    def live(self) -> LiveNetwork:
+        return self._live
+
+    @property
+    def name(self) -> str:
+        """What served, for reports."""
+        opened = self.engines and self.refusal is None
+        return self.engines[0].folder.name if opened else "live weights, CUDA graph"
+
+    @property
+    def weights(self) -> str:
+        """What stands for the weights in its engines' identities."""
+        return self._layout
+
+    @property
+    def profile(self) -> Profile | None:
+        return self.engines[0].manifest.identity.profile if self.engines else None
+
+    @property
+    def loaded(self) -> bool:
+        return self._live.weights.loaded
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        return self.graphs.stream
+
+    @property
+    def bytes(self) -> int:
+        """GPU memory that this session holds beside ComfyUI's own weights, or will hold once it has run."""
+        if self.loaded:
+            return self._live.weights.bytes + self.graphs.bytes
+        patcher = self._sampled_with()
+        if patcher is None or not self.owns_weights(patcher):
+            return 0
+        return self._parameters * self._live.dtype.itemsize
+
+    def use(self, engines: Sequence[Engine], passed_over: Fallback | None = None) -> None:
+        """Take compiled files from these engines, the first that has some sizes; or go without.
+
+        An engine that was built again in its folder is another engine.
+
+        Args:
+            passed_over: why an engine that is there is none of these.
+        """
+        self.passed_over = None if passed_over is None or passed_over.reason is Reason.NO_ENGINE else passed_over
+        if list(engines) == self.engines:
+            return
+        self.engines = list(engines)
+        self._files = {}
+        refused = [why for engine in self.engines if (why := refusal_of(engine)) is not None]
+        self.refusal = refused[0] if refused else None
+        for engine in self.engines:
+            if refusal_of(engine) is not None:
+                continue
+            for symbols in self.backend.sizes(engine):
+                self._files.setdefault(frozenset(symbols.items()), engine)
+        self._live.forget_compiled()
+        self.graphs.clear()
+
+    @property
+    def _uncompiled(self) -> str:
+        return "as a CUDA graph" if self.device.type == "cuda" else "eagerly"
+
+    def serves(self, sizes: Mapping[str, int]) -> None:
+        """Any sizes."""
+
+    def lacks(self, profile: Profile) -> bool:
+        """Whether a build would make the ``opt`` sizes of a profile faster."""
+        if self.backend.cannot_build(self.device) is not None:
+            return False
+        opt = profile.only(self._used).sizes("opt")
+        return frozenset(opt.items()) not in self._files and not self._live.has_compiled(opt)
+
+    def begin_run(self, patcher: ModelPatcher) -> None:
+        """A sampling run starts: look at every weight's place again at the next call."""
+        self._new_run = True
+        self._sampled_with = weakref.ref(patcher)
+
+    def follow(self, network: NativeNetwork, patcher: ModelPatcher) -> None:
+        """Compute with a patcher's weights from the next call on; as good as free when it is that of the last."""
+        if patcher is not self._sampled_with():
+            self.begin_run(patcher)
+
+    def runs(self, module: torch.nn.Module) -> bool:
+        """Whether it is this module's session."""
+        return self._module() is module
+
+    def owns_weights(self, patcher: ModelPatcher) -> bool:
+        """Whether native weights that ComfyUI loads for a patcher would lie beside those of this session, unused."""
+        return not self._live.shares or patcher.is_dynamic()
+
+    def load(self) -> None:
+        """Take the memory of weights of its own, if it has some.
+
+        Raises:
+            Unavailable: there is not enough.
+        """
+        if self.owns_weights(self._sampled_with()):
+            self._with_memory(self._follow)
+
+    def unload(self) -> None:
+        """Give the memory back; the next call starts anew."""
+        self.graphs.clear()
+        self._live.preludes.clear()
+        self._zeros.clear()
+        self._live.release()
+
+    def run(
+        self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable] | None = None
+    ) -> dict[str, torch.Tensor]:
+        return self._with_memory(lambda: self._call(given, extras or {}))
+
+    def _with_memory(self, start: Callable[[], Result]) -> Result:
+        """``start()``; where memory lacks, once more when all is closed and ComfyUI has freed what is not in use."""
+        try:
+            return self._explained(start)
+        except torch.OutOfMemoryError as error:
+            log.info("Hybrid TRT: %s lacks memory (%s), ComfyUI frees what is not in use", self.label, error)
+        self.unload()  # here nothing holds the failed call's tensors any more
+        make_room(EVERYTHING, self.device)
+        try:
+            return self._explained(start)
+        except torch.OutOfMemoryError as error:
+            why = f"not enough GPU memory ({first_line(error)})"
+        self.unload()
+        make_room(0, self.device)  # torch's idle blocks
+        raise Unavailable(Reason.ENGINE_FAILED, why)
+
+    def _explained(self, start: Callable[[], Result]) -> Result:
+        try:
+            return start()
+        except (Unavailable, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            log.exception("Hybrid TRT: %s failed on its live weights", self.label)
+            raise Unavailable(Reason.ENGINE_FAILED, first_line(error)) from error
+
+    def _follow(self) -> None:
+        weights, patcher = self._live.weights, self._sampled_with()
+        if not weights.loaded and (size := weights.missing(patcher)):
+            need_room(size, self.device)  # where ComfyUI loaded the model in part the rest has no room either
+        self._live.follow(patcher, thorough=self._new_run)
+
+    def _call(self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable]) -> dict[str, torch.Tensor]:
+        self._follow()
+        self._new_run = False
+        given = self._live.preludes.run(given, extras, self._live.weights.version)
+        symbols = self._bound(given)
+        self._open_compiled(symbols)
+        results = self.graphs.run(
+            lambda tensors: self._live.run(tensors, symbols),
+            given,
+            token=self._live.weights.generation,
+            prepare=lambda tensors: self._prepared(tensors, symbols),
+        )
+        return dict(results)
+
+    def _prepared(self, given: Mapping[str, torch.Tensor], symbols: dict[str, int]) -> dict[str, torch.Tensor]:
+        """The network's inputs: device, dtype and layout as it computes in, zeros for what is absent."""
+        inputs = {}
+        for name, spec in self._specs.items():
+            tensor = given.get(name)
+            if tensor is None:
+                inputs[name] = self._zero(spec.shape(symbols), spec.dtype)
+            elif name in self._live.preludes.steady:
+                inputs[name] = tensor  # as it has to be
+            else:
+                inputs[name] = laid_out(tensor.to(self.device, getattr(torch, spec.dtype)))
+        return inputs
+
+    def _bound(self, given: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        key = tuple((name, tensor.shape) for name, tensor in given.items())
+        symbols = self._symbols.get(key)
+        if symbols is None:
+            if unknown := given.keys() - self._specs.keys():
+                raise Unavailable(Reason.UNSUPPORTED_INPUT, f"the network has no input {sorted(unknown)[0]}")
+            try:
+                symbols = bind(self._live.inputs, {name: tuple(t.shape) for name, t in given.items()})
+            except ShapeMismatch as error:
+                raise Unavailable(Reason.SHAPE_OUTSIDE_PROFILE, str(error)) from None
+            if len(self._symbols) > 256:
+                self._symbols.clear()
+            self._symbols[key] = symbols
+        return symbols
+
+    def _zero(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        key = (shape, dtype)
+        if key not in self._zeros:
+            self._zeros[key] = laid_out(torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device))
+        return self._zeros[key]
+
+    def _open_compiled(self, symbols: dict[str, int]) -> None:
+        """Open the compiled file for some sizes when there is one; without it the network runs uncompiled."""
+        engine = self._files.pop(frozenset(symbols.items()), None) if self._files else None
+        if engine is None:
+            return
+        started = time.perf_counter()
+        try:
+            self._live.add_compiled(symbols, self.backend.open_live(engine, symbols))
+        except Exception as error:
+            self.refusal = str(error) if isinstance(error, Unavailable) else first_line(error)
+            refuse(engine, self.refusal)
+            self._files = {symbols: other for symbols, other in self._files.items() if other != engine}
+            log.warning("Hybrid TRT: %s runs uncompiled for these sizes (%s)", self.label, first_line(error))
+            return
+        seconds = time.perf_counter() - started
+        log.info("Hybrid TRT: opened %s on %s in %.1f s", engine.folder.name, self.device, seconds)
+
+    def status(self, wanted: Profile) -> str:
+        start = f"torch {self._precision} on live weights"
+        if self.refusal is not None:
+            return f"{start}, {self._uncompiled}: {self.refusal}; build it again"
+        if not self.engines:
+            more = "; build an engine to have it compiled" if self.backend.cannot_build(self.device) is None else ""
+            why = f". The engine that is there is not used: {self.passed_over}" if self.passed_over else ""
+            return f"{start}, {self._uncompiled}{more}{why}"
+        words = profile_words(self._architecture.name, self.profile)
+        return f"{start}, {words}, {self.engines[0].manifest.bytes / 1e6:.0f} MB"
+
+
+def live_session(network: NativeNetwork, backend: TorchBackend, precision: str) -> LiveSession:
+    """The session for a native module, shared by all who use it: its weights are on the GPU once.
+
+    Raises:
+        Unavailable: another node replaced a part of the module.
+    """
+    key = (id(network.module), precision, str(network.device))
+    try:
+        # ids come again
+        return shared(key, lambda found: found.runs(network.module), lambda: LiveSession(network, backend, precision))
+    except ReplacedForward as error:
+        raise Unavailable(Reason.MODEL_PATCHED, str(error)) from error

@@ -1,0 +1,144 @@
+"""The command line's ComfyUI: where it lies, its folders, and models loaded by its own loaders into main memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from ...engine_library import Library
+from ...native_model import hash_cache
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...native_model.network import NativeNetwork
+
+PACK = Path(__file__).absolute().parents[2]
+FOLDER_KEY = "trt_engines"
+MODEL_FOLDERS = {"checkpoint": "checkpoints", "unet": "diffusion_models", "controlnet": "controlnet"}
+
+
+class Unusable(Exception):
+    """What the user named cannot be used; the text says why and what to do."""
+
+
+def library(folder: Path | None, comfyui: Path | None) -> Library:
+    """The library in a folder, or that of a ComfyUI, whose modules can be imported afterwards.
+
+    Raises:
+        Unusable: neither is known.
+    """
+    root = find(comfyui)
+    if root is not None:
+        _enter(root)
+    elif folder is None:
+        raise Unusable(
+            "No ComfyUI was found, so it is not known where the engines are. Give --comfyui or --library, or set "
+            "COMFYUI_PATH."
+        )
+    roots = [folder] if folder is not None else _library_folders()
+    hash_cache.use(roots[0])
+    return Library(roots)
+
+
+def find(comfyui: Path | None) -> Path | None:
+    """The ComfyUI to use: the one given, that of COMFYUI_PATH, or the one this pack is installed in.
+
+    Raises:
+        Unusable: the one that was named is none.
+    """
+    named = comfyui or (Path(value) if (value := os.environ.get("COMFYUI_PATH")) else None)
+    root = named if named is not None else PACK.parents[1]
+    if (root / "main.py").is_file() and (root / "folder_paths.py").is_file():
+        return root.absolute()
+    if named is not None:
+        raise Unusable(f"{named} holds no ComfyUI (no main.py and folder_paths.py); correct --comfyui or COMFYUI_PATH.")
+    return None
+
+
+def device(name: str | None) -> torch.device:
+    """The device to build for and to judge by: the one named, else the first GPU, else the CPU."""
+    import torch
+
+    try:
+        return torch.device(name or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise Unusable(f"{name} is no device ({str(error).splitlines()[0]}); use cpu, cuda or cuda:0.") from None
+
+
+def load(kind: str, name: str, precision: str, target: torch.device) -> NativeNetwork:
+    """Load a model as ComfyUI would for this machine; its weights stay in main memory.
+
+    Without a GPU ComfyUI would load in float32; then ``precision`` decides, since it says what a GPU will run.
+
+    Raises:
+        Unusable: the file is missing or not of this kind.
+    """
+    import torch
+
+    if "folder_paths" not in sys.modules:
+        raise Unusable("Loading a model needs ComfyUI, and none was found. Give --comfyui, or set COMFYUI_PATH.")
+    from comfy.cli_args import args
+
+    on_cpu = not torch.cuda.is_available()
+    args.cpu = args.cpu or on_cpu
+    path = _path(kind, name)
+    options = {"dtype": getattr(torch, precision)} if on_cpu and hasattr(torch, precision) else {}
+    import comfy.controlnet
+    import comfy.sd
+
+    from ...native_model.network import NativeNetwork
+
+    try:
+        if kind == "controlnet":
+            net = comfy.controlnet.load_controlnet(path, model_options=options)
+            if type(net) is not comfy.controlnet.ControlNet:
+                raise Unusable(f"{path} is no ControlNet that can become an engine ({type(net).__name__}).")
+            return NativeNetwork.of_controlnet(net, Path(path).name)
+        if kind == "unet":
+            model = comfy.sd.load_diffusion_model(path, model_options=options)
+        else:
+            model = comfy.sd.load_checkpoint_guess_config(
+                path, output_vae=False, output_clip=False, model_options=options
+            )[0]
+        return NativeNetwork.of_model(model, Path(path).name)
+    except (RuntimeError, OSError, KeyError, TypeError, ValueError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        why = f"{path} could not be loaded as a {kind} ({lines[0]})"
+        raise Unusable(f"{why}; check the file and the option.") from error
+
+
+def _path(kind: str, name: str) -> str:
+    if Path(name).is_file():
+        return str(Path(name).absolute())
+    if "folder_paths" in sys.modules and (found := _folder_paths().get_full_path(MODEL_FOLDERS[kind], name)):
+        return found
+    raise Unusable(f"There is no file {name}, neither here nor in ComfyUI's models/{MODEL_FOLDERS[kind]}.")
+
+
+def _enter(root: Path) -> None:
+    """Make ComfyUI's modules importable, and its folders those of its extra_model_paths.yaml."""
+    if str(root) in sys.path:
+        return
+    sys.path.insert(0, str(root))
+    _folder_paths()
+    extra = root / "extra_model_paths.yaml"
+    if extra.is_file():
+        from utils.extra_config import load_extra_path_config
+
+        load_extra_path_config(str(extra))
+
+
+def _folder_paths() -> ModuleType:
+    import folder_paths
+
+    return folder_paths
+
+
+def _library_folders() -> list[Path]:
+    paths = _folder_paths()
+    paths.add_model_folder_path(FOLDER_KEY, str(Path(paths.models_dir) / FOLDER_KEY))
+    return [Path(folder) for folder in paths.get_folder_paths(FOLDER_KEY)]

@@ -1,0 +1,233 @@
+"""The command line: builds engines and looks after the library with the same code as the nodes.
+
+    python -m engine_builder build --unet model.safetensors --max-size 768
+    python -m engine_builder list --json
+
+Exit status: 0 done; 1 failed, with one sentence on stderr; 2 wrong usage; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...architectures import profile_words
+from ...architectures.sizes import PRECISIONS, SIZE_NAMES, Asked
+from ...backends import AUTO, Backend, backends, refusals, usable_backends
+from ...engine_library import BuildError, Engine, Library, LibraryError, Unavailable, trust
+from ...engine_library import archive as archives
+from ...engine_library.disk import free_bytes, gigabytes
+from ...engine_library.states import Entry, delete, entries, select, verify
+from ...native_model.hash_cache import source_changed
+from . import comfyui
+from .progress_bar import Bar
+
+BACKENDS = ("tensorrt", "tensorrt_rtx", "torch", "onnxruntime")
+"""Those of ``backends()``, for a help text that imports none of them: help works in a Python without torch."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run one command and return its exit status."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
+    options = _parser().parse_args(arguments)
+    try:
+        return options.command(options)
+    except (BuildError, LibraryError, Unavailable, comfyui.Unusable, ValueError) as error:
+        sys.stderr.write(f"{error}\n")
+        if options.json:
+            _print_json({"error": str(error)})
+        return 1
+    except ModuleNotFoundError as error:
+        sys.stderr.write(
+            f"{error.name} is not installed for {sys.executable}, so nothing was done; run this with the Python that "
+            "runs ComfyUI, where 'pip install -r requirements.txt' adds what this pack needs\n"
+        )
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("Interrupted; nothing was changed.\n")
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--library", type=Path, metavar="DIR", help="engines' folder (default: ComfyUI's trt_engines)")
+    common.add_argument("--comfyui", type=Path, metavar="DIR", help="ComfyUI's folder (default: where this pack is "
+                        "installed, or COMFYUI_PATH)")  # fmt: skip
+    common.add_argument("--device", help="cpu, cuda or cuda:N to judge and build for (default: the first GPU, or cpu)")
+    common.add_argument("--json", action="store_true", help="the result as JSON on stdout")
+    parser = argparse.ArgumentParser(prog="python -m engine_builder", description="Builds and manages engines.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, parents=[common], help=text, description=text)
+        added.set_defaults(command=command)
+        return added
+
+    build = add("build", _build, "Build the engine of a model, or compare one from elsewhere with the model.")
+    source = build.add_mutually_exclusive_group(required=True)
+    source.add_argument("--checkpoint", metavar="FILE", help="the UNet of a checkpoint")
+    source.add_argument("--unet", metavar="FILE", help="a diffusion model")
+    source.add_argument("--controlnet", metavar="FILE", help="a ControlNet")
+    for name in SIZE_NAMES:
+        build.add_argument("--" + name.replace("_", "-"), type=int, default=0, metavar="N",
+                           help="default: what fits the model")  # fmt: skip
+    build.add_argument("--precision", choices=(AUTO, *PRECISIONS), default=AUTO, help="default: what ComfyUI uses")
+    build.add_argument("--backend", type=_backend_name, default=AUTO, metavar="NAME",
+                       help=f"default: as on the node; there are {', '.join(BACKENDS)}")  # fmt: skip
+    build.add_argument("--force", action="store_true", help="build although the engine is there")
+    add("list", _list, "List the engines, their state and when they were last used.")
+    add("verify", _verify, "Read all files of engines and compare their hashes.").add_argument("engine", nargs="*")
+    add("delete", _delete, "Delete engines.").add_argument("engine", nargs="+")
+    export = add("export", _export, "Write an engine into one file, to carry it to another machine.")
+    export.add_argument("engine")
+    export.add_argument("target", type=Path, help="a file, or a folder")
+    add("import", _import, "Put an engine from such a file into the library.").add_argument("file", type=Path)
+    add("inspect", _inspect, "Show the manifest of an engine, or of an exported file.").add_argument("engine")
+    return parser
+
+
+def _backend_name(text: str) -> str:
+    if text != AUTO and text not in backends():
+        raise argparse.ArgumentTypeError(f"there is no backend {text}; choose {AUTO} or {', '.join(backends())}")
+    return text
+
+
+def _build(options: argparse.Namespace) -> int:
+    asked = Asked(**{name: getattr(options, name) for name in SIZE_NAMES})
+    asked.check()  # wrong ones are told before a model is loaded
+    library = _library(options)
+    from ..build import build_engine
+    from ..order import BuildOrder
+
+    kind = next(name for name in ("checkpoint", "unet", "controlnet") if getattr(options, name))
+    with Bar() as bar:
+        bar("loading the model", 0.0)
+        device = comfyui.device(options.device)
+        network = comfyui.load(kind, getattr(options, kind), options.precision, device)
+        precision = network.precision if options.precision == AUTO else options.precision
+        profile = network.architecture().profile(asked)
+        order = BuildOrder(network, precision, profile, _backend(options.backend, device), device)
+        lines: list[str] = []
+        try:
+            engine = build_engine(order, library, bar, lines.append, again=options.force)
+        except BuildError:
+            sys.stderr.write("".join(f"  {line}\n" for line in lines[-20:]))
+            raise
+    manifest = engine.manifest
+    parity = _parity(engine).get("rel_err", 0.0)
+    text = f"{engine.folder}\n{gigabytes(manifest.bytes)}, error to native {parity:.1e}"
+    return _done(options, {"folder": str(engine.folder), **manifest.to_json()}, text)
+
+
+def _parity(engine: Engine) -> Mapping:
+    """The figures of this machine's own check, else of the build."""
+    record = trust.record_of(engine)
+    return record.parity if record is not None and record.parity else engine.manifest.parity
+
+
+def _list(options: argparse.Namespace) -> int:
+    library, found = _found(options)
+    total, free = sum(entry.bytes for entry in found), free_bytes(library.roots[0])
+    lines = []
+    for entry in found:
+        label = entry.engine.manifest.label if entry.engine else "?"
+        lines.append(f"{entry.state:10}{gigabytes(entry.bytes):>10}  {entry.folder.name}  {label}")
+        if entry.engine:
+            identity = entry.engine.manifest.identity
+            used = f", last used {entry.last_used[:10]}" if entry.last_used else ""
+            lines.append(f"{'':22}{profile_words(identity.architecture, identity.profile)}{used}")
+        if entry.reason:
+            lines.append(f"{'':22}{entry.reason}")
+    lines.append(f"{len(found)} engines, {gigabytes(total)} in {library.roots[0]}, {gigabytes(free)} free")
+    data = {"engines": [entry.to_json() for entry in found], "bytes": total, "free_bytes": free}
+    return _done(options, {**data, "folders": [str(root) for root in library.roots]}, "\n".join(lines))
+
+
+def _verify(options: argparse.Namespace) -> int:
+    _, found = _found(options)
+    chosen = [select(found, name) for name in options.engine] or found
+    results = {}
+    with Bar() as bar:
+        for number, entry in enumerate(chosen):
+            progress = (f"verifying {entry.folder.name}", number / len(chosen))
+            results[entry.folder.name] = verify(entry, lambda progress=progress: bar(*progress))
+    lines = [f"{name}: {'intact' if flaw is None else flaw}" for name, flaw in results.items()]
+    data = {name: None if flaw is None else str(flaw) for name, flaw in results.items()}
+    _done(options, data, "\n".join(lines) or "The library is empty.")
+    return 1 if any(results.values()) else 0
+
+
+def _delete(options: argparse.Namespace) -> int:
+    _, found = _found(options)
+    chosen = [select(found, name) for name in options.engine]
+    for entry in chosen:
+        delete(entry)
+    names, size = [entry.folder.name for entry in chosen], sum(entry.bytes for entry in chosen)
+    return _done(options, {"deleted": names, "bytes": size}, f"deleted {', '.join(names)}; {gigabytes(size)} freed")
+
+
+def _export(options: argparse.Namespace) -> int:
+    entry = _intact(select(_found(options)[1], options.engine))
+    with Bar() as bar:
+        target = archives.export_engine(entry.engine, options.target, lambda: bar(f"writing {options.target}", 0.5))
+    return _done(options, {"file": str(target), "bytes": target.stat().st_size}, str(target))
+
+
+def _import(options: argparse.Namespace) -> int:
+    with Bar() as bar:
+        phase = f"reading {options.file.name}"
+        engine = archives.import_engine(_library(options), options.file, lambda: bar(phase, 0.5))
+    text = f"{engine.folder}\nIt serves once it was compared with native here: 'build' its model."
+    return _done(options, {"folder": str(engine.folder), **engine.manifest.to_json()}, text)
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    if Path(options.engine).is_file():
+        manifest = archives.manifest_of(Path(options.engine))
+        extra: dict[str, Any] = {"file": options.engine}
+    else:
+        entry = _intact(select(_found(options)[1], options.engine))
+        manifest, extra = entry.engine.manifest, {"state": entry.state, "reason": entry.reason}
+    _print_json({**manifest.to_json(), **extra})
+    return 0
+
+
+def _intact(entry: Entry) -> Entry:
+    if entry.engine is None:
+        raise LibraryError(entry.reason)
+    return entry
+
+
+def _library(options: argparse.Namespace) -> Library:
+    return comfyui.library(options.library, options.comfyui)
+
+
+def _found(options: argparse.Namespace) -> tuple[Library, list[Entry]]:
+    library = _library(options)
+    return library, entries(library, refusals(comfyui.device(options.device)), source_changed)
+
+
+def _backend(choice: str, device: Any) -> Backend:
+    """The chosen backend, which may build for other machines, or the most preferred one that runs on the device.
+
+    Raises:
+        Unavailable: none does.
+    """
+    return usable_backends(AUTO, device)[0] if choice == AUTO else backends()[choice]
+
+
+def _done(options: argparse.Namespace, data: dict, text: str) -> int:
+    if options.json:
+        _print_json(data)
+    else:
+        sys.stdout.write(text + "\n")
+    return 0
+
+
+def _print_json(data: dict) -> None:
+    sys.stdout.write(json.dumps(data, indent=1) + "\n")

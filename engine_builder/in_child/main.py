@@ -1,0 +1,96 @@
+"""The child process of a build: one task from stdin, events to stdout, one JSON object a line.
+
+Events: ``{"progress": [phase, fraction]}``, and as the last one ``{"result": ...}`` or ``{"failed": ...}``. Everything
+that any library prints goes to stderr, which the server keeps as the build's log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+OOM_SCORE = 500
+"""Of the server and its child, Linux shall end the child when memory runs out."""
+NICE = 10
+"""Behind the server and the desktop; Linux derives from it whose reads and writes go first, too."""
+
+
+def main(arguments: list[str]) -> int:
+    """Do the task on stdin. Ends with the process that started it, however that ends."""
+    events = _private_stdout()
+    order = json.loads(sys.stdin.buffer.readline())
+    _die_with(order["parent"])
+    _be_modest()
+    sys.path.extend(p for p in order["sys_path"] if p not in sys.path)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    lock = threading.Lock()
+
+    def tell(**event: Any) -> None:
+        with lock:
+            events.write(json.dumps(event).encode() + b"\n")
+
+    try:
+        from ...engine_library import BuildError, Unavailable
+        from .steps import STEPS
+
+        task = order["task"]
+        result = STEPS[task["step"]](task, lambda phase, fraction: tell(progress=[phase, fraction]))
+    except Exception as error:
+        if isinstance(error, BuildError):
+            tell(failed={"kind": "build", "text": str(error)})
+        elif isinstance(error, Unavailable):
+            tell(failed={"kind": "unavailable", "reason": error.fallback.reason.value, "text": error.fallback.detail})
+        else:
+            traceback.print_exc()
+            tell(failed={"kind": "error", "text": _one_line(error), "errno": getattr(error, "errno", None)})
+    else:
+        tell(result=result)
+    sys.stderr.flush()
+    os._exit(0)  # freeing gigabytes in good order would only take time
+
+
+def _private_stdout() -> Any:
+    """Our own way out; whoever else writes to stdout, in Python or below it, writes to stderr."""
+    events = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    return events
+
+
+def _die_with(parent: int) -> None:
+    """End this process when the one that started it ends: its pipe closes, and Linux kills besides."""
+    if sys.platform == "linux":
+        import ctypes
+
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the call
+            os._exit(1)
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch the server", daemon=True).start()
+
+
+def _be_modest() -> None:
+    """Leave processor and memory to the server first."""
+    try:
+        if hasattr(os, "nice"):
+            os.nice(NICE)
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
+    except OSError:
+        pass  # not Linux, or not allowed
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,51 @@
+"""Reading a task: JSON that the server has written, see ``engine_builder.child_tasks``.
+
+Each has its ``step``, ``folder``, ``precision``, ``inputs`` and ``outputs``. One that needs the network has its
+``architecture`` and ``architecture_folders`` (where that may lie), ``structure``, ``weights`` (name -> shape, offset),
+``weights_file`` and ``comfyui`` (where ComfyUI lies). One that needs the backend has its name in ``backend`` and in
+``backend_folders`` where that may lie.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ... import architectures, backends
+from ...architectures.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...backends import Backend
+
+Task = dict
+
+
+def tensors_of(task: Task) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """The engine's inputs and outputs."""
+    inputs, outputs = (tuple(TensorSpec.from_json(spec) for spec in task[name]) for name in ("inputs", "outputs"))
+    return inputs, outputs
+
+
+def function_of(task: Task, device: str = "cpu") -> tuple[torch.nn.Module, torch.nn.Module]:
+    """The network as a function of the engine's inputs, and its module, with the weights of the task's file.
+
+    ComfyUI has to be importable.
+    """
+    import torch
+
+    from ...native_model.snapshot import restore
+
+    architectures.__path__ = task["architecture_folders"]
+    module = restore(
+        task["structure"], task["weights"], Path(task["weights_file"]), getattr(torch, task["precision"])
+    ).to(device)
+    function = architectures.architectures()[task["architecture"]].function(module)
+    return function.eval().requires_grad_(False), module
+
+
+def backend_of(task: Task) -> Backend:
+    """The backend that does the work."""
+    backends.__path__ = task["backend_folders"]
+    return backends.backends()[task["backend"]]

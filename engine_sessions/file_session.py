@@ -1,0 +1,270 @@
+"""A session of an engine's files: checks calls against the manifest, supplies what is absent, returns fresh tensors."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..architectures import profile_words, symbols_of
+from ..architectures.sizes import outside
+from ..architectures.tensors import Profile, Shape, ShapeMismatch, bind
+from ..engine_library import Engine, Fallback, Reason, Unavailable, verified
+from ..native_model.plain_copy import ReplacedForward
+from .preludes import LivePreludes
+from .room import EVERYTHING, is_out_of_memory, make_room, with_room
+from .session import Runner, first_line, shared
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+    from ..native_model.network import NativeNetwork
+
+log = logging.getLogger(__name__)
+
+MAX_PLANS = 32
+"""Different sets of shapes remembered per session."""
+
+Load = Callable[[Engine, torch.device], Runner]
+"""Opens an engine for running on a device; see ``Backend.load``."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What one set of input shapes implies, worked out once."""
+
+    zeros: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, tuple[Shape, torch.dtype]]
+
+
+class FileSession:
+    """One engine on one device. Loads at its first call, can be unloaded under memory pressure and loads again.
+
+    An engine's weights are its own, whatever patcher ComfyUI samples with; only the preludes, which no engine holds,
+    follow it. See ``Session``.
+    """
+
+    follows_patches = False
+    joins_stacks = False
+    refusal = None
+    stream = None
+
+    def __init__(self, engine: Engine, load: Load, device: torch.device):
+        self.engine = engine
+        self.device = device
+        self._load = load
+        self._runner: Runner | None = None
+        self._dtypes = _dtypes(engine)
+        self._plans: dict[tuple, _Plan] = {}
+        self._zeros: dict[tuple, torch.Tensor] = {}
+        self._preludes: weakref.WeakKeyDictionary[torch.nn.Module, _Preludes] = weakref.WeakKeyDictionary()
+        self._current: LivePreludes | None = None
+
+    @property
+    def backend_name(self) -> str:
+        return self.engine.manifest.identity.backend
+
+    @property
+    def name(self) -> str:
+        return self.engine.folder.name
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [self.engine]
+
+    @property
+    def weights(self) -> str:
+        return self.engine.manifest.identity.weights
+
+    def begin_run(self, patcher: ModelPatcher) -> None:
+        """Nothing to do: its weights stay where they are."""
+
+    def owns_weights(self, patcher: ModelPatcher) -> bool:
+        return True
+
+    def follow(self, network: NativeNetwork, patcher: ModelPatcher) -> None:
+        if network.module not in self._preludes:
+            self._preludes[network.module] = _live_preludes(network, self.engine)
+        found = self._preludes[network.module]
+        if isinstance(found, Fallback):
+            raise Unavailable(found.reason, found.detail)
+        if found is not None:
+            found.follow(patcher)
+        self._current = found
+
+    @property
+    def profile(self) -> Profile:
+        return self.engine.manifest.identity.profile
+
+    @property
+    def loaded(self) -> bool:
+        return self._runner is not None
+
+    @property
+    def bytes(self) -> int:
+        """Memory that it holds, or will hold when loaded; an estimate."""
+        return self._runner.bytes if self._runner is not None else self.engine.manifest.bytes
+
+    def load(self) -> None:
+        """Open the engine if it is not open.
+
+        Raises:
+            Unavailable: its files are damaged, or the backend cannot open it.
+        """
+        if self._runner is not None:
+            return
+        try:
+            self._verify()
+        except OSError as error:  # deleted since it was looked up, or its disk is gone
+            raise Unavailable(Reason.BROKEN_ENGINE, f"{self.name} cannot be read ({error})") from error
+        started = time.perf_counter()
+        try:
+            self._runner = with_room(self.bytes, self.device, lambda: self._load(self.engine, self.device))
+        except Unavailable:
+            raise
+        except Exception as error:
+            log.exception("Hybrid TRT: %s could not be opened", self.engine.folder.name)
+            raise Unavailable(Reason.ENGINE_FAILED, f"it could not be opened ({first_line(error)})") from error
+        seconds = time.perf_counter() - started
+        log.info("Hybrid TRT: opened %s on %s in %.1f s", self.engine.folder.name, self.device, seconds)
+
+    def renew(self, engine: Engine) -> None:
+        """Serve with this engine from now on: it has replaced the one that was opened, in the same folder."""
+        if engine.manifest != self.engine.manifest:
+            self.unload()
+            self.engine = engine
+            self._dtypes = _dtypes(engine)
+
+    def unload(self) -> None:
+        """Give its memory back; the next call loads it again."""
+        self._runner = None
+        self._plans.clear()
+        self._zeros.clear()
+        for found in list(self._preludes.values()):
+            if isinstance(found, LivePreludes):
+                found.release()
+
+    def serves(self, sizes: Mapping[str, int]) -> Fallback | None:
+        identity = self.engine.manifest.identity
+        why = outside(self.profile, sizes, symbols_of(identity.architecture))
+        return None if why is None else Fallback(Reason.SHAPE_OUTSIDE_PROFILE, why)
+
+    def lacks(self, profile: Profile) -> bool:
+        return not self.profile.contains(profile.only(self.profile.ranges))
+
+    def status(self, wanted: Profile) -> str:
+        manifest = self.engine.manifest
+        identity = manifest.identity
+        words = profile_words(identity.architecture, self.profile)
+        text = f"{identity.backend} {identity.precision}, {words}, {manifest.bytes / 1e6:.0f} MB"
+        if self.lacks(wanted):
+            words = profile_words(identity.architecture, wanted)
+            text += f". It is smaller than this node's profile ({words}): larger calls run native"
+        return text
+
+    def run(
+        self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable] | None = None
+    ) -> dict[str, torch.Tensor]:
+        self.load()
+        if self._current is not None:
+            given = self._current.run(given, extras or {})
+        try:
+            return self._call(given)
+        except Unavailable:
+            raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise self._failed(error) from error
+        make_room(EVERYTHING, self.device)  # here nothing holds the failed call's tensors any more
+        try:
+            return self._call(given)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise self._failed(error) from error
+            why = f"not enough GPU memory ({first_line(error)})"
+        self.unload()  # native needs the room
+        make_room(0, self.device)
+        raise Unavailable(Reason.ENGINE_FAILED, why)
+
+    def _call(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        plan = self._plan({name: tuple(tensor.shape) for name, tensor in given.items()})
+        inputs = dict(plan.zeros)
+        for name, tensor in given.items():
+            inputs[name] = tensor.to(self.device, self._dtypes[name]).contiguous()
+        outputs = {
+            name: torch.empty(shape, dtype=dtype, device=self.device) for name, (shape, dtype) in plan.outputs.items()
+        }
+        self._runner.run(inputs, outputs)
+        return outputs
+
+    def _failed(self, error: Exception) -> Unavailable:
+        log.error("Hybrid TRT: %s failed", self.engine.folder.name, exc_info=error)
+        return Unavailable(Reason.ENGINE_FAILED, first_line(error))
+
+    def _plan(self, shapes: Mapping[str, Shape]) -> _Plan:
+        key = tuple(shapes.items())
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+                self._zeros.clear()
+            plan = self._plans[key] = self._new_plan(shapes)
+        return plan
+
+    def _new_plan(self, shapes: Mapping[str, Shape]) -> _Plan:
+        manifest = self.engine.manifest
+        specs = {s.name: s for s in manifest.inputs}
+        if unknown := shapes.keys() - specs.keys():
+            raise Unavailable(Reason.UNSUPPORTED_INPUT, f"the engine has no input {sorted(unknown)[0]}")
+        try:
+            symbols = bind(manifest.inputs, shapes)
+        except ShapeMismatch as error:
+            raise Unavailable(Reason.SHAPE_OUTSIDE_PROFILE, str(error)) from None
+        if (refusal := self.serves(symbols)) is not None:
+            raise Unavailable(refusal.reason, refusal.detail)
+        absent = (specs[name] for name in specs.keys() - shapes.keys())
+        zeros = {spec.name: self._zero(spec.shape(symbols), spec.dtype) for spec in absent}
+        outputs = {s.name: (s.shape(symbols), getattr(torch, s.dtype)) for s in manifest.outputs}
+        return _Plan(zeros, outputs)
+
+    def _zero(self, shape: Shape, dtype: str) -> torch.Tensor:
+        key = (shape, dtype)
+        if key not in self._zeros:
+            self._zeros[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
+        return self._zeros[key]
+
+    def _verify(self) -> None:
+        """Check sizes at every load, and contents once per machine for files that have not changed since."""
+        self.engine.check_sizes()
+        verified.check_contents(self.engine)
+
+
+def file_session(engine: Engine, load: Load, device: torch.device) -> FileSession:
+    """The session for an engine on a device, shared by all who use it; it closes when nobody does any more."""
+    key = (str(engine.folder), engine.manifest.identity.key, str(device))
+    found = shared(key, lambda _: True, lambda: FileSession(engine, load, device))
+    found.renew(engine)
+    return found
+
+
+_Preludes = LivePreludes | Fallback | None
+"""Those of a network; None where its engine takes all that native takes; why there are none."""
+
+
+def _live_preludes(network: NativeNetwork, engine: Engine) -> _Preludes:
+    architecture, precision = network.architecture(), engine.manifest.identity.precision
+    if architecture.engine_inputs(network.module, precision) == architecture.inputs(network.module, precision):
+        return None
+    try:
+        return LivePreludes(network, precision)
+    except ReplacedForward as error:
+        return Fallback(Reason.MODEL_PATCHED, str(error))
+
+
+def _dtypes(engine: Engine) -> dict[str, torch.dtype]:
+    return {spec.name: getattr(torch, spec.dtype) for spec in engine.manifest.inputs}

@@ -1,0 +1,162 @@
+"""What serves a network's calls, from an engine's files or from live weights: nobody else needs to know which."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from ..architectures.tensors import Profile
+from ..engine_library import Engine, Fallback
+
+if TYPE_CHECKING:
+    import torch
+    from comfy.model_patcher import ModelPatcher
+
+    from ..native_model.network import NativeNetwork
+
+
+class Runner(Protocol):
+    """A loaded engine.
+
+    Attributes:
+        device: where inputs and outputs have to be.
+        bytes: memory that it holds, estimated.
+    """
+
+    device: torch.device
+    bytes: int
+
+    def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
+        """Compute into ``outputs``. All tensors contiguous, on ``device``, with the dtypes and shapes of the engine."""
+        ...
+
+
+class Session(Protocol):
+    """Serves the calls of a network on one device; shared by all who use the same engine or the same live weights.
+
+    Attributes:
+        backend_name: who serves.
+        name: what serves, for reports.
+        engines: what it uses of the library; a folder that was built again is another engine.
+        weights: what stands for the weights in its engines' identities.
+        profile: what its engine was built for, or None without one.
+        follows_patches: whether it computes with whatever weights ComfyUI samples with, so that LoRAs need no engine
+            of their own; it then lives as long as the native module, and else as long as prompts use it.
+        joins_stacks: whether it may run beside others on a stream of its own; see ``stream``.
+        refusal: why an engine that is there was not opened although calls are served, or None.
+        loaded: whether it holds its memory.
+        bytes: memory that it holds beside ComfyUI's own weights, or will hold once it has run.
+    """
+
+    backend_name: str
+    name: str
+    engines: Sequence[Engine]
+    weights: str
+    profile: Profile | None
+    follows_patches: bool
+    joins_stacks: bool
+    refusal: str | None
+    loaded: bool
+    bytes: int
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """A stream that no other session uses, or None where it has none."""
+        ...
+
+    def begin_run(self, patcher: ModelPatcher) -> None:
+        """A sampling run with a patcher starts: ComfyUI may have moved weights."""
+        ...
+
+    def follow(self, network: NativeNetwork, patcher: ModelPatcher) -> None:
+        """Serve this network with a patcher's weights from the next call on. Asked before every call, so it is cheap.
+
+        Raises:
+            Unavailable: another node replaced a part of the network.
+        """
+        ...
+
+    def owns_weights(self, patcher: ModelPatcher) -> bool:
+        """Whether native weights that ComfyUI loads for a patcher would lie beside those of the session, unused."""
+        ...
+
+    def load(self) -> None:
+        """Take the memory that it needs.
+
+        Raises:
+            Unavailable: there is not enough, or the engine cannot be opened.
+        """
+        ...
+
+    def unload(self) -> None:
+        """Give its memory back; the next call takes it again."""
+        ...
+
+    def serves(self, sizes: Mapping[str, int]) -> Fallback | None:
+        """Why calls of these sizes are not served, or None."""
+        ...
+
+    def lacks(self, profile: Profile) -> bool:
+        """Whether a build for this profile would serve more calls, or faster."""
+        ...
+
+    def run(
+        self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Compute one call.
+
+        Args:
+            given: input name -> tensor of any float dtype on any device; what a prelude takes is given as it is. Absent
+                optional inputs count as zeros.
+            extras: see ``EngineCall``.
+
+        Returns:
+            Output name -> fresh tensor on the session's device, which the caller owns.
+
+        Raises:
+            Unavailable: the call does not fit this engine, or the engine failed.
+        """
+        ...
+
+    def status(self, wanted: Profile) -> str:
+        """One sentence for the node, which wants a profile."""
+        ...
+
+
+Found = TypeVar("Found", bound=Session)
+
+_open: weakref.WeakValueDictionary[tuple, Session] = weakref.WeakValueDictionary()
+
+
+def shared(key: tuple, fits: Callable[[Found], bool], make: Callable[[], Found]) -> Found:
+    """The open session with a key, if it still fits, or a new one; it closes when nobody uses it any more."""
+    found = _open.get(key)
+    if found is None or not fits(found):
+        found = _open[key] = make()
+    return found
+
+
+def open_engines() -> list[Engine]:
+    """The engines that somebody holds a session of."""
+    return [engine for session in list(_open.values()) for engine in session.engines]
+
+
+_refused: dict[str, tuple[object, str]] = {}
+
+
+def refuse(engine: Engine, why: str) -> None:
+    """Remember that an engine could not be opened in this process; one that is built again is tried again."""
+    _refused[str(engine.folder)] = (engine.manifest, why)
+
+
+def refusal_of(engine: Engine) -> str | None:
+    """Why an engine could not be opened in this process, or None."""
+    manifest, why = _refused.get(str(engine.folder), (None, None))
+    return why if manifest == engine.manifest else None
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

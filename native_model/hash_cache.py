@@ -1,0 +1,130 @@
+"""Weights hashes on disk, by the file that a model was loaded from: a 7 GB checkpoint is hashed once, not every start.
+
+Only for models that ComfyUI's own loaders made and nobody patched; all others are hashed when they are needed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..engine_library import Engine, Fallback, Reason, trust
+from ..engine_library.files import write_file
+from .weight_patches import version_of
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = ".weights_hashes.json"
+MAX_ENTRIES = 1024
+
+_folder: Path | None = None
+_lock = threading.Lock()
+
+
+def use(folder: Path | None) -> None:
+    """Keep the hashes in this folder; None keeps none."""
+    global _folder
+    _folder = folder
+
+
+def source_of(patcher: ModelPatcher) -> dict | None:
+    """The file that a model was loaded from (``path``, ``size``, ``mtime_ns``), or None when it is not known."""
+    loader = getattr(patcher, "cached_patcher_init", None)
+    path = loader[1][0] if loader and loader[1] else None
+    if not isinstance(path, str):
+        return None
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return None
+    return {"path": os.path.realpath(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+
+def key_of(patcher: ModelPatcher, prefix: str, sample: Callable[[], str]) -> str | None:
+    """What the hash of a model is kept under: its file, how it was loaded and as what; None when it must be hashed.
+
+    Args:
+        sample: a quick hash of some of the weights: another file may have the size and time of the one before.
+    """
+    source = source_of(patcher)
+    if source is None or version_of(patcher) is not None:
+        return None
+    loader, arguments = patcher.cached_patcher_init[:2]
+    options = repr(arguments[1:])
+    if " at 0x" in options:
+        return None  # an object without a name of its own, which the next start may have another of
+    dtypes = sorted({str(p.dtype) for p in patcher.model.parameters()})
+    return json.dumps([source, loader.__name__, options, prefix, dtypes, sample()])
+
+
+def read(key: str | None) -> str | None:
+    """The hash kept under a key, or None."""
+    return _entries().get(key) if key is not None else None
+
+
+def write(key: str | None, value: str) -> None:
+    """Keep a hash. A library that cannot be written costs time only, so that is no error."""
+    if key is not None:
+        _change(lambda entries: entries.update({key: value}))
+
+
+def forget(key: str | None) -> None:
+    """Drop the hash kept under a key."""
+    if read(key) is not None:
+        _change(lambda entries: entries.pop(key, None))
+
+
+def known_hashes(source: dict) -> set[str]:
+    """The hashes of everything that was loaded from a file in its present state."""
+    start = json.dumps([source])[:-1]
+    return {value for key, value in _entries().items() if key.startswith(start)}
+
+
+def _entries() -> dict[str, str]:
+    if _folder is None:
+        return {}
+    try:
+        entries = json.loads((_folder / FILE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return entries if isinstance(entries, dict) else {}
+
+
+def _change(change: Callable[[dict[str, str]], object]) -> None:
+    if _folder is None:
+        return
+    with _lock:
+        try:
+            entries = _entries()
+            change(entries)
+            kept = dict(list(entries.items())[-MAX_ENTRIES:])
+            _folder.mkdir(parents=True, exist_ok=True)
+            write_file(_folder / FILE_NAME, json.dumps(kept, indent=0))
+        except OSError as error:
+            log.debug("Hybrid TRT: the hash of a model's weights was not kept (%s)", error)
+
+
+def source_changed(engine: Engine) -> Fallback | None:
+    """Whether the file that an engine's weights came from has been overwritten; a file that is gone proves nothing.
+
+    Only of engines built here: a path that a stranger wrote is never touched, it may lead to his server.
+    """
+    record, source = trust.record_of(engine), engine.manifest.source
+    if record is None or record.verdict != trust.BUILT:
+        return None
+    try:
+        stat = os.stat(source["path"])
+    except (OSError, KeyError, ValueError):
+        return None
+    now = {"path": source["path"], "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    if now == dict(source) or engine.manifest.identity.weights in known_hashes(now):
+        return None
+    return Fallback(Reason.STALE_ENGINE, f"{now['path']} has changed since this engine was built from it")

@@ -1,0 +1,220 @@
+"""The weights of a live network at stable addresses, following ComfyUI's patcher.
+
+Two places, decided per tensor each time:
+
+* *shared*: the native parameter lies on the GPU in the right dtype (ComfyUI's non-dynamic loading), so it is used where
+  it is, and ComfyUI's own in-place patching is what a LoRA does.
+* *owned*: anything else. Under dynamic VRAM weights have no stable address (they are staged outside torch's allocator
+  and faulted in per layer); a copy on the GPU is then the only one there, because native is never called. ComfyUI's
+  non-dynamic clone would read the file again and hold a second copy in RAM instead.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from .network import NativeNetwork
+from .plain_copy import plain_copy
+from .weight_patches import acting, version_of
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+
+class LiveWeights:
+    """A plain copy of a native module whose parameters are the live weights. It does not keep the native module.
+
+    Attributes:
+        module: the copy.
+        generation: changes whenever a tensor moves; CUDA graphs recorded before are void then.
+        version: changes whenever values may have changed; results kept from before are void then.
+    """
+
+    def __init__(self, network: NativeNetwork, dtype: torch.dtype, share: bool = True):
+        self.device = network.device
+        self.dtype = dtype
+        self.generation = 0
+        self.version = 0
+        self._prefix = network.prefix
+        self._share = share
+        self._bound_to: object = None
+        self._patched: set[str] = set()
+        self._shared: dict[str, int] = {}
+        with torch.inference_mode(False):
+            self.module = plain_copy(
+                network.module,
+                dtype,
+                parameter=lambda _, p: torch.empty(p.shape, dtype=dtype, device="meta"),
+                buffer=lambda _, b: b.detach().to(self.device),
+            )
+        self._places = {name: place for name, place in _places(self.module)}
+        # weakly: what follows a model must not keep it
+        self._native_places = {name: (weakref.ref(owner), leaf) for name, (owner, leaf) in _places(network.module)}
+
+    def only(self, part: torch.nn.Module) -> None:
+        """From now on follow the parameters of a part of ``module`` alone."""
+        wanted = {id(parameter) for parameter in part.parameters()}
+        self._places = {name: place for name, place in self._places.items() if id(self._parameter(name)) in wanted}
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the owned tensors."""
+        owned = (p for n, p in self._parameters() if n not in self._shared and not p.is_meta)
+        return sum(p.numel() * p.element_size() for p in owned)
+
+    @property
+    def loaded(self) -> bool:
+        return self._bound_to is not None
+
+    def follow(self, patcher: ModelPatcher, thorough: bool = True) -> None:
+        """Make the weights those that a patcher stands for: its file's, with its LoRAs.
+
+        Args:
+            thorough: check the address of every shared tensor, and not only ComfyUI's own record of the loading state.
+        """
+        state = self._state(patcher)
+        if state == self._bound_to and not (thorough and self._moved()):
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self._bind(patcher)
+        self._bound_to = state
+        self.version += 1
+
+    def missing(self, patcher: ModelPatcher) -> int:
+        """Bytes that ``follow`` would have to take for weights of its own."""
+        sharing = self._shares(patcher)
+        size = 0
+        for name, parameter in self._parameters():
+            if parameter.is_meta and not (sharing and self._can_share(name)):
+                size += parameter.numel() * parameter.element_size()
+        return size
+
+    def release(self) -> None:
+        """Give the owned memory back and let go of shared tensors; the next ``follow`` starts anew."""
+        for name, parameter in list(self._parameters()):
+            self._put(name, torch.empty(parameter.shape, dtype=self.dtype, device="meta"))
+        self._shared.clear()
+        self._patched.clear()
+        self._bound_to = None
+        self.generation += 1
+        self.version += 1
+
+    def _state(self, patcher: ModelPatcher) -> tuple:
+        model = patcher.model
+        patches = version_of(patcher)
+        if not self._share or patcher.is_dynamic():
+            return (patches,)
+        return (patches, model.device, model.model_loaded_weight_memory, model.current_weight_patches_uuid)
+
+    def _moved(self) -> bool:
+        return any(self._native_parameter(name).data_ptr() != address for name, address in self._shared.items())
+
+    def _bind(self, patcher: ModelPatcher) -> None:
+        sharing = self._shares(patcher)
+        moved, patched, shared = False, set(), {}
+        entries = patcher.get_key_patches(self._prefix or None)
+        for key in list(entries):
+            # popped: kept until the end, tensors that are laid out anew would be there twice
+            original, *patches = entries.pop(key)
+            patches = acting(patches)
+            name = key[len(self._prefix) :]
+            if name not in self._places:
+                continue  # a buffer
+            if sharing and (live := self._shareable(name)) is not None:
+                if self._shared.get(name) != live.data_ptr():
+                    self._put(name, live)
+                    moved = True
+                shared[name] = live.data_ptr()
+                continue
+            current = self._parameter(name)
+            fresh = current.is_meta or name in self._shared
+            if fresh:
+                current = self._own(name)
+                moved = True
+            if patches:
+                patched.add(name)
+            if fresh or patches or name in self._patched:
+                self._write(current, key, original, patches)
+        self._patched, self._shared = patched, shared
+        self.generation += moved
+
+    def _shares(self, patcher: ModelPatcher) -> bool:
+        return self._share and not patcher.is_dynamic() and _holds_its_patches(patcher)
+
+    def _can_share(self, name: str) -> bool:
+        owner, leaf = self._native_place(name)
+        live = owner._parameters[leaf]
+        if live.device != self.device or live.dtype != self.dtype or type(live.data) is not torch.Tensor:
+            return False
+        # False for what is patched at call time and not in place
+        return not getattr(owner, f"{leaf}_function", None) and getattr(owner, f"{leaf}_lowvram_function", None) is None
+
+    def _shareable(self, name: str) -> torch.Tensor | None:
+        """The native parameter if it can be used where it is; convolutions are put into channels_last there."""
+        if not self._can_share(name):
+            return None
+        owner, leaf = self._native_place(name)
+        live = owner._parameters[leaf]
+        if live.ndim == 4 and self.device.type == "cuda" and not _is_channels_last(live):
+            live = torch.nn.Parameter(live.data.contiguous(memory_format=torch.channels_last), requires_grad=False)
+            owner._parameters[leaf] = live
+        return live.data
+
+    def _write(self, target: torch.Tensor, key: str, original: tuple, patches: list) -> None:
+        from comfy.lora import calculate_weight
+
+        weight, convert = original
+        if hasattr(weight, "dequantize") and type(weight) not in (torch.Tensor, torch.nn.Parameter):
+            weight = weight.dequantize()
+        weight = weight.detach()
+        if patches:
+            weight = convert(weight.to(self.device, torch.float32, copy=True), inplace=True)
+            weight = calculate_weight(patches, weight, key)
+        target.copy_(weight)
+
+    def _own(self, name: str) -> torch.Tensor:
+        shape = self._native_parameter(name).shape
+        layout = torch.channels_last if len(shape) == 4 and self.device.type == "cuda" else torch.contiguous_format
+        owned = torch.empty(shape, dtype=self.dtype, device=self.device, memory_format=layout)
+        self._put(name, owned)
+        return owned
+
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
+        owner, leaf = self._places[name]
+        owner._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
+
+    def _parameter(self, name: str) -> torch.Tensor:
+        owner, leaf = self._places[name]
+        return owner._parameters[leaf]
+
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, owner._parameters[leaf]) for name, (owner, leaf) in self._places.items())
+
+    def _native_place(self, name: str) -> tuple[torch.nn.Module, str]:
+        owner, leaf = self._native_places[name]
+        return owner(), leaf
+
+    def _native_parameter(self, name: str) -> torch.Tensor:
+        owner, leaf = self._native_place(name)
+        return owner._parameters[leaf]
+
+
+def _places(module: torch.nn.Module) -> Iterator[tuple[str, tuple[torch.nn.Module, str]]]:
+    """Name of each parameter -> the layer that holds it and its name there."""
+    for path, layer in module.named_modules():
+        for leaf, parameter in layer._parameters.items():
+            if parameter is not None:
+                yield f"{path}.{leaf}" if path else leaf, (layer, leaf)
+
+
+def _holds_its_patches(patcher: ModelPatcher) -> bool:
+    """Whether ComfyUI has loaded the model with exactly this patcher's weight patches in place."""
+    return patcher.model.current_weight_patches_uuid == patcher.patches_uuid
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last)

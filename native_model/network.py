@@ -1,0 +1,102 @@
+"""A loaded native network as the builder and the nodes see it: one module inside one ComfyUI patcher."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..architectures import Architecture, Role, architecture_of
+from ..engine_library.reasons import Reason, Unavailable
+from .weights import Check, fingerprint, forget_hash, known_hash, weights_hash
+
+if TYPE_CHECKING:
+    from comfy.controlnet import ControlNet
+    from comfy.model_patcher import ModelPatcher
+
+UNET_PREFIX = "diffusion_model."
+
+_architectures: weakref.WeakKeyDictionary[torch.nn.Module, Architecture | None] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class NativeNetwork:
+    """The network that an engine stands in for.
+
+    Attributes:
+        patcher: ComfyUI's patcher that loads, patches and moves the weights.
+        module: the UNet or ControlNet itself.
+        prefix: where ``module`` lies in the patcher's model: ``"diffusion_model."``, or ``""`` for the whole model.
+        dtype: what it computes in.
+        label: its name as the user knows it.
+    """
+
+    patcher: ModelPatcher
+    module: torch.nn.Module
+    prefix: str
+    dtype: torch.dtype
+    label: str
+
+    @classmethod
+    def of_model(cls, model: ModelPatcher, label: str) -> NativeNetwork:
+        """The UNet of a MODEL."""
+        base = model.model
+        return cls(model, base.diffusion_model, UNET_PREFIX, base.get_dtype_inference(), label)
+
+    @classmethod
+    def of_controlnet(cls, controlnet: ControlNet, label: str) -> NativeNetwork:
+        """The network of a CONTROL_NET whose type is exactly ComfyUI's ControlNet."""
+        module = controlnet.control_model
+        dtype = controlnet.manual_cast_dtype or module.dtype
+        return cls(controlnet.control_model_wrapped, module, "", dtype, label)
+
+    @property
+    def role(self) -> Role:
+        """What it is to ComfyUI."""
+        return Role.BACKBONE if self.prefix == UNET_PREFIX else Role.CONTROLNET
+
+    @property
+    def device(self) -> torch.device:
+        """Where ComfyUI runs it."""
+        return torch.device(self.patcher.load_device)
+
+    @property
+    def precision(self) -> str:
+        """``dtype`` as manifests spell it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def architecture(self) -> Architecture:
+        """The family it belongs to.
+
+        Raises:
+            Unavailable: no engine can be built for this network, or for the way it is patched.
+        """
+        replaced = [name for name in self.patcher.object_patches if f"{name}.".startswith(UNET_PREFIX)]
+        if replaced:
+            raise Unavailable(Reason.MODEL_PATCHED, f"another node replaced {replaced[0]}")
+        if self.patcher.weight_wrapper_patches or self.patcher.hook_patches or self.patcher.injections:
+            raise Unavailable(Reason.MODEL_PATCHED, "another node changes the weights while sampling")
+        if self.module not in _architectures:
+            _architectures[self.module] = architecture_of(self.module)
+        architecture = _architectures[self.module]
+        if architecture is None:
+            raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} is a {type(self.module).__name__}")
+        return architecture
+
+    def weights_hash(self, check: Check | None = None) -> str:
+        """Hash of the weights with the patcher's LoRAs in; cached, see ``weights.weights_hash``."""
+        return weights_hash(self.patcher, self.prefix, check)
+
+    def known_hash(self) -> str:
+        """As ``weights_hash`` if somebody has needed it already, else ``""``."""
+        return known_hash(self.patcher, self.prefix)
+
+    def forget_hash(self) -> None:
+        """Hash the weights anew next time."""
+        forget_hash(self.patcher)
+
+    def fingerprint(self) -> str:
+        """Quick hash of a part of the weights, see ``weights.fingerprint``."""
+        return fingerprint(self.patcher, self.prefix)

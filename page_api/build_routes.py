@@ -1,0 +1,78 @@
+"""What the page can ask the server; all below /hybrid_trt. A route that changes something says so by ``changes``."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+from server import PromptServer
+
+from ..engine_builder.jobs import Job
+from . import library_routes, settings_routes
+from .builds import builds, node_states
+from .http import PREFIX, Refused, changes, read_json, reads
+from .node_key import ENGINE_NODES, BadPrompt, node_key
+from .outlook import wish_of
+
+MAX_NODES = 500
+
+
+def register() -> None:
+    """Add the routes to ComfyUI's server."""
+    if PromptServer.instance is None:
+        return
+    routes = PromptServer.instance.routes
+    routes.get(f"{PREFIX}/builds")(_list)
+    routes.get(f"{PREFIX}/builds/{{id}}")(_show)
+    routes.post(f"{PREFIX}/builds/{{id}}/cancel")(_cancel)
+    routes.post(f"{PREFIX}/nodes")(_nodes)
+    library_routes.register(routes)
+    settings_routes.register(routes)
+
+
+@reads
+async def _list(_request: web.Request) -> web.Response:
+    return web.json_response([job.to_json() for job in builds.jobs()])
+
+
+@reads
+async def _show(request: web.Request) -> web.Response:
+    """A job with its log."""
+    job = _job(request)
+    return web.json_response({**job.to_json(), "log": list(job.log)})
+
+
+@changes
+async def _cancel(request: web.Request) -> web.Response:
+    job = _job(request)
+    return web.json_response({"cancelled": builds.cancel(job), **job.to_json()})
+
+
+@reads
+async def _nodes(request: web.Request) -> web.Response:
+    """The state of engine nodes: {"prompt": API prompt, "nodes": ids} -> {"nodes": {id: state}}."""
+    data = await read_json(request)
+    prompt, nodes = data.get("prompt"), data.get("nodes")
+    if not isinstance(prompt, dict) or not isinstance(nodes, list) or len(nodes) > MAX_NODES:
+        raise Refused(400, f"The request needs a prompt and a list of at most {MAX_NODES} nodes; nothing was done.")
+    return web.json_response({"nodes": await asyncio.to_thread(_states, prompt, nodes)})
+
+
+def _states(prompt: dict, nodes: list) -> dict[str, dict]:
+    states = {}
+    for node in nodes:
+        entry = prompt.get(node) if isinstance(node, str) else None
+        if not isinstance(entry, dict) or entry.get("class_type") not in ENGINE_NODES:
+            raise Refused(400, f"{str(node)[:80]!r} is no engine node of the prompt; nothing was done.")
+        try:
+            states[node] = node_states.state(node_key(prompt, node), wish_of(prompt, node))
+        except BadPrompt as error:
+            raise Refused(400, f"No state can be told: {error}.") from None
+    return states
+
+
+def _job(request: web.Request) -> Job:
+    job = builds.get(request.match_info["id"])
+    if job is None:
+        raise Refused(404, "There is no such build; the server has restarted or forgotten it.")
+    return job

@@ -1,0 +1,36 @@
+"""The builds of this ComfyUI: one queue, the states of the nodes that order them, and what the page is told of both."""
+
+from __future__ import annotations
+
+from server import PromptServer
+
+from ..engine_builder import gpu_room
+from ..engine_builder.jobs import BuildQueue, Job
+from .library_folder import library
+from .node_states import NodeStates
+
+EVENT = "hybrid_trt.build"
+"""The event that tells the page of a job's change: ``Job.to_json`` with the keys of the nodes that wait for it."""
+
+builds = BuildQueue(gpu_room.make_room)
+node_states = NodeStates(library(), builds)
+
+_ended = 0
+
+
+def ended() -> int:
+    """How many builds have ended."""
+    return _ended
+
+
+def _on_change(job: Job) -> None:
+    """Tell the page, with the keys of the nodes that ordered the job."""
+    global _ended
+    if job.state.final:
+        _ended += 1
+        node_states.ended(job)
+    if PromptServer.instance is not None:
+        PromptServer.instance.send_sync(EVENT, {**job.to_json(), "keys": node_states.keys_of(job)})
+
+
+builds.subscribe(_on_change)

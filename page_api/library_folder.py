@@ -1,0 +1,30 @@
+"""Where the library of this ComfyUI is."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import folder_paths
+
+from ..engine_library import Library
+from ..engine_library.work_folders import sweep
+from ..native_model import hash_cache
+
+FOLDER_KEY = "trt_engines"
+
+# after those of extra_model_paths.yaml: builds go to the first one, and the engines of all are found
+folder_paths.add_model_folder_path(FOLDER_KEY, str(Path(folder_paths.models_dir) / FOLDER_KEY))
+
+
+@cache
+def _library(roots: tuple[str, ...]) -> Library:
+    folder = Path(roots[0])
+    sweep(folder)
+    hash_cache.use(folder)
+    return Library([Path(root) for root in roots])
+
+
+def library() -> Library:
+    """The library of this ComfyUI, wherever its settings put ``models/trt_engines``."""
+    return _library(tuple(folder_paths.get_folder_paths(FOLDER_KEY)))

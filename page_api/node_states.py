@@ -1,0 +1,301 @@
+"""What the page shows on an engine node: is there an engine, is one being built, what ran in the last run.
+
+A node is known by its key, see ``node_key``. What was learnt when it ran (which weights its model has) is kept in the
+library's folder, so that the page gets the truth after a restart too, without a model being loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections import OrderedDict
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ..architectures import architectures, profile_words
+from ..architectures.tensors import Profile
+from ..backends import usable_backends
+from ..engine_builder.jobs import BuildQueue, Job, State
+from ..engine_library import Engine, Fallback, Library, Manifest, Reason, Unavailable, Wanted
+from ..engine_library.files import write_file
+from ..engine_runtime.engine_handle import EngineHandle
+from ..engine_runtime.ledger import last_run
+from ..engine_sessions.session import refusal_of
+from ..native_model.hash_cache import source_of
+from .outlook import Wish, parameters_of, seconds
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = ".engine_nodes.json"
+MAX_NODES = 500
+MISSING = {Reason.NO_ENGINE: "none", Reason.STALE_ENGINE: "stale", Reason.BROKEN_ENGINE: "stale",
+           Reason.UNCHECKED: "unchecked"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Known:
+    """What an engine node wants, as learnt when it ran. ``weights`` is ``""`` until somebody had to hash them;
+    ``without_engine`` says what serves besides native while there is none."""
+
+    label: str
+    architecture: str
+    precision: str
+    profile: dict[str, list[int]]
+    backend: str
+    device: str
+    weights: str
+    refusal: tuple[str, str] | None
+    source: dict | None
+    without_engine: str = ""
+    kind: str = ""
+    parameters: int = 0
+
+
+class NodeStates:
+    """All engine nodes that ran, and the jobs that they ordered. Safe to use from any thread."""
+
+    def __init__(self, library: Library, builds: BuildQueue):
+        self._library = library
+        self._builds = builds
+        self._lock = threading.Lock()
+        self._path = library.roots[0] / FILE_NAME
+        self._known: OrderedDict[str, Known] = _read(self._path)
+        self._jobs: dict[str, str] = {}  # node key -> its last job
+
+    def learn(self, key: str, handle: EngineHandle) -> None:
+        """Remember what a node that has just run wants."""
+        network = handle.network
+        try:
+            architecture = network.architecture().name
+        except Unavailable:
+            architecture = ""
+        before = self._known.get(key)
+        source = source_of(network.patcher)
+        weights = handle.session.weights if handle.session is not None else network.known_hash()
+        if not weights and before is not None and before.source == source:
+            weights = before.weights
+        refusal = (handle.fallback.reason.value, handle.fallback.detail) if handle.fallback is not None else None
+        without = handle.session is not None and not handle.session.engines
+        self._keep(key, Known(
+            network.label, architecture, handle.precision, handle.choice.profile.to_json(), handle.choice.backend,
+            str(network.device), weights, refusal, source, handle.status() if without else "", network.role.value,
+            sum(p.numel() for p in network.module.parameters()),
+        ))  # fmt: skip
+
+    def refused(self, key: str, label: str, fallback: Fallback) -> None:
+        """Remember that a node's model can have no engine."""
+        self._keep(key, Known(label, "", "", {}, "", "", "", (fallback.reason.value, fallback.detail), None))
+
+    def ordered(self, key: str, job: Job) -> None:
+        """Remember that a node waits for a job."""
+        with self._lock:
+            self._jobs[key] = job.id
+
+    def ended(self, job: Job) -> None:
+        """Learn from a job that has ended which weights the nodes that ordered it have."""
+        if job.engine is None:
+            return
+        weights = job.engine.manifest.identity.weights
+        for key in self.keys_of(job):
+            known = self._known.get(key)
+            if known is not None and known.weights != weights:
+                self._keep(key, Known(**{**asdict(known), "weights": weights, "refusal": None}))
+
+    def keys_of(self, job: Job) -> list[str]:
+        """The keys of the nodes that ordered a job."""
+        with self._lock:
+            return [key for key, job_id in self._jobs.items() if job_id == job.id]
+
+    def state(self, key: str, wish: Wish) -> dict:
+        """For the page: ``state``, ``text``, the engine or the job, ``run``: what ran last, ``fits``: the sizes of the
+        model's family, and where there is no engine ``outlook``: why, and how long one takes.
+
+        Args:
+            wish: what the node asks for as far as its prompt tells; a node that has not run yet is known by it alone.
+        """
+        answer = {"key": key, "state": "unknown", "text": "", "engine": None, "job": None, "run": run_of(key)}
+        job = self._builds.get(self._jobs.get(key, ""))
+        if job is not None and not job.state.final:
+            answer |= {"state": "queued" if job.state is State.QUEUED else "building", "job": job.to_json()}
+            return answer | {"fits": _fits(self._known.get(key))}
+        known = self._known.get(key)
+        if known is None or _changed(known.source):
+            like = known or self._like(wish)
+            answer["fits"] = _fits(like) if like and like.label == wish.label else None
+            outlook = self._outlook(like, wish, False)
+            return answer | {"outlook": outlook, "any_size": outlook["live"]} | _failure(job)
+        answer |= {"label": known.label, "fits": _fits(known)}
+        engine, fallback = self._look_up(known)
+        if engine is not None:
+            covers = engine.manifest.identity.profile
+            wanted = Profile.from_json(known.profile)
+            answer |= {"state": "ready", "engine": engine_json(engine), "job": job.to_json() if job else None}
+            answer["engine"]["covers"] = covers.contains(wanted.only(covers.ranges))
+            if (why := refusal_of(engine)) is not None:
+                text = f"It was not opened, so calls run uncompiled: {why}; build it again."
+                answer |= {"state": "stale", "text": text}
+            return answer
+        text = known.without_engine or fallback.sentence()
+        answer |= {"state": MISSING.get(fallback.reason, "unavailable"), "text": text}
+        answer["outlook"] = self._outlook(known, wish, True)
+        if known.without_engine:
+            answer["any_size"] = True  # live weights serve, whatever the profile says
+        return answer | _failure(job)
+
+    def _like(self, wish: Wish) -> Known | None:
+        """The node that ran last with the same model, or else with one of the same kind."""
+        latest = reversed(list(self._known.values()))
+        alike = [known for known in latest if known.kind == wish.kind and known.architecture]
+        return next((known for known in alike if known.label == wish.label), alike[0] if alike else None)
+
+    def _outlook(self, known: Known | None, wish: Wish, certain: bool) -> dict:
+        """Why a node has no engine, how long one takes, and whether anything has to be built.
+
+        Args:
+            known: the node, or one like it.
+            certain: whether it is known that there is none; otherwise the next run looks it up.
+        """
+        if known is None:
+            return {"why": "", "seconds": None, "certain": certain, "live": False}
+        same = known.label == wish.label
+        why = "lora" if same and wish.lora else "" if certain else "settings" if same else "checkpoint"
+        parameters = known.parameters
+        if not same:
+            parameters = parameters_of(wish, parameters, (known.source or {}).get("size", 0))
+        took, live = seconds(
+            self._library, wish.backend or known.backend, known.device, known.kind, known.precision, parameters
+        )
+        return {"why": why, "seconds": took, "certain": certain, "live": live}
+
+    def _look_up(self, known: Known) -> tuple[Engine | None, Fallback]:
+        refusal = Fallback(Reason(known.refusal[0]), known.refusal[1]) if known.refusal else Fallback(Reason.NO_ENGINE)
+        if not known.architecture:
+            return None, refusal
+        if not known.weights:
+            return None, refusal if refusal.reason not in MISSING else Fallback(Reason.NO_ENGINE, refusal.detail)
+        device = torch.device(known.device)
+        try:
+            usable = {b.name: b for b in usable_backends(known.backend, device)}
+
+            def refuses(manifest: Manifest) -> Fallback | None:
+                return usable[manifest.identity.backend].refuses(manifest, device)
+
+            wanted = Wanted(
+                known.architecture, [known.weights], known.precision, Profile.from_json(known.profile), list(usable)
+            )
+            return self._library.find(wanted, refuses), refusal
+        except Unavailable as unavailable:
+            return None, unavailable.fallback
+
+    def _keep(self, key: str, known: Known) -> None:
+        with self._lock:
+            if not key or self._known.get(key) == known:
+                return
+            self._known[key] = known
+            self._known.move_to_end(key)
+            while len(self._known) > MAX_NODES:
+                self._known.popitem(last=False)
+            _write(self._path, self._known)
+
+
+def _fits(known: Known | None) -> dict | None:
+    """The sizes that fit a network's family, in the words of the node's settings; None when that is not known."""
+    return _sizes(known.architecture) if known else None
+
+
+@cache
+def _sizes(architecture: str) -> dict | None:
+    found = architectures().get(architecture)
+    return asdict(found.sizes) if found else None
+
+
+def run_of(key: str) -> dict | None:
+    """What ran in the last prompt that called a node's network, or None."""
+    found = last_run(key)
+    if found is None:
+        return None
+    prompt_id, rows = found
+    reasons: dict[str, dict] = {}
+    for row in rows:
+        for reason, count in list(row.reasons.items()):
+            text = row.details.get(reason, reason)
+            words = {"reason": reason, "text": text, "advice": Reason(reason).advice}
+            seen = reasons.setdefault(reason, {**words, "count": 0})
+            seen["count"] += count
+    return {
+        "prompt": prompt_id,
+        "engine": sum(row.engine for row in rows),
+        "native": sum(row.native for row in rows),
+        "backend": next((row.backend for row in rows if row.backend), None),
+        "reasons": list(reasons.values()),
+    }
+
+
+def engine_json(engine: Engine) -> dict:
+    """What a person wants to know of an engine."""
+    manifest = engine.manifest
+    return {
+        "name": engine.folder.name,
+        "label": manifest.label,
+        "backend": manifest.identity.backend,
+        "precision": manifest.identity.precision,
+        "profile": profile_words(manifest.identity.architecture, manifest.identity.profile),
+        "limits": _limits(manifest.identity.architecture, manifest.identity.profile),
+        "bytes": manifest.bytes,
+        "seconds": round(sum(manifest.seconds.values()), 1),
+        "rel_err": manifest.parity.get("rel_err"),
+        "created": manifest.created,
+    }
+
+
+def _limits(architecture: str, profile: Profile) -> dict[str, int] | None:
+    """What a profile takes in the words of the node's settings: pixels and images."""
+    found = architectures().get(architecture)
+    return found.limits(profile) if found is not None else None
+
+
+def _failure(job: Job | None) -> dict:
+    """How the last build ended, as far as it explains that there is no engine."""
+    if job is None:
+        return {}
+    if job.state is State.FAILED:
+        return {"state": "failed", "text": job.message, "job": job.to_json()}
+    if job.state is State.CANCELLED:
+        return {"state": "none", "text": "", "job": job.to_json()}
+    return {}
+
+
+def _changed(source: dict | None) -> bool:
+    """Whether a model's file is another one than when the node ran."""
+    if source is None:
+        return False
+    try:
+        stat = os.stat(source["path"])
+    except (OSError, KeyError, TypeError):
+        return True
+    return (stat.st_size, stat.st_mtime_ns) != (source.get("size"), source.get("mtime_ns"))
+
+
+def _read(path: Path) -> OrderedDict[str, Known]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return OrderedDict(
+            (key, Known(**{**entry, "refusal": tuple(entry["refusal"]) if entry["refusal"] else None}))
+            for key, entry in data.items()
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return OrderedDict()
+
+
+def _write(path: Path, known: OrderedDict[str, Known]) -> None:
+    """A library that cannot be written costs the memory of a restart only, so that is no error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, json.dumps({key: asdict(entry) for key, entry in known.items()}))
+    except OSError as error:
+        log.debug("Hybrid TRT: what the engine nodes want was not kept (%s)", error)

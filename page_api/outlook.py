@@ -1,0 +1,81 @@
+"""What the next run will bring for an engine node, told before: why there is no engine yet, and how long one takes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import folder_paths
+import torch
+from comfy_execution.graph import DynamicPrompt
+
+from ..architectures import Role
+from ..backends import usable_backends
+from ..engine_builder.expected_time import expected
+from ..engine_library import Library, Unavailable
+from .prompt_graph import inputs_of, model_name, upstream
+
+MODEL_INPUTS = {"TRTUNetEngine": "model", "TRTControlNetEngine": "control_net"}
+"""Engine node -> its model input."""
+KINDS = {"TRTUNetEngine": Role.BACKBONE.value, "TRTControlNetEngine": Role.CONTROLNET.value}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What an engine node of a prompt asks for, as far as the prompt alone tells.
+
+    Attributes:
+        kind: ``"unet"`` or ``"controlnet"``.
+        label: the model's file, or ``""``.
+        lora: whether a LoRA is applied before the node.
+        backend: the node's choice.
+    """
+
+    kind: str
+    label: str
+    lora: bool
+    backend: str
+
+
+def wish_of(prompt: Mapping[str, Any], node_id: str) -> Wish:
+    """What a node of an API prompt asks for. The prompt has been checked: its nodes have a key."""
+    graph = DynamicPrompt(dict(prompt))
+    kind = str(prompt[node_id]["class_type"])
+    name = MODEL_INPUTS[kind]
+    above = [inputs_of(graph, node) for node in upstream(graph, node_id, (name,))]
+    lora = any("lora" in str(key).lower() for inputs in above for key in inputs)
+    backend = inputs_of(graph, node_id).get("backend")
+    return Wish(KINDS[kind], model_name(graph, node_id, name, ""), lora, backend if isinstance(backend, str) else "")
+
+
+def parameters_of(wish: Wish, like: int, like_bytes: int) -> int:
+    """Roughly how many parameters a model has of which only the file is known, by the size of another one's file.
+
+    0 when there is no such file.
+
+    Args:
+        like, like_bytes: that model's parameters and the size of its file.
+    """
+    for folder in ("checkpoints", "diffusion_models") if wish.kind == Role.BACKBONE else ("controlnet",):
+        with contextlib.suppress(OSError, ValueError):  # Windows refuses some names
+            path = folder_paths.get_full_path(folder, wish.label) if wish.label else None
+            if path is not None and like_bytes:
+                return round(like * os.path.getsize(path) / like_bytes)
+    return 0
+
+
+def seconds(
+    library: Library, backend: str, device: str, kind: str, precision: str, parameters: int
+) -> tuple[float | None, bool]:
+    """How long the engine of a network takes to build here, None when nothing is known, and whether the torch backend
+    serves without one, so that nothing has to be built at all."""
+    try:
+        usable = usable_backends(backend, torch.device(device))
+        chosen = usable[0]
+        known = expected(library, kind, chosen.name, precision, chosen.target(torch.device(device)), parameters)
+        return known, any(one.runs_live_weights for one in usable)
+    except (Unavailable, RuntimeError):  # no such backend, or no such device any more
+        return None, False
