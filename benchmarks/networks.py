@@ -69,7 +69,10 @@ class Bench:
         from hybrid_trt.architectures.samples import sample_inputs
 
         network = self.networks[name]
-        specs = network.architecture().inputs(network.module, network.precision)
+        specs = [
+            spec for spec in network.architecture().inputs(network.module, network.precision)
+            if not spec.name.startswith("control_input")  # what T2I-adapters add
+        ]
         symbols = {"B": batch, "H": self.size, "W": self.size, "T": 77, "HB": 1}
         given = {n: t.cuda() for n, t in sample_inputs(specs, symbols, seed=batch).items()}
         given["timesteps"] = torch.full_like(given["timesteps"], 500)
@@ -242,7 +245,7 @@ def overlap_row(bench: Bench) -> dict[str, Any]:
     with torch.inference_mode():
         sessions = [live_session(network, bench.backend, network.precision) for network in networks]
         for session, network in zip(sessions, networks, strict=True):
-            session.use([engine for engine in bench.library.engines() if engine.manifest.kind == network.kind
+            session.use([engine for engine in bench.library.engines() if engine.manifest.kind == network.role
                          and engine.manifest.identity.weights == bench.backend.weights(network)])
         given = [bench.given("unet", 2), bench.given("controlnet", 2), bench.given("controlnet", 2)]
         streams = [torch.cuda.Stream() for _ in sessions]

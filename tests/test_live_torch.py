@@ -21,7 +21,7 @@ from hybrid_trt.architectures.latent import ANY
 from hybrid_trt.architectures.samples import sample_inputs
 from hybrid_trt.architectures.tensors import Profile, Range
 from hybrid_trt.backends import AUTO, backends, usable_backends
-from hybrid_trt.backends.torch_live.backend import file_name, sizes_of
+from hybrid_trt.backends.torch_live.compiled import file_name, sizes_of
 from hybrid_trt.backends.torch_live.session import LiveSession
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder

@@ -24,7 +24,7 @@ from hybrid_trt.architectures.calls import EngineCall
 from hybrid_trt.architectures.samples import sample_inputs
 from hybrid_trt.architectures.tensors import Profile, Range
 from hybrid_trt.backends import AUTO, backends, usable_backends
-from hybrid_trt.backends.torch_live.backend import file_name
+from hybrid_trt.backends.torch_live.compiled import file_name
 from hybrid_trt.backends.torch_live.session import LiveSession
 from hybrid_trt.engine_builder.jobs import BuildQueue
 from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason, Unavailable

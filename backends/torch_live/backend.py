@@ -12,7 +12,6 @@ import os
 import shutil
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -100,7 +99,7 @@ class TorchBackend:
 
     def sizes(self, engine: Engine) -> list[dict[str, int]]:
         """The sets of sizes that an engine has compiled files for."""
-        return [sizes_of(name) for name in engine.manifest.files]
+        return [compiled.sizes_of(name) for name in engine.manifest.files]
 
     def open_live(self, engine: Engine, symbols: dict[str, int]) -> compiled.Compiled:
         """Open an engine's compiled file for some sizes.
@@ -112,15 +111,4 @@ class TorchBackend:
             raise Unavailable(refusal.reason, refusal.detail)
         engine.check_sizes()
         verified.check_contents(engine)
-        return compiled.open_file(engine.folder / file_name(symbols))
-
-
-def file_name(symbols: dict[str, int]) -> str:
-    """Name of the compiled file for some sizes, for example ``B2-H64-HB1-T77-W64.bin``."""
-    return "-".join(f"{symbol}{size}" for symbol, size in sorted(symbols.items())) + ".bin"
-
-
-def sizes_of(name: str) -> dict[str, int]:
-    """The inverse of ``file_name``."""
-    parts = Path(name).stem.split("-")
-    return {part.rstrip("0123456789"): int(part.lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")) for part in parts}
+        return compiled.open_file(engine.folder / compiled.file_name(symbols))

@@ -15,8 +15,7 @@ from ...engine_library import BuildError
 from ...engine_library.parity import relative_error
 from ...native_model.kernels import best_attention, laid_out
 from .. import LiveTask, Progress
-from .backend import file_name
-from .compiled import compile_to_file
+from .compiled import compile_to_file, file_name
 
 log = logging.getLogger(__name__)
 

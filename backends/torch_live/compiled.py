@@ -93,3 +93,14 @@ def open_file(path: Path) -> Compiled:
     # nothing is compiled here, and starting Inductor's pool of compilers would keep all cores busy for seconds
     with torch._inductor.config.patch(compile_threads=1), torch.inference_mode(False), torch.no_grad():
         return torch._inductor.CompiledArtifact.load(path=str(path))
+
+
+def file_name(symbols: dict[str, int]) -> str:
+    """Name of the compiled file for some sizes, for example ``B2-H64-HB1-T77-W64.bin``."""
+    return "-".join(f"{symbol}{size}" for symbol, size in sorted(symbols.items())) + ".bin"
+
+
+def sizes_of(name: str) -> dict[str, int]:
+    """The inverse of ``file_name``."""
+    parts = Path(name).stem.split("-")
+    return {part.rstrip("0123456789"): int(part.lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")) for part in parts}

@@ -6,7 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
@@ -19,16 +19,29 @@ from ...engine_sessions.session import first_line, refusal_of, refuse, shared
 from ...native_model.kernels import laid_out
 from ...native_model.network import NativeNetwork
 from ...native_model.plain_copy import ReplacedForward
+from .compiled import Compiled
 from .network import LiveNetwork
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-    from .backend import TorchBackend
-
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+
+class Compiler(Protocol):
+    """What a session asks of its backend."""
+
+    name: str
+
+    def weights(self, network: NativeNetwork) -> str: ...
+
+    def cannot_build(self, device: torch.device) -> Fallback | None: ...
+
+    def sizes(self, engine: Engine) -> list[dict[str, int]]: ...
+
+    def open_live(self, engine: Engine, symbols: dict[str, int]) -> Compiled: ...
 
 
 class LiveSession:
@@ -46,7 +59,7 @@ class LiveSession:
     follows_patches = True
     joins_stacks = True
 
-    def __init__(self, network: NativeNetwork, backend: TorchBackend, precision: str, recorder: Recorder | None = None):
+    def __init__(self, network: NativeNetwork, backend: Compiler, precision: str, recorder: Recorder | None = None):
         self.label = network.label
         self.backend = backend
         self.backend_name = backend.name
@@ -290,7 +303,7 @@ class LiveSession:
         return f"{start}, {words}, {self.engines[0].manifest.bytes / 1e6:.0f} MB"
 
 
-def live_session(network: NativeNetwork, backend: TorchBackend, precision: str) -> LiveSession:
+def live_session(network: NativeNetwork, backend: Compiler, precision: str) -> LiveSession:
     """The session for a native module, shared by all who use it: its weights are on the GPU once.
 
     Raises:

@@ -29,10 +29,10 @@ def pack(name: str) -> ModuleType:
 def build(network: Any) -> str:
     """A stand-in engine for a network, published in the server's library; its folder's name."""
     builder, backends = pack("engine_builder.build"), pack("backends").backends()
-    profile = pack("engine_builder.profiles").profile_of(64, 512, 1024, 4, 616)
-    order = builder.BuildOrder(network, network.precision, profile, backends["stand_in"])
+    profile = network.architecture().profile(pack("architectures.sizes").Asked(64, 512, 1024, 4, 616))
+    order = pack("engine_builder.order").BuildOrder(network, network.precision, profile, backends["stand_in"])
     make_files = pack("backends.stand_in").make_files
-    library = pack("nodes.library_folder").library()
+    library = pack("page_api.library_folder").library()
     engine = builder.build_engine(order, library, lambda *_: None, run=lambda task, *_: make_files(task))
     return engine.folder.name
 
@@ -47,7 +47,7 @@ class StandInUNetEngine(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any) -> io.NodeOutput:
-        network = pack("engine_library.native").NativeNetwork.of_model(model, "stand-in UNet")
+        network = pack("native_model.network").NativeNetwork.of_model(model, "stand-in UNet")
         return io.NodeOutput(ui={"engine": [build(network)]})
 
 
@@ -61,7 +61,7 @@ class StandInControlNetEngine(io.ComfyNode):
 
     @classmethod
     def execute(cls, control_net: Any) -> io.NodeOutput:
-        network = pack("engine_library.native").NativeNetwork.of_controlnet(control_net, "stand-in ControlNet")
+        network = pack("native_model.network").NativeNetwork.of_controlnet(control_net, "stand-in ControlNet")
         return io.NodeOutput(ui={"engine": [build(network)]})
 
 
@@ -72,9 +72,10 @@ def name_of(patcher: Any) -> str:
     kind = type(patcher.model).__name__
     if kind == "EngineModule":
         session = patcher.model.session
-        network = getattr(session, "network", session if hasattr(session, "kind") else None)
-        which = network.kind if network is not None else session.engine.manifest.kind if session is not None else "none"
-        return f"engine {which}"
+        if session is None:
+            return "engine none"
+        kinds = [engine.manifest.kind for engine in session.engines]
+        return f"engine {kinds[0] if kinds else session.label}"
     return names.get(kind, kind)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import importlib
 import os
+import sys
 from pathlib import Path
 
 import folder_paths
 import numpy
 import torch
-from comfy import model_management
+from comfy import controlnet, model_base, model_management, model_patcher, supported_models
 from comfy.cldm.cldm import ControlNet
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy_api.latest import ComfyExtension, io
@@ -18,6 +21,7 @@ import nodes  # ComfyUI's
 
 CATEGORY = "tests"
 MAX_SEED = 2**31 - 1
+FAMILIES = Path(__file__).resolve().parents[1] / "support" / "families"
 
 
 def _random(seed: int, *shape: int) -> torch.Tensor:
@@ -145,6 +149,69 @@ class TestSecondDevice(io.ComfyNode):
         return io.NodeOutput(model)
 
 
+class TestUnionControlNet(io.ComfyNode):
+    """A ControlNet with the parts that make it a union ControlNet, in random weights."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestUnionControlNet", display_name="Test Union ControlNet", category=CATEGORY,
+            inputs=[io.ControlNet.Input("control_net"), io.Int.Input("types", default=8, min=1, max=8)],
+            outputs=[io.ControlNet.Output()],
+        )
+
+    @classmethod
+    def execute(cls, control_net: controlnet.ControlNet, types: int) -> io.NodeOutput:
+        net = copy.deepcopy(control_net.control_model)
+        donor = ControlNet(
+            image_size=32, in_channels=4, hint_channels=3, model_channels=320, num_res_blocks=[1], channel_mult=[1],
+            num_heads=8, use_spatial_transformer=True, transformer_depth=[1], transformer_depth_middle=-1,
+            context_dim=768, union_controlnet_num_control_type=types, dtype=net.dtype,
+        )  # fmt: skip
+        generator = torch.Generator().manual_seed(1)
+        for name in ("transformer_layes", "spatial_ch_projs", "control_add_embedding", "task_embedding"):
+            part = getattr(donor, name)
+            for weight in [part] if isinstance(part, torch.nn.Parameter) else part.parameters():
+                scale = weight[0].numel() ** -0.5 if weight.ndim > 1 else 0.1
+                weight.data = (torch.randn(weight.shape, generator=generator) * scale).to(weight.dtype)
+                weight.requires_grad_(False)
+            setattr(net, name, part)
+        net.num_control_type = types
+        return io.NodeOutput(controlnet.ControlNet(
+            net, load_device=control_net.load_device, manual_cast_dtype=control_net.manual_cast_dtype
+        ))  # fmt: skip
+
+
+class TestToyModel(io.ComfyNode):
+    """A model and a ControlNet of the toy family, which is added to the pack's families by its file's folder alone."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestToyModel", display_name="Test Toy Model", category=CATEGORY,
+            inputs=[io.Int.Input("seed", default=0, min=0, max=MAX_SEED)],
+            outputs=[io.Model.Output(), io.ControlNet.Output()],
+        )
+
+    @classmethod
+    def execute(cls, seed: int) -> io.NodeOutput:
+        families = next(m for name, m in sys.modules.items() if name.endswith(".architectures"))
+        if str(FAMILIES) not in families.__path__:
+            families.__path__.append(str(FAMILIES))
+        toy = importlib.import_module(f"{families.__name__}.toy")
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            backbone, control = toy.ToyNet().requires_grad_(False), toy.ToyControl().requires_grad_(False)
+        config = supported_models.SD15({"disable_unet_model_creation": True})
+        config.unet_config = {"disable_unet_model_creation": True}
+        config.manual_cast_dtype = None
+        base = model_base.BaseModel(config)
+        base.diffusion_model = backbone
+        device = model_management.get_torch_device()
+        model = model_patcher.ModelPatcher(base, load_device=device, offload_device=torch.device("cpu"))
+        return io.NodeOutput(model, controlnet.ControlNet(control, load_device=device, extra_conds=[]))
+
+
 class TestModelsAlive(io.ComfyNode):
     """How many UNets and ControlNets live in this process, whoever holds them."""
 
@@ -170,7 +237,8 @@ class TestNodes(ComfyExtension):
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [
-            TestConditioning, TestImage, TestModelsAlive, TestSampleTwice, TestSaveLatent, TestSecondDevice
+            TestConditioning, TestImage, TestModelsAlive, TestSampleTwice, TestSaveLatent, TestSecondDevice,
+            TestToyModel, TestUnionControlNet,
         ]
 
 

@@ -27,7 +27,10 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Control:
-    """One ControlNet of a scenario; ``image`` is a seed of TestImage, ``engine`` whether an engine backs it."""
+    """One ControlNet of a scenario; ``image`` is a seed of TestImage, ``engine`` whether an engine backs it.
+
+    ``before`` and ``after`` are nodes in front of its engine node and behind it: (class, inputs without the net).
+    """
 
     file: str = "tiny_sd15_a"
     image: int = 1
@@ -35,6 +38,8 @@ class Control:
     start: float = 0.0
     end: float = 1.0
     engine: bool = True
+    before: Sequence[tuple[str, dict[str, Any]]] = ()
+    after: Sequence[tuple[str, dict[str, Any]]] = ()
 
 
 A = Control("tiny_sd15_a", 1, 0.7)
@@ -156,11 +161,20 @@ def _control(built: Prompt, s: Scenario, control: Control, i: int, engines: bool
     options = {"width": s.width, "height": s.height, "batch": 1, "channels": 3} | s.image_options
     built[loader] = node("ControlNetLoader", control_net_name=f"{control.file}.safetensors")
     built[image] = node("TestImage", seed=control.image, **options)
-    net = [loader, 0]
+    net = _through(built, control.before, [loader, 0], f"before_{i}_{control.file}")
     if engines and control.engine:
-        net = [f"engine_{control.file}", 0]
-        built[net[0]] = node("TRTControlNetEngine", control_net=[loader, 0], **{**SETTINGS, **s.settings})
-    return control, net, [image, 0]
+        engine = f"engine_{control.file}" if not control.before else f"engine_{i}_{control.file}"
+        built[engine] = node("TRTControlNetEngine", control_net=net, **{**SETTINGS, **s.settings})
+        net = [engine, 0]
+    return control, _through(built, control.after, net, f"after_{i}_{control.file}"), [image, 0]
+
+
+def _through(built: Prompt, nodes: Sequence[tuple[str, dict[str, Any]]], net: Link, name: str) -> Link:
+    """A ControlNet behind a row of nodes that take and give one."""
+    for number, (class_type, inputs) in enumerate(nodes):
+        built[f"{name}_{number}"] = node(class_type, control_net=net, **inputs)
+        net = [f"{name}_{number}", 0]
+    return net
 
 
 def latent_of(history: History) -> numpy.ndarray:

@@ -1,0 +1,134 @@
+"""Which kinds of models are served by engines: each tried in a real ComfyUI, and the README's table has just these."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comfy_process import ComfyProcess
+from scenarios import (
+    A,
+    Control,
+    Prompt,
+    Scenario,
+    compare,
+    control_effect,
+    latent_of,
+    node,
+    prompt,
+    relative_difference,
+)
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+LIMIT = 1e-5
+BUILD = {"when_missing": "build now"}
+XL = Scenario("sdxl", controls=(), settings=BUILD)
+SD15 = Scenario(controls=(), settings=BUILD)
+
+
+def union(kind: str, image: int = 1, strength: float = 0.8, before: bool = False) -> Control:
+    """A union ControlNet whose type is set in front of its engine node, or behind it."""
+    parts, kinds = (("TestUnionControlNet", {"types": 8}),), (("SetUnionControlNetType", {"type": kind}),)
+    ways = {"before": parts + kinds} if before else {"before": parts, "after": kinds}
+    return Control("tiny_sdxl_a", image, strength, **ways)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row of the README's table.
+
+    Attributes:
+        scenarios: tried one after the other on the same engines; each ControlNet of them has to act.
+        reason: why the ControlNet runs native, or None when all is served.
+    """
+
+    scenarios: Sequence[Scenario]
+    reason: str | None = None
+
+
+ADAPTER = Control("tiny_sd15_t2i", 3, 0.9, engine=False)
+KINDS = {
+    "SD1.5 and SD2": Kind([SD15.but(controls=(A,))]),
+    "SDXL": Kind([XL.but(controls=(Control("tiny_sdxl_a", 1, 0.7),))]),
+    "inpainting and instruct-pix2pix UNets": Kind([SD15.but(unet="tiny_sd15_ip2p_unet")]),
+    "LCM and Turbo": Kind([
+        SD15.but(patches=(("ModelSamplingDiscrete", {"sampling": "lcm", "zsnr": False}),), sampler="lcm", cfg=1.0,
+                 controls=(A,)),
+    ]),
+    "union ControlNets": Kind([
+        XL.but(controls=(union("depth"),)),
+        XL.but(controls=(union("depth", before=True),)),
+        XL.but(controls=(union("canny/lineart/anime_lineart/mlsd"), Control("tiny_sdxl_b", 2, 0.5))),
+        XL.but(controls=(union("auto", 3), union("tile", 2, 0.4)), batch=2),
+        XL.but(controls=(Control("tiny_sdxl_b", 2, 0.5, 0.0, 0.5), union("repaint")), apply="stock", width=136),
+    ]),
+    "T2I-adapters": Kind([
+        SD15.but(unet="tiny_sd15_t2i_unet", controls=(ADAPTER,)),
+        SD15.but(unet="tiny_sd15_t2i_unet", controls=(ADAPTER, Control("tiny_sd15_flat_a", 1, 0.6)), batch=2),
+        SD15.but(unet="tiny_sd15_t2i_unet", apply="stock", controls=(
+            Control("tiny_sd15_flat_a", 1, 0.6), Control("tiny_sd15_t2i", 2, 0.7, 0.0, 0.6, engine=False))),
+    ]),
+    "ControlNet shuffle (averaged residuals)": Kind([
+        SD15.but(controls=(Control("tiny_sd15_shuffle", 2, 1.0),)),
+        SD15.but(controls=(Control("tiny_sd15_shuffle", 2, 1.0), A)),
+    ]),
+    "Control-LoRAs": Kind([SD15.but(controls=(Control("tiny_sd15_control_lora", 1, 0.5), A))], "unsupported model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_it_gives_natives_latent(sd15: ComfyProcess, name: str) -> None:
+    kind = KINDS[name]
+    for number, scenario in enumerate(kind.scenarios):
+        result = compare(sd15, scenario)
+        assert result.error <= LIMIT, number
+        assert result.all_on_engines(), (number, result.report)
+        assert result.unet["engine"] > 0
+        for i in range(len(scenario.controls)):
+            assert control_effect(sd15, scenario, without=i) > 0.01, (number, i)
+        if kind.reason is not None:
+            (status,) = result.history.output(f"engine_{scenario.controls[0].file}", "text")
+            assert kind.reason in status
+            assert scenario.controls[0].file not in result.controlnets, "it is not counted as ours"
+
+
+def test_types_of_a_union_controlnet_give_other_pictures_on_one_engine(sd15: ComfyProcess) -> None:
+    kinds = ("depth", "tile", "auto", "depth")
+    latents = []
+    for kind in kinds:
+        result = compare(sd15, XL.but(controls=(union(kind),)))
+        assert result.error <= LIMIT
+        latents.append(latent_of(result.history))  # the next prompt writes to the same file
+    depth, tile, auto, again = latents
+    assert min(relative_difference(depth, other) for other in (tile, auto)) > 0.01
+    assert relative_difference(depth, again) == 0
+
+
+def test_an_instruct_pix2pix_picture_is_natives(sd15: ComfyProcess) -> None:
+    """Its UNet gets the picture to change as further channels of the latent."""
+    scenario = SD15.but(unet="tiny_sd15_ip2p_unet")
+
+    def graph(engines: bool) -> Prompt:
+        built: dict[str, Any] = prompt(scenario, engines, "ip2p")
+        built["vae"] = node("CheckpointLoaderSimple", ckpt_name="tiny_sd15.safetensors")
+        built["picture"] = node("TestImage", seed=4, width=128, height=128, batch=1, channels=3)
+        built["edit"] = node("InstructPixToPixConditioning", positive=["positive", 0], negative=["negative", 0],
+                             vae=["vae", 2], pixels=["picture", 0])
+        built["sampler"]["inputs"] |= {"positive": ["edit", 0], "negative": ["edit", 1], "latent_image": ["edit", 2]}
+        return built
+
+    native = latent_of(sd15.queue(graph(False)))
+    history = sd15.queue(graph(True))
+    assert relative_difference(latent_of(history), native) <= LIMIT
+    assert history.output("report", "report")[0]["unet"] == {"engine": 4, "native": 0, "reasons": {}}
+
+
+def test_the_readmes_table_has_just_what_was_tried() -> None:
+    text = README.read_text(encoding="utf-8").partition("## Supported models")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([^|]+?) \| (on engines|native: [^|]+?) \|", text, re.MULTILINE)
+    assert {name: verdict == "on engines" for name, verdict in rows} == {
+        name: kind.reason is None for name, kind in KINDS.items()}
