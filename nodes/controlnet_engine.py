@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from comfy.controlnet import ControlBase, ControlNet
+from comfy.controlnet import ControlBase, ControlLora, ControlNet, T2IAdapter
 from comfy_api.latest import io, ui
 
 from ..engine_library import Fallback, Reason
@@ -10,6 +10,12 @@ from ..engine_runtime.controlnet import back_with_engine, native_controlnet
 from ..native_model.network import NativeNetwork
 from ..page_api.prompt_graph import model_name
 from . import building, engine_node
+
+WITHOUT_ENGINE = {
+    T2IAdapter: "a T2I-adapter computes once per picture, and the UNet's engine takes what it gives",
+    ControlLora: "a Control-LoRA takes the model's own weights each time that sampling starts",
+}
+"""Kinds of controls that no engine is built for, and why."""
 
 
 class TRTControlNetEngine(io.ComfyNode):
@@ -38,8 +44,9 @@ class TRTControlNetEngine(io.ComfyNode):
         node_id = cls.hidden.unique_id
         label = model_name(cls.hidden.dynprompt, node_id, "control_net", "ControlNet")
         if type(control_net) is not ControlNet:
-            # other kinds (T2I-adapters, Control-LoRAs) make their network while sampling, or are not worth an engine
-            refusal = Fallback(Reason.UNSUPPORTED_MODEL, f"{label} is a {type(control_net).__name__}")
+            kind = next((words for cls, words in WITHOUT_ENGINE.items() if isinstance(control_net, cls)), None)
+            why = kind or f"it is a {type(control_net).__name__}"
+            refusal = Fallback(Reason.UNSUPPORTED_MODEL, f"{label} runs without one: {why}")
             status = engine_node.refuse(refusal, label, node_id, cls.hidden.dynprompt)
             return io.NodeOutput(control_net, ui=ui.PreviewText(status))
         native = native_controlnet(control_net)
