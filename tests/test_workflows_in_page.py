@@ -1,0 +1,290 @@
+"""The shipped workflows in ComfyUI's page: they open, convert as the page does, and run there, built by clicks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from browser import ComfyPage, chromium, comfy_page
+from comfy_process import ComfyProcess
+from engine_page import EnginePage
+from make_workflows import build
+from playwright.sync_api import Browser
+from shipped_workflows import NAMES, Workflow, object_info, shipped
+from workflow_recipes import RECIPES, with_tiny_models
+from workflow_to_prompt import bypass, set_widget, to_prompt
+
+__all__ = ["object_info"]  # a fixture: pytest finds it by name
+
+SD15_NETS, SDXL_NETS = ("tiny_sd15_a", "tiny_sd15_b"), ("tiny_sdxl_a", "tiny_sdxl_b")
+NETS = {name: SDXL_NETS if name.startswith("sdxl") else SD15_NETS for name in NAMES}
+ROWS = """() => { const node = app.graph.nodes.find(n => n.type === 'TRTApplyControlNet');
+    return { sockets: node.inputs.filter(i => !i.widget).map(i => i.label ?? i.name),
+             linked: node.inputs.filter(i => i.link != null).map(i => i.name),
+             widgets: node.widgets.map(w => w.label ?? w.name) }; }"""
+SET_ROWS = """count => { app.graph.nodes.find(n => n.type === 'TRTApplyControlNet')
+    .widgets.find(w => w.name === 'rows').value = count; }"""
+#: A Reroute into the decoder and a PrimitiveNode on the seed: nodes that only the page knows.
+PAGE_NODES = """() => {
+    const make = (type, x) => { const n = LiteGraph.createNode(type); n.pos = [x, 1300]; app.graph.add(n); return n; };
+    const find = type => app.graph.nodes.find(n => n.type === type);
+    const link = (from, to, name) => from.connect(0, to, to.inputs.findIndex(i => i.name === name));
+    const reroute = make('Reroute', 0), primitive = make('PrimitiveNode', 300);
+    find('TRTReport').connect(0, reroute, 0);
+    link(reroute, find('VAEDecode'), 'samples');
+    link(primitive, find('KSampler'), 'seed');
+    primitive.widgets[0].value = 4711; }"""
+
+#: What the pack's look at the open graph finds above its engine nodes, and what ComfyUI's own serialisation has there.
+LOOK = """async () => {
+    const { Look } = await import('/extensions/hybrid-trt/lib/look.mjs');
+    const { ancestors, engineNodes } = await import('/extensions/hybrid-trt/lib/graph.mjs');
+    const ids = engineNodes(app.rootGraph).flatMap(found => found.ids);
+    const looked = new Look(app.rootGraph).prompt(ids), { output } = await app.graphToPrompt();
+    const latent = prompt => Object.values(prompt).filter(n => /Empty.*Latent/.test(n.class_type)).map(n => n.inputs);
+    return [looked, output].map(prompt => JSON.parse(JSON.stringify([ancestors(prompt, ids), latent(prompt)]))); }"""
+#: Above the UNet's engine node: a LoRA behind a reroute with a primitive on its strength, a bypassed one, both kinds
+#: with the engine node in a subgraph that shows the second strength outside, and a muted ControlNet loader.
+TANGLE = """() => {
+    const make = (type, x) => { const n = LiteGraph.createNode(type); n.pos = [x, 1500]; app.graph.add(n); return n; };
+    const find = type => app.graph.nodes.find(n => n.type === type), loader = find('CheckpointLoaderSimple');
+    const link = (from, to, name) => from.connect(0, to, to.inputs.findIndex(i => i.name === name));
+    const reroute = make('Reroute', 0), primitive = make('PrimitiveNode', 200), engine = find('TRTUNetEngine');
+    const [first, second, third] = [400, 800, 1200].map(x => make('LoraLoaderModelOnly', x));
+    loader.connect(0, reroute, 0);
+    reroute.connect(0, first, 0); first.connect(0, second, 0); second.connect(0, third, 0); third.connect(0, engine, 0);
+    link(primitive, first, 'strength_model');
+    primitive.widgets[0].value = 0.25;
+    second.mode = 4;
+    third.widgets.find(w => w.name === 'strength_model').value = 0.625;
+    app.graph.nodes.filter(n => n.type === 'ControlNetLoader')[1].mode = 2;
+    app.graph.convertToSubgraph(new Set([third, engine]));
+    const outer = app.graph.nodes.find(n => n.isSubgraphNode?.()), inner = outer.subgraph;
+    const lora = inner.nodes.find(n => n.type === 'LoraLoaderModelOnly');
+    inner.inputNode.connectByType(-1, lora, 'FLOAT');
+    const slot = lora.inputs.findIndex(i => i.name === 'strength_model');
+    if (lora.inputs[slot].link == null) {
+        const input = inner.addInput('strength_model', 'FLOAT');
+        input.connect(lora.inputs[slot], lora);
+    }
+    const shown = outer.widgets.find(w => w.name.includes('strength'));
+    if (shown) shown.value = 0.125;
+    return { shown: shown?.value, inner: lora.widgets.find(w => w.name === 'strength_model').value }; }"""
+
+#: The tiny SDXL models in the opened template: a UNet and a VAE in the checkpoint's place, and conditioning
+#: without text encoders, which would outweigh all else.
+TINY_SDXL = """() => {
+    const all = type => app.graph.nodes.filter(n => n.type === type), loader = all('CheckpointLoaderSimple')[0];
+    const set = (node, values) => Object.entries(values).forEach(([name, value]) => {
+        node.widgets.find(w => w.name === name).value = value; });
+    const replace = (from, slot, type, values) => {
+        const node = LiteGraph.createNode(type);
+        node.pos = [...from.pos];
+        app.graph.add(node);
+        set(node, values);
+        for (const link of (from.outputs[slot].links ?? []).map(id => app.graph.getLink(id)))
+            node.connect(0, app.graph.getNodeById(link.target_id), link.target_slot); };
+    replace(loader, 0, 'UNETLoader', { unet_name: 'tiny_sdxl_unet.safetensors' });
+    replace(loader, 2, 'VAELoader', { vae_name: 'tiny_sdxl_taesd.safetensors' });
+    for (const [seed, text] of all('CLIPTextEncode').entries()) {
+        replace(text, 0, 'TestConditioning', { width: 2048, pooled: 1280, seed });
+        app.graph.remove(text); }
+    app.graph.remove(loader);
+    for (const [i, letter] of ['a', 'b'].entries()) {
+        set(all('ControlNetLoader')[i], { control_net_name: `tiny_sdxl_${letter}.safetensors` });
+        set(all('LoadImage')[i], { image: `control_${letter}.png` }); }
+    for (const node of [...all('TRTUNetEngine'), ...all('TRTControlNetEngine')])
+        set(node, { when_missing: 'use native', min_size: 64, opt_size: 64, max_size: 128 });
+    set(all('EmptyLatentImage')[0], { width: 128, height: 128 });
+    set(all('KSampler')[0], { steps: 3 }); }"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
+def opened(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
+    """One page for all tests of a mode: opening one takes longer than most tests."""
+    with comfy_page(browser, comfy.url, vue=request.param) as page:
+        yield page
+
+
+@pytest.fixture
+def page(opened: ComfyPage) -> Iterator[ComfyPage]:
+    """The mode's page, with no JavaScript error on record before the test and none allowed after it."""
+    opened.errors.clear()
+    yield opened
+    assert not opened.errors
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("name", NAMES)
+def test_opens_without_problems(page: ComfyPage, object_info: dict[str, Any], name: str) -> None:
+    """With models that exist here: without them ComfyUI marks the loaders, as it should."""
+    page.load(with_tiny_models(shipped(name), object_info, NETS[name]))
+    page.page.wait_for_timeout(1000)  # the error panel takes its time
+    assert page.problems() == []
+    assert _overlaps(page.boxes()) == []
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("name", NAMES)
+def test_converts_as_the_page_does(page: ComfyPage, object_info: dict[str, Any], name: str) -> None:
+    workflow = shipped(name)
+    page.load(workflow)
+    prompt = page.prompt()
+    assert prompt == to_prompt(workflow, object_info)
+    assert prompt == to_prompt(page.workflow(), object_info)  # a saved file lists widgets as sockets too
+    looked, serialised = page.page.evaluate(LOOK)
+    assert looked == serialised
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("name", NAMES)
+def test_files_are_what_the_recipes_make(page: ComfyPage, object_info: dict[str, Any], name: str) -> None:
+    recipe = next(recipe for recipe in RECIPES if recipe.name == name)
+    versions = {"hybrid-trt": "0.0.0", "comfy-core": "0.0.0"}
+    made = build(page, recipe, versions)
+    assert to_prompt(made, object_info) == to_prompt(shipped(name), object_info), "run tools/make_workflows.py"
+
+
+def _engines_bypassed(workflow: Workflow, info: dict[str, Any]) -> None:
+    bypass(workflow, ["TRTSamplerPatch", "TRTControlNetEngine"])
+
+
+def _apply_bypassed(workflow: Workflow, info: dict[str, Any]) -> None:
+    bypass(workflow, ["TRTApplyControlNet", "TRTReport"])
+
+
+def _net_muted(workflow: Workflow, info: dict[str, Any]) -> None:
+    next(node for node in workflow["nodes"] if node["type"] == "TRTControlNetEngine")["mode"] = 2
+
+
+def _third_row(workflow: Workflow, info: dict[str, Any]) -> None:
+    set_widget(workflow, "TRTApplyControlNet", "rows", "3", info)
+    set_widget(workflow, "TRTApplyControlNet", "rows.strength_3", 0.25, info)
+
+
+def _random_seed(workflow: Workflow, info: dict[str, Any]) -> None:
+    set_widget(workflow, "KSampler", "seed", 99, info)
+    set_widget(workflow, "KSampler", "control_after_generate", "randomize", info)
+    set_widget(workflow, "KSampler", "denoise", 0.5, info)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("change", [_engines_bypassed, _apply_bypassed, _net_muted, _third_row, _random_seed])
+def test_changes_convert_as_the_page_does(
+    page: ComfyPage, object_info: dict[str, Any], change: Callable[[Workflow, dict[str, Any]], None]
+) -> None:
+    workflow = shipped("sd15_two_controlnets")
+    before = to_prompt(workflow, object_info)
+    change(workflow, object_info)
+    page.load(workflow)
+    assert page.prompt() == to_prompt(workflow, object_info) != before
+
+
+@pytest.mark.browser
+def test_nodes_of_the_page_alone_convert(page: ComfyPage, object_info: dict[str, Any]) -> None:
+    page.load(shipped("sd15_two_controlnets"))
+    page.page.evaluate(PAGE_NODES)
+    prompt = page.prompt()
+    assert prompt == to_prompt(page.workflow(), object_info)
+    assert next(entry for entry in prompt.values() if entry["class_type"] == "KSampler")["inputs"]["seed"] == 4711
+
+
+@pytest.mark.browser
+def test_a_look_at_the_graph_finds_what_serialising_it_gives(page: ComfyPage, object_info: dict[str, Any]) -> None:
+    """Through subgraphs, widgets that they show, reroutes, primitives, bypassed and muted nodes."""
+    page.load(with_tiny_models(shipped("sd15_two_controlnets"), object_info))
+    values = page.page.evaluate(TANGLE)
+    page.settle()
+    looked, serialised = page.page.evaluate(LOOK)
+    assert looked == serialised
+    strengths = {n["inputs"]["strength_model"] for n in looked[0].values() if n["class_type"] == "LoraLoaderModelOnly"}
+    assert strengths == {0.25, 0.125}, values
+    engines = [node["inputs"] for node in looked[0].values() if node["class_type"].startswith("TRT")]
+    assert sum("control_net" in inputs for inputs in engines) == 1, "one loader is muted"
+
+
+@pytest.mark.browser
+def test_rows_of_the_stack_come_and_go(page: ComfyPage, object_info: dict[str, Any]) -> None:
+    """Each row has its sockets and widgets, under names without the prefix; links and values of the others stay."""
+    page.load(shipped("sd15_two_controlnets"))
+    strengths = {"rows.strength_1": 0.7, "rows.strength_2": 0.4}
+    assert page.widgets("TRTApplyControlNet").items() >= strengths.items()
+    linked = page.page.evaluate(ROWS)["linked"]
+    assert [name for name in linked if name.startswith("rows.")] == [
+        "rows.control_net_1", "rows.image_1", "rows.control_net_2", "rows.image_2"]
+    page.page.evaluate(SET_ROWS, "3")
+    page.settle()
+    rows = page.page.evaluate(ROWS)
+    assert rows["sockets"][-2:] == ["control_net_3", "image_3"]
+    assert rows["widgets"][-3:] == ["strength_3", "start_3", "end_3"]
+    assert rows["linked"] == linked
+    assert page.widgets("TRTApplyControlNet").items() >= (strengths | {"rows.strength_3": 1.0}).items()
+    assert page.prompt() == to_prompt(page.workflow(), object_info)
+    page.page.evaluate(SET_ROWS, "1")
+    page.settle()
+    rows = page.page.evaluate(ROWS)
+    assert rows["linked"] == linked[:-2]
+    assert rows["widgets"] == ["rows", "strength_1", "start_1", "end_1"]
+    page.page.evaluate(SET_ROWS, "2")
+    page.settle()
+    assert page.widgets("TRTApplyControlNet").items() >= strengths.items()
+
+
+@pytest.mark.browser
+def test_runs_in_the_page(page: ComfyPage, comfy: ComfyProcess, object_info: dict[str, Any]) -> None:
+    """All engines serve, and the status texts that the nodes then show make no node grow over another."""
+    workflow = with_tiny_models(shipped("sd15_two_controlnets"), object_info)
+    page.load(workflow)
+    comfy.free()  # cached nodes are not run again and would show no status
+    outputs = page.queue()
+    page.settle()
+    report = outputs[str(next(node["id"] for node in workflow["nodes"] if node["type"] == "TRTReport"))]["report"][0]
+    assert all(row["engine"] == 4 and row["native"] == 0 for row in report["rows"])
+    assert len(report["rows"]) == 3
+    assert page.problems() == []
+    assert _overlaps(page.boxes()) == []
+
+
+@pytest.mark.browser
+def test_sdxl_with_two_controlnets_is_built_by_clicks_and_runs_on_its_engines(page: ComfyPage) -> None:
+    if page.vue:
+        pytest.skip("The buttons are clicked in both modes elsewhere; three builds are enough.")
+    raw, nodes = page.page, EnginePage(page, "sdxl")
+    raw.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
+    raw.get_by_role("dialog").last.get_by_text("hybrid-trt", exact=True).first.click()
+    raw.get_by_test_id("template-workflow-sdxl_two_controlnets").click()
+    raw.wait_for_function("() => app.graph.nodes.filter(n => n.type === 'TRTControlNetEngine').length === 2")
+    page.settle()
+    raw.evaluate(TINY_SDXL)
+    page.fit(left=72, top=112, right=12, bottom=60)
+    engines = [nodes.node(name) for name in ("TRTUNetEngine", "TRT ControlNet Engine 1", "TRT ControlNet Engine 2")]
+    for node in engines:
+        nodes.click(node)
+        nodes.wait_for(node, "queued", "building", "ready", timeout=60)
+    for node in engines:
+        assert nodes.wait_for(node, "ready", "failed", timeout=240)["state"] == "ready"
+    outputs = page.queue()
+    nodes.shot("ran")
+    (report,) = [output["report"][0] for output in outputs.values() if output.get("report", [{}])[0].get("rows")]
+    assert {row["name"]: (row["engine"], row["native"]) for row in report["rows"]} == {
+        f"tiny_sdxl_{name}.safetensors": (3, 0) for name in ("unet", "a", "b")}
+    assert "Last run: 3 calls on onnxruntime" in nodes.wait_until(
+        engines[0], lambda status: "Last run" in status["text"], "run", 10)["text"]
+
+
+def _overlaps(boxes: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Pairs of nodes that cover one another."""
+    return [
+        (a["type"], b["type"])
+        for i, a in enumerate(boxes)
+        for b in boxes[i + 1 :]
+        if a["x"] < b["x"] + b["width"] and b["x"] < a["x"] + a["width"]
+        and a["y"] < b["y"] + b["height"] and b["y"] < a["y"] + a["height"]
+    ]
