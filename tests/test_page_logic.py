@@ -48,4 +48,4 @@ def test_new_nodes_have_the_sizes_of_the_first_preset() -> None:
     first = re.search(r"PRESETS = \{\s+(\w+): \{(.*?)\}", text)
     found = re.findall(r"(\w+): (\d+)", first[2])
     assert first[1] == "presetFit"
-    assert found == [(name, "0") for name in NAMES]
+    assert found == [(name, "0") for name in SIZE_NAMES]
