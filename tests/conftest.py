@@ -138,28 +138,44 @@ def put_back(kept: Path, library: Path) -> None:
         shutil.copytree(folder, library / folder.name, copy_function=shutil.copy2)
 
 
-@pytest.fixture(scope="session")
-def tiny_engines(comfy: ComfyProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the engines of both tiny families: UNet and two ControlNets each, built once by a real server."""
-    library, kept = comfy.base / "models" / "trt_engines", tmp_path_factory.mktemp("engines") / "kept"
+def built_engines(comfy: ComfyProcess, kept: Path, scenario: Scenario) -> Path:
+    """A folder with the engines of a scenario, built by a real server; its library has no others afterwards."""
+    library = comfy.base / "models" / "trt_engines"
     kept.mkdir()
     put_back(kept, library)
-    build(comfy, Scenario(controls=(A, B)))
-    build(comfy, Scenario("sdxl", controls=(Control("tiny_sdxl_a"), Control("tiny_sdxl_b", 2))))
+    build(comfy, scenario)
     for folder in library.glob("[!.]*"):
         shutil.copytree(folder, kept / folder.name, copy_function=shutil.copy2)
     return kept
 
 
+@pytest.fixture(scope="session")
+def sd15_engines(comfy: ComfyProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The engines of the tiny SD1.5 UNet and two ControlNets, built once."""
+    return built_engines(comfy, tmp_path_factory.mktemp("engines") / "sd15", Scenario(controls=(A, B)))
+
+
+@pytest.fixture(scope="session")
+def sdxl_engines(comfy: ComfyProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of the tiny SDXL family."""
+    controls = (Control("tiny_sdxl_a"), Control("tiny_sdxl_b", 2))
+    return built_engines(comfy, tmp_path_factory.mktemp("engines") / "sdxl", Scenario("sdxl", controls=controls))
+
+
 @pytest.fixture(scope="module")
-def sd15(comfy: ComfyProcess, tiny_engines: Path) -> ComfyProcess:
-    """A server whose library has the tiny engines and no others at the start of each module."""
-    put_back(tiny_engines, comfy.base / "models" / "trt_engines")
+def sd15(comfy: ComfyProcess, sd15_engines: Path) -> ComfyProcess:
+    """A server whose library has the tiny engines of SD1.5 and no others at the start of each module."""
+    put_back(sd15_engines, comfy.base / "models" / "trt_engines")
     comfy.free()
     return comfy
 
 
 @pytest.fixture(scope="module")
-def sdxl(sd15: ComfyProcess) -> ComfyProcess:
-    """The same server, named for the family that a test runs."""
+def sdxl(sd15: ComfyProcess, sd15_engines: Path, sdxl_engines: Path) -> ComfyProcess:
+    """The same server, its library with the engines of both families."""
+    library = sd15.base / "models" / "trt_engines"
+    put_back(sd15_engines, library)
+    for folder in sdxl_engines.iterdir():
+        shutil.copytree(folder, library / folder.name, copy_function=shutil.copy2)
+    sd15.free()
     return sd15

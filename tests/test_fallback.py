@@ -176,7 +176,7 @@ def test_without_an_engine_native_serves_and_says_how_to_get_one(sd15: ComfyProc
 
 
 @pytest.mark.parametrize("other", ["tiny_sd15_unet", "tiny_sdxl_unet"], ids=["other_checkpoint", "other_family"])
-def test_an_engine_of_another_model_is_never_used(sd15: ComfyProcess, sdxl: ComfyProcess, other: str) -> None:
+def test_an_engine_of_another_model_is_never_used(sd15: ComfyProcess, other: str) -> None:
     scenario = PLAIN.but(unet="tiny_sd15_other_unet")
     graph = prompt(scenario, engines=True, name="engine")
     graph["right_unet"] = node("UNETLoader", unet_name=f"{other}.safetensors", weight_dtype="default")

@@ -212,7 +212,7 @@ def test_a_build_compiles_for_the_opt_sizes_and_serves_other_weights_too(
 ) -> None:
     net = network(kind, "inpainting_channels")
     library = Library([tmp_path / "library"])
-    profile = Profile({**PROFILE.ranges, "H": Range(4, 6, 40), "W": Range(4, 8, 40)})
+    profile = Profile({**PROFILE.ranges, "B": Range(1, 1, 4), "H": Range(4, 6, 40), "W": Range(4, 8, 40)})
     engine = build_engine(BuildOrder(net, "float32", profile, TORCH), library, lambda *_: None)
     assert engine.manifest.parity["rel_err"] <= 1e-5
     assert {name for name in engine.manifest.files if name.endswith(".bin")} == {
@@ -220,7 +220,7 @@ def test_a_build_compiles_for_the_opt_sizes_and_serves_other_weights_too(
     for other in (net, with_lora(net)):
         session = LiveSession(other, TORCH, "float32", Recorder())
         session.use([engine])
-        given = given_for(net, 11, H=6, W=8)
+        given = given_for(net, 11, B=1, H=6, W=8)
         native = native_call(other, given)
         if other is not net:
             other.patcher.patch_model(CPU)
@@ -230,7 +230,7 @@ def test_a_build_compiles_for_the_opt_sizes_and_serves_other_weights_too(
             results = session.run(given).values()
         assert max(relative_error(r, n) for r, n in zip(results, native, strict=True)) <= 1e-5
         assert session.refusal is None
-        assert session.live.has_compiled({s: n for s, n in (SIZES | {"H": 6, "W": 8}).items()
+        assert session.live.has_compiled({s: n for s, n in (SIZES | {"B": 1, "H": 6, "W": 8}).items()
                                           if s in {d.symbol for spec in session.live.inputs for d in spec.dims
                                                    if not isinstance(d, int)}})
 

@@ -43,6 +43,7 @@ def test_files_import_only_the_page_and_one_another(path: Path) -> None:
 
 def test_new_nodes_have_the_sizes_of_the_first_preset() -> None:
     import pack  # noqa: F401
+    from hybrid_trt.architectures.sizes import SIZE_NAMES
 
     text = (JS / "lib" / "presets.mjs").read_text(encoding="utf-8")
     first = re.search(r"PRESETS = \{\s+(\w+): \{(.*?)\}", text)

@@ -91,13 +91,9 @@ def test_switching_control_size_prompt_and_batch_between_prompts_never_gives_a_s
         STACKED,
         STACKED.but(controls=()),
         rows(B),
-        STACKED.but(width=136, height=120),
-        STACKED.but(tokens=(231, 77)),
-        STACKED,
-        STACKED.but(batch=3),
+        STACKED.but(tokens=(231, 77), width=136, height=120),
+        STACKED.but(batch=2),
         rows(Control(A.file, 9, 0.7), B),
-        STACKED.but(controls=(), width=96),
-        rows(B, A),
         STACKED,
     ]
     for i, scenario in enumerate(sequence):

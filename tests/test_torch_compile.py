@@ -29,7 +29,7 @@ NAME = "tiny_sd15_flat_unet"
 
 @pytest.mark.parametrize("place", [
     pytest.param("patches", id="after_the_sampler_patch", marks=pytest.mark.slow),
-    pytest.param("loras_before", id="before_the_engine"),
+    pytest.param("loras_before", id="before_the_engine", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_compiled_model_runs_on_its_engine(sd15: ComfyProcess, place: str) -> None:
     result = compare(sd15, Scenario(**{place: (COMPILED,)}))

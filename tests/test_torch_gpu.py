@@ -28,6 +28,7 @@ from hybrid_trt.engine_library import Library, Unavailable, local_key
 from hybrid_trt.engine_library.parity import relative_error
 from hybrid_trt.engine_sessions.cuda_graphs import GraphCache
 from hybrid_trt.native_model.network import NativeNetwork
+from small_networks import control_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")]
 
@@ -60,8 +61,7 @@ def native(net: NativeNetwork, given: dict[str, torch.Tensor]) -> list[torch.Ten
     if net.role is Role.CONTROLNET:
         result = module(**given)
         return [*result["output"], *result["middle"]]
-    outputs = [given.pop(name) for name in list(given) if name.startswith("control_output")]
-    control = {"input": [], "output": outputs, "middle": [given.pop("control_middle_0")]}
+    control = control_of(net, given)
     return [module(**given, control=control, transformer_options={})]
 
 

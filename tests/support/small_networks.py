@@ -104,8 +104,13 @@ def native_call(net: NativeNetwork, given: dict[str, torch.Tensor]) -> list[torc
     if net.role is Role.CONTROLNET:
         result = net.module(**given)
         return [*result["output"], *result["middle"]]
+    control = control_of(net, given)
+    return [net.module(**given, control=control, transformer_options={})]
+
+
+def control_of(net: NativeNetwork, given: dict[str, torch.Tensor]) -> dict[str, list]:
+    """The residuals among a UNet's inputs, taken out of them, as the lists that native wants."""
     outputs = [given.pop(name) for name in list(given) if name.startswith("control_output")]
     blocks = [f"control_input_{i}" for i in range(len(net.module.input_blocks))]
     inputs = [given.pop(name, None) for name in reversed(blocks)]
-    control = {"input": inputs, "output": outputs, "middle": [given.pop("control_middle_0")]}
-    return [net.module(**given, control=control, transformer_options={})]
+    return {"input": inputs, "output": outputs, "middle": [given.pop("control_middle_0")]}
