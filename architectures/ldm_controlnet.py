@@ -50,7 +50,6 @@ class ControlNetArchitecture(LatentSizes):
             prelude = Prelude(takes, ("hint",), _HintEncoder(module.input_hint_block))
         else:
             prelude = Prelude(takes, ("hint", TYPE_EMBEDDING), _UnionHintEncoder(module))
-            module.task_embedding = None
             module.transformer_layes = module.spatial_ch_projs = module.control_add_embedding = torch.nn.Identity()
         module.input_hint_block = torch.nn.Identity()  # a class of torch: the copy may be on its way to another process
         return [prelude]
@@ -142,9 +141,9 @@ class _UnionHintEncoder(torch.nn.Module):
 
     def __init__(self, controlnet: ControlNet):
         super().__init__()
+        self._parameters = controlnet._parameters  # the task embedding: whoever follows weights writes it there
         self.num_control_type = controlnet.num_control_type
         self.input_hint_block = controlnet.input_hint_block
-        self.task_embedding = controlnet.task_embedding
         self.transformer_layes = controlnet.transformer_layes
         self.spatial_ch_projs = controlnet.spatial_ch_projs
         self.control_add_embedding = controlnet.control_add_embedding

@@ -195,7 +195,7 @@ class TestToyModel(io.ComfyNode):
 
     @classmethod
     def execute(cls, seed: int) -> io.NodeOutput:
-        families = next(m for name, m in sys.modules.items() if name.endswith(".architectures"))
+        families = next(m for name, m in sys.modules.items() if name.endswith("hybrid-trt.architectures"))
         if str(FAMILIES) not in families.__path__:
             families.__path__.append(str(FAMILIES))
         toy = importlib.import_module(f"{families.__name__}.toy")
