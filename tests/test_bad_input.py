@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import slow
 from comfy_process import ComfyProcess
 from scenarios import A, B, Control, Scenario, compare, latent_of, native_latent, node, prompt, relative_difference
 
@@ -87,7 +88,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
 }
 
 
-@pytest.mark.parametrize(("damage", "reason", "word"), DAMAGE.values(), ids=DAMAGE)
+SLOW = ("engine_file_empty", "engine_file_renamed", "manifest_garbage")
+
+
+@pytest.mark.parametrize(("damage", "reason", "word"), slow.cases(DAMAGE, SLOW))
 def test_a_damaged_engine_means_natives_image_and_a_reason(
     sd15: ComfyProcess, library: Path, damage: Callable[[Path], object], reason: str, word: str
 ) -> None:

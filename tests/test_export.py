@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slow
 import tiny_models
 import torch
 from pack import import_comfy
@@ -54,15 +55,12 @@ def engine_error(net: NativeNetwork, engine: Engine, symbols: dict[str, int]) ->
     return max(parity.relative_error(o, n) for o, n in zip(outputs.values(), native, strict=True))
 
 
-SLOW = (("controlnet", "sd15_as_published"), ("unet", "sdxl_as_published"), ("controlnet", "inpainting_channels"),
-        ("controlnet", "sdxl_refiner"))
-"""Others show nearly the same, in less time: CI leaves these out."""
+KINDS = {f"{kind}-{layout}": (kind, layout) for layout in LAYOUTS for kind in ("unet", "controlnet")}
+SLOW = ("controlnet-sd15_as_published", "unet-sdxl_as_published", "controlnet-inpainting_channels",
+        "controlnet-sdxl_refiner")
 
 
-@pytest.mark.parametrize(("kind", "layout"), [
-    pytest.param(kind, layout, marks=[pytest.mark.slow] * ((kind, layout) in SLOW))
-    for layout in LAYOUTS for kind in ("unet", "controlnet")
-])  # fmt: skip
+@pytest.mark.parametrize(("kind", "layout"), slow.cases(KINDS, SLOW))
 def test_any_layout_becomes_an_engine_that_computes_what_native_does(tmp_path: Path, kind: str, layout: str) -> None:
     net = network(kind, layout)
     engine = built(net, tmp_path)

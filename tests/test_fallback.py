@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import slow
 from comfy_process import ComfyProcess, History
 from scenarios import (
     A,
@@ -34,7 +35,7 @@ PATCHES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("class_type", "inputs", "reason"), PATCHES.values(), ids=PATCHES)
+@pytest.mark.parametrize(("class_type", "inputs", "reason"), slow.cases(PATCHES, ("FreeU",)))
 def test_a_patch_after_the_sampler_patch_acts_as_in_native(
     sd15: ComfyProcess, class_type: str, inputs: dict[str, Any], reason: str
 ) -> None:

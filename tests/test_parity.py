@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import slow
 from comfy_process import ComfyProcess
 from scenarios import A, B, Control, Scenario, compare, control_effect
 
@@ -46,14 +47,12 @@ SCENARIOS = {
     "strength_above_1": rows(Control(A.file, 1, 1.8), B),
 }
 
-SLOW = ("batch_3", "72x488_pixels", "hint_batch_of_2_for_batch_of_2", "dpmpp_2m_sde", "euler_ancestral",
-        "heun_makes_two_calls_a_step", "strength_above_1")
-"""Others show nearly the same, in less time: CI leaves these out."""
+SLOW = ("batch_3", "72x488_pixels", "200x328_pixels", "hint_batch_of_2_for_batch_of_2", "dpmpp_2m_sde",
+        "euler_ancestral", "heun_makes_two_calls_a_step", "strength_above_1", "five_controlnets",
+        "prompts_of_77_and_462_tokens", "one_range_ends_early", "native_controlnet_after_an_engine")
 
 
-@pytest.mark.parametrize("scenario", [
-    pytest.param(scenario, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, scenario in SCENARIOS.items()
-])  # fmt: skip
+@pytest.mark.parametrize("scenario", slow.cases(SCENARIOS, SLOW))
 def test_latent_is_natives(sd15: ComfyProcess, scenario: Scenario) -> None:
     result = compare(sd15, scenario)
     assert result.error <= LIMIT

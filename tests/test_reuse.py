@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+import slow
 from comfy_process import ComfyProcess
 from scenarios import A, B, Prompt, Scenario, compare, node, prompt
 
@@ -38,7 +39,7 @@ CHANGES: dict[str, tuple[str, str, Any, set[str]]] = {
 }
 
 
-@pytest.mark.parametrize(("changed", "name", "value", "runs"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(("changed", "name", "value", "runs"), slow.cases(CHANGES, ("prompt", "image")))
 def test_a_change_runs_what_depends_on_it_and_opens_no_engine_again(
     sd15: ComfyProcess, changed: str, name: str, value: object, runs: set[str]
 ) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import networks
 import pytest
+import slow
 import tensorrt_rtx as trt
 from hybrid_trt.architectures.tensors import Profile, Range, TensorSpec
 from hybrid_trt.backends import BuildRequest
@@ -48,9 +49,12 @@ def request_here(small: BuildRequest, tmp_path: Path) -> BuildRequest:
     return replace(small, folder=tmp_path)
 
 
-@pytest.mark.parametrize("precision", ["float16", pytest.param("float32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["unet", "controlnet"])
-@pytest.mark.parametrize("family", ["sd15", "sdxl"])
+BUILT = {f"{family}-{kind}-{precision}": (family, kind, precision) for family in ("sd15", "sdxl")
+         for kind in ("unet", "controlnet") for precision in ("float16", "float32")}
+SLOW = [name for name in BUILT if "float32" in name or name.startswith("sdxl-unet")]
+
+
+@pytest.mark.parametrize(("family", "kind", "precision"), slow.cases(BUILT, SLOW))
 def test_an_engine_is_built_from_the_very_graph_that_was_proved(
     family: str, kind: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
