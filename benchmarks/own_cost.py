@@ -1,0 +1,72 @@
+"""Microseconds of the pack's own Python per call, the network taken out. Needs no GPU.
+
+    python tools/environment.py run -- python benchmarks/own_cost.py
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "support")]
+
+import small_networks
+import torch
+from comfy_execution.utils import CurrentNodeContext
+from hybrid_trt.architectures.samples import sample_inputs
+from hybrid_trt.engine_library import Library
+from hybrid_trt.engine_runtime.backbone import BackboneRouter
+from hybrid_trt.engine_runtime.controlnet import EngineControlModel
+from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
+from profiles import profile_of
+
+CALLS, TURNS = 3000, 15
+SIZES = {"B": 2, "H": 9, "W": 12, "T": 77, "HB": 1}
+
+
+def microseconds(call: Callable[[], Any]) -> float:
+    """Median over turns of the time of one call."""
+    times = []
+    for _ in range(TURNS):
+        started = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        times.append((time.perf_counter() - started) / CALLS)
+    return 1e6 * statistics.median(times)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp())
+    found = {}
+    with torch.inference_mode(), CurrentNodeContext("prompt", "sampler"):
+        for kind in ("unet", "controlnet"):
+            net = small_networks.network(kind, "sd15_as_published")
+            architecture = net.architecture()
+            handle = EngineHandle(net, EngineChoice(profile_of(64, 96, 320), "auto", "torch"), Library([folder]), kind)
+            given = sample_inputs(architecture.inputs(net.module, "float32"), SIZES, 1)
+            results = sample_inputs(architecture.outputs(net.module, "float32"), SIZES, 2)
+            handle.session.run = lambda *_, results=results: results
+            if kind == "unet":
+                net.patcher.model.current_patcher = net.patcher
+                route = BackboneRouter(net.patcher, handle, None)._route
+                x, timesteps, context = (given[name] for name in ("x", "timesteps", "context"))
+                control = small_networks.control_of(net, given) | {"input": []}
+                options: dict[str, Any] = {"patches": {}, "patches_replace": {}}
+                found[kind] = microseconds(lambda: route(None, x, timesteps, context, None, control, options))  # noqa: B023
+            else:
+                native = SimpleNamespace(control_model=net.module, control_model_wrapped=net.patcher)
+                model = EngineControlModel(handle, native)
+                found[kind] = microseconds(lambda: model(**given))  # noqa: B023
+    sys.stdout.write("".join(f"{kind} {value:.1f} us\n" for kind, value in found.items()))
+
+
+if __name__ == "__main__":
+    main()
