@@ -13,9 +13,9 @@ import pkgutil
 import sys
 from collections.abc import Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from .calls import EngineCall, Prelude
+from .calls import Binding, Prelude
 from .latent import ANY
 from .sizes import Asked, Examples, Sizes, Symbol
 from .tensors import Profile, TensorSpec
@@ -80,16 +80,8 @@ class Architecture(Protocol):
         """The engine's inputs: what the preludes give is in the place of what they take. ``module`` has them still."""
         ...
 
-    def bind(self, module: torch.nn.Module, call: Mapping[str, Any]) -> EngineCall:
-        """A native call as a call of the engine.
-
-        Args:
-            module: the native network.
-            call: the arguments of its forward by name.
-
-        Raises:
-            Unsupported: the call has something that no engine of this family takes.
-        """
+    def binding(self, module: torch.nn.Module) -> Binding:
+        """How calls of this native network become calls of the engine; it is asked in every sampling step."""
         ...
 
     def profile(self, asked: Asked) -> Profile:

@@ -19,7 +19,7 @@ class Unsupported(Exception):
     """A call that no engine of the family can serve; the text names what is in the way."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class EngineCall:
     """One call of an engine in the place of a native one.
 
@@ -32,6 +32,14 @@ class EngineCall:
     inputs: dict[str, torch.Tensor]
     finish: Callable[[Mapping[str, torch.Tensor]], Any]
     extras: Mapping[str, Hashable] = field(default_factory=dict)
+
+
+Binding = Callable[[Mapping[str, Any]], EngineCall]
+"""A native call of one network, the arguments of its forward by name, as a call of the engine.
+
+Raises:
+    Unsupported: the call has something that no engine of the family takes.
+"""
 
 
 @dataclass(frozen=True)
@@ -76,19 +84,21 @@ class ResidualLayout:
         """
         given: dict[str, torch.Tensor] = {}
         for kind, residuals in (control or {}).items():
-            for name, residual in zip(self.places.get(kind, ()), self._in_order(residuals), strict=False):
+            in_order = reversed(residuals) if self.from_end else residuals
+            for name, residual in zip(self.places.get(kind, ()), in_order, strict=False):
                 if residual is None:
                     continue
                 if name is None:
                     raise Unsupported(f"a control acts on {kind} blocks for which the engine takes none")
-                if residual.shape[0] == 1 and batch > 1:
+                if batch > 1 and residual.shape[0] == 1:
                     residual = residual.expand(batch, *residual.shape[1:])
                 given[name] = residual
         return given
 
-    def give(self, outputs: Mapping[str, torch.Tensor]) -> Control:
-        """The lists that native would have returned."""
-        return {kind: self._in_order([outputs[name] for name in names]) for kind, names in self.places.items()}
-
-    def _in_order(self, values: Sequence) -> list:
-        return list(reversed(values)) if self.from_end else list(values)
+    def give(self, outputs: Mapping[str, torch.Tensor], like: torch.Tensor) -> Control:
+        """The lists that native would have returned, on the device and of the dtype of ``like``."""
+        device, dtype = like.device, like.dtype
+        step = -1 if self.from_end else 1
+        return {
+            kind: [outputs[name].to(device, dtype) for name in names[::step]] for kind, names in self.places.items()
+        }

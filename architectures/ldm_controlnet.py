@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from comfy.cldm.cldm import ControlNet
 
 from . import Role, ldm
-from .calls import EngineCall, Prelude, ResidualLayout, Unsupported
+from .calls import Binding, EngineCall, Prelude, ResidualLayout, Unsupported
 from .latent import LatentSizes
 from .tensors import Dim, TensorSpec
 
@@ -62,33 +63,20 @@ class ControlNetArchitecture(LatentSizes):
             specs.append(TensorSpec(TYPE_EMBEDDING, dtype, (1, module.time_embed[-1].out_features)))
         return specs
 
-    def bind(self, module: ControlNet, call: Mapping[str, Any]) -> EngineCall:
-        x = call["x"]
-        inputs = {"x": x, "hint": call["hint"], "timesteps": call["timesteps"], "context": call["context"]}
-        if self.takes_y:  # the others ignore it, as native does
-            if (y := call.get("y")) is None:
-                raise Unsupported("there is no vector conditioning (y); the model is of another family")
-            inputs["y"] = y
-        extras = {}
-        if module.control_add_embedding is not None:
-            extras["hint"] = tuple(call.get("control_type") or ())
-        layout = _layout(len(module.input_blocks))
-
-        def finish(outputs: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-            return layout.give({name: tensor.to(x.device, x.dtype) for name, tensor in outputs.items()})
-
-        return EngineCall(inputs, finish, extras)
+    def binding(self, module: ControlNet) -> Binding:
+        layout = ResidualLayout(ldm.residual_places(module))
+        return partial(_bind, layout, self.takes_y, module.control_add_embedding is not None)
 
 
-_layouts: dict[int, ResidualLayout] = {}
-
-
-def _layout(blocks: int) -> ResidualLayout:
-    """By number of input blocks: asked for in every call."""
-    if blocks not in _layouts:
-        names = [f"output_{i}" for i in reversed(range(blocks))]
-        _layouts[blocks] = ResidualLayout({"output": names, "middle": ["middle_0"]})
-    return _layouts[blocks]
+def _bind(layout: ResidualLayout, takes_y: bool, is_union: bool, call: Mapping[str, Any]) -> EngineCall:
+    x = call["x"]
+    inputs = {"x": x, "hint": call["hint"], "timesteps": call["timesteps"], "context": call["context"]}
+    if takes_y:  # the others ignore it, as native does
+        if (y := call.get("y")) is None:
+            raise Unsupported("there is no vector conditioning (y); the model is of another family")
+        inputs["y"] = y
+    extras = {"hint": tuple(call.get("control_type") or ())} if is_union else {}
+    return EngineCall(inputs, lambda outputs: layout.give(outputs, x), extras)
 
 
 def _hint_spec(module: ControlNet, dtype: str) -> TensorSpec:

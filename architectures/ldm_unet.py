@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
 from . import Role, ldm
-from .calls import EngineCall, ResidualLayout, Unsupported
+from .calls import Binding, EngineCall, ResidualLayout, Unsupported
 from .latent import LatentSizes
 from .tensors import TensorSpec
 
@@ -32,7 +33,6 @@ class UNetArchitecture(LatentSizes):
 
     role = Role.BACKBONE
     arguments = ("x", "timesteps", "context", "y", "control", "transformer_options")
-    _taken = frozenset(arguments)
 
     def matches(self, module: torch.nn.Module) -> bool:
         return (
@@ -61,38 +61,37 @@ class UNetArchitecture(LatentSizes):
     def engine_inputs(self, module: UNetModel, dtype: str) -> list[TensorSpec]:
         return self.inputs(module, dtype)
 
-    def bind(self, module: UNetModel, call: Mapping[str, Any]) -> EngineCall:
-        x, context, options = call["x"], call.get("context"), call.get("transformer_options")
-        if context is None:
-            raise Unsupported("there is no prompt")
-        if unknown := [name for name in call.keys() - self._taken if call[name] is not None]:
-            raise Unsupported(min(unknown))
-        inputs = {"x": x, "timesteps": call.get("timesteps"), "context": context}
-        if (y := call.get("y")) is not None:
-            inputs["y"] = y
-        inputs.update(self._layout(module).take(call.get("control"), x.shape[0]))
-
-        def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            if options is not None:
-                options["original_shape"] = list(x.shape)  # native leaves it there for others to read
-            return outputs["out"].to(x.device, x.dtype)
-
-        return EngineCall(inputs, finish)
+    def binding(self, module: UNetModel) -> Binding:
+        blocks = range(len(module.input_blocks))
+        adapters = [f"control_input_{i}" if i in self.adapter_blocks else None for i in blocks]
+        return partial(_bind, ResidualLayout({**ldm.residual_places(module, "control_"), "input": adapters}))
 
     def _adapter_blocks(self, module: UNetModel) -> list[int]:
         return [block for block in self.adapter_blocks if block < len(module.input_blocks)]
 
-    def _layout(self, module: UNetModel) -> ResidualLayout:
-        count = len(module.input_blocks)
-        key = (self.name, count)
-        if key not in _layouts:
-            adapters = [f"control_input_{i}" if i in self.adapter_blocks else None for i in range(count)]
-            _layouts[key] = ResidualLayout({**ldm.residual_places(module, "control_"), "input": adapters})
-        return _layouts[key]
+
+def _bind(layout: ResidualLayout, call: Mapping[str, Any]) -> EngineCall:
+    x, context, options = call["x"], call.get("context"), call.get("transformer_options")
+    if context is None:
+        raise Unsupported("there is no prompt")
+    if not _ARGUMENTS.issuperset(call):
+        unknown = [name for name in call if name not in _ARGUMENTS and call[name] is not None]
+        if unknown:
+            raise Unsupported(unknown[0])
+    inputs = layout.take(call.get("control"), x.shape[0])
+    inputs["x"], inputs["timesteps"], inputs["context"] = x, call.get("timesteps"), context
+    if (y := call.get("y")) is not None:
+        inputs["y"] = y
+
+    def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if options is not None:
+            options["original_shape"] = list(x.shape)  # native leaves it there for others to read
+        return outputs["out"].to(x.device, x.dtype)
+
+    return EngineCall(inputs, finish)
 
 
-_layouts: dict[tuple[str, int], ResidualLayout] = {}
-"""By architecture and number of input blocks: asked for in every call."""
+_ARGUMENTS = frozenset(UNetArchitecture.arguments)
 
 
 class _UNetFunction(torch.nn.Module):

@@ -92,11 +92,11 @@ class BackboneRouter:
 
     def _route(self, native: Callable[..., torch.Tensor], /, *args: Any, **kwargs: Any) -> torch.Tensor:
         """A call of our backbone: its forward's arguments and result."""
-        handle, backbone, patcher = self._handle, _uncompiled(self._base.diffusion_model), self._base.current_patcher
+        handle, patcher = self._handle, self._base.current_patcher
         given = by_name(self._arguments, args, kwargs)
         handle.begin_run(patcher)  # first: which engine serves decides what it may not serve
         refusal = self._refusal or self._why_native(patcher, given.get("transformer_options") or {})
-        served, result = handle.serve(refusal, lambda: handle.network.architecture().bind(backbone, given), patcher)
+        served, result = handle.serve(refusal, lambda: handle.bind(given), patcher)
         if served:
             return result
         self.native_weights.bring()

@@ -66,7 +66,7 @@ class EngineControlModel:
             Residuals as native gives them, in fresh tensors: ComfyUI multiplies them by the strength in place.
         """
         call = by_name(self._arguments, args, kwargs)
-        served, residuals = self.handle.serve(None, lambda: self.network.architecture().bind(self.native, call))
+        served, residuals = self.handle.serve(None, lambda: self.handle.bind(call))
         if served:
             return residuals
         self._make_native_resident()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..architectures import Role
-from ..architectures.calls import EngineCall, Unsupported
+from ..architectures.calls import Binding, EngineCall, Unsupported
 from ..architectures.tensors import Profile
 from ..backends import AUTO, Backend, usable_backends
 from ..engine_library import Fallback, Library, Manifest, Reason, Unavailable, Wanted, last_use
@@ -55,6 +56,7 @@ class EngineHandle:
         self.node_id = node_id
         self.node_key = node_key
         self.patcher = EnginePatcher.on(network.device, self)  # by which ComfyUI's memory management sees the engine
+        self.bind: Binding | None = None  # there whenever a session is
         self.fallback: Fallback | None = None
         self.note = ""  # what the node says besides, for example that a build is under way
         self.tally: Tally | None = None
@@ -62,6 +64,8 @@ class EngineHandle:
         self._context: object = self
         self._looked_up_in: object = self
         self._beginning = threading.Lock()
+        named = partial(named_range, f"Hybrid TRT {network.role.value} {network.label}")
+        self._range = named if network.device.type == "cuda" else nullcontext
         self.refresh()
 
     @property
@@ -105,6 +109,7 @@ class EngineHandle:
 
     def _look_up(self) -> Session:
         architecture = self.network.architecture()
+        self.bind = architecture.binding(self.network.module)
         device = self.network.device
         usable = {b.name: b for b in usable_backends(self.choice.backend, device)}
 
@@ -176,22 +181,21 @@ class EngineHandle:
             patcher: the one that ComfyUI samples with, when it is not the network's own.
         """
         context = executing()
-        with self._beginning:
-            if context is not self._context or self.tally is None:
-                self._begin_run(context, patcher)
+        if context is not self._context:
+            with self._beginning:  # ComfyUI may call a network from several threads at once
+                if context is not self._context:
+                    self._begin_run(context, patcher)
         return self.tally
 
     def _begin_run(self, context: ExecutionContext | None, patcher: ModelPatcher | None) -> None:
-        self._context = context
         self.plan(patcher)
         network = self.network
         self.tally = open_tally(network.role.value, network.label, self.node_id, self.node_key, network.device)
-        if self.session is None:
-            return
-        if self.session.follows_patches:
+        if self.session is not None and self.session.follows_patches:
             keep_beside(network.module, self.patcher)
-        else:
+        elif self.session is not None:
             keep(self.patcher, context.prompt_id if context else "")
+        self._context = context  # last: who sees it finds the run begun
 
     def serve(
         self, refusal: Fallback | None, call: Callable[[], EngineCall], patcher: ModelPatcher | None = None
@@ -242,12 +246,6 @@ class EngineHandle:
             # outside the handler: the error's frames hold what was allocated until then
             close_engines(self.network.device)
             return call()
-
-    def _range(self) -> AbstractContextManager[None]:
-        """Names the engine's calls in NVIDIA's profilers."""
-        if self.network.device.type != "cuda":
-            return nullcontext()
-        return named_range(f"Hybrid TRT {self.network.role.value} {self.network.label}")
 
     def status(self) -> str:
         """One sentence for the node."""

@@ -12,7 +12,7 @@ import torch
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 
 from . import Role
-from .calls import EngineCall, ResidualLayout, Unsupported
+from .calls import Binding, EngineCall, ResidualLayout, Unsupported
 from .sizes import Asked, Examples, Sizes, Symbol, words_for
 from .tensors import Dim, Profile, Range, TensorSpec
 
@@ -145,7 +145,10 @@ class ToyBackbone(ToySizes):
     def function(self, module: ToyNet) -> torch.nn.Module:
         return _Backbone(module)
 
-    def bind(self, module: ToyNet, call: Mapping[str, Any]) -> EngineCall:
+    def binding(self, module: ToyNet) -> Binding:
+        return self._bind
+
+    def _bind(self, call: Mapping[str, Any]) -> EngineCall:
         if call.get("guidance") is not None or call.get("mask") is not None:
             raise Unsupported("guidance or a mask")
         x = call["x"]
@@ -172,12 +175,12 @@ class ToyControlNet(ToySizes):
     def function(self, module: ToyControl) -> torch.nn.Module:
         return _ControlNet(module)
 
-    def bind(self, module: ToyControl, call: Mapping[str, Any]) -> EngineCall:
+    def binding(self, module: ToyControl) -> Binding:
+        return self._bind
+
+    def _bind(self, call: Mapping[str, Any]) -> EngineCall:
         x = call["x"]
-        return EngineCall(
-            {"x": x, "hint": call["hint"]},
-            lambda outputs: self.layout.give({name: t.to(x.device, x.dtype) for name, t in outputs.items()}),
-        )
+        return EngineCall({"x": x, "hint": call["hint"]}, lambda outputs: self.layout.give(outputs, x))
 
 
 class _Backbone(torch.nn.Module):
