@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ROOT / "tools"
@@ -42,6 +43,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Modules that say so try what they promise of files under Windows' rules too."""
     if getattr(metafunc.module, "UNDER_WINDOWS_RULES_TOO", False) and "tmp_path" in metafunc.fixturenames:
         metafunc.parametrize("system", ["posix", "windows"], indirect=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules that need a ComfyUI come first: at the end no process is left alone with a long one."""
+    long = {item.path for item in items if {"comfy", "own_server"} & set(getattr(item, "fixturenames", ()))}
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture(autouse=True)
@@ -138,28 +145,32 @@ def put_back(kept: Path, library: Path) -> None:
         shutil.copytree(folder, library / folder.name, copy_function=shutil.copy2)
 
 
-def built_engines(comfy: ComfyProcess, kept: Path, scenario: Scenario) -> Path:
-    """A folder with the engines of a scenario, built by a real server; its library has no others afterwards."""
-    library = comfy.base / "models" / "trt_engines"
-    kept.mkdir()
-    put_back(kept, library)
-    build(comfy, scenario)
-    for folder in library.glob("[!.]*"):
-        shutil.copytree(folder, kept / folder.name, copy_function=shutil.copy2)
+def built_engines(comfy: ComfyProcess, factory: pytest.TempPathFactory, name: str, scenario: Scenario) -> Path:
+    """A folder with the engines of a scenario, built by a real server of the first process that wants them."""
+    root = factory.getbasetemp()
+    kept = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / f"engines_of_{name}"
+    with FileLock(f"{kept}.lock"):
+        if kept.exists():
+            return kept
+        library = comfy.base / "models" / "trt_engines"
+        for folder in library.glob("[!.]*"):
+            shutil.rmtree(folder)
+        build(comfy, scenario)
+        shutil.copytree(library, kept, copy_function=shutil.copy2, ignore=shutil.ignore_patterns(".*"))
     return kept
 
 
 @pytest.fixture(scope="session")
 def sd15_engines(comfy: ComfyProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The engines of the tiny SD1.5 UNet and two ControlNets, built once."""
-    return built_engines(comfy, tmp_path_factory.mktemp("engines") / "sd15", Scenario(controls=(A, B)))
+    return built_engines(comfy, tmp_path_factory, "sd15", Scenario(controls=(A, B)))
 
 
 @pytest.fixture(scope="session")
 def sdxl_engines(comfy: ComfyProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of the tiny SDXL family."""
     controls = (Control("tiny_sdxl_a"), Control("tiny_sdxl_b", 2))
-    return built_engines(comfy, tmp_path_factory.mktemp("engines") / "sdxl", Scenario("sdxl", controls=controls))
+    return built_engines(comfy, tmp_path_factory, "sdxl", Scenario("sdxl", controls=controls))
 
 
 @pytest.fixture(scope="module")
