@@ -53,7 +53,7 @@ def test_it_knows_the_gpus_that_the_backend_knows(install: ModuleType) -> None:
     from hybrid_trt.backends.tensorrt import rtx as tensorrt_rtx
 
     assert install.SUPPORTED == tensorrt_rtx.SUPPORTED
-    oldest, beyond = tensorrt_rtx.BACKEND.flavour.versions
+    ((oldest, beyond),) = tensorrt_rtx.BACKEND.flavour.versions
     assert install.VERSIONS == ">={}.{},<{}.{}".format(*oldest, *beyond)
 
 

@@ -18,7 +18,7 @@ from hybrid_trt.backends.tensorrt import rtx as rtx_backend
 from hybrid_trt.backends.tensorrt.flavour import Flavour
 from hybrid_trt.backends.tensorrt.gpu import Gpu
 from hybrid_trt.engine_library import BuildError, Reason, Unavailable
-from trt_backends import ADA, CUDA, FULL, HOPPER, PASCAL, RTX, TURING, gpu, ignore, manifest
+from trt_backends import ADA, BLACKWELL, CUDA, FULL, HOPPER, PASCAL, RTX, TURING, gpu, ignore, manifest
 
 pytestmark = pytest.mark.tensorrt
 
@@ -58,10 +58,17 @@ def test_rtx_refuses_gpus_that_are_not_rtx_cards(monkeypatch: pytest.MonkeyPatch
     assert RTX.unavailable(CUDA) is None
 
 
-def test_full_tensorrt_refuses_gpus_older_than_turing(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu(monkeypatch, PASCAL)
-    assert FULL.unavailable(CUDA).reason is Reason.WRONG_GPU
-    assert "7.5 or newer" in FULL.unavailable(CUDA).detail
+@pytest.mark.parametrize(("version", "faked", "told"), [
+    ("11.4.0.106", PASCAL, "tensorrt==8.6.0"), ("10.1.0", PASCAL, "tensorrt==8.6.0"), ("8.6.0", PASCAL, None),
+    ("8.6.0", HOPPER, None), ("8.6.0", BLACKWELL, "tensorrt>=10.1"), ("11.4.0.106", BLACKWELL, None)])
+def test_each_version_of_full_tensorrt_takes_the_gpus_that_it_knows(
+    version: str, faked: Gpu, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(monkeypatch, faked)
+    monkeypatch.setattr(trt_flavour, "_import", lambda _flavour: SimpleNamespace(__version__=version))
+    refusal = FULL.unavailable(CUDA)
+    assert (refusal and refusal.reason) == (told and Reason.WRONG_GPU)
+    assert told is None or told in refusal.detail
 
 
 @pytest.mark.parametrize(("faked", "built_for", "reason"), [
@@ -139,7 +146,7 @@ def test_a_package_that_does_not_load_or_serve_is_no_crash(
     name = f"broken_{abs(hash(text))}"
     (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    refusal = trt_flavour.missing(Flavour(name, "TensorRT-RTX", ((1, 7), (1, 8)), "tensorrt-rtx"))
+    refusal = trt_flavour.missing(Flavour(name, "TensorRT-RTX", (((1, 7), (1, 8)),), "tensorrt-rtx"))
     assert refusal.reason is Reason.BACKEND_MISSING
     assert told in refusal.detail
     assert "pip install" in refusal.detail

@@ -23,6 +23,7 @@ from ...architectures.tensors import TensorSpec
 from ...engine_library import BuildError, Unavailable
 from ...engine_library.files import write_file
 from .. import BuildRequest, Progress
+from . import version8
 from .flavour import Flavour, import_flavour
 from .messages import collected_errors, last_errors, shared_logger
 
@@ -59,8 +60,9 @@ def build_engine_file(
         trt = import_flavour(flavour)
     except Unavailable as missing:
         raise BuildError(f"nothing was built: {missing.fallback.detail}") from None
-    logger = shared_logger(trt)
-    monitor = _monitor(trt, progress)
+    logger, old = shared_logger(trt), version8.is_version8(trt)
+    half = any(spec.dtype == "float16" for spec in request.outputs)
+    monitor = version8.Monitor(progress) if old else _monitor(trt, progress)
     partial, to_file = request.folder / f".{ENGINE_NAME}", None
     with _polygraphy(flavour, logger) as loaders, collected_errors(logger) as errors:
         from polygraphy.exception import PolygraphyException
@@ -69,13 +71,19 @@ def build_engine_file(
         try:
             progress(phase, 0.0)
             # the parser owns the weights: it stays until the build is over
-            builder, network, _parser = loaders.network_from_onnx_path(str(request.onnx), strongly_typed=True)
+            graph = version8.without_instance_norm(request.onnx, request.outputs[0].dtype) if old else request.onnx
+            builder, network, _parser = loaders.network_from_onnx_path(str(graph), strongly_typed=not old)
+            if graph is not request.onnx:
+                graph.unlink()
             inputs = _check_tensors(trt, request, network)
             options = {
                 "profiles": [_profile(loaders, request, inputs)],
-                "progress_monitor": monitor,
                 "profiling_verbosity": trt.ProfilingVerbosity.LAYER_NAMES_ONLY,
             }
+            if old:
+                options |= version8.build_options(trt, network, half)
+            else:
+                options["progress_monitor"] = monitor
             phase = "compiling"
             make_config = functools.partial(_create_config, flavour, compute_capabilities)
             to_file = _FileBuilder(trt, builder, partial)
@@ -205,7 +213,7 @@ def _check_tensors(trt: ModuleType, request: BuildRequest, network: Any) -> list
     Raises:
         BuildError: an output is missing, or a tensor has another dtype than its manifest will tell.
     """
-    dtypes = {"float32": trt.float32, "float16": trt.float16, "bfloat16": trt.bfloat16}
+    dtypes = {name: getattr(trt, name, None) for name in ("float32", "float16", "bfloat16")}
     read = {}
     for tensors, count in ((network.get_input, network.num_inputs), (network.get_output, network.num_outputs)):
         read.update({tensor.name: tensor.dtype for tensor in map(tensors, range(count))})

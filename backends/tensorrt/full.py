@@ -1,4 +1,4 @@
-"""TensorRT 10 and 11: the fastest backend, for whoever has installed it; builds and runs on NVIDIA GPUs only."""
+"""TensorRT 8.6, 10 and 11, for whoever has installed one of them; builds and runs on NVIDIA GPUs only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from .backend import TensorRTBackend
 from .flavour import Flavour, missing
 from .gpu import Gpu
 
-OLDEST_CAPABILITY = (7, 5)
+CAPABILITIES = {8: ((6, 0), (9, 0)), 10: ((7, 5), (99, 0)), 11: ((7, 5), (99, 0))}
+"""Version -> the oldest and the newest compute capability that it knows."""
+
+
+LAST_FOR_OLD_GPUS = 'the last one that knows it: pip install "tensorrt==8.6.0", on Python 3.10'
 
 
 class FullTensorRTBackend(TensorRTBackend):
@@ -23,7 +27,7 @@ class FullTensorRTBackend(TensorRTBackend):
     preference = 30
     measured_on = ()
     builds_on_gpu = True
-    flavour = Flavour("tensorrt", "TensorRT", ((10, 1), (12, 0)), "tensorrt")
+    flavour = Flavour("tensorrt", "TensorRT", (((8, 6), (8, 7)), ((10, 1), (12, 0))), "tensorrt")
 
     def target(self, device: torch.device) -> str:
         """The GPU, as in ``sm_90 NVIDIA H200``."""
@@ -33,12 +37,16 @@ class FullTensorRTBackend(TensorRTBackend):
     def runs_on(self, target: str, gpu: Gpu) -> bool:
         return target == _words(gpu)
 
-    def wrong_gpu(self, device: torch.device) -> Fallback | None:
-        if (why := super().wrong_gpu(device)) is not None:
+    def unavailable(self, device: torch.device) -> Fallback | None:
+        if (why := super().unavailable(device)) is not None:
             return why
-        gpu = Gpu.of(device)
-        if gpu.capability < OLDEST_CAPABILITY:
-            return Fallback(Reason.WRONG_GPU, f"TensorRT needs compute capability 7.5 or newer, this GPU is {gpu}")
+        gpu, version = Gpu.of(device), self.version()
+        oldest, newest = CAPABILITIES[int(version.split(".")[0])]
+        if gpu.capability < oldest:
+            return Fallback(Reason.WRONG_GPU, f"TensorRT {version} has dropped this GPU, {gpu}; {LAST_FOR_OLD_GPUS}")
+        if gpu.capability > newest:
+            install = self.flavour.install
+            return Fallback(Reason.WRONG_GPU, f"TensorRT {version} is older than this GPU, {gpu}; {install}")
         return None
 
     def cannot_build(self, device: torch.device) -> Fallback | None:

@@ -26,7 +26,7 @@ class TensorRTRTXBackend(TensorRTBackend):
     preference = 20
     measured_on = ()
     builds_on_gpu = False
-    flavour = Flavour("tensorrt_rtx", "TensorRT-RTX", ((1, 7), (1, 8)), "tensorrt-rtx")
+    flavour = Flavour("tensorrt_rtx", "TensorRT-RTX", (((1, 7), (1, 8)),), "tensorrt-rtx")
 
     def target(self, device: torch.device) -> str:
         """This GPU's compute capability (``sm_89``) when it is one that RTX supports, else ``portable``."""

@@ -1,4 +1,4 @@
-"""A loaded TensorRT engine: one code path for TensorRT 10, 11 and RTX."""
+"""A loaded TensorRT engine: one code path for all versions and RTX; ``version8`` makes up for what 8.6 lacks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...engine_library import Engine, Reason, Unavailable
+from . import version8
 from .gpu import Gpu
 from .jit_cache import JitCache
 from .messages import collected_errors, last_errors, shared_logger
@@ -49,7 +50,7 @@ class TensorRTRunner:
             # a plain attribute would be dropped while the GPU may still be running the engine
             weakref.finalize(self, self._native.close)
             self._side_stream = torch.cuda.Stream(device)
-        self.scratch_bytes: int = self._native.engine.device_memory_size_v2
+        self.scratch_bytes: int = self._native.scratch_bytes
         self.bytes = engine.manifest.bytes + self.scratch_bytes
         self._shapes: tuple | None = None
         self._calls_until_save = SAVE_AFTER_CALLS
@@ -128,17 +129,24 @@ class _Native:
             self._runtime = trt.Runtime(logger)
             self.engine = deserialise(self._runtime, title, engine.main_file, errors)
             self.inputs = _check_tensors(trt, engine, self.engine)
-            strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
             self.jit_cache: JitCache | None = None
-            if hasattr(trt, "IRuntimeCache"):  # RTX only: the others have compiled all kernels when they built
-                config = self.engine.create_runtime_config()
-                config.set_execution_context_allocation_strategy(strategy)
-                self.jit_cache = JitCache(config, _jit_cache_path(engine, device))
-                self.context = self.engine.create_execution_context(runtime_config=config)
-            else:
-                self.context = self.engine.create_execution_context(strategy)
+            self.context = self._make_context(trt, engine)
             if self.context is None:
                 raise Unavailable(Reason.ENGINE_FAILED, f"{title} has no room for the engine ({last_errors(errors)})")
+
+    def _make_context(self, trt: ModuleType, engine: Engine) -> Any:
+        """A context whose scratch memory is ours to give, or None."""
+        if version8.is_version8(trt):
+            self.scratch_bytes = version8.scratch_bytes(self.engine)
+            return version8.context(self.engine)
+        self.scratch_bytes = self.engine.device_memory_size_v2
+        strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        if not hasattr(trt, "IRuntimeCache"):  # RTX only: the others have compiled all kernels when they built
+            return self.engine.create_execution_context(strategy)
+        config = self.engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(strategy)
+        self.jit_cache = JitCache(config, _jit_cache_path(engine, self._device))
+        return self.engine.create_execution_context(runtime_config=config)
 
     def close(self) -> None:
         """Wait for the GPU, save what was compiled, and let everything go: the context first, the runtime last."""
@@ -181,7 +189,7 @@ def _check_tensors(trt: ModuleType, engine: Engine, opened: Any) -> frozenset[st
     Raises:
         Unavailable: a tensor that is not in the manifest, or has another dtype there, or an output that is missing.
     """
-    dtypes = {"float32": trt.float32, "float16": trt.float16, "bfloat16": trt.bfloat16}
+    dtypes = {name: getattr(trt, name, None) for name in ("float32", "float16", "bfloat16")}
     manifest = engine.manifest
     names = [opened.get_tensor_name(i) for i in range(opened.num_io_tensors)]
     expected = {spec.name: dtypes[spec.dtype] for spec in (*manifest.inputs, *manifest.outputs)}

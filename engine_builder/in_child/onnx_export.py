@@ -21,7 +21,8 @@ from ...native_model.snapshot import ALIGNMENT, Offsets
 GRAPH_NAME = "model.onnx"
 DATA_NAME = "model.onnx.data"
 PARAMETERS_NAME = "parameters.json"
-OPSET = 18
+OPSET = 17
+"""The newest that TensorRT 8.6 reads."""
 _lock = threading.Lock()  # torch's exporter keeps global state
 
 

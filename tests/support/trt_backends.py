@@ -21,6 +21,7 @@ RTX, FULL = rtx_backend.BACKEND, tensorrt_backend.BACKEND
 ADA = Gpu("NVIDIA GeForce RTX 4090", (8, 9))
 TURING = Gpu("NVIDIA GeForce RTX 2080", (7, 5))
 HOPPER = Gpu("NVIDIA H200", (9, 0))
+BLACKWELL = Gpu("NVIDIA GeForce RTX 5090", (12, 0))
 PASCAL = Gpu("NVIDIA GeForce GTX 1080", (6, 1))
 SMALL = networks.TINY["sd15"] | {"model_channels": 64, "context_dim": 64}
 
