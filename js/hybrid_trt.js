@@ -14,6 +14,7 @@ import { defaultsFor, librarySettings, settings } from "./lib/settings.mjs";
 import { setLanguage, t } from "./lib/texts.mjs";
 import { showRuns, TEXT_NODES } from "./lib/text_view.mjs";
 import { Tracker } from "./lib/tracker.mjs";
+import { WorkflowView } from "./lib/workflow_view.mjs";
 
 /** Title and body; what a workflow was saved with wins. */
 const COLOURS = {
@@ -34,6 +35,43 @@ async function showLog(job) {
     } catch (failure) {
         toast("error", "TRT", failure.message);
     }
+}
+
+/** What the open workflow lacks, with one button that builds it all. */
+function workflowView(more = {}) {
+    return new WorkflowView(tracker, {
+        buildAll: (views) => builder.buildAll(views), cancelAll: (views) => builder.cancelAll(views), ...more,
+    });
+}
+
+function jump(node) {
+    if (app.canvas.graph !== node.graph) app.canvas.setGraph?.(node.graph);
+    app.canvas.selectNode(node);
+    app.canvas.centerOnNode(node);
+}
+
+let sidebar = null;
+
+function openSidebar(element) {
+    sidebar?.close();
+    sidebar = workflowView({ jump });
+    const engines = document.createElement("div");
+    element.classList.add("hybrid-trt-sidebar");
+    element.replaceChildren(sidebar.element, engines);
+    panel.open(engines);
+}
+
+function closeSidebar() {
+    sidebar?.close();
+    sidebar = null;
+    panel.close();
+}
+
+function showRunsOf(node) {
+    if (node.comfyClass !== "TRTReport") return showRuns(node);
+    const view = workflowView();
+    follow(node, "onRemoved", () => view.close());
+    showRuns(node, [view.element]);
 }
 
 function hearServer() {
@@ -68,12 +106,12 @@ app.registerExtension({
         hearServer();
         app.extensionManager.registerSidebarTab({
             id: "hybrid_trt.engines", icon: "pi pi-bolt", title: t("panel"), tooltip: t("panel"), type: "custom",
-            render: (element) => panel.open(element), destroy: () => panel.close(),
+            render: openSidebar, destroy: closeSidebar,
         });
     },
     nodeCreated(node) {
         if (node.comfyClass in COLOURS) [node.color, node.bgcolor] = COLOURS[node.comfyClass];
-        if (TEXT_NODES.includes(node.comfyClass)) showRuns(node);
+        if (TEXT_NODES.includes(node.comfyClass)) showRunsOf(node);
         if (!ENGINE_NODES.includes(node.comfyClass)) return;
         defaultsFor(node, (id) => app.extensionManager.setting.get(id));
         const fits = presetWidget(node, () => tracker.changed());

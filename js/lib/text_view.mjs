@@ -8,10 +8,12 @@ const HEIGHT = 92;
 /**
  * Show a node's text below its settings, amber when something ran native.
  * @param {any} node
+ * @param {HTMLElement[]} above what stands above the text
  */
-export function showRuns(node) {
+export function showRuns(node, above = []) {
     const element = document.createElement("div");
     element.className = "hybrid-trt-status";
+    element.append(...above);
     const lines = element.appendChild(document.createElement("div"));
     lines.className = "hybrid-trt-lines hybrid-trt-report";
     const widget = node.addDOMWidget("run_text", "hybrid_trt_text", element, {
