@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slow
 from browser import ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
 from engine_page import EnginePage
@@ -44,7 +45,7 @@ def full_names(comfy: ComfyProcess, models: dict[str, Path]) -> Iterator[ComfyPr
         path.unlink()
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
+@pytest.fixture(scope="module", params=slow.cases({"litegraph": False, "vue": True}, ["vue"]))
 def opened(request: pytest.FixtureRequest, full_names: ComfyProcess) -> Iterator[ComfyPage]:
     with chromium() as browser, comfy_page(browser, full_names.url, vue=request.param) as page:
         yield page

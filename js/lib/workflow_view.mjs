@@ -45,7 +45,7 @@ export class WorkflowView {
         this.bar.style.width = `${100 * progress([...this.batch].map(({ state }) => state), this.weights)}%`;
         this.button.hidden = !waiting.length && !found.missing;
         this.button.dataset.act = waiting.length ? "cancel" : "build";
-        this.button.textContent = waiting.length ? t("cancelAll") : t("buildAll", { count: found.missing, time: about(found.seconds) });
+        this.button.textContent = waiting.length ? t("cancelAll") : offer(found);
         if (this.actions.jump) this.list.replaceChildren(...views.map((view) => this.#line(view)));
     }
 
@@ -69,8 +69,16 @@ export class WorkflowView {
 
 /** One line for all engines of a workflow. */
 function headline({ ready, missing, busy, total, seconds }, batch) {
-    if (busy) return t("allBusy", { busy, batch, time: about(seconds) });
+    if (busy) return timed(t("allBusy", { busy, batch }), seconds);
     return missing ? t("allMissing", { missing, total }) : t("allReady", { ready });
+}
+
+function offer({ missing, seconds }) {
+    return timed(t(missing === 1 ? "buildOne" : "buildAll", { count: missing }), seconds);
+}
+
+function timed(words, seconds) {
+    return seconds > 0 ? t("timed", { words, time: about(seconds) }) : words;
 }
 
 function make(tag, name, text = "") {
