@@ -170,7 +170,7 @@ def test_build_cancel_build_and_run(
     # the two nodes without an engine of their own say it in the same way
     said = raw.evaluate("""() => Object.fromEntries(['TRTSamplerPatch', 'TRTReport'].map(type => {
         const { element } = app.graph.nodes.find(n => n.type === type).widgets.find(w => w.name === 'run_text');
-        return [type, [element.dataset.tone, element.innerText]]; }))""")
+        return [type, [element.dataset.tone, element.textContent]]; }))""")
     assert said["TRTSamplerPatch"][0] == said["TRTReport"][0] == "warn"
     assert "no engine" in said["TRTSamplerPatch"][1]
     assert "4 calls on onnxruntime, 0 native" in said["TRTReport"][1]
