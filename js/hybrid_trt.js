@@ -9,6 +9,7 @@ import { NodeView } from "./lib/node_view.mjs";
 import { offerLimit } from "./lib/offer.mjs";
 import { Panel } from "./lib/panel.mjs";
 import { follow, presetMenu, presetWidget } from "./lib/presets.mjs";
+import { keepOrder, orderWords } from "./lib/size_order.mjs";
 import { request } from "./lib/server.mjs";
 import { defaultsFor, librarySettings, settings } from "./lib/settings.mjs";
 import { setLanguage, t } from "./lib/texts.mjs";
@@ -34,6 +35,13 @@ async function showLog(job) {
     } catch (failure) {
         toast("error", "TRT", failure.message);
     }
+}
+
+/** What a click on a node's button does; sizes that cannot be built are told instead. */
+function press(view) {
+    const wrong = view.busy ? "" : orderWords(view.node);
+    view.say(wrong);
+    if (!wrong && !view.button.disabled) builder.press(view);
 }
 
 function hearServer() {
@@ -78,8 +86,9 @@ app.registerExtension({
         defaultsFor(node, (id) => app.extensionManager.setting.get(id));
         const fits = presetWidget(node, () => tracker.changed());
         tracker.views.set(node, new NodeView(node, {
-            press: (view) => builder.press(view), buildFor: (view) => builder.buildFor(view), showLog, fits,
+            press, buildFor: (view) => builder.buildFor(view), showLog, fits,
         }));
+        keepOrder(node, (words) => tracker.views.get(node)?.say(words));
         follow(node, "onConnectionsChange", () => tracker.changed());
         tracker.changed();
     },

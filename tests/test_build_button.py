@@ -284,12 +284,17 @@ def test_a_build_that_fails_says_why(
     """Wrong settings and an unsupported model before the build; a model whose numbers are broken in it."""
     load(page, workflow(object_info, min_size=512, max_size=256))
     net = page.node(NET_1)
+    raw = page.page.page
+    raw.evaluate("() => document.querySelectorAll('.p-toast-close-button').forEach(b => b.click())")
     page.click(net)
-    failed = page.wait_for(net, "failed", timeout=30)
+    refused = page.wait_until(net, lambda s: "is above" in s["text"], "word on the sizes", 10)
     page.shot("settings")
-    assert "must rise in this order" in failed["text"]
-    assert failed["tone"] == "bad"
-    page.toast("must rise in this order")
+    labels = raw.evaluate(
+        "id => Object.fromEntries(app.graph.getNodeById(id).widgets.map(w => [w.name, w.label ?? w.name]))", net)
+    assert f"{labels['min_size']} 512 is above {labels['opt_size']} 128." in refused["text"]
+    assert refused["tone"] == "bad"
+    assert refused["button"] == "Build engine"
+    assert raw.locator(".p-toast-message").count() == 0, "one place tells it"
 
     made = workflow(object_info)
     set_widget(made, "Load ControlNet 1 (edges)", "control_net_name", "tiny_sd15_control_lora.safetensors", object_info)

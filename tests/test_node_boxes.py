@@ -146,3 +146,52 @@ def test_the_properties_panel_leaves_the_status_box_as_it_is(page: EnginePage, t
     after = whole(page, net)
     assert after["width"] == before["width"]
     raw.evaluate(PANEL, False)
+
+
+def test_a_size_that_is_typed_above_the_largest_is_refused_with_a_word(page: EnginePage, tiny: dict[str, Any]) -> None:
+    raw = page.page.page
+    server_says(page, STATES["none"])
+    page.page.load(copy.deepcopy(tiny), NAME)
+    net = page.node(NET)
+    close_up(page, net)
+    value = "([id, name]) => app.graph.getNodeById(id).widgets.find(w => w.name === name).value"
+    if page.page.vue:
+        shown = raw.locator(f"[data-node-id='{net}']")
+        shown.get_by_text("Show advanced inputs").click()
+        field = shown.get_by_label("min_size").locator("input").first
+        field.fill("768")
+        field.press("Enter")
+    else:
+        raw.evaluate("id => app.graph.getNodeById(id).toggleAdvanced()", net)
+        page.page.settle()
+        page.click(net, "min_size")
+        field = raw.locator(".graphdialog input")
+        field.fill("768")
+        field.press("Enter")
+    told = page.wait_until(net, lambda s: "768 is above" in s["text"], "refusal", 5)
+    page.shot("refused")
+    assert "stays 64" in told["text"]
+    assert told["tone"] == "bad"
+    assert raw.evaluate(value, [net, "min_size"]) == 64
+
+
+def test_build_says_that_a_model_is_missing_and_does_nothing(page: EnginePage, tiny: dict[str, Any]) -> None:
+    raw = page.page.page
+    server_says(page, STATES["none"])
+    page.page.load(copy.deepcopy(tiny), NAME)
+    net = page.node(NET)
+    close_up(page, net)
+    raw.evaluate("id => app.graph.getNodeById(id).disconnectInput(0)", net)
+    told = page.wait_for(net, "unwired", timeout=5)
+    assert told["button"] == "Connect a model to build"
+    asked: list[str] = []
+    raw.route("**/api/prompt", lambda route: (asked.append(route.request.url), route.abort()))
+    if page.page.vue:
+        button = raw.locator(f"[data-node-id='{net}']").get_by_role("button", name="Connect a model to build")
+        button.click(force=True)
+    else:
+        page.click(net)
+    page.page.settle()
+    page.shot("unwired")
+    assert asked == []
+    assert page.status(net)["state"] == "unwired"

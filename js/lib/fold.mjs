@@ -1,6 +1,6 @@
 // What of a status stands in its box, and what is folded away under "Details".
 
-const LINES = 2, WIDTH = 90;
+const LINES = 2, WIDTH = 84;
 
 /** Han and its like are twice as wide as letters. */
 const width = (letter) => (letter.codePointAt(0) > 0x2e7f ? 2 : 1);

@@ -1,5 +1,6 @@
 // What an engine node shows below its settings: the button and a status with bar, text and "show log".
 
+import { isWiredLater } from "./graph.mjs";
 import { part, StatusBox } from "./status_box.mjs";
 import { t } from "./texts.mjs";
 import { BUSY, buttonLabel, describe } from "./words.mjs";
@@ -16,6 +17,7 @@ export class NodeView {
         this.state = { state: "unknown" };
         this.key = "";
         this.badge = "";
+        this.note = ""; // what is wrong with the node's own settings
         this.button = node.addWidget("button", "build_engine", null, () => actions.press(this), { serialize: false });
         this.button.serialize = false;
         this.box = new StatusBox(node, "engine_status", "hybrid_trt_status");
@@ -38,9 +40,11 @@ export class NodeView {
     show(state) {
         this.state = state;
         this.key = state.key ?? this.key;
-        this.view = describe(state);
+        this.view = describe({ ...state, note: this.note });
         if (state.fits) this.actions.fits(state.fits);
-        this.button.label = buttonLabel(state.state);
+        const unwired = state.state === "unwired" && !isWiredLater(this.node.graph);
+        this.button.label = buttonLabel(unwired || state.state !== "unwired" ? state.state : "unknown");
+        this.button.disabled = unwired;
         this.box.element.dataset.state = state.state;
         this.chip.textContent = this.view.badge;
         this.chip.hidden = !this.view.badge;
@@ -61,6 +65,13 @@ export class NodeView {
             });
         }
         this.box.show(this.view.tone, this.view.title, this.view.lines);
+    }
+
+    /** Say first what is wrong with the node's settings, or nothing of that any more. */
+    say(note) {
+        if (note === this.note) return;
+        this.note = note;
+        this.show(this.state);
     }
 
     /** Vue nodes ask again when what the badge read has changed: widgets' values they watch, fields of ours they do not. */

@@ -18,11 +18,9 @@ export const PRESETS = {
  * @param {Record<string, number>} values
  */
 export function applyPreset(node, values) {
-    for (const widget of node.widgets ?? []) {
-        if (!(widget.name in values)) continue;
-        widget.value = values[widget.name];
-        widget.callback?.(widget.value);
-    }
+    const set = (node.widgets ?? []).filter(({ name }) => name in values);
+    for (const widget of set) widget.value = values[widget.name];
+    for (const widget of set) widget.callback?.(widget.value); // who hears of one finds all of them right
 }
 
 /**

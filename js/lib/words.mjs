@@ -85,7 +85,7 @@ export function outlookWords({ outlook, whenMissing }) {
  * @returns {View}
  */
 export function describe(state) {
-    const { lines: ran, badge } = runWords(state.run);
+    const { lines: ran, badge } = runWords(BUSY.includes(state.state) ? null : state.run);
     const view = { tone: TONES[state.state] ?? "idle", title: t(state.state), lines: [], fraction: null, badge, log: null, offer: "" };
     if (BUSY.includes(state.state)) {
         view.fraction = state.job ? state.job.percent / 100 : 0;
@@ -97,6 +97,7 @@ export function describe(state) {
     if (state.state === "ready") {
         view.lines = [engineLine(state.engine), ...(state.engine.covers ? [] : [t("smaller")])];
         if (!state.engine.covers) view.tone = "warn";
+        else if (!ran.length) view.title = t("readyNext");
         if (state.job?.state === "failed") view.lines.push(state.job.message);
     } else {
         const outlook = ["none", "unknown"].includes(state.state) ? outlookWords(state) : "";
@@ -113,6 +114,10 @@ export function describe(state) {
     }
     if (badge) view.tone = view.tone === "bad" ? "bad" : "warn";
     view.lines = [...view.lines, ...ran];
+    if (state.note) {
+        view.lines.unshift(state.note);
+        view.tone = "bad";
+    }
     return view;
 }
 
@@ -123,5 +128,5 @@ export function pixels({ width, height, images }) {
 
 /** The button's text in a state. */
 export function buttonLabel(state) {
-    return t(BUSY.includes(state) ? "cancel" : { ready: "rebuild", unchecked: "check" }[state] ?? "build");
+    return t(BUSY.includes(state) ? "cancel" : { ready: "rebuild", unchecked: "check", unwired: "buildUnwired" }[state] ?? "build");
 }
