@@ -5,6 +5,7 @@ import { api } from "../../scripts/api.js";
 import { Builder } from "./lib/build.mjs";
 import { showText } from "./lib/dialog.mjs";
 import { ENGINE_NODES } from "./lib/graph.mjs";
+import { labelValues } from "./lib/labels.mjs";
 import { NodeView } from "./lib/node_view.mjs";
 import { offerLimit } from "./lib/offer.mjs";
 import { Panel } from "./lib/panel.mjs";
@@ -83,6 +84,7 @@ app.registerExtension({
         if (node.comfyClass in COLOURS) [node.color, node.bgcolor] = COLOURS[node.comfyClass];
         if (TEXT_NODES.includes(node.comfyClass)) showRuns(node);
         if (!ENGINE_NODES.includes(node.comfyClass)) return;
+        labelValues(node);
         defaultsFor(node, (id) => app.extensionManager.setting.get(id));
         const fits = presetWidget(node, () => tracker.changed());
         tracker.views.set(node, new NodeView(node, {

@@ -147,7 +147,7 @@ def test_build_cancel_build_and_run(
     assert ready["state"] == "ready", ready
     assert ready["button"] == "Build again"
     assert "onnxruntime, float32" in ready["text"]
-    assert "error to native" in page.toast("Engine built").inner_text()
+    assert "matches native (checked, error" in page.toast("Engine built").inner_text()
     assert page.wait_for(page.node("copy"), "ready", timeout=3)["state"] == "ready"
 
     load(page, made)

@@ -37,6 +37,8 @@ CHANGE = """([id, step]) => { const node = app.graph.getNodeById(id), set = (nam
         lora.connect(0, node, 0);
     } else set('when_missing', step);
     app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
+#: What a combo shows on the canvas.
+DISPLAYED = "([id, name]) => app.graph.getNodeById(id).widgets.find(w => w.name === name)._displayValue"
 OFFERED = "app.extensionManager.setting.set('HybridTRT.LimitOffered'"
 #: What a node's widgets are, and which of them a person sees.
 WIDGETS = """id => { const node = app.graph.getNodeById(id); return Object.fromEntries(node.widgets.map(w => [w.name,
@@ -270,6 +272,16 @@ def test_chinese_is_on_nodes_panel_and_settings(page: EnginePage, comfy: ComfyPr
         assert "自定义" in raw.evaluate(WIDGETS, net)["size_preset"]["value"]
         labels = raw.evaluate("id => app.graph.getNodeById(id).widgets.map(w => w.label)", net)
         assert {"缺少引擎时", "尺寸"} <= set(labels)
+        apply = page.node("TRTApplyControlNet")
+        rows = raw.evaluate("id => app.graph.getNodeById(id).widgets.map(w => w.label)", apply)
+        assert {"强度 1", "起点 2", "终点 2"} <= set(rows)
+        inputs = raw.evaluate("id => app.graph.getNodeById(id).inputs.map(i => i.label ?? i.localized_name)", apply)
+        assert {"图像 1", "ControlNet 2"} <= set(inputs)
+        if page.page.vue:
+            assert raw.locator(f"[data-node-id='{net}']").get_by_text("立即构建").is_visible()
+        else:
+            assert raw.evaluate(DISPLAYED, [net, "when_missing"]) == "立即构建"
+        assert page.page.prompt()[str(net)]["inputs"]["when_missing"] == "build now"
         raw.get_by_role("button", name="TRT 引擎").click()
         panel = raw.locator(".hybrid-trt-panel")
         panel.get_by_placeholder("筛选").wait_for()

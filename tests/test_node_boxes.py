@@ -195,3 +195,22 @@ def test_build_says_that_a_model_is_missing_and_does_nothing(page: EnginePage, t
     page.shot("unwired")
     assert asked == []
     assert page.status(net)["state"] == "unwired"
+
+
+@pytest.mark.parametrize("word", ["speed", "faster", "accelerate", "optimize", "compile", "tensorrt"])
+def test_the_engine_nodes_are_found_by_what_they_are_for(page: EnginePage, word: str) -> None:
+    if page.page.vue:
+        pytest.skip("The same search in both modes.")
+    raw = page.page.page
+    raw.evaluate("() => { app.extensionManager.command.execute('Workspace.SearchBox.Toggle') }")
+    field = raw.get_by_role("dialog").last.locator("input").first
+    field.wait_for()
+    field.fill(word)
+    raw.wait_for_timeout(700)
+    page.shot(word)
+    found = raw.get_by_role("dialog").last.inner_text()
+    raw.keyboard.press("Escape")
+    assert "TRT UNet Engine" in found
+    assert "TRT ControlNet Engine" in found
+    if "TRT Report" in found:
+        assert found.index("TRT UNet Engine") < found.index("TRT Report")

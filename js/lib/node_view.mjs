@@ -64,7 +64,7 @@ export class NodeView {
                 type: "node:property:changed", nodeId: this.node.id, property: "badges", oldValue: badges, newValue: [...badges],
             });
         }
-        this.box.show(this.view.tone, this.view.title, this.view.lines);
+        this.box.show(this.view.tone, this.view.title, this.view.lines, this.view.hint);
     }
 
     /** Say first what is wrong with the node's settings, or nothing of that any more. */

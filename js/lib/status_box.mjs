@@ -39,13 +39,15 @@ export class StatusBox {
      * @param {string} tone good, busy, warn, bad or idle
      * @param {string} title
      * @param {string[]} lines
+     * @param {string} [hint] what the pointer over the lines tells
      */
-    show(tone, title, lines) {
+    show(tone, title, lines, hint = "") {
         const { shown, rest } = fold(lines);
         this.element.dataset.tone = tone;
         this.title.textContent = title;
         this.lines.replaceChildren(...shown.map(row));
         this.rest.replaceChildren(...rest.map(row));
+        this.lines.title = hint;
         this.summary.textContent = t("details");
         this.details.hidden = !rest.length;
         this.node.setDirtyCanvas?.(true, true);

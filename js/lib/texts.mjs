@@ -29,9 +29,13 @@ const TEXTS = {
         buildFor: "Build for {size}", badgeMisfit: "size",
         rebuildWhere: "Add a {node} node with {label} to the graph and press Build engine there.",
         rebuildStarted: "{label} is built again on its node.",
-        built: "Engine built", builtDetail: "{label}: {size}, {seconds}, error to native {error}",
+        built: "Engine built", builtDetail: "{label}: {size}, {seconds}, matches native (checked, error {error})",
         failedToast: "The engine was not built", cancelledToast: "Build cancelled",
         panel: "TRT engines", refresh: "Refresh", import: "Import", filter: "Filter", empty: "No engines yet.",
+        useNative: "use native", buildNow: "build now", buildBackground: "build in background", auto: "auto",
+        row_control_net: "control_net_{number}", row_image: "image_{number}", row_strength: "strength_{number}",
+        row_start: "start_{number}", row_end: "end_{number}",
+        checked: "matches native (checked)", checkedHint: "Largest difference from native when it was built: {error} of the largest value.",
         readyNext: "Ready, used from the next run", buildUnwired: "Connect a model to build",
         sizesWrong: "{low} {above} is above {high} {below}.", sizeKept: "{name} stays {value}.",
         noMatch: "No engine matches the filter.", builds: "Builds", engines: "Engines",
@@ -58,7 +62,7 @@ const TEXTS = {
         folderHint: "Builds go to the first folder. For another one, write it under trt_engines in ComfyUI's extra_model_paths.yaml "
             + "and restart; the engines in the old folder are still found.",
         presets: "Engine sizes", presetHint: "Which images the engine takes. The numbers are among the advanced inputs.",
-        presetOwn: "Own: {min_size} to {max_size}, batch up to {max_images}", presetMore: "Show all settings …",
+        presetOwn: "Own: up to {max_images} images, {min_size} to {max_size} px", presetMore: "Show all settings …",
         presetLabel: "sizes", presetFit: "Fits the model",
         presetFitOf: "Fits {family} ({min_size}-{max_size}, best {opt_size})",
         presetAny: "SD: 64 to 1024, up to 4 images", presetSd15: "SD 1.5: 512 to 768, 1 or 2 images",
@@ -91,9 +95,13 @@ const TEXTS = {
         buildFor: "为 {size} 构建", badgeMisfit: "尺寸",
         rebuildWhere: "请在图中添加 {node} 节点并接入 {label}，再点击“构建引擎”。",
         rebuildStarted: "{label} 正在其节点上重新构建。",
-        built: "引擎已构建", builtDetail: "{label}：{size}，{seconds}，与原生的误差 {error}",
+        built: "引擎已构建", builtDetail: "{label}：{size}，{seconds}，与原生一致（已检验，误差 {error}）",
         failedToast: "引擎未能构建", cancelledToast: "构建已取消",
         panel: "TRT 引擎", refresh: "刷新", import: "导入", filter: "筛选", empty: "还没有引擎。",
+        useNative: "以原生方式运行", buildNow: "立即构建", buildBackground: "在后台构建", auto: "自动",
+        row_control_net: "ControlNet {number}", row_image: "图像 {number}", row_strength: "强度 {number}",
+        row_start: "起点 {number}", row_end: "终点 {number}",
+        checked: "与原生一致（已检验）", checkedHint: "构建时与原生的最大差异：最大值的 {error}。",
         readyNext: "就绪，从下一次运行起使用", buildUnwired: "连接模型后才能构建",
         sizesWrong: "{low} {above} 大于{high} {below}。", sizeKept: "{name}仍为 {value}。",
         noMatch: "没有符合筛选条件的引擎。", builds: "构建任务", engines: "引擎",
@@ -118,7 +126,7 @@ const TEXTS = {
         limitKept: "已保存；从下一次构建起生效。",
         folderHint: "构建写入第一个文件夹。要换文件夹，请在 ComfyUI 的 extra_model_paths.yaml 中写入 trt_engines 并重启；旧文件夹中的引擎仍可使用。",
         presets: "引擎尺寸", presetHint: "引擎接受哪些图像。具体数值在高级输入中。",
-        presetOwn: "自定义：{min_size} 到 {max_size}，最多 {max_images} 张", presetMore: "显示全部设置…",
+        presetOwn: "自定义：最多 {max_images} 张，{min_size} 到 {max_size} 像素", presetMore: "显示全部设置…",
         presetLabel: "尺寸", presetFit: "适合模型", presetFitOf: "适合 {family}（{min_size}-{max_size}，{opt_size} 最佳）",
         presetAny: "SD：64 到 1024，最多 4 张", presetSd15: "SD 1.5：512 到 768，1 或 2 张",
         presetSd15Wide: "SD 1.5：256 到 1024，最多 4 张",
@@ -140,7 +148,15 @@ export function setLanguage(locale) {
  * @param {Record<string, unknown>} [values] for the {names} in it
  */
 export function t(key, values = {}) {
-    const text = TEXTS[language][key] ?? TEXTS.en[key] ?? key;
+    return filled(TEXTS[language][key] ?? TEXTS.en[key] ?? key, values);
+}
+
+/** A text in every language. */
+export function everywhere(key, values = {}) {
+    return Object.values(TEXTS).map((texts) => filled(texts[key] ?? key, values));
+}
+
+function filled(text, values) {
     return text.replace(/\{(\w+)\}/g, (_, name) => String(values[name] ?? ""));
 }
 

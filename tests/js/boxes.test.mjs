@@ -2,8 +2,10 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { fold } from "../../js/lib/fold.mjs";
 import { isWiredLater } from "../../js/lib/graph.mjs";
+import { labelRow, rowLabel, valueLabel } from "../../js/lib/labels.mjs";
 import { applyPreset, PRESETS } from "../../js/lib/presets.mjs";
 import { keepOrder, orderWords, outOfOrder } from "../../js/lib/size_order.mjs";
+import { setLanguage } from "../../js/lib/texts.mjs";
 import { buttonLabel, describe } from "../../js/lib/words.mjs";
 
 const ENGINE = { backend: "onnxruntime", precision: "float16", profile: "64 to 512 px", bytes: 3.2e6, covers: true };
@@ -81,4 +83,24 @@ test("wrong sizes of a workflow are told and can be mended one by one", () => {
     assert.equal(said.at(-1), "min size 200 is above opt size 128.");
     assert.equal(type("min_size", 64), 64);
     assert.equal(said.at(-1), "");
+});
+
+test("an engine that was compared with native says so, and the figure is in the tooltip", () => {
+    const checked = describe({ state: "ready", engine: { ...ENGINE, rel_err: 2.3e-4 }, run: null });
+    assert.equal(checked.lines[0], "64 to 512 px, matches native (checked)");
+    assert.match(checked.hint, /2\.3e-4/);
+    assert.ok(checked.lines.every((line) => !line.includes("2.3e-4")));
+    assert.deepEqual(describe({ state: "ready", engine: ENGINE, run: null }).lines, ["64 to 512 px", "onnxruntime, float16, 3.2 MB"]);
+});
+
+test("combos' values and rows are read in the page's language", () => {
+    assert.deepEqual([valueLabel("build now"), valueLabel("torch"), rowLabel("rows.strength_2"), rowLabel("rows"), rowLabel()],
+        ["build now", "torch", "strength_2", null, null]);
+    setLanguage("zh");
+    assert.deepEqual([valueLabel("build now"), valueLabel("torch"), rowLabel("rows.strength_12"), rowLabel("rows.control_net_1")],
+        ["立即构建", "torch", "强度 12", "ControlNet 1"]);
+    const named = (label) => { const input = { name: "rows.image_1", label }; labelRow(input); return input.label; };
+    assert.deepEqual([named("image_1"), named("my picture"), named(undefined)], ["图像 1", "my picture", "图像 1"]);
+    setLanguage("en");
+    assert.equal(named("图像 1"), "image_1");
 });
