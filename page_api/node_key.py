@@ -17,8 +17,8 @@ ENGINE_NODES = ("TRTUNetEngine", "TRTControlNetEngine")
 BUILD_REQUEST = "build_request"
 """An input that no node declares: the page's Build button puts it into its prompt, so that ComfyUI caches nothing."""
 
-_IGNORED = ("when_missing", BUILD_REQUEST)
-"""What to do about a missing engine says nothing about which one it is."""
+_IGNORED = ("when_missing", "opt_size", BUILD_REQUEST)
+"""What to do about a missing engine says nothing about which one it is; one that is best at another size serves."""
 MAX_DEPTH = 200
 MAX_NESTING = 50
 

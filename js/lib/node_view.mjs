@@ -9,7 +9,7 @@ export class NodeView {
     /**
      * @param {any} node
      * @param {{press: (view: NodeView) => void, buildFor: (view: NodeView) => void, showLog: (job: string) => void,
-     *     fits: (sizes: any) => void}} actions
+     *     sizes: import("./picture_sizes.mjs").PictureSizes}} actions
      */
     constructor(node, actions) {
         this.node = node;
@@ -41,7 +41,7 @@ export class NodeView {
         this.state = state;
         this.key = state.key ?? this.key;
         this.view = describe({ ...state, note: this.note });
-        if (state.fits) this.actions.fits(state.fits);
+        this.actions.sizes.know(state.fits, state.latents);
         const unwired = state.state === "unwired" && !isWiredLater(this.node.graph);
         this.button.label = buttonLabel(unwired || state.state !== "unwired" ? state.state : "unknown");
         this.button.disabled = unwired;
