@@ -9,6 +9,8 @@ export const PRESETS = {
     presetSd15: { min_size: 256, opt_size: 512, max_size: 1024, max_images: 1, max_tokens: 231 },
 };
 const AUTO = "presetFit", STEP = 64;
+/** What some family is best at; until the model is known these are left to the server. */
+const BESTS = [512, 1024];
 
 /**
  * Set a node's sizes; widgets that hear of changes do.
@@ -43,6 +45,7 @@ export function meant({ min_size, opt_size, max_size, max_images }, fits) {
 
 /**
  * The numbers of Auto: best at the picture that the graph asks for, and what is usual for the model's family around it.
+ * 0 is what fits the model, so a graph that asks for that leaves a node as it was saved.
  * @param {{width: number, height: number, images: number}[]} latents those that reach the samplers, at least one
  * @param {Record<string, any> | undefined} fits what fits the model; until that is known the server fills the zeros
  */
@@ -50,9 +53,10 @@ export function autoSizes(latents, fits) {
     const sides = latents.flatMap(({ width, height }) => [width, height]);
     const [least, most] = [Math.min(...sides), Math.max(...sides)], images = Math.max(...latents.map((one) => one.images));
     const [{ width, height }] = latents, middle = STEP * Math.round(Math.sqrt(width * height) / STEP);
+    const best = Math.min(Math.max(middle, Math.min(width, height)), Math.max(width, height));
     return {
         min_size: fits && least < fits.min_size ? least : 0,
-        opt_size: Math.min(Math.max(middle, Math.min(width, height)), Math.max(width, height)),
+        opt_size: (fits ? [fits.opt_size] : BESTS).includes(best) ? 0 : best,
         max_size: fits && most > fits.max_size ? most : 0,
         max_images: images > (fits?.max_images ?? 1) ? images : 0,
         max_tokens: 0,

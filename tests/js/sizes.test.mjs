@@ -7,7 +7,7 @@ import { applyPreset, autoSizes, meant, presetName, PRESETS, sizesOf } from "../
 const SDXL = { family: "SDXL", min_size: 512, opt_size: 1024, max_size: 1536, max_images: 1, max_tokens: 231 };
 const ZEROS = PRESETS.presetFit;
 const latent = (width, height, images = 1) => ({ width, height, images });
-const AUTO_PORTRAIT = { ...ZEROS, opt_size: 1024 };
+const AUTO_PORTRAIT = { ...ZEROS, opt_size: 768 };
 
 /** A node with the five numbers, as ComfyUI makes and saves it. */
 function engineNode(values = {}, properties = {}) {
@@ -42,8 +42,11 @@ test("the choices rise from min to max, have names, and set the widgets that the
 });
 
 test("Auto is best at the graph's picture, and as wide as usual or as the picture needs", () => {
-    assert.deepEqual(autoSizes([latent(832, 1216)], SDXL), AUTO_PORTRAIT);
-    assert.deepEqual(autoSizes([latent(832, 1216)], undefined), AUTO_PORTRAIT, "before the model is known");
+    assert.deepEqual(autoSizes([latent(640, 960)], SDXL), AUTO_PORTRAIT);
+    assert.deepEqual(autoSizes([latent(640, 960)], undefined), AUTO_PORTRAIT, "before the model is known");
+    assert.deepEqual(autoSizes([latent(832, 1216)], SDXL), ZEROS, "what fits the model is best at that");
+    assert.deepEqual(autoSizes([latent(512, 512)], undefined), ZEROS, "and may be at that");
+    assert.equal(autoSizes([latent(512, 512)], SDXL).opt_size, 512);
     assert.deepEqual(autoSizes([latent(2048, 1024, 4)], SDXL), { ...ZEROS, opt_size: 1472, max_size: 2048, max_images: 4 });
     assert.deepEqual(autoSizes([latent(256, 256)], SDXL), { ...ZEROS, min_size: 256, opt_size: 256 });
     assert.equal(autoSizes([latent(72, 72)], SDXL).opt_size, 72);
@@ -59,9 +62,9 @@ test("on Auto the numbers follow the graph's picture, and only then", () => {
     assert.equal(preset.value, "Auto (fits the model)");
     sizes.know(SDXL, []);
     assert.deepEqual([preset.value, sizesOf(node), count.changed], ["Auto (fits SDXL: 512 to 1536 px)", ZEROS, 0]);
-    sizes.know(SDXL, [latent(832, 1216)]);
-    assert.deepEqual([preset.value, sizesOf(node), count.changed], ["Auto (this workflow: 832×1216 × 1)", AUTO_PORTRAIT, 1]);
-    sizes.know(SDXL, [latent(832, 1216)]);
+    sizes.know(SDXL, [latent(640, 960)]);
+    assert.deepEqual([preset.value, sizesOf(node), count.changed], ["Auto (this workflow: 640×960 × 1)", AUTO_PORTRAIT, 1]);
+    sizes.know(SDXL, [latent(640, 960)]);
     assert.equal(count.changed, 1, "nothing is written twice");
     sizes.know(SDXL, [latent(2048, 2048, 2)]);
     assert.deepEqual([sizes.choice, sizesOf(node)], ["presetFit", { ...ZEROS, opt_size: 2048, max_size: 2048, max_images: 2 }]);
@@ -71,17 +74,17 @@ test("on Auto the numbers follow the graph's picture, and only then", () => {
 
 test("numbers of one's own stay, whether typed, saved or written by others", () => {
     const typed = engineNode();
-    typed.sizes.know(SDXL, [latent(832, 1216)]);
+    typed.sizes.know(SDXL, [latent(640, 960)]);
     typed.type("max_size", 1280);
     typed.sizes.know(SDXL, [latent(512, 512)]);
-    assert.deepEqual([typed.sizes.choice, sizesOf(typed.node).max_size, sizesOf(typed.node).opt_size], ["custom", 1280, 1024]);
-    assert.equal(typed.preset.value, "Custom: up to 1 images, 512 to 1280 px");
+    assert.deepEqual([typed.sizes.choice, sizesOf(typed.node).max_size, sizesOf(typed.node).opt_size], ["custom", 1280, 768]);
+    assert.equal(typed.preset.value, "Custom: 512 to 1280 px × 1");
     const saved = engineNode({ min_size: 64, opt_size: 128, max_size: 512, max_images: 4, max_tokens: 616 });
-    saved.sizes.know(SDXL, [latent(832, 1216)]);
+    saved.sizes.know(SDXL, [latent(640, 960)]);
     assert.deepEqual([saved.sizes.choice, sizesOf(saved.node).opt_size, saved.preset.value],
-        ["custom", 128, "Custom: up to 4 images, 64 to 512 px"]);
+        ["custom", 128, "Custom: 64 to 512 px × 4"]);
     const written = engineNode();
-    written.sizes.know(SDXL, [latent(832, 1216)]);
+    written.sizes.know(SDXL, [latent(640, 960)]);
     written.node.widgets.find(({ name }) => name === "max_size").value = 900;
     written.sizes.know(SDXL, [latent(512, 512)]);
     assert.deepEqual([written.sizes.choice, sizesOf(written.node).max_size], ["custom", 900]);
