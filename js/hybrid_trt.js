@@ -4,11 +4,15 @@ import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { Builder } from "./lib/build.mjs";
 import { showText } from "./lib/dialog.mjs";
+import { sameSampler } from "./lib/fit.mjs";
 import { ENGINE_NODES } from "./lib/graph.mjs";
+import { labelValues } from "./lib/labels.mjs";
 import { NodeView } from "./lib/node_view.mjs";
 import { offerLimit } from "./lib/offer.mjs";
 import { Panel } from "./lib/panel.mjs";
-import { follow, presetMenu, presetWidget } from "./lib/presets.mjs";
+import { PictureSizes } from "./lib/picture_sizes.mjs";
+import { follow, sizesOf } from "./lib/presets.mjs";
+import { keepOrder, orderWords } from "./lib/size_order.mjs";
 import { request } from "./lib/server.mjs";
 import { defaultsFor, librarySettings, settings } from "./lib/settings.mjs";
 import { setLanguage, t } from "./lib/texts.mjs";
@@ -74,6 +78,21 @@ function showRunsOf(node) {
     showRuns(node, [view.element]);
 }
 
+/** Give a node's choice of sizes to all engine nodes of its sampler. */
+function toAll(sizes) {
+    const { ids, prompt } = tracker.seen, { choice } = sizes;
+    const alike = new Set(sameSampler(prompt, ids.get(sizes.node)));
+    for (const [node, id] of ids)
+        if (node !== sizes.node && alike.has(id)) tracker.views.get(node).actions.sizes.choose(choice, choice === "custom" ? sizesOf(sizes.node) : undefined);
+}
+
+/** What a click on a node's button does; sizes that cannot be built are told instead. */
+function press(view) {
+    const wrong = view.busy ? "" : orderWords(view.node);
+    view.say(wrong);
+    if (!wrong && !view.button.disabled) builder.press(view);
+}
+
 function hearServer() {
     api.addEventListener("hybrid_trt.build", ({ detail }) => builder.hear(detail));
     api.addEventListener("execution_success", ({ detail }) => builder.promptEnded(detail.prompt_id));
@@ -113,16 +132,18 @@ app.registerExtension({
         if (node.comfyClass in COLOURS) [node.color, node.bgcolor] = COLOURS[node.comfyClass];
         if (TEXT_NODES.includes(node.comfyClass)) showRunsOf(node);
         if (!ENGINE_NODES.includes(node.comfyClass)) return;
+        labelValues(node);
         defaultsFor(node, (id) => app.extensionManager.setting.get(id));
-        const fits = presetWidget(node, () => tracker.changed());
+        const sizes = new PictureSizes(node, () => tracker.changed(), toAll);
         tracker.views.set(node, new NodeView(node, {
-            press: (view) => builder.press(view), buildFor: (view) => builder.buildFor(view), showLog, fits,
+            press, buildFor: (view) => builder.buildFor(view), showLog, sizes,
         }));
+        keepOrder(node, (words) => tracker.views.get(node)?.say(words));
         follow(node, "onConnectionsChange", () => tracker.changed());
         tracker.changed();
     },
     getNodeMenuItems(node) {
-        return ENGINE_NODES.includes(node.comfyClass) ? [presetMenu(node, () => tracker.changed())] : [];
+        return ENGINE_NODES.includes(node.comfyClass) ? [tracker.views.get(node)?.actions.sizes.menu()].filter(Boolean) : [];
     },
     afterConfigureGraph() {
         tracker.changed();

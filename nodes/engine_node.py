@@ -24,6 +24,8 @@ from . import building
 log = logging.getLogger(__name__)
 
 CATEGORY = "Hybrid TRT"
+SEARCHED_FOR = ["tensorrt", "speed", "speed up", "fast", "faster", "accelerate", "optimize", "compile", "engine"]
+"""What people type who look for what the engine nodes do."""
 
 
 def settings_inputs() -> list[io.Input]:

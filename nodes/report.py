@@ -30,7 +30,7 @@ class TRTReport(io.ComfyNode):
             category=CATEGORY,
             description="Place it after the sampler: it passes its input on and says how many calls each network ran "
             "on its engine, how many native and why, and how long they took.",
-            search_aliases=["tensorrt report", "engine statistics", "fallback reasons"],
+            search_aliases=["engine statistics", "fallback reasons", "what ran where"],
             inputs=[
                 io.MatchType.Input("after", template=anything, tooltip="The sampler's latent, or any later value."),
                 io.Boolean.Input(

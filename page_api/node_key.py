@@ -19,8 +19,8 @@ BUILD_REQUEST = "build_request"
 MISSING_ONLY = "missing "
 """What a request begins with that asks for what is missing, and builds nothing anew."""
 
-_IGNORED = ("when_missing", BUILD_REQUEST)
-"""What to do about a missing engine says nothing about which one it is."""
+_IGNORED = ("when_missing", "opt_size", BUILD_REQUEST)
+"""What to do about a missing engine says nothing about which one it is; one that is best at another size serves."""
 MAX_DEPTH = 200
 MAX_NESTING = 50
 

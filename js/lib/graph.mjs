@@ -75,6 +75,11 @@ export function buildPrompt(prompt, ids, request) {
     return part;
 }
 
+/** Whether another pack may wire nodes of a graph while ComfyUI queues, and only then: those nodes tell by their names. */
+export function isWiredLater(graph) {
+    return Boolean(graph?.nodes?.some(({ type }) => /everywhere/i.test(type)));
+}
+
 /**
  * Whether the model input of an engine node is connected.
  * @param {{inputs?: {link: unknown}[]}} node

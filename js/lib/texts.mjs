@@ -32,9 +32,15 @@ const TEXTS = {
         buildFor: "Build for {size}", badgeMisfit: "size",
         rebuildWhere: "Add a {node} node with {label} to the graph and press Build engine there.",
         rebuildStarted: "{label} is built again on its node.",
-        built: "Engine built", builtDetail: "{label}: {size}, {seconds}, error to native {error}",
+        built: "Engine built", builtDetail: "{label}: {size}, {seconds}, matches native (checked, error {error})",
         failedToast: "The engine was not built", cancelledToast: "Build cancelled",
         panel: "TRT engines", refresh: "Refresh", import: "Import", filter: "Filter", empty: "No engines yet.",
+        useNative: "use native", buildNow: "build now", buildBackground: "build in background", auto: "auto",
+        row_control_net: "control_net_{number}", row_image: "image_{number}", row_strength: "strength_{number}",
+        row_start: "start_{number}", row_end: "end_{number}",
+        checked: "matches native (checked)", checkedHint: "Largest difference from native when it was built: {error} of the largest value.",
+        readyNext: "Ready, used from the next run", buildUnwired: "Connect a model to build",
+        sizesWrong: "{low} {above} is above {high} {below}.", sizeKept: "{name} stays {value}.",
         noMatch: "No engine matches the filter.", builds: "Builds", engines: "Engines",
         use: "{count} engines, {size}; {free} free", delete: "Delete", verify: "Verify", export: "Export",
         confirm: "Delete {name} ({size})? Its model runs native until it is built again.",
@@ -51,19 +57,19 @@ const TEXTS = {
         exported: "{name} was exported ({size})", imported: "{name} was imported", deleted: "{name} was deleted",
         download: "Download", failedAction: "That did not work", error: "error {error}", broken: "Broken", done: "Done",
         stateCancelled: "Cancelled", running: "Running", unet: "UNet", controlnet: "ControlNet",
-        notRun: "Run once: then this node says what served.",
+        notRun: "Run once: then this node says what served.", noRunYet: "Not run yet", noCalls: "No calls",
+        allOnEngines: "All on engines", someNative: "Native calls", details: "Details",
         limit: "Largest size of all engines (GB)",
         limitHint: "0 is no limit. A build or import that does not fit is refused; nothing is deleted by itself.",
         limitKept: "Saved; the next build keeps it.",
         folderHint: "Builds go to the first folder. For another one, write it under trt_engines in ComfyUI's extra_model_paths.yaml "
             + "and restart; the engines in the old folder are still found.",
-        presets: "Engine sizes", presetHint: "Which images the engine takes. The numbers are among the advanced inputs.",
-        presetOwn: "Own: {min_size} to {max_size}, batch up to {max_images}", presetMore: "Show all settings …",
-        presetLabel: "sizes", presetFit: "Fits the model",
-        presetFitOf: "Fits {family} ({min_size}-{max_size}, best {opt_size})",
-        presetAny: "SD: 64 to 1024, up to 4 images", presetSd15: "SD 1.5: 512 to 768, 1 or 2 images",
-        presetSd15Wide: "SD 1.5: 256 to 1024, up to 4 images",
-        presetSdxl: "SDXL: 1024 only, 1 image", presetSdxlWide: "SDXL: 768 to 1536, 1 or 2 images",
+        presets: "Picture sizes", presetLabel: "sizes", presetMore: "Show all settings …", presetLess: "Hide the settings",
+        presetHint: "Which pictures the engine takes. Auto follows the picture that the workflow asks for. The numbers are among all settings.",
+        presetOwn: "Custom: {min_size} to {max_size} px × {max_images}", sizesCustom: "Custom …",
+        sizesAuto: "Auto (this workflow: {size})", sizesAutoFit: "Auto (fits the model)",
+        presetFitOf: "Auto (fits {family}: {min_size} to {max_size} px)",
+        presetSdxl: "SDXL, all usual formats", presetSd15: "SD 1.5, all usual formats", sizesToAll: "Apply to all engine nodes",
     },
     zh: {
         build: "构建引擎", rebuild: "重新构建", cancel: "取消构建",
@@ -94,9 +100,15 @@ const TEXTS = {
         buildFor: "为 {size} 构建", badgeMisfit: "尺寸",
         rebuildWhere: "请在图中添加 {node} 节点并接入 {label}，再点击“构建引擎”。",
         rebuildStarted: "{label} 正在其节点上重新构建。",
-        built: "引擎已构建", builtDetail: "{label}：{size}，{seconds}，与原生的误差 {error}",
+        built: "引擎已构建", builtDetail: "{label}：{size}，{seconds}，与原生一致（已检验，误差 {error}）",
         failedToast: "引擎未能构建", cancelledToast: "构建已取消",
         panel: "TRT 引擎", refresh: "刷新", import: "导入", filter: "筛选", empty: "还没有引擎。",
+        useNative: "以原生方式运行", buildNow: "立即构建", buildBackground: "在后台构建", auto: "自动",
+        row_control_net: "ControlNet {number}", row_image: "图像 {number}", row_strength: "强度 {number}",
+        row_start: "起点 {number}", row_end: "终点 {number}",
+        checked: "与原生一致（已检验）", checkedHint: "构建时与原生的最大差异：最大值的 {error}。",
+        readyNext: "就绪，从下一次运行起使用", buildUnwired: "连接模型后才能构建",
+        sizesWrong: "{low} {above} 大于{high} {below}。", sizeKept: "{name}仍为 {value}。",
         noMatch: "没有符合筛选条件的引擎。", builds: "构建任务", engines: "引擎",
         use: "{count} 个引擎，{size}；剩余 {free}", delete: "删除", verify: "校验", export: "导出",
         confirm: "删除 {name}（{size}）？重新构建之前，模型以原生方式运行。",
@@ -112,17 +124,18 @@ const TEXTS = {
         exported: "{name} 已导出（{size}）", imported: "{name} 已导入", deleted: "{name} 已删除",
         download: "下载", failedAction: "操作未成功", error: "误差 {error}", broken: "已损坏", done: "完成",
         stateCancelled: "已取消", running: "运行中", unet: "UNet", controlnet: "ControlNet",
-        notRun: "运行一次后，此节点会说明由谁运行。",
+        notRun: "运行一次后，此节点会说明由谁运行。", noRunYet: "尚未运行", noCalls: "没有调用",
+        allOnEngines: "全部在引擎上", someNative: "有原生调用", details: "详情",
         limit: "所有引擎的总大小上限（GB）",
         limitHint: "0 表示不限制。超出上限的构建或导入会被拒绝；不会自动删除任何引擎。",
         limitKept: "已保存；从下一次构建起生效。",
         folderHint: "构建写入第一个文件夹。要换文件夹，请在 ComfyUI 的 extra_model_paths.yaml 中写入 trt_engines 并重启；旧文件夹中的引擎仍可使用。",
-        presets: "引擎尺寸", presetHint: "引擎接受哪些图像。具体数值在高级输入中。",
-        presetOwn: "自定义：{min_size} 到 {max_size}，最多 {max_images} 张", presetMore: "显示全部设置…",
-        presetLabel: "尺寸", presetFit: "适合模型", presetFitOf: "适合 {family}（{min_size}-{max_size}，{opt_size} 最佳）",
-        presetAny: "SD：64 到 1024，最多 4 张", presetSd15: "SD 1.5：512 到 768，1 或 2 张",
-        presetSd15Wide: "SD 1.5：256 到 1024，最多 4 张",
-        presetSdxl: "SDXL：仅 1024，1 张", presetSdxlWide: "SDXL：768 到 1536，1 或 2 张",
+        presets: "图像尺寸", presetLabel: "尺寸", presetMore: "显示全部设置…", presetLess: "隐藏设置",
+        presetHint: "引擎接受哪些图像。“自动”跟随工作流所要求的图像。具体数值在全部设置中。",
+        presetOwn: "自定义：{min_size} 到 {max_size} 像素 × {max_images}", sizesCustom: "自定义…",
+        sizesAuto: "自动（此工作流：{size}）", sizesAutoFit: "自动（适合模型）",
+        presetFitOf: "自动（适合 {family}：{min_size} 到 {max_size} 像素）",
+        presetSdxl: "SDXL，所有常用尺寸", presetSd15: "SD 1.5，所有常用尺寸", sizesToAll: "应用到所有引擎节点",
     },
 };
 
@@ -140,7 +153,15 @@ export function setLanguage(locale) {
  * @param {Record<string, unknown>} [values] for the {names} in it
  */
 export function t(key, values = {}) {
-    const text = TEXTS[language][key] ?? TEXTS.en[key] ?? key;
+    return filled(TEXTS[language][key] ?? TEXTS.en[key] ?? key, values);
+}
+
+/** A text in every language. */
+export function everywhere(key, values = {}) {
+    return Object.values(TEXTS).map((texts) => filled(texts[key] ?? key, values));
+}
+
+function filled(text, values) {
     return text.replace(/\{(\w+)\}/g, (_, name) => String(values[name] ?? ""));
 }
 
