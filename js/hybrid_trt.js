@@ -5,6 +5,7 @@ import { api } from "../../scripts/api.js";
 import { Builder } from "./lib/build.mjs";
 import { showText } from "./lib/dialog.mjs";
 import { ENGINE_NODES } from "./lib/graph.mjs";
+import { logLines } from "./lib/log_words.mjs";
 import { NodeView } from "./lib/node_view.mjs";
 import { offerLimit } from "./lib/offer.mjs";
 import { Panel } from "./lib/panel.mjs";
@@ -25,12 +26,16 @@ const toast = (severity, summary, detail) =>
 const tracker = new Tracker(app, api);
 const builder = new Builder(tracker, toast,
     () => offerLimit(api, app.extensionManager.setting, toast).catch((failure) => console.warn("Hybrid TRT:", failure)));
-const panel = new Panel(api, { toast, showLog, rebuild: (engine) => builder.rebuild(engine) });
+const panel = new Panel(api, {
+    toast, showLog, rebuild: (engine) => builder.rebuild(engine),
+    asked: () => [...tracker.asked.keys()].map((node) => node.title ?? node.type),
+    templates: () => app.extensionManager.command.execute("Comfy.BrowseTemplates"),
+});
 
 async function showLog(job) {
     try {
         const { label, message, log } = await request(api, `/builds/${job}`);
-        showText(label, message ? [...log, "", message] : log);
+        showText(t("logOf", { label }), logLines(log, message));
     } catch (failure) {
         toast("error", "TRT", failure.message);
     }
@@ -60,10 +65,11 @@ app.registerExtension({
     name: "hybrid_trt.page",
     settings: [...settings, ...librarySettings(api)],
     setup() {
-        const style = document.createElement("link");
-        style.rel = "stylesheet";
-        style.href = new URL("./style.css", import.meta.url).href;
-        document.head.append(style);
+        for (const file of ["./style.css", "./panel.css"]) {
+            const style = Object.assign(document.createElement("link"), { rel: "stylesheet" });
+            style.href = new URL(file, import.meta.url).href;
+            document.head.append(style);
+        }
         setLanguage(app.extensionManager.setting.get("Comfy.Locale"));
         hearServer();
         app.extensionManager.registerSidebarTab({
