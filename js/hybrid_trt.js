@@ -12,6 +12,7 @@ import { Panel } from "./lib/panel.mjs";
 import { follow, presetMenu, presetWidget } from "./lib/presets.mjs";
 import { request } from "./lib/server.mjs";
 import { defaultsFor, librarySettings, settings } from "./lib/settings.mjs";
+import { openReadable } from "./lib/template_view.mjs";
 import { setLanguage, t } from "./lib/texts.mjs";
 import { showRuns, TEXT_NODES } from "./lib/text_view.mjs";
 import { Tracker } from "./lib/tracker.mjs";
@@ -94,5 +95,6 @@ app.registerExtension({
     },
     afterConfigureGraph() {
         tracker.changed();
+        openReadable(app);
     },
 });

@@ -23,7 +23,8 @@ from workflow_to_prompt import set_widget
 pytestmark = pytest.mark.browser
 
 NAME = "sd15_two_controlnets"
-WORKFLOW = Path(__file__).resolve().parent.parent / "workflows" / f"{NAME}.json"
+TITLE = "SD 1.5 - two ControlNets"
+WORKFLOW = Path(__file__).resolve().parent.parent / "workflows" / f"{TITLE}.json"
 MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 60}
 #: Whether the engine node inside the only subgraph says that it is ready.
 INSIDE = """() => app.graph.nodes.find(n => n.isSubgraphNode?.())?.subgraph.nodes
@@ -101,7 +102,7 @@ def test_build_cancel_build_and_run(
     raw.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
     dialog = raw.get_by_role("dialog").last
     dialog.get_by_text("hybrid-trt", exact=True).first.click()
-    raw.get_by_test_id(f"template-workflow-{NAME}").click()
+    raw.get_by_test_id(f"template-workflow-{TITLE}").click()
     raw.wait_for_function("() => app.graph.nodes.some(n => n.type === 'TRTUNetEngine')")
     page.shot("template")
     made = workflow(object_info, max_size=size)

@@ -21,7 +21,7 @@ from workflow_to_prompt import set_widget
 pytestmark = pytest.mark.browser
 
 NAME = "sd15_two_controlnets"
-WORKFLOW = Path(__file__).resolve().parent.parent / "workflows" / f"{NAME}.json"
+WORKFLOW = Path(__file__).resolve().parent.parent / "workflows" / "SD 1.5 - two ControlNets.json"
 MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 60}
 NET = "TRT ControlNet Engine 1"
 SIZES = ("min_size", "opt_size", "max_size", "max_images", "max_tokens")
