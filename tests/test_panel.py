@@ -272,6 +272,32 @@ def test_builds_that_wait_are_listed_and_those_that_ended_are_cleared_away(page:
     assert [url for url in asked if url.endswith(("/engines", "/builds"))] == []
 
 
+def test_a_build_that_waits_for_its_model_is_listed_too(page: EnginePage, library: Path) -> None:
+    raw = page.page.page
+    held: list[Route] = []
+    raw.route("**/api/prompt", held.append)
+    raw.evaluate("""() => { app.graph.clear();
+        const [loader, engine] = ['CheckpointLoaderSimple', 'TRTUNetEngine'].map(type => LiteGraph.createNode(type));
+        for (const node of [loader, engine]) app.graph.add(node);
+        loader.pos = [500, 150]; engine.pos = [850, 150]; loader.connect(0, engine, 0);
+        app.canvas.ds.scale = 1; app.canvas.ds.offset = [0, 0]; app.canvas.setDirty(true, true); }""")
+    page.page.settle()
+    panel = toggle(page)
+    panel.get_by_text("No engines yet.").wait_for()
+    page.click(page.node("TRTUNetEngine"))
+    for _ in range(50):
+        if held:
+            break
+        raw.wait_for_timeout(100)
+    raw.evaluate(HAPPEN, "status")  # as the server does when its queue changes
+    panel.get_by_text("TRT UNet Engine · … Loading the model").wait_for()
+    page.shot("asked")
+    held[0].fulfill(status=500, json={"error": {"message": "it was only a test"}})
+    page.toast("it was only a test")
+    raw.evaluate(HAPPEN, "status")
+    panel.get_by_text("Loading the model").wait_for(state="detached")
+
+
 def test_the_panel_asks_nothing_while_nothing_happens_or_nobody_sees_it(page: EnginePage, library: Path) -> None:
     publish(library)
     raw, asked = page.page.page, []

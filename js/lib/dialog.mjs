@@ -92,7 +92,7 @@ function keepFocus(event, dialog) {
     (event.shiftKey ? stops.at(-1) : stops[0]).focus();
 }
 
-/** Copy an element's text; whether that worked. Without https the page may only copy what is selected. */
+/** Copy an element's text; whether that worked. A page that came unencrypted may only copy what is selected. */
 async function copied(element) {
     try {
         await navigator.clipboard.writeText(element.textContent);
