@@ -275,7 +275,7 @@ def test_builds_that_wait_are_listed_and_those_that_ended_are_cleared_away(page:
 def test_a_build_that_waits_for_its_model_is_listed_too(page: EnginePage, library: Path) -> None:
     raw = page.page.page
     held: list[Route] = []
-    raw.route("**/api/prompt", held.append)
+    raw.route("**/api/prompt", lambda route: held.append(route))
     raw.evaluate("""() => { app.graph.clear();
         const [loader, engine] = ['CheckpointLoaderSimple', 'TRTUNetEngine'].map(type => LiteGraph.createNode(type));
         for (const node of [loader, engine]) app.graph.add(node);

@@ -35,6 +35,7 @@ export class PanelHeader {
         tools.append(button("refresh", actions.refresh), button("import", () => file.click()), this.unused, file);
         this.element = make("header", "hybrid-trt-panel-head");
         this.element.append(make("h3", "", t("panel")), this.use, this.find, tools, this.#selection(actions));
+        this.unused.hidden = this.bar.hidden = true; // until it is known what there is
     }
 
     /**
