@@ -7,6 +7,7 @@ import { showText } from "./lib/dialog.mjs";
 import { sameSampler } from "./lib/fit.mjs";
 import { ENGINE_NODES } from "./lib/graph.mjs";
 import { labelValues } from "./lib/labels.mjs";
+import { logLines } from "./lib/log_words.mjs";
 import { NodeView } from "./lib/node_view.mjs";
 import { offerLimit } from "./lib/offer.mjs";
 import { Panel } from "./lib/panel.mjs";
@@ -15,6 +16,7 @@ import { follow, sizesOf } from "./lib/presets.mjs";
 import { keepOrder, orderWords } from "./lib/size_order.mjs";
 import { request } from "./lib/server.mjs";
 import { defaultsFor, librarySettings, settings } from "./lib/settings.mjs";
+import { openReadable } from "./lib/template_view.mjs";
 import { setLanguage, t } from "./lib/texts.mjs";
 import { showRuns, TEXT_NODES } from "./lib/text_view.mjs";
 import { Tracker } from "./lib/tracker.mjs";
@@ -30,12 +32,16 @@ const toast = (severity, summary, detail) =>
 const tracker = new Tracker(app, api);
 const builder = new Builder(tracker, toast,
     () => offerLimit(api, app.extensionManager.setting, toast).catch((failure) => console.warn("Hybrid TRT:", failure)));
-const panel = new Panel(api, { toast, showLog, rebuild: (engine) => builder.rebuild(engine) });
+const panel = new Panel(api, {
+    toast, showLog, rebuild: (engine) => builder.rebuild(engine),
+    asked: () => [...tracker.asked.keys()].map((node) => node.title ?? node.type),
+    templates: () => app.extensionManager.command.execute("Comfy.BrowseTemplates"),
+});
 
 async function showLog(job) {
     try {
         const { label, message, log } = await request(api, `/builds/${job}`);
-        showText(label, message ? [...log, "", message] : log);
+        showText(t("logOf", { label }), logLines(log, message));
     } catch (failure) {
         toast("error", "TRT", failure.message);
     }
@@ -117,10 +123,11 @@ app.registerExtension({
     name: "hybrid_trt.page",
     settings: [...settings, ...librarySettings(api)],
     setup() {
-        const style = document.createElement("link");
-        style.rel = "stylesheet";
-        style.href = new URL("./style.css", import.meta.url).href;
-        document.head.append(style);
+        for (const file of ["./style.css", "./panel.css"]) {
+            const style = Object.assign(document.createElement("link"), { rel: "stylesheet" });
+            style.href = new URL(file, import.meta.url).href;
+            document.head.append(style);
+        }
         setLanguage(app.extensionManager.setting.get("Comfy.Locale"));
         hearServer();
         app.extensionManager.registerSidebarTab({
@@ -147,5 +154,6 @@ app.registerExtension({
     },
     afterConfigureGraph() {
         tracker.changed();
+        openReadable(app);
     },
 });

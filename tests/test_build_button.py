@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from browser import READY, ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
-from engine_page import EnginePage
+from engine_page import EnginePage, choose
 from fake_engine import publish
 from playwright.sync_api import Browser
 from workflow_recipes import with_tiny_models
@@ -24,7 +24,8 @@ from workflow_to_prompt import set_widget
 pytestmark = pytest.mark.browser
 
 NAME = "sd15_two_controlnets"
-WORKFLOW = Path(__file__).resolve().parent.parent / "workflows" / f"{NAME}.json"
+TITLE = "SD 1.5 - two ControlNets"
+WORKFLOW = Path(__file__).resolve().parent.parent / "workflows" / f"{TITLE}.json"
 MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 60}
 #: Whether the engine node inside the only subgraph says that it is ready.
 INSIDE = """() => app.graph.nodes.find(n => n.isSubgraphNode?.())?.subgraph.nodes
@@ -102,7 +103,7 @@ def test_build_cancel_build_and_run(
     raw.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
     dialog = raw.get_by_role("dialog").last
     dialog.get_by_text("hybrid-trt", exact=True).first.click()
-    raw.get_by_test_id(f"template-workflow-{NAME}").click()
+    raw.get_by_test_id(f"template-workflow-{TITLE}").click()
     raw.wait_for_function("() => app.graph.nodes.some(n => n.type === 'TRTUNetEngine')")
     page.shot("template")
     made = workflow(object_info, max_size=size)
@@ -174,15 +175,16 @@ def test_build_cancel_build_and_run(
         return [type, [element.dataset.tone, element.textContent]]; }))""")
     assert said["TRTSamplerPatch"][0] == said["TRTReport"][0] == "warn"
     assert "no engine" in said["TRTSamplerPatch"][1]
-    assert "4 calls on onnxruntime, 0 native" in said["TRTReport"][1]
+    assert said["TRTReport"][1].startswith("1 of 3 networks on engines: about ")
+    assert "-> Build 2 missing engines" in said["TRTReport"][1]
+    assert "tiny_sd15_a: 4 on onnxruntime" in said["TRTReport"][1]
 
     # cached nodes and a new page know it too
     load(page, made)
     assert "4 calls" in page.wait_until(net, lambda s: "Last run" in s["text"], "run", 3)["text"]
 
     raw.get_by_role("button", name="TRT engines").click()
-    card = raw.locator(".hybrid-trt-panel-engines .hybrid-trt-card", has_text="tiny_sd15_a.safetensors")
-    card.get_by_role("button", name="Build again").click()
+    choose(page, raw.get_by_role("region", name="tiny_sd15_a.safetensors"), "Build again")
     page.toast("is built again on its node")
     page.wait_for(net, "asked", "building", timeout=10)
     page.wait_for(net, "building", timeout=30)
@@ -323,9 +325,14 @@ def test_the_log_of_a_failed_build_is_shown(
     assert "differs from native" in failed["text"]
     page.toast("differs from native")
     page.page.page.locator(".hybrid-trt-log:visible").first.click()
-    dialog = page.page.page.locator(".hybrid-trt-dialog")
+    dialog = page.page.page.get_by_role("dialog", name="Log of the build")
     assert "exporting" in dialog.inner_text()
+    assert "pytorch version" not in dialog.inner_text()
     page.shot("log")
+    page.page.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    dialog.get_by_role("button", name="Copy").click()
+    dialog.get_by_role("button", name="Copied").wait_for()
+    assert "differs from native" in page.page.page.evaluate("() => navigator.clipboard.readText()")
     dialog.get_by_role("button", name="Close").click()
     dialog.wait_for(state="detached")
     load(page, made)  # failed survives a new graph
@@ -356,37 +363,37 @@ def test_the_panel_lists_filters_verifies_exports_deletes_and_imports(
     raw = page.page.page
     raw.get_by_role("button", name="TRT engines").click()
     panel = raw.locator(".hybrid-trt-panel")
-    card = panel.locator(".hybrid-trt-card", has_text="routes.safetensors")
-    card.wait_for()
+    group = panel.get_by_role("region", name="routes.safetensors")
+    group.wait_for()
     assert "free" in panel.inner_text()
     page.shot("panel")
     panel.get_by_placeholder("Filter").fill("no such engine")
     panel.get_by_text("No engine matches").wait_for()
     panel.get_by_placeholder("Filter").fill("ROUTES onnx")
-    card.get_by_role("button", name="Verify").click()
+    choose(page, group, "Verify")
     page.toast("is as it was built")
-    card.get_by_role("button", name="Build again").click()
+    choose(page, group, "Build again")
     page.toast("Add a TRT UNet Engine node with routes.safetensors")
-    card.get_by_role("button", name="Delete").click()
-    dialog = raw.locator(".hybrid-trt-dialog")
+    choose(page, group, "Delete …")
+    dialog = raw.get_by_role("dialog", name="Delete engine?")
     page.shot("confirm")
-    dialog.get_by_role("button", name="No").click()
+    dialog.get_by_role("button", name="Cancel").click()
     assert (root / name).is_dir()
     with raw.expect_download() as download:
-        card.get_by_role("button", name="Export").click()
-    page.toast("was exported")
+        choose(page, group, "Export")
+    page.toast("to ComfyUI's output/trt_engines/.*trtengine")
     file = tmp_path / download.value.suggested_filename
     download.value.save_as(file)
-    card.get_by_role("button", name="Delete").click()
-    dialog.get_by_role("button", name="Yes").click()
+    choose(page, group, "Delete …")
+    dialog.get_by_role("button", name="Delete").click()
     page.toast("was deleted")
-    card.wait_for(state="detached")
+    group.wait_for(state="detached")
     assert not (root / name).exists()
     with raw.expect_file_chooser() as chooser:
         panel.get_by_role("button", name="Import").click()
     chooser.value.set_files(file)
     page.toast("was imported")
-    card.wait_for()
+    group.wait_for()
     assert (root / name / "model.onnx").read_bytes() == b"engine"
     shutil.rmtree(root / name)
     raw.get_by_role("button", name="TRT engines").click()

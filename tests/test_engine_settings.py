@@ -21,7 +21,7 @@ from workflow_to_prompt import set_widget
 pytestmark = pytest.mark.browser
 
 NAME = "sd15_two_controlnets"
-WORKFLOW = Path(__file__).resolve().parent.parent / "workflows" / f"{NAME}.json"
+WORKFLOW = Path(__file__).resolve().parent.parent / "workflows" / "SD 1.5 - two ControlNets.json"
 MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 60}
 NET = "TRT ControlNet Engine 1"
 SIZES = ("min_size", "opt_size", "max_size", "max_images", "max_tokens")
@@ -288,15 +288,15 @@ def test_the_panel_tells_the_last_use_and_deletes_what_was_not_used_for_long(
     raw.get_by_role("button", name="TRT engines").click()
     panel = raw.locator(".hybrid-trt-panel")
     panel.get_by_text("not used yet").wait_for()
-    panel.get_by_role("button", name="Delete unused for 30 days").click()
-    dialog = raw.locator(".hybrid-trt-dialog")
+    panel.get_by_role("button", name="Delete unused").click()
+    dialog = raw.get_by_role("dialog", name="Delete unused engines?")
     page.shot("confirm")
-    assert "Delete 1 engines (" in dialog.inner_text()
-    dialog.get_by_role("button", name="Yes").click()
-    page.toast("1 engines were deleted")
+    assert "Not used for 30 days: 1 of the engines" in dialog.inner_text()
+    dialog.get_by_role("button", name="Delete").click()
+    page.toast("Deleted: 1 engines")
     panel.get_by_text("No engines yet.").wait_for()
     assert not (root / name).exists()
-    panel.get_by_role("button", name="Delete unused for 30 days").wait_for(state="hidden")
+    panel.get_by_role("button", name="Delete unused").wait_for(state="hidden")
     raw.get_by_role("button", name="TRT engines").click()
 
 

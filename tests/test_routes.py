@@ -221,7 +221,7 @@ def test_import_refuses_lies_before_anything_appears(
 
 
 CHANGES = [("DELETE", "/engines/{}"), ("POST", "/engines/{}/verify"), ("POST", "/engines/{}/export"),
-           ("POST", "/engines/import"), ("POST", "/builds/x/cancel")]
+           ("POST", "/engines/import"), ("POST", "/builds/x/cancel"), ("POST", "/builds/clear")]
 
 
 @pytest.mark.parametrize(("method", "path"), CHANGES)
@@ -247,6 +247,12 @@ def test_other_sites_can_change_nothing(
 def test_wrong_methods_are_refused(comfy: ComfyProcess, engine: Path, method: str, path: str) -> None:
     assert ask(comfy, method, path.format(engine.name))[0] in (404, 405)
     assert engine.is_dir()
+
+
+def test_builds_that_have_ended_are_cleared_from_the_list(comfy: ComfyProcess) -> None:
+    assert ask(comfy, "POST", "/builds/clear")[0] == 200
+    assert all(job["state"] in ("queued", "running") for job in ask(comfy, "GET", "/builds")[1])
+    assert post(comfy, "/builds/clear", {})[1] == {"cleared": 0}
 
 
 def test_unknown_builds_are_told(comfy: ComfyProcess) -> None:

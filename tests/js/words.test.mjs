@@ -2,7 +2,6 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { promptError } from "../../js/lib/build.mjs";
 import { sensibleLimit } from "../../js/lib/offer.mjs";
-import { engineLines, jobLines, matching, shownJobs, tone, unused } from "../../js/lib/panel_words.mjs";
 import { defaultsFor } from "../../js/lib/settings.mjs";
 import { toneOf } from "../../js/lib/text_view.mjs";
 import { keys, setLanguage, t } from "../../js/lib/texts.mjs";
@@ -77,34 +76,6 @@ test("a refused prompt is told by its first node's error", () => {
     assert.equal(promptError({ node_errors: errors }), "CheckpointLoaderSimple: Value not in list: ckpt_name: 'x'.");
     assert.equal(promptError({ error: { message: "No prompt" } }), "No prompt");
     assert.ok(promptError({}).includes("log"));
-});
-
-test("the panel filters by all words and shows live jobs first", () => {
-    const engines = [{ name: "a", label: "sd15 Canny", backend: "torch" }, { name: "b", label: "sdxl" }];
-    assert.deepEqual(matching(engines, "CANNY torch").map((e) => e.name), ["a"]);
-    assert.equal(matching(engines, "").length, 2);
-    const job = (id, state) => ({ id, state, label: "m", wanted: "w", message: "", percent: 5, phase: "p", seconds: 1 });
-    const jobs = [job(1, "done"), job(2, "failed"), job(3, "done"), job(4, "done"), job(5, "queued"), job(6, "running")];
-    assert.deepEqual(shownJobs(jobs).map((j) => j.id), [6, 5, 4, 3, 2]);
-    assert.deepEqual(jobLines(jobs[5]), ["m · Running 5 %", "p, 1 s", "w"]);
-    assert.equal(tone("broken"), "bad");
-    assert.deepEqual(engineLines({ name: "x", state: "broken", bytes: 1e6, reason: "cut short" }), ["x · Broken", "1.0 MB. cut short"]);
-});
-
-test("the panel tells the last use, and what was not used for long", () => {
-    const now = Date.parse("2026-11-21T12:00:00Z");
-    const engine = (name, since, last_used, more) =>
-        ({ name, label: name, state: "ready", kind: "unet", unused_since: since, last_used, bytes: 1, ...more });
-    const engines = [
-        engine("served", "2026-11-01T00:00:00Z", "2026-11-01T00:00:00Z"), engine("old", "2026-10-01T00:00:00Z", "2026-10-01T00:00:00Z"),
-        engine("never", "2026-01-01T00:00:00Z", null), engine("new", "2026-11-20T00:00:00Z", null),
-        engine("shared", "2026-01-01T00:00:00Z", null, { read_only: true }), { name: "broken", state: "broken", last_used: null },
-    ];
-    assert.deepEqual(unused(engines, 30, now).map((e) => e.name), ["old", "never"]);
-    assert.match(engineLines(engines[0])[3], /^last used /);
-    assert.equal(engineLines(engines[2])[3], "not used yet");
-    assert.deepEqual([tone("unchecked"), engineLines({ ...engines[0], state: "unchecked" })[0]], ["warn", "served · Not checked here"]);
-    assert.deepEqual([describe({ state: "unchecked", text: "", run: null }).tone, buttonLabel("unchecked")], ["warn", "Check engine"]);
 });
 
 test("the limit that is offered is half of what is free, beside what the engines have", () => {

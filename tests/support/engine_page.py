@@ -83,3 +83,9 @@ class EnginePage:
         path = SHOTS / f"{self.name}-{mode}-{len(self.steps)}-{step}.png"
         self.page.page.screenshot(path=path)
         self.steps.append(path)
+
+
+def choose(page: EnginePage, group: Locator, entry: str) -> None:
+    """Open the menu of a model's only engine in the panel, and click an entry."""
+    group.get_by_role("button", name="More for").click()
+    page.page.page.get_by_role("menu").get_by_role("menuitem", name=entry).click()
