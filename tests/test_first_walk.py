@@ -70,7 +70,7 @@ def test_from_an_empty_canvas_to_a_picture_on_three_engines_in_five_clicks(
     raw.evaluate("() => { app.graph.clear(); app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
     clicks.append("templates")
     click(raw.get_by_role("dialog").last.get_by_text("hybrid-trt", exact=True).first, "the pack")
-    click(raw.get_by_test_id("template-workflow-sd15_two_controlnets"), "the template")
+    click(raw.get_by_test_id("template-workflow-SD 1.5 - two ControlNets"), "the template")
     raw.wait_for_function("() => app.graph.nodes.filter(n => n.type === 'TRTControlNetEngine').length === 2")
     page.page.settle()
     raw.evaluate(FEW_STEPS)
