@@ -87,9 +87,10 @@ function showRunsOf(node) {
 /** Give a node's choice of sizes to all engine nodes of its sampler. */
 function toAll(sizes) {
     const { ids, prompt } = tracker.seen, { choice } = sizes;
-    const alike = new Set(sameSampler(prompt, ids.get(sizes.node)));
+    const alike = sameSampler(prompt, ids.get(sizes.node));
+    const numbers = choice === "custom" ? sizesOf(sizes.node) : undefined;
     for (const [node, id] of ids)
-        if (node !== sizes.node && alike.has(id)) tracker.views.get(node).actions.sizes.choose(choice, choice === "custom" ? sizesOf(sizes.node) : undefined);
+        if (node !== sizes.node && alike.includes(id)) tracker.views.get(node)?.actions.sizes.choose(choice, numbers);
 }
 
 /** What a click on a node's button does; sizes that cannot be built are told instead. */

@@ -131,6 +131,10 @@ def test_a_person_sees_one_preset_and_the_numbers_on_demand(page: EnginePage, ti
         assert shown.get_by_text("max_size").count() == 0
         shown.get_by_text("Show advanced inputs").click()
         shown.get_by_text("max_size").wait_for()
+        shown.get_by_text("Hide advanced inputs").click()
+        shown.get_by_text("max_size").wait_for(state="detached")
+        choose(page, net, "SDXL", "Custom")
+        shown.get_by_text("max_size").wait_for()
     else:
         choose(page, net, "", "Show all settings")
         assert all(raw.evaluate(WIDGETS, net)[name]["seen"] for name in SIZES)

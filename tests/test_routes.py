@@ -299,7 +299,7 @@ def test_a_node_that_never_ran_is_unknown(comfy: ComfyProcess) -> None:
 
 
 def test_the_key_of_a_node_is_what_it_stands_for(comfy: ComfyProcess) -> None:
-    """Ids, titles, 'when_missing' and 1 against 1.0 are no part of it; the model and the profile are."""
+    """Ids, titles, 'when_missing', the best size and 1 against 1.0 are no part of it; the model and the range are."""
 
     def key(prompt: dict, node: str = "2") -> str:
         return post(comfy, "/nodes", {"prompt": prompt, "nodes": [node]})[1]["nodes"][node]["key"]
@@ -313,6 +313,7 @@ def test_the_key_of_a_node_is_what_it_stands_for(comfy: ComfyProcess) -> None:
     assert key(copied, "8:2") == same
     assert key(changed(when_missing="build now", build_request="x")) == same
     assert key(changed(max_size=512.0)) == same
+    assert key(changed(opt_size=384)) == same, "an engine that is best at another size serves"
     assert key(changed(max_size=768)) != same
     assert key(changed(model=["1", 1])) != same
     other = {"1": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "another"}}}
