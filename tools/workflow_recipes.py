@@ -65,14 +65,14 @@ def two_controlnets(name: str, family: Family) -> Recipe:
              "latent_image": "latent.LATENT"}, (300, 0)),
         "report": node("TRTReport", None, {}, {"after": "sampler.LATENT"}, (360, 230)),
         "decode": node("VAEDecode", None, {}, {"samples": "report.after", "vae": "checkpoint.VAE"}, (360, 0)),
-        "ran": node("PreviewImage", "What ran where", {}, {"images": "report.plot"}, (360, 300)),
+        "ran": node("PreviewImage", "What ran where", {}, {"images": "report.plot"}, (360, 390)),
         "save": node("SaveImage", None, {"filename_prefix": "hybrid-trt"}, {"images": "decode.IMAGE"}, (360, 340)),
     }
     return Recipe(name, f"{family.title} - two ControlNets", with_downloads(nodes, family.downloads), [
         group("1 Models", "#3f789e", ["note", "checkpoint", "net_1", "net_2"]),
         group("2 Engines", "#8A8", ["unet_engine", "engine_1", "engine_2"]),
         group("3 ControlNets", "#b58b2a", ["image_1", "image_2"], ["positive", "negative", "apply"]),
-        group("4 Sample", "#a1309b", ["patch", "latent", "sampler"], ["report", "ran", "decode", "save"]),
+        group("4 Sample", "#a1309b", ["patch", "latent", "sampler", "decode"], ["report", "ran", "save"]),
     ])
 
 

@@ -62,7 +62,7 @@ calls each of them had.
         group("2 Engines", ENGINES, ["unet_engine", "engine_1", "engine_2"], ["engine_3", "engine_4"]),
         group("3 ControlNets", CONTROLS, ["image_1", "image_2"], ["image_3", "image_4"],
               ["positive", "negative", "apply"]),
-        group("4 Sample", SAMPLE, ["patch", "latent", "sampler"], ["report", "ran", "decode", "save"]),
+        group("4 Sample", SAMPLE, ["patch", "latent", "sampler", "decode"], ["report", "ran", "save"]),
     ])
 
 
@@ -184,7 +184,7 @@ def _sampling(latent: str, denoise: float = 1.0) -> Nodes:
              "latent_image": latent}, (300, 0)),
         "report": node("TRTReport", None, {}, {"after": "sampler.LATENT"}, (360, 230)),
         "decode": node("VAEDecode", None, {}, {"samples": "report.after", "vae": "checkpoint.VAE"}, (360, 0)),
-        "ran": node("PreviewImage", "What ran where", {}, {"images": "report.plot"}, (360, 300)),
+        "ran": node("PreviewImage", "What ran where", {}, {"images": "report.plot"}, (360, 390)),
         "save": node("SaveImage", None, {"filename_prefix": "hybrid-trt"}, {"images": "decode.IMAGE"}, (360, 340)),
     }
 
