@@ -10,19 +10,20 @@ const TITLES = { good: "allOnEngines", warn: "someNative", idle: "noRunYet" };
 /**
  * Show a node's text below its settings, amber when something ran native.
  * @param {any} node
- * @param {HTMLElement[]} above what stands above the text
+ * @param {HTMLElement[]} above what stands between headline and text
  */
 export function showRuns(node, above = []) {
     const box = new StatusBox(node, "run_text", "hybrid_trt_text");
     box.element.classList.add("hybrid-trt-report");
-    box.content.prepend(...above);
+    box.head.after(...above);
     box.show("idle", t("noRunYet"), [t("notRun")]);
     const before = node.onExecuted;
     node.onExecuted = function (output, ...more) {
         before?.call(this, output, ...more);
         if (!output?.text?.length) return;
-        const tone = toneOf(output);
-        box.show(tone, t(tone === "idle" ? "noCalls" : TITLES[tone]), output.text.join("\n").split("\n"));
+        const tone = toneOf(output), lines = output.text.join("\n").split("\n");
+        const answered = output.report && tone !== "idle"; // a report's first line is its answer
+        box.show(tone, answered ? lines.shift() : t(tone === "idle" ? "noCalls" : TITLES[tone]), lines);
     };
     node.setSize(SIZE.map((size, i) => Math.max(size, node.computeSize()[i])));
 }
