@@ -17,7 +17,7 @@ from ..native_model.network import NativeNetwork
 from ..page_api.build_prompts import forget_when_done
 from ..page_api.builds import node_states
 from ..page_api.library_folder import library
-from ..page_api.node_key import BUILD_REQUEST, MISSING_ONLY, BadPrompt, node_key
+from ..page_api.node_key import BUILD_REQUEST, FROM_PAGE, MISSING_ONLY, BadPrompt, node_key
 from ..page_api.prompt_graph import inputs_of, whole_prompt
 from . import building
 
@@ -111,8 +111,10 @@ def find_or_build(
     node_states.learn(key, handle)  # before a build is told to the page
     request = inputs_of(prompt, node_id).get(BUILD_REQUEST)
     if request is not None:
-        forget_when_done(executing().prompt_id)
-        building.build_as_requested(handle, again=not str(request).startswith(MISSING_ONLY))
+        words = str(request).split()
+        if FROM_PAGE in words:
+            forget_when_done(executing().prompt_id)
+        building.build_as_requested(handle, again=MISSING_ONLY not in words)
     elif when_missing != building.USE_NATIVE:
         building.build_if_missing(handle, when_missing)
     node_states.learn(key, handle)

@@ -8,8 +8,8 @@ import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
 import { duration, error, size } from "./words.mjs";
 
-/** What a request begins with that builds nothing anew; the server's `node_key` knows it. */
-const MISSING_ONLY = "missing ";
+/** Words in a request, which the server's `node_key` knows: the page shows the build itself; builds nothing anew. */
+const FROM_PAGE = "page ", MISSING_ONLY = "missing ";
 
 export class Builder {
     /**
@@ -141,7 +141,7 @@ export class Builder {
         if (!ids.length) throw new Error(t("offHint"));
         // other packs may wire a node while ComfyUI serialises, and only then
         const part = nodes.every(isWired) ? await look.serialised(ids) : (await app.graphToPrompt()).output;
-        return buildPrompt(part, ids, mark + (crypto.randomUUID?.() ?? String(Math.random())));
+        return buildPrompt(part, ids, FROM_PAGE + mark + (crypto.randomUUID?.() ?? String(Math.random())));
     }
 
     #failed(views, text) {
