@@ -81,7 +81,7 @@ class Architecture(Protocol):
         ...
 
     def binding(self, module: torch.nn.Module) -> Binding:
-        """How calls of this native network become calls of the engine; it is asked in every sampling step."""
+        """How calls of this native network become calls of the engine: asked once per look-up, used in every step."""
         ...
 
     def profile(self, asked: Asked) -> Profile:

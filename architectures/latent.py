@@ -63,15 +63,16 @@ class LatentSizes:
         )
 
     def words(self, profile: Profile) -> str:
-        """See ``Architecture``: ``256-1024 px, batch 1-2, 77-231 tokens``."""
+        """See ``Architecture``: ``up to 4 images, 256 to 1024 px, 231 tokens``."""
         parts = []
+        if "B" in profile.ranges:
+            images = max(1, profile.ranges["B"].max // 2)
+            parts.append("1 image" if images == 1 else f"up to {images} images")
         if {"H", "W"} <= profile.ranges.keys():
             height, width = (_span(profile.ranges[symbol], LATENT) for symbol in "HW")
             parts.append(f"{width} px" if height == width else f"{width} x {height} px")
-        if "B" in profile.ranges:
-            parts.append(f"batch {_span(profile.ranges['B'])}")
         if "T" in profile.ranges:
-            parts.append(f"{_span(profile.ranges['T'])} tokens")
+            parts.append(f"{profile.ranges['T'].max} tokens")
         return ", ".join(parts)
 
     def limits(self, profile: Profile) -> dict[str, int] | None:
@@ -90,8 +91,8 @@ ANY = LatentSizes(Sizes("", 64, 512, 1024))
 """For networks of no known family."""
 
 
-def _span(sizes: Range, step: int = 1) -> str:
-    return f"{sizes.min * step}" if sizes.min == sizes.max else f"{sizes.min * step}-{sizes.max * step}"
+def _span(sizes: Range, step: int) -> str:
+    return f"{sizes.min * step}" if sizes.min == sizes.max else f"{sizes.min * step} to {sizes.max * step}"
 
 
 def _extremes(profile: Profile, most: float) -> list[dict[str, int]]:

@@ -75,9 +75,9 @@ def _bind(layout: ResidualLayout, call: Mapping[str, Any]) -> EngineCall:
     if context is None:
         raise Unsupported("there is no prompt")
     if not _ARGUMENTS.issuperset(call):
-        unknown = [name for name in call if name not in _ARGUMENTS and call[name] is not None]
-        if unknown:
-            raise Unsupported(unknown[0])
+        for name in call.keys() - _ARGUMENTS:
+            if call[name] is not None:
+                raise Unsupported(name)
     inputs = layout.take(call.get("control"), x.shape[0])
     inputs["x"], inputs["timesteps"], inputs["context"] = x, call.get("timesteps"), context
     if (y := call.get("y")) is not None:

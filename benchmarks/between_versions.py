@@ -1,6 +1,6 @@
 """Engine times of two versions of the pack, in turn on one GPU; native is not measured.
 
-    git worktree add /tmp/before v0.3.0
+    git worktree add /tmp/before COMMIT
     python benchmarks/between_versions.py --before /tmp/before --after . --comfyui ~/ComfyUI --base /tmp/m --out o.json
 
 Each turn is a process of its own that runs the version's own code and ``benchmarks/networks.py``. Both versions share
@@ -41,6 +41,7 @@ def one_turn(options: argparse.Namespace) -> dict[str, Any]:
         for name, network in bench.networks.items():
             model_management.load_models_gpu([network.patcher])
             session = bench.session(name)
+            session.begin_run(network.patcher)
             build_s, _ = bench.build(name)
             session.begin_run(network.patcher)
             for batch in BATCHES:

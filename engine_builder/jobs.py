@@ -59,6 +59,7 @@ class Job:
         waiters: how many wait for it now; the last one that goes cancels what was ``left`` to nobody.
         left: whether somebody ordered it and did not wait.
         log: the latest lines that exporter and backend wrote.
+        cleared: whether somebody has read how it ended and wants it in no list any more.
     """
 
     def __init__(self, order: BuildOrder, library: Library, again: bool):
@@ -76,6 +77,7 @@ class Job:
         self.attended = False
         self.waiters = 0
         self.left = False
+        self.cleared = False
         self.log: deque[str] = deque(maxlen=LOG_LINES)
         self.key = _key(order, library, again)
         self._order: tuple | None = (order, library, again)
@@ -188,6 +190,14 @@ class BuildQueue:
             self._finish(job, State.CANCELLED)
         self._tell(job)
         return True
+
+    def clear_ended(self) -> int:
+        """Mark all jobs that have ended as cleared; how many that were not."""
+        with self._lock:
+            found = [job for job in self._jobs.values() if job.state.final and not job.cleared]
+            for job in found:
+                job.cleared = True
+        return len(found)
 
     def leave(self, job: Job) -> bool:
         """A waiter no longer waits: a job that nobody else wants is cancelled. Whether it was."""

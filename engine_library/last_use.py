@@ -23,11 +23,12 @@ def mark(engines: Iterable[Engine]) -> None:
     """Engines serve now. Microseconds; a library that cannot be written keeps no record."""
     now = time.monotonic()
     for engine in engines:
-        if now - _marked.get(engine.folder, -EVERY) < EVERY:
+        path = engine.folder / USE_NAME
+        # one that was deleted and came back within that time has no record yet
+        if now - _marked.get(engine.folder, -EVERY) < EVERY and path.exists():
             continue
         _marked[engine.folder] = now
         with contextlib.suppress(OSError):
-            path = engine.folder / USE_NAME
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644))
             os.utime(path)
 

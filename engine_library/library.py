@@ -108,10 +108,8 @@ class Library:
         return min(found)[2] if found else None
 
     def nothing_found(self) -> Unavailable:
-        """What to raise when no engine is for a model; names the manifests that could not be read."""
-        unreadable = self.problems()
-        more = f"; {len(unreadable)} unreadable manifest(s), the first: {unreadable[0]}" if unreadable else ""
-        return Unavailable(Reason.NO_ENGINE, f"none for this model in {self.roots[0]}{more}")
+        """What to raise when no engine is for a model; damaged ones are told in the log and by the panel alone."""
+        return Unavailable(Reason.NO_ENGINE, "none for this model in the library")
 
     def may_have(self, architecture: str, fingerprint: Callable[[], str]) -> bool:
         """Whether an engine could be a model's, judged without its weights hash; False is certain."""

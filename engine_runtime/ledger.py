@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class Tally:
         details: fallback reason -> the particulars of its first call.
         node_key: what the engine node stands for, see ``nodes.node_key``; ids say that within one prompt only.
         times: how long the calls took, in the order of ``calls``, or None when nobody wants to know.
+        opened: when the first call was counted, as ``time.time``.
     """
 
     kind: str
@@ -60,6 +62,7 @@ class Tally:
     node_key: str = ""
     calls: bytearray = field(default_factory=bytearray)
     times: CallTimes | None = None
+    opened: float = field(default_factory=time.time)
 
     def count_engine(self, backend: str) -> None:
         """Count a call that an engine served."""
@@ -84,7 +87,7 @@ class Tally:
         return self.times.ms() if self.times is not None else []
 
     def to_json(self) -> dict:
-        fields = {name: value for name, value in self.__dict__.items() if name != "times"}
+        fields = {name: value for name, value in self.__dict__.items() if name not in ("times", "opened")}
         return {**fields, "calls": "".join("ne"[call] for call in self.calls), "ms": _ms_json(self.ms())}
 
 

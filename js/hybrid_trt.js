@@ -4,16 +4,23 @@ import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { Builder } from "./lib/build.mjs";
 import { showText } from "./lib/dialog.mjs";
+import { sameSampler } from "./lib/fit.mjs";
 import { ENGINE_NODES } from "./lib/graph.mjs";
+import { labelValues } from "./lib/labels.mjs";
+import { logLines } from "./lib/log_words.mjs";
 import { NodeView } from "./lib/node_view.mjs";
 import { offerLimit } from "./lib/offer.mjs";
 import { Panel } from "./lib/panel.mjs";
-import { follow, presetMenu, presetWidget } from "./lib/presets.mjs";
+import { PictureSizes } from "./lib/picture_sizes.mjs";
+import { follow, sizesOf } from "./lib/presets.mjs";
+import { keepOrder, orderWords } from "./lib/size_order.mjs";
 import { request } from "./lib/server.mjs";
 import { defaultsFor, librarySettings, settings } from "./lib/settings.mjs";
+import { openReadable } from "./lib/template_view.mjs";
 import { setLanguage, t } from "./lib/texts.mjs";
 import { showRuns, TEXT_NODES } from "./lib/text_view.mjs";
 import { Tracker } from "./lib/tracker.mjs";
+import { WorkflowView } from "./lib/workflow_view.mjs";
 
 /** Title and body; what a workflow was saved with wins. */
 const COLOURS = {
@@ -25,15 +32,72 @@ const toast = (severity, summary, detail) =>
 const tracker = new Tracker(app, api);
 const builder = new Builder(tracker, toast,
     () => offerLimit(api, app.extensionManager.setting, toast).catch((failure) => console.warn("Hybrid TRT:", failure)));
-const panel = new Panel(api, { toast, showLog, rebuild: (engine) => builder.rebuild(engine) });
+const panel = new Panel(api, {
+    toast, showLog, rebuild: (engine) => builder.rebuild(engine),
+    asked: () => [...tracker.asked.keys()].map((node) => node.title ?? node.type),
+    templates: () => app.extensionManager.command.execute("Comfy.BrowseTemplates"),
+});
 
 async function showLog(job) {
     try {
         const { label, message, log } = await request(api, `/builds/${job}`);
-        showText(label, message ? [...log, "", message] : log);
+        showText(t("logOf", { label }), logLines(log, message));
     } catch (failure) {
         toast("error", "TRT", failure.message);
     }
+}
+
+/** What the open workflow lacks, with one button that builds it all. */
+function workflowView(more = {}) {
+    return new WorkflowView(tracker, {
+        buildAll: (views) => builder.buildAll(views), cancelAll: (views) => builder.cancelAll(views), ...more,
+    });
+}
+
+function jump(node) {
+    if (app.canvas.graph !== node.graph) app.canvas.setGraph?.(node.graph);
+    app.canvas.selectNode(node);
+    app.canvas.centerOnNode(node);
+}
+
+let sidebar = null;
+
+function openSidebar(element) {
+    sidebar?.close();
+    sidebar = workflowView({ jump });
+    const engines = document.createElement("div");
+    element.classList.add("hybrid-trt-sidebar");
+    element.replaceChildren(sidebar.element, engines);
+    panel.open(engines);
+}
+
+function closeSidebar() {
+    sidebar?.close();
+    sidebar = null;
+    panel.close();
+}
+
+function showRunsOf(node) {
+    if (node.comfyClass !== "TRTReport") return showRuns(node);
+    const view = workflowView();
+    follow(node, "onRemoved", () => view.close());
+    showRuns(node, [view.element]);
+}
+
+/** Give a node's choice of sizes to all engine nodes of its sampler. */
+function toAll(sizes) {
+    const { ids, prompt } = tracker.seen, { choice } = sizes;
+    const alike = sameSampler(prompt, ids.get(sizes.node));
+    const numbers = choice === "custom" ? sizesOf(sizes.node) : undefined;
+    for (const [node, id] of ids)
+        if (node !== sizes.node && alike.includes(id)) tracker.views.get(node)?.actions.sizes.choose(choice, numbers);
+}
+
+/** What a click on a node's button does; sizes that cannot be built are told instead. */
+function press(view) {
+    const wrong = view.busy ? "" : orderWords(view.node);
+    view.say(wrong);
+    if (!wrong && !view.button.disabled) builder.press(view);
 }
 
 function hearServer() {
@@ -60,33 +124,37 @@ app.registerExtension({
     name: "hybrid_trt.page",
     settings: [...settings, ...librarySettings(api)],
     setup() {
-        const style = document.createElement("link");
-        style.rel = "stylesheet";
-        style.href = new URL("./style.css", import.meta.url).href;
-        document.head.append(style);
+        for (const file of ["./style.css", "./panel.css"]) {
+            const style = Object.assign(document.createElement("link"), { rel: "stylesheet" });
+            style.href = new URL(file, import.meta.url).href;
+            document.head.append(style);
+        }
         setLanguage(app.extensionManager.setting.get("Comfy.Locale"));
         hearServer();
         app.extensionManager.registerSidebarTab({
             id: "hybrid_trt.engines", icon: "pi pi-bolt", title: t("panel"), tooltip: t("panel"), type: "custom",
-            render: (element) => panel.open(element), destroy: () => panel.close(),
+            render: openSidebar, destroy: closeSidebar,
         });
     },
     nodeCreated(node) {
         if (node.comfyClass in COLOURS) [node.color, node.bgcolor] = COLOURS[node.comfyClass];
-        if (TEXT_NODES.includes(node.comfyClass)) showRuns(node);
+        if (TEXT_NODES.includes(node.comfyClass)) showRunsOf(node);
         if (!ENGINE_NODES.includes(node.comfyClass)) return;
+        labelValues(node);
         defaultsFor(node, (id) => app.extensionManager.setting.get(id));
-        const fits = presetWidget(node, () => tracker.changed());
+        const sizes = new PictureSizes(node, () => tracker.changed(), toAll);
         tracker.views.set(node, new NodeView(node, {
-            press: (view) => builder.press(view), buildFor: (view) => builder.buildFor(view), showLog, fits,
+            press, buildFor: (view) => builder.buildFor(view), showLog, sizes,
         }));
+        keepOrder(node, (words) => tracker.views.get(node)?.say(words));
         follow(node, "onConnectionsChange", () => tracker.changed());
         tracker.changed();
     },
     getNodeMenuItems(node) {
-        return ENGINE_NODES.includes(node.comfyClass) ? [presetMenu(node, () => tracker.changed())] : [];
+        return ENGINE_NODES.includes(node.comfyClass) ? [tracker.views.get(node)?.actions.sizes.menu()].filter(Boolean) : [];
     },
     afterConfigureGraph() {
         tracker.changed();
+        openReadable(app);
     },
 });

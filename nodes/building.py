@@ -27,27 +27,34 @@ _found: dict[Path, Engine] = {}  # the engines that nodes have found
 _losses = 0  # how many of them were gone afterwards
 
 
-def build_if_missing(handle: EngineHandle, when_missing: str, requested: bool = False) -> None:
-    """Order the engine that a handle lacks, and wait for it when it is wanted now.
+def build_if_missing(handle: EngineHandle, when_missing: str) -> None:
+    """Order the engine that a handle lacks, and wait for it when it is wanted now."""
+    order = _order(handle) if _needs_build(handle) else None
+    if order is not None and when_missing == BUILD_NOW:
+        _build_now(order, handle)
+    elif order is not None:
+        _build_in_background(order, handle)
+
+
+def build_as_requested(handle: EngineHandle, again: bool) -> None:
+    """Order a handle's engine for a user who pressed the button: a failure before does not matter.
 
     Args:
-        requested: the user pressed the button, so neither a failure before nor an engine that is there matters.
+        again: build it anew when it is there.
     """
-    missing = _needs_build(handle)
-    if not missing and not requested:
-        return
+    missing, broken = _needs_build(handle), handle.refusal is not None
+    if (missing or broken or again) and (order := _order(handle)) is not None:
+        _submit(order, handle, again=broken or not missing)
+
+
+def _order(handle: EngineHandle) -> BuildOrder | None:
+    """The order for a handle's engine; None, and the handle says why, where no backend can build it."""
     try:
         backend = usable_backends(handle.choice.backend, handle.network.device)[0]
     except Unavailable as refusal:
         handle.session, handle.fallback = None, refusal.fallback
-        return
-    order = BuildOrder(handle.network, handle.precision, handle.choice.profile, backend)
-    if requested:
-        _submit(order, handle, again=not missing or handle.refusal is not None)
-    elif when_missing == BUILD_NOW:
-        _build_now(order, handle)
-    else:
-        _build_in_background(order, handle)
+        return None
+    return BuildOrder(handle.network, handle.precision, handle.choice.profile, backend)
 
 
 def generation(when_missing: str) -> int:

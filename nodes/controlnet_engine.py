@@ -29,7 +29,7 @@ class TRTControlNetEngine(io.ComfyNode):
             category=engine_node.CATEGORY,
             description="Finds the compiled engine for this ControlNet in models/trt_engines, or builds it. The output "
             "works in TRT Apply ControlNet and in ComfyUI's own Apply ControlNet nodes.",
-            search_aliases=["tensorrt controlnet", "compile controlnet", "trt control"],
+            search_aliases=[*engine_node.SEARCHED_FOR, "tensorrt controlnet", "compile controlnet", "trt control"],
             inputs=[io.ControlNet.Input("control_net"), *engine_node.settings_inputs()],
             outputs=[io.ControlNet.Output("control_net_out", display_name="control_net")],
             hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],

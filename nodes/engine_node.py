@@ -12,16 +12,20 @@ from ..architectures.sizes import PRECISIONS, Asked
 from ..backends import AUTO, backends
 from ..engine_library import Fallback, Unavailable
 from ..engine_runtime.engine_handle import EngineChoice, EngineHandle
+from ..engine_runtime.ledger import executing
 from ..native_model.network import NativeNetwork
+from ..page_api.build_prompts import forget_when_done
 from ..page_api.builds import node_states
 from ..page_api.library_folder import library
-from ..page_api.node_key import BUILD_REQUEST, BadPrompt, node_key
+from ..page_api.node_key import BUILD_REQUEST, FROM_PAGE, MISSING_ONLY, BadPrompt, node_key
 from ..page_api.prompt_graph import inputs_of, whole_prompt
 from . import building
 
 log = logging.getLogger(__name__)
 
 CATEGORY = "Hybrid TRT"
+SEARCHED_FOR = ["tensorrt", "speed", "speed up", "fast", "faster", "accelerate", "optimize", "compile", "engine"]
+"""What people type who look for what the engine nodes do."""
 
 
 def settings_inputs() -> list[io.Input]:
@@ -105,9 +109,14 @@ def find_or_build(
     key = _key(prompt, node_id)
     handle = EngineHandle(network, choice, library(), node_id, key)
     node_states.learn(key, handle)  # before a build is told to the page
-    requested = BUILD_REQUEST in inputs_of(prompt, node_id)
-    if requested or when_missing != building.USE_NATIVE:
-        building.build_if_missing(handle, when_missing, requested)
+    request = inputs_of(prompt, node_id).get(BUILD_REQUEST)
+    if request is not None:
+        words = str(request).split()
+        if FROM_PAGE in words:
+            forget_when_done(executing().prompt_id)
+        building.build_as_requested(handle, again=MISSING_ONLY not in words)
+    elif when_missing != building.USE_NATIVE:
+        building.build_if_missing(handle, when_missing)
     node_states.learn(key, handle)
     building.remember(handle)
     log.info("Hybrid TRT: %s: %s", network.label, handle.status())

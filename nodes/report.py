@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from statistics import median
 from typing import Any
 
 from comfy_api.latest import io
 from server import PromptServer
 
 from ..engine_runtime.engine_handle import EngineHandle
-from ..engine_runtime.ledger import ON_ENGINE, Tally, executing, tallies
+from ..engine_runtime.ledger import Tally, executing, tallies
 from ..engine_runtime.report_plot import plot
+from ..engine_runtime.report_words import report_text, verdict
 from ..engine_runtime.timing import want_times
 from ..page_api.prompt_graph import upstream
 from .engine_node import CATEGORY, log_text
@@ -30,7 +30,7 @@ class TRTReport(io.ComfyNode):
             category=CATEGORY,
             description="Place it after the sampler: it passes its input on and says how many calls each network ran "
             "on its engine, how many native and why, and how long they took.",
-            search_aliases=["tensorrt report", "engine statistics", "fallback reasons"],
+            search_aliases=["engine statistics", "fallback reasons", "what ran where"],
             inputs=[
                 io.MatchType.Input("after", template=anything, tooltip="The sampler's latent, or any later value."),
                 io.Boolean.Input(
@@ -64,9 +64,13 @@ class TRTReport(io.ComfyNode):
 
 
 def report_json(rows: list[Tally]) -> dict:
-    """The counts as data: totals over the UNet's rows and a list of ControlNets."""
+    """The counts as data: the verdict, totals over the UNet's rows and a list of ControlNets."""
     unets = [row.to_json() for row in rows if row.kind == "unet"]
+    told = verdict(rows)
     return {
+        "networks": told.networks,
+        "on_engines": told.on_engines,
+        "missing": told.missing,
         "unet": {
             "engine": sum(row["engine"] for row in unets),
             "native": sum(row["native"] for row in unets),
@@ -75,44 +79,6 @@ def report_json(rows: list[Tally]) -> dict:
         "controlnets": [row.to_json() for row in rows if row.kind != "unet"],
         "rows": [row.to_json() for row in rows],
     }
-
-
-def report_text(rows: list[Tally]) -> str:
-    """The counts as a short text for people."""
-    if not rows:
-        return (
-            "No engine was asked for in this prompt: no TRT node lies before this one, or the sampler's result came "
-            "from ComfyUI's cache."
-        )
-    lines = []
-    for row in rows:
-        served = f"{row.engine} calls on {row.backend}" if row.engine else "0 calls on an engine"
-        lines.append(f"{row.name}: {served}, {row.native} native{_ms_words(row)}")
-        lines += [f"    {count} x {row.details[reason]}" for reason, count in row.reasons.items()]
-    return "\n".join(lines + _bound(rows))
-
-
-def _ms_words(row: Tally) -> str:
-    """The usual time of a call, of engine and native calls apart where there are both."""
-    ms = row.ms()
-    if not ms:
-        return ""
-    words = f", {median(ms):.1f} ms per call"
-    if row.engine and row.native and len(ms) == len(row.calls):
-        parts = {"engine": [], "native": []}
-        for call, took in zip(row.calls, ms, strict=True):
-            parts["engine" if call == ON_ENGINE else "native"].append(took)
-        words = ", " + ", ".join(f"{median(part):.1f} ms per {name} call" for name, part in parts.items())
-    return words + (f" (the first {ms[0]:.0f} ms)" if ms[0] > 3 * median(ms) else "")
-
-
-def _bound(rows: list[Tally]) -> list[str]:
-    """Which of several networks the sampling waits for most, as a line; usual times, so loading does not count."""
-    usual = {row.name: median(ms) * len(ms) for row in rows if (ms := row.ms())}
-    if len(usual) < 2:
-        return []
-    name = max(usual, key=usual.get)
-    return [f"{name} bounds the step: {usual[name] / sum(usual.values()):.0%} of the networks' time"]
 
 
 def _wants_times(prompt_id: str) -> bool:

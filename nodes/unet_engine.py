@@ -23,7 +23,7 @@ class TRTUNetEngine(io.ComfyNode):
             category=engine_node.CATEGORY,
             description="Finds the compiled engine for this model's UNet in models/trt_engines, or builds it. LoRAs "
             "before this node are built into the engine. Wire the engine into TRT Sampler Patch.",
-            search_aliases=["tensorrt unet", "compile unet", "trt model"],
+            search_aliases=[*engine_node.SEARCHED_FOR, "tensorrt unet", "compile unet", "trt model"],
             inputs=[io.Model.Input("model"), *engine_node.settings_inputs()],
             outputs=[UNetEngine.Output("engine", display_name="engine")],
             hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],

@@ -23,6 +23,7 @@ def register() -> None:
         return
     routes = PromptServer.instance.routes
     routes.get(f"{PREFIX}/builds")(_list)
+    routes.post(f"{PREFIX}/builds/clear")(_clear)
     routes.get(f"{PREFIX}/builds/{{id}}")(_show)
     routes.post(f"{PREFIX}/builds/{{id}}/cancel")(_cancel)
     routes.post(f"{PREFIX}/nodes")(_nodes)
@@ -32,7 +33,7 @@ def register() -> None:
 
 @reads
 async def _list(_request: web.Request) -> web.Response:
-    return web.json_response([job.to_json() for job in builds.jobs()])
+    return web.json_response([job.to_json() for job in builds.jobs() if not job.cleared])
 
 
 @reads
@@ -40,6 +41,14 @@ async def _show(request: web.Request) -> web.Response:
     """A job with its log."""
     job = _job(request)
     return web.json_response({**job.to_json(), "log": list(job.log)})
+
+
+@changes
+async def _clear(_request: web.Request) -> web.Response:
+    """List no build any more that has ended; nodes go on telling how theirs did."""
+    cleared = builds.clear_ended()
+    library_routes.tell()
+    return web.json_response({"cleared": cleared})
 
 
 @changes

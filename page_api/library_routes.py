@@ -62,7 +62,7 @@ async def _verify(request: web.Request) -> web.Response:
 async def _delete(request: web.Request) -> web.Response:
     entry = await _entry(request)
     await asyncio.to_thread(states.delete, entry)
-    _tell()
+    tell()
     return web.json_response({"deleted": entry.folder.name, "bytes": entry.bytes})
 
 
@@ -76,7 +76,7 @@ async def _delete_unused(request: web.Request) -> web.Response:
     removed, kept = await asyncio.to_thread(_remove_unused, days)
     if kept and not removed:
         raise Refused(409, f"{kept[0].folder.name} could not be deleted; it is in use, or its folder is read-only.")
-    _tell()
+    tell()
     return web.json_response({
         "deleted": [entry.folder.name for entry in removed], "bytes": sum(entry.bytes for entry in removed)
     })  # fmt: skip
@@ -124,7 +124,7 @@ async def _import(request: web.Request) -> web.Response:
         raise readable(error, root) from error
     finally:
         library().discard(folder)
-    _tell()
+    tell()
     return web.json_response(engine_json(engine))
 
 
@@ -152,6 +152,7 @@ def _entry_json(entry: states.Entry) -> dict:
     return data
 
 
-def _tell() -> None:
+def tell() -> None:
+    """Let every page ask for the lists again."""
     if PromptServer.instance is not None:
         PromptServer.instance.send_sync(EVENT, {})

@@ -23,6 +23,7 @@ from ..backends import usable_backends
 from ..engine_builder.jobs import BuildQueue, Job, State
 from ..engine_library import Engine, Fallback, Library, Manifest, Reason, Unavailable, Wanted
 from ..engine_library.files import write_file
+from ..engine_library.manifest import MANIFEST_NAME
 from ..engine_runtime.engine_handle import EngineHandle
 from ..engine_runtime.ledger import last_run
 from ..engine_sessions.session import refusal_of
@@ -135,6 +136,8 @@ class NodeStates:
             covers = engine.manifest.identity.profile
             wanted = Profile.from_json(known.profile)
             answer |= {"state": "ready", "engine": engine_json(engine), "job": job.to_json() if job else None}
+            if answer["run"] is not None and answer["run"]["opened"] < _published(engine):
+                answer["run"] = None  # it tells of the time before this engine
             answer["engine"]["covers"] = covers.contains(wanted.only(covers.ranges))
             if (why := refusal_of(engine)) is not None:
                 text = f"It was not opened, so calls run uncompiled: {why}; build it again."
@@ -229,11 +232,20 @@ def run_of(key: str) -> dict | None:
             seen["count"] += count
     return {
         "prompt": prompt_id,
+        "opened": max(row.opened for row in rows),
         "engine": sum(row.engine for row in rows),
         "native": sum(row.native for row in rows),
         "backend": next((row.backend for row in rows if row.backend), None),
         "reasons": list(reasons.values()),
     }
+
+
+def _published(engine: Engine) -> float:
+    """When an engine came into its library, built or imported; 0 when that cannot be told."""
+    try:
+        return os.stat(engine.folder / MANIFEST_NAME).st_mtime
+    except OSError:
+        return 0.0
 
 
 def engine_json(engine: Engine) -> dict:

@@ -6,6 +6,7 @@ Pictures of every step are kept in build/screenshots.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from browser import READY, ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
-from engine_page import EnginePage
+from engine_page import EnginePage, choose
 from fake_engine import publish
 from playwright.sync_api import Browser
 from workflow_recipes import with_tiny_models
@@ -23,7 +24,8 @@ from workflow_to_prompt import set_widget
 pytestmark = pytest.mark.browser
 
 NAME = "sd15_two_controlnets"
-WORKFLOW = Path(__file__).resolve().parent.parent / "workflows" / f"{NAME}.json"
+TITLE = "SD 1.5 - two ControlNets"
+WORKFLOW = Path(__file__).resolve().parent.parent / "workflows" / f"{TITLE}.json"
 MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 60}
 #: Whether the engine node inside the only subgraph says that it is ready.
 INSIDE = """() => app.graph.nodes.find(n => n.isSubgraphNode?.())?.subgraph.nodes
@@ -101,7 +103,7 @@ def test_build_cancel_build_and_run(
     raw.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
     dialog = raw.get_by_role("dialog").last
     dialog.get_by_text("hybrid-trt", exact=True).first.click()
-    raw.get_by_test_id(f"template-workflow-{NAME}").click()
+    raw.get_by_test_id(f"template-workflow-{TITLE}").click()
     raw.wait_for_function("() => app.graph.nodes.some(n => n.type === 'TRTUNetEngine')")
     page.shot("template")
     made = workflow(object_info, max_size=size)
@@ -147,7 +149,7 @@ def test_build_cancel_build_and_run(
     assert ready["state"] == "ready", ready
     assert ready["button"] == "Build again"
     assert "onnxruntime, float32" in ready["text"]
-    assert "error to native" in page.toast("Engine built").inner_text()
+    assert "matches native (checked, error" in page.toast("Engine built").inner_text()
     assert page.wait_for(page.node("copy"), "ready", timeout=3)["state"] == "ready"
 
     load(page, made)
@@ -170,18 +172,19 @@ def test_build_cancel_build_and_run(
     # the two nodes without an engine of their own say it in the same way
     said = raw.evaluate("""() => Object.fromEntries(['TRTSamplerPatch', 'TRTReport'].map(type => {
         const { element } = app.graph.nodes.find(n => n.type === type).widgets.find(w => w.name === 'run_text');
-        return [type, [element.dataset.tone, element.innerText]]; }))""")
+        return [type, [element.dataset.tone, element.textContent]]; }))""")
     assert said["TRTSamplerPatch"][0] == said["TRTReport"][0] == "warn"
     assert "no engine" in said["TRTSamplerPatch"][1]
-    assert "4 calls on onnxruntime, 0 native" in said["TRTReport"][1]
+    assert said["TRTReport"][1].startswith("1 of 3 networks on engines: about ")
+    assert "-> Build 2 missing engines" in said["TRTReport"][1]
+    assert "tiny_sd15_a: 4 on onnxruntime" in said["TRTReport"][1]
 
     # cached nodes and a new page know it too
     load(page, made)
     assert "4 calls" in page.wait_until(net, lambda s: "Last run" in s["text"], "run", 3)["text"]
 
     raw.get_by_role("button", name="TRT engines").click()
-    card = raw.locator(".hybrid-trt-panel-engines .hybrid-trt-card", has_text="tiny_sd15_a.safetensors")
-    card.get_by_role("button", name="Build again").click()
+    choose(page, raw.get_by_role("region", name="tiny_sd15_a.safetensors"), "Build again")
     page.toast("is built again on its node")
     page.wait_for(net, "asked", "building", timeout=10)
     page.wait_for(net, "building", timeout=30)
@@ -284,12 +287,18 @@ def test_a_build_that_fails_says_why(
     """Wrong settings and an unsupported model before the build; a model whose numbers are broken in it."""
     load(page, workflow(object_info, min_size=512, max_size=256))
     net = page.node(NET_1)
+    raw = page.page.page
     page.click(net)
-    failed = page.wait_for(net, "failed", timeout=30)
+    refused = page.wait_until(net, lambda s: "is above" in s["text"], "word on the sizes", 10)
     page.shot("settings")
-    assert "must rise in this order" in failed["text"]
-    assert failed["tone"] == "bad"
-    page.toast("must rise in this order")
+    labels = raw.evaluate(
+        "id => Object.fromEntries(app.graph.getNodeById(id).widgets.map(w => [w.name, w.label ?? w.name]))", net)
+    assert f"{labels['min_size']} 512 is above {labels['opt_size']} 128." in refused["text"]
+    assert refused["tone"] == "bad"
+    assert refused["button"] == "Build engine"
+    words = re.compile("is above|must rise")
+    told = raw.locator(".p-toast-message, [data-testid=error-overlay]").filter(has_text=words)
+    assert told.count() == 0, "one place tells it"
 
     made = workflow(object_info)
     set_widget(made, "Load ControlNet 1 (edges)", "control_net_name", "tiny_sd15_control_lora.safetensors", object_info)
@@ -316,9 +325,14 @@ def test_the_log_of_a_failed_build_is_shown(
     assert "differs from native" in failed["text"]
     page.toast("differs from native")
     page.page.page.locator(".hybrid-trt-log:visible").first.click()
-    dialog = page.page.page.locator(".hybrid-trt-dialog")
+    dialog = page.page.page.get_by_role("dialog", name="Log of the build")
     assert "exporting" in dialog.inner_text()
+    assert "pytorch version" not in dialog.inner_text()
     page.shot("log")
+    page.page.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    dialog.get_by_role("button", name="Copy").click()
+    dialog.get_by_role("button", name="Copied").wait_for()
+    assert "differs from native" in page.page.page.evaluate("() => navigator.clipboard.readText()")
     dialog.get_by_role("button", name="Close").click()
     dialog.wait_for(state="detached")
     load(page, made)  # failed survives a new graph
@@ -349,37 +363,37 @@ def test_the_panel_lists_filters_verifies_exports_deletes_and_imports(
     raw = page.page.page
     raw.get_by_role("button", name="TRT engines").click()
     panel = raw.locator(".hybrid-trt-panel")
-    card = panel.locator(".hybrid-trt-card", has_text="routes.safetensors")
-    card.wait_for()
+    group = panel.get_by_role("region", name="routes.safetensors")
+    group.wait_for()
     assert "free" in panel.inner_text()
     page.shot("panel")
     panel.get_by_placeholder("Filter").fill("no such engine")
     panel.get_by_text("No engine matches").wait_for()
     panel.get_by_placeholder("Filter").fill("ROUTES onnx")
-    card.get_by_role("button", name="Verify").click()
+    choose(page, group, "Verify")
     page.toast("is as it was built")
-    card.get_by_role("button", name="Build again").click()
+    choose(page, group, "Build again")
     page.toast("Add a TRT UNet Engine node with routes.safetensors")
-    card.get_by_role("button", name="Delete").click()
-    dialog = raw.locator(".hybrid-trt-dialog")
+    choose(page, group, "Delete …")
+    dialog = raw.get_by_role("dialog", name="Delete engine?")
     page.shot("confirm")
-    dialog.get_by_role("button", name="No").click()
+    dialog.get_by_role("button", name="Cancel").click()
     assert (root / name).is_dir()
     with raw.expect_download() as download:
-        card.get_by_role("button", name="Export").click()
-    page.toast("was exported")
+        choose(page, group, "Export")
+    page.toast("to ComfyUI's output/trt_engines/.*trtengine")
     file = tmp_path / download.value.suggested_filename
     download.value.save_as(file)
-    card.get_by_role("button", name="Delete").click()
-    dialog.get_by_role("button", name="Yes").click()
+    choose(page, group, "Delete …")
+    dialog.get_by_role("button", name="Delete").click()
     page.toast("was deleted")
-    card.wait_for(state="detached")
+    group.wait_for(state="detached")
     assert not (root / name).exists()
     with raw.expect_file_chooser() as chooser:
         panel.get_by_role("button", name="Import").click()
     chooser.value.set_files(file)
     page.toast("was imported")
-    card.wait_for()
+    group.wait_for()
     assert (root / name / "model.onnx").read_bytes() == b"engine"
     shutil.rmtree(root / name)
     raw.get_by_role("button", name="TRT engines").click()

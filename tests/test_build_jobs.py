@@ -93,6 +93,16 @@ def test_fifty_queued_builds_are_cancelled_at_once(
     assert contents(tmp_path) == []
 
 
+def test_only_jobs_that_have_ended_are_cleared_and_they_can_still_be_looked_at(
+    queue: BuildQueue, network: NativeNetwork, idle_builds: list[str], tmp_path: Path
+) -> None:
+    ended, alive = (queue.submit(one, Library([tmp_path])) for one in orders(network, 2))
+    assert queue.cancel(ended)
+    assert [queue.clear_ended(), queue.clear_ended()] == [1, 0]
+    assert (ended.cleared, alive.cleared) == (True, False)
+    assert queue.get(ended.id) is ended
+
+
 def test_fifty_queued_builds_behind_a_real_one_leave_no_process_and_no_file(
     queue: BuildQueue, network: NativeNetwork, backend: Any, tmp_path: Path
 ) -> None:

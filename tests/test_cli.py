@@ -105,7 +105,7 @@ def test_list_verify_and_inspect(cli: CommandLine, engine: str) -> None:
     assert data["bytes"] == listed["bytes"] > 1_000_000
     text = cli("list")
     assert "ready" in text
-    assert "256 px, batch 1-2, 77-231 tokens" in text
+    assert "1 image, 256 px, 231 tokens" in text
     assert json.loads(cli("verify", "--json")) == {engine: None}
     assert json.loads(cli("inspect", engine))["identity"]["architecture"] == "sd15_unet"
 

@@ -21,11 +21,14 @@ from workflow_to_prompt import set_widget
 pytestmark = pytest.mark.browser
 
 NAME = "sd15_two_controlnets"
-WORKFLOW = Path(__file__).resolve().parent.parent / "workflows" / f"{NAME}.json"
+WORKFLOW = Path(__file__).resolve().parent.parent / "workflows" / "SD 1.5 - two ControlNets.json"
 MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 60}
 NET = "TRT ControlNet Engine 1"
 SIZES = ("min_size", "opt_size", "max_size", "max_images", "max_tokens")
 PRESET = "id => app.graph.getNodeById(id).widgets.find(w => w.name === 'size_preset').value"
+#: A node's five numbers.
+SIZES_OF = f"""id => Object.fromEntries(app.graph.getNodeById(id).widgets
+    .filter(w => {json.dumps(SIZES)}.includes(w.name)).map(w => [w.name, w.value]))"""
 #: A change of the graph, as the page notices it.
 CHANGE = """([id, step]) => { const node = app.graph.getNodeById(id), set = (name, value) => {
         node.widgets.find(w => w.name === name).value = value; };
@@ -37,6 +40,8 @@ CHANGE = """([id, step]) => { const node = app.graph.getNodeById(id), set = (nam
         lora.connect(0, node, 0);
     } else set('when_missing', step);
     app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
+#: What a combo shows on the canvas.
+DISPLAYED = "([id, name]) => app.graph.getNodeById(id).widgets.find(w => w.name === name)._displayValue"
 OFFERED = "app.extensionManager.setting.set('HybridTRT.LimitOffered'"
 #: What a node's widgets are, and which of them a person sees.
 WIDGETS = """id => { const node = app.graph.getNodeById(id); return Object.fromEntries(node.widgets.map(w => [w.name,
@@ -84,6 +89,18 @@ def reload(page: EnginePage) -> None:
     raw.wait_for_function("vue => LiteGraph.vueNodesMode === vue", arg=page.page.vue)
 
 
+def choose(page: EnginePage, node: int, now: str, entry: str) -> None:
+    """Pick one of a node's picture sizes; in Vue nodes the combo is found by what it says now."""
+    raw = page.page.page
+    if page.page.vue:
+        raw.locator(f"[data-node-id='{node}']").get_by_role("combobox").filter(has_text=now).click()
+        raw.get_by_role("option", name=entry).click()
+    else:
+        page.click(node, "size_preset")
+        raw.locator(".litecontextmenu").get_by_text(entry).click()
+    page.page.settle()
+
+
 def close_up(page: EnginePage, node: int) -> None:
     """One node in its real size."""
     page.page.page.evaluate("""id => { const node = app.graph.getNodeById(id); app.canvas.ds.scale = 1;
@@ -101,17 +118,12 @@ def test_a_person_sees_one_preset_and_the_numbers_on_demand(page: EnginePage, ti
     assert [name for name in SIZES if widgets[name]["seen"]] == []
     assert "64 to 512" in widgets["size_preset"]["value"]
 
-    if page.page.vue:
-        raw.locator(f"[data-node-id='{net}']").get_by_role("combobox").filter(has_text="Own").click()
-        raw.get_by_role("option", name="SDXL: 1024 only").click()
-    else:
-        page.click(net, "size_preset")
-        raw.locator(".litecontextmenu").get_by_text("SDXL: 1024 only").click()
+    choose(page, net, "Custom", "SDXL, all usual formats")
     widgets = raw.evaluate(WIDGETS, net)
-    assert [widgets[name]["value"] for name in SIZES] == [1024, 1024, 1024, 1, 231]
+    assert [widgets[name]["value"] for name in SIZES] == [640, 1024, 1536, 1, 231]
     now = page.page.prompt()
     changed = {name: now[str(net)]["inputs"][name] for name in SIZES}
-    assert changed == {"min_size": 1024, "opt_size": 1024, "max_size": 1024, "max_images": 1, "max_tokens": 231}
+    assert changed == {"min_size": 640, "opt_size": 1024, "max_size": 1536, "max_images": 1, "max_tokens": 231}
     assert set(now[str(net)]["inputs"]) == set(before[str(net)]["inputs"])
 
     if page.page.vue:
@@ -119,18 +131,56 @@ def test_a_person_sees_one_preset_and_the_numbers_on_demand(page: EnginePage, ti
         assert shown.get_by_text("max_size").count() == 0
         shown.get_by_text("Show advanced inputs").click()
         shown.get_by_text("max_size").wait_for()
+        shown.get_by_text("Hide advanced inputs").click()
+        shown.get_by_text("max_size").wait_for(state="detached")
+        choose(page, net, "SDXL", "Custom")
+        shown.get_by_text("max_size").wait_for()
     else:
-        page.click(net, "size_preset")
-        raw.locator(".litecontextmenu").get_by_text("Show all settings").click()
+        choose(page, net, "", "Show all settings")
+        assert all(raw.evaluate(WIDGETS, net)[name]["seen"] for name in SIZES)
+        page.page.settle()
+        choose(page, net, "", "Hide the settings")
+        assert not any(raw.evaluate(WIDGETS, net)[name]["seen"] for name in SIZES)
+        choose(page, net, "", "Custom")
         assert all(raw.evaluate(WIDGETS, net)[name]["seen"] for name in SIZES)
     page.page.settle()
     page.shot("unfolded")
 
     # what is saved has the same values in the same order as before there were presets
     node = next(n for n in saved["nodes"] if str(n["id"]) == str(net))
-    assert [v for v in node["widgets_values"] if v is not None] == ["build now", 64, 128, 512, 4, 616, "auto", "auto"]
+    assert node["widgets_values"] == ["build now", 64, 128, 512, 4, 616, "auto", "auto"]
     load(page, copy.deepcopy(saved))
     assert page.page.prompt() == before
+
+
+def test_auto_follows_the_workflows_picture_and_goes_to_the_samplers_other_nodes(
+    page: EnginePage, comfy: ComfyProcess, tiny: dict[str, Any]
+) -> None:
+    no_engines(comfy)
+    made, raw, info = copy.deepcopy(tiny), page.page.page, comfy.object_info()
+    set_widget(made, "EmptyLatentImage", "width", 576, info)
+    set_widget(made, "EmptyLatentImage", "height", 320, info)
+    load(page, made)
+    net, unet = page.node(NET), page.node("TRTUNetEngine")
+    before = raw.evaluate(SIZES_OF, net)
+    close_up(page, net)
+    choose(page, net, "Custom", "Auto (this workflow: 576×320 × 1)")
+    zeros = dict.fromkeys(SIZES, 0)
+    assert raw.evaluate(SIZES_OF, net) == zeros | {"opt_size": 448}
+    assert raw.evaluate(PRESET, net) == "Auto (this workflow: 576×320 × 1)"
+    page.shot("auto")
+    raw.evaluate("""() => { app.graph.nodes.find(n => n.type === 'EmptyLatentImage').widgets[0].value = 320;
+        app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }""")
+    raw.wait_for_function(f"id => ({SIZES_OF})(id).opt_size === 320", arg=net, timeout=5000)
+    assert raw.evaluate(SIZES_OF, unet) == before, "a node with numbers of its own keeps them"
+
+    choose(page, net, "Auto", "Apply to all engine nodes")
+    for node in (unet, page.node("TRT ControlNet Engine 2")):
+        assert raw.evaluate(SIZES_OF, node) == zeros | {"opt_size": 320}
+    saved = page.page.workflow()
+    load(page, saved)
+    assert raw.evaluate(SIZES_OF, unet) == zeros | {"opt_size": 320}
+    raw.wait_for_function(f"id => ({PRESET})(id) === 'Auto (this workflow: 320×320 × 1)'", arg=unet, timeout=5000)
 
 
 def test_what_fits_and_what_the_next_run_brings_is_said_before_it(
@@ -150,13 +200,14 @@ def test_what_fits_and_what_the_next_run_brings_is_said_before_it(
     page.click(unet)  # loads the model, so that its family is known
     page.wait_for(unet, "building", timeout=60)
     page.click(unet)
-    told = page.wait_for(unet, "none", timeout=10)
-    assert "1088×512 does not fit" in told["text"]
-    assert raw.evaluate(PRESET, unet) == "Fits SD1.5 (256-1024, best 512)"
-    page.click_in_status(unet, ".hybrid-trt-offer")
+    page.wait_for(unet, "none", "unknown", timeout=10)
+    raw.wait_for_function(f"id => ({SIZES_OF})(id).max_size === 1088", arg=unet, timeout=5000)
+    told = page.wait_until(unet, lambda s: "does not fit" not in s["text"], "sizes that fit", 5)
+    assert raw.evaluate(PRESET, unet) == "Auto (this workflow: 1088×512 × 1)"
+    assert raw.evaluate(SIZES_OF, unet) == dict.fromkeys(SIZES, 0) | {"opt_size": 768, "max_size": 1088}
+    assert told["tone"] != "warn"
+    page.click(unet)
     page.wait_for(unet, "building", timeout=60)
-    sizes = raw.evaluate("id => app.graph.getNodeById(id).widgets.map(w => [w.name, w.value])", unet)
-    assert {name: value for name, value in sizes if name in SIZES} == dict.fromkeys(SIZES, 0) | {"max_size": 1088}
     page.click(unet)
     page.wait_for(unet, "none", timeout=10)
 
@@ -241,15 +292,15 @@ def test_the_panel_tells_the_last_use_and_deletes_what_was_not_used_for_long(
     raw.get_by_role("button", name="TRT engines").click()
     panel = raw.locator(".hybrid-trt-panel")
     panel.get_by_text("not used yet").wait_for()
-    panel.get_by_role("button", name="Delete unused for 30 days").click()
-    dialog = raw.locator(".hybrid-trt-dialog")
+    panel.get_by_role("button", name="Delete unused").click()
+    dialog = raw.get_by_role("dialog", name="Delete unused engines?")
     page.shot("confirm")
-    assert "Delete 1 engines (" in dialog.inner_text()
-    dialog.get_by_role("button", name="Yes").click()
-    page.toast("1 engines were deleted")
+    assert "Not used for 30 days: 1 of the engines" in dialog.inner_text()
+    dialog.get_by_role("button", name="Delete").click()
+    page.toast("Deleted: 1 engines")
     panel.get_by_text("No engines yet.").wait_for()
     assert not (root / name).exists()
-    panel.get_by_role("button", name="Delete unused for 30 days").wait_for(state="hidden")
+    panel.get_by_role("button", name="Delete unused").wait_for(state="hidden")
     raw.get_by_role("button", name="TRT engines").click()
 
 
@@ -270,6 +321,16 @@ def test_chinese_is_on_nodes_panel_and_settings(page: EnginePage, comfy: ComfyPr
         assert "自定义" in raw.evaluate(WIDGETS, net)["size_preset"]["value"]
         labels = raw.evaluate("id => app.graph.getNodeById(id).widgets.map(w => w.label)", net)
         assert {"缺少引擎时", "尺寸"} <= set(labels)
+        apply = page.node("TRTApplyControlNet")
+        rows = raw.evaluate("id => app.graph.getNodeById(id).widgets.map(w => w.label)", apply)
+        assert {"强度 1", "起点 2", "终点 2"} <= set(rows)
+        inputs = raw.evaluate("id => app.graph.getNodeById(id).inputs.map(i => i.label ?? i.localized_name)", apply)
+        assert {"图像 1", "ControlNet 2"} <= set(inputs)
+        if page.page.vue:
+            assert raw.locator(f"[data-node-id='{net}']").get_by_text("立即构建").is_visible()
+        else:
+            assert raw.evaluate(DISPLAYED, [net, "when_missing"]) == "立即构建"
+        assert page.page.prompt()[str(net)]["inputs"]["when_missing"] == "build now"
         raw.get_by_role("button", name="TRT 引擎").click()
         panel = raw.locator(".hybrid-trt-panel")
         panel.get_by_placeholder("筛选").wait_for()

@@ -103,6 +103,9 @@ def test_a_use_is_remembered_once_a_minute_and_costs_nothing_where_it_cannot_be(
     os.utime(path, (1000, 1000))
     last_use.mark([engine])
     assert path.stat().st_mtime == 1000, "within a minute"
+    path.unlink()  # the engine was deleted, and came back
+    last_use.mark([engine])
+    assert path.exists()
     last_use._marked.clear()
     last_use.mark([engine])
     assert path.stat().st_mtime > 1000

@@ -43,10 +43,10 @@ def test_without_numbers_the_profile_is_what_the_family_is_used_for(name: str) -
 def test_numbers_are_taken_as_they_are_and_win_over_what_fits() -> None:
     sdxl = architectures()["sdxl_unet"].sizes
     assert profile_of(64, 512, 1024, 4, 616, defaults=sdxl) == profile_of(64, 512, 1024, 4, 616)
-    assert ANY.words(profile_of(max_size=256, defaults=sdxl)) == "256 px, batch 1-2, 77-231 tokens"
-    assert ANY.words(profile_of(min_size=2048, defaults=sdxl)) == "2048 px, batch 1-2, 77-231 tokens"
+    assert ANY.words(profile_of(max_size=256, defaults=sdxl)) == "1 image, 256 px, 231 tokens"
+    assert ANY.words(profile_of(min_size=2048, defaults=sdxl)) == "1 image, 2048 px, 231 tokens"
     many = profile_of(opt_size=320, max_images=4, defaults=sdxl)
-    assert ANY.words(many) == "320-1536 px, batch 1-8, 77-231 tokens"
+    assert ANY.words(many) == "up to 4 images, 320 to 1536 px, 231 tokens"
     assert profile_of(min_size=512, max_size=768, defaults=sdxl).ranges["H"].opt == 96
 
 

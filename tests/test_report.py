@@ -17,7 +17,8 @@ pack.import_comfy()
 from hybrid_trt.engine_library import Fallback, Reason
 from hybrid_trt.engine_runtime import ledger
 from hybrid_trt.engine_runtime.ledger import Tally, last_run, open_tally
-from hybrid_trt.engine_runtime.report_plot import ENGINE_COLOUR, LABELS, MARGIN, NATIVE_COLOUR, ROW, WIDTH, plot
+from hybrid_trt.engine_runtime.report_plot import CELL, ENGINE_COLOUR, NATIVE_COLOUR, WIDTH, cells, plot
+from hybrid_trt.engine_runtime.report_words import report_text, times, verdict, without_paths
 from hybrid_trt.engine_runtime.timing import CallTimes, named_range, timed
 
 CPU = torch.device("cpu")
@@ -34,19 +35,17 @@ def tally(calls: str) -> Tally:
 
 
 def colours(calls: str, row: int = 0, rows: int = 1) -> list[str]:
-    """The colour in the middle of each call's cell."""
+    """The colour near the foot of each call's cell."""
     image = plot([tally(calls)] * rows)[0]
-    step = (WIDTH - LABELS - MARGIN) / len(calls)
-    y = MARGIN + ROW * (row + 1) + 18
-    found = [image[y, int(LABELS + (i + 0.4) * step)] for i in range(len(calls))]
+    left = int(cells(len(calls))[0][0]) + 2
     names = {ENGINE_COLOUR: "e", NATIVE_COLOUR: "n"}
-    return [names.get("#" + "".join(f"{round(float(c) * 255):02x}" for c in pixel), "?") for pixel in found]
+    column = [names.get(colour(pixel), "") for pixel in image[:, left]]
+    feet = [y for y in range(150, len(column)) if column[y - 1] and not any(column[y : y + 20])]
+    return [names.get(colour(image[feet[row] - 4, int((a + b) / 2)]), "?") for a, b in cells(len(calls))]
 
 
-@pytest.mark.parametrize("calls", ["e", "n", "eenne", "n" * 40 + "e" * 60])
-def test_the_plot_shows_every_call_in_its_order(calls: str) -> None:
-    assert colours(calls) == list(calls)
-    assert colours(calls, row=2, rows=3) == list(calls)
+def colour(pixel: torch.Tensor) -> str:
+    return "#" + "".join(f"{round(float(c) * 255):02x}" for c in pixel)
 
 
 def test_a_plot_of_nothing_and_of_very_many_calls_is_an_image() -> None:
@@ -116,18 +115,77 @@ def test_calls_on_a_gpu_are_timed_without_waiting_for_it() -> None:
     assert ms == pytest.approx(took, rel=0.2)
 
 
-def test_cells_are_as_high_as_their_calls_were_long() -> None:
-    row = tally("eenn")
-    row.times = Clock(10.0, 5.0, 10.0, 500.0)
+def test_cells_are_as_high_as_their_calls_were_long_and_the_first_stands_apart() -> None:
+    row = tally("eeenn")
+    row.times = Clock(900.0, 10.0, 5.0, 10.0, 500.0)
     image = plot([row])[0]
-    step = (WIDTH - LABELS - MARGIN) / 4
     heights = []
-    for i, colour in enumerate((ENGINE_COLOUR, ENGINE_COLOUR, NATIVE_COLOUR, NATIVE_COLOUR)):
-        rgb = torch.tensor([int(colour[j : j + 2], 16) / 255 for j in (1, 3, 5)])
-        column = image[MARGIN + ROW :, int(LABELS + (i + 0.4) * step)]
+    for (left, right), shade in zip(cells(5), [ENGINE_COLOUR] * 3 + [NATIVE_COLOUR] * 2, strict=True):
+        rgb = torch.tensor([int(shade[j : j + 2], 16) / 255 for j in (1, 3, 5)])
+        column = image[-150:, int((left + right) / 2)]
         heights.append(int((column - rgb).abs().amax(-1).lt(0.01).sum()))
-    assert heights[0] == heights[2] == pytest.approx(2 * heights[1], abs=2)
-    assert heights[0] < heights[3] <= 30  # a call that loaded is cut off, and does not flatten the others
+    assert heights[1] == pytest.approx(2 * heights[2], abs=2)
+    assert heights[1] < heights[0] <= CELL + 1  # the call that loaded is cut off, and does not flatten the others
+    assert heights[3] < heights[1], "native cells have dark lines across them"
+    (_, first), (second, _) = cells(5)[:2]
+    assert second - first > 20
+
+
+def two(engine: str, *reasons: tuple[Reason, str]) -> list[Tally]:
+    """A UNet with calls on its engine and ControlNets that ran native."""
+    rows = [tally(engine)]
+    for i, (reason, detail) in enumerate(reasons):
+        row = Tally("controlnet", f"nets/net_{i}.safetensors", str(3 + i), "2")
+        for _ in range(4):
+            row.count_native(Fallback(reason, detail))
+        row.times = Clock(2000.0, 100.0, 100.0, 100.0)
+        rows.append(row)
+    return rows
+
+
+NONE = (Reason.NO_ENGINE, "none for this model")
+
+
+@pytest.mark.parametrize(("rows", "first"), [
+    (two("eeee"), "1 of 1 network on engines"),
+    (two("eeee", NONE, NONE), "1 of 3 networks on engines: about 4.6 s native. -> Build 2 missing engines"),
+    (two("eeee", NONE), "1 of 2 networks on engines: about 2.3 s native. -> Build 1 missing engine"),
+    (two("nn"), "0 of 1 network on engines: 2 calls native. -> Build 1 missing engine"),
+    (two("eeee", (Reason.HOOKS, "")), "1 of 2 networks on engines: about 2.3 s native. -> remove the hooks from the "
+     "conditioning if you want the engine"),
+])  # fmt: skip
+def test_the_first_line_says_how_many_networks_ran_on_engines_and_what_to_do(rows: list[Tally], first: str) -> None:
+    assert report_text(rows).splitlines()[0] == first
+
+
+def test_a_run_that_was_all_on_engines_says_how_long_they_took() -> None:
+    rows = two("eeee", NONE)[:1]
+    rows[0].times = Clock(1400.0, 100.0, 100.0, 100.0)
+    assert report_text(rows).splitlines() == [
+        "1 of 1 network on engines: 1.7 s in all", "a: 4 on onnxruntime, 100 ms each, first 1.4 s"]
+
+
+def test_a_network_that_two_samplers_call_counts_once_and_one_that_none_calls_not_at_all() -> None:
+    twice = [Tally("unet", "a.safetensors", "1", sampler) for sampler in ("2", "7")]
+    for row in twice:
+        row.count_native(Fallback(*NONE))
+    found = verdict([*twice, Tally("controlnet", "b.safetensors", "5", "2")])
+    assert (found.networks, found.on_engines, found.missing) == (1, 0, ["1"])
+
+
+@pytest.mark.parametrize("path", [
+    "/home/me/ComfyUI/models/b.onnx", "C:\\ComfyUI\\models\\b.onnx", "\\\\nas\\models\\b.onnx"])  # fmt: skip
+def test_each_network_is_one_line_without_a_path(path: str) -> None:
+    text = report_text(two("ee", (Reason.BROKEN_ENGINE, f"{path} is damaged")))
+    assert text.splitlines()[1] == "a: 2 on onnxruntime"
+    assert text.splitlines()[2] == (
+        "net_0: 4 native, 100 ms each (broken engine: b.onnx is damaged), first 2.0 s")
+    assert without_paths("width 768/8 px and/or 3/4") == "width 768/8 px and/or 3/4"
+
+
+def test_times_are_said_as_people_say_them() -> None:
+    assert [times(ms) for ms in (3.44, 9.96, 420.4, 995, 1740, 12300)] == [
+        "3.4 ms", "10 ms", "420 ms", "1.0 s", "1.7 s", "12 s"]
 
 
 @pytest.fixture(scope="module")
@@ -156,8 +214,10 @@ def test_each_call_has_its_time_and_together_they_are_the_sampling(timed_and_not
     total = sum(row["ms"]["total"] for row in report["rows"])
     assert 0.5 * prompt_ms < total < prompt_ms
     usual = {row["name"]: row["ms"]["median"] for row in report["rows"]}
-    assert f"{max(usual, key=usual.get)} bounds the step" in text
-    assert text.count("ms per call") == 3
+    assert f"{max(usual, key=usual.get).removesuffix('.safetensors')} bounds the step" in text
+    assert text.startswith("3 of 3 networks on engines: ")
+    assert text.count(" each") == 3
+    assert (report["networks"], report["on_engines"], report["missing"]) == (3, 3, [])
 
 
 def test_with_timing_off_nothing_is_measured(timed_and_not: list) -> None:

@@ -221,7 +221,7 @@ def test_import_refuses_lies_before_anything_appears(
 
 
 CHANGES = [("DELETE", "/engines/{}"), ("POST", "/engines/{}/verify"), ("POST", "/engines/{}/export"),
-           ("POST", "/engines/import"), ("POST", "/builds/x/cancel")]
+           ("POST", "/engines/import"), ("POST", "/builds/x/cancel"), ("POST", "/builds/clear")]
 
 
 @pytest.mark.parametrize(("method", "path"), CHANGES)
@@ -247,6 +247,12 @@ def test_other_sites_can_change_nothing(
 def test_wrong_methods_are_refused(comfy: ComfyProcess, engine: Path, method: str, path: str) -> None:
     assert ask(comfy, method, path.format(engine.name))[0] in (404, 405)
     assert engine.is_dir()
+
+
+def test_builds_that_have_ended_are_cleared_from_the_list(comfy: ComfyProcess) -> None:
+    assert ask(comfy, "POST", "/builds/clear")[0] == 200
+    assert all(job["state"] in ("queued", "running") for job in ask(comfy, "GET", "/builds")[1])
+    assert post(comfy, "/builds/clear", {})[1] == {"cleared": 0}
 
 
 def test_unknown_builds_are_told(comfy: ComfyProcess) -> None:
@@ -293,7 +299,7 @@ def test_a_node_that_never_ran_is_unknown(comfy: ComfyProcess) -> None:
 
 
 def test_the_key_of_a_node_is_what_it_stands_for(comfy: ComfyProcess) -> None:
-    """Ids, titles, 'when_missing' and 1 against 1.0 are no part of it; the model and the profile are."""
+    """Ids, titles, 'when_missing', the best size and 1 against 1.0 are no part of it; the model and the range are."""
 
     def key(prompt: dict, node: str = "2") -> str:
         return post(comfy, "/nodes", {"prompt": prompt, "nodes": [node]})[1]["nodes"][node]["key"]
@@ -307,6 +313,7 @@ def test_the_key_of_a_node_is_what_it_stands_for(comfy: ComfyProcess) -> None:
     assert key(copied, "8:2") == same
     assert key(changed(when_missing="build now", build_request="x")) == same
     assert key(changed(max_size=512.0)) == same
+    assert key(changed(opt_size=384)) == same, "an engine that is best at another size serves"
     assert key(changed(max_size=768)) != same
     assert key(changed(model=["1", 1])) != same
     other = {"1": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "another"}}}

@@ -29,9 +29,11 @@ from hybrid_trt.backends.torch_live.session import LiveSession
 from hybrid_trt.engine_builder.jobs import BuildQueue
 from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason, Unavailable
 from hybrid_trt.engine_library.engine import describe_files
+from hybrid_trt.engine_library.manifest import MANIFEST_NAME
 from hybrid_trt.engine_library.parity import relative_error
 from hybrid_trt.engine_runtime.controlnet import back_with_engine
 from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.engine_runtime.ledger import Tally
 from hybrid_trt.engine_sessions.file_session import FileSession, file_session
 from hybrid_trt.native_model import weights
 from hybrid_trt.native_model.network import NativeNetwork
@@ -276,6 +278,25 @@ def test_a_nodes_state_on_the_page_tells_of_an_engine_that_was_not_opened(
     assert told["engine"]["name"] == engine.folder.name
     assert "the disk is gone" in told["text"]
     assert "the disk is gone" in handle.refusal
+
+
+def test_a_run_from_before_the_engine_was_published_is_told_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = network("unet", "unlike_levels")
+    engine = compiled_engine(net, tmp_path, "once")
+    states, wish = node_states.NodeStates(Library([tmp_path]), BuildQueue()), outlook.Wish("unet", net.label, False, "")
+    states.learn("key", handle_of(net, tmp_path))
+    row = Tally("unet", "m", "1", "5", native=4, reasons={Reason.NO_ENGINE.value: 4}, node_key="key")
+    monkeypatch.setattr(node_states, "last_run", lambda key: ("prompt", [row]))
+    published = (engine.folder / MANIFEST_NAME).stat().st_mtime
+    told = {}
+    for seconds in (-1, 1):
+        row.opened = published + seconds
+        answer = states.state("key", wish)
+        assert answer["state"] == "ready"
+        told[seconds] = answer["run"] and answer["run"]["native"]
+    assert told == {-1: None, 1: 4}
 
 
 # Native weights of a ControlNet

@@ -11,7 +11,7 @@ from comfy_process import ComfyProcess
 from engine_page import EnginePage
 from make_workflows import build
 from playwright.sync_api import Browser
-from shipped_workflows import NAMES, Workflow, object_info, shipped
+from shipped_workflows import NAMES, TITLES, Workflow, object_info, shipped
 from workflow_recipes import RECIPES, with_tiny_models
 from workflow_to_prompt import bypass, set_widget, to_prompt
 
@@ -259,7 +259,7 @@ def test_sdxl_with_two_controlnets_is_built_by_clicks_and_runs_on_its_engines(pa
     raw, nodes = page.page, EnginePage(page, "sdxl")
     raw.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
     raw.get_by_role("dialog").last.get_by_text("hybrid-trt", exact=True).first.click()
-    raw.get_by_test_id("template-workflow-sdxl_two_controlnets").click()
+    raw.get_by_test_id(f"template-workflow-{TITLES['sdxl_two_controlnets']}").click()
     raw.wait_for_function("() => app.graph.nodes.filter(n => n.type === 'TRTControlNetEngine').length === 2")
     page.settle()
     raw.evaluate(TINY_SDXL)

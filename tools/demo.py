@@ -25,11 +25,11 @@ from safetensors.numpy import load_file
 from workflow_to_prompt import Prompt, bypass, set_widget, to_prompt
 
 ROOT = Path(__file__).resolve().parent.parent
-WORKFLOW = ROOT / "workflows" / "sd15_two_controlnets.json"
+WORKFLOW = ROOT / "workflows" / "SD 1.5 - two ControlNets.json"
 TOOLS = ROOT / "tools"
 MAX_ERROR = 1e-5
-ENGINE_NODES = ("TRTUNetEngine", "TRTSamplerPatch", "TRTControlNetEngine", "TRTReport", "PreviewAny")
-"""Our nodes that have a part in the engine run only, and the stock node that shows the report's text."""
+ENGINE_NODES = ("TRTUNetEngine", "TRTSamplerPatch", "TRTControlNetEngine", "TRTReport", "PreviewImage")
+"""Our nodes that have a part in the engine run only, and the stock node that shows the report's picture."""
 SIZE, STEPS = 128, 8
 WARM_UP_SEED, SEED = 1, 2
 

@@ -9,7 +9,6 @@ The base directory is a ComfyUI base directory with this pack in its custom_node
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import subprocess
 import sys
@@ -19,12 +18,12 @@ from browser import ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
 from PIL import Image
 from workflow_recipes import with_tiny_models
-from workflow_to_prompt import ObjectInfo, to_prompt
+from workflow_to_prompt import to_prompt
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
-WORKFLOWS = ROOT / "workflows"
 NAME = "sd15_two_controlnets"
+WORKFLOW = ROOT / "workflows" / "SD 1.5 - two ControlNets.json"
 #: The page's own furniture, in pixels: the sidebar on the left, tabs and menu at the top, zoom controls at the bottom.
 MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 60}
 #: No node statistics in the corner, and no tab but that of the open workflow.
@@ -80,26 +79,12 @@ def take_plot(process: ComfyProcess, workflow: dict) -> None:
         picture.convert("RGB").save(IMAGES / "report_plot.png", optimize=True)
 
 
-def take_thumbnails(page: ComfyPage, info: ObjectInfo) -> None:
-    """A small picture of every shipped workflow, beside it, for the template browser."""
-    page.page.evaluate(QUIET)
-    for path in sorted(WORKFLOWS.glob("*.json")):
-        page.load(with_tiny_models(json.loads(path.read_text(encoding="utf-8")), info), path.stem)
-        page.fit(**MARGINS)
-        page.page.wait_for_timeout(1500)
-        shot = page.page.screenshot(clip={"x": 72, "y": 100, "width": 1516, "height": 740})
-        with Image.open(io.BytesIO(shot)) as image:
-            image.convert("RGB").resize((768, 375), Image.Resampling.LANCZOS).save(path.with_suffix(".jpg"), quality=80)
-        print(f"{path.stem}.jpg: {path.with_suffix('.jpg').stat().st_size / 1024:.0f} KB")
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Take the pictures of the page that the README shows.")
     parser.add_argument("--comfyui", type=Path, required=True, help="where ComfyUI's source lies")
     parser.add_argument("--base", type=Path, required=True, help="a ComfyUI base directory with this pack in it")
     parser.add_argument("--python", default=sys.executable, help="the Python that runs ComfyUI")
-    parser.add_argument("--thumbnails", action="store_true", help="the pictures of the template browser instead")
     parser.add_argument("--building", action="store_true", help="a build on its node and the panel; builds an engine")
     parser.add_argument("--plot", action="store_true", help="the plot of TRT Report instead")
     parser.add_argument("--vue", action="store_true", help="with Vue nodes; the file name says so")
@@ -107,14 +92,11 @@ def main(arguments: list[str] | None = None) -> None:
     subprocess.run([options.python, str(ROOT / "tools" / "tiny_models.py"), "--comfyui", str(options.comfyui),
                     "--models", str(options.base / "models"), "--input", str(options.base / "input"),
                     "tiny_sd15", "tiny_sd15_a", "tiny_sd15_b"], check=True)
-    workflow = json.loads((ROOT / "workflows" / f"{NAME}.json").read_text(encoding="utf-8"))
+    workflow = json.loads(WORKFLOW.read_text(encoding="utf-8"))
     with (ComfyProcess(options.comfyui, options.base, options.python) as process, chromium() as browser,
           comfy_page(browser, process.url, vue=options.vue) as page):
         if options.plot:
             take_plot(process, with_tiny_models(workflow, process.object_info()))
-            return
-        if options.thumbnails:
-            take_thumbnails(page, process.object_info())
             return
         page.load(with_tiny_models(workflow, process.object_info()), NAME)
         page.page.evaluate(QUIET)

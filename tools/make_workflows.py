@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Builds the shipped workflows in ComfyUI's own page, so that they are exactly what a user would have saved.
+"""Builds the shipped workflows in ComfyUI's own page, so that they are exactly what a user would have saved; and draws
+their thumbnails.
 
     python tools/make_workflows.py --comfyui PATH --base DIR [--check] [names]
 
@@ -19,15 +20,18 @@ from typing import Any
 from browser import ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
 from workflow_recipes import RECIPES, Recipe
+from workflow_thumbnails import write
 from workflow_to_prompt import VIRTUAL
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOWS = ROOT / "workflows"
 PACK = "hybrid-trt"
+#: Lets the page open a template so large that it can be read; see js/lib/template_view.mjs.
+MARK = "hybrid_trt_template"
 #: The page builds a recipe: nodes, widgets, links, then columns of nodes by their real sizes, with groups around them.
 BUILD = """async (recipe) => {
     app.graph.clear();
-    const GAP = 40, BELOW = 50, TITLE = LiteGraph.NODE_TITLE_HEIGHT, GROUP_TITLE = 50, made = {};
+    const GAP = 24, BELOW = 50, TITLE = LiteGraph.NODE_TITLE_HEIGHT, GROUP_TITLE = 50, made = {};
     const fail = text => { throw new Error(`${recipe.name}: ${text}`); };
     for (const [key, spec] of Object.entries(recipe.nodes)) {
         const node = LiteGraph.createNode(spec.type) ?? fail(`no node ${spec.type}`);
@@ -80,7 +84,9 @@ def build(page: ComfyPage, recipe: Recipe, versions: dict[str, str]) -> dict[str
     """Build one workflow in the page; the same recipe always gives the same file."""
     workflow = page.page.evaluate(BUILD, {"name": recipe.name, "nodes": recipe.nodes, "groups": recipe.groups})
     workflow["id"] = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{PACK}/workflows/{recipe.name}"))
-    workflow.get("extra", {}).pop("ds", None)  # without a saved view the page fits the workflow into its window
+    extra = workflow.setdefault("extra", {})
+    extra.pop("ds", None)  # without a saved view the page fits the workflow into its window
+    extra[MARK] = True
     for node, spec in zip(sorted(workflow["nodes"], key=lambda node: node["id"]), recipe.nodes.values(), strict=True):
         if node["type"] in VIRTUAL:
             continue
@@ -136,8 +142,10 @@ def main(arguments: list[str] | None = None) -> int:
     stale = 0
     with ComfyProcess(options.comfyui, options.base, options.python) as process:
         made = make(process, options.names)
-    for name, workflow in made.items():
-        path, text = WORKFLOWS / f"{name}.json", text_of(workflow)
+    for recipe in (recipe for recipe in RECIPES if recipe.name in made):
+        path, text = WORKFLOWS / f"{recipe.title}.json", text_of(made[recipe.name])
+        if not options.check:
+            write(recipe, WORKFLOWS)
         same = path.exists() and path.read_text(encoding="utf-8") == text
         stale += not same
         if not same and not options.check:

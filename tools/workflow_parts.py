@@ -11,11 +11,14 @@ class Recipe:
     """One workflow.
 
     Attributes:
+        name: how tools and tests call it.
+        title: "family - what it is": the file's name, which is all that ComfyUI's template browser shows of it.
         nodes: by key: type, title, widgets by name, inputs by name as "key.output", size as (width, least height).
         groups: title, colour, columns of node keys from left to right, each from top to bottom.
     """
 
     name: str
+    title: str
     nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
 

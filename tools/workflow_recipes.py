@@ -11,12 +11,13 @@ from workflow_variants import build_only, compare, img2img, stack
 
 NOTE = """# {title} with two ControlNets on engines
 
-1. **Models**: choose your checkpoint and your ControlNets.
-2. **ControlNets**: put in your two control images ({first}, {second}) and set the strengths.
-3. Press **Run**.
+1. **1 Models**: choose your checkpoint and your ControlNets.
+2. **3 ControlNets**: put in *Control image 1 ({first})* and *Control image 2 ({second})*; each **strength** is on \
+*TRT Apply ControlNet*.
+3. Press **Run**. The first run builds the three engines of **2 Engines**, which takes minutes; later runs find them.
 
-The first run builds an engine for each network and takes minutes. It is kept in *models/trt_engines*, so later runs \
-start at once. If a network cannot run on its engine it runs native, and *TRT Report* says why.
+The first line of *TRT Report* says how many networks ran on engines, *What ran where* shows every call, and \
+*Save Image* keeps the picture.
 
 {hint}*More ControlNets*: raise **rows** on *TRT Apply ControlNet*. *Other image sizes*: the engines take \
 {least} to {most} pixels and one image at a time; for others choose **sizes** on the engine nodes.
@@ -64,14 +65,14 @@ def two_controlnets(name: str, family: Family) -> Recipe:
              "latent_image": "latent.LATENT"}, (300, 0)),
         "report": node("TRTReport", None, {}, {"after": "sampler.LATENT"}, (360, 230)),
         "decode": node("VAEDecode", None, {}, {"samples": "report.after", "vae": "checkpoint.VAE"}, (360, 0)),
-        "text": node("PreviewAny", "What ran where", {}, {"source": "report.report"}, (360, 190)),
+        "ran": node("PreviewImage", "What ran where", {}, {"images": "report.plot"}, (360, 390)),
         "save": node("SaveImage", None, {"filename_prefix": "hybrid-trt"}, {"images": "decode.IMAGE"}, (360, 340)),
     }
-    return Recipe(name, with_downloads(nodes, family.downloads), [
+    return Recipe(name, f"{family.title} - two ControlNets", with_downloads(nodes, family.downloads), [
         group("1 Models", "#3f789e", ["note", "checkpoint", "net_1", "net_2"]),
         group("2 Engines", "#8A8", ["unet_engine", "engine_1", "engine_2"]),
         group("3 ControlNets", "#b58b2a", ["image_1", "image_2"], ["positive", "negative", "apply"]),
-        group("4 Sample", "#a1309b", ["patch", "latent", "sampler"], ["report", "decode", "text", "save"]),
+        group("4 Sample", "#a1309b", ["patch", "latent", "sampler", "decode"], ["report", "ran", "save"]),
     ])
 
 

@@ -24,9 +24,10 @@ def img2img() -> Recipe:
     """A picture is repainted, held by one ControlNet."""
     note = """# SD 1.5, image to image with a ControlNet on engines
 
-1. **Models**: choose your checkpoint and your ControlNet.
-2. **Images**: the picture to repaint, and the control image (for example its edges).
-3. Press **Run**. *denoise* on the KSampler says how much may change.
+1. **1 Models**: choose your checkpoint and your ControlNet.
+2. **3 Images and ControlNet**: put in *Picture to repaint* and *Control image 1 (edges)*, for example its edges.
+3. Press **Run**. **denoise** on *KSampler* says how much may change. *Save Image* keeps the picture, *What ran where* \
+shows every call.
 
 Pictures of 256 to 1024 pixels fit the engines, larger ones run native; for others choose **sizes** on the engine nodes.
 """
@@ -36,11 +37,11 @@ Pictures of 256 to 1024 pixels fit the engines, larger ones run native; for othe
     }
     nodes |= _images(NETS[:1]) | _prompts() | {"apply": _apply(NETS[:1], ((0.8, 0.0, 1.0),))}
     nodes |= _sampling("encode.LATENT", denoise=0.65)
-    return _recipe("sd15_img2img_controlnet", nodes, [
+    return _recipe("sd15_img2img_controlnet", "repaint a picture", nodes, [
         group("1 Models", MODELS, ["note", "checkpoint", "net_1"]),
         group("2 Engines", ENGINES, ["unet_engine", "engine_1"]),
         group("3 Images and ControlNet", CONTROLS, ["image", "image_1"], ["positive", "negative", "apply", "encode"]),
-        group("4 Sample", SAMPLE, ["patch", "sampler", "report"], ["decode", "text", "save"]),
+        group("4 Sample", SAMPLE, ["patch", "sampler", "report"], ["decode", "ran", "save"]),
     ])
 
 
@@ -51,16 +52,17 @@ def stack() -> Recipe:
 Each row of *TRT Apply ControlNet* has its own image, **strength**, **start** and **end**: here the depth lets go at \
 70 % of the steps and the lines come in at 30 %. Strength 0 switches a row off. **rows** goes up to 16.
 
-Engines run only in their range. *TRT Report* says how many calls each of them had.
+Put in *Control image 1* to *4* and press **Run**. Engines run only in their range: *What ran where* shows how many \
+calls each of them had.
 """
     nodes = _models(note, NETS) | _images(NETS) | _prompts()
     nodes |= {"apply": _apply(NETS, RANGES), "latent": _latent()} | _sampling("latent.LATENT")
-    return _recipe("sd15_controlnet_stack", nodes, [
+    return _recipe("sd15_controlnet_stack", "four ControlNets", nodes, [
         group("1 Models", MODELS, ["note", "checkpoint", "net_1", "net_2", "net_3", "net_4"]),
         group("2 Engines", ENGINES, ["unet_engine", "engine_1", "engine_2"], ["engine_3", "engine_4"]),
-        group("3 ControlNets", CONTROLS, ["image_1", "image_2", "image_3", "image_4"],
+        group("3 ControlNets", CONTROLS, ["image_1", "image_2"], ["image_3", "image_4"],
               ["positive", "negative", "apply"]),
-        group("4 Sample", SAMPLE, ["patch", "latent", "sampler"], ["report", "decode", "text", "save"]),
+        group("4 Sample", SAMPLE, ["patch", "latent", "sampler", "decode"], ["report", "ran", "save"]),
     ])
 
 
@@ -69,7 +71,8 @@ def build_only() -> Recipe:
     note = """# Build engines, and nothing else
 
 1. Choose your checkpoint and your ControlNets, and the sizes on the engine nodes.
-2. Press **Build engine** on a node to build that one, or **Run** to build all that are missing, one after the other.
+2. Press **Build engine** on a node of **2 Engines** to build that one, or **Run** to build all that are missing, one \
+after the other. *Engine 1* to *3* on the right then say what there is.
 
 The engines are kept in *models/trt_engines*. Every workflow with the same model and sizes finds them there; the \
 panel *TRT engines* on the left lists, checks, exports and deletes them.
@@ -77,7 +80,7 @@ panel *TRT engines* on the left lists, checks, exports and deletes them.
     nodes = _models(note, NETS[:2])
     for i, engine in enumerate(("unet_engine.engine", "engine_1.control_net", "engine_2.control_net"), start=1):
         nodes[f"report_{i}"] = node("TRTReport", f"Engine {i}", {}, {"after": engine}, (330, 220))
-    return _recipe("sd15_build_engines", nodes, [
+    return _recipe("sd15_build_engines", "build engines only", nodes, [
         group("1 Models", MODELS, ["note", "checkpoint", "net_1", "net_2"]),
         group("2 Engines", ENGINES, ["unet_engine", "engine_1", "engine_2"]),
         group("3 What there is", SAMPLE, ["report_1", "report_2", "report_3"]),
@@ -88,8 +91,8 @@ def compare() -> Recipe:
     """The same seed twice: by ComfyUI alone and on engines."""
     note = """# Native beside engines
 
-The same seed is sampled twice: native, without any of this pack's nodes, and on engines. *Save Image* gets both side \
-by side (left native), *Difference* what differs (black: nothing), *What ran where* the counts.
+The same seed is sampled twice: in **4 Native** without any of this pack's nodes, and in **5 On engines**. *Save \
+Image* gets both side by side (left native), *Difference* what differs (black: nothing), *What ran where* every call.
 
 Half precision rounds differently in an engine, so a faint difference is normal. Run it twice to compare the times \
 that ComfyUI shows on the two samplers, since the first run also builds.
@@ -114,15 +117,14 @@ that ComfyUI shows on the two samplers, since the first run also builds.
                          {"image1": "native_decode.IMAGE", "image2": "decode.IMAGE"}, (360, 0))
     nodes["blend"] = node("ImageBlend", None, {"blend_factor": 1.0, "blend_mode": "difference"},
                           {"image1": "native_decode.IMAGE", "image2": "decode.IMAGE"}, (360, 0))
-    nodes["plot"] = node("PreviewImage", "Calls", {}, {"images": "report.plot"}, (360, 240))
     nodes["difference"] = node("PreviewImage", "Difference", {}, {"images": "blend.IMAGE"}, (360, 300))
     nodes["save"] |= {"inputs": {"images": "both.IMAGE"}}
-    return _recipe("sd15_compare_native_and_engines", nodes, [
+    return _recipe("sd15_compare_native_and_engines", "native beside engines", nodes, [
         group("1 Models", MODELS, ["note", "checkpoint", "net_1", "net_2"]),
         group("2 Engines", ENGINES, ["unet_engine", "engine_1", "engine_2"]),
         group("3 Images and prompts", CONTROLS, ["image_1", "image_2"], ["positive", "negative", "latent"]),
         group("4 Native", MODELS, ["native_1", "native_2", "native_sampler", "native_decode"]),
-        group("5 On engines", SAMPLE, ["apply", "patch", "sampler"], ["report", "decode", "text", "plot"]),
+        group("5 On engines", SAMPLE, ["apply", "patch", "sampler"], ["report", "decode", "ran"]),
         group("6 Compare", ENGINES, ["both", "blend", "difference", "save"]),
     ])
 
@@ -182,10 +184,10 @@ def _sampling(latent: str, denoise: float = 1.0) -> Nodes:
              "latent_image": latent}, (300, 0)),
         "report": node("TRTReport", None, {}, {"after": "sampler.LATENT"}, (360, 230)),
         "decode": node("VAEDecode", None, {}, {"samples": "report.after", "vae": "checkpoint.VAE"}, (360, 0)),
-        "text": node("PreviewAny", "What ran where", {}, {"source": "report.report"}, (360, 190)),
+        "ran": node("PreviewImage", "What ran where", {}, {"images": "report.plot"}, (360, 390)),
         "save": node("SaveImage", None, {"filename_prefix": "hybrid-trt"}, {"images": "decode.IMAGE"}, (360, 340)),
     }
 
 
-def _recipe(name: str, nodes: Nodes, groups: list[dict[str, Any]]) -> Recipe:
-    return Recipe(name, with_downloads(nodes, DOWNLOADS), groups)
+def _recipe(name: str, title: str, nodes: Nodes, groups: list[dict[str, Any]]) -> Recipe:
+    return Recipe(name, f"SD 1.5 - {title}", with_downloads(nodes, DOWNLOADS), groups)

@@ -8,6 +8,9 @@ import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
 import { duration, error, size } from "./words.mjs";
 
+/** Words in a request, which the server's `node_key` knows: the page shows the build itself; builds nothing anew. */
+const FROM_PAGE = "page ", MISSING_ONLY = "missing ";
+
 export class Builder {
     /**
      * @param {import("./tracker.mjs").Tracker} tracker
@@ -25,11 +28,30 @@ export class Builder {
     /** What a click on a node's button does. */
     async press(view) {
         try {
-            await (view.busy ? this.cancel(view) : this.build(view));
+            await (view.busy ? this.cancel(view) : this.build([view]));
         } catch (failure) {
-            this.tracker.asked.delete(view.node);
-            this.#fail(view, failure.message);
+            this.#failed([view], failure.message);
         }
+    }
+
+    /** Order all that some nodes lack, by one prompt. */
+    async buildAll(views) {
+        try {
+            await this.build(views, MISSING_ONLY);
+        } catch (failure) {
+            this.#failed(views, failure.message);
+        }
+    }
+
+    /** Cancel what some nodes wait for; a build that several wait for once. */
+    async cancelAll(views) {
+        const waits = new Map(views.map((view) => [view.state.job?.id ?? this.tracker.asked.get(view.node), view]));
+        try {
+            for (const view of waits.values()) await this.#withdraw(view);
+        } catch (failure) {
+            this.toast("error", t("panel"), failure.message);
+        }
+        await this.tracker.refresh();
     }
 
     /** Widen a node's sizes to the latent that does not fit, and build. */
@@ -54,20 +76,27 @@ export class Builder {
         return true;
     }
 
-    /** Order the engine of a node. */
-    async build(view) {
-        const { api } = this.tracker;
-        view.show({ ...view.state, state: "asked", job: null });
-        this.tracker.failures.delete(view.node);
-        const prompt = await this.#prompt(view.node);
-        this.tracker.asked.set(view.node, "");
+    /**
+     * Order the engines of nodes.
+     * @param {any[]} views
+     * @param {string} mark what the request begins with
+     */
+    async build(views, mark = "") {
+        const { api, asked } = this.tracker;
+        for (const view of views) {
+            view.show({ ...view.state, state: "asked", job: null });
+            this.tracker.failures.delete(view.node);
+        }
+        this.tracker.tell();
+        const prompt = await this.#prompt(views.map(({ node }) => node), mark);
+        for (const { node } of views) asked.set(node, "");
         const response = await api.fetchApi("/prompt", {
             method: "POST", headers: { "Content-Type": "application/json" },
             body: JSON.stringify({ prompt, client_id: api.clientId }),
         });
         const answer = await response.json().catch(() => ({}));
         if (!response.ok) throw new Error(promptError(answer));
-        this.tracker.asked.set(view.node, answer.prompt_id);
+        for (const { node } of views) asked.set(node, answer.prompt_id);
         this.tracker.stale = true;
         if (this.ended.has(answer.prompt_id)) await this.promptEnded(answer.prompt_id, this.ended.get(answer.prompt_id));
         else await this.tracker.refresh();
@@ -75,6 +104,11 @@ export class Builder {
 
     /** Cancel what a node waits for: its build, or the prompt that would order it. */
     async cancel(view) {
+        await this.#withdraw(view);
+        await this.tracker.refresh();
+    }
+
+    async #withdraw(view) {
         const { api, asked } = this.tracker;
         if (view.state.job) {
             await request(api, `/builds/${view.state.job.id}/cancel`, { method: "POST" });
@@ -82,42 +116,47 @@ export class Builder {
             const prompt = asked.get(view.node);
             await api.fetchApi("/queue", { method: "POST", body: JSON.stringify({ delete: [prompt] }) });
             await api.fetchApi("/interrupt", { method: "POST", body: JSON.stringify({ prompt_id: prompt }) });
-            asked.delete(view.node);
+            for (const [node, id] of [...asked]) if (id === prompt) asked.delete(node);
         }
-        await this.tracker.refresh();
     }
 
     /** A prompt has ended; if it was one of ours, its node has a job now, or says why not. */
     async promptEnded(promptId, failure) {
         if ([...this.tracker.asked.values()].includes("")) this.ended.set(promptId, failure);
         else this.ended.clear();
-        for (const [node, id] of [...this.tracker.asked]) {
-            if (id !== promptId) continue;
-            this.tracker.asked.delete(node);
-            await this.tracker.refresh();
-            const view = this.tracker.views.get(node);
-            if (failure && view) this.#fail(view, failure);
-        }
+        const nodes = [...this.tracker.asked].filter(([, id]) => id === promptId).map(([node]) => node);
+        for (const node of nodes) this.tracker.asked.delete(node);
+        if (nodes.length) await this.tracker.refresh();
+        const views = nodes.map((node) => this.tracker.views.get(node)).filter(Boolean);
+        if (failure && views.length) this.#failed(views, failure);
     }
 
-    /** The prompt that orders a node's engine. Only what it depends on is serialised. */
-    async #prompt(node) {
+    /** The prompt that orders the engines of nodes. Only what they depend on is serialised. */
+    async #prompt(nodes, mark) {
         const { app } = this.tracker;
-        const ids = engineNodes(this.tracker.root()).find((found) => found.node === node)?.ids ?? [];
+        const found = engineNodes(this.tracker.root());
         const look = new Look(this.tracker.root());
         const whole = look.prompt([]);
-        const id = ids.find((id) => whole[id]);
-        if (!id) throw new Error(t("offHint"));
+        const ids = nodes.map((node) => found.find((one) => one.node === node)?.ids.find((id) => whole[id])).filter(Boolean);
+        if (!ids.length) throw new Error(t("offHint"));
         // other packs may wire a node while ComfyUI serialises, and only then
-        const part = isWired(node) ? await look.serialised(id) : (await app.graphToPrompt()).output;
-        return buildPrompt(part, id, crypto.randomUUID?.() ?? String(Math.random()));
+        const part = nodes.every(isWired) ? await look.serialised(ids) : (await app.graphToPrompt()).output;
+        return buildPrompt(part, ids, FROM_PAGE + mark + (crypto.randomUUID?.() ?? String(Math.random())));
+    }
+
+    #failed(views, text) {
+        for (const view of views) {
+            this.tracker.asked.delete(view.node);
+            this.#show(view, text);
+        }
+        this.tracker.tell();
+        this.toast("error", t("failedToast"), text);
     }
 
     /** Show why a build could not be ordered, until another one is. */
-    #fail(view, text) {
+    #show(view, text) {
         this.tracker.failures.set(view.node, { key: view.key, text });
         view.show({ ...view.state, state: "failed", text, job: null });
-        this.toast("error", t("failedToast"), text);
     }
 
     /** A job has changed; its end is told once. */

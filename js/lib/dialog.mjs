@@ -1,30 +1,39 @@
-// Small dialogs: a build's log, a question, and an offer.
+// Small dialogs: a build's log, a question, and an offer. Each is named by its heading, for screen readers too.
 
+import { button, make } from "./dom.mjs";
 import { t } from "./texts.mjs";
+
+let count = 0;
 
 /** Show the lines of a build's log. */
 export function showText(title, lines) {
     const dialog = open(title);
-    const text = document.createElement("pre");
-    text.textContent = lines.length ? lines.join("\n") : t("noLog");
-    dialog.append(text, buttons(button(t("close"), () => dialog.close())));
+    const text = make("pre", "", lines.length ? lines.join("\n") : t("noLog"));
+    text.tabIndex = 0; // so that keys can scroll it
+    const copy = button("copy", async () => { copy.textContent = t(await copied(text) ? "copied" : "copyFailed"); });
+    const close = button("close", () => dialog.close());
+    dialog.append(text, buttons(copy, close));
     dialog.showModal();
+    close.focus();
     text.scrollTop = text.scrollHeight;
 }
 
 /**
- * Ask yes or no.
+ * Ask whether to do something.
+ * @param {{title: string, text: string, yes: string, danger?: boolean}} question `yes` says what the button does
  * @returns {Promise<boolean>}
  */
-export function confirm(question) {
+export function confirm({ title, text, yes, danger = false }) {
     return new Promise((answer) => {
-        const dialog = open(t("panel"));
-        const text = document.createElement("p");
-        text.textContent = question;
+        const dialog = open(title, text);
         const end = (result) => { answer(result); dialog.close(); };
         dialog.addEventListener("close", () => answer(false));
-        dialog.append(text, buttons(button(t("no"), () => end(false)), button(t("yes"), () => end(true))));
+        const no = button("no", () => end(false)), act = button("", () => end(true));
+        act.textContent = yes;
+        act.classList.toggle("hybrid-trt-danger", danger);
+        dialog.append(buttons(no, act));
         dialog.showModal();
+        no.focus();
     });
 }
 
@@ -34,42 +43,68 @@ export function confirm(question) {
  */
 export function askNumber(title, text, value, yes, no) {
     return new Promise((answer) => {
-        const dialog = open(title);
+        const dialog = open(title, text);
         dialog.classList.add("hybrid-trt-corner");
-        const words = document.createElement("p"), field = document.createElement("input");
-        words.textContent = text;
+        const field = make("input");
         Object.assign(field, { type: "number", min: "1", step: "any", value: String(value) });
         field.setAttribute("aria-label", title);
         const end = (result) => { answer(result); dialog.close(); };
         dialog.addEventListener("close", () => answer(null));
-        dialog.append(words, field, buttons(button(no, () => end(null)), button(yes, () => field.value > 0 && end(Number(field.value)))));
+        const decline = button("", () => end(null)), accept = button("", () => field.value > 0 && end(Number(field.value)));
+        Object.assign(decline, { textContent: no });
+        Object.assign(accept, { textContent: yes });
+        dialog.append(field, buttons(decline, accept));
         dialog.show();
     });
 }
 
-function open(title) {
-    const dialog = document.createElement("dialog");
-    dialog.className = "hybrid-trt-dialog";
-    const head = document.createElement("h3");
-    head.textContent = title;
+function open(title, text) {
+    const dialog = make("dialog", "hybrid-trt-dialog"), head = make("h3", "", title);
+    head.id = `hybrid-trt-dialog-${count += 1}`;
+    dialog.setAttribute("role", "dialog");
+    dialog.setAttribute("aria-labelledby", head.id);
     dialog.append(head);
-    // keys typed here are no shortcuts of the canvas
-    dialog.addEventListener("keydown", (event) => event.stopPropagation());
-    dialog.addEventListener("close", () => dialog.remove());
+    if (text) {
+        const words = make("p", "", text);
+        words.id = `${head.id}-text`;
+        dialog.setAttribute("aria-describedby", words.id);
+        dialog.append(words);
+    }
+    dialog.addEventListener("keydown", (event) => {
+        event.stopPropagation(); // keys typed here are no shortcuts of the canvas
+        if (event.key === "Tab" && dialog.matches(":modal")) keepFocus(event, dialog);
+    });
+    const opener = document.activeElement;
+    dialog.addEventListener("close", () => {
+        dialog.remove();
+        if (opener?.isConnected) opener.focus?.();
+    });
     document.body.append(dialog);
     return dialog;
 }
 
-function button(label, act) {
-    const made = document.createElement("button");
-    made.textContent = label;
-    made.addEventListener("click", act);
-    return made;
+/** Tab goes round among what a dialog holds. */
+function keepFocus(event, dialog) {
+    const stops = [...dialog.querySelectorAll("button, input, [tabindex='0']")];
+    const edge = event.shiftKey ? stops[0] : stops.at(-1);
+    if (document.activeElement !== edge) return;
+    event.preventDefault();
+    (event.shiftKey ? stops.at(-1) : stops[0]).focus();
+}
+
+/** Copy an element's text; whether that worked. A page that came unencrypted may only copy what is selected. */
+async function copied(element) {
+    try {
+        await navigator.clipboard.writeText(element.textContent);
+        return true;
+    } catch {
+        getSelection().selectAllChildren(element);
+        return document.execCommand("copy");
+    }
 }
 
 function buttons(...made) {
-    const row = document.createElement("div");
-    row.className = "hybrid-trt-buttons";
+    const row = make("div", "hybrid-trt-buttons");
     row.append(...made);
     return row;
 }

@@ -15,6 +15,23 @@ const isSampler = (node) => isLink(node.inputs.latent_image);
  * @returns {(Latent & {cfg: number | undefined})[]} one for each sampler whose latent is an empty one of plain numbers
  */
 export function latentsFor(prompt, id) {
+    return samplersFor(prompt, id).flatMap(({ inputs }) => {
+        const empty = prompt[inputs.latent_image[0]];
+        const { width, height, batch_size: images = 1 } = empty?.inputs ?? {};
+        const certain = /empty.*latent/i.test(empty?.class_type ?? "") && [width, height, images].every(Number.isFinite);
+        return certain ? [{ width, height, images, cfg: inputs.cfg }] : [];
+    });
+}
+
+/** The ids of the engine nodes of a prompt that serve a sampler which one of them serves, itself included. */
+export function sameSampler(prompt, id) {
+    const mine = new Set(samplersFor(prompt, id));
+    return Object.keys(prompt).filter((other) => other === id
+        || (ENGINE_NODES.includes(prompt[other].class_type) && samplersFor(prompt, other).some((sampler) => mine.has(sampler))));
+}
+
+/** The samplers of a prompt that call an engine node's network. */
+function samplersFor(prompt, id) {
     const readers = new Map();
     for (const [reader, node] of Object.entries(prompt))
         for (const value of Object.values(node.inputs))
@@ -27,12 +44,7 @@ export function latentsFor(prompt, id) {
         const node = prompt[current];
         // what a sampler makes goes on to others, which may use other models
         if (!isSampler(node)) queue.push(...(readers.get(current) ?? []));
-        else {
-            const empty = prompt[node.inputs.latent_image[0]];
-            const { width, height, batch_size: images = 1 } = empty?.inputs ?? {};
-            if (/empty.*latent/i.test(empty?.class_type ?? "") && [width, height, images].every(Number.isFinite))
-                found.push({ width, height, images, cfg: node.inputs.cfg });
-        }
+        else found.push(node);
     }
     return found;
 }

@@ -56,20 +56,28 @@ export function ancestors(prompt, ids) {
 }
 
 /**
- * A prompt that does no more than order the build of one engine node.
+ * A prompt that does no more than order the builds of some engine nodes.
  * @param {Record<string, any>} prompt the whole graph's API prompt
- * @param {string} id the engine node's id in it
+ * @param {string[]} ids the engine nodes' ids in it
  * @param {string} request a text that no other request has, so that nothing of it is cached
- * @returns {Record<string, any> | null} null when the node is not in the prompt (muted or bypassed)
+ * @returns {Record<string, any> | null} null when none of them is in the prompt (muted or bypassed)
  */
-export function buildPrompt(prompt, id, request) {
-    if (!prompt[id]) return null;
-    const part = ancestors(prompt, [id]);
-    const node = part[id];
-    part[id] = { ...node, inputs: { ...node.inputs, when_missing: "build in background", build_request: request } };
-    // prompts need an output node: this one takes anything
-    part[REPORT] = { class_type: "TRTReport", inputs: { after: [id, 0] } };
+export function buildPrompt(prompt, ids, request) {
+    const there = ids.filter((id) => prompt[id]);
+    if (!there.length) return null;
+    const part = ancestors(prompt, there);
+    for (const [i, id] of there.entries()) {
+        const { class_type, inputs } = part[id];
+        part[id] = { class_type, inputs: { ...inputs, when_missing: "build in background", build_request: request } };
+        // each needs an output node behind it: this one takes anything
+        part[i ? `${REPORT}_${i}` : REPORT] = { class_type: "TRTReport", inputs: { after: [id, 0] } };
+    }
     return part;
+}
+
+/** Whether another pack may wire nodes of a graph while ComfyUI queues, and only then: those nodes tell by their names. */
+export function isWiredLater(graph) {
+    return Boolean(graph?.nodes?.some(({ type }) => /everywhere/i.test(type)));
 }
 
 /**

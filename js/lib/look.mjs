@@ -41,16 +41,16 @@ export class Look {
     }
 
     /**
-     * The part of the prompt that a node depends on, serialised as ComfyUI does it: only for what is about to run.
-     * @param {string} id
+     * The part of the prompt that some nodes depend on, serialised as ComfyUI does it: only for what is about to run.
+     * @param {string[]} ids
      */
-    async serialised(id) {
-        for (const above of upstreamOf(this.#links(), [id])) {
+    async serialised(ids) {
+        for (const above of upstreamOf(this.#links(), ids)) {
             const { node } = this.places.get(above) ?? {};
             for (const [i, widget] of (node?.widgets ?? []).entries())
                 if (isSent(widget) && widget.serializeValue) remember(widget, wrapped(widget, await widget.serializeValue(node, i)));
         }
-        return this.prompt([id]);
+        return this.prompt(ids);
     }
 
     /**

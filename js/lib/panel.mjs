@@ -1,189 +1,134 @@
-// The engines panel: a sidebar tab with the library and the builds.
+// The engines panel: a sidebar tab with the library and the builds. It asks the server when something has happened and
+// somebody sees it, and does nothing else by itself.
 
-import { confirm } from "./dialog.mjs";
-import { engineLines, jobLines, matching, shownJobs, tone, unused } from "./panel_words.mjs";
+import { button, make } from "./dom.mjs";
+import { PanelActions } from "./panel_actions.mjs";
+import { PanelHeader } from "./panel_header.mjs";
+import { JobCards } from "./panel_jobs.mjs";
+import { EngineRows } from "./panel_rows.mjs";
+import { grouped, matching, withJob } from "./panel_words.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
-import { size } from "./words.mjs";
 
-const EVENTS = ["hybrid_trt.library", "hybrid_trt.build", "reconnected"];
 const PATIENCE = 300;
-const UNUSED_DAYS = 30;
 
 export class Panel {
     /**
      * @param {any} api ComfyUI's api
      * @param {{toast: (severity: string, summary: string, detail: string) => void, showLog: (job: string) => void,
-     *     rebuild: (engine: any) => Promise<boolean>}} actions
+     *     rebuild: (engine: any) => Promise<boolean>, asked?: () => string[], templates?: () => void}} page
      */
-    constructor(api, actions) {
+    constructor(api, page) {
         this.api = api;
-        this.actions = actions;
+        this.page = page;
+        this.actions = new PanelActions(api, page, () => this.load());
         this.data = { engines: [], bytes: 0, free: 0, folder: "" };
         this.jobs = [];
-        this.changed = () => {
-            clearTimeout(this.timer);
-            this.timer = setTimeout(() => this.load(), PATIENCE);
+        this.selected = new Set();
+        this.order = "sortName";
+        this.late = false; // something happened while nobody saw the page
+        this.heard = {
+            "hybrid_trt.library": () => this.soon(), reconnected: () => this.soon(), status: () => this.#drawJobs(),
+            "hybrid_trt.build": ({ detail }) => this.hear(detail),
         };
+        this.seen = () => this.late && this.soon();
     }
 
     /** Fill the tab's element. */
     open(element) {
         this.close();
-        this.use = make("div", "hybrid-trt-quiet");
-        this.filter = make("input", "");
-        this.filter.placeholder = t("filter");
-        this.filter.addEventListener("input", () => this.draw());
-        this.filter.addEventListener("keydown", (event) => event.stopPropagation());
-        this.file = make("input", "");
-        Object.assign(this.file, { type: "file", accept: ".trtengine", hidden: true });
-        this.file.addEventListener("change", () => this.import());
-        this.builds = make("div", "hybrid-trt-panel-builds");
-        this.engines = make("div", "hybrid-trt-panel-engines");
-        this.unused = button("deleteUnused", () => this.#deleteUnused());
-        this.unused.textContent = t("deleteUnused", { days: UNUSED_DAYS });
-        this.unused.hidden = true;
-        const tools = make("div", "hybrid-trt-row");
-        tools.append(this.filter, button("refresh", () => this.load()), button("import", () => this.file.click()), this.unused, this.file);
+        this.selected.clear();
+        const { actions } = this;
+        this.header = new PanelHeader({
+            draw: () => this.draw(), refresh: () => this.load(), import: (file) => actions.import(file),
+            deleteUnused: () => actions.deleteUnused(this.data.engines), deleteSelected: () => actions.delete(this.#chosen()),
+            selectShown: (on) => this.#select(this.#shown().map(({ name }) => name), on),
+        });
+        this.header.sort.value = this.order;
+        this.builds = new JobCards({
+            cancel: (job) => actions.cancel(job), log: (job) => this.page.showLog(job.id), clear: () => actions.clearFinished(),
+        });
+        this.rows = new EngineRows({ select: (name, on) => this.#select([name], on), entries: (engine) => actions.entries(engine) });
+        this.none = make("div", "hybrid-trt-none");
         this.root = make("div", "hybrid-trt-panel");
-        this.root.append(make("h3", "", t("panel")), this.use, tools, this.builds, this.engines);
+        this.root.append(this.header.element, this.builds.element, this.rows.element, this.none);
         element.replaceChildren(this.root);
-        for (const event of EVENTS) this.api.addEventListener(event, this.changed);
+        for (const [event, act] of Object.entries(this.heard)) this.api.addEventListener(event, act);
+        document.addEventListener("visibilitychange", this.seen);
         this.load();
     }
 
     /** The tab is no longer shown. */
     close() {
         clearTimeout(this.timer);
-        for (const event of EVENTS) this.api.removeEventListener(event, this.changed);
+        this.timer = this.root = null;
+        for (const [event, act] of Object.entries(this.heard)) this.api.removeEventListener(event, act);
+        document.removeEventListener("visibilitychange", this.seen);
+    }
+
+    /** Ask for the lists soon; many calls in a row ask once, and a page that nobody sees asks when it is seen. */
+    soon() {
+        this.late = document.hidden;
+        if (this.late) return;
+        this.timer ??= setTimeout(() => {
+            this.timer = null;
+            this.load();
+        }, PATIENCE);
+    }
+
+    /** A job has changed: progress comes with the event, and only an end changes the library. */
+    hear(job) {
+        const { jobs, ended } = withJob(this.jobs, job);
+        this.jobs = jobs;
+        if (ended) this.soon();
+        this.#drawJobs();
     }
 
     /** Ask the server for everything and draw it. */
     async load() {
-        await this.#try(async () => {
+        await this.actions.attempt(async () => {
             [this.data, this.jobs] = await Promise.all([request(this.api, "/engines"), request(this.api, "/builds")]);
-            this.draw();
+            if (this.root) this.draw();
         });
     }
 
     draw() {
-        const { engines, bytes, free, folder } = this.data;
-        this.use.textContent = t("use", { count: engines.length, size: size(bytes), free: size(free) });
-        this.use.title = folder;
-        this.unused.hidden = !engines.length;
-        const jobs = shownJobs(this.jobs);
-        this.builds.replaceChildren(...(jobs.length ? [make("h4", "", t("builds"))] : []), ...jobs.map((job) => this.#job(job)));
-        const found = matching(engines, this.filter.value);
-        const none = make("div", "hybrid-trt-quiet", t(engines.length ? "noMatch" : "empty"));
-        this.engines.replaceChildren(make("h4", "", t("engines")), ...(found.length ? found.map((e) => this.#engine(e)) : [none]));
-    }
-
-    async import() {
-        const [file] = this.file.files;
-        this.file.value = "";
-        if (!file) return;
-        await this.#try(async () => {
-            const { name } = await request(this.api, "/engines/import", { method: "POST", body: file });
-            this.actions.toast("success", t("panel"), t("imported", { name }));
+        const { engines, bytes, free, folder } = this.data, known = new Set(engines.map(({ name }) => name));
+        for (const name of this.selected) if (!known.has(name)) this.selected.delete(name);
+        this.order = this.header.sort.value;
+        const shown = this.#shown(), chosen = this.#chosen();
+        this.header.show({ count: engines.length, bytes, free, folder }, {
+            count: chosen.length, bytes: chosen.reduce((sum, engine) => sum + engine.bytes, 0), shown: shown.length,
+            shownSelected: shown.filter(({ name }) => this.selected.has(name)).length,
         });
+        this.#drawJobs();
+        this.rows.draw(grouped(shown, this.order), this.selected, this.order);
+        this.none.replaceChildren(...(shown.length ? [] : this.#nothing(engines.length > 0)));
     }
 
-    #job(job) {
-        const card = this.#card(jobLines(job), job.state);
-        const row = make("div", "hybrid-trt-row");
-        if (["running", "queued"].includes(job.state))
-            row.append(button("cancel", () => this.#try(() => request(this.api, `/builds/${job.id}/cancel`, { method: "POST" }))));
-        row.append(button("log", () => this.actions.showLog(job.id)));
-        card.append(row);
-        return card;
+    #drawJobs() {
+        if (this.root && !document.hidden) this.builds.draw(this.jobs, this.page.asked?.() ?? []);
+        else this.late = true;
     }
 
-    #engine(engine) {
-        const card = this.#card(engineLines(engine), engine.state);
-        card.title = engine.name;
-        const row = make("div", "hybrid-trt-row");
-        row.append(button("verify", () => this.#verify(engine)));
-        if (engine.label) row.append(button("rebuild", () => this.#rebuild(engine)));
-        if (engine.label) row.append(button("export", () => this.#export(engine)));
-        row.append(button("delete", () => this.#delete(engine)));
-        card.append(row);
-        return card;
+    /** What stands in the place of the list: how to begin, or that the filter fits nothing. */
+    #nothing(filtered) {
+        if (filtered) return [make("p", "hybrid-trt-quiet", t("noMatch"))];
+        const steps = make("ol", "");
+        steps.append(...["begin1", "begin2", "begin3"].map((key) => make("li", "", t(key))));
+        return [make("strong", "", t("empty")), steps, ...(this.page.templates ? [button("beginTemplates", this.page.templates)] : [])];
     }
 
-    #card([head, ...lines], state) {
-        const card = make("div", "hybrid-trt-card");
-        card.dataset.tone = tone(state);
-        card.append(make("strong", "", head), ...lines.map((line) => make("div", "hybrid-trt-quiet", line)));
-        return card;
+    #shown() {
+        return matching(this.data.engines, this.header.filter.value);
     }
 
-    async #verify({ name, label }) {
-        await this.#try(async () => {
-            const { ok, text } = await request(this.api, `${path(name)}/verify`, { method: "POST" });
-            const words = t(ok ? "verified" : "damaged", { name: label ?? name, text });
-            this.actions.toast(ok ? "success" : "error", t("panel"), words);
-        });
+    #chosen() {
+        return this.data.engines.filter(({ name }) => this.selected.has(name));
     }
 
-    async #rebuild(engine) {
-        const found = await this.actions.rebuild(engine);
-        const node = engine.kind === "unet" ? "TRT UNet Engine" : "TRT ControlNet Engine";
-        this.actions.toast("info", t("panel"), t(found ? "rebuildStarted" : "rebuildWhere", { label: engine.label, node }));
+    #select(names, on) {
+        for (const name of names) on ? this.selected.add(name) : this.selected.delete(name);
+        this.draw();
     }
-
-    async #export({ name, label }) {
-        await this.#try(async () => {
-            const made = await request(this.api, `${path(name)}/export`, { method: "POST" });
-            this.actions.toast("success", t("panel"), t("exported", { name: label, size: size(made.bytes) }));
-            const link = make("a", "");
-            const query = new URLSearchParams({ filename: made.filename, subfolder: made.subfolder, type: "output" });
-            link.href = this.api.apiURL(`/view?${query}`);
-            link.download = made.filename;
-            link.click();
-        });
-    }
-
-    async #delete({ name, label, bytes }) {
-        if (!(await confirm(t("confirm", { name: label ?? name, size: size(bytes) })))) return;
-        await this.#try(async () => {
-            await request(this.api, path(name), { method: "DELETE" });
-            this.actions.toast("info", t("panel"), t("deleted", { name: label ?? name }));
-            await this.load();
-        });
-    }
-
-    async #deleteUnused() {
-        const found = unused(this.data.engines, UNUSED_DAYS, Date.now());
-        const words = { days: UNUSED_DAYS, count: found.length, size: size(found.reduce((sum, { bytes }) => sum + bytes, 0)) };
-        if (!found.length) return this.actions.toast("info", t("panel"), t("noneUnused", words));
-        if (!(await confirm(t("confirmUnused", words)))) return;
-        await this.#try(async () => {
-            const { deleted, bytes } = await request(this.api, "/engines/delete_unused", { method: "POST", json: { days: UNUSED_DAYS } });
-            this.actions.toast("info", t("panel"), t("deletedUnused", { count: deleted.length, size: size(bytes) }));
-            await this.load();
-        });
-    }
-
-    async #try(act) {
-        try {
-            await act();
-        } catch (failure) {
-            this.actions.toast("error", t("failedAction"), failure.message);
-        }
-    }
-}
-
-const path = (name) => `/engines/${encodeURIComponent(name)}`;
-
-function make(tag, name, text) {
-    const part = document.createElement(tag);
-    if (name) part.className = name;
-    if (text !== undefined) part.textContent = text;
-    return part;
-}
-
-function button(key, act) {
-    const made = make("button", "", t(key));
-    made.addEventListener("click", act);
-    return made;
 }

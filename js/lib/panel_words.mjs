@@ -3,9 +3,20 @@
 import { t } from "./texts.mjs";
 import { duration, elapsed, error, size } from "./words.mjs";
 
+/** @typedef {{label: string, engines: any[], bytes: number}} Group the engines of one model */
+
 const TONES = { ready: "good", stale: "warn", unchecked: "warn", broken: "bad", running: "busy", queued: "busy", done: "good", failed: "bad" };
+/** Signs beside the words of a state: no colour tells it alone. */
+const MARKS = { ready: "✓", done: "✓", stale: "!", unchecked: "?", broken: "✕", failed: "✕", running: "▶", queued: "…" };
 const JOBS = { running: "running", queued: "queued", done: "done", failed: "failed", cancelled: "stateCancelled" };
 const ENDED_SHOWN = 3;
+const LIVE = ["running", "queued"];
+
+const byName = (a, b) => (a.label ?? a.name).localeCompare(b.label ?? b.name, undefined, { numeric: true }) || a.name.localeCompare(b.name);
+const latest = (key) => (a, b) => moment(b[key]) - moment(a[key]) || byName(a, b);
+/** Ways to sort, by the keys of their names. */
+const SORTS = { sortName: byName, sortDate: latest("created"), sortSize: (a, b) => b.bytes - a.bytes || byName(a, b), sortUsed: latest("last_used") };
+export const SORT_KEYS = Object.keys(SORTS);
 
 /** The colour of an engine or a job in a state. */
 export function tone(state) {
@@ -16,23 +27,58 @@ export function tone(state) {
 export function matching(engines, filter) {
     const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
     return engines.filter((engine) => {
-        const text = Object.values(engine).join(" ").toLowerCase();
+        const text = [...Object.values(engine), t(engine.state)].join(" ").toLowerCase();
         return words.every((word) => text.includes(word));
     });
 }
 
-/** An engine as [headline, what it is, when and how good]. */
-export function engineLines(engine) {
-    const state = t(engine.state);
-    if (!engine.label) return [`${engine.name} · ${state}`, `${size(engine.bytes)}. ${engine.reason}`];
-    const what = [t(engine.kind), engine.backend, engine.precision, engine.profile].join(", ");
-    const made = [size(engine.bytes), date(engine.created), duration(engine.seconds), t("error", { error: error(engine.rel_err) })].join(" · ");
-    return [`${engine.label} · ${state}`, what, made, used(engine), ...(engine.reason ? [engine.reason] : [])];
+/**
+ * The engines model by model. The first model is that of the first engine in the order; damaged engines of no known model
+ * come last.
+ * @param {any[]} engines
+ * @param {string} order one of SORT_KEYS
+ * @returns {Group[]}
+ */
+export function grouped(engines, order) {
+    const groups = new Map();
+    for (const engine of [...engines].sort(SORTS[order] ?? byName)) {
+        const label = engine.label ?? "";
+        if (!groups.has(label)) groups.set(label, { label: label || t("damagedGroup"), engines: [], bytes: 0 });
+        groups.get(label).engines.push(engine);
+        groups.get(label).bytes += engine.bytes;
+    }
+    return [...groups].sort(([a], [b]) => Number(!a) - Number(!b)).map(([, group]) => group);
 }
 
-/** When an engine served last. */
-function used({ last_used: last }) {
-    return last ? t("lastUsed", { date: date(last) }) : t("neverUsed");
+/**
+ * An engine's row: two lines, and what is told when somebody asks for more.
+ * @param {string} [order] how the list is sorted: what it goes by is shown
+ * @returns {{title: string, meta: string, details: string[]}}
+ */
+export function engineRow(engine, order = "") {
+    const state = `${MARKS[engine.state] ?? ""} ${t(engine.state)}`.trim(), facts = [engine.profile, engine.backend, engine.precision];
+    if (engine.state === "broken")
+        return { title: engine.profile ?? engine.name, meta: `${MARKS.broken} ${t("damagedRow")} · ${size(engine.bytes)}`,
+            details: [t("damagedDetails"), engine.reason, engine.name] };
+    const when = order === "sortDate" ? t("builtOn", { date: date(engine.created, { dateStyle: "short" }) }) : used(engine, "usedOn");
+    return {
+        title: facts.filter(Boolean).join(", "), meta: [state, size(engine.bytes), when].join(" · "),
+        details: [
+            [t(engine.kind), ...facts].filter(Boolean).join(", "), `${state} · ${size(engine.bytes)}`, ...(engine.reason ? [engine.reason] : []),
+            t("error", { error: error(engine.rel_err) }), t("builtIn", { date: date(engine.created), time: duration(engine.seconds) }),
+            used(engine, "lastUsed"), engine.name],
+    };
+}
+
+/** A model's file without its ending. */
+export function shortName(label) {
+    return label.replace(/\.(safetensors|ckpt|pth?|bin|gguf)$/, "");
+}
+
+/** When an engine served last: the day in a row, the minute where there is room. */
+function used({ last_used: last }, key) {
+    const style = { dateStyle: "short", ...(key === "usedOn" ? {} : { timeStyle: "short" }) };
+    return last ? t(key, { date: date(last, style) }) : t("neverUsed");
 }
 
 /**
@@ -45,21 +91,51 @@ export function unused(engines, days, now) {
     return engines.filter((engine) => !engine.read_only && old(engine));
 }
 
-/** The jobs worth showing: all that are not over, then the latest that are. */
+/** The jobs worth showing: what runs, what waits in its order, then the latest that are over. */
 export function shownJobs(jobs) {
-    const alive = jobs.filter((job) => ["running", "queued"].includes(job.state));
+    const alive = jobs.filter((job) => LIVE.includes(job.state));
     const ended = jobs.filter((job) => !alive.includes(job)).slice(-ENDED_SHOWN).reverse();
     return [...alive.sort((a, b) => Number(b.state === "running") - Number(a.state === "running")), ...ended];
 }
 
-/** A job as [headline, what it does or how it ended]. */
-export function jobLines(job) {
-    const head = `${job.label} · ${t(JOBS[job.state] ?? job.state)}`;
+/** Whether there are jobs to clear away. */
+export function anyEnded(jobs) {
+    return jobs.some((job) => !LIVE.includes(job.state));
+}
+
+/** A list of jobs after one of them has changed, and whether that means more than progress. */
+export function withJob(jobs, job) {
+    const before = jobs.find(({ id }) => id === job.id);
+    const list = before ? jobs.map((other) => (other === before ? job : other)) : [...jobs, job];
+    return { jobs: list, ended: !LIVE.includes(job.state) };
+}
+
+/** A job as [headline, what it does or how it ended]. `before` is how many builds are ahead of one that waits. */
+export function jobLines(job, before = 0) {
+    const head = `${job.label} · ${`${MARKS[job.state] ?? ""} ${t(JOBS[job.state] ?? job.state)}`.trim()}`;
     if (job.state === "running") return [`${head} ${job.percent} %`, `${job.phase}, ${elapsed(job)}`, job.wanted];
+    if (job.state === "queued" && before) return [head, t("buildsBefore", { count: before }), job.wanted];
     return [head, job.message || job.wanted];
 }
 
-function date(text) {
+/** A question before engines are deleted: what is asked, what it means, and the button that does it. */
+export function deleteQuestion(engines) {
+    const bytes = size(engines.reduce((sum, engine) => sum + engine.bytes, 0));
+    const [first] = engines, many = engines.length > 1;
+    return {
+        title: t(many ? "deleteMany" : "deleteOne", { count: engines.length }),
+        text: many ? t("deleteManyText", { count: engines.length, size: bytes })
+            : t(first.state === "broken" ? "deleteDamagedText" : "deleteOneText", { name: first.label ?? first.name, profile: first.profile ?? "", size: bytes }),
+        yes: t("delete"), danger: true,
+    };
+}
+
+function moment(text) {
+    const parsed = new Date(text ?? 0).getTime();
+    return Number.isNaN(parsed) ? 0 : parsed;
+}
+
+function date(text, style = { dateStyle: "short", timeStyle: "short" }) {
     const parsed = new Date(text);
-    return Number.isNaN(parsed.getTime()) ? "?" : parsed.toLocaleString([], { dateStyle: "short", timeStyle: "short" });
+    return Number.isNaN(parsed.getTime()) ? "?" : parsed.toLocaleString([], style);
 }

@@ -1,16 +1,16 @@
-// Profiles under names that people understand: a widget and a menu of the engine nodes. What is saved is the sizes.
+// The five numbers of an engine node: the choices that set them, and what they mean. They are all that prompts know.
 
 import { t } from "./texts.mjs";
 
-/** Widget values by the preset's text key. */
+/** Widget values by the choice's text key; all 0 is what fits the model, which Auto begins with. */
 export const PRESETS = {
     presetFit: { min_size: 0, opt_size: 0, max_size: 0, max_images: 0, max_tokens: 0 },
-    presetAny: { min_size: 64, opt_size: 512, max_size: 1024, max_images: 4, max_tokens: 616 },
-    presetSd15: { min_size: 512, opt_size: 512, max_size: 768, max_images: 2, max_tokens: 231 },
-    presetSd15Wide: { min_size: 256, opt_size: 512, max_size: 1024, max_images: 4, max_tokens: 616 },
-    presetSdxl: { min_size: 1024, opt_size: 1024, max_size: 1024, max_images: 1, max_tokens: 231 },
-    presetSdxlWide: { min_size: 768, opt_size: 1024, max_size: 1536, max_images: 2, max_tokens: 616 },
+    presetSdxl: { min_size: 640, opt_size: 1024, max_size: 1536, max_images: 1, max_tokens: 231 },
+    presetSd15: { min_size: 256, opt_size: 512, max_size: 1024, max_images: 1, max_tokens: 231 },
 };
+const AUTO = "presetFit", STEP = 64;
+/** What some family is best at; until the model is known these are left to the server. */
+const BESTS = [512, 1024];
 
 /**
  * Set a node's sizes; widgets that hear of changes do.
@@ -18,27 +18,9 @@ export const PRESETS = {
  * @param {Record<string, number>} values
  */
 export function applyPreset(node, values) {
-    for (const widget of node.widgets ?? []) {
-        if (!(widget.name in values)) continue;
-        widget.value = values[widget.name];
-        widget.callback?.(widget.value);
-    }
-}
-
-/**
- * The menu entry with all presets.
- * @param {object} node
- * @param {() => void} done called after a preset was applied
- */
-export function presetMenu(node, done) {
-    const options = Object.entries(PRESETS).map(([key, values]) => ({
-        content: t(key),
-        callback: () => {
-            applyPreset(node, values);
-            done();
-        },
-    }));
-    return { content: t("presets"), has_submenu: true, submenu: { options } };
+    const set = (node.widgets ?? []).filter(({ name }) => name in values);
+    for (const widget of set) widget.value = values[widget.name];
+    for (const widget of set) widget.callback?.(widget.value); // who hears of one finds all of them right
 }
 
 /**
@@ -61,65 +43,34 @@ export function meant({ min_size, opt_size, max_size, max_images }, fits) {
     };
 }
 
-/** The key of the preset whose sizes a node has, or null. */
-export function presetOf(node) {
-    const now = sizesOf(node);
-    const same = (values) => Object.entries(values).every(([name, value]) => now[name] === value);
-    return Object.keys(PRESETS).find((key) => same(PRESETS[key])) ?? null;
-}
-
 /**
- * Add the widget that names a node's sizes; it is in no saved workflow and no prompt.
- * @param {any} node
- * @param {() => void} done called after a preset was applied
- * @returns {(fits: Record<string, any>) => void} tells the widget what fits the node's model
+ * The numbers of Auto: best at the picture that the graph asks for, and what is usual for the model's family around it.
+ * 0 is what fits the model, so a graph that asks for that leaves a node as it was saved.
+ * @param {{width: number, height: number, images: number}[]} latents those that reach the samplers, at least one
+ * @param {Record<string, any> | undefined} fits what fits the model; until that is known the server fills the zeros
  */
-export function presetWidget(node, done) {
-    const widget = node.addWidget("combo", "size_preset", "", choose, { values: [], serialize: false });
-    Object.assign(widget, { serialize: false, label: t("presetLabel"), tooltip: t("presetHint") });
-
-    let fits;
-
-    function label(key) {
-        return key === "presetFit" && fits?.family ? t("presetFitOf", fits) : t(key);
-    }
-
-    function sync() {
-        const key = presetOf(node), sizes = sizesOf(node);
-        widget.value = key ? label(key) : t("presetOwn", meant(sizes, fits) ?? sizes);
-        // Vue nodes have a button of their own to unfold what is advanced
-        const more = globalThis.LiteGraph?.vueNodesMode ? [] : [t("presetMore")];
-        widget.options.values = [...Object.keys(PRESETS).map(label), ...(key ? [] : [widget.value]), ...more];
-    }
-
-    function choose(value) {
-        const key = Object.keys(PRESETS).find((name) => label(name) === value);
-        if (key) applyPreset(node, PRESETS[key]);
-        else if (value === t("presetMore") && !node.showAdvanced) node.toggleAdvanced();
-        sync();
-        done();
-    }
-
-    for (const other of node.widgets) if (other.options?.advanced) foldOnCanvas(node, other);
-    for (const size of node.widgets.filter(({ name }) => name in PRESETS.presetAny)) follow(size, "callback", sync);
-    follow(node, "onConfigure", sync);
-    sync();
-    return (known) => {
-        if (JSON.stringify(known) === JSON.stringify(fits)) return;
-        fits = known;
-        sync();
+export function autoSizes(latents, fits) {
+    const sides = latents.flatMap(({ width, height }) => [width, height]);
+    const [least, most] = [Math.min(...sides), Math.max(...sides)], images = Math.max(...latents.map((one) => one.images));
+    const [{ width, height }] = latents, middle = STEP * Math.round(Math.sqrt(width * height) / STEP);
+    const best = Math.min(Math.max(middle, Math.min(width, height)), Math.max(width, height));
+    return {
+        min_size: fits && least < fits.min_size ? least : 0,
+        opt_size: (fits ? [fits.opt_size] : BESTS).includes(best) ? 0 : best,
+        max_size: fits && most > fits.max_size ? most : 0,
+        max_images: images > (fits?.max_images ?? 1) ? images : 0,
+        max_tokens: 0,
     };
 }
 
-/** Vue nodes fold advanced widgets by themselves; the canvas would only leave them blank. */
-function foldOnCanvas(node, widget) {
-    let hidden = widget.hidden;
-    widget.advanced = true;
-    Object.defineProperty(widget, "hidden", {
-        configurable: true, enumerable: true,
-        get: () => hidden || (!globalThis.LiteGraph?.vueNodesMode && !node.showAdvanced),
-        set: (value) => { hidden = value; },
-    });
+/** The key of the choice whose numbers a node has, or null. */
+export function presetOf(node) {
+    return Object.keys(PRESETS).find((key) => sameSizes(sizesOf(node), PRESETS[key])) ?? null;
+}
+
+/** Whether two nodes have the same numbers. */
+export function sameSizes(one, other) {
+    return Object.keys(PRESETS[AUTO]).every((name) => one?.[name] === other?.[name]);
 }
 
 /** Call something after a method of an object. */
@@ -127,13 +78,18 @@ export function follow(object, method, then) {
     const before = object[method];
     object[method] = function (...given) {
         const result = before?.apply(this, given);
-        then();
+        then(...given);
         return result;
     };
 }
 
 /** The five numbers of a node by name. */
 export function sizesOf(node) {
-    const found = (node.widgets ?? []).filter(({ name }) => name in PRESETS.presetAny);
+    const found = (node.widgets ?? []).filter(({ name }) => name in PRESETS[AUTO]);
     return Object.fromEntries(found.map(({ name, value }) => [name, value]));
+}
+
+/** A preset's name. */
+export function presetName(key) {
+    return key === AUTO ? t("sizesAutoFit") : t(key);
 }

@@ -1,7 +1,7 @@
 // The pack's settings: what a new engine node starts with, and those of the library, which the server keeps.
 // Nodes of opened workflows keep what they were saved with.
 
-import { applyPreset, PRESETS } from "./presets.mjs";
+import { applyPreset, presetName, PRESETS } from "./presets.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
 
@@ -15,7 +15,7 @@ export const LIMIT_OFFERED = "HybridTRT.LimitOffered";
 export const settings = [
     { id: LIMIT_OFFERED, name: "Limit offered", type: "hidden", defaultValue: false },
     setting("WhenMissing", "When there is no engine", ["use native", "build now", "build in background"], "use native"),
-    setting("Sizes", "Sizes", Object.keys(PRESETS).map((key) => ({ text: t(key), value: key })), "presetFit"),
+    setting("Sizes", "Picture sizes", Object.keys(PRESETS).map((key) => ({ text: presetName(key), value: key })), "presetFit"),
     setting("Backend", "Backend", ["auto", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch"], "auto"),
     setting("Precision", "Precision", ["auto", "float16", "bfloat16", "float32"], "auto"),
 ];

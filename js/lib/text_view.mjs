@@ -1,35 +1,31 @@
 // What TRT Sampler Patch and TRT Report say after a run, in the way that engine nodes show their state.
 
+import { StatusBox } from "./status_box.mjs";
 import { t } from "./texts.mjs";
 
 export const TEXT_NODES = ["TRTSamplerPatch", "TRTReport"];
-const HEIGHT = 92;
+const SIZE = [300, 170];
+const TITLES = { good: "allOnEngines", warn: "someNative", idle: "noRunYet" };
 
 /**
  * Show a node's text below its settings, amber when something ran native.
  * @param {any} node
+ * @param {HTMLElement[]} above what stands between headline and text
  */
-export function showRuns(node) {
-    const element = document.createElement("div");
-    element.className = "hybrid-trt-status";
-    const lines = element.appendChild(document.createElement("div"));
-    lines.className = "hybrid-trt-lines hybrid-trt-report";
-    const widget = node.addDOMWidget("run_text", "hybrid_trt_text", element, {
-        serialize: false, hideOnZoom: false, getMinHeight: () => HEIGHT,
-        getValue: () => lines.textContent, setValue: () => {},
-    });
-    widget.serialize = false;
-    const show = (text, tone) => {
-        lines.textContent = text;
-        element.dataset.tone = tone;
-        node.setDirtyCanvas?.(true, true);
-    };
-    show(t("notRun"), "idle");
+export function showRuns(node, above = []) {
+    const box = new StatusBox(node, "run_text", "hybrid_trt_text");
+    box.element.classList.add("hybrid-trt-report");
+    box.head.after(...above);
+    box.show("idle", t("noRunYet"), [t("notRun")]);
     const before = node.onExecuted;
     node.onExecuted = function (output, ...more) {
         before?.call(this, output, ...more);
-        if (output?.text?.length) show(output.text.join("\n"), toneOf(output));
+        if (!output?.text?.length) return;
+        const tone = toneOf(output), lines = output.text.join("\n").split("\n");
+        const answered = output.report && tone !== "idle"; // a report's first line is its answer
+        box.show(tone, answered ? lines.shift() : t(tone === "idle" ? "noCalls" : TITLES[tone]), lines);
     };
+    node.setSize(SIZE.map((size, i) => Math.max(size, node.computeSize()[i])));
 }
 
 /** Good when all ran on engines, a warning when something ran native. */

@@ -1,7 +1,7 @@
 // Keeps every engine node's view true. It looks at the graph when that may have changed, asks the server after anything
 // that may have changed its answer, and does nothing while nothing happens or nobody sees the page.
 
-import { misfitOf } from "./fit.mjs";
+import { latentsFor, misfitOf } from "./fit.mjs";
 import { ancestors, engineNodes, isLink, isWired } from "./graph.mjs";
 import { Look } from "./look.mjs";
 import { request } from "./server.mjs";
@@ -25,11 +25,18 @@ export class Tracker {
         /** @type {Map<any, number>} node -> when an event last told its state */
         this.heard = new Map();
         this.jobs = new Set(); // that events have told of
+        /** @type {Set<() => void>} called when nodes may show something else */
+        this.watchers = new Set();
         this.turn = 0;
         this.timer = null;
         this.stale = true; // the graph may have changed since the last look at it
         this.waiting = false; // something happened while nobody saw the page
         this.seen = { found: [], ids: new Map(), off: new Set(), prompt: {} };
+    }
+
+    /** Tell those who show several nodes at once that some may show something else. */
+    tell() {
+        for (const watcher of this.watchers) watcher();
     }
 
     /** The graph may have changed. */
@@ -60,7 +67,7 @@ export class Tracker {
         const started = performance.now();
         if (this.stale) this.#look();
         const { found, ids, off, prompt } = this.seen;
-        if (!found.length) return;
+        if (!found.length) return this.tell();
         const nodes = [...ids.values()];
         const answer = nodes.length
             ? await request(this.api, "/nodes", { method: "POST", json: { prompt: ancestors(prompt, nodes), nodes } })
@@ -70,9 +77,10 @@ export class Tracker {
             if (this.heard.get(node) > started) continue; // the answer is older than the event
             const id = ids.get(node), told = answer.nodes[id];
             const whenMissing = prompt[id]?.inputs.when_missing;
-            const state = told && { ...told, whenMissing, misfit: misfitOf(prompt, id, told) };
+            const state = told && { ...told, whenMissing, latents: latentsFor(prompt, id), misfit: misfitOf(prompt, id, told) };
             this.#apply(node, state || { state: off.has(node) ? "off" : "unwired", key: "" });
         }
+        this.tell();
     }
 
     /** ComfyUI has queued a prompt: what its serialisers gave is part of the keys from now on. */
@@ -95,6 +103,7 @@ export class Tracker {
                 this.heard.set(view.node, performance.now());
                 view.show({ ...view.state, state, job, text: "" });
             }
+            if (views.length) this.tell();
         }
         const alive = ["queued", "running"].includes(job.state);
         if (!alive || (!views.length && !this.jobs.has(job.id))) this.soon();

@@ -2,7 +2,7 @@
 
 import { t } from "./texts.mjs";
 
-/** @typedef {{tone: string, title: string, lines: string[], fraction: number | null, badge: string, log: string | null, offer: string}} View */
+/** @typedef {{tone: string, title: string, lines: string[], fraction: number | null, badge: string, log: string | null, offer: string, hint: string}} View */
 
 const TONES = { ready: "good", building: "busy", queued: "busy", asked: "busy", failed: "bad", stale: "warn", unchecked: "warn", unavailable: "warn" };
 export const BUSY = ["asked", "queued", "building"];
@@ -25,9 +25,14 @@ export function error(value) {
     return typeof value === "number" ? value.toExponential(1) : "?";
 }
 
-/** An engine in one line. */
+/** What an engine takes, and that it was compared with native, in one line. */
 export function engineLine(engine) {
-    return [engine.backend, engine.precision, engine.profile, size(engine.bytes)].join(", ");
+    return [engine.profile, ...(engine.rel_err == null ? [] : [t("checked")])].join(", ");
+}
+
+/** Who runs an engine, and how large it is, in one line. */
+export function makeLine(engine) {
+    return [engine.backend, engine.precision, size(engine.bytes)].join(", ");
 }
 
 /** How long a build has been running, and how long builds like it took; nothing of that once it takes longer. */
@@ -85,8 +90,8 @@ export function outlookWords({ outlook, whenMissing }) {
  * @returns {View}
  */
 export function describe(state) {
-    const { lines: ran, badge } = runWords(state.run);
-    const view = { tone: TONES[state.state] ?? "idle", title: t(state.state), lines: [], fraction: null, badge, log: null, offer: "" };
+    const { lines: ran, badge } = runWords(BUSY.includes(state.state) ? null : state.run);
+    const view = { tone: TONES[state.state] ?? "idle", title: t(state.state), lines: [], fraction: null, badge, log: null, offer: "", hint: "" };
     if (BUSY.includes(state.state)) {
         view.fraction = state.job ? state.job.percent / 100 : 0;
         view.lines = [state.job ? jobLine(state.job) : t("askedHint")];
@@ -95,8 +100,10 @@ export function describe(state) {
         return view;
     }
     if (state.state === "ready") {
+        if (state.engine.rel_err != null) view.hint = t("checkedHint", { error: error(state.engine.rel_err) });
         view.lines = [engineLine(state.engine), ...(state.engine.covers ? [] : [t("smaller")])];
         if (!state.engine.covers) view.tone = "warn";
+        else if (!ran.length) view.title = t("readyNext");
         if (state.job?.state === "failed") view.lines.push(state.job.message);
     } else {
         const outlook = ["none", "unknown"].includes(state.state) ? outlookWords(state) : "";
@@ -112,7 +119,11 @@ export function describe(state) {
         view.badge ||= t("badgeMisfit");
     }
     if (badge) view.tone = view.tone === "bad" ? "bad" : "warn";
-    view.lines = [...view.lines, ...ran];
+    view.lines = [...view.lines, ...ran, ...(state.state === "ready" ? [makeLine(state.engine)] : [])];
+    if (state.note) {
+        view.lines.unshift(state.note);
+        view.tone = "bad";
+    }
     return view;
 }
 
@@ -123,5 +134,5 @@ export function pixels({ width, height, images }) {
 
 /** The button's text in a state. */
 export function buttonLabel(state) {
-    return t(BUSY.includes(state) ? "cancel" : { ready: "rebuild", unchecked: "check" }[state] ?? "build");
+    return t(BUSY.includes(state) ? "cancel" : { ready: "rebuild", unchecked: "check", unwired: "buildUnwired" }[state] ?? "build");
 }

@@ -21,7 +21,8 @@ PLACE = """([id, name]) => { const node = app.canvas.graph.getNodeById(id);
 #: What the status of an engine node of the open graph shows.
 STATUS = """id => { const widget = app.canvas.graph.getNodeById(id).widgets.find(w => w.name === 'engine_status');
     const e = widget.element, bar = e.querySelector('.hybrid-trt-bar');
-    return { state: e.dataset.state, tone: e.dataset.tone, text: e.innerText,
+    return { state: e.dataset.state, tone: e.dataset.tone,
+             text: `${e.innerText}\n${e.querySelector('.hybrid-trt-details').textContent}`, // what is folded away too
              title: e.querySelector('.hybrid-trt-title').textContent, shown: e.isConnected && e.offsetHeight > 0,
              width: bar.hidden ? null : parseFloat(bar.firstChild.style.width),
              button: app.canvas.graph.getNodeById(id).widgets.find(w => w.name === 'build_engine').label }; }"""
@@ -82,3 +83,9 @@ class EnginePage:
         path = SHOTS / f"{self.name}-{mode}-{len(self.steps)}-{step}.png"
         self.page.page.screenshot(path=path)
         self.steps.append(path)
+
+
+def choose(page: EnginePage, group: Locator, entry: str) -> None:
+    """Open the menu of a model's only engine in the panel, and click an entry."""
+    group.get_by_role("button", name="More for").click()
+    page.page.page.get_by_role("menu").get_by_role("menuitem", name=entry).click()

@@ -30,16 +30,19 @@ def publish_engine(
     return library.publish(work, manifest, made_here=made_here)
 
 
-def publish(root: Path, contents: bytes = b"engine", weights: str = "e" * 64) -> str:
+def publish(
+    root: Path, contents: bytes = b"engine", weights: str = "e" * 64, label: str = "routes.safetensors",
+    created: str = "2026-01-01T00:00:00+00:00", largest: int = 2,
+) -> str:
     """A small engine of no real model in a library; its folder's name."""
     library = Library([root])
     spec = TensorSpec("x", "float32", (Dim("B"), 4))
-    profile = Profile({"B": Range(1, 1, 2)})
+    profile = Profile({"B": Range(1, 1, largest)})
     identity = EngineIdentity("sd15_unet", weights, "float16", profile, "onnxruntime", "1", "any")
     folder = library.building_folder()
     (folder / "model.onnx").write_bytes(contents)
     manifest = Manifest(
-        identity, "unet", "routes.safetensors", (spec,), (spec,), describe_files(folder, ["model.onnx"]),
-        parity={"rel_err": 1e-6}, seconds={"build": 2.0}, created="2026-01-01T00:00:00+00:00",
+        identity, "unet", label, (spec,), (spec,), describe_files(folder, ["model.onnx"]),
+        parity={"rel_err": 1e-6}, seconds={"build": 2.0}, created=created,
     )  # fmt: skip
     return library.publish(folder, manifest).folder.name

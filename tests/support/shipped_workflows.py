@@ -12,12 +12,13 @@ from workflow_recipes import RECIPES
 
 FOLDER = Path(__file__).resolve().parents[2] / "workflows"
 NAMES = [recipe.name for recipe in RECIPES]
+TITLES = {recipe.name: recipe.title for recipe in RECIPES}
 
 Workflow = dict[str, Any]
 
 
 def shipped(name: str) -> Workflow:
-    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads((FOLDER / f"{TITLES[name]}.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="session")

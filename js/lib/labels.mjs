@@ -1,0 +1,33 @@
+// Values of combos, and the rows of TRT Apply ControlNet, in the page's language. What is saved and sent stays as it is.
+
+import { everywhere, t } from "./texts.mjs";
+
+const VALUES = { "use native": "useNative", "build now": "buildNow", "build in background": "buildBackground", auto: "auto" };
+const ROW = /^rows\.(control_net|image|strength|start|end)_(\d+)$/;
+
+/** A combo's value as people read it. */
+export function valueLabel(value) {
+    return value in VALUES ? t(VALUES[value]) : value;
+}
+
+/** Show a node's combos in the page's language. */
+export function labelValues(node) {
+    for (const { type, options } of node.widgets ?? [])
+        if (type === "combo" && options.values?.some?.((value) => valueLabel(value) !== value)) options.getOptionLabel = valueLabel;
+}
+
+/** Name a row's input or widget in the page's language; what the user called it stays. */
+export function labelRow(part) {
+    const [, what, number] = ROW.exec(part?.name ?? "") ?? [];
+    if (!what || (part.label && !everywhere(`row_${what}`, { number }).includes(part.label))) return;
+    part.label = rowLabel(part.name);
+}
+
+/**
+ * What a row's input or widget is called, or null for one that is in no row.
+ * @param {string} name for example "rows.strength_2"
+ */
+export function rowLabel(name) {
+    const [, what, number] = ROW.exec(name ?? "") ?? [];
+    return what ? t(`row_${what}`, { number }) : null;
+}

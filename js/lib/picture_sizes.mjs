@@ -1,0 +1,166 @@
+// The choice of picture sizes on an engine node: Auto, a family's usual formats, or numbers of one's own. It stands above the
+// numbers that it sets; these are what is saved and sent, and Auto keeps them right when the graph's picture changes.
+
+import { applyPreset, autoSizes, follow, meant, presetName, presetOf, PRESETS, sameSizes, sizesOf } from "./presets.mjs";
+import { t } from "./texts.mjs";
+import { pixels } from "./words.mjs";
+
+const AUTO = "presetFit", CUSTOM = "custom";
+/** The property of a node that says what its numbers alone do not: "presetFit" for Auto, or "custom". */
+const CHOSEN = "picture_sizes";
+
+export class PictureSizes {
+    /**
+     * @param {any} node
+     * @param {() => void} changed called after the numbers were set
+     * @param {(sizes: PictureSizes) => void} toAll gives this node's choice to the others of its sampler
+     */
+    constructor(node, changed, toAll) {
+        this.node = node;
+        this.changed = changed;
+        this.toAll = toAll;
+        this.fits = undefined; // what fits the model
+        this.latents = undefined; // the pictures that the graph asks for
+        this.widget = node.addWidget("combo", "size_preset", "", (value) => this.#picked(value), { values: [], serialize: false });
+        Object.assign(this.widget, { serialize: false, label: t("presetLabel"), tooltip: t("presetHint") });
+        this.widget.incrementValue = this.widget.decrementValue = (click) => openList(this.widget, click);
+        const { widgets } = node, first = widgets.findIndex(({ name }) => name in PRESETS[AUTO]);
+        widgets.splice(first, 0, widgets.pop());
+        for (const other of widgets) if (other.options?.advanced) foldOnCanvas(node, other);
+        for (const size of widgets.filter(({ name }) => name in PRESETS[AUTO])) follow(size, "callback", () => this.#typed());
+        follow(node, "onConfigure", () => this.#loaded());
+        follow(node, "onSerialize", (saved) => withoutHoles(node, saved));
+        this.#loaded();
+    }
+
+    /** "presetFit" (Auto), another preset's key, or "custom". */
+    get choice() {
+        const kept = this.node.properties?.[CHOSEN];
+        return kept === AUTO || kept === CUSTOM ? kept : presetOf(this.node) ?? CUSTOM;
+    }
+
+    /** Learn what fits the model and which pictures the graph asks for; Auto follows. */
+    know(fits, latents) {
+        const before = JSON.stringify([this.fits, this.latents]);
+        this.fits = fits ?? this.fits;
+        this.latents = latents ?? this.latents;
+        if (this.choice === AUTO) this.#follow();
+        if (before !== JSON.stringify([this.fits, this.latents])) this.#show();
+    }
+
+    /** Choose, as if it had been picked: a key as `choice` gives it, with the numbers of a choice of one's own. */
+    choose(key, numbers = PRESETS[key]) {
+        this.node.properties ??= {};
+        if (key === AUTO || key === CUSTOM) this.node.properties[CHOSEN] = key;
+        else delete this.node.properties[CHOSEN];
+        this.#set(numbers ?? sizesOf(this.node));
+        if (key === AUTO) this.#follow();
+        this.#show();
+        this.changed();
+    }
+
+    /** The menu entries with all choices. */
+    menu() {
+        const options = this.#entries().map(([label, act]) => ({ content: label, callback: () => act() }));
+        return { content: t("presets"), has_submenu: true, submenu: { options } };
+    }
+
+    /** @returns {[string, () => void][]} */
+    #entries() {
+        const { node } = this, custom = this.choice === CUSTOM;
+        const unfold = node.showAdvanced ? "presetLess" : "presetMore";
+        return [
+            [this.#autoName(), () => this.choose(AUTO)],
+            ...Object.keys(PRESETS).filter((key) => key !== AUTO).map((key) => [presetName(key), () => this.choose(key)]),
+            [custom ? this.#customName() : t("sizesCustom"), () => this.#own()],
+            [t("sizesToAll"), () => this.toAll(this)],
+            // Vue nodes have a button of their own to unfold what is advanced
+            ...(globalThis.LiteGraph?.vueNodesMode ? [] : [[t(unfold), () => node.toggleAdvanced()]]),
+        ];
+    }
+
+    #autoName() {
+        const [latent] = this.latents ?? [];
+        if (latent) return t("sizesAuto", { size: `${pixels({ ...latent, images: 1 })} × ${latent.images}` });
+        return this.fits?.family ? t("presetFitOf", this.fits) : t("sizesAutoFit");
+    }
+
+    #customName() {
+        const sizes = sizesOf(this.node);
+        return t("presetOwn", meant(sizes, this.fits) ?? sizes);
+    }
+
+    #picked(label) {
+        this.#entries().find(([name]) => name === label)?.[1]();
+        this.#show();
+    }
+
+    #own() {
+        if (!this.node.showAdvanced) this.node.toggleAdvanced?.();
+        this.choose(CUSTOM);
+    }
+
+    /** Write Auto's numbers. Numbers that somebody else wrote meanwhile are his own. */
+    #follow() {
+        if (this.known && !sameSizes(sizesOf(this.node), this.known)) return this.#typed();
+        if (!this.latents?.length) return undefined; // nothing is certain
+        const wanted = autoSizes(this.latents, this.fits);
+        if (sameSizes(sizesOf(this.node), wanted)) return undefined;
+        this.node.properties ??= {};
+        this.node.properties[CHOSEN] = AUTO;
+        this.#set(wanted);
+        this.#show();
+        return this.changed();
+    }
+
+    #set(numbers) {
+        this.known = numbers;
+        applyPreset(this.node, numbers);
+        this.known = sizesOf(this.node);
+    }
+
+    /** A number has changed: another one than ours is of somebody's own. */
+    #typed() {
+        const now = sizesOf(this.node);
+        if (!sameSizes(now, this.known)) {
+            this.known = now;
+            if (this.node.properties?.[CHOSEN] === AUTO) this.node.properties[CHOSEN] = CUSTOM;
+        }
+        this.#show();
+    }
+
+    #loaded() {
+        this.known = sizesOf(this.node);
+        this.latents = undefined;
+        this.#show();
+    }
+
+    #show() {
+        const entries = this.#entries().map(([label]) => label), { choice } = this;
+        this.widget.options.values = entries;
+        this.widget.value = { [AUTO]: entries[0], [CUSTOM]: entries[Object.keys(PRESETS).length] }[choice] ?? presetName(choice);
+    }
+}
+
+/** The canvas's arrows at both ends of a combo step through its entries, some of which do things: these open the list. */
+function openList(widget, { e, node, canvas }) {
+    const callback = (value) => widget.setValue(value, { e, node, canvas });
+    new globalThis.LiteGraph.ContextMenu(widget.options.values, { event: e, className: "dark", callback, scale: Math.max(1, canvas.ds.scale) });
+}
+
+/** Widgets that are not saved leave holes in the list of values, which ComfyUI reads as values when it loads the node. */
+function withoutHoles(node, saved) {
+    const values = saved?.widgets_values;
+    if (Array.isArray(values)) saved.widgets_values = node.widgets.flatMap((widget, i) => (widget.serialize === false ? [] : [values[i]]));
+}
+
+/** Vue nodes fold advanced widgets by themselves; the canvas would only leave them blank. */
+function foldOnCanvas(node, widget) {
+    let hidden = widget.hidden;
+    widget.advanced = true;
+    Object.defineProperty(widget, "hidden", {
+        configurable: true, enumerable: true,
+        get: () => hidden || (!globalThis.LiteGraph?.vueNodesMode && !node.showAdvanced),
+        set: (value) => { hidden = value; },
+    });
+}

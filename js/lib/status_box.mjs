@@ -1,0 +1,80 @@
+// The box in which a node says how things stand: a headline, two lines, and the rest under "Details". It is as high as what
+// it says, up to a limit, and its node grows and shrinks with it.
+
+import { fold } from "./fold.mjs";
+import { t } from "./texts.mjs";
+
+const MARGIN = 6, LEAST = 80, MOST = 160;
+
+export class StatusBox {
+    /**
+     * @param {any} node
+     * @param {string} name the widget's, which is in no saved workflow and no prompt
+     * @param {string} type
+     */
+    constructor(node, name, type) {
+        this.node = node;
+        this.height = LEAST;
+        this.element = document.createElement("div");
+        this.element.className = "hybrid-trt-status";
+        this.content = part(this.element, "div", "hybrid-trt-content");
+        this.head = part(this.content, "div", "hybrid-trt-head");
+        this.title = part(this.head, "span", "hybrid-trt-title");
+        this.lines = part(this.content, "div", "hybrid-trt-lines");
+        this.actions = part(this.content, "div", "hybrid-trt-actions");
+        this.details = part(this.content, "details", "hybrid-trt-details");
+        this.summary = part(this.details, "summary", "");
+        this.rest = part(this.details, "div", "hybrid-trt-lines");
+        this.widget = node.addDOMWidget(name, type, this.element, {
+            serialize: false, hideOnZoom: false, hideInPanel: true, margin: MARGIN,
+            getMinHeight: () => this.height + 2 * MARGIN, getValue: () => this.title.textContent, setValue: () => {},
+        });
+        this.widget.serialize = false;
+        // some of the page's panels write the width of their own column into every widget that they show
+        Object.defineProperty(this.widget, "width", { configurable: true, get: () => undefined, set: () => {} });
+        new ResizeObserver(() => this.#fit()).observe(this.content);
+    }
+
+    /**
+     * @param {string} tone good, busy, warn, bad or idle
+     * @param {string} title
+     * @param {string[]} lines
+     * @param {string} [hint] what the pointer over the lines tells
+     */
+    show(tone, title, lines, hint = "") {
+        const { shown, rest } = fold(lines);
+        this.element.dataset.tone = tone;
+        this.title.textContent = title;
+        this.lines.replaceChildren(...shown.map(row));
+        this.rest.replaceChildren(...rest.map(row));
+        this.lines.title = hint;
+        this.summary.textContent = t("details");
+        this.details.hidden = !rest.length;
+        this.node.setDirtyCanvas?.(true, true);
+    }
+
+    /** Take the height that the content needs. Vue nodes do so by themselves. */
+    #fit() {
+        const needed = this.content.offsetHeight;
+        const height = Math.min(Math.max(needed, LEAST), MOST);
+        if (!needed || height === this.height) return; // what is not drawn has no height
+        const before = this.node.computeSize()[1];
+        this.height = height;
+        const least = this.node.computeSize()[1], now = this.node.size[1];
+        if (globalThis.LiteGraph?.vueNodesMode) return;
+        // a node that somebody made higher keeps its height
+        if (now <= before + 1 || now < least) this.node.setSize([this.node.size[0], least]);
+        this.node.setDirtyCanvas?.(true, true);
+    }
+}
+
+/** A new element in another one. */
+export function part(parent, tag, name) {
+    const made = document.createElement(tag);
+    made.className = name;
+    return parent.appendChild(made);
+}
+
+function row(text) {
+    return Object.assign(document.createElement("div"), { textContent: text });
+}

@@ -1,0 +1,34 @@
+// Templates open so that they can be read. The page fits all of a template into its window, and below a scale it draws no
+// text on nodes; then the pack's own templates start at their top left instead, where the note stands.
+
+/** Where the first node goes: right of the sidebar, below the tabs. */
+const CORNER = [80, 112];
+const READABLE = 0.6, FITTED = 150;
+/** What `tools/make_workflows.py` marks templates with. */
+export const MARK = "hybrid_trt_template";
+
+/**
+ * The view for nodes that were fitted into the window: the same, or a larger one of their top left.
+ * @param {number} scale what the page chose
+ * @param {number[][]} boxes x, y, width, height of the nodes
+ * @returns {{scale: number, offset: [number, number]} | null} null when the page's own view can be read
+ */
+export function readableView(scale, boxes) {
+    if (scale >= READABLE || !boxes.length) return null;
+    const first = [0, 1].map((i) => Math.min(...boxes.map((box) => box[i])));
+    return { scale: READABLE, offset: CORNER.map((at, i) => at / READABLE - first[i]) };
+}
+
+/** Make an opened template readable, once; what is saved of it is opened as it was left. */
+export function openReadable(app) {
+    const { extra } = app.rootGraph ?? app.graph ?? {};
+    if (!extra?.[MARK]) return;
+    delete extra[MARK];
+    setTimeout(() => {
+        const { ds } = app.canvas, view = readableView(ds.scale, app.canvas.graph.nodes.map((node) => [...node.getBounding()]));
+        if (!view) return;
+        ds.scale = view.scale;
+        [ds.offset[0], ds.offset[1]] = view.offset;
+        app.canvas.setDirty(true, true);
+    }, FITTED);
+}

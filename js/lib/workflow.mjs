@@ -1,0 +1,56 @@
+// What the engines of a whole workflow need: pure functions from its engine nodes' states to counts, shares and seconds.
+
+import { BUSY } from "./words.mjs";
+
+/** @typedef {{state: string, key?: string, engine?: any, job?: any, outlook?: any}} State the server's answer for a node */
+/** @typedef {{ready: number, missing: number, busy: number, total: number, seconds: number | null}} Needs */
+
+const MISSING = ["none", "unknown", "stale", "unchecked", "failed"];
+
+/** Whether a build would give a node an engine, or one for all its sizes. */
+export function isMissing({ state, engine }) {
+    return MISSING.includes(state) || (state === "ready" && engine?.covers === false);
+}
+
+/**
+ * What engine nodes lack. Nodes that want the same engine count once; those that are off, unwired or can have no engine
+ * do not count.
+ * @param {State[]} states
+ * @returns {Needs} with the seconds until all are built; null when they are not known of each
+ */
+export function needs(states) {
+    const known = distinct(states);
+    const busy = known.filter(({ state }) => BUSY.includes(state)), missing = known.filter(isMissing);
+    const ready = known.filter((state) => state.state === "ready" && !isMissing(state));
+    const waits = [...busy, ...missing].map(left);
+    return {
+        ready: ready.length, missing: missing.length, busy: busy.length, total: ready.length + missing.length + busy.length,
+        seconds: waits.includes(null) ? null : waits.reduce((sum, wait) => sum + wait, 0),
+    };
+}
+
+/**
+ * How much of some builds is done, by the seconds that each takes, or by their number where that is not known.
+ * @param {State[]} states of the nodes that wait for them; those that wait no more are done
+ * @param {Map<string, number>} weights node key -> seconds, kept from look to look
+ */
+export function progress(states, weights) {
+    let done = 0, all = 0;
+    for (const { key, state, job, outlook } of distinct(states)) {
+        const known = job?.expected ?? outlook?.seconds;
+        if (known > 0 || !weights.has(key)) weights.set(key, known > 0 ? known : 1);
+        all += weights.get(key);
+        done += weights.get(key) * (BUSY.includes(state) ? (job?.percent ?? 0) / 100 : 1);
+    }
+    return all ? done / all : 0;
+}
+
+function distinct(states) {
+    return [...new Map(states.map((state, i) => [state.key || i, state])).values()];
+}
+
+/** Seconds until a node has its engine, or null. */
+function left({ job, outlook }) {
+    if (job?.expected > 0 && job.percent < 100) return Math.max(0, job.expected - (job.seconds ?? 0));
+    return outlook?.seconds ?? null;
+}

@@ -1,0 +1,89 @@
+// The engines of the open workflow in one place: what is missing, one button that builds it all, one bar, one cancel.
+
+import { t } from "./texts.mjs";
+import { isMissing, needs, progress } from "./workflow.mjs";
+import { about, BUSY } from "./words.mjs";
+
+/** Shown in the panel, with a line for each node, and on report nodes, without. */
+export class WorkflowView {
+    /**
+     * @param {import("./tracker.mjs").Tracker} tracker
+     * @param {{buildAll: (views: any[]) => void, cancelAll: (views: any[]) => void, jump?: (node: any) => void}} actions
+     *     with `jump` each node has a line that leads to it
+     */
+    constructor(tracker, actions) {
+        this.tracker = tracker;
+        this.actions = actions;
+        this.batch = new Set(); // the views that wait for builds, and those whose builds ended meanwhile
+        this.weights = new Map();
+        this.element = make("div", "hybrid-trt-workflow");
+        this.head = this.element.appendChild(make("div", "hybrid-trt-title"));
+        this.bar = this.element.appendChild(make("div", "hybrid-trt-bar")).appendChild(document.createElement("div"));
+        this.button = this.element.appendChild(make("button", "hybrid-trt-log"));
+        this.button.addEventListener("click", () => this.#press());
+        this.list = this.element.appendChild(make("div", "hybrid-trt-workflow-nodes"));
+        this.draw = this.draw.bind(this);
+        tracker.watchers.add(this.draw);
+        this.draw();
+    }
+
+    /** It is no longer shown. */
+    close() {
+        this.tracker.watchers.delete(this.draw);
+    }
+
+    draw() {
+        const views = [...this.tracker.views.values()].filter(({ state }) => !["off", "unwired"].includes(state.state));
+        const found = needs(views.map(({ state }) => state));
+        const waiting = views.filter(({ state }) => BUSY.includes(state.state));
+        this.batch = new Set(waiting.length ? [...this.batch, ...waiting].filter((view) => views.includes(view)) : []);
+        if (!waiting.length) this.weights.clear();
+        this.element.hidden = !found.total;
+        this.element.dataset.tone = waiting.length ? "busy" : found.missing ? "warn" : "good";
+        this.head.textContent = headline(found, this.batch.size);
+        this.bar.parentElement.hidden = !waiting.length;
+        this.bar.style.width = `${100 * progress([...this.batch].map(({ state }) => state), this.weights)}%`;
+        this.button.hidden = !waiting.length && !found.missing;
+        this.button.dataset.act = waiting.length ? "cancel" : "build";
+        this.button.textContent = waiting.length ? t("cancelAll") : offer(found);
+        if (this.actions.jump) this.list.replaceChildren(...views.map((view) => this.#line(view)));
+    }
+
+    #press() {
+        const views = [...this.tracker.views.values()];
+        const waiting = views.filter(({ state }) => BUSY.includes(state.state));
+        if (waiting.length) this.actions.cancelAll(waiting);
+        else this.actions.buildAll(views.filter(({ state }) => isMissing(state)));
+    }
+
+    #line(view) {
+        const line = make("button", "hybrid-trt-workflow-node");
+        line.title = t("jump");
+        line.dataset.tone = view.view.tone;
+        const model = view.state.label ? `${view.node.title}: ${view.state.label}` : view.node.title;
+        line.append(make("span", "", model), make("span", "hybrid-trt-title", view.view.title));
+        line.addEventListener("click", () => this.actions.jump(view.node));
+        return line;
+    }
+}
+
+/** One line for all engines of a workflow. */
+function headline({ ready, missing, busy, total, seconds }, batch) {
+    if (busy) return timed(t("allBusy", { busy, batch }), seconds);
+    return missing ? t("allMissing", { missing, total }) : t("allReady", { ready });
+}
+
+function offer({ missing, seconds }) {
+    return timed(t(missing === 1 ? "buildOne" : "buildAll", { count: missing }), seconds);
+}
+
+function timed(words, seconds) {
+    return seconds > 0 ? t("timed", { words, time: about(seconds) }) : words;
+}
+
+function make(tag, name, text = "") {
+    const part = document.createElement(tag);
+    part.className = name;
+    part.textContent = text;
+    return part;
+}

@@ -1,0 +1,138 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { sameSampler } from "../../js/lib/fit.mjs";
+import { PictureSizes } from "../../js/lib/picture_sizes.mjs";
+import { applyPreset, autoSizes, meant, presetName, PRESETS, sizesOf } from "../../js/lib/presets.mjs";
+
+const SDXL = { family: "SDXL", min_size: 512, opt_size: 1024, max_size: 1536, max_images: 1, max_tokens: 231 };
+const ZEROS = PRESETS.presetFit;
+const latent = (width, height, images = 1) => ({ width, height, images });
+const AUTO_PORTRAIT = { ...ZEROS, opt_size: 768 };
+
+/** A node with the five numbers, as ComfyUI makes and saves it. */
+function engineNode(values = {}, properties = {}) {
+    const widgets = [{ name: "when_missing", value: "use native" },
+        ...Object.entries({ ...ZEROS, ...values }).map(([name, value]) => ({ name, value, options: { advanced: true } }))];
+    const node = { widgets, properties, addWidget(type, name, value, callback, options) {
+        const widget = { type, name, value, callback, options };
+        widgets.push(widget);
+        return widget;
+    }, toggleAdvanced() { node.showAdvanced = !node.showAdvanced; } };
+    const count = { changed: 0, toAll: 0 };
+    const sizes = new PictureSizes(node, () => { count.changed += 1; }, () => { count.toAll += 1; });
+    const preset = widgets.find(({ name }) => name === "size_preset");
+    return { node, sizes, preset, count, pick: (start) => preset.callback(preset.options.values.find((value) => value.startsWith(start))),
+        type(name, value) {
+            const widget = widgets.find((one) => one.name === name);
+            widget.value = value;
+            widget.callback(value);
+        } };
+}
+
+test("the choices rise from min to max, have names, and set the widgets that there are", () => {
+    for (const [key, values] of Object.entries(PRESETS)) {
+        assert.ok(values.min_size <= values.opt_size && values.opt_size <= values.max_size, key);
+        assert.notEqual(presetName(key), key);
+        assert.equal(values.max_tokens % 77, 0);
+    }
+    const heard = [], node = { widgets: [{ name: "max_size", value: 1, callback: (v) => heard.push(v) }, { name: "backend", value: "auto" }] };
+    applyPreset(node, PRESETS.presetSdxl);
+    assert.deepEqual([node.widgets.map((w) => w.value), heard], [[1536, "auto"], [1536]]);
+    applyPreset({}, {});
+});
+
+test("Auto is best at the graph's picture, and as wide as usual or as the picture needs", () => {
+    assert.deepEqual(autoSizes([latent(640, 960)], SDXL), AUTO_PORTRAIT);
+    assert.deepEqual(autoSizes([latent(640, 960)], undefined), AUTO_PORTRAIT, "before the model is known");
+    assert.deepEqual(autoSizes([latent(832, 1216)], SDXL), ZEROS, "what fits the model is best at that");
+    assert.deepEqual(autoSizes([latent(512, 512)], undefined), ZEROS, "and may be at that");
+    assert.equal(autoSizes([latent(512, 512)], SDXL).opt_size, 512);
+    assert.deepEqual(autoSizes([latent(2048, 1024, 4)], SDXL), { ...ZEROS, opt_size: 1472, max_size: 2048, max_images: 4 });
+    assert.deepEqual(autoSizes([latent(256, 256)], SDXL), { ...ZEROS, min_size: 256, opt_size: 256 });
+    assert.equal(autoSizes([latent(72, 72)], SDXL).opt_size, 72);
+    for (const one of [latent(2048, 1024), latent(512, 512), latent(64, 4096), latent(1536, 640)]) {
+        const { min_size, opt_size, max_size } = meant(autoSizes([one], SDXL), SDXL);
+        assert.ok(min_size <= Math.min(one.width, one.height) && max_size >= Math.max(one.width, one.height));
+        assert.ok(min_size <= opt_size && opt_size <= max_size);
+    }
+});
+
+test("on Auto the numbers follow the graph's picture, and only then", () => {
+    const { node, sizes, preset, count } = engineNode();
+    assert.equal(preset.value, "Auto (fits the model)");
+    sizes.know(SDXL, []);
+    assert.deepEqual([preset.value, sizesOf(node), count.changed], ["Auto (fits SDXL: 512 to 1536 px)", ZEROS, 0]);
+    sizes.know(SDXL, [latent(640, 960)]);
+    assert.deepEqual([preset.value, sizesOf(node), count.changed], ["Auto (this workflow: 640×960 × 1)", AUTO_PORTRAIT, 1]);
+    sizes.know(SDXL, [latent(640, 960)]);
+    assert.equal(count.changed, 1, "nothing is written twice");
+    sizes.know(SDXL, [latent(2048, 2048, 2)]);
+    assert.deepEqual([sizes.choice, sizesOf(node)], ["presetFit", { ...ZEROS, opt_size: 2048, max_size: 2048, max_images: 2 }]);
+    sizes.know(undefined, undefined);
+    assert.equal(sizes.choice, "presetFit", "a node that is switched off keeps what it knew");
+});
+
+test("numbers of one's own stay, whether typed, saved or written by others", () => {
+    const typed = engineNode();
+    typed.sizes.know(SDXL, [latent(640, 960)]);
+    typed.type("max_size", 1280);
+    typed.sizes.know(SDXL, [latent(512, 512)]);
+    assert.deepEqual([typed.sizes.choice, sizesOf(typed.node).max_size, sizesOf(typed.node).opt_size], ["custom", 1280, 768]);
+    assert.equal(typed.preset.value, "Custom: 512 to 1280 px × 1");
+    const saved = engineNode({ min_size: 64, opt_size: 128, max_size: 512, max_images: 4, max_tokens: 616 });
+    saved.sizes.know(SDXL, [latent(640, 960)]);
+    assert.deepEqual([saved.sizes.choice, sizesOf(saved.node).opt_size, saved.preset.value],
+        ["custom", 128, "Custom: 64 to 512 px × 4"]);
+    const written = engineNode();
+    written.sizes.know(SDXL, [latent(640, 960)]);
+    written.node.widgets.find(({ name }) => name === "max_size").value = 900;
+    written.sizes.know(SDXL, [latent(512, 512)]);
+    assert.deepEqual([written.sizes.choice, sizesOf(written.node).max_size], ["custom", 900]);
+});
+
+test("what Auto wrote is Auto's after a reload too", () => {
+    const { node, sizes } = engineNode(AUTO_PORTRAIT, { picture_sizes: "presetFit" });
+    node.onConfigure();
+    assert.equal(sizes.choice, "presetFit");
+    sizes.know(SDXL, [latent(512, 512)]);
+    assert.equal(sizesOf(node).opt_size, 512);
+});
+
+test("a choice sets the numbers, Custom shows them, and that can be undone", () => {
+    const { node, sizes, preset, count, pick } = engineNode();
+    pick("SDXL");
+    assert.deepEqual([sizes.choice, preset.value, sizesOf(node)], ["presetSdxl", "SDXL, all usual formats", PRESETS.presetSdxl]);
+    const max = node.widgets.find(({ name }) => name === "max_size");
+    assert.deepEqual([max.advanced, max.hidden], [true, true]);
+    pick("Custom");
+    assert.deepEqual([sizes.choice, node.showAdvanced, max.hidden ?? false], ["custom", true, false]);
+    assert.deepEqual(sizesOf(node), PRESETS.presetSdxl, "they are where one begins");
+    pick("Hide");
+    assert.deepEqual([node.showAdvanced, max.hidden], [false, true]);
+    pick("Auto");
+    assert.deepEqual([sizes.choice, sizesOf(node)], ["presetFit", ZEROS]);
+    pick("Apply to all");
+    assert.deepEqual([count.toAll, preset.value], [1, preset.options.values[0]]);
+});
+
+test("the choice stands above the numbers, and is saved nowhere", () => {
+    const { node, preset } = engineNode();
+    assert.deepEqual(node.widgets.map(({ name }) => name).slice(0, 3), ["when_missing", "size_preset", "min_size"]);
+    assert.deepEqual([preset.serialize, preset.options.serialize], [false, false]);
+    const holes = ["use native"];
+    [0, 512, 0, 0, 0].forEach((value, i) => { holes[i + 2] = value; });
+    const saved = { widgets_values: holes };
+    node.onSerialize(saved);
+    assert.deepEqual(saved.widgets_values, ["use native", 0, 512, 0, 0, 0], "as it was saved before there was a choice");
+});
+
+test("engine nodes of the same sampler are found, others are not", () => {
+    const prompt = {
+        1: { class_type: "TRTUNetEngine", inputs: {} }, 2: { class_type: "TRTControlNetEngine", inputs: {} },
+        3: { class_type: "KSampler", inputs: { model: ["1", 0], positive: ["2", 0], latent_image: ["5", 0] } },
+        4: { class_type: "TRTUNetEngine", inputs: {} },
+        5: { class_type: "EmptyLatentImage", inputs: {} },
+        6: { class_type: "KSampler", inputs: { model: ["4", 0], latent_image: ["3", 0] } },
+    };
+    assert.deepEqual([sameSampler(prompt, "1"), sameSampler(prompt, "4"), sameSampler(prompt, "9")], [["1", "2"], ["4"], []]);
+});

@@ -1,0 +1,47 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { buildPrompt } from "../../js/lib/graph.mjs";
+import { isMissing, needs, progress } from "../../js/lib/workflow.mjs";
+
+const none = (key, seconds) => ({ state: "none", key, outlook: { seconds } });
+const ready = (key, covers = true) => ({ state: "ready", key, engine: { covers } });
+const building = (key, percent, expected, seconds) => ({ state: "building", key, job: { percent, expected, seconds } });
+
+test("a workflow lacks what a build would give, each engine once, and its time is the sum where each is known", () => {
+    const states = [none("a", 60), none("a", 60), none("b", 30), ready("c"), { state: "off", key: "d" }, { state: "unavailable", key: "e" }];
+    assert.deepEqual(needs(states), { ready: 1, missing: 2, busy: 0, total: 3, seconds: 90 });
+    assert.equal(needs([none("a", 60), none("b", null)]).seconds, null);
+    assert.deepEqual(needs([ready("a"), ready("b")]), { ready: 2, missing: 0, busy: 0, total: 2, seconds: 0 });
+});
+
+test("what is stale, unchecked, failed, not looked up, or too small is built by Build all; what is under way is not", () => {
+    for (const state of ["none", "unknown", "stale", "unchecked", "failed"]) assert.equal(isMissing({ state }), true, state);
+    for (const state of ["asked", "queued", "building", "unavailable", "off", "unwired"]) assert.equal(isMissing({ state }), false, state);
+    assert.equal(isMissing(ready("a")), false);
+    assert.equal(isMissing(ready("a", false)), true);
+});
+
+test("the time left goes down while a build runs", () => {
+    assert.equal(needs([building("a", 25, 100, 25), none("b", 40)]).seconds, 115);
+    assert.equal(needs([building("a", 99, 100, 140)]).seconds, 0);
+});
+
+test("the share that is done goes from nothing to all, and never back", () => {
+    const weights = new Map();
+    const shares = [
+        [none("a", 30), none("b", 10)].map((state) => ({ ...state, state: "asked" })),
+        [building("a", 50, 30, 15), { state: "queued", key: "b", job: { percent: 0, expected: 10 } }],
+        [ready("a"), building("b", 50, 10, 5)],
+        [ready("a"), ready("b")],
+    ].map((states) => progress(states, weights));
+    assert.deepEqual(shares, [0, 15 / 40, 35 / 40, 1]);
+});
+
+test("one prompt orders several builds, an output behind each", () => {
+    const prompt = { 1: { class_type: "Loader", inputs: {} }, 2: { class_type: "TRTUNetEngine", inputs: { model: ["1", 0] } },
+        3: { class_type: "TRTControlNetEngine", inputs: {} }, 4: { class_type: "SaveImage", inputs: { images: ["2", 0] } } };
+    const made = buildPrompt(prompt, ["2", "3", "99"], "missing r");
+    assert.deepEqual(Object.keys(made).sort(), ["1", "2", "3", "hybrid_trt_build", "hybrid_trt_build_1"]);
+    assert.deepEqual(made.hybrid_trt_build_1.inputs.after, ["3", 0]);
+    assert.equal(made[2].inputs.build_request, made[3].inputs.build_request);
+});

@@ -1,0 +1,216 @@
+"""The boxes in which nodes say how things stand: whole, inside their node and readable, in both kinds of nodes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import ComfyPage, chromium, comfy_page
+from comfy_process import ComfyProcess
+from engine_page import EnginePage
+from node_boxes import STATES, close_up, contrast, measured, server_says, whole
+from playwright.sync_api import Browser
+from workflow_recipes import with_tiny_models
+
+pytestmark = pytest.mark.browser
+
+NAME = "sd15_two_controlnets"
+WORKFLOW = Path(__file__).resolve().parent.parent / "workflows" / f"{NAME}.json"
+NET = "TRT ControlNet Engine 1"
+PANEL = "open => app.extensionManager.setting.set('Comfy.RightSidePanel.IsOpen', open)"
+RAN = """([id, text, native]) => app.graph.getNodeById(id).onExecuted({ text: [text], native: [native] })"""
+REPORT = ("tiny.safetensors: 8 calls on onnxruntime, 8 native, 12.3 ms per engine call, 40.1 ms per native call\n"
+          "    8 x shape outside the profile: width 768 px is outside the engine's 64 to 512 px\n"
+          "canny.safetensors: 0 calls on an engine, 16 native\n    16 x no engine")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
+def opened(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
+    with comfy_page(browser, comfy.url, vue=request.param) as page:
+        yield page
+
+
+@pytest.fixture
+def page(opened: ComfyPage, request: pytest.FixtureRequest) -> Iterator[EnginePage]:
+    opened.errors.clear()
+    yield EnginePage(opened, request.node.originalname.removeprefix("test_"))
+    opened.page.unroute_all(behavior="ignoreErrors")
+    assert not opened.errors
+
+
+@pytest.fixture(scope="module")
+def tiny(comfy: ComfyProcess) -> dict[str, Any]:
+    return with_tiny_models(json.loads(WORKFLOW.read_text(encoding="utf-8")), comfy.object_info())
+
+
+def look(page: EnginePage, palette: str, width: int) -> None:
+    page.page.page.set_viewport_size({"width": width, "height": 900 if width > 1400 else 768})
+    page.page.page.evaluate("v => app.extensionManager.setting.set('Comfy.ColorPalette', v)", palette)
+
+
+@pytest.mark.parametrize(("palette", "width"), [("dark", 1600), ("light", 1366)])
+def test_every_status_is_drawn_whole_inside_its_node_and_readable(
+    page: EnginePage, tiny: dict[str, Any], palette: str, width: int
+) -> None:
+    look(page, palette, width)
+    symbols = {}
+    try:
+        for name, state in STATES.items():
+            server_says(page, state)
+            page.page.load(copy.deepcopy(tiny), NAME)
+            net = page.node(NET)
+            close_up(page, net)
+            page.wait_for(net, state["state"], timeout=5)
+            page.page.settle()
+            page.shot(f"{palette}-{name}")
+            box = whole(page, net)
+            assert 60 <= box["height"] <= 161
+            assert min(contrast(colour, box["ground"]) for colour in box["colours"]) >= 4.5, box
+            symbols[name] = box["symbol"]
+        assert len({symbols[name] for name in ("none", "building", "ready", "native", "failed")}) == 5
+        page.click_in_status(net, "summary")
+        page.page.settle()
+        page.shot(f"{palette}-details")
+        assert "so it was not kept; build it in float32, or tell its makers" in page.status(net)["text"]
+        box = measured(page, net)
+        assert box["inside"], box
+    finally:
+        look(page, "dark", 1600)
+
+
+def test_new_nodes_hold_their_text_and_their_title(page: EnginePage) -> None:
+    raw = page.page.page
+    for index, kind in enumerate(("TRTSamplerPatch", "TRTReport")):
+        node = raw.evaluate("""([kind, index]) => { const node = LiteGraph.createNode(kind);
+            node.pos = [3000 + 600 * index, 100]; app.graph.add(node); return node.id; }""", [kind, index])
+        close_up(page, node)
+        size = raw.evaluate("id => [...app.graph.getNodeById(id).size]", node)
+        assert (size[0], size[1]) >= (300, 170)
+        whole(page, node, "run_text")
+        for native in (True, False):
+            raw.evaluate(RAN, [node, REPORT, native])
+            page.page.settle()
+            box = whole(page, node, "run_text")
+            assert box["height"] <= 161
+        page.shot(kind)
+        said = raw.evaluate("""id => app.graph.getNodeById(id).widgets
+            .find(w => w.name === 'run_text').element.textContent""", node)
+        assert "16 x no engine" in said
+
+
+def test_a_native_run_puts_a_badge_on_the_node(page: EnginePage, tiny: dict[str, Any]) -> None:
+    raw = page.page.page
+    server_says(page, STATES["ready"])
+    page.page.load(copy.deepcopy(tiny), NAME)
+    net = page.node(NET)
+    close_up(page, net)
+    server_says(page, STATES["native"])
+    raw.evaluate("() => app.api.dispatchCustomEvent('hybrid_trt.library', {})")
+    page.wait_until(net, lambda s: "3 of" in s["text"] or "8 of" in s["text"], "run", 5)
+    page.page.settle()
+    page.shot("badge")
+    if page.page.vue:
+        assert raw.locator(f"[data-node-id='{net}']").get_by_text("TRT: partly native").is_visible()
+    badges = raw.evaluate("id => app.graph.getNodeById(id).badges.map(b => (b.text === undefined ? b() : b).text)", net)
+    assert "TRT: partly native" in badges
+
+
+def test_the_properties_panel_leaves_the_status_box_as_it_is(page: EnginePage, tiny: dict[str, Any]) -> None:
+    raw = page.page.page
+    server_says(page, STATES["native"])
+    page.page.load(copy.deepcopy(tiny), NAME)
+    net = page.node(NET)
+    close_up(page, net)
+    before = whole(page, net)
+    raw.evaluate("id => app.canvas.selectNode(app.graph.getNodeById(id))", net)
+    raw.evaluate(PANEL, True)
+    panel = raw.get_by_test_id("properties-panel")
+    panel.wait_for()
+    page.page.settle()
+    page.shot("panel")
+    assert "when_missing" in panel.inner_text()
+    assert "engine_status" not in panel.inner_text()
+    raw.evaluate("""id => { app.canvas.setDirty(true, true);
+        app.graph.getNodeById(id).widgets.find(w => w.name === 'engine_status').width = 120; }""", net)
+    page.page.settle()
+    after = whole(page, net)
+    assert after["width"] == before["width"]
+    raw.evaluate(PANEL, False)
+
+
+def test_a_size_that_is_typed_above_the_largest_is_refused_with_a_word(page: EnginePage, tiny: dict[str, Any]) -> None:
+    raw = page.page.page
+    server_says(page, STATES["none"])
+    page.page.load(copy.deepcopy(tiny), NAME)
+    net = page.node(NET)
+    close_up(page, net)
+    value = "([id, name]) => app.graph.getNodeById(id).widgets.find(w => w.name === name).value"
+    if page.page.vue:
+        shown = raw.locator(f"[data-node-id='{net}']")
+        shown.get_by_text("Show advanced inputs").click()
+        field = shown.get_by_label("min_size").locator("input").first
+        field.fill("768")
+        field.press("Enter")
+    else:
+        raw.evaluate("id => app.graph.getNodeById(id).toggleAdvanced()", net)
+        page.page.settle()
+        page.click(net, "min_size")
+        field = raw.locator(".graphdialog input")
+        field.fill("768")
+        field.press("Enter")
+    told = page.wait_until(net, lambda s: "768 is above" in s["text"], "refusal", 5)
+    page.shot("refused")
+    assert "stays 64" in told["text"]
+    assert told["tone"] == "bad"
+    assert raw.evaluate(value, [net, "min_size"]) == 64
+
+
+def test_build_says_that_a_model_is_missing_and_does_nothing(page: EnginePage, tiny: dict[str, Any]) -> None:
+    raw = page.page.page
+    server_says(page, STATES["none"])
+    page.page.load(copy.deepcopy(tiny), NAME)
+    net = page.node(NET)
+    close_up(page, net)
+    raw.evaluate("id => app.graph.getNodeById(id).disconnectInput(0)", net)
+    told = page.wait_for(net, "unwired", timeout=5)
+    assert told["button"] == "Connect a model to build"
+    asked: list[str] = []
+    raw.route("**/api/prompt", lambda route: (asked.append(route.request.url), route.abort()))
+    if page.page.vue:
+        button = raw.locator(f"[data-node-id='{net}']").get_by_role("button", name="Connect a model to build")
+        button.click(force=True)
+    else:
+        page.click(net)
+    page.page.settle()
+    page.shot("unwired")
+    assert asked == []
+    assert page.status(net)["state"] == "unwired"
+
+
+@pytest.mark.parametrize("word", ["speed", "faster", "accelerate", "optimize", "compile", "tensorrt"])
+def test_the_engine_nodes_are_found_by_what_they_are_for(page: EnginePage, word: str) -> None:
+    if page.page.vue:
+        pytest.skip("The same search in both modes.")
+    raw = page.page.page
+    raw.evaluate("() => { app.extensionManager.command.execute('Workspace.SearchBox.Toggle') }")
+    field = raw.get_by_role("dialog").last.locator("input").first
+    field.wait_for()
+    field.fill(word)
+    raw.wait_for_timeout(700)
+    page.shot(word)
+    found = raw.get_by_role("dialog").last.inner_text()
+    raw.keyboard.press("Escape")
+    assert "TRT UNet Engine" in found
+    assert "TRT ControlNet Engine" in found
+    if "TRT Report" in found:
+        assert found.index("TRT UNet Engine") < found.index("TRT Report")

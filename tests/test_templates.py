@@ -1,0 +1,129 @@
+"""The shipped workflows as templates, opened from ComfyUI's own dialog in a small window, in both kinds of nodes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from browser import ComfyPage, chromium, comfy_page
+from comfy_process import ComfyProcess
+from engine_page import EnginePage
+from PIL import Image
+from playwright.sync_api import Browser
+from shipped_workflows import FOLDER, NAMES, TITLES, shipped
+from workflow_recipes import RECIPES
+from workflow_thumbnails import thumbnail
+
+WIDTH, HEIGHT = 1366, 768
+#: What of the window the page's own furniture leaves: sidebar, tabs.
+LEFT, TOP = 58, 38
+#: Scale, the least size of type that nodes are drawn with, and where nodes lie on the screen, titles included.
+VIEW = """() => { const { scale, offset } = app.canvas.ds;
+    const at = node => { const b = node.getBounding();
+        return [(b[0] + offset[0]) * scale, (b[1] + offset[1]) * scale, b[2] * scale, b[3] * scale]; };
+    return { scale, type: LiteGraph.NODE_TEXT_SIZE * scale,
+             least: app.extensionManager.setting.get('LiteGraph.Canvas.MinFontSizeForLOD'),
+             nodes: app.graph.nodes.map(n => ({ type: n.type, title: n.title, at: at(n) })),
+             dom: [...document.querySelectorAll('.lg-node')].map(e => e.getBoundingClientRect())
+                 .map(r => [r.x, r.y, r.width, r.height]) }; }"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
+def small(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
+    with comfy_page(browser, comfy.url, vue=request.param, width=WIDTH, height=HEIGHT) as page:
+        yield page
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("name", NAMES)
+def test_a_template_opens_readable_in_a_small_window(small: ComfyPage, name: str) -> None:
+    """Its card has a name and a picture; its nodes can be read, start in the corner, and none covers another."""
+    page = EnginePage(small, f"template-{name}")
+    small.page.set_default_timeout(10000)
+    raw, title = small.page, TITLES[name]
+    raw.keyboard.press("Escape")  # what a failure before left open
+    raw.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
+    dialog = raw.get_by_role("dialog").last
+    dialog.get_by_text("hybrid-trt", exact=True).first.click()
+    card = raw.get_by_test_id(f"template-workflow-{title}")
+    assert title in card.inner_text()
+    card.scroll_into_view_if_needed()
+    picture = card.locator("img").first
+    raw.wait_for_function("e => e.complete", arg=picture.element_handle())
+    assert picture.evaluate("e => e.naturalWidth") == 600, "its thumbnail is there"
+    page.shot("card")
+    card.click()
+    raw.wait_for_function("count => app.graph.nodes.length === count", arg=len(shipped(name)["nodes"]))
+    dialog.wait_for(state="detached")
+    small.settle()
+    raw.wait_for_timeout(700)
+    page.shot("open")
+    view = raw.evaluate(VIEW)
+    assert view["type"] >= view["least"], "ComfyUI draws smaller text not at all"
+    assert view["scale"] <= 1
+    places = view["dom"] if small.vue else [node["at"] for node in view["nodes"]]
+    assert overlaps(places) == []
+    first = {node["title"]: node["at"] for node in view["nodes"]}["How to use this workflow"]
+    assert first[0] >= LEFT
+    assert first[1] >= TOP
+    models = [node for node in view["nodes"] if "Loader" in node["type"]]
+    engines = [node for node in view["nodes"] if node["type"] == "TRTUNetEngine"]
+    for node in (*models, *engines):
+        x, y, width, height = node["at"]
+        assert x + width <= WIDTH, node
+        assert y + height <= HEIGHT or name == "sd15_controlnet_stack", node
+    assert not small.errors
+
+
+def overlaps(places: list[list[float]]) -> list[tuple[int, int]]:
+    """Pairs of boxes that cover one another by more than a pixel."""
+    def cover(a: list[float], b: list[float]) -> bool:
+        return all(a[i] + 1 < b[i] + b[i + 2] and b[i] + 1 < a[i] + a[i + 2] for i in (0, 1))
+
+    return [(i, j) for i, a in enumerate(places) for j, b in enumerate(places[:i]) if cover(a, b)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_names_say_what_a_template_is_and_every_system_takes_them(recipe: Any) -> None:
+    assert re.fullmatch(r"(SD 1\.5|SDXL) - [A-Za-z][A-Za-z ]+", recipe.title)
+    assert "_" not in recipe.title
+    assert len(recipe.title) < 40
+    assert not set(recipe.title) & set('<>:"/\\|?*%#')
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_thumbnails_are_what_the_tool_draws(recipe: Any) -> None:
+    drawn = thumbnail(recipe)
+    with Image.open(FOLDER / f"{recipe.title}.jpg") as shipped_one:
+        assert shipped_one.size == drawn.size
+        small = [image.convert("L").resize((16, 16)).tobytes() for image in (shipped_one, drawn)]
+    assert max(abs(a - b) for a, b in zip(*small, strict=True)) < 12, "run tools/make_workflows.py"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_notes_name_what_is_visible_in_the_workflow(name: str) -> None:
+    """Words in bold or italics are titles of nodes or groups, names of widgets, or buttons of the page."""
+    workflow = shipped(name)
+    (note,) = (node["widgets_values"][0] for node in workflow["nodes"] if node["type"] == "MarkdownNote")
+    seen = {node.get("title") or node["type"] for node in workflow["nodes"]} | {g["title"] for g in workflow["groups"]}
+    seen |= {PAGE.get(node["type"], "") for node in workflow["nodes"]}
+    seen |= WIDGETS | {"Run", "Build engine", "TRT engines"}
+    told = [word for pair in re.findall(r"\*\*(.+?)\*\*|\*(.+?)\*", note) for word in pair if word]
+    assert len(told) > 3
+    no_names = r"\d|More .*|Other .*|.*/.*|.*tensors"
+    known = [word for word in told if re.fullmatch(no_names, word) or any(one.startswith(word) for one in seen)]
+    assert [word for word in told if word not in known] == []
+
+
+PAGE = {"TRTReport": "TRT Report", "TRTApplyControlNet": "TRT Apply ControlNet", "SaveImage": "Save Image",
+        "KSampler": "KSampler", "TRTUNetEngine": "TRT UNet Engine"}  # fmt: skip
+"""How nodes without a title of their own are called on the page."""
+WIDGETS = {"strength", "start", "end", "rows", "denoise", "sizes"}

@@ -1,0 +1,134 @@
+"""Thumbnails of the shipped workflows: large words and what goes in and comes out, drawn without a page or a model.
+
+The template browser shows them in squares of about 300 pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+from workflow_parts import Recipe
+
+SIZE, MARGIN, TOP, BOTTOM = 600, 24, 150, 450
+BACK, TEXT, QUIET, ENGINE, NATIVE = "#1e1f22", "#ffffff", "#c4c4c4", "#4caf6a", "#f0b13c"
+#: Sky, hill, lake, wall, roof, sun of the house by the lake, as each kind of image shows it.
+SCENES = {
+    "picture": ("#8ec5e8", "#5a8f57", "#3f7fae", "#d9b98a", "#8c3f2c", "#ffe9a8"),
+    "winter": ("#c9d3dc", "#e8eef2", "#9fb4c4", "#b9b4ac", "#6b6f78", "#f6f6f0"),
+    "depth": ("#101010", "#3c3c3c", "#6a6a6a", "#bdbdbd", "#9a9a9a", "#101010"),
+    "edges": ("#000000",) * 6,
+    "lines": ("#ffffff",) * 6,
+}
+OUTLINES = {"edges": "#ffffff", "lines": "#303030"}
+
+
+def thumbnail(recipe: Recipe) -> Image.Image:
+    """The picture of a workflow."""
+    image = Image.new("RGB", (SIZE, SIZE), BACK)
+    draw = ImageDraw.Draw(image)
+    family, what = recipe.title.split(" - ", 1)
+    _middle(draw, family, 38, 84, TEXT)
+    _middle(draw, what, 490, _largest(what), ENGINE)
+    DRAWN[recipe.name](image)
+    return image
+
+
+def write(recipe: Recipe, folder: Path) -> Path:
+    """Write a workflow's thumbnail beside it."""
+    path = folder / f"{recipe.title}.jpg"
+    thumbnail(recipe).save(path, quality=88, optimize=True)
+    return path
+
+
+def _two(image: Image.Image) -> None:
+    for number, kind in enumerate(("edges", "depth")):
+        image.paste(_scene(kind, 146), (MARGIN, TOP + number * 154))
+    _arrow(image, 182, 300)
+    image.paste(_scene("picture", 300), (276, TOP))
+
+
+def _four(image: Image.Image) -> None:
+    for number, kind in enumerate(("edges", "depth", "pose", "lines")):
+        image.paste(_scene(kind, 112), (MARGIN + number % 2 * 120, TOP + 34 + number // 2 * 120))
+    _arrow(image, 272, 300)
+    image.paste(_scene("picture", 232), (344, TOP + 34))
+
+
+def _repaint(image: Image.Image) -> None:
+    image.paste(_scene("winter", 232), (MARGIN, TOP + 34))
+    _arrow(image, 264, 300)
+    image.paste(_scene("picture", 232), (344, TOP + 34))
+
+
+def _build(image: Image.Image) -> None:
+    draw = ImageDraw.Draw(image)
+    for number, (name, done) in enumerate((("UNet", 1.0), ("ControlNet 1", 1.0), ("ControlNet 2", 0.45))):
+        top = TOP + 6 + number * 102
+        draw.text((MARGIN, top), name, TEXT, _font(40))
+        words = "Ready" if done == 1 else f"{done:.0%}"
+        draw.text((SIZE - MARGIN - _font(40).getlength(words), top), words, QUIET, _font(40))
+        draw.rounded_rectangle((MARGIN, top + 54, SIZE - MARGIN, top + 74), 10, "#3a3d42")
+        draw.rounded_rectangle((MARGIN, top + 54, MARGIN + (SIZE - 2 * MARGIN) * done, top + 74), 10, ENGINE)
+
+
+def _compare(image: Image.Image) -> None:
+    draw = ImageDraw.Draw(image)
+    for left, words, colour in ((MARGIN, "native", NATIVE), (314, "engine", ENGINE)):
+        image.paste(_scene("picture", 262), (left, TOP))
+        draw.rectangle((left, TOP + 246, left + 262, TOP + 300), colour)
+        at = left + (262 - _font(42).getlength(words)) / 2
+        draw.text((at, TOP + 248), words, "#101010", _font(42))
+
+
+DRAWN: dict[str, Callable[[Image.Image], None]] = {
+    "sd15_two_controlnets": _two, "sdxl_two_controlnets": _two, "sd15_controlnet_stack": _four,
+    "sd15_img2img_controlnet": _repaint, "sd15_build_engines": _build, "sd15_compare_native_and_engines": _compare,
+}  # fmt: skip
+
+
+def _scene(kind: str, size: int) -> Image.Image:
+    """A house by a lake, drawn at 300 pixels; or a pose."""
+    image = Image.new("RGB", (300, 300), "#000000")
+    draw = ImageDraw.Draw(image)
+    if kind == "pose":
+        joints = [(150, 60), (150, 150), (100, 210), (90, 285), (200, 210), (215, 285), (85, 120), (215, 105)]
+        for (a, b), colour in zip(((0, 1), (1, 2), (2, 3), (1, 4), (4, 5), (6, 0), (0, 7)), _RAINBOW, strict=True):
+            draw.line((*joints[a], *joints[b]), colour, 12)
+        draw.ellipse((130, 20, 170, 60), "#ff5555")
+        return image.resize((size, size), Image.Resampling.LANCZOS)
+    sky, hill, lake, wall, roof, sun = SCENES[kind]
+    line, width = OUTLINES.get(kind), 5 if kind in OUTLINES else 0
+    draw.rectangle((0, 0, 300, 300), sky)
+    draw.ellipse((215, 30, 265, 80), sun, line, width)
+    draw.polygon([(-5, 200), (70, 120), (150, 175), (240, 105), (305, 160), (305, 230), (-5, 230)], hill, line, width)
+    draw.rectangle((-6, 226, 306, 306), lake, line, width)
+    draw.rectangle((80, 165, 190, 240), wall, line, width)
+    draw.polygon([(65, 168), (135, 105), (205, 168)], roof, line, width)
+    draw.rectangle((122, 195, 150, 240), roof, line, width)
+    draw.arc((40, 245, 260, 275), 0, 180, line or wall, 4)
+    return image.resize((size, size), Image.Resampling.LANCZOS)
+
+
+_RAINBOW = ("#ff5555", "#ffb13c", "#ffe055", "#59d35b", "#4ad7d1", "#4a90d9", "#b06ae0")
+
+
+def _arrow(image: Image.Image, left: int, middle: int) -> None:
+    draw = ImageDraw.Draw(image)
+    draw.rectangle((left, middle - 9, left + 44, middle + 9), TEXT)
+    draw.polygon([(left + 40, middle - 32), (left + 40, middle + 32), (left + 72, middle)], TEXT)
+
+
+def _middle(draw: ImageDraw.ImageDraw, words: str, top: int, size: int, colour: str) -> None:
+    font = _font(size)
+    draw.text(((SIZE - font.getlength(words)) / 2, top), words, colour, font)
+
+
+def _largest(words: str) -> int:
+    """The largest type in which some words fit a line."""
+    return next(size for size in range(72, 20, -2) if _font(size).getlength(words) <= SIZE - 2 * MARGIN)
+
+
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)
