@@ -95,6 +95,8 @@ class OnnxRuntimeRunner:
             of the memory, and longer for each call.
     """
 
+    recordable = False
+
     def __init__(self, path: Path, device: torch.device, size: int, frugal: bool = False):
         if (missing := BACKEND.cannot_build(device)) is not None:
             raise Unavailable(missing.reason, missing.detail)

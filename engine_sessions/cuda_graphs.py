@@ -43,12 +43,14 @@ class _Recording:
     """One recorded graph with its buffers.
 
     Attributes:
+        function: what was recorded; what it holds has to last as long.
         block: one tensor per dtype that all results lie in, so that one copy hands all of them out.
         views: result name -> its dtype, shape, strides and offset in its block.
         last: the tensors that were copied in last, for inputs that seldom change.
         used: number of the call that it served last.
     """
 
+    function: Function
     replay: Replay
     inputs: dict[str, torch.Tensor]
     block: dict[torch.dtype, torch.Tensor]
@@ -119,7 +121,14 @@ class GraphCache:
         self._failed.clear()
         self.failure = None
 
-    def run(self, function: Function, inputs: Tensors, token: object = None, prepare: Function = dict) -> Tensors:
+    def run(
+        self,
+        function: Function,
+        inputs: Tensors,
+        token: object = None,
+        prepare: Function = dict,
+        own: Callable[[], Function] | None = None,
+    ) -> Tensors:
         """``function(prepare(inputs))``: same values, fresh tensors.
 
         Args:
@@ -128,6 +137,8 @@ class GraphCache:
             token: stands for everything else that the function reads; recordings made under another one are dropped.
             prepare: gives the tensors as the function wants them (device, dtype, layout), and those that are always
                 the same for the same key. A replay copies ``inputs`` straight to where these were.
+            own: gives a function for one recording alone, in the place of ``function``, where that has a state that
+                other shapes change.
         """
         if token != self._token:
             self.clear()
@@ -138,7 +149,7 @@ class GraphCache:
         if recording is None:
             if self._record is None or key in self._failed or not self._worth_it(key):
                 return function(prepare(inputs))
-            recording = self._make(function, prepare(inputs), key)
+            recording = self._make(own or (lambda: function), prepare(inputs), key)
             if recording is None:
                 return function(prepare(inputs))
         self._recordings.move_to_end(key)
@@ -161,11 +172,12 @@ class GraphCache:
         oldest = next(iter(self._recordings.values()))
         return self._calls - oldest.used > IDLE * (self._calls - before)
 
-    def _make(self, function: Function, inputs: Tensors, key: tuple) -> _Recording | None:
+    def _make(self, own: Callable[[], Function], inputs: Tensors, key: tuple) -> _Recording | None:
         while len(self._recordings) >= self._limit:
             self._recordings.popitem(last=False)
         before = _reserved(self.device)
         try:
+            function = own()
             buffers = self._buffers(function, inputs)  # held here: ``let_go`` would keep them for made while recording
             recording = self._recordings[key] = self._recorded(function, *buffers)
         except Exception as error:
@@ -202,7 +214,7 @@ class GraphCache:
             results = function(static)
             torch._foreach_copy_(list(targets.values()), [results[name] for name in targets])
 
-        return _Recording(self._record(body), static, block, views, 0)
+        return _Recording(function, self._record(body), static, block, views, 0)
 
     def _copy_in(self, recording: _Recording, inputs: Tensors) -> None:
         targets, sources = [], []

@@ -16,6 +16,7 @@ from ..architectures.sizes import outside
 from ..architectures.tensors import Profile, Shape, ShapeMismatch, bind
 from ..engine_library import Engine, Fallback, Reason, Unavailable, verified
 from ..native_model.plain_copy import ReplacedForward
+from .cuda_graphs import GraphCache, Recorder
 from .preludes import LivePreludes
 from .room import EVERYTHING, is_out_of_memory, make_room, with_room
 from .session import Runner, first_line, shared
@@ -38,8 +39,16 @@ Load = Callable[[Engine, torch.device], Runner]
 class _Plan:
     """What one set of input shapes implies, worked out once."""
 
-    zeros: Mapping[str, torch.Tensor]
+    zeros: dict[str, torch.Tensor]
     outputs: Mapping[str, tuple[Shape, torch.dtype]]
+
+    def run(self, runner: Runner, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """One call of a runner, into new tensors."""
+        outputs = {
+            name: torch.empty(shape, dtype=dtype, device=runner.device) for name, (shape, dtype) in self.outputs.items()
+        }
+        runner.run(inputs, outputs)
+        return outputs
 
 
 class FileSession:
@@ -50,15 +59,15 @@ class FileSession:
     """
 
     follows_patches = False
-    joins_stacks = False
     refusal = None
-    stream = None
 
-    def __init__(self, engine: Engine, load: Load, device: torch.device):
+    def __init__(self, engine: Engine, load: Load, device: torch.device, recorder: Recorder | None = None):
         self.engine = engine
         self.device = device
         self._load = load
         self._runner: Runner | None = None
+        self._recorder = recorder
+        self.graphs: GraphCache | None = None
         self._dtypes = _dtypes(engine)
         self._plans: dict[tuple, _Plan] = {}
         self._zeros: dict[tuple, torch.Tensor] = {}
@@ -108,7 +117,17 @@ class FileSession:
     @property
     def bytes(self) -> int:
         """Memory that it holds, or will hold when loaded; an estimate."""
-        return self._runner.bytes if self._runner is not None else self.engine.manifest.bytes
+        if self._runner is None:
+            return self.engine.manifest.bytes
+        return self._runner.bytes + (0 if self.graphs is None else self.graphs.bytes)
+
+    @property
+    def joins_stacks(self) -> bool:
+        return self.graphs is not None
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        return None if self.graphs is None else self.graphs.stream
 
     def load(self) -> None:
         """Open the engine if it is not open.
@@ -142,6 +161,7 @@ class FileSession:
 
     def unload(self) -> None:
         """Give its memory back; the next call loads it again."""
+        self.graphs = None
         self._runner = None
         self._plans.clear()
         self._zeros.clear()
@@ -192,15 +212,22 @@ class FileSession:
         raise Unavailable(Reason.ENGINE_FAILED, why)
 
     def _call(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        plan = self._plan({name: tuple(tensor.shape) for name, tensor in given.items()})
-        inputs = dict(plan.zeros)
-        for name, tensor in given.items():
-            inputs[name] = tensor.to(self.device, self._dtypes[name]).contiguous()
-        outputs = {
-            name: torch.empty(shape, dtype=dtype, device=self.device) for name, (shape, dtype) in plan.outputs.items()
-        }
-        self._runner.run(inputs, outputs)
-        return outputs
+        plan, runner = self._plan({name: tuple(tensor.shape) for name, tensor in given.items()}), self._runner
+
+        def prepared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            """The engine's inputs: device, dtype and layout as it takes them, zeros for what is absent."""
+            given = {name: t.to(self.device, self._dtypes[name]).contiguous() for name, t in tensors.items()}
+            return plan.zeros | given
+
+        def on(runner: Runner) -> Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]:
+            return lambda inputs: plan.run(runner, inputs)
+
+        if not runner.recordable:
+            return plan.run(runner, prepared(given))
+        if self.graphs is None:
+            steady = () if self._current is None else self._current.preludes.steady
+            self.graphs = GraphCache(self.device, recorder=self._recorder, steady=steady)
+        return dict(self.graphs.run(on(runner), given, prepare=prepared, own=lambda: on(runner.twin())))
 
     def _failed(self, error: Exception) -> Unavailable:
         log.error("Hybrid TRT: %s failed", self.engine.folder.name, exc_info=error)

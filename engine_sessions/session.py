@@ -22,10 +22,22 @@ class Runner(Protocol):
     Attributes:
         device: where inputs and outputs have to be.
         bytes: memory that it holds, estimated.
+        recordable: whether its runs may be recorded as CUDA graphs.
     """
 
     device: torch.device
     bytes: int
+    recordable: bool
+
+    def twin(self) -> Runner:
+        """A runner of the same loaded engine for calls of one set of shapes: what it has run stays valid for a graph.
+
+        Only where runs are recordable.
+
+        Raises:
+            Unavailable: there is no room for it.
+        """
+        ...
 
     def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
         """Compute into ``outputs``. All tensors contiguous, on ``device``, with the dtypes and shapes of the engine."""

@@ -56,4 +56,4 @@ class TensorRTBackend(FileBackend):
         return None
 
     def load(self, engine: Engine, device: torch.device) -> TensorRTRunner:
-        return TensorRTRunner(import_flavour(self.flavour), self.flavour.title, engine, device)
+        return TensorRTRunner.open(import_flavour(self.flavour), self.flavour.title, engine, device)

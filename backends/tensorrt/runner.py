@@ -24,36 +24,52 @@ SAVE_AFTER_CALLS = 20
 
 
 class TensorRTRunner:
-    """An engine and its execution context.
+    """An engine and an execution context of its own.
 
     Every call sets all shapes and all addresses anew, so nothing of an earlier call can be left in the bindings. Work
     is ordered on torch's current stream and never waited for. Scratch memory is torch's, taken anew for each call: as
-    its allocator reuses memory in the stream's order, engines that run one after the other share the same bytes.
+    its allocator reuses memory in the stream's order, engines that run one after the other share the same bytes, and
+    what is recorded takes that of the recording.
 
     Attributes:
         device: where inputs and outputs have to be.
         scratch_bytes: what the largest call of the profile needs beside the weights.
         bytes: weights and scratch of the largest call.
+        recordable: TensorRT has all kernels ready; RTX still compiles some while calls already run.
     """
 
-    def __init__(self, trt: ModuleType, title: str, engine: Engine, device: torch.device):
+    def __init__(self, title: str, opened: OpenedEngine):
+        """
+        Raises:
+            Unavailable: there is no room for the context.
+        """
+        self.device = opened.device
+        self.recordable = opened.jit_cache is None
+        self.scratch_bytes: int = opened.scratch_bytes
+        self.bytes = opened.weight_bytes + self.scratch_bytes
+        self._title = title
+        self._opened = opened
+        self._logger = opened.logger
+        with torch.cuda.device(self.device):
+            self._native = _Context(title, opened)
+            # a plain attribute would be dropped while the GPU may still be running the engine
+            weakref.finalize(self, self._native.close)
+            self._side_stream = torch.cuda.Stream(self.device)
+        self._shapes: tuple | None = None
+        self._calls_until_save = SAVE_AFTER_CALLS
+
+    @classmethod
+    def open(cls, trt: ModuleType, title: str, engine: Engine, device: torch.device) -> TensorRTRunner:
         """Open an engine's main file.
 
         Raises:
-            Unavailable: TensorRT refuses the file, or its tensors are not those of the manifest.
+            Unavailable: TensorRT refuses the file, its tensors are not those of the manifest, or there is no room.
         """
-        self.device = device
-        self._title = title
-        self._logger = shared_logger(trt)
         with torch.cuda.device(device):
-            self._native = _Native(trt, title, engine, device)
-            # a plain attribute would be dropped while the GPU may still be running the engine
-            weakref.finalize(self, self._native.close)
-            self._side_stream = torch.cuda.Stream(device)
-        self.scratch_bytes: int = self._native.scratch_bytes
-        self.bytes = engine.manifest.bytes + self.scratch_bytes
-        self._shapes: tuple | None = None
-        self._calls_until_save = SAVE_AFTER_CALLS
+            return cls(title, OpenedEngine(trt, title, engine, device))
+
+    def twin(self) -> TensorRTRunner:
+        return TensorRTRunner(self._title, self._opened)
 
     def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
         """Enqueue one call into ``outputs``; see the protocol.
@@ -79,10 +95,10 @@ class TensorRTRunner:
         self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor], errors: list[str]
     ) -> torch.Tensor:
         context = self._native.context
-        if absent := self._native.inputs - inputs.keys():
+        if absent := self._opened.inputs - inputs.keys():
             raise self._failure(f"was not given {', '.join(sorted(absent))}", errors)  # an old address may be set
         for name, tensor in inputs.items():
-            if name not in self._native.inputs:
+            if name not in self._opened.inputs:
                 continue  # nothing in the network depends on it
             shape = tuple(tensor.shape)
             if not (context.set_input_shape(name, shape) and context.set_tensor_address(name, tensor.data_ptr())):
@@ -109,55 +125,81 @@ class TensorRTRunner:
         return RuntimeError(f"{self._title} {what}" + (f" ({told})" if told else ""))
 
     def _save_new_kernels(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        if self._native.jit_cache is None:
+        if self._opened.jit_cache is None:
             return
         shapes = tuple(tensor.shape for tensor in inputs.values())
         if shapes != self._shapes:
             self._shapes, self._calls_until_save = shapes, SAVE_AFTER_CALLS
         self._calls_until_save -= 1
         if self._calls_until_save == 0:
-            self._native.jit_cache.save()
+            self._opened.jit_cache.save()
 
 
-class _Native:
-    """TensorRT's own objects of one engine, which have to go in the right order and not while the GPU uses them."""
+class OpenedEngine:
+    """An engine as TensorRT has it on a GPU; whoever runs it has a context of it.
+
+    Attributes:
+        inputs: names of those that it really has.
+        scratch_bytes: what the largest call needs beside the weights, ``weight_bytes``.
+        jit_cache: with RTX alone: the others have compiled all kernels when they built.
+    """
 
     def __init__(self, trt: ModuleType, title: str, engine: Engine, device: torch.device):
-        self._device = device
-        logger = shared_logger(trt)
-        with collected_errors(logger) as errors:
-            self._runtime = trt.Runtime(logger)
-            self.engine = deserialise(self._runtime, title, engine.main_file, errors)
-            self.inputs = _check_tensors(trt, engine, self.engine)
-            self.jit_cache: JitCache | None = None
-            self.context = self._make_context(trt, engine)
+        """
+        Raises:
+            Unavailable: TensorRT refuses the file, or its tensors are not those of the manifest.
+        """
+        self.device, self.logger = device, shared_logger(trt)
+        self.weight_bytes = engine.manifest.bytes
+        self.jit_cache: JitCache | None = None
+        with collected_errors(self.logger) as errors:
+            self._runtime = trt.Runtime(self.logger)
+            self._engine = deserialise(self._runtime, title, engine.main_file, errors)
+            self.inputs = _check_tensors(trt, engine, self._engine)
+        self._old = version8.is_version8(trt)
+        self.scratch_bytes: int = (
+            version8.scratch_bytes(self._engine) if self._old else self._engine.device_memory_size_v2
+        )
+        if self._old:
+            return
+        self._strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        if hasattr(trt, "IRuntimeCache"):
+            self._config = self._engine.create_runtime_config()
+            self._config.set_execution_context_allocation_strategy(self._strategy)
+            self.jit_cache = JitCache(self._config, _jit_cache_path(engine, device))
+
+    def new_context(self) -> Any:
+        """A context whose scratch memory is ours to give, or None where there is no room for it."""
+        if self._old:
+            return version8.context(self._engine)
+        if self.jit_cache is not None:
+            return self._engine.create_execution_context(runtime_config=self._config)
+        return self._engine.create_execution_context(self._strategy)
+
+    def __del__(self) -> None:
+        """The engine goes before its runtime."""
+        self.jit_cache = self._config = self._engine = None
+        self._runtime = None
+
+
+class _Context:
+    """TensorRT's execution context, which has to go before its engine and not while the GPU uses it."""
+
+    def __init__(self, title: str, opened: OpenedEngine):
+        self._opened: OpenedEngine | None = opened
+        with collected_errors(opened.logger) as errors:
+            self.context = opened.new_context()
             if self.context is None:
                 raise Unavailable(Reason.ENGINE_FAILED, f"{title} has no room for the engine ({last_errors(errors)})")
 
-    def _make_context(self, trt: ModuleType, engine: Engine) -> Any:
-        """A context whose scratch memory is ours to give, or None."""
-        if version8.is_version8(trt):
-            self.scratch_bytes = version8.scratch_bytes(self.engine)
-            return version8.context(self.engine)
-        self.scratch_bytes = self.engine.device_memory_size_v2
-        strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        if not hasattr(trt, "IRuntimeCache"):  # RTX only: the others have compiled all kernels when they built
-            return self.engine.create_execution_context(strategy)
-        config = self.engine.create_runtime_config()
-        config.set_execution_context_allocation_strategy(strategy)
-        self.jit_cache = JitCache(config, _jit_cache_path(engine, self._device))
-        return self.engine.create_execution_context(runtime_config=config)
-
     def close(self) -> None:
-        """Wait for the GPU, save what was compiled, and let everything go: the context first, the runtime last."""
+        """Wait for the GPU, save what was compiled, and let go."""
         with contextlib.suppress(Exception):  # at the interpreter's end there may be no driver any more
-            torch.cuda.synchronize(self._device)
-            if self.jit_cache is not None:
-                self.jit_cache.save()
+            torch.cuda.synchronize(self._opened.device)
+            if self._opened.jit_cache is not None:
+                self._opened.jit_cache.save()
         self.context = None
-        self.jit_cache = None
-        self.engine = None
-        self._runtime = None
+        self._opened = None
 
 
 def deserialise(runtime: Any, title: str, path: Path, errors: list[str]) -> Any:
