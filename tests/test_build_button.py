@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slow
 from browser import READY, ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
 from engine_page import EnginePage, choose
@@ -61,7 +62,7 @@ def object_info(comfy: ComfyProcess) -> dict[str, Any]:
     return comfy.object_info()
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
+@pytest.fixture(scope="module", params=slow.cases({"litegraph": False, "vue": True}, ["vue"]))
 def opened(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
     with comfy_page(browser, comfy.url, vue=request.param) as page:
         yield page

@@ -65,7 +65,7 @@ def test_prompts_go_on_while_an_engine_is_built_and_the_next_one_uses_it(comfy: 
     second = comfy.queue(graph)
     assert report(second) == {"engine": 4, "native": 0, "reasons": {}}
     assert relative_difference(latent_of(second), reference) <= 1e-5
-    assert "onnxruntime float32, 64-256 px" in second.output("unet_engine", "text")[0]
+    assert "onnxruntime float32, 1 image, 64 to 256 px" in second.output("unet_engine", "text")[0]
     assert set(comfy.queue(graph).cached) == set(graph), "nothing runs again without need"
 
 

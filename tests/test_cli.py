@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slow
 from builds import ROOT, children, contents, gone
 from hybrid_trt.backends import backends
 from hybrid_trt.engine_builder.command_line import main as cli_module
@@ -190,7 +191,10 @@ def renamed_pack(tmp_path: Path) -> Path:
     return pack
 
 
-@pytest.mark.parametrize("phase", ["reading weights", "starting the exporter", "saving"])
+PHASES = ("reading weights", "starting the exporter", "saving")
+
+
+@pytest.mark.parametrize("phase", slow.cases({phase: phase for phase in PHASES}, ["reading weights", "saving"]))
 def test_a_killed_build_leaves_no_process_and_no_half_engine(
     environment: Any, build: tuple[str, ...], tmp_path: Path, renamed_pack: Path, phase: str
 ) -> None:

@@ -35,7 +35,7 @@ PATCHES: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("class_type", "inputs", "reason"), slow.cases(PATCHES, ("FreeU",)))
+@pytest.mark.parametrize(("class_type", "inputs", "reason"), slow.cases(PATCHES, ("FreeU", "HyperTile")))
 def test_a_patch_after_the_sampler_patch_acts_as_in_native(
     sd15: ComfyProcess, class_type: str, inputs: dict[str, Any], reason: str
 ) -> None:
@@ -133,6 +133,7 @@ def test_a_lora_before_the_engine_node_needs_an_engine_of_its_own_and_gets_one(s
     assert relative_difference(native_latent(sd15, ENGINES), native_latent(sd15, scenario)) > 0.1
 
 
+@slow.SLOW
 def test_a_model_merged_before_the_engine_node_gets_an_engine_of_its_own(sd15: ComfyProcess) -> None:
     def graph(scenario: Scenario, engines: bool) -> Prompt:
         built = prompt(scenario, engines, "merged")

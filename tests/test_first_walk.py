@@ -29,8 +29,10 @@ ENGINES = ("TRTUNetEngine", "TRT ControlNet Engine 1", "TRT ControlNet Engine 2"
 BANNERS = """() => { window.__banners = [];
     const look = () => __banners.push(...document.body.innerText.match(/\\bjobs? (completed|failed)\\b/gi) ?? []);
     new MutationObserver(look).observe(document.body, { childList: true, subtree: true, characterData: true }); }"""
-#: A picture of 512 x 512 takes seconds a step here.
-FEW_STEPS = "() => { app.graph.findNodesByType('KSampler')[0].widgets.find(w => w.name === 'steps').value = 2; }"
+#: A picture of 512 x 512 takes seconds a step here, and gigabytes.
+SMALL = """() => { const set = (type, name, value) => {
+        app.graph.findNodesByType(type)[0].widgets.find(w => w.name === name).value = value; };
+    set('KSampler', 'steps', 2); set('EmptyLatentImage', 'width', 256); set('EmptyLatentImage', 'height', 256); }"""
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +75,7 @@ def test_from_an_empty_canvas_to_a_picture_on_three_engines_in_five_clicks(
     click(raw.get_by_test_id("template-workflow-SD 1.5 - two ControlNets"), "the template")
     raw.wait_for_function("() => app.graph.nodes.filter(n => n.type === 'TRTControlNetEngine').length === 2")
     page.page.settle()
-    raw.evaluate(FEW_STEPS)
+    raw.evaluate(SMALL)
     raw.evaluate(BANNERS)
     report = page.node("TRTReport")
     build = raw.locator(".hybrid-trt-status .hybrid-trt-workflow button[data-act=build]")

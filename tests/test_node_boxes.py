@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +12,12 @@ from comfy_process import ComfyProcess
 from engine_page import EnginePage
 from node_boxes import STATES, close_up, contrast, measured, server_says, whole
 from playwright.sync_api import Browser
+from shipped_workflows import shipped
 from workflow_recipes import with_tiny_models
 
 pytestmark = pytest.mark.browser
 
 NAME = "sd15_two_controlnets"
-WORKFLOW = Path(__file__).resolve().parent.parent / "workflows" / f"{NAME}.json"
 NET = "TRT ControlNet Engine 1"
 PANEL = "open => app.extensionManager.setting.set('Comfy.RightSidePanel.IsOpen', open)"
 RAN = """([id, text, native]) => app.graph.getNodeById(id).onExecuted({ text: [text], native: [native] })"""
@@ -50,7 +48,7 @@ def page(opened: ComfyPage, request: pytest.FixtureRequest) -> Iterator[EnginePa
 
 @pytest.fixture(scope="module")
 def tiny(comfy: ComfyProcess) -> dict[str, Any]:
-    return with_tiny_models(json.loads(WORKFLOW.read_text(encoding="utf-8")), comfy.object_info())
+    return with_tiny_models(shipped(NAME), comfy.object_info())
 
 
 def look(page: EnginePage, palette: str, width: int) -> None:

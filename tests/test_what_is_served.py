@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slow
 from comfy_process import ComfyProcess
 from scenarios import (
     A,
@@ -80,7 +81,7 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", slow.cases({name: name for name in KINDS}, ["SDXL"]))
 def test_it_gives_natives_latent(sd15: ComfyProcess, name: str) -> None:
     kind = KINDS[name]
     for number, scenario in enumerate(kind.scenarios):
