@@ -167,6 +167,14 @@ def kind_of(device: torch.device) -> str:
     return "rocm" if device.type == "cuda" and torch.version.hip is not None else device.type
 
 
+def gpu_of(device: torch.device) -> str:
+    """The GPU behind a device, in words that tell models of GPUs apart; ``""`` where no engine needs to know."""
+    from .tensorrt.gpu import Gpu
+
+    found = Gpu.of(device)
+    return "" if found is None else f"{found.sm} {found.name}"
+
+
 def proven(backend: Backend, device: torch.device) -> bool:
     """Whether ``auto`` may take a backend: what nobody has run on such a device serves only when chosen by name."""
     return kind_of(device) in backend.measured_on

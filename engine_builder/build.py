@@ -11,14 +11,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 
 from ..architectures.sizes import Examples
-from ..backends import Progress
+from ..backends import Progress, gpu_of
 from ..engine_library import (
     BuildError,
     Engine,
@@ -28,6 +28,7 @@ from ..engine_library import (
     Manifest,
     Unavailable,
     strict,
+    trust,
     verified,
 )
 from ..engine_library.disk import check_room, readable
@@ -37,7 +38,7 @@ from ..engine_library.settings import check_limit
 from ..native_model.hash_cache import source_of
 from ..native_model.network import NativeNetwork
 from ..native_model.snapshot import write_structure, write_weights
-from .check import check_engine, unchecked_engine
+from .check import check_engine, check_task, unchecked_engine
 from .child_process import STARTING, Log, run_in_child
 from .child_tasks import Runner, WeightsChanged, backend_task, network_task, only_gpu, tensors_task
 from .in_child.onnx_export import DATA_NAME, PARAMETERS_NAME
@@ -162,7 +163,7 @@ def _existing(order: BuildOrder, library: Library, identity: EngineIdentity) -> 
             return None
         return order.backend.refuses(manifest, order.target_device)
 
-    return library.exact(identity, usable)
+    return library.exact(identity, usable, gpu_of(order.target_device))
 
 
 @contextmanager
@@ -196,8 +197,8 @@ class _Build:
             check_memory(self.order.backend, size, network.label)
         folder = self.library.building_folder()
         try:
-            manifest = self._make(folder, structure, dtype)
-            engine = self.library.publish(folder, manifest, lambda: self.progress("saving", 0.99))
+            manifest, record = self._make(folder, structure, dtype)
+            engine = self.library.publish(folder, manifest, lambda: self.progress("saving", 0.99), record)
             verified.remember(engine)
         finally:
             self.library.discard(folder)
@@ -206,11 +207,11 @@ class _Build:
             engine.folder.name,
             network.label,
             sum(manifest.seconds.values()),
-            manifest.parity["rel_err"],
+            (record.parity or manifest.parity)["rel_err"],
         )
         return engine
 
-    def _make(self, folder: Path, structure: str, dtype: torch.dtype) -> Manifest:
+    def _make(self, folder: Path, structure: str, dtype: torch.dtype) -> tuple[Manifest, trust.Record]:
         network, identity, live = self.order.network, self.identity, self.order.backend.runs_live_weights
         architecture = network.architecture()
         inputs = architecture.engine_inputs(network.module, identity.precision)
@@ -224,29 +225,44 @@ class _Build:
         common = {"folder": str(folder), **tensors_task(network, identity.precision)}
         native = network_task(network, structure, index, weights_file)
         made = self._compiled(common | native) if live else self._exported_and_built(common, native)
-        files = made["files"]
-        for leftover in folder.iterdir():
-            if leftover.name not in files:
-                leftover.unlink()
         seconds |= made["seconds"]
-        described = describe_files(folder, files, lambda: self.progress("saving", 0.95))
-        # what was waited for says nothing about the next build
-        seconds["other"] = time.perf_counter() - self._started - self._waited - sum(seconds.values())
-        return Manifest(
+        manifest = Manifest(
             identity=identity,
             kind=architecture.role.value,
             label=strict.printable(network.label)[:1000],
             inputs=tuple(inputs),
             outputs=tuple(outputs),
-            files=described,
+            files=describe_files(folder, made["files"], lambda: self.progress("saving", 0.9)),
             parity=made["parity"],
-            seconds={name: round(value, 3) for name, value in seconds.items()},
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             pack_version=PACK_VERSION,
             fingerprint=identity.weights if live else network.fingerprint(),
             source=_source(network),
             parameters=sum(p.numel() for p in network.module.parameters()),
         )
+        record, took = self._proven(manifest, folder, native)
+        for leftover in folder.iterdir():
+            if leftover.name not in manifest.files:
+                leftover.unlink()
+        seconds |= took
+        # what was waited for says nothing about the next build
+        seconds["other"] = time.perf_counter() - self._started - self._waited - sum(seconds.values())
+        return replace(manifest, seconds={name: round(value, 3) for name, value in seconds.items()}), record
+
+    def _proven(self, manifest: Manifest, folder: Path, native: Task) -> tuple[trust.Record, dict[str, float]]:
+        """What this machine knows of the engine: on a GPU it has to compute what native does before it is kept."""
+        order = self.order
+        backend, device = order.backend, order.target_device
+        gpu = "" if backend.runs_live_weights or backend.unavailable(device) is not None else gpu_of(device)
+        if not gpu:
+            return trust.BUILT_HERE, {}
+        words = {
+            "origin": f"the engine that {backend.name} made of {order.network.label}",
+            "advice": "build again with precision float32 or another backend, and report this model",
+        }
+        task = check_task(order, manifest, folder, {"folder": str(folder), **native, **words})
+        done = self._do(task, 0.9, 0.97, only_gpu(device))
+        return trust.Record(trust.BUILT, parity=done["parity"], gpu=gpu), {"proof": sum(done["seconds"].values())}
 
     def _exported_and_built(self, common: Task, native: Task) -> dict:
         """The backend's engine, by way of ONNX: ``files``, ``parity`` and ``seconds``."""
@@ -267,7 +283,7 @@ class _Build:
             "target": self.identity.device,
             "profile": profile.to_json(),
             **backend_task(self.order.backend),
-        }, 0.5, 0.95, only_gpu(self.order.target_device))  # fmt: skip
+        }, 0.5, 0.9, only_gpu(self.order.target_device))  # fmt: skip
         return {
             "files": [*built["files"], PARAMETERS_NAME],
             "parity": exported["parity"],
@@ -278,7 +294,7 @@ class _Build:
         """Compiled files for live weights: ``files``, ``parity`` and ``seconds``."""
         device = self.order.target_device
         task = {**task, "step": "compile", "device": device.type, "compiled": self._examples().compiled}
-        return self._do({**task, **backend_task(self.order.backend)}, 0.1, 0.95, only_gpu(device))
+        return self._do({**task, **backend_task(self.order.backend)}, 0.1, 0.9, only_gpu(device))
 
     def _examples(self) -> Examples:
         return self.order.network.architecture().examples(self.identity.profile)

@@ -1,20 +1,22 @@
-"""An engine from elsewhere becomes one that serves here: its own child compares it with native, then it is signed."""
+"""An engine becomes one that serves here: a child holds it against native on its own device, then it is signed."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..backends import Progress
-from ..engine_library import BuildError, Engine, EngineIdentity, Library, Reason, Unavailable, Wanted, trust
+from ..backends import Progress, gpu_of
+from ..engine_library import BuildError, Engine, EngineIdentity, Library, Manifest, Reason, Unavailable, Wanted, trust
 from ..engine_library.disk import check_room
 from ..engine_library.parity import LIMITS
 from ..native_model.snapshot import write_structure, write_weights
 from .child_process import Log
 from .child_tasks import Runner, WeightsChanged, backend_task, network_task, only_gpu, tensors_task
 from .in_child.onnx_export import DATA_NAME
+from .in_child.task import Task
 
 if TYPE_CHECKING:
     from .order import BuildOrder
@@ -27,7 +29,14 @@ def unchecked_engine(order: BuildOrder, library: Library, identity: EngineIdenti
     backend, device = order.backend, order.target_device
     if backend.runs_live_weights or backend.unavailable(device) is not None:
         return None
-    wanted = Wanted(identity.architecture, [identity.weights], identity.precision, identity.profile, [backend.name])
+    wanted = Wanted(
+        identity.architecture,
+        [identity.weights],
+        identity.precision,
+        identity.profile,
+        [backend.name],
+        gpu_of(device),
+    )
     return library.unchecked(wanted, lambda manifest: backend.refuses(manifest, device))
 
 
@@ -62,7 +71,6 @@ def _compared(
 ) -> trust.Record:
     network, device, identity = order.network, order.target_device, engine.manifest.identity
     dtype = getattr(torch, identity.precision)
-    examples = network.architecture().examples(identity.profile)
     structure = write_structure(network, dtype)
     size = sum(p.numel() for p in network.module.parameters()) * dtype.itemsize
     check_room(library.roots[0], int(size * 1.1), f"Checking the engine of {network.label}")
@@ -72,18 +80,40 @@ def _compared(
         read, index = write_weights(network, dtype, weights_file, lambda f: progress("reading weights", 0.2 * f))
         if read != identity.weights:
             raise WeightsChanged
-        done = run({
-            "step": "check",
-            "folder": str(folder),
-            "engine": str(engine.folder),
-            "manifest": engine.manifest.to_json(),
-            "device": device.type,
-            "limit": LIMITS[identity.precision],
-            "extremes": examples.extremes_on_cpu if device.type == "cpu" else examples.extremes,
-            **tensors_task(network, identity.precision),
-            **network_task(network, structure, index, weights_file),
-            **backend_task(order.backend),
-        }, lambda phase, fraction: progress(phase, 0.2 + 0.8 * fraction), log_line, only_gpu(device))  # fmt: skip
+        native = network_task(network, structure, index, weights_file)
+        words = {
+            "origin": f"{engine.folder.name}, which was not made for this machine,",
+            "advice": "build again to have an engine made here in its place",
+        }
+        task = check_task(order, engine.manifest, engine.folder, {"folder": str(folder), **native, **words})
+        done = run(task, lambda phase, fraction: progress(phase, 0.2 + 0.8 * fraction), log_line, only_gpu(device))
     finally:
         library.discard(folder)
-    return trust.Record(trust.CHECKED, parity=done["parity"])
+    return trust.Record(trust.CHECKED, parity=done["parity"], gpu=gpu_of(device))
+
+
+def check_task(order: BuildOrder, manifest: Manifest, engine: Path, native: Task) -> Task:
+    """The task that holds an engine against native on the device that an order is for.
+
+    Args:
+        engine: the folder with its files.
+        native: the work folder, the network, and how an engine that fails is spoken of.
+    """
+    device, identity = order.target_device, manifest.identity
+    examples = order.network.architecture().examples(identity.profile)
+    calls, timed = examples.extremes_on_cpu, None
+    if device.type != "cpu":
+        timed = examples.compiled[0]
+        calls = examples.extremes if timed in examples.extremes else [*examples.extremes, timed]
+    return {
+        "step": "check",
+        "engine": str(engine),
+        "manifest": manifest.to_json(),
+        "device": device.type,
+        "limit": LIMITS[identity.precision],
+        "extremes": calls,
+        "timed": timed,
+        **tensors_task(order.network, identity.precision),
+        **native,
+        **backend_task(order.backend),
+    }

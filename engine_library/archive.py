@@ -85,7 +85,7 @@ def import_engine(library: Library, source: Path, check: Check | None = None) ->
             try:
                 for name in manifest.files:
                     _extract(archive, name, manifest, folder, source, check)
-                engine = library.publish(folder, manifest, check, made_here=False)
+                engine = library.publish(folder, manifest, check, record=None)
                 verified.remember(engine)
                 return engine
             except OSError as error:

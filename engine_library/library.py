@@ -34,6 +34,7 @@ class Wanted:
     Attributes:
         weights: what the engine may have as its weights: a hash of them, or a layout that serves any.
         backends: names, the most wanted first.
+        gpu: where it is to run; ``""`` is the CPU.
     """
 
     architecture: str
@@ -41,6 +42,7 @@ class Wanted:
     precision: str
     profile: Profile
     backends: Sequence[str]
+    gpu: str = ""
 
 
 class Library:
@@ -82,7 +84,7 @@ class Library:
                 continue
             if identity.precision != wanted.precision or identity.backend not in wanted.backends:
                 continue
-            if (refusal := self.flaw(engine, usable)) is not None:
+            if (refusal := self.flaw(engine, usable, wanted.gpu)) is not None:
                 refusals.append(Unavailable(refusal.reason, refusal.detail))
                 continue
             covers = identity.profile.contains(wanted.profile)
@@ -101,7 +103,7 @@ class Library:
             identity = engine.manifest.identity
             same = identity.architecture == wanted.architecture and identity.weights in wanted.weights
             if same and identity.precision == wanted.precision and identity.backend in wanted.backends:
-                fallback = self.flaw(engine, usable)
+                fallback = self.flaw(engine, usable, wanted.gpu)
                 unchecked = fallback is not None and fallback.reason is Reason.UNCHECKED
                 if unchecked and identity.profile.contains(wanted.profile):
                     found.append((identity.profile.volume(), len(found), engine))
@@ -117,13 +119,13 @@ class Library:
         known = {manifest.fingerprint for manifest in manifests}
         return bool(known) and ("" in known or fingerprint() in known)
 
-    def exact(self, identity: EngineIdentity, usable: Usable) -> Engine | None:
+    def exact(self, identity: EngineIdentity, usable: Usable, gpu: str = "") -> Engine | None:
         """The engine with this very key, if it is there and nothing is wrong with it."""
         same = (e for e in self.engines() if e.manifest.identity == identity)
-        return next((e for e in same if self.flaw(e, usable) is None), None)
+        return next((e for e in same if self.flaw(e, usable, gpu) is None), None)
 
     @staticmethod
-    def flaw(engine: Engine, usable: Usable) -> Fallback | None:
+    def flaw(engine: Engine, usable: Usable, gpu: str = "") -> Fallback | None:
         """Why an engine cannot be used (stale, broken, unchecked, of another GPU), judged without reading its files."""
         made_with = engine.manifest.identity.export_format
         if made_with != EXPORT_FORMAT:
@@ -135,7 +137,7 @@ class Library:
             engine.check_sizes()
         except Unavailable as broken:
             return broken.fallback
-        return usable(engine.manifest) or trust.flaw(engine)
+        return usable(engine.manifest) or trust.flaw(engine, gpu)
 
     def _all(self) -> Iterator[Engine | str]:
         seen = {}
@@ -182,12 +184,16 @@ class Library:
         return FileLock(self.roots[0] / f".{identity.folder_name}.lock")
 
     def publish(
-        self, building: Path, manifest: Manifest, check: Check | None = None, made_here: bool = True
+        self,
+        building: Path,
+        manifest: Manifest,
+        check: Check | None = None,
+        record: trust.Record | None = trust.BUILT_HERE,
     ) -> Engine:
         """Write the manifest into a building folder and make the engine appear, replacing one with the same key.
 
         Args:
-            made_here: it was built, and compared with native, on this machine; else it serves after a check only.
+            record: what this machine knows of it; None of one from elsewhere, which serves after a check only.
             check: called until just before the engine appears; what it raises leaves the library as it was.
 
         Raises:
@@ -202,8 +208,8 @@ class Library:
             raise LibraryError(f"{error}, so the engine was not kept and native keeps serving; report this") from error
         target = self.roots[0] / manifest.identity.folder_name
         (building / MANIFEST_NAME).write_bytes(text)
-        if made_here:
-            trust.keep(building, manifest, trust.Record(trust.BUILT), target)
+        if record is not None:
+            trust.keep(building, manifest, record, target)
         for file in building.iterdir():
             check()
             sync(file)

@@ -56,25 +56,26 @@ Stale = Callable[[Engine], Fallback | None]
 """Why the weights of an engine are not its file's any more, or None; see ``native_model.hash_cache.source_changed``."""
 
 
-def entries(library: Library, usable: Usable, stale: Stale) -> list[Entry]:
+def entries(library: Library, usable: Usable, stale: Stale, gpu: str = "") -> list[Entry]:
     """Everything in the library, in a stable order.
 
     Args:
         usable: the backends' say on whether an engine runs here (version, GPU); None means yes.
+        gpu: where they are to run; ``""`` is the CPU.
     """
     found = []
     for root in library.roots:
         for path in sorted(root.glob(f"*/{MANIFEST_NAME}")):
             if not path.parent.name.startswith("."):
-                found.append(_entry(path, usable, stale))
+                found.append(_entry(path, usable, stale, gpu))
     return found
 
 
-def _entry(path: Path, usable: Usable, stale: Stale) -> Entry:
+def _entry(path: Path, usable: Usable, stale: Stale, gpu: str) -> Entry:
     folder, engine = path.parent, None
     try:
         engine = Engine(folder, Manifest.read(path))
-        flaw = Library.flaw(engine, usable) or stale(engine)
+        flaw = Library.flaw(engine, usable, gpu) or stale(engine)
     except ManifestError as error:
         flaw = Fallback(Reason.BROKEN_ENGINE, str(error))
     state = READY if flaw is None else _STATES.get(flaw.reason, STALE)

@@ -1,4 +1,4 @@
-"""Which engines were built on this machine, or compared with native on it: only these serve.
+"""Which engines were built on this machine, or compared with native on it, and on which GPU: only these serve.
 
 An engine's key is a hash that anybody can compute over whatever files, so it says nothing about what these compute. A
 record beside the manifest, signed with this machine's secret, does; it is no part of an exported engine.
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 BUILT, CHECKED, REFUSED = "built", "checked", "refused"
 MAX_BYTES = 1 << 20
+_NAMES = ("verdict", "why", "parity", "gpu")
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,29 @@ class Record:
     Attributes:
         verdict: ``"built"`` here; ``"checked"``: came from elsewhere and computes what native does; ``"refused"``.
         why: what is wrong with a refused one.
-        parity: figures of the check, as in a manifest.
+        parity: figures of the check, as in a manifest; those of a GPU also have its ``driver``, and milliseconds of one
+            call, ``engine_ms`` and ``native_ms``.
+        gpu: on which GPU it ran and computed what native does; ``""`` on none.
     """
 
     verdict: str
     why: str = ""
     parity: Mapping = field(default_factory=dict)
+    gpu: str = ""
 
+    @property
+    def fields(self) -> dict:
+        """What is signed, besides the manifest."""
+        return {
+            "verdict": self.verdict,
+            "why": strict.printable(self.why),
+            "parity": dict(self.parity),
+            "gpu": strict.printable(self.gpu),
+        }
+
+
+BUILT_HERE = Record(BUILT)
+"""Of an engine whose graph was compared with native, and that has not run on a GPU."""
 
 _known: dict[str, tuple[tuple, Record | None]] = {}
 _unkept: dict[tuple[str, str], Record] = {}
@@ -56,7 +73,7 @@ def keep(folder: Path, manifest: Manifest, record: Record, home: Path | None = N
         home: where they will be, when that is elsewhere.
     """
     try:
-        fields = {"verdict": record.verdict, "why": strict.printable(record.why), "parity": dict(record.parity)}
+        fields = record.fields
         text = json.dumps({**fields, "signature": local_key.sign(_signed(manifest, fields))}, indent=1)
         try:
             write_file(folder / RECORD_NAME, text)
@@ -86,8 +103,18 @@ def record_of(engine: Engine) -> Record | None:
     return known[1] or _unkept.get((str(engine.folder), engine.manifest.digest))
 
 
-def flaw(engine: Engine) -> Fallback | None:
-    """Why an engine must not serve on this machine, or None: it was built or checked here."""
+def figures(engine: Engine) -> Mapping:
+    """How far an engine is from native: by this machine's own check, else by its build's."""
+    record = record_of(engine)
+    return record.parity if record is not None and record.parity else engine.manifest.parity
+
+
+def flaw(engine: Engine, gpu: str = "") -> Fallback | None:
+    """Why an engine must not serve on this machine, or None: it was built or checked here.
+
+    Args:
+        gpu: where it is to run; ``""`` is the CPU. What holds programs was tried when they were compiled.
+    """
     record = record_of(engine)
     if record is None and engine.holds_programs:
         return Fallback(Reason.STALE_ENGINE, f"{engine.folder.name} was not compiled on this machine{_lost()}")
@@ -96,7 +123,12 @@ def flaw(engine: Engine) -> Fallback | None:
             Reason.UNCHECKED,
             f"{engine.folder.name} came from elsewhere and was not compared with native on this machine{_lost()}",
         )
-    return Fallback(Reason.BROKEN_ENGINE, record.why) if record.verdict == REFUSED else None
+    if record.verdict == REFUSED:
+        return Fallback(Reason.BROKEN_ENGINE, record.why)
+    if gpu and record.gpu != gpu and not engine.holds_programs:
+        elsewhere = f"has run on {record.gpu}" if record.gpu else "was built without a GPU"
+        return Fallback(Reason.UNCHECKED, f"{engine.folder.name} {elsewhere} and was not compared with native on {gpu}")
+    return None
 
 
 def _lost() -> str:
@@ -115,10 +147,10 @@ def _signed(manifest: Manifest, fields: Mapping) -> str:
 def _read(path: Path, manifest: Manifest) -> Record | None:
     try:
         with path.open("rb") as file:
-            data = strict.mapping(strict.loads(file.read(MAX_BYTES)), "", ("verdict", "why", "parity", "signature"))
+            data = strict.mapping(strict.loads(file.read(MAX_BYTES)), "", (*_NAMES, "signature"))
     except (OSError, strict.Senseless):
         return None
-    fields = {name: data[name] for name in ("verdict", "why", "parity")}
+    fields = {name: data[name] for name in _NAMES}
     return Record(**fields) if local_key.is_signed(_signed(manifest, fields), data["signature"]) else None
 
 

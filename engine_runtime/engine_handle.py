@@ -15,7 +15,7 @@ import torch
 from ..architectures import Role
 from ..architectures.calls import Binding, EngineCall, Unsupported
 from ..architectures.tensors import Profile
-from ..backends import AUTO, Backend, usable_backends
+from ..backends import AUTO, Backend, gpu_of, usable_backends
 from ..engine_library import Fallback, Library, Manifest, Reason, Unavailable, Wanted, last_use
 from ..engine_sessions.room import close_engines
 from ..engine_sessions.session import Session
@@ -117,7 +117,7 @@ class EngineHandle:
             return usable[manifest.identity.backend].refuses(manifest, device)
 
         weights = self._weights(architecture.name, usable.values())
-        wanted = Wanted(architecture.name, weights, self.precision, self.choice.profile, list(usable))
+        wanted = Wanted(architecture.name, weights, self.precision, self.choice.profile, list(usable), gpu_of(device))
         without = next((backend for backend in usable.values() if backend.runs_live_weights), None)
         try:
             engines, passed_over = self.library.find_all(wanted, refuses), None

@@ -12,7 +12,7 @@ from aiohttp import web
 from comfy import model_management
 from server import PromptServer
 
-from ..backends import refusals
+from ..backends import gpu_of, refusals
 from ..engine_library import last_use, states
 from ..engine_library.archive import SUFFIX, export_engine, import_engine
 from ..engine_library.disk import check_room, free_bytes, readable
@@ -129,7 +129,8 @@ async def _import(request: web.Request) -> web.Response:
 
 
 def _entries() -> list[states.Entry]:
-    return states.entries(library(), refusals(model_management.get_torch_device()), source_changed)
+    device = model_management.get_torch_device()
+    return states.entries(library(), refusals(device), source_changed, gpu_of(device))
 
 
 async def _entry(request: web.Request) -> states.Entry:

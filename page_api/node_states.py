@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -19,9 +20,9 @@ import torch
 
 from ..architectures import architectures, profile_words
 from ..architectures.tensors import Profile
-from ..backends import usable_backends
+from ..backends import gpu_of, usable_backends
 from ..engine_builder.jobs import BuildQueue, Job, State
-from ..engine_library import Engine, Fallback, Library, Manifest, Reason, Unavailable, Wanted
+from ..engine_library import Engine, Fallback, Library, Manifest, Reason, Unavailable, Wanted, trust
 from ..engine_library.files import write_file
 from ..engine_library.manifest import MANIFEST_NAME
 from ..engine_runtime.engine_handle import EngineHandle
@@ -189,7 +190,12 @@ class NodeStates:
                 return usable[manifest.identity.backend].refuses(manifest, device)
 
             wanted = Wanted(
-                known.architecture, [known.weights], known.precision, Profile.from_json(known.profile), list(usable)
+                known.architecture,
+                [known.weights],
+                known.precision,
+                Profile.from_json(known.profile),
+                list(usable),
+                gpu_of(device),
             )
             return self._library.find(wanted, refuses), refusal
         except Unavailable as unavailable:
@@ -250,7 +256,7 @@ def _published(engine: Engine) -> float:
 
 def engine_json(engine: Engine) -> dict:
     """What a person wants to know of an engine."""
-    manifest = engine.manifest
+    manifest, here = engine.manifest, trust.figures(engine)
     return {
         "name": engine.folder.name,
         "label": manifest.label,
@@ -260,9 +266,16 @@ def engine_json(engine: Engine) -> dict:
         "limits": _limits(manifest.identity.architecture, manifest.identity.profile),
         "bytes": manifest.bytes,
         "seconds": round(sum(manifest.seconds.values()), 1),
-        "rel_err": manifest.parity.get("rel_err"),
+        "rel_err": here.get("rel_err"),
+        "speed": _speed(here),
         "created": manifest.created,
     }
+
+
+def _speed(parity: Mapping) -> float | None:
+    """How many times as fast as native an engine was in its check on this GPU."""
+    engine, native = parity.get("engine_ms"), parity.get("native_ms")
+    return round(native / engine, 2) if engine and native else None
 
 
 def _limits(architecture: str, profile: Profile) -> dict[str, int] | None:

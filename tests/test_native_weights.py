@@ -275,6 +275,8 @@ def test_the_torch_backend_computes_with_native_weights_so_they_are_loaded(file:
 class CarriedRunner:
     """A double of a GPU engine: ONNX Runtime on the CPU, with its tensors carried there and back."""
 
+    recordable = False
+
     def __init__(self, runner: Any, device: torch.device):
         self.device, self.bytes, self._runner = device, runner.bytes, runner
 

@@ -145,7 +145,7 @@ class ReadingBackend:
     name = "onnxruntime"
 
     def load(self, engine: Engine, _device: torch.device) -> Any:
-        runner = type("Runner", (), {"bytes": 1, "run": lambda *_: None})()
+        runner = type("Runner", (), {"bytes": 1, "recordable": False, "run": lambda *_: None})()
         runner.contents = engine.main_file.read_bytes()
         return runner
 

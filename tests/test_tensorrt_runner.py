@@ -53,7 +53,7 @@ def test_tensorrts_own_refusal_of_a_gpu_is_told_from_other_errors(told: str, rea
 CLASSES = {
     "trt": trt, "self._logger": trt.ILogger, "logger": trt.ILogger,
     "runtime": trt.Runtime, "self._runtime": trt.Runtime,
-    "opened": trt.ICudaEngine, "self.engine": trt.ICudaEngine, "self._native.engine": trt.ICudaEngine,
+    "opened": trt.ICudaEngine, "self._engine": trt.ICudaEngine, "self._config": trt.IRuntimeConfig,
     "context": trt.IExecutionContext, "self.context": trt.IExecutionContext,
     "self._native.context": trt.IExecutionContext,
     "config": trt.IRuntimeConfig, "self._cache": trt.IRuntimeCache,
@@ -110,7 +110,8 @@ def runner() -> tuple[Any, FakeContext]:
     fake = FakeContext()
     made = trt_runner.TensorRTRunner.__new__(trt_runner.TensorRTRunner)
     made.device, made._title = networks.CPU, "TensorRT-RTX"
-    made._native = SimpleNamespace(context=fake.mock, inputs=frozenset({"x", "residual"}), jit_cache=None)
+    made._native = SimpleNamespace(context=fake.mock)
+    made._opened = SimpleNamespace(inputs=frozenset({"x", "residual"}), jit_cache=None)
     return made, fake
 
 

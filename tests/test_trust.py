@@ -216,7 +216,7 @@ def from_elsewhere(engine: Engine, root: Path, change: Callable[[Path], None]) -
     change(folder)
     manifest = engine.manifest.to_json()
     manifest["files"] = {n: f.__dict__ for n, f in describe_files(folder, list(engine.manifest.files)).items()}
-    return library.publish(folder, Manifest.from_json(manifest), made_here=False)
+    return library.publish(folder, Manifest.from_json(manifest), record=None)
 
 
 def build(network: NativeNetwork, root: Path, steps: list[str]) -> Engine:

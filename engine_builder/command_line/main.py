@@ -12,14 +12,14 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ...architectures import profile_words
 from ...architectures.sizes import PRECISIONS, SIZE_NAMES, Asked
-from ...backends import AUTO, Backend, backends, refusals, usable_backends
-from ...engine_library import BuildError, Engine, Library, LibraryError, Unavailable, trust
+from ...backends import AUTO, Backend, backends, gpu_of, refusals, usable_backends
+from ...engine_library import BuildError, Library, LibraryError, Unavailable, trust
 from ...engine_library import archive as archives
 from ...engine_library.disk import free_bytes, gigabytes
 from ...engine_library.states import Entry, delete, entries, select, verify
@@ -119,15 +119,9 @@ def _build(options: argparse.Namespace) -> int:
             sys.stderr.write("".join(f"  {line}\n" for line in lines[-20:]))
             raise
     manifest = engine.manifest
-    parity = _parity(engine).get("rel_err", 0.0)
+    parity = trust.figures(engine).get("rel_err", 0.0)
     text = f"{engine.folder}\n{gigabytes(manifest.bytes)}, error to native {parity:.1e}"
     return _done(options, {"folder": str(engine.folder), **manifest.to_json()}, text)
-
-
-def _parity(engine: Engine) -> Mapping:
-    """The figures of this machine's own check, else of the build."""
-    record = trust.record_of(engine)
-    return record.parity if record is not None and record.parity else engine.manifest.parity
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -209,7 +203,8 @@ def _library(options: argparse.Namespace) -> Library:
 
 def _found(options: argparse.Namespace) -> tuple[Library, list[Entry]]:
     library = _library(options)
-    return library, entries(library, refusals(comfyui.device(options.device)), source_changed)
+    device = comfyui.device(options.device)
+    return library, entries(library, refusals(device), source_changed, gpu_of(device))
 
 
 def _backend(choice: str, device: Any) -> Backend:

@@ -1,10 +1,13 @@
-"""The step that compares an engine from elsewhere with native: in the child process, on the engine's own device."""
+"""The step that holds an engine against native: in the child process, on the engine's own device."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import statistics
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,19 +19,23 @@ from .task import Task, backend_of, function_of, tensors_of
 if TYPE_CHECKING:
     import torch
 
+    from ...engine_sessions.session import Runner
     from .parity import Case
 
 log = logging.getLogger(__name__)
 
 TIMESTEPS = (900.0, 50.0)
 """The first with random residuals, the second with none."""
+WARM, TIMED = 3, 10
+"""Calls before the clock is looked at, and calls of which the median counts."""
 
 
 def check_engine(task: Task, progress: Progress) -> dict:
-    """Open an engine and compare it with native at the least, best and largest sizes that it accepts.
+    """Open an engine and compare it with native at the least, best and largest sizes that it accepts; time both.
 
     The task has ``engine`` (its folder), ``manifest``, ``device`` (``cuda`` or ``cpu``), ``limit``, the sizes of
-    ``extremes``, the network and the backend (see ``task``).
+    ``extremes`` and that which is ``timed`` on a GPU, ``origin`` and ``advice`` (which engine it is and what to do when
+    it fails, in words), the network and the backend (see ``task``).
 
     Raises:
         BuildError: it differs from native by more than the limit, or cannot be opened or run.
@@ -42,17 +49,16 @@ def check_engine(task: Task, progress: Progress) -> dict:
 
     engine = Engine(Path(task["engine"]), Manifest.from_json(task["manifest"]))
     if tensors_of(task) != (engine.manifest.inputs, engine.manifest.outputs):
-        raise BuildError(
-            f"{engine.folder.name}, which came from elsewhere, has other inputs and outputs than this network, so it "
-            "does not serve and native does; build again to have an engine made here in its place"
-        )
+        raise _refused(task, "has other inputs and outputs than this network")
     device = torch.device(task["device"])
     started = time.perf_counter()
     try:
-        cases = _native(task, device, progress)
+        cases, native_ms = _native(task, device, progress)
         compared = time.perf_counter()
         progress("comparing with native", 0.6)
-        record = compare(backend_of(task).load(engine, device), cases, engine.manifest.outputs)
+        runner = backend_of(task).load(engine, device)
+        record = compare(runner, cases, engine.manifest.outputs)
+        engine_ms = _engine_milliseconds(runner, _timed(task, cases), engine) if native_ms else None
     except torch.OutOfMemoryError as error:
         raise Unavailable(
             Reason.UNCHECKED, f"there is not enough GPU memory to compare {engine.folder.name} with native now"
@@ -62,26 +68,30 @@ def check_engine(task: Task, progress: Progress) -> dict:
     except Exception as error:
         log.exception("%s failed", engine.folder.name)
         text = (str(error).strip().splitlines() or [""])[0]
-        raise BuildError(
-            f"{engine.folder.name}, which came from elsewhere, could not be run ({type(error).__name__}: {text}), so "
-            "it does not serve and native does; build again to have an engine made here in its place"
-        ) from error
+        raise _refused(task, f"could not be run ({type(error).__name__}: {text})") from error
     worst = max(record, key=lambda case: case["rel_err"])
     if not worst["rel_err"] <= task["limit"]:
-        raise BuildError(
-            f"{engine.folder.name}, which came from elsewhere, differs from native by {worst['rel_err']:.2e} in "
-            f"{worst['worst_output']} at {worst['symbols']} (limit {task['limit']:.0e}), so it does not serve and "
-            "native does; build again to have an engine made here in its place"
+        raise _refused(
+            task,
+            f"differs from native by {worst['rel_err']:.2e} in {worst['worst_output']} at {worst['symbols']} (limit "
+            f"{task['limit']:.0e})",
         )
     against = "native in float32 on the CPU" if device.type == "cpu" else "native on the same device"
+    parity = {"rel_err": worst["rel_err"], "limit": task["limit"], "cases": record, "against": against}
+    if native_ms:
+        parity |= {"driver": _driver(), "native_ms": round(native_ms, 3), "engine_ms": round(engine_ms, 3)}
     return {
-        "parity": {"rel_err": worst["rel_err"], "limit": task["limit"], "cases": record, "against": against},
+        "parity": parity,
         "seconds": {"native": compared - started, "engine": time.perf_counter() - compared},
     }
 
 
-def _native(task: Task, device: torch.device, progress: Progress) -> list[Case]:
-    """What native computes; its memory is free again afterwards."""
+def _refused(task: Task, why: str) -> BuildError:
+    return BuildError(f"{task['origin']} {why}, so it does not serve and native does; {task['advice']}")
+
+
+def _native(task: Task, device: torch.device, progress: Progress) -> tuple[list[Case], float | None]:
+    """What native computes, and on a GPU the milliseconds of a call; its memory is free again afterwards."""
     import torch
 
     from ...architectures.samples import sample_inputs
@@ -91,7 +101,7 @@ def _native(task: Task, device: torch.device, progress: Progress) -> list[Case]:
     on_cpu = device.type == "cpu"
     inputs, _ = tensors_of(task)
     function, _ = function_of(task, device.type)
-    cases = []
+    cases, milliseconds = [], None
     calls = [(sizes, t) for sizes in task["extremes"] for t in TIMESTEPS]
     with torch.inference_mode(), in_float32(function) if on_cpu else contextlib.nullcontext(), best_attention(device):
         for seed, (sizes, timestep) in enumerate(calls, start=1):
@@ -102,7 +112,65 @@ def _native(task: Task, device: torch.device, progress: Progress) -> list[Case]:
                     given[spec.name].fill_(timestep)
                 elif spec.optional and timestep == TIMESTEPS[1]:
                     given[spec.name].zero_()
-            tensors = (t.float() if on_cpu else t.to(device) for t in given.values())
+            tensors = [t.float() if on_cpu else t.to(device) for t in given.values()]
             expected = tuple(result.float().cpu() for result in function(*tensors))
+            if milliseconds is None and sizes == task["timed"]:
+                milliseconds = _milliseconds(lambda tensors=tensors: function(*tensors))
             cases.append(Case({**sizes, "t": int(timestep)}, given, expected))
-    return cases
+    return cases, milliseconds
+
+
+def _timed(task: Task, cases: list[Case]) -> Case:
+    return next(case for case in cases if task["timed"].items() <= case.symbols.items())
+
+
+def _engine_milliseconds(runner: Runner, case: Case, engine: Engine) -> float:
+    """One call as a prompt makes it: by a CUDA graph where the backend allows it."""
+    import torch
+
+    from ...engine_sessions.cuda_graphs import GraphCache
+
+    def on(runner: Runner) -> Callable[[dict], dict]:
+        def run(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            results = {
+                s.name: torch.empty(s.shape(case.symbols), dtype=getattr(torch, s.dtype), device=runner.device)
+                for s in engine.manifest.outputs
+            }
+            runner.run(inputs, results)
+            return results
+
+        return run
+
+    given = {name: tensor.to(runner.device) for name, tensor in case.given.items()}
+    if not runner.recordable:
+        return _milliseconds(lambda: on(runner)(given))
+    graphs = GraphCache(runner.device)
+    return _milliseconds(lambda: graphs.run(on(runner), given, own=lambda: on(runner.twin())))
+
+
+def _milliseconds(call: Callable[[], object]) -> float:
+    """Median time of a call on the GPU, the host's part in it."""
+    import torch
+
+    for _ in range(WARM):
+        call()
+    times = []
+    for _ in range(TIMED):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def _driver() -> str:
+    """The version of NVIDIA's driver; ``""`` where its tool does not tell."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return (told.split() or [""])[0]

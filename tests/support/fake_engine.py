@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pack  # noqa: F401
 from hybrid_trt.architectures.tensors import Dim, Profile, Range, TensorSpec
-from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest
+from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, trust
 from hybrid_trt.engine_library.engine import describe_files
 
 PROFILE = Profile({"B": Range(1, 2, 2)})
@@ -27,7 +27,7 @@ def publish_engine(
     files = describe_files(work, [name, "parameters.json"])
     identity = EngineIdentity(profile=PROFILE, **fields)
     manifest = Manifest(identity, "unet", "a.safetensors", SPECS, SPECS, files, source=source)
-    return library.publish(work, manifest, made_here=made_here)
+    return library.publish(work, manifest, record=trust.BUILT_HERE if made_here else None)
 
 
 def publish(
