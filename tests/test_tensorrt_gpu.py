@@ -13,9 +13,9 @@ import networks
 import pytest
 import torch
 from hybrid_trt.architectures.samples import sample_inputs
-from hybrid_trt.backends import backends, onnxruntime
+from hybrid_trt.backends import backends, gpu_of, onnxruntime
 from hybrid_trt.engine_builder import build as builder
-from hybrid_trt.engine_library import Engine, Library
+from hybrid_trt.engine_library import Engine, Library, trust
 from hybrid_trt.engine_library.parity import LIMITS, relative_error
 from hybrid_trt.engine_sessions.file_session import FileSession
 
@@ -96,6 +96,41 @@ def test_outputs_are_the_callers_and_inputs_stay_as_they_are(backend: object, pa
     torch.cuda.synchronize()
     assert all(torch.equal(first[name], kept[name]) for name in first)
     assert all(torch.equal(given[name], before[name]) for name in given)
+
+
+def test_a_thousand_calls_of_switching_shapes_replay_to_the_bit_what_plain_calls_give(
+    backend: object, pair: dict
+) -> None:
+    engine, _same = pair["unet"]
+    session, plain = FileSession(engine, backend.load, GPU), backend.load(engine, GPU)
+    if not plain.recordable:
+        pytest.skip("TensorRT-RTX compiles kernels while it runs, so its calls are not recorded")
+    given = [inputs_of(engine, symbols, seed) for seed, symbols in enumerate(CALLS[:3])]
+    expected = []
+    for symbols, inputs in zip(CALLS, given, strict=False):
+        outputs = {
+            s.name: torch.empty(s.shape(symbols), dtype=getattr(torch, s.dtype), device=GPU)
+            for s in engine.manifest.outputs
+        }
+        plain.run(inputs, outputs)
+        expected.append(outputs)
+    order = torch.randint(3, (1000,), generator=torch.Generator().manual_seed(1)).tolist()
+    different = torch.zeros((), dtype=torch.int64, device=GPU)
+    for which in order:
+        for name, value in session.run(given[which]).items():
+            different += (value != expected[which][name]).sum()
+    assert len(session.graphs) == 3
+    assert session.graphs.failure is None
+    assert int(different) == 0
+
+
+def test_an_engine_that_is_built_here_has_proven_itself_on_this_gpu(backend: object, pair: dict) -> None:
+    for engine, _same in pair.values():
+        record = trust.record_of(engine)
+        assert record.gpu == gpu_of(GPU)
+        assert 0 < record.parity["rel_err"] <= LIMITS[engine.manifest.identity.precision]
+        assert {"native_ms", "engine_ms", "driver"} <= record.parity.keys()
+        assert Library([engine.folder.parent]).flaw(engine, lambda _: None, gpu_of(GPU)) is None
 
 
 @pytest.mark.parametrize("own_stream", [False, True])

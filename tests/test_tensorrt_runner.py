@@ -53,7 +53,7 @@ def test_tensorrts_own_refusal_of_a_gpu_is_told_from_other_errors(told: str, rea
 CLASSES = {
     "trt": trt, "self._logger": trt.ILogger, "logger": trt.ILogger,
     "runtime": trt.Runtime, "self._runtime": trt.Runtime,
-    "opened": trt.ICudaEngine, "self._engine": trt.ICudaEngine, "self._config": trt.IRuntimeConfig,
+    "native": trt.ICudaEngine, "self._engine": trt.ICudaEngine, "self._config": trt.IRuntimeConfig,
     "context": trt.IExecutionContext, "self.context": trt.IExecutionContext,
     "self._native.context": trt.IExecutionContext,
     "config": trt.IRuntimeConfig, "self._cache": trt.IRuntimeCache,

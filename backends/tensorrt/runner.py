@@ -225,7 +225,7 @@ def deserialise(runtime: Any, title: str, path: Path, errors: list[str]) -> Any:
     return engine
 
 
-def _check_tensors(trt: ModuleType, engine: Engine, opened: Any) -> frozenset[str]:
+def _check_tensors(trt: ModuleType, engine: Engine, native: Any) -> frozenset[str]:
     """Names of the inputs that the engine really has.
 
     Raises:
@@ -233,13 +233,13 @@ def _check_tensors(trt: ModuleType, engine: Engine, opened: Any) -> frozenset[st
     """
     dtypes = {name: getattr(trt, name, None) for name in ("float32", "float16", "bfloat16")}
     manifest = engine.manifest
-    names = [opened.get_tensor_name(i) for i in range(opened.num_io_tensors)]
+    names = [native.get_tensor_name(i) for i in range(native.num_io_tensors)]
     expected = {spec.name: dtypes[spec.dtype] for spec in (*manifest.inputs, *manifest.outputs)}
-    wrong = [name for name in names if expected.get(name) != opened.get_tensor_dtype(name)]
+    wrong = [name for name in names if expected.get(name) != native.get_tensor_dtype(name)]
     wrong += [spec.name for spec in manifest.outputs if spec.name not in names]
     if wrong:
         raise Unavailable(Reason.BROKEN_ENGINE, f"{engine.folder.name} differs from its manifest in {wrong[0]}")
-    return frozenset(name for name in names if opened.get_tensor_mode(name) == trt.TensorIOMode.INPUT)
+    return frozenset(name for name in names if native.get_tensor_mode(name) == trt.TensorIOMode.INPUT)
 
 
 def _jit_cache_path(engine: Engine, device: torch.device) -> Path:

@@ -1,0 +1,82 @@
+"""A session of engine files whose backend can be recorded: same numbers as plain calls, a runner to each recording."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import fake_engine
+import torch
+from fake_recorder import Recorder
+from pack import import_comfy
+
+import_comfy()
+
+from hybrid_trt.engine_library import Library
+from hybrid_trt.engine_sessions.file_session import FileSession
+
+CPU = torch.device("cpu")
+
+
+class RecordableRunner:
+    """Stands for TensorRT's: it doubles what it is given, and remembers of which shapes it was asked last."""
+
+    device, bytes, recordable = CPU, 1000, True
+
+    def __init__(self, made: list[RecordableRunner]):
+        self.shapes: list[tuple[int, ...]] = []
+        self._made = made
+        made.append(self)
+
+    def twin(self) -> RecordableRunner:
+        return RecordableRunner(self._made)
+
+    def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
+        (given,) = inputs.values()
+        self.shapes.append(tuple(given.shape))
+        for name in outputs:
+            torch.mul(given, 2, out=outputs[name])
+
+
+def session(folder: Path) -> tuple[FileSession, list[RecordableRunner]]:
+    fake_engine.publish(folder, b"engine", largest=8)
+    (engine,) = Library([folder]).engines()
+    made: list[Any] = []
+    return FileSession(engine, lambda *_: RecordableRunner(made), CPU, recorder=Recorder()), made
+
+
+def test_each_recording_has_a_runner_of_its_own_that_never_meets_other_shapes(tmp_path: Path) -> None:
+    opened, made = session(tmp_path)
+    for batch in (1, 2, 3, 1, 2, 3, 3, 1, 2):
+        x = torch.randn(batch, 4)
+        assert torch.equal(opened.run({"x": x})["x"], x * 2)
+    assert len(opened.graphs) == 3
+    plain, *recorded = made
+    assert plain.shapes == [(1, 4), (2, 4), (3, 4)]
+    assert [set(runner.shapes) for runner in recorded] == [{(1, 4)}, {(2, 4)}, {(3, 4)}]
+
+
+def test_unloading_lets_recordings_and_their_runners_go(tmp_path: Path) -> None:
+    opened, made = session(tmp_path)
+    for _ in range(3):
+        opened.run({"x": torch.ones(2, 4)})
+    held = opened.bytes
+    assert held > 1000, "what recordings take counts"
+    opened.unload()
+    assert opened.graphs is None
+    assert not opened.loaded
+    x = torch.randn(2, 4)
+    assert torch.equal(opened.run({"x": x})["x"], x * 2)
+    assert len(made) == 3, "one that was open, its recording, and one that is opened again"
+
+
+def test_a_backend_that_cannot_be_recorded_runs_plainly(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(RecordableRunner, "recordable", False)
+    opened, made = session(tmp_path)
+    for _ in range(3):
+        opened.run({"x": torch.ones(2, 4)})
+    assert opened.graphs is None
+    assert not opened.joins_stacks
+    assert len(made) == 1
+    assert len(made[0].shapes) == 3
