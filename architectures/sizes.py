@@ -50,7 +50,7 @@ class Asked:
         given = [size for size in (self.min_size, self.opt_size, self.max_size) if size]
         if given != sorted(given) or any(size < LEAST for size in given):
             raise ValueError(
-                f"min_size ({self.min_size}), opt_size ({self.opt_size}) and max_size ({self.max_size}) must rise in "
+                f"smallest ({self.min_size}), best ({self.opt_size}) and largest size ({self.max_size}) must rise in "
                 f"this order, from {LEAST} on; 0 is what fits the model. Nothing was built; correct the sizes."
             )
 

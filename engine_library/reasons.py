@@ -18,7 +18,7 @@ class Reason(str, Enum):
     WRONG_GPU = "wrong GPU"
     OTHER_MODEL = "engine of another model"
     UNSUPPORTED_MODEL = "unsupported model"
-    SHAPE_OUTSIDE_PROFILE = "shape outside the profile"
+    SHAPE_OUTSIDE_PROFILE = "size the engine was not built for"
     WEIGHTS_PATCHED = "weights patched"
     MODEL_PATCHED = "model patched"
     HOOKS = "hooks"
@@ -31,16 +31,16 @@ class Reason(str, Enum):
 
 
 _ADVICE = {
-    Reason.NO_ENGINE: "set 'when_missing' to 'build now' or 'build in background' on the engine node and queue",
+    Reason.NO_ENGINE: "press Build engine, or choose 'build now' or 'build in background' on its node, and queue",
     Reason.BUILD_FAILED: "fix what the message names and queue again",
     Reason.STALE_ENGINE: "build it again: it was made by another version or for another GPU",
     Reason.BROKEN_ENGINE: "build it again: its files are missing or damaged",
-    Reason.UNCHECKED: "press Check engine, or set 'when_missing' to 'build now', to have it compared with native",
+    Reason.UNCHECKED: "press Check engine, or choose 'build now' on the engine node, to have it compared with native",
     Reason.BACKEND_MISSING: "install the backend that the message names, or choose another on the engine node",
     Reason.WRONG_GPU: "build an engine for this GPU, or choose a backend that supports it",
     Reason.OTHER_MODEL: "wire the same model into the engine node and the sampler patch",
     Reason.UNSUPPORTED_MODEL: "nothing to do: this kind of network has no engine yet and always runs native",
-    Reason.SHAPE_OUTSIDE_PROFILE: "widen the profile on the engine node and build again",
+    Reason.SHAPE_OUTSIDE_PROFILE: "choose wider picture sizes on the engine node and build again",
     Reason.WEIGHTS_PATCHED: "put the LoRA before the engine node and build again, or leave it: native applies it",
     Reason.MODEL_PATCHED: "remove the patch node (FreeU, PAG, HyperTile, IPAdapter ...) if you want the engine",
     Reason.HOOKS: "remove the hooks from the conditioning if you want the engine",

@@ -16,7 +16,7 @@ import { follow, sizesOf } from "./lib/presets.mjs";
 import { keepOrder, orderWords } from "./lib/size_order.mjs";
 import { request } from "./lib/server.mjs";
 import { defaultsFor, librarySettings, settings } from "./lib/settings.mjs";
-import { openReadable } from "./lib/template_view.mjs";
+import { inSight, openReadable } from "./lib/template_view.mjs";
 import { setLanguage, t } from "./lib/texts.mjs";
 import { showRuns, TEXT_NODES } from "./lib/text_view.mjs";
 import { Tracker } from "./lib/tracker.mjs";
@@ -31,7 +31,8 @@ const toast = (severity, summary, detail) =>
     app.extensionManager.toast.add({ severity, summary, detail, life: severity === "error" ? 20000 : 8000 });
 const tracker = new Tracker(app, api);
 const builder = new Builder(tracker, toast,
-    () => offerLimit(api, app.extensionManager.setting, toast).catch((failure) => console.warn("Hybrid TRT:", failure)));
+    () => offerLimit(api, app.extensionManager.setting, toast).catch((failure) => console.warn("Hybrid TRT:", failure)),
+    (node) => inSight(app.canvas, node));
 const panel = new Panel(api, {
     toast, showLog, rebuild: (engine) => builder.rebuild(engine),
     asked: () => [...tracker.asked.keys()].map((node) => node.title ?? node.type),

@@ -33,16 +33,18 @@ def settings_inputs() -> list[io.Input]:
     return [
         io.Combo.Input(
             "when_missing",
+            display_name="Without an engine",
             options=list(building.WHEN_MISSING),
             default=building.USE_NATIVE,
             tooltip="What to do when the library has no engine for this model: run native; build one first; or run "
             "native now and build one meanwhile, which serves from the next prompt on.",
         ),
-        _size("min_size", "Smallest width or height in pixels."),
-        _size("opt_size", "Size in pixels to be fastest at."),
-        _size("max_size", "Largest width or height in pixels."),
+        _size("min_size", "Smallest size", "Smallest width or height in pixels."),
+        _size("opt_size", "Best size", "Size in pixels to be fastest at."),
+        _size("max_size", "Largest size", "Largest width or height in pixels."),
         io.Int.Input(
             "max_images",
+            display_name="Images at once",
             default=0,
             min=0,
             max=64,
@@ -52,6 +54,7 @@ def settings_inputs() -> list[io.Input]:
         ),
         io.Int.Input(
             "max_tokens",
+            display_name="Prompt tokens",
             default=0,
             min=0,
             max=77 * 64,
@@ -62,6 +65,7 @@ def settings_inputs() -> list[io.Input]:
         ),
         io.Combo.Input(
             "precision",
+            display_name="Precision",
             options=[AUTO, *PRECISIONS],
             default=AUTO,
             tooltip="What the engine computes in; auto is what ComfyUI uses for this model.",
@@ -69,6 +73,7 @@ def settings_inputs() -> list[io.Input]:
         ),
         io.Combo.Input(
             "backend",
+            display_name="Backend",
             options=[AUTO, *backends()],
             default=AUTO,
             tooltip="Who builds and runs the engine; auto takes what was measured on such a device: torch on NVIDIA "
@@ -78,9 +83,9 @@ def settings_inputs() -> list[io.Input]:
     ]
 
 
-def _size(name: str, tooltip: str) -> io.Input:
+def _size(name: str, title: str, tooltip: str) -> io.Input:
     tooltip += " 0: what fits the model."
-    return io.Int.Input(name, default=0, min=0, max=8192, step=8, tooltip=tooltip, advanced=True)
+    return io.Int.Input(name, title, default=0, min=0, max=8192, step=8, tooltip=tooltip, advanced=True)
 
 
 def engine_choice(network: NativeNetwork, precision: str, backend: str, **sizes: int) -> EngineChoice:

@@ -45,9 +45,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("system", ["posix", "windows"], indirect=True)
 
 
+BUILD_FOR_MINUTES = ("test_tensorrt.py", "test_live_torch.py", "test_cli.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules that need a ComfyUI come first: at the end no process is left alone with a long one."""
+    """Modules that take long come first, most of them because of ComfyUI: at the end no process is left alone."""
     long = {item.path for item in items if {"comfy", "own_server"} & set(getattr(item, "fixturenames", ()))}
+    long |= {item.path for item in items if item.path.name in BUILD_FOR_MINUTES}
     items.sort(key=lambda item: item.path not in long)
 
 

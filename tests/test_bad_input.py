@@ -161,7 +161,7 @@ def test_start_after_end_is_told_on_the_node(sd15: ComfyProcess) -> None:
 def test_sizes_in_the_wrong_order_are_told_on_the_node(sd15: ComfyProcess) -> None:
     where, message = failure(sd15, UNET_ONLY.but(settings={"min_size": 512, "opt_size": 256}))
     assert where == "TRTUNetEngine"
-    assert "min_size (512), opt_size (256)" in message
+    assert "smallest (512), best (256)" in message
 
 
 def test_a_row_without_an_image_is_told_on_the_node(sd15: ComfyProcess) -> None:

@@ -168,7 +168,7 @@ def test_the_commands_in_the_readme_are_ones_that_the_command_line_takes() -> No
 @pytest.mark.parametrize(("arguments", "status", "says"), [
     (("build",), 2, "one of the arguments --checkpoint --unet --controlnet is required"),
     (("build", "--unet", "nope.safetensors"), 1, "There is no file nope.safetensors"),
-    (("build", "--unet", "x", "--min-size", "512", "--opt-size", "256"), 1, "min_size (512), opt_size (256)"),
+    (("build", "--unet", "x", "--min-size", "512", "--opt-size", "256"), 1, "smallest (512), best (256)"),
     (("build", "--unet", "x", "--backend", "y"), 2, "there is no backend y; choose auto or tensorrt"),
     (("delete", "nope"), 1, "no engine is called 'nope'"),
     (("import", "nope.trtengine"), 1, "there is no file nope.trtengine"),

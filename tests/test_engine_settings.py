@@ -128,13 +128,13 @@ def test_a_person_sees_one_preset_and_the_numbers_on_demand(page: EnginePage, ti
 
     if page.page.vue:
         shown = raw.locator(f"[data-node-id='{net}']")
-        assert shown.get_by_text("max_size").count() == 0
+        assert shown.get_by_text("Largest size").count() == 0
         shown.get_by_text("Show advanced inputs").click()
-        shown.get_by_text("max_size").wait_for()
+        shown.get_by_text("Largest size").wait_for()
         shown.get_by_text("Hide advanced inputs").click()
-        shown.get_by_text("max_size").wait_for(state="detached")
+        shown.get_by_text("Largest size").wait_for(state="detached")
         choose(page, net, "SDXL", "Custom")
-        shown.get_by_text("max_size").wait_for()
+        shown.get_by_text("Largest size").wait_for()
     else:
         choose(page, net, "", "Show all settings")
         assert all(raw.evaluate(WIDGETS, net)[name]["seen"] for name in SIZES)
@@ -333,7 +333,7 @@ def test_chinese_is_on_nodes_panel_and_settings(page: EnginePage, comfy: ComfyPr
         assert page.page.prompt()[str(net)]["inputs"]["when_missing"] == "build now"
         raw.get_by_role("button", name="TRT 引擎").click()
         panel = raw.locator(".hybrid-trt-panel")
-        panel.get_by_placeholder("筛选").wait_for()
+        panel.get_by_placeholder("筛选").wait_for(state="attached")  # seen where there are engines
         assert panel.get_by_text("刷新").is_visible()
         page.shot("node-and-panel")
         raw.evaluate("() => { app.extensionManager.command.execute('Comfy.ShowSettingsDialog') }")

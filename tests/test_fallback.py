@@ -161,10 +161,10 @@ def test_weights_kept_in_fp8_get_an_engine_of_their_own(sd15: ComfyProcess) -> N
 def test_calls_outside_the_profile_run_native_per_net(sd15: ComfyProcess) -> None:
     result = compare(sd15, ENGINES.but(width=520, height=64, steps=2))
     assert result.error == 0
-    assert result.unet["reasons"] == {"shape outside the profile": 2}
+    assert result.unet["reasons"] == {"size the engine was not built for": 2}
     for row in result.controlnets.values():
-        assert row["reasons"] == {"shape outside the profile": 2}
-        assert "520" in row["details"]["shape outside the profile"]
+        assert row["reasons"] == {"size the engine was not built for": 2}
+        assert "520" in row["details"]["size the engine was not built for"]
 
 
 def test_without_an_engine_native_serves_and_says_how_to_get_one(sd15: ComfyProcess) -> None:

@@ -22,7 +22,7 @@ NET = "TRT ControlNet Engine 1"
 PANEL = "open => app.extensionManager.setting.set('Comfy.RightSidePanel.IsOpen', open)"
 RAN = """([id, text, native]) => app.graph.getNodeById(id).onExecuted({ text: [text], native: [native] })"""
 REPORT = ("tiny.safetensors: 8 calls on onnxruntime, 8 native, 12.3 ms per engine call, 40.1 ms per native call\n"
-          "    8 x shape outside the profile: width 768 px is outside the engine's 64 to 512 px\n"
+          "    8 x size the engine was not built for: width 768 px is outside the engine's 64 to 512 px\n"
           "canny.safetensors: 0 calls on an engine, 16 native\n    16 x no engine")
 
 
@@ -136,7 +136,7 @@ def test_the_properties_panel_leaves_the_status_box_as_it_is(page: EnginePage, t
     panel.wait_for()
     page.page.settle()
     page.shot("panel")
-    assert "when_missing" in panel.inner_text()
+    assert "Without an engine" in panel.inner_text()
     assert "engine_status" not in panel.inner_text()
     raw.evaluate("""id => { app.canvas.setDirty(true, true);
         app.graph.getNodeById(id).widgets.find(w => w.name === 'engine_status').width = 120; }""", net)

@@ -234,7 +234,7 @@ def _why(flavour: Flavour, phase: str, errors: str) -> str:
     if "turing" in told or "sm75" in told:
         do = "set precision to float16, all that TensorRT-RTX computes in on Turing cards, and build again"
     elif "out of memory" in told or "outofmemory" in told:
-        do = "close other programs, or set a smaller max_size or max_images on the engine node, and build again"
+        do = "close other programs, or choose smaller sizes or fewer images on the engine node, and build again"
     else:
         do = "choose another backend, for example onnxruntime, and report this model"
     return f"{what}; nothing was built and native keeps serving; {do}"

@@ -16,11 +16,13 @@ export class Builder {
      * @param {import("./tracker.mjs").Tracker} tracker
      * @param {(severity: string, summary: string, detail: string) => void} toast
      * @param {() => void} begun called, more than once, when the build of a node begins
+     * @param {(node: any) => boolean} inSight whether the user sees a node: then it tells its errors itself
      */
-    constructor(tracker, toast, begun = () => {}) {
+    constructor(tracker, toast, begun = () => {}, inSight = () => false) {
         this.tracker = tracker;
         this.toast = toast;
         this.begun = begun;
+        this.inSight = inSight;
         this.told = new Set(); // jobs whose end was told
         this.ended = new Map(); // prompts that ended while the answer with their id was under way
     }
@@ -150,7 +152,12 @@ export class Builder {
             this.#show(view, text);
         }
         this.tracker.tell();
-        this.toast("error", t("failedToast"), text);
+        this.#tellFailure(views, text);
+    }
+
+    /** One place tells a failure: the node that it is of, or a toast where nobody sees that. */
+    #tellFailure(views, text) {
+        if (!views.some(({ node }) => this.inSight(node))) this.toast("error", t("failedToast"), text);
     }
 
     /** Show why a build could not be ordered, until another one is. */
@@ -166,7 +173,7 @@ export class Builder {
         if (!["done", "failed", "cancelled"].includes(job.state) || this.told.has(job.id) || !views.length) return;
         this.told.add(job.id);
         await this.tracker.refresh();
-        if (job.state === "failed") this.toast("error", t("failedToast"), job.message);
+        if (job.state === "failed") this.#tellFailure(views, job.message);
         if (job.state === "cancelled") this.toast("info", t("cancelledToast"), job.label);
         const engine = views[0].state.engine;
         if (job.state === "done" && engine) {

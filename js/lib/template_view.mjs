@@ -1,5 +1,6 @@
-// Templates open so that they can be read. The page fits all of a template into its window, and below a scale it draws no
-// text on nodes; then the pack's own templates start at their top left instead, where the note stands.
+// What of a graph can be read: whether a node is in sight, and templates that open readable. The page fits all of a
+// template into its window, and below a scale it draws no text on nodes; then the pack's own templates start at their
+// top left instead, where the note stands.
 
 /** Where the first node goes: right of the sidebar, below the tabs. */
 const CORNER = [80, 112];
@@ -17,6 +18,16 @@ export function readableView(scale, boxes) {
     if (scale >= READABLE || !boxes.length) return null;
     const first = [0, 1].map((i) => Math.min(...boxes.map((box) => box[i])));
     return { scale: READABLE, offset: CORNER.map((at, i) => at / READABLE - first[i]) };
+}
+
+/** Whether somebody can read a node now: it is in the open graph, its middle in the window, not too small. */
+export function inSight({ graph, ds }, node) {
+    if (document.hidden || node.graph !== graph || ds.scale < READABLE) return false;
+    const from = ds.visible_area;
+    return [0, 1].every((i) => {
+        const middle = node.pos[i] + node.size[i] / 2;
+        return middle > from[i] && middle < from[i] + from[i + 2];
+    });
 }
 
 /** Make an opened template readable, once; what is saved of it is opened as it was left. */

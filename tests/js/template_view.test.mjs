@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { MARK, openReadable, readableView } from "../../js/lib/template_view.mjs";
+import { inSight, MARK, openReadable, readableView } from "../../js/lib/template_view.mjs";
 
 const BOXES = [[100, 50, 300, 100], [0, 80, 50, 50]];
 
@@ -26,4 +26,18 @@ test("only the pack's own templates are touched, and only when they are opened f
     openReadable({});
     await new Promise((done) => setTimeout(done, 250));
     assert.equal(app.canvas.ds.scale, 0.2);
+});
+
+test("a node is in sight when it can be read: in the open graph, in the window, not too small", () => {
+    globalThis.document = { hidden: false };
+    const graph = {}, canvas = { graph, ds: { scale: 1, visible_area: [100, 100, 800, 600] } };
+    const node = { graph, pos: [200, 200], size: [300, 200] };
+    assert.equal(inSight(canvas, node), true);
+    assert.equal(inSight(canvas, { ...node, pos: [-200, 200] }), false, "its middle is left of the window");
+    assert.equal(inSight(canvas, { ...node, pos: [200, 650] }), false);
+    assert.equal(inSight(canvas, { ...node, graph: {} }), false, "in a subgraph");
+    assert.equal(inSight({ ...canvas, ds: { ...canvas.ds, scale: 0.3 } }, node), false, "too small to read");
+    globalThis.document.hidden = true;
+    assert.equal(inSight(canvas, node), false, "another tab is in front");
+    delete globalThis.document;
 });

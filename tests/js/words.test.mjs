@@ -8,7 +8,7 @@ import { keys, setLanguage, t } from "../../js/lib/texts.mjs";
 import { buttonLabel, describe, duration, elapsed, error, runWords, size } from "../../js/lib/words.mjs";
 
 const ENGINE = { backend: "onnxruntime", precision: "float16", profile: "64-512 px", bytes: 3.2e6, covers: true };
-const REASON = { reason: "shape outside the profile", count: 3, text: "shape outside the profile: width 768 px", advice: "widen the profile" };
+const REASON = { reason: "size the engine was not built for", count: 3, text: "size the engine was not built for: width 768 px", advice: "widen the profile" };
 
 test("every language has every text, and gaps are filled", () => {
     const { en, zh } = keys();
@@ -38,7 +38,7 @@ test("a native call is never quiet", () => {
     assert.equal(part.tone, "warn");
     assert.equal(part.badge, "partly native");
     assert.ok(part.lines.includes("Last run: 3 of 8 calls native"));
-    assert.ok(part.lines.some((line) => line.startsWith("3 × shape outside the profile")));
+    assert.ok(part.lines.some((line) => line.startsWith("3 × size the engine was not built for")));
     assert.equal(runWords({ engine: 0, native: 4, backend: null, reasons: [REASON] }).badge, "native");
     assert.equal(runWords({ engine: 0, native: 4, reasons: [{ ...REASON, reason: "no engine" }] }).lines[1], "3 × no engine");
     assert.deepEqual(runWords(null), { lines: [], badge: "" });

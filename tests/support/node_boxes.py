@@ -16,7 +16,7 @@ JOB = {"id": "j", "state": "running", "phase": "exporting", "percent": 35, "seco
        "message": "", "keys": []}  # fmt: skip
 WHY = [
     {"reason": "shape", "count": 3, "advice": "Widen the sizes and press Build engine.",
-     "text": "shape outside the profile: width 768 px is outside the engine's 64 to 512 px"},
+     "text": "size the engine was not built for: width 768 px is outside the engine's 64 to 512 px"},
     {"reason": "other", "count": 5, "advice": "Move it.",
      "text": "a LoRA stands between the engine node and the sampler"},
 ]  # fmt: skip
