@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from .. import Progress
 
 KEPT_FLOAT = "/kept_float32/"
@@ -32,7 +34,13 @@ def scratch_bytes(engine: Any) -> int:
 def context(engine: Any) -> _Context | None:
     """An execution context without scratch memory of its own; None when there is no room for it."""
     made = engine.create_execution_context_without_device_memory()
-    return None if made is None else _Context(made, engine.device_memory_size)
+    if made is None:
+        return None
+    if made.active_optimization_profile < 0:  # only an engine's first context has one by itself
+        stream = torch.cuda.current_stream()
+        made.set_optimization_profile_async(0, stream.cuda_stream)
+        stream.synchronize()
+    return _Context(made, engine.device_memory_size)
 
 
 class _Context:
@@ -66,14 +74,22 @@ def build_options(trt: ModuleType, network: Any, half: bool) -> dict[str, Any]:
     Args:
         half: whether the graph computes in float16.
     """
-    own = [trt.TacticSource.EDGE_MASK_CONVOLUTIONS, trt.TacticSource.JIT_CONVOLUTIONS]
+    preview = trt.PreviewFeature
+    options = {
+        "tactic_sources": [trt.TacticSource.EDGE_MASK_CONVOLUTIONS, trt.TacticSource.JIT_CONVOLUTIONS],
+        "preview_features": [  # the first two are its defaults; the third lets several contexts have one profile
+            preview.FASTER_DYNAMIC_SHAPES_0805,
+            preview.DISABLE_EXTERNAL_TACTIC_SOURCES_FOR_CORE_0805,
+            preview.PROFILE_SHARING_0806,
+        ],
+    }
     if not half:
-        return {"tactic_sources": own}
+        return options
     fixed = (trt.LayerType.SHAPE, trt.LayerType.CONSTANT, trt.LayerType.CAST)
     for layer in map(network.get_layer, range(network.num_layers)):
         if KEPT_FLOAT in layer.name and layer.type not in fixed:
             layer.precision = trt.float32
-    return {"tactic_sources": own, "fp16": True, "precision_constraints": "obey"}
+    return options | {"fp16": True, "precision_constraints": "obey"}
 
 
 def without_instance_norm(path: Path, dtype: str) -> Path:

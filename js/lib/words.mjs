@@ -27,7 +27,8 @@ export function error(value) {
 
 /** What an engine takes, and that it was compared with native, in one line. */
 export function engineLine(engine) {
-    return [engine.profile, ...(engine.rel_err == null ? [] : [t("checked")])].join(", ");
+    const speed = engine.speed && t(engine.speed < 1 ? "slower" : "faster", { times: engine.speed.toFixed(1) });
+    return [engine.profile, engine.rel_err != null && t("checked"), speed].filter(Boolean).join(", ");
 }
 
 /** Who runs an engine, and how large it is, in one line. */

@@ -89,6 +89,9 @@ test("an engine that was compared with native says so, and the figure is in the 
     const checked = describe({ state: "ready", engine: { ...ENGINE, rel_err: 2.3e-4 }, run: null });
     assert.equal(checked.lines[0], "64 to 512 px, matches native (checked)");
     assert.match(checked.hint, /2\.3e-4/);
+    const timed = (speed) => describe({ state: "ready", engine: { ...ENGINE, rel_err: 2.3e-4, speed }, run: null }).lines[0];
+    assert.equal(timed(3.24), "64 to 512 px, matches native (checked), 3.2x as fast as native on this GPU");
+    assert.equal(timed(0.8), "64 to 512 px, matches native (checked), slower than native on this GPU (0.8x)");
     assert.ok(checked.lines.every((line) => !line.includes("2.3e-4")));
     assert.deepEqual(describe({ state: "ready", engine: ENGINE, run: null }).lines, ["64 to 512 px", "onnxruntime, float16, 3.2 MB"]);
 });

@@ -1,0 +1,120 @@
+"""An engine for a GPU computes what native does on that GPU before it serves. A double of the GPU: the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builds import small_network
+from fake_engine import publish_engine
+from hybrid_trt.architectures.tensors import Profile, Range
+from hybrid_trt.backends.onnxruntime import OnnxRuntimeBackend
+from hybrid_trt.engine_builder import build as builder
+from hybrid_trt.engine_builder import check
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import BuildError, Engine, Library, Reason, Unavailable, Wanted, local_key, trust
+from hybrid_trt.page_api.node_states import engine_json
+
+PROFILE = Profile({"B": Range(1, 2, 2), "H": Range(4, 8, 12), "W": Range(4, 8, 12), "T": Range(77, 77, 77)})
+CUDA = torch.device("cuda", 0)
+HERE, ELSEWHERE = "sm_89 NVIDIA RTX of a test", "sm_120 NVIDIA RTX of another test"
+
+
+class OnGpu(OnnxRuntimeBackend):
+    """ONNX Runtime, said to run on the GPU."""
+
+    def unavailable(self, device: torch.device) -> None:
+        return None
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with a GPU and a secret of its own."""
+    monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    for module in (builder, check):
+        monkeypatch.setattr(module, "gpu_of", lambda device: HERE if device.type == "cuda" else "")
+
+
+def build(folder: Path, **changes: Any) -> tuple[Engine, list[dict]]:
+    """The engine of a small UNet for the GPU, and the tasks that it took; ``changes`` are of the check's."""
+    tasks = []
+
+    def run(task: dict, progress: Callable, log: Callable, environment: Mapping[str, str]) -> dict:
+        tasks.append(task)
+        if task["step"] == "check":
+            task = {**task, "device": "cpu", "timed": None, **changes}
+        return builder.run_here(task, progress, log, environment)
+
+    order = BuildOrder(small_network(), "float32", PROFILE, OnGpu(), CUDA)
+    return builder.build_engine(order, Library([folder]), lambda *_: None, run=run), tasks
+
+
+def wanted(engine: Engine, gpu: str) -> Wanted:
+    i = engine.manifest.identity
+    return Wanted(i.architecture, [i.weights], i.precision, i.profile, [i.backend], gpu)
+
+
+def why_not(engine: Engine, gpu: str) -> str:
+    with pytest.raises(Unavailable) as refused:
+        Library([engine.folder.parent]).find(wanted(engine, gpu), lambda _: None)
+    assert refused.value.fallback.reason is Reason.UNCHECKED
+    return refused.value.fallback.detail
+
+
+def test_a_build_runs_its_engine_on_the_gpu_at_least_best_and_largest_size_and_keeps_the_figures(
+    tmp_path: Path,
+) -> None:
+    engine, tasks = build(tmp_path)
+    assert [task["step"] for task in tasks] == ["export", "build", "check"]
+    task = tasks[-1]
+    assert task["device"] == "cuda"
+    assert [sizes["H"] for sizes in task["extremes"][:3]] == [4, 8, 12]
+    assert task["timed"] == {"B": 2, "H": 8, "W": 8, "T": 77}
+    record = trust.record_of(engine)
+    assert (record.verdict, record.gpu) == (trust.BUILT, HERE)
+    assert len(record.parity["cases"]) == 2 * len(task["extremes"]), "two timesteps"
+    assert 0 < record.parity["rel_err"] <= 1e-4
+    assert engine.manifest.seconds["proof"] > 0
+    assert not (engine.folder / "model.onnx").with_name("weights.bin").exists()
+    assert Library([tmp_path]).find(wanted(engine, HERE), lambda _: None) == engine
+    assert build(tmp_path)[1] == [], "nothing has to be done twice"
+
+
+def test_an_engine_that_differs_from_native_on_its_gpu_is_not_kept(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="onnxruntime made of .* differs from native by .* so it does not serve"):
+        build(tmp_path, limit=0.0)
+    assert list(tmp_path.glob("*/manifest.json")) == []
+
+
+def test_another_gpu_is_another_matter(tmp_path: Path) -> None:
+    engine, _tasks = build(tmp_path)
+    detail = why_not(engine, ELSEWHERE)
+    assert detail == f"{engine.folder.name} has run on {HERE} and was not compared with native on {ELSEWHERE}"
+    assert Library([tmp_path]).find(wanted(engine, ""), lambda _: None) == engine, "the graph was compared on the CPU"
+
+
+def test_what_was_built_without_a_gpu_is_checked_on_one_before_it_serves_there(tmp_path: Path) -> None:
+    engine = publish_engine(tmp_path)
+    assert Library([tmp_path]).find(wanted(engine, ""), lambda _: None) == engine
+    assert "was built without a GPU and was not compared with native on" in why_not(engine, HERE)
+    assert Library([tmp_path]).unchecked(wanted(engine, HERE), lambda _: None) == engine, "Check engine finds it"
+
+
+def test_the_page_is_told_how_fast_an_engine_was_in_its_proof(tmp_path: Path) -> None:
+    engine = publish_engine(tmp_path)
+    assert engine_json(engine)["speed"] is None
+    figures = {"rel_err": 2e-3, "native_ms": 8.0, "engine_ms": 2.5}
+    trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, parity=figures, gpu=HERE))
+    told = engine_json(engine)
+    assert (told["rel_err"], told["speed"]) == (2e-3, 3.2)
+
+
+def test_a_record_whose_gpu_was_edited_is_none(tmp_path: Path) -> None:
+    engine = publish_engine(tmp_path)
+    trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, gpu=HERE))
+    path = engine.folder / trust.RECORD_NAME
+    path.write_text(path.read_text().replace(HERE, ELSEWHERE))
+    assert trust.record_of(engine) is None
