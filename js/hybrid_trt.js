@@ -9,6 +9,7 @@ import { ENGINE_NODES } from "./lib/graph.mjs";
 import { labelValues } from "./lib/labels.mjs";
 import { logLines } from "./lib/log_words.mjs";
 import { NodeView } from "./lib/node_view.mjs";
+import { inChinese } from "./lib/notes_zh.mjs";
 import { offerLimit } from "./lib/offer.mjs";
 import { Panel } from "./lib/panel.mjs";
 import { PictureSizes } from "./lib/picture_sizes.mjs";
@@ -17,7 +18,7 @@ import { keepOrder, orderWords } from "./lib/size_order.mjs";
 import { request } from "./lib/server.mjs";
 import { defaultsFor, librarySettings, settings } from "./lib/settings.mjs";
 import { inSight, openReadable } from "./lib/template_view.mjs";
-import { setLanguage, t } from "./lib/texts.mjs";
+import { setLanguage, speaksChinese, t } from "./lib/texts.mjs";
 import { showRuns, TEXT_NODES } from "./lib/text_view.mjs";
 import { Tracker } from "./lib/tracker.mjs";
 import { WorkflowView } from "./lib/workflow_view.mjs";
@@ -156,6 +157,6 @@ app.registerExtension({
     },
     afterConfigureGraph() {
         tracker.changed();
-        openReadable(app);
+        openReadable(app, speaksChinese() ? inChinese : undefined);
     },
 });

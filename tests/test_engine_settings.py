@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import READY, ComfyPage, chromium, comfy_page
+from browser import ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
-from engine_page import EnginePage
+from engine_page import EnginePage, reload
 from fake_engine import publish
 from playwright.sync_api import Browser
 from workflow_recipes import with_tiny_models
@@ -80,13 +80,6 @@ def load(page: EnginePage, made: dict[str, Any]) -> None:
 def no_engines(comfy: ComfyProcess) -> None:
     """An empty library: what other modules built would serve."""
     shutil.rmtree(comfy.base / "models" / "trt_engines", ignore_errors=True)
-
-
-def reload(page: EnginePage) -> None:
-    raw = page.page.page
-    raw.reload(wait_until="domcontentloaded")
-    raw.wait_for_function(READY, timeout=90000)
-    raw.wait_for_function("vue => LiteGraph.vueNodesMode === vue", arg=page.page.vue)
 
 
 def choose(page: EnginePage, node: int, now: str, entry: str) -> None:

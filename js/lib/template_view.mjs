@@ -30,11 +30,17 @@ export function inSight({ graph, ds }, node) {
     });
 }
 
-/** Make an opened template readable, once; what is saved of it is opened as it was left. */
-export function openReadable(app) {
+/**
+ * Make an opened template readable, once, its notes in the page's language; what is saved of it is opened as it was left.
+ * @param {any} app
+ * @param {(note: string) => string} translated
+ */
+export function openReadable(app, translated = (note) => note) {
     const { extra } = app.rootGraph ?? app.graph ?? {};
     if (!extra?.[MARK]) return;
     delete extra[MARK];
+    for (const { type, widgets } of app.canvas.graph.nodes)
+        if (type === "MarkdownNote") for (const widget of widgets) widget.value = translated(widget.value);
     setTimeout(() => {
         const { ds } = app.canvas, view = readableView(ds.scale, app.canvas.graph.nodes.map((node) => [...node.getBounding()]));
         if (!view) return;

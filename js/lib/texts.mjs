@@ -167,6 +167,11 @@ export function setLanguage(locale) {
     language = start in TEXTS ? start : "en";
 }
 
+/** Whether the page speaks Chinese. */
+export function speaksChinese() {
+    return language === "zh";
+}
+
 /**
  * A text in the page's language.
  * @param {string} key

@@ -1,5 +1,7 @@
 import assert from "node:assert/strict";
+import { readdirSync, readFileSync } from "node:fs";
 import { test } from "node:test";
+import { inChinese, NOTES } from "../../js/lib/notes_zh.mjs";
 import { inSight, MARK, openReadable, readableView } from "../../js/lib/template_view.mjs";
 
 const BOXES = [[100, 50, 300, 100], [0, 80, 50, 50]];
@@ -22,7 +24,7 @@ test("only the pack's own templates are touched, and only when they are opened f
     await new Promise((done) => setTimeout(done, 250));
     assert.deepEqual([app.canvas.ds.scale, dirty.length], [0.6, 1]);
     app.canvas.ds.scale = 0.2;
-    openReadable(app);
+    openReadable(app, () => assert.fail("a user's own note"));
     openReadable({});
     await new Promise((done) => setTimeout(done, 250));
     assert.equal(app.canvas.ds.scale, 0.2);
@@ -40,4 +42,23 @@ test("a node is in sight when it can be read: in the open graph, in the window, 
     globalThis.document.hidden = true;
     assert.equal(inSight(canvas, node), false, "another tab is in front");
     delete globalThis.document;
+});
+
+test("every template's note is there in Chinese, names the same nodes, and is put in when the template opens", () => {
+    const folder = new URL("../../workflows/", import.meta.url), seen = [];
+    for (const file of readdirSync(folder).filter((name) => name.endsWith(".json"))) {
+        const { nodes } = JSON.parse(readFileSync(new URL(file, folder), "utf8"));
+        for (const { widgets_values: [note] } of nodes.filter(({ type }) => type === "MarkdownNote")) {
+            const chinese = inChinese(note), names = (text) => new Set(text.match(/\*[A-Z][A-Za-z0-9 ()]+\*/g));
+            assert.match(chinese, /^# [^\n]*[\u4e00-\u9fff]/, file);
+            for (const name of names(chinese)) assert.ok(note.includes(name.replaceAll("*", "")), `${file}: ${name}`);
+            seen.push(note.split("\n", 1)[0]);
+        }
+    }
+    assert.deepEqual(new Set(seen), new Set(Object.keys(NOTES)));
+    const note = { type: "MarkdownNote", widgets: [{ value: `${seen[0]}\n\nmore` }], getBounding: () => [0, 0, 1, 1] };
+    const app = { rootGraph: { extra: { [MARK]: true } }, canvas: { graph: { nodes: [note] }, ds: { scale: 1 } } };
+    openReadable(app, inChinese);
+    assert.equal(note.widgets[0].value, NOTES[seen[0]]);
+    assert.equal(inChinese("my own note"), "my own note");
 });

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from browser import ComfyPage
+from browser import READY, ComfyPage
 from playwright.sync_api import Locator
 
 SHOTS = Path(os.environ.get("HYBRID_TRT_SHOTS", Path(__file__).resolve().parents[2] / "build" / "screenshots"))
@@ -89,3 +89,11 @@ def choose(page: EnginePage, group: Locator, entry: str) -> None:
     """Open the menu of a model's only engine in the panel, and click an entry."""
     group.get_by_role("button", name="More for").click()
     page.page.page.get_by_role("menu").get_by_role("menuitem", name=entry).click()
+
+
+def reload(page: EnginePage) -> None:
+    """The page anew, as after a change of its language."""
+    raw = page.page.page
+    raw.reload(wait_until="domcontentloaded")
+    raw.wait_for_function(READY, timeout=90000)
+    raw.wait_for_function("vue => LiteGraph.vueNodesMode === vue", arg=page.page.vue)
