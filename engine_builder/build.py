@@ -253,8 +253,10 @@ class _Build:
         """What this machine knows of the engine: on a GPU it has to compute what native does before it is kept."""
         order = self.order
         backend, device = order.backend, order.target_device
-        gpu = "" if backend.runs_live_weights or backend.unavailable(device) is not None else gpu_of(device)
-        if not gpu:
+        gpu = gpu_of(device)
+        if backend.runs_live_weights:  # it was compiled and compared on the device
+            return trust.Record(trust.BUILT, gpu=gpu), {}
+        if not gpu or backend.unavailable(device) is not None:
             return trust.BUILT_HERE, {}
         words = {
             "origin": f"the engine that {backend.name} made of {order.network.label}",

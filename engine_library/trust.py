@@ -113,7 +113,7 @@ def flaw(engine: Engine, gpu: str = "") -> Fallback | None:
     """Why an engine must not serve on this machine, or None: it was built or checked here.
 
     Args:
-        gpu: where it is to run; ``""`` is the CPU. What holds programs was tried when they were compiled.
+        gpu: where it is to run; ``""`` is the CPU.
     """
     record = record_of(engine)
     if record is None and engine.holds_programs:
@@ -125,7 +125,7 @@ def flaw(engine: Engine, gpu: str = "") -> Fallback | None:
         )
     if record.verdict == REFUSED:
         return Fallback(Reason.BROKEN_ENGINE, record.why)
-    if gpu and record.gpu != gpu and not engine.holds_programs:
+    if gpu and record.gpu != gpu:
         elsewhere = f"has run on {record.gpu}" if record.gpu else "was built without a GPU"
         return Fallback(Reason.UNCHECKED, f"{engine.folder.name} {elsewhere} and was not compared with native on {gpu}")
     return None

@@ -103,6 +103,11 @@ def test_what_was_built_without_a_gpu_is_checked_on_one_before_it_serves_there(t
     assert Library([tmp_path]).unchecked(wanted(engine, HERE), lambda _: None) == engine, "Check engine finds it"
 
 
+@pytest.mark.parametrize("name", ["engine.trt", "B2-H8-W8.bin"])
+def test_that_holds_for_compiled_programs_too(tmp_path: Path, name: str) -> None:
+    assert "was built without a GPU" in why_not(publish_engine(tmp_path, name=name), HERE)
+
+
 def test_the_page_is_told_how_fast_an_engine_was_in_its_proof(tmp_path: Path) -> None:
     engine = publish_engine(tmp_path)
     assert engine_json(engine)["speed"] is None
