@@ -34,6 +34,11 @@ export class Tracker {
         this.seen = { found: [], ids: new Map(), off: new Set(), prompt: {} };
     }
 
+    /** The views of the open workflow's engine nodes, as of the last look; a workflow that was left may still have some. */
+    get present() {
+        return this.seen.found.map((node) => this.views.get(node)).filter(Boolean);
+    }
+
     /** Tell those who show several nodes at once that some may show something else. */
     tell() {
         for (const watcher of this.watchers) watcher();

@@ -33,7 +33,7 @@ export class WorkflowView {
     }
 
     draw() {
-        const views = [...this.tracker.views.values()].filter(({ state }) => !["off", "unwired"].includes(state.state));
+        const views = this.tracker.present.filter(({ state }) => !["off", "unwired"].includes(state.state));
         const found = needs(views.map(({ state }) => state));
         const waiting = views.filter(({ state }) => BUSY.includes(state.state));
         this.batch = new Set(waiting.length ? [...this.batch, ...waiting].filter((view) => views.includes(view)) : []);
@@ -50,7 +50,7 @@ export class WorkflowView {
     }
 
     #press() {
-        const views = [...this.tracker.views.values()];
+        const views = this.tracker.present;
         const waiting = views.filter(({ state }) => BUSY.includes(state.state));
         if (waiting.length) this.actions.cancelAll(waiting);
         else this.actions.buildAll(views.filter(({ state }) => isMissing(state)));

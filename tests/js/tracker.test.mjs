@@ -33,6 +33,15 @@ test("the graph is looked at when it may have changed, however often that is sai
     assert.deepEqual(count, { looks: 1, questions: 2 });
 });
 
+test("nodes of a workflow that was left do not count as those of the open one", async () => {
+    const { tracker } = tracked(), [open] = tracker.views.values();
+    const left = { node: { id: 9, comfyClass: "TRTUNetEngine", graph: {} }, key: "", state: {}, show() {} };
+    tracker.views.set(left.node, left);
+    assert.deepEqual(tracker.present, []);
+    await tracker.refresh();
+    assert.deepEqual([tracker.views.size, tracker.present], [2, [open]]);
+});
+
 test("a page that nobody sees does nothing, and catches up when it is seen", async () => {
     const { tracker, count } = tracked();
     globalThis.document = { hidden: true };
