@@ -18,6 +18,7 @@ from ..native_model.network import UNET_PREFIX
 from ..native_model.weight_patches import WeightPatches
 from .control_stack import run_stacks_at_once
 from .engine_handle import EngineHandle
+from .finite import redo_unless_finite, watch
 from .ledger import open_tally
 from .native_call import arguments_of, by_name, forward_arguments, with_residuals_copied
 from .native_weights import NativeWeights
@@ -51,6 +52,8 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
     router.native_weights.attach(patched, KEY)
     patched.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, KEY)
     patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, run_stacks_at_once)
+    patched.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
+    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, redo_unless_finite)
     patched.set_additional_models(KEY, [handle.patcher])
     return patched
 
@@ -98,6 +101,7 @@ class BackboneRouter:
         refusal = self._refusal or self._why_native(patcher, given.get("transformer_options") or {})
         served, result = handle.serve(refusal, lambda: handle.bind(given), patcher)
         if served:
+            watch(result)
             return result
         self.native_weights.bring()
         forward = self._as_compiled(native)

@@ -20,6 +20,7 @@ from ..engine_library import Fallback, Library, Manifest, Reason, Unavailable, W
 from ..engine_sessions.room import close_engines
 from ..engine_sessions.session import Session
 from ..native_model.network import NativeNetwork
+from .finite import why_again
 from .ledger import Tally, executing, open_tally
 from .memory import EnginePatcher, keep, keep_beside
 from .timing import named_range, timed
@@ -209,7 +210,7 @@ class EngineHandle:
                 sample several, so it is followed in every call.
         """
         tally = self.begin_run(patcher)
-        fallback = refusal or self.fallback
+        fallback = refusal or self.fallback or why_again()
         if fallback is None:
             try:
                 with timed(tally.times), self._range():

@@ -22,6 +22,7 @@ def sample(
     steps: int = STEPS,
     step: Callable[[int], None] = lambda _i: None,
     control: ControlBase | None = None,
+    sampler: str = "euler",
 ) -> torch.Tensor:
     """A latent of 64 by 64 pixels, sampled as KSampler does; ``step`` is called after each step."""
     generator = torch.Generator().manual_seed(seed)
@@ -30,7 +31,7 @@ def sample(
     noise = torch.randn(1, 4, 8, 8, generator=generator)
     with torch.inference_mode():
         return comfy.sample.sample(
-            model, noise, steps, 5.0, "euler", "normal", positive, negative, torch.zeros_like(noise), seed=seed,
+            model, noise, steps, 5.0, sampler, "normal", positive, negative, torch.zeros_like(noise), seed=seed,
             disable_pbar=True, callback=lambda i, *_: step(i))  # fmt: skip
 
 

@@ -1,0 +1,89 @@
+"""Engines whose results stop being numbers: found without waiting for the GPU at any step; native samples again."""
+
+from __future__ import annotations
+
+import logging
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from comfy.patcher_extension import WrapperExecutor
+
+from ..engine_library import Fallback, Reason
+
+log = logging.getLogger(__name__)
+
+NOT_FINITE = Fallback(
+    Reason.ENGINE_FAILED, "an engine of this run gave values that are no numbers (NaN), so the whole run was done again"
+)
+
+_watch: ContextVar[_Watch | None] = ContextVar("watch of the run", default=None)
+_again: ContextVar[Fallback | None] = ContextVar("why native does the run again", default=None)
+
+
+class _Watch:
+    """What a run's results add up to, on each device: a sum with NaN or infinity in it is not finite."""
+
+    def __init__(self) -> None:
+        self._sums: dict[torch.device, torch.Tensor] = {}
+
+    def see(self, result: torch.Tensor) -> None:
+        total = result.sum(dtype=torch.float32)  # which no sum of half precision numbers leaves
+        known = self._sums.get(result.device)
+        self._sums[result.device] = total if known is None else known.add_(total)
+
+    def finite(self) -> bool:
+        """Waits for the GPU: to be asked once, at the end."""
+        return all(bool(torch.isfinite(total)) for total in self._sums.values())
+
+
+def watch(result: torch.Tensor) -> None:
+    """A backbone's engine gave this; cheap, and nothing is waited for."""
+    run = _watch.get()
+    if run is not None:
+        run.see(result)
+
+
+def why_again() -> Fallback | None:
+    """Why every call of this run goes to native, or None."""
+    return _again.get()
+
+
+def redo_unless_finite(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
+    """An OUTER_SAMPLE wrapper: samples, and once more with native alone when an engine gave what is no number."""
+    if _watch.get() is not None:  # a sampling inside of another one
+        return executor(*args, **kwargs)
+    guider, run = executor.class_obj, _Watch()
+    conds = {name: [dict(cond) for cond in group] for name, group in guider.conds.items()}  # sampling changes them
+    random = _random_state(guider.model_patcher.load_device)
+    token = _watch.set(run)
+    try:
+        result = executor(*args, **kwargs)
+    finally:
+        _watch.reset(token)
+    if run.finite():
+        return result
+    log.error("Hybrid TRT: %s; native's image takes its place", NOT_FINITE.detail)
+    guider.conds = conds
+    _restore(random)
+    token = _again.set(NOT_FINITE)
+    try:
+        return executor(*args, **kwargs)
+    finally:
+        _again.reset(token)
+
+
+_Random = tuple[torch.Tensor, torch.device | None, torch.Tensor | None]
+
+
+def _random_state(device: torch.device) -> _Random:
+    if device.type != "cuda":
+        return torch.get_rng_state(), None, None
+    return torch.get_rng_state(), device, torch.cuda.get_rng_state(device)
+
+
+def _restore(state: _Random) -> None:
+    cpu, device, gpu = state
+    torch.set_rng_state(cpu)
+    if device is not None:
+        torch.cuda.set_rng_state(gpu, device)
