@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -51,10 +52,15 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class Fallback:
-    """A reason with the particulars of one case, for example which shape did not fit."""
+    """A reason with the particulars of one case, for example which shape did not fit.
+
+    Attributes:
+        sizes: those of a call that the engine was not built for, symbol -> size.
+    """
 
     reason: Reason
     detail: str = ""
+    sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         return f"{self.reason.value}: {self.detail}" if self.detail else self.reason.value
@@ -67,8 +73,8 @@ class Fallback:
 class Unavailable(Exception):
     """An engine cannot be used; carries the fallback that says why."""
 
-    def __init__(self, reason: Reason, detail: str = ""):
-        self.fallback = Fallback(reason, detail)
+    def __init__(self, reason: Reason, detail: str = "", sizes: Mapping[str, int] | None = None):
+        self.fallback = Fallback(reason, detail, sizes or {})
         super().__init__(str(self.fallback))
 
 

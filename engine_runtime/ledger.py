@@ -46,6 +46,7 @@ class Tally:
         details: fallback reason -> the particulars of its first call.
         node_key: what the engine node stands for, see ``nodes.node_key``; ids say that within one prompt only.
         times: how long the calls took, in the order of ``calls``, or None when nobody wants to know.
+        beyond: symbol -> the largest size of calls that the engine was not built for.
         opened: when the first call was counted, as ``time.time``.
     """
 
@@ -63,6 +64,7 @@ class Tally:
     calls: bytearray = field(default_factory=bytearray)
     times: CallTimes | None = None
     opened: float = field(default_factory=time.time)
+    beyond: dict[str, int] = field(default_factory=dict)
 
     def count_engine(self, backend: str) -> None:
         """Count a call that an engine served."""
@@ -75,6 +77,8 @@ class Tally:
         """Count a native call; the first one with its reason is logged."""
         reason = fallback.reason.value
         with _counting:
+            for symbol, size in fallback.sizes.items():
+                self.beyond[symbol] = max(size, self.beyond.get(symbol, 0))
             if reason not in self.reasons:
                 log.warning("Hybrid TRT: %s ran native. %s", self.name, fallback.sentence())
                 self.details[reason] = str(fallback)
@@ -87,7 +91,7 @@ class Tally:
         return self.times.ms() if self.times is not None else []
 
     def to_json(self) -> dict:
-        fields = {name: value for name, value in self.__dict__.items() if name not in ("times", "opened")}
+        fields = {name: value for name, value in self.__dict__.items() if name not in ("times", "opened", "beyond")}
         return {**fields, "calls": "".join("ne"[call] for call in self.calls), "ms": _ms_json(self.ms())}
 
 

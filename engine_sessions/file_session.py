@@ -172,7 +172,7 @@ class FileSession:
     def serves(self, sizes: Mapping[str, int]) -> Fallback | None:
         identity = self.engine.manifest.identity
         why = outside(self.profile, sizes, symbols_of(identity.architecture))
-        return None if why is None else Fallback(Reason.SHAPE_OUTSIDE_PROFILE, why)
+        return None if why is None else Fallback(Reason.SHAPE_OUTSIDE_PROFILE, why, dict(sizes))
 
     def lacks(self, profile: Profile) -> bool:
         return not self.profile.contains(profile.only(self.profile.ranges))
@@ -253,7 +253,7 @@ class FileSession:
         except ShapeMismatch as error:
             raise Unavailable(Reason.SHAPE_OUTSIDE_PROFILE, str(error)) from None
         if (refusal := self.serves(symbols)) is not None:
-            raise Unavailable(refusal.reason, refusal.detail)
+            raise Unavailable(refusal.reason, refusal.detail, refusal.sizes)
         absent = (specs[name] for name in specs.keys() - shapes.keys())
         zeros = {spec.name: self._zero(spec.shape(symbols), spec.dtype) for spec in absent}
         outputs = {s.name: (s.shape(symbols), getattr(torch, s.dtype)) for s in manifest.outputs}

@@ -241,6 +241,7 @@ def run_of(key: str) -> dict | None:
         "opened": max(row.opened for row in rows),
         "engine": sum(row.engine for row in rows),
         "native": sum(row.native for row in rows),
+        "tokens": max((row.beyond.get("T", 0) for row in rows), default=0),
         "backend": next((row.backend for row in rows if row.backend), None),
         "reasons": list(reasons.values()),
     }

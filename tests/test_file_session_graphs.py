@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import fake_engine
+import pytest
 import torch
 from fake_recorder import Recorder
 from pack import import_comfy
 
 import_comfy()
 
-from hybrid_trt.engine_library import Library
+from hybrid_trt.engine_library import Library, Reason, Unavailable
 from hybrid_trt.engine_sessions.file_session import FileSession
 
 CPU = torch.device("cpu")
@@ -80,3 +81,11 @@ def test_a_backend_that_cannot_be_recorded_runs_plainly(tmp_path: Path, monkeypa
     assert not opened.joins_stacks
     assert len(made) == 1
     assert len(made[0].shapes) == 3
+
+
+def test_a_call_that_the_engine_was_not_built_for_tells_its_sizes(tmp_path: Path) -> None:
+    opened, _made = session(tmp_path)
+    with pytest.raises(Unavailable) as refused:
+        opened.run({"x": torch.ones(9, 4)})
+    assert refused.value.fallback.reason is Reason.SHAPE_OUTSIDE_PROFILE
+    assert refused.value.fallback.sizes == {"B": 9}

@@ -58,6 +58,17 @@ def look(page: EnginePage, palette: str, width: int) -> None:
     page.page.page.evaluate("v => app.extensionManager.setting.set('Comfy.ColorPalette', v)", palette)
 
 
+def drawn(page: EnginePage, tiny: dict[str, Any], state: dict[str, Any]) -> int:
+    """A node in this state, drawn in its real size."""
+    server_says(page, state)
+    page.page.load(copy.deepcopy(tiny), NAME)
+    net = page.node(NET)
+    close_up(page, net)
+    page.wait_for(net, state["state"], timeout=5)
+    page.page.settle()
+    return net
+
+
 PAIRS = {"dark-1600": ("dark", 1600), "light-1366": ("light", 1366), "light-1600": ("light", 1600),
          "dark-1366": ("dark", 1366)}
 #: Whether two Chinese characters are drawn as two pictures: without a font every one is the same box.
@@ -74,12 +85,7 @@ def test_every_status_is_drawn_whole_inside_its_node_and_readable(
     symbols = {}
     try:
         for name, state in STATES.items():
-            server_says(page, state)
-            page.page.load(copy.deepcopy(tiny), NAME)
-            net = page.node(NET)
-            close_up(page, net)
-            page.wait_for(net, state["state"], timeout=5)
-            page.page.settle()
+            net = drawn(page, tiny, state)
             page.shot(f"{palette}-{name}")
             box = whole(page, net)
             assert 60 <= box["height"] <= 161
@@ -109,12 +115,7 @@ def test_chinese_is_drawn_whole_in_its_boxes(page: EnginePage, tiny: dict[str, A
         speak("zh")
         look(page, "light", 1366)
         for name, state in STATES.items():
-            server_says(page, state)
-            page.page.load(copy.deepcopy(tiny), NAME)
-            net = page.node(NET)
-            close_up(page, net)
-            page.wait_for(net, state["state"], timeout=5)
-            page.page.settle()
+            net = drawn(page, tiny, state)
             page.shot(f"zh-{name}")
             box = whole(page, net)
             assert 60 <= box["height"] <= 161

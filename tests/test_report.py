@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from types import SimpleNamespace
 
 import pack
 import pytest
@@ -20,6 +21,7 @@ from hybrid_trt.engine_runtime.ledger import Tally, last_run, open_tally
 from hybrid_trt.engine_runtime.report_plot import CELL, ENGINE_COLOUR, NATIVE_COLOUR, WIDTH, cells, plot
 from hybrid_trt.engine_runtime.report_words import report_text, times, verdict, without_paths
 from hybrid_trt.engine_runtime.timing import CallTimes, named_range, timed
+from hybrid_trt.page_api.node_states import run_of
 
 CPU = torch.device("cpu")
 
@@ -72,6 +74,18 @@ def test_the_last_run_of_a_node_is_the_latest_prompt_that_called_it(monkeypatch:
         monkeypatch.setattr(ledger, "executing", lambda prompt=prompt: Context(prompt))
         open_tally("unet", "m", "1", key)
     assert [found[0] if (found := last_run(key)) else None for key in ("a", "b", "c")] == ["p2", "p3", None]
+
+
+def test_the_page_is_told_the_longest_prompt_that_an_engine_was_not_built_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ledger, "_prompts", type(ledger._prompts)())
+    monkeypatch.setattr(ledger, "executing", lambda: SimpleNamespace(prompt_id="p", node_id="5"))
+    tally = open_tally("unet", "m", "1", "key")
+    assert run_of("key")["tokens"] == 0
+    for tokens in (308, 462, 385):
+        tally.count_native(Fallback(Reason.SHAPE_OUTSIDE_PROFILE, "prompt tokens", {"B": 2, "T": tokens}))
+    assert run_of("key")["tokens"] == 462
 
 
 class Clock:

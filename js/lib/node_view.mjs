@@ -41,7 +41,7 @@ export class NodeView {
         this.state = state;
         this.key = state.key ?? this.key;
         this.view = describe({ ...state, note: this.note });
-        this.actions.sizes.know(state.fits, state.latents);
+        this.actions.sizes.know(state.fits, state.latents, state.run?.tokens);
         const unwired = state.state === "unwired" && !isWiredLater(this.node.graph);
         this.button.label = buttonLabel(unwired || state.state !== "unwired" ? state.state : "unknown");
         this.button.disabled = unwired;

@@ -21,6 +21,7 @@ export class PictureSizes {
         this.toAll = toAll;
         this.fits = undefined; // what fits the model
         this.latents = undefined; // the pictures that the graph asks for
+        this.tokens = 0; // the longest prompt seen that an engine was not built for
         this.widget = node.addWidget("combo", "size_preset", "", (value) => this.#picked(value), { values: [], serialize: false });
         Object.assign(this.widget, { serialize: false, label: t("presetLabel"), tooltip: t("presetHint") });
         this.widget.incrementValue = this.widget.decrementValue = (click) => openList(this.widget, click);
@@ -39,11 +40,12 @@ export class PictureSizes {
         return kept === AUTO || kept === CUSTOM ? kept : presetOf(this.node) ?? CUSTOM;
     }
 
-    /** Learn what fits the model and which pictures the graph asks for; Auto follows. */
-    know(fits, latents) {
+    /** Learn what fits the model, which pictures the graph asks for, and how long its prompts are; Auto follows. */
+    know(fits, latents, tokens = 0) {
         const before = JSON.stringify([this.fits, this.latents]);
         this.fits = fits ?? this.fits;
         this.latents = latents ?? this.latents;
+        this.tokens = Math.max(this.tokens, tokens);
         if (this.choice === AUTO) this.#follow();
         if (before !== JSON.stringify([this.fits, this.latents])) this.#show();
     }
@@ -54,6 +56,7 @@ export class PictureSizes {
         if (key === AUTO || key === CUSTOM) this.node.properties[CHOSEN] = key;
         else delete this.node.properties[CHOSEN];
         this.#set(numbers ?? sizesOf(this.node));
+        this.tokens = 0;
         if (key === AUTO) this.#follow();
         this.#show();
         this.changed();
@@ -104,7 +107,8 @@ export class PictureSizes {
     #follow() {
         if (this.known && !sameSizes(sizesOf(this.node), this.known)) return this.#typed();
         if (!this.latents?.length) return undefined; // nothing is certain
-        const wanted = autoSizes(this.latents, this.fits);
+        // a prompt that was seen once comes again: the number only grows
+        const wanted = autoSizes(this.latents, this.fits, Math.max(this.tokens, sizesOf(this.node).max_tokens));
         if (sameSizes(sizesOf(this.node), wanted)) return undefined;
         this.node.properties ??= {};
         this.node.properties[CHOSEN] = AUTO;
@@ -132,6 +136,7 @@ export class PictureSizes {
     #loaded() {
         this.known = sizesOf(this.node);
         this.latents = undefined;
+        this.tokens = 0;
         this.#show();
     }
 

@@ -11,6 +11,8 @@ export const PRESETS = {
 const AUTO = "presetFit", STEP = 64;
 /** What some family is best at; until the model is known these are left to the server. */
 const BESTS = [512, 1024];
+/** Prompts come in steps of 77 tokens; three of them are usual. */
+const CHUNK = 77, USUAL_TOKENS = 3 * CHUNK;
 
 /**
  * Set a node's sizes; widgets that hear of changes do.
@@ -48,8 +50,9 @@ export function meant({ min_size, opt_size, max_size, max_images }, fits) {
  * 0 is what fits the model, so a graph that asks for that leaves a node as it was saved.
  * @param {{width: number, height: number, images: number}[]} latents those that reach the samplers, at least one
  * @param {Record<string, any> | undefined} fits what fits the model; until that is known the server fills the zeros
+ * @param {number} tokens of the longest prompt that is known, if it is longer than usual
  */
-export function autoSizes(latents, fits) {
+export function autoSizes(latents, fits, tokens = 0) {
     const sides = latents.flatMap(({ width, height }) => [width, height]);
     const [least, most] = [Math.min(...sides), Math.max(...sides)], images = Math.max(...latents.map((one) => one.images));
     const [{ width, height }] = latents, middle = STEP * Math.round(Math.sqrt(width * height) / STEP);
@@ -59,7 +62,7 @@ export function autoSizes(latents, fits) {
         opt_size: (fits ? [fits.opt_size] : BESTS).includes(best) ? 0 : best,
         max_size: fits && most > fits.max_size ? most : 0,
         max_images: images > (fits?.max_images ?? 1) ? images : 0,
-        max_tokens: 0,
+        max_tokens: tokens > (fits?.max_tokens ?? USUAL_TOKENS) ? CHUNK * Math.ceil(tokens / CHUNK) : 0,
     };
 }
 

@@ -72,6 +72,24 @@ test("on Auto the numbers follow the graph's picture, and only then", () => {
     assert.equal(sizes.choice, "presetFit", "a node that is switched off keeps what it knew");
 });
 
+test("on Auto the tokens grow when a longer prompt was seen, and do not shrink until sizes are chosen anew", () => {
+    const { node, sizes } = engineNode();
+    sizes.know(SDXL, [latent(640, 960)], 231);
+    assert.deepEqual(sizesOf(node), AUTO_PORTRAIT, "what is usual fits already");
+    sizes.know(SDXL, [latent(640, 960)], 300);
+    assert.deepEqual(sizesOf(node), { ...AUTO_PORTRAIT, max_tokens: 308 }, "a whole number of steps");
+    sizes.know(SDXL, [latent(640, 960)]);
+    assert.equal(sizesOf(node).max_tokens, 308, "the run with the long prompt is forgotten once there is another engine");
+    node.onConfigure();
+    sizes.know(SDXL, [latent(640, 960)], 154);
+    assert.equal(sizesOf(node).max_tokens, 308, "a reload too");
+    sizes.choose("presetFit");
+    assert.equal(sizesOf(node).max_tokens, 0);
+    sizes.choose("custom");
+    sizes.know(SDXL, [latent(640, 960)], 616);
+    assert.equal(sizesOf(node).max_tokens, 0, "numbers of one's own stay");
+});
+
 test("numbers of one's own stay, whether typed, saved or written by others", () => {
     const typed = engineNode();
     typed.sizes.know(SDXL, [latent(640, 960)]);
