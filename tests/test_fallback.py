@@ -150,6 +150,7 @@ def test_a_model_merged_before_the_engine_node_gets_an_engine_of_its_own(sd15: C
     assert relative_difference(native, native_latent(sd15, PLAIN)) > 0.1
 
 
+@slow.SLOW
 def test_weights_kept_in_fp8_get_an_engine_of_their_own(sd15: ComfyProcess) -> None:
     scenario = PLAIN.but(weight_dtype="fp8_e4m3fn", settings={"when_missing": "build now"})
     result = compare(sd15, scenario)

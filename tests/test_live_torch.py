@@ -252,14 +252,14 @@ def test_a_file_that_was_not_made_here_is_never_opened(tmp_path: Path, key_folde
     sizes = {name: size for name, size in SIZES.items() if name != "HB"}
     name = file_name(sizes)
     (folder / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
-    (folder / RECORD_NAME).write_text('{"verdict": "built", "why": "", "parity": {}, "signature": "0000"}')
+    (folder / RECORD_NAME).write_text('{"verdict": "built", "why": "", "parity": {}, "gpu": "", "signature": "0000"}')
     identity = EngineIdentity("sd15_unet", TORCH.weights(net), "float32", PROFILE.only("BHWT"), "torch",
                               TORCH.version(), TORCH.target(CPU))
     specs = architecture_of(net.module)
     manifest = Manifest(identity, "unet", "foreign", tuple(specs.inputs(net.module, "float32")),
                         tuple(specs.outputs(net.module, "float32")),
                         describe_files(folder, [name]))
-    engine: Engine = library.publish(folder, manifest, made_here=False)
+    engine: Engine = library.publish(folder, manifest, record=None)
     (found,) = entries(library, lambda _: None, source_changed)
     assert (found.state, "not compiled on this machine" in found.reason) == ("stale", True)
     session = opened(net)

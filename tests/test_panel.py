@@ -293,7 +293,7 @@ def test_a_build_that_waits_for_its_model_is_listed_too(page: EnginePage, librar
     panel.get_by_text("TRT UNet Engine · … Loading the model").wait_for()
     page.shot("asked")
     held[0].fulfill(status=500, json={"error": {"message": "it was only a test"}})
-    page.toast("it was only a test")
+    assert "it was only a test" in page.wait_for(page.node("TRTUNetEngine"), "failed", timeout=10)["text"]
     raw.evaluate(HAPPEN, "status")
     panel.get_by_text("Loading the model").wait_for(state="detached")
 

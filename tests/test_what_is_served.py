@@ -81,7 +81,7 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow.cases({name: name for name in KINDS}, ["SDXL"]))
+@pytest.mark.parametrize("name", slow.cases({name: name for name in KINDS}, ["SDXL", "Control-LoRAs"]))
 def test_it_gives_natives_latent(sd15: ComfyProcess, name: str) -> None:
     kind = KINDS[name]
     for number, scenario in enumerate(kind.scenarios):
