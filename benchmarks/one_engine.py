@@ -82,7 +82,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--family", choices=sorted(LATENT), default="sd15")
     parser.add_argument("--network", choices=["unet", "controlnet"], required=True)
-    parser.add_argument("--backend", choices=list(backends()), required=True)
+    files = [name for name, backend in backends().items() if not backend.runs_live_weights]
+    parser.add_argument("--backend", choices=files, required=True)
     parser.add_argument("--dynamic", action="store_true", help="several sizes and batches instead of one")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

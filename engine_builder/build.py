@@ -26,6 +26,7 @@ from ..engine_library import (
     Fallback,
     Library,
     Manifest,
+    Reason,
     Unavailable,
     strict,
     trust,
@@ -263,7 +264,13 @@ class _Build:
             "advice": "build again with precision float32 or another backend, and report this model",
         }
         task = check_task(order, manifest, folder, {"folder": str(folder), **native, **words})
-        done = self._do(task, 0.9, 0.97, only_gpu(device))
+        try:
+            done = self._do(task, 0.9, 0.97, only_gpu(device))
+        except Unavailable as refusal:
+            if refusal.fallback.reason is not Reason.UNCHECKED:
+                raise
+            log.warning("Hybrid TRT: %s; it is kept, and serves once it was checked", refusal.fallback.detail)
+            return trust.BUILT_HERE, {}
         return trust.Record(trust.BUILT, parity=done["parity"], gpu=gpu), {"proof": sum(done["seconds"].values())}
 
     def _exported_and_built(self, common: Task, native: Task) -> dict:

@@ -126,7 +126,7 @@ def flaw(engine: Engine, gpu: str = "") -> Fallback | None:
     if record.verdict == REFUSED:
         return Fallback(Reason.BROKEN_ENGINE, record.why)
     if gpu and record.gpu != gpu:
-        elsewhere = f"has run on {record.gpu}" if record.gpu else "was built without a GPU"
+        elsewhere = f"has run on {record.gpu}" if record.gpu else "has not run on a GPU yet"
         return Fallback(Reason.UNCHECKED, f"{engine.folder.name} {elsewhere} and was not compared with native on {gpu}")
     return None
 

@@ -89,6 +89,17 @@ def test_an_engine_that_differs_from_native_on_its_gpu_is_not_kept(tmp_path: Pat
     assert list(tmp_path.glob("*/manifest.json")) == []
 
 
+def test_an_engine_for_whose_proof_memory_lacks_is_kept_and_waits_for_its_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_task: dict, _progress: Callable) -> dict:
+        raise Unavailable(Reason.UNCHECKED, "there is not enough GPU memory to compare it with native now")
+
+    monkeypatch.setitem(builder.STEPS, "check", full)
+    engine, _tasks = build(tmp_path)
+    assert "has not run on a GPU yet" in why_not(engine, HERE)
+
+
 def test_another_gpu_is_another_matter(tmp_path: Path) -> None:
     engine, _tasks = build(tmp_path)
     detail = why_not(engine, ELSEWHERE)
@@ -99,13 +110,13 @@ def test_another_gpu_is_another_matter(tmp_path: Path) -> None:
 def test_what_was_built_without_a_gpu_is_checked_on_one_before_it_serves_there(tmp_path: Path) -> None:
     engine = publish_engine(tmp_path)
     assert Library([tmp_path]).find(wanted(engine, ""), lambda _: None) == engine
-    assert "was built without a GPU and was not compared with native on" in why_not(engine, HERE)
+    assert "has not run on a GPU yet and was not compared with native on" in why_not(engine, HERE)
     assert Library([tmp_path]).unchecked(wanted(engine, HERE), lambda _: None) == engine, "Check engine finds it"
 
 
 @pytest.mark.parametrize("name", ["engine.trt", "B2-H8-W8.bin"])
 def test_that_holds_for_compiled_programs_too(tmp_path: Path, name: str) -> None:
-    assert "was built without a GPU" in why_not(publish_engine(tmp_path, name=name), HERE)
+    assert "has not run on a GPU yet" in why_not(publish_engine(tmp_path, name=name), HERE)
 
 
 def test_the_page_is_told_how_fast_an_engine_was_in_its_proof(tmp_path: Path) -> None:
