@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import threading
-import time
+from typing import Any
 
 from server import PromptServer
 
-PATIENCE = 3600.0
-"""Seconds that a prompt may take from its first engine node to its end: other models may have to be loaded."""
-INTERVAL = 0.002
-
-_awaited: set[str] = set()
-
 
 def forget_when_done(prompt_id: str) -> None:
-    """Take a running prompt out of ComfyUI's history once it has ended well, before a page asks for the history.
+    """Take a running prompt out of ComfyUI's history as it ends well, before anybody can read it there.
 
     ComfyUI has no word for a prompt that is nobody's job; its page tells the end of whatever the history holds. One
-    that failed stays, so that the page shows its error.
+    that failed stays, so that the page shows its error. The queue's `task_done` is replaced for this one prompt: to
+    look at the history afterwards is a race with the page, which asks for it as soon as a prompt has ended.
     """
     queue = PromptServer.instance.prompt_queue if PromptServer.instance is not None else None
-    if queue is None or prompt_id in _awaited:
+    if queue is None or getattr(queue.task_done, "forgets", None) == prompt_id:
         return
-    _awaited.add(prompt_id)
+    before, patched = queue.task_done, vars(queue).get("task_done")
 
-    def wait() -> None:
-        deadline = time.monotonic() + PATIENCE
-        while prompt_id not in queue.history and time.monotonic() < deadline:
-            time.sleep(INTERVAL)
-        _awaited.discard(prompt_id)
-        with queue.mutex:  # ComfyUI fills the entry in while it holds it
+    def task_done(*args: Any, **kwargs: Any) -> None:
+        with queue.mutex:  # readers of the history wait for it
+            if patched is None:
+                del queue.task_done
+            else:
+                queue.task_done = patched
+            before(*args, **kwargs)
             if (queue.history.get(prompt_id, {}).get("status") or {}).get("status_str") == "success":
                 queue.history.pop(prompt_id)
 
-    threading.Thread(target=wait, name="hybrid-trt-order", daemon=True).start()
+    task_done.forgets = prompt_id
+    queue.task_done = task_done

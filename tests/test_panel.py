@@ -284,11 +284,9 @@ def test_a_build_that_waits_for_its_model_is_listed_too(page: EnginePage, librar
     page.page.settle()
     panel = toggle(page)
     panel.get_by_text("No engines yet.").wait_for()
-    page.click(page.node("TRTUNetEngine"))
-    for _ in range(50):
-        if held:
-            break
-        raw.wait_for_timeout(100)
+    page.wait_for(page.node("TRTUNetEngine"), "none", "unknown")  # until then nothing can be built
+    with raw.expect_request("**/api/prompt"):
+        page.click(page.node("TRTUNetEngine"))
     raw.evaluate(HAPPEN, "status")  # as the server does when its queue changes
     panel.get_by_text("TRT UNet Engine · … Loading the model").wait_for()
     page.shot("asked")
