@@ -39,6 +39,7 @@ class BuildRequest:
         profile: shapes that the engine must accept.
         folder: where to put the engine's files; it already holds the graph.
         target: what the engine has to run on, in the words of the backend's ``target``.
+        any_weights: the engine has to take other weights of the same layout afterwards, see ``Runner.refit``.
     """
 
     onnx: Path
@@ -47,6 +48,7 @@ class BuildRequest:
     profile: Profile
     folder: Path
     target: str
+    any_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Backend(Protocol):
         build_memory: main memory that ``build`` takes, in sizes of the weights.
         runs_live_weights: whether its engines hold no weights: it then serves without an engine too, and builds from
             the network itself and not from an ONNX graph.
+        refits: whether it can build engines that take other weights afterwards; see ``BuildRequest.any_weights``.
     """
 
     name: str
@@ -87,6 +90,7 @@ class Backend(Protocol):
     builds_on_gpu: bool
     build_memory: float
     runs_live_weights: bool
+    refits: bool
 
     def version(self) -> str:
         """Version of the library that does the work, as it enters the engine's identity."""

@@ -21,6 +21,7 @@ class FileBackend:
 
     build_memory = 0.0
     runs_live_weights = False
+    refits = False
 
     def weights(self, network: NativeNetwork, check: Callable[[], None] | None = None) -> str:
         return network.weights_hash(check)
@@ -41,4 +42,4 @@ class FileBackend:
     ) -> FileSession:
         from ..engine_sessions.file_session import file_session  # which needs ComfyUI
 
-        return file_session(engines[0], lambda engine, device: self.load(engine, device), network.device)
+        return file_session(engines[0], lambda engine, device: self.load(engine, device), network.device, network)

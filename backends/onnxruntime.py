@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ class OnnxRuntimeBackend(FileBackend):
     preference = 0
     measured_on = ("cpu",)
     builds_on_gpu = False
+    refits = True
 
     def version(self) -> str:
         import onnxruntime
@@ -76,15 +77,20 @@ class OnnxRuntimeBackend(FileBackend):
         return self.unavailable(device)
 
     def build(self, request: BuildRequest, progress: Progress) -> list[str]:
-        """The graph is the engine: nothing to compile."""
+        """The graph is the engine: nothing to compile. One that takes any weights is the graph without them."""
         names = [request.onnx.name]
+        if request.any_weights:
+            return names
         data = request.onnx.with_name(request.onnx.name + ".data")
         if data.exists():
             names.append(data.name)
         return names
 
     def load(self, engine: Engine, device: torch.device) -> OnnxRuntimeRunner:
-        return OnnxRuntimeRunner(engine.main_file, device, engine.manifest.bytes)
+        manifest = engine.manifest
+        if manifest.identity.any_weights:
+            return RefittableRunner(engine.main_file, device, manifest.device_bytes)
+        return OnnxRuntimeRunner(engine.main_file, device, manifest.device_bytes)
 
 
 class OnnxRuntimeRunner:
@@ -100,20 +106,16 @@ class OnnxRuntimeRunner:
     def __init__(self, path: Path, device: torch.device, size: int, frugal: bool = False):
         if (missing := BACKEND.cannot_build(device)) is not None:
             raise Unavailable(missing.reason, missing.detail)
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-        # several sessions and torch share the cores: a pool that spins between calls slows all others down
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        if frugal:
-            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-            options.add_session_config_entry("session.disable_prepacking", "1")
-            options.enable_cpu_mem_arena = options.enable_mem_pattern = False  # both keep what is done with
-            options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED  # a weight is cast when it is wanted
         self.device = device
         self.bytes = size
-        self._session = onnxruntime.InferenceSession(str(path), options, providers=[_PROVIDERS[device.type]])
+        self._path = path
+        self._open(_options(frugal))
+
+    def _open(self, options: Any) -> None:
+        import onnxruntime
+
+        providers = [_PROVIDERS[self.device.type]]
+        self._session = onnxruntime.InferenceSession(str(self._path), options, providers=providers)
         self._inputs = {i.name for i in self._session.get_inputs()}
 
     def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
@@ -131,6 +133,44 @@ class OnnxRuntimeRunner:
     def _address(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         element_type = _ONNX_TYPES[tensor.dtype]
         return self.device.type, self.device.index or 0, element_type, tuple(tensor.shape), tensor.data_ptr()
+
+
+class RefittableRunner(OnnxRuntimeRunner):
+    """A graph without weights. It can run once it was given some, and is opened anew for others."""
+
+    def _open(self, options: Any) -> None:
+        self._session = None
+        self._weights: dict[str, Any] = {}
+
+    def refit(self, weights: Mapping[str, torch.Tensor], changed: Collection[str]) -> None:
+        self._session = None  # two at once would take twice the memory
+        self._weights |= {name: _on_top_of(weights[name]) for name in changed}
+        options = _options()
+        options.add_external_initializers(list(self._weights), list(self._weights.values()))
+        super()._open(options)
+
+
+def _options(frugal: bool = False) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    # several sessions and torch share the cores: a pool that spins between calls slows all others down
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if frugal:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.add_session_config_entry("session.disable_prepacking", "1")
+        options.enable_cpu_mem_arena = options.enable_mem_pattern = False  # both keep what is done with
+        options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED  # a weight is cast when it is wanted
+    return options
+
+
+def _on_top_of(tensor: torch.Tensor) -> Any:
+    """An OrtValue with a tensor's memory, which it keeps; numpy has no bfloat16."""
+    import onnxruntime
+
+    array = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+    return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array.numpy(), _ONNX_TYPES[tensor.dtype])
 
 
 BACKEND = OnnxRuntimeBackend()

@@ -34,15 +34,17 @@ from ..engine_library import (
 )
 from ..engine_library.disk import check_room, readable
 from ..engine_library.engine import describe_files
+from ..engine_library.parameters import PARAMETERS_NAME
 from ..engine_library.parity import LIMITS
 from ..engine_library.settings import check_limit
 from ..native_model.hash_cache import source_of
+from ..native_model.layout import layout_of
 from ..native_model.network import NativeNetwork
 from ..native_model.snapshot import write_structure, write_weights
 from .check import check_engine, check_task, unchecked_engine
 from .child_process import STARTING, Log, run_in_child
 from .child_tasks import Runner, WeightsChanged, backend_task, network_task, only_gpu, tensors_task
-from .in_child.onnx_export import DATA_NAME, PARAMETERS_NAME
+from .in_child.onnx_export import DATA_NAME
 from .in_child.steps import STEPS
 from .in_child.task import Task
 from .locks import hold
@@ -144,7 +146,10 @@ def _identity(order: BuildOrder, progress: Progress) -> EngineIdentity:
     progress("reading weights", 0.0)
     specs = [*architecture.engine_inputs(network.module, precision), *architecture.outputs(network.module, precision)]
     symbols = {dim.symbol for spec in specs for dim in spec.dims if not isinstance(dim, int)}
-    weights = order.backend.weights(network, lambda: progress("reading weights", 0.0))
+    if order.any_weights:
+        weights = layout_of(network.module)
+    else:
+        weights = order.backend.weights(network, lambda: progress("reading weights", 0.0))
     return EngineIdentity(
         architecture=architecture.name,
         weights=weights,
@@ -220,7 +225,7 @@ class _Build:
         weights_file = folder / (WEIGHTS_NAME if live else DATA_NAME)
         started = time.perf_counter()
         read, index = write_weights(network, dtype, weights_file, self._part("reading weights", 0.0, 0.1))
-        if not live and read != identity.weights:
+        if not (live or identity.any_weights) and read != identity.weights:
             raise WeightsChanged
         seconds = {"read": time.perf_counter() - started}
         common = {"folder": str(folder), **tensors_task(network, identity.precision)}
@@ -237,7 +242,7 @@ class _Build:
             parity=made["parity"],
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             pack_version=PACK_VERSION,
-            fingerprint=identity.weights if live else network.fingerprint(),
+            fingerprint=identity.weights if identity.any_weights else network.fingerprint(),
             source=_source(network),
             parameters=sum(p.numel() for p in network.module.parameters()),
         )
@@ -290,6 +295,7 @@ class _Build:
             "step": "build",
             "onnx": exported["onnx"],
             "target": self.identity.device,
+            "any_weights": self.identity.any_weights,
             "profile": profile.to_json(),
             **backend_task(self.order.backend),
         }, 0.5, 0.9, only_gpu(self.order.target_device))  # fmt: skip

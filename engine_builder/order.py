@@ -13,13 +13,24 @@ from ..native_model.network import NativeNetwork
 
 @dataclass(frozen=True)
 class BuildOrder:
-    """What to build: which network, how precise, for which shapes, by whom, for which device (the network's)."""
+    """What to build: which network, how precise, for which shapes, by whom, for which device (the network's).
+
+    Attributes:
+        replaceable: whether the engine shall take other weights, so that it serves all checkpoints of the network's
+            layout with any LoRA; see ``any_weights``.
+    """
 
     network: NativeNetwork
     precision: str
     profile: Profile
     backend: Backend
     device: torch.device | None = None
+    replaceable: bool = False
+
+    @property
+    def any_weights(self) -> bool:
+        """Whether the engine will take any weights: where it shall, and its backend can build such engines."""
+        return self.replaceable and self.backend.refits
 
     def words(self) -> str:
         """What is built, for people."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,13 +32,14 @@ class Wanted:
     """What a node asks the library for.
 
     Attributes:
-        weights: what the engine may have as its weights: a hash of them, or a layout that serves any.
+        weights: what the engine may have as its weights, the most wanted first: a hash of them, or a layout that
+            serves any.
         backends: names, the most wanted first.
         gpu: where it is to run; ``""`` is the CPU.
     """
 
     architecture: str
-    weights: Collection[str]
+    weights: Sequence[str]
     precision: str
     profile: Profile
     backends: Sequence[str]
@@ -88,7 +89,8 @@ class Library:
                 refusals.append(Unavailable(refusal.reason, refusal.detail))
                 continue
             covers = identity.profile.contains(wanted.profile)
-            rank = (not covers, wanted.backends.index(identity.backend), identity.profile.volume())
+            backend, weights = wanted.backends.index(identity.backend), wanted.weights.index(identity.weights)
+            rank = (not covers, backend, weights, identity.profile.volume())
             candidates.append((rank, len(candidates), engine))
         if candidates:
             return [engine for _, _, engine in sorted(candidates)]

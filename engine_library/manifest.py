@@ -25,6 +25,9 @@ DTYPES = ("float16", "bfloat16", "float32")
 EXPORT_FORMAT = 3
 """Raise this when the exported graph changes its inputs, outputs or numbers: older engines become stale."""
 
+LAYOUT_PREFIX = "layout-"
+"""Begins what stands in the place of a hash of weights for an engine that serves any weights of a layout."""
+
 _NEEDED = ("key", "identity", "kind", "label", "inputs", "outputs", "files", "parity", "seconds", "created",
            "pack_version")  # fmt: skip
 _LATER = ("fingerprint", "source", "parameters")
@@ -43,7 +46,7 @@ class EngineIdentity:
 
     Attributes:
         architecture: name of the architecture.
-        weights: hash of the weights, see ``weights.weights_hash``.
+        weights: hash of the weights, see ``weights.weights_hash``, or their layout, see ``any_weights``.
         precision: ``float16``, ``bfloat16`` or ``float32``: what the engine computes in.
         profile: the shapes it accepts.
         backend, backend_version: who built it.
@@ -58,6 +61,11 @@ class EngineIdentity:
     backend_version: str
     device: str
     export_format: int = EXPORT_FORMAT
+
+    @property
+    def any_weights(self) -> bool:
+        """Whether it serves all checkpoints of a layout with any LoRA, and not one set of weights alone."""
+        return self.weights.startswith(LAYOUT_PREFIX)
 
     def to_json(self) -> dict:
         return {**self.__dict__, "profile": self.profile.to_json()}
@@ -112,8 +120,14 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Size of all files; about what the weights take on the device. Scratch memory of a call is not in it."""
+        """Size of all files."""
         return sum(f.bytes for f in self.files.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """About what its weights take on the device, also where its files hold none."""
+        size = {"float32": 4}.get(self.identity.precision, 2)
+        return max(self.bytes, self.parameters * size if self.identity.any_weights else 0)
 
     @cached_property
     def digest(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from ..backends import AUTO, Backend, gpu_of, usable_backends
 from ..engine_library import Fallback, Library, Manifest, Reason, Unavailable, Wanted, last_use
 from ..engine_sessions.room import close_engines
 from ..engine_sessions.session import Session
+from ..native_model.layout import layout_of
 from ..native_model.network import NativeNetwork
 from .finite import why_again
 from .ledger import Tally, executing, open_tally
@@ -34,11 +35,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """The engine node's settings: for which shapes, how precise (``auto``: as native), by which backend (``auto``)."""
+    """The engine node's settings: for which shapes, how precise (``auto``: as native), by which backend (``auto``).
+
+    Attributes:
+        replaceable: whether only an engine will do that takes any weights, where its backend can have such.
+    """
 
     profile: Profile
     precision: str = AUTO
     backend: str = AUTO
+    replaceable: bool = False
 
 
 class EngineHandle:
@@ -130,14 +136,16 @@ class EngineHandle:
         its = [engine for engine in engines if engine.manifest.identity.backend == backend.name]
         return backend.session(self.network, its, self.precision, passed_over)
 
-    def _weights(self, architecture: str, backends: Iterable[Backend]) -> list[str]:
+    def _weights(self, architecture: str, backends: Collection[Backend]) -> list[str]:
         """What engines may have as their weights. No checkpoint is hashed to learn that none can be its own."""
-        found = [backend.weights(self.network) for backend in backends if backend.runs_live_weights]
-        if any(not backend.runs_live_weights for backend in backends):
-            if self.library.may_have(architecture, self.network.fingerprint):
-                found.append(self.network.weights_hash())
-            elif not found:
-                raise self.library.nothing_found()
+        fixed = [b for b in backends if not b.runs_live_weights and not (self.choice.replaceable and b.refits)]
+        found = []
+        if fixed and self.library.may_have(architecture, self.network.fingerprint):
+            found.append(self.network.weights_hash())
+        if any(backend.runs_live_weights or backend.refits for backend in backends):
+            found.append(layout_of(self.network.module))
+        if not found:
+            raise self.library.nothing_found()
         return found
 
     def plan(self, patcher: ModelPatcher | None = None) -> None:

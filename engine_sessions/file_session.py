@@ -17,6 +17,7 @@ from ..architectures.tensors import Profile, Shape, ShapeMismatch, bind
 from ..engine_library import Engine, Fallback, Reason, Unavailable, verified
 from ..native_model.plain_copy import ReplacedForward
 from .cuda_graphs import GraphCache, Recorder
+from .engine_weights import EngineWeights
 from .preludes import LivePreludes
 from .room import EVERYTHING, is_out_of_memory, make_room, with_room
 from .session import Runner, first_line, shared
@@ -54,14 +55,21 @@ class _Plan:
 class FileSession:
     """One engine on one device. Loads at its first call, can be unloaded under memory pressure and loads again.
 
-    An engine's weights are its own, whatever patcher ComfyUI samples with; only the preludes, which no engine holds,
-    follow it. See ``Session``.
+    An engine's weights are its own, whatever patcher ComfyUI samples with, unless it takes any weights: then they
+    follow it, and so do the preludes, which no engine holds. See ``Session``.
     """
 
-    follows_patches = False
     refusal = None
 
-    def __init__(self, engine: Engine, load: Load, device: torch.device, recorder: Recorder | None = None):
+    def __init__(
+        self,
+        engine: Engine,
+        load: Load,
+        device: torch.device,
+        recorder: Recorder | None = None,
+        weights: EngineWeights | None = None,
+    ):
+        """``weights``: those of an engine that takes any."""
         self.engine = engine
         self.device = device
         self._load = load
@@ -73,6 +81,7 @@ class FileSession:
         self._zeros: dict[tuple, torch.Tensor] = {}
         self._preludes: weakref.WeakKeyDictionary[torch.nn.Module, _Preludes] = weakref.WeakKeyDictionary()
         self._current: LivePreludes | None = None
+        self._weights = weights
 
     @property
     def backend_name(self) -> str:
@@ -90,6 +99,14 @@ class FileSession:
     def weights(self) -> str:
         return self.engine.manifest.identity.weights
 
+    @property
+    def follows_patches(self) -> bool:
+        return self._weights is not None
+
+    def serves_module(self, module: torch.nn.Module) -> bool:
+        """Whether its weights, if they follow somebody's, are those of a native module."""
+        return self._weights is None or self._weights.belong_to(module)
+
     def begin_run(self, patcher: ModelPatcher) -> None:
         """Nothing to do: its weights stay where they are."""
 
@@ -105,6 +122,8 @@ class FileSession:
         if found is not None:
             found.follow(patcher)
         self._current = found
+        if self._weights is not None:
+            self._weights.follow(patcher)
 
     @property
     def profile(self) -> Profile:
@@ -118,7 +137,7 @@ class FileSession:
     def bytes(self) -> int:
         """Memory that it holds, or will hold when loaded; an estimate."""
         if self._runner is None:
-            return self.engine.manifest.bytes
+            return self.engine.manifest.device_bytes
         return self._runner.bytes + (0 if self.graphs is None else self.graphs.bytes)
 
     @property
@@ -165,6 +184,8 @@ class FileSession:
         self._runner = None
         self._plans.clear()
         self._zeros.clear()
+        if self._weights is not None:
+            self._weights.forget()
         for found in list(self._preludes.values()):
             if isinstance(found, LivePreludes):
                 found.release()
@@ -182,6 +203,8 @@ class FileSession:
         identity = manifest.identity
         words = profile_words(identity.architecture, self.profile)
         text = f"{identity.backend} {identity.precision}, {words}, {manifest.bytes / 1e6:.0f} MB"
+        if identity.any_weights:
+            text += ", takes any LoRA"
         if self.lacks(wanted):
             words = profile_words(identity.architecture, wanted)
             text += f". It is smaller than this node's profile ({words}): larger calls run native"
@@ -191,6 +214,8 @@ class FileSession:
         self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable] | None = None
     ) -> dict[str, torch.Tensor]:
         self.load()
+        if self._weights is not None and self._weights.changed:
+            self._take_weights()
         if self._current is not None:
             given = self._current.run(given, extras or {})
         try:
@@ -228,6 +253,21 @@ class FileSession:
             steady = () if self._current is None else self._current.preludes.steady
             self.graphs = GraphCache(self.device, recorder=self._recorder, steady=steady)
         return dict(self.graphs.run(on(runner), given, prepare=prepared, own=lambda: on(runner.twin())))
+
+    def _take_weights(self) -> None:
+        """Have the engine compute with the weights that ComfyUI samples with.
+
+        Raises:
+            Unavailable: it does not take them.
+        """
+        self.graphs = None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        try:
+            self._weights.put_into(self._runner)
+        except Exception as error:
+            self.unload()
+            raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> Unavailable:
         log.error("Hybrid TRT: %s failed", self.engine.folder.name, exc_info=error)
@@ -271,10 +311,24 @@ class FileSession:
         verified.check_contents(self.engine)
 
 
-def file_session(engine: Engine, load: Load, device: torch.device) -> FileSession:
-    """The session for an engine on a device, shared by all who use it; it closes when nobody does any more."""
+def file_session(engine: Engine, load: Load, device: torch.device, network: NativeNetwork | None = None) -> FileSession:
+    """The session for an engine on a device, shared by all who use it; it closes when nobody does any more.
+
+    An engine that takes any weights is opened once for each model, whose weights it then has.
+
+    Args:
+        network: whose weights such an engine takes.
+    """
     key = (str(engine.folder), engine.manifest.identity.key, str(device))
-    found = shared(key, lambda _: True, lambda: FileSession(engine, load, device))
+    if not engine.manifest.identity.any_weights:
+        found = shared(key, lambda _: True, lambda: FileSession(engine, load, device))
+    else:
+        key, module = (*key, id(network.module)), network.module
+
+        def make() -> FileSession:
+            return FileSession(engine, load, device, weights=EngineWeights(network, engine))
+
+        found = shared(key, lambda found: found.serves_module(module), make)  # ids come again
     found.renew(engine)
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ..architectures.tensors import Profile
@@ -36,6 +36,21 @@ class Runner(Protocol):
 
         Raises:
             Unavailable: there is no room for it.
+        """
+        ...
+
+    def refit(self, weights: Mapping[str, torch.Tensor], changed: Collection[str]) -> None:
+        """Compute with other weights from now on; nothing of this engine may be running.
+
+        Only of engines that take any weights, and before their first run; twins take them too.
+
+        Args:
+            weights: initialiser of the graph -> contiguous tensor in main memory, in the engine's precision; computed
+                when it is asked for.
+            changed: those that differ from what the engine has.
+
+        Raises:
+            RuntimeError: it has to have a weight that nobody gave, or refused one.
         """
         ...
 

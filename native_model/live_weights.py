@@ -20,6 +20,7 @@ import torch
 from .network import NativeNetwork
 from .plain_copy import plain_copy
 from .weight_patches import acting, version_of
+from .weights import value_of
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -138,7 +139,7 @@ class LiveWeights:
             if patches:
                 patched.add(name)
             if fresh or patches or name in self._patched:
-                self._write(current, key, original, patches)
+                current.copy_(value_of(key, original, patches, self.device))
         self._patched, self._shared = patched, shared
         self.generation += moved
 
@@ -163,18 +164,6 @@ class LiveWeights:
             live = torch.nn.Parameter(live.data.contiguous(memory_format=torch.channels_last), requires_grad=False)
             owner._parameters[leaf] = live
         return live.data
-
-    def _write(self, target: torch.Tensor, key: str, original: tuple, patches: list) -> None:
-        from comfy.lora import calculate_weight
-
-        weight, convert = original
-        if hasattr(weight, "dequantize") and type(weight) not in (torch.Tensor, torch.nn.Parameter):
-            weight = weight.dequantize()
-        weight = weight.detach()
-        if patches:
-            weight = convert(weight.to(self.device, torch.float32, copy=True), inplace=True)
-            weight = calculate_weight(patches, weight, key)
-        target.copy_(weight)
 
     def _own(self, name: str) -> torch.Tensor:
         shape = self._native_parameter(name).shape

@@ -73,8 +73,9 @@ def _patches_of(patcher: ModelPatcher) -> dict[str, list]:
 
 def _alike(one: dict[str, list], other: dict[str, list]) -> bool:
     """Whether both hold the very same objects: clones of a patcher share them, and comparing tensors would be slow."""
-    return one.keys() == other.keys() and all(_all_same(patches, other[key]) for key, patches in one.items())
+    return one.keys() == other.keys() and all(all_same(patches, other[key]) for key, patches in one.items())
 
 
-def _all_same(one: list, other: list) -> bool:
+def all_same(one: list, other: list) -> bool:
+    """Whether two weights have the very same patches."""
     return len(one) == len(other) and all(mine is theirs for mine, theirs in zip(one, other, strict=True))

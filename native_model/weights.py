@@ -47,20 +47,36 @@ def current_weights(
     Args:
         wanted: which weights; all by default.
     """
+    for key, (original, *patches) in patcher.get_key_patches(prefix or None).items():
+        if wanted is not None and not wanted(original[0]):
+            continue
+        weight = plain(original[0])
+        value = value_of(key, (weight, original[1]), acting(patches), torch.device("cpu"))
+        yield key[len(prefix) :], value.to("cpu", weight.dtype)
+
+
+def plain(weight: torch.Tensor) -> torch.Tensor:
+    """A weight as ComfyUI keeps it, dequantised."""
+    if hasattr(weight, "dequantize") and type(weight) not in (torch.Tensor, torch.nn.Parameter):
+        weight = weight.dequantize()
+    return weight.detach()
+
+
+def value_of(key: str, original: tuple, patches: list[tuple], device: torch.device) -> torch.Tensor:
+    """A weight as the sampler would use it: computed in float32 on a device where it is patched, else as it lies there.
+
+    Args:
+        original: the weight and how to convert it, as ``get_key_patches`` gives them.
+        patches: those that act, see ``acting``.
+    """
     from comfy.lora import calculate_weight
 
-    for key, (original, *patches) in patcher.get_key_patches(prefix or None).items():
-        weight, convert = original
-        if wanted is not None and not wanted(weight):
-            continue
-        if hasattr(weight, "dequantize") and type(weight) not in (torch.Tensor, torch.nn.Parameter):
-            weight = weight.dequantize()
-        weight = weight.detach().to("cpu")
-        if patches := acting(patches):
-            dtype = weight.dtype
-            weight = convert(weight.to(torch.float32, copy=True), inplace=True)
-            weight = calculate_weight(patches, weight, key).to(dtype)
-        yield key[len(prefix) :], weight
+    weight, convert = original
+    weight = plain(weight)
+    if patches:
+        weight = convert(weight.to(device, torch.float32, copy=True), inplace=True)
+        weight = calculate_weight(patches, weight, key)
+    return weight
 
 
 def weights_hash(patcher: ModelPatcher, prefix: str = "", check: Check | None = None) -> str:

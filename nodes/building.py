@@ -54,7 +54,8 @@ def _order(handle: EngineHandle) -> BuildOrder | None:
     except Unavailable as refusal:
         handle.session, handle.fallback = None, refusal.fallback
         return None
-    return BuildOrder(handle.network, handle.precision, handle.choice.profile, backend)
+    choice = handle.choice
+    return BuildOrder(handle.network, handle.precision, choice.profile, backend, replaceable=choice.replaceable)
 
 
 def generation(when_missing: str) -> int:

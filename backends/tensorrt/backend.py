@@ -16,6 +16,7 @@ class TensorRTBackend(FileBackend):
 
     flavour: Flavour
     build_memory = 2.2
+    refits = True
 
     def version(self) -> str:
         """Exact version of the installed package: an engine runs with no other.

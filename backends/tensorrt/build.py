@@ -79,6 +79,7 @@ def build_engine_file(
             options = {
                 "profiles": [_profile(loaders, request, inputs)],
                 "profiling_verbosity": trt.ProfilingVerbosity.LAYER_NAMES_ONLY,
+                "refittable": request.any_weights,
             }
             if old:
                 options |= version8.build_options(trt, network, half)

@@ -6,7 +6,7 @@ import contextlib
 import mmap
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -70,6 +70,11 @@ class TensorRTRunner:
 
     def twin(self) -> TensorRTRunner:
         return TensorRTRunner(self._title, self._opened)
+
+    def refit(self, weights: Mapping[str, torch.Tensor], changed: Collection[str]) -> None:
+        with torch.cuda.device(self.device), collected_errors(self._logger) as errors:
+            if (why := self._opened.refit(weights, changed)) is not None:
+                raise self._failure(f"took no other weights: {why}", errors)
 
     def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
         """Enqueue one call into ``outputs``; see the protocol.
@@ -149,8 +154,8 @@ class OpenedEngine:
         Raises:
             Unavailable: TensorRT refuses the file, or its tensors are not those of the manifest.
         """
-        self.device, self.logger = device, shared_logger(trt)
-        self.weight_bytes = engine.manifest.bytes
+        self._trt, self.device, self.logger = trt, device, shared_logger(trt)
+        self.weight_bytes = engine.manifest.device_bytes
         self.jit_cache: JitCache | None = None
         with collected_errors(self.logger) as errors:
             self._runtime = trt.Runtime(self.logger)
@@ -175,6 +180,27 @@ class OpenedEngine:
         if self.jit_cache is not None:
             return self._engine.create_execution_context(runtime_config=self._config)
         return self._engine.create_execution_context(self._strategy)
+
+    def refit(self, weights: Mapping[str, torch.Tensor], changed: Collection[str]) -> str | None:
+        """Put weights in the place of those that have changed; why that is impossible, or None when it is done."""
+        refitter = self._trt.Refitter(self._engine, self.logger)
+        if strange := sorted(set(changed) - set(refitter.get_all_weights())):
+            return f"it has no weight {strange[0]}"
+        given: dict[str, torch.Tensor] = {}  # TensorRT reads them when all are there
+        wanted = list(changed)
+        while wanted:
+            for name in wanted:
+                given[name] = tensor = weights[name]
+                if not refitter.set_named_weights(name, self._as_weights(tensor)):
+                    return f"it refused {name}"
+            wanted = refitter.get_missing_weights()  # those that it has fused with some of ours
+            if strange := sorted(name for name in wanted if name in given or name not in weights):
+                return f"it wants a weight {strange[0]}, which no model has"
+        return None if refitter.refit_cuda_engine() else "refitting failed"
+
+    def _as_weights(self, tensor: torch.Tensor) -> Any:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return self._trt.Weights(getattr(self._trt, dtype), tensor.data_ptr(), tensor.numel())
 
     def __del__(self) -> None:
         """The engine goes before its runtime."""

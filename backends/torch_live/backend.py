@@ -6,27 +6,22 @@ profile's ``opt`` sizes; it holds no weights, so it serves every checkpoint of t
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import shutil
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from ...engine_library import BuildError, Engine, Fallback, Manifest, Reason, Unavailable, trust, verified
+from ...native_model.layout import layout_of
 from .. import BuildRequest, LiveTask, Progress
 from . import compiled
 
 if TYPE_CHECKING:
     from ...native_model.network import NativeNetwork
     from .session import LiveSession
-
-LAYOUT_PREFIX = "layout-"
-
-_layouts: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 class TorchBackend:
@@ -38,6 +33,7 @@ class TorchBackend:
     builds_on_gpu = True
     build_memory = 0.0
     runs_live_weights = True
+    refits = False
 
     def version(self) -> str:
         return f"{torch.__version__} format {compiled.FORMAT}"
@@ -74,11 +70,8 @@ class TorchBackend:
         return None
 
     def weights(self, network: NativeNetwork, check: Callable[[], None] | None = None) -> str:
-        """Names and shapes are all that is compiled in."""
-        if network.module not in _layouts:
-            text = "\n".join(f"{name} {tuple(p.shape)}" for name, p in sorted(network.module.named_parameters()))
-            _layouts[network.module] = LAYOUT_PREFIX + hashlib.sha256(text.encode()).hexdigest()
-        return _layouts[network.module]
+        """No weights are compiled in."""
+        return layout_of(network.module)
 
     def build(self, request: BuildRequest, progress: Progress) -> list[str]:
         raise BuildError("the torch backend compiles live networks, not ONNX graphs")

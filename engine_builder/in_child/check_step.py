@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...backends import Progress
 from ...engine_library import BuildError, Engine, Manifest, Reason, Unavailable
+from ...engine_library.parameters import read_parameters
 from ...native_model.comfyui_classes import import_comfyui
 from .task import Task, backend_of, function_of, tensors_of
 
@@ -26,12 +27,16 @@ log = logging.getLogger(__name__)
 
 TIMESTEPS = (900.0, 50.0)
 """The first with random residuals, the second with none."""
+SCALED = 0.1
+"""The weights of an engine that takes any are changed by up to so much of themselves, each by another factor."""
 WARM, TIMED = 3, 10
 """Calls before the clock is looked at, and calls of which the median counts."""
 
 
 def check_engine(task: Task, progress: Progress) -> dict:
     """Open an engine and compare it with native at the least, best and largest sizes that it accepts; time both.
+
+    One that takes any weights is given others than it was built with, and compared with native on these.
 
     The task has ``engine`` (its folder), ``manifest``, ``device`` (``cuda`` or ``cpu``), ``limit``, the sizes of
     ``extremes`` and that which is ``timed`` on a GPU, ``origin`` and ``advice`` (which engine it is and what to do when
@@ -53,10 +58,13 @@ def check_engine(task: Task, progress: Progress) -> dict:
     device = torch.device(task["device"])
     started = time.perf_counter()
     try:
-        cases, native_ms = _native(task, device, progress)
+        weights: dict[str, torch.Tensor] = {}
+        cases, native_ms = _native(task, engine, device, progress, weights)
         compared = time.perf_counter()
         progress("comparing with native", 0.6)
         runner = backend_of(task).load(engine, device)
+        if weights:
+            runner.refit(weights, weights.keys())
         record = compare(runner, cases, engine.manifest.outputs)
         engine_ms = _engine_milliseconds(runner, _timed(task, cases), engine) if native_ms else None
     except torch.OutOfMemoryError as error:
@@ -90,8 +98,26 @@ def _refused(task: Task, why: str) -> BuildError:
     return BuildError(f"{task['origin']} {why}, so it does not serve and native does; {task['advice']}")
 
 
-def _native(task: Task, device: torch.device, progress: Progress) -> tuple[list[Case], float | None]:
-    """What native computes, and on a GPU the milliseconds of a call; its memory is free again afterwards."""
+def _other_weights(engine: Engine, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Scale each of a network's parameters by another factor, and return them all by their initialisers' names."""
+    import torch
+
+    generator = torch.Generator().manual_seed(7)
+    parameters = {name: parameter.data for name, parameter in module.named_parameters()}
+    initialisers = read_parameters(engine.folder)
+    for name in initialisers:
+        parameters[name] *= float(1 + SCALED * (2 * torch.rand((), generator=generator) - 1))
+    return {initialiser: parameters[name] for name, initialiser in initialisers.items()}
+
+
+def _native(
+    task: Task, engine: Engine, device: torch.device, progress: Progress, weights: dict[str, torch.Tensor]
+) -> tuple[list[Case], float | None]:
+    """What native computes, and on a GPU the milliseconds of a call; its memory there is free again afterwards.
+
+    Args:
+        weights: for those that an engine which takes any has to have.
+    """
     import torch
 
     from ...architectures.samples import sample_inputs
@@ -100,7 +126,10 @@ def _native(task: Task, device: torch.device, progress: Progress) -> tuple[list[
 
     on_cpu = device.type == "cpu"
     inputs, _ = tensors_of(task)
-    function, _ = function_of(task, device.type)
+    function, module = function_of(task)
+    if engine.manifest.identity.any_weights:
+        weights |= _other_weights(engine, module)
+    function.to(device)
     cases, milliseconds = [], None
     calls = [(sizes, t) for sizes in task["extremes"] for t in TIMESTEPS]
     with torch.inference_mode(), in_float32(function) if on_cpu else contextlib.nullcontext(), best_attention(device):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import logging
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ import torch
 
 from ...architectures.samples import sample_inputs
 from ...architectures.tensors import TensorSpec
+from ...engine_library.parameters import write_parameters
 from ...native_model.snapshot import ALIGNMENT, Offsets
 
 GRAPH_NAME = "model.onnx"
 DATA_NAME = "model.onnx.data"
-PARAMETERS_NAME = "parameters.json"
 OPSET = 17
 """The newest that TensorRT 8.6 reads."""
 _lock = threading.Lock()  # torch's exporter keeps global state
@@ -33,6 +32,7 @@ def export_onnx(
     symbols: dict[str, int],
     folder: Path,
     offsets: Offsets | None = None,
+    names: Mapping[torch.nn.Parameter, str] | None = None,
 ) -> Path:
     """Export ``function`` to ``folder/model.onnx`` with dynamic axes, its weights to ``model.onnx.data``, and check it.
 
@@ -44,6 +44,7 @@ def export_onnx(
         function: takes the inputs in order, gives a tuple of the outputs in order.
         symbols: sizes of the example that is traced.
         offsets: where each parameter lies in ``model.onnx.data``, when that is written already.
+        names: the parameters' names for ``parameters.json``; those of ``function`` by default.
 
     Raises:
         onnx.checker.ValidationError: the exporter made a graph that is not valid ONNX.
@@ -52,16 +53,17 @@ def export_onnx(
 
     path = folder / GRAPH_NAME
     if offsets is None:
-        offsets = write_parameters(function, folder / DATA_NAME)
+        offsets = write_values(function, folder / DATA_NAME)
     model = onnx.load_model_from_string(_trace(function, inputs, outputs, symbols))
-    mapping = _attach_weights(model.graph, function, {spec.name for spec in inputs}, offsets)
-    (folder / PARAMETERS_NAME).write_text(json.dumps(mapping, indent=0), encoding="utf-8")
+    initialisers = _attach_weights(model.graph, function, {spec.name for spec in inputs}, offsets)
+    names = names or {parameter: name for name, parameter in function.named_parameters()}
+    write_parameters(folder, {names[parameter]: initialiser for parameter, initialiser in initialisers.items()})
     onnx.save_model(model, str(path))
     onnx.checker.check_model(str(path))
     return path
 
 
-def write_parameters(function: torch.nn.Module, path: Path) -> Offsets:
+def write_values(function: torch.nn.Module, path: Path) -> Offsets:
     """Write the parameters of a module to a data file, each aligned, and return where they lie."""
     offsets = {}
     with path.open("wb") as file:
@@ -100,8 +102,10 @@ def _trace(
     return graph.getvalue()
 
 
-def _attach_weights(graph: Any, function: torch.nn.Module, inputs: set[str], offsets: Offsets) -> dict[str, str]:
-    """Make initialisers of the inputs that are parameters or buffers; returns parameter name -> initialiser name."""
+def _attach_weights(
+    graph: Any, function: torch.nn.Module, inputs: set[str], offsets: Offsets
+) -> dict[torch.nn.Parameter, str]:
+    """Make initialisers of the inputs that are parameters or buffers; returns the names of the parameters'."""
     from onnx import TensorProto, numpy_helper
 
     parameters, buffers = dict(function.named_parameters()), dict(function.named_buffers())
@@ -109,7 +113,7 @@ def _attach_weights(graph: Any, function: torch.nn.Module, inputs: set[str], off
     kept = [value for value in graph.input if value.name in inputs]
     del graph.input[:]
     graph.input.extend(kept)
-    mapping = {}
+    initialisers = {}
     for value in lifted:
         if value.name not in parameters:  # small, and not in the file
             graph.initializer.append(numpy_helper.from_array(buffers[value.name].numpy(), value.name))
@@ -122,8 +126,8 @@ def _attach_weights(graph: Any, function: torch.nn.Module, inputs: set[str], off
         length = parameter.numel() * parameter.element_size()
         for key, entry in (("location", DATA_NAME), ("offset", offsets[parameter]), ("length", length)):
             tensor.external_data.add(key=key, value=str(entry))
-        mapping[value.name] = value.name
-    return mapping
+        initialisers[parameter] = value.name
+    return initialisers
 
 
 @contextlib.contextmanager

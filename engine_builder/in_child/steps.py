@@ -51,7 +51,8 @@ def _graph_and_reference(task: Task, progress: Progress) -> tuple[Path, list[Cas
     function, module = function_of(task)
     progress("exporting", 0.1)
     offsets = offsets_of(module, task["weights"])
-    graph = export_onnx(function, inputs, outputs, task["traced"], Path(task["folder"]), offsets)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    graph = export_onnx(function, inputs, outputs, task["traced"], Path(task["folder"]), offsets, names)
     exported = time.perf_counter()
     progress("running native", 0.5)
     return graph, reference_cases(function, inputs, task["compared"]), exported
@@ -60,11 +61,12 @@ def _graph_and_reference(task: Task, progress: Progress) -> tuple[Path, list[Cas
 def build(task: Task, progress: Progress) -> dict:
     """Let the backend build from the ONNX graph in the task's folder.
 
-    The task has ``onnx``, ``target``, ``profile`` and the backend (see ``task``).
+    The task has ``onnx``, ``target``, ``profile``, ``any_weights`` and the backend (see ``task``).
     """
     inputs, outputs = tensors_of(task)
     folder, profile = Path(task["folder"]), Profile.from_json(task["profile"])
-    request = BuildRequest(folder / task["onnx"], inputs, outputs, profile, folder, task["target"])
+    onnx, target, any_weights = folder / task["onnx"], task["target"], task["any_weights"]
+    request = BuildRequest(onnx, inputs, outputs, profile, folder, target, any_weights)
     started = time.perf_counter()
     files = backend_of(task).build(request, progress)
     return {"files": list(files), "seconds": {"build": time.perf_counter() - started}}

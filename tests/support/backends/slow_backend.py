@@ -24,6 +24,7 @@ class SlowBackend:
     builds_on_gpu = False
     build_memory = 0.0
     runs_live_weights = False
+    refits = False
 
     def version(self) -> str:
         return os.environ.get("HYBRID_TRT_TEST_VERSION", "1")
