@@ -42,7 +42,8 @@ _ADVICE = {
     Reason.OTHER_MODEL: "wire the same model into the engine node and the sampler patch",
     Reason.UNSUPPORTED_MODEL: "nothing to do: this kind of network has no engine yet and always runs native",
     Reason.SHAPE_OUTSIDE_PROFILE: "choose wider picture sizes on the engine node and build again",
-    Reason.WEIGHTS_PATCHED: "put the LoRA before the engine node and build again, or leave it: native applies it",
+    Reason.WEIGHTS_PATCHED: "put the LoRA before the engine node and build again, or build with replaceable weights, "
+    "or leave it: native applies it",
     Reason.MODEL_PATCHED: "remove the patch node (FreeU, PAG, HyperTile, IPAdapter ...) if you want the engine",
     Reason.HOOKS: "remove the hooks from the conditioning if you want the engine",
     Reason.UNSUPPORTED_INPUT: "remove the input that the message names if you want the engine",

@@ -27,6 +27,9 @@ CATEGORY = "Hybrid TRT"
 SEARCHED_FOR = ["tensorrt", "speed", "speed up", "fast", "faster", "accelerate", "optimize", "compile", "engine"]
 """What people type who look for what the engine nodes do."""
 
+BUILT_IN, REPLACEABLE = "built in", "replaceable"
+"""Whose weights an engine has: one model's with its LoRAs, or those of whatever is sampled."""
+
 
 def settings_inputs() -> list[io.Input]:
     """The inputs after the model, the same on both engine nodes."""
@@ -80,6 +83,17 @@ def settings_inputs() -> list[io.Input]:
             "GPUs, onnxruntime on the CPU.",
             advanced=True,
         ),
+        io.Combo.Input(
+            "weights",
+            display_name="LoRAs and checkpoints",
+            options=[BUILT_IN, REPLACEABLE],
+            default=BUILT_IN,
+            tooltip="built in: an engine for this model with the LoRAs before the node, and for no other. replaceable: "
+            "one engine for every checkpoint of this kind with any LoRA at any strength; a change takes seconds and no "
+            "build. The torch backend always is that way.",
+            advanced=True,
+            optional=True,  # prompts that were saved before have none
+        ),
     ]
 
 
@@ -88,10 +102,13 @@ def _size(name: str, title: str, tooltip: str) -> io.Input:
     return io.Int.Input(name, title, default=0, min=0, max=8192, step=8, tooltip=tooltip, advanced=True)
 
 
-def engine_choice(network: NativeNetwork, precision: str, backend: str, **sizes: int) -> EngineChoice:
-    """The engine node's settings as a profile in latent elements, a precision and a backend.
+def engine_choice(
+    network: NativeNetwork, precision: str, backend: str, weights: str = BUILT_IN, **sizes: int
+) -> EngineChoice:
+    """The engine node's settings as a profile in latent elements, a precision, a backend and whose weights.
 
     Args:
+        weights: ``"built in"`` or ``"replaceable"``.
         sizes: those of ``Asked``; 0 is what fits the network's family.
 
     Raises:
@@ -101,7 +118,7 @@ def engine_choice(network: NativeNetwork, precision: str, backend: str, **sizes:
         family = network.architecture()
     except Unavailable:  # it gets no engine, and the handle says why
         family = ANY
-    return EngineChoice(family.profile(Asked(**sizes)), precision, backend)
+    return EngineChoice(family.profile(Asked(**sizes)), precision, backend, weights == REPLACEABLE)
 
 
 def find_or_build(

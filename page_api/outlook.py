@@ -30,7 +30,7 @@ class Wish:
     Attributes:
         kind: ``"unet"`` or ``"controlnet"``.
         label: the model's file, or ``""``.
-        lora: whether a LoRA is applied before the node.
+        lora: whether a LoRA before the node makes its engine another one.
         backend: the node's choice.
     """
 
@@ -46,8 +46,10 @@ def wish_of(prompt: Mapping[str, Any], node_id: str) -> Wish:
     kind = str(prompt[node_id]["class_type"])
     name = MODEL_INPUTS[kind]
     above = [inputs_of(graph, node) for node in upstream(graph, node_id, (name,))]
+    inputs = inputs_of(graph, node_id)
     lora = any("lora" in str(key).lower() for inputs in above for key in inputs)
-    backend = inputs_of(graph, node_id).get("backend")
+    lora = lora and inputs.get("weights") != "replaceable"
+    backend = inputs.get("backend")
     return Wish(KINDS[kind], model_name(graph, node_id, name, ""), lora, backend if isinstance(backend, str) else "")
 
 

@@ -21,7 +21,7 @@ from hybrid_trt.architectures import Role
 from hybrid_trt.architectures.calls import EngineCall
 from hybrid_trt.architectures.samples import sample_inputs
 from hybrid_trt.architectures.tensors import Profile, Range
-from hybrid_trt.backends import backends, onnxruntime
+from hybrid_trt.backends import backends
 from hybrid_trt.backends.onnxruntime import RefittableRunner
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder.order import BuildOrder
@@ -36,6 +36,8 @@ PROFILE = Profile({"B": Range(1, 2, 2), "H": Range(4, 8, 16), "W": Range(4, 8, 1
                    "HB": Range(1, 1, 2)})
 SIZES = {"B": 2, "H": 8, "W": 12, "T": 77, "HB": 1}
 LIMIT = 1e-5
+GROUP = 16
+"""So many parameters are put into an engine at once: ONNX Runtime takes a second each time."""
 ORT = backends()["onnxruntime"]
 
 
@@ -75,8 +77,8 @@ def patched(net: NativeNetwork, *patches: tuple[dict[str, tuple], float]) -> Mod
     return patcher
 
 
-def inputs_of(net: NativeNetwork, seed: int = 3) -> dict[str, torch.Tensor]:
-    return sample_inputs(net.architecture().inputs(net.module, "float32"), SIZES, seed)
+def inputs_of(net: NativeNetwork, sizes: dict[str, int] = SIZES) -> dict[str, torch.Tensor]:
+    return sample_inputs(net.architecture().inputs(net.module, "float32"), sizes, seed=3)
 
 
 def native(net: NativeNetwork, patcher: ModelPatcher) -> list[torch.Tensor]:
@@ -238,11 +240,7 @@ def test_nothing_is_hashed_for_an_engine_that_takes_any_weights(
 
 
 @pytest.mark.parametrize("kind", slow.cases({"unet": "unet", "controlnet": "controlnet"}, ["controlnet"]))
-def test_each_parameter_reaches_the_engine_with_its_own_effect(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    options = onnxruntime._options
-    monkeypatch.setattr(onnxruntime, "_options", lambda: options(frugal=True))  # opens often, runs once each
+def test_each_parameter_reaches_the_engine(tmp_path: Path, kind: str) -> None:
     net = network(kind, "inpainting_channels")
     engine = built(net, tmp_path)
     runner: Any = ORT.load(engine, CPU)
@@ -251,12 +249,12 @@ def test_each_parameter_reaches_the_engine_with_its_own_effect(
     assert names.keys() == {name for name, _ in net.module.named_parameters() if name.split(".")[0] not in preludes}
     parameters = dict(net.module.named_parameters())
     weights = {initialiser: parameters[name].data.clone() for name, initialiser in names.items()}
-    given = inputs_of(net)
+    sizes = {"B": 1, "H": 4, "W": 4, "T": 77, "HB": 1}
+    given = inputs_of(net, sizes)
     taken = {**given, "hint": HintEncoder(net)(given["hint"])} if kind == "controlnet" else given
 
     def run() -> list[torch.Tensor]:
         runner.refit(weights, weights.keys())
-        sizes = {symbol: SIZES[symbol] for symbol in SIZES}
         results = {s.name: torch.empty(s.shape(sizes)) for s in engine.manifest.outputs}
         runner.run(taken, results)
         return list(results.values())
@@ -264,17 +262,22 @@ def test_each_parameter_reaches_the_engine_with_its_own_effect(
     plain = native_call(net, given)
     assert error(run(), plain) <= LIMIT
     generator = torch.Generator().manual_seed(11)
-    for name, initialiser in names.items():
-        parameter = parameters[name]
-        before = parameter.data.clone()
-        parameter.data += torch.randn(before.shape, generator=generator) * (0.5 + before.abs().mean())
-        weights[initialiser] = parameter.data.clone()
+    every = list(names.items())
+    for group in (every[i : i + GROUP] for i in range(0, len(every), GROUP)):
+        before = {name: parameters[name].data for name, _ in group}
+        for name, initialiser in group:
+            old = before[name]
+            new = old + torch.randn(old.shape, generator=generator) * (0.5 + old.abs().mean())
+            parameters[name].data = new
+            assert error(native_call(net, given), plain) > 10 * LIMIT, f"{name} has no effect to be seen"
+            parameters[name].data = old
+            weights[initialiser] = new
+        for name, initialiser in group:
+            parameters[name].data = weights[initialiser]
         changed = native_call(net, given)
-        effect = error(changed, plain)
-        assert effect > 1e-5, name
-        assert error(run(), changed) <= 1e-2 * min(1.0, effect) + LIMIT, name
-        parameter.data = before
-        weights[initialiser] = before
+        assert error(run(), changed) <= 5 * LIMIT, [name for name, _ in group]
+        for name, initialiser in group:
+            parameters[name].data = weights[initialiser] = before[name]
 
 
 def test_what_is_damaged_is_refused_with_a_sentence(tmp_path: Path) -> None:

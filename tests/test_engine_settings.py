@@ -141,7 +141,7 @@ def test_a_person_sees_one_preset_and_the_numbers_on_demand(page: EnginePage, ti
 
     # what is saved has the same values in the same order as before there were presets
     node = next(n for n in saved["nodes"] if str(n["id"]) == str(net))
-    assert node["widgets_values"] == ["build now", 64, 128, 512, 4, 616, "auto", "auto"]
+    assert node["widgets_values"] == ["build now", 64, 128, 512, 4, 616, "auto", "auto", "built in"]
     load(page, copy.deepcopy(saved))
     assert page.page.prompt() == before
 

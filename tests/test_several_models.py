@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from scenarios import (
 LIMIT = 1e-5
 PLAIN = Scenario(controls=(), seed=41)
 TORCH = {"backend": "torch"}
+REPLACEABLE = {"backend": "onnxruntime", "weights": "replaceable", "when_missing": "build now"}
 OTHER = "tiny_sd15_other_unet.safetensors"
 
 
@@ -40,7 +42,9 @@ def other_model(built: Prompt, engines: bool, patched: bool = True) -> list:
     built["other"] = node("UNETLoader", unet_name=OTHER, weight_dtype="default")
     if not engines or not patched:
         return ["other", 0]
-    settings = {**built["unet_engine"]["inputs"], "backend": "torch", "model": ["other", 0]}
+    settings = {**built["unet_engine"]["inputs"], "model": ["other", 0]}
+    if "weights" not in settings:
+        settings |= TORCH
     built["other_engine"] = node("TRTUNetEngine", **settings)
     built["other_patch"] = node("TRTSamplerPatch", model=["other", 0], engine=["other_engine", 0])
     return ["other_patch", 0]
@@ -65,21 +69,31 @@ def check(comfy: ComfyProcess, native: Prompt, engines: Prompt) -> dict[str, Any
     return history.output("report", "report")[0]
 
 
+@pytest.fixture(params=["torch", "replaceable"])
+def any_weights(request: pytest.FixtureRequest, sd15: ComfyProcess) -> Iterator[dict[str, str]]:
+    """Settings of engines that compute with whatever weights ComfyUI samples with."""
+    yield TORCH if request.param == "torch" else REPLACEABLE
+    for folder in (sd15.base / "models" / "trt_engines").glob("*layout*onnxruntime*"):
+        shutil.rmtree(folder)  # it would serve the models of all other tests
+
+
 @pytest.mark.parametrize("strengths", [(0.4, 1.0), (1.0, 0.0)], ids=["two_strengths", "with_and_without"])
 def test_two_runs_in_one_execution_have_each_their_own_lora(
-    sd15: ComfyProcess, strengths: tuple[float, float]
+    sd15: ComfyProcess, any_weights: dict[str, str], strengths: tuple[float, float]
 ) -> None:
     def graph(engines: bool) -> Prompt:
-        built = prompt(PLAIN.but(settings=TORCH), engines, f"twice_{engines}")
+        built = prompt(PLAIN.but(settings=any_weights), engines, f"twice_{engines}")
         return twice(built, *with_loras(built, built["sampler"]["inputs"]["model"], *strengths))
 
     report = check(sd15, graph(False), graph(True))
     assert report["unet"] == {"engine": 8, "native": 0, "reasons": {}}
 
 
-def test_two_runs_in_one_execution_have_each_their_own_model(sd15: ComfyProcess) -> None:
+def test_two_runs_in_one_execution_have_each_their_own_model(
+    sd15: ComfyProcess, any_weights: dict[str, str]
+) -> None:
     def graph(engines: bool) -> Prompt:
-        built = prompt(PLAIN.but(settings=TORCH), engines, f"twice_{engines}")
+        built = prompt(PLAIN.but(settings=any_weights), engines, f"twice_{engines}")
         return twice(built, built["sampler"]["inputs"]["model"], other_model(built, engines))
 
     report = check(sd15, graph(False), graph(True))

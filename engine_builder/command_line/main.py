@@ -79,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--precision", choices=(AUTO, *PRECISIONS), default=AUTO, help="default: what ComfyUI uses")
     build.add_argument("--backend", type=_backend_name, default=AUTO, metavar="NAME",
                        help=f"default: as on the node; there are {', '.join(BACKENDS)}")  # fmt: skip
+    build.add_argument("--replaceable", action="store_true",
+                       help="an engine for every checkpoint of this kind with any LoRA")  # fmt: skip
     build.add_argument("--force", action="store_true", help="build although the engine is there")
     add("list", _list, "List the engines, their state and when they were last used.")
     add("verify", _verify, "Read all files of engines and compare their hashes.").add_argument("engine", nargs="*")
@@ -111,7 +113,8 @@ def _build(options: argparse.Namespace) -> int:
         network = comfyui.load(kind, getattr(options, kind), options.precision, device)
         precision = network.precision if options.precision == AUTO else options.precision
         profile = network.architecture().profile(asked)
-        order = BuildOrder(network, precision, profile, _backend(options.backend, device), device)
+        backend = _backend(options.backend, device)
+        order = BuildOrder(network, precision, profile, backend, device, options.replaceable)
         lines: list[str] = []
         try:
             engine = build_engine(order, library, bar, lines.append, again=options.force)

@@ -2,7 +2,10 @@
 
 import { everywhere, t } from "./texts.mjs";
 
-const VALUES = { "use native": "useNative", "build now": "buildNow", "build in background": "buildBackground", auto: "auto" };
+const VALUES = {
+    "use native": "useNative", "build now": "buildNow", "build in background": "buildBackground", auto: "auto",
+    "built in": "builtIn", replaceable: "replaceable",
+};
 const ROW = /^rows\.(control_net|image|strength|start|end)_(\d+)$/;
 
 /** A combo's value as people read it. */

@@ -6,7 +6,10 @@ import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
 
 const CATEGORY = "Hybrid TRT";
-const WIDGETS = { when_missing: "HybridTRT.WhenMissing", backend: "HybridTRT.Backend", precision: "HybridTRT.Precision" };
+const WIDGETS = {
+    when_missing: "HybridTRT.WhenMissing", backend: "HybridTRT.Backend", precision: "HybridTRT.Precision",
+    weights: "HybridTRT.Weights",
+};
 
 /** Whether the user has been offered a limit for the engines' disk space. */
 export const LIMIT_OFFERED = "HybridTRT.LimitOffered";
@@ -18,6 +21,7 @@ export const settings = [
     setting("Sizes", "Picture sizes", Object.keys(PRESETS).map((key) => ({ text: presetName(key), value: key })), "presetFit"),
     setting("Backend", "Backend", ["auto", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch"], "auto"),
     setting("Precision", "Precision", ["auto", "float16", "bfloat16", "float32"], "auto"),
+    setting("Weights", "LoRAs and checkpoints", ["built in", "replaceable"], "built in"),
 ];
 
 /**
