@@ -51,7 +51,7 @@ def request_here(small: BuildRequest, tmp_path: Path) -> BuildRequest:
 
 BUILT = {f"{family}-{kind}-{precision}": (family, kind, precision) for family in ("sd15", "sdxl")
          for kind in ("unet", "controlnet") for precision in ("float16", "float32")}
-SLOW = [name for name in BUILT if "float32" in name or name.startswith("sdxl-unet")]
+SLOW = [name for name in BUILT if "float32" in name or name.startswith("sdxl")]
 
 
 @pytest.mark.parametrize(("family", "kind", "precision"), slow.cases(BUILT, SLOW))
@@ -176,7 +176,7 @@ def test_progress_rises_and_names_what_is_done(request_here: BuildRequest, monke
     assert {"reading the graph", "building engine"} <= {phase for phase, _ in seen}
 
 
-@pytest.mark.parametrize("after", [0, 1, 2, 50])
+@pytest.mark.parametrize("after", [0, 2, pytest.param(1, marks=slow.SLOW), pytest.param(50, marks=slow.SLOW)])
 def test_progress_that_raises_cancels_the_build(
     request_here: BuildRequest, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

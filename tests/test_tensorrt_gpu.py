@@ -205,6 +205,43 @@ def test_rtx_keeps_the_kernels_that_it_compiled(backend: object, pair: dict) -> 
     engine.check_contents()
 
 
+@pytest.mark.parametrize("kind", ["unet", "controlnet"])
+def test_one_engine_takes_the_weights_of_every_checkpoint_and_lora(backend: object, kind: str, tmp_path: Path) -> None:
+    if not backend.refits:
+        pytest.skip("TensorRT-RTX builds engines with weights of their own only")
+    first = networks.random_network(kind, networks.TINY["sd15"], torch.float16, device=GPU)
+    order = builder.BuildOrder(first, "float16", networks.PROFILE, backend, replaceable=True)
+    engine = builder.build_engine(order, Library([tmp_path]), lambda *_: None)
+    assert trust.record_of(engine).gpu == gpu_of(GPU), "proved with other weights than it was built with"
+    other = networks.random_network(kind, networks.TINY["sd15"], torch.float16, device=GPU, seed=2)
+    patches = {
+        name: ("diff", (0.3 * torch.randn(p.shape) / p.shape[-1] ** 0.5,))
+        for name, p in other.patcher.model.named_parameters()
+        if name.endswith("to_k.weight")
+    }
+    lora = other.patcher.clone()
+    assert lora.add_patches(patches, 0.8)
+    for network, patcher in ((first, first.patcher), (other, other.patcher), (other, lora), (other, other.patcher)):
+        session = backend.session(network, [engine], "float16", None)
+        for seed, symbols in enumerate(CALLS[:2]):
+            given = inputs_of(engine, symbols, seed)
+            session.follow(network, patcher)
+            assert worst(session.run(given), by_native(network, patcher, engine, given)) <= LIMITS["float16"], symbols
+
+
+def by_native(
+    network: object, patcher: object, engine: Engine, given: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What the network's function gives on the GPU with a patcher's weights."""
+    patcher.patch_model(GPU)
+    try:
+        with torch.inference_mode():
+            results = network.architecture().function(network.module)(*given.values())
+            return {spec.name: result.cpu() for spec, result in zip(engine.manifest.outputs, results, strict=True)}
+    finally:
+        patcher.unpatch_model(networks.CPU)
+
+
 def test_tensorrt_keeps_what_tactics_took(backend: object, pair: dict) -> None:
     if backend.name != "tensorrt":
         pytest.skip("TensorRT-RTX measures nothing when it builds")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import slow
 from browser import ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
 from engine_page import EnginePage
@@ -253,6 +254,7 @@ def test_runs_in_the_page(page: ComfyPage, comfy: ComfyProcess, object_info: dic
 
 
 @pytest.mark.browser
+@slow.SLOW
 def test_sdxl_with_two_controlnets_is_built_by_clicks_and_runs_on_its_engines(page: ComfyPage) -> None:
     if page.vue:
         pytest.skip("The buttons are clicked in both modes elsewhere; three builds are enough.")

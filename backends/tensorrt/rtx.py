@@ -26,6 +26,7 @@ class TensorRTRTXBackend(TensorRTBackend):
     preference = 20
     measured_on = ()
     builds_on_gpu = False
+    refits = False  # such builds want a GPU, and nobody has refitted an engine of RTX yet
     flavour = Flavour("tensorrt_rtx", "TensorRT-RTX", (((1, 7), (1, 8)),), "tensorrt-rtx")
 
     def target(self, device: torch.device) -> str:
