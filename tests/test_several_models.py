@@ -77,7 +77,13 @@ def any_weights(request: pytest.FixtureRequest, sd15: ComfyProcess) -> Iterator[
         shutil.rmtree(folder)  # it would serve the models of all other tests
 
 
-@pytest.mark.parametrize("strengths", [(0.4, 1.0), (1.0, 0.0)], ids=["two_strengths", "with_and_without"])
+STRENGTHS = {"torch-two_strengths": ("torch", (0.4, 1.0)), "torch-with_and_without": ("torch", (1.0, 0.0)),
+             "replaceable-with_and_without": ("replaceable", (1.0, 0.0))}
+
+
+@pytest.mark.parametrize(
+    ("any_weights", "strengths"), list(STRENGTHS.values()), ids=list(STRENGTHS), indirect=["any_weights"]
+)
 def test_two_runs_in_one_execution_have_each_their_own_lora(
     sd15: ComfyProcess, any_weights: dict[str, str], strengths: tuple[float, float]
 ) -> None:
