@@ -18,20 +18,23 @@ from comfy_process import ComfyProcess, History
 from scenarios import Prompt, node, relative_difference
 from timing import PeakMemory
 
-ENGINE = {"min_size": 64, "opt_size": 512, "max_size": 1024, "max_images": 4, "max_tokens": 616, "precision": "auto",
-          "backend": "torch"}
+ENGINE = {"min_size": 64, "opt_size": 512, "max_size": 1024, "max_images": 4, "max_tokens": 616, "precision": "auto"}
+ONE_SIZE = {"min_size": 512, "opt_size": 512, "max_size": 512, "max_images": 1, "max_tokens": 77, "precision": "auto"}
+"""Engines that are built for minutes are built for what is measured."""
 
 
 def sd15_prompt(
-    controls: int, seed: int, engine: str | None, latent: str | None = None, image: bool = True, steps: int = 20
+    controls: int, seed: int, engine: str | None, latent: str | None = None, image: bool = True, steps: int = 20,
+    backend: str = "torch",
 ) -> Prompt:
     """SD1.5 at 512x512, euler, cfg 7.5.
 
     Args:
-        engine: None for stock nodes alone, else the engine nodes' ``when_missing``.
+        engine: None for stock nodes alone, else the engine nodes' ``when_missing``, with this ``backend``.
         latent: keep the latent under this name.
         image: decode and save a picture.
     """
+    settings = {**(ENGINE if backend == "torch" else ONE_SIZE), "backend": backend}
     built: Prompt = {
         "checkpoint": node("CheckpointLoaderSimple", ckpt_name="full_sd15.safetensors"),
         "positive": node("CLIPTextEncode", clip=["checkpoint", 1], text="a lighthouse in a storm"),
@@ -43,7 +46,7 @@ def sd15_prompt(
         built["image"] = node("SaveImage", images=["decode", 0], filename_prefix="benchmark")
     model, positive, negative = ["checkpoint", 0], ["positive", 0], ["negative", 0]
     if engine is not None:
-        built["engine"] = node("TRTUNetEngine", model=model, when_missing=engine, **ENGINE)
+        built["engine"] = node("TRTUNetEngine", model=model, when_missing=engine, **settings)
         built["patch"] = node("TRTSamplerPatch", model=model, engine=["engine", 0])
         built["report"] = node("TRTReport", after=["sampler", 0])
         model = ["patch", 0]
@@ -52,7 +55,7 @@ def sd15_prompt(
         built[f"hint_{i}"] = node("LoadImage", image=f"control_{'abab'[i]}.png")
         net = [f"net_{i}", 0]
         if engine is not None:
-            built[f"engine_{i}"] = node("TRTControlNetEngine", control_net=net, when_missing=engine, **ENGINE)
+            built[f"engine_{i}"] = node("TRTControlNetEngine", control_net=net, when_missing=engine, **settings)
             net = [f"engine_{i}", 0]
         built[f"apply_{i}"] = node(
             "ControlNetApplyAdvanced", positive=positive, negative=negative, control_net=net, image=[f"hint_{i}", 0],
@@ -91,22 +94,23 @@ class Run:
 
 
 def measure(
-    comfy: ComfyProcess, memory: PeakMemory, controls: int, engine: str | None, name: str, runs: int = 6
+    comfy: ComfyProcess, memory: PeakMemory, controls: int, engine: str | None, name: str, runs: int = 6,
+    backend: str = "torch",
 ) -> Run:
     """Run a prompt once with its latent kept, once to settle, then ``runs`` times for the clock."""
     run = Run()
     with memory:
-        first = comfy.queue(sd15_prompt(controls, 1, engine, name), timeout=500)
+        first = comfy.queue(sd15_prompt(controls, 1, engine, name, backend=backend), timeout=500)
         path, _ = first.output("save", "latent")
         run.first_s = first.seconds
         run.latent = numpy.load(path)
-        comfy.queue(sd15_prompt(controls, 2, engine))
+        comfy.queue(sd15_prompt(controls, 2, engine, backend=backend))
         for i in range(runs):
-            history: History = comfy.queue(sd15_prompt(controls, 10 + i, engine))
+            history: History = comfy.queue(sd15_prompt(controls, 10 + i, engine, backend=backend))
             assert history.ok, history.error
             run.seconds.append(history.seconds)
         for i in range(runs):
-            history = comfy.queue(sd15_prompt(controls, 30 + i, engine, name, image=False))
+            history = comfy.queue(sd15_prompt(controls, 30 + i, engine, name, image=False, backend=backend))
             run.sampling_seconds.append(history.seconds)
     run.peak_mb = memory.peak
     if engine is not None:
@@ -169,3 +173,20 @@ def run(comfyui: Path, base: Path, out: Path, control_counts: list[int], modes: 
             rows.append(row)
             print({k: v for k, v in row.items() if not isinstance(v, dict)}, flush=True)
     return rows
+
+
+def run_files(comfyui: Path, base: Path, out: Path, backend: str, controls: int) -> list[dict[str, Any]]:
+    """A whole prompt through the engines of a backend that builds files, all of its networks on them."""
+    memory = PeakMemory()
+    with server(comfyui, base, out / f"server_{backend}.log") as comfy:
+        native = measure(comfy, memory, controls, None, "native")
+        found = measure(comfy, memory, controls, "build now", backend, backend=backend)
+    served = [(row["name"], row["backend"], row["engine"], row["native"]) for row in found.report["rows"]]
+    row = {
+        "case": f"sd15_ksampler_{controls}cn", "mode": "default", "native_ms": native.median_ms,
+        f"{backend}_native_ms": native.median_ms, f"{backend}_graph_ms": found.median_ms,
+        f"{backend}_sampling_ms": found.sampling_ms, f"{backend}_rel_err": rel_err(found, native),
+        f"{backend}_served": served, backend: found.to_json(),
+    }  # fmt: skip
+    print({k: v for k, v in row.items() if not isinstance(v, dict)}, flush=True)
+    return [row]

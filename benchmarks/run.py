@@ -2,8 +2,9 @@
 
     python benchmarks/run.py --comfyui ~/ComfyUI --base /tmp/benchmark --out benchmarks/results/mine.json
 
-Full-size models with random weights are made below ``--base`` (12 GB for all). Parts that are not asked for keep their
-rows from an earlier run of the same file.
+With ``--backend tensorrt`` its engines are measured in the place of the torch backend's, and their figures are added to
+the rows that are there. Full-size models with random weights are made below ``--base`` (12 GB for all). Parts that are
+not asked for keep their rows from an earlier run of the same file.
 """
 
 from __future__ import annotations
@@ -29,10 +30,17 @@ PARTS = ("sd15", "sdxl", "warm", "prompts")
 
 def networks(family: str, options: argparse.Namespace, *extra: str, **environment: str) -> list[dict[str, Any]]:
     """The rows of ``networks.py`` in a process of its own."""
-    out = options.logs / f"{family}{''.join(extra)}.json"
     controls, steps = ("4", ["0", "1", "2", "3", "4"]) if family == "sd15" else ("2", ["0", "1", "2"])
-    command = [sys.executable, str(HERE / "networks.py"), "--family", family, "--comfyui", str(options.comfyui),
-               "--base", str(options.base), "--out", str(out), "--controls", controls, *extra, "--steps", *steps]
+    return rows_of("networks.py", family, options, "--controls", controls, *extra, "--steps", *steps, **environment)
+
+
+def rows_of(
+    script: str, family: str, options: argparse.Namespace, *extra: str, **environment: str
+) -> list[dict[str, Any]]:
+    """The rows of a script in a process of its own."""
+    out = options.logs / f"{Path(script).stem}-{family}{'-warm' * ('--warm' in extra)}.json"
+    command = [sys.executable, str(HERE / script), "--family", family, "--comfyui", str(options.comfyui),
+               "--base", str(options.base), "--out", str(out), *extra]
     log = out.with_suffix(".log")
     with log.open("w") as file:
         code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | environment,
@@ -44,6 +52,8 @@ def networks(family: str, options: argparse.Namespace, *extra: str, **environmen
 
 def measure(part: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of one part."""
+    if options.backend != "torch":
+        return measure_files(part, options)
     if part in ("sd15", "sdxl"):
         return networks(part, options)
     if part == "warm":
@@ -54,6 +64,20 @@ def measure(part: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
     models.make(options.comfyui, options.base, ["full_sd15", "full_sd15_a", "full_sd15_b"])
     return prompts.run(options.comfyui, options.base, options.logs, [0, 2], ["default", "disable-dynamic-vram"])
+
+
+def measure_files(part: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one part for a backend that builds files."""
+    if part in ("sd15", "sdxl"):
+        controls = "2" if part == "sd15" else "0"
+        return rows_of("file_engines.py", part, options, "--backend", options.backend, "--controls", controls)
+    if part == "warm":
+        return []
+    import models
+    import prompts
+
+    models.make(options.comfyui, options.base, ["full_sd15", "full_sd15_a", "full_sd15_b"])
+    return prompts.run_files(options.comfyui, options.base, options.logs, options.backend, 2)
 
 
 def meta(options: argparse.Namespace) -> dict[str, Any]:
@@ -75,6 +99,7 @@ def main() -> None:
     parser.add_argument("--base", type=Path, required=True, help="where models and outputs go")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--logs", type=Path, help="default: beside --out")
+    parser.add_argument("--backend", default="torch", help="torch, tensorrt, tensorrt_rtx or onnxruntime")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()
     options.comfyui, options.base = options.comfyui.resolve(), options.base.resolve()
@@ -83,8 +108,13 @@ def main() -> None:
     known: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"rows": []}
     rows = {table.name(row): row for row in known["rows"]}
     for part in options.parts:
-        rows |= {table.name(row): row for row in measure(part, options)}
-        options.out.write_text(json.dumps({"meta": meta(options), "rows": list(rows.values())}, indent=1) + "\n")
+        for row in measure(part, options):
+            before = rows.get(table.name(row), {}) if options.backend != "torch" else {}
+            rows[table.name(row)] = {**row, **before, **{k: v for k, v in row.items() if options.backend in k}}
+        told = meta(options)
+        if options.backend != "torch":  # the others' figures are of another run
+            told = {**known.get("meta", {}), options.backend: told}
+        options.out.write_text(json.dumps({"meta": told, "rows": list(rows.values())}, indent=1) + "\n")
     sys.stdout.write(table.markdown(list(rows.values())) + "\n")
 
 

@@ -1,0 +1,141 @@
+"""Engines of a backend that builds files (TensorRT): built, held against native and timed, alone and in steps.
+
+Writes rows of the same cases as ``networks.py`` with ``<backend>_ms`` (a plain call), ``<backend>_graph_ms`` (as a
+prompt calls it), ``<backend>_native_ms`` (of the same run), ``<backend>_host_us``, ``<backend>_rel_err`` and
+``<backend>_build_s``. Engines are for one size and
+one image, and stay below ``--base``: ``--build NAME`` builds one and measures nothing, for several at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import networks
+import torch
+from timing import gpu_ms, host_us
+
+TOKENS = 77
+
+
+def one_size(size: int) -> Any:
+    """The profile of an engine for one image of one size, as latents."""
+    from hybrid_trt.architectures.tensors import Profile, Range
+
+    side, tokens = Range(size, size, size), Range(TOKENS, TOKENS, TOKENS)
+    return Profile({"B": Range(1, 2, 2), "H": side, "W": side, "T": tokens, "HB": Range(1, 1, 2)})
+
+
+class FileBench(networks.Bench):
+    """The same models with engines of such a backend; there is one for the UNet and one for each ControlNet."""
+
+    def __init__(self, family: str, base: Path, controls: int, backend: str):
+        from hybrid_trt.backends import backends
+        from hybrid_trt.engine_runtime.engine_handle import EngineChoice
+        from hybrid_trt.native_model.network import NativeNetwork
+
+        super().__init__(family, base, controls)
+        self.backend = backends()[backend]
+        self.choice = EngineChoice(one_size(self.size), "auto", backend)
+        for i, net in enumerate(self.nets):
+            self.networks[f"controlnet_{i}"] = NativeNetwork.of_controlnet(net, f"net{i}")
+
+    def engine(self, name: str) -> Any:
+        """A network's engine, built unless the library has it; says how long that took."""
+        from hybrid_trt.engine_builder.build import build_engine
+        from hybrid_trt.engine_builder.order import BuildOrder
+
+        network, last = self.networks[name], [""]
+
+        def progress(phase: str, fraction: float) -> None:
+            if phase != last[0]:
+                last[0] = phase
+                print(f"{time.perf_counter() - started:7.1f} s  {name}: {phase} ({fraction:.0%})", flush=True)
+
+        started = time.perf_counter()
+        order = BuildOrder(network, network.precision, self.choice.profile, self.backend)
+        return build_engine(order, self.library, progress)
+
+
+def network_row(bench: FileBench, name: str, title: str) -> dict[str, Any]:
+    """Native and the engine of one network at batch 2."""
+    from comfy import model_management
+    from hybrid_trt.engine_library import trust
+
+    backend, network, engine = bench.backend, bench.networks[name], bench.engine(name)
+    with torch.inference_mode():
+        model_management.load_models_gpu([network.patcher])
+        given = bench.given(name.split("_")[0], 2)
+        reference = bench.native_call(name.split("_")[0], given)
+        native = gpu_ms(lambda: bench.native_call(name.split("_")[0], given))
+        session = backend.session(network, [engine], network.precision, None)
+        session.follow(network, network.patcher)
+        results = list(session.run(given).values())
+        graph, host = gpu_ms(lambda: session.run(given)), host_us(lambda: session.run(given))
+        runner, inputs = backend.load(engine, session.device), taken(bench, session, name, given)
+        outputs = {n: torch.empty_like(t) for n, t in session.run(given).items()}
+        plain = gpu_ms(lambda: runner.run(inputs, outputs))
+        same = all(torch.equal(outputs[n], t) for n, t in session.run(given).items())
+    b = backend.name
+    row = {
+        "case": f"{bench.family}_{title}", "batch": 2, "native_ms": native["median"],
+        f"{b}_native_ms": native["median"], f"{b}_ms": plain["median"], f"{b}_graph_ms": graph["median"],
+        f"{b}_host_us": host, f"{b}_plain": plain, f"{b}_graph": graph,
+        f"{b}_rel_err": networks.worst_error(results, reference), f"{b}_graph_is_plain_to_the_bit": same,
+        f"{b}_build_s": dict(engine.manifest.seconds), f"{b}_bytes": engine.manifest.bytes,
+        f"{b}_loaded_bytes": runner.bytes, f"{b}_proof": dict(trust.figures(engine)), f"{b}_version": backend.version(),
+    }  # fmt: skip
+    print({k: v for k, v in row.items() if not isinstance(v, dict)}, flush=True)
+    return row
+
+
+def taken(bench: FileBench, session: Any, name: str, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A call's inputs as the engine itself takes them: hints encoded, all in its dtypes."""
+    prelude = session._current
+    inputs = given if prelude is None else prelude.run(given, {})
+    dtypes = {spec.name: getattr(torch, spec.dtype) for spec in session.engine.manifest.inputs}
+    sizes = {"B": 2, "H": bench.size, "W": bench.size, "T": TOKENS, "HB": 1}
+    absent = {s.name: torch.zeros(s.shape(sizes)) for s in session.engine.manifest.inputs if s.name not in inputs}
+    return {n: t.to(session.device, dtypes[n]).contiguous() for n, t in (inputs | absent).items()}
+
+
+def step_row(bench: FileBench, count: int) -> dict[str, Any]:
+    """A step of a real sampling, as ``networks.step_rows`` measures it, with the backend's name in its fields."""
+    (row,) = networks.step_rows(bench, [count])
+    b = bench.backend.name
+    return {"case": row["case"], "batch": 2, "native_ms": row["native_ms"], f"{b}_native_ms": row["native_ms"],
+            f"{b}_graph_ms": row["engine_ms"], f"{b}_rel_err": row["rel_err"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--family", choices=networks.SIZES, required=True)
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--comfyui", type=Path, required=True)
+    parser.add_argument("--base", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--controls", type=int, default=2)
+    parser.add_argument("--build", metavar="NAME", help="unet, controlnet_0, controlnet_1: build its engine alone")
+    options = parser.parse_args()
+    networks.import_pack(options.comfyui)
+    with torch.inference_mode():
+        bench = FileBench(options.family, options.base, options.controls, options.backend)
+    if options.build:
+        bench.engine(options.build)
+        return
+    rows = [network_row(bench, "unet", "unet")]
+    if options.controls:
+        rows.append(network_row(bench, "controlnet_0", "controlnet"))
+    options.out.write_text(json.dumps(rows, indent=1))
+    for i in range(1, options.controls):
+        bench.engine(f"controlnet_{i}")
+    rows += [step_row(bench, count) for count in range(options.controls + 1)]
+    options.out.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
