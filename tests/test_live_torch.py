@@ -6,7 +6,9 @@ import pickle
 import re
 import shutil
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from hybrid_trt.architectures.latent import ANY
 from hybrid_trt.architectures.samples import sample_inputs
 from hybrid_trt.architectures.tensors import Profile, Range
 from hybrid_trt.backends import AUTO, backends, usable_backends
+from hybrid_trt.backends.torch_live import compile_step
 from hybrid_trt.backends.torch_live.compiled import file_name, sizes_of
 from hybrid_trt.backends.torch_live.session import LiveSession
 from hybrid_trt.engine_builder.build import build_engine
@@ -31,6 +34,7 @@ from hybrid_trt.engine_library.manifest import RECORD_NAME
 from hybrid_trt.engine_library.parity import relative_error
 from hybrid_trt.engine_library.states import entries
 from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.engine_sessions import clock
 from hybrid_trt.engine_sessions.preludes import ResultCache
 from hybrid_trt.native_model.hash_cache import source_changed
 from hybrid_trt.native_model.network import NativeNetwork
@@ -233,6 +237,29 @@ def test_a_build_compiles_for_the_opt_sizes_and_serves_other_weights_too(
         assert session.live.has_compiled({s: n for s, n in (SIZES | {"B": 1, "H": 6, "W": 8}).items()
                                           if s in {d.symbol for spec in session.live.inputs for d in spec.dims
                                                    if not isinstance(d, int)}})
+
+
+def test_what_a_call_takes_is_measured_on_what_was_kept_and_costs_no_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.SiLU())
+    function.forward = lambda x: (torch.nn.Sequential.forward(function, x),)
+    weights, given, path = [p.data for p in function.parameters()], [torch.randn(2, 8)], tmp_path / "B2.bin"
+    kept = {path: lambda weight, bias, x: (torch.nn.functional.silu(x @ weight.T + bias),)}
+    monkeypatch.setattr(compile_step, "open_file", kept.__getitem__)  # Inductor takes half a minute for it
+    timed = []
+
+    def milliseconds(call: Callable[[], Any]) -> float:
+        timed.append(call())
+        return float(len(timed))
+
+    monkeypatch.setattr(clock, "milliseconds", milliseconds)  # there is no GPU here
+    figures = compile_step._figures(function, path, weights, given)
+    assert (figures["native_ms"], figures["engine_ms"]) == (1.0, 2.0)
+    (plain,), compiled = timed
+    assert relative_error(compiled["0"], plain) <= 1e-6
+    kept.clear()
+    assert compile_step._figures(function, path, weights, given) == {}
 
 
 class Trap:

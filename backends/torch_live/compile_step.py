@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,9 +13,11 @@ from ...architectures.samples import sample_inputs
 from ...architectures.tensors import TensorSpec
 from ...engine_library import BuildError
 from ...engine_library.parity import relative_error
+from ...engine_sessions import clock
+from ...engine_sessions.cuda_graphs import GraphCache
 from ...native_model.kernels import best_attention, laid_out
 from .. import LiveTask, Progress
-from .compiled import compile_to_file, file_name
+from .compiled import compile_to_file, file_name, open_file
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
     names = sorted(name for name, _ in function.named_parameters())
     weights = [function.get_parameter(name).data for name in names]
 
-    seconds, record = {}, []
+    seconds, record, figures = {}, [], {}
     for i, sizes in enumerate(task.sizes):
         progress(f"compiling for batch {sizes.get('B', 1)}", 0.05 + 0.95 * i / len(task.sizes))
         name = file_name(sizes)
@@ -60,12 +62,34 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
             results = compiled(*weights, *given)
         error = _error(function, given, results, task.outputs, sizes, task.precision)
         record.append({**sizes, "rel_err": error})
+        if i == 0 and task.device.type == "cuda":
+            figures = _figures(function, task.folder / name, weights, given)
     return {
         "files": [file_name(sizes) for sizes in task.sizes],
         "seconds": seconds,
         "parity": {"rel_err": max(case["rel_err"] for case in record), "limit": LIMITS[task.precision],
-                   "cases": record, "against": "the same weights run plainly on the same device"},
+                   "cases": record, "against": "the same weights run plainly on the same device", **figures},
     }  # fmt: skip
+
+
+def _figures(function: torch.nn.Module, path: Path, weights: list, given: list) -> dict:
+    """Milliseconds of a call, plain and as a prompt makes it; none where they cannot be taken: no engine needs them."""
+    graphs = GraphCache(given[0].device)
+    names = [str(i) for i in range(len(given))]
+    try:
+        compiled = open_file(path)
+
+        def run(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            results = compiled(*weights, *(tensors[name] for name in names))
+            return {str(i): result for i, result in enumerate(results)}
+
+        with torch.inference_mode(), best_attention(given[0].device):
+            native = clock.milliseconds(lambda: function(*given))
+            engine = clock.milliseconds(lambda: graphs.run(run, dict(zip(names, given, strict=True))))
+    except Exception:
+        log.warning("what a call takes was not measured", exc_info=True)
+        return {}
+    return {"driver": clock.driver_version(), "native_ms": round(native, 3), "engine_ms": round(engine, 3)}
 
 
 def _error(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,8 +27,6 @@ TIMESTEPS = (900.0, 50.0)
 """The first with random residuals, the second with none."""
 SCALED = 0.1
 """The weights of an engine that takes any are changed by up to so much of themselves, each by another factor."""
-WARM, TIMED = 3, 10
-"""Calls before the clock is looked at, and calls of which the median counts."""
 
 
 def check_engine(task: Task, progress: Progress) -> dict:
@@ -50,6 +46,7 @@ def check_engine(task: Task, progress: Progress) -> dict:
     import_comfyui(task["comfyui"])
     import torch
 
+    from ...engine_sessions import clock
     from .parity import compare
 
     engine = Engine(Path(task["engine"]), Manifest.from_json(task["manifest"]))
@@ -87,7 +84,7 @@ def check_engine(task: Task, progress: Progress) -> dict:
     against = "native in float32 on the CPU" if device.type == "cpu" else "native on the same device"
     parity = {"rel_err": worst["rel_err"], "limit": task["limit"], "cases": record, "against": against}
     if native_ms:
-        parity |= {"driver": _driver(), "native_ms": round(native_ms, 3), "engine_ms": round(engine_ms, 3)}
+        parity |= {"driver": clock.driver_version(), "native_ms": round(native_ms, 3), "engine_ms": round(engine_ms, 3)}
     return {
         "parity": parity,
         "seconds": {"native": compared - started, "engine": time.perf_counter() - compared},
@@ -121,6 +118,7 @@ def _native(
     import torch
 
     from ...architectures.samples import sample_inputs
+    from ...engine_sessions import clock
     from ...native_model.kernels import best_attention
     from .parity import Case, in_float32
 
@@ -130,7 +128,7 @@ def _native(
     if engine.manifest.identity.any_weights:
         weights |= _other_weights(engine, module)
     function.to(device)
-    cases, milliseconds = [], None
+    cases, native_ms = [], None
     calls = [(sizes, t) for sizes in task["extremes"] for t in TIMESTEPS]
     with torch.inference_mode(), in_float32(function) if on_cpu else contextlib.nullcontext(), best_attention(device):
         for seed, (sizes, timestep) in enumerate(calls, start=1):
@@ -143,10 +141,10 @@ def _native(
                     given[spec.name].zero_()
             tensors = [t.float() if on_cpu else t.to(device) for t in given.values()]
             expected = tuple(result.float().cpu() for result in function(*tensors))
-            if milliseconds is None and sizes == task["timed"]:
-                milliseconds = _milliseconds(lambda tensors=tensors: function(*tensors))
+            if native_ms is None and sizes == task["timed"]:
+                native_ms = clock.milliseconds(lambda tensors=tensors: function(*tensors))
             cases.append(Case({**sizes, "t": int(timestep)}, given, expected))
-    return cases, milliseconds
+    return cases, native_ms
 
 
 def _timed(task: Task, cases: list[Case]) -> Case:
@@ -157,6 +155,7 @@ def _engine_milliseconds(runner: Runner, case: Case, engine: Engine) -> float:
     """One call as a prompt makes it: by a CUDA graph where the backend allows it."""
     import torch
 
+    from ...engine_sessions import clock
     from ...engine_sessions.cuda_graphs import GraphCache
 
     def on(runner: Runner) -> Callable[[dict], dict]:
@@ -172,34 +171,6 @@ def _engine_milliseconds(runner: Runner, case: Case, engine: Engine) -> float:
 
     given = {name: tensor.to(runner.device) for name, tensor in case.given.items()}
     if not runner.recordable:
-        return _milliseconds(lambda: on(runner)(given))
+        return clock.milliseconds(lambda: on(runner)(given))
     graphs = GraphCache(runner.device)
-    return _milliseconds(lambda: graphs.run(on(runner), given, own=lambda: on(runner.twin())))
-
-
-def _milliseconds(call: Callable[[], object]) -> float:
-    """Median time of a call on the GPU, the host's part in it."""
-    import torch
-
-    for _ in range(WARM):
-        call()
-    times = []
-    for _ in range(TIMED):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
-def _driver() -> str:
-    """The version of NVIDIA's driver; ``""`` where its tool does not tell."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return (told.split() or [""])[0]
+    return clock.milliseconds(lambda: graphs.run(on(runner), given, own=lambda: on(runner.twin())))
