@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,37 @@ def test_written_out_norms_compute_what_instance_normalization_does(dtype: str, 
     spread = np.sqrt(wide.var(-1, keepdims=True) + 1e-3)
     expected = (wide - wide.mean(-1, keepdims=True)) / spread * scale + bias
     assert np.abs(found - expected).max() / np.abs(expected).max() < limit
+
+
+def test_the_bar_moves_while_a_build_tells_nothing_and_stops_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version8, "TICK", 0.005)
+    monkeypatch.setattr(version8, "HALF_DONE", 0.05 / 60)
+    told: list[tuple[str, float]] = []
+    monitor = version8.Monitor(lambda *what: told.append(what))
+    monitor.compiling()
+    time.sleep(0.2)
+    monitor.progress = None
+    time.sleep(0.02)
+    count = len(told)
+    time.sleep(0.05)
+    assert len(told) == count > 5
+    assert {phase for phase, _ in told} == {"compiling"}
+    fractions = [fraction for _, fraction in told]
+    assert fractions == sorted(fractions)
+    assert 0 <= fractions[0] < 0.5 < fractions[-1] < 1
+
+
+def test_what_progress_raises_is_kept_for_the_builder_to_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version8, "TICK", 0.005)
+    cancelled = KeyboardInterrupt("cancelled")
+
+    def stop(*_: object) -> None:
+        raise cancelled
+
+    monitor = version8.Monitor(stop)
+    monitor.compiling()
+    time.sleep(0.1)
+    assert monitor.stopped_by is cancelled
 
 
 def run(path: Path, x: np.ndarray) -> np.ndarray:

@@ -86,6 +86,8 @@ def build_engine_file(
             else:
                 options["progress_monitor"] = monitor
             phase = "compiling"
+            if old:
+                monitor.compiling()
             make_config = functools.partial(_create_config, flavour, compute_capabilities)
             to_file = _FileBuilder(trt, builder, partial)
             _compile(loaders, to_file, network, make_config, options, timing_cache)

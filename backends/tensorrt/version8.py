@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +18,11 @@ from typing import Any
 import torch
 
 from .. import Progress
+
+HALF_DONE = 3.0
+"""Minutes after which a build counts as half done: what small networks take on the GPU that we measured."""
+TICK = 0.5
+"""Seconds between two words of progress."""
 
 KEPT_FLOAT = "/kept_float32/"
 """In the names of nodes that compute in float32, whatever the precision."""
@@ -61,11 +68,26 @@ class _Context:
 
 
 class Monitor:
-    """Stands where later versions have a progress monitor: nothing is told, and a build is stopped with its process."""
+    """Stands where later versions have a progress monitor. 8.6 tells nothing while it compiles for minutes, so time
+    alone moves the bar, ever slower; a build is stopped with its process."""
 
     def __init__(self, progress: Progress):
         self.progress: Progress | None = progress
         self.stopped_by: BaseException | None = None
+
+    def compiling(self) -> None:
+        """Tell of the time from now on, until ``progress`` is taken away."""
+        threading.Thread(target=self._tell, args=(time.monotonic(),), name="hybrid-trt-progress", daemon=True).start()
+
+    def _tell(self, began: float) -> None:
+        while (progress := self.progress) is not None:
+            minutes = (time.monotonic() - began) / 60
+            try:
+                progress("compiling", 1 - 0.5 ** (minutes / HALF_DONE))
+            except BaseException as error:  # as a monitor would: the build is over when it comes back
+                self.stopped_by = error
+                return
+            time.sleep(TICK)
 
 
 def build_options(trt: ModuleType, network: Any, half: bool) -> dict[str, Any]:

@@ -1,0 +1,135 @@
+"""What Inductor's and cuDNN's settings give: one network compiled with each of them, replayed in turn.
+
+    python benchmarks/sweep_flags.py --family sd15 --network unet --comfyui ~/ComfyUI --base /tmp/benchmark \\
+        --compile plain autotune_gemm                       # may run beside others: it measures nothing
+    python benchmarks/sweep_flags.py ... --out sweep.json   # replays all that were compiled, several turns
+
+Compiled files stay below ``--base``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import networks
+import torch
+
+TURNS = 3
+GEMM = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cudnn_benchmark": {"cudnn": True},
+    "autotune_gemm": GEMM,
+    "conv_as_mm": {"conv_1x1_as_mm": True},
+    "gemm_and_conv_as_mm": GEMM | {"conv_1x1_as_mm": True},
+    "coordinate_descent": {"coordinate_descent_tuning": True},
+    "everything": GEMM | {"conv_1x1_as_mm": True, "coordinate_descent_tuning": True, "cudnn": True},
+    "pointwise_autotune": {"max_autotune_pointwise": True},
+    "no_layout_change": {"layout_optimization": False},
+    "autotune_all": GEMM | {"max_autotune": True},
+    "benchmark_fusion": {"benchmark_fusion": True},
+    "combo_kernels": {"combo_kernels": True},
+    "pdl": {"triton.enable_pdl": True},
+}
+"""Inductor's settings; ``cudnn`` lets cuDNN time its convolutions, when compiling and when recording."""
+
+
+@contextlib.contextmanager
+def settings(flags: dict[str, Any]) -> Iterator[None]:
+    """Inductor and cuDNN with a variant's settings."""
+    import torch._inductor.config
+
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = flags.get("cudnn", False)
+    try:
+        with torch._inductor.config.patch({k: v for k, v in flags.items() if k != "cudnn"}):
+            yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+class Sweep:
+    """One network's live session, and the places of its compiled variants."""
+
+    def __init__(self, bench: networks.Bench, name: str):
+        from comfy import model_management
+
+        self.network = bench.networks[name]
+        self.folder = bench.library.roots[0].parent / "sweep" / f"{bench.family}_{name}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        model_management.load_models_gpu([self.network.patcher])
+        self.session = bench.session(name)
+        self.session.begin_run(self.network.patcher)
+        self.given = bench.given(name, 2)
+        self.reference = list(self.session.run(self.given).values())  # uncompiled; the weights are in place now
+        live = self.session.live
+        given = live.preludes.run(self.given, {}, live.weights.version)
+        self.symbols = self.session._bound(given)
+        self.inputs = self.session._prepared(given, self.symbols)
+
+    def compile(self, variant: str) -> float:
+        """Compile a variant and keep it; the seconds that took."""
+        from hybrid_trt.backends.torch_live.compiled import compile_to_file
+
+        live, started = self.session.live, time.perf_counter()
+        given = [self.inputs[spec.name].clone() for spec in live.inputs]
+        with settings(VARIANTS[variant]):
+            compile_to_file(live.function, live.flat_weights(), live.names, given, self.folder / f"{variant}.bin")
+        seconds = time.perf_counter() - started
+        (self.folder / f"{variant}.json").write_text(json.dumps({"compile_s": round(seconds, 1)}))
+        return seconds
+
+    def replay(self, variant: str) -> dict[str, Any]:
+        """Record a compiled variant and time its replay."""
+        from hybrid_trt.backends.torch_live.compiled import open_file
+
+        live = self.session.live
+        self.session.graphs.clear()
+        live.forget_compiled()
+        with settings(VARIANTS[variant]):
+            live.add_compiled(self.symbols, open_file(self.folder / f"{variant}.bin"))
+            results = list(self.session.run(self.given).values())
+            self.session.run(self.given)
+        return {"ms": networks.replay_ms(self.session), "rel_err": networks.worst_error(results, self.reference)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=networks.SIZES, required=True)
+    parser.add_argument("--network", choices=["unet", "controlnet"], required=True)
+    parser.add_argument("--comfyui", type=Path, required=True)
+    parser.add_argument("--base", type=Path, required=True)
+    parser.add_argument("--compile", nargs="+", choices=VARIANTS, default=[])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    networks.import_pack(options.comfyui)
+    with torch.inference_mode():
+        sweep = Sweep(networks.Bench(options.family, options.base, options.network == "controlnet"), options.network)
+        for variant in options.compile:
+            print(variant, f"compiled in {sweep.compile(variant):.0f} s", flush=True)
+        if not options.out:
+            return
+        there = [variant for variant in VARIANTS if (sweep.folder / f"{variant}.json").exists()]
+        turns: dict[str, list[float]] = {variant: [] for variant in there}
+        rows = {v: {"variant": v, **json.loads((sweep.folder / f"{v}.json").read_text())} for v in there}
+        for _ in range(TURNS):
+            for variant in there:
+                found = sweep.replay(variant)
+                turns[variant].append(found["ms"])
+                rows[variant] |= {"rel_err": found["rel_err"], "turns_ms": turns[variant],
+                                  "ms": statistics.median(turns[variant])}
+    for row in rows.values():
+        print(row, flush=True)
+    found = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "rows": list(rows.values())}
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""What of the benchmarks can be tried without a GPU: how a profile's kernels are told apart and summed."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from pack import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+import profile_kernels
+
+KERNELS = {
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x64_kernel0_0": "attention",
+    "void flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>": "attention",
+    "sm90_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x128x64_cudnn": "convolution",
+    "void cudnn::ops::nchwToNhwcKernel<__half, __half, float>": "convolution",
+    "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_bias_TNN": "product",
+    "void cutlass::Kernel2<cutlass_80_tensorop_f16_s16816gemm_relu_f16_256x128>": "product",
+    "triton_tem_fused_addmm_12": "product",
+    "triton_red_fused__to_copy_native_group_norm_silu_7": "norm",
+    "triton_per_fused_add_native_layer_norm_41": "norm",
+    "triton_poi_fused_add_convolution_silu_3": "pointwise",
+    "Memcpy DtoD (Device -> Device)": "copy",
+    "void at::native::CatArrayBatchedCopy_vectorized<...>": "copy",
+    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::Half>>": "pointwise",
+    "something_new": "other",
+}
+
+
+@pytest.mark.parametrize(("kernel", "family"), KERNELS.items(), ids=list(KERNELS.values()))
+def test_a_kernel_is_known_by_its_name(kernel: str, family: str) -> None:
+    assert profile_kernels.family_of(kernel) == family
+
+
+def test_a_profile_is_of_one_replay_and_the_longest_come_first() -> None:
+    seen = [("nvjet_a", 300.0), ("Memcpy DtoD", 10.0), ("nvjet_b", 500.0), ("triton_poi_x", 2000.0)] * 2
+    families = profile_kernels.grouped(seen, replays=2)
+    assert list(families.items()) == [
+        ("pointwise", {"launches": 1.0, "ms": 2.0}),
+        ("product", {"launches": 2.0, "ms": 0.8}),
+        ("copy", {"launches": 1.0, "ms": 0.01}),
+    ]
+    assert [row["kernel"] for row in profile_kernels.longest(seen, replays=2, most=2)] == ["triton_poi_x", "nvjet_b"]
