@@ -40,6 +40,7 @@ class BuildRequest:
         folder: where to put the engine's files; it already holds the graph.
         target: what the engine has to run on, in the words of the backend's ``target``.
         any_weights: the engine has to take other weights of the same layout afterwards, see ``Runner.refit``.
+        level: how hard to search for fast kernels, 1 to 5, where the backend can be told; 0 leaves it to the backend.
     """
 
     onnx: Path
@@ -49,6 +50,7 @@ class BuildRequest:
     folder: Path
     target: str
     any_weights: bool = False
+    level: int = 0
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from ..engine_library.disk import check_room, readable
 from ..engine_library.engine import describe_files
 from ..engine_library.parameters import PARAMETERS_NAME
 from ..engine_library.parity import LIMITS
-from ..engine_library.settings import check_limit
+from ..engine_library.settings import check_limit, read_settings
 from ..native_model.hash_cache import source_of
 from ..native_model.layout import layout_of
 from ..native_model.network import NativeNetwork
@@ -296,6 +296,7 @@ class _Build:
             "onnx": exported["onnx"],
             "target": self.identity.device,
             "any_weights": self.identity.any_weights,
+            "level": read_settings(self.library.roots[0]).tensorrt_level,
             "profile": profile.to_json(),
             **backend_task(self.order.backend),
         }, 0.5, 0.9, only_gpu(self.order.target_device))  # fmt: skip
@@ -315,8 +316,17 @@ class _Build:
         return self.order.network.architecture().examples(self.identity.profile)
 
     def _do(self, task: Task, begin: float, end: float, environment: Mapping[str, str]) -> dict:
+        backend, began = self.order.backend, time.perf_counter()
+        minutes = read_settings(self.library.roots[0]).build_minutes if task["step"] in ("build", "compile") else 0
+
         def progress(phase: str, fraction: float) -> None:
-            name = self.order.backend.name
+            name = backend.name
+            if minutes and time.perf_counter() - began > 60 * minutes:
+                raise BuildError(
+                    f"{name} took longer than the {minutes:g} minutes that the settings allow, so no engine was made "
+                    "and native keeps serving; raise that limit in Settings > Hybrid TRT, or choose fewer sizes on the "
+                    "engine node"
+                )
             if task["step"] == "build":
                 phase = f"building with {name}" if phase == STARTING else f"{name}: {phase}"
             self.progress(phase, begin + (end - begin) * fraction)

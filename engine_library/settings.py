@@ -1,4 +1,4 @@
-"""The library's own settings: a small file in the folder that builds go to, the same for every page and the shell."""
+"""Settings of the library and of builds: a small file in the folder that builds go to, the same for page and shell."""
 
 from __future__ import annotations
 
@@ -16,13 +16,23 @@ log = logging.getLogger(__name__)
 
 FILE_NAME = ".settings.json"
 MAX_LIMIT_GB = 1e6
+MAX_MINUTES = 24 * 60
+MAX_LEVEL = 5
 
 
 @dataclass(frozen=True)
 class Settings:
-    """``limit_gb``: how many gigabytes all engines together may take; 0 is no limit."""
+    """What a user decides about all engines.
+
+    Attributes:
+        limit_gb: how many gigabytes all engines together may take; 0 is no limit.
+        build_minutes: how long a backend may take for a build; 0 is no limit.
+        tensorrt_level: how hard TensorRT searches for fast kernels, 1 to 5; 0 leaves it to TensorRT.
+    """
 
     limit_gb: float = 0.0
+    build_minutes: float = 0.0
+    tensorrt_level: int = 0
 
     @classmethod
     def from_json(cls, data: object) -> Settings:
@@ -30,15 +40,22 @@ class Settings:
         Raises:
             LibraryError: a value that makes no sense; the text is for the user.
         """
-        limit = data.get("limit_gb", 0.0) if isinstance(data, dict) else None
-        if isinstance(limit, bool) or not isinstance(limit, int | float) or limit != limit:
-            raise LibraryError("The limit of the engine library has to be a number of gigabytes; nothing was changed")
-        if not 0 <= limit <= MAX_LIMIT_GB:
-            raise LibraryError(
-                f"The limit of the engine library has to lie between 0 (none) and {MAX_LIMIT_GB:.0f} GB; nothing was "
-                "changed"
-            )
-        return cls(float(limit))
+        given = data if isinstance(data, dict) else {"limit_gb": None}
+        limit = _number(given, "limit_gb", "The limit of the engine library", "gigabytes", MAX_LIMIT_GB)
+        minutes = _number(given, "build_minutes", "The longest build", "minutes", MAX_MINUTES)
+        level = _number(given, "tensorrt_level", "TensorRT's optimization level", "levels", MAX_LEVEL)
+        if level != int(level):
+            raise LibraryError("TensorRT's optimization level has to be a whole number; nothing was changed")
+        return cls(limit, minutes, int(level))
+
+
+def _number(data: dict, name: str, what: str, unit: str, most: float) -> float:
+    value = data.get(name, 0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        raise LibraryError(f"{what} has to be a number of {unit}; nothing was changed")
+    if not 0 <= value <= most:
+        raise LibraryError(f"{what} has to lie between 0 (none) and {most:.0f} {unit}; nothing was changed")
+    return float(value)
 
 
 def read_settings(folder: Path) -> Settings:

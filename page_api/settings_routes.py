@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 
 from aiohttp import web
 
@@ -26,7 +27,7 @@ async def _show(_request: web.Request) -> web.Response:
 
 @changes
 async def _change(request: web.Request) -> web.Response:
-    """Change the limit; a build that starts from now on keeps it."""
+    """Change some settings; a build that starts from now on keeps them."""
     data = await read_json(request, MAX_BODY)
     if "folder" in data:
         raise Refused(
@@ -34,13 +35,15 @@ async def _change(request: web.Request) -> web.Response:
             "The library's folder cannot be changed while ComfyUI runs, so nothing was changed; write it under "
             f"'{FOLDER_KEY}' in extra_model_paths.yaml and restart.",
         )
-    if set(data) != {"limit_gb"}:
-        raise Refused(400, "The request needs limit_gb and nothing else; nothing was changed.")
-    settings = Settings.from_json(data)
-    await asyncio.to_thread(write_settings, library().roots[0], settings)
+    names = asdict(Settings()).keys()
+    if not data or not data.keys() <= names:
+        raise Refused(400, f"The request needs some of {', '.join(names)} and nothing else; nothing was changed.")
+    root = library().roots[0]
+    settings = Settings.from_json({**asdict(await asyncio.to_thread(read_settings, root)), **data})
+    await asyncio.to_thread(write_settings, root, settings)
     return web.json_response(await asyncio.to_thread(_settings))
 
 
 def _settings() -> dict:
     roots = library().roots
-    return {"folders": [str(root) for root in roots], "limit_gb": read_settings(roots[0]).limit_gb}
+    return {"folders": [str(root) for root in roots], **asdict(read_settings(roots[0]))}

@@ -24,7 +24,8 @@ from builds import (
 )
 from hybrid_trt.engine_builder import build as build_module
 from hybrid_trt.engine_builder.jobs import BuildQueue, Job, State
-from hybrid_trt.engine_library import Library, LibraryError
+from hybrid_trt.engine_library import BuildError, Library, LibraryError
+from hybrid_trt.engine_library.settings import Settings, write_settings
 from hybrid_trt.native_model.network import NativeNetwork
 from windows_rules import windows_rules
 
@@ -108,6 +109,17 @@ def test_a_builder_that_is_killed_fails_the_job_and_the_next_one_succeeds(
         third = queue.submit(order(network, backend), library)
         assert third.wait(5)
         assert third.engine == again.engine, "it is there and is not built again"
+
+
+def test_a_build_that_takes_longer_than_the_settings_allow_is_given_up(
+    network: NativeNetwork, backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYBRID_TRT_TEST_BUILD", "silence")
+    write_settings(tmp_path, Settings(build_minutes=0.05))
+    with pytest.raises(BuildError, match=r"longer than the 0.05 minutes .* native keeps serving; raise that limit"):
+        build_module.build_engine(order(network, backend), Library([tmp_path]), lambda *_: None)
+    assert children() == []
+    assert contents(tmp_path) == []
 
 
 def run_build(network: NativeNetwork, backend: Any, folder: Path) -> str:

@@ -235,6 +235,11 @@ def test_the_limit_is_set_in_the_settings_dialog(page: EnginePage, comfy: ComfyP
     raw.get_by_text("Saved; the next build keeps it.").wait_for()
     page.shot("saved")
     assert json.loads(file.read_text())["limit_gb"] == 12.5
+    level = raw.get_by_role("spinbutton", name="TensorRT: optimization level")
+    level.fill("2")
+    level.press("Tab")
+    raw.get_by_text("Saved; the next build keeps it.").nth(1).wait_for()
+    assert json.loads(file.read_text()) == {"limit_gb": 12.5, "build_minutes": 0.0, "tensorrt_level": 2}
     field.fill("-3")
     field.press("Tab")
     raw.get_by_text("has to lie between 0").wait_for()

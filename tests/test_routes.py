@@ -333,12 +333,15 @@ def test_the_limit_is_kept_and_refuses_what_does_not_fit(
     comfy: ComfyProcess, engine: Path, settings_file: Path
 ) -> None:
     folder = str(engine.parent)
-    assert ask(comfy, "GET", "/settings") == (200, {"folders": [folder], "limit_gb": 0.0})
+    plain = {"folders": [folder], "limit_gb": 0.0, "build_minutes": 0.0, "tensorrt_level": 0}
+    assert ask(comfy, "GET", "/settings") == (200, plain)
     made = ask(comfy, "POST", f"/engines/{engine.name}/export")[1]
     file = comfy.base / "output" / made["subfolder"] / made["filename"]
     data = file.read_bytes()
     file.unlink()
-    assert post(comfy, "/settings", {"limit_gb": 1e-9}) == (200, {"folders": [folder], "limit_gb": 1e-9})
+    assert post(comfy, "/settings", {"build_minutes": 90, "tensorrt_level": 2})[0] == 200
+    changed = {"limit_gb": 1e-9, "build_minutes": 90.0, "tensorrt_level": 2}
+    assert post(comfy, "/settings", {"limit_gb": 1e-9}) == (200, {"folders": [folder], **changed}), "the others stay"
     assert json.loads(settings_file.read_text())["limit_gb"] == 1e-9
     status, answer = ask(comfy, "POST", "/engines/import", data)
     assert status == 409
@@ -351,7 +354,8 @@ def test_the_limit_is_kept_and_refuses_what_does_not_fit(
 @pytest.mark.parametrize(("data", "status"), [
     ({"limit_gb": -1}, 409), ({"limit_gb": "10"}, 409), ({"limit_gb": True}, 409), ({"limit_gb": None}, 409),
     ({"limit_gb": 1e300}, 409), ({"limit_gb": 10**400}, 409), ({"limit_gb": NESTED}, 409), ({}, 400),
-    ({"limit_gb": 1, "more": 2}, 400), ({"folder": "/"}, 409), ([], 400),
+    ({"build_minutes": -1}, 409), ({"build_minutes": "long"}, 409), ({"tensorrt_level": 6}, 409),
+    ({"tensorrt_level": 1.5}, 409), ({"limit_gb": 1, "more": 2}, 400), ({"folder": "/"}, 409), ([], 400),
 ])  # fmt: skip
 def test_senseless_settings_are_refused(comfy: ComfyProcess, settings_file: Path, data: Any, status: int) -> None:
     found, answer = post(comfy, "/settings", data)

@@ -51,7 +51,7 @@ def request_here(small: BuildRequest, tmp_path: Path) -> BuildRequest:
 
 BUILT = {f"{family}-{kind}-{precision}": (family, kind, precision) for family in ("sd15", "sdxl")
          for kind in ("unet", "controlnet") for precision in ("float16", "float32")}
-SLOW = [name for name in BUILT if "float32" in name or name.startswith("sdxl")]
+SLOW = [name for name in BUILT if name != "sd15-unet-float16"]
 
 
 @pytest.mark.parametrize(("family", "kind", "precision"), slow.cases(BUILT, SLOW))
@@ -107,15 +107,13 @@ def test_what_was_built_is_an_engine_in_the_eyes_of_the_runtime(request_here: Bu
     assert not diagnostics & bad_file  # without a GPU it can be asked no more
 
 
-def test_a_tensorrt_that_cannot_stream_builds_the_same_by_way_of_memory(
+def test_a_tensorrt_that_cannot_stream_builds_by_way_of_memory(
     request_here: BuildRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = []
-    for _ in range(2):
-        (name,) = RTX.build(request_here, ignore)
-        sizes.append((request_here.folder / name).stat().st_size)
-        monkeypatch.delattr(trt.Builder, "build_serialized_network_to_stream", raising=False)
-    assert sizes[0] == sizes[1] > 1e6
+    monkeypatch.delattr(trt.Builder, "build_serialized_network_to_stream")
+    (name,) = RTX.build(request_here, ignore)
+    weights = request_here.onnx.with_name("model.onnx.data").stat().st_size
+    assert weights <= (request_here.folder / name).stat().st_size <= 1.2 * weights + 20e6
 
 
 def test_a_disk_that_is_full_while_the_engine_is_written_is_told_as_such(request_here: BuildRequest) -> None:

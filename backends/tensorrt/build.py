@@ -80,6 +80,7 @@ def build_engine_file(
                 "profiles": [_profile(loaders, request, inputs)],
                 "profiling_verbosity": trt.ProfilingVerbosity.LAYER_NAMES_ONLY,
                 "refittable": request.any_weights,
+                "builder_optimization_level": request.level or None,
             }
             if old:
                 options |= version8.build_options(trt, network, half)

@@ -43,28 +43,35 @@ export function defaultsFor(node, get) {
  */
 export function librarySettings(api) {
     return [
-        librarySetting("LibraryLimit", "Largest size of all engines (GB)", () => limitField(api)),
+        librarySetting("LibraryLimit", "Largest size of all engines (GB)", () => numberField(api, "limit_gb", "limit")),
+        librarySetting("BuildMinutes", "Longest build (minutes)", () => numberField(api, "build_minutes", "minutes")),
+        librarySetting("TensorRTLevel", "TensorRT: optimization level", () => numberField(api, "tensorrt_level", "level")),
         librarySetting("LibraryFolder", "Folder of the engines", () => folderField(api)),
     ];
 }
 
-/** A number of gigabytes; what the server says to a new one is shown below it. */
-function limitField(api) {
+/**
+ * A number; what the server says to a new one is shown below it.
+ * @param {any} api ComfyUI's api
+ * @param {string} name what the server calls it
+ * @param {string} text the key of its name for people; with "Hint" behind it, of what it means
+ */
+function numberField(api, name, text) {
     const field = document.createElement("input");
     Object.assign(field, { type: "number", min: "0", step: "any", disabled: true });
-    field.setAttribute("aria-label", t("limit"));
+    field.setAttribute("aria-label", t(text));
     const say = document.createElement("div");
     const show = (text, tone) => Object.assign(say, { textContent: text, className: "hybrid-trt-quiet" }).dataset.tone = tone;
     const exchange = async (options) => {
         try {
-            field.value = String((await request(api, "/settings", options)).limit_gb);
+            field.value = String((await request(api, "/settings", options))[name]);
             field.disabled = false;
-            show(t(options ? "limitKept" : "limitHint"), "idle");
+            show(t(options ? "limitKept" : `${text}Hint`), "idle");
         } catch (failure) {
             show(failure.message, "bad");
         }
     };
-    field.addEventListener("change", () => exchange({ method: "POST", json: { limit_gb: field.value === "" ? 0 : Number(field.value) } }));
+    field.addEventListener("change", () => exchange({ method: "POST", json: { [name]: field.value === "" ? 0 : Number(field.value) } }));
     field.addEventListener("keydown", (event) => event.stopPropagation());
     exchange();
     return column(field, say);
