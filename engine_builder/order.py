@@ -34,7 +34,8 @@ class BuildOrder:
 
     def words(self) -> str:
         """What is built, for people."""
-        return f"{self.backend.name}, {self.precision}, {self.network.architecture().words(self.profile)}"
+        words = f"{self.backend.name}, {self.precision}, {self.network.architecture().words(self.profile)}"
+        return f"{words}, any LoRA" if self.any_weights else words
 
     @property
     def target_device(self) -> torch.device:

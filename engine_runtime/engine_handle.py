@@ -65,6 +65,7 @@ class EngineHandle:
         self.patcher = EnginePatcher.on(network.device, self)  # by which ComfyUI's memory management sees the engine
         self.bind: Binding | None = None  # there whenever a session is
         self.fallback: Fallback | None = None
+        self.takes_any_weights = False  # whether the engine that it wants does
         self.note = ""  # what the node says besides, for example that a build is under way
         self.tally: Tally | None = None
         # no execution context is this object: the first question begins a run
@@ -119,6 +120,7 @@ class EngineHandle:
         self.bind = architecture.binding(self.network.module)
         device = self.network.device
         usable = {b.name: b for b in usable_backends(self.choice.backend, device)}
+        self.takes_any_weights = self.choice.replaceable and any(backend.refits for backend in usable.values())
 
         def refuses(manifest: Manifest) -> Fallback | None:
             return usable[manifest.identity.backend].refuses(manifest, device)

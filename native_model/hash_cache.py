@@ -115,10 +115,11 @@ def _change(change: Callable[[dict[str, str]], object]) -> None:
 def source_changed(engine: Engine) -> Fallback | None:
     """Whether the file that an engine's weights came from has been overwritten; a file that is gone proves nothing.
 
+    Nothing either for an engine that serves any weights.
     Only of engines built here: a path that a stranger wrote is never touched, it may lead to his server.
     """
     record, source = trust.record_of(engine), engine.manifest.source
-    if record is None or record.verdict != trust.BUILT:
+    if record is None or record.verdict != trust.BUILT or engine.manifest.identity.any_weights:
         return None
     try:
         stat = os.stat(source["path"])

@@ -29,6 +29,7 @@ from ..engine_runtime.engine_handle import EngineHandle
 from ..engine_runtime.ledger import last_run
 from ..engine_sessions.session import refusal_of
 from ..native_model.hash_cache import source_of
+from ..native_model.layout import layout_of
 from .outlook import Wish, parameters_of, seconds
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,9 @@ class NodeStates:
             architecture = ""
         before = self._known.get(key)
         source = source_of(network.patcher)
-        weights = handle.session.weights if handle.session is not None else network.known_hash()
+        weights = layout_of(network.module) if handle.takes_any_weights else network.known_hash()
+        if handle.session is not None:
+            weights = handle.session.weights
         if not weights and before is not None and before.source == source:
             weights = before.weights
         refusal = (handle.fallback.reason.value, handle.fallback.detail) if handle.fallback is not None else None
@@ -263,6 +266,7 @@ def engine_json(engine: Engine) -> dict:
         "label": manifest.label,
         "backend": manifest.identity.backend,
         "precision": manifest.identity.precision,
+        "any_weights": manifest.identity.any_weights,
         "profile": profile_words(manifest.identity.architecture, manifest.identity.profile),
         "limits": _limits(manifest.identity.architecture, manifest.identity.profile),
         "bytes": manifest.bytes,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import slow
 import torch
+from fake_engine import publish_engine
 from pack import import_comfy
 from small_networks import CPU, HintEncoder, native_call, network, random_weights
 
@@ -24,13 +25,17 @@ from hybrid_trt.architectures.tensors import Profile, Range
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.onnxruntime import RefittableRunner
 from hybrid_trt.engine_builder import build as builder
+from hybrid_trt.engine_builder.jobs import BuildQueue
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import BuildError, Engine, Library, Reason, local_key
 from hybrid_trt.engine_library.parity import relative_error
 from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.engine_sessions.session import Session
+from hybrid_trt.native_model.hash_cache import source_changed
 from hybrid_trt.native_model.layout import layout_of
 from hybrid_trt.native_model.network import NativeNetwork
+from hybrid_trt.page_api.node_states import NodeStates
+from hybrid_trt.page_api.outlook import Wish
 
 PROFILE = Profile({"B": Range(1, 2, 2), "H": Range(4, 8, 16), "W": Range(4, 8, 16), "T": Range(77, 77, 77),
                    "HB": Range(1, 1, 2)})
@@ -219,11 +224,23 @@ def test_an_engine_with_the_models_own_weights_comes_first(tmp_path: Path) -> No
     assert handle_of(another(net), tmp_path).session.engines == [any_weights]
 
 
-def test_a_node_that_wants_replaceable_weights_is_not_content_with_fixed_ones(tmp_path: Path) -> None:
+def test_a_node_that_wants_replaceable_weights_is_not_content_with_fixed_ones_nor_is_the_page(tmp_path: Path) -> None:
     net = network("unet", "unlike_levels")
     built(net, tmp_path, replaceable=False)
-    handle = handle_of(net, tmp_path, replaceable=True)
+    fixed, handle = (handle_of(net, tmp_path, replaceable=replaceable) for replaceable in (False, True))
+    assert fixed.session is not None
     assert (handle.session, handle.fallback.reason) == (None, Reason.NO_ENGINE)
+    assert told(fixed)["state"] == "ready"
+    assert told(handle)["state"] == "none"
+    built(net, tmp_path)
+    assert told(handle)["state"] == "ready"
+
+
+def told(handle: EngineHandle) -> dict[str, Any]:
+    """What the page says of a handle's node."""
+    states = NodeStates(handle.library, BuildQueue())
+    states.learn("key", handle)
+    return states.state("key", Wish("unet", handle.network.label, False, "onnxruntime"))
 
 
 def test_nothing_is_hashed_for_an_engine_that_takes_any_weights(
@@ -308,6 +325,15 @@ def test_a_refit_that_fails_leaves_native_to_serve_and_says_why(
     assert "it has no weight unet.out.2.bias" in handle.fallback.detail
     handle.refresh()
     assert error(served(handle), native(net, net.patcher)) <= LIMIT, "the next run tries again"
+
+
+def test_it_does_not_grow_stale_with_the_file_that_it_was_built_from(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"another model")
+    source = {"path": str(file), "size": 1, "mtime_ns": 1}
+    fixed, replaceable = (publish_engine(tmp_path, weights=weights, source=source) for weights in ("f" * 64, "layout-f"))
+    assert source_changed(fixed).reason is Reason.STALE_ENGINE
+    assert source_changed(replaceable) is None
 
 
 # The proof on a GPU, with the CPU as its double

@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,7 @@ def test_the_same_order_joins_the_job_that_is_there(
     assert queue.submit(one, library) is first
     assert queue.submit(other, library) is not first
     assert queue.submit(one, Library([tmp_path / "another"])) is not first
+    assert queue.submit(replace(one, replaceable=True), library) is not first
     clone = NativeNetwork(network.patcher.clone(), network.module, network.prefix, network.dtype, "another name")
     assert queue.submit(BuildOrder(clone, one.precision, one.profile, one.backend), library) is first
     queue.cancel(first)

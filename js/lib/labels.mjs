@@ -4,7 +4,7 @@ import { everywhere, t } from "./texts.mjs";
 
 const VALUES = {
     "use native": "useNative", "build now": "buildNow", "build in background": "buildBackground", auto: "auto",
-    "built in": "builtIn", replaceable: "replaceable",
+    "built in": "weightsFixed", replaceable: "weightsAny",
 };
 const ROW = /^rows\.(control_net|image|strength|start|end)_(\d+)$/;
 

@@ -56,7 +56,8 @@ export function grouped(engines, order) {
  * @returns {{title: string, meta: string, details: string[]}}
  */
 export function engineRow(engine, order = "") {
-    const state = `${MARKS[engine.state] ?? ""} ${t(engine.state)}`.trim(), facts = [engine.profile, engine.backend, engine.precision];
+    const state = `${MARKS[engine.state] ?? ""} ${t(engine.state)}`.trim(), any = engine.any_weights && t("anyWeights");
+    const facts = [engine.profile, engine.backend, engine.precision, any];
     if (engine.state === "broken")
         return { title: engine.profile ?? engine.name, meta: `${MARKS.broken} ${t("damagedRow")} · ${size(engine.bytes)}`,
             details: [t("damagedDetails"), engine.reason, engine.name] };

@@ -1,4 +1,5 @@
 import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
 import { test } from "node:test";
 import { promptError } from "../../js/lib/build.mjs";
 import { sensibleLimit } from "../../js/lib/offer.mjs";
@@ -18,6 +19,15 @@ test("every language has every text, and gaps are filled", () => {
     assert.equal(t("build"), "构建引擎");
     setLanguage("fr");
     assert.equal(t("build"), "Build engine");
+});
+
+test("no text is written over by another one of the same name", () => {
+    const code = readFileSync(new URL("../../js/lib/texts.mjs", import.meta.url), "utf8");
+    for (const [i, part] of code.split(/\n {4}zh: /).entries()) {
+        const names = [...part.matchAll(/(?:^ {8}|[,{] )(\w+): ["`]/gm)].map(([, name]) => name);
+        assert.ok(names.length > 100, `language ${i}`);
+        assert.deepEqual(names.filter((name, at) => names.indexOf(name) !== at), []);
+    }
 });
 
 test("numbers as people say them", () => {
