@@ -331,7 +331,7 @@ def test_it_does_not_grow_stale_with_the_file_that_it_was_built_from(tmp_path: P
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"another model")
     source = {"path": str(file), "size": 1, "mtime_ns": 1}
-    fixed, replaceable = (publish_engine(tmp_path, weights=weights, source=source) for weights in ("f" * 64, "layout-f"))
+    fixed, replaceable = (publish_engine(tmp_path, weights=w, source=source) for w in ("f" * 64, "layout-f"))
     assert source_changed(fixed).reason is Reason.STALE_ENGINE
     assert source_changed(replaceable) is None
 
