@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ import onnx
 import onnxruntime
 import pack  # noqa: F401
 import pytest
+from builds import until
 from hybrid_trt.backends.tensorrt import version8
 from onnx import TensorProto, helper, numpy_helper
 
@@ -47,12 +48,10 @@ def test_the_bar_moves_while_a_build_tells_nothing_and_stops_with_it(monkeypatch
     told: list[tuple[str, float]] = []
     monitor = version8.Monitor(lambda *what: told.append(what))
     monitor.compiling()
-    time.sleep(0.2)
+    assert until(lambda: len(told) > 5 and told[-1][1] > 0.5, 30)
+    assert telling()
     monitor.progress = None
-    time.sleep(0.02)
-    count = len(told)
-    time.sleep(0.05)
-    assert len(told) == count > 5
+    assert until(lambda: not telling(), 30)
     assert {phase for phase, _ in told} == {"compiling"}
     fractions = [fraction for _, fraction in told]
     assert fractions == sorted(fractions)
@@ -68,8 +67,11 @@ def test_what_progress_raises_is_kept_for_the_builder_to_raise(monkeypatch: pyte
 
     monitor = version8.Monitor(stop)
     monitor.compiling()
-    time.sleep(0.1)
-    assert monitor.stopped_by is cancelled
+    assert until(lambda: monitor.stopped_by is cancelled and not telling(), 30)
+
+
+def telling() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "hybrid-trt-progress"]
 
 
 def run(path: Path, x: np.ndarray) -> np.ndarray:
