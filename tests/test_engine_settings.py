@@ -337,7 +337,8 @@ def test_chinese_is_on_nodes_panel_and_settings(page: EnginePage, comfy: ComfyPr
         raw.evaluate("() => { app.extensionManager.command.execute('Comfy.ShowSettingsDialog') }")
         raw.get_by_text("Hybrid TRT", exact=True).first.click()
         raw.get_by_text("没有引擎时").first.wait_for()
-        raw.get_by_text("0 表示不限制").wait_for()
+        for hint in ("不会自动删除任何引擎", "超时的构建会被放弃", "0 由 TensorRT 自行选择"):
+            raw.get_by_text(hint).wait_for()
         raw.get_by_role("combobox").filter(has_text="适合模型").wait_for()
         page.shot("settings")
     finally:
