@@ -89,8 +89,8 @@ def settings_inputs() -> list[io.Input]:
             options=[BUILT_IN, REPLACEABLE],
             default=BUILT_IN,
             tooltip="built in: an engine for this model with the LoRAs before the node, and for no other. replaceable: "
-            "one engine for every checkpoint of this kind with any LoRA at any strength; a change takes seconds and no "
-            "build. The torch backend always is that way.",
+            "one engine for every checkpoint of this kind with any LoRA at any strength; a change needs no build. "
+            "The torch backend always is that way.",
             advanced=True,
             optional=True,  # prompts that were saved before have none
         ),

@@ -16,6 +16,7 @@ from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder import check
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import BuildError, Engine, Library, Reason, Unavailable, Wanted, local_key, trust
+from hybrid_trt.engine_library.settings import Settings, write_settings
 from hybrid_trt.page_api.node_states import engine_json
 
 PROFILE = Profile({"B": Range(1, 2, 2), "H": Range(4, 8, 12), "W": Range(4, 8, 12), "T": Range(77, 77, 77)})
@@ -67,7 +68,9 @@ def why_not(engine: Engine, gpu: str) -> str:
 def test_a_build_runs_its_engine_on_the_gpu_at_least_best_and_largest_size_and_keeps_the_figures(
     tmp_path: Path,
 ) -> None:
+    write_settings(tmp_path, Settings(tensorrt_level=3))
     engine, tasks = build(tmp_path)
+    assert tasks[1]["level"] == 3
     assert [task["step"] for task in tasks] == ["export", "build", "check"]
     task = tasks[-1]
     assert task["device"] == "cuda"

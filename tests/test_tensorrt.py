@@ -116,6 +116,24 @@ def test_a_tensorrt_that_cannot_stream_builds_by_way_of_memory(
     assert weights <= (request_here.folder / name).stat().st_size <= 1.2 * weights + 20e6
 
 
+def test_what_a_request_asks_for_reaches_the_builder(
+    request_here: BuildRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Enough(Exception):
+        pass
+
+    def config(_flavour: Any, _capabilities: Any, options: dict[str, Any]) -> None:
+        asked.append((options["builder_optimization_level"], options["refittable"]))
+        raise Enough
+
+    asked: list[tuple] = []
+    monkeypatch.setattr(trt_build, "_create_config", config)
+    for changes in ({}, {"level": 2, "any_weights": True}):
+        with pytest.raises(Enough):
+            RTX.build(replace(request_here, **changes), ignore)
+    assert asked == [(None, False), (2, True)]
+
+
 def test_a_disk_that_is_full_while_the_engine_is_written_is_told_as_such(request_here: BuildRequest) -> None:
     (request_here.folder / ".engine.trt").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device"):

@@ -20,7 +20,7 @@ import torch
 from .. import Progress
 
 HALF_DONE = 3.0
-"""Minutes after which a build counts as half done: what small networks take on the GPU that we measured."""
+"""Minutes after which a build counts as half done: a guess, since nobody knows how much there is to do."""
 TICK = 0.5
 """Seconds between two words of progress."""
 
