@@ -123,7 +123,8 @@ class NodeStates:
         Args:
             wish: what the node asks for as far as its prompt tells; a node that has not run yet is known by it alone.
         """
-        answer = {"key": key, "state": "unknown", "text": "", "engine": None, "job": None, "run": run_of(key)}
+        answer = {"key": key, "state": "unknown", "label": wish.label, "text": "", "engine": None, "job": None}
+        answer["run"] = run_of(key)
         job = self._builds.get(self._jobs.get(key, ""))
         if job is not None and not job.state.final:
             answer |= {"state": "queued" if job.state is State.QUEUED else "building", "job": job.to_json()}

@@ -29,6 +29,9 @@ ENGINES = ("TRTUNetEngine", "TRT ControlNet Engine 1", "TRT ControlNet Engine 2"
 BANNERS = """() => { window.__banners = [];
     const look = () => __banners.push(...document.body.innerText.match(/\\bjobs? (completed|failed)\\b/gi) ?? []);
     new MutationObserver(look).observe(document.body, { childList: true, subtree: true, characterData: true }); }"""
+#: Resolves when what an element lists has been drawn again.
+DRAWN = """selector => new Promise(done => { const seen = new MutationObserver(() => { seen.disconnect(); done(); });
+    seen.observe(document.querySelector(selector), { childList: true, subtree: true, characterData: true }); })"""
 #: A picture of 512 x 512 takes seconds a step here, and gigabytes.
 SMALL = """() => { const set = (type, name, value) => {
         app.graph.findNodesByType(type)[0].widgets.find(w => w.name === name).value = value; };
@@ -118,10 +121,20 @@ def test_all_builds_are_cancelled_by_one_click(page: EnginePage, full_names: Com
     for node in engines:
         page.wait_for(node, "queued", "building", timeout=60)
     page.shot("panel")
+    # progress draws the list anew; a press that began before counts all the same
+    selected = "() => Object.values(app.canvas.selected_nodes).map(n => n.title)"
+    panel.locator(".hybrid-trt-workflow-node", has_text="TRT ControlNet Engine 1").hover()
+    assert "control_v11p_sd15_canny_fp16" in panel.locator(".hybrid-trt-workflow-node").nth(1).inner_text()
+    raw.mouse.down()
+    raw.evaluate(DRAWN, ".hybrid-trt-sidebar .hybrid-trt-workflow-nodes")
+    raw.mouse.up()
+    raw.wait_for_timeout(100)
+    assert raw.evaluate(selected) == ["TRT ControlNet Engine 1"]
     panel.locator("button[data-act=cancel]").click()
     for node in engines:
         assert page.wait_for(node, "none", timeout=20)["state"] == "none"
+    panel.locator("button[data-act=build]").wait_for()  # the bar is gone: the list has moved to its place
     panel.locator(".hybrid-trt-workflow-node", has_text="TRT ControlNet Engine 2").click()
-    selected = raw.evaluate("() => Object.values(app.canvas.selected_nodes).map(n => n.title)")
-    assert selected == ["TRT ControlNet Engine 2"]
+    raw.wait_for_timeout(100)
+    assert raw.evaluate(selected) == ["TRT ControlNet Engine 2"]
     raw.get_by_role("button", name="TRT engines").click()

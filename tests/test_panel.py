@@ -272,6 +272,28 @@ def test_builds_that_wait_are_listed_and_those_that_ended_are_cleared_away(page:
     assert [url for url in asked if url.endswith(("/engines", "/builds"))] == []
 
 
+def test_a_press_counts_whatever_is_drawn_while_the_mouse_is_down(page: EnginePage, full: Path) -> None:
+    raw = page.page.page
+    raw.route("**/hybrid_trt/builds", lambda route: route.fulfill(json=JOBS))
+    panel = toggle(page)
+
+    def press(button: Locator) -> None:
+        button.hover()
+        raw.mouse.down()
+        raw.evaluate("""job => app.api.dispatchEvent(new CustomEvent('hybrid_trt.build',
+            { detail: { ...job, percent: job.percent + 1, seconds: job.seconds + 1, keys: [] } }))""", JOBS[1])
+        with raw.expect_response("**/hybrid_trt/engines"):
+            raw.evaluate(HAPPEN, "hybrid_trt.library")
+        raw.wait_for_timeout(50)
+        raw.mouse.up()
+
+    with raw.expect_request("**/hybrid_trt/builds/second/cancel", timeout=5000):
+        press(panel.locator(".hybrid-trt-panel-builds").get_by_role("button", name="Cancel build").first)
+    press(panel.locator(".hybrid-trt-engine").first.get_by_role("button", name="More for"))
+    raw.get_by_role("menu").wait_for(timeout=5000)
+    raw.keyboard.press("Escape")
+
+
 def test_a_build_that_waits_for_its_model_is_listed_too(page: EnginePage, library: Path) -> None:
     raw = page.page.page
     held: list[Route] = []
@@ -306,9 +328,10 @@ def test_the_panel_asks_nothing_while_nothing_happens_or_nobody_sees_it(page: En
     asked.clear()
     raw.wait_for_timeout(3000)
     assert asked == [], "idle"
-    for _ in range(5):
-        raw.evaluate(HAPPEN, "hybrid_trt.library")
-    raw.wait_for_timeout(800)
+    with raw.expect_response("**/hybrid_trt/builds"):
+        for _ in range(5):
+            raw.evaluate(HAPPEN, "hybrid_trt.library")
+    raw.wait_for_timeout(500)
     looks = [url.rpartition("/")[2] for url in asked]
     assert {"engines", "builds"} <= set(looks), looks
     assert len(looks) == len(set(looks)), f"five events are one look: {looks}"
@@ -318,8 +341,8 @@ def test_the_panel_asks_nothing_while_nothing_happens_or_nobody_sees_it(page: En
         raw.evaluate(HAPPEN, event)
     raw.wait_for_timeout(1000)
     assert asked == [], "hidden"
-    raw.evaluate(HIDE, False)
-    raw.wait_for_timeout(800)
+    with raw.expect_response("**/hybrid_trt/builds"):
+        raw.evaluate(HIDE, False)
     assert sum(url.endswith("/engines") for url in asked) == 1, "seen again"
     toggle(page)
     asked.clear()

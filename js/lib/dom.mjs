@@ -25,3 +25,17 @@ export function button(key, act, words = {}) {
     made.addEventListener("click", act);
     return made;
 }
+
+/**
+ * Make some elements the children of another, and move no one that is in its place: a button that is taken out of the
+ * page while the mouse is down on it, even to be put back, loses the click.
+ * @param {Element} parent
+ * @param {Element[]} children
+ */
+export function arrange(parent, children) {
+    const wanted = new Set(children);
+    for (const old of [...parent.children]) if (!wanted.has(old)) old.remove();
+    children.forEach((child, i) => {
+        if (parent.children[i] !== child) parent.insertBefore(child, parent.children[i] ?? null);
+    });
+}

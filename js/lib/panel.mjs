@@ -103,7 +103,7 @@ export class Panel {
         });
         this.#drawJobs();
         this.rows.draw(grouped(shown, this.order), this.selected, this.order);
-        this.none.replaceChildren(...(shown.length ? [] : this.#nothing(engines.length > 0)));
+        this.#drawNothing(shown.length ? "" : engines.length ? "noMatch" : "empty");
     }
 
     #drawJobs() {
@@ -112,11 +112,13 @@ export class Panel {
     }
 
     /** What stands in the place of the list: how to begin, or that the filter fits nothing. */
-    #nothing(filtered) {
-        if (filtered) return [make("p", "hybrid-trt-quiet", t("noMatch"))];
+    #drawNothing(why) {
+        if (this.none.dataset.why === why) return;
+        this.none.dataset.why = why;
         const steps = make("ol", "");
         steps.append(...["begin1", "begin2", "begin3"].map((key) => make("li", "", t(key))));
-        return [make("strong", "", t("empty")), steps, ...(this.page.templates ? [button("beginTemplates", this.page.templates)] : [])];
+        const begin = [make("strong", "", t("empty")), steps, ...(this.page.templates ? [button("beginTemplates", this.page.templates)] : [])];
+        this.none.replaceChildren(...({ empty: begin, noMatch: [make("p", "hybrid-trt-quiet", t("noMatch"))] }[why] ?? []));
     }
 
     #shown() {

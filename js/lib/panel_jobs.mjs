@@ -1,6 +1,6 @@
 // The panel's list of builds: what runs, what waits, and how the latest ended.
 
-import { button, make } from "./dom.mjs";
+import { arrange, button, make } from "./dom.mjs";
 import { anyEnded, jobLines, shownJobs, tone } from "./panel_words.mjs";
 import { t } from "./texts.mjs";
 
@@ -11,6 +11,10 @@ export class JobCards {
     constructor(actions) {
         this.actions = actions;
         this.element = make("div", "hybrid-trt-panel-builds");
+        this.head = make("div", "hybrid-trt-row hybrid-trt-between");
+        this.clear = button("clearFinished", actions.clear);
+        this.head.append(make("h4", "", t("builds")), this.clear);
+        this.cards = new Map(); // job id -> its card, kept while it is shown: progress takes no button away
     }
 
     /**
@@ -18,41 +22,40 @@ export class JobCards {
      * @param {string[]} asked the names of nodes whose builds wait for ComfyUI to load their models
      */
     draw(jobs, asked) {
-        const shown = shownJobs(jobs), focus = this.#focus();
-        this.element.replaceChildren();
-        if (!shown.length && !asked.length) return;
-        const head = make("div", "hybrid-trt-row hybrid-trt-between");
-        head.append(make("h4", "", t("builds")));
-        if (anyEnded(jobs)) head.append(button("clearFinished", this.actions.clear));
+        const shown = shownJobs(jobs), known = this.cards;
         let before = 0;
-        const cards = shown.map((job) => this.#card(job, LIVE.includes(job.state) ? before++ : 0));
-        this.element.append(head, ...cards, ...asked.map((name) => card([`${name} · … ${t("asked")}`, t("askedHint")], "busy")));
-        if (focus) this.element.querySelector(focus)?.focus();
+        this.clear.hidden = !anyEnded(jobs);
+        this.cards = new Map(shown.map((job) => [job.id, known.get(job.id) ?? this.#made(job)]));
+        for (const job of shown) this.#say(this.cards.get(job.id), job, LIVE.includes(job.state) ? before++ : 0);
+        const waiting = asked.map((name) => written(card("busy"), [`${name} · … ${t("asked")}`, t("askedHint")]));
+        const cards = [...this.cards.values()].map(({ element }) => element);
+        arrange(this.element, shown.length || asked.length ? [this.head, ...cards, ...waiting] : []);
     }
 
-    #card(job, before) {
-        const made = card(jobLines(job, before), tone(job.state));
-        const row = made.appendChild(make("div", "hybrid-trt-row"));
-        if (LIVE.includes(job.state)) row.append(marked(button("cancel", () => this.actions.cancel(job)), job, "cancel"));
-        if (job.state !== "queued") row.append(marked(button("log", () => this.actions.log(job)), job, "log"));
-        return made;
+    #made(job) {
+        const element = card(tone(job.state)), row = make("div", "hybrid-trt-row");
+        const cancel = button("cancel", () => this.actions.cancel(job)), log = button("log", () => this.actions.log(job));
+        row.append(cancel, log);
+        element.append(row);
+        return { element, row, cancel, log };
     }
 
-    /** How to find the button that has the focus again once it is drawn anew. */
-    #focus() {
-        const does = this.element.contains(document.activeElement) && document.activeElement.dataset.does;
-        return does ? `[data-does="${does}"]` : null;
+    #say({ element, row, cancel, log }, job, before) {
+        element.dataset.tone = tone(job.state);
+        written(element, jobLines(job, before), row);
+        cancel.hidden = !LIVE.includes(job.state);
+        log.hidden = job.state === "queued";
     }
 }
 
-function card([head, ...lines], colour) {
+function card(colour) {
     const made = make("div", "hybrid-trt-card");
     made.dataset.tone = colour;
-    made.append(make("strong", "", head), ...lines.map((line) => make("div", "hybrid-trt-quiet", line)));
     return made;
 }
 
-function marked(made, job, what) {
-    made.dataset.does = `${what} ${job.id}`;
-    return made;
+/** A card with these lines, and what stays below them. */
+function written(element, [head, ...lines], ...below) {
+    arrange(element, [make("strong", "", head), ...lines.map((line) => make("div", "hybrid-trt-quiet", line)), ...below]);
+    return element;
 }

@@ -1,6 +1,6 @@
 // The panel's list of engines: a section per model, two lines per engine with a box to select it and a menu.
 
-import { make } from "./dom.mjs";
+import { arrange, make } from "./dom.mjs";
 import { openMenu } from "./menu.mjs";
 import { engineRow, shortName, tone } from "./panel_words.mjs";
 import { t } from "./texts.mjs";
@@ -14,6 +14,7 @@ export class EngineRows {
         this.actions = actions;
         this.element = make("div", "hybrid-trt-panel-engines");
         this.rows = new Map(); // name -> its row, kept while the engine says the same
+        this.sections = new Map(); // label -> the section of a model
     }
 
     /**
@@ -23,20 +24,18 @@ export class EngineRows {
      */
     draw(groups, selected, order) {
         this.order = order;
-        const focus = document.activeElement, before = this.rows;
+        const focus = document.activeElement, before = this.rows, sections = this.sections;
         this.rows = new Map();
-        this.element.replaceChildren(...groups.map((group) => this.#section(group, selected, before)));
+        this.sections = new Map(groups.map(({ label }) => [label, sections.get(label) ?? section(label)]));
+        arrange(this.element, groups.map((group) => this.#section(group, selected, before)));
         if (focus !== document.activeElement && this.element.contains(focus)) focus.focus();
     }
 
     #section({ label, engines, bytes }, selected, before) {
-        const section = make("section", "hybrid-trt-group"), head = make("h5", "");
-        section.setAttribute("aria-label", label);
-        const name = make("span", "hybrid-trt-group-name", shortName(label));
-        name.title = label;
-        head.append(name, make("span", "hybrid-trt-quiet", engines.length > 1 ? t("groupOf", { count: engines.length, size: size(bytes) }) : ""));
-        section.append(head, ...engines.map((engine) => this.#row(engine, selected.has(engine.name), before)));
-        return section;
+        const { element, head, count } = this.sections.get(label);
+        count.textContent = engines.length > 1 ? t("groupOf", { count: engines.length, size: size(bytes) }) : "";
+        arrange(element, [head, ...engines.map((engine) => this.#row(engine, selected.has(engine.name), before))]);
+        return element;
     }
 
     #row(engine, on, before) {
@@ -68,4 +67,13 @@ export class EngineRows {
         card.append(box, text, menu);
         return { card, box };
     }
+}
+
+function section(label) {
+    const element = make("section", "hybrid-trt-group"), head = make("h5", "");
+    element.setAttribute("aria-label", label);
+    const name = make("span", "hybrid-trt-group-name", shortName(label)), count = make("span", "hybrid-trt-quiet");
+    name.title = label;
+    head.append(name, count);
+    return { element, head, count };
 }

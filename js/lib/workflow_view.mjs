@@ -1,5 +1,7 @@
 // The engines of the open workflow in one place: what is missing, one button that builds it all, one bar, one cancel.
 
+import { arrange, make } from "./dom.mjs";
+import { shortName } from "./panel_words.mjs";
 import { t } from "./texts.mjs";
 import { isMissing, needs, progress } from "./workflow.mjs";
 import { about, BUSY } from "./words.mjs";
@@ -16,6 +18,7 @@ export class WorkflowView {
         this.actions = actions;
         this.batch = new Set(); // the views that wait for builds, and those whose builds ended meanwhile
         this.weights = new Map();
+        this.lines = new WeakMap(); // view -> its line
         this.element = make("div", "hybrid-trt-workflow");
         this.head = this.element.appendChild(make("div", "hybrid-trt-title"));
         this.bar = this.element.appendChild(make("div", "hybrid-trt-bar")).appendChild(document.createElement("div"));
@@ -46,7 +49,7 @@ export class WorkflowView {
         this.button.hidden = !waiting.length && !found.missing;
         this.button.dataset.act = waiting.length ? "cancel" : "build";
         this.button.textContent = waiting.length ? t("cancelAll") : offer(found);
-        if (this.actions.jump) this.list.replaceChildren(...views.map((view) => this.#line(view)));
+        if (this.actions.jump) arrange(this.list, views.map((view) => this.#line(view)));
     }
 
     #press() {
@@ -57,11 +60,17 @@ export class WorkflowView {
     }
 
     #line(view) {
-        const line = make("button", "hybrid-trt-workflow-node");
-        line.title = t("jump");
+        if (!this.lines.has(view)) this.lines.set(view, this.#made(view));
+        const line = this.lines.get(view), { label } = view.state;
         line.dataset.tone = view.view.tone;
-        const model = view.state.label ? `${view.node.title}: ${view.state.label}` : view.node.title;
-        line.append(make("span", "", model), make("span", "hybrid-trt-title", view.view.title));
+        line.title = label ? `${label}\n${t("jump")}` : t("jump");
+        [view.node.title, view.view.title, label ? shortName(label) : ""].forEach((text, i) => { line.children[i].textContent = text; });
+        return line;
+    }
+
+    #made(view) {
+        const line = make("button", "hybrid-trt-workflow-node");
+        line.append(make("span"), make("span", "hybrid-trt-title"), make("span", "hybrid-trt-model"));
         line.addEventListener("click", () => this.actions.jump(view.node));
         return line;
     }
@@ -79,11 +88,4 @@ function offer({ missing, seconds }) {
 
 function timed(words, seconds) {
     return seconds > 0 ? t("timed", { words, time: about(seconds) }) : words;
-}
-
-function make(tag, name, text = "") {
-    const part = document.createElement(tag);
-    part.className = name;
-    part.textContent = text;
-    return part;
 }
