@@ -23,6 +23,8 @@ from .tensors import Profile, TensorSpec
 if TYPE_CHECKING:
     import torch
 
+    from .joined import Joined
+
 
 class Role(str, Enum):
     """What a network is to ComfyUI; the values stand in manifests."""
@@ -33,7 +35,7 @@ class Role(str, Enum):
 
 class Architecture(Protocol):
     """What the rest of the pack needs to know about a kind of network; ``latent.LatentSizes`` has the last four
-    methods for whatever works on the latents of still images.
+    methods and ``join_layers`` for whatever works on the latents of still images.
 
     Attributes:
         name: stands in manifests and file names, for example ``sd15_unet``; never change it.
@@ -67,6 +69,10 @@ class Architecture(Protocol):
         Attention inside is torch's scaled_dot_product_attention, whatever ComfyUI runs. May add hooks to ``module``,
         so give it a copy.
         """
+        ...
+
+    def join_layers(self, module: torch.nn.Module) -> list[Joined]:
+        """Compute layers that take the same input as one, in a copy without its preludes."""
         ...
 
     def preludes(self, module: torch.nn.Module) -> list[Prelude]:

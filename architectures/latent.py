@@ -5,9 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .sizes import Asked, Examples, Sizes, Symbol
 from .tensors import Profile, Range
+
+if TYPE_CHECKING:
+    import torch
+
+    from .joined import Joined
 
 LATENT = 8
 """Pixels per latent element."""
@@ -33,6 +39,10 @@ class LatentSizes:
         "T": Symbol("prompt tokens"),
         "HB": Symbol("hint batch"),
     }
+
+    def join_layers(self, module: torch.nn.Module) -> list[Joined]:
+        """See ``Architecture``: none."""
+        return []
 
     def profile(self, asked: Asked) -> Profile:
         """See ``Architecture``. Where the family's sizes contradict a number that was given, the number wins."""

@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from comfy.ldm.modules.attention import CrossAttention, SpatialTransformer
+from comfy.ldm.modules.attention import BasicTransformerBlock, CrossAttention, SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock
 
+from .joined import Joined, Place, join
 from .tensors import Dim, TensorSpec
 
+MOST_JOINED = 1 << 26
+"""Elements of a weight that layers share: it is made anew while those that it is made from are still there."""
 BATCH, HEIGHT, WIDTH, TOKENS, HINT_BATCH = Dim("B"), Dim("H"), Dim("W"), Dim("T"), Dim("HB")
 
 
@@ -116,3 +119,43 @@ def use_sdpa(module: torch.nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, SpatialTransformer):
             layer.register_forward_pre_hook(add_options, with_kwargs=True)
+
+
+def join_layers(module: torch.nn.Module) -> list[Joined]:
+    """Compute as one, in a copy, what takes the same input.
+
+    That is query, key and value of each self-attention; keys and values of the prompt in all cross-attentions; and what
+    all blocks take of the timestep.
+    """
+    groups: list[list[Place]] = []
+    together: dict[tuple, list[Place]] = {}
+    for block in [layer for layer in module.modules() if isinstance(layer, BasicTransformerBlock)]:
+        for attention in (block.attn1, block.attn2):
+            if attention is None:
+                continue
+            names = ("to_k", "to_v")
+            if attention is block.attn1 and not block.disable_self_attn:
+                groups.append([(attention, name) for name in ("to_q", *names)])
+            else:
+                key = ("context", attention.to_k.in_features)
+                together.setdefault(key, []).extend((attention, name) for name in names)
+    for block in [layer for layer in module.modules() if isinstance(layer, ResBlock)]:
+        if block.emb_layers is not None:
+            together.setdefault(("timestep", block.emb_layers[-1].in_features), []).append((block, "emb_layers"))
+    for (_, width), places in together.items():
+        groups.extend(_bounded(places, width))
+    return join(module, groups)
+
+
+def _bounded(places: list[Place], width: int) -> list[list[Place]]:
+    """Places whose joined weight has no more than ``MOST_JOINED`` elements."""
+    groups, elements = [[]], 0
+    for place in places:
+        layer = place[0].get_submodule(place[1])
+        more = width * (layer[-1] if isinstance(layer, torch.nn.Sequential) else layer).out_features
+        if groups[-1] and elements + more > MOST_JOINED:
+            groups.append([])
+            elements = 0
+        groups[-1].append(place)
+        elements += more
+    return groups

@@ -12,6 +12,7 @@ from comfy.cldm.cldm import ControlNet
 
 from . import Role, ldm
 from .calls import Binding, EngineCall, Prelude, ResidualLayout, Unsupported
+from .joined import Joined
 from .latent import LatentSizes
 from .tensors import Dim, TensorSpec
 
@@ -44,6 +45,9 @@ class ControlNetArchitecture(LatentSizes):
 
     def function(self, module: ControlNet) -> torch.nn.Module:
         return _ControlNetFunction(module)
+
+    def join_layers(self, module: ControlNet) -> list[Joined]:
+        return ldm.join_layers(module)
 
     def preludes(self, module: ControlNet) -> list[Prelude]:
         takes = _hint_spec(module, str(module.dtype).removeprefix("torch."))

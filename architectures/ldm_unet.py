@@ -12,6 +12,7 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
 from . import Role, ldm
 from .calls import Binding, EngineCall, ResidualLayout, Unsupported
+from .joined import Joined
 from .latent import LatentSizes
 from .tensors import TensorSpec
 
@@ -54,6 +55,9 @@ class UNetArchitecture(LatentSizes):
 
     def function(self, module: UNetModel) -> torch.nn.Module:
         return _UNetFunction(module, self.takes_y, self._adapter_blocks(module))
+
+    def join_layers(self, module: UNetModel) -> list[Joined]:
+        return ldm.join_layers(module)
 
     def preludes(self, module: UNetModel) -> list:
         return []

@@ -12,11 +12,13 @@ Two places, decided per tensor each time:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from ..architectures.joined import Joined
+from .joined_weights import JoinedWeights
 from .network import NativeNetwork
 from .plain_copy import plain_copy
 from .weight_patches import acting, version_of
@@ -45,6 +47,7 @@ class LiveWeights:
         self._bound_to: object = None
         self._patched: set[str] = set()
         self._shared: dict[str, int] = {}
+        self._joined: dict[str, JoinedWeights] = {}
         with torch.inference_mode(False):
             self.module = plain_copy(
                 network.module,
@@ -60,6 +63,14 @@ class LiveWeights:
         """From now on follow the parameters of a part of ``module`` alone."""
         wanted = {id(parameter) for parameter in part.parameters()}
         self._places = {name: place for name, place in self._places.items() if id(self._parameter(name)) in wanted}
+
+    def join(self, layers: Sequence[Joined]) -> None:
+        """Keep the parameters of joined layers of ``module`` in one tensor each."""
+        names = {place: name for name, place in self._places.items()}
+        for one in layers:
+            for leaf in one.leaves:
+                whole = JoinedWeights(one, leaf, [names[layer, leaf] for layer in one.layers])
+                self._joined.update(dict.fromkeys(whole.names, whole))
 
     @property
     def bytes(self) -> int:
@@ -87,10 +98,10 @@ class LiveWeights:
 
     def missing(self, patcher: ModelPatcher) -> int:
         """Bytes that ``follow`` would have to take for weights of its own."""
-        sharing = self._shares(patcher)
+        shareable = self._shareable(patcher)
         size = 0
         for name, parameter in self._parameters():
-            if parameter.is_meta and not (sharing and self._can_share(name)):
+            if parameter.is_meta and name not in shareable:
                 size += parameter.numel() * parameter.element_size()
         return size
 
@@ -98,6 +109,8 @@ class LiveWeights:
         """Give the owned memory back and let go of shared tensors; the next ``follow`` starts anew."""
         for name, parameter in list(self._parameters()):
             self._put(name, torch.empty(parameter.shape, dtype=self.dtype, device="meta"))
+        for whole in self._wholes():
+            whole.release()
         self._shared.clear()
         self._patched.clear()
         self._bound_to = None
@@ -115,8 +128,13 @@ class LiveWeights:
         return any(self._native_parameter(name).data_ptr() != address for name, address in self._shared.items())
 
     def _bind(self, patcher: ModelPatcher) -> None:
-        sharing = self._shares(patcher)
+        shareable = self._shareable(patcher)
         moved, patched, shared = False, set(), {}
+        for whole in self._wholes():
+            if whole.names[0] in shareable:
+                whole.lend([self._native_place(name) for name in whole.names])
+            else:
+                whole.keep()
         entries = patcher.get_key_patches(self._prefix or None)
         for key in list(entries):
             # popped: kept until the end, tensors that are laid out anew would be there twice
@@ -125,7 +143,8 @@ class LiveWeights:
             name = key[len(self._prefix) :]
             if name not in self._places:
                 continue  # a buffer
-            if sharing and (live := self._shareable(name)) is not None:
+            if name in shareable:
+                live = self._laid_out(name)
                 if self._shared.get(name) != live.data_ptr():
                     self._put(name, live)
                     moved = True
@@ -140,11 +159,20 @@ class LiveWeights:
                 patched.add(name)
             if fresh or patches or name in self._patched:
                 current.copy_(value_of(key, original, patches, self.device))
+        for whole in self._wholes():
+            whole.place()
         self._patched, self._shared = patched, shared
         self.generation += moved
 
     def _shares(self, patcher: ModelPatcher) -> bool:
         return self._share and not patcher.is_dynamic() and _holds_its_patches(patcher)
+
+    def _shareable(self, patcher: ModelPatcher) -> set[str]:
+        """The native parameters that can be used where they are; of joined ones all can or none."""
+        if not self._shares(patcher):
+            return set()
+        found = {name for name in self._places if self._can_share(name)}
+        return {name for name in found if name not in self._joined or found.issuperset(self._joined[name].names)}
 
     def _can_share(self, name: str) -> bool:
         owner, leaf = self._native_place(name)
@@ -154,10 +182,8 @@ class LiveWeights:
         # False for what is patched at call time and not in place
         return not getattr(owner, f"{leaf}_function", None) and getattr(owner, f"{leaf}_lowvram_function", None) is None
 
-    def _shareable(self, name: str) -> torch.Tensor | None:
-        """The native parameter if it can be used where it is; convolutions are put into channels_last there."""
-        if not self._can_share(name):
-            return None
+    def _laid_out(self, name: str) -> torch.Tensor:
+        """The native parameter, to be used where it is; convolutions are put into channels_last there."""
         owner, leaf = self._native_place(name)
         live = owner._parameters[leaf]
         if live.ndim == 4 and self.device.type == "cuda" and not _is_channels_last(live):
@@ -166,6 +192,10 @@ class LiveWeights:
         return live.data
 
     def _own(self, name: str) -> torch.Tensor:
+        if name in self._joined:
+            owned = self._joined[name].own(name, self.dtype, self.device)
+            self._put(name, owned)
+            return owned
         shape = self._native_parameter(name).shape
         layout = torch.channels_last if len(shape) == 4 and self.device.type == "cuda" else torch.contiguous_format
         owned = torch.empty(shape, dtype=self.dtype, device=self.device, memory_format=layout)
@@ -175,6 +205,9 @@ class LiveWeights:
     def _put(self, name: str, tensor: torch.Tensor) -> None:
         owner, leaf = self._places[name]
         owner._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
+
+    def _wholes(self) -> list[JoinedWeights]:
+        return list(dict.fromkeys(self._joined.values()))
 
     def _parameter(self, name: str) -> torch.Tensor:
         owner, leaf = self._places[name]

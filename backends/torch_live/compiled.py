@@ -19,7 +19,7 @@ Compiled = Callable[..., Sequence[torch.Tensor]]
 OLDEST_TORCH = (2, 11)
 """The first torch that this was run with."""
 
-FORMAT = 3
+FORMAT = 4
 """Raise this when the traced function changes: older files become stale."""
 
 

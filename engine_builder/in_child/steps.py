@@ -84,7 +84,7 @@ def compile_network(task: Task, progress: Progress) -> dict:
     inputs, outputs = tensors_of(task)
     device = torch.device(task["device"])
     order = LiveTask(inputs, outputs, task["compiled"], task["precision"], device, Path(task["folder"]))
-    return backend_of(task).compile(function_of(task, device.type)[0], order, progress)
+    return backend_of(task).compile(function_of(task, device.type, joined=True)[0], order, progress)
 
 
 STEPS = {"export": export, "build": build, "compile": compile_network, "check": check_engine}

@@ -28,10 +28,13 @@ def tensors_of(task: Task) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ..
     return inputs, outputs
 
 
-def function_of(task: Task, device: str = "cpu") -> tuple[torch.nn.Module, torch.nn.Module]:
+def function_of(task: Task, device: str = "cpu", joined: bool = False) -> tuple[torch.nn.Module, torch.nn.Module]:
     """The network as a function of the engine's inputs, and its module, with the weights of the task's file.
 
     ComfyUI has to be importable.
+
+    Args:
+        joined: whether layers that take the same input are computed as one, as on live weights.
     """
     import torch
 
@@ -41,7 +44,10 @@ def function_of(task: Task, device: str = "cpu") -> tuple[torch.nn.Module, torch
     module = restore(
         task["structure"], task["weights"], Path(task["weights_file"]), getattr(torch, task["precision"])
     ).to(device)
-    function = architectures.architectures()[task["architecture"]].function(module)
+    architecture = architectures.architectures()[task["architecture"]]
+    if joined:
+        architecture.join_layers(module)
+    function = architecture.function(module)
     return function.eval().requires_grad_(False), module
 
 
