@@ -24,10 +24,15 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns) for p in files}
 
 
+@pytest.fixture(scope="module")
+def names(sd15: ComfyProcess) -> list[str]:
+    """The plain SD1.5 engines."""
+    return [row["engine_name"] for row in compare(sd15, ENGINES).report["rows"]]
+
+
 @pytest.fixture
-def library(sd15: ComfyProcess) -> Iterator[Path]:
+def library(sd15: ComfyProcess, names: list[str]) -> Iterator[Path]:
     """The server's library with the plain SD1.5 engines only, given back as it was."""
-    names = [row["engine_name"] for row in compare(sd15, ENGINES).report["rows"]]
     folder = sd15.base / "models" / "trt_engines"
     keep = folder.with_name("trt_engines.kept")
     folder.rename(keep)

@@ -184,7 +184,7 @@ def test_one_is_built_at_a_time_and_listeners_hear_of_everything(
     queued = [queue.submit(one, Library([tmp_path])) for one in orders(network, 4)]
     assert all(job.wait(5) for job in queued)
     assert most == 1
-    assert until(lambda: (queued[-1].id, "done") in heard, 1)
+    assert until(lambda: (queued[-1].id, "done") in heard, 15)
     for job in queued:
         states = [state for number, state in heard if number == job.id]
         assert states[0] == "queued"
@@ -236,7 +236,7 @@ def test_a_job_that_ended_holds_no_model(
         gc.collect()
         return alive() is None
 
-    assert until(freed, 2)
+    assert until(freed, 15)
 
 
 def pretend(task: dict, *_: Any) -> dict:

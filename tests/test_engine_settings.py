@@ -164,7 +164,7 @@ def test_auto_follows_the_workflows_picture_and_goes_to_the_samplers_other_nodes
     page.shot("auto")
     raw.evaluate("""() => { app.graph.nodes.find(n => n.type === 'EmptyLatentImage').widgets[0].value = 320;
         app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }""")
-    raw.wait_for_function(f"id => ({SIZES_OF})(id).opt_size === 320", arg=net, timeout=5000)
+    raw.wait_for_function(f"id => ({SIZES_OF})(id).opt_size === 320", arg=net, timeout=15000)
     assert raw.evaluate(SIZES_OF, unet) == before, "a node with numbers of its own keeps them"
 
     choose(page, net, "Auto", "Apply to all engine nodes")
@@ -173,7 +173,7 @@ def test_auto_follows_the_workflows_picture_and_goes_to_the_samplers_other_nodes
     saved = page.page.workflow()
     load(page, saved)
     assert raw.evaluate(SIZES_OF, unet) == zeros | {"opt_size": 320}
-    raw.wait_for_function(f"id => ({PRESET})(id) === 'Auto (this workflow: 320×320 × 1)'", arg=unet, timeout=5000)
+    raw.wait_for_function(f"id => ({PRESET})(id) === 'Auto (this workflow: 320×320 × 1)'", arg=unet, timeout=15000)
 
 
 def test_what_fits_and_what_the_next_run_brings_is_said_before_it(
@@ -189,13 +189,13 @@ def test_what_fits_and_what_the_next_run_brings_is_said_before_it(
         set_widget(made, "EmptyLatentImage", side, size, info)
     load(page, made)
     unet = page.node("TRTUNetEngine")
-    page.wait_until(unet, lambda s: s["state"] in ("unknown", "none"), "state", 5)
+    page.wait_until(unet, lambda s: s["state"] in ("unknown", "none"), "state", 15)
     page.click(unet)  # loads the model, so that its family is known
     page.wait_for(unet, "building", timeout=60)
     page.click(unet)
     page.wait_for(unet, "none", "unknown", timeout=10)
-    raw.wait_for_function(f"id => ({SIZES_OF})(id).max_size === 1088", arg=unet, timeout=5000)
-    told = page.wait_until(unet, lambda s: "does not fit" not in s["text"], "sizes that fit", 5)
+    raw.wait_for_function(f"id => ({SIZES_OF})(id).max_size === 1088", arg=unet, timeout=15000)
+    told = page.wait_until(unet, lambda s: "does not fit" not in s["text"], "sizes that fit", 15)
     assert raw.evaluate(PRESET, unet) == "Auto (this workflow: 1088×512 × 1)"
     assert raw.evaluate(SIZES_OF, unet) == dict.fromkeys(SIZES, 0) | {"opt_size": 768, "max_size": 1088}
     assert told["tone"] != "warn"
@@ -207,7 +207,7 @@ def test_what_fits_and_what_the_next_run_brings_is_said_before_it(
     def says(text: str, *steps: str) -> None:
         for step in steps:
             raw.evaluate(CHANGE, [unet, step])
-        page.wait_until(unet, lambda s: text in s["text"], text, 5)
+        page.wait_until(unet, lambda s: text in s["text"], text, 15)
         page.shot("said")
 
     says("The next run builds it first: minutes", "build now")
@@ -369,7 +369,7 @@ def test_a_build_that_failed_is_told_after_a_reload_too(
     page.shot("failed")
     reload(page)
     load(page, made)
-    again = page.wait_for(net, "failed", timeout=3)
+    again = page.wait_for(net, "failed", timeout=15)
     assert "the settings allow 1.0 MB in all" in again["text"]
     assert again["button"] == "Build engine"
 
@@ -389,7 +389,7 @@ def test_a_server_that_restarts_in_a_build_leaves_no_node_waiting(
     page.wait_until(net, lambda s: (s["width"] or 0) > 1, "progress")
     comfy.stop()
     comfy.start()
-    after = page.wait_for(net, "none", "unknown", timeout=2)
+    after = page.wait_for(net, "none", "unknown", timeout=15)
     page.shot("restarted")
     assert after["button"] == "Build engine"
     assert after["width"] is None

@@ -64,7 +64,7 @@ def drawn(page: EnginePage, tiny: dict[str, Any], state: dict[str, Any]) -> int:
     page.page.load(copy.deepcopy(tiny), NAME)
     net = page.node(NET)
     close_up(page, net)
-    page.wait_for(net, state["state"], timeout=5)
+    page.wait_for(net, state["state"], timeout=15)
     page.page.settle()
     return net
 
@@ -153,7 +153,7 @@ def test_a_native_run_puts_a_badge_on_the_node(page: EnginePage, tiny: dict[str,
     close_up(page, net)
     server_says(page, STATES["native"])
     raw.evaluate("() => app.api.dispatchCustomEvent('hybrid_trt.library', {})")
-    page.wait_until(net, lambda s: "3 of" in s["text"] or "8 of" in s["text"], "run", 5)
+    page.wait_until(net, lambda s: "3 of" in s["text"] or "8 of" in s["text"], "run", 15)
     page.page.settle()
     page.shot("badge")
     if page.page.vue:
@@ -205,7 +205,7 @@ def test_a_size_that_is_typed_above_the_largest_is_refused_with_a_word(page: Eng
         field = raw.locator(".graphdialog input")
         field.fill("768")
         field.press("Enter")
-    told = page.wait_until(net, lambda s: "768 is above" in s["text"], "refusal", 5)
+    told = page.wait_until(net, lambda s: "768 is above" in s["text"], "refusal", 15)
     page.shot("refused")
     assert "stays 64" in told["text"]
     assert told["tone"] == "bad"
@@ -219,7 +219,7 @@ def test_build_says_that_a_model_is_missing_and_does_nothing(page: EnginePage, t
     net = page.node(NET)
     close_up(page, net)
     raw.evaluate("id => app.graph.getNodeById(id).disconnectInput(0)", net)
-    told = page.wait_for(net, "unwired", timeout=5)
+    told = page.wait_for(net, "unwired", timeout=15)
     assert told["button"] == "Connect a model to build"
     asked: list[str] = []
     raw.route("**/api/prompt", lambda route: (asked.append(route.request.url), route.abort()))
