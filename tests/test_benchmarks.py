@@ -10,6 +10,7 @@ from pack import ROOT
 sys.path.append(str(ROOT / "benchmarks"))
 
 import profile_kernels
+import profile_nodes
 
 KERNELS = {
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x64_kernel0_0": "attention",
@@ -43,3 +44,10 @@ def test_a_profile_is_of_one_replay_and_the_longest_come_first() -> None:
         ("copy", {"launches": 1.0, "ms": 0.01}),
     ]
     assert [row["kernel"] for row in profile_kernels.longest(seen, replays=2, most=2)] == ["triton_poi_x", "nvjet_b"]
+
+
+def test_a_pause_is_where_nothing_runs_on_any_stream() -> None:
+    spans = [(0.0, 100.0, "a"), (50.0, 90.0, "beside"), (95.0, 130.0, "b"), (180.0, 200.0, "c"), (215.0, 220.0, "d")]
+    assert profile_nodes.busy(reversed(spans)) == 130 + 20 + 5
+    assert profile_nodes.pauses(spans) == [(50.0, "b", "c")]
+    assert profile_nodes.pauses(spans, shortest=10) == [(50.0, "b", "c"), (15.0, "c", "d")]
