@@ -67,13 +67,13 @@ export class WorkflowView {
         const line = this.lines.get(view), { label } = view.state;
         line.dataset.tone = view.view.tone;
         line.title = label ? `${label}\n${t("jump")}` : t("jump");
-        [view.node.title, view.view.title, label ? shortName(label) : ""].forEach((text, i) => { line.children[i].textContent = text; });
+        [view.node.title, label ? shortName(label) : "", view.view.title].forEach((text, i) => { line.children[i].textContent = text; });
         return line;
     }
 
     #made(view) {
         const line = make("button", "hybrid-trt-workflow-node");
-        line.append(make("span"), make("span", "hybrid-trt-title"), make("span", "hybrid-trt-model"));
+        line.append(make("span"), make("span", "hybrid-trt-model"), make("span", "hybrid-trt-title"));
         line.addEventListener("click", () => this.actions.jump(view.node));
         return line;
     }
