@@ -14,10 +14,15 @@ WARM, TIMED = 3, 10
 
 def milliseconds(call: Callable[[], object]) -> float:
     """Median time of a call on the GPU, the host's part in it."""
-    for _ in range(WARM):
+    return statistics.median(each(call, WARM, TIMED))
+
+
+def each(call: Callable[[], object], warm: int, timed: int) -> list[float]:
+    """Milliseconds of some calls by CUDA events, each call alone, after some that do not count."""
+    for _ in range(warm):
         call()
     times = []
-    for _ in range(TIMED):
+    for _ in range(timed):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         start.record()
@@ -25,7 +30,7 @@ def milliseconds(call: Callable[[], object]) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    return statistics.median(times)
+    return times
 
 
 def driver_version() -> str:

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 from filelock import FileLock
 
@@ -46,12 +45,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("system", ["posix", "windows"], indirect=True)
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two wait for servers and pages a quarter of their time: a third keeps two cores busy, where it has room."""
-    return 3 if psutil.virtual_memory().available > ROOM_FOR_THREE else 2
-
-
-ROOM_FOR_THREE = 18e9
 BUILD_FOR_MINUTES = ("test_tensorrt.py", "test_live_torch.py", "test_cli.py")
 
 

@@ -122,19 +122,17 @@ def test_all_builds_are_cancelled_by_one_click(page: EnginePage, full_names: Com
         page.wait_for(node, "queued", "building", timeout=60)
     page.shot("panel")
     # progress draws the list anew; a press that began before counts all the same
-    selected = "() => Object.values(app.canvas.selected_nodes).map(n => n.title)"
+    selected = "title => Object.values(app.canvas.selected_nodes).map(n => n.title).join() === title"
     panel.locator(".hybrid-trt-workflow-node", has_text="TRT ControlNet Engine 1").hover()
     assert "control_v11p_sd15_canny_fp16" in panel.locator(".hybrid-trt-workflow-node").nth(1).inner_text()
     raw.mouse.down()
     raw.evaluate(DRAWN, ".hybrid-trt-sidebar .hybrid-trt-workflow-nodes")
     raw.mouse.up()
-    raw.wait_for_timeout(100)
-    assert raw.evaluate(selected) == ["TRT ControlNet Engine 1"]
+    raw.wait_for_function(selected, arg="TRT ControlNet Engine 1")
     panel.locator("button[data-act=cancel]").click()
     for node in engines:
         assert page.wait_for(node, "none", timeout=20)["state"] == "none"
     panel.locator("button[data-act=build]").wait_for()  # the bar is gone: the list has moved to its place
     panel.locator(".hybrid-trt-workflow-node", has_text="TRT ControlNet Engine 2").click()
-    raw.wait_for_timeout(100)
-    assert raw.evaluate(selected) == ["TRT ControlNet Engine 2"]
+    raw.wait_for_function(selected, arg="TRT ControlNet Engine 2")
     raw.get_by_role("button", name="TRT engines").click()

@@ -275,6 +275,7 @@ def test_builds_that_wait_are_listed_and_those_that_ended_are_cleared_away(page:
 def test_a_press_counts_whatever_is_drawn_while_the_mouse_is_down(page: EnginePage, full: Path) -> None:
     raw = page.page.page
     raw.route("**/hybrid_trt/builds", lambda route: route.fulfill(json=JOBS))
+    raw.route("**/hybrid_trt/builds/second/cancel", lambda route: route.fulfill(json=JOBS[1]))
     panel = toggle(page)
 
     def press(button: Locator) -> None:
@@ -294,6 +295,20 @@ def test_a_press_counts_whatever_is_drawn_while_the_mouse_is_down(page: EnginePa
     raw.keyboard.press("Escape")
 
 
+def test_a_build_that_moves_up_the_list_keeps_the_focus_on_its_button(page: EnginePage, library: Path) -> None:
+    raw = page.page.page
+    raw.route("**/hybrid_trt/builds", lambda route: route.fulfill(json=JOBS))
+    panel = toggle(page)
+    cards = panel.locator(".hybrid-trt-panel-builds .hybrid-trt-card")
+    cards.filter(has_text="third").get_by_role("button", name="Cancel build").focus()
+    for job, state in ((JOBS[1], "queued"), (JOBS[2], "running")):
+        raw.evaluate("""job => app.api.dispatchEvent(new CustomEvent('hybrid_trt.build', { detail: job }))""",
+                     {**job, "state": state, "keys": []})
+    assert "third" in cards.first.inner_text()
+    focused = cards.first.get_by_role("button", name="Cancel build")
+    assert focused.evaluate("button => button === document.activeElement")
+
+
 def test_a_build_that_waits_for_its_model_is_listed_too(page: EnginePage, library: Path) -> None:
     raw = page.page.page
     held: list[Route] = []
@@ -306,7 +321,6 @@ def test_a_build_that_waits_for_its_model_is_listed_too(page: EnginePage, librar
     page.page.settle()
     panel = toggle(page)
     panel.get_by_text("No engines yet.").wait_for()
-    page.wait_for(page.node("TRTUNetEngine"), "none", "unknown")  # until then nothing can be built
     with raw.expect_request("**/api/prompt"):
         page.click(page.node("TRTUNetEngine"))
     raw.evaluate(HAPPEN, "status")  # as the server does when its queue changes

@@ -28,14 +28,15 @@ export function button(key, act, words = {}) {
 
 /**
  * Make some elements the children of another, and move no one that is in its place: a button that is taken out of the
- * page while the mouse is down on it, even to be put back, loses the click.
+ * page while the mouse is down on it, even to be put back, loses the click. What has the focus keeps it.
  * @param {Element} parent
  * @param {Element[]} children
  */
 export function arrange(parent, children) {
-    const wanted = new Set(children);
+    const wanted = new Set(children), focus = document.activeElement;
     for (const old of [...parent.children]) if (!wanted.has(old)) old.remove();
     children.forEach((child, i) => {
         if (parent.children[i] !== child) parent.insertBefore(child, parent.children[i] ?? null);
     });
+    if (focus !== document.activeElement && parent.contains(focus)) focus.focus();
 }

@@ -24,11 +24,10 @@ export class EngineRows {
      */
     draw(groups, selected, order) {
         this.order = order;
-        const focus = document.activeElement, before = this.rows, sections = this.sections;
+        const before = this.rows, sections = this.sections;
         this.rows = new Map();
         this.sections = new Map(groups.map(({ label }) => [label, sections.get(label) ?? section(label)]));
         arrange(this.element, groups.map((group) => this.#section(group, selected, before)));
-        if (focus !== document.activeElement && this.element.contains(focus)) focus.focus();
     }
 
     #section({ label, engines, bytes }, selected, before) {

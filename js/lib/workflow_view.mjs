@@ -21,7 +21,9 @@ export class WorkflowView {
         this.lines = new WeakMap(); // view -> its line
         this.element = make("div", "hybrid-trt-workflow");
         this.head = this.element.appendChild(make("div", "hybrid-trt-title"));
-        this.bar = this.element.appendChild(make("div", "hybrid-trt-bar")).appendChild(document.createElement("div"));
+        this.progress = this.element.appendChild(make("div", "hybrid-trt-workflow-progress"));
+        this.bar = this.progress.appendChild(make("div", "hybrid-trt-bar")).appendChild(document.createElement("div"));
+        this.left = this.progress.appendChild(make("span", "hybrid-trt-quiet")); // beside the bar: it comes and goes
         this.button = this.element.appendChild(make("button", "hybrid-trt-log"));
         this.button.addEventListener("click", () => this.#press());
         this.list = this.element.appendChild(make("div", "hybrid-trt-workflow-nodes"));
@@ -44,7 +46,8 @@ export class WorkflowView {
         this.element.hidden = !found.total;
         this.element.dataset.tone = waiting.length ? "busy" : found.missing ? "warn" : "good";
         this.head.textContent = headline(found, this.batch.size);
-        this.bar.parentElement.hidden = !waiting.length;
+        this.progress.hidden = !waiting.length;
+        this.left.textContent = found.seconds > 0 ? about(found.seconds) : "";
         this.bar.style.width = `${100 * progress([...this.batch].map(({ state }) => state), this.weights)}%`;
         this.button.hidden = !waiting.length && !found.missing;
         this.button.dataset.act = waiting.length ? "cancel" : "build";
@@ -64,28 +67,25 @@ export class WorkflowView {
         const line = this.lines.get(view), { label } = view.state;
         line.dataset.tone = view.view.tone;
         line.title = label ? `${label}\n${t("jump")}` : t("jump");
-        [view.node.title, view.view.title, label ? shortName(label) : ""].forEach((text, i) => { line.children[i].textContent = text; });
+        [view.node.title, label ? shortName(label) : "", view.view.title].forEach((text, i) => { line.children[i].textContent = text; });
         return line;
     }
 
     #made(view) {
         const line = make("button", "hybrid-trt-workflow-node");
-        line.append(make("span"), make("span", "hybrid-trt-title"), make("span", "hybrid-trt-model"));
+        line.append(make("span"), make("span", "hybrid-trt-model"), make("span", "hybrid-trt-title"));
         line.addEventListener("click", () => this.actions.jump(view.node));
         return line;
     }
 }
 
 /** One line for all engines of a workflow. */
-function headline({ ready, missing, busy, total, seconds }, batch) {
-    if (busy) return timed(t("allBusy", { busy, batch }), seconds);
+function headline({ ready, missing, busy, total }, batch) {
+    if (busy) return t("allBusy", { busy, batch });
     return missing ? t("allMissing", { missing, total }) : t("allReady", { ready });
 }
 
 function offer({ missing, seconds }) {
-    return timed(t(missing === 1 ? "buildOne" : "buildAll", { count: missing }), seconds);
-}
-
-function timed(words, seconds) {
+    const words = t(missing === 1 ? "buildOne" : "buildAll", { count: missing });
     return seconds > 0 ? t("timed", { words, time: about(seconds) }) : words;
 }

@@ -18,6 +18,10 @@ PLACE = """([id, name]) => { const node = app.canvas.graph.getNodeById(id);
     const widget = node.widgets.find(w => w.name === name);
     const height = widget.computedHeight || LiteGraph.NODE_WIDGET_HEIGHT;
     return app.canvasPosToClientPos([node.pos[0] + node.size[0] / 2, node.pos[1] + widget.y + height / 2]); }"""
+#: Whether a message of ComfyUI's lies over a point; then all are closed, as a person would, for others slide up.
+COVERED = """([x, y]) => { const covered = Boolean(document.elementFromPoint(x, y)?.closest('.p-toast-message'));
+    if (covered) document.querySelectorAll('.p-toast-close-button').forEach(button => button.click());
+    return covered; }"""
 #: What the status of an engine node of the open graph shows.
 STATUS = """id => { const widget = app.canvas.graph.getNodeById(id).widgets.find(w => w.name === 'engine_status');
     const e = widget.element, bar = e.querySelector('.hybrid-trt-bar');
@@ -47,13 +51,18 @@ class EnginePage:
             label = self.status(node)["button"]
             self.page.page.locator(f"[data-node-id='{node}']").get_by_role("button", name=label).click()
         else:
-            self.page.page.mouse.click(*self.page.page.evaluate(PLACE, [node, widget]))
+            self._click_at(*self.page.page.evaluate(PLACE, [node, widget]))
 
     def click_in_status(self, node: int, selector: str) -> None:
         """Click something inside a node's status with the mouse."""
         x, y = self.page.page.evaluate("""([id, selector]) => { const r = app.canvas.graph.getNodeById(id).widgets
             .find(w => w.name === 'engine_status').element.querySelector(selector).getBoundingClientRect();
             return [r.x + r.width / 2, r.y + r.height / 2]; }""", [node, selector])
+        self._click_at(x, y)
+
+    def _click_at(self, x: float, y: float) -> None:
+        if self.page.page.evaluate(COVERED, [x, y]):
+            self.page.page.wait_for_function("() => !document.querySelector('.p-toast-message')")
         self.page.page.mouse.click(x, y)
 
     def status(self, node: int) -> dict[str, Any]:
