@@ -2,8 +2,9 @@
 
 Writes rows of the same cases as ``networks.py`` with ``<backend>_ms`` (a plain call), ``<backend>_graph_ms`` (as a
 prompt calls it), ``<backend>_native_ms`` (of the same run), ``<backend>_host_us``, ``<backend>_rel_err`` and
-``<backend>_build_s``. Engines are for one size and
-one image, and stay below ``--base``: ``--build NAME`` builds one and measures nothing, for several at once.
+``<backend>_build_s``. Engines are for one size and one image, and stay below ``--base``: ``--build NAME`` builds one
+and measures nothing, for several at once. With ``--replaceable`` they take any weights, the fields begin with
+``<backend>_any_lora``, and ``<backend>_any_lora_refit_s`` is how long new weights take.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ def one_size(size: int) -> Any:
 class FileBench(networks.Bench):
     """The same models with engines of such a backend; there is one for the UNet and one for each ControlNet."""
 
-    def __init__(self, family: str, base: Path, controls: int, backend: str):
+    def __init__(self, family: str, base: Path, controls: int, backend: str, replaceable: bool = False):
         from hybrid_trt.backends import backends
         from hybrid_trt.engine_runtime.engine_handle import EngineChoice
         from hybrid_trt.native_model.network import NativeNetwork
 
         super().__init__(family, base, controls)
         self.backend = backends()[backend]
-        self.choice = EngineChoice(one_size(self.size), "auto", backend)
+        self.replaceable = replaceable
+        self.choice = EngineChoice(one_size(self.size), "auto", backend, replaceable)
         for i, net in enumerate(self.nets):
             self.networks[f"controlnet_{i}"] = NativeNetwork.of_controlnet(net, f"net{i}")
 
@@ -57,8 +59,13 @@ class FileBench(networks.Bench):
                 print(f"{time.perf_counter() - started:7.1f} s  {name}: {phase} ({fraction:.0%})", flush=True)
 
         started = time.perf_counter()
-        order = BuildOrder(network, network.precision, self.choice.profile, self.backend)
+        order = BuildOrder(network, network.precision, self.choice.profile, self.backend, replaceable=self.replaceable)
         return build_engine(order, self.library, progress)
+
+    @property
+    def field(self) -> str:
+        """How the names of its fields begin."""
+        return f"{self.backend.name}_any_lora" if self.replaceable else self.backend.name
 
 
 def network_row(bench: FileBench, name: str, title: str) -> dict[str, Any]:
@@ -80,7 +87,7 @@ def network_row(bench: FileBench, name: str, title: str) -> dict[str, Any]:
         outputs = {n: torch.empty_like(t) for n, t in session.run(given).items()}
         plain = gpu_ms(lambda: runner.run(inputs, outputs))
         same = all(torch.equal(outputs[n], t) for n, t in session.run(given).items())
-    b = backend.name
+    b = bench.field
     row = {
         "case": f"{bench.family}_{title}", "batch": 2, "native_ms": native["median"],
         f"{b}_native_ms": native["median"], f"{b}_ms": plain["median"], f"{b}_graph_ms": graph["median"],
@@ -89,8 +96,30 @@ def network_row(bench: FileBench, name: str, title: str) -> dict[str, Any]:
         f"{b}_build_s": dict(engine.manifest.seconds), f"{b}_bytes": engine.manifest.bytes,
         f"{b}_loaded_bytes": runner.bytes, f"{b}_proof": dict(trust.figures(engine)), f"{b}_version": backend.version(),
     }  # fmt: skip
-    print({k: v for k, v in row.items() if not isinstance(v, dict)}, flush=True)
+    if bench.replaceable:
+        row[f"{b}_refit_s"] = refit_seconds(session, network, given)
+    print({k: v for k, v in row.items() if not isinstance(v, dict)}, row.get(f"{b}_refit_s", ""), flush=True)
     return row
+
+
+def refit_seconds(session: Any, network: Any, given: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Seconds of the first call after a LoRA on all transformers came, changed its strength and went."""
+    keys = [key for key, value in network.patcher.model_state_dict().items()
+            if "transformer_blocks" in key and value.ndim == 2]
+    difference = {key: (1e-3 * torch.randn(network.patcher.model_state_dict()[key].shape),) for key in keys}
+    found = {"weights": float(len(keys))}
+    for what, strength in (("lora_s", 1.0), ("other_strength_s", 0.5), ("without_s", None)):
+        patcher = network.patcher.clone()
+        if strength is not None:
+            patcher.add_patches(difference, strength)
+        with torch.inference_mode():
+            session.follow(network, patcher)
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            session.run(given)
+            torch.cuda.synchronize()
+        found[what] = round(time.perf_counter() - started, 3)
+    return found
 
 
 def taken(bench: FileBench, session: Any, name: str, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -106,7 +135,7 @@ def taken(bench: FileBench, session: Any, name: str, given: dict[str, torch.Tens
 def step_row(bench: FileBench, count: int) -> dict[str, Any]:
     """A step of a real sampling, as ``networks.step_rows`` measures it, with the backend's name in its fields."""
     (row,) = networks.step_rows(bench, [count])
-    b = bench.backend.name
+    b = bench.field
     return {"case": row["case"], "batch": 2, "native_ms": row["native_ms"], f"{b}_native_ms": row["native_ms"],
             f"{b}_graph_ms": row["engine_ms"], f"{b}_rel_err": row["rel_err"]}
 
@@ -119,11 +148,12 @@ def main() -> None:
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--controls", type=int, default=2)
+    parser.add_argument("--replaceable", action="store_true", help="engines that take any weights")
     parser.add_argument("--build", metavar="NAME", help="unet, controlnet_0, controlnet_1: build its engine alone")
     options = parser.parse_args()
     networks.import_pack(options.comfyui)
     with torch.inference_mode():
-        bench = FileBench(options.family, options.base, options.controls, options.backend)
+        bench = FileBench(options.family, options.base, options.controls, options.backend, options.replaceable)
     if options.build:
         bench.engine(options.build)
         return

@@ -25,6 +25,7 @@ TURNS = 3
 GEMM = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "inductors_norm": {"norm": False},
     "cudnn_benchmark": {"cudnn": True},
     "autotune_gemm": GEMM,
     "conv_as_mm": {"conv_1x1_as_mm": True},
@@ -38,21 +39,26 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "combo_kernels": {"combo_kernels": True},
     "pdl": {"triton.enable_pdl": True},
 }
-"""Inductor's settings; ``cudnn`` lets cuDNN time its convolutions, when compiling and when recording."""
+"""Inductor's settings; ``cudnn`` lets cuDNN time its convolutions, when compiling and when recording; ``norm`` is
+whether group norms are written out by channel."""
 
 
 @contextlib.contextmanager
 def settings(flags: dict[str, Any]) -> Iterator[None]:
     """Inductor and cuDNN with a variant's settings."""
     import torch._inductor.config
+    from hybrid_trt.backends.torch_live import decompositions
 
-    before = torch.backends.cudnn.benchmark
+    before, table = torch.backends.cudnn.benchmark, dict(decompositions.TABLE)
     torch.backends.cudnn.benchmark = flags.get("cudnn", False)
+    if not flags.get("norm", True):
+        decompositions.TABLE.clear()
     try:
-        with torch._inductor.config.patch({k: v for k, v in flags.items() if k != "cudnn"}):
+        with torch._inductor.config.patch({k: v for k, v in flags.items() if k not in ("cudnn", "norm")}):
             yield
     finally:
         torch.backends.cudnn.benchmark = before
+        decompositions.TABLE.update(table)
 
 
 class Sweep:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from ...native_model.kernels import best_attention
+from . import decompositions
 
 Compiled = Callable[..., Sequence[torch.Tensor]]
 """Weights, then inputs -> outputs."""
@@ -79,7 +80,7 @@ def compile_to_file(
     given = [*weights, *inputs]
     with torch.inference_mode(False), torch.no_grad(), best_attention(inputs[0].device):
         given = [t.clone() if t.is_inference() else t for t in given]
-        graph = make_fx(flat, tracing_mode="fake")(*given)
+        graph = make_fx(flat, decomposition_table=decompositions.TABLE, tracing_mode="fake")(*given)
         compiled = torch._inductor.standalone_compile(graph, given, dynamic_shapes="from_example_inputs", aot=True)
     compiled.save(path=str(path))
     return compiled
