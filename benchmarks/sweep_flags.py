@@ -23,41 +23,47 @@ import torch
 
 TURNS = 3
 GEMM = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
+TUNED = {"max_autotune_pointwise": True, "combo_kernels": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "inductors_norm": {"norm": False},
+    "tuned": TUNED,
+    "inductors_layout": {"written_out": ()},
+    "inductors_norm": {"written_out": ("cat",)},
+    "all_norms_in_parts": {"split_well": 1 << 30},
     "cudnn_benchmark": {"cudnn": True},
     "autotune_gemm": GEMM,
     "conv_as_mm": {"conv_1x1_as_mm": True},
     "gemm_and_conv_as_mm": GEMM | {"conv_1x1_as_mm": True},
     "coordinate_descent": {"coordinate_descent_tuning": True},
-    "everything": GEMM | {"conv_1x1_as_mm": True, "coordinate_descent_tuning": True, "cudnn": True},
+    "everything": GEMM | TUNED | {"conv_1x1_as_mm": True, "coordinate_descent_tuning": True, "cudnn": True},
     "pointwise_autotune": {"max_autotune_pointwise": True},
     "no_layout_change": {"layout_optimization": False},
     "autotune_all": GEMM | {"max_autotune": True},
     "benchmark_fusion": {"benchmark_fusion": True},
     "combo_kernels": {"combo_kernels": True},
-    "pdl": {"triton.enable_pdl": True},
 }
-"""Inductor's settings; ``cudnn`` lets cuDNN time its convolutions, when compiling and when recording; ``norm`` is
-whether group norms are written out by channel."""
+"""Inductor's settings, and ours: ``cudnn`` lets cuDNN time its convolutions, when compiling and when recording;
+``written_out`` names what of ``decompositions.TABLE`` is used; ``split_well`` takes the place of its constant."""
+OURS = ("cudnn", "written_out", "split_well")
 
 
 @contextlib.contextmanager
 def settings(flags: dict[str, Any]) -> Iterator[None]:
-    """Inductor and cuDNN with a variant's settings."""
+    """Inductor, cuDNN and what we write out with a variant's settings."""
     import torch._inductor.config
     from hybrid_trt.backends.torch_live import decompositions
 
-    before, table = torch.backends.cudnn.benchmark, dict(decompositions.TABLE)
+    before = torch.backends.cudnn.benchmark, dict(decompositions.TABLE), decompositions.SPLIT_WELL
     torch.backends.cudnn.benchmark = flags.get("cudnn", False)
-    if not flags.get("norm", True):
-        decompositions.TABLE.clear()
+    decompositions.SPLIT_WELL = flags.get("split_well", before[2])
+    for operation in before[1]:
+        if "written_out" in flags and operation.name().removeprefix("aten::") not in flags["written_out"]:
+            del decompositions.TABLE[operation]
     try:
-        with torch._inductor.config.patch({k: v for k, v in flags.items() if k not in ("cudnn", "norm")}):
+        with torch._inductor.config.patch({k: v for k, v in flags.items() if k not in OURS}):
             yield
     finally:
-        torch.backends.cudnn.benchmark = before
+        torch.backends.cudnn.benchmark, table, decompositions.SPLIT_WELL = before
         decompositions.TABLE.update(table)
 
 

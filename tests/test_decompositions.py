@@ -1,0 +1,89 @@
+"""What we write out for Inductor computes what torch computes, and only where it was measured to help."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pack import import_comfy
+
+import_comfy()
+
+from hybrid_trt.backends.torch_live import decompositions
+from torch.fx.experimental.proxy_tensor import make_fx
+
+aten = torch.ops.aten
+DTYPES = {torch.float32: 1e-6, torch.float16: 1e-3}
+
+
+def image(*shape: int, dtype: torch.dtype = torch.float32, layout: torch.memory_format = torch.channels_last):
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64) * 3 + 20
+    return made.to(dtype).to(memory_format=layout)
+
+
+def traced(function, *given: torch.Tensor) -> torch.fx.GraphModule:
+    return make_fx(function, decomposition_table=decompositions.TABLE, tracing_mode="fake")(*given)
+
+
+def operations(graph: torch.fx.GraphModule) -> set[object]:
+    return {node.target for node in graph.graph.nodes if node.op == "call_function"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 640, 32, 32), (1, 1280, 16, 16), (3, 96, 40, 24)], ids=str)
+def test_a_group_norm_in_parts_is_torchs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight, bias = image(*shape, dtype=dtype), *(torch.randn(shape[1]).to(dtype) for _ in range(2))
+    result, mean, scale = decompositions.group_norm_in_parts(
+        x, weight, bias, shape[0], shape[1], shape[2] * shape[3], 32, 1e-5
+    )
+    expected = aten.native_group_norm(
+        x.double(), weight.double(), bias.double(), shape[0], shape[1], shape[2] * shape[3], 32, 1e-5
+    )
+    assert result.dtype == dtype
+    for got, wanted in zip((result, mean, scale), expected, strict=True):
+        assert got.shape == wanted.shape
+        assert (got.double() - wanted).abs().max() <= DTYPES[dtype] * wanted.abs().max()
+
+
+def test_a_group_norm_without_weight_and_bias_is_torchs() -> None:
+    x = image(2, 64, 32, 32)
+    result, *_ = decompositions.group_norm_in_parts(x, None, None, 2, 64, 1024, 4, 1e-6)
+    assert torch.allclose(result, torch.nn.functional.group_norm(x, 4, eps=1e-6), atol=1e-5)
+
+
+def test_parts_divide_the_pixels_and_are_no_larger_than_one_program_sums() -> None:
+    for pixels in (64, 63, 997, 1024, 13 * 19, 4096):
+        for wide in (1, 10, 30, 80, 3000):
+            rows = decompositions.part_of(pixels, wide)
+            assert pixels % rows == 0
+            assert rows * wide <= decompositions.MOST_SUMMED or rows == 1
+
+
+@pytest.mark.parametrize(
+    ("channels", "side", "layout", "parts"),
+    [(640, 32, torch.channels_last, True), (640, 32, torch.contiguous_format, False),
+     (320, 64, torch.channels_last, False), (320, 8, torch.channels_last, False)],
+    ids=["middle sizes", "another layout", "as large as Inductor splits by itself", "one program does it"],
+)  # fmt: skip
+def test_a_norm_is_written_out_only_where_that_is_faster(
+    channels: int, side: int, layout: torch.memory_format, parts: bool
+) -> None:
+    graph = traced(lambda x: torch.nn.functional.group_norm(x, 32), image(1, channels, side, side, layout=layout))
+    assert (aten.native_group_norm.default not in operations(graph)) is parts
+
+
+def test_channels_are_put_together_pixel_by_pixel() -> None:
+    images = [image(2, 6, 5, 4), image(2, 3, 5, 4)]
+    graph = traced(lambda *x: torch.cat(x, 1), *images)
+    (cat,) = [node for node in graph.graph.nodes if node.target is aten.cat.default]
+    assert cat.args[1] == 3
+    assert torch.equal(graph(*images), torch.cat(images, 1))
+    assert decompositions.is_channels_last(graph(*images))
+
+
+@pytest.mark.parametrize("dim", [0, 2, -1])
+def test_what_is_no_putting_together_of_channels_stays(dim: int) -> None:
+    images = [image(2, 6, 5, 4), image(2, 6, 5, 4)]
+    graph = traced(lambda *x: torch.cat(x, dim), *images)
+    assert torch.equal(graph(*images), torch.cat(images, dim))
+    (cat,) = [node for node in graph.graph.nodes if node.target is aten.cat.default]
+    assert (cat.args[1:] or (0,))[0] == dim
