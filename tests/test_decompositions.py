@@ -59,15 +59,16 @@ def test_parts_divide_the_pixels_and_are_no_larger_than_one_program_sums() -> No
 
 
 @pytest.mark.parametrize(
-    ("channels", "side", "layout", "parts"),
-    [(640, 32, torch.channels_last, True), (640, 32, torch.contiguous_format, False),
-     (320, 64, torch.channels_last, False), (320, 8, torch.channels_last, False)],
-    ids=["middle sizes", "another layout", "as large as Inductor splits by itself", "one program does it"],
-)  # fmt: skip
+    ("shape", "parts"),
+    [((1, 640, 32, 32), True), ((1, 320, 64, 64), False), ((1, 320, 8, 8), False), ((1, 320, 1024), False)],
+    ids=["middle sizes", "as large as Inductor splits by itself", "one program does it", "no image"],
+)
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=str)
 def test_a_norm_is_written_out_only_where_that_is_faster(
-    channels: int, side: int, layout: torch.memory_format, parts: bool
+    shape: tuple[int, ...], parts: bool, layout: torch.memory_format
 ) -> None:
-    graph = traced(lambda x: torch.nn.functional.group_norm(x, 32), image(1, channels, side, side, layout=layout))
+    given = image(*shape, layout=layout if len(shape) == 4 else torch.contiguous_format)
+    graph = traced(lambda x: torch.nn.functional.group_norm(x, 32), given)
     assert (aten.native_group_norm.default not in operations(graph)) is parts
 
 
