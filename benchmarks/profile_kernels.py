@@ -23,8 +23,8 @@ FAMILIES = (
     ("attention", r"flash|fmha|sdpa|mha_|attention"),
     ("convolution", r"fprop|dgrad|conv2d|convolve|implicit_convolve|cudnn.*conv|nchwToNhwc|nhwcToNchw"),
     ("product", r"gemm|nvjet|cutlass|cublas|splitk|splitKreduce|triton_tem"),
-    ("norm", r"group_norm|layer_norm|native_layer|triton_(red|per)_"),
-    ("copy", r"memcpy|memset|copy_|Memcpy|Memset|CatArray"),
+    ("norm", r"group_norm|layer_norm|native_layer|var_mean|triton_(red|per)_"),
+    ("copy", r"^(?!triton).*(memcpy|memset|copy_|Memcpy|Memset|CatArray)"),
     ("pointwise", r"triton_poi|elementwise|vectorized"),
 )
 """The first whose pattern a kernel's name has; Inductor names its own after the operations in them."""

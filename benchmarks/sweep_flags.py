@@ -109,6 +109,8 @@ class Sweep:
             live.add_compiled(self.symbols, open_file(self.folder / f"{variant}.bin"))
             results = list(self.session.run(self.given).values())
             self.session.run(self.given)
+        if self.session.graphs.failure is not None:  # what comes after such a failure cannot be trusted either
+            raise SystemExit(f"{variant} cannot be recorded: {self.session.graphs.failure}; leave it out")
         return {"ms": networks.replay_ms(self.session), "rel_err": networks.worst_error(results, self.reference)}
 
 

@@ -23,6 +23,8 @@ KERNELS = {
     "triton_red_fused__to_copy_native_group_norm_silu_7": "norm",
     "triton_per_fused_add_native_layer_norm_41": "norm",
     "triton_poi_fused_add_convolution_silu_3": "pointwise",
+    "triton_poi_fused__to_copy_add_silu_17": "pointwise",
+    "triton_poi_fused__to_copy_add_mul_silu_var_mean_view_131": "norm",
     "Memcpy DtoD (Device -> Device)": "copy",
     "void at::native::CatArrayBatchedCopy_vectorized<...>": "copy",
     "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::Half>>": "pointwise",
