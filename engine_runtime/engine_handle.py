@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,8 @@ from ..architectures import Role
 from ..architectures.calls import Binding, EngineCall, Unsupported
 from ..architectures.tensors import Profile
 from ..backends import AUTO, Backend, find_engines, gpu_of, serving_backends
-from ..engine_library import Fallback, Library, Reason, Unavailable, Wanted, last_use
+from ..engine_library import Engine, Fallback, Library, Reason, Unavailable, Wanted, last_use
+from ..engine_sessions.backed_by_live import backed_by_live
 from ..engine_sessions.room import close_engines
 from ..engine_sessions.session import Session
 from ..native_model.layout import layout_of
@@ -131,6 +132,15 @@ class EngineHandle:
                 raise
             engines, passed_over = [], unavailable.fallback
         backend = usable[engines[0].manifest.identity.backend] if engines else live
+        found = self._session_of(backend, engines, passed_over)
+        if live in (None, backend):
+            return found
+        try:
+            return backed_by_live(found, self._session_of(live, engines, None), self.network)
+        except Unavailable:  # another node replaced a part of the network
+            return found
+
+    def _session_of(self, backend: Backend, engines: Sequence[Engine], passed_over: Fallback | None) -> Session:
         its = [engine for engine in engines if engine.manifest.identity.backend == backend.name]
         return backend.session(self.network, its, self.precision, passed_over)
 

@@ -30,7 +30,7 @@ from ..engine_runtime.ledger import last_run
 from ..engine_sessions.session import refusal_of
 from ..native_model.hash_cache import source_of
 from ..native_model.layout import layout_of
-from .outlook import Wish, parameters_of, seconds
+from .outlook import Wish, parameters_of, seconds, serves_any_size
 
 log = logging.getLogger(__name__)
 
@@ -144,6 +144,7 @@ class NodeStates:
             if answer["run"] is not None and answer["run"]["opened"] < _published(engine):
                 answer["run"] = None  # it tells of the time before this engine
             answer["engine"]["covers"] = covers.contains(wanted.only(covers.ranges))
+            answer["any_size"] = serves_any_size(known.backend, known.device)
             if (why := refusal_of(engine)) is not None:
                 text = f"It was not opened, so calls run uncompiled: {why}; build it again."
                 answer |= {"state": "stale", "text": text}

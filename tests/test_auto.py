@@ -26,10 +26,11 @@ from hybrid_trt.backends.torch_live.compiled import file_name
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder.jobs import BuildQueue
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, trust
+from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason, Unavailable, trust
 from hybrid_trt.engine_library.engine import describe_files
 from hybrid_trt.engine_library.parity import relative_error
 from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.engine_runtime.memory import EnginePatcher
 from hybrid_trt.native_model import hash_cache
 from hybrid_trt.native_model.network import NativeNetwork
 from hybrid_trt.page_api.node_states import NodeStates
@@ -41,6 +42,7 @@ PROFILE = Profile({"B": Range(1, 2, 2), "H": Range(4, 8, 16), "W": Range(4, 8, 1
                    "HB": Range(1, 1, 2)})
 WIDE = Profile({**PROFILE.ranges, "H": Range(4, 8, 40), "W": Range(4, 8, 40)})
 SIZES = {"B": 2, "H": 8, "W": 12, "T": 77, "HB": 1}
+BEYOND = {**SIZES, "H": 20}
 FASTER, SLOWER = {"native_ms": 8.0, "engine_ms": 2.5}, {"native_ms": 8.0, "engine_ms": 8.5}
 LIMIT = 1e-5
 
@@ -268,3 +270,95 @@ def test_a_model_with_a_lora_is_hashed_only_for_an_engine_that_is_not_its_files(
     like(engine, FASTER)
     assert handle_of(patched, tmp_path).session.engines == [], "of other weights"
     assert patched.known_hash() not in ("", engine.manifest.identity.weights)
+
+
+# What the engine cannot serve
+
+
+def test_calls_of_other_sizes_than_the_engines_run_on_live_weights_and_not_native(
+    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine = ort(FASTER)
+    handle = handle_of(net, tmp_path, profile=WIDE)
+    served = []
+    for sizes in (SIZES, BEYOND, BEYOND, SIZES, {**SIZES, "T": 154}):
+        assert serve(handle, sizes) <= LIMIT
+        served.append(handle.tally.backend)
+    assert served == ["onnxruntime", "torch", "torch", "onnxruntime", "torch"]
+    assert (handle.tally.engine, handle.tally.native) == (5, 0)
+    assert handle.session.engines == [engine]
+    assert "larger calls run on torch's live weights" in handle.status()
+    by_name = handle_of(net, tmp_path, profile=WIDE, backend="onnxruntime")
+    with pytest.raises(AssertionError, match="height 160 px is outside"):
+        serve(by_name, BEYOND)
+    assert "larger calls run native" in by_name.status()
+
+
+def test_calls_with_a_lora_that_the_engine_has_not_run_on_live_weights(
+    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
+) -> None:
+    ort(FASTER)
+    handle, patched = handle_of(net, tmp_path), with_lora(net).patcher
+    assert handle.follows_patches, "the sampler patch lets such calls through"
+    served = []
+    for patcher in (net.patcher, patched, net.patcher, net.patcher.clone(), patched):
+        assert serve(handle, patcher=patcher) <= LIMIT
+        served.append(handle.tally.backend)
+    assert served == ["onnxruntime", "torch", "onnxruntime", "onnxruntime", "torch"]
+
+
+def test_comfyui_sees_and_frees_the_memory_of_the_engine_and_of_the_live_weights(
+    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine = ort(FASTER)
+    handle = handle_of(net, tmp_path)
+    patcher: EnginePatcher = handle.patcher
+    assert patcher.model_size() == engine.manifest.device_bytes, "what the run will take"
+    serve(handle)
+    alone = patcher.loaded_size()
+    assert alone > 0
+    serve(handle, BEYOND, with_lora(net).patcher)
+    weights = sum(p.numel() for p in net.module.parameters()) * 4
+    live = TORCH.session(net, [], "float32", None)
+    assert live.loaded
+    assert patcher.loaded_size() == alone + live.bytes
+    assert live.bytes <= weights
+    patcher.detach()
+    assert patcher.loaded_size() == 0
+    assert not live.loaded
+
+
+def test_two_nodes_with_one_engine_count_its_memory_once(
+    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
+) -> None:
+    ort(FASTER)
+    one, other = handle_of(net, tmp_path), handle_of(net, tmp_path)
+    assert one.patcher.is_clone(other.patcher)
+    before = one.session
+    one.refresh()
+    assert one.session is before, "a run does not open anything anew"
+    assert not one.patcher.is_clone(handle_of(net, tmp_path, backend="onnxruntime").patcher)
+
+
+def test_a_network_whose_parts_were_replaced_keeps_its_engine(
+    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replaced(*_: Any) -> None:
+        raise Unavailable(Reason.MODEL_PATCHED, "another node replaced a part of it")
+
+    engine = ort(FASTER)
+    monkeypatch.setattr(type(TORCH), "session", replaced)
+    handle = handle_of(net, tmp_path)
+    assert handle.session.engines == [engine]
+    assert not handle.follows_patches
+
+
+def test_the_page_knows_that_any_size_is_served(net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path) -> None:
+    ort(FASTER)
+    for backend, expected in ((AUTO, True), ("onnxruntime", False)):
+        states = NodeStates(Library([tmp_path]), BuildQueue())
+        handle = handle_of(net, tmp_path, profile=WIDE, backend=backend)
+        states.learn("key", handle)
+        told = states.state("key", Wish(net.role.value, net.label, False, backend))
+        assert (told["state"], told["any_size"], told["engine"]["covers"]) == ("ready", expected, False)
+        assert told["engine"]["speed"] == 3.2
