@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ..architectures.tensors import Profile, TensorSpec
-from ..engine_library import Engine, Fallback, Manifest, Reason, Unavailable
+from ..engine_library import Engine, Fallback, Library, Manifest, Reason, Unavailable, Wanted, trust
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..native_model.network import NativeNetwork
 
 AUTO = "auto"
-"""The choice of no backend in particular: the best one that runs here."""
+"""The choice of no backend in particular: of the engines that proved themselves here the fastest one."""
 
 Progress = Callable[[str, float], None]
 """Called with a phase in words and the fraction done, 0 to 1; may raise to cancel."""
@@ -77,8 +77,9 @@ class Backend(Protocol):
 
     Attributes:
         name: stands in manifests and in the node's list; never change it.
-        preference: of several backends that can serve, ``auto`` takes the highest.
-        measured_on: kinds of devices, see ``kind_of``, on which its engines were run and held against native.
+        preference: of several backends that can serve, ``auto`` takes the highest where no figures tell more.
+        measured_on: kinds of devices, see ``kind_of``, on which its engines were run and held against native; elsewhere
+            ``auto`` takes only engines of it that were timed on the very GPU.
         builds_on_gpu: whether a build needs memory and time of the GPU that it is for.
         build_memory: main memory that ``build`` takes, in sizes of the weights.
         runs_live_weights: whether its engines hold no weights: it then serves without an engine too, and builds from
@@ -182,7 +183,7 @@ def gpu_of(device: torch.device) -> str:
 
 
 def proven(backend: Backend, device: torch.device) -> bool:
-    """Whether ``auto`` may take a backend: what nobody has run on such a device serves only when chosen by name."""
+    """Whether ``auto`` may take a backend: of others it takes only engines that proved themselves on the very GPU."""
     return kind_of(device) in backend.measured_on
 
 
@@ -212,15 +213,19 @@ def refusals(device: torch.device) -> Callable[[Manifest], Fallback | None]:
     return refuses
 
 
-def usable_backends(choice: str, device: torch.device) -> list[Backend]:
+def usable_backends(choice: str, device: torch.device, timed_here: Collection[str] = ()) -> list[Backend]:
     """The backends that a choice allows and that can run on a device here, the most preferred first.
+
+    Args:
+        timed_here: names of those with engines that proved themselves on this very GPU: ``auto`` allows them too.
 
     Raises:
         Unavailable: none; says why not, of each that could be installed.
     """
     known = backends()
     if choice == AUTO:
-        allowed = [b for b in known.values() if proven(b, device)] or _not_on_auto(known.values(), device)
+        allowed = [b for b in known.values() if proven(b, device) or b.name in timed_here]
+        allowed = allowed or _not_on_auto(known.values(), device)
     else:
         allowed = [known[choice]] if choice in known else []
     refusals = {b.name: b.unavailable(device) for b in allowed}
@@ -232,3 +237,45 @@ def usable_backends(choice: str, device: torch.device) -> list[Backend]:
         details = [refusal.detail for refusal in refusals.values() if refusal.reason is reason]
         raise Unavailable(reason, "; ".join(details) or f"there is no backend called {choice}")
     return usable
+
+
+def serving_backends(choice: str, device: torch.device, library: Library, architecture: str) -> dict[str, Backend]:
+    """The backends by name that may serve a network of an architecture, as ``usable_backends`` has them.
+
+    Raises:
+        Unavailable: as there.
+    """
+    timed_here = library.timed_on(gpu_of(device), architecture) if choice == AUTO else ()
+    return {b.name: b for b in usable_backends(choice, device, timed_here)}
+
+
+def find_engines(
+    library: Library, wanted: Wanted, choice: str, usable: Mapping[str, Backend], device: torch.device
+) -> list[Engine]:
+    """The engines that serve what a node wants, the best first; see ``Library.find``.
+
+    With ``auto`` that is the fastest one on this GPU. One that was no faster than native is none there where live
+    weights can serve: these need no build.
+
+    Args:
+        usable: the ``serving_backends``.
+
+    Raises:
+        Unavailable: as ``Library.find``.
+    """
+
+    def refuses(manifest: Manifest) -> Fallback | None:
+        return usable[manifest.identity.backend].refuses(manifest, device)
+
+    if choice != AUTO:
+        return library.find_all(wanted, refuses)
+    unproven = [b.name for b in usable.values() if not proven(b, device)]
+    found = library.find_all(replace(wanted, fastest=True, only_timed=unproven), refuses)
+    # these do not open slow ones
+    live = [b.name for b in usable.values() if b.runs_live_weights]
+    if not live:
+        return found
+    worth_it = [e for e in found if e.manifest.identity.backend in live or not trust.is_slow(e, wanted.gpu)]
+    if not worth_it:
+        raise library.nothing_found()
+    return worth_it

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,8 @@ class Wanted:
             serves any.
         backends: names, the most wanted first.
         gpu: where it is to run; ``""`` is the CPU.
+        fastest: whether the engine that was the fastest on this GPU is the best one, whoever built it; see ``pace``.
+        only_timed: those of the backends of which only engines will do that were timed on this GPU.
     """
 
     architecture: str
@@ -44,6 +46,8 @@ class Wanted:
     profile: Profile
     backends: Sequence[str]
     gpu: str = ""
+    fastest: bool = False
+    only_timed: Collection[str] = ()
 
 
 class Library:
@@ -65,7 +69,9 @@ class Library:
         """The best engine for a model.
 
         Engines whose profile holds the wanted one come first, then more wanted backends, then smaller profiles.
-        A smaller profile than wanted still serves the calls that fit it.
+        A smaller profile than wanted still serves the calls that fit it. Where the fastest is wanted, its time on this
+        GPU counts more than its backend, those without figures come after those with, and such as were no faster than
+        native last of all.
 
         Args:
             wanted: which network, weights, precision, profile and backends.
@@ -85,12 +91,13 @@ class Library:
                 continue
             if identity.precision != wanted.precision or identity.backend not in wanted.backends:
                 continue
+            pace = trust.pace(engine, wanted.gpu)
+            if pace is None and identity.backend in wanted.only_timed:
+                continue
             if (refusal := self.flaw(engine, usable, wanted.gpu)) is not None:
                 refusals.append(Unavailable(refusal.reason, refusal.detail))
                 continue
-            covers = identity.profile.contains(wanted.profile)
-            backend, weights = wanted.backends.index(identity.backend), wanted.weights.index(identity.weights)
-            rank = (not covers, backend, weights, identity.profile.volume())
+            rank = _rank(identity, wanted, pace if wanted.fastest else None)
             candidates.append((rank, len(candidates), engine))
         if candidates:
             return [engine for _, _, engine in sorted(candidates)]
@@ -115,11 +122,28 @@ class Library:
         """What to raise when no engine is for a model; damaged ones are told in the log and by the panel alone."""
         return Unavailable(Reason.NO_ENGINE, "none for this model in the library")
 
-    def may_have(self, architecture: str, fingerprint: Callable[[], str]) -> bool:
-        """Whether an engine could be a model's, judged without its weights hash; False is certain."""
+    def may_have(
+        self,
+        architecture: str,
+        fingerprint: Callable[[], str],
+        backends: Collection[str] | None = None,
+        others: Collection[str] = (),
+    ) -> bool:
+        """Whether an engine could be a model's, judged without its weights hash; False is certain.
+
+        Args:
+            backends: whose engines count; everybody's by default.
+            others: hashes of weights that are not the model's.
+        """
         manifests = [e.manifest for e in self.engines() if e.manifest.identity.architecture == architecture]
-        known = {manifest.fingerprint for manifest in manifests}
+        manifests = [m for m in manifests if m.identity.weights not in others]
+        known = {m.fingerprint for m in manifests if backends is None or m.identity.backend in backends}
         return bool(known) and ("" in known or fingerprint() in known)
+
+    def timed_on(self, gpu: str, architecture: str) -> set[str]:
+        """The backends with an engine of an architecture that this machine has timed on a GPU."""
+        engines = [e for e in self.engines() if e.manifest.identity.architecture == architecture]
+        return {e.manifest.identity.backend for e in engines if trust.pace(e, gpu) is not None}
 
     def exact(self, identity: EngineIdentity, usable: Usable, gpu: str = "") -> Engine | None:
         """The engine with this very key, if it is there and nothing is wrong with it."""
@@ -236,3 +260,11 @@ class Library:
             move(folder, trash / folder.name)
         finally:
             remove_work_folder(trash)
+
+
+def _rank(identity: EngineIdentity, wanted: Wanted, pace: float | None) -> tuple:
+    """What sorts the engines that serve a node, the best first; ``pace``: see ``trust``, None where it is not known."""
+    slow, profile = pace is not None and pace >= 1, identity.profile
+    covers = profile.contains(wanted.profile.only(profile.ranges))  # a UNet's has no sizes of hints
+    backend, weights = wanted.backends.index(identity.backend), wanted.weights.index(identity.weights)
+    return slow, not covers, pace is None, pace or 0.0, backend, weights, profile.volume()

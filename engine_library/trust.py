@@ -109,6 +109,27 @@ def figures(engine: Engine) -> Mapping:
     return record.parity if record is not None and record.parity else engine.manifest.parity
 
 
+def pace(engine: Engine, gpu: str) -> float | None:
+    """What part of native's time a call takes, as this machine measured it on this GPU: 0.5 is twice as fast.
+
+    None without such figures. Engines are timed at their own best sizes, so milliseconds of two cannot be held against
+    each other, and their parts of native's time can. Two faults stay: native waits more for launches at small sizes,
+    which flatters engines for those; and native's time is in the figure, as unsteady as the machine was, so parts that
+    differ by a few percent are alike. Milliseconds would be more honest if all were taken at the size a node wants.
+    """
+    record = record_of(engine)
+    if not gpu or record is None or record.gpu != gpu:
+        return None
+    took, native = figures(engine).get("engine_ms"), figures(engine).get("native_ms")
+    return took / native if took and native else None
+
+
+def is_slow(engine: Engine, gpu: str) -> bool:
+    """Whether an engine was no faster than native on this GPU."""
+    found = pace(engine, gpu)
+    return found is not None and found >= 1
+
+
 def flaw(engine: Engine, gpu: str = "") -> Fallback | None:
     """Why an engine must not serve on this machine, or None: it was built or checked here.
 

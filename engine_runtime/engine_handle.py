@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +15,9 @@ import torch
 from ..architectures import Role
 from ..architectures.calls import Binding, EngineCall, Unsupported
 from ..architectures.tensors import Profile
-from ..backends import AUTO, Backend, gpu_of, usable_backends
-from ..engine_library import Fallback, Library, Manifest, Reason, Unavailable, Wanted, last_use
+from ..backends import AUTO, Backend, find_engines, gpu_of, serving_backends
+from ..engine_library import Engine, Fallback, Library, Reason, Unavailable, Wanted, last_use
+from ..engine_sessions.backed_by_live import backed_by_live
 from ..engine_sessions.room import close_engines
 from ..engine_sessions.session import Session
 from ..native_model.layout import layout_of
@@ -119,22 +120,27 @@ class EngineHandle:
         architecture = self.network.architecture()
         self.bind = architecture.binding(self.network.module)
         device = self.network.device
-        usable = {b.name: b for b in usable_backends(self.choice.backend, device)}
+        usable = serving_backends(self.choice.backend, device, self.library, architecture.name)
         self.takes_any_weights = self.choice.replaceable and any(backend.refits for backend in usable.values())
-
-        def refuses(manifest: Manifest) -> Fallback | None:
-            return usable[manifest.identity.backend].refuses(manifest, device)
-
         weights = self._weights(architecture.name, usable.values())
         wanted = Wanted(architecture.name, weights, self.precision, self.choice.profile, list(usable), gpu_of(device))
-        without = next((backend for backend in usable.values() if backend.runs_live_weights), None)
+        live = next((backend for backend in usable.values() if backend.runs_live_weights), None)
         try:
-            engines, passed_over = self.library.find_all(wanted, refuses), None
+            engines, passed_over = find_engines(self.library, wanted, self.choice.backend, usable, device), None
         except Unavailable as unavailable:
-            if without is None:
+            if live is None:
                 raise
             engines, passed_over = [], unavailable.fallback
-        backend = usable[engines[0].manifest.identity.backend] if engines else without
+        backend = usable[engines[0].manifest.identity.backend] if engines else live
+        found = self._session_of(backend, engines, passed_over)
+        if live in (None, backend):
+            return found
+        try:
+            return backed_by_live(found, self._session_of(live, engines, None), self.network)
+        except Unavailable:  # another node replaced a part of the network
+            return found
+
+    def _session_of(self, backend: Backend, engines: Sequence[Engine], passed_over: Fallback | None) -> Session:
         its = [engine for engine in engines if engine.manifest.identity.backend == backend.name]
         return backend.session(self.network, its, self.precision, passed_over)
 
@@ -142,8 +148,9 @@ class EngineHandle:
         """What engines may have as their weights. No checkpoint is hashed to learn that none can be its own."""
         fixed = [b for b in backends if not b.runs_live_weights and not (self.choice.replaceable and b.refits)]
         found = []
-        if fixed and self.library.may_have(architecture, self.network.fingerprint):
-            found.append(self.network.weights_hash())
+        network, names = self.network, [b.name for b in fixed]
+        if fixed and self.library.may_have(architecture, network.fingerprint, names, network.other_hashes()):
+            found.append(network.weights_hash())
         if any(backend.runs_live_weights or backend.refits for backend in backends):
             found.append(layout_of(self.network.module))
         if not found:

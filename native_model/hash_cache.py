@@ -88,6 +88,12 @@ def known_hashes(source: dict) -> set[str]:
     return {value for key, value in _entries().items() if key.startswith(start)}
 
 
+def hashes_without_patches(patcher: ModelPatcher) -> set[str]:
+    """Hashes that a patched model cannot have: those of its file. None of a model that is not patched."""
+    source = None if version_of(patcher) is None else source_of(patcher)
+    return set() if source is None else known_hashes(source)
+
+
 def _entries() -> dict[str, str]:
     if _folder is None:
         return {}

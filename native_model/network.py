@@ -10,6 +10,7 @@ import torch
 
 from ..architectures import Architecture, Role, architecture_of
 from ..engine_library.reasons import Reason, Unavailable
+from .hash_cache import hashes_without_patches
 from .weights import Check, fingerprint, forget_hash, known_hash, weights_hash
 
 if TYPE_CHECKING:
@@ -92,6 +93,10 @@ class NativeNetwork:
     def known_hash(self) -> str:
         """As ``weights_hash`` if somebody has needed it already, else ``""``."""
         return known_hash(self.patcher, self.prefix)
+
+    def other_hashes(self) -> set[str]:
+        """Hashes that it certainly has not; cheap, see ``hash_cache.hashes_without_patches``."""
+        return hashes_without_patches(self.patcher)
 
     def forget_hash(self) -> None:
         """Hash the weights anew next time."""

@@ -79,8 +79,8 @@ def settings_inputs() -> list[io.Input]:
             display_name="Backend",
             options=[AUTO, *backends()],
             default=AUTO,
-            tooltip="Who builds and runs the engine; auto takes what was measured on such a device: torch on NVIDIA "
-            "GPUs, onnxruntime on the CPU.",
+            tooltip="Who builds and runs the engine; auto takes the one that was the fastest when it was compared with "
+            "native on this GPU, else torch on NVIDIA GPUs and onnxruntime on the CPU, with which it also builds.",
             advanced=True,
         ),
         io.Combo.Input(

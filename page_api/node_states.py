@@ -20,9 +20,9 @@ import torch
 
 from ..architectures import architectures, profile_words
 from ..architectures.tensors import Profile
-from ..backends import gpu_of, usable_backends
+from ..backends import find_engines, gpu_of, serving_backends
 from ..engine_builder.jobs import BuildQueue, Job, State
-from ..engine_library import Engine, Fallback, Library, Manifest, Reason, Unavailable, Wanted, trust
+from ..engine_library import Engine, Fallback, Library, Reason, Unavailable, Wanted, trust
 from ..engine_library.files import write_file
 from ..engine_library.manifest import MANIFEST_NAME
 from ..engine_runtime.engine_handle import EngineHandle
@@ -30,7 +30,7 @@ from ..engine_runtime.ledger import last_run
 from ..engine_sessions.session import refusal_of
 from ..native_model.hash_cache import source_of
 from ..native_model.layout import layout_of
-from .outlook import Wish, parameters_of, seconds
+from .outlook import Wish, parameters_of, seconds, serves_any_size
 
 log = logging.getLogger(__name__)
 
@@ -144,6 +144,7 @@ class NodeStates:
             if answer["run"] is not None and answer["run"]["opened"] < _published(engine):
                 answer["run"] = None  # it tells of the time before this engine
             answer["engine"]["covers"] = covers.contains(wanted.only(covers.ranges))
+            answer["any_size"] = serves_any_size(known.backend, known.device)
             if (why := refusal_of(engine)) is not None:
                 text = f"It was not opened, so calls run uncompiled: {why}; build it again."
                 answer |= {"state": "stale", "text": text}
@@ -188,11 +189,7 @@ class NodeStates:
             return None, refusal if refusal.reason not in MISSING else Fallback(Reason.NO_ENGINE, refusal.detail)
         device = torch.device(known.device)
         try:
-            usable = {b.name: b for b in usable_backends(known.backend, device)}
-
-            def refuses(manifest: Manifest) -> Fallback | None:
-                return usable[manifest.identity.backend].refuses(manifest, device)
-
+            usable = serving_backends(known.backend, device, self._library, known.architecture)
             wanted = Wanted(
                 known.architecture,
                 [known.weights],
@@ -201,7 +198,7 @@ class NodeStates:
                 list(usable),
                 gpu_of(device),
             )
-            return self._library.find(wanted, refuses), refusal
+            return find_engines(self._library, wanted, known.backend, usable, device)[0], refusal
         except Unavailable as unavailable:
             return None, unavailable.fallback
 

@@ -81,3 +81,11 @@ def seconds(
         return known, any(one.runs_live_weights for one in usable)
     except (Unavailable, RuntimeError):  # no such backend, or no such device any more
         return None, False
+
+
+def serves_any_size(backend: str, device: str) -> bool:
+    """Whether live weights serve what an engine was not built for, so that no size has to run native."""
+    try:
+        return any(one.runs_live_weights for one in usable_backends(backend, torch.device(device)))
+    except (Unavailable, RuntimeError):  # as above
+        return False

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...engine_library import BuildError, Engine, Fallback, Manifest, Reason, Unavailable, trust, verified
+from ...engine_sessions.session import refuse
 from ...native_model.layout import layout_of
-from .. import BuildRequest, LiveTask, Progress
+from .. import BuildRequest, LiveTask, Progress, gpu_of
 from . import compiled
 
 if TYPE_CHECKING:
@@ -86,7 +87,10 @@ class TorchBackend:
     ) -> LiveSession:
         from .session import live_session  # which needs ComfyUI
 
-        found = live_session(network, self, precision)
+        found, gpu = live_session(network, self, precision), gpu_of(network.device)
+        for engine in engines:
+            if trust.is_slow(engine, gpu):
+                refuse(engine, f"compiled it took {trust.pace(engine, gpu):.2f} times as long as native on this GPU")
         found.use(engines, passed_over)
         return found
 

@@ -71,7 +71,7 @@ export function misfit(latents, limits) {
 export function limitsOf(state, inputs) {
     const engine = state.state === "ready" ? state.engine : null;
     // live weights run every size, those without a compiled file uncompiled
-    if ((!engine && state.any_size) || (engine?.backend ?? inputs.backend) === "torch") return null;
+    if (state.any_size || (engine?.backend ?? inputs.backend) === "torch") return null;
     if (engine) return engine.limits ?? null;
     const sizes = meant(inputs, state.fits);
     return sizes && { min: sizes.min_size, max: sizes.max_size, images: sizes.max_images };

@@ -102,7 +102,7 @@ export function describe(state) {
     }
     if (state.state === "ready") {
         if (state.engine.rel_err != null) view.hint = t("checkedHint", { error: error(state.engine.rel_err) });
-        view.lines = [engineLine(state.engine), ...(state.engine.covers ? [] : [t("smaller")])];
+        view.lines = [engineLine(state.engine), ...(state.engine.covers ? [] : [t(state.any_size ? "smallerLive" : "smaller")])];
         if (!state.engine.covers) view.tone = "warn";
         else if (!ran.length) view.title = t("readyNext");
         if (state.job?.state === "failed") view.lines.push(state.job.message);

@@ -29,6 +29,7 @@ test("an engine that is there decides, and a torch engine takes every size", () 
     assert.equal(limitsOf({ state: "ready", engine: { backend: "torch" } }, engine().inputs), null);
     assert.equal(limitsOf({ state: "none" }, engine({ backend: "torch" }).inputs), null);
     assert.equal(limitsOf({ state: "none", any_size: true }, engine().inputs), null, "auto took live weights");
+    assert.equal(limitsOf({ ...ready, any_size: true }, engine().inputs), null, "live weights stand behind the engine");
 });
 
 test("without CFG twice the images fit, and where CFG is not known nothing is claimed", () => {

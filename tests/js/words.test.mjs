@@ -62,6 +62,9 @@ test("each state has a title, a tone and a button", () => {
     const failed = describe({ state: "failed", text: "It broke.", job: { ...job, state: "failed" }, run: null });
     assert.deepEqual([failed.tone, failed.lines, failed.log], ["bad", ["It broke."], "j"]);
     assert.equal(describe({ state: "ready", engine: { ...ENGINE, covers: false }, run: null }).tone, "warn");
+    const beyond = (any_size) => describe({ state: "ready", engine: { ...ENGINE, covers: false }, any_size, run: null }).lines[1];
+    assert.match(beyond(false), /run native/);
+    assert.match(beyond(true), /run uncompiled on torch/);
     for (const state of ["unknown", "unwired", "off", "none", "asked"]) assert.ok(describe({ state, run: null }).lines[0].length > 10);
     assert.deepEqual(["none", "building", "ready"].map(buttonLabel), ["Build engine", "Cancel build", "Build again"]);
 });

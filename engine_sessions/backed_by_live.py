@@ -1,0 +1,139 @@
+"""An engine and, behind it, live weights: they take the calls that the engine cannot, so that native need not."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ..architectures.tensors import Profile
+from ..engine_library import Engine, Fallback, Reason, Unavailable
+from ..native_model.weight_patches import WeightPatches
+from .session import Session, shared
+
+if TYPE_CHECKING:
+    import torch
+    from comfy.model_patcher import ModelPatcher
+
+    from ..native_model.network import NativeNetwork
+
+
+class BackedSession:
+    """A session of an engine; see ``Session``. Live weights serve where sizes or weight patches are not the engine's.
+
+    They take their memory with the first such call. To the rest of the pack this is one session: its memory is that of
+    both, and its name and backend are those of the one that served last.
+    """
+
+    follows_patches = True
+
+    def __init__(self, engine: Session, live: Session, network: NativeNetwork):
+        self._engine, self._live = engine, live
+        self._of = weakref.ref(network.patcher)
+        self._patches = WeightPatches(network.patcher)
+        self._chosen = self._last = engine
+
+    def joins(self, engine: Session, live: Session, network: NativeNetwork) -> bool:
+        """Whether it is of these two, with the weights that a network's patcher has now."""
+        same = (self._engine, self._live, self._of()) == (engine, live, network.patcher)
+        return same and self._patches.same_on(network.patcher)
+
+    @property
+    def backend_name(self) -> str:
+        return self._last.backend_name
+
+    @property
+    def name(self) -> str:
+        return self._last.name
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        return self._engine.engines
+
+    @property
+    def weights(self) -> str:
+        return self._engine.weights
+
+    @property
+    def profile(self) -> Profile | None:
+        return self._engine.profile
+
+    @property
+    def joins_stacks(self) -> bool:
+        return self._engine.joins_stacks
+
+    @property
+    def refusal(self) -> str | None:
+        return self._engine.refusal
+
+    @property
+    def loaded(self) -> bool:
+        return self._engine.loaded or self._live.loaded
+
+    @property
+    def bytes(self) -> int:
+        loaded = [one for one in (self._engine, self._live) if one.loaded]
+        return sum(one.bytes for one in loaded or [self._chosen])
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        return self._engine.stream
+
+    def begin_run(self, patcher: ModelPatcher) -> None:
+        self._choose(patcher)
+        self._engine.begin_run(patcher)
+        self._live.begin_run(patcher)
+
+    def follow(self, network: NativeNetwork, patcher: ModelPatcher) -> None:
+        self._choose(patcher)
+        self._live.follow(network, patcher)
+        if self._chosen is self._engine:
+            self._engine.follow(network, patcher)
+
+    def _choose(self, patcher: ModelPatcher) -> None:
+        has_its_weights = self._engine.follows_patches or self._patches.same_on(patcher)
+        self._chosen = self._engine if has_its_weights else self._live
+
+    def owns_weights(self, patcher: ModelPatcher) -> bool:
+        return self._chosen.owns_weights(patcher)
+
+    def load(self) -> None:
+        self._chosen.load()
+
+    def unload(self) -> None:
+        self._engine.unload()
+        self._live.unload()
+
+    def serves(self, sizes: Mapping[str, int]) -> Fallback | None:
+        return self._live.serves(sizes)
+
+    def lacks(self, profile: Profile) -> bool:
+        return self._engine.lacks(profile)
+
+    def run(
+        self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable] | None = None
+    ) -> dict[str, torch.Tensor]:
+        self._last = self._chosen
+        try:
+            return self._chosen.run(given, extras)
+        except Unavailable as unavailable:
+            if self._chosen is self._live or unavailable.fallback.reason is not Reason.SHAPE_OUTSIDE_PROFILE:
+                raise
+        self._last = self._live
+        return self._live.run(given, extras)
+
+    def status(self, wanted: Profile) -> str:
+        text = self._engine.status(self._engine.profile or wanted)
+        more = f". It is smaller than this node's profile: larger calls run on {self._live.backend_name}'s live weights"
+        return f"{text}{more}" if self.lacks(wanted) else text
+
+
+def backed_by_live(engine: Session, live: Session, network: NativeNetwork) -> BackedSession:
+    """The session of an engine with live weights behind it, shared as these two are.
+
+    Args:
+        network: whose weights the engine has, patches included.
+    """
+    key = ("backed by live", id(engine), id(live), id(network.patcher))
+    # ids come again
+    return shared(key, lambda s: s.joins(engine, live, network), lambda: BackedSession(engine, live, network))

@@ -1,0 +1,364 @@
+"""``auto`` takes the fastest engine that proved itself on this GPU. A double of it: the CPU, under a GPU's name."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pack import import_comfy
+from small_networks import CPU, native_call, network, with_lora
+from trt_backends import ADA, TURING, gpu
+
+import_comfy()
+
+from comfy.model_patcher import ModelPatcher
+from hybrid_trt import backends as pack_backends
+from hybrid_trt.architectures.calls import EngineCall
+from hybrid_trt.architectures.samples import sample_inputs
+from hybrid_trt.architectures.tensors import Profile, Range
+from hybrid_trt.backends import AUTO, backends
+from hybrid_trt.backends.torch_live.compiled import file_name
+from hybrid_trt.engine_builder import build as builder
+from hybrid_trt.engine_builder.jobs import BuildQueue
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason, Unavailable, trust
+from hybrid_trt.engine_library.engine import describe_files
+from hybrid_trt.engine_library.parity import relative_error
+from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.engine_runtime.memory import EnginePatcher
+from hybrid_trt.native_model import hash_cache
+from hybrid_trt.native_model.network import NativeNetwork
+from hybrid_trt.page_api.node_states import NodeStates
+from hybrid_trt.page_api.outlook import Wish
+
+HERE, ELSEWHERE = f"{ADA.sm} {ADA.name}", f"{TURING.sm} {TURING.name}"
+TORCH, ORT = backends()["torch"], backends()["onnxruntime"]
+PROFILE = Profile({"B": Range(1, 2, 2), "H": Range(4, 8, 16), "W": Range(4, 8, 16), "T": Range(77, 77, 77),
+                   "HB": Range(1, 1, 2)})
+WIDE = Profile({**PROFILE.ranges, "H": Range(4, 8, 40), "W": Range(4, 8, 40)})
+SIZES = {"B": 2, "H": 8, "W": 12, "T": 77, "HB": 1}
+BEYOND = {**SIZES, "H": 20}
+FASTER, SLOWER = {"native_ms": 8.0, "engine_ms": 2.5}, {"native_ms": 8.0, "engine_ms": 8.5}
+LIMIT = 1e-5
+
+
+@pytest.fixture(scope="module", params=["unet", "controlnet"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def exported(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An engine of ONNX Runtime in a library: a backend that nobody measured on GPUs."""
+    folder = tmp_path_factory.mktemp(kind)
+    order = BuildOrder(network(kind, "unlike_levels"), "float32", PROFILE, ORT)
+    return builder.build_engine(order, Library([folder]), lambda *_: None, run=builder.run_here).folder
+
+
+@pytest.fixture(autouse=True)
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A double: the CPU is this GPU, and what was measured on CUDA counts for it."""
+    gpu(monkeypatch, ADA)
+    monkeypatch.setattr(pack_backends, "kind_of", lambda _device: "cuda")
+    monkeypatch.setattr(type(TORCH), "cannot_build", lambda *_: None)
+    for backend in ("tensorrt", "tensorrt_rtx"):
+        monkeypatch.setattr(backends()[backend], "unavailable", lambda _device: None)
+
+
+@pytest.fixture
+def net(kind: str) -> NativeNetwork:
+    return network(kind, "unlike_levels")
+
+
+@pytest.fixture
+def ort(exported: Path, tmp_path: Path) -> Callable[..., Engine]:
+    """Puts the engine of ONNX Runtime into the test's library, with what this machine knows of it."""
+
+    def put(figures: dict, gpu: str = HERE) -> Engine:
+        folder = shutil.copytree(exported, tmp_path / exported.name, dirs_exist_ok=True)
+        (engine,) = [e for e in Library([tmp_path]).engines() if e.folder == folder]
+        trust.keep(folder, engine.manifest, trust.Record(trust.BUILT, parity={"rel_err": 1e-6, **figures}, gpu=gpu))
+        return engine
+
+    return put
+
+
+def torch_engine(net: NativeNetwork, folder: Path, figures: dict, profile: Profile = PROFILE) -> Engine:
+    """A compiled engine with a file for the opt sizes, which does not open: then the network runs uncompiled."""
+    specs = net.architecture()
+    inputs, outputs = specs.engine_inputs(net.module, "float32"), specs.outputs(net.module, "float32")
+    used = {d.symbol for spec in inputs for d in spec.dims if not isinstance(d, int)}
+    library = Library([folder])
+    building = library.building_folder()
+    name = file_name(profile.only(used).sizes("opt"))
+    (building / name).write_bytes(b"what Inductor made")
+    identity = EngineIdentity(specs.name, TORCH.weights(net), "float32", profile.only(used), "torch", TORCH.version(),
+                              TORCH.target(CPU))
+    manifest = Manifest(identity, specs.role.value, net.label, tuple(inputs), tuple(outputs),
+                        describe_files(building, [name]), parity={"rel_err": 1e-6, **figures})
+    return library.publish(building, manifest, record=trust.Record(trust.BUILT, gpu=HERE))
+
+
+def like(engine: Engine, figures: dict, fingerprint: str = "", **changes: Any) -> Engine:
+    """One that does not open: by default for another checkpoint or another LoRA, with the same biases and norms."""
+    library = Library([engine.folder.parent])
+    building = library.building_folder()
+    (building / "model.onnx").write_bytes(b"other weights")
+    identity = replace(engine.manifest.identity, **{"weights": "f" * 64, **changes})
+    manifest = replace(engine.manifest, identity=identity, files=describe_files(building, ["model.onnx"]),
+                       fingerprint=fingerprint or engine.manifest.fingerprint)
+    return library.publish(building, manifest, record=trust.Record(trust.BUILT, parity=figures, gpu=HERE))
+
+
+def handle_of(net: NativeNetwork, folder: Path, profile: Profile = PROFILE, backend: str = AUTO) -> EngineHandle:
+    # outside of a prompt all tests of a process would count for one node
+    return EngineHandle(net, EngineChoice(profile, backend=backend), Library([folder]), f"{net.module!r:.9}{folder}")
+
+
+def serve(handle: EngineHandle, sizes: dict[str, int] = SIZES, patcher: ModelPatcher | None = None) -> float:
+    """Serve a call: who did is in the tally. How far the result is from native's."""
+    net, patcher = handle.network, patcher or handle.network.patcher
+    given = sample_inputs(net.architecture().inputs(net.module, "float32"), sizes, seed=3)
+    with torch.inference_mode():
+        done, result = handle.serve(None, lambda: EngineCall(dict(given), dict), patcher)
+        assert done, handle.fallback or handle.tally.details
+        patcher.patch_model(CPU)
+        try:
+            expected = native_call(net, given)
+        finally:
+            patcher.unpatch_model(CPU)
+    return max(relative_error(a, b) for a, b in zip(result.values(), expected, strict=True))
+
+
+def taken(net: NativeNetwork, folder: Path, **choice: Any) -> list[str]:
+    """The engines that a node takes, the page says the same."""
+    handle = handle_of(net, folder, **choice)
+    found = [e.folder.name for e in handle.session.engines]
+    states = NodeStates(Library([folder]), BuildQueue())
+    states.learn("key", handle)
+    told = states.state("key", Wish(handle.network.role.value, net.label, False, AUTO))
+    assert [told["engine"]["name"] if told["engine"] else None] == (found[:1] or [None])
+    return found
+
+
+# Which engine it takes
+
+
+def test_auto_takes_an_engine_of_any_backend_that_was_timed_on_this_gpu(
+    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
+) -> None:
+    for figures, where in (({}, HERE), (FASTER, ELSEWHERE), (FASTER, "")):
+        unproven = ort(figures, where)
+        assert taken(net, tmp_path) == [], f"{figures} on {where!r} proves nothing"
+        by_name = [unproven.folder.name] if where == HERE else []  # there it would have to be checked first
+        handle = handle_of(net, tmp_path, backend="onnxruntime")
+        assert [e.folder.name for e in (handle.session.engines if handle.session else [])] == by_name
+        assert serve(handle := handle_of(net, tmp_path)) <= LIMIT
+        assert handle.tally.backend == "torch"
+    engine = ort(FASTER)
+    assert taken(net, tmp_path) == [engine.folder.name]
+    assert serve(handle := handle_of(net, tmp_path)) <= LIMIT
+    assert (handle.tally.backend, handle.tally.engine_name) == ("onnxruntime", engine.folder.name)
+
+
+def test_one_engines_figures_prove_nothing_of_another_engine_of_its_backend(
+    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine = ort({})
+    like(engine, FASTER)
+    assert taken(net, tmp_path) == []
+    ort(FASTER)
+    assert taken(net, tmp_path) == [engine.folder.name]
+
+
+def test_auto_takes_the_fastest_of_several_whichever_backend_is_preferred(
+    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine = ort(FASTER)
+    compiled = torch_engine(net, tmp_path, {"native_ms": 8.0, "engine_ms": 4.0})
+    assert TORCH.preference > ORT.preference
+    assert taken(net, tmp_path) == [engine.folder.name]
+    compiled = torch_engine(net, tmp_path, {"native_ms": 40.0, "engine_ms": 10.0})
+    assert taken(net, tmp_path) == [compiled.folder.name], "4x beats 3.2x, whatever the milliseconds at its size"
+    compiled = torch_engine(net, tmp_path, {})
+    assert taken(net, tmp_path) == [engine.folder.name], "what has no figures comes after what has"
+    assert taken(net, tmp_path, backend="torch") == [compiled.folder.name], "chosen by name"
+    assert taken(net, tmp_path, backend="onnxruntime") == [engine.folder.name]
+
+
+def test_of_two_engines_of_one_backend_the_faster_one_serves_and_by_name_the_smaller_one(
+    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine = ort({"native_ms": 8.0, "engine_ms": 4.0})
+    ranges = engine.manifest.identity.profile.ranges
+    larger = like(engine, FASTER, weights=engine.manifest.identity.weights, profile=WIDE.only(ranges))
+    assert taken(net, tmp_path) == [larger.folder.name]
+    by_name = handle_of(net, tmp_path, backend="onnxruntime")
+    assert by_name.session.engines == [engine], "which takes less memory"
+
+
+def test_an_engine_that_holds_the_nodes_sizes_comes_before_a_faster_one_that_does_not(
+    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine = ort(FASTER)
+    assert taken(net, tmp_path, profile=WIDE) == [engine.folder.name], "better than none"
+    compiled = torch_engine(net, tmp_path, {"native_ms": 8.0, "engine_ms": 6.0}, WIDE)
+    assert taken(net, tmp_path, profile=WIDE) == [compiled.folder.name]
+    assert taken(net, tmp_path) == [engine.folder.name]
+    torch_engine(net, tmp_path, SLOWER, WIDE)
+    assert taken(net, tmp_path, profile=WIDE) == [engine.folder.name], "one that is no gain serves nobody"
+
+
+def test_an_engine_that_was_slower_than_native_is_not_taken_where_live_weights_serve(
+    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine = ort(SLOWER)
+    assert taken(net, tmp_path) == []
+    assert serve(handle := handle_of(net, tmp_path)) <= LIMIT
+    assert handle.tally.backend == "torch"
+    assert taken(net, tmp_path, backend="onnxruntime") == [engine.folder.name], "chosen by name"
+
+
+def test_a_compiled_file_that_was_slower_than_native_is_not_opened(
+    net: NativeNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+    monkeypatch.setattr(type(TORCH), "open_live", lambda *_: opened.append(1))
+    torch_engine(net, tmp_path, {"native_ms": 8.0, "engine_ms": 10.0})
+    handle = handle_of(net, tmp_path)
+    assert serve(handle, {**SIZES, "W": 8}) <= LIMIT
+    assert opened == []
+    assert "1.25 times as long as native on this GPU" in handle.status()
+    assert handle.tally.engine_name == "live weights, CUDA graph"
+
+
+def test_a_checkpoint_is_hashed_only_for_an_engine_that_could_be_its_own_and_was_timed_here(
+    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed = []
+    found = NativeNetwork.weights_hash
+    monkeypatch.setattr(NativeNetwork, "weights_hash", lambda self, *_: hashed.append(self) or found(self))
+    engine = ort(FASTER, ELSEWHERE)
+    handle_of(net, tmp_path)
+    shutil.rmtree(engine.folder)
+    like(engine, {}, backend="tensorrt")
+    like(engine, FASTER, fingerprint="f" * 16)
+    handle_of(net, tmp_path)
+    assert hashed == [], "one that was not timed and one of other weights are no reason"
+    ort(FASTER)
+    handle_of(net, tmp_path)
+    assert hashed == [net]
+
+
+def test_a_model_with_a_lora_is_hashed_only_for_an_engine_that_is_not_its_files(
+    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under ``auto`` a LoRA's strength may change from prompt to prompt: a checkpoint takes minutes to hash."""
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"1")
+    net.patcher.cached_patcher_init = (network, (str(file), {}))
+    monkeypatch.setattr(hash_cache, "_folder", tmp_path)
+    engine, patched = ort(FASTER), with_lora(net)
+    assert handle_of(net, tmp_path).session.engines == [engine]
+    assert handle_of(patched, tmp_path).session.engines == []
+    assert patched.known_hash() == ""
+    like(engine, FASTER)
+    assert handle_of(patched, tmp_path).session.engines == [], "of other weights"
+    assert patched.known_hash() not in ("", engine.manifest.identity.weights)
+
+
+# What the engine cannot serve
+
+
+def test_calls_of_other_sizes_than_the_engines_run_on_live_weights_and_not_native(
+    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine = ort(FASTER)
+    handle = handle_of(net, tmp_path, profile=WIDE)
+    served = []
+    for sizes in (SIZES, BEYOND, BEYOND, SIZES, {**SIZES, "T": 154}):
+        assert serve(handle, sizes) <= LIMIT
+        served.append(handle.tally.backend)
+    assert served == ["onnxruntime", "torch", "torch", "onnxruntime", "torch"]
+    assert (handle.tally.engine, handle.tally.native) == (5, 0)
+    assert handle.session.engines == [engine]
+    assert "larger calls run on torch's live weights" in handle.status()
+    by_name = handle_of(net, tmp_path, profile=WIDE, backend="onnxruntime")
+    with pytest.raises(AssertionError, match="height 160 px is outside"):
+        serve(by_name, BEYOND)
+    assert "larger calls run native" in by_name.status()
+
+
+def test_calls_with_a_lora_that_the_engine_has_not_run_on_live_weights(
+    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
+) -> None:
+    ort(FASTER)
+    handle, patched = handle_of(net, tmp_path), with_lora(net).patcher
+    assert handle.follows_patches, "the sampler patch lets such calls through"
+    served = []
+    for patcher in (net.patcher, patched, net.patcher, net.patcher.clone(), patched):
+        assert serve(handle, patcher=patcher) <= LIMIT
+        served.append(handle.tally.backend)
+    assert served == ["onnxruntime", "torch", "onnxruntime", "onnxruntime", "torch"]
+
+
+def test_comfyui_sees_and_frees_the_memory_of_the_engine_and_of_the_live_weights(
+    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine = ort(FASTER)
+    handle = handle_of(net, tmp_path)
+    patcher: EnginePatcher = handle.patcher
+    assert patcher.model_size() == engine.manifest.device_bytes, "what the run will take"
+    serve(handle)
+    alone = patcher.loaded_size()
+    assert alone > 0
+    serve(handle, BEYOND, with_lora(net).patcher)
+    weights = sum(p.numel() for p in net.module.parameters()) * 4
+    live = TORCH.session(net, [], "float32", None)
+    assert live.loaded
+    assert patcher.loaded_size() == alone + live.bytes
+    assert live.bytes <= weights
+    patcher.detach()
+    assert patcher.loaded_size() == 0
+    assert not live.loaded
+
+
+def test_two_nodes_with_one_engine_count_its_memory_once(
+    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
+) -> None:
+    ort(FASTER)
+    one, other = handle_of(net, tmp_path), handle_of(net, tmp_path)
+    assert one.patcher.is_clone(other.patcher)
+    before = one.session
+    one.refresh()
+    assert one.session is before, "a run does not open anything anew"
+    assert not one.patcher.is_clone(handle_of(net, tmp_path, backend="onnxruntime").patcher)
+
+
+def test_a_network_whose_parts_were_replaced_keeps_its_engine(
+    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replaced(*_: Any) -> None:
+        raise Unavailable(Reason.MODEL_PATCHED, "another node replaced a part of it")
+
+    engine = ort(FASTER)
+    monkeypatch.setattr(type(TORCH), "session", replaced)
+    handle = handle_of(net, tmp_path)
+    assert handle.session.engines == [engine]
+    assert not handle.follows_patches
+
+
+def test_the_page_knows_that_any_size_is_served(net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path) -> None:
+    ort(FASTER)
+    for backend, expected in ((AUTO, True), ("onnxruntime", False)):
+        states = NodeStates(Library([tmp_path]), BuildQueue())
+        handle = handle_of(net, tmp_path, profile=WIDE, backend=backend)
+        states.learn("key", handle)
+        told = states.state("key", Wish(net.role.value, net.label, False, backend))
+        assert (told["state"], told["any_size"], told["engine"]["covers"]) == ("ready", expected, False)
+        assert told["engine"]["speed"] == 3.2
