@@ -92,9 +92,8 @@ class Sweep:
 
         live = self.session.live
         self.session.graphs.clear()
-        live.forget_compiled()
         with settings(VARIANTS[variant]):
-            live.add_compiled(self.symbols, open_file(self.folder / f"{variant}.bin"))
+            live.add_compiled(frozenset(self.symbols.items()), open_file(self.folder / f"{variant}.bin"))
             results = list(self.session.run(self.given).values())
             self.session.run(self.given)
         return {"ms": networks.replay_ms(self.session), "rel_err": networks.worst_error(results, self.reference)}
