@@ -129,6 +129,9 @@ class ToySizes:
     def call_words(self, call: Mapping[str, int]) -> str:
         return ", ".join(f"{self.symbols[s].word} {self.symbols[s].text(n)}" for s, n in call.items())
 
+    def join_layers(self, module: torch.nn.Module) -> list:
+        return []
+
     def preludes(self, module: torch.nn.Module) -> list:
         return []
 
