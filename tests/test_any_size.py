@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,10 +33,13 @@ from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, Library, local_key
 from hybrid_trt.engine_library.parity import relative_error
+from hybrid_trt.engine_runtime import engine_handle
+from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.engine_runtime.ledger import Tally
 from hybrid_trt.engine_runtime.report_words import report_text
-from hybrid_trt.engine_sessions.session import AskedCalls
+from hybrid_trt.engine_sessions.session import AskedCalls, Uncompiled
 from hybrid_trt.native_model.network import NativeNetwork
+from hybrid_trt.nodes import building
 from hybrid_trt.page_api.asked_pictures import asked_pictures, requested_pictures
 
 TORCH = backends()["torch"]
@@ -205,6 +209,39 @@ def test_calls_that_no_file_is_for_are_counted_and_told_in_the_report(built: Cal
     head, line = report_text([row]).splitlines()
     assert head == "1 of 1 network on engines. -> Build for 64x96, 154 tokens; 64x64, batch 3, 77 tokens"
     assert line == "a: 3 on torch (not compiled for 2 x 64x96, 154 tokens; 1 x 64x64, batch 3, 77 tokens: ran eagerly)"
+
+
+def test_a_build_orders_what_is_lacking_and_anew_only_what_is_there_or_was_not_opened(
+    built: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = network("unet", "unlike_levels")
+    run = SimpleNamespace(uncompiled={Uncompiled(frozenset(B.items()), "64x96, 154 tokens", False): 2})
+    monkeypatch.setattr(engine_handle, "last_run", lambda key: ("prompt", [run]))
+    choice = EngineChoice(SMALL, "float32", "torch", pictures=(Picture(64, 64, (2,)),))
+    handle = EngineHandle(net, choice, built.library, "node", "key")
+
+    def orders() -> list[tuple]:
+        handle.refresh()
+        return [(*order.calls, order.profile, anew) for order, anew in building._orders(handle)]
+
+    assert orders() == [(B, Profile.around([B]), False), (A, Profile.around([A]), False)]
+    first = built(net, A)
+    assert orders() == [(B, Profile.around([B]), False)]
+    assert "Not compiled for 64x96, 154 tokens: runs eagerly; build to add that" in handle.status()
+    second = built(net, B)
+    both = {(*TORCH.sizes(engine)[0].items(),) for engine in (first, second)}
+    found = orders()
+    assert {(*call.items(),) for call, _, _ in found} == both
+    assert [anew for _, _, anew in found] == [True, True]
+    assert "Not compiled" not in handle.status()
+
+    def fails(_self: Any, engine: Engine, _symbols: dict) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(type(TORCH), "open_live", fails)
+    with torch.inference_mode():
+        handle.session.run(given_for(net, B))
+    assert orders() == [(B, second.manifest.identity.profile, True)], "the other one is left alone"
 
 
 # --- in a real ComfyUI, with what Inductor really makes ---
