@@ -111,6 +111,10 @@ def test_a_prompt_tells_its_pictures_with_the_batch_that_cfg_makes_of_them() -> 
         assert asked_pictures(graph(), node) == (Picture(832, 1216, (2,)),)
         assert asked_pictures(graph(images=3, cfg=1.0), node) == (Picture(832, 1216, (3,)),)
         assert asked_pictures(graph(images=2, cfg=["primitive", 0]), node) == (Picture(832, 1216, (4, 2)),)
+    other = {"class_type": "KSampler", "inputs": {"positive": ["up", 0], "latent_image": ["large", 0]}}
+    large = {"class_type": "EmptyLatentImage", "inputs": {"width": 2048, "height": 2048}}
+    later = {**graph(), "other": other, "large": large}
+    assert asked_pictures(later, "engine") == (Picture(832, 1216, (2,)),), "what comes after its sampler is another's"
     assert asked_pictures(graph(width=["number", 0]), "engine") == (), "what is not certain is not asked for"
     assert asked_pictures(graph(latent_image=["up", 0]), "engine") == ()
     assert asked_pictures({"engine": None, "x": {"inputs": {"a": ["engine", 0]}}}, "engine") == ()
@@ -327,10 +331,16 @@ def test_build_now_builds_the_graphs_picture_first_and_a_longer_prompt_before_th
     assert history.output("report", "report")[0]["rows"][0]["uncompiled"] == {}
     assert set(comfy.queue(graph).cached) == set(graph), "nothing runs again without need"
 
+    wider = prompt(scenario.but(width=128), engines=True, name="size_now")
+    history = comfy.queue(wider, timeout=300)
+    assert ENGINE not in history.cached, "although nothing before the node has changed"
+    assert history.output("report", "report")[0]["rows"][0]["uncompiled"] == {}
+
     long = prompt(scenario.but(tokens=(154, 154)), engines=True, name="size_now")
+    assert comfy.queue(graph, timeout=300).ok
     (row,) = comfy.queue(long, timeout=300).output("report", "report")[0]["rows"]
     assert row["uncompiled"] == {"96x64, 154 tokens": row["engine"]}, "how long a prompt is nobody knows before it runs"
     history = comfy.queue(long, timeout=300)
-    assert set(files(comfy)) - there == {"B2-H8-T77-W12.bin", "B2-H8-T154-W12.bin"}
+    assert set(files(comfy)) - there == {"B2-H8-T77-W12.bin", "B2-H8-T77-W16.bin", "B2-H8-T154-W12.bin"}
     assert history.output("report", "report")[0]["rows"][0]["uncompiled"] == {}
     assert set(comfy.queue(long).cached) == set(long)

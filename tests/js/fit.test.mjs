@@ -94,6 +94,8 @@ test("a picture that an engine of compiled sizes has no file for is told, whatev
     const portrait = graph(size(832, 1216));
     assert.equal(uncompiledOf(portrait, "2", compiled([1024, 1024, 2], [832, 1216, 2])), null);
     assert.deepEqual(uncompiledOf(portrait, "2", compiled([1024, 1024, 2], [1216, 832, 2])), { width: 832, height: 1216, images: 1, cfg: 7 });
+    assert.notEqual(uncompiledOf(portrait, "2", compiled([1024, 1216, 2], [832, 1024, 2])), null);
+    assert.equal(uncompiledOf(portrait, "2", { ...compiled([64, 64, 2]), state: "stale" }), null, "it is built again as it is");
     assert.notEqual(uncompiledOf(portrait, "2", compiled([832, 1216, 1])), null, "with CFG a call has both prompts");
     assert.notEqual(uncompiledOf(graph(size(832, 1216, 2)), "2", compiled([832, 1216, 2])), null, "two images");
     assert.equal(uncompiledOf(graph(size(836, 1220)), "2", compiled([832, 1216, 2])), null, "a latent has an element for 8 pixels");
