@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from .calls import Binding, Prelude
 from .latent import ANY
-from .sizes import Asked, Examples, Sizes, Symbol
+from .sizes import Asked, Examples, Picture, Sizes, Symbol
 from .tensors import Profile, TensorSpec
 
 if TYPE_CHECKING:
@@ -34,13 +34,14 @@ class Role(str, Enum):
 
 
 class Architecture(Protocol):
-    """What the rest of the pack needs to know about a kind of network; ``latent.LatentSizes`` has the last four
+    """What the rest of the pack needs to know about a kind of network; ``latent.LatentSizes`` has the last seven
     methods and ``join_layers`` for whatever works on the latents of still images.
 
     Attributes:
         name: stands in manifests and file names, for example ``sd15_unet``; never change it.
         sizes: what its engines are built for when the user names no numbers.
         symbols: the symbols of its tensors' dimensions, and what people call them.
+        batch: the symbol of the batch.
         arguments: the positional arguments of the native forward, in order. ``control`` and ``transformer_options`` are
             ComfyUI's in every backbone.
     """
@@ -49,6 +50,7 @@ class Architecture(Protocol):
     role: Role
     sizes: Sizes
     symbols: Mapping[str, Symbol]
+    batch: str
     arguments: tuple[str, ...]
 
     def matches(self, module: torch.nn.Module) -> bool:
@@ -109,6 +111,19 @@ class Architecture(Protocol):
     def limits(self, profile: Profile) -> dict[str, int] | None:
         """What a profile takes in the words of the engine node's settings: ``min`` and ``max`` pixels, ``images``; None
         where these say nothing about it."""
+        ...
+
+    def calls(self, profile: Profile, picture: Picture) -> list[dict[str, int]]:
+        """The calls that sample a picture, symbol -> size, one for each of its batches; what a picture does not tell,
+        such as the tokens of the prompt, is the profile's best."""
+        ...
+
+    def picture_of(self, call: Mapping[str, int]) -> Picture | None:
+        """The picture that a call samples, with the call's batch; None where a call samples none."""
+        ...
+
+    def call_words(self, call: Mapping[str, int]) -> str:
+        """A call's sizes in a few words for people."""
         ...
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .sizes import Asked, Examples, Sizes, Symbol
+from .sizes import Asked, Examples, Picture, Sizes, Symbol
 from .tensors import Profile, Range
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class LatentSizes:
 
     sizes: Sizes
 
+    batch = "B"
     symbols = {
         "B": Symbol("batch"),
         "H": Symbol("height", LATENT, "px"),
@@ -76,8 +77,10 @@ class LatentSizes:
         """See ``Architecture``: ``up to 4 images, 256 to 1024 px, 231 tokens``."""
         parts = []
         if "B" in profile.ranges:
-            images = max(1, profile.ranges["B"].max // 2)
-            parts.append("1 image" if images == 1 else f"up to {images} images")
+            batch = profile.ranges["B"]
+            images = max(1, batch.max // 2)
+            several = "1 image" if images == 1 else f"up to {images} images"
+            parts.append(f"batch {batch.max}" if batch.min == batch.max else several)
         if {"H", "W"} <= profile.ranges.keys():
             height, width = (_span(profile.ranges[symbol], LATENT) for symbol in "HW")
             parts.append(f"{width} px" if height == width else f"{width} x {height} px")
@@ -95,6 +98,28 @@ class LatentSizes:
             "max": LATENT * min(height.max, width.max),
             "images": batch.max // 2,
         }
+
+    def calls(self, profile: Profile, picture: Picture) -> list[dict[str, int]]:
+        """See ``Architecture``."""
+        latent = {"H": max(1, picture.height // LATENT), "W": max(1, picture.width // LATENT), "HB": 1}
+        usual = profile.sizes("opt")
+        return [usual | {s: n for s, n in {**latent, "B": batch}.items() if s in usual} for batch in picture.batches]
+
+    def picture_of(self, call: Mapping[str, int]) -> Picture | None:
+        """See ``Architecture``."""
+        if not {"H", "W", "B"} <= call.keys():
+            return None
+        return Picture(LATENT * call["W"], LATENT * call["H"], (call["B"],))
+
+    def call_words(self, call: Mapping[str, int]) -> str:
+        """See ``Architecture``: ``832x1216, 154 tokens``; the batch where it is not that of one image with CFG."""
+        picture = self.picture_of(call)
+        parts = [f"{picture.width}x{picture.height}"] if picture else []
+        if call.get("B", 2) != 2:
+            parts.append(f"batch {call['B']}")
+        if "T" in call:
+            parts.append(f"{call['T']} tokens")
+        return ", ".join(parts)
 
 
 ANY = LatentSizes(Sizes("", 64, 512, 1024))

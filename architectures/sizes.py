@@ -56,6 +56,19 @@ class Asked:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """A picture that a graph asks for, in pixels.
+
+    Attributes:
+        batches: of the calls that sample it, the usual one first.
+    """
+
+    width: int
+    height: int
+    batches: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Symbol:
     """What people call a symbol: its word, and how many units of what one step of it is (a latent is 8 px)."""
 

@@ -7,7 +7,7 @@ symbol, so the symbols of one call say all its shapes. Nothing here needs torch,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Shape = tuple[int, ...]
@@ -132,6 +132,12 @@ class Profile:
     @classmethod
     def from_json(cls, data: Mapping) -> Profile:
         return cls({s: Range(*r) for s, r in data.items()})
+
+    @classmethod
+    def around(cls, calls: Sequence[Mapping[str, int]]) -> Profile:
+        """The smallest profile that holds some calls, at least one, and is best at the first."""
+        first, sizes = calls[0], {s: [call[s] for call in calls] for s in calls[0]}
+        return cls({s: Range(min(found), first[s], max(found)) for s, found in sizes.items()})
 
 
 class ShapeMismatch(ValueError):

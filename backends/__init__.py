@@ -145,6 +145,10 @@ class Backend(Protocol):
         """
         ...
 
+    def sizes(self, engine: Engine) -> list[dict[str, int]]:
+        """The calls that an engine has compiled files for, symbol -> size; none of one that serves a whole profile."""
+        ...
+
     def session(
         self, network: NativeNetwork, engines: Sequence[Engine], precision: str, passed_over: Fallback | None
     ) -> Session:

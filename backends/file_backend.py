@@ -29,6 +29,9 @@ class FileBackend:
     def compile(self, function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
         raise BuildError("this backend builds from ONNX graphs, not from live networks")
 
+    def sizes(self, engine: Engine) -> list[dict[str, int]]:
+        return []
+
     def load(self, engine: Engine, device: torch.device) -> Runner:
         """Open an engine for running on a device.
 

@@ -83,7 +83,7 @@ class Sweep:
         self.reference = list(self.session.run(self.given).values())  # uncompiled; the weights are in place now
         live = self.session.live
         given = live.preludes.run(self.given, {}, live.weights.version)
-        self.symbols = self.session._bound(given)
+        self.symbols = self.session._plan(given).symbols
         self.inputs = self.session._prepared(given, self.symbols)
 
     def compile(self, variant: str) -> float:
@@ -104,9 +104,8 @@ class Sweep:
 
         live = self.session.live
         self.session.graphs.clear()
-        live.forget_compiled()
         with settings(VARIANTS[variant]):
-            live.add_compiled(self.symbols, open_file(self.folder / f"{variant}.bin"))
+            live.add_compiled(frozenset(self.symbols.items()), open_file(self.folder / f"{variant}.bin"))
             results = list(self.session.run(self.given).values())
             self.session.run(self.given)
         if self.session.graphs.failure is not None:  # what comes after such a failure cannot be trusted either

@@ -309,7 +309,8 @@ class _Build:
     def _compiled(self, task: Task) -> dict:
         """Compiled files for live weights: ``files``, ``parity`` and ``seconds``."""
         device = self.order.target_device
-        task = {**task, "step": "compile", "device": device.type, "compiled": self._examples().compiled}
+        calls = [dict(call) for call in self.order.calls] or self._examples().compiled
+        task = {**task, "step": "compile", "device": device.type, "compiled": calls}
         return self._do({**task, **backend_task(self.order.backend)}, 0.1, 0.9, only_gpu(device))
 
     def _examples(self) -> Examples:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..architectures.tensors import Profile
+from ..architectures.wanted_calls import Call
 from ..backends import Backend
 from ..native_model.network import NativeNetwork
 
@@ -18,6 +19,7 @@ class BuildOrder:
     Attributes:
         replaceable: whether the engine shall take other weights, so that it serves all checkpoints of the network's
             layout with any LoRA; see ``any_weights``.
+        calls: what a backend that runs live weights compiles for, symbol -> size; none: what the profile is best at.
     """
 
     network: NativeNetwork
@@ -26,6 +28,7 @@ class BuildOrder:
     backend: Backend
     device: torch.device | None = None
     replaceable: bool = False
+    calls: tuple[Call, ...] = ()
 
     @property
     def any_weights(self) -> bool:

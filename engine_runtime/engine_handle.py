@@ -14,16 +14,17 @@ import torch
 
 from ..architectures import Role
 from ..architectures.calls import Binding, EngineCall, Unsupported
+from ..architectures.sizes import Picture
 from ..architectures.tensors import Profile
 from ..backends import AUTO, Backend, find_engines, gpu_of, serving_backends
 from ..engine_library import Engine, Fallback, Library, Reason, Unavailable, Wanted, last_use
 from ..engine_sessions.backed_by_live import backed_by_live
 from ..engine_sessions.room import close_engines
-from ..engine_sessions.session import Session
+from ..engine_sessions.session import AskedCalls, Session
 from ..native_model.layout import layout_of
 from ..native_model.network import NativeNetwork
 from .finite import why_again
-from .ledger import Tally, executing, open_tally
+from .ledger import Tally, executing, last_run, open_tally
 from .memory import EnginePatcher, keep, keep_beside
 from .timing import named_range, timed
 
@@ -40,12 +41,14 @@ class EngineChoice:
 
     Attributes:
         replaceable: whether only an engine will do that takes any weights, where its backend can have such.
+        pictures: those that the graph asks for, as far as it tells.
     """
 
     profile: Profile
     precision: str = AUTO
     backend: str = AUTO
     replaceable: bool = False
+    pictures: tuple[Picture, ...] = ()
 
 
 class EngineHandle:
@@ -99,6 +102,18 @@ class EngineHandle:
     def refusal(self) -> str | None:
         """Why the engine that is there was not opened although the node serves without it, or None."""
         return None if self.session is None else self.session.refusal
+
+    @property
+    def asked(self) -> AskedCalls:
+        """What is known of the network's calls: from the graph, and from the last run."""
+        run = last_run(self.node_key) if self.node_key else None
+        seen = None if run is None else [dict(call.sizes) for row in run[1] for call in row.uncompiled]
+        return AskedCalls(self.choice.pictures, seen)
+
+    @property
+    def lacks(self) -> bool:
+        """Whether a build would serve more calls than the session does, or faster."""
+        return self.session is not None and self.session.lacks(self.choice.profile, self.asked)
 
     def of(self, network: NativeNetwork) -> EngineHandle:
         """The handle of the same node for another network of its kind."""
@@ -242,9 +257,9 @@ class EngineHandle:
                 if fallback.reason in (Reason.ENGINE_FAILED, Reason.BROKEN_ENGINE, Reason.WRONG_GPU):
                     self.give_up(fallback)
             else:
-                tally.count_engine(session.backend_name)
+                tally.count_engine(session.backend_name, session.uncompiled)
                 if tally.engine_name != session.name:  # the first call of a run
-                    last_use.mark(session.engines)
+                    last_use.mark(session.serving)
                 tally.engine_name = session.name
                 return True, result
         tally.count_native(fallback)
@@ -270,4 +285,13 @@ class EngineHandle:
         if self.session is None:
             return f"{self.fallback.sentence()} {self.note}".strip()
         text = self.session.status(self.choice.profile)
+        if self.session.engines and self.refusal is None:
+            text += self._not_compiled()
         return f"{text}. {self.note}" if self.note else text
+
+    def _not_compiled(self) -> str:
+        """What the graph or the last run asks for and no file is for, in words."""
+        lacking = self.session.to_compile(self.choice.profile, self.asked)
+        words = dict.fromkeys(self.network.architecture().call_words(call) for calls in lacking for call in calls)
+        how = "as a CUDA graph" if self.network.device.type == "cuda" else "eagerly"
+        return f". Not compiled for {'; '.join(words)}: runs {how}; build to add that" if words else ""

@@ -15,6 +15,7 @@ import torch
 from comfy_execution.utils import ExecutionContext, get_executing_context
 
 from ..engine_library import Fallback
+from ..engine_sessions.session import Uncompiled
 from . import timing
 from .timing import CallTimes
 
@@ -46,6 +47,7 @@ class Tally:
         details: fallback reason -> the particulars of its first call.
         node_key: what the engine node stands for, see ``nodes.node_key``; ids say that within one prompt only.
         times: how long the calls took, in the order of ``calls``, or None when nobody wants to know.
+        uncompiled: engine calls that ran without a compiled file -> how many they were.
         beyond: symbol -> the largest size of calls that the engine was not built for.
         opened: when the first call was counted, as ``time.time``.
     """
@@ -65,10 +67,15 @@ class Tally:
     times: CallTimes | None = None
     opened: float = field(default_factory=time.time)
     beyond: dict[str, int] = field(default_factory=dict)
+    uncompiled: dict[Uncompiled, int] = field(default_factory=dict)
 
-    def count_engine(self, backend: str) -> None:
-        """Count a call that an engine served."""
+    def count_engine(self, backend: str, uncompiled: Uncompiled | None = None) -> None:
+        """Count a call that an engine served, or live weights without a compiled file."""
         with _counting:
+            if uncompiled is not None:
+                if uncompiled not in self.uncompiled:
+                    _ever_uncompiled.add((self.node_key, uncompiled))
+                self.uncompiled[uncompiled] = self.uncompiled.get(uncompiled, 0) + 1
             self.backend = backend
             self.engine += 1
             self.calls.append(ON_ENGINE)
@@ -91,14 +98,25 @@ class Tally:
         return self.times.ms() if self.times is not None else []
 
     def to_json(self) -> dict:
-        fields = {name: value for name, value in self.__dict__.items() if name not in ("times", "opened", "beyond")}
-        return {**fields, "calls": "".join("ne"[call] for call in self.calls), "ms": _ms_json(self.ms())}
+        apart = ("times", "opened", "beyond", "uncompiled")
+        fields = {name: value for name, value in self.__dict__.items() if name not in apart}
+        uncompiled = {call.words: count for call, count in self.uncompiled.items()}
+        calls = "".join("ne"[call] for call in self.calls)
+        return {**fields, "uncompiled": uncompiled, "calls": calls, "ms": _ms_json(self.ms())}
 
 
 def _ms_json(ms: list[float]) -> dict | None:
     if not ms:
         return None
     return {"median": round(median(ms), 3), "total": round(sum(ms), 3), "calls": [round(m, 3) for m in ms]}
+
+
+_ever_uncompiled: set[tuple[str, Uncompiled]] = set()
+
+
+def ever_uncompiled() -> int:
+    """How many sizes of calls, counted for each node, ever ran without a compiled file."""
+    return len(_ever_uncompiled)
 
 
 _prompts: OrderedDict[str, dict[tuple[str, str, str], Tally]] = OrderedDict()

@@ -33,6 +33,7 @@ class Verdict:
         ms: what their calls took in all; of the native ones alone where there are some. 0 when they were not timed.
         native: how many calls ran native.
         advice: what to do where no build helps; empty when there is nothing to do.
+        uncompiled: what engines were called with and not compiled for, in words.
     """
 
     networks: int
@@ -41,11 +42,13 @@ class Verdict:
     ms: float
     native: int
     advice: str
+    uncompiled: list[str]
 
     def __str__(self) -> str:
         told = f"{self.on_engines} of {plural(self.networks, 'network')} on engines"
         if not self.native:
-            return f"{told}: {times(self.ms)} in all" if self.ms else told
+            told = f"{told}: {times(self.ms)} in all" if self.ms else told
+            return f"{told}. -> Build for {'; '.join(self.uncompiled)}" if self.uncompiled else told
         took = f"about {times(self.ms)} native" if self.ms else f"{plural(self.native, 'call')} native"
         todo = f"Build {plural(len(self.missing), 'missing engine')}" if self.missing else self.advice
         return f"{told}: {took}." + (f" -> {todo}" if todo else "")
@@ -65,7 +68,9 @@ def verdict(rows: Sequence[Tally]) -> Verdict:
     spent = sum(took for row in rows for kind in kinds for took in of_kind(row, kind))
     count = sum(row.native for row in rows)
     advice = reasons[0].advice if reasons else ""
-    return Verdict(len(networks), len(networks) - len(native), list(dict.fromkeys(missing)), spent, count, advice)
+    sizes = list(dict.fromkeys(call.words for row in rows for call in row.uncompiled))
+    missing = list(dict.fromkeys(missing))
+    return Verdict(len(networks), len(networks) - len(native), missing, spent, count, advice, sizes)
 
 
 def report_text(rows: Sequence[Tally]) -> str:
@@ -86,7 +91,7 @@ def served(row: Tally) -> str:
         return "not called"
     parts = []
     if row.engine:
-        parts.append(f"{row.engine} on {row.backend}{_each(row, 'engine')}")
+        parts.append(f"{row.engine} on {row.backend}{_each(row, 'engine')}{_uncompiled(row)}")
     if row.native:
         parts.append(f"{row.native} native{_each(row, 'native')} ({'; '.join(_reasons(row))})")
     ms = row.ms()
@@ -134,6 +139,16 @@ def without_paths(text: str) -> str:
 def _each(row: Tally, kind: str) -> str:
     ms = of_kind(row, kind)
     return f", {times(median(ms))} each" if ms else ""
+
+
+def _uncompiled(row: Tally) -> str:
+    """Which calls no compiled file was for, and how they ran."""
+    if not row.uncompiled:
+        return ""
+    several = len(row.uncompiled) > 1 or sum(row.uncompiled.values()) < row.engine
+    told = [f"{count} x {call.words}" if several else call.words for call, count in row.uncompiled.items()]
+    how = "as a CUDA graph" if next(iter(row.uncompiled)).graph else "eagerly"
+    return f" (not compiled for {'; '.join(told)}: ran {how})"
 
 
 def _reasons(row: Tally) -> list[str]:

@@ -7,9 +7,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..architectures.tensors import Profile
+from ..architectures.wanted_calls import Call
 from ..engine_library import Engine, Fallback, Reason, Unavailable
 from ..native_model.weight_patches import WeightPatches
-from .session import Session, shared
+from .session import AskedCalls, Session, Uncompiled, shared
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +50,14 @@ class BackedSession:
     @property
     def engines(self) -> Sequence[Engine]:
         return self._engine.engines
+
+    @property
+    def serving(self) -> Sequence[Engine]:
+        return self._last.serving
+
+    @property
+    def uncompiled(self) -> Uncompiled | None:
+        return self._last.uncompiled
 
     @property
     def weights(self) -> str:
@@ -107,8 +116,16 @@ class BackedSession:
     def serves(self, sizes: Mapping[str, int]) -> Fallback | None:
         return self._live.serves(sizes)
 
-    def lacks(self, profile: Profile) -> bool:
-        return self._engine.lacks(profile)
+    def lacks(self, profile: Profile, asked: AskedCalls | None = None) -> bool:
+        return bool(self.to_compile(profile, asked))
+
+    def to_compile(self, profile: Profile, asked: AskedCalls | None = None) -> list[list[Call]]:
+        """Of what the engine does not serve, what live weights have no compiled file for."""
+        if not self._engine.lacks(profile):
+            return []
+        lacking = self._live.to_compile(profile, asked)
+        beyond = [[call for call in calls if self._engine.serves(call) is not None] for calls in lacking]
+        return [calls for calls in beyond if calls]
 
     def run(
         self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable] | None = None
@@ -125,7 +142,7 @@ class BackedSession:
     def status(self, wanted: Profile) -> str:
         text = self._engine.status(self._engine.profile or wanted)
         more = f". It is smaller than this node's profile: larger calls run on {self._live.backend_name}'s live weights"
-        return f"{text}{more}" if self.lacks(wanted) else text
+        return f"{text}{more}" if self._engine.lacks(wanted) else text
 
 
 def backed_by_live(engine: Session, live: Session, network: NativeNetwork) -> BackedSession:

@@ -14,13 +14,14 @@ import torch
 from ..architectures import profile_words, symbols_of
 from ..architectures.sizes import outside
 from ..architectures.tensors import Profile, Shape, ShapeMismatch, bind
+from ..architectures.wanted_calls import Call
 from ..engine_library import Engine, Fallback, Reason, Unavailable, verified
 from ..native_model.plain_copy import ReplacedForward
 from .cuda_graphs import GraphCache, Recorder
 from .engine_weights import EngineWeights
 from .preludes import LivePreludes
 from .room import EVERYTHING, is_out_of_memory, make_room, with_room
-from .session import Runner, first_line, shared
+from .session import AskedCalls, Runner, first_line, shared
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -60,6 +61,7 @@ class FileSession:
     """
 
     refusal = None
+    uncompiled = None
 
     def __init__(
         self,
@@ -93,6 +95,10 @@ class FileSession:
 
     @property
     def engines(self) -> list[Engine]:
+        return [self.engine]
+
+    @property
+    def serving(self) -> list[Engine]:
         return [self.engine]
 
     @property
@@ -195,8 +201,11 @@ class FileSession:
         why = outside(self.profile, sizes, symbols_of(identity.architecture))
         return None if why is None else Fallback(Reason.SHAPE_OUTSIDE_PROFILE, why, dict(sizes))
 
-    def lacks(self, profile: Profile) -> bool:
+    def lacks(self, profile: Profile, asked: AskedCalls | None = None) -> bool:
         return not self.profile.contains(profile.only(self.profile.ranges))
+
+    def to_compile(self, profile: Profile, asked: AskedCalls | None = None) -> list[list[Call]]:
+        return []
 
     def status(self, wanted: Profile) -> str:
         manifest = self.engine.manifest

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from ..architectures.sizes import Picture
 from ..architectures.tensors import Profile
+from ..architectures.wanted_calls import Call
 from ..engine_library import Engine, Fallback
 
 if TYPE_CHECKING:
@@ -14,6 +17,19 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
     from ..native_model.network import NativeNetwork
+
+
+@dataclass(frozen=True)
+class AskedCalls:
+    """What is known of a network's calls before they are made.
+
+    Attributes:
+        pictures: those that the graph asks for, as far as it tells.
+        seen: the calls of the last run that ran uncompiled, or None when no run is known.
+    """
+
+    pictures: Sequence[Picture] = ()
+    seen: Sequence[Call] | None = None
 
 
 class Runner(Protocol):
@@ -59,6 +75,21 @@ class Runner(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Uncompiled:
+    """A call that ran without a compiled file.
+
+    Attributes:
+        sizes: those of the call, (symbol, size).
+        words: the same for people.
+        graph: whether it ran as a CUDA graph.
+    """
+
+    sizes: frozenset[tuple[str, int]]
+    words: str
+    graph: bool
+
+
 class Session(Protocol):
     """Serves the calls of a network on one device; shared by all who use the same engine or the same live weights.
 
@@ -72,6 +103,8 @@ class Session(Protocol):
             of their own; it then lives as long as the native module, and else as long as prompts use it.
         joins_stacks: whether it may run beside others on a stream of its own; see ``stream``.
         refusal: why an engine that is there was not opened although calls are served, or None.
+        uncompiled: the last call, where it ran without a compiled file although its backend compiles, or None.
+        serving: the engines that had a part in the last call.
         loaded: whether it holds its memory.
         bytes: memory that it holds beside ComfyUI's own weights, or will hold once it has run.
     """
@@ -84,6 +117,8 @@ class Session(Protocol):
     follows_patches: bool
     joins_stacks: bool
     refusal: str | None
+    uncompiled: Uncompiled | None
+    serving: Sequence[Engine]
     loaded: bool
     bytes: int
 
@@ -124,8 +159,17 @@ class Session(Protocol):
         """Why calls of these sizes are not served, or None."""
         ...
 
-    def lacks(self, profile: Profile) -> bool:
-        """Whether a build for this profile would serve more calls, or faster."""
+    def lacks(self, profile: Profile, asked: AskedCalls | None = None) -> bool:
+        """Whether a build for this profile would serve more calls, or faster.
+
+        Args:
+            asked: what is known of the calls, for what has a compiled file for each set of sizes.
+        """
+        ...
+
+    def to_compile(self, profile: Profile, asked: AskedCalls | None = None) -> list[list[Call]]:
+        """The calls that a build should compile for, those of one engine together; see ``calls_to_compile``. None where
+        an engine serves all sizes of its profile alike."""
         ...
 
     def run(

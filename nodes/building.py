@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from comfy import model_management
 from comfy.utils import ProgressBar
 
+from ..architectures.tensors import Profile
+from ..architectures.wanted_calls import Call
 from ..backends import usable_backends
 from ..engine_builder import gpu_room
 from ..engine_builder.jobs import Job, State
@@ -14,6 +18,9 @@ from ..engine_builder.order import BuildOrder
 from ..engine_library import Engine, Fallback, Reason, Unavailable
 from ..engine_library.manifest import MANIFEST_NAME
 from ..engine_runtime.engine_handle import EngineHandle
+from ..engine_runtime.ledger import ever_uncompiled
+from ..engine_sessions.session import refusal_of
+from ..page_api.asked_pictures import running_pictures
 from ..page_api.builds import builds, ended, node_states
 
 USE_NATIVE = "use native"
@@ -28,12 +35,12 @@ _losses = 0  # how many of them were gone afterwards
 
 
 def build_if_missing(handle: EngineHandle, when_missing: str) -> None:
-    """Order the engine that a handle lacks, and wait for it when it is wanted now."""
-    order = _order(handle) if _needs_build(handle) else None
-    if order is not None and when_missing == BUILD_NOW:
-        _build_now(order, handle)
-    elif order is not None:
-        _build_in_background(order, handle)
+    """Order what a handle lacks, and wait for it when it is wanted now."""
+    for order, _ in _orders(handle) if _needs_build(handle) else ():
+        if when_missing != BUILD_NOW:
+            _build_in_background(order, handle)
+        elif not _build_now(order, handle):
+            break
 
 
 def build_as_requested(handle: EngineHandle, again: bool) -> None:
@@ -42,9 +49,35 @@ def build_as_requested(handle: EngineHandle, again: bool) -> None:
     Args:
         again: build it anew when it is there.
     """
-    missing, broken = _needs_build(handle), handle.refusal is not None
-    if (missing or broken or again) and (order := _order(handle)) is not None:
-        _submit(order, handle, again=broken or not missing)
+    if again or _needs_build(handle) or handle.refusal is not None:
+        for order, anew in _orders(handle):
+            _submit(order, handle, anew)
+
+
+def _orders(handle: EngineHandle) -> list[tuple[BuildOrder, bool]]:
+    """The orders for what a handle lacks, or where it lacks nothing for all that it has, and whether to build anew.
+
+    Engines of live weights have files for some calls; those for others are built beside them and leave them alone.
+    """
+    order = _order(handle)
+    if order is None:
+        return []
+    session, missing, broken = handle.session, _needs_build(handle), handle.refusal is not None
+    if session is None:
+        return [(order, not missing)]
+    own = [engine for engine in session.engines if engine.manifest.identity.backend == order.backend.name]
+    anew = [engine for engine in own if (refusal_of(engine) is not None if broken else not missing)]
+    files = [(engine, order.backend.sizes(engine)) for engine in anew]
+    built = [call for _, calls in files for call in calls]
+    lacking = session.to_compile(handle.choice.profile, handle.asked)
+    orders = [(_for_calls(order, engine.manifest.identity.profile, calls), True) for engine, calls in files if calls]
+    orders += [(_for_calls(order, Profile.around(calls), calls), False)
+               for calls in lacking if not all(call in built for call in calls)]  # fmt: skip
+    return orders or [(order, broken or not missing)]
+
+
+def _for_calls(order: BuildOrder, profile: Profile, calls: Sequence[Call]) -> BuildOrder:
+    return replace(order, profile=profile, calls=tuple(calls))
 
 
 def _order(handle: EngineHandle) -> BuildOrder | None:
@@ -58,19 +91,21 @@ def _order(handle: EngineHandle) -> BuildOrder | None:
     return BuildOrder(handle.network, handle.precision, choice.profile, backend, replaceable=choice.replaceable)
 
 
-def generation(when_missing: str) -> int:
-    """A number that changes when nodes that build have to run again: a build in the background has ended, or an engine
-    that some node found is gone or damaged. Looks at a few files' sizes and reads nothing.
+def generation(when_missing: str) -> str:
+    """A text that changes when nodes that build have to run again: a build in the background has ended, an engine that
+    some node found is gone or damaged, the prompt asks for another picture, or calls ran uncompiled. Looks at a few
+    files' sizes and reads nothing.
 
     It is the same for all nodes: ComfyUI gives a node's cached output to any other with the same inputs.
     """
     global _losses
     if when_missing == USE_NATIVE:
-        return 0
+        return ""
     for folder in [folder for folder, engine in list(_found.items()) if _is_lost(engine)]:
         _found.pop(folder, None)
         _losses += 1
-    return _losses + (ended() if when_missing == IN_BACKGROUND else 0)
+    happened = _losses + (ended() if when_missing == IN_BACKGROUND else 0)
+    return f"{happened} {ever_uncompiled()} {running_pictures()}"
 
 
 def remember(handle: EngineHandle) -> None:
@@ -90,10 +125,11 @@ def _is_lost(engine: Engine) -> bool:
 def _needs_build(handle: EngineHandle) -> bool:
     if handle.session is None:
         return handle.fallback.reason in MISSING
-    return handle.session.lacks(handle.choice.profile)
+    return handle.lacks
 
 
-def _build_now(order: BuildOrder, handle: EngineHandle) -> None:
+def _build_now(order: BuildOrder, handle: EngineHandle) -> bool:
+    """Wait for a build; whether there is an engine now."""
     job = _submit(order, handle, waits=True)
     bar = ProgressBar(100, node_id=handle.node_id)
     shown = 0
@@ -113,6 +149,7 @@ def _build_now(order: BuildOrder, handle: EngineHandle) -> None:
         _tell_failure(job, handle)
     else:
         handle.refresh()
+    return job.state is State.DONE
 
 
 def _build_in_background(order: BuildOrder, handle: EngineHandle) -> None:

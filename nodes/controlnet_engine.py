@@ -36,7 +36,7 @@ class TRTControlNetEngine(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, when_missing: str, **_: object) -> int:
+    def fingerprint_inputs(cls, when_missing: str, **_: object) -> str:
         return building.generation(when_missing)
 
     @classmethod

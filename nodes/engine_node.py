@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from comfy_api.latest import io
 from comfy_execution.graph import DynamicPrompt
@@ -14,6 +15,7 @@ from ..engine_library import Fallback, Unavailable
 from ..engine_runtime.engine_handle import EngineChoice, EngineHandle
 from ..engine_runtime.ledger import executing
 from ..native_model.network import NativeNetwork
+from ..page_api.asked_pictures import asked_pictures, requested_pictures
 from ..page_api.build_prompts import forget_when_done
 from ..page_api.builds import node_states
 from ..page_api.library_folder import library
@@ -129,11 +131,12 @@ def find_or_build(
     A build that fails is told on the node and leaves native to serve.
     """
     key = _key(prompt, node_id)
-    handle = EngineHandle(network, choice, library(), node_id, key)
-    node_states.learn(key, handle)  # before a build is told to the page
     request = inputs_of(prompt, node_id).get(BUILD_REQUEST)
+    words = str(request).split() if request is not None else []
+    pictures = requested_pictures(words) or asked_pictures(prompt.get_original_prompt(), node_id)
+    handle = EngineHandle(network, replace(choice, pictures=pictures), library(), node_id, key)
+    node_states.learn(key, handle)  # before a build is told to the page
     if request is not None:
-        words = str(request).split()
         if FROM_PAGE in words:
             forget_when_done(executing().prompt_id)
         building.build_as_requested(handle, again=MISSING_ONLY not in words)

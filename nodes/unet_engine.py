@@ -30,7 +30,7 @@ class TRTUNetEngine(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, when_missing: str, **_: object) -> int:
+    def fingerprint_inputs(cls, when_missing: str, **_: object) -> str:
         return building.generation(when_missing)
 
     @classmethod

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -20,13 +20,13 @@ import torch
 
 from ..architectures import architectures, profile_words
 from ..architectures.tensors import Profile
-from ..backends import find_engines, gpu_of, serving_backends
+from ..backends import backends, find_engines, gpu_of, serving_backends
 from ..engine_builder.jobs import BuildQueue, Job, State
 from ..engine_library import Engine, Fallback, Library, Reason, Unavailable, Wanted, trust
 from ..engine_library.files import write_file
 from ..engine_library.manifest import MANIFEST_NAME
 from ..engine_runtime.engine_handle import EngineHandle
-from ..engine_runtime.ledger import last_run
+from ..engine_runtime.ledger import Tally, last_run
 from ..engine_sessions.session import refusal_of
 from ..native_model.hash_cache import source_of
 from ..native_model.layout import layout_of
@@ -68,7 +68,7 @@ class NodeStates:
         self._lock = threading.Lock()
         self._path = library.roots[0] / FILE_NAME
         self._known: OrderedDict[str, Known] = _read(self._path)
-        self._jobs: dict[str, str] = {}  # node key -> its last job
+        self._jobs: dict[str, list[str]] = {}  # node key -> its last job, after those that it waits for besides
 
     def learn(self, key: str, handle: EngineHandle) -> None:
         """Remember what a node that has just run wants."""
@@ -99,7 +99,8 @@ class NodeStates:
     def ordered(self, key: str, job: Job) -> None:
         """Remember that a node waits for a job."""
         with self._lock:
-            self._jobs[key] = job.id
+            others = (self._builds.get(known) for known in self._jobs.get(key, ()) if known != job.id)
+            self._jobs[key] = [*(other.id for other in others if other and not other.state.final), job.id]
 
     def ended(self, job: Job) -> None:
         """Learn from a job that has ended which weights the nodes that ordered it have."""
@@ -114,7 +115,13 @@ class NodeStates:
     def keys_of(self, job: Job) -> list[str]:
         """The keys of the nodes that ordered a job."""
         with self._lock:
-            return [key for key, job_id in self._jobs.items() if job_id == job.id]
+            return [key for key, jobs in self._jobs.items() if job.id in jobs]
+
+    def _job(self, key: str) -> Job | None:
+        """The job that a node waits for, else its last one."""
+        with self._lock:
+            jobs = [job for job_id in self._jobs.get(key, ()) if (job := self._builds.get(job_id)) is not None]
+        return next((job for job in jobs if not job.state.final), jobs[-1] if jobs else None)
 
     def state(self, key: str, wish: Wish) -> dict:
         """For the page: ``state``, ``text``, the engine or the job, ``run``: what ran last, ``fits``: the sizes of the
@@ -125,7 +132,7 @@ class NodeStates:
         """
         answer = {"key": key, "state": "unknown", "label": wish.label, "text": "", "engine": None, "job": None}
         answer["run"] = run_of(key)
-        job = self._builds.get(self._jobs.get(key, ""))
+        job = self._job(key)
         if job is not None and not job.state.final:
             answer |= {"state": "queued" if job.state is State.QUEUED else "building", "job": job.to_json()}
             return answer | {"fits": _fits(self._known.get(key))}
@@ -136,16 +143,13 @@ class NodeStates:
             outlook = self._outlook(like, wish, False)
             return answer | {"outlook": outlook, "any_size": outlook["live"]} | _failure(job)
         answer |= {"label": known.label, "fits": _fits(known)}
-        engine, fallback = self._look_up(known)
-        if engine is not None:
-            covers = engine.manifest.identity.profile
-            wanted = Profile.from_json(known.profile)
-            answer |= {"state": "ready", "engine": engine_json(engine), "job": job.to_json() if job else None}
-            if answer["run"] is not None and answer["run"]["opened"] < _published(engine):
+        engines, fallback = self._look_up(known)
+        if engines:
+            answer |= {"state": "ready", "engine": _union_json(engines, known), "job": job.to_json() if job else None}
+            if answer["run"] is not None and answer["run"]["opened"] < max(map(_published, engines)):
                 answer["run"] = None  # it tells of the time before this engine
-            answer["engine"]["covers"] = covers.contains(wanted.only(covers.ranges))
             answer["any_size"] = serves_any_size(known.backend, known.device)
-            if (why := refusal_of(engine)) is not None:
+            if (why := next(filter(None, map(refusal_of, engines)), None)) is not None:
                 text = f"It was not opened, so calls run uncompiled: {why}; build it again."
                 answer |= {"state": "stale", "text": text}
             return answer
@@ -181,12 +185,13 @@ class NodeStates:
         )
         return {"why": why, "seconds": took, "certain": certain, "live": live}
 
-    def _look_up(self, known: Known) -> tuple[Engine | None, Fallback]:
+    def _look_up(self, known: Known) -> tuple[list[Engine], Fallback]:
+        """The engines that a node uses: one, or several where each has compiled files for some sizes."""
         refusal = Fallback(Reason(known.refusal[0]), known.refusal[1]) if known.refusal else Fallback(Reason.NO_ENGINE)
         if not known.architecture:
-            return None, refusal
+            return [], refusal
         if not known.weights:
-            return None, refusal if refusal.reason not in MISSING else Fallback(Reason.NO_ENGINE, refusal.detail)
+            return [], refusal if refusal.reason not in MISSING else Fallback(Reason.NO_ENGINE, refusal.detail)
         device = torch.device(known.device)
         try:
             usable = serving_backends(known.backend, device, self._library, known.architecture)
@@ -198,9 +203,12 @@ class NodeStates:
                 list(usable),
                 gpu_of(device),
             )
-            return find_engines(self._library, wanted, known.backend, usable, device)[0], refusal
+            found = find_engines(self._library, wanted, known.backend, usable, device)
+            backend = found[0].manifest.identity.backend
+            own = [engine for engine in found if engine.manifest.identity.backend == backend]
+            return own if usable[backend].runs_live_weights else own[:1], refusal
         except Unavailable as unavailable:
-            return None, unavailable.fallback
+            return [], unavailable.fallback
 
     def _keep(self, key: str, known: Known) -> None:
         with self._lock:
@@ -245,7 +253,17 @@ def run_of(key: str) -> dict | None:
         "tokens": max((row.beyond.get("T", 0) for row in rows), default=0),
         "backend": next((row.backend for row in rows if row.backend), None),
         "reasons": list(reasons.values()),
+        "uncompiled": _uncompiled(rows),
     }
+
+
+def _uncompiled(rows: Sequence[Tally]) -> list[dict]:
+    """The calls that ran without a compiled file: what they were, how many, and whether as a CUDA graph."""
+    counts: dict[tuple[str, bool], int] = {}
+    for row in rows:
+        for call, count in list(row.uncompiled.items()):
+            counts[call.words, call.graph] = counts.get((call.words, call.graph), 0) + count
+    return [{"size": words, "graph": graph, "count": count} for (words, graph), count in counts.items()]
 
 
 def _published(engine: Engine) -> float:
@@ -272,6 +290,30 @@ def engine_json(engine: Engine) -> dict:
         "rel_err": here.get("rel_err"),
         "speed": _speed(here),
         "created": manifest.created,
+    }
+
+
+def _union_json(engines: Sequence[Engine], known: Known) -> dict:
+    """What a person wants to know of the engines that a node uses, as if they were one.
+
+    ``compiled``: the pictures that there are files for, with the batch of the call; None where it takes all sizes of
+    its profile. ``covers``: whether that holds what the node asks for.
+    """
+    first = engine_json(engines[0])
+    identity = engines[0].manifest.identity
+    backend, architecture = backends()[identity.backend], architectures()[identity.architecture]
+    calls = [call for engine in engines for call in backend.sizes(engine)]
+    if not calls:
+        covers = identity.profile
+        holds = covers.contains(Profile.from_json(known.profile).only(covers.ranges))
+        return first | {"covers": holds, "compiled": None, "names": [first["name"]]}
+    pictures = filter(None, map(architecture.picture_of, calls))
+    return first | {
+        "covers": True,  # live weights run every size
+        "compiled": [{"width": p.width, "height": p.height, "batch": p.batches[0]} for p in dict.fromkeys(pictures)],
+        "profile": "; ".join(dict.fromkeys(map(architecture.call_words, calls))),
+        "bytes": sum(engine.manifest.bytes for engine in engines),
+        "names": [engine.folder.name for engine in engines],
     }
 
 

@@ -64,7 +64,7 @@ def test_a_call_makes_one_product_for_what_takes_the_same_input(kind: str, layou
     session, given = opened(net), given_for(net)
     assert error(session, net, given) <= 1e-5
     live = session.live
-    ready = session._prepared(live.preludes.run(given, {}, 0), session._bound(live.preludes.run(given, {}, 0)))
+    ready = session._prepared(live.preludes.run(given, {}, 0), session._plan(live.preludes.run(given, {}, 0)).symbols)
     blocks = sum(isinstance(layer, BasicTransformerBlock) for layer in net.module.modules())
     resblocks = sum(isinstance(layer, ResBlock) for layer in net.module.modules())
     saved = 2 * blocks + (2 * blocks - 1) + (resblocks - 1)

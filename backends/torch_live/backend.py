@@ -1,7 +1,8 @@
 """torch: native's own live weights, compiled by Inductor and replayed as CUDA graphs. No TensorRT, no ONNX.
 
-Without an engine it replays the uncompiled network as a CUDA graph, at once. An engine adds compiled files for the
-profile's ``opt`` sizes; it holds no weights, so it serves every checkpoint of the same layout, LoRAs included.
+Without an engine it replays the uncompiled network as a CUDA graph, at once. An engine adds compiled files for some
+sizes, and one for more sizes stands beside it; it holds no weights, so it serves every checkpoint of the same layout,
+LoRAs included.
 """
 
 from __future__ import annotations

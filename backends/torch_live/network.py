@@ -18,8 +18,13 @@ from .compiled import Compiled
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-Symbols = frozenset
-"""The sizes of a call: a frozenset of (symbol, size)."""
+Sizes = frozenset[tuple[str, int]]
+"""The sizes of a call: (symbol, size)."""
+
+
+def frozen(symbols: Mapping[str, int]) -> Sizes:
+    """A call's sizes as a key."""
+    return frozenset(symbols.items())
 
 
 class LiveNetwork:
@@ -46,7 +51,7 @@ class LiveNetwork:
         self.function = architecture.function(copy)
         # sorted: in which order a layer registers its parameters depends on how ComfyUI loaded them
         self.names = sorted(name for name, _ in self.function.named_parameters())
-        self._compiled: dict[Symbols, Compiled] = {}
+        self._compiled: dict[Sizes, Compiled] = {}
         self._flat: list[torch.Tensor] = []
         self._flat_of = -1
 
@@ -67,21 +72,21 @@ class LiveNetwork:
             self._flat_of = self.weights.generation
         return self._flat
 
-    def add_compiled(self, symbols: Mapping[str, int], compiled: Compiled) -> None:
+    def add_compiled(self, sizes: Sizes, compiled: Compiled) -> None:
         """Use ``compiled`` for calls of exactly these sizes."""
-        self._compiled[frozenset(symbols.items())] = compiled
+        self._compiled[sizes] = compiled
 
-    def forget_compiled(self) -> None:
-        self._compiled.clear()
+    def forget_compiled(self, sizes: Sizes) -> None:
+        del self._compiled[sizes]
 
     def has_compiled(self, symbols: Mapping[str, int]) -> bool:
         """Whether calls of these sizes run compiled."""
-        return frozenset(symbols.items()) in self._compiled
+        return frozen(symbols) in self._compiled
 
-    def run(self, inputs: Mapping[str, torch.Tensor], symbols: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    def run(self, inputs: Mapping[str, torch.Tensor], sizes: Sizes) -> dict[str, torch.Tensor]:
         """One call on tensors of the right dtype, device and layout; output name -> tensor."""
         given = [inputs[spec.name] for spec in self.inputs]
-        compiled = self._compiled.get(frozenset(symbols.items()))
+        compiled = self._compiled.get(sizes)
         with best_attention(self.device):
             results = compiled(*self.flat_weights(), *given) if compiled else self.function(*given)
         return {spec.name: result for spec, result in zip(self.outputs, results, strict=True)}

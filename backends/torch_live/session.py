@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from ...architectures import profile_words
 from ...architectures.tensors import Profile, ShapeMismatch, bind
+from ...architectures.wanted_calls import Call, calls_to_compile
 from ...engine_library import Engine, Fallback, Reason, Unavailable
 from ...engine_sessions.cuda_graphs import GraphCache, Recorder
 from ...engine_sessions.room import EVERYTHING, make_room, need_room
-from ...engine_sessions.session import first_line, refusal_of, refuse, shared
+from ...engine_sessions.session import AskedCalls, Uncompiled, first_line, refusal_of, refuse, shared
 from ...native_model.kernels import laid_out
 from ...native_model.network import NativeNetwork
 from ...native_model.plain_copy import ReplacedForward
 from .compiled import Compiled
-from .network import LiveNetwork
+from .network import LiveNetwork, Sizes, frozen
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -44,6 +46,15 @@ class Compiler(Protocol):
     def open_live(self, engine: Engine, symbols: dict[str, int]) -> Compiled: ...
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What one set of input shapes implies, worked out once."""
+
+    symbols: dict[str, int]
+    sizes: Sizes
+    uncompiled: Uncompiled
+
+
 class LiveSession:
     """Serves calls from a network's live weights, see ``Session``; without an engine too: one makes some sizes faster.
 
@@ -54,6 +65,7 @@ class LiveSession:
         engines: those whose compiled files it may use.
         graphs: the CUDA graphs.
         refusal: why a compiled file was not opened, or None.
+        uncompiled: the last call, where no compiled file was for it, or None.
     """
 
     follows_patches = True
@@ -75,8 +87,11 @@ class LiveSession:
         self._specs = {spec.name: spec for spec in self._live.inputs}
         self.graphs = GraphCache(self.device, recorder=recorder, steady=self._live.preludes.steady)
         self._zeros: dict[tuple, torch.Tensor] = {}
-        self._symbols: dict[tuple, dict[str, int]] = {}
-        self._files: dict[frozenset, Engine] = {}
+        self._plans: dict[tuple, _Plan] = {}
+        self._files: dict[Sizes, Engine] = {}  # to be opened at the first call of their sizes
+        self._opened: dict[Sizes, Engine] = {}
+        self._last: Sizes = frozenset()
+        self.uncompiled: Uncompiled | None = None
         self._new_run = True
         self._used = {d.symbol for spec in self._live.inputs for d in spec.dims if not isinstance(d, int)}
         self.refusal: str | None = None
@@ -89,8 +104,13 @@ class LiveSession:
     @property
     def name(self) -> str:
         """What served, for reports."""
-        opened = self.engines and self.refusal is None
-        return self.engines[0].folder.name if opened else "live weights, CUDA graph"
+        engine = self._opened.get(self._last)
+        return "live weights, CUDA graph" if engine is None else engine.folder.name
+
+    @property
+    def serving(self) -> list[Engine]:
+        engine = self._opened.get(self._last)
+        return [] if engine is None else [engine]
 
     @property
     def weights(self) -> str:
@@ -122,7 +142,7 @@ class LiveSession:
     def use(self, engines: Sequence[Engine], passed_over: Fallback | None = None) -> None:
         """Take compiled files from these engines, the first that has some sizes; or go without.
 
-        An engine that was built again in its folder is another engine.
+        An engine that was built again in its folder is another engine; files of those that stay are not opened again.
 
         Args:
             passed_over: why an engine that is there is none of these.
@@ -132,14 +152,18 @@ class LiveSession:
             return
         self.engines = list(engines)
         self._files = {}
+        for sizes, engine in list(self._opened.items()):
+            if engine not in self.engines:
+                del self._opened[sizes]
+                self._live.forget_compiled(sizes)
         refused = [why for engine in self.engines if (why := refusal_of(engine)) is not None]
         self.refusal = refused[0] if refused else None
         for engine in self.engines:
             if refusal_of(engine) is not None:
                 continue
-            for symbols in self.backend.sizes(engine):
-                self._files.setdefault(frozenset(symbols.items()), engine)
-        self._live.forget_compiled()
+            for sizes in map(frozen, self.backend.sizes(engine)):
+                if sizes not in self._opened:
+                    self._files.setdefault(sizes, engine)
         self.graphs.clear()
 
     @property
@@ -149,12 +173,19 @@ class LiveSession:
     def serves(self, sizes: Mapping[str, int]) -> None:
         """Any sizes."""
 
-    def lacks(self, profile: Profile) -> bool:
-        """Whether a build would make the ``opt`` sizes of a profile faster."""
+    @property
+    def compiled(self) -> list[Call]:
+        """The calls that there are compiled files for."""
+        return [dict(sizes) for sizes in (*self._opened, *self._files)]
+
+    def lacks(self, profile: Profile, asked: AskedCalls | None = None) -> bool:
+        return bool(self.to_compile(profile, asked))
+
+    def to_compile(self, profile: Profile, asked: AskedCalls | None = None) -> list[list[Call]]:
         if self.backend.cannot_build(self.device) is not None:
-            return False
-        opt = profile.only(self._used).sizes("opt")
-        return frozenset(opt.items()) not in self._files and not self._live.has_compiled(opt)
+            return []
+        asked, own = asked or AskedCalls(), profile.only(self._used)
+        return calls_to_compile(self._architecture, own, asked.pictures, asked.seen, self.compiled)
 
     def begin_run(self, patcher: ModelPatcher) -> None:
         """A sampling run starts: look at every weight's place again at the next call."""
@@ -230,14 +261,17 @@ class LiveSession:
         self._follow()
         self._new_run = False
         given = self._live.preludes.run(given, extras, self._live.weights.version)
-        symbols = self._bound(given)
-        self._open_compiled(symbols)
+        plan = self._plan(given)
+        self._last = plan.sizes
+        if plan.sizes in self._files:
+            self._open_compiled(plan)
         results = self.graphs.run(
-            lambda tensors: self._live.run(tensors, symbols),
+            lambda tensors: self._live.run(tensors, plan.sizes),
             given,
             token=self._live.weights.generation,
-            prepare=lambda tensors: self._prepared(tensors, symbols),
+            prepare=lambda tensors: self._prepared(tensors, plan.symbols),
         )
+        self.uncompiled = None if plan.sizes in self._opened else plan.uncompiled
         return dict(results)
 
     def _prepared(self, given: Mapping[str, torch.Tensor], symbols: dict[str, int]) -> dict[str, torch.Tensor]:
@@ -253,20 +287,21 @@ class LiveSession:
                 inputs[name] = laid_out(tensor.to(self.device, getattr(torch, spec.dtype)))
         return inputs
 
-    def _bound(self, given: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    def _plan(self, given: Mapping[str, torch.Tensor]) -> _Plan:
         key = tuple((name, tensor.shape) for name, tensor in given.items())
-        symbols = self._symbols.get(key)
-        if symbols is None:
+        plan = self._plans.get(key)
+        if plan is None:
             if unknown := given.keys() - self._specs.keys():
                 raise Unavailable(Reason.UNSUPPORTED_INPUT, f"the network has no input {sorted(unknown)[0]}")
             try:
                 symbols = bind(self._live.inputs, {name: tuple(t.shape) for name, t in given.items()})
             except ShapeMismatch as error:
                 raise Unavailable(Reason.SHAPE_OUTSIDE_PROFILE, str(error)) from None
-            if len(self._symbols) > 256:
-                self._symbols.clear()
-            self._symbols[key] = symbols
-        return symbols
+            if len(self._plans) > 256:
+                self._plans.clear()
+            sizes, words = frozen(symbols), self._architecture.call_words(symbols)
+            plan = self._plans[key] = _Plan(symbols, sizes, Uncompiled(sizes, words, self.device.type == "cuda"))
+        return plan
 
     def _zero(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         key = (shape, dtype)
@@ -274,20 +309,19 @@ class LiveSession:
             self._zeros[key] = laid_out(torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device))
         return self._zeros[key]
 
-    def _open_compiled(self, symbols: dict[str, int]) -> None:
-        """Open the compiled file for some sizes when there is one; without it the network runs uncompiled."""
-        engine = self._files.pop(frozenset(symbols.items()), None) if self._files else None
-        if engine is None:
-            return
+    def _open_compiled(self, plan: _Plan) -> None:
+        """Open the compiled file for some sizes; where that fails the network runs uncompiled."""
+        engine = self._files.pop(plan.sizes)
         started = time.perf_counter()
         try:
-            self._live.add_compiled(symbols, self.backend.open_live(engine, symbols))
+            self._live.add_compiled(plan.sizes, self.backend.open_live(engine, plan.symbols))
         except Exception as error:
             self.refusal = str(error) if isinstance(error, Unavailable) else first_line(error)
             refuse(engine, self.refusal)
-            self._files = {symbols: other for symbols, other in self._files.items() if other != engine}
+            self._files = {sizes: other for sizes, other in self._files.items() if other != engine}
             log.warning("Hybrid TRT: %s runs uncompiled for these sizes (%s)", self.label, first_line(error))
             return
+        self._opened[plan.sizes] = engine
         seconds = time.perf_counter() - started
         log.info("Hybrid TRT: opened %s on %s in %.1f s", engine.folder.name, self.device, seconds)
 
@@ -299,8 +333,13 @@ class LiveSession:
             more = "; build an engine to have it compiled" if self.backend.cannot_build(self.device) is None else ""
             why = f". The engine that is there is not used: {self.passed_over}" if self.passed_over else ""
             return f"{start}, {self._uncompiled}{more}{why}"
-        words = profile_words(self._architecture.name, self.profile)
-        return f"{start}, {words}, {self.engines[0].manifest.bytes / 1e6:.0f} MB"
+        words = dict.fromkeys(self._architecture.call_words(call) for call in sorted(self.compiled, key=_volume))
+        size = sum(engine.manifest.bytes for engine in self.engines)
+        return f"{start}, compiled for {'; '.join(words)}, {size / 1e6:.0f} MB"
+
+
+def _volume(call: Call) -> int:
+    return math.prod(call.values())
 
 
 def live_session(network: NativeNetwork, backend: Compiler, precision: str) -> LiveSession:

@@ -1,12 +1,12 @@
 // The Build button: orders a build by a small prompt of its own, follows it, cancels it.
 
-import { widened } from "./fit.mjs";
+import { pictureWords, widened } from "./fit.mjs";
 import { buildPrompt, engineNodes, isWired } from "./graph.mjs";
 import { Look } from "./look.mjs";
 import { applyPreset, sizesOf } from "./presets.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
-import { duration, error, size } from "./words.mjs";
+import { duration, error, lacksSizes, size } from "./words.mjs";
 
 /** Words in a request, which the server's `node_key` knows: the page shows the build itself; builds nothing anew. */
 const FROM_PAGE = "page ", MISSING_ONLY = "missing ";
@@ -56,10 +56,11 @@ export class Builder {
         await this.tracker.refresh();
     }
 
-    /** Widen a node's sizes to the latent that does not fit, and build. */
+    /** Build for what the engine does not take: a node's sizes are widened to a latent that does not fit them. */
     async buildFor(view) {
-        if (!view.state.misfit || view.busy) return;
-        applyPreset(view.node, widened(view.state.misfit, sizesOf(view.node), view.state.fits));
+        const { misfit, fits } = view.state;
+        if (view.busy || !(misfit || lacksSizes(view.state))) return;
+        if (misfit) applyPreset(view.node, widened(misfit, sizesOf(view.node), fits));
         await this.press(view);
     }
 
@@ -71,7 +72,7 @@ export class Builder {
         const type = engine.kind === "unet" ? "TRTUNetEngine" : "TRTControlNetEngine";
         const views = engineNodes(this.tracker.root()).map(({ node }) => this.tracker.views.get(node))
             .filter((view) => view?.node.comfyClass === type);
-        const view = views.find(({ state }) => state.engine?.name === engine.name)
+        const view = views.find(({ state }) => state.engine?.names?.includes(engine.name))
             ?? views.find(({ state }) => !state.engine && state.label === engine.label);
         if (!view) return false;
         if (!view.busy) await this.press(view);
@@ -143,7 +144,8 @@ export class Builder {
         if (!ids.length) throw new Error(t("offHint"));
         // other packs may wire a node while ComfyUI serialises, and only then
         const part = nodes.every(isWired) ? await look.serialised(ids) : (await app.graphToPrompt()).output;
-        return buildPrompt(part, ids, FROM_PAGE + mark + (crypto.randomUUID?.() ?? String(Math.random())));
+        const request = FROM_PAGE + mark + (crypto.randomUUID?.() ?? String(Math.random()));
+        return buildPrompt(part, ids, request, (id) => pictureWords(whole, id));
     }
 
     #failed(views, text) {

@@ -89,6 +89,36 @@ export function misfitOf(prompt, id, state) {
     return limits && misfit(latentsFor(prompt, id), limits);
 }
 
+/** The batches of the calls that sample a latent, the usual one first: with CFG, a call has both prompts. */
+function batchesOf({ images, cfg }) {
+    if (!Number.isFinite(cfg)) return [2 * images, images];
+    return [cfg === 1 ? images : 2 * images];
+}
+
+/**
+ * The latent that a node's engine has no compiled file for, where it has one for each picture, or null.
+ * @param {Record<string, any>} prompt
+ * @param {string} id
+ * @param {any} state
+ */
+export function uncompiledOf(prompt, id, state) {
+    const compiled = state.state === "ready" ? state.engine?.compiled : null;
+    if (!compiled) return null;
+    const there = (latent) => compiled.some(({ width, height, batch }) =>
+        width === rounded(latent.width) && height === rounded(latent.height) && batchesOf(latent).includes(batch));
+    return latentsFor(prompt, id).find((latent) => !there(latent)) ?? null;
+}
+
+/** Words for a build request: the pictures that the graph asks a node for, as the server's `asked_pictures` reads them. */
+export function pictureWords(prompt, id) {
+    const words = latentsFor(prompt, id).flatMap((latent) =>
+        batchesOf(latent).map((batch) => `for:${latent.width}x${latent.height}x${batch}`));
+    return [...new Set(words)].join(" ");
+}
+
+/** A latent has an element for every 8 pixels. */
+const rounded = (pixels) => 8 * Math.floor(pixels / 8);
+
 /**
  * The widget values that a node needs so that a latent fits: wider ones, never narrower. What fits already stays, so 0,
  * which is what fits the model, too.

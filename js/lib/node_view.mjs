@@ -3,7 +3,7 @@
 import { isWiredLater } from "./graph.mjs";
 import { part, StatusBox } from "./status_box.mjs";
 import { t } from "./texts.mjs";
-import { BUSY, buttonLabel, describe } from "./words.mjs";
+import { BUSY, buttonLabel, describe, lacksSizes } from "./words.mjs";
 
 export class NodeView {
     /**
@@ -43,7 +43,8 @@ export class NodeView {
         this.view = describe({ ...state, note: this.note });
         this.actions.sizes.know(state.fits, state.latents, state.run?.tokens);
         const unwired = state.state === "unwired" && !isWiredLater(this.node.graph);
-        this.button.label = buttonLabel(unwired || state.state !== "unwired" ? state.state : "unknown");
+        const known = unwired || state.state !== "unwired" ? state.state : "unknown";
+        this.button.label = buttonLabel(lacksSizes(state) ? "none" : known); // what it has is not built again
         this.button.disabled = unwired;
         this.box.element.dataset.state = state.state;
         this.chip.textContent = this.view.badge;

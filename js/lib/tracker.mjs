@@ -1,7 +1,7 @@
 // Keeps every engine node's view true. It looks at the graph when that may have changed, asks the server after anything
 // that may have changed its answer, and does nothing while nothing happens or nobody sees the page.
 
-import { latentsFor, misfitOf } from "./fit.mjs";
+import { latentsFor, misfitOf, uncompiledOf } from "./fit.mjs";
 import { ancestors, engineNodes, isLink, isWired } from "./graph.mjs";
 import { Look } from "./look.mjs";
 import { request } from "./server.mjs";
@@ -82,7 +82,10 @@ export class Tracker {
             if (this.heard.get(node) > started) continue; // the answer is older than the event
             const id = ids.get(node), told = answer.nodes[id];
             const whenMissing = prompt[id]?.inputs.when_missing;
-            const state = told && { ...told, whenMissing, latents: latentsFor(prompt, id), misfit: misfitOf(prompt, id, told) };
+            const state = told && {
+                ...told, whenMissing, latents: latentsFor(prompt, id), misfit: misfitOf(prompt, id, told),
+                uncompiled: uncompiledOf(prompt, id, told),
+            };
             this.#apply(node, state || { state: off.has(node) ? "off" : "unwired", key: "" });
         }
         this.tell();

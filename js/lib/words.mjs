@@ -54,10 +54,11 @@ export function jobLine(job) {
 export function runWords(run) {
     if (!run || run.engine + run.native === 0) return { lines: [], badge: "" };
     const all = run.engine + run.native;
-    if (run.native === 0) return { lines: [t("ran", run)], badge: "" };
+    const uncompiled = (run.uncompiled ?? []).map((calls) => t(calls.graph ? "ranGraph" : "ranPlainly", calls));
+    if (run.native === 0) return { lines: [t("ran", run), ...uncompiled], badge: "" };
     const head = run.engine === 0 ? t("native", { all }) : t("mixed", { native: run.native, all });
     const reasons = run.reasons.map((r) => `${r.count} × ${r.reason === "no engine" ? r.reason : `${r.text} → ${r.advice}`}`);
-    return { lines: [head, ...reasons], badge: t(run.engine === 0 ? "badge" : "badgePart") };
+    return { lines: [head, ...reasons, ...uncompiled], badge: t(run.engine === 0 ? "badge" : "badgePart") };
 }
 
 /** A time that nobody has measured here to the second. */
@@ -119,6 +120,13 @@ export function describe(state) {
         view.tone = view.tone === "bad" ? "bad" : "warn";
         view.badge ||= t("badgeMisfit");
     }
+    if (lacksSizes(state)) {
+        const wanted = state.uncompiled ? pixels(state.uncompiled) : state.run.uncompiled[0].size;
+        if (state.uncompiled) view.lines.unshift(t("uncompiled", { size: wanted }));
+        view.offer = t("buildFor", { size: wanted });
+        view.tone = view.tone === "bad" ? "bad" : "warn";
+        view.badge ||= t("badgeMisfit");
+    }
     if (badge) view.tone = view.tone === "bad" ? "bad" : "warn";
     view.lines = [...view.lines, ...ran, ...(state.state === "ready" ? [makeLine(state.engine)] : [])];
     if (state.note) {
@@ -131,6 +139,11 @@ export function describe(state) {
 /** A latent's size as people say it, with the batch when it is one. */
 export function pixels({ width, height, images }) {
     return `${width}×${height}${images > 1 ? ` × ${images}` : ""}`;
+}
+
+/** Whether a node's engine was compiled for other sizes than the graph asks for, or the last run did. */
+export function lacksSizes({ state, uncompiled, run }) {
+    return state === "ready" && Boolean(uncompiled || run?.uncompiled?.length);
 }
 
 /** The button's text in a state. */

@@ -1,6 +1,6 @@
 // What the engines of a whole workflow need: pure functions from its engine nodes' states to counts, shares and seconds.
 
-import { BUSY } from "./words.mjs";
+import { BUSY, lacksSizes } from "./words.mjs";
 
 /** @typedef {{state: string, key?: string, engine?: any, job?: any, outlook?: any}} State the server's answer for a node */
 /** @typedef {{ready: number, missing: number, busy: number, total: number, seconds: number | null}} Needs */
@@ -8,8 +8,8 @@ import { BUSY } from "./words.mjs";
 const MISSING = ["none", "unknown", "stale", "unchecked", "failed"];
 
 /** Whether a build would give a node an engine, or one for all its sizes. */
-export function isMissing({ state, engine }) {
-    return MISSING.includes(state) || (state === "ready" && engine?.covers === false);
+export function isMissing(node) {
+    return MISSING.includes(node.state) || (node.state === "ready" && node.engine?.covers === false) || lacksSizes(node);
 }
 
 /**

@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { latentsFor, limitsOf, misfit, misfitOf, widened } from "../../js/lib/fit.mjs";
+import { latentsFor, limitsOf, misfit, misfitOf, pictureWords, uncompiledOf, widened } from "../../js/lib/fit.mjs";
 import { meant } from "../../js/lib/presets.mjs";
 
 const engine = (more = {}) => ({ class_type: "TRTUNetEngine", inputs: { model: ["1", 0], min_size: 256, opt_size: 512, max_size: 768, max_images: 2, backend: "auto", ...more } });
@@ -88,4 +88,26 @@ test("a size that does not fit the model's own sizes is told and widens only wha
     assert.equal(asks(2048, 1024, 1, { any_size: true }), null, "the torch backend serves every size");
     assert.deepEqual(widened({ width: 2048, height: 1024, images: 1 }, ZEROS, SDXL), { min_size: 0, max_size: 2048, max_images: 0 });
     assert.deepEqual(widened({ width: 832, height: 1216, images: 4 }, ZEROS, SDXL), { min_size: 0, max_size: 0, max_images: 4 });
+});
+
+test("a picture that an engine of compiled sizes has no file for is told, whatever its prompt's length", () => {
+    const compiled = (...sizes) => ({ state: "ready", engine: { backend: "torch", compiled: sizes.map(([width, height, batch]) => ({ width, height, batch })) } });
+    const portrait = graph(size(832, 1216));
+    assert.equal(uncompiledOf(portrait, "2", compiled([1024, 1024, 2], [832, 1216, 2])), null);
+    assert.deepEqual(uncompiledOf(portrait, "2", compiled([1024, 1024, 2], [1216, 832, 2])), { width: 832, height: 1216, images: 1, cfg: 7 });
+    assert.notEqual(uncompiledOf(portrait, "2", compiled([1024, 1216, 2], [832, 1024, 2])), null);
+    assert.equal(uncompiledOf(portrait, "2", { ...compiled([64, 64, 2]), state: "stale" }), null, "it is built again as it is");
+    assert.notEqual(uncompiledOf(portrait, "2", compiled([832, 1216, 1])), null, "with CFG a call has both prompts");
+    assert.notEqual(uncompiledOf(graph(size(832, 1216, 2)), "2", compiled([832, 1216, 2])), null, "two images");
+    assert.equal(uncompiledOf(graph(size(836, 1220)), "2", compiled([832, 1216, 2])), null, "a latent has an element for 8 pixels");
+    assert.equal(uncompiledOf(portrait, "2", { state: "ready", engine: { backend: "onnxruntime", compiled: null } }), null);
+    assert.equal(uncompiledOf(portrait, "2", { state: "none" }), null, "the button builds for it anyway");
+});
+
+test("a build request names the graph's pictures with the batches of their calls", () => {
+    assert.equal(pictureWords(graph(size(832, 1216)), "2"), "for:832x1216x2");
+    const sampler = (inputs) => ({ 4: { class_type: "KSampler", inputs: { model: ["3", 0], latent_image: ["5", 0], ...inputs } } });
+    assert.equal(pictureWords(graph(size(832, 1216, 3), sampler({ cfg: 1 })), "2"), "for:832x1216x3");
+    assert.equal(pictureWords(graph(size(832, 1216, 3), sampler({})), "2"), "for:832x1216x6 for:832x1216x3");
+    assert.equal(pictureWords(graph({}), "2"), "");
 });

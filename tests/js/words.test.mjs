@@ -54,6 +54,22 @@ test("a native call is never quiet", () => {
     assert.deepEqual(runWords(null), { lines: [], badge: "" });
 });
 
+test("a size that was not compiled for is told before the run and after it, with a build that adds it", () => {
+    const engine = { ...ENGINE, backend: "torch", profile: "1024x1024, 77 tokens" };
+    const ran = { engine: 8, native: 0, backend: "torch", reasons: [], uncompiled: [{ size: "832x1216, 154 tokens", graph: true, count: 8 }] };
+    const after = describe({ state: "ready", engine, run: ran });
+    assert.ok(after.lines.includes("Not compiled for 832x1216, 154 tokens: 8 calls ran as a CUDA graph"));
+    assert.deepEqual([after.tone, after.badge, after.offer], ["warn", "size", "Build for 832x1216, 154 tokens"]);
+    const before = describe({ state: "ready", engine, run: null, uncompiled: { width: 832, height: 1216, images: 2 } });
+    assert.equal(before.lines[0], "Not compiled for 832×1216 × 2: it runs as a CUDA graph until that is built.");
+    assert.deepEqual([before.tone, before.offer], ["warn", "Build for 832×1216 × 2"]);
+    const fine = describe({ state: "ready", engine, run: { ...ran, uncompiled: [] } });
+    assert.deepEqual([fine.tone, fine.badge, fine.offer], ["good", "", ""]);
+    const none = describe({ state: "none", run: ran });
+    assert.equal(none.offer, "", "there the button itself builds it");
+    assert.ok(runWords({ ...ran, uncompiled: [{ ...ran.uncompiled[0], graph: false }] }).lines[1].endsWith("8 calls ran uncompiled"));
+});
+
 test("each state has a title, a tone and a button", () => {
     const job = { id: "j", state: "running", phase: "exporting", percent: 35, seconds: 70, message: "" };
     const building = describe({ state: "building", job, run: null });

@@ -19,6 +19,9 @@ test("what is stale, unchecked, failed, not looked up, or too small is built by 
     for (const state of ["asked", "queued", "building", "unavailable", "off", "unwired"]) assert.equal(isMissing({ state }), false, state);
     assert.equal(isMissing(ready("a")), false);
     assert.equal(isMissing(ready("a", false)), true);
+    assert.equal(isMissing({ ...ready("a"), uncompiled: { width: 832, height: 1216, images: 1 } }), true);
+    assert.equal(isMissing({ ...ready("a"), run: { uncompiled: [{ size: "832x1216, 154 tokens" }] } }), true);
+    assert.equal(isMissing({ ...ready("a"), run: { uncompiled: [] } }), false);
 });
 
 test("the time left goes down while a build runs", () => {
@@ -44,4 +47,6 @@ test("one prompt orders several builds, an output behind each", () => {
     assert.deepEqual(Object.keys(made).sort(), ["1", "2", "3", "hybrid_trt_build", "hybrid_trt_build_1"]);
     assert.deepEqual(made.hybrid_trt_build_1.inputs.after, ["3", 0]);
     assert.equal(made[2].inputs.build_request, made[3].inputs.build_request);
+    const sized = buildPrompt(prompt, ["2", "3"], "r", (id) => (id === "2" ? "for:64x96x2" : ""));
+    assert.deepEqual([sized[2].inputs.build_request, sized[3].inputs.build_request], ["r for:64x96x2", "r"]);
 });

@@ -13,7 +13,7 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrapper
 
 from . import Role
 from .calls import Binding, EngineCall, ResidualLayout, Unsupported
-from .sizes import Asked, Examples, Sizes, Symbol, words_for
+from .sizes import Asked, Examples, Picture, Sizes, Symbol, words_for
 from .tensors import Dim, Profile, Range, TensorSpec
 
 FEATURES, BLOCKS, PROMPT = 32, 4, 16
@@ -97,6 +97,7 @@ class ToySizes:
     """Images, rows and columns of the latent, words of the prompt, pictures of the hint."""
 
     sizes = Sizes("Toy", 64, 128, 256)
+    batch = "N"
     symbols = {"N": Symbol("images"), "R": Symbol("rows", PIXELS, "px"), "C": Symbol("columns", PIXELS, "px"),
                "L": Symbol("words"), "P": Symbol("pictures")}  # fmt: skip
 
@@ -116,6 +117,20 @@ class ToySizes:
 
     def limits(self, profile: Profile) -> None:
         return None
+
+    def calls(self, profile: Profile, picture: Picture) -> list[dict[str, int]]:
+        size = {"R": picture.height // PIXELS, "C": picture.width // PIXELS}
+        usual = profile.sizes("opt")
+        return [{s: {**size, "N": batch}.get(s, n) for s, n in usual.items()} for batch in picture.batches]
+
+    def picture_of(self, call: Mapping[str, int]) -> Picture:
+        return Picture(PIXELS * call["C"], PIXELS * call["R"], (call["N"],))
+
+    def call_words(self, call: Mapping[str, int]) -> str:
+        return ", ".join(f"{self.symbols[s].word} {self.symbols[s].text(n)}" for s, n in call.items())
+
+    def join_layers(self, module: torch.nn.Module) -> list:
+        return []
 
     def preludes(self, module: torch.nn.Module) -> list:
         return []

@@ -1,0 +1,87 @@
+"""The pictures that a prompt asks an engine node's network for, found before it runs; on the page: ``fit.mjs``."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from server import PromptServer
+
+from ..architectures.sizes import Picture
+from .prompt_graph import is_link
+
+FOR_PICTURE = "for:"
+"""Begins a word in a build request that names a picture: ``for:832x1216x2``, with the batch of its calls."""
+MAX_PICTURES = 16
+_WORD = re.compile(FOR_PICTURE + r"(\d{2,5})x(\d{2,5})x(\d{1,3})")
+_EMPTY = re.compile("empty.*latent", re.IGNORECASE)
+
+
+def asked_pictures(prompt: Mapping[str, Any], node_id: str) -> tuple[Picture, ...]:
+    """The pictures of the samplers that call a node's network, where these are empty latents of plain numbers."""
+    found = (_picture(prompt, sampler) for sampler in _samplers(prompt, node_id))
+    return tuple(dict.fromkeys(picture for picture in found if picture is not None))
+
+
+def requested_pictures(words: Iterable[str]) -> tuple[Picture, ...]:
+    """The pictures that a build request names."""
+    found = filter(None, map(_WORD.fullmatch, words))
+    sizes: dict[tuple[int, int], list[int]] = {}
+    for width, height, batch in (map(int, match.groups()) for match in found):
+        if min(width, height, batch) > 0:
+            sizes.setdefault((width, height), []).append(batch)
+    return tuple(Picture(*size, tuple(batches)) for size, batches in list(sizes.items())[:MAX_PICTURES])
+
+
+def running_pictures() -> str:
+    """All empty latents and CFGs of the prompts that are being executed, as a text to compare."""
+    if PromptServer.instance is None:
+        return ""
+    running, _ = PromptServer.instance.prompt_queue.get_current_queue_volatile()
+    found = {str(_picture(item[2], node)) for item in running for node in item[2]}
+    return " ".join(sorted(found - {"None"}))
+
+
+def _samplers(prompt: Mapping[str, Any], node_id: str) -> Iterator[str]:
+    readers: dict[str, list[str]] = {}
+    for reader in prompt:
+        for value in _inputs(prompt, reader).values():
+            if is_link(value):
+                readers.setdefault(value[0], []).append(reader)
+    seen, queue = {node_id}, [node_id]
+    while queue:
+        current = queue.pop()
+        if is_link(_inputs(prompt, current).get("latent_image")):
+            yield current  # what it makes goes on to others, which may use other models
+            continue
+        for reader in readers.get(current, ()):
+            if reader not in seen:
+                seen.add(reader)
+                queue.append(reader)
+
+
+def _picture(prompt: Mapping[str, Any], sampler: str) -> Picture | None:
+    """The picture of a sampler, None where it is not certain or the node is none. With CFG a call has both prompts."""
+    inputs = _inputs(prompt, sampler)
+    latent, cfg = inputs.get("latent_image"), inputs.get("cfg")
+    if not is_link(latent) or not _EMPTY.search(str(_node(prompt, latent[0]).get("class_type"))):
+        return None
+    empty = _inputs(prompt, latent[0])
+    width, height, images = empty.get("width"), empty.get("height"), empty.get("batch_size", 1)
+    if not all(isinstance(n, int) and n > 0 for n in (width, height, images)):
+        return None
+    known = isinstance(cfg, int | float) and math.isfinite(cfg)
+    batches = (2 * images, images) if not known else (images,) if cfg == 1 else (2 * images,)
+    return Picture(width, height, batches)
+
+
+def _node(prompt: Mapping[str, Any], node_id: str) -> Mapping[str, Any]:
+    node = prompt.get(node_id)
+    return node if isinstance(node, Mapping) else {}
+
+
+def _inputs(prompt: Mapping[str, Any], node_id: str) -> Mapping[str, Any]:
+    inputs = _node(prompt, node_id).get("inputs")
+    return inputs if isinstance(inputs, Mapping) else {}

@@ -1,0 +1,346 @@
+"""Any size that a graph asks for is compiled: one more is added beside what is there, and what is not is told."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from builds import until
+from comfy_process import ComfyProcess
+from fake_recorder import Recorder
+from pack import import_comfy
+from scenarios import Scenario, latent_of, native_latent, prompt, relative_difference
+from small_networks import native_call, network
+
+import_comfy()
+
+from hybrid_trt.architectures import architecture_of
+from hybrid_trt.architectures.latent import ANY
+from hybrid_trt.architectures.samples import sample_inputs
+from hybrid_trt.architectures.sizes import Asked, Picture
+from hybrid_trt.architectures.tensors import Profile, Range
+from hybrid_trt.architectures.wanted_calls import calls_to_compile
+from hybrid_trt.backends import backends
+from hybrid_trt.backends.torch_live.compiled import file_name
+from hybrid_trt.backends.torch_live.session import LiveSession
+from hybrid_trt.engine_builder.build import build_engine
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import Engine, Library, local_key
+from hybrid_trt.engine_library.parity import relative_error
+from hybrid_trt.engine_runtime import engine_handle
+from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.engine_runtime.ledger import Tally
+from hybrid_trt.engine_runtime.report_words import report_text
+from hybrid_trt.engine_sessions.session import AskedCalls, Uncompiled
+from hybrid_trt.native_model.network import NativeNetwork
+from hybrid_trt.nodes import building
+from hybrid_trt.page_api.asked_pictures import asked_pictures, requested_pictures
+
+TORCH = backends()["torch"]
+PROFILE = ANY.profile(Asked()).only("BHWT")
+PORTRAIT = {"B": 2, "H": 152, "W": 104, "T": 77}
+
+
+def call(width: int, height: int, batch: int = 2, tokens: int = 77) -> dict[str, int]:
+    return {"B": batch, "H": height // 8, "W": width // 8, "T": tokens}
+
+
+def lacking(pictures: list[Picture], seen: list[dict] | None = None, compiled: list[dict] | None = None) -> list:
+    return calls_to_compile(ANY, PROFILE, pictures, seen, compiled or [])
+
+
+@pytest.mark.parametrize("tokens", [77, 154, 231])
+@pytest.mark.parametrize("batch", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [(832, 1216), (1216, 832), (512, 768)])
+def test_each_size_that_a_run_made_is_wanted_exactly_until_a_file_is_for_it(
+    size: tuple[int, int], batch: int, tokens: int
+) -> None:
+    made = call(*size, batch, tokens)
+    square = call(512, 512)
+    assert lacking([], [made], [square]) == [[made]]
+    assert lacking([], [made], [square, made]) == []
+    others = [made | {"B": batch + 1}, made | {"T": tokens + 77}, made | {"W": made["H"], "H": made["W"]}]
+    assert lacking([], [made], others) == [[made]], "neighbours do not count"
+
+
+def test_a_picture_that_the_graph_asks_for_is_wanted_and_not_what_the_profile_is_best_at() -> None:
+    assert lacking([Picture(832, 1216, (2,))]) == [[PORTRAIT]]
+    assert lacking([Picture(832, 1216, (6, 3))]) == [[PORTRAIT | {"B": 6}, PORTRAIT | {"B": 3}]]
+    assert lacking([Picture(832, 1216, (2,))], None, [call(1216, 832)]) == [[PORTRAIT]], "portrait is no landscape"
+    assert lacking([]) == [[call(512, 512), call(512, 512, 1)]], "where nothing tells: the best size"
+    assert lacking([], None, [call(512, 512)]) == []
+
+
+def test_a_picture_has_the_tokens_that_its_run_had() -> None:
+    """So that a long prompt is compiled for once, and not for 77 tokens besides."""
+    picture = [Picture(832, 1216, (2,))]
+    long = PORTRAIT | {"T": 154}
+    assert lacking(picture, [long]) == [[long]]
+    assert lacking(picture, [], [long]) == []
+    assert lacking(picture, [long], [PORTRAIT]) == [[long]]
+
+
+def test_sizes_of_one_picture_are_one_engine_and_others_are_apart() -> None:
+    made = [PORTRAIT, call(512, 512), PORTRAIT | {"B": 1}, PORTRAIT | {"T": 154}]
+    assert lacking([], made) == [[PORTRAIT, PORTRAIT | {"B": 1}], [call(512, 512)], [PORTRAIT | {"T": 154}]]
+
+
+def graph(width: Any = 832, height: int = 1216, images: int = 1, **sampler: Any) -> dict[str, Any]:
+    return {
+        "net": {"class_type": "ControlNetLoader", "inputs": {}},
+        "engine": {"class_type": "TRTUNetEngine", "inputs": {"model": ["load", 0]}},
+        "net_engine": {"class_type": "TRTControlNetEngine", "inputs": {"control_net": ["net", 0]}},
+        "apply": {"class_type": "TRTApplyControlNet", "inputs": {"rows.control_net_1": ["net_engine", 0]}},
+        "patch": {"class_type": "TRTSamplerPatch", "inputs": {"engine": ["engine", 0]}},
+        "sampler": {"class_type": "KSampler", "inputs": {
+            "model": ["patch", 0], "positive": ["apply", 0], "latent_image": ["empty", 0], "cfg": 7.0} | sampler},
+        "empty": {"class_type": "EmptyLatentImage", "inputs": {"width": width, "height": height, "batch_size": images}},
+        "second": {"class_type": "KSampler", "inputs": {"latent_image": ["up", 0]}},
+        "up": {"class_type": "LatentUpscale", "inputs": {"samples": ["sampler", 0]}},
+    }  # fmt: skip
+
+
+def test_a_prompt_tells_its_pictures_with_the_batch_that_cfg_makes_of_them() -> None:
+    for node in ("engine", "net_engine"):
+        assert asked_pictures(graph(), node) == (Picture(832, 1216, (2,)),)
+        assert asked_pictures(graph(images=3, cfg=1.0), node) == (Picture(832, 1216, (3,)),)
+        assert asked_pictures(graph(images=2, cfg=["primitive", 0]), node) == (Picture(832, 1216, (4, 2)),)
+    other = {"class_type": "KSampler", "inputs": {"positive": ["up", 0], "latent_image": ["large", 0]}}
+    large = {"class_type": "EmptyLatentImage", "inputs": {"width": 2048, "height": 2048}}
+    later = {**graph(), "other": other, "large": large}
+    assert asked_pictures(later, "engine") == (Picture(832, 1216, (2,)),), "what comes after its sampler is another's"
+    assert asked_pictures(graph(width=["number", 0]), "engine") == (), "what is not certain is not asked for"
+    assert asked_pictures(graph(latent_image=["up", 0]), "engine") == ()
+    assert asked_pictures({"engine": None, "x": {"inputs": {"a": ["engine", 0]}}}, "engine") == ()
+
+
+def test_a_build_request_names_its_pictures() -> None:
+    words = ["page", "for:832x1216x4", "for:832x1216x2", "for:512x512x2", "for:0x9x1", "for:64x64x000", "missing"]
+    assert requested_pictures(words) == (Picture(832, 1216, (4, 2)), Picture(512, 512, (2,)))
+    assert len(requested_pictures(f"for:{64 + 8 * n}x64x2" for n in range(1000))) == 16
+
+
+# --- with a compiler that takes no time ---
+
+SMALL = Profile({"B": Range(1, 2, 4), "H": Range(4, 8, 40), "W": Range(4, 8, 40), "T": Range(77, 77, 231)})
+A, B = {"B": 2, "H": 8, "W": 8, "T": 77}, {"B": 2, "H": 12, "W": 8, "T": 154}
+
+
+@pytest.fixture
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+    """Builds for some calls; what it keeps is the network itself, opened by ``opened``."""
+    monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    monkeypatch.setattr(type(TORCH), "cannot_build", lambda *_: None)
+    library = Library([tmp_path / "library"])
+
+    def compiler(task: dict, *_: object) -> dict:
+        names = [file_name(sizes) for sizes in task["compiled"]]
+        for name in names:
+            (Path(task["folder"]) / name).write_bytes(random.randbytes(8))
+        return {"files": names, "parity": {"rel_err": 0.0}, "seconds": {}}
+
+    def build(net: NativeNetwork, *calls: dict[str, int], again: bool = False) -> Engine:
+        order = BuildOrder(net, "float32", Profile.around(calls), TORCH, calls=calls)
+        return build_engine(order, library, lambda *_: None, run=compiler, again=again)
+
+    build.library = library
+    return build
+
+
+def given_for(net: NativeNetwork, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
+    return sample_inputs(architecture_of(net.module).inputs(net.module, "float32"), sizes, 3)
+
+
+def test_one_more_size_stands_beside_the_others_and_nothing_is_lost_or_opened_again(
+    built: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, opened = network("unet", "unlike_levels"), []
+    session = LiveSession(net, TORCH, "float32", Recorder())
+
+    def open_live(_self: Any, engine: Engine, symbols: dict[str, int]) -> Callable[..., tuple]:
+        opened.append((engine.folder.name, symbols["T"]))
+        return lambda *tensors: session.live.function(*tensors[len(session.live.names) :])
+
+    monkeypatch.setattr(type(TORCH), "open_live", open_live)
+
+    def run(sizes: dict[str, int]) -> str | None:
+        given = given_for(net, sizes)
+        with torch.inference_mode():
+            assert relative_error(session.run(given)["out"], native_call(net, given)[0]) <= 1e-5
+        return session.uncompiled and session.uncompiled.words
+
+    assert run(A) == "64x64, 77 tokens"
+    first = built(net, A)
+    before = {file: os.stat(file).st_ino for file in first.folder.iterdir()}
+    session.use([first])
+    assert [run(A), run(B), run(A), run(B)] == [None, "64x96, 154 tokens"] * 2
+    assert (session.name, session.serving) == ("live weights, CUDA graph", [])
+    assert session.to_compile(SMALL, AskedCalls((), [dict(session.uncompiled.sizes)])) == [[B]]
+
+    second = built(net, B)
+    assert second.folder != first.folder
+    assert {file: os.stat(file).st_ino for file in before} == before, "what was compiled stays as it is"
+    assert built(net, A) == first, "what is there is not compiled again"
+    session.use([first, second])
+    assert [run(A), run(B), run(A), run(B)] == [None] * 4
+    assert (session.name, session.serving) == (second.folder.name, [second])
+    assert opened == [(first.folder.name, 77), (second.folder.name, 154)]
+    assert not session.lacks(SMALL, AskedCalls((Picture(64, 96, (2,)), Picture(64, 64, (2,))), []))
+    status = session.status(SMALL)
+    assert "compiled for 64x64, 77 tokens; 64x96, 154 tokens, " in status
+
+    third = built(net, A, again=True)
+    session.use([third, second])
+    assert [run(A), run(B)] == [None, None]
+    assert opened[2:] == [(first.folder.name, 77)], "only what was built again"
+
+
+def test_calls_that_no_file_is_for_are_counted_and_told_in_the_report(built: Callable[..., Engine]) -> None:
+    net = network("unet", "unlike_levels")
+    session = LiveSession(net, TORCH, "float32", Recorder())
+    row = Tally("unet", "a.safetensors", "1", "2")
+    with torch.inference_mode():
+        for sizes in (B, B, A | {"B": 3}):
+            session.run(given_for(net, sizes))
+            row.count_engine(session.backend_name, session.uncompiled)
+    assert row.to_json()["uncompiled"] == {"64x96, 154 tokens": 2, "64x64, batch 3, 77 tokens": 1}
+    head, line = report_text([row]).splitlines()
+    assert head == "1 of 1 network on engines. -> Build for 64x96, 154 tokens; 64x64, batch 3, 77 tokens"
+    assert line == "a: 3 on torch (not compiled for 2 x 64x96, 154 tokens; 1 x 64x64, batch 3, 77 tokens: ran eagerly)"
+
+
+def test_a_build_orders_what_is_lacking_and_anew_only_what_is_there_or_was_not_opened(
+    built: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = network("unet", "unlike_levels")
+    run = SimpleNamespace(uncompiled={Uncompiled(frozenset(B.items()), "64x96, 154 tokens", False): 2})
+    monkeypatch.setattr(engine_handle, "last_run", lambda key: ("prompt", [run]))
+    choice = EngineChoice(SMALL, "float32", "torch", pictures=(Picture(64, 64, (2,)),))
+    handle = EngineHandle(net, choice, built.library, "node", "key")
+
+    def orders() -> list[tuple]:
+        handle.refresh()
+        return [(*order.calls, order.profile, anew) for order, anew in building._orders(handle)]
+
+    assert orders() == [(B, Profile.around([B]), False), (A, Profile.around([A]), False)]
+    first = built(net, A)
+    assert orders() == [(B, Profile.around([B]), False)]
+    assert "Not compiled for 64x96, 154 tokens: runs eagerly; build to add that" in handle.status()
+    second = built(net, B)
+    both = {(*TORCH.sizes(engine)[0].items(),) for engine in (first, second)}
+    found = orders()
+    assert {(*call.items(),) for call, _, _ in found} == both
+    assert [anew for _, _, anew in found] == [True, True]
+    assert "Not compiled" not in handle.status()
+
+    def fails(_self: Any, engine: Engine, _symbols: dict) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(type(TORCH), "open_live", fails)
+    with torch.inference_mode():
+        handle.session.run(given_for(net, B))
+    assert orders() == [(B, second.manifest.identity.profile, True)], "the other one is left alone"
+
+
+# --- in a real ComfyUI, with what Inductor really makes ---
+
+SETTINGS = {"backend": "torch", "when_missing": "use native", "opt_size": 128}
+TALL = Scenario(unet="tiny_sd15_flat_unet", controls=(), width=64, height=96, steps=2, settings=SETTINGS)
+ENGINE = "unet_engine"
+
+
+def files(comfy: ComfyProcess) -> dict[str, int]:
+    """The compiled files of this module's network -> when they were made."""
+    found = (comfy.base / "models" / "trt_engines").glob("sd15_unet-*-torch-*/*.bin")
+    return {file.name: file.stat().st_mtime_ns for file in found}
+
+
+def state(comfy: ComfyProcess, graph: dict[str, Any]) -> dict[str, Any]:
+    answer = comfy.post("/hybrid_trt/nodes", {"prompt": graph, "nodes": [ENGINE]}, headers={"X-Hybrid-TRT": "1"})
+    return answer["nodes"][ENGINE]
+
+
+def press_build(comfy: ComfyProcess, graph: dict[str, Any], words: str) -> None:
+    """What the page's button does, until the build has ended."""
+    part = {name: graph[name] for name in ("unet", ENGINE)}
+    request = f"{words} {random.random()}"
+    part[ENGINE] = {**part[ENGINE], "inputs": {**part[ENGINE]["inputs"], "build_request": request}}
+    part["end"] = {"class_type": "TRTReport", "inputs": {"after": [ENGINE, 0]}}
+    assert comfy.queue(part).ok  # not the page's own, which leaves no history to wait for
+    assert until(lambda: (job := state(comfy, graph)["job"]) is not None and job["state"] in ("done", "failed"), 240)
+    assert state(comfy, graph)["job"]["state"] == "done"
+
+
+def test_a_graphs_own_picture_and_prompt_are_compiled_one_build_after_the_other(comfy: ComfyProcess) -> None:
+    there = files(comfy)
+    short = prompt(TALL, engines=True, name="size")
+    long_prompt = TALL.but(tokens=(154, 77), seed=8)
+    long = prompt(long_prompt, engines=True, name="size")
+
+    def run(graph: dict[str, Any]) -> tuple[Any, dict[str, int], str]:
+        history = comfy.queue(graph, timeout=300)
+        (row,) = history.output("report", "report")[0]["rows"]
+        assert (row["engine"] > 0, row["native"]) == (True, 0)
+        return history, row["uncompiled"], history.output("report", "text")[0]
+
+    press_build(comfy, short, "for:64x96x2")
+    first = {name: made for name, made in files(comfy).items() if name not in there}
+    assert set(first) == {"B2-H12-T77-W8.bin"}, "the picture that was asked for, and not the best size"
+    assert state(comfy, short)["engine"]["compiled"] == [{"width": 64, "height": 96, "batch": 2}]
+    assert run(short)[1] == {}
+
+    history, uncompiled, text = run(long)
+    calls = sum(uncompiled.values())
+    assert uncompiled == {"64x96, 154 tokens": calls}
+    assert "not compiled for 64x96, 154 tokens: ran eagerly" in text
+    assert "Build for 64x96, 154 tokens" in text.splitlines()[0]
+    assert relative_difference(latent_of(history), native_latent(comfy, long_prompt)) <= 1e-5
+    told = state(comfy, long)
+    assert told["state"] == "ready"
+    assert told["run"]["uncompiled"] == [{"size": "64x96, 154 tokens", "graph": False, "count": calls}]
+
+    press_build(comfy, long, "for:64x96x2")
+    now = {name: made for name, made in files(comfy).items() if name not in there}
+    assert set(now) == {"B2-H12-T77-W8.bin", "B2-H12-T154-W8.bin"}
+    assert now["B2-H12-T77-W8.bin"] == first["B2-H12-T77-W8.bin"], "not compiled again"
+    told = state(comfy, long)
+    assert (told["run"], len(told["engine"]["names"])) == (None, 2)
+    assert set(told["engine"]["profile"].split("; ")) == {"64x96, 77 tokens", "64x96, 154 tokens"}
+    listed = {e["name"]: e["profile"] for e in comfy.get("/hybrid_trt/engines")["engines"]}
+    assert {listed[name] for name in told["engine"]["names"]} == {
+        "batch 2, 64 x 96 px, 77 tokens", "batch 2, 64 x 96 px, 154 tokens"}, "the panel shows what the library holds"
+    again = {**long, "sampler": {**long["sampler"], "inputs": {**long["sampler"]["inputs"], "seed": 9}}}
+    history, uncompiled, _ = run(again)
+    assert uncompiled == {}
+    assert relative_difference(latent_of(history), native_latent(comfy, long_prompt.but(seed=9))) <= 1e-5
+    assert run({**short, "sampler": {**short["sampler"], "inputs": {**short["sampler"]["inputs"], "seed": 9}}})[1] == {}
+
+
+def test_build_now_builds_the_graphs_picture_first_and_a_longer_prompt_before_the_next_run(comfy: ComfyProcess) -> None:
+    scenario = TALL.but(width=96, height=64, settings={**SETTINGS, "when_missing": "build now"})
+    there = set(files(comfy))
+    graph = prompt(scenario, engines=True, name="size_now")
+    history = comfy.queue(graph, timeout=300)
+    assert set(files(comfy)) - there == {"B2-H8-T77-W12.bin"}
+    assert history.output("report", "report")[0]["rows"][0]["uncompiled"] == {}
+    assert set(comfy.queue(graph).cached) == set(graph), "nothing runs again without need"
+
+    wider = prompt(scenario.but(width=128), engines=True, name="size_now")
+    history = comfy.queue(wider, timeout=300)
+    assert ENGINE not in history.cached, "although nothing before the node has changed"
+    assert history.output("report", "report")[0]["rows"][0]["uncompiled"] == {}
+
+    long = prompt(scenario.but(tokens=(154, 154)), engines=True, name="size_now")
+    assert comfy.queue(graph, timeout=300).ok
+    (row,) = comfy.queue(long, timeout=300).output("report", "report")[0]["rows"]
+    assert row["uncompiled"] == {"96x64, 154 tokens": row["engine"]}, "how long a prompt is nobody knows before it runs"
+    history = comfy.queue(long, timeout=300)
+    assert set(files(comfy)) - there == {"B2-H8-T77-W12.bin", "B2-H8-T77-W16.bin", "B2-H8-T154-W12.bin"}
+    assert history.output("report", "report")[0]["rows"][0]["uncompiled"] == {}
+    assert set(comfy.queue(long).cached) == set(long)
