@@ -83,9 +83,10 @@ def report_json(rows: list[Tally]) -> dict:
 
 def _wants_times(prompt_id: str) -> bool:
     """Whether a prompt that is being executed has a report that times calls."""
-    if PromptServer.instance is None:
+    server = getattr(PromptServer, "instance", None)  # a process without a server has none
+    if server is None:
         return False
-    running, _ = PromptServer.instance.prompt_queue.get_current_queue_volatile()
+    running, _ = server.prompt_queue.get_current_queue_volatile()
     nodes = [node for item in running if item[1] == prompt_id for node in item[2].values()]
     return any(n["class_type"] == NODE_ID and n["inputs"].get("time_calls", True) is not False for n in nodes)
 

@@ -37,9 +37,10 @@ def requested_pictures(words: Iterable[str]) -> tuple[Picture, ...]:
 
 def running_pictures() -> str:
     """All empty latents and CFGs of the prompts that are being executed, as a text to compare."""
-    if PromptServer.instance is None:
+    server = getattr(PromptServer, "instance", None)  # a process without a server has none
+    if server is None:
         return ""
-    running, _ = PromptServer.instance.prompt_queue.get_current_queue_volatile()
+    running, _ = server.prompt_queue.get_current_queue_volatile()
     found = {str(_picture(item[2], node)) for item in running for node in item[2]}
     return " ".join(sorted(found - {"None"}))
 
