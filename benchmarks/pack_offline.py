@@ -4,7 +4,8 @@
     python benchmarks/pack_offline.py --have have.txt --python 3.12 --out parts      # here, with a network
     bash part1/unpack.sh /some/folder                                    # there, with all parts side by side
 
-Each part is a folder of at most ``--mib`` MiB; larger files are cut, and ``unpack.sh`` joins them again.
+Each part is a folder of at most ``--mib`` MiB; larger files are cut, and ``unpack.sh`` joins them again. With
+``--tensorrt86 bindings.tar.xz`` (see ``tensorrt86.py``) the whole TensorRT 8.6.0 comes along and is put together there.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ NEEDLESS = re.compile(r"^(torch|torchvision|torchaudio|nvidia-.*|triton|comfyui-
                       r"|comfyui-frontend-package|playwright|pytest.*|ruff|pyright)$")
 """Not packed: the machine has its own torch; the page and the tests are not needed to measure."""
 
-UNPACK = """#!/usr/bin/env bash
+TENSORRT = ["--python-version", "3.10", "--platform", "manylinux_2_17_x86_64", "tensorrt==8.6.0"]
+BINDINGS = "tensorrt86_bindings"
+UNPACK = f"""#!/usr/bin/env bash
 # Put ComfyUI, the pack and the missing wheels below the folder $1.
 set -euo pipefail
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+here="$(cd "$(dirname "${{BASH_SOURCE[0]}}")/.." && pwd)"
 mkdir -p "$1/wheels"
 cd "$1"
 for first in "$here"/part*/*.cut.000; do
     [ -e "$first" ] || continue
-    name="$(basename "${first%.cut.000}")"
+    name="$(basename "${{first%.cut.000}}")"
     number=0
     while piece="$(ls "$here"/part*/"$name.cut.$(printf %03d $number)" 2>/dev/null)"; do
         cat "$piece"
@@ -46,8 +49,17 @@ cp "$here"/part*/*.whl wheels/ 2>/dev/null || true
 mv wheels/*.tar.xz . 2>/dev/null || true
 cp "$here"/part*/*.tar.xz . 2>/dev/null || true
 for archive in *.tar.xz; do tar xJf "$archive" && rm "$archive"; done
+path=site
+if [ -e "$(ls "$here"/part*/{BINDINGS} 2>/dev/null)" ]; then
+    mv wheels/tensorrt-8.6.0-*.whl .
+    python3 hybrid-trt/benchmarks/tensorrt86.py install --wheel tensorrt-8.6.0-*.whl \\
+        --bindings "$here"/part*/{BINDINGS} --site trt
+    rm tensorrt-8.6.0-*.whl
+    path=trt:site
+    echo "Before all else, in $PWD: export LD_LIBRARY_PATH=$PWD/trt/tensorrt"
+fi
 python3 -m pip install -q --no-index --no-deps --no-compile --target site wheels/*.whl
-echo "Now, in $PWD: PYTHONPATH=site python3 hybrid-trt/benchmarks/run.py --comfyui ComfyUI --base base --out gpu.json"
+echo "Now, in $PWD: PYTHONPATH=$path python3 hybrid-trt/benchmarks/run.py --comfyui ComfyUI --base base --out gpu.json"
 """
 
 
@@ -108,6 +120,7 @@ def main() -> int:
     parser.add_argument("--have", type=Path, required=True, help="the machine's 'pip freeze'")
     parser.add_argument("--python", required=True, help="the machine's Python, for example 3.12")
     parser.add_argument("--out", type=Path, required=True, help="a new folder for the parts")
+    parser.add_argument("--tensorrt86", type=Path, metavar="BINDINGS", help="bring TensorRT 8.6.0 too")
     parser.add_argument("--mib", type=int, default=60, help="largest size of a part")
     options = parser.parse_args()
     if options.out.exists():
@@ -117,6 +130,10 @@ def main() -> int:
         pins = missing((ROOT / "tools" / "pins.txt").read_text(), options.have.read_text())
         if without := download(pins, options.python, folder):
             sys.stderr.write(f"no wheel for Python {options.python}: {', '.join(without)}\n")
+        if options.tensorrt86:
+            shutil.copy2(options.tensorrt86, folder / BINDINGS)
+            pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
+            subprocess.run([*pip, *TENSORRT], check=True)
         archive(environment.ensure().comfyui, "ComfyUI", folder)
         archive(ROOT, "hybrid-trt", folder)
         parts = in_parts(sorted(folder.iterdir()), options.out, options.mib << 20)

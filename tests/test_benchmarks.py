@@ -11,6 +11,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import profile_kernels
 import profile_nodes
+import tensorrt86
 
 KERNELS = {
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x64_kernel0_0": "attention",
@@ -53,3 +54,16 @@ def test_a_pause_is_where_nothing_runs_on_any_stream() -> None:
     assert profile_nodes.busy(reversed(spans)) == 130 + 20 + 5
     assert profile_nodes.pauses(spans) == [(50.0, "b", "c")]
     assert profile_nodes.pauses(spans, shortest=10) == [(50.0, "b", "c"), (15.0, "c", "d")]
+
+
+def test_tensorrts_package_is_freed_of_parsers_that_were_not_compiled() -> None:
+    code = "    Builder.__enter__ = common_enter\n    UffParser.__enter__ = common_enter\n    CaffeParser.__exit__ = common_exit\n"
+    assert tensorrt86.without_old_parsers(code) == "    Builder.__enter__ = common_enter\n"
+
+
+def test_a_missing_library_gets_what_is_wanted_of_it_and_nothing_of_the_others() -> None:
+    symbols = ["                 U cublasCreate_v2@libcublas.so.12", "                 U cublasLtCreate@libcublasLt.so.12",
+               "                 U cudnnCreate@libcudnn.so.8", "                 w __cxa_finalize", ""]  # fmt: skip
+    found = {library: tensorrt86.wanted_of(symbols, library) for library in tensorrt86.STUBS}
+    assert found == {"libcudnn.so.8": ["cudnnCreate"], "libcublasLt.so.12": ["cublasLtCreate"],
+                     "libcublas.so.12": ["cublasCreate_v2"]}  # fmt: skip
