@@ -274,9 +274,8 @@ def find_engines(
     if choice != AUTO:
         return library.find_all(wanted, refuses)
     unproven = [b.name for b in usable.values() if not proven(b, device)]
-    found = library.find_all(replace(wanted, fastest=True, only_timed=unproven), refuses)
-    # these do not open slow ones
-    live = [b.name for b in usable.values() if b.runs_live_weights]
+    live = [b.name for b in usable.values() if b.runs_live_weights]  # these do not open slow ones
+    found = library.find_all(replace(wanted, fastest=True, only_timed=unproven, any_size=live), refuses)
     if not live:
         return found
     worth_it = [e for e in found if e.manifest.identity.backend in live or not trust.is_slow(e, wanted.gpu)]

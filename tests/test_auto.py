@@ -214,6 +214,16 @@ def test_an_engine_that_holds_the_nodes_sizes_comes_before_a_faster_one_that_doe
     assert taken(net, tmp_path, profile=WIDE) == [engine.folder.name], "one that is no gain serves nobody"
 
 
+def test_an_engine_compiled_for_one_size_is_not_behind_for_that_since_live_weights_serve_all_others(
+    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine = ort({"native_ms": 8.0, "engine_ms": 4.0})
+    compiled = torch_engine(net, tmp_path, FASTER, Profile({s: Range(n, n, n) for s, n in SIZES.items()}))
+    assert taken(net, tmp_path) == [compiled.folder.name]
+    torch_engine(net, tmp_path, {"native_ms": 8.0, "engine_ms": 6.0}, compiled.manifest.identity.profile)
+    assert taken(net, tmp_path) == [engine.folder.name]
+
+
 def test_an_engine_that_was_slower_than_native_is_not_taken_where_live_weights_serve(
     net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
 ) -> None:

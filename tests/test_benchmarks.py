@@ -57,13 +57,14 @@ def test_a_pause_is_where_nothing_runs_on_any_stream() -> None:
 
 
 def test_tensorrts_package_is_freed_of_parsers_that_were_not_compiled() -> None:
-    code = "    Builder.__enter__ = common_enter\n    UffParser.__enter__ = common_enter\n    CaffeParser.__exit__ = common_exit\n"
-    assert tensorrt86.without_old_parsers(code) == "    Builder.__enter__ = common_enter\n"
+    kept = "    Builder.__enter__ = common_enter\n"
+    code = f"{kept}    UffParser.__enter__ = common_enter\n    CaffeParser.__exit__ = common_exit\n"
+    assert tensorrt86.without_old_parsers(code) == kept
 
 
 def test_a_missing_library_gets_what_is_wanted_of_it_and_nothing_of_the_others() -> None:
-    symbols = ["                 U cublasCreate_v2@libcublas.so.12", "                 U cublasLtCreate@libcublasLt.so.12",
-               "                 U cudnnCreate@libcudnn.so.8", "                 w __cxa_finalize", ""]  # fmt: skip
+    symbols = ["  U cublasCreate_v2@libcublas.so.12", "  U cublasLtCreate@libcublasLt.so.12",
+               "  U cudnnCreate@libcudnn.so.8", "  w __cxa_finalize", ""]  # fmt: skip
     found = {library: tensorrt86.wanted_of(symbols, library) for library in tensorrt86.STUBS}
     assert found == {"libcudnn.so.8": ["cudnnCreate"], "libcublasLt.so.12": ["cublasLtCreate"],
                      "libcublas.so.12": ["cublasCreate_v2"]}  # fmt: skip
