@@ -86,6 +86,9 @@ def gpu_room(queue: QueueDouble, monkeypatch: pytest.MonkeyPatch) -> Iterator[An
     server = types.ModuleType("server")
     server.PromptServer = types.SimpleNamespace(instance=types.SimpleNamespace(prompt_queue=queue))
     monkeypatch.setitem(sys.modules, "server", server)
+    # another test's may be there already, and is to be there afterwards
+    monkeypatch.setattr(importlib.import_module("hybrid_trt.engine_builder"), "gpu_room", None, raising=False)
+    monkeypatch.delitem(sys.modules, "hybrid_trt.engine_builder.gpu_room", raising=False)
     yield importlib.import_module("hybrid_trt.engine_builder.gpu_room")
     del sys.modules["hybrid_trt.engine_builder.gpu_room"]
 
