@@ -213,6 +213,7 @@ def test_everything_in_the_panel_can_be_read(page: EnginePage, full: Path, palet
     raw.evaluate("palette => app.extensionManager.setting.set('Comfy.ColorPalette', palette)", palette)
     try:
         panel = toggle(page)
+        panel.locator(".hybrid-trt-engine").nth(ENGINES - 1).wait_for()  # with more to come, all would be some soon
         panel.get_by_placeholder("Filter").fill("net4_")
         panel.get_by_role("checkbox", name="Select all shown").check()
         raw.wait_for_timeout(500)
