@@ -27,8 +27,7 @@ TUNED = {"max_autotune_pointwise": True, "combo_kernels": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tuned": TUNED,
-    "inductors_layout": {"written_out": ()},
-    "inductors_norm": {"written_out": ("cat",)},
+    "inductors_norm": {"written_out": ()},
     "all_norms_in_parts": {"split_well": 1 << 30},
     "cudnn_benchmark": {"cudnn": True},
     "autotune_gemm": GEMM,

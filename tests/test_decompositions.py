@@ -70,21 +70,3 @@ def test_a_norm_is_written_out_only_where_that_is_faster(
     given = image(*shape, layout=layout if len(shape) == 4 else torch.contiguous_format)
     graph = traced(lambda x: torch.nn.functional.group_norm(x, 32), given)
     assert (aten.native_group_norm.default not in operations(graph)) is parts
-
-
-def test_channels_are_put_together_pixel_by_pixel() -> None:
-    images = [image(2, 6, 5, 4), image(2, 3, 5, 4)]
-    graph = traced(lambda *x: torch.cat(x, 1), *images)
-    (cat,) = [node for node in graph.graph.nodes if node.target is aten.cat.default]
-    assert cat.args[1] == 3
-    assert torch.equal(graph(*images), torch.cat(images, 1))
-    assert decompositions.is_channels_last(graph(*images))
-
-
-@pytest.mark.parametrize("dim", [0, 2, -1])
-def test_what_is_no_putting_together_of_channels_stays(dim: int) -> None:
-    images = [image(2, 6, 5, 4), image(2, 6, 5, 4)]
-    graph = traced(lambda *x: torch.cat(x, dim), *images)
-    assert torch.equal(graph(*images), torch.cat(images, dim))
-    (cat,) = [node for node in graph.graph.nodes if node.target is aten.cat.default]
-    assert (cat.args[1:] or (0,))[0] == dim

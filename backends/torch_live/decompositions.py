@@ -1,11 +1,11 @@
-"""How operations are written out for Inductor where its own way is slow on the GPU: by how pixels lie in memory.
+"""How operations are written out for Inductor where its own way is slow on the GPU.
 
-Images are channels_last, so what lies together is a pixel's channels. ``benchmarks/sweep_flags.py`` measures each.
+``benchmarks/sweep_flags.py`` measures what it gives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,18 +16,6 @@ MOST_SUMMED = 2048
 """Elements of a group that one program of the GPU sums up."""
 SPLIT_WELL = 4096
 """From so many pixels on, Inductor splits a group's sum by itself."""
-
-
-def is_channels_last(x: torch.Tensor) -> bool:
-    """Whether an image's pixels lie one after another."""
-    return x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
-
-
-def cat_of_pixels(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """``aten.cat`` of images' channels, pixel by pixel: else Inductor writes the result channel by channel."""
-    if dim not in (1, -3) or not all(is_channels_last(x) for x in tensors):
-        return NotImplemented
-    return torch.cat([x.permute(0, 2, 3, 1) for x in tensors], 3).permute(0, 3, 1, 2)
 
 
 def group_norm_in_parts(
@@ -44,7 +32,7 @@ def group_norm_in_parts(
     """
     wide = c // groups
     rows = part_of(pixels, wide)
-    # x itself is no hint at the layout: on a GPU torch hands on a copy in another, which Inductor never makes
+    # x is no hint at the layout: on a GPU torch hands on a copy in another, which Inductor folds into its readers
     if x.ndim != 4 or rows == pixels or pixels >= SPLIT_WELL:
         return NotImplemented
     image = x.permute(0, 2, 3, 1)
@@ -66,8 +54,5 @@ def part_of(pixels: int, wide: int) -> int:
     return max((rows for rows in range(1, pixels + 1) if pixels % rows == 0 and rows * wide <= MOST_SUMMED), default=1)
 
 
-TABLE: dict[Any, Callable[..., Any]] = {
-    aten.cat.default: cat_of_pixels,
-    aten.native_group_norm.default: group_norm_in_parts,
-}
+TABLE: dict[Any, Callable[..., Any]] = {aten.native_group_norm.default: group_norm_in_parts}
 """Operation -> how it is written out; ``NotImplemented`` leaves it to Inductor."""
