@@ -82,9 +82,11 @@ class Backend(Protocol):
             ``auto`` takes only engines of it that were timed on the very GPU.
         builds_on_gpu: whether a build needs memory and time of the GPU that it is for.
         build_memory: main memory that ``build`` takes, in sizes of the weights.
+        build_base: bytes that it takes besides, whatever the weights.
         runs_live_weights: whether its engines hold no weights: it then serves without an engine too, and builds from
             the network itself and not from an ONNX graph.
         refits: whether it can build engines that take other weights afterwards; see ``BuildRequest.any_weights``.
+        one_size: whether an engine of it is for one size, of a profile the best one.
     """
 
     name: str
@@ -92,8 +94,10 @@ class Backend(Protocol):
     measured_on: Collection[str]
     builds_on_gpu: bool
     build_memory: float
+    build_base: int
     runs_live_weights: bool
     refits: bool
+    one_size: bool
 
     def version(self) -> str:
         """Version of the library that does the work, as it enters the engine's identity."""
@@ -271,6 +275,7 @@ def find_engines(
     def refuses(manifest: Manifest) -> Fallback | None:
         return usable[manifest.identity.backend].refuses(manifest, device)
 
+    wanted = replace(wanted, one_size=[b.name for b in usable.values() if b.one_size])
     if choice != AUTO:
         return library.find_all(wanted, refuses)
     unproven = [b.name for b in usable.values() if not proven(b, device)]

@@ -20,8 +20,10 @@ class FileBackend:
     """Base of such backends. They have ``load`` in the place of sessions of their own."""
 
     build_memory = 0.0
+    build_base = 0
     runs_live_weights = False
     refits = False
+    one_size = False
 
     def weights(self, network: NativeNetwork, check: Callable[[], None] | None = None) -> str:
         return network.weights_hash(check)

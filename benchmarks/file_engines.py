@@ -3,14 +3,15 @@
 Writes rows of the same cases as ``networks.py`` with ``<backend>_ms`` (a plain call), ``<backend>_graph_ms`` (as a
 prompt calls it), ``<backend>_native_ms`` (of the same run), ``<backend>_host_us``, ``<backend>_rel_err`` and
 ``<backend>_build_s``. Engines are for one size and one image, and stay below ``--base``: ``--build NAME`` builds one
-and measures nothing, for several at once. With ``--replaceable`` they take any weights, the fields begin with
-``<backend>_any_lora``, and ``<backend>_any_lora_refit_s`` is how long new weights take.
+and tells what that took, so that several can be built at once. With ``--replaceable`` they take any weights, the
+fields begin with ``<backend>_any_lora``, and ``<backend>_any_lora_refit_s`` is how long new weights take.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import sys
 import time
 from pathlib import Path
@@ -68,10 +69,29 @@ class FileBench(networks.Bench):
         return f"{self.backend.name}_any_lora" if self.replaceable else self.backend.name
 
 
+def build_row(bench: FileBench, name: str) -> dict[str, Any]:
+    """What the build of one network's engine took: seconds, and the most main memory that any of its processes had."""
+    started, engine = time.perf_counter(), bench.engine(name)
+    row = {
+        "case": f"{bench.family}_{name}_build", f"{bench.field}_wall_s": round(time.perf_counter() - started, 1),
+        f"{bench.field}_build_s": dict(engine.manifest.seconds), f"{bench.field}_bytes": engine.manifest.bytes,
+        f"{bench.field}_peak_host_gb": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6, 2),
+        f"{bench.field}_proof": dict(trust_figures(engine)),
+    }  # fmt: skip
+    print(row, flush=True)
+    return row
+
+
+def trust_figures(engine: Any) -> Any:
+    """What the engine's proof on this GPU said."""
+    from hybrid_trt.engine_library import trust
+
+    return trust.figures(engine)
+
+
 def network_row(bench: FileBench, name: str, title: str) -> dict[str, Any]:
     """Native and the engine of one network at batch 2."""
     from comfy import model_management
-    from hybrid_trt.engine_library import trust
 
     backend, network, engine = bench.backend, bench.networks[name], bench.engine(name)
     with torch.inference_mode():
@@ -94,7 +114,7 @@ def network_row(bench: FileBench, name: str, title: str) -> dict[str, Any]:
         f"{b}_host_us": host, f"{b}_plain": plain, f"{b}_graph": graph,
         f"{b}_rel_err": networks.worst_error(results, reference), f"{b}_graph_is_plain_to_the_bit": same,
         f"{b}_build_s": dict(engine.manifest.seconds), f"{b}_bytes": engine.manifest.bytes,
-        f"{b}_loaded_bytes": runner.bytes, f"{b}_proof": dict(trust.figures(engine)), f"{b}_version": backend.version(),
+        f"{b}_loaded_bytes": runner.bytes, f"{b}_proof": dict(trust_figures(engine)), f"{b}_version": backend.version(),
     }  # fmt: skip
     if bench.replaceable:
         row[f"{b}_refit_s"] = refit_seconds(session, network, given)
@@ -155,7 +175,7 @@ def main() -> None:
     with torch.inference_mode():
         bench = FileBench(options.family, options.base, options.controls, options.backend, options.replaceable)
     if options.build:
-        bench.engine(options.build)
+        options.out.write_text(json.dumps([build_row(bench, options.build)], indent=1))
         return
     rows = [network_row(bench, "unet", "unet")]
     if options.controls:

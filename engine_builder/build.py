@@ -154,7 +154,7 @@ def _identity(order: BuildOrder, progress: Progress) -> EngineIdentity:
         architecture=architecture.name,
         weights=weights,
         precision=precision,
-        profile=order.profile.only(symbols),
+        profile=order.engine_profile.only(symbols),
         backend=order.backend.name,
         backend_version=order.backend.version(),
         device=order.backend.target(order.target_device),

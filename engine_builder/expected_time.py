@@ -11,12 +11,14 @@ MOST_ALIKE = 4.0
 MEASURED: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {
     ("unet", "tensorrt_rtx"): ((0.86e9, 202.5),),
     ("controlnet", "tensorrt_rtx"): ((0.36e9, 68.6),),
+    ("controlnet", "tensorrt"): ((0.36e9, 322.1),),
     ("unet", "onnxruntime"): ((0.86e9, 142.3),),
     ("controlnet", "onnxruntime"): ((0.36e9, 28.6),),
     ("unet", "torch"): ((0.86e9, 66.6), (2.57e9, 102.2)),
     ("controlnet", "torch"): ((0.36e9, 34.4), (1.25e9, 58.8)),
 }
-"""Kind and backend -> parameters and wall seconds, from benchmarks/results: builds.json (2 CPU cores) and h200.json."""
+"""Kind and backend -> parameters and wall seconds, from benchmarks/results: builds.json (2 CPU cores), h200.json, and
+tensorrt86_h200.json for TensorRT: of other versions nothing is known."""
 
 
 def expected_seconds(order: BuildOrder, library: Library) -> float | None:

@@ -1,7 +1,7 @@
 """Is there main memory for a build? Asked before it starts, since Linux would end the builder half-way through.
 
 Figures are of benchmarks/results/builds.json: memory of the child process's own, without the weights' file, which is
-mapped and gives way when others want the room.
+mapped and gives way when others want the room. TensorRT 8.6's are of benchmarks/results/tensorrt86_h200.json.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 def needed_bytes(backend: Backend, weights: int) -> int:
     """What building an engine of so many bytes of weights takes at its height; its steps run one after the other."""
-    return FIXED + int(weights * max(EXPORT, getattr(backend, "build_memory", 0.0)))
+    return FIXED + int(max(weights * EXPORT, backend.build_base + weights * backend.build_memory))
 
 
 def available_bytes() -> int:

@@ -35,9 +35,14 @@ class BuildOrder:
         """Whether the engine will take any weights: where it shall, and its backend can build such engines."""
         return self.replaceable and self.backend.refits
 
+    @property
+    def engine_profile(self) -> Profile:
+        """The shapes that the engine will take: those asked for, or the best of them where it can be for one only."""
+        return self.profile.at_best() if self.backend.one_size else self.profile
+
     def words(self) -> str:
         """What is built, for people."""
-        words = f"{self.backend.name}, {self.precision}, {self.network.architecture().words(self.profile)}"
+        words = f"{self.backend.name}, {self.precision}, {self.network.architecture().words(self.engine_profile)}"
         return f"{words}, any LoRA" if self.any_weights else words
 
     @property

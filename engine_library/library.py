@@ -39,6 +39,7 @@ class Wanted:
         fastest: whether the engine that was the fastest on this GPU is the best one, whoever built it; see ``pace``.
         only_timed: those of the backends of which only engines will do that were timed on this GPU.
         any_size: those of the backends that serve calls of any size, whatever their engine was built for.
+        one_size: those of the backends whose engines are for one size: they need but hold the best of the profile.
     """
 
     architecture: str
@@ -50,6 +51,7 @@ class Wanted:
     fastest: bool = False
     only_timed: Collection[str] = ()
     any_size: Collection[str] = ()
+    one_size: Collection[str] = ()
 
 
 class Library:
@@ -267,7 +269,8 @@ class Library:
 def _rank(identity: EngineIdentity, wanted: Wanted, pace: float | None) -> tuple:
     """What sorts the engines that serve a node, the best first; ``pace``: see ``trust``, None where it is not known."""
     slow, profile = pace is not None and pace >= 1, identity.profile
+    asked = wanted.profile.at_best() if identity.backend in wanted.one_size else wanted.profile
     # a UNet's has no sizes of hints
-    covers = identity.backend in wanted.any_size or profile.contains(wanted.profile.only(profile.ranges))
+    covers = identity.backend in wanted.any_size or profile.contains(asked.only(profile.ranges))
     backend, weights = wanted.backends.index(identity.backend), wanted.weights.index(identity.weights)
     return slow, not covers, pace is None, pace or 0.0, backend, weights, profile.volume()

@@ -16,7 +16,7 @@ from ..architectures import Role
 from ..architectures.calls import Binding, EngineCall, Unsupported
 from ..architectures.sizes import Picture
 from ..architectures.tensors import Profile
-from ..backends import AUTO, Backend, find_engines, gpu_of, serving_backends
+from ..backends import AUTO, Backend, backends, find_engines, gpu_of, serving_backends
 from ..engine_library import Engine, Fallback, Library, Reason, Unavailable, Wanted, last_use
 from ..engine_sessions.backed_by_live import backed_by_live
 from ..engine_sessions.room import close_engines
@@ -94,6 +94,17 @@ class EngineHandle:
         return self.network.precision if self.choice.precision == AUTO else self.choice.precision
 
     @property
+    def profile(self) -> Profile:
+        """The shapes that the node wants an engine for: of a backend whose engines are for one size that of the graph's
+        picture, or where the graph does not tell the profile's best one."""
+        profile, backend = self.choice.profile, backends().get(self.choice.backend)
+        if backend is None or not backend.one_size:
+            return profile
+        for picture in self.choice.pictures[:1]:
+            profile = Profile.around(self.network.architecture().calls(profile, picture))
+        return profile.at_best()
+
+    @property
     def follows_patches(self) -> bool:
         """Whether LoRAs and other weight patches need no engine of their own."""
         return self.session is not None and self.session.follows_patches
@@ -113,7 +124,7 @@ class EngineHandle:
     @property
     def lacks(self) -> bool:
         """Whether a build would serve more calls than the session does, or faster."""
-        return self.session is not None and self.session.lacks(self.choice.profile, self.asked)
+        return self.session is not None and self.session.lacks(self.profile, self.asked)
 
     def of(self, network: NativeNetwork) -> EngineHandle:
         """The handle of the same node for another network of its kind."""
@@ -138,7 +149,7 @@ class EngineHandle:
         usable = serving_backends(self.choice.backend, device, self.library, architecture.name)
         self.takes_any_weights = self.choice.replaceable and any(backend.refits for backend in usable.values())
         weights = self._weights(architecture.name, usable.values())
-        wanted = Wanted(architecture.name, weights, self.precision, self.choice.profile, list(usable), gpu_of(device))
+        wanted = Wanted(architecture.name, weights, self.precision, self.profile, list(usable), gpu_of(device))
         live = next((backend for backend in usable.values() if backend.runs_live_weights), None)
         try:
             engines, passed_over = find_engines(self.library, wanted, self.choice.backend, usable, device), None
@@ -284,9 +295,12 @@ class EngineHandle:
         """One sentence for the node."""
         if self.session is None:
             return f"{self.fallback.sentence()} {self.note}".strip()
-        text = self.session.status(self.choice.profile)
+        text = self.session.status(self.profile)
         if self.session.engines and self.refusal is None:
             text += self._not_compiled()
+            if self.choice.replaceable and not self.takes_any_weights and not self.follows_patches:
+                name = self.session.engines[0].manifest.identity.backend
+                text += f". {name} has no engines with replaceable weights: this one is for these alone"
         return f"{text}. {self.note}" if self.note else text
 
     def _not_compiled(self) -> str:

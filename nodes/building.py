@@ -87,8 +87,8 @@ def _order(handle: EngineHandle) -> BuildOrder | None:
     except Unavailable as refusal:
         handle.session, handle.fallback = None, refusal.fallback
         return None
-    choice = handle.choice
-    return BuildOrder(handle.network, handle.precision, choice.profile, backend, replaceable=choice.replaceable)
+    replaceable = handle.choice.replaceable
+    return BuildOrder(handle.network, handle.precision, handle.profile, backend, replaceable=replaceable)
 
 
 def generation(when_missing: str) -> str:

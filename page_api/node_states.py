@@ -85,9 +85,10 @@ class NodeStates:
         if not weights and before is not None and before.source == source:
             weights = before.weights
         refusal = (handle.fallback.reason.value, handle.fallback.detail) if handle.fallback is not None else None
+        profile = handle.profile if architecture else handle.choice.profile
         without = handle.session is not None and not handle.session.engines
         self._keep(key, Known(
-            network.label, architecture, handle.precision, handle.choice.profile.to_json(), handle.choice.backend,
+            network.label, architecture, handle.precision, profile.to_json(), handle.choice.backend,
             str(network.device), weights, refusal, source, handle.status() if without else "", network.role.value,
             sum(p.numel() for p in network.module.parameters()),
         ))  # fmt: skip
@@ -305,7 +306,8 @@ def _union_json(engines: Sequence[Engine], known: Known) -> dict:
     calls = [call for engine in engines for call in backend.sizes(engine)]
     if not calls:
         covers = identity.profile
-        holds = covers.contains(Profile.from_json(known.profile).only(covers.ranges))
+        asked = Profile.from_json(known.profile)
+        holds = covers.contains((asked.at_best() if backend.one_size else asked).only(covers.ranges))
         return first | {"covers": holds, "compiled": None, "names": [first["name"]]}
     pictures = filter(None, map(architecture.picture_of, calls))
     return first | {

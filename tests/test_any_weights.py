@@ -237,6 +237,17 @@ def test_a_node_that_wants_replaceable_weights_is_not_content_with_fixed_ones_no
     assert told(handle)["state"] == "ready"
 
 
+def test_a_backend_that_cannot_replace_weights_says_so_on_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = network("unet", "unlike_levels")
+    built(net, tmp_path, replaceable=False)
+    monkeypatch.setattr(type(ORT), "refits", False)  # as TensorRT-RTX's are
+    words = "onnxruntime has no engines with replaceable weights: this one is for these alone"
+    assert words in handle_of(net, tmp_path, replaceable=True).status()
+    assert words not in handle_of(net, tmp_path, replaceable=False).status()
+
+
 def told(handle: EngineHandle) -> dict[str, Any]:
     """What the page says of a handle's node."""
     states = NodeStates(handle.library, BuildQueue())

@@ -17,6 +17,7 @@ from hybrid_trt.backends import backends, gpu_of, onnxruntime
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_library import Engine, Library, trust
 from hybrid_trt.engine_library.parity import LIMITS, relative_error
+from hybrid_trt.engine_library.settings import Settings, write_settings
 from hybrid_trt.engine_sessions.file_session import FileSession
 
 pytestmark = [pytest.mark.gpu, pytest.mark.tensorrt]
@@ -49,6 +50,7 @@ def pair(backend: object, request: pytest.FixtureRequest, tmp_path_factory: pyte
 
 def build(network: object, precision: str, backend: object, folder: Path) -> Engine:
     order = builder.BuildOrder(network, precision, networks.PROFILE, backend)
+    write_settings(folder, Settings(tensorrt_level=1))  # quick builds: it is not speed that is shown here
     return builder.build_engine(order, Library([folder]), lambda _phase, _fraction: None)
 
 
@@ -63,6 +65,13 @@ def inputs_of(engine: Engine, symbols: dict[str, int], seed: int) -> dict[str, t
     return {name: tensor.to(GPU) for name, tensor in given.items()}
 
 
+def calls_of(engine: Engine) -> list[dict[str, int]]:
+    """The calls that an engine is asked: of changing sizes where it takes more than one."""
+    ranges = engine.manifest.identity.profile.ranges
+    one = all(r.min == r.max for r in ranges.values())
+    return [{**CALLS[0], **engine.manifest.identity.profile.sizes("opt")}] * len(CALLS) if one else CALLS
+
+
 def worst(outputs: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     return max(relative_error(outputs[name].cpu(), expected[name]) for name in expected)
 
@@ -71,7 +80,7 @@ def worst(outputs: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
 def test_it_computes_what_onnx_runtime_computes_at_changing_shapes(backend: object, pair: dict, kind: str) -> None:
     engine, same = pair[kind]
     session = FileSession(engine, backend.load, GPU)
-    for seed, symbols in enumerate(CALLS):
+    for seed, symbols in enumerate(calls_of(engine)):
         given = inputs_of(engine, symbols, seed)
         assert worst(session.run(given), reference(same, given)) <= LIMITS[engine.manifest.identity.precision], symbols
 
@@ -79,7 +88,7 @@ def test_it_computes_what_onnx_runtime_computes_at_changing_shapes(backend: obje
 def test_residuals_that_are_switched_off_leave_nothing_behind(backend: object, pair: dict) -> None:
     engine, same = pair["unet"]
     session = FileSession(engine, backend.load, GPU)
-    given = inputs_of(engine, CALLS[0], 5)
+    given = inputs_of(engine, calls_of(engine)[0], 5)
     plain = {name: tensor for name, tensor in given.items() if not name.startswith("control_")}
     for call in (given, plain, given, plain):
         assert worst(session.run(call), reference(same, call)) <= LIMITS[engine.manifest.identity.precision]
@@ -88,11 +97,11 @@ def test_residuals_that_are_switched_off_leave_nothing_behind(backend: object, p
 def test_outputs_are_the_callers_and_inputs_stay_as_they_are(backend: object, pair: dict) -> None:
     engine, _same = pair["controlnet"]
     session = FileSession(engine, backend.load, GPU)
-    given = inputs_of(engine, CALLS[0], 6)
+    given = inputs_of(engine, calls_of(engine)[0], 6)
     before = {name: tensor.clone() for name, tensor in given.items()}
     first = session.run(given)
     kept = {name: tensor.clone() for name, tensor in first.items()}
-    session.run(inputs_of(engine, CALLS[0], 7))
+    session.run(inputs_of(engine, calls_of(engine)[0], 7))
     torch.cuda.synchronize()
     assert all(torch.equal(first[name], kept[name]) for name in first)
     assert all(torch.equal(given[name], before[name]) for name in given)
@@ -105,9 +114,10 @@ def test_a_thousand_calls_of_switching_shapes_replay_to_the_bit_what_plain_calls
     session, plain = FileSession(engine, backend.load, GPU), backend.load(engine, GPU)
     if not plain.recordable:
         pytest.skip("TensorRT-RTX compiles kernels while it runs, so its calls are not recorded")
-    given = [inputs_of(engine, symbols, seed) for seed, symbols in enumerate(CALLS[:3])]
+    sizes = calls_of(engine)[:3]
+    given = [inputs_of(engine, symbols, seed) for seed, symbols in enumerate(sizes)]
     expected = []
-    for symbols, inputs in zip(CALLS, given, strict=False):
+    for symbols, inputs in zip(sizes, given, strict=True):
         outputs = {
             s.name: torch.empty(s.shape(symbols), dtype=getattr(torch, s.dtype), device=GPU)
             for s in engine.manifest.outputs
@@ -119,7 +129,7 @@ def test_a_thousand_calls_of_switching_shapes_replay_to_the_bit_what_plain_calls
     for which in order:
         for name, value in session.run(given[which]).items():
             different += (value != expected[which][name]).sum()
-    assert len(session.graphs) == 3
+    assert len(session.graphs) == len({tuple(symbols.items()) for symbols in sizes})
     assert session.graphs.failure is None
     assert int(different) == 0
 
@@ -138,7 +148,7 @@ def test_two_engines_in_turn_share_scratch_and_do_not_disturb_each_other(
     backend: object, pair: dict, own_stream: bool
 ) -> None:
     sessions = {kind: FileSession(pair[kind][0], backend.load, GPU) for kind in pair}
-    given = {kind: inputs_of(pair[kind][0], CALLS[0], 8) for kind in pair}
+    given = {kind: inputs_of(pair[kind][0], calls_of(pair[kind][0])[0], 8) for kind in pair}
     expected = {kind: reference(pair[kind][1], given[kind]) for kind in pair}
     results = []
     with torch.cuda.stream(torch.cuda.Stream(GPU) if own_stream else torch.cuda.default_stream(GPU)):
@@ -157,7 +167,7 @@ def test_two_engines_in_turn_share_scratch_and_do_not_disturb_each_other(
 def test_unloading_while_the_gpu_works_is_safe(backend: object, pair: dict) -> None:
     engine, same = pair["unet"]
     session = FileSession(engine, backend.load, GPU)
-    given = inputs_of(engine, CALLS[2], 9)
+    given = inputs_of(engine, calls_of(engine)[2], 9)
     outputs = [session.run(given) for _ in range(5)]
     session.unload()
     expected = reference(same, given)
@@ -170,7 +180,7 @@ def test_memory_is_told_and_given_back(backend: object, pair: dict) -> None:
     session = FileSession(engine, backend.load, GPU)
     torch.cuda.synchronize()
     free_before, _total = torch.cuda.mem_get_info(GPU)
-    session.run(inputs_of(engine, CALLS[2], 10))
+    session.run(inputs_of(engine, calls_of(engine)[2], 10))
     runner = session._runner
     assert runner.scratch_bytes > 0
     assert runner.bytes == engine.manifest.bytes + runner.scratch_bytes
@@ -210,6 +220,7 @@ def test_one_engine_takes_the_weights_of_every_checkpoint_and_lora(backend: obje
         pytest.skip("TensorRT-RTX builds engines with weights of their own only")
     first = networks.random_network("unet", networks.TINY["sd15"], torch.float16, device=GPU)
     order = builder.BuildOrder(first, "float16", networks.PROFILE, backend, replaceable=True)
+    write_settings(tmp_path, Settings(tensorrt_level=1))
     engine = builder.build_engine(order, Library([tmp_path]), lambda *_: None)
     assert trust.record_of(engine).gpu == gpu_of(GPU), "proved with other weights than it was built with"
     other = networks.random_network("unet", networks.TINY["sd15"], torch.float16, device=GPU, seed=2)
@@ -222,7 +233,7 @@ def test_one_engine_takes_the_weights_of_every_checkpoint_and_lora(backend: obje
     assert lora.add_patches(patches, 0.8)
     for network, patcher in ((first, first.patcher), (other, other.patcher), (other, lora), (other, other.patcher)):
         session = backend.session(network, [engine], "float16", None)
-        for seed, symbols in enumerate(CALLS[:2]):
+        for seed, symbols in enumerate(calls_of(engine)[:2]):
             given = inputs_of(engine, symbols, seed)
             session.follow(network, patcher)
             assert worst(session.run(given), by_native(network, patcher, engine, given)) <= LIMITS["float16"], symbols

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from ...engine_library import BuildError, Fallback, Reason
+from ...engine_library import BuildError, Fallback, Reason, Unavailable
 from .. import BuildRequest, Progress
+from . import version8
 from .backend import TensorRTBackend
 from .flavour import Flavour, missing
 from .gpu import Gpu
@@ -28,6 +29,26 @@ class FullTensorRTBackend(TensorRTBackend):
     measured_on = ()
     builds_on_gpu = True
     flavour = Flavour("tensorrt", "TensorRT", (((8, 6), (8, 7)), ((10, 1), (12, 0))), "tensorrt")
+
+    @property
+    def one_size(self) -> bool:
+        """TensorRT 8.6 is fast for one size only; see ``version8``."""
+        return self._is_version8
+
+    @property
+    def build_memory(self) -> float:
+        return version8.BUILD_MEMORY if self._is_version8 else super().build_memory
+
+    @property
+    def build_base(self) -> int:
+        return version8.BUILD_BASE if self._is_version8 else 0
+
+    @property
+    def _is_version8(self) -> bool:
+        try:
+            return self.version().startswith("8.")
+        except Unavailable:
+            return False
 
     def target(self, device: torch.device) -> str:
         """The GPU, as in ``sm_90 NVIDIA H200``."""

@@ -199,6 +199,8 @@ class OpenedEngine:
         return None if refitter.refit_cuda_engine() else "refitting failed"
 
     def _as_weights(self, tensor: torch.Tensor) -> Any:
+        if version8.is_version8(self._trt):
+            return version8.weights(self._trt, tensor)
         dtype = str(tensor.dtype).removeprefix("torch.")
         return self._trt.Weights(getattr(self._trt, dtype), tensor.data_ptr(), tensor.numel())
 

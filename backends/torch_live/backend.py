@@ -34,8 +34,10 @@ class TorchBackend:
     measured_on = ("cuda",)
     builds_on_gpu = True
     build_memory = 0.0
+    build_base = 0
     runs_live_weights = True
     refits = False
+    one_size = False
 
     def version(self) -> str:
         return f"{torch.__version__} format {compiled.FORMAT}"

@@ -23,8 +23,10 @@ class SlowBackend:
     measured_on = ()
     builds_on_gpu = False
     build_memory = 0.0
+    build_base = 0
     runs_live_weights = False
     refits = False
+    one_size = False
 
     def version(self) -> str:
         return os.environ.get("HYBRID_TRT_TEST_VERSION", "1")
