@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from ..architectures.tensors import Profile
 from ..architectures.wanted_calls import Call
 from ..engine_library import Engine, Fallback, Reason, Unavailable
 from ..native_model.weight_patches import WeightPatches
-from .session import AskedCalls, Session, Uncompiled, shared
+from .session import AskedCalls, Session, Uncompiled, refusal_of, refuse, shared
 
 if TYPE_CHECKING:
     import torch
@@ -19,8 +20,16 @@ if TYPE_CHECKING:
     from ..native_model.network import NativeNetwork
 
 
+log = logging.getLogger(__name__)
+
+BROKEN = (Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
+"""Why an engine is left alone until it is built again. One that failed is not: it may have lacked memory, as live
+weights then would too."""
+
+
 class BackedSession:
-    """A session of an engine; see ``Session``. Live weights serve where sizes or weight patches are not the engine's.
+    """A session of an engine; see ``Session``. Live weights serve where sizes or weight patches are not the engine's,
+    and in the place of one that cannot be opened.
 
     They take their memory with the first such call. To the rest of the pack this is one session: its memory is that of
     both, and its name and backend are those of the one that served last.
@@ -33,6 +42,7 @@ class BackedSession:
         self._of = weakref.ref(network.patcher)
         self._patches = WeightPatches(network.patcher)
         self._chosen = self._last = engine
+        self._given_up = False
 
     def joins(self, engine: Session, live: Session, network: NativeNetwork) -> bool:
         """Whether it is of these two, with the weights that a network's patcher has now."""
@@ -73,7 +83,7 @@ class BackedSession:
 
     @property
     def refusal(self) -> str | None:
-        return self._engine.refusal
+        return next(filter(None, map(refusal_of, self._engine.engines)), self._engine.refusal)
 
     @property
     def loaded(self) -> bool:
@@ -89,6 +99,7 @@ class BackedSession:
         return self._engine.stream
 
     def begin_run(self, patcher: ModelPatcher) -> None:
+        self._given_up = self.refusal is not None
         self._choose(patcher)
         self._engine.begin_run(patcher)
         self._live.begin_run(patcher)
@@ -101,13 +112,27 @@ class BackedSession:
 
     def _choose(self, patcher: ModelPatcher) -> None:
         has_its_weights = self._engine.follows_patches or self._patches.same_on(patcher)
-        self._chosen = self._engine if has_its_weights else self._live
+        self._chosen = self._engine if has_its_weights and not self._given_up else self._live
 
     def owns_weights(self, patcher: ModelPatcher) -> bool:
         return self._chosen.owns_weights(patcher)
 
     def load(self) -> None:
-        self._chosen.load()
+        try:
+            self._chosen.load()
+        except Unavailable as unavailable:
+            self._give_up(unavailable)
+            self._live.load()
+
+    def _give_up(self, unavailable: Unavailable) -> None:
+        """Leave the engine to what broke it; raises what is no reason to."""
+        if self._chosen is self._live or unavailable.fallback.reason not in BROKEN:
+            raise unavailable
+        for engine in self._engine.engines:
+            refuse(engine, unavailable.fallback.detail)
+        self._given_up, self._chosen = True, self._live
+        self._engine.unload()
+        log.warning("Hybrid TRT: %s: %s; live weights serve in its place", self._engine.name, unavailable)
 
     def unload(self) -> None:
         self._engine.unload()
@@ -135,11 +160,14 @@ class BackedSession:
             return self._chosen.run(given, extras)
         except Unavailable as unavailable:
             if self._chosen is self._live or unavailable.fallback.reason is not Reason.SHAPE_OUTSIDE_PROFILE:
-                raise
+                self._give_up(unavailable)
         self._last = self._live
         return self._live.run(given, extras)
 
     def status(self, wanted: Profile) -> str:
+        if self.refusal is not None:
+            text = f"{self._engine.name} is not used: {self.refusal}; build it again or delete it"
+            return f"{self._live.status(wanted)}. {text}"
         text = self._engine.status(self._engine.profile or wanted)
         more = f". It is smaller than this node's profile: larger calls run on {self._live.backend_name}'s live weights"
         return f"{text}{more}" if self._engine.lacks(wanted) else text

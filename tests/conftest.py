@@ -26,6 +26,7 @@ for folder in (TOOLS, ROOT / "tests" / "support"):
 # what the tests build is signed by a secret of their own, not by the user's
 os.environ.setdefault("HYBRID_TRT_KEY_FOLDER", tempfile.mkdtemp(prefix="hybrid-trt-key-"))
 
+import slow
 import tiny_models
 from comfy_process import ComfyProcess
 from scenarios import A, B, Control, Scenario, latent_of, prompt
@@ -53,6 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     long = {item.path for item in items if {"comfy", "own_server"} & set(getattr(item, "fixturenames", ()))}
     long |= {item.path for item in items if item.path.name in BUILD_FOR_MINUTES}
     items.sort(key=lambda item: item.path not in long)
+    slow.mark(items)
 
 
 @pytest.fixture(autouse=True)

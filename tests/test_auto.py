@@ -317,6 +317,51 @@ def test_calls_with_a_lora_that_the_engine_has_not_run_on_live_weights(
     assert served == ["onnxruntime", "torch", "onnxruntime", "onnxruntime", "torch"]
 
 
+@pytest.mark.parametrize("opens", [True, False], ids=["ComfyUI opens it", "a call opens it"])
+def test_live_weights_serve_in_the_place_of_an_engine_that_does_not_open(
+    opens: bool, net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine = ort(FASTER)
+    contents = bytearray(engine.main_file.read_bytes())
+    contents[len(contents) // 2] ^= 0xFF
+    engine.main_file.write_bytes(contents)
+    handle = handle_of(net, tmp_path)
+    assert handle.session.engines == [engine]
+    handle.plan()
+    if opens:
+        handle.open()
+    for _ in range(2):  # the second run does not try it again
+        assert serve(handle) <= LIMIT
+        assert (handle.tally.backend, handle.tally.native) == ("torch", 0)
+    assert "is not used: " in handle.status()
+    assert engine.folder.name in handle.status()
+    assert not handle.session._engine.loaded
+
+    states = NodeStates(Library([tmp_path]), BuildQueue())
+    states.learn("key", handle)
+    told = states.state("key", Wish(net.role.value, net.label, False, AUTO))
+    assert told["state"] == "stale"
+
+
+def test_an_engine_that_lacks_memory_is_tried_again_in_the_next_run(
+    net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise Unavailable(Reason.ENGINE_FAILED, "not enough GPU memory")
+
+    ort(FASTER)
+    handle = handle_of(net, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(handle.session._engine, "load", full)
+        handle.plan()
+        handle.open()
+    assert handle.fallback.detail == "not enough GPU memory"
+    again = handle_of(net, tmp_path)
+    assert again.refusal is None
+    assert serve(again) <= LIMIT
+    assert again.tally.backend == "onnxruntime"
+
+
 def test_comfyui_sees_and_frees_the_memory_of_the_engine_and_of_the_live_weights(
     net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
 ) -> None:

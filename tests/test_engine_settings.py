@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slow
 from browser import ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
 from engine_page import EnginePage, reload
@@ -302,6 +303,7 @@ def test_the_panel_tells_the_last_use_and_deletes_what_was_not_used_for_long(
     raw.get_by_role("button", name="TRT engines").click()
 
 
+@slow.when("litegraph")
 def test_chinese_is_on_nodes_panel_and_settings(page: EnginePage, comfy: ComfyProcess, tiny: dict[str, Any]) -> None:
     raw = page.page.page
 

@@ -102,6 +102,7 @@ def test_every_status_is_drawn_whole_inside_its_node_and_readable(
         look(page, "dark", 1600)
 
 
+@slow.when("litegraph")
 def test_chinese_is_drawn_whole_in_its_boxes(page: EnginePage, tiny: dict[str, Any]) -> None:
     raw = page.page.page
     if not raw.evaluate(DRAWS_CHINESE):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy
 import pytest
+import slow
 from comfy_process import ComfyProcess, History
 from scenarios import (
     A,
@@ -82,7 +83,7 @@ STRENGTHS = {"torch-two_strengths": ("torch", (0.4, 1.0)), "torch-with_and_witho
 
 
 @pytest.mark.parametrize(
-    ("any_weights", "strengths"), list(STRENGTHS.values()), ids=list(STRENGTHS), indirect=["any_weights"]
+    ("any_weights", "strengths"), slow.cases(STRENGTHS, ["torch-two_strengths"]), indirect=["any_weights"]
 )
 def test_two_runs_in_one_execution_have_each_their_own_lora(
     sd15: ComfyProcess, any_weights: dict[str, str], strengths: tuple[float, float]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import slow
 from browser import ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
 from engine_page import EnginePage, reload
@@ -85,6 +86,7 @@ def test_a_template_opens_readable_in_a_small_window(small: ComfyPage, name: str
     assert not small.errors
 
 
+@slow.when("vue")
 @pytest.mark.browser
 def test_a_templates_note_is_in_the_pages_language(small: ComfyPage) -> None:
     page, raw, name = EnginePage(small, "template-zh"), small.page, "sd15_two_controlnets"

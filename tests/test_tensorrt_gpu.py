@@ -7,17 +7,22 @@ Without one, each test is skipped with the reason that the node would show.
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import networks
 import pytest
 import torch
+from comfy import model_management
 from hybrid_trt.architectures.samples import sample_inputs
 from hybrid_trt.backends import backends, gpu_of, onnxruntime
 from hybrid_trt.engine_builder import build as builder
-from hybrid_trt.engine_library import Engine, Library, trust
+from hybrid_trt.engine_library import Engine, Library, Reason, Unavailable, trust
+from hybrid_trt.engine_library.engine import describe_files
 from hybrid_trt.engine_library.parity import LIMITS, relative_error
 from hybrid_trt.engine_library.settings import Settings, write_settings
+from hybrid_trt.engine_runtime.memory import EnginePatcher
 from hybrid_trt.engine_sessions.file_session import FileSession
 
 pytestmark = [pytest.mark.gpu, pytest.mark.tensorrt]
@@ -201,6 +206,61 @@ def test_a_shape_outside_the_profile_is_refused_by_the_runner_too(backend: objec
     }
     with pytest.raises(RuntimeError, match="refused"):
         runner.run(inputs_of(engine, symbols, 11), outputs)
+
+
+def test_an_engine_of_another_version_is_stale(backend: object, pair: dict) -> None:
+    engine, _same = pair["unet"]
+    other = replace(engine.manifest, identity=replace(engine.manifest.identity, backend_version="7.2.3.4"))
+    refusal = backend.refuses(other, GPU)
+    assert refusal.reason is Reason.STALE_ENGINE
+    assert "7.2.3.4" in refusal.detail
+    assert backend.refuses(engine.manifest, GPU) is None
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["its hash tells", "its hash was made anew"])
+def test_a_damaged_plan_never_runs(backend: object, pair: dict, told: bool, tmp_path: Path) -> None:
+    engine, _same = pair["unet"]
+    folder = Path(shutil.copytree(engine.folder, tmp_path / engine.folder.name))
+    plan = folder / engine.main_file.name
+    plan.write_bytes(plan.read_bytes()[: plan.stat().st_size // 2])
+    manifest = replace(engine.manifest, files=describe_files(folder, list(engine.manifest.files)))
+    damaged = Engine(folder, manifest if told else engine.manifest)
+    session = FileSession(damaged, backend.load, GPU)
+    with pytest.raises(Unavailable) as refused:
+        session.run(inputs_of(engine, calls_of(engine)[0], 13))
+    assert refused.value.fallback.reason in (Reason.BROKEN_ENGINE, Reason.ENGINE_FAILED)
+    assert not session.loaded
+
+
+def test_comfyui_evicts_it_and_the_next_call_opens_it_again(backend: object, pair: dict) -> None:
+    engine, same = pair["unet"]
+    session = FileSession(engine, backend.load, GPU)
+    patcher = EnginePatcher.on(GPU)
+    patcher.model.session, patcher.model.expected = session, True
+    given = inputs_of(engine, calls_of(engine)[0], 14)
+    first = {name: value.cpu() for name, value in session.run(given).items()}
+    model_management.load_models_gpu([patcher])
+    model_management.free_memory(1e30, GPU)
+    assert not session.loaded
+    again = session.run(given)
+    assert session.loaded
+    assert all(torch.equal(again[name].cpu(), value) for name, value in first.items())
+    assert worst(again, reference(same, given)) <= LIMITS[engine.manifest.identity.precision]
+
+
+def test_without_memory_it_says_so_and_serves_when_there_is_some(backend: object, pair: dict) -> None:
+    engine, _same = pair["unet"]
+    session = FileSession(engine, backend.load, GPU)
+    torch.cuda.empty_cache()
+    free, _total = torch.cuda.mem_get_info(GPU)
+    taken = torch.empty(free - (8 << 20), dtype=torch.uint8, device=GPU)
+    given = inputs_of(engine, calls_of(engine)[0], 15)
+    with pytest.raises((Unavailable, torch.OutOfMemoryError)) as refused:
+        session.run(given)
+    assert "memory" in str(refused.value)
+    del taken
+    torch.cuda.empty_cache()
+    assert all(torch.isfinite(value).all() for value in session.run(given).values())
 
 
 def test_rtx_keeps_the_kernels_that_it_compiled(backend: object, pair: dict) -> None:

@@ -17,3 +17,16 @@ def cases(every: Mapping[str, Any], slow: Collection[str]) -> list[Any]:
         pytest.param(*(case if isinstance(case, tuple) else (case,)), id=name, marks=[SLOW] * (name in slow))
         for name, case in every.items()
     ]
+
+
+def when(name: str) -> pytest.MarkDecorator:
+    """Marks a test slow where a fixture's parameter has this name."""
+    return pytest.mark.slow_when(name)
+
+
+def mark(items: Collection[pytest.Item]) -> None:
+    """Give the cases that ``when`` names their mark, before pytest chooses."""
+    for item in items:
+        for marker in item.iter_markers("slow_when"):
+            if marker.args[0] in item.callspec.id.split("-"):
+                item.add_marker(SLOW)
