@@ -90,14 +90,10 @@ class LatentSizes:
 
     def limits(self, profile: Profile) -> dict[str, int] | None:
         """See ``Architecture``."""
-        if not {"H", "W", "B"} <= profile.ranges.keys():
-            return None
-        height, width, batch = (profile.ranges[symbol] for symbol in "HWB")
-        return {
-            "min": LATENT * max(height.min, width.min),
-            "max": LATENT * min(height.max, width.max),
-            "images": batch.max // 2,
-        }
+        if not {"H", "W", "B"} <= profile.ranges.keys() or profile.ranges["H"] != profile.ranges["W"]:
+            return None  # the node's sizes are those of both sides
+        side, batch = profile.ranges["H"], profile.ranges["B"]
+        return {"min": LATENT * side.min, "max": LATENT * side.max, "images": batch.max // 2}
 
     def calls(self, profile: Profile, picture: Picture) -> list[dict[str, int]]:
         """See ``Architecture``."""

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from ..native_model.network import NativeNetwork
 
-
 log = logging.getLogger(__name__)
 
 BROKEN = (Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
@@ -166,7 +165,8 @@ class BackedSession:
 
     def status(self, wanted: Profile) -> str:
         if self.refusal is not None:
-            text = f"{self._engine.name} is not used: {self.refusal}; build it again or delete it"
+            name = self._engine.backend_name
+            text = f"{self._engine.name} is not used: {self.refusal}; delete it, or build it again with {name}"
             return f"{self._live.status(wanted)}. {text}"
         text = self._engine.status(self._engine.profile or wanted)
         more = f". It is smaller than this node's profile: larger calls run on {self._live.backend_name}'s live weights"

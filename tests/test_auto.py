@@ -341,6 +341,7 @@ def test_live_weights_serve_in_the_place_of_an_engine_that_does_not_open(
     states.learn("key", handle)
     told = states.state("key", Wish(net.role.value, net.label, False, AUTO))
     assert told["state"] == "stale"
+    assert told["text"].endswith("delete it in the panel, or build it again with the backend onnxruntime.")
 
 
 def test_an_engine_that_lacks_memory_is_tried_again_in_the_next_run(

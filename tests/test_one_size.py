@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from fake_engine import publish_engine
 from pack import import_comfy
-from small_networks import CPU, native_call, network
+from small_networks import native_call, network
 
 import_comfy()
 
@@ -26,7 +27,8 @@ from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder import main_memory
 from hybrid_trt.engine_builder.jobs import BuildQueue
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import Engine, Library, Reason, Wanted
+from hybrid_trt.engine_library import Engine, Library, Reason, Unavailable, Wanted
+from hybrid_trt.engine_library.library import _rank
 from hybrid_trt.engine_library.parity import relative_error
 from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.native_model.network import NativeNetwork
@@ -82,7 +84,11 @@ def test_its_builds_want_the_main_memory_that_they_were_measured_to_take(monkeyp
         assert (needed >= measured["peak_host_gb"] * 1e9 - weights) is enough, version
 
 
-def test_without_the_package_nothing_is_said_of_sizes() -> None:
+def test_without_the_package_nothing_is_said_of_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_self: object) -> str:
+        raise Unavailable(Reason.BACKEND_MISSING, "it is not installed")
+
+    monkeypatch.setattr(type(FULL), "version", missing)
     assert FULL.one_size is False
     assert not any(backend.one_size for name, backend in backends().items() if name != "onnxruntime")
 
@@ -128,6 +134,8 @@ def test_a_node_with_such_an_engine_is_ready_and_asks_for_no_larger_one(tmp_path
     state = states.state("key", Wish("unet", handle.network.label, False, "onnxruntime"))
     assert state["state"] == "ready"
     assert state["engine"]["covers"]
+    assert state["engine"]["profile"] == "batch 2, 96 x 128 px, 77 tokens"
+    assert state["engine"]["limits"] is None, "the page would say that a square has to fit"
 
 
 def test_another_picture_wants_an_engine_of_its_own_beside_the_first(tmp_path: Path) -> None:
@@ -153,12 +161,9 @@ def test_an_engine_of_the_best_size_counts_as_all_that_is_wanted(tmp_path: Path)
     """Else a slower engine of another backend that takes all sizes would be preferred under ``auto``."""
     made = publish_engine(tmp_path).manifest.identity
     wanted = Wanted(made.architecture, [made.weights], made.precision, Profile({"B": Range(1, 2, 9)}), [made.backend])
-    from hybrid_trt.engine_library.library import _rank
-
     _slow, not_covered, *_ = _rank(made, wanted, None)
     assert not_covered
-    of_one = Wanted(*list(vars(wanted).values())[:5], one_size=[made.backend])
-    _slow, not_covered, *_ = _rank(made, of_one, None)
+    _slow, not_covered, *_ = _rank(made, replace(wanted, one_size=[made.backend]), None)
     assert not not_covered
 
 
@@ -175,4 +180,3 @@ def test_version_8_takes_weights_where_they_are() -> None:
     assert isinstance(given[0], numpy.ndarray)
     assert given[0].ctypes.data == tensor.data_ptr()
     assert given[0].dtype == numpy.float16
-    assert CPU == tensor.device

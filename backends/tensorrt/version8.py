@@ -4,9 +4,9 @@
   float32 by name, since its sums would overflow.
 * InstanceNormalization is a plugin that needs cuDNN 8, which torch no longer brings: it is written out instead. For
   the same reason no tactic of cuBLAS or cuDNN is tried.
-* Its layer for norms is no way out: one of ours took 36 ms with it, at twice the error (an H200, sizes of a range).
-* An engine is for one size. For a range of them it was four times as slow and could not be recorded as a CUDA graph
-  (a ControlNet of SD1.5 on an H200, batch 1 to 2 at 512: 14.1 ms a call, for batch 2 alone 3.8).
+* Its layer for norms is no way out: an engine for batch 1 to 2 took 36 ms with it and 14 with ours, at twice the error.
+* An engine is for one size. For batch 1 to 2 one could not be recorded as a CUDA graph, and a call took 14.1 ms; for
+  batch 2 alone 3.8 in another run (a ControlNet of SD1.5 at 512 on H200s: benchmarks/results/tensorrt86_h200.json).
 * There is neither a progress monitor nor bfloat16, contexts take their scratch memory in an older way, and weights
   are given as numpy's arrays.
 """
