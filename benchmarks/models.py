@@ -1,7 +1,11 @@
-"""Full-size models with random weights: speed does not depend on what the weights say."""
+"""Full-size models with random weights: speed does not depend on what the weights say.
+
+    python benchmarks/models.py full_sd15 full_sd15_a --comfyui ~/ComfyUI --base /tmp/benchmark
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -36,3 +40,16 @@ def make(comfyui: Path, base: Path, names: list[str] | None = None) -> dict[str,
         sys.path.append(str(comfyui))
     tiny_models.make_images(base / "input")
     return tiny_models.make(base / "models", names, lambda text: print(text, flush=True), RECIPES)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="+", choices=RECIPES)
+    parser.add_argument("--comfyui", type=Path, required=True)
+    parser.add_argument("--base", type=Path, required=True)
+    options = parser.parse_args()
+    make(options.comfyui, options.base, options.names)
+
+
+if __name__ == "__main__":
+    main()

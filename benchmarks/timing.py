@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import threading
 import time
@@ -53,7 +54,8 @@ class PeakMemory:
         import pynvml
 
         pynvml.nvmlInit()
-        self._nvml, self._gpu = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]  # NVML does not heed it
+        self._nvml, self._gpu = pynvml, pynvml.nvmlDeviceGetHandleByIndex(int(first) if first.isdigit() else 0)
         self.before = self._used()
         self.peak = 0.0
         self._stop = threading.Event()

@@ -1,17 +1,26 @@
-"""What of the benchmarks can be tried without a GPU: how a profile's kernels are told apart and summed."""
+"""What of the benchmarks can be tried without a GPU: how a profile's kernels are told apart, which job runs when."""
 
 from __future__ import annotations
 
+import importlib
 import sys
+import types
+from pathlib import Path
 
 import pytest
-from pack import ROOT
+from pack import ROOT, import_comfy
+
+import_comfy()
 
 sys.path.append(str(ROOT / "benchmarks"))
 
+import jobs
 import profile_kernels
 import profile_nodes
 import tensorrt86
+import tensorrt_rows
+import torch._inductor.config
+from hybrid_trt.backends.torch_live import decompositions
 
 KERNELS = {
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x64_kernel0_0": "attention",
@@ -68,3 +77,66 @@ def test_a_missing_library_gets_what_is_wanted_of_it_and_nothing_of_the_others()
     found = {library: tensorrt86.wanted_of(symbols, library) for library in tensorrt86.STUBS}
     assert found == {"libcudnn.so.8": ["cudnnCreate"], "libcublasLt.so.12": ["cublasLtCreate"],
                      "libcublas.so.12": ["cublasCreate_v2"]}  # fmt: skip
+
+
+@pytest.fixture
+def sweep_flags(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """The script, with a mock of the networks that it measures: theirs would choose an allocator for this process."""
+    monkeypatch.setitem(sys.modules, "networks", types.ModuleType("networks"))
+    monkeypatch.delitem(sys.modules, "sweep_flags", raising=False)
+    return importlib.import_module("sweep_flags")
+
+
+def test_inductor_knows_all_settings_of_the_sweep_and_has_its_own_again_afterwards(
+    sweep_flags: types.ModuleType,
+) -> None:
+    before, ours = torch._inductor.config.save_config_portable(), dict(decompositions.TABLE)
+    for flags in sweep_flags.VARIANTS.values():
+        with sweep_flags.settings(flags):
+            for name in flags.keys() - set(sweep_flags.OURS):
+                assert getattr(torch._inductor.config, name) == flags[name]
+    assert torch._inductor.config.save_config_portable() == before
+    assert decompositions.TABLE == ours
+
+
+def test_jobs_wait_for_what_they_need_see_one_gpu_and_have_it_alone_if_they_say_so(tmp_path: Path) -> None:
+    def job(name: str, gpu: int, *needs: str, alone: bool = False, ends_with: int = 0) -> jobs.Job:
+        code = f"import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], time.time()); time.sleep(0.7); " \
+               f"print(0, time.time()); raise SystemExit({ends_with})"  # fmt: skip
+        return jobs.Job(name, [sys.executable, "-c", code], gpu, needs, alone)
+
+    given = [job("first", 1, ends_with=3), job("after", 1, "first"), job("alone", 0, alone=True), job("other", 0)]
+    assert jobs.run(given, tmp_path) == {"first": 3, "after": 0, "alone": 0, "other": 0}
+    seen = {one.name: [line.split() for line in (tmp_path / f"{one.name}.log").read_text().splitlines()]
+            for one in given}  # fmt: skip
+    spans = {name: (float(begin[1]), float(end[1])) for name, (begin, end) in seen.items()}
+    assert [seen[one.name][0][0] for one in given] == ["1", "1", "0", "0"]
+    assert spans["first"][1] <= spans["after"][0]
+    assert spans["alone"][1] <= spans["other"][0] or spans["other"][1] <= spans["alone"][0]
+    assert spans["first"][0] < spans["alone"][1]  # another GPU's: side by side
+
+
+def test_a_job_that_needs_what_is_not_there_is_told_before_any_starts(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="second needs frist"):
+        jobs.run([jobs.Job("first", ["true"]), jobs.Job("second", ["true"], needs=["frist"])], tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_all_rows_of_tensorrt_are_jobs_whose_needs_are_among_them_and_whose_scripts_are_there(
+    tmp_path: Path, gpus: int
+) -> None:
+    made = tensorrt_rows.all_jobs(Path("ComfyUI"), tmp_path, tmp_path, gpus)
+    names = [job.name for job in made]
+    assert len(set(names)) == len(names)
+    assert {need for job in made for need in job.needs} <= set(names)
+    assert {job.gpu for job in made} == set(range(min(gpus, 2)))
+    for script in {job.command[1] for job in made if job.command[1].endswith(".py")}:
+        assert Path(script).exists()
+
+
+def test_some_rows_come_with_all_that_they_need_and_nothing_else(tmp_path: Path) -> None:
+    made = tensorrt_rows.all_jobs(Path("ComfyUI"), tmp_path, tmp_path, 2)
+    chosen = [job.name for job in tensorrt_rows.with_needs(made, ["prompts"])]
+    builds = [f"build_sd15_{name}" for name in tensorrt_rows.SD15]
+    assert chosen == ["models_sd15", *builds, "sd15", "prompts"]

@@ -6,13 +6,17 @@ makes a file that a new process opens in seconds: nothing is traced, guarded or 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ...native_model.kernels import best_attention
 from . import decompositions
+
+log = logging.getLogger(__name__)
 
 Compiled = Callable[..., Sequence[torch.Tensor]]
 """Weights, then inputs -> outputs."""
@@ -33,25 +37,41 @@ def can_compile() -> bool:
 def _let_kernels_be_recorded() -> None:
     """Make Inductor's kernels launch while a CUDA graph is recorded, under the allocator that ComfyUI chooses.
 
-    With cudaMallocAsync, memory allocated during a recording has no address attributes yet, and the launcher, which
-    asks for them for every tensor, fails. It takes plain addresses unasked. Kernels take ``run`` when they are opened,
-    so this comes first; outside a recording nothing changes.
+    With cudaMallocAsync, memory allocated during a recording has no address attributes yet, and Inductor's launchers,
+    its own and Triton's, ask for them for every tensor and fail. Plain addresses they take unasked. A kernel's launcher
+    is written when the kernel is opened, so this comes first; outside a recording nothing changes. A torch that writes
+    launchers otherwise stays as it is: what it cannot record, the graph cache runs plainly.
     """
     if not torch.cuda.is_available() or torch.cuda.get_allocator_backend() != "cudaMallocAsync":
         return
-    from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel as Kernel
+    try:
+        from torch._inductor.runtime.triton_heuristics import CompileResult
 
-    if getattr(Kernel.run, "takes_addresses", False):
+        write = CompileResult._gen_launcher_code
+    except (ImportError, AttributeError) as error:
+        log.warning("Hybrid TRT: compiled kernels may not be recorded with this torch (%s)", error)
         return
-    launch = Kernel.run
+    if getattr(write, "takes_addresses", False):
+        return
 
-    def run(self, grid_x: int, grid_y: int, grid_z: int, stream: int, *args: object) -> None:
+    def write_for_recordings(self: Any, scope: dict[str, Any], *rest: Any, **named: Any) -> Callable[..., None]:
+        if "runner" in scope:  # changed in place: Inductor goes on with this very dict
+            scope["runner"] = _with_addresses(scope["runner"])
+        return write(self, scope, *rest, **named)
+
+    write_for_recordings.takes_addresses = True
+    CompileResult._gen_launcher_code = write_for_recordings
+
+
+def _with_addresses(launch: Callable[..., None]) -> Callable[..., None]:
+    """``launch`` with addresses in the place of tensors while the current stream is recorded."""
+
+    def run(*args: object) -> None:
         if torch.cuda.is_current_stream_capturing():
             args = tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args)
-        launch(self, grid_x, grid_y, grid_z, stream, *args)
+        launch(*args)
 
-    run.takes_addresses = True
-    Kernel.run = run
+    return run
 
 
 def compile_to_file(
@@ -71,6 +91,7 @@ def compile_to_file(
     import torch._inductor
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    _let_kernels_be_recorded()  # who opens the file in this process may get these very kernels
     count = len(weights)
 
     def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,81 @@
+"""Commands that run side by side, each on one of several GPUs, as soon as those that they need have ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TICK = 0.5
+"""Seconds between two looks at what has ended."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command.
+
+    Attributes:
+        gpu: number of the GPU that it sees, as its only one; jobs of one GPU may run at once.
+        needs: names of jobs that have to have ended, well or not, before it starts.
+        alone: it starts when no other job of its GPU runs, and none starts beside it.
+        environment: variables besides our own.
+        folder: where it runs; by default where we do.
+    """
+
+    name: str
+    command: Sequence[str]
+    gpu: int = 0
+    needs: Sequence[str] = ()
+    alone: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+    folder: Path | None = None
+
+
+class _Running:
+    def __init__(self, job: Job, folder: Path):
+        temporary = folder / "temporary" / job.name  # locks are there: what shares a GPU need not wait for the others
+        temporary.mkdir(parents=True, exist_ok=True)
+        self.job, self.started = job, time.monotonic()
+        with (folder / f"{job.name}.log").open("w") as log:
+            self.process = subprocess.Popen(
+                [*job.command], stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=job.folder,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": str(job.gpu), "TMPDIR": str(temporary), **job.environment},
+            )  # fmt: skip
+
+
+def run(jobs: Sequence[Job], folder: Path) -> dict[str, int]:
+    """Run all jobs; their output goes to ``<name>.log`` in the folder. Returns each one's exit status.
+
+    Raises:
+        ValueError: a job needs one that is not there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {job.name for job in jobs}
+    for job in jobs:
+        if unknown := set(job.needs) - names:
+            raise ValueError(f"{job.name} needs {', '.join(sorted(unknown))}, which is not among the jobs")
+    waiting, running, ended, began = list(jobs), [], {}, time.monotonic()
+
+    def tell(what: str) -> None:
+        sys.stdout.write(f"{time.monotonic() - began:7.1f} s  {what}\n")
+        sys.stdout.flush()
+
+    while waiting or running:
+        for one in [one for one in running if one.process.poll() is not None]:
+            running.remove(one)
+            ended[one.job.name] = one.process.returncode
+            tell(f"{one.job.name} ended with {one.process.returncode} after {time.monotonic() - one.started:.1f} s")
+        for job in list(waiting):
+            beside = [one.job for one in running if one.job.gpu == job.gpu]
+            if set(job.needs) <= ended.keys() and not any(job.alone or other.alone for other in beside):
+                waiting.remove(job)
+                running.append(_Running(job, folder))
+                tell(f"{job.name} started on GPU {job.gpu}")
+        if not running and waiting:
+            raise ValueError(f"these need one another: {', '.join(job.name for job in waiting)}")
+        time.sleep(TICK)
+    return ended
