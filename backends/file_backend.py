@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from ..engine_sessions.file_session import FileSession
     from ..engine_sessions.session import Runner
+    from ..engine_sessions.several_sizes import SeveralSizes
     from ..native_model.network import NativeNetwork
 
 
@@ -44,7 +45,15 @@ class FileBackend:
 
     def session(
         self, network: NativeNetwork, engines: Sequence[Engine], precision: str, passed_over: Fallback | None
-    ) -> FileSession:
+    ) -> FileSession | SeveralSizes:
         from ..engine_sessions.file_session import file_session  # which needs ComfyUI
+        from ..engine_sessions.session import refusal_of
+        from ..engine_sessions.several_sizes import several_sizes
 
-        return file_session(engines[0], lambda engine, device: self.load(engine, device), network.device, network)
+        def opened(engine: Engine) -> FileSession:
+            return file_session(engine, lambda engine, device: self.load(engine, device), network.device, network)
+
+        weights = engines[0].manifest.identity.weights
+        alike = [engine for engine in engines if engine.manifest.identity.weights == weights]
+        sound = [engine for engine in alike if refusal_of(engine) is None] or alike  # what did not open before is left
+        return several_sizes([opened(engine) for engine in (sound if self.one_size else engines[:1])])

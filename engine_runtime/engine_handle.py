@@ -95,14 +95,22 @@ class EngineHandle:
 
     @property
     def profile(self) -> Profile:
-        """The shapes that the node wants an engine for: of a backend whose engines are for one size that of the graph's
-        picture, or where the graph does not tell the profile's best one."""
+        """The shapes that the node wants an engine for, or the first one."""
+        return self.profiles[0]
+
+    @property
+    def profiles(self) -> list[Profile]:
+        """The shapes that the node wants engines for: of a backend whose engines are for one size one for each picture
+        of the graph, or where the graph does not tell the profile's best one."""
         profile, backend = self.choice.profile, backends().get(self.choice.backend)
         if backend is None or not backend.one_size:
-            return profile
-        for picture in self.choice.pictures[:1]:
-            profile = Profile.around(self.network.architecture().calls(profile, picture))
-        return profile.at_best()
+            return [profile]
+        found: list[Profile] = []
+        for picture in self.choice.pictures:
+            best = Profile.around(self.network.architecture().calls(profile, picture)).at_best()
+            if best not in found:
+                found.append(best)
+        return found or [profile.at_best()]
 
     @property
     def follows_patches(self) -> bool:
@@ -124,7 +132,7 @@ class EngineHandle:
     @property
     def lacks(self) -> bool:
         """Whether a build would serve more calls than the session does, or faster."""
-        return self.session is not None and self.session.lacks(self.profile, self.asked)
+        return self.session is not None and any(self.session.lacks(profile, self.asked) for profile in self.profiles)
 
     def of(self, network: NativeNetwork) -> EngineHandle:
         """The handle of the same node for another network of its kind."""

@@ -127,7 +127,7 @@ class BackedSession:
         """Leave the engine to what broke it; raises what is no reason to."""
         if self._chosen is self._live or unavailable.fallback.reason not in BROKEN:
             raise unavailable
-        for engine in self._engine.engines:
+        for engine in self._engine.serving:
             refuse(engine, unavailable.fallback.detail)
         self._given_up, self._chosen = True, self._live
         self._engine.unload()

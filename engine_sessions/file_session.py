@@ -201,6 +201,17 @@ class FileSession:
         why = outside(self.profile, sizes, symbols_of(identity.architecture))
         return None if why is None else Fallback(Reason.SHAPE_OUTSIDE_PROFILE, why, dict(sizes))
 
+    def fits(self, given: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the engine takes tensors of these shapes, told without opening it; of what preludes take nothing is
+        known before they have run."""
+        made = () if self._current is None else self._current.preludes.steady
+        specs = [spec for spec in self.engine.manifest.inputs if spec.name not in made]
+        try:
+            sizes = bind(specs, {spec.name: tuple(given[spec.name].shape) for spec in specs if spec.name in given})
+        except ShapeMismatch:
+            return False
+        return self.serves(sizes) is None
+
     def lacks(self, profile: Profile, asked: AskedCalls | None = None) -> bool:
         return not self.profile.contains(profile.only(self.profile.ranges))
 

@@ -63,6 +63,8 @@ def _orders(handle: EngineHandle) -> list[tuple[BuildOrder, bool]]:
     if order is None:
         return []
     session, missing, broken = handle.session, _needs_build(handle), handle.refusal is not None
+    if order.backend.one_size:
+        return [(replace(order, profile=profile), broken or not missing) for profile in _lacking(handle)]
     if session is None:
         return [(order, not missing)]
     own = [engine for engine in session.engines if engine.manifest.identity.backend == order.backend.name]
@@ -74,6 +76,16 @@ def _orders(handle: EngineHandle) -> list[tuple[BuildOrder, bool]]:
     orders += [(_for_calls(order, Profile.around(calls), calls), False)
                for calls in lacking if not all(call in built for call in calls)]  # fmt: skip
     return orders or [(order, broken or not missing)]
+
+
+def _lacking(handle: EngineHandle) -> list[Profile]:
+    """The sizes that a handle has no engine for, of a backend whose engines are for one; all where it lacks none."""
+    session, wanted = handle.session, handle.profiles
+    lacking = [profile for profile in wanted if session is None or session.lacks(profile)]
+    if not lacking and session is not None:
+        broken = [e.manifest.identity.profile for e in session.engines if refusal_of(e) is not None]
+        lacking = [p for p in wanted if any(its.contains(p.only(its.ranges)) for its in broken)]
+    return lacking or wanted
 
 
 def _for_calls(order: BuildOrder, profile: Profile, calls: Sequence[Call]) -> BuildOrder:

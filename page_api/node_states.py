@@ -191,7 +191,7 @@ class NodeStates:
         return {"why": why, "seconds": took, "certain": certain, "live": live}
 
     def _look_up(self, known: Known) -> tuple[list[Engine], Fallback]:
-        """The engines that a node uses: one, or several where each has compiled files for some sizes."""
+        """The engines that a node uses: one, or several where each is for some sizes alone."""
         refusal = Fallback(Reason(known.refusal[0]), known.refusal[1]) if known.refusal else Fallback(Reason.NO_ENGINE)
         if not known.architecture:
             return [], refusal
@@ -211,7 +211,8 @@ class NodeStates:
             found = find_engines(self._library, wanted, known.backend, usable, device)
             backend = found[0].manifest.identity.backend
             own = [engine for engine in found if engine.manifest.identity.backend == backend]
-            return own if usable[backend].runs_live_weights else own[:1], refusal
+            several = usable[backend].runs_live_weights or usable[backend].one_size
+            return own if several else own[:1], refusal
         except Unavailable as unavailable:
             return [], unavailable.fallback
 
@@ -309,10 +310,17 @@ def _union_json(engines: Sequence[Engine], known: Known) -> dict:
     backend, architecture = backends()[identity.backend], architectures()[identity.architecture]
     calls = [call for engine in engines for call in backend.sizes(engine)]
     if not calls:
-        covers = identity.profile
         asked = Profile.from_json(known.profile)
-        holds = covers.contains((asked.at_best() if backend.one_size else asked).only(covers.ranges))
-        return first | {"covers": holds, "compiled": None, "names": [first["name"]]}
+        asked = asked.at_best() if backend.one_size else asked
+        profiles = [engine.manifest.identity.profile for engine in engines]
+        return first | {
+            "covers": any(profile.contains(asked.only(profile.ranges)) for profile in profiles),
+            "compiled": None,
+            "profile": "; ".join(dict.fromkeys(profile_words(identity.architecture, profile) for profile in profiles)),
+            "limits": first["limits"] if len(engines) == 1 else None,  # of one they say nothing of the others
+            "bytes": sum(engine.manifest.bytes for engine in engines),
+            "names": [engine.folder.name for engine in engines],
+        }
     pictures = filter(None, map(architecture.picture_of, calls))
     return first | {
         "covers": True,  # live weights run every size

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy
+import patched as patched_models
 import pytest
+import sampling
 import torch
 from fake_engine import publish_engine
 from pack import import_comfy
@@ -31,6 +33,9 @@ from hybrid_trt.engine_library import Engine, Library, Reason, Unavailable, Want
 from hybrid_trt.engine_library.library import _rank
 from hybrid_trt.engine_library.parity import relative_error
 from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.engine_sessions import several_sizes
+from hybrid_trt.engine_sessions.backed_by_live import backed_by_live
+from hybrid_trt.engine_sessions.session import refusal_of, refuse
 from hybrid_trt.native_model.network import NativeNetwork
 from hybrid_trt.nodes import building
 from hybrid_trt.page_api.node_states import NodeStates
@@ -146,8 +151,139 @@ def test_another_picture_wants_an_engine_of_its_own_beside_the_first(tmp_path: P
     second = build(handle)
     assert {e.folder for e in handle.library.engines()} == {first.folder, second.folder}
     for pictures, engine in (((), first), ((PORTRAIT,), second)):
-        opened = handle_of(net, tmp_path, *pictures).session.engine
-        assert opened.folder == engine.folder
+        opened = handle_of(net, tmp_path, *pictures).session
+        assert opened.engines[0].folder == engine.folder
+        assert opened.profile == engine.manifest.identity.profile
+
+
+def test_a_node_serves_all_sizes_that_it_has_engines_for(net: NativeNetwork, tmp_path: Path) -> None:
+    build(handle_of(net, tmp_path))
+    handle = handle_of(net, tmp_path, PORTRAIT)
+    build(handle)
+    handle.refresh()
+    assert "Other engines serve batch 2, 64 px, 77 tokens" in handle.status()
+    names = []
+    for sizes in (OF_PORTRAIT, BEST, OF_PORTRAIT, BEST):
+        served, error = serve(handle, sizes)
+        assert served
+        assert error <= 1e-5
+        names.append(handle.session.name)
+    assert names[:2] == names[2:]
+    assert {*names} == {engine.folder.name for engine in handle.session.engines}
+    for sizes in ({**BEST, "B": 1}, {**BEST, "T": 154}, {**BEST, "W": 12}):
+        served, _ = serve(handle, sizes)
+        assert not served, sizes
+    assert list(handle.tally.reasons) == [Reason.SHAPE_OUTSIDE_PROFILE.value]
+    assert serve(handle, BEST)[0], "a refused call leaves nothing behind"
+
+
+def test_with_live_weights_behind_them_each_engine_serves_its_size_and_one_that_is_damaged_takes_no_other_with_it(
+    tmp_path: Path,
+) -> None:
+    net = network("unet", "unlike_levels")
+    build(handle_of(net, tmp_path))
+    handle = handle_of(net, tmp_path, PORTRAIT)
+    portrait = build(handle)
+    handle.refresh()
+    live = backends()["torch"].session(net, [], "float32", None)
+    session = backed_by_live(handle.session, live, net)
+
+    def backends_of(*all_sizes: dict[str, int]) -> list[str]:
+        found = []
+        session.begin_run(net.patcher)
+        for sizes in all_sizes:
+            given = sample_inputs(net.architecture().inputs(net.module, "float32"), sizes, seed=3)
+            session.follow(net, net.patcher)
+            with torch.inference_mode():
+                (result,), (expected,) = session.run(given).values(), native_call(net, given)
+            assert relative_error(result, expected) <= 1e-5
+            found.append(session.backend_name)
+        return found
+
+    assert session.serves(BEST) is None
+    found = backends_of(OF_PORTRAIT, BEST, {**BEST, "W": 10}, BEST)
+    assert found == ["onnxruntime", "onnxruntime", "torch", "onnxruntime"]
+    session.unload()
+    portrait.main_file.write_bytes(bytes(portrait.main_file.stat().st_size))
+    assert backends_of(BEST, OF_PORTRAIT)[-1] == "torch"
+    assert [engine for engine in session.engines if refusal_of(engine) is not None] == [portrait]
+    handle.refresh()
+    assert portrait not in handle.session.engines
+    assert handle.session.engines
+
+
+def test_the_second_pass_of_a_workflow_at_another_size_runs_on_its_own_engine(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    native = patched_models.load(models[patched_models.NAME])
+    pictures = (Picture(64, 64, (2,)), PORTRAIT)
+    patched = patched_models.Patched(native, Library([tmp_path]))
+    patched.handle.choice = replace(patched.handle.choice, pictures=pictures)
+    for order, _anew in building._orders(patched.handle):
+        builder.build_engine(order, patched.handle.library, lambda *_: None, run=builder.run_here)
+    served = []
+    for size in ((8, 8), (16, 12), (8, 8), (16, 12)):
+        latent = patched.sample(size=size)
+        assert sampling.error(latent, sampling.sample(native, size=size)) <= 1e-5
+        assert patched.counts == (sampling.STEPS, 0)
+        served.append(patched.handle.tally.engine_name)
+    assert served[:2] == served[2:]
+    assert served[0] != served[1]
+
+
+def test_no_more_engines_of_a_network_are_open_than_a_workflow_uses(tmp_path: Path) -> None:
+    net = network("unet", "unlike_levels")
+    all_sizes = [BEST, OF_PORTRAIT, {**BEST, "H": 12, "W": 16}]
+    for sizes in all_sizes:
+        build(handle_of(net, tmp_path, Picture(8 * sizes["W"], 8 * sizes["H"], (2, 1))))
+    handle = handle_of(net, tmp_path)
+    session = handle.session
+    for sizes in all_sizes:
+        assert serve(handle, sizes)[0]
+    opened = [one.loaded for one in session._sessions]
+    assert sum(opened) == several_sizes.MOST_OPEN
+    first = next(one for one in session._sessions if one.serves({s: n for s, n in BEST.items() if s != "HB"}) is None)
+    assert not first.loaded, "it was used longest ago"
+    assert session.bytes == sum(one.bytes for one in session._sessions if one.loaded)
+    session.unload()
+    assert not session.loaded
+    assert serve(handle, BEST)[0]
+
+
+def test_all_pictures_of_a_graph_are_built_for_and_only_what_lacks(tmp_path: Path) -> None:
+    net = network("unet", "unlike_levels")
+    square = Picture(64, 64, (2, 1))
+    build(handle_of(net, tmp_path, square))
+    handle = handle_of(net, tmp_path, square, PORTRAIT)
+    assert handle.lacks
+    ((order, anew),) = building._orders(handle)
+    assert not anew
+    assert order.profile.sizes("opt") == OF_PORTRAIT
+    builder.build_engine(order, handle.library, lambda *_: None, run=builder.run_here)
+    handle.refresh()
+    assert not handle.lacks
+    assert [(order.profile.sizes("opt"), anew) for order, anew in building._orders(handle)] == [
+        (BEST, True), (OF_PORTRAIT, True)], "asked for all the same, it builds all again"
+    refuse(handle.session.engines[1], "damaged")
+    ((order, anew),) = building._orders(handle)
+    sizes = handle.session.engines[1].manifest.identity.profile.sizes("opt")
+    assert sizes.items() <= order.profile.sizes("opt").items()
+
+
+def test_the_page_tells_of_all_engines_of_a_node(tmp_path: Path) -> None:
+    net = network("unet", "unlike_levels")
+    build(handle_of(net, tmp_path))
+    handle = handle_of(net, tmp_path, PORTRAIT)
+    build(handle)
+    handle.refresh()
+    states = NodeStates(handle.library, BuildQueue())
+    states.learn("key", handle)
+    found = states.state("key", Wish("unet", handle.network.label, False, "onnxruntime"))["engine"]
+    assert found["covers"]
+    assert found["profile"] == "batch 2, 96 x 128 px, 77 tokens; batch 2, 64 px, 77 tokens"
+    assert found["limits"] is None, "one's would be taken for those of both"
+    assert len(found["names"]) == 2
+    assert found["bytes"] == sum(engine.manifest.bytes for engine in handle.library.engines())
 
 
 def test_the_command_line_builds_for_the_best_size_too(tmp_path: Path) -> None:

@@ -23,12 +23,13 @@ def sample(
     step: Callable[[int], None] = lambda _i: None,
     control: ControlBase | None = None,
     sampler: str = "euler",
+    size: tuple[int, int] = (8, 8),
 ) -> torch.Tensor:
-    """A latent of 64 by 64 pixels, sampled as KSampler does; ``step`` is called after each step."""
+    """A latent (``size``: height, width) sampled as KSampler does; ``step`` is called after each step."""
     generator = torch.Generator().manual_seed(seed)
     options = {} if control is None else {"control": control, "control_apply_to_uncond": False}
     positive, negative = ([[torch.randn(1, 77, 768, generator=generator), dict(options)]] for _ in range(2))
-    noise = torch.randn(1, 4, 8, 8, generator=generator)
+    noise = torch.randn(1, 4, *size, generator=generator)
     with torch.inference_mode():
         return comfy.sample.sample(
             model, noise, steps, 5.0, sampler, "normal", positive, negative, torch.zeros_like(noise), seed=seed,
