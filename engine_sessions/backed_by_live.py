@@ -11,7 +11,7 @@ from ..architectures.tensors import Profile
 from ..architectures.wanted_calls import Call
 from ..engine_library import Engine, Fallback, Reason, Unavailable
 from ..native_model.weight_patches import WeightPatches
-from .session import AskedCalls, Session, Uncompiled, refusal_of, refuse, shared
+from .session import AskedCalls, OfTheLast, Session, Uncompiled, refusal_of, refuse, shared
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ BROKEN = (Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
 weights then would too."""
 
 
-class BackedSession:
+class BackedSession(OfTheLast):
     """A session of an engine; see ``Session``. Live weights serve where sizes or weight patches are not the engine's,
     and in the place of one that cannot be opened.
 
@@ -49,20 +49,8 @@ class BackedSession:
         return same and self._patches.same_on(network.patcher)
 
     @property
-    def backend_name(self) -> str:
-        return self._last.backend_name
-
-    @property
-    def name(self) -> str:
-        return self._last.name
-
-    @property
     def engines(self) -> Sequence[Engine]:
         return self._engine.engines
-
-    @property
-    def serving(self) -> Sequence[Engine]:
-        return self._last.serving
 
     @property
     def uncompiled(self) -> Uncompiled | None:

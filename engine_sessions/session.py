@@ -195,6 +195,24 @@ class Session(Protocol):
         ...
 
 
+class OfTheLast:
+    """What a session made of others says of itself: what the one that served last, ``_last``, says."""
+
+    _last: Session
+
+    @property
+    def backend_name(self) -> str:
+        return self._last.backend_name
+
+    @property
+    def name(self) -> str:
+        return self._last.name
+
+    @property
+    def serving(self) -> Sequence[Engine]:
+        return self._last.serving
+
+
 Found = TypeVar("Found", bound=Session)
 
 _open: weakref.WeakValueDictionary[tuple, Session] = weakref.WeakValueDictionary()

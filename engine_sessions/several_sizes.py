@@ -13,7 +13,7 @@ from ..architectures.tensors import Profile, Shape
 from ..architectures.wanted_calls import Call
 from ..engine_library import Engine, Fallback
 from .file_session import FileSession
-from .session import AskedCalls, Uncompiled, shared
+from .session import AskedCalls, OfTheLast, Uncompiled, shared
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -26,7 +26,7 @@ MAX_CHOICES = 64
 """Sets of shapes whose engine is remembered."""
 
 
-class SeveralSizes:
+class SeveralSizes(OfTheLast):
     """Sessions of one backend's engines with the same weights; see ``Session``. The first is of the size that the node
     asks for; the others open when a call of their size comes, and the one that was used longest ago then closes.
 
@@ -52,20 +52,8 @@ class SeveralSizes:
         return self._used[-1]
 
     @property
-    def backend_name(self) -> str:
-        return self._last.backend_name
-
-    @property
-    def name(self) -> str:
-        return self._last.name
-
-    @property
     def engines(self) -> list[Engine]:
         return [session.engine for session in self._sessions]
-
-    @property
-    def serving(self) -> Sequence[Engine]:
-        return self._last.serving
 
     @property
     def weights(self) -> str:
