@@ -4,7 +4,7 @@
     python benchmarks/tensorrt_rows.py ... --only prompts            # these jobs and what they need
 
 On one GPU what is measured waits for all builds; on two, SD1.5 has the first for itself. A build keeps one core busy
-and takes 8 GB of main memory (SDXL 25), and builds share a GPU badly: six on two GPUs kept both at 50 to 90 %.
+and takes 8 GB of main memory (SDXL 25), and builds share a GPU badly: six on two GPUs had both at 50 to 90 % at times.
 Writes ``sd15.json``, ``prompts.json``, ``sdxl.json`` and ``replaceable_*.json`` in the form of ``run.py``'s rows,
 ``build_*.json`` of each build, and a log of each job. Needs Python 3.11.
 """

@@ -5,8 +5,8 @@
 * InstanceNormalization is a plugin that needs cuDNN 8, which torch no longer brings: it is written out instead. For
   the same reason no tactic of cuBLAS or cuDNN is tried.
 * Its layer for norms is no way out: an engine for batch 1 to 2 took 36 ms with it and 14 with ours, at twice the error.
-  Nor is its plugin GroupNorm, whose sums are in no fixed order: a seed would not give the same picture again, and of
-  a call its norms took 0.18 ms of 3.7. Sums of each channel build longer than eight minutes.
+  Nor is its plugin GroupNorm: on an H200 two calls were not the same to the bit, so a seed would not give the same
+  picture again, and its norms took 0.18 ms of a call's 3.7. With sums of each channel no build had ended in 8 minutes.
 * An engine is for one size. For batch 1 to 2 one could not be recorded as a CUDA graph, and a call took 14.1 ms; for
   batch 2 alone 3.8 in another run (a ControlNet of SD1.5 at 512 on H200s: benchmarks/results/tensorrt86_h200.json).
 * There is neither a progress monitor nor bfloat16, contexts take their scratch memory in an older way, and weights
