@@ -21,6 +21,7 @@ from jobs import Job, run
 HERE = Path(__file__).resolve().parent
 BACKEND = "tensorrt"
 SD15 = ("unet", "controlnet_0", "controlnet_1")
+TESTS = ("test_tensorrt_gpu", "test_many_prompts_gpu")
 
 
 def all_jobs(comfyui: Path, base: Path, out: Path, gpus: int) -> list[Job]:
@@ -62,8 +63,7 @@ def all_jobs(comfyui: Path, base: Path, out: Path, gpus: int) -> list[Job]:
         build("unet", other, replaceable=True),
         build("controlnet_0", other, replaceable=True),
         build("unet", other, "sdxl", replaceable=True),
-        tests("test_tensorrt_gpu"),
-        tests("test_many_prompts_gpu"),
+        *map(tests, TESTS),
         rows("sd15", *(f"build_sd15_{name}" for name in SD15)),
         rows("prompts", "sd15"),
         rows("sdxl", "build_sdxl_unet", gpu=other),
@@ -95,6 +95,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="JOB", help="names as the logs have them")
     options = parser.parse_args()
     comfyui, base, out = (path.resolve() for path in (options.comfyui, options.base, options.out))
+    for name in TESTS:  # which take a base directory that is there
+        (out / name).mkdir(parents=True, exist_ok=True)
     jobs = all_jobs(comfyui, base, out, options.gpus)
     names = [job.name for job in jobs]
     if unknown := set(options.only or ()) - set(names):

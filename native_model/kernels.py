@@ -30,3 +30,14 @@ def best_attention(device: torch.device) -> Iterator[None]:
     ]
     with sdpa_kernel(order, set_priority=True):
         yield
+
+
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """Inside, cuDNN's convolutions of float32 are exact; torch lets them round to TF32's ten bits by default."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
