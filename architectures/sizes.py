@@ -116,8 +116,6 @@ def outside(profile: Profile, sizes: Mapping[str, int], symbols: Mapping[str, Sy
         allowed = profile.ranges.get(name)
         if allowed is not None and not allowed.contains(size):
             symbol = symbols.get(name, Symbol(name))
-            return (
-                f"{symbol.word} {symbol.text(size)} is outside the engine's {allowed.min * symbol.step} to "
-                f"{symbol.text(allowed.max)}"
-            )
+            least = "" if allowed.min == allowed.max else f"{allowed.min * symbol.step} to "
+            return f"{symbol.word} {symbol.text(size)} is outside the engine's {least}{symbol.text(allowed.max)}"
     return None

@@ -4,7 +4,8 @@ Writes rows of the same cases as ``networks.py`` with ``<backend>_ms`` (a plain 
 prompt calls it), ``<backend>_native_ms`` (of the same run), ``<backend>_host_us``, ``<backend>_rel_err`` and
 ``<backend>_build_s``. Engines are for one size and one image, and stay below ``--base``: ``--build NAME`` builds one
 and tells what that took, so that several can be built at once. With ``--replaceable`` they take any weights, the
-fields begin with ``<backend>_any_lora``, and ``<backend>_any_lora_refit_s`` is how long new weights take.
+fields begin with ``<backend>_any_lora``, and ``<backend>_any_lora_refit_s`` is how long new weights take. Engines of
+TensorRT's optimization level ``--level`` have a library of their own.
 """
 
 from __future__ import annotations
@@ -35,14 +36,23 @@ def one_size(size: int) -> Any:
 class FileBench(networks.Bench):
     """The same models with engines of such a backend; there is one for the UNet and one for each ControlNet."""
 
-    def __init__(self, family: str, base: Path, controls: int, backend: str, replaceable: bool = False):
+    def __init__(
+        self, family: str, base: Path, controls: int, backend: str, replaceable: bool = False, level: int = 0
+    ):
         from hybrid_trt.backends import backends
+        from hybrid_trt.engine_library import Library
+        from hybrid_trt.engine_library.settings import Settings, write_settings
         from hybrid_trt.engine_runtime.engine_handle import EngineChoice
         from hybrid_trt.native_model.network import NativeNetwork
 
         super().__init__(family, base, controls)
         self.backend = backends()[backend]
         self.replaceable = replaceable
+        if level:
+            folder = base / "models" / f"trt_engines_level_{level}"
+            folder.mkdir(parents=True, exist_ok=True)
+            write_settings(folder, Settings(tensorrt_level=level))
+            self.library = Library([folder])
         self.choice = EngineChoice(one_size(self.size), "auto", backend, replaceable)
         for i, net in enumerate(self.nets):
             self.networks[f"controlnet_{i}"] = NativeNetwork.of_controlnet(net, f"net{i}")
@@ -169,11 +179,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--controls", type=int, default=2)
     parser.add_argument("--replaceable", action="store_true", help="engines that take any weights")
+    parser.add_argument("--level", type=int, default=0, help="TensorRT's optimization level; 0: its own")
     parser.add_argument("--build", metavar="NAME", help="unet, controlnet_0, controlnet_1: build its engine alone")
     options = parser.parse_args()
     networks.import_pack(options.comfyui)
     with torch.inference_mode():
-        bench = FileBench(options.family, options.base, options.controls, options.backend, options.replaceable)
+        bench = FileBench(
+            options.family, options.base, options.controls, options.backend, options.replaceable, options.level
+        )
     if options.build:
         options.out.write_text(json.dumps([build_row(bench, options.build)], indent=1))
         return

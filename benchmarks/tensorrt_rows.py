@@ -5,6 +5,7 @@
 
 On one GPU what is measured waits for all builds; on two, SD1.5 has the first for itself. A build keeps one core busy
 and takes 8 GB of main memory (SDXL 25), and builds share a GPU badly: six on two GPUs had both at 50 to 90 % at times.
+SDXL's engines and those that take any weights are built at TensorRT's optimization level 1, which is quicker.
 Writes ``sd15.json``, ``prompts.json``, ``sdxl.json`` and ``replaceable_*.json`` in the form of ``run.py``'s rows,
 ``build_*.json`` of each build, and a log of each job. Needs Python 3.11.
 """
@@ -20,6 +21,7 @@ from jobs import Job, run
 
 HERE = Path(__file__).resolve().parent
 BACKEND = "tensorrt"
+QUICK = ("--level", 1)
 SD15 = ("unet", "controlnet_0", "controlnet_1")
 TESTS = ("test_tensorrt_gpu", "test_many_prompts_gpu")
 
@@ -37,14 +39,15 @@ def all_jobs(comfyui: Path, base: Path, out: Path, gpus: int) -> list[Job]:
     def build(name: str, gpu: int, family: str = "sd15", after: str = "", replaceable: bool = False) -> Job:
         title = f"build_{'any_' * replaceable}{family}_{name}"
         words = ["--build", name, "--controls", 2 if family == "sd15" else 0, *["--replaceable"] * replaceable]
+        words += QUICK if replaceable or family == "sdxl" else ()
         return Job(title, engines(family, f"{title}.json", *words), gpu, [f"models_{family}", *[after] * bool(after)])
 
-    def rows(part: str, *needs: str, gpu: int = 0) -> Job:
+    def rows(part: str, *needs: str) -> Job:
         file = out / f"{part}.json"
-        return Job(part, script("run.py", "--backend", BACKEND, "--parts", part, "--out", file), gpu, needs, True)
+        return Job(part, script("run.py", "--backend", BACKEND, "--parts", part, "--out", file), 0, needs, True)
 
     def refits(family: str, controls: int, *needs: str) -> Job:
-        words = engines(family, f"replaceable_{family}.json", "--replaceable", "--controls", controls)
+        words = engines(family, f"replaceable_{family}.json", "--replaceable", "--controls", controls, *QUICK)
         return Job(f"replaceable_{family}", words, other, needs, True)
 
     def tests(name: str) -> Job:
@@ -66,7 +69,7 @@ def all_jobs(comfyui: Path, base: Path, out: Path, gpus: int) -> list[Job]:
         *map(tests, TESTS),
         rows("sd15", *(f"build_sd15_{name}" for name in SD15)),
         rows("prompts", "sd15"),
-        rows("sdxl", "build_sdxl_unet", gpu=other),
+        Job("sdxl", engines("sdxl", "sdxl.json", "--controls", 0, *QUICK), other, ["build_sdxl_unet"], True),
         refits("sd15", 1, "build_any_sd15_unet", "build_any_sd15_controlnet_0"),
         refits("sdxl", 0, "build_any_sdxl_unet"),
     ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,8 @@ from ..backends import AUTO, Backend, backends, find_engines, gpu_of, serving_ba
 from ..engine_library import Engine, Fallback, Library, Reason, Unavailable, Wanted, last_use
 from ..engine_sessions.backed_by_live import backed_by_live
 from ..engine_sessions.room import close_engines
-from ..engine_sessions.session import AskedCalls, Session
+from ..engine_sessions.session import AskedCalls, Session, Uncompiled
+from ..engine_sessions.several_sizes import MOST_OPEN
 from ..native_model.layout import layout_of
 from ..native_model.network import NativeNetwork
 from .finite import why_again
@@ -101,16 +103,46 @@ class EngineHandle:
     @property
     def profiles(self) -> list[Profile]:
         """The shapes that the node wants engines for: of a backend whose engines are for one size one for each picture
-        of the graph, or where the graph does not tell the profile's best one."""
-        profile, backend = self.choice.profile, backends().get(self.choice.backend)
-        if backend is None or not backend.one_size:
+        of the graph, or where the graph does not tell the profile's best one, and for what the last run lacked."""
+        profile = self.choice.profile
+        if not self._one_size:
             return [profile]
         found: list[Profile] = []
-        for picture in self.choice.pictures:
-            best = Profile.around(self.network.architecture().calls(profile, picture)).at_best()
+        pictures = [Profile.around(calls).at_best() for calls in self._of_pictures()]
+        for best in [*(pictures or [profile.at_best()]), *self._unserved()]:
             if best not in found:
                 found.append(best)
-        return found or [profile.at_best()]
+        return found
+
+    def _of_pictures(self) -> list[list[dict[str, int]]]:
+        """The calls that sample each of the graph's pictures."""
+        architecture = self.network.architecture()
+        return [architecture.calls(self.choice.profile, picture) for picture in self.choice.pictures]
+
+    @property
+    def _one_size(self) -> bool:
+        backend = backends().get(self.choice.backend)
+        return backend is not None and backend.one_size
+
+    def _unserved(self) -> list[Profile]:
+        """The sizes that most calls of the last run had which ran native for want of an engine of their size."""
+        run = last_run(self.node_key) if self.node_key else None
+        calls: Counter[Uncompiled] = Counter()
+        for row in run[1] if run is not None else ():
+            calls.update(row.unserved)
+        usual = self.choice.profile.sizes("opt")
+        return [Profile.around([usual | dict(call.sizes)]) for call, _ in calls.most_common(MOST_OPEN)]
+
+    def _wanted(self, sizes: Mapping[str, int]) -> Uncompiled | None:
+        """A call that ran native for its sizes, where an engine for them may be built; None where it may not."""
+        ranges = self.choice.profile.ranges
+        call = {symbol: size for symbol, size in sizes.items() if symbol in ranges}
+        if not call or not self._one_size:
+            return None
+        drawn = [own for calls in self._of_pictures() for own in calls]
+        if not all(ranges[s].contains(n) or any(n == own[s] for own in drawn) for s, n in call.items()):
+            return None
+        return Uncompiled(frozenset(call.items()), self.network.architecture().call_words(call), graph=False)
 
     @property
     def follows_patches(self) -> bool:
@@ -281,7 +313,7 @@ class EngineHandle:
                     last_use.mark(session.serving)
                 tally.engine_name = session.name
                 return True, result
-        tally.count_native(fallback)
+        tally.count_native(fallback, self._wanted(fallback.sizes))
         return False, None
 
     def native(self, call: Callable[[], Any]) -> Any:

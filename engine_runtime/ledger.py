@@ -14,7 +14,7 @@ from statistics import median
 import torch
 from comfy_execution.utils import ExecutionContext, get_executing_context
 
-from ..engine_library import Fallback
+from ..engine_library import Fallback, Reason
 from ..engine_sessions.session import Uncompiled
 from . import timing
 from .timing import CallTimes
@@ -48,6 +48,7 @@ class Tally:
         node_key: what the engine node stands for, see ``nodes.node_key``; ids say that within one prompt only.
         times: how long the calls took, in the order of ``calls``, or None when nobody wants to know.
         uncompiled: engine calls that ran without a compiled file -> how many they were.
+        unserved: native calls that an engine of their own size would serve -> how many they were.
         beyond: symbol -> the largest size of calls that the engine was not built for.
         opened: when the first call was counted, as ``time.time``.
     """
@@ -68,22 +69,32 @@ class Tally:
     opened: float = field(default_factory=time.time)
     beyond: dict[str, int] = field(default_factory=dict)
     uncompiled: dict[Uncompiled, int] = field(default_factory=dict)
+    unserved: dict[Uncompiled, int] = field(default_factory=dict)
 
     def count_engine(self, backend: str, uncompiled: Uncompiled | None = None) -> None:
         """Count a call that an engine served, or live weights without a compiled file."""
         with _counting:
             if uncompiled is not None:
-                if uncompiled not in self.uncompiled:
-                    _ever_uncompiled.add((self.node_key, uncompiled))
-                self.uncompiled[uncompiled] = self.uncompiled.get(uncompiled, 0) + 1
+                self._count_lacking(self.uncompiled, uncompiled)
             self.backend = backend
             self.engine += 1
             self.calls.append(ON_ENGINE)
 
-    def count_native(self, fallback: Fallback) -> None:
-        """Count a native call; the first one with its reason is logged."""
+    def _count_lacking(self, counts: dict[Uncompiled, int], call: Uncompiled) -> None:
+        if call not in counts:
+            _ever_uncompiled.add((self.node_key, call))
+        counts[call] = counts.get(call, 0) + 1
+
+    def count_native(self, fallback: Fallback, unserved: Uncompiled | None = None) -> None:
+        """Count a native call; the first one with its reason is logged.
+
+        Args:
+            unserved: the call, where an engine of its own size would serve it.
+        """
         reason = fallback.reason.value
         with _counting:
+            if unserved is not None:
+                self._count_lacking(self.unserved, unserved)
             for symbol, size in fallback.sizes.items():
                 self.beyond[symbol] = max(size, self.beyond.get(symbol, 0))
             if reason not in self.reasons:
@@ -93,12 +104,18 @@ class Tally:
             self.calls.append(NATIVE)
             self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
+    def advice(self, reason: Reason) -> str:
+        """What to do about the native calls that had a reason."""
+        if reason is Reason.SHAPE_OUTSIDE_PROFILE and self.unserved:
+            return f"build again for {'; '.join(call.words for call in list(self.unserved))}"
+        return reason.advice
+
     def ms(self) -> list[float]:
         """Milliseconds of each call; empty when they were not timed."""
         return self.times.ms() if self.times is not None else []
 
     def to_json(self) -> dict:
-        apart = ("times", "opened", "beyond", "uncompiled")
+        apart = ("times", "opened", "beyond", "uncompiled", "unserved")
         fields = {name: value for name, value in self.__dict__.items() if name not in apart}
         uncompiled = {call.words: count for call, count in self.uncompiled.items()}
         calls = "".join("ne"[call] for call in self.calls)
@@ -115,7 +132,7 @@ _ever_uncompiled: set[tuple[str, Uncompiled]] = set()
 
 
 def ever_uncompiled() -> int:
-    """How many sizes of calls, counted for each node, ever ran without a compiled file."""
+    """How many sizes of calls, counted for each node, ever ran without a compiled file or an engine of their size."""
     return len(_ever_uncompiled)
 
 

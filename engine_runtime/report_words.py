@@ -61,16 +61,15 @@ def verdict(rows: Sequence[Tally]) -> Verdict:
         if row.calls:
             networks.setdefault((row.engine_node, row.name), []).append(row)
     native = [key for key, own in networks.items() if any(row.native for row in own)]
-    reasons = [Reason(reason) for row in rows for reason in row.reasons]
+    advice = [row.advice(Reason(reason)) for row in rows for reason in row.reasons]
     missing = [node for node, name in native if any(Reason(r) in BUILDABLE for row in networks[node, name]
                                                     for r in row.reasons)]
     kinds = ("native",) if native else ("engine", "native")
     spent = sum(took for row in rows for kind in kinds for took in of_kind(row, kind))
     count = sum(row.native for row in rows)
-    advice = reasons[0].advice if reasons else ""
     sizes = list(dict.fromkeys(call.words for row in rows for call in row.uncompiled))
     missing = list(dict.fromkeys(missing))
-    return Verdict(len(networks), len(networks) - len(native), missing, spent, count, advice, sizes)
+    return Verdict(len(networks), len(networks) - len(native), missing, spent, count, next(iter(advice), ""), sizes)
 
 
 def report_text(rows: Sequence[Tally]) -> str:

@@ -248,7 +248,7 @@ def run_of(key: str) -> dict | None:
     for row in rows:
         for reason, count in list(row.reasons.items()):
             text = row.details.get(reason, reason)
-            words = {"reason": reason, "text": text, "advice": Reason(reason).advice}
+            words = {"reason": reason, "text": text, "advice": row.advice(Reason(reason))}
             seen = reasons.setdefault(reason, {**words, "count": 0})
             seen["count"] += count
     return {
@@ -259,17 +259,21 @@ def run_of(key: str) -> dict | None:
         "tokens": max((row.beyond.get("T", 0) for row in rows), default=0),
         "backend": next((row.backend for row in rows if row.backend), None),
         "reasons": list(reasons.values()),
-        "uncompiled": _uncompiled(rows),
+        "uncompiled": [*_lacking(rows, "uncompiled"), *_lacking(rows, "unserved")],
     }
 
 
-def _uncompiled(rows: Sequence[Tally]) -> list[dict]:
-    """The calls that ran without a compiled file: what they were, how many, and whether as a CUDA graph."""
+def _lacking(rows: Sequence[Tally], kind: str) -> list[dict]:
+    """The calls that ran without a compiled file or, where ``kind`` is ``unserved``, native for want of an engine of
+    their size: what they were, how many, and whether as a CUDA graph."""
     counts: dict[tuple[str, bool], int] = {}
     for row in rows:
-        for call, count in list(row.uncompiled.items()):
+        for call, count in list(getattr(row, kind).items()):
             counts[call.words, call.graph] = counts.get((call.words, call.graph), 0) + count
-    return [{"size": words, "graph": graph, "count": count} for (words, graph), count in counts.items()]
+    native = kind == "unserved"
+    return [
+        {"size": words, "graph": graph, "native": native, "count": count} for (words, graph), count in counts.items()
+    ]
 
 
 def _published(engine: Engine) -> float:
@@ -302,30 +306,25 @@ def engine_json(engine: Engine) -> dict:
 def _union_json(engines: Sequence[Engine], known: Known) -> dict:
     """What a person wants to know of the engines that a node uses, as if they were one.
 
-    ``compiled``: the pictures that there are files for, with the batch of the call; None where it takes all sizes of
-    its profile. ``covers``: whether that holds what the node asks for.
+    ``compiled``: the pictures that there are files or engines for, with the batch of the call; None where it takes all
+    sizes of its profile. ``covers``: whether that holds what the node asks for.
     """
     first = engine_json(engines[0])
     identity = engines[0].manifest.identity
     backend, architecture = backends()[identity.backend], architectures()[identity.architecture]
-    calls = [call for engine in engines for call in backend.sizes(engine)]
-    if not calls:
-        asked = Profile.from_json(known.profile)
-        asked = asked.at_best() if backend.one_size else asked
-        profiles = [engine.manifest.identity.profile for engine in engines]
-        return first | {
-            "covers": any(profile.contains(asked.only(profile.ranges)) for profile in profiles),
-            "compiled": None,
-            "profile": "; ".join(dict.fromkeys(profile_words(identity.architecture, profile) for profile in profiles)),
-            "limits": first["limits"] if len(engines) == 1 else None,  # of one they say nothing of the others
-            "bytes": sum(engine.manifest.bytes for engine in engines),
-            "names": [engine.folder.name for engine in engines],
-        }
-    pictures = filter(None, map(architecture.picture_of, calls))
+    profiles = [engine.manifest.identity.profile for engine in engines]
+    asked, words = Profile.from_json(known.profile), [profile_words(identity.architecture, p) for p in profiles]
+    if backend.one_size:
+        asked, calls = asked.at_best(), [profile.sizes("opt") for profile in profiles]
+    elif calls := [call for engine in engines for call in backend.sizes(engine)]:
+        words = map(architecture.call_words, calls)
+    live, pictures = backend.runs_live_weights, filter(None, map(architecture.picture_of, calls))
+    drawn = [{"width": p.width, "height": p.height, "batch": p.batches[0]} for p in dict.fromkeys(pictures)]
     return first | {
-        "covers": True,  # live weights run every size
-        "compiled": [{"width": p.width, "height": p.height, "batch": p.batches[0]} for p in dict.fromkeys(pictures)],
-        "profile": "; ".join(dict.fromkeys(map(architecture.call_words, calls))),
+        "covers": live or any(profile.contains(asked.only(profile.ranges)) for profile in profiles),
+        "compiled": drawn if calls else None,
+        "profile": "; ".join(dict.fromkeys(words)),
+        "limits": None if backend.one_size else first["limits"],  # the graph's pictures are asked for, not a range
         "bytes": sum(engine.manifest.bytes for engine in engines),
         "names": [engine.folder.name for engine in engines],
     }

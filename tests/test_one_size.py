@@ -33,11 +33,14 @@ from hybrid_trt.engine_library import Engine, Library, Reason, Unavailable, Want
 from hybrid_trt.engine_library.library import _rank
 from hybrid_trt.engine_library.parity import relative_error
 from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.engine_runtime.ledger import ever_uncompiled
+from hybrid_trt.engine_runtime.report_words import report_text
 from hybrid_trt.engine_sessions import several_sizes
 from hybrid_trt.engine_sessions.backed_by_live import backed_by_live
 from hybrid_trt.engine_sessions.session import refusal_of, refuse
 from hybrid_trt.native_model.network import NativeNetwork
 from hybrid_trt.nodes import building
+from hybrid_trt.page_api import node_states
 from hybrid_trt.page_api.node_states import NodeStates
 from hybrid_trt.page_api.outlook import Wish
 
@@ -66,7 +69,7 @@ def net(request: pytest.FixtureRequest) -> NativeNetwork:
 
 def handle_of(net: NativeNetwork, folder: Path, *pictures: Picture, backend: str = "onnxruntime") -> EngineHandle:
     choice = EngineChoice(PROFILE, backend=backend, pictures=pictures)
-    return EngineHandle(net, choice, Library([folder]), f"{net.module!r:.9}{folder}", "key")
+    return EngineHandle(net, choice, Library([folder]), f"{net.module!r:.9}{folder}", f"key {folder}")
 
 
 def build(handle: EngineHandle) -> Engine:
@@ -284,6 +287,61 @@ def test_the_page_tells_of_all_engines_of_a_node(tmp_path: Path) -> None:
     assert found["limits"] is None, "one's would be taken for those of both"
     assert len(found["names"]) == 2
     assert found["bytes"] == sum(engine.manifest.bytes for engine in handle.library.engines())
+
+
+@pytest.mark.parametrize("pictures", [(), (PORTRAIT,)], ids=["square", "portrait"])
+def test_a_longer_prompt_gets_an_engine_of_its_own_after_the_run_that_showed_it(
+    net: NativeNetwork, pictures: tuple, tmp_path: Path
+) -> None:
+    handle = handle_of(net, tmp_path, *pictures)
+    usual = OF_PORTRAIT if pictures else BEST
+    build(handle)
+    handle.refresh()
+    before = ever_uncompiled()
+    for tokens in (154, 154, 308):
+        assert serve(handle, {**usual, "T": tokens}) == (False, 0.0)
+    assert ever_uncompiled() == before + 1, "the node runs again and builds; 308 tokens are more than it was to take"
+    told = f"{8 * usual['W']}x{8 * usual['H']}, 154 tokens"
+    assert f"-> Build again for {told}".lower() in report_text([handle.tally]).lower()
+
+    assert handle.lacks
+    ((order, anew),) = building._orders(handle)
+    assert not anew
+    assert order.profile == only({**usual, "T": 154})
+    builder.build_engine(order, handle.library, lambda *_: None, run=builder.run_here)
+    handle.refresh()
+    assert not handle.lacks
+    for tokens in (154, 77, 154):
+        served, error = serve(handle, {**usual, "T": tokens})
+        assert served
+        assert error <= 1e-5
+
+
+def test_of_many_sizes_in_one_run_those_of_most_calls_get_engines(tmp_path: Path) -> None:
+    handle = handle_of(network("unet", "unlike_levels"), tmp_path)
+    build(handle)
+    handle.refresh()
+    calls = {154: 3, 231: 2}
+    for tokens, count in {**calls, 77: 1}.items():
+        for _ in range(count):
+            serve(handle, {**BEST, "T": tokens, "B": 1 if tokens == 77 else 2})
+    wanted = [profile.sizes("opt") for profile in handle.profiles]
+    assert wanted == [BEST, *({**BEST, "T": tokens} for tokens in calls)]
+
+
+def test_the_page_offers_to_build_for_what_ran_native_and_knows_the_pictures_that_have_engines(tmp_path: Path) -> None:
+    net = network("unet", "unlike_levels")
+    handle = handle_of(net, tmp_path, PORTRAIT)
+    build(handle)
+    handle.refresh()
+    serve(handle, {**OF_PORTRAIT, "T": 154})
+    (lacking,) = node_states._lacking([handle.tally], "unserved")
+    assert lacking == {"size": "96x128, 154 tokens", "graph": False, "native": True, "count": 1}
+    states = NodeStates(handle.library, BuildQueue())
+    states.learn("key", handle)
+    found = states.state("key", Wish("unet", handle.network.label, False, "onnxruntime"))["engine"]
+    assert found["compiled"] == [{"width": 96, "height": 128, "batch": 2}]
+    assert found["covers"]
 
 
 def test_the_command_line_builds_for_the_best_size_too(tmp_path: Path) -> None:

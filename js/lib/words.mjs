@@ -54,7 +54,7 @@ export function jobLine(job) {
 export function runWords(run) {
     if (!run || run.engine + run.native === 0) return { lines: [], badge: "" };
     const all = run.engine + run.native;
-    const uncompiled = (run.uncompiled ?? []).map((calls) => t(calls.graph ? "ranGraph" : "ranPlainly", calls));
+    const uncompiled = (run.uncompiled ?? []).filter((calls) => !calls.native).map((calls) => t(calls.graph ? "ranGraph" : "ranPlainly", calls));
     if (run.native === 0) return { lines: [t("ran", run), ...uncompiled], badge: "" };
     const head = run.engine === 0 ? t("native", { all }) : t("mixed", { native: run.native, all });
     const reasons = run.reasons.map((r) => `${r.count} × ${r.reason === "no engine" ? r.reason : `${r.text} → ${r.advice}`}`);
@@ -122,7 +122,7 @@ export function describe(state) {
     }
     if (lacksSizes(state)) {
         const wanted = state.uncompiled ? pixels(state.uncompiled) : state.run.uncompiled[0].size;
-        if (state.uncompiled) view.lines.unshift(t("uncompiled", { size: wanted }));
+        if (state.uncompiled) view.lines.unshift(t(state.any_size ? "uncompiled" : "noneOfSize", { size: wanted }));
         view.offer = t("buildFor", { size: wanted });
         view.tone = view.tone === "bad" ? "bad" : "warn";
         view.badge ||= t("badgeMisfit");

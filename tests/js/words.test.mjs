@@ -60,7 +60,7 @@ test("a size that was not compiled for is told before the run and after it, with
     const after = describe({ state: "ready", engine, run: ran });
     assert.ok(after.lines.includes("Not compiled for 832x1216, 154 tokens: 8 calls ran as a CUDA graph"));
     assert.deepEqual([after.tone, after.badge, after.offer], ["warn", "size", "Build for 832x1216, 154 tokens"]);
-    const before = describe({ state: "ready", engine, run: null, uncompiled: { width: 832, height: 1216, images: 2 } });
+    const before = describe({ state: "ready", any_size: true, engine, run: null, uncompiled: { width: 832, height: 1216, images: 2 } });
     assert.equal(before.lines[0], "Not compiled for 832×1216 × 2: it runs as a CUDA graph until that is built.");
     assert.deepEqual([before.tone, before.offer], ["warn", "Build for 832×1216 × 2"]);
     const fine = describe({ state: "ready", engine, run: { ...ran, uncompiled: [] } });
@@ -68,6 +68,17 @@ test("a size that was not compiled for is told before the run and after it, with
     const none = describe({ state: "none", run: ran });
     assert.equal(none.offer, "", "there the button itself builds it");
     assert.ok(runWords({ ...ran, uncompiled: [{ ...ran.uncompiled[0], graph: false }] }).lines[1].endsWith("8 calls ran uncompiled"));
+});
+
+test("a size that no engine is for is told before the run and after it, where engines are for one size each", () => {
+    const engine = { ...ENGINE, backend: "tensorrt", profile: "batch 2, 512 px, 77 tokens" };
+    const before = describe({ state: "ready", any_size: false, engine, run: null, uncompiled: { width: 832, height: 1216, images: 1 } });
+    assert.equal(before.lines[0], "No engine for 832×1216: it runs native until that is built.");
+    assert.deepEqual([before.tone, before.offer], ["warn", "Build for 832×1216"]);
+    const uncompiled = [{ size: "512x512, 154 tokens", graph: false, native: true, count: 4 }];
+    const after = describe({ state: "ready", engine, run: { engine: 0, native: 4, backend: null, reasons: [REASON], uncompiled } });
+    assert.deepEqual([after.badge, after.offer], ["native", "Build for 512x512, 154 tokens"]);
+    assert.ok(!after.lines.some((line) => line.includes("ran uncompiled")), "the reason says that it ran native");
 });
 
 test("each state has a title, a tone and a button", () => {
