@@ -49,13 +49,13 @@ cp "$here"/part*/*.whl wheels/ 2>/dev/null || true
 mv wheels/*.tar.xz . 2>/dev/null || true
 cp "$here"/part*/*.tar.xz . 2>/dev/null || true
 for archive in *.tar.xz; do tar xJf "$archive" && rm "$archive"; done
-path=site
+path="$PWD/site"  # whole, for what changes the folder
 if [ -e "$(ls "$here"/part*/{BINDINGS} 2>/dev/null)" ]; then
     mv wheels/tensorrt-8.6.0-*.whl .
     python3 hybrid-trt/benchmarks/tensorrt86.py install --wheel tensorrt-8.6.0-*.whl \\
         --bindings "$here"/part*/{BINDINGS} --site trt
     rm tensorrt-8.6.0-*.whl
-    path=trt:site
+    path="$PWD/trt:$PWD/site"
     echo "Before all else, in $PWD: export LD_LIBRARY_PATH=$PWD/trt/tensorrt"
 fi
 python3 -m pip install -q --no-index --no-deps --no-compile --target site wheels/*.whl
