@@ -63,6 +63,11 @@ class PeakMemory:
     def _used(self) -> float:
         return self._nvml.nvmlDeviceGetMemoryInfo(self._gpu).used / 1e6
 
+    @property
+    def used_now(self) -> float:
+        """What is in use now, less what was there before, in MB."""
+        return round(self._used() - self.before, 1)
+
     def __enter__(self) -> PeakMemory:
         self.peak = 0.0
         self._stop.clear()

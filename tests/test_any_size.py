@@ -303,7 +303,7 @@ def test_a_graphs_own_picture_and_prompt_are_compiled_one_build_after_the_other(
     assert relative_difference(latent_of(history), native_latent(comfy, long_prompt)) <= 1e-5
     told = state(comfy, long)
     assert told["state"] == "ready"
-    assert told["run"]["uncompiled"] == [{"size": "64x96, 154 tokens", "graph": False, "count": calls}]
+    assert told["run"]["uncompiled"] == [{"size": "64x96, 154 tokens", "graph": False, "native": False, "count": calls}]
 
     press_build(comfy, long, "for:64x96x2")
     now = {name: made for name, made in files(comfy).items() if name not in there}
