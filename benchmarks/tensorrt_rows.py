@@ -5,7 +5,8 @@
 
 On one GPU what is measured waits for all builds; on two, SD1.5 has the first for itself. A build keeps one core busy
 and takes 8 GB of main memory (SDXL 25), and builds share a GPU badly: six on two GPUs had both at 50 to 90 % at times.
-SDXL's engines and those that take any weights are built at TensorRT's optimization level 1, which is quicker.
+SDXL's engines and those that take any weights are built at TensorRT's optimization level 1, which is quicker. The
+torch backend follows on the first GPU: its rows in ``torch.json``, and what its memory goes to in ``memory.json``.
 Writes ``sd15.json``, ``prompts.json``, ``sdxl.json`` and ``replaceable_*.json`` in the form of ``run.py``'s rows,
 ``build_*.json`` of each build, and a log of each job. Needs Python 3.11.
 """
@@ -46,6 +47,10 @@ def all_jobs(comfyui: Path, base: Path, out: Path, gpus: int) -> list[Job]:
         file = out / f"{part}.json"
         return Job(part, script("run.py", "--backend", BACKEND, "--parts", part, "--out", file), 0, needs, True)
 
+    def torch(*needs: str) -> Job:
+        words = ("--parts", "sd15", "prompts", "warm", "sdxl", "--out", out / "torch.json", "--logs", out / "torch")
+        return Job("torch", script("run.py", *words), 0, needs, True)
+
     def refits(family: str, controls: int, *needs: str) -> Job:
         words = engines(family, f"replaceable_{family}.json", "--replaceable", "--controls", controls, *QUICK)
         return Job(f"replaceable_{family}", words, other, needs, True)
@@ -69,6 +74,8 @@ def all_jobs(comfyui: Path, base: Path, out: Path, gpus: int) -> list[Job]:
         *map(tests, TESTS),
         rows("sd15", *(f"build_sd15_{name}" for name in SD15)),
         rows("prompts", "sd15"),
+        torch("prompts"),
+        Job("memory", script("memory_parts.py", "--family", "sd15", "--out", out / "memory.json"), 0, ["torch"], True),
         Job("sdxl", engines("sdxl", "sdxl.json", "--controls", 0, *QUICK), other, ["build_sdxl_unet"], True),
         refits("sd15", 1, "build_any_sd15_unet", "build_any_sd15_controlnet_0"),
         refits("sdxl", 0, "build_any_sdxl_unet"),
