@@ -14,6 +14,7 @@ from hybrid_trt.architectures.tensors import Profile, Range
 from hybrid_trt.backends.onnxruntime import OnnxRuntimeBackend
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder import check
+from hybrid_trt.engine_builder.in_child import check_step
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import BuildError, Engine, Library, Reason, Unavailable, Wanted, local_key, trust
 from hybrid_trt.engine_library.settings import Settings, write_settings
@@ -84,6 +85,23 @@ def test_a_build_runs_its_engine_on_the_gpu_at_least_best_and_largest_size_and_k
     assert not (engine.folder / "model.onnx").with_name("weights.bin").exists()
     assert Library([tmp_path]).find(wanted(engine, HERE), lambda _: None) == engine
     assert build(tmp_path)[1] == [], "nothing has to be done twice"
+
+
+def test_native_computes_exactly_while_an_engine_is_held_against_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU float32 convolutions are rounded to TF32 by default: native's error would be taken for the engine's."""
+    asked, own = [], check_step.function_of
+
+    def watched(task: dict) -> tuple[torch.nn.Module, torch.nn.Module]:
+        function, module = own(task)
+        function.register_forward_pre_hook(lambda *_: asked.append(torch.backends.cudnn.allow_tf32))
+        return function, module
+
+    monkeypatch.setattr(check_step, "function_of", watched)
+    _engine, tasks = build(tmp_path)
+    assert asked == [False] * 2 * len(tasks[-1]["extremes"])
+    assert torch.backends.cudnn.allow_tf32 is True, "prompts and the clock have torch's default"
 
 
 def test_an_engine_that_differs_from_native_on_its_gpu_is_not_kept(tmp_path: Path) -> None:
