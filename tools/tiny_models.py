@@ -36,7 +36,7 @@ _UNET = {"image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels"
          "legacy": False}
 _SD15 = _UNET | {"context_dim": 768, "num_heads": 8}
 #: Two levels and a downsample between them: residual extents matter (ceil of odd sizes). 4 residuals + middle.
-SD15 = _SD15 | {"channel_mult": [1, 2], "num_res_blocks": [1, 1], "transformer_depth": [1, 1],
+SD15 = _SD15 | {"channel_mult": [1, 1], "num_res_blocks": [1, 1], "transformer_depth": [1, 1],
                 "transformer_depth_output": [1, 1, 1, 1], "transformer_depth_middle": 1}
 #: The smallest network that ComfyUI takes for SD1.5: one level, a middle without attention.
 SD15_FLAT = _SD15 | {"channel_mult": [1], "num_res_blocks": [1], "transformer_depth": [1],
