@@ -129,16 +129,16 @@ class EngineHandle:
         run = last_run(self.node_key) if self.node_key else None
         calls: Counter[Uncompiled] = Counter()
         for row in run[1] if run is not None else ():
-            calls.update(row.unserved)
+            calls.update(row.unserved.copy())  # a run may be under way
         usual = self.choice.profile.sizes("opt")
         return [Profile.around([usual | dict(call.sizes)]) for call, _ in calls.most_common(MOST_OPEN)]
 
     def _wanted(self, sizes: Mapping[str, int]) -> Uncompiled | None:
         """A call that ran native for its sizes, where an engine for them may be built; None where it may not."""
+        if not sizes or not self._one_size:
+            return None
         ranges = self.choice.profile.ranges
         call = {symbol: size for symbol, size in sizes.items() if symbol in ranges}
-        if not call or not self._one_size:
-            return None
         drawn = [own for calls in self._of_pictures() for own in calls]
         if not all(ranges[s].contains(n) or any(n == own[s] for own in drawn) for s, n in call.items()):
             return None

@@ -322,7 +322,8 @@ def _union_json(engines: Sequence[Engine], known: Known) -> dict:
     drawn = [{"width": p.width, "height": p.height, "batch": p.batches[0]} for p in dict.fromkeys(pictures)]
     return first | {
         "covers": live or any(profile.contains(asked.only(profile.ranges)) for profile in profiles),
-        "compiled": drawn if calls else None,
+        # an engine that auto took has live weights behind it, which may have files for more pictures
+        "compiled": drawn if calls and (live or known.backend == backend.name) else None,
         "profile": "; ".join(dict.fromkeys(words)),
         "limits": None if backend.one_size else first["limits"],  # the graph's pictures are asked for, not a range
         "bytes": sum(engine.manifest.bytes for engine in engines),

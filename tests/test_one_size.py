@@ -342,6 +342,8 @@ def test_the_page_offers_to_build_for_what_ran_native_and_knows_the_pictures_tha
     found = states.state("key", Wish("unet", handle.network.label, False, "onnxruntime"))["engine"]
     assert found["compiled"] == [{"width": 96, "height": 128, "batch": 2}]
     assert found["covers"]
+    by_auto = node_states._union_json(handle.session.engines, replace(states._known["key"], backend=AUTO))
+    assert by_auto["compiled"] is None, "what live weights have files for is not known here"
 
 
 def test_the_command_line_builds_for_the_best_size_too(tmp_path: Path) -> None:
