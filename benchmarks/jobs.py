@@ -21,6 +21,7 @@ class Job:
     Attributes:
         gpu: number of the GPU that it sees, as its only one; jobs of one GPU may run at once.
         needs: names of jobs that have to have ended, well or not, before it starts.
+        after: the same of jobs that need not be there.
         alone: it starts when no other job of its GPU runs, and none starts beside it.
         environment: variables besides our own.
         folder: where it runs; by default where we do.
@@ -33,6 +34,7 @@ class Job:
     alone: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     folder: Path | None = None
+    after: Sequence[str] = ()
 
 
 class _Running:
@@ -71,7 +73,8 @@ def run(jobs: Sequence[Job], folder: Path) -> dict[str, int]:
             tell(f"{one.job.name} ended with {one.process.returncode} after {time.monotonic() - one.started:.1f} s")
         for job in list(waiting):
             beside = [one.job for one in running if one.job.gpu == job.gpu]
-            if set(job.needs) <= ended.keys() and not any(job.alone or other.alone for other in beside):
+            awaited = set(job.needs) | set(job.after) & names
+            if awaited <= ended.keys() and not any(job.alone or other.alone for other in beside):
                 waiting.remove(job)
                 running.append(_Running(job, folder))
                 tell(f"{job.name} started on GPU {job.gpu}")

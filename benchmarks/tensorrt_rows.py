@@ -6,7 +6,8 @@
 On one GPU what is measured waits for all builds; on two, SD1.5 has the first for itself. A build keeps one core busy
 and takes 8 GB of main memory (SDXL 25), and builds share a GPU badly: six on two GPUs had both at 50 to 90 % at times.
 SDXL's engines and those that take any weights are built at TensorRT's optimization level 1, which is quicker. The
-torch backend follows on the first GPU: its rows in ``torch.json``, and what its memory goes to in ``memory.json``.
+torch backend's rows are from the same run: ``torch_networks.json`` before the last GPU has any builds,
+``torch_prompts.json`` after those of TensorRT, and what its memory goes to in ``memory.json``.
 Writes ``sd15.json``, ``prompts.json``, ``sdxl.json`` and ``replaceable_*.json`` in the form of ``run.py``'s rows,
 ``build_*.json`` of each build, and a log of each job. Needs Python 3.11.
 """
@@ -41,15 +42,20 @@ def all_jobs(comfyui: Path, base: Path, out: Path, gpus: int) -> list[Job]:
         title = f"build_{'any_' * replaceable}{family}_{name}"
         words = ["--build", name, "--controls", 2 if family == "sd15" else 0, *["--replaceable"] * replaceable]
         words += QUICK if replaceable or family == "sdxl" else ()
-        return Job(title, engines(family, f"{title}.json", *words), gpu, [f"models_{family}", *[after] * bool(after)])
+        needs, later = [f"models_{family}", *[after] * bool(after)], ["torch_networks"] * (gpu == other)
+        return Job(title, engines(family, f"{title}.json", *words), gpu, needs, after=later)
 
     def rows(part: str, *needs: str) -> Job:
         file = out / f"{part}.json"
         return Job(part, script("run.py", "--backend", BACKEND, "--parts", part, "--out", file), 0, needs, True)
 
-    def torch(*needs: str) -> Job:
-        words = ("--parts", "sd15", "prompts", "warm", "sdxl", "--out", out / "torch.json", "--logs", out / "torch")
-        return Job("torch", script("run.py", *words), 0, needs, True)
+    def torch(name: str, gpu: int, parts: Sequence[str], needs: Sequence[str], after: Sequence[str] = ()) -> Job:
+        words = ("--parts", *parts, "--out", out / f"{name}.json", "--logs", out / name)
+        return Job(name, script("run.py", *words), gpu, needs, True, after=after)
+
+    def memory() -> Job:
+        words = ("--family", "sd15", "--out", out / "memory.json")
+        return Job("memory", script("memory_parts.py", *words), 0, ["torch_networks"], True, after=["torch_prompts"])
 
     def refits(family: str, controls: int, *needs: str) -> Job:
         words = engines(family, f"replaceable_{family}.json", "--replaceable", "--controls", controls, *QUICK)
@@ -59,11 +65,12 @@ def all_jobs(comfyui: Path, base: Path, out: Path, gpus: int) -> list[Job]:
         # -P: the pack's folder ``nodes`` must not hide ComfyUI's module
         words = [sys.executable, "-P", "-m", "pytest", "-n", "0", "-m", "gpu and tensorrt", "-v", f"tests/{name}.py"]
         given = {"HYBRID_TRT_COMFYUI": str(comfyui), "HYBRID_TRT_BASE": str(out / name)}
-        return Job(name, words, other, environment=given, folder=HERE.parent)
+        return Job(name, words, other, environment=given, folder=HERE.parent, after=["torch_networks"])
 
     return [
         Job("models_sd15", script("models.py", "full_sd15", "full_sd15_a", "full_sd15_b")),
         Job("models_sdxl", script("models.py", "full_sdxl")),
+        torch("torch_networks", other, ("sd15", "sdxl"), ["models_sd15", "models_sdxl"]),
         build("unet", 0),
         build("controlnet_0", 0),
         build("controlnet_1", 0, after="build_sd15_controlnet_0"),  # the other's tactics are in the cache by then
@@ -74,8 +81,8 @@ def all_jobs(comfyui: Path, base: Path, out: Path, gpus: int) -> list[Job]:
         *map(tests, TESTS),
         rows("sd15", *(f"build_sd15_{name}" for name in SD15)),
         rows("prompts", "sd15"),
-        torch("prompts"),
-        Job("memory", script("memory_parts.py", "--family", "sd15", "--out", out / "memory.json"), 0, ["torch"], True),
+        torch("torch_prompts", 0, ("prompts", "warm"), ["torch_networks"], after=["prompts"]),
+        memory(),
         Job("sdxl", engines("sdxl", "sdxl.json", "--controls", 0, *QUICK), other, ["build_sdxl_unet"], True),
         refits("sd15", 1, "build_any_sd15_unet", "build_any_sd15_controlnet_0"),
         refits("sdxl", 0, "build_any_sdxl_unet"),

@@ -122,6 +122,15 @@ def test_a_job_that_needs_what_is_not_there_is_told_before_any_starts(tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_job_waits_for_one_it_comes_after_and_does_without_one_that_is_not_there(tmp_path: Path) -> None:
+    def job(name: str, *after: str) -> jobs.Job:
+        return jobs.Job(name, [sys.executable, "-c", "import time; print(time.time())"], after=after)
+
+    assert jobs.run([job("late", "early", "never"), job("early")], tmp_path) == {"early": 0, "late": 0}
+    times = {name: float((tmp_path / f"{name}.log").read_text()) for name in ("early", "late")}
+    assert times["early"] < times["late"]
+
+
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 def test_all_rows_of_tensorrt_are_jobs_whose_needs_are_among_them_and_whose_scripts_are_there(
     tmp_path: Path, gpus: int
@@ -140,3 +149,11 @@ def test_some_rows_come_with_all_that_they_need_and_nothing_else(tmp_path: Path)
     chosen = [job.name for job in tensorrt_rows.with_needs(made, ["prompts"])]
     builds = [f"build_sd15_{name}" for name in tensorrt_rows.SD15]
     assert chosen == ["models_sd15", *builds, "sd15", "prompts"]
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_the_torch_backends_networks_are_measured_before_their_gpu_has_any_build(tmp_path: Path, gpus: int) -> None:
+    made = {job.name: job for job in tensorrt_rows.all_jobs(Path("ComfyUI"), tmp_path, tmp_path, gpus)}
+    beside = [job for job in made.values() if job.gpu == made["torch_networks"].gpu and not job.alone]
+    assert all("torch_networks" in job.after for job in beside if not job.name.startswith("models"))
+    assert len(beside) > 5
