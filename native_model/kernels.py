@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def laid_out(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in the memory layout that networks compute in: channels_last on a GPU, where that is faster."""
-    if tensor.ndim == 4 and tensor.is_cuda:
-        return tensor.contiguous(memory_format=torch.channels_last)
-    return tensor.contiguous()
+    """The tensor in the memory layout that networks compute in: channels_last on a GPU, where that is faster.
+
+    Its strides are those of a new tensor, also where a dimension has one element and they reach nothing: by them torch
+    and cuDNN tell which of both layouts a convolution of one image gives.
+    """
+    layout = _layout(tensor.device, tensor.ndim)
+    tensor = tensor.contiguous(memory_format=layout)
+    strides = strides_of(tensor.shape, layout)
+    return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
+
+
+def empty_laid_out(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for a tensor as ``laid_out`` gives it."""
+    return torch.empty_strided(shape, strides_of(shape, _layout(device, len(shape))), dtype=dtype, device=device)
+
+
+def strides_of(shape: Sequence[int], layout: torch.memory_format) -> tuple[int, ...]:
+    """The strides, in elements, that torch gives a new tensor of this layout."""
+    strides, step = [0] * len(shape), 1
+    for dim in (1, 3, 2, 0) if layout is torch.channels_last else reversed(range(len(shape))):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def _layout(device: torch.device, dimensions: int) -> torch.memory_format:
+    return torch.channels_last if dimensions == 4 and device.type == "cuda" else torch.contiguous_format
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import torch
 
 from ..architectures.joined import Joined
 from .joined_weights import JoinedWeights
+from .kernels import empty_laid_out, laid_out
 from .network import NativeNetwork
 from .plain_copy import plain_copy
 from .weight_patches import acting, version_of
@@ -185,20 +186,18 @@ class LiveWeights:
     def _laid_out(self, name: str) -> torch.Tensor:
         """The native parameter, to be used where it is; convolutions are put into channels_last there."""
         owner, leaf = self._native_place(name)
-        live = owner._parameters[leaf]
-        if live.ndim == 4 and self.device.type == "cuda" and not _is_channels_last(live):
-            live = torch.nn.Parameter(live.data.contiguous(memory_format=torch.channels_last), requires_grad=False)
-            owner._parameters[leaf] = live
-        return live.data
+        live = owner._parameters[leaf].data
+        ready = laid_out(live)
+        if ready.data_ptr() != live.data_ptr():
+            owner._parameters[leaf] = torch.nn.Parameter(ready, requires_grad=False)
+        return ready
 
     def _own(self, name: str) -> torch.Tensor:
         if name in self._joined:
             owned = self._joined[name].own(name, self.dtype, self.device)
             self._put(name, owned)
             return owned
-        shape = self._native_parameter(name).shape
-        layout = torch.channels_last if len(shape) == 4 and self.device.type == "cuda" else torch.contiguous_format
-        owned = torch.empty(shape, dtype=self.dtype, device=self.device, memory_format=layout)
+        owned = empty_laid_out(self._native_parameter(name).shape, self.dtype, self.device)
         self._put(name, owned)
         return owned
 
@@ -236,7 +235,3 @@ def _places(module: torch.nn.Module) -> Iterator[tuple[str, tuple[torch.nn.Modul
 def _holds_its_patches(patcher: ModelPatcher) -> bool:
     """Whether ComfyUI has loaded the model with exactly this patcher's weight patches in place."""
     return patcher.model.current_weight_patches_uuid == patcher.patches_uuid
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last)

@@ -93,6 +93,28 @@ def test_graphs_and_compiled_files_compute_what_native_does_in_any_order_of_shap
     assert session.live.has_compiled({s: n for s, n in SIZES.items() if s != "HB" or kind == "controlnet"})
 
 
+@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize("kind", ["unet", "controlnet"])
+def test_compiled_files_take_weights_of_our_own_and_ComfyUIs(kind: str, images: int, tmp_path: Path) -> None:
+    """By the layout of a kernel of one pixel torch tells which layout a convolution of one image gives."""
+    net = tiny(kind)
+    engine = build_engine(BuildOrder(net, "float16", networks.PROFILE, TORCH), Library([tmp_path]), lambda *_: None)
+    for loaded in (False, True):
+        if loaded:
+            net.patcher.patch_model(GPU)
+        session = LiveSession(net, TORCH, "float16")
+        session.use([engine])
+        given = given_for(net, 1, B=images)
+        with torch.inference_mode():
+            expected = [result.clone() for result in LiveSession(net, TORCH, "float16").run(given).values()]
+            for _ in range(3):
+                results = session.run(given).values()
+        assert session.uncompiled is None
+        assert session.refusal is None
+        assert bool(session.live.weights.bytes) == (not loaded or kind == "controlnet")
+        assert max(relative_error(r, e) for r, e in zip(results, expected, strict=True)) <= LIMIT
+
+
 def test_residuals_that_come_and_go_leave_nothing_behind() -> None:
     net = tiny("unet")
     session = LiveSession(net, TORCH, "float16")

@@ -24,7 +24,7 @@ Compiled = Callable[..., Sequence[torch.Tensor]]
 OLDEST_TORCH = (2, 11)
 """The first torch that this was run with."""
 
-FORMAT = 4
+FORMAT = 5
 """Raise this when the traced function changes: older files become stale."""
 
 
