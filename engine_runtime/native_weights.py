@@ -5,6 +5,7 @@ Two ways, as ComfyUI has two ways of loading:
 * *Dynamic VRAM* (ComfyUI's default on NVIDIA cards): loading only stages weights, each layer fetches its own when it is
   called, and gives them up when memory is wanted. Native layers that are not called hold nothing. But beside an engine
   ComfyUI would make room for all of them, by evicting the text encoder and the VAE: here it hears that they need none.
+  And it would stage them anew for each run, layer by layer: here what is staged already stays.
 * *Otherwise* ComfyUI would load all weights before each run. Here it loads them in its own low-memory way, with no
   bytes on the GPU: in that state native works at once, only slowly, since each layer's weights travel with each call.
   So whoever calls native, a call of ours or somebody else's, gets native's result; a call of ours first has the weights
@@ -15,11 +16,13 @@ Two ways, as ComfyUI has two ways of loading:
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from comfy import model_management, sampler_helpers
+from comfy import utils as comfy_utils
 from comfy.controlnet import ControlBase, ControlLora
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
@@ -32,6 +35,9 @@ log = logging.getLogger(__name__)
 ALMOST_NOTHING = 0.1
 """Bytes that a model may take; 0 would mean all of it to ComfyUI."""
 EVERYTHING = 1e32
+
+_staged: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
+"""Model -> the weight patches (``patches_uuid``) that ``stage`` staged it with, where nothing else was patched."""
 
 
 class OffloadedPatcher:
@@ -58,19 +64,71 @@ class OffloadedPatcher:
         """
         native, model = self.native, self.native.model
         if native.is_dynamic():
-            return native.partially_load(device_to)
+            return stage(native, device_to)
         before = native.loaded_size()
         if before == 0 and model.model_lowvram and model.current_weight_patches_uuid == native.patches_uuid:
             # all is off the device already, and finding that out layer by layer would take longer than a step
-            with native.use_ejected(skip_and_inject_on_exit_only=True):
-                native.unpatch_model(native.offload_device, unpatch_weights=False)
-                native.patch_model(load_weights=False)
+            _patch_objects(native)
         else:
             native.partially_load(device_to, -EVERYTHING if before else ALMOST_NOTHING)
         for name, part in model.named_children():
             if name != "diffusion_model":
                 part.to(device_to)  # the noise schedule: read at every step, which would wait for a copy
         return native.loaded_size() - before
+
+
+def stage(native: ModelPatcher, device: torch.device) -> None:
+    """Stage a model's weights as loading does under dynamic VRAM; what was staged so and stayed is left as it is.
+
+    ComfyUI visits every layer and copies small weights (norms, biases) to the device one by one, in each run anew.
+    """
+    if _is_staged(native, device):
+        _patch_objects(native)
+        _mark_in_use(native)
+        return
+    native.partially_load(device)
+    if _patches_nothing_but_weights(native):
+        _staged[native.model] = native.patches_uuid
+    else:
+        _staged.pop(native.model, None)
+
+
+def _is_staged(native: ModelPatcher, device: torch.device) -> bool:
+    """Whether a model is as ``stage`` left it for the same weight patches: of small weights each is asked."""
+    model = native.model
+    if _staged.get(model) != native.patches_uuid or not _patches_nothing_but_weights(native):
+        return False
+    if model.current_weight_patches_uuid != native.patches_uuid or model.device != device or not native.backup:
+        return False
+    if _pinned_memory(native) is None:
+        return False
+    return all(comfy_utils.get_attr(model, key).device == device for key in native.backup)
+
+
+def _patches_nothing_but_weights(native: ModelPatcher) -> bool:
+    """Whether nobody else changes the model, its layers or what loading does."""
+    if native.object_patches or native.object_patches_backup or native.injections or native.forced_hooks is not None:
+        return False
+    return not native.get_all_callbacks(CallbacksMP.ON_LOAD)
+
+
+def _patch_objects(native: ModelPatcher) -> None:
+    """What loading does beside moving weights."""
+    with native.use_ejected(skip_and_inject_on_exit_only=True):
+        native.unpatch_model(native.offload_device, unpatch_weights=False)
+        native.patch_model(load_weights=False)
+
+
+def _mark_in_use(native: ModelPatcher) -> None:
+    """Pinned memory of a model that runs is the last that ComfyUI takes."""
+    _pinned_memory(native).update(failed=False, active=True)
+    if (weights := native._vbar_get()) is not None:
+        weights.prioritize()
+
+
+def _pinned_memory(native: ModelPatcher) -> dict | None:
+    """ComfyUI's record of a model's pinned memory; None where this ComfyUI has no such."""
+    return getattr(native.model, "dynamic_pins", {}).get(native.load_device)
 
 
 class NativeWeights:
