@@ -73,6 +73,12 @@ class FileBench(networks.Bench):
         order = BuildOrder(network, network.precision, self.choice.profile, self.backend, replaceable=self.replaceable)
         return build_engine(order, self.library, progress)
 
+    def is_built(self, name: str) -> bool:
+        """Whether the library has an engine for such a network."""
+        wanted = (self.networks[name].architecture().name, self.backend.name, self.replaceable)
+        found = [engine.manifest.identity for engine in self.library.engines()]
+        return any((one.architecture, one.backend, one.any_weights) == wanted for one in found)
+
     @property
     def field(self) -> str:
         """How the names of its fields begin."""
@@ -181,6 +187,7 @@ def main() -> None:
     parser.add_argument("--replaceable", action="store_true", help="engines that take any weights")
     parser.add_argument("--level", type=int, default=0, help="TensorRT's optimization level; 0: its own")
     parser.add_argument("--build", metavar="NAME", help="unet, controlnet_0, controlnet_1: build its engine alone")
+    parser.add_argument("--built", action="store_true", help="measure alone what is built, and no steps without all")
     options = parser.parse_args()
     networks.import_pack(options.comfyui)
     with torch.inference_mode():
@@ -190,10 +197,14 @@ def main() -> None:
     if options.build:
         options.out.write_text(json.dumps([build_row(bench, options.build)], indent=1))
         return
-    rows = [network_row(bench, "unet", "unet")]
-    if options.controls:
-        rows.append(network_row(bench, "controlnet_0", "controlnet"))
-    options.out.write_text(json.dumps(rows, indent=1))
+    titles = {"unet": "unet"} | ({"controlnet_0": "controlnet"} if options.controls else {})
+    names = [name for name in titles if not options.built or bench.is_built(name)]
+    rows = []
+    for name in names:
+        rows.append(network_row(bench, name, titles[name]))
+        options.out.write_text(json.dumps(rows, indent=1))
+    if len(names) < len(titles):
+        return
     for i in range(1, options.controls):
         bench.engine(f"controlnet_{i}")
     rows += [step_row(bench, count) for count in range(options.controls + 1)]

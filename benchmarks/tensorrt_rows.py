@@ -6,8 +6,8 @@
 On one GPU what is measured waits for all builds; on two, SD1.5 has the first for itself. A build keeps one core busy
 and takes 8 GB of main memory (SDXL 25), and builds share a GPU badly: six on two GPUs had both at 50 to 90 % at times.
 SDXL's engines and those that take any weights are built at TensorRT's optimization level 1, which is quicker. The
-torch backend's rows are from the same run: ``torch_networks.json`` before the last GPU has any builds,
-``torch_prompts.json`` after those of TensorRT, and what its memory goes to in ``memory.json``.
+torch backend's rows are from the same run: ``torch_networks.json`` before the first GPU has any builds,
+``torch_prompts.json`` after TensorRT's rows, and what its memory goes to in ``memory.json``.
 Writes ``sd15.json``, ``prompts.json``, ``sdxl.json`` and ``replaceable_*.json`` in the form of ``run.py``'s rows,
 ``build_*.json`` of each build, and a log of each job. Needs Python 3.11.
 """
@@ -42,35 +42,37 @@ def all_jobs(comfyui: Path, base: Path, out: Path, gpus: int) -> list[Job]:
         title = f"build_{'any_' * replaceable}{family}_{name}"
         words = ["--build", name, "--controls", 2 if family == "sd15" else 0, *["--replaceable"] * replaceable]
         words += QUICK if replaceable or family == "sdxl" else ()
-        needs, later = [f"models_{family}", *[after] * bool(after)], ["torch_networks"] * (gpu == other)
+        needs, later = [f"models_{family}", *[after] * bool(after)], ["torch_networks"] * (gpu == 0)
         return Job(title, engines(family, f"{title}.json", *words), gpu, needs, after=later)
 
     def rows(part: str, *needs: str) -> Job:
         file = out / f"{part}.json"
         return Job(part, script("run.py", "--backend", BACKEND, "--parts", part, "--out", file), 0, needs, True)
 
-    def torch(name: str, gpu: int, parts: Sequence[str], needs: Sequence[str], after: Sequence[str] = ()) -> Job:
+    def torch(name: str, parts: Sequence[str], needs: Sequence[str], after: Sequence[str] = ()) -> Job:
         words = ("--parts", *parts, "--out", out / f"{name}.json", "--logs", out / name)
-        return Job(name, script("run.py", *words), gpu, needs, True, after=after)
+        return Job(name, script("run.py", *words), 0, needs, True, after=after)
 
     def memory() -> Job:
         words = ("--family", "sd15", "--out", out / "memory.json")
         return Job("memory", script("memory_parts.py", *words), 0, ["torch_networks"], True, after=["torch_prompts"])
 
     def refits(family: str, controls: int, *needs: str) -> Job:
-        words = engines(family, f"replaceable_{family}.json", "--replaceable", "--controls", controls, *QUICK)
+        words = engines(
+            family, f"replaceable_{family}.json", "--replaceable", "--built", "--controls", controls, *QUICK
+        )
         return Job(f"replaceable_{family}", words, other, needs, True)
 
-    def tests(name: str) -> Job:
+    def tests(name: str, gpu: int, alone: bool, *after: str) -> Job:
         # -P: the pack's folder ``nodes`` must not hide ComfyUI's module
         words = [sys.executable, "-P", "-m", "pytest", "-n", "0", "-m", "gpu and tensorrt", "-v", f"tests/{name}.py"]
         given = {"HYBRID_TRT_COMFYUI": str(comfyui), "HYBRID_TRT_BASE": str(out / name)}
-        return Job(name, words, other, environment=given, folder=HERE.parent, after=["torch_networks"])
+        return Job(name, words, gpu, (), alone, given, HERE.parent, after)
 
     return [
         Job("models_sd15", script("models.py", "full_sd15", "full_sd15_a", "full_sd15_b")),
         Job("models_sdxl", script("models.py", "full_sdxl")),
-        torch("torch_networks", other, ("sd15", "sdxl"), ["models_sd15", "models_sdxl"]),
+        torch("torch_networks", ("sd15", "sdxl"), ["models_sd15", "models_sdxl"]),
         build("unet", 0),
         build("controlnet_0", 0),
         build("controlnet_1", 0, after="build_sd15_controlnet_0"),  # the other's tactics are in the cache by then
@@ -78,12 +80,13 @@ def all_jobs(comfyui: Path, base: Path, out: Path, gpus: int) -> list[Job]:
         build("unet", other, replaceable=True),
         build("controlnet_0", other, replaceable=True),
         build("unet", other, "sdxl", replaceable=True),
-        *map(tests, TESTS),
+        tests("test_tensorrt_gpu", other, False, *["torch_networks"] * (other == 0)),
         rows("sd15", *(f"build_sd15_{name}" for name in SD15)),
         rows("prompts", "sd15"),
-        torch("torch_prompts", 0, ("prompts", "warm"), ["torch_networks"], after=["prompts"]),
+        torch("torch_prompts", ("prompts", "warm"), ["torch_networks"], after=["prompts"]),
         memory(),
-        Job("sdxl", engines("sdxl", "sdxl.json", "--controls", 0, *QUICK), other, ["build_sdxl_unet"], True),
+        tests("test_many_prompts_gpu", 0, True, "memory"),  # alone: it looks at what is free on the whole GPU
+        Job("sdxl", engines("sdxl", "sdxl.json", "--built", "--controls", 0, *QUICK), other, ["build_sdxl_unet"], True),
         refits("sd15", 1, "build_any_sd15_unet", "build_any_sd15_controlnet_0"),
         refits("sdxl", 0, "build_any_sdxl_unet"),
     ]

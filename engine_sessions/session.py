@@ -235,7 +235,7 @@ _refused: dict[str, tuple[object, str]] = {}
 
 
 def refuse(engine: Engine, why: str) -> None:
-    """Remember that an engine could not be opened in this process; one that is built again is tried again."""
+    """Remember that an engine could not be opened, or run, in this process; one that is built again is tried again."""
     _refused[str(engine.folder)] = (engine.manifest, why)
 
 

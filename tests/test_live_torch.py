@@ -8,6 +8,7 @@ import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,6 +238,39 @@ def test_a_build_compiles_for_the_opt_sizes_and_serves_other_weights_too(
         assert session.live.has_compiled({s: n for s, n in (SIZES | {"B": 1, "H": 6, "W": 8}).items()
                                           if s in {d.symbol for spec in session.live.inputs for d in spec.dims
                                                    if not isinstance(d, int)}})
+
+
+def test_a_compiled_file_that_fails_when_it_runs_leaves_the_call_to_live_weights(tmp_path: Path) -> None:
+    net, calls = network("unet", "unlike_levels"), []
+
+    class Fails:
+        """A double of the backend: its compiled file asks for another layout."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(TORCH, name)
+
+        def sizes(self, _engine: Any) -> list[dict[str, int]]:
+            return [{s: n for s, n in SIZES.items() if s != "HB"}]
+
+        def open_live(self, _engine: Any, _symbols: Any) -> Callable[..., Any]:
+            return lambda *_: (calls.append(1), (_ for _ in ()).throw(AssertionError("expected size 640==640")))
+
+    engine = SimpleNamespace(folder=tmp_path / "engine", manifest=SimpleNamespace(bytes=1))
+    session, given = LiveSession(net, Fails(), "float32", Recorder()), given_for(net, 4)
+    session.use([engine])
+    assert session.compiled
+    for _ in range(4):
+        assert error(session, net, given) <= 1e-5
+    assert len(calls) == 1
+    assert session.compiled == []
+    assert session.serving == []
+    assert session.uncompiled is not None, "the report says that the call was not compiled"
+    assert "expected size 640==640" in session.status(PROFILE)
+    assert len(session.graphs) == 1
+    again = LiveSession(net, Fails(), "float32", Recorder())
+    again.use([engine])
+    assert error(again, net, given) <= 1e-5
+    assert len(calls) == 1, "nobody in this process tries it again"
 
 
 def test_what_a_call_takes_is_measured_on_what_was_kept_and_costs_no_build(

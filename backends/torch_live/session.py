@@ -265,14 +265,25 @@ class LiveSession:
         self._last = plan.sizes
         if plan.sizes in self._files:
             self._open_compiled(plan)
-        results = self.graphs.run(
+        try:
+            results = self._computed(given, plan)
+        except (Unavailable, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if plan.sizes not in self._opened:
+                raise
+            self._refuse(self._opened[plan.sizes], error)
+            results = self._computed(given, plan)
+        self.uncompiled = None if plan.sizes in self._opened else plan.uncompiled
+        return dict(results)
+
+    def _computed(self, given: Mapping[str, torch.Tensor], plan: _Plan) -> dict[str, torch.Tensor]:
+        return self.graphs.run(
             lambda tensors: self._live.run(tensors, plan.sizes),
             given,
             token=self._live.weights.generation,
             prepare=lambda tensors: self._prepared(tensors, plan.symbols),
         )
-        self.uncompiled = None if plan.sizes in self._opened else plan.uncompiled
-        return dict(results)
 
     def _prepared(self, given: Mapping[str, torch.Tensor], symbols: dict[str, int]) -> dict[str, torch.Tensor]:
         """The network's inputs: device, dtype and layout as it computes in, zeros for what is absent."""
@@ -316,14 +327,22 @@ class LiveSession:
         try:
             self._live.add_compiled(plan.sizes, self.backend.open_live(engine, plan.symbols))
         except Exception as error:
-            self.refusal = str(error) if isinstance(error, Unavailable) else first_line(error)
-            refuse(engine, self.refusal)
-            self._files = {sizes: other for sizes, other in self._files.items() if other != engine}
-            log.warning("Hybrid TRT: %s runs uncompiled for these sizes (%s)", self.label, first_line(error))
+            self._refuse(engine, error)
             return
         self._opened[plan.sizes] = engine
         seconds = time.perf_counter() - started
         log.info("Hybrid TRT: opened %s on %s in %.1f s", engine.folder.name, self.device, seconds)
+
+    def _refuse(self, engine: Engine, error: Exception) -> None:
+        """Go on without an engine whose files cannot be opened, or not run; until it is built again."""
+        self.refusal = str(error) if isinstance(error, Unavailable) else first_line(error)
+        refuse(engine, self.refusal)
+        self._files = {sizes: other for sizes, other in self._files.items() if other != engine}
+        for sizes in [sizes for sizes, other in self._opened.items() if other == engine]:
+            del self._opened[sizes]
+            self._live.forget_compiled(sizes)
+        self.graphs.clear()
+        log.warning("Hybrid TRT: %s runs uncompiled for these sizes (%s)", self.label, first_line(error))
 
     def status(self, wanted: Profile) -> str:
         start = f"torch {self._precision} on live weights"
