@@ -11,7 +11,8 @@ MOST_ALIKE = 4.0
 MEASURED: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {
     ("unet", "tensorrt_rtx"): ((0.86e9, 202.5),),
     ("controlnet", "tensorrt_rtx"): ((0.36e9, 68.6),),
-    ("controlnet", "tensorrt"): ((0.36e9, 322.1),),
+    ("unet", "tensorrt"): ((0.86e9, 520.2),),
+    ("controlnet", "tensorrt"): ((0.36e9, 274.1),),
     ("unet", "onnxruntime"): ((0.86e9, 142.3),),
     ("controlnet", "onnxruntime"): ((0.36e9, 28.6),),
     ("unet", "torch"): ((0.86e9, 66.6), (2.57e9, 102.2)),
