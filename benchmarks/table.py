@@ -62,7 +62,7 @@ What `auto` takes, and what is known of it:
 |---|---|---|
 | {gpu} | `torch`: a CUDA graph at once, compiled after a build | measured by us, the table above |
 | other NVIDIA data-centre cards, GeForce and RTX | the same | not measured by us |
-| the same, with an engine of TensorRT or -RTX | it, where it proved faster there | TensorRT 8.6 on an H200: slower than `torch` |
+| the same, with an engine of TensorRT or -RTX | it, where it proved faster there | 8.6, H200: slower than `torch` |
 | no GPU | `onnxruntime` on the CPU | run in our tests, about as fast as native |
 | AMD, Intel and Apple GPUs | native | no backend of ours runs there |
 """
