@@ -57,11 +57,13 @@ class Fallback:
 
     Attributes:
         sizes: those of a call that the engine was not built for, symbol -> size.
+        others_serve: whether engines for other sizes go on serving their calls.
     """
 
     reason: Reason
     detail: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    others_serve: bool = False
 
     def __str__(self) -> str:
         return f"{self.reason.value}: {self.detail}" if self.detail else self.reason.value
@@ -74,8 +76,10 @@ class Fallback:
 class Unavailable(Exception):
     """An engine cannot be used; carries the fallback that says why."""
 
-    def __init__(self, reason: Reason, detail: str = "", sizes: Mapping[str, int] | None = None):
-        self.fallback = Fallback(reason, detail, sizes or {})
+    def __init__(
+        self, reason: Reason, detail: str = "", sizes: Mapping[str, int] | None = None, others_serve: bool = False
+    ):
+        self.fallback = Fallback(reason, detail, sizes or {}, others_serve)
         super().__init__(str(self.fallback))
 
 

@@ -305,7 +305,8 @@ class EngineHandle:
                 fallback = Fallback(Reason.UNSUPPORTED_INPUT, str(unsupported))
             except Unavailable as unavailable:
                 fallback = unavailable.fallback
-                if fallback.reason in (Reason.ENGINE_FAILED, Reason.BROKEN_ENGINE, Reason.WRONG_GPU):
+                failed = fallback.reason in (Reason.ENGINE_FAILED, Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
+                if failed and not fallback.others_serve:
                     self.give_up(fallback)
             else:
                 tally.count_engine(session.backend_name, session.uncompiled)

@@ -11,7 +11,7 @@ from ..architectures.tensors import Profile
 from ..architectures.wanted_calls import Call
 from ..engine_library import Engine, Fallback, Reason, Unavailable
 from ..native_model.weight_patches import WeightPatches
-from .session import AskedCalls, OfTheLast, Session, Uncompiled, refusal_of, refuse, shared
+from .session import BROKEN, AskedCalls, OfTheLast, Session, Uncompiled, refusal_of, refuse, shared
 
 if TYPE_CHECKING:
     import torch
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from ..native_model.network import NativeNetwork
 
 log = logging.getLogger(__name__)
-
-BROKEN = (Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
-"""Why an engine is left alone until it is built again. One that failed is not: it may have lacked memory, as live
-weights then would too."""
 
 
 class BackedSession(OfTheLast):
@@ -86,7 +82,8 @@ class BackedSession(OfTheLast):
         return self._engine.stream
 
     def begin_run(self, patcher: ModelPatcher) -> None:
-        self._given_up = self.refusal is not None
+        refused = [refusal_of(engine) is not None for engine in self._engine.engines]
+        self._given_up = all(refused) or self._engine.refusal is not None
         self._choose(patcher)
         self._engine.begin_run(patcher)
         self._live.begin_run(patcher)
@@ -146,7 +143,9 @@ class BackedSession(OfTheLast):
         try:
             return self._chosen.run(given, extras)
         except Unavailable as unavailable:
-            if self._chosen is self._live or unavailable.fallback.reason is not Reason.SHAPE_OUTSIDE_PROFILE:
+            fallback = unavailable.fallback
+            of_this_call = fallback.reason is Reason.SHAPE_OUTSIDE_PROFILE or fallback.others_serve
+            if self._chosen is self._live or not of_this_call:
                 self._give_up(unavailable)
         self._last = self._live
         return self._live.run(given, extras)

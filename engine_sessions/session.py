@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from ..architectures.sizes import Picture
 from ..architectures.tensors import Profile
 from ..architectures.wanted_calls import Call
-from ..engine_library import Engine, Fallback
+from ..engine_library import Engine, Fallback, Reason
 
 if TYPE_CHECKING:
     import torch
@@ -232,6 +232,11 @@ def open_engines() -> list[Engine]:
 
 
 _refused: dict[str, tuple[object, str]] = {}
+
+
+BROKEN = (Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
+"""Why an engine is left alone until it is built again. One that failed is not: it may have lacked memory, as live
+weights then would too."""
 
 
 def refuse(engine: Engine, why: str) -> None:

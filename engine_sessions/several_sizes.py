@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -11,14 +12,16 @@ import torch
 from ..architectures import profile_words
 from ..architectures.tensors import Profile, Shape
 from ..architectures.wanted_calls import Call
-from ..engine_library import Engine, Fallback
+from ..engine_library import Engine, Fallback, Unavailable
 from .file_session import FileSession
-from .session import AskedCalls, OfTheLast, Uncompiled, shared
+from .session import BROKEN, AskedCalls, OfTheLast, Uncompiled, refuse, shared
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
     from ..native_model.network import NativeNetwork
+
+log = logging.getLogger(__name__)
 
 MOST_OPEN = 2
 """Engines that are open at once: a workflow seldom has more than two sizes, and each engine has all weights."""
@@ -30,7 +33,8 @@ class SeveralSizes(OfTheLast):
     """Sessions of one backend's engines with the same weights; see ``Session``. The first is of the size that the node
     asks for; the others open when a call of their size comes, and the one that was used longest ago then closes.
 
-    A call that no engine is for is the first one's, which says why it does not take it.
+    A call that no engine is for is the first one's, which says why it does not take it. One that cannot be opened
+    leaves the others in service.
     """
 
     uncompiled: Uncompiled | None = None
@@ -40,6 +44,7 @@ class SeveralSizes(OfTheLast):
         self._sessions = tuple(sessions)
         self._used = [*(session for session in sessions[1:] if session.loaded), sessions[0]]  # the latest last
         self._choices: dict[tuple[Shape, ...], FileSession] = {}
+        self._broken: dict[FileSession, Fallback] = {}
         self._of: tuple[weakref.ref[NativeNetwork], weakref.ref[ModelPatcher]] | None = None
         self._following: FileSession | None = None
 
@@ -96,14 +101,39 @@ class SeveralSizes(OfTheLast):
         return self._last.owns_weights(patcher)
 
     def load(self) -> None:
-        self._last.load()
+        while True:
+            try:
+                self._last.load()
+                return
+            except Unavailable as unavailable:
+                self._leave_out(self._last, unavailable)
+
+    def _leave_out(self, session: FileSession, unavailable: Unavailable) -> Unavailable:
+        """Go on without an engine that is broken: what its calls get to hear.
+
+        Raises:
+            Unavailable: as given, where it is no reason to, or no other is left.
+        """
+        others = [one for one in self._sessions if one is not session and one not in self._broken]
+        if unavailable.fallback.reason not in BROKEN or not others:
+            raise unavailable
+        refuse(session.engine, unavailable.fallback.detail)
+        session.unload()
+        self._broken[session] = unavailable.fallback
+        self._used = [used for used in self._used if used is not session] or others[:1]
+        log.warning("Hybrid TRT: %s; the other engines of this network go on", unavailable)
+        return self._is_broken(session)
+
+    def _is_broken(self, session: FileSession) -> Unavailable:
+        fallback = self._broken[session]
+        return Unavailable(fallback.reason, fallback.detail, others_serve=True)
 
     def unload(self) -> None:
         for session in self._sessions:
             session.unload()
 
     def serves(self, sizes: Mapping[str, int]) -> Fallback | None:
-        refusals = [session.serves(sizes) for session in self._sessions]
+        refusals = [self._broken.get(session) or session.serves(sizes) for session in self._sessions]
         return None if None in refusals else refusals[0]
 
     def lacks(self, profile: Profile, asked: AskedCalls | None = None) -> bool:
@@ -122,11 +152,16 @@ class SeveralSizes(OfTheLast):
             if len(self._choices) >= MAX_CHOICES:
                 self._choices.clear()
             self._choices[shapes] = chosen
+        if chosen in self._broken:
+            raise self._is_broken(chosen)
         if chosen is not self._last:
             self._use(chosen)
         if chosen is not self._following:
             self._follow(chosen)
-        return chosen.run(given, extras)
+        try:
+            return chosen.run(given, extras)
+        except Unavailable as unavailable:
+            raise self._leave_out(chosen, unavailable) from unavailable
 
     def _choose(self, given: Mapping[str, torch.Tensor]) -> FileSession:
         for session in self._sessions:

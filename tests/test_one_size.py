@@ -212,11 +212,53 @@ def test_with_live_weights_behind_them_each_engine_serves_its_size_and_one_that_
     assert found == ["onnxruntime", "onnxruntime", "torch", "onnxruntime"]
     session.unload()
     portrait.main_file.write_bytes(bytes(portrait.main_file.stat().st_size))
-    assert backends_of(BEST, OF_PORTRAIT)[-1] == "torch"
+    assert backends_of(BEST, OF_PORTRAIT, BEST) == ["onnxruntime", "torch", "onnxruntime"]
+    assert backends_of(BEST, OF_PORTRAIT) == ["onnxruntime", "torch"]
     assert [engine for engine in session.engines if refusal_of(engine) is not None] == [portrait]
     handle.refresh()
     assert portrait not in handle.session.engines
     assert handle.session.engines
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["of the node's own size", "of another"])
+def test_one_that_is_damaged_leaves_the_others_in_service_by_name_too(first: bool, tmp_path: Path) -> None:
+    net = network("unet", "unlike_levels")
+    square = build(handle_of(net, tmp_path))
+    handle = handle_of(net, tmp_path, PORTRAIT)
+    portrait = build(handle)
+    handle.refresh()
+    damaged, its_calls, others = (portrait, OF_PORTRAIT, BEST) if first else (square, BEST, OF_PORTRAIT)
+    damaged.main_file.write_bytes(bytes(damaged.main_file.stat().st_size))
+    with patched_models.sampling_node():
+        handle.plan()
+        handle.open()  # as ComfyUI does before it samples
+        assert handle.fallback is None
+        for _ in range(2):
+            served, error = serve(handle, others)
+            assert served
+            assert error <= 1e-5
+            assert not serve(handle, its_calls)[0]
+        assert (handle.tally.engine, handle.tally.native) == (2, 2)
+        assert list(handle.tally.reasons) == [Reason.BROKEN_ENGINE.value]
+    with patched_models.sampling_node():  # it is not tried again
+        handle.plan()
+        assert damaged not in handle.session.engines
+        assert serve(handle, others)[0]
+
+
+def test_where_all_are_damaged_the_run_is_natives(tmp_path: Path) -> None:
+    net = network("unet", "unlike_levels")
+    handles = [handle_of(net, tmp_path), handle_of(net, tmp_path, PORTRAIT)]
+    for engine in map(build, handles):
+        engine.main_file.write_bytes(bytes(engine.main_file.stat().st_size))
+    handle = handles[1]
+    handle.refresh()
+    with patched_models.sampling_node():
+        handle.plan()
+        handle.open()
+        assert not serve(handle, OF_PORTRAIT)[0]
+        assert not serve(handle, BEST)[0]
+        assert list(handle.tally.reasons) == [Reason.BROKEN_ENGINE.value]
 
 
 def test_the_second_pass_of_a_workflow_at_another_size_runs_on_its_own_engine(
