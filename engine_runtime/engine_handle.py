@@ -166,6 +166,13 @@ class EngineHandle:
         """Whether a build would serve more calls than the session does, or faster."""
         return self.session is not None and any(self.session.lacks(profile, self.asked) for profile in self.profiles)
 
+    @property
+    def misses(self) -> bool:
+        """Whether the graph's own pictures, as far as it tells them, run native."""
+        if self.session is None:
+            return True
+        return any(self.session.serves(calls[0]) is not None for calls in self._of_pictures() if calls)
+
     def of(self, network: NativeNetwork) -> EngineHandle:
         """The handle of the same node for another network of its kind."""
         return EngineHandle(network, self.choice, self.library, self.node_id, self.node_key)

@@ -225,6 +225,8 @@ class FileSession:
         text = f"{identity.backend} {identity.precision}, {words}, {manifest.bytes / 1e6:.0f} MB"
         if identity.any_weights:
             text += ", takes any LoRA"
+        if self.profile == self.profile.at_best():
+            return f"{text}. It is for this size alone: other calls run native" if self.lacks(wanted) else text
         if self.lacks(wanted):
             words = profile_words(identity.architecture, wanted)
             text += f". It is smaller than this node's profile ({words}): larger calls run native"

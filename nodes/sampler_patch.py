@@ -36,7 +36,7 @@ class TRTSamplerPatch(io.ComfyNode):
         between = None if refusal is not None else _lora_between(model, engine)
         status = (refusal or between).sentence() if refusal or between else engine.status()
         engine_node.log_text(status)
-        native = refusal is not None or between is not None or engine.session is None
+        native = refusal is not None or between is not None or engine.misses
         return io.NodeOutput(patch_model(model, engine, refusal), ui={"text": [status], "native": [native]})
 
 

@@ -40,6 +40,7 @@ from hybrid_trt.engine_sessions.backed_by_live import backed_by_live
 from hybrid_trt.engine_sessions.session import refusal_of, refuse
 from hybrid_trt.native_model.network import NativeNetwork
 from hybrid_trt.nodes import building
+from hybrid_trt.nodes.sampler_patch import TRTSamplerPatch
 from hybrid_trt.page_api import node_states
 from hybrid_trt.page_api.node_states import NodeStates
 from hybrid_trt.page_api.outlook import Wish
@@ -161,6 +162,25 @@ def test_another_picture_wants_an_engine_of_its_own_beside_the_first(tmp_path: P
         opened = handle_of(net, tmp_path, *pictures).session
         assert opened.engines[0].folder == engine.folder
         assert opened.profile == engine.manifest.identity.profile
+
+
+def test_a_graph_whose_picture_has_no_engine_is_not_said_to_be_all_on_engines(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    native = patched_models.load(models[patched_models.NAME])
+    handle = handle_of(NativeNetwork.of_model(native, "unet"), tmp_path)
+    said = TRTSamplerPatch.execute(native, handle).ui
+    assert said["native"] == [True], "there is no engine"
+    build(handle)
+    handle.refresh()
+    assert TRTSamplerPatch.execute(native, handle).ui["native"] == [False]
+    portrait = handle_of(handle.network, tmp_path, PORTRAIT)
+    said = TRTSamplerPatch.execute(native, portrait).ui
+    assert said["native"] == [True]
+    assert "It is for this size alone: other calls run native" in said["text"][0]
+    build(portrait)
+    portrait.refresh()
+    assert TRTSamplerPatch.execute(native, portrait).ui["native"] == [False]
 
 
 def test_a_node_serves_all_sizes_that_it_has_engines_for(net: NativeNetwork, tmp_path: Path) -> None:
