@@ -14,7 +14,7 @@ from ..architectures.tensors import Profile, Shape
 from ..architectures.wanted_calls import Call
 from ..engine_library import Engine, Fallback, Unavailable
 from .file_session import FileSession
-from .session import BROKEN, AskedCalls, OfTheLast, Uncompiled, refuse, shared
+from .session import BROKEN, AskedCalls, OfTheLast, Uncompiled, refusal_of, refuse, shared
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -89,6 +89,8 @@ class SeveralSizes(OfTheLast):
         return sum(session.bytes for session in self._sessions if session.loaded) or self._last.bytes
 
     def begin_run(self, patcher: ModelPatcher) -> None:
+        for session in [one for one in self._broken if refusal_of(one.engine) is None]:
+            del self._broken[session]  # it was built again
         for session in self._sessions:
             session.begin_run(patcher)
 

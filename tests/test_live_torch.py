@@ -29,7 +29,7 @@ from hybrid_trt.backends.torch_live.compiled import file_name, sizes_of
 from hybrid_trt.backends.torch_live.session import LiveSession
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason, local_key
+from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason, Unavailable, local_key
 from hybrid_trt.engine_library.engine import describe_files
 from hybrid_trt.engine_library.manifest import RECORD_NAME
 from hybrid_trt.engine_library.parity import relative_error
@@ -271,6 +271,22 @@ def test_a_compiled_file_that_fails_when_it_runs_leaves_the_call_to_live_weights
     again.use([engine])
     assert error(again, net, given) <= 1e-5
     assert len(calls) == 1, "nobody in this process tries it again"
+
+
+def test_a_compiled_file_that_lacks_memory_is_not_given_up(tmp_path: Path) -> None:
+    net = network("unet", "unlike_levels")
+    session, given = opened(net), given_for(net, 4)
+    assert error(session, net, given) <= 1e-5
+    engine = SimpleNamespace(folder=tmp_path / "engine", manifest=SimpleNamespace(bytes=1))
+    lacks = RuntimeError("CUDA error: out of memory")
+    sizes = session._last
+    session.live.add_compiled(sizes, lambda *_: (_ for _ in ()).throw(lacks))
+    session._opened[sizes] = engine
+    session.graphs.clear()
+    with pytest.raises(Unavailable, match="out of memory"), torch.inference_mode():
+        session.run(given)
+    assert session.compiled
+    assert session.refusal is None
 
 
 def test_what_a_call_takes_is_measured_on_what_was_kept_and_costs_no_build(

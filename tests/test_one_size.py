@@ -260,10 +260,17 @@ def test_one_that_is_damaged_leaves_the_others_in_service_by_name_too(first: boo
             assert not serve(handle, its_calls)[0]
         assert (handle.tally.engine, handle.tally.native) == (2, 2)
         assert list(handle.tally.reasons) == [Reason.BROKEN_ENGINE.value]
+    shared = handle.session
     with patched_models.sampling_node():  # it is not tried again
         handle.plan()
         assert damaged not in handle.session.engines
         assert serve(handle, others)[0]
+    order = replace(building._orders(handle)[0][0], profile=damaged.manifest.identity.profile)
+    builder.build_engine(order, handle.library, lambda *_: None, run=builder.run_here, again=True)
+    with patched_models.sampling_node():
+        handle.plan()
+        assert handle.session is shared
+        assert serve(handle, its_calls)[0]
 
 
 def test_where_all_are_damaged_the_run_is_natives(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ...architectures.tensors import Profile, ShapeMismatch, bind
 from ...architectures.wanted_calls import Call, calls_to_compile
 from ...engine_library import Engine, Fallback, Reason, Unavailable
 from ...engine_sessions.cuda_graphs import GraphCache, Recorder
-from ...engine_sessions.room import EVERYTHING, make_room, need_room
+from ...engine_sessions.room import EVERYTHING, is_out_of_memory, make_room, need_room
 from ...engine_sessions.session import AskedCalls, Uncompiled, first_line, refusal_of, refuse, shared
 from ...native_model.kernels import laid_out
 from ...native_model.network import NativeNetwork
@@ -270,7 +270,7 @@ class LiveSession:
         except (Unavailable, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if plan.sizes not in self._opened:
+            if plan.sizes not in self._opened or is_out_of_memory(error):
                 raise
             self._refuse(self._opened[plan.sizes], error)
             results = self._computed(given, plan)
