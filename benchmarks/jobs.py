@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 TICK = 0.5
 """Seconds between two looks at what has ended."""
@@ -23,6 +26,7 @@ class Job:
         needs: names of jobs that have to have ended, well or not, before it starts.
         after: the same of jobs that need not be there.
         alone: it starts when no other job of its GPU runs, and none starts beside it.
+        still: meanwhile all other jobs are stopped, on every GPU: what it measures waits for the host.
         environment: variables besides our own.
         folder: where it runs; by default where we do.
     """
@@ -35,6 +39,7 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     folder: Path | None = None
     after: Sequence[str] = ()
+    still: bool = False
 
 
 class _Running:
@@ -47,6 +52,20 @@ class _Running:
                 [*job.command], stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=job.folder,
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": str(job.gpu), "TMPDIR": str(temporary), **job.environment},
             )  # fmt: skip
+
+    def stop(self) -> None:
+        """Let the command and all that it started wait."""
+        self._each(psutil.Process.suspend)
+
+    def go_on(self) -> None:
+        self._each(psutil.Process.resume)
+
+    def _each(self, call: Callable[[psutil.Process], None]) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            command = psutil.Process(self.process.pid)
+            for process in (command, *command.children(recursive=True)):  # a stopped parent starts no more
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    call(process)
 
 
 def run(jobs: Sequence[Job], folder: Path) -> dict[str, int]:
@@ -71,11 +90,18 @@ def run(jobs: Sequence[Job], folder: Path) -> dict[str, int]:
             running.remove(one)
             ended[one.job.name] = one.process.returncode
             tell(f"{one.job.name} ended with {one.process.returncode} after {time.monotonic() - one.started:.1f} s")
+            if one.job.still:
+                for other in running:
+                    other.go_on()
         for job in list(waiting):
             beside = [one.job for one in running if one.job.gpu == job.gpu]
             awaited = set(job.needs) | set(job.after) & names
+            if any(one.job.still for one in running):
+                break
             if awaited <= ended.keys() and not any(job.alone or other.alone for other in beside):
                 waiting.remove(job)
+                for other in running if job.still else ():
+                    other.stop()
                 running.append(_Running(job, folder))
                 tell(f"{job.name} started on GPU {job.gpu}")
         if not running and waiting:

@@ -7,7 +7,8 @@ On one GPU what is measured waits for all builds; on two, SD1.5 has the first fo
 and takes 9 to 13 GB of main memory (SDXL 29), and builds share a GPU badly: six on two had both at 50 to 90 % at times.
 SDXL's engines and those that take any weights are built at TensorRT's optimization level 1, which is quicker. The
 torch backend's rows are from the same run: ``torch_networks.json`` before the first GPU has any builds,
-``torch_prompts.json`` after TensorRT's rows, and what its memory goes to in ``memory.json``.
+``torch_prompts.json`` after TensorRT's rows, and what its memory goes to in ``memory.json``. Prompts wait for the host,
+so all else is stopped while they are measured.
 Writes ``sd15.json``, ``prompts.json``, ``sdxl.json`` and ``replaceable_*.json`` in the form of ``run.py``'s rows,
 ``build_*.json`` of each build, and a log of each job. Needs Python 3.11.
 """
@@ -47,11 +48,12 @@ def all_jobs(comfyui: Path, base: Path, out: Path, gpus: int) -> list[Job]:
 
     def rows(part: str, *needs: str) -> Job:
         file = out / f"{part}.json"
-        return Job(part, script("run.py", "--backend", BACKEND, "--parts", part, "--out", file), 0, needs, True)
+        words = script("run.py", "--backend", BACKEND, "--parts", part, "--out", file)
+        return Job(part, words, 0, needs, True, still=part == "prompts")
 
     def torch(name: str, parts: Sequence[str], needs: Sequence[str], after: Sequence[str] = ()) -> Job:
         words = ("--parts", *parts, "--out", out / f"{name}.json", "--logs", out / name)
-        return Job(name, script("run.py", *words), 0, needs, True, after=after)
+        return Job(name, script("run.py", *words), 0, needs, True, after=after, still="prompts" in parts)
 
     def memory() -> Job:
         words = ("--family", "sd15", "--out", out / "memory.json")

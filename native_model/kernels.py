@@ -39,18 +39,28 @@ def _layout(device: torch.device, dimensions: int) -> torch.memory_format:
     return torch.channels_last if dimensions == 4 and device.type == "cuda" else torch.contiguous_format
 
 
+ATTENTION = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+"""torch's kernels for attention, by our names; what none of them can compute takes its plain way."""
+
+
+def usual_attention(device: torch.device) -> str | None:
+    """The kernel for attention without a measurement: cuDNN's on Hopper and later, else torch's choice (None)."""
+    later = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return "cudnn" if later else None
+
+
 @contextlib.contextmanager
-def best_attention(device: torch.device) -> Iterator[None]:
-    """Inside, attention takes cuDNN's kernel where that is fastest (Hopper and later), else torch's own order."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
+def best_attention(device: torch.device, first: str | None = None) -> Iterator[None]:
+    """Inside, attention takes the kernel ``first`` (of ``ATTENTION``; by default the usual one) wherever it can."""
+    first = first or usual_attention(device)
+    if device.type != "cuda" or first is None:
         yield
         return
-    order = [
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ]
+    order = [ATTENTION[first], *(kernel for name, kernel in ATTENTION.items() if name != first), SDPBackend.MATH]
     with sdpa_kernel(order, set_priority=True):
         yield
 

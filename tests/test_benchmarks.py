@@ -131,6 +131,25 @@ def test_a_job_waits_for_one_it_comes_after_and_does_without_one_that_is_not_the
     assert times["early"] < times["late"]
 
 
+def test_all_else_and_what_it_started_is_stopped_while_a_still_job_runs(tmp_path: Path) -> None:
+    ticks = "import time\nfor _ in range(40): print(time.time(), flush=True); time.sleep(0.1)"
+    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {ticks!r}], start_new_session=True)"
+    measures = "import time; print(time.time()); time.sleep(1.5); print(time.time())"
+    short = "import time; time.sleep(0.7)"
+    given = [
+        jobs.Job("busy", [sys.executable, "-c", starts], 1),
+        jobs.Job("short", [sys.executable, "-c", short]),
+        jobs.Job("still", [sys.executable, "-c", measures], needs=["short"], still=True),
+    ]
+    assert jobs.run(given, tmp_path) == {"busy": 0, "short": 0, "still": 0}
+    begin, end = map(float, (tmp_path / "still.log").read_text().split())
+    seen = [float(line) for line in (tmp_path / "busy.log").read_text().split()]
+    assert len(seen) == 40
+    assert any(time < begin for time in seen), "it ran before"
+    assert not [time for time in seen if begin <= time <= end]
+    assert any(time > end for time in seen), "it went on"
+
+
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 def test_all_rows_of_tensorrt_are_jobs_whose_needs_are_among_them_and_whose_scripts_are_there(
     tmp_path: Path, gpus: int

@@ -20,7 +20,9 @@ import pytest
 import torch
 from hybrid_trt.architectures import Role
 from hybrid_trt.architectures.samples import sample_inputs
-from hybrid_trt.backends import backends
+from hybrid_trt.backends import LiveTask, backends
+from hybrid_trt.backends.torch_live import attention
+from hybrid_trt.backends.torch_live.compile_step import compile_network
 from hybrid_trt.backends.torch_live.session import LiveSession
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
@@ -113,6 +115,22 @@ def test_compiled_files_take_weights_of_our_own_and_ComfyUIs(kind: str, images: 
         assert session.refusal is None
         assert bool(session.live.weights.bytes) == (not loaded or kind == "controlnet")
         assert max(relative_error(r, e) for r, e in zip(results, expected, strict=True)) <= LIMIT
+
+
+@pytest.mark.parametrize("kind", ["unet", "controlnet"])
+def test_attention_is_chosen_by_timing_and_computes_what_native_does(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "KNOWN", {})
+    net = tiny(kind)
+    architecture = net.architecture()
+    specs = tuple(architecture.engine_inputs(net.module, "float16")), tuple(architecture.outputs(net.module, "float16"))
+    task = LiveTask(*specs, [SIZES], "float16", GPU, tmp_path)
+    function = architecture.function(copy.deepcopy(net.module).to(GPU))
+    (case,) = compile_network(function, task, lambda *_: None)["parity"]["cases"]
+    assert case["attention"] in case["attention_ms"]
+    assert len(case["attention_ms"]) >= 2
+    assert case["rel_err"] <= LIMIT
 
 
 def test_residuals_that_come_and_go_leave_nothing_behind() -> None:

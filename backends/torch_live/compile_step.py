@@ -17,6 +17,7 @@ from ...engine_sessions import clock
 from ...engine_sessions.cuda_graphs import GraphCache
 from ...native_model.kernels import best_attention, laid_out
 from .. import LiveTask, Progress
+from . import attention
 from .compiled import compile_to_file, file_name, open_file
 
 log = logging.getLogger(__name__)
@@ -48,8 +49,9 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
         name = file_name(sizes)
         started = time.perf_counter()
         given = [laid_out(t.to(task.device)) for t in sample_inputs(task.inputs, sizes, seed=1).values()]
+        kernel, timed = attention.choose(function, given)
         try:
-            compiled = compile_to_file(function, weights, names, given, task.folder / name)
+            compiled = compile_to_file(function, weights, names, given, task.folder / name, kernel)
         except Exception as error:
             log.exception("Inductor failed")
             text = (str(error).strip().splitlines() or [""])[0]
@@ -61,7 +63,7 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
         with torch.inference_mode():
             results = compiled(*weights, *given)
         error = _error(function, given, results, task.outputs, sizes, task.precision)
-        record.append({**sizes, "rel_err": error})
+        record.append({**sizes, "rel_err": error, **({"attention": kernel, "attention_ms": timed} if timed else {})})
         if i == 0 and task.device.type == "cuda":
             figures = _figures(function, task.folder / name, weights, given)
     return {

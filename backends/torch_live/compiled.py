@@ -80,6 +80,7 @@ def compile_to_file(
     names: Sequence[str],
     inputs: Sequence[torch.Tensor],
     path: Path,
+    attention: str | None = None,
 ) -> Compiled:
     """Compile ``function`` for exactly these sizes and strides.
 
@@ -87,6 +88,7 @@ def compile_to_file(
         function: its parameters are called ``names``; their values are ``weights``.
         inputs: examples, in order.
         path: where to keep the result.
+        attention: the kernel that attention takes; None for the usual one.
     """
     import torch._inductor
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -99,7 +101,7 @@ def compile_to_file(
         return torch.func.functional_call(function, parameters, tensors[count:])
 
     given = [*weights, *inputs]
-    with torch.inference_mode(False), torch.no_grad(), best_attention(inputs[0].device):
+    with torch.inference_mode(False), torch.no_grad(), best_attention(inputs[0].device, attention):
         given = [t.clone() if t.is_inference() else t for t in given]
         graph = make_fx(flat, decomposition_table=decompositions.TABLE, tracing_mode="fake")(*given)
         compiled = torch._inductor.standalone_compile(graph, given, dynamic_shapes="from_example_inputs", aot=True)
