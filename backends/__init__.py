@@ -81,8 +81,7 @@ class Backend(Protocol):
         measured_on: kinds of devices, see ``kind_of``, on which its engines were run and held against native; elsewhere
             ``auto`` takes only engines of it that were timed on the very GPU.
         builds_on_gpu: whether a build needs memory and time of the GPU that it is for.
-        build_memory: main memory that ``build`` takes, in sizes of the weights.
-        build_base: bytes that it takes besides, whatever the weights.
+        build_stack: bytes of stack that a thread of ``build`` may need; 0 for what the system gives.
         runs_live_weights: whether its engines hold no weights: it then serves without an engine too, and builds from
             the network itself and not from an ONNX graph.
         refits: whether it can build engines that take other weights afterwards; see ``BuildRequest.any_weights``.
@@ -93,8 +92,7 @@ class Backend(Protocol):
     preference: int
     measured_on: Collection[str]
     builds_on_gpu: bool
-    build_memory: float
-    build_base: int
+    build_stack: int
     runs_live_weights: bool
     refits: bool
     one_size: bool
@@ -117,6 +115,10 @@ class Backend(Protocol):
 
     def refuses(self, manifest: Manifest, device: torch.device) -> Fallback | None:
         """Why this engine in particular cannot run on a device here (version, GPU), or None when it can."""
+        ...
+
+    def build_memory(self, weights: int) -> int:
+        """Bytes of main memory that ``build`` takes for so many bytes of weights, the graph's own apart."""
         ...
 
     def weights(self, network: NativeNetwork, check: Callable[[], None] | None = None) -> str:

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 class FileBackend:
     """Base of such backends. They have ``load`` in the place of sessions of their own."""
 
-    build_memory = 0.0
-    build_base = 0
+    build_stack = 0
     runs_live_weights = False
     refits = False
     one_size = False
+
+    def build_memory(self, weights: int) -> int:
+        return 0
 
     def weights(self, network: NativeNetwork, check: Callable[[], None] | None = None) -> str:
         return network.weights_hash(check)

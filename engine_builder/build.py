@@ -43,7 +43,7 @@ from ..native_model.network import NativeNetwork
 from ..native_model.snapshot import write_structure, write_weights
 from .check import check_engine, check_task, unchecked_engine
 from .child_process import STARTING, Log, run_in_child
-from .child_tasks import Runner, WeightsChanged, backend_task, network_task, only_gpu, tensors_task
+from .child_tasks import Runner, WeightsChanged, backend_task, network_task, only_gpu, stack_of, tensors_task
 from .in_child.onnx_export import DATA_NAME
 from .in_child.steps import STEPS
 from .in_child.task import Task
@@ -299,7 +299,7 @@ class _Build:
             "level": read_settings(self.library.roots[0]).tensorrt_level,
             "profile": profile.to_json(),
             **backend_task(self.order.backend),
-        }, 0.5, 0.9, only_gpu(self.order.target_device))  # fmt: skip
+        }, 0.5, 0.9, only_gpu(self.order.target_device) | stack_of(self.order.backend))  # fmt: skip
         return {
             "files": [*built["files"], PARAMETERS_NAME],
             "parity": exported["parity"],

@@ -15,6 +15,7 @@ from ..backends import Backend, Progress
 from ..native_model.network import NativeNetwork
 from .child_process import Log
 from .in_child.task import Task
+from .standalone import STACK_VARIABLE
 
 Runner = Callable[[Task, Progress, Log, Mapping[str, str]], dict]
 """Does a task of ``in_child.steps``; see ``child_process.run_in_child``."""
@@ -67,6 +68,11 @@ def only_gpu(device: torch.device) -> dict[str, str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = [name.strip() for name in visible.split(",")] if visible else [str(n) for n in range(device.index + 1)]
     return {"CUDA_VISIBLE_DEVICES": names[device.index]}
+
+
+def stack_of(backend: Backend) -> dict[str, str]:
+    """Environment in which a build has the stack that its backend needs."""
+    return {STACK_VARIABLE: str(backend.build_stack)} if backend.build_stack else {}
 
 
 def _spec_json(spec: TensorSpec) -> dict:

@@ -21,7 +21,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 def needed_bytes(backend: Backend, weights: int) -> int:
     """What building an engine of so many bytes of weights takes at its height; its steps run one after the other."""
-    return FIXED + int(max(weights * EXPORT, backend.build_base + weights * backend.build_memory))
+    return FIXED + int(max(weights * EXPORT, backend.build_memory(weights)))
 
 
 def available_bytes() -> int:

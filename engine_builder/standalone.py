@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+STACK_VARIABLE = "HYBRID_TRT_BUILD_STACK"
+"""Bytes of stack that this process is to have, see ``Backend.build_stack``."""
 NAME = "hybrid_trt"
 """What the pack is called as a package here; inside ComfyUI its name is its folder's."""
 
@@ -34,5 +36,22 @@ def run(module: str, arguments: list[str]) -> int:
     return importlib.import_module(f"{NAME}.{module}").main(arguments)
 
 
+def take_stack() -> None:
+    """Start this process anew with the stack that was asked for: threads of libraries get what it had at its start."""
+    wanted = int(os.environ.pop(STACK_VARIABLE, "0"))
+    try:
+        import resource
+    except ImportError:  # Windows, where no program has this limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return
+    resource.setrlimit(resource.RLIMIT_STACK, (wanted, hard))
+    os.execv(sys.executable, sys.orig_argv)
+
+
 if __name__ == "__main__":
+    take_stack()
     sys.exit(run(sys.argv[1], sys.argv[2:]))

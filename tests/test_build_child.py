@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,6 +19,7 @@ from builds import PROFILE, ROOT, children, gone, slow_backend, small_disk, unti
 from hybrid_trt import backends
 from hybrid_trt.engine_builder import child_process
 from hybrid_trt.engine_builder.child_process import run_in_child
+from hybrid_trt.engine_builder.child_tasks import stack_of
 from hybrid_trt.engine_library import BuildError, LibraryError
 
 Build = Callable[..., dict]
@@ -60,6 +62,27 @@ def test_whatever_is_printed_is_log_and_disturbs_nothing(build: Build) -> None:
     lines: list[str] = []
     assert build("print,finish", log=lines.append)["files"]
     assert {"from Python", "from below Python", "a warning"} <= set(lines)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another limit there")
+def test_a_builder_and_its_threads_have_the_stack_that_the_backend_needs(
+    build: Build, task: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(backend: Any) -> list[str]:
+        lines: list[str] = []
+        monkeypatch.setenv("HYBRID_TRT_TEST_BUILD", "stack,finish")
+        assert run_in_child(task, lambda *_: None, lines.append, stack_of(backend))["files"]
+        return [line for line in lines if line.startswith("stack")]
+
+    import resource
+
+    usual, wanted = resource.getrlimit(resource.RLIMIT_STACK)[0], 96 << 20
+    if not 0 < usual < wanted:
+        pytest.skip("the usual stack of this machine is as large")
+    assert told(SimpleNamespace(build_stack=wanted)) == [f"stack {wanted} None", f"stack of threads {wanted}"]
+    assert told(SimpleNamespace(build_stack=0))[0] == f"stack {usual} None"
+    assert told(SimpleNamespace(build_stack=1))[0] == f"stack {usual} None", "it has more already"
+    assert stack_of(backends.backends()["onnxruntime"]) == {}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="another way there")

@@ -15,8 +15,10 @@ class TensorRTBackend(FileBackend):
     """The part of the backend protocol in which the two flavours agree; they differ in GPUs and in targets."""
 
     flavour: Flavour
-    build_memory = 2.2
     refits = True
+
+    def build_memory(self, weights: int) -> int:
+        return int(2.2 * weights)
 
     def version(self) -> str:
         """Exact version of the installed package: an engine runs with no other.

@@ -71,7 +71,7 @@ def build_engine_file(
         try:
             progress(phase, 0.0)
             # the parser owns the weights: it stays until the build is over
-            graph = version8.without_instance_norm(request.onnx, request.outputs[0].dtype) if old else request.onnx
+            graph = version8.own_graph(request.onnx, request.outputs[0].dtype) if old else request.onnx
             builder, network, _parser = loaders.network_from_onnx_path(str(graph), strongly_typed=not old)
             if graph is not request.onnx:
                 graph.unlink()

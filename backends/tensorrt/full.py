@@ -36,12 +36,11 @@ class FullTensorRTBackend(TensorRTBackend):
         return self._is_version8
 
     @property
-    def build_memory(self) -> float:
-        return version8.BUILD_MEMORY if self._is_version8 else super().build_memory
+    def build_stack(self) -> int:
+        return version8.BUILD_STACK if self._is_version8 else 0
 
-    @property
-    def build_base(self) -> int:
-        return version8.BUILD_BASE if self._is_version8 else 0
+    def build_memory(self, weights: int) -> int:
+        return version8.build_memory(weights) if self._is_version8 else super().build_memory(weights)
 
     @property
     def _is_version8(self) -> bool:

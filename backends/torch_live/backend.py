@@ -33,8 +33,7 @@ class TorchBackend:
     preference = 10
     measured_on = ("cuda",)
     builds_on_gpu = True
-    build_memory = 0.0
-    build_base = 0
+    build_stack = 0
     runs_live_weights = True
     refits = False
     one_size = False
@@ -72,6 +71,9 @@ class TorchBackend:
         if identity.backend_version != self.version():
             return Fallback(Reason.STALE_ENGINE, f"it was compiled by torch {identity.backend_version}")
         return None
+
+    def build_memory(self, weights: int) -> int:
+        return 0
 
     def weights(self, network: NativeNetwork, check: Callable[[], None] | None = None) -> str:
         """No weights are compiled in."""

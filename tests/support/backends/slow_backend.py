@@ -22,8 +22,7 @@ class SlowBackend:
     preference = -1
     measured_on = ()
     builds_on_gpu = False
-    build_memory = 0.0
-    build_base = 0
+    build_stack = 0
     runs_live_weights = False
     refits = False
     one_size = False
@@ -42,6 +41,9 @@ class SlowBackend:
 
     def refuses(self, manifest: Any, device: Any) -> None:
         return None
+
+    def build_memory(self, weights: int) -> int:
+        return 0
 
     def weights(self, network: Any, check: Any = None) -> str:
         return network.weights_hash(check)
@@ -73,6 +75,18 @@ class SlowBackend:
         print("from Python")
         os.write(1, b"from below Python\n")
         sys.stderr.write("a warning\n")
+
+    def _stack(self, request: Any, progress: Any) -> None:
+        """Tells its stack and that of threads which libraries start, and what its own children would ask for."""
+        import ctypes
+        import resource
+
+        print("stack", resource.getrlimit(resource.RLIMIT_STACK)[0], os.environ.get("HYBRID_TRT_BUILD_STACK"))
+        attributes, size = ctypes.create_string_buffer(64), ctypes.c_size_t()
+        library = ctypes.CDLL(None)
+        library.pthread_attr_init(attributes)
+        library.pthread_attr_getstacksize(attributes, ctypes.byref(size))
+        print("stack of threads", size.value)
 
     def _helper(self, request: Any, progress: Any) -> None:
         helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
