@@ -68,9 +68,9 @@ class Fallback:
     def __str__(self) -> str:
         return f"{self.reason.value}: {self.detail}" if self.detail else self.reason.value
 
-    def sentence(self) -> str:
-        """What happened, what it means for the image, what to do."""
-        return f"{self}. The image is native's, only slower; {self.reason.advice}."
+    def sentence(self, advice: str = "") -> str:
+        """What happened, what it means for the image, what to do: ``advice``, or what the reason usually wants."""
+        return f"{self}. The image is native's, only slower; {advice or self.reason.advice}."
 
 
 class Unavailable(Exception):

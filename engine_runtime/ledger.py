@@ -98,7 +98,7 @@ class Tally:
             for symbol, size in fallback.sizes.items():
                 self.beyond[symbol] = max(size, self.beyond.get(symbol, 0))
             if reason not in self.reasons:
-                log.warning("Hybrid TRT: %s ran native. %s", self.name, fallback.sentence())
+                log.warning("Hybrid TRT: %s ran native. %s", self.name, fallback.sentence(self.advice(fallback.reason)))
                 self.details[reason] = str(fallback)
             self.native += 1
             self.calls.append(NATIVE)

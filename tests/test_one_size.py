@@ -402,12 +402,16 @@ def test_of_many_sizes_in_one_run_those_of_most_calls_get_engines(tmp_path: Path
     assert wanted == [BEST, *({**BEST, "T": tokens} for tokens in calls)]
 
 
-def test_the_page_offers_to_build_for_what_ran_native_and_knows_the_pictures_that_have_engines(tmp_path: Path) -> None:
+def test_the_page_offers_to_build_for_what_ran_native_and_knows_the_pictures_that_have_engines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     net = network("unet", "unlike_levels")
     handle = handle_of(net, tmp_path, PORTRAIT)
     build(handle)
     handle.refresh()
     serve(handle, {**OF_PORTRAIT, "T": 154})
+    (told,) = [record.getMessage() for record in caplog.records if "ran native" in record.getMessage()]
+    assert told.endswith("The image is native's, only slower; build again for 96x128, 154 tokens.")
     (lacking,) = node_states._lacking([handle.tally], "unserved")
     assert lacking == {"size": "96x128, 154 tokens", "graph": False, "native": True, "count": 1}
     states = NodeStates(handle.library, BuildQueue())
