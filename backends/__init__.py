@@ -6,6 +6,7 @@ it drives (onnxruntime, tensorrt) is imported when first needed.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -171,10 +172,16 @@ class Backend(Protocol):
 
 def backends() -> dict[str, Backend]:
     """Every backend of this folder by name, the most preferred first."""
+    return {backend.name: backend for backend in _found(tuple(__path__))}
+
+
+@functools.cache
+def _found(folders: tuple[str, ...]) -> list[Backend]:
+    """Asked several times per prompt, and reading folders takes longer than all else of that."""
     found: list[Backend] = []
-    for entry in pkgutil.iter_modules(__path__):
+    for entry in pkgutil.iter_modules(folders):
         found += getattr(importlib.import_module(f".{entry.name}", __name__), "BACKENDS", ())
-    return {b.name: b for b in sorted(found, key=lambda b: -b.preference)}
+    return sorted(found, key=lambda backend: -backend.preference)
 
 
 def kind_of(device: torch.device) -> str:

@@ -7,6 +7,7 @@ at a third of its size.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from statistics import median
 
@@ -126,5 +127,7 @@ def _height(lines: list[str], size: int) -> int:
     return len(lines) * (size + 10)
 
 
+@functools.cache
 def _font(size: int) -> Font:
+    """Pillow's own font, which it would unpack anew for each word."""
     return ImageFont.load_default(size)

@@ -49,6 +49,7 @@ class LiveWeights:
         self._patched: set[str] = set()
         self._shared: dict[str, int] = {}
         self._joined: dict[str, JoinedWeights] = {}
+        self._bytes = (-1, 0)  # and the generation that it was counted in
         with torch.inference_mode(False):
             self.module = plain_copy(
                 network.module,
@@ -75,9 +76,11 @@ class LiveWeights:
 
     @property
     def bytes(self) -> int:
-        """Memory of the owned tensors."""
-        owned = (p for n, p in self._parameters() if n not in self._shared and not p.is_meta)
-        return sum(p.numel() * p.element_size() for p in owned)
+        """Memory of the owned tensors; ComfyUI asks a dozen times per prompt."""
+        if self._bytes[0] != self.generation:
+            owned = (p for n, p in self._parameters() if n not in self._shared and not p.is_meta)
+            self._bytes = (self.generation, sum(p.numel() * p.element_size() for p in owned))
+        return self._bytes[1]
 
     @property
     def loaded(self) -> bool:
@@ -129,6 +132,7 @@ class LiveWeights:
         return any(self._native_parameter(name).data_ptr() != address for name, address in self._shared.items())
 
     def _bind(self, patcher: ModelPatcher) -> None:
+        self._bytes = (-1, 0)  # should this fail half-way
         shareable = self._shareable(patcher)
         moved, patched, shared = False, set(), {}
         for whole in self._wholes():
