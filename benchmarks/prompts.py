@@ -21,10 +21,11 @@ from timing import PeakMemory
 ENGINE = {"min_size": 64, "opt_size": 512, "max_size": 1024, "max_images": 4, "max_tokens": 616, "precision": "auto"}
 ONE_SIZE = {"min_size": 512, "opt_size": 512, "max_size": 512, "max_images": 1, "max_tokens": 77, "precision": "auto"}
 """Engines that are built for minutes are built for what is measured."""
+STEPS = 20
 
 
 def sd15_prompt(
-    controls: int, seed: int, engine: str | None, latent: str | None = None, image: bool = True, steps: int = 20,
+    controls: int, seed: int, engine: str | None, latent: str | None = None, image: bool = True, steps: int = STEPS,
     backend: str = "torch",
 ) -> Prompt:
     """SD1.5 at 512x512, euler, cfg 7.5.
@@ -70,10 +71,12 @@ def sd15_prompt(
 
 @dataclass
 class Run:
-    """One way to run one prompt several times, with other seeds: whole, and without decoding and saving a picture."""
+    """One way to run one prompt several times, with other seeds: whole, without decoding and saving a picture, and so
+    with half of the steps."""
 
     seconds: list[float] = field(default_factory=list)
     sampling_seconds: list[float] = field(default_factory=list)
+    half_seconds: list[float] = field(default_factory=list)
     peak_mb: float = 0.0
     first_s: float = 0.0
     latent: numpy.ndarray | None = None
@@ -87,9 +90,15 @@ class Run:
     def sampling_ms(self) -> float:
         return round(statistics.median(self.sampling_seconds) * 1000, 1)
 
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds of one more step: what a prompt takes besides its steps is not in it."""
+        more = statistics.median(self.sampling_seconds) - statistics.median(self.half_seconds)
+        return round(more * 1000 / (STEPS - STEPS // 2), 2)
+
     def to_json(self) -> dict[str, Any]:
         return {"median_s": round(statistics.median(self.seconds), 4), "runs_s": self.seconds,
-                "sampling_runs_s": self.sampling_seconds,
+                "sampling_runs_s": self.sampling_seconds, "half_runs_s": self.half_seconds, "step_ms": self.step_ms,
                 "first_s": self.first_s, "peak_mb": self.peak_mb}
 
 
@@ -112,6 +121,8 @@ def measure(
         for i in range(runs):
             history = comfy.queue(sd15_prompt(controls, 30 + i, engine, name, image=False, backend=backend))
             run.sampling_seconds.append(history.seconds)
+            half = sd15_prompt(controls, 50 + i, engine, name, image=False, steps=STEPS // 2, backend=backend)
+            run.half_seconds.append(comfy.queue(half).seconds)
     run.peak_mb = memory.peak
     if engine is not None:
         run.report = history.output("report", "report")[0]
@@ -157,11 +168,13 @@ def run(comfyui: Path, base: Path, out: Path, control_counts: list[int], modes: 
                 engines[level] = {n: measure(comfy, memory, n, when, f"{level}_{n}") for n in reversed(counts)}
         for n in control_counts:
             row = {"case": f"sd15_ksampler_{n}cn", "mode": mode, "native_ms": native[n].median_ms,
-                   "native_sampling_ms": native[n].sampling_ms, "native": native[n].to_json()}
+                   "native_sampling_ms": native[n].sampling_ms, "native_step_ms": native[n].step_ms,
+                   "native": native[n].to_json()}
             for level, found in engines.items():
                 if n in found:
                     row[f"{level}_ms"] = found[n].median_ms
                     row[f"{level}_sampling_ms"] = found[n].sampling_ms
+                    row[f"{level}_step_ms"] = found[n].step_ms
                     row[level] = found[n].to_json()
                     row[f"{level}_rel_err"] = rel_err(found[n], native[n])
                     row[f"{level}_report"] = {k: [(r["name"], r["backend"], r["engine"], r["native"], r["reasons"])

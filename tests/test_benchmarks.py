@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy
 import pytest
 from pack import ROOT, import_comfy
 
@@ -17,6 +20,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import jobs
 import profile_kernels
 import profile_nodes
+import prompts
 import tensorrt86
 import tensorrt_rows
 import torch._inductor.config
@@ -97,6 +101,26 @@ def test_inductor_knows_all_settings_of_the_sweep_and_has_its_own_again_afterwar
                 assert getattr(torch._inductor.config, name) == flags[name]
     assert torch._inductor.config.save_config_portable() == before
     assert decompositions.TABLE == ours
+
+
+class FixedClock:
+    """Stands for a server that takes 70 ms a prompt, 10 ms a step, and 100 ms to decode and save a picture."""
+
+    def __init__(self, latent: Path):
+        self.latent = latent
+
+    def queue(self, prompt: prompts.Prompt, timeout: float = 60.0) -> SimpleNamespace:
+        taken = 0.07 + 0.01 * prompt["sampler"]["inputs"]["steps"] + 0.1 * ("image" in prompt)
+        return SimpleNamespace(ok=True, error=None, seconds=taken, output=lambda *_: (self.latent, None))
+
+
+def test_a_prompts_time_is_told_apart_from_that_of_its_steps(tmp_path: Path) -> None:
+    numpy.save(tmp_path / "latent.npy", numpy.zeros(1))
+    memory = contextlib.nullcontext()
+    memory.peak = 5.0
+    run = prompts.measure(FixedClock(tmp_path / "latent.npy"), memory, 2, None, "native", runs=3)
+    assert (run.median_ms, run.sampling_ms, run.step_ms) == (370.0, 270.0, 10.0)
+    assert run.to_json()["step_ms"] == 10.0
 
 
 def test_jobs_wait_for_what_they_need_see_one_gpu_and_have_it_alone_if_they_say_so(tmp_path: Path) -> None:
