@@ -4,7 +4,7 @@
     python benchmarks/tensorrt_rows.py ... --only prompts            # these jobs and what they need
 
 On one GPU what is measured waits for all builds; on two, SD1.5 has the first for itself. A build keeps one core busy
-and takes 9 to 13 GB of main memory (SDXL 29), and builds share a GPU badly: six on two had both at 50 to 90 % at times.
+and takes 9 to 13 GB of main memory (SDXL 46), and builds share a GPU badly: six on two had both at 50 to 90 % at times.
 SDXL's engines and those that take any weights are built at TensorRT's optimization level 1, which is quicker. The
 torch backend's rows are from the same run: ``torch_networks.json`` before the first GPU has any builds,
 ``torch_prompts.json`` after TensorRT's rows, and what its memory goes to in ``memory.json``. Prompts wait for the host,

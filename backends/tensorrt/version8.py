@@ -43,7 +43,7 @@ KEPT_FLOAT = "/kept_float32/"
 
 def build_memory(weights: int) -> int:
     """Main memory of a build, in bytes, read off those of SD1.5 and, above their sizes, of SDXL's UNet at 1024 px."""
-    return int(max(5.3e9 + 3.4 * weights, 9 * weights - 4.3e9))
+    return int(max(5.9e9 + 3.4 * weights, 9 * weights - 4.3e9))
 
 
 def is_version8(trt: ModuleType) -> bool:
