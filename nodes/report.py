@@ -16,6 +16,8 @@ from ..page_api.prompt_graph import upstream
 from .engine_node import CATEGORY, log_text
 
 NODE_ID = "TRTReport"
+PLOT = 2
+"""The number of that output."""
 
 
 class TRTReport(io.ComfyNode):
@@ -52,6 +54,11 @@ class TRTReport(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, **_: Any) -> bool:
+        """Who links the plot in a graph that was run without it does not get what is kept of that run."""
+        return _wants_plot(cls.hidden.unique_id)
+
+    @classmethod
     def execute(cls, after: Any, time_calls: bool = True) -> io.NodeOutput:
         samplers = set(upstream(cls.hidden.dynprompt, cls.hidden.unique_id))
         rows = tallies(executing().prompt_id, samplers)
@@ -60,7 +67,8 @@ class TRTReport(io.ComfyNode):
         ui = {"text": [text], "report": [report_json(rows)]}
         if rows:
             ui["native"] = [any(row.native for row in rows)]
-        return io.NodeOutput(after, text, plot(rows), ui=ui)
+        drawn = plot(rows) if _wants_plot(cls.hidden.unique_id) else None  # drawing takes as long as a step
+        return io.NodeOutput(after, text, drawn, ui=ui)
 
 
 def report_json(rows: list[Tally]) -> dict:
@@ -83,12 +91,25 @@ def report_json(rows: list[Tally]) -> dict:
 
 def _wants_times(prompt_id: str) -> bool:
     """Whether a prompt that is being executed has a report that times calls."""
+    nodes = _running().get(prompt_id, {}).values()
+    return any(n["class_type"] == NODE_ID and n["inputs"].get("time_calls", True) is not False for n in nodes)
+
+
+def _wants_plot(node_id: str) -> bool:
+    """Whether the plot of a report in a prompt that is being executed goes anywhere, or may."""
+    nodes = next((nodes for nodes in _running().values() if node_id in nodes), None)
+    if nodes is None:  # a node that another one put there
+        return True
+    return any([node_id, PLOT] == value for node in nodes.values() for value in node["inputs"].values())
+
+
+def _running() -> dict[str, dict[str, dict]]:
+    """The prompts that are being executed, by id: node id -> node."""
     server = getattr(PromptServer, "instance", None)  # a process without a server has none
     if server is None:
-        return False
+        return {}
     running, _ = server.prompt_queue.get_current_queue_volatile()
-    nodes = [node for item in running if item[1] == prompt_id for node in item[2].values()]
-    return any(n["class_type"] == NODE_ID and n["inputs"].get("time_calls", True) is not False for n in nodes)
+    return {item[1]: item[2] for item in running}
 
 
 want_times(_wants_times)

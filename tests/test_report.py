@@ -10,7 +10,7 @@ import pack
 import pytest
 import torch
 from comfy_process import ComfyProcess
-from scenarios import Scenario
+from scenarios import Scenario, node
 from scenarios import prompt as prompt_of
 
 pack.import_comfy()
@@ -240,6 +240,33 @@ def test_with_timing_off_nothing_is_measured(timed_and_not: list) -> None:
     assert all(row["engine"] == 4 for row in report["rows"])
     assert " ms" not in text
     assert "bounds" not in text
+
+
+def test_a_plot_that_goes_nowhere_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hybrid_trt.nodes import report  # which needs ComfyUI's server
+
+    def running(*inputs: object) -> SimpleNamespace:
+        nodes = {str(i): {"class_type": "any", "inputs": {"value": value}} for i, value in enumerate(inputs, start=8)}
+        queue = ([(0, "p", {"7": {"class_type": "TRTReport", "inputs": {"after": ["6", 2]}}, **nodes})], [])
+        return SimpleNamespace(prompt_queue=SimpleNamespace(get_current_queue_volatile=lambda: queue))
+
+    def wanted(server: object, node: str = "7") -> bool:
+        monkeypatch.setattr(report.PromptServer, "instance", server, raising=False)
+        return report._wants_plot(node)
+
+    assert not wanted(running(["7", 0], ["7", 1], ["6", 2], 2, [7, 2]))
+    assert wanted(running(["7", 0], ["7", 2]))
+    assert wanted(running(["7", 0]), "5:7"), "a node that another one put there"
+    assert wanted(None)
+
+
+def test_a_plot_that_is_linked_after_a_run_without_it_is_drawn(sd15: ComfyProcess) -> None:
+    graph = prompt_of(Scenario(seed=605, steps=1, controls=()), True, "plain")
+    assert sd15.queue(graph).ok
+    linked = {**graph, "picture": node("PreviewImage", images=["report", 2])}
+    history = sd15.queue(linked)
+    assert history.ok, history.error
+    assert history.output("picture", "images")
 
 
 def test_native_calls_are_timed_too(sd15: ComfyProcess) -> None:

@@ -2,9 +2,9 @@
 
 * Networks are weakly typed: ``float16`` allows half precision, and TensorRT picks per layer. Two things are kept in
   float32 by name: GroupNorm, since its sums would overflow, and what the graph itself computes in float32 of an input,
-  which is the sines of the timestep. At t = 900 an angle in half precision is up to 0.25 off, and with such angles
-  SDXL's UNet is 4.4e-2 from itself, SD1.5's 1.8e-2, a ControlNet 1.1e-2 (at t = 50: 3.2e-3, 1.6e-3, 9e-4), all else in
-  float32 on a CPU. Without it engines differed so on an H200: 2.7e-2 (SDXL), 1.5e-2 and, by other tactics, 7e-3.
+  which is the sines of the timestep. At t = 900 an angle in half precision is up to 0.25 off, and that alone costs up
+  to 4e-2 of a result (benchmarks/results/timestep_error.json; at t = 50 up to 3e-3). Before, engines were 7e-3 to
+  2.7e-2 from native on an H200, by what TensorRT had picked.
 * InstanceNormalization is a plugin that needs cuDNN 8, which torch no longer brings: it is written out instead. For
   the same reason no tactic of cuBLAS or cuDNN is tried.
 * Its layer for norms is no way out: an engine for batch 1 to 2 took 36 ms with it and 14 with ours, at twice the error.
@@ -42,7 +42,7 @@ KEPT_FLOAT = "/kept_float32/"
 
 
 def build_memory(weights: int) -> int:
-    """Main memory of a build, in bytes, read off those of SD1.5 and, above their sizes, of SDXL's UNet at 1024 px."""
+    """Main memory of a build, in bytes, read off builds of 0.7, 1.7 and 5.1 GB of weights."""
     return int(max(5.9e9 + 3.4 * weights, 9 * weights - 4.3e9))
 
 
