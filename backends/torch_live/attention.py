@@ -14,7 +14,7 @@ from ...native_model.kernels import ATTENTION, best_attention, usual_attention
 log = logging.getLogger(__name__)
 
 KNOWN = {9: "cudnn"}
-"""Capability, its first number -> the fastest as ``benchmarks/results/h200.json`` has it; other GPUs are asked."""
+"""Capability, its first number -> what all figures of our own on such GPUs were made with; other GPUs are asked."""
 WORTH = 0.98
 """Another kernel than the usual one is taken when a call takes at most this part of the usual one's time."""
 
