@@ -63,7 +63,8 @@ class _Running:
     def _each(self, call: Callable[[psutil.Process], None]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             command = psutil.Process(self.process.pid)
-            for process in (command, *command.children(recursive=True)):  # a stopped parent starts no more
+            call(command)  # first: stopped it starts no more
+            for process in command.children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     call(process)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from hybrid_trt.architectures.tensors import Dim, TensorSpec
 from hybrid_trt.backends import LiveTask
 from hybrid_trt.backends.torch_live import attention, compiled
 from hybrid_trt.backends.torch_live.compile_step import compile_network
+
+ON_A_GPU = SimpleNamespace(device=torch.device("cuda", 0))
+"""Stands for a tensor there, of which nothing else is asked."""
 
 
 @pytest.mark.parametrize(
@@ -39,9 +43,7 @@ def test_a_gpu_that_we_measured_and_a_cpu_are_not_asked(monkeypatch: pytest.Monk
     monkeypatch.setattr(attention, "fastest", lambda *_: pytest.fail("it was timed"))
     assert attention.choose(torch.nn.Identity(), [torch.zeros(1)]) == (None, {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    fake = torch.zeros(1, device="meta")
-    monkeypatch.setattr(type(fake), "device", torch.device("cuda", 0))
-    assert attention.choose(torch.nn.Identity(), [fake]) == ("cudnn", {})
+    assert attention.choose(torch.nn.Identity(), [ON_A_GPU]) == ("cudnn", {})
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 9), (12, 0)], ids=str)
@@ -49,9 +51,7 @@ def test_other_gpus_are(capability: tuple[int, int], monkeypatch: pytest.MonkeyP
     times = {"cudnn": 3.0, "flash": 2.0, "efficient": 4.0}
     monkeypatch.setattr(attention, "_milliseconds", lambda _function, _given, name: times[name])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
-    fake = torch.zeros(1, device="meta")
-    monkeypatch.setattr(type(fake), "device", torch.device("cuda", 0))
-    assert attention.choose(torch.nn.Identity(), [fake]) == ("flash", times)
+    assert attention.choose(torch.nn.Identity(), [ON_A_GPU]) == ("flash", times)
 
 
 class OneAttention(torch.nn.Module):
