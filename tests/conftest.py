@@ -5,6 +5,7 @@ The repository's root must never be on sys.path: the pack's `nodes` package and 
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import subprocess
@@ -24,9 +25,14 @@ for folder in (TOOLS, ROOT / "tests" / "support"):
         sys.path.insert(0, str(folder))
 
 # what the tests build is signed by a secret of their own, not by the user's
-os.environ.setdefault("HYBRID_TRT_KEY_FOLDER", tempfile.mkdtemp(prefix="hybrid-trt-key-"))
+if "HYBRID_TRT_KEY_FOLDER" not in os.environ:
+    os.environ["HYBRID_TRT_KEY_FOLDER"] = tempfile.mkdtemp(prefix="hybrid-trt-key-")
+    atexit.register(shutil.rmtree, os.environ["HYBRID_TRT_KEY_FOLDER"], ignore_errors=True)
 if "PYTEST_XDIST_WORKER" in os.environ:  # with more threads the suite took three minutes longer
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor else starts Python with torch for each kind of vector instruction in every process that compiles, and its
+# vectorized code takes g++ twice as long; only tests compile for a CPU
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import slow
 import tiny_models
@@ -48,7 +54,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("system", ["posix", "windows"], indirect=True)
 
 
-BUILD_FOR_MINUTES = ("test_tensorrt.py", "test_live_torch.py", "test_cli.py")
+BUILD_FOR_MINUTES = ("test_tensorrt.py", "test_live_torch.py", "test_cli.py", "test_export.py", "test_one_size.py",
+                     "test_several_one_size_engines.py", "test_any_weights.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

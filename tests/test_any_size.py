@@ -11,11 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from builds import until
-from comfy_process import ComfyProcess
 from fake_recorder import Recorder
 from pack import import_comfy
-from scenarios import Scenario, latent_of, native_latent, prompt, relative_difference
 from small_networks import native_call, network
 
 import_comfy()
@@ -246,101 +243,3 @@ def test_a_build_orders_what_is_lacking_and_anew_only_what_is_there_or_was_not_o
     with torch.inference_mode():
         handle.session.run(given_for(net, B))
     assert orders() == [(B, second.manifest.identity.profile, True)], "the other one is left alone"
-
-
-# --- in a real ComfyUI, with what Inductor really makes ---
-
-SETTINGS = {"backend": "torch", "when_missing": "use native", "opt_size": 128}
-TALL = Scenario(unet="tiny_sd15_flat_unet", controls=(), width=64, height=96, steps=2, settings=SETTINGS)
-ENGINE = "unet_engine"
-
-
-def files(comfy: ComfyProcess) -> dict[str, int]:
-    """The compiled files of this module's network -> when they were made."""
-    found = (comfy.base / "models" / "trt_engines").glob("sd15_unet-*-torch-*/*.bin")
-    return {file.name: file.stat().st_mtime_ns for file in found}
-
-
-def state(comfy: ComfyProcess, graph: dict[str, Any]) -> dict[str, Any]:
-    answer = comfy.post("/hybrid_trt/nodes", {"prompt": graph, "nodes": [ENGINE]}, headers={"X-Hybrid-TRT": "1"})
-    return answer["nodes"][ENGINE]
-
-
-def press_build(comfy: ComfyProcess, graph: dict[str, Any], words: str) -> None:
-    """What the page's button does, until the build has ended."""
-    part = {name: graph[name] for name in ("unet", ENGINE)}
-    request = f"{words} {random.random()}"
-    part[ENGINE] = {**part[ENGINE], "inputs": {**part[ENGINE]["inputs"], "build_request": request}}
-    part["end"] = {"class_type": "TRTReport", "inputs": {"after": [ENGINE, 0]}}
-    assert comfy.queue(part).ok  # not the page's own, which leaves no history to wait for
-    assert until(lambda: (job := state(comfy, graph)["job"]) is not None and job["state"] in ("done", "failed"), 240)
-    assert state(comfy, graph)["job"]["state"] == "done"
-
-
-def test_a_graphs_own_picture_and_prompt_are_compiled_one_build_after_the_other(comfy: ComfyProcess) -> None:
-    there = files(comfy)
-    short = prompt(TALL, engines=True, name="size")
-    long_prompt = TALL.but(tokens=(154, 77), seed=8)
-    long = prompt(long_prompt, engines=True, name="size")
-
-    def run(graph: dict[str, Any]) -> tuple[Any, dict[str, int], str]:
-        history = comfy.queue(graph, timeout=300)
-        (row,) = history.output("report", "report")[0]["rows"]
-        assert (row["engine"] > 0, row["native"]) == (True, 0)
-        return history, row["uncompiled"], history.output("report", "text")[0]
-
-    press_build(comfy, short, "for:64x96x2")
-    first = {name: made for name, made in files(comfy).items() if name not in there}
-    assert set(first) == {"B2-H12-T77-W8.bin"}, "the picture that was asked for, and not the best size"
-    assert state(comfy, short)["engine"]["compiled"] == [{"width": 64, "height": 96, "batch": 2}]
-    assert run(short)[1] == {}
-
-    history, uncompiled, text = run(long)
-    calls = sum(uncompiled.values())
-    assert uncompiled == {"64x96, 154 tokens": calls}
-    assert "not compiled for 64x96, 154 tokens: ran eagerly" in text
-    assert "Build for 64x96, 154 tokens" in text.splitlines()[0]
-    assert relative_difference(latent_of(history), native_latent(comfy, long_prompt)) <= 1e-5
-    told = state(comfy, long)
-    assert told["state"] == "ready"
-    assert told["run"]["uncompiled"] == [{"size": "64x96, 154 tokens", "graph": False, "native": False, "count": calls}]
-
-    press_build(comfy, long, "for:64x96x2")
-    now = {name: made for name, made in files(comfy).items() if name not in there}
-    assert set(now) == {"B2-H12-T77-W8.bin", "B2-H12-T154-W8.bin"}
-    assert now["B2-H12-T77-W8.bin"] == first["B2-H12-T77-W8.bin"], "not compiled again"
-    told = state(comfy, long)
-    assert (told["run"], len(told["engine"]["names"])) == (None, 2)
-    assert set(told["engine"]["profile"].split("; ")) == {"64x96, 77 tokens", "64x96, 154 tokens"}
-    listed = {e["name"]: e["profile"] for e in comfy.get("/hybrid_trt/engines")["engines"]}
-    assert {listed[name] for name in told["engine"]["names"]} == {
-        "batch 2, 64 x 96 px, 77 tokens", "batch 2, 64 x 96 px, 154 tokens"}, "the panel shows what the library holds"
-    again = {**long, "sampler": {**long["sampler"], "inputs": {**long["sampler"]["inputs"], "seed": 9}}}
-    history, uncompiled, _ = run(again)
-    assert uncompiled == {}
-    assert relative_difference(latent_of(history), native_latent(comfy, long_prompt.but(seed=9))) <= 1e-5
-    assert run({**short, "sampler": {**short["sampler"], "inputs": {**short["sampler"]["inputs"], "seed": 9}}})[1] == {}
-
-
-def test_build_now_builds_the_graphs_picture_first_and_a_longer_prompt_before_the_next_run(comfy: ComfyProcess) -> None:
-    scenario = TALL.but(width=96, height=64, settings={**SETTINGS, "when_missing": "build now"})
-    there = set(files(comfy))
-    graph = prompt(scenario, engines=True, name="size_now")
-    history = comfy.queue(graph, timeout=300)
-    assert set(files(comfy)) - there == {"B2-H8-T77-W12.bin"}
-    assert history.output("report", "report")[0]["rows"][0]["uncompiled"] == {}
-    assert set(comfy.queue(graph).cached) == set(graph), "nothing runs again without need"
-
-    wider = prompt(scenario.but(width=128), engines=True, name="size_now")
-    history = comfy.queue(wider, timeout=300)
-    assert ENGINE not in history.cached, "although nothing before the node has changed"
-    assert history.output("report", "report")[0]["rows"][0]["uncompiled"] == {}
-
-    long = prompt(scenario.but(tokens=(154, 154)), engines=True, name="size_now")
-    assert comfy.queue(graph, timeout=300).ok
-    (row,) = comfy.queue(long, timeout=300).output("report", "report")[0]["rows"]
-    assert row["uncompiled"] == {"96x64, 154 tokens": row["engine"]}, "how long a prompt is nobody knows before it runs"
-    history = comfy.queue(long, timeout=300)
-    assert set(files(comfy)) - there == {"B2-H8-T77-W12.bin", "B2-H8-T77-W16.bin", "B2-H8-T154-W12.bin"}
-    assert history.output("report", "report")[0]["rows"][0]["uncompiled"] == {}
-    assert set(comfy.queue(long).cached) == set(long)

@@ -1,0 +1,178 @@
+"""Engines for one size each serve one node together: which one serves, how many are open, one that is damaged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import patched as patched_models
+import pytest
+import sampling
+import torch
+from one_size import BEST, OF_PORTRAIT, PORTRAIT, build, handle_of, of_one_size, serve
+from pack import import_comfy
+from small_networks import native_call, network
+
+import_comfy()
+
+from hybrid_trt.architectures.samples import sample_inputs
+from hybrid_trt.architectures.sizes import Picture
+from hybrid_trt.backends import backends
+from hybrid_trt.engine_builder import build as builder
+from hybrid_trt.engine_library import Library, Reason
+from hybrid_trt.engine_library.parity import relative_error
+from hybrid_trt.engine_sessions import several_sizes
+from hybrid_trt.engine_sessions.backed_by_live import backed_by_live
+from hybrid_trt.engine_sessions.session import refusal_of
+from hybrid_trt.native_model.network import NativeNetwork
+from hybrid_trt.nodes import building
+
+__all__ = ["of_one_size"]  # a fixture
+
+
+@pytest.fixture(params=["unet", "controlnet"])
+def net(request: pytest.FixtureRequest) -> NativeNetwork:
+    return network(request.param, "unlike_levels")
+
+
+def test_a_node_serves_all_sizes_that_it_has_engines_for(net: NativeNetwork, tmp_path: Path) -> None:
+    build(handle_of(net, tmp_path))
+    handle = handle_of(net, tmp_path, PORTRAIT)
+    build(handle)
+    handle.refresh()
+    assert "Other engines serve batch 2, 64 px, 77 tokens" in handle.status()
+    names = []
+    for sizes in (OF_PORTRAIT, BEST, OF_PORTRAIT, BEST):
+        served, error = serve(handle, sizes)
+        assert served
+        assert error <= 1e-5
+        names.append(handle.session.name)
+    assert names[:2] == names[2:]
+    assert {*names} == {engine.folder.name for engine in handle.session.engines}
+    for sizes in ({**BEST, "B": 1}, {**BEST, "T": 154}, {**BEST, "W": 12}):
+        served, _ = serve(handle, sizes)
+        assert not served, sizes
+    assert list(handle.tally.reasons) == [Reason.SHAPE_OUTSIDE_PROFILE.value]
+    assert serve(handle, BEST)[0], "a refused call leaves nothing behind"
+
+
+def test_with_live_weights_behind_them_each_engine_serves_its_size_and_one_that_is_damaged_takes_no_other_with_it(
+    tmp_path: Path,
+) -> None:
+    net = network("unet", "unlike_levels")
+    build(handle_of(net, tmp_path))
+    handle = handle_of(net, tmp_path, PORTRAIT)
+    portrait = build(handle)
+    handle.refresh()
+    live = backends()["torch"].session(net, [], "float32", None)
+    session = backed_by_live(handle.session, live, net)
+
+    def backends_of(*all_sizes: dict[str, int]) -> list[str]:
+        found = []
+        session.begin_run(net.patcher)
+        for sizes in all_sizes:
+            given = sample_inputs(net.architecture().inputs(net.module, "float32"), sizes, seed=3)
+            session.follow(net, net.patcher)
+            with torch.inference_mode():
+                (result,), (expected,) = session.run(given).values(), native_call(net, given)
+            assert relative_error(result, expected) <= 1e-5
+            found.append(session.backend_name)
+        return found
+
+    assert session.serves(BEST) is None
+    found = backends_of(OF_PORTRAIT, BEST, {**BEST, "W": 10}, BEST)
+    assert found == ["onnxruntime", "onnxruntime", "torch", "onnxruntime"]
+    session.unload()
+    portrait.main_file.write_bytes(bytes(portrait.main_file.stat().st_size))
+    assert backends_of(BEST, OF_PORTRAIT, BEST) == ["onnxruntime", "torch", "onnxruntime"]
+    assert backends_of(BEST, OF_PORTRAIT) == ["onnxruntime", "torch"]
+    assert [engine for engine in session.engines if refusal_of(engine) is not None] == [portrait]
+    handle.refresh()
+    assert portrait not in handle.session.engines
+    assert handle.session.engines
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["of the node's own size", "of another"])
+def test_one_that_is_damaged_leaves_the_others_in_service_by_name_too(first: bool, tmp_path: Path) -> None:
+    net = network("unet", "unlike_levels")
+    square = build(handle_of(net, tmp_path))
+    handle = handle_of(net, tmp_path, PORTRAIT)
+    portrait = build(handle)
+    handle.refresh()
+    damaged, its_calls, others = (portrait, OF_PORTRAIT, BEST) if first else (square, BEST, OF_PORTRAIT)
+    damaged.main_file.write_bytes(bytes(damaged.main_file.stat().st_size))
+    with patched_models.sampling_node():
+        handle.plan()
+        handle.open()  # as ComfyUI does before it samples
+        assert handle.fallback is None
+        for _ in range(2):
+            served, error = serve(handle, others)
+            assert served
+            assert error <= 1e-5
+            assert not serve(handle, its_calls)[0]
+        assert (handle.tally.engine, handle.tally.native) == (2, 2)
+        assert list(handle.tally.reasons) == [Reason.BROKEN_ENGINE.value]
+    shared = handle.session
+    with patched_models.sampling_node():  # it is not tried again
+        handle.plan()
+        assert damaged not in handle.session.engines
+        assert serve(handle, others)[0]
+    order = replace(building._orders(handle)[0][0], profile=damaged.manifest.identity.profile)
+    builder.build_engine(order, handle.library, lambda *_: None, run=builder.run_here, again=True)
+    with patched_models.sampling_node():
+        handle.plan()
+        assert handle.session is shared
+        assert serve(handle, its_calls)[0]
+
+
+def test_where_all_are_damaged_the_run_is_natives(tmp_path: Path) -> None:
+    net = network("unet", "unlike_levels")
+    handles = [handle_of(net, tmp_path), handle_of(net, tmp_path, PORTRAIT)]
+    for engine in map(build, handles):
+        engine.main_file.write_bytes(bytes(engine.main_file.stat().st_size))
+    handle = handles[1]
+    handle.refresh()
+    with patched_models.sampling_node():
+        handle.plan()
+        handle.open()
+        assert not serve(handle, OF_PORTRAIT)[0]
+        assert not serve(handle, BEST)[0]
+        assert list(handle.tally.reasons) == [Reason.BROKEN_ENGINE.value]
+
+
+def test_the_second_pass_of_a_workflow_at_another_size_runs_on_its_own_engine(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    native = patched_models.load(models[patched_models.NAME])
+    pictures = (Picture(64, 64, (2,)), PORTRAIT)
+    patched = patched_models.Patched(native, Library([tmp_path]))
+    patched.handle.choice = replace(patched.handle.choice, pictures=pictures)
+    for order, _anew in building._orders(patched.handle):
+        builder.build_engine(order, patched.handle.library, lambda *_: None, run=builder.run_here)
+    served = []
+    for size in ((8, 8), (16, 12), (8, 8), (16, 12)):
+        latent = patched.sample(size=size)
+        assert sampling.error(latent, sampling.sample(native, size=size)) <= 1e-5
+        assert patched.counts == (sampling.STEPS, 0)
+        served.append(patched.handle.tally.engine_name)
+    assert served[:2] == served[2:]
+    assert served[0] != served[1]
+
+
+def test_no_more_engines_of_a_network_are_open_than_a_workflow_uses(tmp_path: Path) -> None:
+    net = network("unet", "unlike_levels")
+    all_sizes = [BEST, OF_PORTRAIT, {**BEST, "H": 12, "W": 16}]
+    for sizes in all_sizes:
+        build(handle_of(net, tmp_path, Picture(8 * sizes["W"], 8 * sizes["H"], (2, 1))))
+    handle = handle_of(net, tmp_path)
+    session = handle.session
+    for sizes in all_sizes:
+        assert serve(handle, sizes)[0]
+    opened = [one.loaded for one in session._sessions]
+    assert sum(opened) == several_sizes.MOST_OPEN
+    first = next(one for one in session._sessions if one.serves({s: n for s, n in BEST.items() if s != "HB"}) is None)
+    assert not first.loaded, "it was used longest ago"
+    assert session.bytes == sum(one.bytes for one in session._sessions if one.loaded)
+    session.unload()
+    assert not session.loaded
+    assert serve(handle, BEST)[0]
