@@ -87,6 +87,7 @@ class Backend(Protocol):
             the network itself and not from an ONNX graph.
         refits: whether it can build engines that take other weights afterwards; see ``BuildRequest.any_weights``.
         one_size: whether an engine of it is for one size, of a profile the best one.
+        precisions: what its engines can compute in, torch's names.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Backend(Protocol):
     runs_live_weights: bool
     refits: bool
     one_size: bool
+    precisions: Collection[str]
 
     def version(self) -> str:
         """Version of the library that does the work, as it enters the engine's identity."""

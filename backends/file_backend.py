@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
+from ..architectures.sizes import PRECISIONS
 from ..engine_library import BuildError, Engine, Fallback
 from . import LiveTask, Progress
 
@@ -24,6 +25,7 @@ class FileBackend:
     runs_live_weights = False
     refits = False
     one_size = False
+    precisions: Collection[str] = PRECISIONS
 
     def build_memory(self, weights: int) -> int:
         return 0

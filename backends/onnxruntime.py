@@ -34,6 +34,8 @@ class OnnxRuntimeBackend(FileBackend):
     measured_on = ("cpu",)
     builds_on_gpu = False
     refits = True
+    precisions = ("float16", "float32")
+    """ONNX has convolutions of brain floats from opset 22 on, and TensorRT 8.6 does not read that."""
 
     def version(self) -> str:
         import onnxruntime

@@ -27,6 +27,7 @@ from ..engine_library import (
     Library,
     Manifest,
     Reason,
+    Refuted,
     Unavailable,
     strict,
     trust,
@@ -116,6 +117,7 @@ def build_engine(
                     return check_engine(order, library, engine, progress, log_line, run)
                 if refusal is not None:
                     raise Unavailable(refusal.reason, refusal.detail)
+                _check_precision(order)
                 return _Build(order, library, identity, progress, log_line, run).run()
         except WeightsChanged:
             order.network.forget_hash()
@@ -172,6 +174,15 @@ def _existing(order: BuildOrder, library: Library, identity: EngineIdentity) -> 
     return library.exact(identity, usable, gpu_of(order.target_device))
 
 
+def _check_precision(order: BuildOrder) -> None:
+    """Raise BuildError, before anything is read or exported, where the backend cannot compute as is asked."""
+    if order.precision not in order.backend.precisions:
+        raise BuildError(
+            f"{order.backend.name} {order.backend.version()} has no {order.precision}, so no engine was made and "
+            f"native keeps serving; choose {' or '.join(order.backend.precisions)} as the engine node's precision"
+        )
+
+
 @contextmanager
 def _explained(library: Library) -> Iterator[None]:
     try:
@@ -199,7 +210,8 @@ class _Build:
         size = sum(p.numel() for p in network.module.parameters()) * dtype.itemsize
         check_room(self.library.roots[0], int(size * ROOM), f"Building the engine of {network.label}")
         if not self.order.backend.runs_live_weights:  # those hold no weights
-            check_limit(self.library, size, f"The engine of {network.label}")
+            target = self.library.roots[0] / self.identity.folder_name
+            check_limit(self.library, size, f"The engine of {network.label}", replaced=target)
             check_memory(self.order.backend, size, network.label)
         folder = self.library.building_folder()
         try:
@@ -271,10 +283,13 @@ class _Build:
         task = check_task(order, manifest, folder, {"folder": str(folder), **native, **words})
         try:
             done = self._do(task, 0.9, 0.97, only_gpu(device))
-        except Unavailable as refusal:
-            if refusal.fallback.reason is not Reason.UNCHECKED:
+        except Refuted:
+            raise
+        except (BuildError, Unavailable) as failure:
+            if isinstance(failure, Unavailable) and failure.fallback.reason is not Reason.UNCHECKED:
                 raise
-            log.warning("Hybrid TRT: %s; it is kept, and serves once it was checked", refusal.fallback.detail)
+            # what took minutes is not thrown away because of what says nothing about it
+            log.warning("Hybrid TRT: %s; it is kept, and serves once it was checked", failure)
             return trust.BUILT_HERE, {}
         return trust.Record(trust.BUILT, parity=done["parity"], gpu=gpu), {"proof": sum(done["seconds"].values())}
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..backends import Progress, gpu_of
-from ..engine_library import BuildError, Engine, EngineIdentity, Library, Manifest, Reason, Unavailable, Wanted, trust
+from ..engine_library import Engine, EngineIdentity, Library, Manifest, Reason, Refuted, Unavailable, Wanted, trust
 from ..engine_library.disk import check_room
 from ..engine_library.parity import LIMITS
 from ..native_model.snapshot import write_structure, write_weights
@@ -46,8 +46,8 @@ def check_engine(
     """Compare an engine with an order's network and sign it; one that fails is signed as refused and never serves.
 
     Raises:
-        BuildError: it computes something else, or cannot be run; the text has the figures.
-        Unavailable: nothing was found out, for example for want of memory.
+        Refuted: it computes something else, or cannot be run; the text has the figures.
+        BuildError, Unavailable: nothing was found out, for example for want of memory.
         LibraryError: the disk has no room for the comparison.
         WeightsChanged: the network is not that of the engine any more.
     """
@@ -56,14 +56,20 @@ def check_engine(
         engine.check_sizes()
         engine.check_contents(lambda: progress("checking the engine's files", 0.0))
         record = _compared(order, library, engine, progress, log_line, run)
-    except (BuildError, Unavailable) as failure:
-        if isinstance(failure, BuildError) or failure.fallback.reason is Reason.BROKEN_ENGINE:
-            why = failure.fallback.detail if isinstance(failure, Unavailable) else str(failure)
-            trust.keep(engine.folder, engine.manifest, trust.Record(trust.REFUSED, why))
+    except Refuted as refuted:
+        _refuse(engine, str(refuted))
+        raise
+    except Unavailable as failure:
+        if failure.fallback.reason is Reason.BROKEN_ENGINE:
+            _refuse(engine, failure.fallback.detail)
         raise
     trust.keep(engine.folder, engine.manifest, record)
     log.info("Hybrid TRT: checked %s, error to native %.1e", engine.folder.name, record.parity["rel_err"])
     return engine
+
+
+def _refuse(engine: Engine, why: str) -> None:
+    trust.keep(engine.folder, engine.manifest, trust.Record(trust.REFUSED, why))
 
 
 def _compared(

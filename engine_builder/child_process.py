@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..backends import Progress
-from ..engine_library import BuildError, LibraryError, Reason, Unavailable
+from ..engine_library import BuildError, LibraryError, Reason, Refuted, Unavailable
 from ..engine_library.disk import ALMOST_NOTHING, NOT_WRITABLE, free_bytes, readable
 
 SCRIPT = Path(__file__).with_name("standalone.py")
@@ -27,6 +27,9 @@ TICK = 0.25
 LAST_WORDS = 3
 STARTING = "starting"
 """The phase until the child tells one."""
+
+_KINDS = {"build": BuildError, "refuted": Refuted}
+"""What a child says of its failure -> our exception."""
 
 Log = Callable[[str], None]
 """Takes one line of what the child writes."""
@@ -57,7 +60,9 @@ def run_in_child(task: Mapping, progress: Progress, log: Log, environment: Mappi
         listeners = [
             _thread(_read_events, process.stdout, events.put, hear), _thread(_read_lines, process.stderr, hear)
         ]
-        order = {"task": task, "parent": os.getpid(), "sys_path": sys.path}
+        # other packs put paths that are no text there, which Python does not look at either
+        folders = [folder for folder in sys.path if isinstance(folder, str)]
+        order = {"task": task, "parent": os.getpid(), "sys_path": folders}
         # a child that died at once breaks the pipe; how it ended says more than that
         with contextlib.suppress(OSError):
             process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -160,8 +165,8 @@ def _thread(target: Callable[..., None], *arguments: Any) -> threading.Thread:
 
 def _failure(failed: Mapping, phase: str, folder: Path) -> Exception:
     """What a child told of as an exception of ours."""
-    if failed["kind"] == "build":
-        return BuildError(failed["text"])
+    if failed["kind"] in _KINDS:
+        return _KINDS[failed["kind"]](failed["text"])
     if failed["kind"] == "unavailable":
         return Unavailable(Reason(failed["reason"]), failed["text"])
     if (full := _full_disk(failed["errno"], folder)) is not None:

@@ -4,7 +4,7 @@ from .disk import LibraryError
 from .engine import Engine
 from .library import Library, Wanted
 from .manifest import EngineIdentity, Manifest
-from .reasons import BuildError, Fallback, Reason, Unavailable
+from .reasons import BuildError, Fallback, Reason, Refuted, Unavailable
 
 __all__ = [
     "BuildError",
@@ -15,6 +15,7 @@ __all__ = [
     "LibraryError",
     "Manifest",
     "Reason",
+    "Refuted",
     "Unavailable",
     "Wanted",
 ]

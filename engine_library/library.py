@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from .files import move, sync
 from .lock import FileLock
 from .manifest import EXPORT_FORMAT, MANIFEST_NAME, EngineIdentity, Manifest, ManifestError
 from .reasons import Fallback, Reason, Unavailable
-from .work_folders import BUILD_PREFIX, new_work_folder, remove_work_folder, sweep
+from .work_folders import BUILD_PREFIX, new_work_folder, out_of_the_way, remove_work_folder, sweep
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,8 @@ class Library:
     """The engines under some folders; builds go to the first. Holds no state but the manifests it has read."""
 
     def __init__(self, roots: Sequence[Path]):
-        self.roots = list(roots)
+        # two names of one folder are one: its engines would be there twice
+        self.roots = list({os.path.realpath(root): root for root in reversed(roots)}.values())[::-1]
         self._read: dict[Path, tuple[tuple[int, int], Engine | str]] = {}
 
     def engines(self) -> list[Engine]:
@@ -228,7 +230,7 @@ class Library:
 
         Raises:
             LibraryError: nobody could read this manifest again.
-            OSError: the library cannot be written.
+            OSError: the library cannot be written; the engine that was to be replaced is there as before.
         """
         check = check or (lambda: None)
         text = json.dumps(manifest.to_json(), indent=1).encode()
@@ -244,9 +246,8 @@ class Library:
             check()
             sync(file)
         check()
-        if target.exists():
-            self.remove(target)
-        move(building, target)
+        with out_of_the_way(target):
+            move(building, target)
         remove_work_folder(building)
         with contextlib.suppress(OSError):  # it is there: nothing may fail any more
             sync(target.parent)

@@ -85,3 +85,7 @@ class Unavailable(Exception):
 
 class BuildError(Exception):
     """A build that cannot succeed; the text says what happened and what to do."""
+
+
+class Refuted(BuildError):
+    """An engine was held against native and is not what it should be: a verdict on the engine, for good."""

@@ -82,10 +82,15 @@ def write_settings(folder: Path, settings: Settings) -> None:
         raise readable(error, folder) from error
 
 
-def check_limit(library: Library, more: int, what: str) -> None:
-    """Raise LibraryError when ``more`` bytes of engines do not fit the limit. ``what`` begins the sentence."""
+def check_limit(library: Library, more: int, what: str, replaced: Path | None = None) -> None:
+    """Raise LibraryError when ``more`` bytes of engines do not fit the limit.
+
+    Args:
+        what: begins the sentence.
+        replaced: the folder of the engine in whose place they come, if it is there.
+    """
     limit = read_settings(library.roots[0]).limit_gb * 1e9
-    used = sum(engine.manifest.bytes for engine in library.engines()) if limit else 0
+    used = sum(e.manifest.bytes for e in library.engines() if e.folder != replaced) if limit else 0
     if limit and used + more > limit:
         raise LibraryError(
             f"{what} needs about {gigabytes(more)}, the engines take {gigabytes(used)}, and the settings allow "

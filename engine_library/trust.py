@@ -75,12 +75,15 @@ def keep(folder: Path, manifest: Manifest, record: Record, home: Path | None = N
     try:
         fields = record.fields
         text = json.dumps({**fields, "signature": local_key.sign(_signed(manifest, fields))}, indent=1)
+        elsewhere = _elsewhere(manifest)
         try:
             write_file(folder / RECORD_NAME, text)
         except OSError:
-            elsewhere = _elsewhere(manifest)
             elsewhere.parent.mkdir(exist_ok=True)
             write_file(elsewhere, text)
+        else:
+            elsewhere.unlink(missing_ok=True)  # which would win
+        _unkept.pop((str(home or folder), manifest.digest), None)
     except OSError as error:
         _unkept[str(home or folder), manifest.digest] = record
         log.warning(
@@ -92,15 +95,17 @@ def keep(folder: Path, manifest: Manifest, record: Record, home: Path | None = N
 
 def record_of(engine: Engine) -> Record | None:
     """What this machine knows of an engine, or None; cheap while no file changes."""
+    if (unkept := _unkept.get((str(engine.folder), engine.manifest.digest))) is not None:
+        return unkept
     places = [engine.folder / RECORD_NAME]
     with contextlib.suppress(OSError):  # no home
-        places.append(_elsewhere(engine.manifest))
+        places.insert(0, _elsewhere(engine.manifest))  # newer: it was written when the folder could not be any more
     stamp = (engine.manifest.digest, local_key.stamp(), *(_stamp(place) for place in places))
     known = _known.get(str(engine.folder))
     if known is None or known[0] != stamp:
         found = next((record for place in places if (record := _read(place, engine.manifest)) is not None), None)
         known = _known[str(engine.folder)] = (stamp, found)
-    return known[1] or _unkept.get((str(engine.folder), engine.manifest.digest))
+    return known[1]
 
 
 def figures(engine: Engine) -> Mapping:

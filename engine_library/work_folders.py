@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
-from .files import sweep_temporaries
+from .files import move, sweep_temporaries
 from .lock import FileLock
 
 log = logging.getLogger(__name__)
 
 BUILD_PREFIX = ".building-"
+REPLACED = ".replaced"
+"""In a work folder: the engine that a new one is to take the place of."""
 _LOCK_SUFFIX = ".lock"
 
 _mine: dict[Path, FileLock] = {}
@@ -42,10 +46,49 @@ def new_work_folder(root: Path) -> Path:
 def remove_work_folder(folder: Path) -> None:
     """Remove a work folder with all that is in it, or only what is left of it after its contents were moved away."""
     shutil.rmtree(folder, ignore_errors=True)
+    _forget(folder)
+
+
+def _forget(folder: Path) -> None:
     with _guard:
         lock = _mine.pop(folder, None)
     if lock is not None:
         lock.release()
+
+
+@contextlib.contextmanager
+def out_of_the_way(engine: Path) -> Iterator[None]:
+    """Have an engine's folder moved aside, if it is there, while another takes its name; back where that fails.
+
+    Raises:
+        OSError: it cannot be moved, for example since (on Windows) one of its files is in use.
+    """
+    if not engine.exists():
+        yield
+        return
+    aside = new_work_folder(engine.parent)
+    try:
+        (aside / REPLACED).mkdir()
+        move(engine, aside / REPLACED / engine.name)
+        yield
+    finally:
+        if _put_back(aside):
+            remove_work_folder(aside)
+        else:
+            _forget(aside)  # the next sweep tries again
+
+
+def _put_back(folder: Path) -> bool:
+    """Give engines that lie aside in a work folder their names again, where these are free; False: one could not be."""
+    for engine in (folder / REPLACED).glob("*"):
+        target = folder.parent / engine.name
+        if not target.exists():
+            try:
+                move(engine, target)
+            except OSError as error:
+                log.warning("Hybrid TRT: %s stays in %s for now (%s)", engine.name, folder, error)
+                return False
+    return True
 
 
 def sweep(root: Path) -> list[str]:
@@ -58,7 +101,7 @@ def sweep(root: Path) -> list[str]:
             lock = FileLock(_lock_path(folder))
             if not lock.acquire():
                 continue  # its process lives
-            if lock.reliable:
+            if lock.reliable and _put_back(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 swept.append(folder.name)
             lock.release()

@@ -134,4 +134,6 @@ def source_changed(engine: Engine) -> Fallback | None:
     now = {"path": source["path"], "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
     if now == dict(source) or engine.manifest.identity.weights in known_hashes(now):
         return None
+    if known_hashes(dict(source)) & known_hashes(now):
+        return None  # the same contents under another time; this engine has a LoRA in it, and no file that hash
     return Fallback(Reason.STALE_ENGINE, f"{now['path']} has changed since this engine was built from it")

@@ -94,8 +94,12 @@ async def _export(request: web.Request) -> web.Response:
     if entry.engine is None:
         raise Refused(409, f"{entry.folder.name} has no readable manifest, so it was not exported; delete it.")
     folder = Path(folder_paths.get_output_directory()) / EXPORTS
-    folder.mkdir(parents=True, exist_ok=True)
-    file = await asyncio.to_thread(export_engine, entry.engine, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = await asyncio.to_thread(export_engine, entry.engine, folder)
+    except OSError as error:
+        raise Refused(409, f"The engine could not be exported to {folder} ({error.strerror or error}); nothing was "
+                           "changed in the library.") from error
     return web.json_response({"filename": file.name, "subfolder": EXPORTS, "bytes": file.stat().st_size})
 
 

@@ -58,6 +58,11 @@ def test_the_result_comes_back_and_the_process_is_gone(build: Build, task: dict)
     assert children() == []
 
 
+def test_paths_of_other_packs_that_are_no_text_are_left_out(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("/some/pack")])
+    assert build("finish")["files"] == ["engine.slow"]
+
+
 def test_whatever_is_printed_is_log_and_disturbs_nothing(build: Build) -> None:
     lines: list[str] = []
     assert build("print,finish", log=lines.append)["files"]

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import slow
 from builds import ROOT, children, contents, gone
+from fake_engine import publish
 from hybrid_trt.backends import backends
 from hybrid_trt.engine_builder.command_line import main as cli_module
 from hybrid_trt.engine_library.work_folders import sweep
@@ -189,6 +190,24 @@ def renamed_pack(tmp_path: Path) -> Path:
     keep = shutil.ignore_patterns(".git", "tests", "workflows", "docs", "__pycache__", "build")
     shutil.copytree(ROOT, pack, ignore=keep)
     return pack
+
+
+def test_names_that_the_output_cannot_hold_are_escaped_and_one_given_twice_is_one(
+    environment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "cp1252")
+    engine = publish(tmp_path, label="\u6a21\u578b.safetensors")
+    cli = CommandLine(tmp_path, environment.comfyui)
+    assert "\\u6a21\\u578b.safetensors" in cli("list")
+    assert cli("delete", engine, engine).count(engine) == 1
+    assert contents(tmp_path) == []
+
+
+def test_a_reader_that_has_had_enough_is_no_error_to_tell(environment: Any, tmp_path: Path) -> None:
+    process = CommandLine(tmp_path, environment.comfyui).start("list")
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 1
 
 
 PHASES = ("reading weights", "starting the exporter", "saving")

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from builds import until
 from comfy_process import ComfyProcess
+from fake_engine import publish
+from hybrid_trt.engine_library import Library
 from scenarios import Scenario, compare, prompt
 
 OURS = {"X-Hybrid-TRT": "1"}
@@ -130,3 +132,21 @@ def test_an_engine_that_another_machine_signed_is_unchecked(comfy: ComfyProcess,
     record.write_text('{"verdict": "built", "why": "", "parity": {}, "signature": "' + "0" * 64 + '"}')
     result = compare(comfy, UNET.but(seed=74))
     assert (result.error, result.unet["reasons"]) == (0, {"not checked here": 4})
+
+
+def test_an_export_that_finds_no_folder_is_told(comfy: ComfyProcess) -> None:
+    root, out = comfy.base / "models" / "trt_engines", comfy.base / "output" / "trt_engines"
+    name = publish(root, weights="f" * 64)
+    kept = out.with_name("kept")
+    if out.exists():
+        out.rename(kept)
+    out.write_text("a file")
+    try:
+        status, answer = ask(comfy, "POST", f"/engines/{name}/export")
+        assert status == 409
+        assert "could not be exported to" in answer["error"]
+    finally:
+        out.unlink()
+        if kept.exists():
+            kept.rename(out)
+        Library.remove(root / name)

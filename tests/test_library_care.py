@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from hybrid_trt.engine_library.lock import FileLock
 from hybrid_trt.engine_library.settings import Settings, check_limit, read_settings, write_settings
 from hybrid_trt.engine_library.states import BROKEN, READY, STALE, delete, entries, select, verify
 from hybrid_trt.engine_library.work_folders import new_work_folder, remove_work_folder, sweep
+from hybrid_trt.native_model import hash_cache
 from hybrid_trt.native_model.hash_cache import source_changed
 
 UNDER_WINDOWS_RULES_TOO = True
@@ -66,6 +69,33 @@ def test_an_engine_whose_checkpoint_was_overwritten_is_stale(tmp_path: Path) -> 
     assert "has changed since" in reason
     checkpoint.unlink()
     assert states(tmp_path / "library")[name] == (READY, ""), "a missing file proves nothing"
+
+
+def test_an_engine_with_a_lora_built_in_is_no_staler_than_the_plain_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint was copied back from a backup: the same contents under another time."""
+    monkeypatch.setattr(hash_cache, "_folder", tmp_path)
+    checkpoint, found = tmp_path / "a.safetensors", []
+    checkpoint.write_bytes(b"weights")
+
+    def now() -> dict:
+        stat = checkpoint.stat()
+        return {"path": str(checkpoint), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+    def hashed(value: str) -> None:
+        hash_cache.write(json.dumps([now(), "load", "()"]), value)
+
+    hashed("a" * 64)
+    for weights in ("a" * 64, "b" * 64):  # b: with a LoRA
+        found.append(publish(tmp_path / "library", weights=weights, source=now()).folder.name)
+    os.utime(checkpoint, (1, 1))
+    assert [states(tmp_path / "library")[name][0] for name in found] == [STALE, STALE], "nobody has looked yet"
+    hashed("a" * 64)
+    assert [states(tmp_path / "library")[name][0] for name in found] == [READY, READY]
+    os.utime(checkpoint, (2, 2))
+    hashed("c" * 64)
+    assert [states(tmp_path / "library")[name][0] for name in found] == [STALE, STALE]
 
 
 def test_disk_use_counts_everything_in_the_folder(tmp_path: Path) -> None:

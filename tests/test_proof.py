@@ -121,6 +121,17 @@ def test_an_engine_for_whose_proof_memory_lacks_is_kept_and_waits_for_its_check(
     assert "has not run on a GPU yet" in why_not(engine, HERE)
 
 
+def test_an_engine_whose_proof_was_ended_from_outside_is_kept_and_waits_for_its_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(_task: dict, _progress: Callable) -> dict:
+        raise BuildError("the builder was ended by SIGKILL while running native")
+
+    monkeypatch.setitem(builder.STEPS, "check", killed)
+    engine, _tasks = build(tmp_path)
+    assert "has not run on a GPU yet" in why_not(engine, HERE)
+
+
 def test_another_gpu_is_another_matter(tmp_path: Path) -> None:
     engine, _tasks = build(tmp_path)
     detail = why_not(engine, ELSEWHERE)

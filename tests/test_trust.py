@@ -9,12 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from builds import order, read_only, small_network
+from builds import children, order, read_only, small_network
 from fake_engine import publish_engine
 from hybrid_trt.architectures.latent import ANY
 from hybrid_trt.architectures.tensors import Profile, Range
 from hybrid_trt.backends import backends
 from hybrid_trt.engine_builder.build import build_engine, run_here
+from hybrid_trt.engine_builder.child_process import run_in_child
 from hybrid_trt.engine_library import (
     BuildError,
     Engine,
@@ -298,3 +299,33 @@ def test_checks_look_at_the_ends_of_the_profile_and_stay_small_on_a_cpu() -> Non
     profile = type(PROFILE).from_json(large)
     assert [(s["B"], s["HB"]) for s in ANY.examples(profile).extremes_on_cpu] == [(1, 1), (2, 1), (1, 1)]
     assert [(s["B"], s["HB"]) for s in ANY.examples(profile).extremes] == [(1, 1), (2, 1), (16, 16)]
+
+
+def test_what_is_found_out_in_a_library_that_became_read_only_counts(tmp_path: Path) -> None:
+    engine = publish_engine(tmp_path / "library")
+    trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, gpu="sm_80 A"))
+    with read_only(tmp_path / "library"):
+        trust.keep(engine.folder, engine.manifest, trust.Record(trust.CHECKED, gpu="sm_89 B"))
+        assert trust.flaw(engine, "sm_89 B") is None
+        trust.keep(engine.folder, engine.manifest, trust.Record(trust.REFUSED, "it differs from native by 2.0"))
+        assert trust.flaw(engine).reason is Reason.BROKEN_ENGINE
+    trust.keep(engine.folder, engine.manifest, trust.Record(trust.CHECKED, gpu="sm_80 A"))
+    assert trust.flaw(engine, "sm_80 A") is None, "what is written last, wherever"
+
+
+def test_a_check_whose_process_is_killed_says_nothing_of_the_engine(tmp_path: Path) -> None:
+    made = order(small_network(), backends()["onnxruntime"], PROFILE)
+    built = build_engine(made, Library([tmp_path / "a"]), lambda *_: None, run=run_here)
+    from_elsewhere(built, tmp_path / "library", lambda _folder: None)
+
+    def run(task: dict, progress: Callable, *rest: object) -> dict:
+        def kill(phase: str, fraction: float) -> None:
+            for child in children() if phase == "running native" else ():
+                child.kill()
+            progress(phase, fraction)
+
+        return run_in_child(task, kill, *rest)
+
+    with pytest.raises(BuildError, match="was ended by SIGKILL"):
+        build_engine(made, Library([tmp_path / "library"]), lambda *_: None, run=run)
+    assert state(tmp_path / "library")[0] == UNCHECKED

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
 
+from ...architectures.sizes import PRECISIONS
 from ...engine_library import BuildError, Fallback, Reason, Unavailable
 from .. import BuildRequest, Progress
 from . import version8
@@ -34,6 +36,10 @@ class FullTensorRTBackend(TensorRTBackend):
     def one_size(self) -> bool:
         """TensorRT 8.6 is fast for one size only; see ``version8``."""
         return self._is_version8
+
+    @property
+    def precisions(self) -> Collection[str]:
+        return version8.PRECISIONS if self._is_version8 else PRECISIONS
 
     @property
     def build_stack(self) -> int:

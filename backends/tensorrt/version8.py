@@ -28,6 +28,8 @@ import torch
 
 from .. import Progress
 
+PRECISIONS = ("float16", "float32")
+
 BUILD_STACK = 512 << 20
 """Bytes of stack: with the usual 8 MB a build of SD1.5's UNet with replaceable weights was ended by SIGSEGV, with these
 it was not (one build each, on H200s)."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...architectures.sizes import PRECISIONS
 from ...engine_library import BuildError, Engine, Fallback, Manifest, Reason, Unavailable, trust, verified
 from ...engine_sessions.session import refuse
 from ...native_model.layout import layout_of
@@ -37,6 +38,7 @@ class TorchBackend:
     runs_live_weights = True
     refits = False
     one_size = False
+    precisions = PRECISIONS
 
     def version(self) -> str:
         return f"{torch.__version__} format {compiled.FORMAT}"

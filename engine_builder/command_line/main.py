@@ -9,8 +9,10 @@ Exit status: 0 done; 1 failed, with one sentence on stderr; 2 wrong usage; 130 i
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,9 +36,20 @@ BACKENDS = ("tensorrt", "tensorrt_rtx", "torch", "onnxruntime")
 def main(arguments: list[str]) -> int:
     """Run one command and return its exit status."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names that a Windows code page does not have
     options = _parser().parse_args(arguments)
     try:
-        return options.command(options)
+        status = options.command(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # who read it has had enough, as head has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        sys.stderr.write(f"{error}; the command stopped there\n")
+        return 1
     except (BuildError, LibraryError, Unavailable, comfyui.Unusable, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         if options.json:
@@ -161,7 +174,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _delete(options: argparse.Namespace) -> int:
     _, found = _found(options)
-    chosen = [select(found, name) for name in options.engine]
+    chosen = list({entry.folder: entry for entry in (select(found, name) for name in options.engine)}.values())
     for entry in chosen:
         delete(entry)
     names, size = [entry.folder.name for entry in chosen], sum(entry.bytes for entry in chosen)

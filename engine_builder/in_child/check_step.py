@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...backends import Progress
-from ...engine_library import BuildError, Engine, Manifest, Reason, Unavailable
+from ...engine_library import BuildError, Engine, Manifest, Reason, Refuted, Unavailable
 from ...engine_library.parameters import read_parameters
 from ...native_model.comfyui_classes import import_comfyui
 from .task import Task, backend_of, function_of, tensors_of
@@ -39,14 +39,16 @@ def check_engine(task: Task, progress: Progress) -> dict:
     it fails, in words), the network and the backend (see ``task``).
 
     Raises:
-        BuildError: it differs from native by more than the limit, or cannot be opened or run.
+        Refuted: it differs from native by more than the limit, or cannot be opened or run.
         Unavailable: this machine has not the memory for a comparison.
+        OSError: the comparison could not be made, which says nothing of the engine.
     """
     progress("running native", 0.0)
     import_comfyui(task["comfyui"])
     import torch
 
     from ...engine_sessions import clock
+    from ...engine_sessions.room import is_out_of_memory
     from .parity import compare
 
     engine = Engine(Path(task["engine"]), Manifest.from_json(task["manifest"]))
@@ -64,13 +66,13 @@ def check_engine(task: Task, progress: Progress) -> dict:
             runner.refit(weights, weights.keys())
         record = compare(runner, cases, engine.manifest.outputs)
         engine_ms = _engine_milliseconds(runner, _timed(task, cases), engine) if native_ms else None
-    except torch.OutOfMemoryError as error:
-        raise Unavailable(
-            Reason.UNCHECKED, f"there is not enough GPU memory to compare {engine.folder.name} with native now"
-        ) from error
-    except (BuildError, Unavailable):
+    except (BuildError, Unavailable, OSError):
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise Unavailable(
+                Reason.UNCHECKED, f"there is not enough memory to compare {engine.folder.name} with native now"
+            ) from error
         log.exception("%s failed", engine.folder.name)
         text = (str(error).strip().splitlines() or [""])[0]
         raise _refused(task, f"could not be run ({type(error).__name__}: {text})") from error
@@ -91,8 +93,8 @@ def check_engine(task: Task, progress: Progress) -> dict:
     }
 
 
-def _refused(task: Task, why: str) -> BuildError:
-    return BuildError(f"{task['origin']} {why}, so it does not serve and native does; {task['advice']}")
+def _refused(task: Task, why: str) -> Refuted:
+    return Refuted(f"{task['origin']} {why}, so it does not serve and native does; {task['advice']}")
 
 
 def _other_weights(engine: Engine, module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -37,14 +37,14 @@ def main(arguments: list[str]) -> int:
             events.write(json.dumps(event).encode() + b"\n")
 
     try:
-        from ...engine_library import BuildError, Unavailable
+        from ...engine_library import BuildError, Refuted, Unavailable
         from .steps import STEPS
 
         task = order["task"]
         result = STEPS[task["step"]](task, lambda phase, fraction: tell(progress=[phase, fraction]))
     except Exception as error:
         if isinstance(error, BuildError):
-            tell(failed={"kind": "build", "text": str(error)})
+            tell(failed={"kind": "refuted" if isinstance(error, Refuted) else "build", "text": str(error)})
         elif isinstance(error, Unavailable):
             tell(failed={"kind": "unavailable", "reason": error.fallback.reason.value, "text": error.fallback.detail})
         else:

@@ -1,0 +1,89 @@
+"""Precision bfloat16 on its way through ONNX: compared with native although ONNX Runtime has no such convolutions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+from builds import PROFILE, small_network
+from hybrid_trt.backends import Backend, BuildRequest, Progress, backends
+from hybrid_trt.engine_builder.build import build_engine, run_here
+from hybrid_trt.engine_builder.in_child import onnx_export
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import BuildError, Library
+from hybrid_trt.engine_library.parity import LIMITS
+
+ALL = backends()
+
+
+class TakesGraphs(type(ALL["onnxruntime"])):
+    """A backend that takes brain floats, as TensorRT does; it keeps the graph."""
+
+    precisions = ("bfloat16",)
+
+
+def build(folder: Path, backend: Backend | None = None) -> dict:
+    made = BuildOrder(small_network(), "bfloat16", PROFILE, backend or TakesGraphs())
+    return dict(build_engine(made, Library([folder]), lambda *_: None, run=run_here).manifest.parity)
+
+
+def test_its_graph_is_compared_with_native_and_rounds_its_weights_alone(tmp_path: Path) -> None:
+    parity = build(tmp_path)
+    assert 0 < parity["rel_err"] <= LIMITS["bfloat16"]
+    assert parity["rel_err"] < 1e-2
+
+
+def test_the_backend_gets_the_graph_in_brain_floats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def keep(_self: Backend, request: BuildRequest, _progress: Progress) -> list[str]:
+        model = onnx.load_model(str(request.onnx), load_external_data=False)
+        asked.append({w.data_type for w in model.graph.initializer} | {i.type.tensor_type.elem_type
+                                                                      for i in model.graph.input})
+        return [request.onnx.name, request.onnx.name + ".data"]
+
+    monkeypatch.setattr(type(ALL["onnxruntime"]), "build", keep)
+    build(tmp_path)
+    assert onnx.TensorProto.BFLOAT16 in asked[0]
+    (engine,) = Library([tmp_path]).engines()
+    assert not (engine.folder / "float32.onnx").exists()
+
+
+def test_a_graph_that_computes_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attach = onnx_export._attach_weights
+
+    def wrong(graph: onnx.GraphProto, *rest: object) -> dict:
+        output = graph.output[0].name
+        for node in graph.node:
+            for i, name in enumerate(node.output):
+                if name == output:
+                    node.output[i] = "before"
+        graph.node.append(onnx.helper.make_node("Neg", ["before"], [output]))
+        return attach(graph, *rest)
+
+    monkeypatch.setattr(onnx_export, "_attach_weights", wrong)
+    with pytest.raises(BuildError, match=r"differs from native by 2\.00e\+00"):
+        build(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "tensorrt"])
+def test_who_has_none_says_so_before_anything_is_exported(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = ALL[name]
+    if name == "tensorrt":
+        monkeypatch.setattr(type(backend), "version", lambda _self: "8.6.0")
+        monkeypatch.setattr(type(backend), "cannot_build", lambda *_: None)
+        monkeypatch.setattr(type(backend), "target", lambda *_: "sm_61 a card")
+    with pytest.raises(BuildError, match=rf"{name} .* has no bfloat16, .* choose float16 or float32"):
+        build(tmp_path, backend)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_newer_tensorrt_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, has in (("8.6.0", False), ("10.13.3.9", True), ("11.0.0", True)):
+        monkeypatch.setattr(type(ALL["tensorrt"]), "version", lambda _self, version=version: version)
+        assert ("bfloat16" in ALL["tensorrt"].precisions) is has
+    assert "bfloat16" in ALL["tensorrt_rtx"].precisions
+    assert "bfloat16" in ALL["torch"].precisions
