@@ -195,6 +195,8 @@ def _why_not_patched_so(patcher: ModelPatcher, weight_patches: WeightPatches, ha
     if patcher.hook_patches or patcher.current_hooks or patcher.forced_hooks:
         return Fallback(Reason.HOOKS, "the conditioning or the model carries weight hooks")
     if handle.follows_patches:
+        if patcher.weight_wrapper_patches:
+            return Fallback(Reason.MODEL_PATCHED, "another node wraps the weights")
         if patcher.model is not handle.network.patcher.model:
             return Fallback(Reason.OTHER_MODEL, f"it computes with the weights of {handle.network.label}")
     elif not weight_patches.same_on(patcher):

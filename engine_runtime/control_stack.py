@@ -115,8 +115,8 @@ def _active(chain: list[ControlNet], t: torch.Tensor) -> list[ControlNet]:
     """Those whose range holds the timestep. Looks at its value, which waits for the GPU, only when it has to."""
     if all(c.timestep_range[0] > ALWAYS and c.timestep_range[1] <= 0 for c in chain):
         return chain
-    now = float(t[0])
-    return [c for c in chain if c.timestep_range[1] <= now <= c.timestep_range[0]]
+    now = t[0].cpu()  # a tensor: ComfyUI compares one, which rounds the bounds to its precision
+    return [c for c in chain if not (now > c.timestep_range[0] or now < c.timestep_range[1])]
 
 
 def _run(chain: list[ControlNet], x_noisy: torch.Tensor, t: torch.Tensor, cond: Mapping) -> Control:

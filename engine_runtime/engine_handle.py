@@ -190,7 +190,8 @@ class EngineHandle:
             self.session, self.fallback = None, Fallback(Reason.NO_ENGINE, f"the library cannot be read ({error})")
 
     def _look_up(self) -> Session:
-        architecture = self.network.architecture()
+        self.network.without_what_was_left()
+        architecture = self.network.as_it_is()
         self.bind = architecture.binding(self.network.module)
         device = self.network.device
         usable = serving_backends(self.choice.backend, device, self.library, architecture.name)

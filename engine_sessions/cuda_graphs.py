@@ -180,8 +180,10 @@ class GraphCache:
             function = own()
             buffers = self._buffers(function, inputs)  # held here: ``let_go`` would keep them for made while recording
             recording = self._recordings[key] = self._recorded(function, *buffers)
-        except Exception as error:
+        except BaseException as error:  # ComfyUI's interrupt is no Exception
             let_go(error, self.device)
+            if not isinstance(error, Exception):
+                raise
             self._failed.add(key)
             self.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             log.warning("Hybrid TRT: no CUDA graph for these shapes, they run plainly (%s)", self.failure)
@@ -288,7 +290,7 @@ class CudaRecorder:
                 graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
             ):
                 body()
-        except Exception:
+        except BaseException:
             self._leave_pool()
             self._leave_recording()
             raise

@@ -60,7 +60,9 @@ def write_structure(network: NativeNetwork, dtype: torch.dtype) -> str:
 
     Raises:
         BuildError: the module has parts that cannot be built again elsewhere.
+        Unavailable: it has parts of another node's now, for example since a prompt is sampling with them.
     """
+    network.as_it_is()
     try:
         copy = plain_copy(
             network.module,

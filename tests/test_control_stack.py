@@ -12,6 +12,8 @@ from small_networks import CPU, network
 
 import_comfy()
 
+import comfy.model_sampling
+import comfy.samplers
 from comfy.controlnet import ControlNet, StrengthType
 from hybrid_trt.architectures.tensors import Profile, Range
 from hybrid_trt.engine_library import Library
@@ -181,3 +183,19 @@ def test_conditionings_that_share_a_control_still_share_it(stacks: Stacks) -> No
     assert nothing is None
     assert conds[0][0]["control"] is control, "the caller's own stay as they were"
     assert positive[0]["control"].strength == control.strength
+
+
+@pytest.mark.parametrize("scheduler", ["normal", "karras"])
+def test_ranges_end_in_the_very_step_in_which_comfyui_ends_them(scheduler: str) -> None:
+    """Bounds are Python's doubles and sigmas are float32: on a bound it decides how they are compared."""
+    on_a_bound = 0
+    sampling = comfy.model_sampling.ModelSamplingContinuousEDM()
+    sampling.set_parameters(0.002, 120.0, 1.0)
+    for steps in range(20, 42):
+        for sigma in comfy.samplers.calculate_sigmas(sampling, scheduler, steps)[:-1]:
+            for percent in (0.2, 0.25, 0.4, 0.5, 0.6, 0.75, 0.8):
+                bounds = (999999999.9, sampling.percent_to_sigma(percent))
+                natively = not (sigma > bounds[0] or sigma < bounds[1])
+                assert bool(control_stack._active([SimpleNamespace(timestep_range=bounds)], sigma[None])) is natively
+                on_a_bound += natively and float(sigma) < bounds[1]
+    assert on_a_bound > 0 or scheduler == "karras"

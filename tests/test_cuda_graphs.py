@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from small_networks import CPU
 
 import_comfy()
 
-from hybrid_trt.engine_sessions import failed_recording
+from comfy import model_management
+from hybrid_trt.engine_sessions import cuda_graphs, failed_recording
 from hybrid_trt.engine_sessions.cuda_graphs import GraphCache
 
 Tensors = Mapping[str, torch.Tensor]
@@ -240,3 +241,27 @@ def test_without_a_recorder_everything_runs_plainly() -> None:
         check(cache, x=random(2))
     assert len(cache) == 0
     assert cache.bytes == 0
+
+
+def test_a_recording_that_the_user_interrupts_is_cleaned_up_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go: list[BaseException] = []
+    monkeypatch.setattr(cuda_graphs, "let_go", lambda error, _device: let_go.append(error))
+    interrupted, recorder = [True], Recorder()
+
+    def record(body: Callable[[], None]) -> object:
+        if interrupted.pop() if interrupted else False:
+            raise model_management.InterruptProcessingException
+        return recorder(body)
+
+    graphs = GraphCache(CPU, recorder=record)
+    given = {"x": torch.ones(1, 64)}
+    graphs.run(double, given)
+    with pytest.raises(model_management.InterruptProcessingException):
+        graphs.run(double, given)
+    assert len(let_go) == 1
+    assert torch.equal(graphs.run(double, given)["out"], 2 * given["x"])
+    assert len(graphs) == 1
+
+
+def double(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"out": 2 * tensors["x"]}

@@ -1,0 +1,123 @@
+"""What other nodes leave on a model, or put on it without a patch: never a wrong image, nor native for longer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from pack import import_comfy
+
+import_comfy()
+
+import comfy.sd
+from hybrid_trt.backends import backends
+from hybrid_trt.engine_builder.build import build_engine, run_here
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import Library, Reason, Unavailable
+from hybrid_trt.native_model.network import NativeNetwork
+from patched import LIMIT, NAME, PROFILE, Patched, library_of, load, sampling_node
+from sampling import STEPS, error, sample
+
+PART = "diffusion_model.time_embed.1"
+
+
+@pytest.fixture(scope="module")
+def file(environment: Any) -> Path:
+    return tiny_models.make(environment.base / "models", [NAME])[NAME]
+
+
+@pytest.fixture(scope="module")
+def library(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """One with the engine of the plain model."""
+    return library_of(file, tmp_path_factory.mktemp("library"))
+
+
+def with_another_part(model: Any) -> Any:
+    other = model.clone()
+    other.add_object_patch(PART, torch.nn.GELU())
+    return other
+
+
+def with_a_bypassed_lora(model: Any) -> Any:
+    """As the node LoraLoaderBypass makes it."""
+    layer = next(name for name, _ in model.model.named_modules() if name.endswith("attn2.to_k"))
+    rows, columns = model.model.get_submodule(layer).weight.shape
+    generator = torch.Generator().manual_seed(3)
+    lora = {f"{layer}.lora_down.weight": torch.randn(4, columns, generator=generator),
+            f"{layer}.lora_up.weight": torch.randn(rows, 4, generator=generator)}
+    return comfy.sd.load_bypass_lora_for_models(model, None, lora, 1.0, 1.0)[0]
+
+
+@pytest.mark.parametrize("before", [with_another_part, with_a_bypassed_lora])
+def test_what_a_node_of_the_prompt_before_left_is_taken_back(file: Path, tmp_path: Path, before: Any) -> None:
+    reference, model = sample(load(file)), load(file)
+    assert error(sample(before(model)), reference) > 1e-2
+    patched = Patched(model, Library([tmp_path]), "torch")
+    assert error(patched.sample(), reference) <= LIMIT
+    assert patched.counts == (STEPS, 0)
+    other = before(model)
+    assert error(sample(other), reference) > 1e-2, "it has its own again"
+
+
+def test_nothing_is_built_of_what_is_anothers(file: Path, tmp_path: Path) -> None:
+    reference, model = sample(load(file)), load(file)
+    sample(with_another_part(model))
+    network = NativeNetwork.of_model(model, NAME)
+    order = BuildOrder(network, network.precision, PROFILE, backends()["onnxruntime"])
+    with pytest.raises(Unavailable, match=f"another node's {PART} lies on the model"):
+        build_engine(order, Library([tmp_path]), lambda *_: None, run=run_here)
+    network.without_what_was_left()  # as the engine node does
+    build_engine(order, Library([tmp_path]), lambda *_: None, run=run_here)
+    patched = Patched(load(file), Library([tmp_path]), "onnxruntime")
+    assert error(patched.sample(), reference) <= LIMIT
+    assert patched.counts == (STEPS, 0)
+
+
+def tiled(model: Any) -> None:
+    """Circular padding, put on the layers themselves, as packs for seamless tiles do."""
+
+    def conv_forward(self: Any, given: Any, weight: Any, bias: Any) -> Any:
+        given = torch.nn.functional.pad(given, self._reversed_padding_repeated_twice, mode="circular")
+        return torch.nn.functional.conv2d(given, weight, bias, self.stride, 0, self.dilation, self.groups)
+
+    for layer in model.model.modules():
+        if isinstance(layer, torch.nn.Conv2d):
+            layer._conv_forward = conv_forward.__get__(layer, torch.nn.Conv2d)
+
+
+def hooked(model: Any) -> None:
+    model.model.diffusion_model.time_embed.register_forward_hook(lambda _layer, _given, result: 0.5 * result)
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
+@pytest.mark.parametrize("change", [tiled, hooked])
+def test_layers_that_were_changed_in_place_are_natives(
+    file: Path, library: Library, backend: str, change: Any
+) -> None:
+    native = load(file)
+    change(native)
+    reference = sample(native)
+    model = load(file)
+    patched = Patched(model, library, backend)
+    patched.sample()
+    assert patched.counts == (STEPS, 0)
+    change(model)
+    assert error(patched.sample(), reference) <= LIMIT
+    assert patched.counts == (0, STEPS)
+    assert list(patched.handle.tally.reasons) == [Reason.MODEL_PATCHED.value]
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
+def test_a_weight_wrapper_behind_the_engine_node_acts_as_in_native(file: Path, library: Library, backend: str) -> None:
+    patched = Patched(load(file), library, backend)
+    model, native = patched.model.clone(), load(file)
+    for one in (model, native):
+        one.add_weight_wrapper("diffusion_model.input_blocks.0.0.weight", lambda weight: 0.5 * weight)
+    reference = sample(native)
+    with sampling_node():
+        latent = sample(model)
+    assert error(latent, reference) <= LIMIT
+    assert patched.counts == (0, STEPS)
