@@ -95,7 +95,8 @@ def _bind(layout: ResidualLayout, call: Mapping[str, Any]) -> EngineCall:
     return EngineCall(inputs, finish)
 
 
-_ARGUMENTS = frozenset(UNetArchitecture.arguments)
+_ARGUMENTS = frozenset({*UNetArchitecture.arguments, "crossattn_controlnet"})
+"""What a call may carry; the last one is a prompt for ControlNets alone, which native's UNet takes no notice of."""
 
 
 class _UNetFunction(torch.nn.Module):

@@ -121,3 +121,10 @@ def test_a_weight_wrapper_behind_the_engine_node_acts_as_in_native(file: Path, l
         latent = sample(model)
     assert error(latent, reference) <= LIMIT
     assert patched.counts == (0, STEPS)
+
+
+def test_a_prompt_for_controlnets_alone_leaves_the_unet_on_its_engine(file: Path, library: Library) -> None:
+    theirs = {"cross_attn_controlnet": torch.ones(1, 77, 768)}
+    patched = Patched(load(file), library)
+    assert error(patched.sample(**theirs), sample(load(file), **theirs)) <= LIMIT
+    assert patched.counts == (STEPS, 0)

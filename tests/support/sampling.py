@@ -24,10 +24,15 @@ def sample(
     control: ControlBase | None = None,
     sampler: str = "euler",
     size: tuple[int, int] = (8, 8),
+    **conditioning: object,
 ) -> torch.Tensor:
-    """A latent (``size``: height, width) sampled as KSampler does; ``step`` is called after each step."""
+    """A latent (``size``: height, width) sampled as KSampler does; ``step`` is called after each step.
+
+    ``conditioning`` are further entries of both conditionings.
+    """
     generator = torch.Generator().manual_seed(seed)
-    options = {} if control is None else {"control": control, "control_apply_to_uncond": False}
+    controls = {} if control is None else {"control": control, "control_apply_to_uncond": False}
+    options = {**conditioning, **controls}
     positive, negative = ([[torch.randn(1, 77, 768, generator=generator), dict(options)]] for _ in range(2))
     noise = torch.randn(1, 4, *size, generator=generator)
     with torch.inference_mode():
