@@ -36,9 +36,11 @@ const builder = new Builder(tracker, toast,
     (node) => inSight(app.canvas, node));
 const panel = new Panel(api, {
     toast, showLog, rebuild: (engine) => builder.rebuild(engine),
-    asked: () => [...tracker.asked.keys()].map((node) => node.title ?? node.type),
+    asked: () => tracker.present.filter(({ state }) => state.state === "asked").map(({ node }) => node.title ?? node.type),
     templates: () => app.extensionManager.command.execute("Comfy.BrowseTemplates"),
 });
+
+tracker.watchers.add(() => panel.waiting());
 
 async function showLog(job) {
     try {

@@ -24,6 +24,7 @@ export class Builder {
         this.begun = begun;
         this.inSight = inSight;
         this.told = new Set(); // jobs whose end was told
+        this.sent = new WeakMap(); // node -> the last prompt that this page sent for it
         this.ended = new Map(); // prompts that ended while the answer with their id was under way
     }
 
@@ -47,7 +48,7 @@ export class Builder {
 
     /** Cancel what some nodes wait for; a build that several wait for once. */
     async cancelAll(views) {
-        const waits = new Map(views.map((view) => [view.state.job?.id ?? this.tracker.asked.get(view.node), view]));
+        const waits = new Map(views.map((view) => [view.state.job?.id ?? this.tracker.ordersOf(view).join(), view]));
         try {
             for (const view of waits.values()) await this.#withdraw(view);
         } catch (failure) {
@@ -85,7 +86,7 @@ export class Builder {
      * @param {string} mark what the request begins with
      */
     async build(views, mark = "") {
-        const { api, asked } = this.tracker;
+        const { api, asked } = this.tracker, { sent } = this;
         for (const view of views) {
             view.show({ ...view.state, state: "asked", job: null });
             this.tracker.failures.delete(view.node);
@@ -99,7 +100,7 @@ export class Builder {
         });
         const answer = await response.json().catch(() => ({}));
         if (!response.ok) throw new Error(promptError(answer));
-        for (const { node } of views) asked.set(node, answer.prompt_id);
+        for (const { node } of views) for (const known of [asked, sent]) known.set(node, answer.prompt_id);
         this.tracker.stale = true;
         if (this.ended.has(answer.prompt_id)) await this.promptEnded(answer.prompt_id, this.ended.get(answer.prompt_id));
         else await this.tracker.refresh();
@@ -112,14 +113,13 @@ export class Builder {
     }
 
     async #withdraw(view) {
-        const { api, asked } = this.tracker;
+        const { api } = this.tracker;
         if (view.state.job) {
             await request(api, `/builds/${view.state.job.id}/cancel`, { method: "POST" });
-        } else if (asked.get(view.node)) {
-            const prompt = asked.get(view.node);
+        } else for (const prompt of this.tracker.ordersOf(view)) {
             await api.fetchApi("/queue", { method: "POST", body: JSON.stringify({ delete: [prompt] }) });
             await api.fetchApi("/interrupt", { method: "POST", body: JSON.stringify({ prompt_id: prompt }) });
-            for (const [node, id] of [...asked]) if (id === prompt) asked.delete(node);
+            this.tracker.isOver(prompt);
         }
     }
 
@@ -127,11 +127,13 @@ export class Builder {
     async promptEnded(promptId, failure) {
         if ([...this.tracker.asked.values()].includes("")) this.ended.set(promptId, failure);
         else this.ended.clear();
-        const nodes = [...this.tracker.asked].filter(([, id]) => id === promptId).map(([node]) => node);
-        for (const node of nodes) this.tracker.asked.delete(node);
-        if (nodes.length) await this.tracker.refresh();
-        const views = nodes.map((node) => this.tracker.views.get(node)).filter(Boolean);
-        if (failure && views.length) this.#failed(views, failure);
+        const ordered = (view) => this.sent.get(view.node) === promptId || view.state.orders?.includes(promptId);
+        const views = [...this.tracker.views.values()].filter(ordered);
+        if (!views.length) return;
+        this.tracker.isOver(promptId);
+        for (const { node } of views) this.sent.delete(node);
+        await this.tracker.refresh();
+        if (failure) this.#failed(views, failure);
     }
 
     /** The prompt that orders the engines of nodes. Only what they depend on is serialised. */

@@ -18,8 +18,9 @@ export class Tracker {
         this.api = api;
         /** @type {Map<any, import("./node_view.mjs").NodeView>} */
         this.views = new Map();
-        /** @type {Map<any, string>} node -> prompt that orders its build and has not run yet */
+        /** @type {Map<any, string>} node -> prompt that orders its build, "" until it has an id; then the server tells */
         this.asked = new Map();
+        this.over = new Set(); // prompts that have ended or were taken back, which ComfyUI's queue may still hold
         /** @type {Map<any, {key: string, text: string}>} node -> why its last build could not even be ordered */
         this.failures = new Map();
         /** @type {Map<any, number>} node -> when an event last told its state */
@@ -66,6 +67,18 @@ export class Tracker {
         if (this.waiting) this.soon();
     }
 
+    /** The prompts that are still to order the build of a view's node, whoever sent them. */
+    ordersOf(view) {
+        const sent = this.asked.get(view.node);
+        return [...new Set([...(view.state.orders ?? []), ...(sent ? [sent] : [])])];
+    }
+
+    /** A prompt orders nothing any more. */
+    isOver(prompt) {
+        this.over.add(prompt);
+        for (const [node, id] of this.asked) if (id === prompt) this.asked.delete(node);
+    }
+
     /** Ask for all states now. A server that does not answer leaves the nodes as they are: the page says so itself. */
     async refresh() {
         const turn = ++this.turn;
@@ -73,18 +86,20 @@ export class Tracker {
         if (this.stale) this.#look();
         const { found, ids, off, prompt } = this.seen;
         if (!found.length) return this.tell();
-        const nodes = [...ids.values()];
-        const answer = nodes.length
-            ? await request(this.api, "/nodes", { method: "POST", json: { prompt: ancestors(prompt, nodes), nodes } })
-            : { nodes: {} };
+        const nodes = [...ids.values()], queued = [...this.asked].filter(([, id]) => id);
+        const { nodes: answer = {}, orders = {} } = nodes.length || queued.length
+            ? await request(this.api, "/nodes", { method: "POST", json: { prompt: ancestors(prompt, nodes), nodes } }) : {};
         if (turn !== this.turn) return; // a later question is under way
+        for (const id of this.over) orders[id] ? delete orders[id] : this.over.delete(id);
+        // a node that gets its model only as ComfyUI queues has no key: its prompt alone can be looked for
+        for (const [node, id] of queued) if (ids.has(node) || !orders[id]) this.asked.delete(node);
         for (const node of found) {
             if (this.heard.get(node) > started) continue; // the answer is older than the event
-            const id = ids.get(node), told = answer.nodes[id];
-            const whenMissing = prompt[id]?.inputs.when_missing;
+            const id = ids.get(node), told = answer[id];
             const state = told && {
-                ...told, whenMissing, latents: latentsFor(prompt, id), misfit: misfitOf(prompt, id, told),
-                uncompiled: uncompiledOf(prompt, id, told),
+                ...told, whenMissing: prompt[id]?.inputs.when_missing, latents: latentsFor(prompt, id),
+                misfit: misfitOf(prompt, id, told), uncompiled: uncompiledOf(prompt, id, told),
+                orders: Object.keys(orders).filter((one) => orders[one].includes(told.key)),
             };
             this.#apply(node, state || { state: off.has(node) ? "off" : "unwired", key: "" });
         }
@@ -140,7 +155,7 @@ export class Tracker {
     }
 
     #apply(node, state) {
-        const waiting = this.asked.has(node) && !["queued", "building"].includes(state.state);
+        const waiting = (this.asked.has(node) || state.orders?.length) && !["queued", "building"].includes(state.state);
         const failure = this.failures.get(node);
         if (failure && (failure.key !== state.key || !["unknown", "none"].includes(state.state))) this.failures.delete(node);
         else if (failure && !waiting) state = { ...state, state: "failed", text: failure.text, job: null };

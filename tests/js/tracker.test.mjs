@@ -1,26 +1,29 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { setTimeout as wait } from "node:timers/promises";
+import { Builder } from "../../js/lib/build.mjs";
 import { Tracker } from "../../js/lib/tracker.mjs";
 
 const SOON = 400;
 
 /** A tracker on one engine node with a model, which counts its looks at the graph and its questions. */
 function tracked() {
-    const count = { looks: 0, questions: 0 };
+    const count = { looks: 0, questions: 0 }, server = { orders: {}, posts: [] };
     const links = new Map([[0, { origin_id: 1, origin_slot: 0 }]]);
     const graph = { getLink: (id) => links.get(id), getNodeById: () => loader };
     const loader = { id: 1, comfyClass: "Loader", inputs: [], graph };
     const node = { id: 2, comfyClass: "TRTUNetEngine", inputs: [{ name: "model", type: "MODEL", link: 0 }], graph };
     const root = { get nodes() { count.looks += 0.5; return [loader, node]; } }; // once for engine nodes, once for the prompt
-    const api = { fetchApi: async () => {
+    const api = { fetchApi: async (path, { body } = {}) => {
+        if (path === "/prompt") return { ok: true, json: async () => ({ prompt_id: "p" }) };
+        if (!path.endsWith("/nodes")) return server.posts.push([path, JSON.parse(body)]);
         count.questions += 1;
-        return { ok: true, json: async () => ({ nodes: { 2: { state: "none", key: "k" } } }) };
+        return { ok: true, json: async () => ({ nodes: { 2: { state: "none", key: "k" } }, orders: { ...server.orders } }) };
     } };
     const tracker = new Tracker({ rootGraph: root }, api);
     const shown = [];
-    tracker.views.set(node, { node, key: "", state: {}, show(state) { this.key = state.key; shown.push(state.state); } });
-    return { tracker, count, shown };
+    tracker.views.set(node, { node, key: "", state: {}, show(state) { this.key = state.key; this.state = state; shown.push(state.state); } });
+    return { tracker, count, shown, server };
 }
 
 test("the graph is looked at when it may have changed, however often that is said, and the server is asked otherwise", async () => {
@@ -69,4 +72,42 @@ test("the progress of a build for nobody here asks once, its end once more", asy
     tracker.hear({ id: "j", keys: ["other"], state: "done" });
     await wait(SOON);
     assert.deepEqual(count, { looks: 1, questions: 3 });
+});
+
+test("what was ordered is what the server's queue says, once a prompt is in it", async () => {
+    const { tracker, shown, server } = tracked(), builder = new Builder(tracker, () => {});
+    const [view] = tracker.views.values();
+    server.orders = { p: ["k"] };
+    await builder.press(view);
+    assert.deepEqual([view.state.state, tracker.asked.size], ["asked", 0]);
+    server.orders = {}; // taken out of the queue, or the server has restarted
+    await tracker.refresh();
+    assert.deepEqual(shown, ["asked", "asked", "none"]);
+    await builder.press(view); // in no queue when the page asks: it was quick
+    assert.deepEqual([view.state.state, tracker.asked.size], ["none", 0]);
+});
+
+test("what another tab ordered is seen, and cancelled at once although the queue holds its prompt a while", async () => {
+    const { tracker, server } = tracked(), builder = new Builder(tracker, () => {}), [view] = tracker.views.values();
+    server.orders = { other: ["another key"], theirs: ["k", "another key"] };
+    await tracker.refresh();
+    assert.equal(view.state.state, "asked");
+    await builder.cancelAll([view]);
+    assert.deepEqual(server.posts, [["/queue", { delete: ["theirs"] }], ["/interrupt", { prompt_id: "theirs" }]]);
+    assert.equal(view.state.state, "none");
+    server.orders = {};
+    await tracker.refresh();
+    assert.equal(tracker.over.size, 0);
+});
+
+test("a node says why its order failed, also when its workflow was opened anew meanwhile, or the queue was quicker", async () => {
+    for (const orders of [{ p: ["k"] }, {}]) {
+        const { tracker, server } = tracked(), builder = new Builder(tracker, () => {}), [view] = tracker.views.values();
+        server.orders = orders;
+        await (orders.p ? tracker.refresh() : builder.press(view));
+        await builder.promptEnded("p", "no such file");
+        assert.deepEqual([view.state.state, view.state.text], ["failed", "no such file"]);
+        await tracker.refresh();
+        assert.equal(view.state.state, "failed");
+    }
 });
