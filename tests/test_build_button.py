@@ -55,6 +55,18 @@ EDIT = """steps => {
 AWAY = """async () => { window.__left = app.extensionManager.workflow.activeWorkflow;
     await app.extensionManager.command.execute('Comfy.NewBlankWorkflow'); return app.graph.nodes.length; }"""
 LEFT = "() => window.__left.filename"
+#: A ControlNet's engine node in a subgraph that is used for another ControlNet too, in place of that one's own node.
+TWICE = """([title, another]) => { const g = app.graph, find = name => g.nodes.find(n => n.title === name);
+    g.convertToSubgraph(new Set([find(title)]));
+    const first = g.nodes.find(n => n.isSubgraphNode?.()), other = find(another);
+    const second = LiteGraph.createNode(first.type);
+    g.add(second);
+    other.getInputNode(0).connect(0, second, 0);
+    for (const link of [...other.outputs[0].links].map(id => g.getLink(id)))
+        second.connect(0, g.getNodeById(link.target_id), link.target_slot);
+    g.remove(other);
+    app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState();
+    return [first, second].map(outer => `${outer.id}:${first.subgraph.nodes[0].id}`); }"""
 NET_1, NET_2 = "TRT ControlNet Engine 1", "TRT ControlNet Engine 2"
 
 
@@ -249,6 +261,30 @@ def test_an_order_lasts_as_long_as_its_prompt_in_the_queue_whatever_the_page_sho
         page.click(net)  # cancels what the view before it ordered
         page.wait_for(net, "unknown", "none", timeout=5)
         assert comfy.get("/queue")["queue_pending"] == []
+
+
+def test_each_use_of_a_subgraph_is_counted_ordered_and_cancelled(
+    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
+) -> None:
+    if page.page.vue:
+        pytest.skip("The panel is the same in both modes.")
+    no_engines(comfy)
+    made, raw = workflow(object_info, max_size=536), page.page.page
+    load(page, made)
+    uses = raw.evaluate(TWICE, [NET_1, NET_2])
+    raw.get_by_role("button", name="TRT engines").click()
+    view = raw.locator(".hybrid-trt-sidebar .hybrid-trt-workflow")
+    with busy(comfy, made, object_info):
+        view.get_by_role("button", name="Build 3 missing engines").click()
+        view.get_by_text("Building: 3 of 3 engines left").wait_for()
+        (waiting,) = comfy.get("/queue")["queue_pending"]
+        ordered = {node for node, entry in waiting[2].items() if "build_request" in entry["inputs"]}
+        assert ordered > set(uses)
+        assert len(ordered) == 3
+        view.get_by_role("button", name="Cancel").click()
+        view.get_by_text("3 of 3 engines are missing").wait_for()
+        assert comfy.get("/queue")["queue_pending"] == []
+    raw.get_by_role("button", name="TRT engines").click()
 
 
 def test_looking_at_the_graph_serialises_nothing_and_is_done_only_when_it_changed(

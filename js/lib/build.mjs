@@ -6,7 +6,8 @@ import { Look } from "./look.mjs";
 import { applyPreset, sizesOf } from "./presets.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
-import { duration, error, lacksSizes, size } from "./words.mjs";
+import { changedUses, usesOf, wantedUses } from "./uses.mjs";
+import { BUSY, duration, error, lacksSizes, size } from "./words.mjs";
 
 /** Words in a request, which the server's `node_key` knows: the page shows the build itself; builds nothing anew. */
 const FROM_PAGE = "page ", MISSING_ONLY = "missing ";
@@ -48,9 +49,9 @@ export class Builder {
 
     /** Cancel what some nodes wait for; a build that several wait for once. */
     async cancelAll(views) {
-        const waits = new Map(views.map((view) => [view.state.job?.id ?? this.tracker.ordersOf(view).join(), view]));
+        const cancelled = new Set();
         try {
-            for (const view of waits.values()) await this.#withdraw(view);
+            for (const view of views) await this.#withdraw(view, cancelled);
         } catch (failure) {
             this.toast("error", t("panel"), failure.message);
         }
@@ -73,7 +74,7 @@ export class Builder {
         const type = engine.kind === "unet" ? "TRTUNetEngine" : "TRTControlNetEngine";
         const views = engineNodes(this.tracker.root()).map(({ node }) => this.tracker.views.get(node))
             .filter((view) => view?.node.comfyClass === type);
-        const view = views.find(({ state }) => state.engine?.names?.includes(engine.name))
+        const view = views.find(({ state }) => usesOf(state).some((use) => use.engine?.names?.includes(engine.name)))
             ?? views.find(({ state }) => !state.engine && state.label === engine.label);
         if (!view) return false;
         if (!view.busy) await this.press(view);
@@ -87,13 +88,15 @@ export class Builder {
      */
     async build(views, mark = "") {
         const { api, asked } = this.tracker, { sent } = this;
+        const wanted = new Map(views.map(({ node, state }) => [node, wantedUses(state).map(({ id }) => id)]));
         for (const view of views) {
-            view.show({ ...view.state, state: "asked", job: null });
+            const asks = ({ id }) => wanted.get(view.node).includes(id);
+            view.show(changedUses(view.state, (use) => (asks(use) ? { ...use, state: "asked", job: null } : use)));
             this.tracker.failures.delete(view.node);
         }
-        this.tracker.tell();
-        const prompt = await this.#prompt(views.map(({ node }) => node), mark);
         for (const { node } of views) asked.set(node, "");
+        this.tracker.tell();
+        const prompt = await this.#prompt(wanted, mark);
         const response = await api.fetchApi("/prompt", {
             method: "POST", headers: { "Content-Type": "application/json" },
             body: JSON.stringify({ prompt, client_id: api.clientId }),
@@ -112,11 +115,14 @@ export class Builder {
         await this.tracker.refresh();
     }
 
-    async #withdraw(view) {
-        const { api } = this.tracker;
-        if (view.state.job) {
-            await request(api, `/builds/${view.state.job.id}/cancel`, { method: "POST" });
-        } else for (const prompt of this.tracker.ordersOf(view)) {
+    /** @param {Set<string>} cancelled the jobs that need no second word */
+    async #withdraw(view, cancelled = new Set()) {
+        const { api } = this.tracker, waits = usesOf(view.state).filter(({ state }) => BUSY.includes(state));
+        for (const { job } of waits) if (job && !cancelled.has(job.id)) {
+            cancelled.add(job.id);
+            await request(api, `/builds/${job.id}/cancel`, { method: "POST" });
+        }
+        if (waits.some(({ job }) => !job)) for (const prompt of this.tracker.ordersOf(view)) {
             await api.fetchApi("/queue", { method: "POST", body: JSON.stringify({ delete: [prompt] }) });
             await api.fetchApi("/interrupt", { method: "POST", body: JSON.stringify({ prompt_id: prompt }) });
             this.tracker.isOver(prompt);
@@ -127,7 +133,7 @@ export class Builder {
     async promptEnded(promptId, failure) {
         if ([...this.tracker.asked.values()].includes("")) this.ended.set(promptId, failure);
         else this.ended.clear();
-        const ordered = (view) => this.sent.get(view.node) === promptId || view.state.orders?.includes(promptId);
+        const ordered = (view) => this.sent.get(view.node) === promptId || this.tracker.ordersOf(view).includes(promptId);
         const views = [...this.tracker.views.values()].filter(ordered);
         if (!views.length) return;
         this.tracker.isOver(promptId);
@@ -136,16 +142,21 @@ export class Builder {
         if (failure) this.#failed(views, failure);
     }
 
-    /** The prompt that orders the engines of nodes. Only what they depend on is serialised. */
-    async #prompt(nodes, mark) {
+    /**
+     * The prompt that orders the engines of nodes. Only what they depend on is serialised.
+     * @param {Map<any, string[]>} wanted node -> the ids of its uses, as of the last look
+     */
+    async #prompt(wanted, mark) {
         const { app } = this.tracker;
-        const found = engineNodes(this.tracker.root());
         const look = new Look(this.tracker.root());
         const whole = look.prompt([]);
-        const ids = nodes.map((node) => found.find((one) => one.node === node)?.ids.find((id) => whole[id])).filter(Boolean);
+        const ids = engineNodes(this.tracker.root()).filter(({ node }) => wanted.has(node)).flatMap(({ node, ids }) => {
+            const there = ids.filter((id) => whole[id]), known = there.filter((id) => wanted.get(node).includes(id));
+            return known.length ? known : there;
+        });
         if (!ids.length) throw new Error(t("offHint"));
         // other packs may wire a node while ComfyUI serialises, and only then
-        const part = nodes.every(isWired) ? await look.serialised(ids) : (await app.graphToPrompt()).output;
+        const part = [...wanted.keys()].every(isWired) ? await look.serialised(ids) : (await app.graphToPrompt()).output;
         const request = FROM_PAGE + mark + (crypto.randomUUID?.() ?? String(Math.random()));
         return buildPrompt(part, ids, request, (id) => pictureWords(whole, id));
     }
@@ -166,8 +177,10 @@ export class Builder {
 
     /** Show why a build could not be ordered, until another one is. */
     #show(view, text) {
-        this.tracker.failures.set(view.node, { key: view.key, text });
-        view.show({ ...view.state, state: "failed", text, job: null });
+        const uses = usesOf(view.state), lacking = uses.filter(({ state }) => !["ready", "queued", "building"].includes(state));
+        const keys = (lacking.length ? lacking : uses).map(({ key }) => key);
+        this.tracker.failures.set(view.node, { keys, text });
+        view.show(changedUses(view.state, (use) => (keys.includes(use.key) ? { ...use, state: "failed", text, job: null } : use)));
     }
 
     /** A job has changed; its end is told once. */
@@ -179,7 +192,7 @@ export class Builder {
         await this.tracker.refresh();
         if (job.state === "failed") this.#tellFailure(views, job.message);
         if (job.state === "cancelled") this.toast("info", t("cancelledToast"), job.label);
-        const engine = views[0].state.engine;
+        const engine = views.flatMap(({ state }) => usesOf(state)).find(({ key }) => job.keys.includes(key))?.engine;
         if (job.state === "done" && engine) {
             const words = { label: job.label, size: size(engine.bytes), seconds: duration(job.seconds), error: error(engine.rel_err) };
             this.toast("success", t("built"), t("builtDetail", words));

@@ -5,6 +5,7 @@ import { latentsFor, misfitOf, uncompiledOf } from "./fit.mjs";
 import { ancestors, engineNodes, isLink, isWired } from "./graph.mjs";
 import { Look } from "./look.mjs";
 import { request } from "./server.mjs";
+import { changedUses, together, usesOf } from "./uses.mjs";
 
 const PATIENCE = 250;
 
@@ -21,7 +22,7 @@ export class Tracker {
         /** @type {Map<any, string>} node -> prompt that orders its build, "" until it has an id; then the server tells */
         this.asked = new Map();
         this.over = new Set(); // prompts that have ended or were taken back, which ComfyUI's queue may still hold
-        /** @type {Map<any, {key: string, text: string}>} node -> why its last build could not even be ordered */
+        /** @type {Map<any, {keys: string[], text: string}>} node -> why its last build could not even be ordered */
         this.failures = new Map();
         /** @type {Map<any, number>} node -> when an event last told its state */
         this.heard = new Map();
@@ -69,8 +70,8 @@ export class Tracker {
 
     /** The prompts that are still to order the build of a view's node, whoever sent them. */
     ordersOf(view) {
-        const sent = this.asked.get(view.node);
-        return [...new Set([...(view.state.orders ?? []), ...(sent ? [sent] : [])])];
+        const found = usesOf(view.state).flatMap(({ orders }) => orders ?? []), sent = this.asked.get(view.node);
+        return [...new Set(sent ? [...found, sent] : found)].filter((prompt) => !this.over.has(prompt));
     }
 
     /** A prompt orders nothing any more. */
@@ -86,7 +87,7 @@ export class Tracker {
         if (this.stale) this.#look();
         const { found, ids, off, prompt } = this.seen;
         if (!found.length) return this.tell();
-        const nodes = [...ids.values()], queued = [...this.asked].filter(([, id]) => id);
+        const nodes = [...ids.values()].flat(), queued = [...this.asked].filter(([, id]) => id);
         const { nodes: answer = {}, orders = {} } = nodes.length || queued.length
             ? await request(this.api, "/nodes", { method: "POST", json: { prompt: ancestors(prompt, nodes), nodes } }) : {};
         if (turn !== this.turn) return; // a later question is under way
@@ -95,13 +96,14 @@ export class Tracker {
         for (const [node, id] of queued) if (ids.has(node) || !orders[id]) this.asked.delete(node);
         for (const node of found) {
             if (this.heard.get(node) > started) continue; // the answer is older than the event
-            const id = ids.get(node), told = answer[id];
-            const state = told && {
-                ...told, whenMissing: prompt[id]?.inputs.when_missing, latents: latentsFor(prompt, id),
-                misfit: misfitOf(prompt, id, told), uncompiled: uncompiledOf(prompt, id, told),
-                orders: Object.keys(orders).filter((one) => orders[one].includes(told.key)),
-            };
-            this.#apply(node, state || { state: off.has(node) ? "off" : "unwired", key: "" });
+            const told = (ids.get(node) ?? []).filter((id) => answer[id]);
+            const latents = told.flatMap((id) => latentsFor(prompt, id)); // its settings are for all of them
+            const uses = told.map((id) => ({
+                ...answer[id], id, whenMissing: prompt[id].inputs.when_missing, latents,
+                misfit: misfitOf(prompt, id, answer[id]), uncompiled: uncompiledOf(prompt, id, answer[id]),
+                orders: Object.keys(orders).filter((one) => orders[one].includes(answer[id].key)),
+            }));
+            this.#apply(node, uses.length ? uses : [{ state: off.has(node) ? "off" : "unwired", key: "" }]);
         }
         this.tell();
     }
@@ -109,7 +111,7 @@ export class Tracker {
     /** ComfyUI has queued a prompt: what its serialisers gave is part of the keys from now on. */
     queued(output) {
         if (!this.views.size) return;
-        new Look(this.root()).learn(output, this.seen.ids.values());
+        new Look(this.root()).learn(output, [...this.seen.ids.values()].flat());
         this.changed();
     }
 
@@ -119,12 +121,13 @@ export class Tracker {
      * @returns {import("./node_view.mjs").NodeView[]} the views of these nodes
      */
     hear(job) {
-        const views = [...this.views.values()].filter((view) => view.key && job.keys.includes(view.key));
+        const waits = ({ key }) => key && job.keys.includes(key);
+        const views = [...this.views.values()].filter(({ state }) => usesOf(state).some(waits));
         if (["queued", "running"].includes(job.state)) {
             const state = job.state === "running" ? "building" : "queued";
             for (const view of views) {
                 this.heard.set(view.node, performance.now());
-                view.show({ ...view.state, state, job, text: "" });
+                view.show(changedUses(view.state, (use) => (waits(use) ? { ...use, state, job, text: "" } : use)));
             }
             if (views.length) this.tell();
         }
@@ -144,22 +147,26 @@ export class Tracker {
         const found = engineNodes(this.root()).filter(({ node }) => this.views.has(node));
         this.#forget(found);
         const prompt = found.length ? new Look(this.root()).prompt(found.flatMap(({ ids }) => ids)) : {};
-        const wired = ({ node, ids }) => ids.find((id) => isLink(prompt[id]?.inputs[node.inputs[0].name]));
+        const wired = ({ node, ids }) => ids.filter((id) => isLink(prompt[id]?.inputs[node.inputs[0].name]));
         const isOff = ({ node, ids }) => isWired(node) && !ids.some((id) => prompt[id]);
         this.seen = {
             found: found.map(({ node }) => node), prompt,
-            ids: new Map(found.map((one) => [one.node, wired(one)]).filter(([, id]) => id !== undefined)),
+            ids: new Map(found.map((one) => [one.node, wired(one)]).filter(([, uses]) => uses.length)),
             off: new Set(found.filter(isOff).map(({ node }) => node)),
         };
         this.stale = false;
     }
 
-    #apply(node, state) {
-        const waiting = (this.asked.has(node) || state.orders?.length) && !["queued", "building"].includes(state.state);
-        const failure = this.failures.get(node);
-        if (failure && (failure.key !== state.key || !["unknown", "none"].includes(state.state))) this.failures.delete(node);
-        else if (failure && !waiting) state = { ...state, state: "failed", text: failure.text, job: null };
-        this.views.get(node).show(waiting ? { ...state, state: "asked", job: null } : state);
+    #apply(node, uses) {
+        const view = this.views.get(node), failure = this.failures.get(node);
+        const pressed = (use) => this.asked.has(node) && usesOf(view.state).some(({ id, state }) => id === use.id && state === "asked");
+        const failed = (use) => failure?.keys.includes(use.key) && ["unknown", "none"].includes(use.state);
+        const waits = (use) => (pressed(use) || use.orders?.length) && !["queued", "building"].includes(use.state);
+        if (!uses.some(failed)) this.failures.delete(node);
+        view.show(together(uses.map((use) => {
+            if (waits(use)) return { ...use, state: "asked", job: null };
+            return failed(use) ? { ...use, state: "failed", text: failure.text, job: null } : use;
+        })));
     }
 
     #forget(found) {

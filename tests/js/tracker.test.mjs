@@ -3,6 +3,8 @@ import { test } from "node:test";
 import { setTimeout as wait } from "node:timers/promises";
 import { Builder } from "../../js/lib/build.mjs";
 import { Tracker } from "../../js/lib/tracker.mjs";
+import { together, usesOf } from "../../js/lib/uses.mjs";
+import { needs } from "../../js/lib/workflow.mjs";
 
 const SOON = 400;
 
@@ -110,4 +112,41 @@ test("a node says why its order failed, also when its workflow was opened anew m
         await tracker.refresh();
         assert.equal(view.state.state, "failed");
     }
+});
+
+test("a node of a subgraph that is used twice shows the worse of its two engines, and both are ordered, counted, heard of", async () => {
+    const told = { "7:2": { state: "ready", key: "a", engine: { covers: true } }, "8:2": { state: "none", key: "b" } };
+    const graph = { getLink: (id) => links.get(id), getNodeById: (id) => subgraph.nodes.find((node) => node.id === id) };
+    const links = new Map([[0, { origin_id: 1, origin_slot: 0 }]]), posts = [];
+    const loader = { id: 1, comfyClass: "Loader", inputs: [], graph };
+    const node = { id: 2, comfyClass: "TRTUNetEngine", inputs: [{ name: "model", type: "MODEL", link: 0 }], graph };
+    const subgraph = { nodes: [loader, node] };
+    const uses = [7, 8].map((id) => ({ id, inputs: [], subgraph, isSubgraphNode: () => true }));
+    const tracker = new Tracker({ rootGraph: { nodes: uses } }, { fetchApi: async (path, { body }) => {
+        const sent = JSON.parse(body);
+        posts.push(path === "/prompt" ? Object.keys(sent.prompt).sort() : sent.nodes);
+        return { ok: true, json: async () => (path === "/prompt" ? { prompt_id: "p" } : { nodes: told, orders: {} }) };
+    } });
+    const view = { node, state: {}, show(state) { this.state = state; } };
+    const states = () => usesOf(view.state).map(({ state, key }) => `${key} ${state}`);
+    tracker.views.set(node, view);
+    await tracker.refresh();
+    assert.deepEqual([posts.pop(), states()], [["7:2", "8:2"], ["b none", "a ready"]]);
+    assert.deepEqual(needs(usesOf(view.state)), { ready: 1, missing: 1, busy: 0, total: 2, seconds: null });
+
+    const builder = new Builder(tracker, () => {});
+    await builder.build([view]);
+    assert.deepEqual(posts[0], ["8:1", "8:2", "hybrid_trt_build"], "what is there is not built again beside what is not");
+    tracker.hear({ id: "j", keys: ["a"], state: "running", percent: 1 });
+    assert.deepEqual(states(), ["a building", "b none"]);
+    told["7:2"].state = "none";
+    await tracker.refresh();
+    posts.length = 0;
+    await builder.build([view]);
+    assert.deepEqual(posts[0], ["7:1", "7:2", "8:1", "8:2", "hybrid_trt_build", "hybrid_trt_build_1"]);
+    told["7:2"].key = "b"; // the same model in both
+    await tracker.refresh();
+    assert.deepEqual(states(), ["b none"]);
+    const [fits, misfit] = [undefined, {}].map((misfit) => ({ state: "none", key: "b", misfit }));
+    assert.deepEqual([together([fits, misfit]), together([misfit, fits])], [misfit, misfit], "that the other does not fit is told");
 });
