@@ -67,6 +67,8 @@ TWICE = """([title, another]) => { const g = app.graph, find = name => g.nodes.f
     g.remove(other);
     app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState();
     return [first, second].map(outer => `${outer.id}:${first.subgraph.nodes[0].id}`); }"""
+#: What the page's only tracker is made after.
+TRACKER = "import('/extensions/hybrid-trt/lib/tracker.mjs').then(({ Tracker }) => Tracker.prototype)"
 NET_1, NET_2 = "TRT ControlNet Engine 1", "TRT ControlNet Engine 2"
 
 
@@ -285,6 +287,22 @@ def test_each_use_of_a_subgraph_is_counted_ordered_and_cancelled(
         view.get_by_text("3 of 3 engines are missing").wait_for()
         assert comfy.get("/queue")["queue_pending"] == []
     raw.get_by_role("button", name="TRT engines").click()
+
+
+def test_nothing_is_kept_of_the_nodes_of_workflows_that_were_left(
+    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
+) -> None:
+    raw, made = page.page.page, workflow(object_info)
+    for _ in range(4):
+        load(page, made)
+    raw.wait_for_timeout(600)
+    session = raw.context.new_cdp_session(raw)
+    prototype = session.send("Runtime.evaluate", {"expression": TRACKER, "awaitPromise": True})["result"]["objectId"]
+    found = session.send("Runtime.queryObjects", {"prototypeObjectId": prototype})["objects"]["objectId"]
+    read = {"objectId": found, "functionDeclaration": "function() { return this[0].views.size; }"}
+    count = session.send("Runtime.callFunctionOn", read)["result"]["value"]
+    session.detach()
+    assert count == 3, "those of the open workflow"
 
 
 def test_looking_at_the_graph_serialises_nothing_and_is_done_only_when_it_changed(

@@ -25,6 +25,7 @@ export class Builder {
         this.begun = begun;
         this.inSight = inSight;
         this.told = new Set(); // jobs whose end was told
+        this.ours = new Set(); // keys of what was ordered or heard of here, whose end is told although the workflow was left
         this.sent = new WeakMap(); // node -> the last prompt that this page sent for it
         this.ended = new Map(); // prompts that ended while the answer with their id was under way
     }
@@ -92,6 +93,7 @@ export class Builder {
         for (const view of views) {
             const asks = ({ id }) => wanted.get(view.node).includes(id);
             view.show(changedUses(view.state, (use) => (asks(use) ? { ...use, state: "asked", job: null } : use)));
+            for (const { key } of usesOf(view.state).filter(asks)) if (key) this.ours.add(key);
             this.tracker.failures.delete(view.node);
         }
         for (const { node } of views) asked.set(node, "");
@@ -187,16 +189,31 @@ export class Builder {
     async hear(job) {
         const views = this.tracker.hear(job);
         if (views.length && job.state === "running") this.begun();
-        if (!["done", "failed", "cancelled"].includes(job.state) || this.told.has(job.id) || !views.length) return;
+        if (views.length) for (const key of job.keys) this.ours.add(key);
+        const ours = job.keys.some((key) => this.ours.has(key));
+        if (!["done", "failed", "cancelled"].includes(job.state) || this.told.has(job.id) || !ours) return;
         this.told.add(job.id);
+        for (const key of job.keys) this.ours.delete(key);
         await this.tracker.refresh();
-        if (job.state === "failed") this.#tellFailure(views, job.message);
+        if (job.state === "failed") this.#tellFailure(this.tracker.waitingFor(job), job.message);
         if (job.state === "cancelled") this.toast("info", t("cancelledToast"), job.label);
-        const engine = views.flatMap(({ state }) => usesOf(state)).find(({ key }) => job.keys.includes(key))?.engine;
-        if (job.state === "done" && engine) {
+        const engine = job.state === "done" && (this.#engineOf(job) ?? await this.#inLibrary(job));
+        if (engine) {
             const words = { label: job.label, size: size(engine.bytes), seconds: duration(job.seconds), error: error(engine.rel_err) };
             this.toast("success", t("built"), t("builtDetail", words));
         }
+    }
+
+    /** The engine of a job that has ended well, as a node that waited for it has it. */
+    #engineOf(job) {
+        const uses = this.tracker.waitingFor(job).flatMap(({ state }) => usesOf(state));
+        return uses.find(({ key, engine }) => engine && job.keys.includes(key))?.engine;
+    }
+
+    /** It as the library has it, when the nodes that waited for it were left. */
+    async #inLibrary(job) {
+        const { engines } = await request(this.tracker.api, "/engines");
+        return engines.find(({ name }) => name === job.engine);
     }
 }
 

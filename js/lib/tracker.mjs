@@ -36,7 +36,7 @@ export class Tracker {
         this.seen = { found: [], ids: new Map(), off: new Set(), prompt: {} };
     }
 
-    /** The views of the open workflow's engine nodes, as of the last look; a workflow that was left may still have some. */
+    /** The views of the open workflow's engine nodes, as of the last look; others are made, or were left since it. */
     get present() {
         return this.seen.found.map((node) => this.views.get(node)).filter(Boolean);
     }
@@ -121,8 +121,7 @@ export class Tracker {
      * @returns {import("./node_view.mjs").NodeView[]} the views of these nodes
      */
     hear(job) {
-        const waits = ({ key }) => key && job.keys.includes(key);
-        const views = [...this.views.values()].filter(({ state }) => usesOf(state).some(waits));
+        const waits = ({ key }) => key && job.keys.includes(key), views = this.waitingFor(job);
         if (["queued", "running"].includes(job.state)) {
             const state = job.state === "running" ? "building" : "queued";
             for (const view of views) {
@@ -135,6 +134,11 @@ export class Tracker {
         if (!alive || (!views.length && !this.jobs.has(job.id))) this.soon();
         this.jobs.add(job.id);
         return views;
+    }
+
+    /** The views of the nodes that wait for a job. */
+    waitingFor({ keys }) {
+        return this.present.filter(({ state }) => usesOf(state).some(({ key }) => key && keys.includes(key)));
     }
 
     /** The outermost graph, whatever subgraph is open. */
@@ -169,10 +173,17 @@ export class Tracker {
         })));
     }
 
+    /** Forget the nodes that were left: those that the last look found and this one does not, and those in no graph of ours. */
     #forget(found) {
-        const alive = new Set(found.map(({ node }) => node));
-        for (const node of this.views.keys()) if (!alive.has(node) && !node.graph) {
+        const alive = new Set(found.map(({ node }) => node)), before = new Set(this.seen.found);
+        for (const node of this.views.keys()) if (!alive.has(node) && (before.has(node) || !this.#holds(node))) {
             for (const known of [this.views, this.asked, this.failures, this.heard]) known.delete(node);
         }
+    }
+
+    /** Whether a node is in the open workflow's graphs: one that was cleared leaves its nodes their `graph`. */
+    #holds(node) {
+        const { graph } = node, root = this.root();
+        return Boolean(graph) && (graph === root || root?.subgraphs?.get(graph.id) === graph) && graph.getNodeById(node.id) === node;
     }
 }

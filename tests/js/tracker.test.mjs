@@ -10,22 +10,23 @@ const SOON = 400;
 
 /** A tracker on one engine node with a model, which counts its looks at the graph and its questions. */
 function tracked() {
-    const count = { looks: 0, questions: 0 }, server = { orders: {}, posts: [] };
+    const count = { looks: 0, questions: 0 }, server = { orders: {}, posts: [], node: { state: "none", key: "k" } };
     const links = new Map([[0, { origin_id: 1, origin_slot: 0 }]]);
     const graph = { getLink: (id) => links.get(id), getNodeById: () => loader };
     const loader = { id: 1, comfyClass: "Loader", inputs: [], graph };
     const node = { id: 2, comfyClass: "TRTUNetEngine", inputs: [{ name: "model", type: "MODEL", link: 0 }], graph };
-    const root = { get nodes() { count.looks += 0.5; return [loader, node]; } }; // once for engine nodes, once for the prompt
+    const root = { found: [loader, node], get nodes() { count.looks += 0.5; return this.found; } }; // once for engine nodes, once for the prompt
     const api = { fetchApi: async (path, { body } = {}) => {
         if (path === "/prompt") return { ok: true, json: async () => ({ prompt_id: "p" }) };
+        if (path.endsWith("/engines")) return { ok: true, json: async () => ({ engines: [{ name: "other" }, server.node.engine] }) };
         if (!path.endsWith("/nodes")) return server.posts.push([path, JSON.parse(body)]);
         count.questions += 1;
-        return { ok: true, json: async () => ({ nodes: { 2: { state: "none", key: "k" } }, orders: { ...server.orders } }) };
+        return { ok: true, json: async () => ({ nodes: { 2: server.node }, orders: { ...server.orders } }) };
     } };
     const tracker = new Tracker({ rootGraph: root }, api);
     const shown = [];
     tracker.views.set(node, { node, key: "", state: {}, show(state) { this.key = state.key; this.state = state; shown.push(state.state); } });
-    return { tracker, count, shown, server };
+    return { tracker, count, shown, server, root };
 }
 
 test("the graph is looked at when it may have changed, however often that is said, and the server is asked otherwise", async () => {
@@ -38,13 +39,49 @@ test("the graph is looked at when it may have changed, however often that is sai
     assert.deepEqual(count, { looks: 1, questions: 2 });
 });
 
-test("nodes of a workflow that was left do not count as those of the open one", async () => {
-    const { tracker } = tracked(), [open] = tracker.views.values();
-    const left = { node: { id: 9, comfyClass: "TRTUNetEngine", graph: {} }, key: "", state: {}, show() {} };
-    tracker.views.set(left.node, left);
+test("nodes of a workflow that was left are forgotten, whether they were seen or not; what is being made is kept", async () => {
+    const { tracker, root } = tracked(), [open] = tracker.views.values();
+    const made = (graph, id) => {
+        const node = { id, comfyClass: "TRTUNetEngine", graph };
+        tracker.views.set(node, { node, key: "", state: {}, show() {} });
+        return node;
+    };
+    const inside = { id: "part", getNodeById: () => made.inside }; // a subgraph of which no node stands in the graph yet
+    root.subgraphs = new Map([["part", inside]]);
+    made.inside = made(inside, 9);
+    root.getNodeById = () => ({}); // LGraph.clear leaves nodes their graph, in which others get their ids
+    made(root, 2);
+    made({ id: "part", getNodeById: () => null }, 10); // of a workflow that had a subgraph of the same id
     assert.deepEqual(tracker.present, []);
     await tracker.refresh();
-    assert.deepEqual([tracker.views.size, tracker.present], [2, [open]]);
+    assert.deepEqual([[...tracker.views.keys()], tracker.present], [[open.node, made.inside], [open]]);
+    root.found = [];
+    tracker.changed();
+    await tracker.refresh();
+    assert.deepEqual([[...tracker.views.keys()], tracker.present], [[made.inside], []]);
+});
+
+test("the end of a build is told once, of the view that is there, or of the library where its workflow was left", async () => {
+    for (const left of [false, true]) {
+        const { tracker, root, server } = tracked(), toasts = [], [view] = tracker.views.values();
+        const builder = new Builder(tracker, (...words) => toasts.push(words.slice(0, 2).join(" "))), job = { id: "j", keys: ["k"], label: "net", seconds: 1 };
+        const dead = { node: { id: 2, comfyClass: "TRTUNetEngine", graph: {} }, state: { state: "none", key: "k" }, show() {} };
+        tracker.views = new Map([[dead.node, dead], ...tracker.views]); // as after the workflow was opened anew
+        await tracker.refresh();
+        await builder.build([view]);
+        if (left) root.found = [];
+        tracker.changed();
+        await tracker.refresh();
+        await builder.hear({ ...job, state: "running", percent: 1 });
+        server.node = { state: "ready", key: "k", engine: { name: "e", bytes: 1 } };
+        for (let i = 0; i < 2; i++) await builder.hear({ ...job, state: "done", engine: "e" });
+        assert.deepEqual(toasts, ["success Engine built"]);
+        await builder.hear({ ...job, id: "theirs", keys: ["another"], state: "failed", message: "no" });
+        assert.equal(toasts.length, 1, "nobody here ordered that one");
+        builder.ours.add("k");
+        await builder.hear({ ...job, id: "failing", state: "failed", message: "no" });
+        assert.equal(toasts.length, 2);
+    }
 });
 
 test("a page that nobody sees does nothing, and catches up when it is seen", async () => {
