@@ -36,9 +36,11 @@ const builder = new Builder(tracker, toast,
     (node) => inSight(app.canvas, node));
 const panel = new Panel(api, {
     toast, showLog, rebuild: (engine) => builder.rebuild(engine),
-    asked: () => [...tracker.asked.keys()].map((node) => node.title ?? node.type),
+    asked: () => tracker.present.filter(({ state }) => state.state === "asked").map(({ node }) => node.title ?? node.type),
     templates: () => app.extensionManager.command.execute("Comfy.BrowseTemplates"),
 });
+
+tracker.watchers.add(() => panel.waiting());
 
 async function showLog(job) {
     try {
@@ -89,10 +91,10 @@ function showRunsOf(node) {
 /** Give a node's choice of sizes to all engine nodes of its sampler. */
 function toAll(sizes) {
     const { ids, prompt } = tracker.seen, { choice } = sizes;
-    const alike = sameSampler(prompt, ids.get(sizes.node));
+    const alike = (ids.get(sizes.node) ?? []).flatMap((id) => sameSampler(prompt, id));
     const numbers = choice === "custom" ? sizesOf(sizes.node) : undefined;
-    for (const [node, id] of ids)
-        if (node !== sizes.node && alike.includes(id)) tracker.views.get(node)?.actions.sizes.choose(choice, numbers);
+    for (const [node, uses] of ids)
+        if (node !== sizes.node && uses.some((id) => alike.includes(id))) tracker.views.get(node)?.actions.sizes.choose(choice, numbers);
 }
 
 /** What a click on a node's button does; sizes that cannot be built are told instead. */

@@ -17,7 +17,7 @@ from ..engine_runtime.ledger import executing
 from ..native_model.network import NativeNetwork
 from ..page_api.asked_pictures import asked_pictures, requested_pictures
 from ..page_api.build_prompts import forget_when_done
-from ..page_api.builds import node_states
+from ..page_api.builds import node_states, pending_orders
 from ..page_api.library_folder import library
 from ..page_api.node_key import BUILD_REQUEST, FROM_PAGE, MISSING_ONLY, BadPrompt, node_key
 from ..page_api.prompt_graph import inputs_of, whole_prompt
@@ -143,6 +143,7 @@ def find_or_build(
     elif when_missing != building.USE_NATIVE:
         building.build_if_missing(handle, when_missing)
     node_states.learn(key, handle)
+    _order_given(key)
     building.remember(handle)
     log.info("Hybrid TRT: %s: %s", network.label, handle.status())
     return handle
@@ -150,9 +151,17 @@ def find_or_build(
 
 def refuse(fallback: Fallback, label: str, node_id: str, prompt: DynamicPrompt) -> str:
     """Say on the node that it can have no engine, and return the sentence."""
-    node_states.refused(_key(prompt, node_id), label, fallback)
+    key = _key(prompt, node_id)
+    node_states.refused(key, label, fallback)
+    _order_given(key)
     log.info("Hybrid TRT: %s", fallback.sentence())
     return fallback.sentence()
+
+
+def _order_given(key: str) -> None:
+    """The running prompt orders this node's build no more: it has, or there is nothing to build."""
+    if (context := executing()) is not None:
+        pending_orders.given(context.prompt_id, key)
 
 
 def _key(prompt: DynamicPrompt, node_id: str) -> str:

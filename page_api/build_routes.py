@@ -9,7 +9,7 @@ from server import PromptServer
 
 from ..engine_builder.jobs import Job
 from . import library_routes, settings_routes
-from .builds import builds, node_states
+from .builds import builds, node_states, pending_orders
 from .http import PREFIX, Refused, changes, read_json, reads
 from .node_key import ENGINE_NODES, BadPrompt, node_key
 from .outlook import wish_of
@@ -59,12 +59,18 @@ async def _cancel(request: web.Request) -> web.Response:
 
 @reads
 async def _nodes(request: web.Request) -> web.Response:
-    """The state of engine nodes: {"prompt": API prompt, "nodes": ids} -> {"nodes": {id: state}}."""
+    """The state of engine nodes: {"prompt": API prompt, "nodes": ids} -> {"nodes": {id: state}, "orders": {prompt id:
+    keys of the nodes whose builds it has yet to order}}."""
     data = await read_json(request)
     prompt, nodes = data.get("prompt"), data.get("nodes")
     if not isinstance(prompt, dict) or not isinstance(nodes, list) or len(nodes) > MAX_NODES:
         raise Refused(400, f"The request needs a prompt and a list of at most {MAX_NODES} nodes; nothing was done.")
-    return web.json_response({"nodes": await asyncio.to_thread(_states, prompt, nodes)})
+    return web.json_response(await asyncio.to_thread(_answer, prompt, nodes))
+
+
+def _answer(prompt: dict, nodes: list) -> dict[str, dict]:
+    orders = pending_orders.by_prompt()  # first: an order that is given meanwhile shows as its job
+    return {"nodes": _states(prompt, nodes), "orders": orders}
 
 
 def _states(prompt: dict, nodes: list) -> dict[str, dict]:

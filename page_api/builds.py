@@ -8,12 +8,14 @@ from ..engine_builder import gpu_room
 from ..engine_builder.jobs import BuildQueue, Job
 from .library_folder import library
 from .node_states import NodeStates
+from .pending_orders import PendingOrders
 
 EVENT = "hybrid_trt.build"
 """The event that tells the page of a job's change: ``Job.to_json`` with the keys of the nodes that wait for it."""
 
 builds = BuildQueue(gpu_room.make_room)
 node_states = NodeStates(library(), builds)
+pending_orders = PendingOrders()
 
 _ended = 0
 

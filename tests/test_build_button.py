@@ -5,9 +5,11 @@ Pictures of every step are kept in build/screenshots.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from fake_engine import publish
 from node_boxes import close_up
 from playwright.sync_api import Browser
 from workflow_recipes import with_tiny_models
-from workflow_to_prompt import set_widget
+from workflow_to_prompt import set_widget, to_prompt
 
 pytestmark = pytest.mark.browser
 
@@ -49,6 +51,24 @@ COUNTING = """id => {
 EDIT = """steps => {
     app.graph.nodes.find(n => n.type === 'KSampler').widgets.find(w => w.name === 'steps').value = steps;
     app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
+#: An empty workflow in a tab of its own, and the tab that was open before.
+AWAY = """async () => { window.__left = app.extensionManager.workflow.activeWorkflow;
+    await app.extensionManager.command.execute('Comfy.NewBlankWorkflow'); return app.graph.nodes.length; }"""
+LEFT = "() => window.__left.filename"
+#: A ControlNet's engine node in a subgraph that is used for another ControlNet too, in place of that one's own node.
+TWICE = """([title, another]) => { const g = app.graph, find = name => g.nodes.find(n => n.title === name);
+    g.convertToSubgraph(new Set([find(title)]));
+    const first = g.nodes.find(n => n.isSubgraphNode?.()), other = find(another);
+    const second = LiteGraph.createNode(first.type);
+    g.add(second);
+    other.getInputNode(0).connect(0, second, 0);
+    for (const link of [...other.outputs[0].links].map(id => g.getLink(id)))
+        second.connect(0, g.getNodeById(link.target_id), link.target_slot);
+    g.remove(other);
+    app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState();
+    return [first, second].map(outer => `${outer.id}:${first.subgraph.nodes[0].id}`); }"""
+#: What the page's only tracker is made after.
+TRACKER = "import('/extensions/hybrid-trt/lib/tracker.mjs').then(({ Tracker }) => Tracker.prototype)"
 NET_1, NET_2 = "TRT ControlNet Engine 1", "TRT ControlNet Engine 2"
 
 
@@ -195,6 +215,94 @@ def test_build_cancel_build_and_run(
     raw.locator(".hybrid-trt-panel-builds").get_by_role("button", name="Cancel build").click()
     assert page.wait_for(net, "ready", timeout=10)["state"] == "ready", "the old engine serves on"
     raw.get_by_role("button", name="TRT engines").click()
+
+
+@contextlib.contextmanager
+def busy(comfy: ComfyProcess, made: dict[str, Any], info: dict[str, Any]) -> Iterator[None]:
+    """A prompt that samples until it is interrupted: those behind it wait."""
+    prompt = to_prompt(made, info)
+    sampler = next(node for node in prompt.values() if node["class_type"] == "KSampler")
+    sampler["inputs"] |= {"steps": 10000, "seed": time.monotonic_ns() % 2**31}
+    long = comfy.submit(prompt)
+    try:
+        deadline = time.monotonic() + 30
+        while not comfy.get("/queue")["queue_running"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield
+    finally:
+        comfy.post("/queue", {"clear": True})
+        comfy.interrupt(long)
+
+
+def test_an_order_lasts_as_long_as_its_prompt_in_the_queue_whatever_the_page_shows_meanwhile(
+    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
+) -> None:
+    no_engines(comfy)
+    made, raw = workflow(object_info, max_size=416 if page.page.vue else 528), page.page.page
+    load(page, made)
+    net = page.node(NET_1)
+    page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 15)
+    with busy(comfy, made, object_info):
+        page.click(net)
+        page.wait_for(net, "asked", timeout=15)
+        raw.wait_for_timeout(600)
+        assert page.status(net)["state"] == "asked"
+        raw.evaluate("() => app.api.clearItems('queue')")  # the page's own "Clear queue"
+        page.wait_for(net, "unknown", "none", timeout=5)
+
+        page.click(net)
+        page.wait_for(net, "asked", timeout=15)
+        assert raw.evaluate(AWAY) == 0
+        name = raw.evaluate(LEFT)
+        raw.locator(".workflow-tabs-container").get_by_text(name, exact=True).first.click()
+        raw.wait_for_function("() => app.graph.nodes.length > 5")
+        page.page.fit(**MARGINS)
+        page.wait_for(net, "asked", timeout=5)
+        page.shot("asked")
+        page.click(net)  # cancels what the view before it ordered
+        page.wait_for(net, "unknown", "none", timeout=5)
+        assert comfy.get("/queue")["queue_pending"] == []
+
+
+def test_each_use_of_a_subgraph_is_counted_ordered_and_cancelled(
+    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
+) -> None:
+    if page.page.vue:
+        pytest.skip("The panel is the same in both modes.")
+    no_engines(comfy)
+    made, raw = workflow(object_info, max_size=536), page.page.page
+    load(page, made)
+    uses = raw.evaluate(TWICE, [NET_1, NET_2])
+    raw.get_by_role("button", name="TRT engines").click()
+    view = raw.locator(".hybrid-trt-sidebar .hybrid-trt-workflow")
+    with busy(comfy, made, object_info):
+        view.get_by_role("button", name="Build 3 missing engines").click()
+        view.get_by_text("Building: 3 of 3 engines left").wait_for()
+        (waiting,) = comfy.get("/queue")["queue_pending"]
+        ordered = {node for node, entry in waiting[2].items() if "build_request" in entry["inputs"]}
+        assert ordered > set(uses)
+        assert len(ordered) == 3
+        view.get_by_role("button", name="Cancel").click()
+        view.get_by_text("3 of 3 engines are missing").wait_for()
+        assert comfy.get("/queue")["queue_pending"] == []
+    raw.get_by_role("button", name="TRT engines").click()
+
+
+def test_nothing_is_kept_of_the_nodes_of_workflows_that_were_left(
+    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
+) -> None:
+    raw, made = page.page.page, workflow(object_info)
+    for _ in range(4):
+        load(page, made)
+    raw.wait_for_timeout(600)
+    session = raw.context.new_cdp_session(raw)
+    prototype = session.send("Runtime.evaluate", {"expression": TRACKER, "awaitPromise": True})["result"]["objectId"]
+    found = session.send("Runtime.queryObjects", {"prototypeObjectId": prototype})["objects"]["objectId"]
+    read = {"objectId": found, "functionDeclaration": "function() { return this[0].views.size; }"}
+    count = session.send("Runtime.callFunctionOn", read)["result"]["value"]
+    session.detach()
+    assert count == 3, "those of the open workflow"
 
 
 def test_looking_at_the_graph_serialises_nothing_and_is_done_only_when_it_changed(

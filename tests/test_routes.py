@@ -296,6 +296,7 @@ def test_a_node_that_never_ran_is_unknown(comfy: ComfyProcess) -> None:
     status, answer = post(comfy, "/nodes", {"prompt": PROMPT, "nodes": ["2"]})
     assert status == 200
     assert answer["nodes"]["2"].items() >= {"state": "unknown", "run": None, "engine": None, "job": None}.items()
+    assert answer["orders"] == {}
 
 
 def test_the_key_of_a_node_is_what_it_stands_for(comfy: ComfyProcess) -> None:

@@ -6,7 +6,8 @@ import { Look } from "./look.mjs";
 import { applyPreset, sizesOf } from "./presets.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
-import { duration, error, lacksSizes, size } from "./words.mjs";
+import { changedUses, usesOf, wantedUses } from "./uses.mjs";
+import { BUSY, duration, error, lacksSizes, size } from "./words.mjs";
 
 /** Words in a request, which the server's `node_key` knows: the page shows the build itself; builds nothing anew. */
 const FROM_PAGE = "page ", MISSING_ONLY = "missing ";
@@ -24,6 +25,8 @@ export class Builder {
         this.begun = begun;
         this.inSight = inSight;
         this.told = new Set(); // jobs whose end was told
+        this.ours = new Set(); // keys of what was ordered or heard of here, whose end is told although the workflow was left
+        this.sent = new WeakMap(); // node -> the last prompt that this page sent for it
         this.ended = new Map(); // prompts that ended while the answer with their id was under way
     }
 
@@ -47,9 +50,9 @@ export class Builder {
 
     /** Cancel what some nodes wait for; a build that several wait for once. */
     async cancelAll(views) {
-        const waits = new Map(views.map((view) => [view.state.job?.id ?? this.tracker.asked.get(view.node), view]));
+        const cancelled = new Set();
         try {
-            for (const view of waits.values()) await this.#withdraw(view);
+            for (const view of views) await this.#withdraw(view, cancelled);
         } catch (failure) {
             this.toast("error", t("panel"), failure.message);
         }
@@ -72,7 +75,7 @@ export class Builder {
         const type = engine.kind === "unet" ? "TRTUNetEngine" : "TRTControlNetEngine";
         const views = engineNodes(this.tracker.root()).map(({ node }) => this.tracker.views.get(node))
             .filter((view) => view?.node.comfyClass === type);
-        const view = views.find(({ state }) => state.engine?.names?.includes(engine.name))
+        const view = views.find(({ state }) => usesOf(state).some((use) => use.engine?.names?.includes(engine.name)))
             ?? views.find(({ state }) => !state.engine && state.label === engine.label);
         if (!view) return false;
         if (!view.busy) await this.press(view);
@@ -85,21 +88,24 @@ export class Builder {
      * @param {string} mark what the request begins with
      */
     async build(views, mark = "") {
-        const { api, asked } = this.tracker;
+        const { api, asked } = this.tracker, { sent } = this;
+        const wanted = new Map(views.map(({ node, state }) => [node, wantedUses(state).map(({ id }) => id)]));
         for (const view of views) {
-            view.show({ ...view.state, state: "asked", job: null });
+            const asks = ({ id }) => wanted.get(view.node).includes(id);
+            view.show(changedUses(view.state, (use) => (asks(use) ? { ...use, state: "asked", job: null } : use)));
+            for (const { key } of usesOf(view.state).filter(asks)) if (key) this.ours.add(key);
             this.tracker.failures.delete(view.node);
         }
-        this.tracker.tell();
-        const prompt = await this.#prompt(views.map(({ node }) => node), mark);
         for (const { node } of views) asked.set(node, "");
+        this.tracker.tell();
+        const prompt = await this.#prompt(wanted, mark);
         const response = await api.fetchApi("/prompt", {
             method: "POST", headers: { "Content-Type": "application/json" },
             body: JSON.stringify({ prompt, client_id: api.clientId }),
         });
         const answer = await response.json().catch(() => ({}));
         if (!response.ok) throw new Error(promptError(answer));
-        for (const { node } of views) asked.set(node, answer.prompt_id);
+        for (const { node } of views) for (const known of [asked, sent]) known.set(node, answer.prompt_id);
         this.tracker.stale = true;
         if (this.ended.has(answer.prompt_id)) await this.promptEnded(answer.prompt_id, this.ended.get(answer.prompt_id));
         else await this.tracker.refresh();
@@ -111,15 +117,17 @@ export class Builder {
         await this.tracker.refresh();
     }
 
-    async #withdraw(view) {
-        const { api, asked } = this.tracker;
-        if (view.state.job) {
-            await request(api, `/builds/${view.state.job.id}/cancel`, { method: "POST" });
-        } else if (asked.get(view.node)) {
-            const prompt = asked.get(view.node);
+    /** @param {Set<string>} cancelled the jobs that need no second word */
+    async #withdraw(view, cancelled = new Set()) {
+        const { api } = this.tracker, waits = usesOf(view.state).filter(({ state }) => BUSY.includes(state));
+        for (const { job } of waits) if (job && !cancelled.has(job.id)) {
+            cancelled.add(job.id);
+            await request(api, `/builds/${job.id}/cancel`, { method: "POST" });
+        }
+        if (waits.some(({ job }) => !job)) for (const prompt of this.tracker.ordersOf(view)) {
             await api.fetchApi("/queue", { method: "POST", body: JSON.stringify({ delete: [prompt] }) });
             await api.fetchApi("/interrupt", { method: "POST", body: JSON.stringify({ prompt_id: prompt }) });
-            for (const [node, id] of [...asked]) if (id === prompt) asked.delete(node);
+            this.tracker.isOver(prompt);
         }
     }
 
@@ -127,23 +135,30 @@ export class Builder {
     async promptEnded(promptId, failure) {
         if ([...this.tracker.asked.values()].includes("")) this.ended.set(promptId, failure);
         else this.ended.clear();
-        const nodes = [...this.tracker.asked].filter(([, id]) => id === promptId).map(([node]) => node);
-        for (const node of nodes) this.tracker.asked.delete(node);
-        if (nodes.length) await this.tracker.refresh();
-        const views = nodes.map((node) => this.tracker.views.get(node)).filter(Boolean);
-        if (failure && views.length) this.#failed(views, failure);
+        const ordered = (view) => this.sent.get(view.node) === promptId || this.tracker.ordersOf(view).includes(promptId);
+        const views = [...this.tracker.views.values()].filter(ordered);
+        if (!views.length) return;
+        this.tracker.isOver(promptId);
+        for (const { node } of views) this.sent.delete(node);
+        await this.tracker.refresh();
+        if (failure) this.#failed(views, failure);
     }
 
-    /** The prompt that orders the engines of nodes. Only what they depend on is serialised. */
-    async #prompt(nodes, mark) {
+    /**
+     * The prompt that orders the engines of nodes. Only what they depend on is serialised.
+     * @param {Map<any, string[]>} wanted node -> the ids of its uses, as of the last look
+     */
+    async #prompt(wanted, mark) {
         const { app } = this.tracker;
-        const found = engineNodes(this.tracker.root());
         const look = new Look(this.tracker.root());
         const whole = look.prompt([]);
-        const ids = nodes.map((node) => found.find((one) => one.node === node)?.ids.find((id) => whole[id])).filter(Boolean);
+        const ids = engineNodes(this.tracker.root()).filter(({ node }) => wanted.has(node)).flatMap(({ node, ids }) => {
+            const there = ids.filter((id) => whole[id]), known = there.filter((id) => wanted.get(node).includes(id));
+            return known.length ? known : there;
+        });
         if (!ids.length) throw new Error(t("offHint"));
         // other packs may wire a node while ComfyUI serialises, and only then
-        const part = nodes.every(isWired) ? await look.serialised(ids) : (await app.graphToPrompt()).output;
+        const part = [...wanted.keys()].every(isWired) ? await look.serialised(ids) : (await app.graphToPrompt()).output;
         const request = FROM_PAGE + mark + (crypto.randomUUID?.() ?? String(Math.random()));
         return buildPrompt(part, ids, request, (id) => pictureWords(whole, id));
     }
@@ -164,24 +179,41 @@ export class Builder {
 
     /** Show why a build could not be ordered, until another one is. */
     #show(view, text) {
-        this.tracker.failures.set(view.node, { key: view.key, text });
-        view.show({ ...view.state, state: "failed", text, job: null });
+        const uses = usesOf(view.state), lacking = uses.filter(({ state }) => !["ready", "queued", "building"].includes(state));
+        const keys = (lacking.length ? lacking : uses).map(({ key }) => key);
+        this.tracker.failures.set(view.node, { keys, text });
+        view.show(changedUses(view.state, (use) => (keys.includes(use.key) ? { ...use, state: "failed", text, job: null } : use)));
     }
 
     /** A job has changed; its end is told once. */
     async hear(job) {
         const views = this.tracker.hear(job);
         if (views.length && job.state === "running") this.begun();
-        if (!["done", "failed", "cancelled"].includes(job.state) || this.told.has(job.id) || !views.length) return;
+        if (views.length) for (const key of job.keys) this.ours.add(key);
+        const ours = job.keys.some((key) => this.ours.has(key));
+        if (!["done", "failed", "cancelled"].includes(job.state) || this.told.has(job.id) || !ours) return;
         this.told.add(job.id);
+        for (const key of job.keys) this.ours.delete(key);
         await this.tracker.refresh();
-        if (job.state === "failed") this.#tellFailure(views, job.message);
+        if (job.state === "failed") this.#tellFailure(this.tracker.waitingFor(job), job.message);
         if (job.state === "cancelled") this.toast("info", t("cancelledToast"), job.label);
-        const engine = views[0].state.engine;
-        if (job.state === "done" && engine) {
+        const engine = job.state === "done" && (this.#engineOf(job) ?? await this.#inLibrary(job));
+        if (engine) {
             const words = { label: job.label, size: size(engine.bytes), seconds: duration(job.seconds), error: error(engine.rel_err) };
             this.toast("success", t("built"), t("builtDetail", words));
         }
+    }
+
+    /** The engine of a job that has ended well, as a node that waited for it has it. */
+    #engineOf(job) {
+        const uses = this.tracker.waitingFor(job).flatMap(({ state }) => usesOf(state));
+        return uses.find(({ key, engine }) => engine && job.keys.includes(key))?.engine;
+    }
+
+    /** It as the library has it, when the nodes that waited for it were left. */
+    async #inLibrary(job) {
+        const { engines } = await request(this.tracker.api, "/engines");
+        return engines.find(({ name }) => name === job.engine);
     }
 }
 

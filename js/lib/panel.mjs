@@ -28,7 +28,7 @@ export class Panel {
         this.order = "sortName";
         this.late = false; // something happened while nobody saw the page
         this.heard = {
-            "hybrid_trt.library": () => this.soon(), reconnected: () => this.soon(), status: () => this.#drawJobs(),
+            "hybrid_trt.library": () => this.soon(), reconnected: () => this.soon(),
             "hybrid_trt.build": ({ detail }) => this.hear(detail),
         };
         this.seen = () => this.late && this.soon();
@@ -82,6 +82,11 @@ export class Panel {
         this.jobs = jobs;
         if (ended) this.soon();
         this.#drawJobs();
+    }
+
+    /** The nodes that wait for their models may be others. */
+    waiting() {
+        if (this.root) this.#drawJobs();
     }
 
     /** Ask the server for everything and draw it. */

@@ -5,6 +5,7 @@ import { latentsFor, misfitOf, uncompiledOf } from "./fit.mjs";
 import { ancestors, engineNodes, isLink, isWired } from "./graph.mjs";
 import { Look } from "./look.mjs";
 import { request } from "./server.mjs";
+import { changedUses, together, usesOf } from "./uses.mjs";
 
 const PATIENCE = 250;
 
@@ -18,9 +19,10 @@ export class Tracker {
         this.api = api;
         /** @type {Map<any, import("./node_view.mjs").NodeView>} */
         this.views = new Map();
-        /** @type {Map<any, string>} node -> prompt that orders its build and has not run yet */
+        /** @type {Map<any, string>} node -> prompt that orders its build, "" until it has an id; then the server tells */
         this.asked = new Map();
-        /** @type {Map<any, {key: string, text: string}>} node -> why its last build could not even be ordered */
+        this.over = new Set(); // prompts that have ended or were taken back, which ComfyUI's queue may still hold
+        /** @type {Map<any, {keys: string[], text: string}>} node -> why its last build could not even be ordered */
         this.failures = new Map();
         /** @type {Map<any, number>} node -> when an event last told its state */
         this.heard = new Map();
@@ -34,7 +36,7 @@ export class Tracker {
         this.seen = { found: [], ids: new Map(), off: new Set(), prompt: {} };
     }
 
-    /** The views of the open workflow's engine nodes, as of the last look; a workflow that was left may still have some. */
+    /** The views of the open workflow's engine nodes, as of the last look; others are made, or were left since it. */
     get present() {
         return this.seen.found.map((node) => this.views.get(node)).filter(Boolean);
     }
@@ -66,6 +68,18 @@ export class Tracker {
         if (this.waiting) this.soon();
     }
 
+    /** The prompts that are still to order the build of a view's node, whoever sent them. */
+    ordersOf(view) {
+        const found = usesOf(view.state).flatMap(({ orders }) => orders ?? []), sent = this.asked.get(view.node);
+        return [...new Set(sent ? [...found, sent] : found)].filter((prompt) => !this.over.has(prompt));
+    }
+
+    /** A prompt orders nothing any more. */
+    isOver(prompt) {
+        this.over.add(prompt);
+        for (const [node, id] of this.asked) if (id === prompt) this.asked.delete(node);
+    }
+
     /** Ask for all states now. A server that does not answer leaves the nodes as they are: the page says so itself. */
     async refresh() {
         const turn = ++this.turn;
@@ -73,20 +87,23 @@ export class Tracker {
         if (this.stale) this.#look();
         const { found, ids, off, prompt } = this.seen;
         if (!found.length) return this.tell();
-        const nodes = [...ids.values()];
-        const answer = nodes.length
-            ? await request(this.api, "/nodes", { method: "POST", json: { prompt: ancestors(prompt, nodes), nodes } })
-            : { nodes: {} };
+        const nodes = [...ids.values()].flat(), queued = [...this.asked].filter(([, id]) => id);
+        const { nodes: answer = {}, orders = {} } = nodes.length || queued.length
+            ? await request(this.api, "/nodes", { method: "POST", json: { prompt: ancestors(prompt, nodes), nodes } }) : {};
         if (turn !== this.turn) return; // a later question is under way
+        for (const id of this.over) orders[id] ? delete orders[id] : this.over.delete(id);
+        // a node that gets its model only as ComfyUI queues has no key: its prompt alone can be looked for
+        for (const [node, id] of queued) if (ids.has(node) || !orders[id]) this.asked.delete(node);
         for (const node of found) {
             if (this.heard.get(node) > started) continue; // the answer is older than the event
-            const id = ids.get(node), told = answer.nodes[id];
-            const whenMissing = prompt[id]?.inputs.when_missing;
-            const state = told && {
-                ...told, whenMissing, latents: latentsFor(prompt, id), misfit: misfitOf(prompt, id, told),
-                uncompiled: uncompiledOf(prompt, id, told),
-            };
-            this.#apply(node, state || { state: off.has(node) ? "off" : "unwired", key: "" });
+            const told = (ids.get(node) ?? []).filter((id) => answer[id]);
+            const latents = told.flatMap((id) => latentsFor(prompt, id)); // its settings are for all of them
+            const uses = told.map((id) => ({
+                ...answer[id], id, whenMissing: prompt[id].inputs.when_missing, latents,
+                misfit: misfitOf(prompt, id, answer[id]), uncompiled: uncompiledOf(prompt, id, answer[id]),
+                orders: Object.keys(orders).filter((one) => orders[one].includes(answer[id].key)),
+            }));
+            this.#apply(node, uses.length ? uses : [{ state: off.has(node) ? "off" : "unwired", key: "" }]);
         }
         this.tell();
     }
@@ -94,7 +111,7 @@ export class Tracker {
     /** ComfyUI has queued a prompt: what its serialisers gave is part of the keys from now on. */
     queued(output) {
         if (!this.views.size) return;
-        new Look(this.root()).learn(output, this.seen.ids.values());
+        new Look(this.root()).learn(output, [...this.seen.ids.values()].flat());
         this.changed();
     }
 
@@ -104,12 +121,12 @@ export class Tracker {
      * @returns {import("./node_view.mjs").NodeView[]} the views of these nodes
      */
     hear(job) {
-        const views = [...this.views.values()].filter((view) => view.key && job.keys.includes(view.key));
+        const waits = ({ key }) => key && job.keys.includes(key), views = this.waitingFor(job);
         if (["queued", "running"].includes(job.state)) {
             const state = job.state === "running" ? "building" : "queued";
             for (const view of views) {
                 this.heard.set(view.node, performance.now());
-                view.show({ ...view.state, state, job, text: "" });
+                view.show(changedUses(view.state, (use) => (waits(use) ? { ...use, state, job, text: "" } : use)));
             }
             if (views.length) this.tell();
         }
@@ -117,6 +134,11 @@ export class Tracker {
         if (!alive || (!views.length && !this.jobs.has(job.id))) this.soon();
         this.jobs.add(job.id);
         return views;
+    }
+
+    /** The views of the nodes that wait for a job. */
+    waitingFor({ keys }) {
+        return this.present.filter(({ state }) => usesOf(state).some(({ key }) => key && keys.includes(key)));
     }
 
     /** The outermost graph, whatever subgraph is open. */
@@ -129,28 +151,39 @@ export class Tracker {
         const found = engineNodes(this.root()).filter(({ node }) => this.views.has(node));
         this.#forget(found);
         const prompt = found.length ? new Look(this.root()).prompt(found.flatMap(({ ids }) => ids)) : {};
-        const wired = ({ node, ids }) => ids.find((id) => isLink(prompt[id]?.inputs[node.inputs[0].name]));
+        const wired = ({ node, ids }) => ids.filter((id) => isLink(prompt[id]?.inputs[node.inputs[0].name]));
         const isOff = ({ node, ids }) => isWired(node) && !ids.some((id) => prompt[id]);
         this.seen = {
             found: found.map(({ node }) => node), prompt,
-            ids: new Map(found.map((one) => [one.node, wired(one)]).filter(([, id]) => id !== undefined)),
+            ids: new Map(found.map((one) => [one.node, wired(one)]).filter(([, uses]) => uses.length)),
             off: new Set(found.filter(isOff).map(({ node }) => node)),
         };
         this.stale = false;
     }
 
-    #apply(node, state) {
-        const waiting = this.asked.has(node) && !["queued", "building"].includes(state.state);
-        const failure = this.failures.get(node);
-        if (failure && (failure.key !== state.key || !["unknown", "none"].includes(state.state))) this.failures.delete(node);
-        else if (failure && !waiting) state = { ...state, state: "failed", text: failure.text, job: null };
-        this.views.get(node).show(waiting ? { ...state, state: "asked", job: null } : state);
+    #apply(node, uses) {
+        const view = this.views.get(node), failure = this.failures.get(node);
+        const pressed = (use) => this.asked.has(node) && usesOf(view.state).some(({ id, state }) => id === use.id && state === "asked");
+        const failed = (use) => failure?.keys.includes(use.key) && ["unknown", "none"].includes(use.state);
+        const waits = (use) => (pressed(use) || use.orders?.length) && !["queued", "building"].includes(use.state);
+        if (!uses.some(failed)) this.failures.delete(node);
+        view.show(together(uses.map((use) => {
+            if (waits(use)) return { ...use, state: "asked", job: null };
+            return failed(use) ? { ...use, state: "failed", text: failure.text, job: null } : use;
+        })));
     }
 
+    /** Forget the nodes that were left: those that the last look found and this one does not, and those in no graph of ours. */
     #forget(found) {
-        const alive = new Set(found.map(({ node }) => node));
-        for (const node of this.views.keys()) if (!alive.has(node) && !node.graph) {
+        const alive = new Set(found.map(({ node }) => node)), before = new Set(this.seen.found);
+        for (const node of this.views.keys()) if (!alive.has(node) && (before.has(node) || !this.#holds(node))) {
             for (const known of [this.views, this.asked, this.failures, this.heard]) known.delete(node);
         }
+    }
+
+    /** Whether a node is in the open workflow's graphs: one that was cleared leaves its nodes their `graph`. */
+    #holds(node) {
+        const { graph } = node, root = this.root();
+        return Boolean(graph) && (graph === root || root?.subgraphs?.get(graph.id) === graph) && graph.getNodeById(node.id) === node;
     }
 }

@@ -3,6 +3,7 @@
 import { arrange, make } from "./dom.mjs";
 import { shortName } from "./panel_words.mjs";
 import { t } from "./texts.mjs";
+import { usesOf } from "./uses.mjs";
 import { isMissing, needs, progress } from "./workflow.mjs";
 import { about, BUSY } from "./words.mjs";
 
@@ -16,7 +17,7 @@ export class WorkflowView {
     constructor(tracker, actions) {
         this.tracker = tracker;
         this.actions = actions;
-        this.batch = new Set(); // the views that wait for builds, and those whose builds ended meanwhile
+        this.batch = new Set(); // the keys of the builds that are waited for, and of those that ended meanwhile
         this.weights = new Map();
         this.lines = new WeakMap(); // view -> its line
         this.element = make("div", "hybrid-trt-workflow");
@@ -39,16 +40,17 @@ export class WorkflowView {
 
     draw() {
         const views = this.tracker.present.filter(({ state }) => !["off", "unwired"].includes(state.state));
-        const found = needs(views.map(({ state }) => state));
-        const waiting = views.filter(({ state }) => BUSY.includes(state.state));
-        this.batch = new Set(waiting.length ? [...this.batch, ...waiting].filter((view) => views.includes(view)) : []);
+        const uses = new Map(views.flatMap((view) => usesOf(view.state).map((use) => [use.key || view, use])));
+        const found = needs([...uses.values()]);
+        const waiting = [...uses].filter(([, { state }]) => BUSY.includes(state)).map(([key]) => key);
+        this.batch = new Set(waiting.length ? [...this.batch, ...waiting].filter((key) => uses.has(key)) : []);
         if (!waiting.length) this.weights.clear();
         this.element.hidden = !found.total;
         this.element.dataset.tone = waiting.length ? "busy" : found.missing ? "warn" : "good";
         this.head.textContent = headline(found, this.batch.size);
         this.progress.hidden = !waiting.length;
         this.left.textContent = found.seconds > 0 ? about(found.seconds) : "";
-        this.bar.style.width = `${100 * progress([...this.batch].map(({ state }) => state), this.weights)}%`;
+        this.bar.style.width = `${100 * progress([...this.batch].map((key) => uses.get(key)), this.weights)}%`;
         this.button.hidden = !waiting.length && !found.missing;
         this.button.dataset.act = waiting.length ? "cancel" : "build";
         this.button.textContent = waiting.length ? t("cancelAll") : offer(found);
