@@ -49,6 +49,13 @@ COUNTING = """id => {
 EDIT = """steps => {
     app.graph.nodes.find(n => n.type === 'KSampler').widgets.find(w => w.name === 'steps').value = steps;
     app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
+#: A loader names a file that is gone.
+GONE = """() => {
+    app.graph.nodes.find(n => n.title.startsWith('Load ControlNet 2')).widgets[0].value = 'gone.safetensors';
+    app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
+#: The one button for all engines of the workflow: it builds what is missing, or cancels all builds.
+PRESS_IN_REPORT = """() => app.graph.nodes.find(n => n.type === 'TRTReport').widgets.find(w => w.name === 'run_text')
+    .element.querySelector('.hybrid-trt-workflow button').click()"""
 NET_1, NET_2 = "TRT ControlNet Engine 1", "TRT ControlNet Engine 2"
 
 
@@ -310,6 +317,26 @@ def test_a_build_that_fails_says_why(
     page.shot("unsupported")
     assert "unsupported model" in refused["text"]
     assert "always runs native" in refused["text"]
+
+
+def test_what_the_server_leaves_out_of_the_builds_of_a_workflow_is_told(
+    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
+) -> None:
+    """ComfyUI takes the rest of such a prompt and answers that all is well."""
+    no_engines(comfy)
+    load(page, workflow(object_info, max_size=624 if page.page.vue else 632))
+    net, lost = page.node(NET_1), page.node(NET_2)
+    page.page.page.evaluate(GONE)
+    page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 15)
+    page.page.page.evaluate(PRESS_IN_REPORT)
+    refused = page.wait_for(lost, "failed", timeout=15)
+    page.shot("refused")
+    assert "gone.safetensors" in refused["text"]
+    assert refused["tone"] == "bad"
+    page.wait_for(net, "asked", "queued", "building", timeout=15)
+    page.page.page.evaluate(PRESS_IN_REPORT)
+    page.wait_for(net, "unknown", "none", timeout=15)
+    assert "gone.safetensors" in page.status(lost)["text"], "until it is built"
 
 
 def test_the_log_of_a_failed_build_is_shown(

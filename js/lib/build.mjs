@@ -1,7 +1,7 @@
 // The Build button: orders a build by a small prompt of its own, follows it, cancels it.
 
 import { pictureWords, widened } from "./fit.mjs";
-import { buildPrompt, engineNodes, isWired } from "./graph.mjs";
+import { buildPrompt, engineNodes, isWired, upstreamOf } from "./graph.mjs";
 import { Look } from "./look.mjs";
 import { applyPreset, sizesOf } from "./presets.mjs";
 import { request } from "./server.mjs";
@@ -91,18 +91,24 @@ export class Builder {
             this.tracker.failures.delete(view.node);
         }
         this.tracker.tell();
-        const prompt = await this.#prompt(views.map(({ node }) => node), mark);
+        const { prompt, ids } = await this.#prompt(views.map(({ node }) => node), mark);
         for (const { node } of views) asked.set(node, "");
         const response = await api.fetchApi("/prompt", {
             method: "POST", headers: { "Content-Type": "application/json" },
             body: JSON.stringify({ prompt, client_id: api.clientId }),
         });
         const answer = await response.json().catch(() => ({}));
-        if (!response.ok) throw new Error(promptError(answer));
-        for (const { node } of views) asked.set(node, answer.prompt_id);
+        const refused = new Map(); // why -> the views that the server leaves out, which need not be all
+        for (const view of views) {
+            const why = refusal(prompt, ids.get(view.node), answer) || (response.ok ? "" : promptError(answer));
+            if (why) refused.set(why, [...(refused.get(why) ?? []), view]);
+            if (why) asked.delete(view.node);
+            else asked.set(view.node, answer.prompt_id);
+        }
         this.tracker.stale = true;
         if (this.ended.has(answer.prompt_id)) await this.promptEnded(answer.prompt_id, this.ended.get(answer.prompt_id));
         else await this.tracker.refresh();
+        for (const [why, some] of refused) this.#failed(some, why);
     }
 
     /** Cancel what a node waits for: its build, or the prompt that would order it. */
@@ -134,18 +140,19 @@ export class Builder {
         if (failure && views.length) this.#failed(views, failure);
     }
 
-    /** The prompt that orders the engines of nodes. Only what they depend on is serialised. */
+    /** The prompt that orders the engines of nodes, and their ids in it. Only what they depend on is serialised. */
     async #prompt(nodes, mark) {
         const { app } = this.tracker;
         const found = engineNodes(this.tracker.root());
         const look = new Look(this.tracker.root());
         const whole = look.prompt([]);
-        const ids = nodes.map((node) => found.find((one) => one.node === node)?.ids.find((id) => whole[id])).filter(Boolean);
+        const idOf = (node) => found.find((one) => one.node === node)?.ids.find((id) => whole[id]);
+        const known = new Map(nodes.map((node) => [node, idOf(node)])), ids = [...known.values()].filter(Boolean);
         if (!ids.length) throw new Error(t("offHint"));
         // other packs may wire a node while ComfyUI serialises, and only then
         const part = nodes.every(isWired) ? await look.serialised(ids) : (await app.graphToPrompt()).output;
         const request = FROM_PAGE + mark + (crypto.randomUUID?.() ?? String(Math.random()));
-        return buildPrompt(part, ids, request, (id) => pictureWords(whole, id));
+        return { prompt: buildPrompt(part, ids, request, (id) => pictureWords(whole, id)), ids: known };
     }
 
     #failed(views, text) {
@@ -183,6 +190,18 @@ export class Builder {
             this.toast("success", t("built"), t("builtDetail", words));
         }
     }
+}
+
+/**
+ * Why the server leaves a node out of a prompt, of which it may have taken the rest; empty when it does not.
+ * @param {Record<string, any>} prompt
+ * @param {string} id the node's
+ * @param {{node_errors?: Record<string, any>}} answer
+ */
+export function refusal(prompt, id, answer) {
+    const above = upstreamOf(prompt, [id]);
+    const errors = Object.entries(answer.node_errors ?? {}).filter(([other]) => above.has(other));
+    return errors.length ? promptError({ node_errors: Object.fromEntries(errors) }) : "";
 }
 
 /** The server's refusal of a prompt as one sentence. */
