@@ -148,7 +148,7 @@ export class Builder {
         const whole = look.prompt([]);
         const idOf = (node) => found.find((one) => one.node === node)?.ids.find((id) => whole[id]);
         const known = new Map(nodes.map((node) => [node, idOf(node)])), ids = [...known.values()].filter(Boolean);
-        if (!ids.length) throw new Error(t("offHint"));
+        if (!ids.length) throw new Error(t("offBuild"));
         // other packs may wire a node while ComfyUI serialises, and only then
         const part = nodes.every(isWired) ? await look.serialised(ids) : (await app.graphToPrompt()).output;
         const request = FROM_PAGE + mark + (crypto.randomUUID?.() ?? String(Math.random()));
