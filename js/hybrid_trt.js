@@ -19,7 +19,7 @@ import { request } from "./lib/server.mjs";
 import { defaultsFor, librarySettings, settings } from "./lib/settings.mjs";
 import { inSight, openReadable } from "./lib/template_view.mjs";
 import { setLanguage, speaksChinese, t } from "./lib/texts.mjs";
-import { showRuns, TEXT_NODES } from "./lib/text_view.mjs";
+import { showKept, showRuns, TEXT_NODES } from "./lib/text_view.mjs";
 import { Tracker } from "./lib/tracker.mjs";
 import { WorkflowView } from "./lib/workflow_view.mjs";
 
@@ -154,6 +154,9 @@ app.registerExtension({
     },
     getNodeMenuItems(node) {
         return ENGINE_NODES.includes(node.comfyClass) ? [tracker.views.get(node)?.actions.sizes.menu()].filter(Boolean) : [];
+    },
+    onNodeOutputsUpdated(outputs) { // all at once, as after another tab; what one node puts out it hears itself
+        showKept(tracker.root(), outputs);
     },
     afterConfigureGraph() {
         tracker.changed();
