@@ -31,6 +31,7 @@ const COLOURS = {
 const toast = (severity, summary, detail) =>
     app.extensionManager.toast.add({ severity, summary, detail, life: severity === "error" ? 20000 : 8000 });
 const tracker = new Tracker(app, api);
+const followed = new Map(); // what Auto's sizes are on the nodes of open workflows
 const builder = new Builder(tracker, toast,
     () => offerLimit(api, app.extensionManager.setting, toast).catch((failure) => console.warn("Hybrid TRT:", failure)),
     (node) => inSight(app.canvas, node));
@@ -144,7 +145,7 @@ app.registerExtension({
         if (!ENGINE_NODES.includes(node.comfyClass)) return;
         labelValues(node);
         defaultsFor(node, (id) => app.extensionManager.setting.get(id));
-        const sizes = new PictureSizes(node, () => tracker.changed(), toAll);
+        const sizes = new PictureSizes(node, () => tracker.changed(), toAll, followed);
         tracker.views.set(node, new NodeView(node, {
             press, buildFor: (view) => builder.buildFor(view), showLog, sizes,
         }));
