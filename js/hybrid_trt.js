@@ -19,7 +19,7 @@ import { request } from "./lib/server.mjs";
 import { defaultsFor, librarySettings, settings } from "./lib/settings.mjs";
 import { inSight, openReadable } from "./lib/template_view.mjs";
 import { setLanguage, speaksChinese, t } from "./lib/texts.mjs";
-import { showRuns, TEXT_NODES } from "./lib/text_view.mjs";
+import { showKept, showRuns, TEXT_NODES } from "./lib/text_view.mjs";
 import { Tracker } from "./lib/tracker.mjs";
 import { WorkflowView } from "./lib/workflow_view.mjs";
 
@@ -31,6 +31,7 @@ const COLOURS = {
 const toast = (severity, summary, detail) =>
     app.extensionManager.toast.add({ severity, summary, detail, life: severity === "error" ? 20000 : 8000 });
 const tracker = new Tracker(app, api);
+const followed = new Map(); // what Auto's sizes are on the nodes of open workflows
 const builder = new Builder(tracker, toast,
     () => offerLimit(api, app.extensionManager.setting, toast).catch((failure) => console.warn("Hybrid TRT:", failure)),
     (node) => inSight(app.canvas, node));
@@ -146,7 +147,7 @@ app.registerExtension({
         if (!ENGINE_NODES.includes(node.comfyClass)) return;
         labelValues(node);
         defaultsFor(node, (id) => app.extensionManager.setting.get(id));
-        const sizes = new PictureSizes(node, () => tracker.changed(), toAll);
+        const sizes = new PictureSizes(node, () => tracker.changed(), toAll, followed);
         tracker.views.set(node, new NodeView(node, {
             press, buildFor: (view) => builder.buildFor(view), showLog, sizes,
         }));
@@ -156,6 +157,9 @@ app.registerExtension({
     },
     getNodeMenuItems(node) {
         return ENGINE_NODES.includes(node.comfyClass) ? [tracker.views.get(node)?.actions.sizes.menu()].filter(Boolean) : [];
+    },
+    onNodeOutputsUpdated(outputs) { // all at once, as after another tab; what one node puts out it hears itself
+        showKept(tracker.root(), outputs);
     },
     afterConfigureGraph() {
         tracker.changed();

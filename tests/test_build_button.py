@@ -69,6 +69,16 @@ TWICE = """([title, another]) => { const g = app.graph, find = name => g.nodes.f
     return [first, second].map(outer => `${outer.id}:${first.subgraph.nodes[0].id}`); }"""
 #: What the page's only tracker is made after.
 TRACKER = "import('/extensions/hybrid-trt/lib/tracker.mjs').then(({ Tracker }) => Tracker.prototype)"
+#: A loader names a file that is gone.
+GONE = """() => {
+    app.graph.nodes.find(n => n.title.startsWith('Load ControlNet 2')).widgets[0].value = 'gone.safetensors';
+    app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
+#: The one button for all engines of the workflow: it builds what is missing, or cancels all builds.
+PRESS_IN_REPORT = """() => app.graph.nodes.find(n => n.type === 'TRTReport').widgets.find(w => w.name === 'run_text')
+    .element.querySelector('.hybrid-trt-workflow button').click()"""
+MUTED, BYPASSED = 2, 4
+SET_MODES = """([ids, modes]) => { ids.forEach((id, i) => { app.graph.getNodeById(id).mode = modes[i]; });
+    app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
 NET_1, NET_2 = "TRT ControlNet Engine 1", "TRT ControlNet Engine 2"
 
 
@@ -418,6 +428,51 @@ def test_a_build_that_fails_says_why(
     page.shot("unsupported")
     assert "unsupported model" in refused["text"]
     assert "always runs native" in refused["text"]
+
+
+def test_what_the_server_leaves_out_of_the_builds_of_a_workflow_is_told(
+    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
+) -> None:
+    """ComfyUI takes the rest of such a prompt and answers that all is well."""
+    no_engines(comfy)
+    load(page, workflow(object_info, max_size=624 if page.page.vue else 632))
+    net, lost = page.node(NET_1), page.node(NET_2)
+    page.page.page.evaluate(GONE)
+    page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 15)
+    page.page.page.evaluate(PRESS_IN_REPORT)
+    refused = page.wait_for(lost, "failed", timeout=15)
+    page.shot("refused")
+    assert "gone.safetensors" in refused["text"]
+    assert refused["tone"] == "bad"
+    page.wait_for(net, "asked", "queued", "building", timeout=15)
+    page.page.page.evaluate(PRESS_IN_REPORT)
+    page.wait_for(net, "unknown", "none", timeout=15)
+    assert "gone.safetensors" in page.status(lost)["text"], "until it is built"
+
+
+def test_an_engine_node_that_is_switched_off_says_what_becomes_of_the_picture(
+    page: EnginePage, object_info: dict[str, Any]
+) -> None:
+    load(page, workflow(object_info))
+    unet, net, patch = page.node("TRTUNetEngine"), page.node(NET_1), page.node("TRTSamplerPatch")
+    cases = [
+        ({net: BYPASSED}, net, "runs native", "idle"),
+        ({net: MUTED}, net, "leaves its row out", "warn"),
+        ({unet: MUTED}, unet, "ComfyUI refuses the prompt", "warn"),
+        ({unet: BYPASSED}, unet, "ComfyUI refuses the prompt", "warn"),
+        ({unet: BYPASSED, patch: BYPASSED}, unet, "runs native", "idle"),
+    ]
+    for modes, node, words, tone in cases:
+        page.page.page.evaluate(SET_MODES, [list(modes), list(modes.values())])
+        said = page.wait_until(node, lambda s, words=words: words in s["text"], words, 15)
+        assert (said["state"], said["tone"]) == ("off", tone)
+        page.shot(words.replace(" ", "-"))
+        prompt = page.page.prompt()
+        rows = [n["inputs"] for n in prompt.values() if n["class_type"] == "TRTApplyControlNet"]
+        assert ("rows.control_net_1" not in rows[0]) == ("row out" in words)
+        patches = [n["inputs"] for n in prompt.values() if n["class_type"] == "TRTSamplerPatch"]
+        assert any("engine" not in inputs for inputs in patches) == ("refuses" in words)
+        page.page.page.evaluate(SET_MODES, [list(modes), [0] * len(modes)])
 
 
 def test_the_log_of_a_failed_build_is_shown(

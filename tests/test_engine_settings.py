@@ -41,6 +41,22 @@ CHANGE = """([id, step]) => { const node = app.graph.getNodeById(id), set = (nam
         lora.connect(0, node, 0);
     } else set('when_missing', step);
     app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
+#: Width and height of the picture, as one edit.
+RESIZE = """side => { const [width, height] = app.graph.nodes.find(n => n.type === 'EmptyLatentImage').widgets;
+    width.value = height.value = side;
+    app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
+#: The picture's width, how many steps can be undone, and whether the workflow counts as modified.
+HISTORY = """() => { const { changeTracker, isModified } = app.extensionManager.workflow.activeWorkflow;
+    return [app.graph.nodes.find(n => n.type === 'EmptyLatentImage').widgets[0].value, changeTracker.undoQueue.length,
+            isModified]; }"""
+#: The workflow as if it had just been saved, with what the page itself changes when it opens one; without the stack,
+#: whose rows Vue nodes measure anew after undo.
+AS_SAVED = """() => { const workflow = app.extensionManager.workflow.activeWorkflow;
+    app.graph.remove(app.graph.nodes.find(n => n.type === 'TRTApplyControlNet'));
+    workflow.changeTracker.captureCanvasState();
+    workflow.changeTracker.reset();
+    workflow.changeTracker.undoQueue.length = 0;
+    workflow.isModified = false; }"""
 #: What a combo shows on the canvas.
 DISPLAYED = "([id, name]) => app.graph.getNodeById(id).widgets.find(w => w.name === name)._displayValue"
 OFFERED = "app.extensionManager.setting.set('HybridTRT.LimitOffered'"
@@ -175,6 +191,36 @@ def test_auto_follows_the_workflows_picture_and_goes_to_the_samplers_other_nodes
     load(page, saved)
     assert raw.evaluate(SIZES_OF, unet) == zeros | {"opt_size": 320}
     raw.wait_for_function(f"id => ({PRESET})(id) === 'Auto (this workflow: 320×320 × 1)'", arg=unet, timeout=15000)
+
+
+def test_what_auto_follows_is_no_edit(page: EnginePage, tiny: dict[str, Any], comfy: ComfyProcess) -> None:
+    """Undo by mouse, whose button's release the page takes for the end of an edit."""
+    made, raw, info = copy.deepcopy(tiny), page.page.page, comfy.object_info()
+    for engine in ("TRTUNetEngine", "TRTControlNetEngine"):
+        for name in SIZES:
+            set_widget(made, engine, name, 0, info)
+    for side in ("width", "height"):
+        set_widget(made, "EmptyLatentImage", side, 576, info)
+    load(page, made)
+    unet = page.node("TRTUNetEngine")
+    follows = f"([id, size]) => ({SIZES_OF})(id).opt_size === size"
+    raw.wait_for_function(follows, arg=[unet, 576], timeout=15000)
+    raw.mouse.click(800, 850)
+    raw.evaluate(AS_SAVED)
+    assert raw.evaluate(HISTORY) == [576, 0, False]
+    for steps, side in enumerate((768, 640), 1):
+        raw.evaluate(RESIZE, side)
+        raw.wait_for_function(follows, arg=[unet, side], timeout=15000)
+        raw.mouse.click(800, 850)
+        assert raw.evaluate(HISTORY) == [side, steps, True]
+    for steps, side in ((1, 768), (0, 576)):
+        raw.evaluate("() => app.extensionManager.command.execute('Comfy.Undo')")
+        raw.wait_for_function(follows, arg=[unet, side], timeout=15000)
+        raw.mouse.click(800, 850)
+        assert raw.evaluate(HISTORY) == [side, steps, steps > 0]
+    assert page.page.prompt()[str(unet)]["inputs"]["opt_size"] == 576, "prompts have the numbers"
+    node = next(n for n in page.page.workflow()["nodes"] if str(n["id"]) == str(unet))
+    assert node["widgets_values"][1:6] == [0] * 5
 
 
 def test_what_fits_and_what_the_next_run_brings_is_said_before_it(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,13 @@ NAME = "sd15_two_controlnets"
 NET = "TRT ControlNet Engine 1"
 PANEL = "open => app.extensionManager.setting.set('Comfy.RightSidePanel.IsOpen', open)"
 RAN = """([id, text, native]) => app.graph.getNodeById(id).onExecuted({ text: [text], native: [native] })"""
+#: A run as the page hears of it, without the time that one takes.
+KEPT_RUN = """([ids, text]) => { for (const id of ids) {
+    const output = { text: [text], native: [true] };
+    app.nodeOutputs[id] = output;
+    app.graph.getNodeById(id).onExecuted(output); } }"""
+HEADS = """() => ['TRTSamplerPatch', 'TRTReport'].map(type => app.graph.nodes.find(n => n.type === type).widgets
+    .find(w => w.name === 'run_text').element.querySelector('.hybrid-trt-head').textContent)"""
 REPORT = ("tiny.safetensors: 8 calls on onnxruntime, 8 native, 12.3 ms per engine call, 40.1 ms per native call\n"
           "    8 x size the engine was not built for: width 768 px is outside the engine's 64 to 512 px\n"
           "canny.safetensors: 0 calls on an engine, 16 native\n    16 x no engine")
@@ -144,6 +152,38 @@ def test_new_nodes_hold_their_text_and_their_title(page: EnginePage) -> None:
         said = raw.evaluate("""id => app.graph.getNodeById(id).widgets
             .find(w => w.name === 'run_text').element.textContent""", node)
         assert "16 x no engine" in said
+
+
+def test_what_a_run_said_outlives_another_tab_and_undo(page: EnginePage, tiny: dict[str, Any]) -> None:
+    """The page makes all nodes anew for both; what they put out it keeps."""
+    raw = page.page.page
+    page.page.load(copy.deepcopy(tiny), NAME)
+    ids = [page.node(kind) for kind in ("TRTSamplerPatch", "TRTReport")]
+    raw.evaluate(KEPT_RUN, [ids, REPORT])
+
+    def said() -> list[str]:
+        return raw.evaluate(HEADS)
+
+    raw.wait_for_function(f"() => ({HEADS})().join() === 'Native calls,Native calls'")
+    tab = raw.evaluate("() => app.extensionManager.workflow.activeWorkflow.path")
+    raw.evaluate("() => app.extensionManager.command.execute('Comfy.NewBlankWorkflow')")
+    raw.wait_for_function("() => app.graph.nodes.length === 0")
+    raw.locator(".workflow-tabs-container").get_by_text(Path(tab).stem, exact=True).first.click()
+    raw.wait_for_function("() => app.graph.nodes.length > 5")
+    page.page.settle()
+    assert said() == ["Native calls"] * 2
+    page.shot("back")
+
+    raw.evaluate("""() => {
+        app.graph.nodes.find(n => n.type === 'KSampler').widgets.find(w => w.name === 'steps').value = 9;
+        app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }""")
+    raw.evaluate("() => app.extensionManager.command.execute('Comfy.Undo')")
+    page.page.settle()
+    assert said() == ["Native calls"] * 2
+
+    page.page.load(copy.deepcopy(tiny), "another")
+    page.page.settle()
+    assert said() == ["Not run yet"] * 2, "another workflow has not run"
 
 
 def test_a_native_run_puts_a_badge_on_the_node(page: EnginePage, tiny: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 // The Build button: orders a build by a small prompt of its own, follows it, cancels it.
 
 import { pictureWords, widened } from "./fit.mjs";
-import { buildPrompt, engineNodes, isWired } from "./graph.mjs";
+import { buildPrompt, engineNodes, isWired, upstreamOf } from "./graph.mjs";
 import { Look } from "./look.mjs";
 import { applyPreset, sizesOf } from "./presets.mjs";
 import { request } from "./server.mjs";
@@ -98,17 +98,23 @@ export class Builder {
         }
         for (const { node } of views) asked.set(node, "");
         this.tracker.tell();
-        const prompt = await this.#prompt(wanted, mark);
+        const { prompt, ids } = await this.#prompt(wanted, mark);
         const response = await api.fetchApi("/prompt", {
             method: "POST", headers: { "Content-Type": "application/json" },
             body: JSON.stringify({ prompt, client_id: api.clientId }),
         });
         const answer = await response.json().catch(() => ({}));
-        if (!response.ok) throw new Error(promptError(answer));
-        for (const { node } of views) for (const known of [asked, sent]) known.set(node, answer.prompt_id);
+        const refused = new Map(); // why -> the views that the server leaves out, which need not be all
+        for (const view of views) {
+            const why = refusal(prompt, ids.get(view.node), answer) || (response.ok ? "" : promptError(answer));
+            if (why) refused.set(why, [...(refused.get(why) ?? []), view]);
+            if (why) asked.delete(view.node);
+            else for (const known of [asked, sent]) known.set(view.node, answer.prompt_id);
+        }
         this.tracker.stale = true;
         if (this.ended.has(answer.prompt_id)) await this.promptEnded(answer.prompt_id, this.ended.get(answer.prompt_id));
         else await this.tracker.refresh();
+        for (const [why, some] of refused) this.#failed(some, why);
     }
 
     /** Cancel what a node waits for: its build, or the prompt that would order it. */
@@ -145,22 +151,23 @@ export class Builder {
     }
 
     /**
-     * The prompt that orders the engines of nodes. Only what they depend on is serialised.
+     * The prompt that orders the engines of nodes, and the ids of each in it. Only what they depend on is serialised.
      * @param {Map<any, string[]>} wanted node -> the ids of its uses, as of the last look
      */
     async #prompt(wanted, mark) {
         const { app } = this.tracker;
         const look = new Look(this.tracker.root());
         const whole = look.prompt([]);
-        const ids = engineNodes(this.tracker.root()).filter(({ node }) => wanted.has(node)).flatMap(({ node, ids }) => {
+        const found = engineNodes(this.tracker.root()).filter(({ node }) => wanted.has(node)).map(({ node, ids }) => {
             const there = ids.filter((id) => whole[id]), known = there.filter((id) => wanted.get(node).includes(id));
-            return known.length ? known : there;
+            return [node, known.length ? known : there];
         });
-        if (!ids.length) throw new Error(t("offHint"));
+        const ids = found.flatMap(([, its]) => its);
+        if (!ids.length) throw new Error(t("offBuild"));
         // other packs may wire a node while ComfyUI serialises, and only then
         const part = [...wanted.keys()].every(isWired) ? await look.serialised(ids) : (await app.graphToPrompt()).output;
         const request = FROM_PAGE + mark + (crypto.randomUUID?.() ?? String(Math.random()));
-        return buildPrompt(part, ids, request, (id) => pictureWords(whole, id));
+        return { prompt: buildPrompt(part, ids, request, (id) => pictureWords(whole, id)), ids: new Map(found) };
     }
 
     #failed(views, text) {
@@ -215,6 +222,18 @@ export class Builder {
         const { engines } = await request(this.tracker.api, "/engines");
         return engines.find(({ name }) => name === job.engine);
     }
+}
+
+/**
+ * Why the server leaves a node out of a prompt, of which it may have taken the rest; empty when it does not.
+ * @param {Record<string, any>} prompt
+ * @param {string[]} ids the node's, of each of its uses
+ * @param {{node_errors?: Record<string, any>}} answer
+ */
+export function refusal(prompt, ids = [], answer) {
+    const above = upstreamOf(prompt, ids);
+    const errors = Object.entries(answer.node_errors ?? {}).filter(([other]) => above.has(other));
+    return errors.length ? promptError({ node_errors: Object.fromEntries(errors) }) : "";
 }
 
 /** The server's refusal of a prompt as one sentence. */

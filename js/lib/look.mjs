@@ -4,7 +4,8 @@
 
 import { isLink, upstreamOf } from "./graph.mjs";
 
-const MUTED = 2, BYPASSED = 4;
+/** Modes of nodes that no prompt holds. */
+export const MUTED = 2, BYPASSED = 4;
 /** What `fit.mjs` wants to know of nodes that no engine node depends on. */
 const SIZES = ["width", "height", "batch_size", "cfg"];
 

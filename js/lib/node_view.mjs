@@ -1,6 +1,7 @@
 // What an engine node shows below its settings: the button and a status with bar, text and "show log".
 
 import { isWiredLater } from "./graph.mjs";
+import { switchedOff } from "./off.mjs";
 import { part, StatusBox } from "./status_box.mjs";
 import { t } from "./texts.mjs";
 import { BUSY, buttonLabel, describe, lacksSizes } from "./words.mjs";
@@ -40,7 +41,7 @@ export class NodeView {
     show(state) {
         this.state = state;
         this.key = state.key ?? this.key;
-        this.view = describe({ ...state, note: this.note });
+        this.view = describe({ ...state, ...(state.state === "off" && switchedOff(this.node)), note: this.note });
         this.actions.sizes.know(state.fits, state.latents, state.run?.tokens);
         const unwired = state.state === "unwired" && !isWiredLater(this.node.graph);
         const known = unwired || state.state !== "unwired" ? state.state : "unknown";

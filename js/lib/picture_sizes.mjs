@@ -1,5 +1,6 @@
 // The choice of picture sizes on an engine node: Auto, a family's usual formats, or numbers of one's own. It stands above the
-// numbers that it sets; these are what is saved and sent, and Auto keeps them right when the graph's picture changes.
+// numbers that it sets and that prompts send. Auto keeps them right when the graph's picture changes, and is saved as zeros:
+// the page would take what follows from the graph for edits, which undo takes back and Auto does again.
 
 import { applyPreset, autoSizes, follow, meant, presetName, presetOf, PRESETS, sameSizes, sizesOf } from "./presets.mjs";
 import { t } from "./texts.mjs";
@@ -14,11 +15,13 @@ export class PictureSizes {
      * @param {any} node
      * @param {() => void} changed called after the numbers were set
      * @param {(sizes: PictureSizes) => void} toAll gives this node's choice to the others of its sampler
+     * @param {Map<string, Record<string, number>>} followed Auto's numbers of all nodes, for those that the page makes anew
      */
-    constructor(node, changed, toAll) {
+    constructor(node, changed, toAll, followed = new Map()) {
         this.node = node;
         this.changed = changed;
         this.toAll = toAll;
+        this.followed = followed;
         this.fits = undefined; // what fits the model
         this.latents = undefined; // the pictures that the graph asks for
         this.tokens = 0; // the longest prompt seen that an engine was not built for
@@ -30,7 +33,7 @@ export class PictureSizes {
         for (const other of widgets) if (other.options?.advanced) foldOnCanvas(node, other);
         for (const size of widgets.filter(({ name }) => name in PRESETS[AUTO])) follow(size, "callback", () => this.#typed());
         follow(node, "onConfigure", () => this.#loaded());
-        follow(node, "onSerialize", (saved) => withoutHoles(node, saved));
+        follow(node, "onSerialize", (saved) => this.#save(saved));
         this.#loaded();
     }
 
@@ -110,17 +113,29 @@ export class PictureSizes {
         // a prompt that was seen once comes again: the number only grows
         const wanted = autoSizes(this.latents, this.fits, Math.max(this.tokens, sizesOf(this.node).max_tokens));
         if (sameSizes(sizesOf(this.node), wanted)) return undefined;
-        this.node.properties ??= {};
-        this.node.properties[CHOSEN] = AUTO;
-        this.#set(wanted);
+        this.#write(wanted);
         this.#show();
         return this.changed();
+    }
+
+    /** Set numbers that are Auto's. */
+    #write(numbers) {
+        this.node.properties ??= {};
+        this.node.properties[CHOSEN] = AUTO;
+        this.#set(numbers);
     }
 
     #set(numbers) {
         this.known = numbers;
         applyPreset(this.node, numbers);
         this.known = sizesOf(this.node);
+        if (this.choice === AUTO && this.#place) this.followed.set(this.#place, this.known);
+    }
+
+    /** The node's graph and id, which the page gives to the node that takes its place after undo. */
+    get #place() {
+        const { graph, id } = this.node;
+        return graph && `${graph.id}:${id}`;
     }
 
     /** A number has changed: another one than ours is of somebody's own. */
@@ -135,9 +150,22 @@ export class PictureSizes {
 
     #loaded() {
         this.known = sizesOf(this.node);
+        const before = this.followed.get(this.#place);
+        if (before && sameSizes(this.known, PRESETS[AUTO]) && this.choice === AUTO) this.#write(before);
         this.latents = undefined;
         this.tokens = 0;
         this.#show();
+    }
+
+    /** Widgets that are not saved leave holes in the list of values, which ComfyUI reads as values when it loads the node. */
+    #save(saved) {
+        const values = saved?.widgets_values;
+        if (!Array.isArray(values)) return;
+        if (!sameSizes(sizesOf(this.node), this.known)) this.#typed();
+        const { choice } = this, zeros = choice === AUTO ? PRESETS[AUTO] : {};
+        saved.widgets_values = this.node.widgets.flatMap(({ name, serialize }, i) => (serialize === false ? [] : [zeros[name] ?? values[i]]));
+        if (choice === AUTO) delete saved.properties?.[CHOSEN]; // zeros alone say it
+        else if (choice === CUSTOM && saved.properties?.[CHOSEN]) saved.properties[CHOSEN] = CUSTOM;
     }
 
     #show() {
@@ -151,12 +179,6 @@ export class PictureSizes {
 function openList(widget, { e, node, canvas }) {
     const callback = (value) => widget.setValue(value, { e, node, canvas });
     new globalThis.LiteGraph.ContextMenu(widget.options.values, { event: e, className: "dark", callback, scale: Math.max(1, canvas.ds.scale) });
-}
-
-/** Widgets that are not saved leave holes in the list of values, which ComfyUI reads as values when it loads the node. */
-function withoutHoles(node, saved) {
-    const values = saved?.widgets_values;
-    if (Array.isArray(values)) saved.widgets_values = node.widgets.flatMap((widget, i) => (widget.serialize === false ? [] : [values[i]]));
 }
 
 /** Vue nodes fold advanced widgets by themselves; the canvas would only leave them blank. */

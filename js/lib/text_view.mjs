@@ -1,10 +1,13 @@
 // What TRT Sampler Patch and TRT Report say after a run, in the way that engine nodes show their state.
 
+import { follow } from "./presets.mjs";
 import { StatusBox } from "./status_box.mjs";
 import { t } from "./texts.mjs";
 
 export const TEXT_NODES = ["TRTSamplerPatch", "TRTReport"];
 const SIZE = [300, 170];
+/** What shows a node's output. */
+const tellers = new WeakMap();
 const TITLES = { good: "allOnEngines", warn: "someNative", idle: "noRunYet" };
 
 /**
@@ -17,15 +20,24 @@ export function showRuns(node, above = []) {
     box.element.classList.add("hybrid-trt-report");
     box.head.after(...above);
     box.show("idle", t("noRunYet"), [t("notRun")]);
-    const before = node.onExecuted;
-    node.onExecuted = function (output, ...more) {
-        before?.call(this, output, ...more);
+    tellers.set(node, (output) => {
         if (!output?.text?.length) return;
         const tone = toneOf(output), lines = output.text.join("\n").split("\n");
         const answered = output.report && tone !== "idle"; // a report's first line is its answer
         box.show(tone, answered ? lines.shift() : t(tone === "idle" ? "noCalls" : TITLES[tone]), lines);
-    };
+    });
+    follow(node, "onExecuted", tellers.get(node));
     node.setSize(SIZE.map((size, i) => Math.max(size, node.computeSize()[i])));
+}
+
+/**
+ * Show what the page has kept of earlier runs: it makes all nodes anew for another tab and back, and for undo.
+ * @param {any} root the outermost graph
+ * @param {Record<string, any>} outputs by the page's locators: "5", or "<id of the subgraph>:5"
+ */
+export function showKept(root, outputs) {
+    for (const graph of [root, ...(root?.subgraphs?.values() ?? [])])
+        for (const node of graph?.nodes ?? []) tellers.get(node)?.(outputs?.[graph === root ? node.id : `${graph.id}:${node.id}`]);
 }
 
 /** Good when all ran on engines, a warning when something ran native. */

@@ -93,7 +93,7 @@ export function outlookWords({ outlook, whenMissing }) {
  */
 export function describe(state) {
     const { lines: ran, badge } = runWords(BUSY.includes(state.state) ? null : state.run);
-    const view = { tone: TONES[state.state] ?? "idle", title: t(state.state), lines: [], fraction: null, badge, log: null, offer: "", hint: "" };
+    const view = { tone: state.tone ?? TONES[state.state] ?? "idle", title: t(state.state), lines: [], fraction: null, badge, log: null, offer: "", hint: "" };
     if (BUSY.includes(state.state)) {
         view.fraction = state.job ? state.job.percent / 100 : 0;
         view.lines = [state.job ? jobLine(state.job) : t("askedHint")];

@@ -10,16 +10,16 @@ const latent = (width, height, images = 1) => ({ width, height, images });
 const AUTO_PORTRAIT = { ...ZEROS, opt_size: 768 };
 
 /** A node with the five numbers, as ComfyUI makes and saves it. */
-function engineNode(values = {}, properties = {}) {
+function engineNode(values = {}, properties = {}, followed = new Map()) {
     const widgets = [{ name: "when_missing", value: "use native" },
         ...Object.entries({ ...ZEROS, ...values }).map(([name, value]) => ({ name, value, options: { advanced: true } }))];
-    const node = { widgets, properties, addWidget(type, name, value, callback, options) {
+    const node = { id: 3, graph: { id: "g" }, widgets, properties, addWidget(type, name, value, callback, options) {
         const widget = { type, name, value, callback, options };
         widgets.push(widget);
         return widget;
     }, toggleAdvanced() { node.showAdvanced = !node.showAdvanced; } };
     const count = { changed: 0, toAll: 0 };
-    const sizes = new PictureSizes(node, () => { count.changed += 1; }, () => { count.toAll += 1; });
+    const sizes = new PictureSizes(node, () => { count.changed += 1; }, () => { count.toAll += 1; }, followed);
     const preset = widgets.find(({ name }) => name === "size_preset");
     return { node, sizes, preset, count, pick: (start) => preset.callback(preset.options.values.find((value) => value.startsWith(start))),
         type(name, value) {
@@ -116,6 +116,40 @@ test("what Auto wrote is Auto's after a reload too", () => {
     assert.equal(sizesOf(node).opt_size, 512);
 });
 
+/** What is saved of a node: its values and what it was chosen. */
+function saved({ node }) {
+    const made = { widgets_values: node.widgets.map(({ value }) => value), properties: { ...node.properties } };
+    node.onSerialize(made);
+    return made;
+}
+
+test("what Auto follows is no edit: it is saved as zeros, whatever the picture", () => {
+    const followed = new Map(), one = engineNode({}, {}, followed), before = saved(one);
+    assert.deepEqual(before, { widgets_values: ["use native", 0, 0, 0, 0, 0], properties: {} });
+    one.sizes.know(SDXL, [latent(640, 960)], 300);
+    assert.deepEqual(sizesOf(one.node), { ...AUTO_PORTRAIT, max_tokens: 308 }, "prompts have the numbers");
+    assert.deepEqual(saved(one), before);
+    assert.equal(one.node.properties.picture_sizes, "presetFit", "the node itself keeps its choice");
+    const old = engineNode(AUTO_PORTRAIT, { picture_sizes: "presetFit" });
+    assert.deepEqual([sizesOf(old.node), saved(old)], [AUTO_PORTRAIT, before], "as Auto was saved before");
+
+    const again = engineNode({}, {}, followed); // the page makes the node anew when something is undone
+    again.node.onConfigure();
+    assert.deepEqual([again.sizes.choice, sizesOf(again.node), again.count.changed], ["presetFit", { ...AUTO_PORTRAIT, max_tokens: 308 }, 0]);
+    again.sizes.know(SDXL, [latent(512, 512)]);
+    assert.deepEqual(sizesOf(again.node), { ...ZEROS, opt_size: 512, max_tokens: 308 });
+    const own = engineNode({ ...ZEROS }, { picture_sizes: "custom" }, followed);
+    own.node.onConfigure();
+    assert.deepEqual([own.sizes.choice, sizesOf(own.node)], ["custom", ZEROS]);
+});
+
+test("numbers that somebody wrote over Auto's are saved as they are", () => {
+    const written = engineNode();
+    written.sizes.know(SDXL, [latent(640, 960)]);
+    written.node.widgets.find(({ name }) => name === "max_size").value = 900;
+    assert.deepEqual(saved(written), { widgets_values: ["use native", 0, 768, 900, 0, 0], properties: { picture_sizes: "custom" } });
+});
+
 test("a choice sets the numbers, Custom shows them, and that can be undone", () => {
     const { node, sizes, preset, count, pick } = engineNode();
     pick("SDXL");
@@ -134,7 +168,7 @@ test("a choice sets the numbers, Custom shows them, and that can be undone", () 
 });
 
 test("the choice stands above the numbers, and is saved nowhere", () => {
-    const { node, preset } = engineNode();
+    const { node, preset } = engineNode({ opt_size: 512 });
     assert.deepEqual(node.widgets.map(({ name }) => name).slice(0, 3), ["when_missing", "size_preset", "min_size"]);
     assert.deepEqual([preset.serialize, preset.options.serialize], [false, false]);
     const holes = ["use native"];

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { test } from "node:test";
-import { promptError } from "../../js/lib/build.mjs";
+import { promptError, refusal } from "../../js/lib/build.mjs";
 import { sensibleLimit } from "../../js/lib/offer.mjs";
 import { defaultsFor } from "../../js/lib/settings.mjs";
 import { toneOf } from "../../js/lib/text_view.mjs";
@@ -116,6 +116,18 @@ test("a refused prompt is told by its first node's error", () => {
     assert.equal(promptError({ node_errors: errors }), "CheckpointLoaderSimple: Value not in list: ckpt_name: 'x'.");
     assert.equal(promptError({ error: { message: "No prompt" } }), "No prompt");
     assert.ok(promptError({}).includes("log"));
+});
+
+test("of a prompt that is refused in part, each node is told what is wrong with it or above it", () => {
+    const node = (...above) => ({ inputs: Object.fromEntries(above.map((id) => [id, [id, 0]])) });
+    const prompt = { 1: node(), 2: node("1"), 3: node(), 4: node("3") };
+    const wrong = (message) => ({ class_type: "Loader", errors: [{ message, details: "" }] });
+    const answer = { prompt_id: "p", node_errors: { 1: wrong("gone"), 4: wrong("too large") } };
+    assert.equal(refusal(prompt, ["2"], answer), "Loader: gone.");
+    assert.equal(refusal(prompt, ["4"], answer), "Loader: too large.");
+    for (const fine of [{ node_errors: {} }, { node_errors: [] }, {}]) assert.equal(refusal(prompt, ["2"], fine), "");
+    assert.equal(refusal(prompt, ["3"], answer), "");
+    assert.equal(refusal(prompt, undefined, answer), "");
 });
 
 test("the limit that is offered is half of what is free, beside what the engines have", () => {
