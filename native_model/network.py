@@ -11,6 +11,7 @@ import torch
 from ..architectures import Architecture, Role, architecture_of
 from ..engine_library.reasons import Reason, Unavailable
 from .hash_cache import hashes_without_patches
+from .quantised import has_quantised_layers
 from .weights import Check, fingerprint, forget_hash, known_hash, weights_hash
 
 if TYPE_CHECKING:
@@ -84,6 +85,9 @@ class NativeNetwork:
         architecture = _architectures[self.module]
         if architecture is None:
             raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} is a {type(self.module).__name__}")
+        if has_quantised_layers(self.module):
+            what = "quantised layers, for which no engine can be built yet"
+            raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} has {what}")
         return architecture
 
     def weights_hash(self, check: Check | None = None) -> str:
