@@ -194,6 +194,8 @@ def _why_not_patched_so(patcher: ModelPatcher, weight_patches: WeightPatches, ha
     """The reason why a model that is patched in this way is no longer the engine's, or None."""
     if patcher.hook_patches or patcher.current_hooks or patcher.forced_hooks:
         return Fallback(Reason.HOOKS, "the conditioning or the model carries weight hooks")
+    if (fallback := handle.network.other_dtype(patcher)) is not None:
+        return fallback
     if handle.follows_patches:
         if patcher.model is not handle.network.patcher.model:
             return Fallback(Reason.OTHER_MODEL, f"it computes with the weights of {handle.network.label}")
