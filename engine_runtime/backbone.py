@@ -194,6 +194,8 @@ def _why_not_patched_so(patcher: ModelPatcher, weight_patches: WeightPatches, ha
     """The reason why a model that is patched in this way is no longer the engine's, or None."""
     if patcher.hook_patches or patcher.current_hooks or patcher.forced_hooks:
         return Fallback(Reason.HOOKS, "the conditioning or the model carries weight hooks")
+    if (fallback := handle.network.other_dtype(patcher)) is not None:
+        return fallback
     if handle.follows_patches:
         if patcher.weight_wrapper_patches:
             return Fallback(Reason.MODEL_PATCHED, "another node wraps the weights")

@@ -188,6 +188,10 @@ class EngineHandle:
             self.session = None
         except OSError as error:
             self.session, self.fallback = None, Fallback(Reason.NO_ENGINE, f"the library cannot be read ({error})")
+        except Exception as error:  # whatever a model of another kind brings, native can sample it
+            log.exception("Hybrid TRT: no engine could be looked up for %s", self.network.label)
+            what = f"looking the engine up failed ({type(error).__name__}: {error})"
+            self.session, self.fallback = None, Fallback(Reason.ENGINE_FAILED, what)
 
     def _look_up(self) -> Session:
         self.network.without_what_was_left()

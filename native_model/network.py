@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..architectures import Architecture, Role, architecture_of
-from ..engine_library.reasons import Reason, Unavailable
+from ..engine_library.reasons import Fallback, Reason, Unavailable
 from .hash_cache import hashes_without_patches
 from .plain_copy import changed_in_place
+from .quantised import has_quantised_layers
 from .weights import Check, fingerprint, forget_hash, known_hash, weights_hash
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 UNET_PREFIX = "diffusion_model."
+_CAST = "manual_cast_dtype"
+"""Under this name a patcher has the compute dtype that it wants of its model, or the model the one that is its own."""
+_UNPATCHED = object()
 
 _architectures: weakref.WeakKeyDictionary[torch.nn.Module, Architecture | None] = weakref.WeakKeyDictionary()
 
@@ -44,8 +48,7 @@ class NativeNetwork:
     @classmethod
     def of_model(cls, model: ModelPatcher, label: str) -> NativeNetwork:
         """The UNet of a MODEL."""
-        base = model.model
-        return cls(model, base.diffusion_model, UNET_PREFIX, base.get_dtype_inference(), label)
+        return cls(model, model.model.diffusion_model, UNET_PREFIX, _compute_dtype(model), label)
 
     @classmethod
     def of_controlnet(cls, controlnet: ControlNet, label: str) -> NativeNetwork:
@@ -67,7 +70,7 @@ class NativeNetwork:
     @property
     def precision(self) -> str:
         """``dtype`` as manifests spell it."""
-        return str(self.dtype).removeprefix("torch.")
+        return _name(self.dtype)
 
     def without_what_was_left(self) -> None:
         """Take back what another clone's node replaced in the module: ComfyUI leaves that on it after a run.
@@ -109,7 +112,18 @@ class NativeNetwork:
         architecture = _architectures[self.module]
         if architecture is None:
             raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} is a {type(self.module).__name__}")
+        if has_quantised_layers(self.module):
+            what = "quantised layers, for which no engine can be built yet"
+            raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} has {what}")
         return architecture
+
+    def other_dtype(self, patcher: ModelPatcher) -> Fallback | None:
+        """Why a patcher of the same model is not served: another compute dtype, by *ModelComputeDtype*. Cheap."""
+        own, its = self.patcher.object_patches.get(_CAST, _UNPATCHED), patcher.object_patches.get(_CAST, _UNPATCHED)
+        if own is its or patcher.model is not self.patcher.model or (dtype := _compute_dtype(patcher)) == self.dtype:
+            return None
+        where = f"{_name(dtype)} here and {_name(self.dtype)} at the engine node; put ModelComputeDtype before that"
+        return Fallback(Reason.MODEL_PATCHED, f"the model computes in {where}")
 
     def weights_hash(self, check: Check | None = None) -> str:
         """Hash of the weights with the patcher's LoRAs in; cached, see ``weights.weights_hash``."""
@@ -130,3 +144,12 @@ class NativeNetwork:
     def fingerprint(self) -> str:
         """Quick hash of a part of the weights, see ``weights.fingerprint``."""
         return fingerprint(self.patcher, self.prefix)
+
+
+def _compute_dtype(model: ModelPatcher) -> torch.dtype:
+    """What a MODEL computes in: read past what another patcher of the same model has left in place."""
+    return model.get_model_object(_CAST) or model.model.get_dtype()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -110,6 +110,8 @@ def offsets_of(module: torch.nn.Module, index: dict) -> Offsets:
     return {parameter: index[name][1] for name, parameter in module.named_parameters()}
 
 
+_NO_FORWARD = torch.nn.Module.forward
+
 _FAMILIES = architectures.__name__
 """The package of the families, whose name is another one in each process."""
 
@@ -142,6 +144,8 @@ def _known_class(kind: type) -> type:
     """
     bases = kind.__mro__ if hasattr(kind, "comfy_cast_weights") else (kind,)
     for base in bases:
+        if base is not kind and getattr(base, "forward", _NO_FORWARD) is _NO_FORWARD:
+            continue  # it stands for no layer
         if base.__module__.split(".")[0] not in ("comfy", "torch") and not base.__module__.startswith(f"{_FAMILIES}."):
             continue
         found = sys.modules.get(base.__module__)

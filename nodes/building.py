@@ -93,8 +93,10 @@ def _for_calls(order: BuildOrder, profile: Profile, calls: Sequence[Call]) -> Bu
 
 
 def _order(handle: EngineHandle) -> BuildOrder | None:
-    """The order for a handle's engine; None, and the handle says why, where no backend can build it."""
+    """The order for a handle's engine; None, and the handle says why, where no backend can build it, or for no network
+    like this."""
     try:
+        handle.network.architecture()
         backend = usable_backends(handle.choice.backend, handle.network.device)[0]
     except Unavailable as refusal:
         handle.session, handle.fallback = None, refusal.fallback

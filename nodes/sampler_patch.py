@@ -33,7 +33,7 @@ class TRTSamplerPatch(io.ComfyNode):
     @classmethod
     def execute(cls, model: ModelPatcher, engine: EngineHandle) -> io.NodeOutput:
         engine, refusal = _for_model(model, engine)
-        between = None if refusal is not None else _lora_between(model, engine)
+        between = None if refusal is not None else _patch_between(model, engine)
         status = (refusal or between).sentence() if refusal or between else engine.status()
         engine_node.log_text(status)
         native = refusal is not None or between is not None or engine.misses
@@ -56,8 +56,10 @@ def _for_model(model: ModelPatcher, engine: EngineHandle) -> tuple[EngineHandle,
     return engine, None
 
 
-def _lora_between(model: ModelPatcher, engine: EngineHandle) -> Fallback | None:
-    """What keeps an engine from serving as long as it has weights of its own; each call looks again."""
+def _patch_between(model: ModelPatcher, engine: EngineHandle) -> Fallback | None:
+    """What keeps an engine from serving as long as it has weights of its own, or at all; each call looks again."""
+    if (fallback := engine.network.other_dtype(model)) is not None:
+        return fallback
     theirs = engine.network.patcher
     if engine.follows_patches or theirs.model is not model.model or WeightPatches(theirs).same_on(model):
         return None

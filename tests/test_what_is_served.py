@@ -44,11 +44,13 @@ class Kind:
 
     Attributes:
         scenarios: tried one after the other on the same engines; each ControlNet of them has to act.
-        reason: why the ControlNet runs native, or None when all is served.
+        reason: why a network runs native, or None when all is served.
+        native_unet: whether that is the UNet; else it is the first ControlNet, which is counted nowhere.
     """
 
     scenarios: Sequence[Scenario]
     reason: str | None = None
+    native_unet: bool = False
 
 
 ADAPTER = Control("tiny_sd15_t2i", 3, 0.9, engine=False)
@@ -76,6 +78,9 @@ KINDS = {
     "ControlNet shuffle (averaged residuals)": Kind([
         SD15.but(controls=(Control("tiny_sd15_shuffle", 2, 1.0), A)),
     ]),
+    "quantised checkpoints (`comfy_quant`, `scaled_fp8`)": Kind(
+        [SD15.but(unet="tiny_sd15_quantised_unet", controls=(Control("tiny_sd15_flat_a", 1, 0.7),))],
+        "unsupported model", native_unet=True),
     "Control-LoRAs": Kind([SD15.but(controls=(Control("tiny_sd15_control_lora", 1, 0.5), A))], "unsupported model"),
 }  # fmt: skip
 
@@ -86,13 +91,22 @@ def test_it_gives_natives_latent(sd15: ComfyProcess, name: str) -> None:
     for number, scenario in enumerate(kind.scenarios):
         result = compare(sd15, scenario)
         assert result.error <= LIMIT, number
-        assert result.all_on_engines(), (number, result.report)
-        assert result.unet["engine"] > 0
+        if kind.native_unet:
+            assert result.unet == {"engine": 0, "native": scenario.steps, "reasons": {kind.reason: scenario.steps}}
+            rows = result.controlnets.values()
+            assert len(rows) == len(scenario.controls)
+            assert all(row["native"] == 0 < row["engine"] for row in rows), result.report
+        else:
+            assert result.all_on_engines(), (number, result.report)
+            assert result.unet["engine"] > 0
         for i in range(len(scenario.controls)):
             assert control_effect(sd15, scenario, without=i) > 0.01, (number, i)
-        if kind.reason is not None:
-            (status,) = result.history.output(f"engine_{scenario.controls[0].file}", "text")
-            assert kind.reason in status
+        if kind.reason is None:
+            continue
+        engine_node = "unet_engine" if kind.native_unet else f"engine_{scenario.controls[0].file}"
+        (status,) = result.history.output(engine_node, "text")
+        assert kind.reason in status
+        if not kind.native_unet:
             assert scenario.controls[0].file not in result.controlnets, "it is not counted as ours"
 
 

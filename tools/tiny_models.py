@@ -89,6 +89,7 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("diffusion_models/tiny_sd15_unet.safetensors", (Part("unet", 15, SD15),)),
     Recipe("diffusion_models/tiny_sd15_other_unet.safetensors", (Part("unet", 16, SD15),)),
     Recipe("diffusion_models/tiny_sd15_flat_unet.safetensors", (Part("unet", 17, SD15_FLAT),)),
+    Recipe("diffusion_models/tiny_sd15_quantised_unet.safetensors", (Part("quantised_unet", 17, SD15_FLAT),)),
     Recipe("diffusion_models/tiny_sd15_t2i_unet.safetensors", (Part("unet", 18, SD15_T2I),)),
     Recipe("diffusion_models/tiny_sd15_ip2p_unet.safetensors", (Part("unet", 19, SD15_FLAT | {"in_channels": 8}),)),
     Recipe("diffusion_models/tiny_sdxl_unet.safetensors", (Part("unet", 20, SDXL),)),
@@ -230,6 +231,18 @@ def _draw_controlnet(part: Part, name: str, shape: tuple[int, ...]) -> torch.Ten
     return _draw(part, name, shape, gain=1.65 if name.startswith("input_hint_block.") else 1.0)
 
 
+def _draw_quantised(part: Part, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """As `_draw`, in fp8 with one scale, which is the same for all layers, where `_quantised_unet_shapes` has one."""
+    import torch
+
+    if name.endswith(".comfy_quant"):
+        return torch.tensor(list(_QUANTISED), dtype=torch.uint8)
+    if name.endswith(".weight_scale"):
+        return torch.tensor(_SCALE)
+    values = _draw(part, name, shape)
+    return (values.float() / _SCALE).to(torch.float8_e4m3fn) if _is_quantised(name, shape) else values
+
+
 def _draw_low_rank(part: Part, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """As `_draw`, plus alpha and marker. Up's fan-in is the rank, so up x down is as large as the weight it changes."""
     import torch
@@ -253,6 +266,25 @@ def _unet_shapes(config: dict[str, Any]) -> Shapes:
     from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
     return _shapes_of(lambda: UNetModel(**config))
+
+
+_QUANTISED = json.dumps({"format": "float8_e4m3fn"}).encode()
+_SCALE = 1 / 1024
+
+
+def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and ".transformer_blocks." in name
+
+
+def _quantised_unet_shapes(config: dict[str, Any]) -> Shapes:
+    """A UNet whose attention and feed-forward layers are in ComfyUI's quantised format."""
+    shapes: Shapes = {}
+    for name, shape in _unet_shapes(config).items():
+        shapes[name] = shape
+        if _is_quantised(name, shape):
+            layer = name.removesuffix(".weight")
+            shapes |= {f"{layer}.weight_scale": (), f"{layer}.comfy_quant": (len(_QUANTISED),)}
+    return shapes
 
 
 def _controlnet_shapes(config: dict[str, Any]) -> Shapes:
@@ -328,9 +360,10 @@ def _lora_shapes(config: dict[str, Any]) -> Shapes:
 _SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {
     "unet": _unet_shapes, "controlnet": _controlnet_shapes, "taesd": _taesd_shapes, "vae": _vae_shapes,
     "clip_l": _clip_l_shapes, "t2i_adapter": _t2i_adapter_shapes, "control_lora": _control_lora_shapes,
-    "lora": _lora_shapes}
+    "lora": _lora_shapes, "quantised_unet": _quantised_unet_shapes}
 _DRAW: dict[str, Callable[[Part, str, tuple[int, ...]], torch.Tensor]] = {
-    "taesd": _draw_taesd, "controlnet": _draw_controlnet, "control_lora": _draw_low_rank, "lora": _draw_low_rank}
+    "taesd": _draw_taesd, "controlnet": _draw_controlnet, "control_lora": _draw_low_rank, "lora": _draw_low_rank,
+    "quantised_unet": _draw_quantised}
 
 
 def say(text: str) -> None:

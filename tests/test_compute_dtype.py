@@ -1,0 +1,100 @@
+"""What ComfyUI's ModelComputeDtype asks for is what an engine computes in, or native serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from pack import import_comfy
+from patched import LIMIT, NAME, Patched, library_of, sampling_node
+from sampling import error, sample
+
+import_comfy()
+
+import comfy.sd
+from comfy.model_patcher import ModelPatcher
+from hybrid_trt.engine_library import Library, Reason
+from hybrid_trt.engine_runtime.backbone import patch_model
+from hybrid_trt.native_model.network import NativeNetwork
+from hybrid_trt.nodes.sampler_patch import TRTSamplerPatch
+
+HALF, FULL = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(scope="module")
+def file(environment: Any) -> Path:
+    return tiny_models.make(environment.base / "models", [NAME])[NAME]
+
+
+def load(file: Path, dtype: torch.dtype | None) -> ModelPatcher:
+    return comfy.sd.load_diffusion_model(str(file), model_options={"dtype": dtype} if dtype else {})
+
+
+def computing_in(model: ModelPatcher, dtype: torch.dtype | None) -> ModelPatcher:
+    """As the node gives it."""
+    clone = model.clone()
+    clone.set_model_compute_dtype(dtype)
+    return clone
+
+
+def sampled(model: ModelPatcher) -> torch.Tensor:
+    with sampling_node():
+        return sample(model)
+
+
+@pytest.mark.parametrize("backend", ["torch", "onnxruntime"])
+def test_the_prompt_before_leaves_none_to_the_next(file: Path, tmp_path: Path, backend: str) -> None:
+    library = Library([tmp_path]) if backend == "torch" else library_of(file, tmp_path)
+    model = load(file, None)
+    reference = sample(load(file, None))
+    before = sample(computing_in(model, HALF))
+    assert error(before, reference) > 100 * LIMIT
+    patched = Patched(model, library, backend)
+    assert error(patched.sample(), reference) <= LIMIT
+    assert patched.counts == (4, 0)
+
+
+@pytest.mark.parametrize(("own", "asked", "wanted"), [(None, HALF, "bfloat16"), (HALF, FULL, "float32")])
+def test_in_front_of_the_engine_node_it_is_the_engines(
+    file: Path, tmp_path: Path, own: torch.dtype | None, asked: torch.dtype, wanted: str
+) -> None:
+    model = load(file, own)
+    assert NativeNetwork.of_model(computing_in(model, asked), "unet").precision == wanted
+    patched = Patched(computing_in(model, asked), Library([tmp_path]), "torch")
+    reference = sample(computing_in(load(file, own), asked))
+    assert error(patched.sample(), reference) <= (LIMIT if wanted == "float32" else 0.05)  # each rounds its own way
+    assert patched.counts == (4, 0)
+
+
+@pytest.mark.parametrize("place", ["before the sampler patch", "after it", "taken away"])
+@pytest.mark.parametrize("backend", ["torch", "onnxruntime"])
+def test_behind_the_engine_node_it_leaves_the_run_to_native(
+    file: Path, tmp_path: Path, backend: str, place: str
+) -> None:
+    library = Library([tmp_path]) if backend == "torch" else library_of(file, tmp_path)
+    plain = load(file, None)
+    half = computing_in(plain, HALF)
+    engine_has, asked = (half, plain) if place == "taken away" else (plain, half)
+    reference = sample(asked)
+    patched = Patched(engine_has, library, backend)
+    if place == "after it":
+        sampled_with = computing_in(patched.model, HALF)
+    else:
+        sampled_with = patch_model(asked, patched.handle)
+        said = TRTSamplerPatch.execute(asked, patched.handle).ui
+        assert said["native"] == [True]
+        assert f"{patched.handle.precision} at the engine node" in said["text"][0]
+    assert error(sampled(sampled_with), reference) == 0
+    assert patched.counts == (0, 4)
+    assert list(patched.handle.tally.reasons) == [Reason.MODEL_PATCHED.value]
+
+
+def test_asking_for_what_the_model_computes_in_anyway_changes_nothing(file: Path, tmp_path: Path) -> None:
+    model = load(file, None)
+    patched = Patched(model, Library([tmp_path]), "torch")
+    reference = sample(model.clone())
+    assert error(sampled(patch_model(computing_in(model, FULL), patched.handle)), reference) <= LIMIT
+    assert patched.counts == (4, 0)
