@@ -1,0 +1,189 @@
+"""What the Build buttons order: each use of a node, as long as its prompt is queued, and told where it is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from build_page import (
+    MARGINS,
+    NET_1,
+    NET_2,
+    browser,
+    load,
+    no_engines,
+    object_info,
+    opened,
+    page,
+    workflow,
+)
+from comfy_process import ComfyProcess
+from engine_page import EnginePage
+from workflow_to_prompt import to_prompt
+
+pytestmark = pytest.mark.browser
+__all__ = ["browser", "object_info", "opened", "page"]  # fixtures
+#: An empty workflow in a tab of its own, and the tab that was open before.
+AWAY = """async () => { window.__left = app.extensionManager.workflow.activeWorkflow;
+    await app.extensionManager.command.execute('Comfy.NewBlankWorkflow'); return app.graph.nodes.length; }"""
+LEFT = "() => window.__left.filename"
+#: A ControlNet's engine node in a subgraph that is used for another ControlNet too, in place of that one's own node.
+TWICE = """([title, another]) => { const g = app.graph, find = name => g.nodes.find(n => n.title === name);
+    g.convertToSubgraph(new Set([find(title)]));
+    const first = g.nodes.find(n => n.isSubgraphNode?.()), other = find(another);
+    const second = LiteGraph.createNode(first.type);
+    g.add(second);
+    other.getInputNode(0).connect(0, second, 0);
+    for (const link of [...other.outputs[0].links].map(id => g.getLink(id)))
+        second.connect(0, g.getNodeById(link.target_id), link.target_slot);
+    g.remove(other);
+    app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState();
+    return [first, second].map(outer => `${outer.id}:${first.subgraph.nodes[0].id}`); }"""
+#: What the page's only tracker is made after.
+TRACKER = "import('/extensions/hybrid-trt/lib/tracker.mjs').then(({ Tracker }) => Tracker.prototype)"
+#: A loader names a file that is gone.
+GONE = """() => {
+    app.graph.nodes.find(n => n.title.startsWith('Load ControlNet 2')).widgets[0].value = 'gone.safetensors';
+    app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
+#: The one button for all engines of the workflow: it builds what is missing, or cancels all builds.
+PRESS_IN_REPORT = """() => app.graph.nodes.find(n => n.type === 'TRTReport').widgets.find(w => w.name === 'run_text')
+    .element.querySelector('.hybrid-trt-workflow button').click()"""
+MUTED, BYPASSED = 2, 4
+SET_MODES = """([ids, modes]) => { ids.forEach((id, i) => { app.graph.getNodeById(id).mode = modes[i]; });
+    app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
+
+
+@contextlib.contextmanager
+def busy(comfy: ComfyProcess, made: dict[str, Any], info: dict[str, Any]) -> Iterator[None]:
+    """A prompt that samples until it is interrupted: those behind it wait."""
+    prompt = to_prompt(made, info)
+    sampler = next(node for node in prompt.values() if node["class_type"] == "KSampler")
+    sampler["inputs"] |= {"steps": 10000, "seed": time.monotonic_ns() % 2**31}
+    long = comfy.submit(prompt)
+    try:
+        deadline = time.monotonic() + 30
+        while not comfy.get("/queue")["queue_running"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield
+    finally:
+        comfy.post("/queue", {"clear": True})
+        comfy.interrupt(long)
+
+
+def test_an_order_lasts_as_long_as_its_prompt_in_the_queue_whatever_the_page_shows_meanwhile(
+    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
+) -> None:
+    no_engines(comfy)
+    made, raw = workflow(object_info, max_size=416 if page.page.vue else 528), page.page.page
+    load(page, made)
+    net = page.node(NET_1)
+    page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 15)
+    with busy(comfy, made, object_info):
+        page.click(net)
+        page.wait_for(net, "asked", timeout=15)
+        raw.wait_for_timeout(600)
+        assert page.status(net)["state"] == "asked"
+        raw.evaluate("() => app.api.clearItems('queue')")  # the page's own "Clear queue"
+        page.wait_for(net, "unknown", "none", timeout=5)
+
+        page.click(net)
+        page.wait_for(net, "asked", timeout=15)
+        assert raw.evaluate(AWAY) == 0
+        name = raw.evaluate(LEFT)
+        raw.locator(".workflow-tabs-container").get_by_text(name, exact=True).first.click()
+        raw.wait_for_function("() => app.graph.nodes.length > 5")
+        page.page.fit(**MARGINS)
+        page.wait_for(net, "asked", timeout=5)
+        page.shot("asked")
+        page.click(net)  # cancels what the view before it ordered
+        page.wait_for(net, "unknown", "none", timeout=5)
+        assert comfy.get("/queue")["queue_pending"] == []
+
+
+def test_each_use_of_a_subgraph_is_counted_ordered_and_cancelled(
+    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
+) -> None:
+    if page.page.vue:
+        pytest.skip("The panel is the same in both modes.")
+    no_engines(comfy)
+    made, raw = workflow(object_info, max_size=536), page.page.page
+    load(page, made)
+    uses = raw.evaluate(TWICE, [NET_1, NET_2])
+    raw.get_by_role("button", name="TRT engines").click()
+    view = raw.locator(".hybrid-trt-sidebar .hybrid-trt-workflow")
+    with busy(comfy, made, object_info):
+        view.get_by_role("button", name="Build 3 missing engines").click()
+        view.get_by_text("Building: 3 of 3 engines left").wait_for()
+        (waiting,) = comfy.get("/queue")["queue_pending"]
+        ordered = {node for node, entry in waiting[2].items() if "build_request" in entry["inputs"]}
+        assert ordered > set(uses)
+        assert len(ordered) == 3
+        view.get_by_role("button", name="Cancel").click()
+        view.get_by_text("3 of 3 engines are missing").wait_for()
+        assert comfy.get("/queue")["queue_pending"] == []
+    raw.get_by_role("button", name="TRT engines").click()
+
+
+def test_nothing_is_kept_of_the_nodes_of_workflows_that_were_left(
+    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
+) -> None:
+    raw, made = page.page.page, workflow(object_info)
+    for _ in range(4):
+        load(page, made)
+    raw.wait_for_timeout(600)
+    session = raw.context.new_cdp_session(raw)
+    prototype = session.send("Runtime.evaluate", {"expression": TRACKER, "awaitPromise": True})["result"]["objectId"]
+    found = session.send("Runtime.queryObjects", {"prototypeObjectId": prototype})["objects"]["objectId"]
+    read = {"objectId": found, "functionDeclaration": "function() { return this[0].views.size; }"}
+    count = session.send("Runtime.callFunctionOn", read)["result"]["value"]
+    session.detach()
+    assert count == 3, "those of the open workflow"
+
+
+def test_what_the_server_leaves_out_of_the_builds_of_a_workflow_is_told(
+    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
+) -> None:
+    """ComfyUI takes the rest of such a prompt and answers that all is well."""
+    no_engines(comfy)
+    load(page, workflow(object_info, max_size=624 if page.page.vue else 632))
+    net, lost = page.node(NET_1), page.node(NET_2)
+    page.page.page.evaluate(GONE)
+    page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 15)
+    page.page.page.evaluate(PRESS_IN_REPORT)
+    refused = page.wait_for(lost, "failed", timeout=15)
+    page.shot("refused")
+    assert "gone.safetensors" in refused["text"]
+    assert refused["tone"] == "bad"
+    page.wait_for(net, "asked", "queued", "building", timeout=15)
+    page.page.page.evaluate(PRESS_IN_REPORT)
+    page.wait_for(net, "unknown", "none", timeout=15)
+    assert "gone.safetensors" in page.status(lost)["text"], "until it is built"
+
+
+def test_an_engine_node_that_is_switched_off_says_what_becomes_of_the_picture(
+    page: EnginePage, object_info: dict[str, Any]
+) -> None:
+    load(page, workflow(object_info))
+    unet, net, patch = page.node("TRTUNetEngine"), page.node(NET_1), page.node("TRTSamplerPatch")
+    cases = [
+        ({net: BYPASSED}, net, "runs native", "idle"),
+        ({net: MUTED}, net, "leaves its row out", "warn"),
+        ({unet: MUTED}, unet, "ComfyUI refuses the prompt", "warn"),
+        ({unet: BYPASSED}, unet, "ComfyUI refuses the prompt", "warn"),
+        ({unet: BYPASSED, patch: BYPASSED}, unet, "runs native", "idle"),
+    ]
+    for modes, node, words, tone in cases:
+        page.page.page.evaluate(SET_MODES, [list(modes), list(modes.values())])
+        off = page.wait_until(node, lambda s, words=words: s["state"] == "off" and words in s["text"], words, 15)
+        assert off["tone"] == tone
+        page.shot(words.replace(" ", "-"))
+        prompt = page.page.prompt()
+        rows = [n["inputs"] for n in prompt.values() if n["class_type"] == "TRTApplyControlNet"]
+        assert ("rows.control_net_1" not in rows[0]) == ("row out" in words)
+        patches = [n["inputs"] for n in prompt.values() if n["class_type"] == "TRTSamplerPatch"]
+        assert any("engine" not in inputs for inputs in patches) == ("refuses" in words)
+        page.page.page.evaluate(SET_MODES, [list(modes), [0] * len(modes)])
