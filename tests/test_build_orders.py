@@ -74,6 +74,15 @@ def busy(comfy: ComfyProcess, made: dict[str, Any], info: dict[str, Any]) -> Ite
         comfy.interrupt(long)
 
 
+def pending(comfy: ComfyProcess, count: int) -> list:
+    """The prompts that wait, once there are so many: the page shows an order before the server has it."""
+    deadline = time.monotonic() + 15
+    while len(found := comfy.get("/queue")["queue_pending"]) != count:
+        assert time.monotonic() < deadline, f"{len(found)} prompts wait, and not {count}"
+        time.sleep(0.05)
+    return found
+
+
 def test_an_order_lasts_as_long_as_its_prompt_in_the_queue_whatever_the_page_shows_meanwhile(
     page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
 ) -> None:
@@ -101,7 +110,7 @@ def test_an_order_lasts_as_long_as_its_prompt_in_the_queue_whatever_the_page_sho
         page.shot("asked")
         page.click(net)  # cancels what the view before it ordered
         page.wait_for(net, "unknown", "none", timeout=5)
-        assert comfy.get("/queue")["queue_pending"] == []
+        assert pending(comfy, 0) == []
 
 
 def test_each_use_of_a_subgraph_is_counted_ordered_and_cancelled(
@@ -118,13 +127,13 @@ def test_each_use_of_a_subgraph_is_counted_ordered_and_cancelled(
     with busy(comfy, made, object_info):
         view.get_by_role("button", name="Build 3 missing engines").click()
         view.get_by_text("Building: 3 of 3 engines left").wait_for()
-        (waiting,) = comfy.get("/queue")["queue_pending"]
+        (waiting,) = pending(comfy, 1)
         ordered = {node for node, entry in waiting[2].items() if "build_request" in entry["inputs"]}
         assert ordered > set(uses)
         assert len(ordered) == 3
         view.get_by_role("button", name="Cancel").click()
         view.get_by_text("3 of 3 engines are missing").wait_for()
-        assert comfy.get("/queue")["queue_pending"] == []
+        assert pending(comfy, 0) == []
     raw.get_by_role("button", name="TRT engines").click()
 
 

@@ -114,6 +114,8 @@ export class Builder {
         this.tracker.stale = true;
         if (this.ended.has(answer.prompt_id)) await this.promptEnded(answer.prompt_id, this.ended.get(answer.prompt_id));
         else await this.tracker.refresh();
+        // a failure is that of a key: it is the one of what was sent only once the nodes know that
+        for (let tries = 0; refused.size && tries < 5 && !(await this.tracker.refresh()); tries += 1);
         for (const [why, some] of refused) this.#failed(some, why);
     }
 

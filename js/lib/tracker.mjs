@@ -80,17 +80,20 @@ export class Tracker {
         for (const [node, id] of this.asked) if (id === prompt) this.asked.delete(node);
     }
 
-    /** Ask for all states now. A server that does not answer leaves the nodes as they are: the page says so itself. */
+    /**
+     * Ask for all states now. A server that does not answer leaves the nodes as they are: the page says so itself.
+     * @returns {Promise<boolean>} whether the nodes show this answer, and not that to a later question
+     */
     async refresh() {
         const turn = ++this.turn;
         const started = performance.now();
         if (this.stale) this.#look();
         const { found, ids, off, prompt } = this.seen;
-        if (!found.length) return this.tell();
+        if (!found.length) { this.tell(); return true; }
         const nodes = [...ids.values()].flat(), queued = [...this.asked].filter(([, id]) => id);
         const { nodes: answer = {}, orders = {} } = nodes.length || queued.length
             ? await request(this.api, "/nodes", { method: "POST", json: { prompt: ancestors(prompt, nodes), nodes } }) : {};
-        if (turn !== this.turn) return; // a later question is under way
+        if (turn !== this.turn) return false;
         for (const id of this.over) orders[id] ? delete orders[id] : this.over.delete(id);
         // a node that gets its model only as ComfyUI queues has no key: its prompt alone can be looked for
         for (const [node, id] of queued) if (ids.has(node) || !orders[id]) this.asked.delete(node);
@@ -106,6 +109,7 @@ export class Tracker {
             this.#apply(node, uses.length ? uses : [{ state: off.has(node) ? "off" : "unwired", key: "" }]);
         }
         this.tell();
+        return true;
     }
 
     /** ComfyUI has queued a prompt: what its serialisers gave is part of the keys from now on. */
