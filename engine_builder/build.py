@@ -144,7 +144,7 @@ def _with_room(run: Runner, order: BuildOrder, make_room: MakeRoom) -> Runner:
 
 def _identity(order: BuildOrder, progress: Progress) -> EngineIdentity:
     network, precision = order.network, order.precision
-    architecture = network.as_it_is()
+    architecture = network.unchanged_architecture()
     progress("reading weights", 0.0)
     specs = [*architecture.engine_inputs(network.module, precision), *architecture.outputs(network.module, precision)]
     symbols = {dim.symbol for spec in specs for dim in spec.dims if not isinstance(dim, int)}

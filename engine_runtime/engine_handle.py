@@ -194,8 +194,8 @@ class EngineHandle:
             self.session, self.fallback = None, Fallback(Reason.ENGINE_FAILED, what)
 
     def _look_up(self) -> Session:
-        self.network.without_what_was_left()
-        architecture = self.network.as_it_is()
+        self.network.take_back_leftovers()
+        architecture = self.network.unchanged_architecture()
         self.bind = architecture.binding(self.network.module)
         device = self.network.device
         usable = serving_backends(self.choice.backend, device, self.library, architecture.name)

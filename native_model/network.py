@@ -72,26 +72,26 @@ class NativeNetwork:
         """``dtype`` as manifests spell it."""
         return _name(self.dtype)
 
-    def without_what_was_left(self) -> None:
+    def take_back_leftovers(self) -> None:
         """Take back what another clone's node replaced in the module: ComfyUI leaves that on it after a run.
 
         Only while nothing samples: who samples with such a clone next has it put on again.
         """
-        if self._left():
+        if self._leftovers():
             self.patcher.unpatch_model(unpatch_weights=False)
 
-    def _left(self) -> list[str]:
+    def _leftovers(self) -> list[str]:
         """The parts of the module that are another node's now."""
         return [name for name in self.patcher.object_patches_backup if f"{name}.".startswith(UNET_PREFIX)]
 
-    def as_it_is(self) -> Architecture:
+    def unchanged_architecture(self) -> Architecture:
         """The family it belongs to, its layers being as their classes say. Looks at every layer: once per run.
 
         Raises:
             Unavailable: no engine can be built for this network, or for the way it is patched.
         """
         architecture = self.architecture()
-        if (left := self._left()) or (changed := changed_in_place(self.module)) is not None:
+        if (left := self._leftovers()) or (changed := changed_in_place(self.module)) is not None:
             what = f"another node's {left[0]} lies on the model" if left else changed
             raise Unavailable(Reason.MODEL_PATCHED, what)
         return architecture

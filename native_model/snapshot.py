@@ -62,7 +62,7 @@ def write_structure(network: NativeNetwork, dtype: torch.dtype) -> str:
         BuildError: the module has parts that cannot be built again elsewhere.
         Unavailable: it has parts of another node's now, for example since a prompt is sampling with them.
     """
-    network.as_it_is()
+    network.unchanged_architecture()
     try:
         copy = plain_copy(
             network.module,

@@ -69,7 +69,7 @@ def test_nothing_is_built_of_what_is_anothers(file: Path, tmp_path: Path) -> Non
     order = BuildOrder(network, network.precision, PROFILE, backends()["onnxruntime"])
     with pytest.raises(Unavailable, match=f"another node's {PART} lies on the model"):
         build_engine(order, Library([tmp_path]), lambda *_: None, run=run_here)
-    network.without_what_was_left()  # as the engine node does
+    network.take_back_leftovers()  # as the engine node does
     build_engine(order, Library([tmp_path]), lambda *_: None, run=run_here)
     patched = Patched(load(file), Library([tmp_path]), "onnxruntime")
     assert error(patched.sample(), reference) <= LIMIT

@@ -47,13 +47,11 @@ def main(arguments: list[str]) -> int:
     except BrokenPipeError:  # who read it has had enough, as head has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
-        sys.stderr.write(f"{error}; the command stopped there\n")
-        return 1
-    except (BuildError, LibraryError, Unavailable, comfyui.Unusable, ValueError) as error:
-        sys.stderr.write(f"{error}\n")
+    except (BuildError, LibraryError, Unavailable, comfyui.Unusable, OSError, ValueError) as error:
+        text = f"{error}; the command stopped there" if isinstance(error, OSError) else str(error)
+        sys.stderr.write(f"{text}\n")
         if options.json:
-            _print_json({"error": str(error)})
+            _print_json({"error": text})
         return 1
     except ModuleNotFoundError as error:
         sys.stderr.write(
