@@ -35,7 +35,7 @@ def measured(comfy: Any, controls: int, engine: str | None, file: Path, steps: i
     """The figures of one prompt on a server."""
     comfy.queue(prompts.sd15_prompt(controls, 1, engine, "latent", image=False, steps=steps), timeout=500)
     comfy.queue(prompts.sd15_prompt(controls, 2, engine, "latent", image=False, steps=steps))
-    history = comfy.queue(profiled(controls, 3, engine, file, steps))
+    history = comfy.queue(profiled(controls, 3, engine, file, steps), timeout=500)
     assert history.ok, history.error
     clock = [comfy.queue(prompts.sd15_prompt(controls, 10 + i, engine, "latent", image=False, steps=steps)).seconds
              for i in range(RUNS)]  # fmt: skip
@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--controls", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--engine", default="build now", help="the engine nodes' choice without an engine")
+    parser.add_argument("--ways", nargs="+", choices=("native", "engines"), default=["native", "engines"])
     options = parser.parse_args()
     comfyui, base = options.comfyui.resolve(), options.base.resolve()
     models.make(comfyui, base, ["full_sd15", *(f"full_sd15_{'abcd'[i]}" for i in range(options.controls))])
@@ -61,12 +62,13 @@ def main() -> None:
     for mode, arguments in MODES.items():
         log = options.out.with_name(f"server_{mode}.log")
         with prompts.server(comfyui, base, log, *arguments) as comfy:
-            for name, engine in (("native", None), ("engines", options.engine)):
+            for name in options.ways:
+                engine = None if name == "native" else options.engine
                 file = options.out.resolve().with_name(f"{mode}_{name}.json")
                 row = {"mode": mode, **measured(comfy, options.controls, engine, file, options.steps)}
                 rows.append(row)
                 print({k: v for k, v in row.items() if not isinstance(v, list)}, flush=True)
-    options.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+                options.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

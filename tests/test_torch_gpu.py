@@ -126,7 +126,9 @@ def test_attention_is_chosen_by_timing_and_computes_what_native_does(
     architecture = net.architecture()
     specs = tuple(architecture.engine_inputs(net.module, "float16")), tuple(architecture.outputs(net.module, "float16"))
     task = LiveTask(*specs, [SIZES], "float16", GPU, tmp_path)
-    function = architecture.function(copy.deepcopy(net.module).to(GPU))
+    module = copy.deepcopy(net.module).to(GPU)
+    architecture.preludes(module)  # a build compiles what is left without them
+    function = architecture.function(module).eval().requires_grad_(False)
     (case,) = compile_network(function, task, lambda *_: None)["parity"]["cases"]
     assert case["attention"] in case["attention_ms"]
     assert len(case["attention_ms"]) >= 2

@@ -56,7 +56,9 @@ def host_calls(events: Iterable[Any], most: int = 25) -> list[dict[str, Any]]:
 
 def figures(events: list[Any], wall_ms: float, steps: int) -> dict[str, Any]:
     """What a profile of one sampling says."""
-    on_gpu = [event for event in events if str(event.device_type).endswith("CUDA")]
+    on_gpu, on_host = [], []
+    for event in events:
+        (on_gpu if str(event.device_type).endswith("CUDA") else on_host).append(event)
     spans = [(event.time_range.start, event.time_range.end, event.name) for event in on_gpu]
     idle = pauses(spans)
     return {
@@ -64,7 +66,7 @@ def figures(events: list[Any], wall_ms: float, steps: int) -> dict[str, Any]:
         "pauses": len(idle), "pauses_ms": round(sum(length for length, *_ in idle) / 1000, 3),
         "longest_pauses": [{"us": round(length, 1), "after": after[:80], "before": before[:80]}
                            for length, after, before in idle[:40]],
-        "host": host_calls(event for event in events if event not in on_gpu),
+        "host": host_calls(on_host),
     }  # fmt: skip
 
 
