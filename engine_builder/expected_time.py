@@ -15,8 +15,8 @@ MEASURED: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {
     ("controlnet", "tensorrt"): ((0.36e9, 274.1),),
     ("unet", "onnxruntime"): ((0.86e9, 142.3),),
     ("controlnet", "onnxruntime"): ((0.36e9, 28.6),),
-    ("unet", "torch"): ((0.86e9, 66.6), (2.57e9, 102.2)),
-    ("controlnet", "torch"): ((0.36e9, 34.4), (1.25e9, 58.8)),
+    ("unet", "torch"): ((0.86e9, 106.5), (2.57e9, 156.8)),
+    ("controlnet", "torch"): ((0.36e9, 55.3), (1.25e9, 89.1)),
 }
 """Kind and backend -> parameters and wall seconds, from benchmarks/results: builds.json (2 CPU cores), h200.json, and
 tensorrt86_h200.json for TensorRT: of other versions nothing is known."""
