@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import sys
 import types
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,6 +68,21 @@ def test_a_pause_is_where_nothing_runs_on_any_stream() -> None:
     assert profile_nodes.busy(reversed(spans)) == 130 + 20 + 5
     assert profile_nodes.pauses(spans) == [(50.0, "b", "c")]
     assert profile_nodes.pauses(spans, shortest=10) == [(50.0, "b", "c"), (15.0, "c", "d")]
+
+
+def test_lines_that_wait_for_the_gpu_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A double of torch's mode, which needs a GPU: what it warns of is what torch 2.11 says."""
+    modes = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with profile_nodes.waits(on_gpu=True) as found:
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
+        warnings.warn("something else", UserWarning, stacklevel=1)
+    ((line, count),) = found.items()
+    assert line.startswith("tests/test_benchmarks.py:")
+    assert count == 3
+    assert modes == ["warn", 0]
 
 
 def test_tensorrts_package_is_freed_of_parsers_that_were_not_compiled() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections import defaultdict
-from collections.abc import Iterable
-from contextlib import suppress
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,25 @@ def figures(events: list[Any], wall_ms: float, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@contextmanager
+def waits(on_gpu: bool) -> Iterator[Counter[str]]:
+    """Counts, inside, which lines of Python made the host wait for the GPU, as torch tells them."""
+    found: Counter[str] = Counter()
+    if not on_gpu:
+        yield found
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    found.update(f"{Path(one.filename).parent.name}/{Path(one.filename).name}:{one.lineno}" for one in told
+                 if "synchroniz" in str(one.message))
+
+
 def sampled(name: str, *arguments: Any, **settings: Any) -> tuple[Any, dict[str, Any]]:
     """The latent, and the figures of its sampling."""
     from torch.profiler import ProfilerActivity, profile
@@ -82,7 +102,10 @@ def sampled(name: str, *arguments: Any, **settings: Any) -> tuple[Any, dict[str,
         (latent,) = common_ksampler(*arguments, **settings)
         synchronise()
         wall = (time.perf_counter() - started) * 1000
-    return latent, {"name": name, **figures(list(found.events()), wall, arguments[2])}
+    with waits(on_gpu) as lines:  # a second sampling: warnings cost time
+        common_ksampler(*arguments, **settings)
+    told = {"waits": [{"line": line, "count": count} for line, count in lines.most_common()]}
+    return latent, {"name": name, **figures(list(found.events()), wall, arguments[2]), **told}
 
 
 def _node() -> type:
