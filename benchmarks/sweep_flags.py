@@ -40,10 +40,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "autotune_all": GEMM | {"max_autotune": True},
     "benchmark_fusion": {"benchmark_fusion": True},
     "combo_kernels": {"combo_kernels": True},
+    "long_norms_at_once": {"at_once": 2048},
 }
 """Inductor's settings, and ours: ``cudnn`` lets cuDNN time its convolutions, when compiling and when recording;
-``written_out`` names what of ``decompositions.TABLE`` is used; ``split_well`` takes the place of its constant."""
-OURS = ("cudnn", "written_out", "split_well")
+``written_out`` names what of ``decompositions.TABLE`` is used; ``split_well`` takes the place of its constant; norms
+read rows of up to ``at_once`` elements once, where Inductor reads those of more than 1024 twice."""
+OURS = ("cudnn", "written_out", "split_well", "at_once")
 
 
 @contextlib.contextmanager
@@ -59,11 +61,30 @@ def settings(flags: dict[str, Any]) -> Iterator[None]:
         if "written_out" in flags and operation.name().removeprefix("aten::") not in flags["written_out"]:
             del decompositions.TABLE[operation]
     try:
-        with torch._inductor.config.patch({k: v for k, v in flags.items() if k not in OURS}):
+        inductors = {k: v for k, v in flags.items() if k not in OURS}
+        with torch._inductor.config.patch(inductors), rows_at_once(flags.get("at_once", 0)):
             yield
     finally:
         torch.backends.cudnn.benchmark, table, decompositions.SPLIT_WELL = before
         decompositions.TABLE.update(table)
+
+
+@contextlib.contextmanager
+def rows_at_once(longest: int) -> Iterator[None]:
+    """Inductor's reductions of rows of at most so many elements keep the row in registers; 0: as it chooses."""
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.runtime.hints import ReductionHint
+    from torch._inductor.virtualized import V
+
+    class Choices(InductorChoices):
+        @staticmethod
+        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+            usual = InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
+            is_row = features.get_reduction_hint() == ReductionHint.INNER
+            return usual or (is_row and V.graph.sizevars.statically_known_leq(features.reduction_numel, longest))
+
+    with V.set_choices_handler(Choices()) if longest else contextlib.nullcontext():
+        yield
 
 
 class Sweep:
