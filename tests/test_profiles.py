@@ -12,6 +12,7 @@ pack.import_comfy()
 
 from hybrid_trt.architectures import architectures
 from hybrid_trt.architectures.latent import ANY
+from hybrid_trt.architectures.sizes import MOST, SIZE_NAMES
 from hybrid_trt.engine_builder.expected_time import MEASURED, expected
 from hybrid_trt.engine_library import Library
 from profiles import profile_of
@@ -50,10 +51,18 @@ def test_numbers_are_taken_as_they_are_and_win_over_what_fits() -> None:
     assert profile_of(min_size=512, max_size=768, defaults=sdxl).ranges["H"].opt == 96
 
 
-@pytest.mark.parametrize("sizes", [(512, 256, 0), (512, 0, 256), (0, 512, 256), (8, 0, 0), (0, 0, -64)])
+@pytest.mark.parametrize("sizes", [(512, 256, 0), (512, 0, 256), (0, 512, 256), (8, 0, 0)])
 def test_sizes_that_contradict_each_other_are_refused(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="must rise in this order, from 16 on"):
         profile_of(*sizes)
+
+
+@pytest.mark.parametrize("name", SIZE_NAMES)
+@pytest.mark.parametrize("beyond", [-1, MOST["max_size"] + 1, 10**10])
+def test_numbers_that_no_node_takes_are_refused_by_their_name(name: str, beyond: int) -> None:
+    assert profile_of(**{name: MOST[name]})
+    with pytest.raises(ValueError, match=f"{name} .{beyond}. must lie between 0 and {MOST[name]}; 0 is what fits"):
+        profile_of(**{name: beyond})
 
 
 @pytest.mark.parametrize(("kind", "backend"), sorted(MEASURED))
