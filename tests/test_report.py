@@ -176,7 +176,7 @@ def test_a_run_that_was_all_on_engines_says_how_long_they_took() -> None:
     rows = two("eeee", NONE)[:1]
     rows[0].times = Clock(1400.0, 100.0, 100.0, 100.0)
     assert report_text(rows).splitlines() == [
-        "1 of 1 network on engines: 1.7 s in all", "a: 4 on onnxruntime, 100 ms each, first 1.4 s"]
+        "1 of 1 network on engines: 1.7 s, calls added up", "a: 4 on onnxruntime, 100 ms each, first 1.4 s"]
 
 
 def test_a_network_that_two_samplers_call_counts_once_and_one_that_none_calls_not_at_all() -> None:
