@@ -71,10 +71,14 @@ class EnginePatcher(ModelPatcher):
         return cls(EngineModule(owner), load_device=device, offload_device=torch.device("cpu"))
 
     def is_clone(self, other: object) -> bool:
-        """Whether both stand for one engine: ComfyUI then counts its memory once."""
+        """Whether both stand for one engine, or the same ones: ComfyUI then counts their memory once."""
         if isinstance(other, EnginePatcher) and self.model.session is not None:
-            return self.model.session is other.model.session
+            return other.model.session is not None and self.model.session.parts == other.model.session.parts
         return super().is_clone(other)
+
+    def current_loaded_device(self) -> torch.device:
+        """ComfyUI makes no room for what is there, also where the patcher of another node has brought it."""
+        return self.load_device if self.loaded_size() else super().current_loaded_device()
 
     def model_patches_models(self) -> list[ModelPatcher]:
         """ComfyUI asks at the start of its planning, before it asks for sizes."""

@@ -147,6 +147,10 @@ class FileSession:
         return self._runner.bytes + (0 if self.graphs is None else self.graphs.bytes)
 
     @property
+    def parts(self) -> frozenset[FileSession]:
+        return frozenset([self])
+
+    @property
     def joins_stacks(self) -> bool:
         return self.graphs is not None
 

@@ -126,6 +126,10 @@ class LiveSession:
         return self._live.weights.loaded
 
     @property
+    def parts(self) -> frozenset[LiveSession]:
+        return frozenset([self])
+
+    @property
     def stream(self) -> torch.cuda.Stream | None:
         return self.graphs.stream
 
