@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from ..engine_library import Fallback, Reason
+from ..engine_library import Fallback
+from ..engine_sessions.room import no_room
 
 if TYPE_CHECKING:
     from ..engine_sessions.session import Session
@@ -131,7 +132,7 @@ class EnginePatcher(ModelPatcher):
         """Give the engine's memory back to native for the rest of the run."""
         self._release()
         if (owner := self.model.owner) is not None:
-            owner.give_up(Fallback(Reason.ENGINE_FAILED, "not enough GPU memory for it beside native"))
+            owner.give_up(no_room("native needed what it had").fallback)
 
     def _release(self) -> None:
         if self.model.session is not None:
