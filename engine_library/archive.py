@@ -80,7 +80,8 @@ def import_engine(library: Library, source: Path, check: Check | None = None) ->
         with zipfile.ZipFile(source) as archive:
             manifest = _manifest(archive, source)
             check_room(library.roots[0], manifest.bytes, f"Importing {source.name}")
-            check_limit(library, manifest.bytes, f"Importing the engine of {manifest.label}")
+            target = library.roots[0] / manifest.identity.folder_name
+            check_limit(library, manifest.bytes, f"Importing the engine of {manifest.label}", replaced=target)
             folder = library.building_folder()
             try:
                 for name in manifest.files:
