@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -259,6 +262,21 @@ def test_the_limit_counts_what_is_there(tmp_path: Path) -> None:
         check_limit(library, 1001 - used, "It")
     (tmp_path / ".settings.json").write_text("{")
     assert read_settings(tmp_path) == Settings()
+
+
+def test_a_library_whose_drive_is_gone_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Windows there is no such drive then, all the way up."""
+    pack.import_comfy()
+    from hybrid_trt.page_api import library_routes
+
+    def gone(folder: Path) -> None:
+        raise FileNotFoundError(errno.ENOENT, "The system cannot find the path specified", str(folder))
+
+    monkeypatch.setattr(shutil, "disk_usage", gone)
+    monkeypatch.setattr(library_routes, "library", lambda: Library([tmp_path / "library"]))
+    answer = asyncio.run(library_routes._list(SimpleNamespace()))
+    assert answer.status == 409
+    assert re.match("The library could not be used .*cannot find the path", json.loads(answer.text)["error"])
 
 
 def test_settings_that_cannot_be_written_are_refused_with_a_sentence(tmp_path: Path) -> None:
