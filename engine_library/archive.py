@@ -60,7 +60,11 @@ def export_engine(engine: Engine, target: Path, check: Check | None = None) -> P
                             check()
         replace(temporary, target)
     except OSError as error:
-        raise readable(error, target.parent) from error
+        why = error.strerror or error
+        raise LibraryError(
+            f"{engine.folder.name} was not exported: {target.parent} could not be written ({why}); choose a folder "
+            "that is there and has room"
+        ) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -134,3 +134,13 @@ def test_an_engine_that_is_imported_in_the_place_of_its_like_is_not_counted_twic
     write_settings(tmp_path / "library", Settings(1e-7))
     with pytest.raises(LibraryError, match="the engines take 0.0 MB, and the settings allow"):
         import_engine(Library([tmp_path / "library"]), file)
+
+
+def test_where_an_engine_cannot_be_written_is_no_library_and_is_told(tmp_path: Path) -> None:
+    engine = publish(tmp_path / "library")
+    with pytest.raises(LibraryError) as refused:
+        export_engine(engine, tmp_path / "no such folder" / "it.trtengine")
+    told = str(refused.value)
+    assert "was not exported" in told
+    assert str(tmp_path / "no such folder") in told
+    assert "the library" not in told
