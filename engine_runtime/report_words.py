@@ -162,7 +162,10 @@ def _reasons(row: Tally) -> list[str]:
 
 def _bound(rows: Sequence[Tally]) -> list[str]:
     """Which of several networks the sampling waits for most, as a line; usual times, so loading does not count."""
-    usual = {row.name: median(ms) * len(ms) for row in rows if (ms := row.ms())}
+    usual: dict[str, float] = {}
+    for row in rows:  # of a network one for each sampler
+        if ms := row.ms():
+            usual[row.name] = usual.get(row.name, 0.0) + median(ms) * len(ms)
     if len(usual) < 2:
         return []
     name = max(usual, key=usual.get)

@@ -187,6 +187,18 @@ def test_a_network_that_two_samplers_call_counts_once_and_one_that_none_calls_no
     assert (found.networks, found.on_engines, found.missing) == (1, 0, ["1"])
 
 
+def test_what_bounds_the_step_counts_all_samplers_of_a_network() -> None:
+    """A second pass without the ControlNet is short, and adds to what the UNet took in the first."""
+    rows, unet, net = [], ("unet", "a"), ("controlnet", "net")
+    for (kind, name), sampler, ms in ((unet, "2", 100.0), (net, "2", 50.0), (unet, "7", 10.0)):
+        row = Tally(kind, f"{name}.safetensors", name, sampler)
+        for _ in range(4):
+            row.count_engine("onnxruntime")
+        row.times = Clock(*[ms] * 4)
+        rows.append(row)
+    assert report_text(rows).splitlines()[-1] == "a bounds the step: 69% of the networks' time"
+
+
 @pytest.mark.parametrize("path", [
     "/home/me/ComfyUI/models/b.onnx", "C:\\ComfyUI\\models\\b.onnx", "\\\\nas\\models\\b.onnx"])  # fmt: skip
 def test_each_network_is_one_line_without_a_path(path: str) -> None:
