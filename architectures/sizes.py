@@ -15,6 +15,9 @@ PRECISIONS = ("float16", "bfloat16", "float32")
 SIZE_NAMES = ("min_size", "opt_size", "max_size", "max_images", "max_tokens")
 """The fields of ``Asked``, as nodes and the command line call them."""
 
+MOST = {"min_size": 8192, "opt_size": 8192, "max_size": 8192, "max_images": 64, "max_tokens": 64 * 77}
+"""The largest numbers of each that anybody may ask for."""
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -47,6 +50,12 @@ class Asked:
 
     def check(self) -> None:
         """Raise ValueError when no model could have these sizes; the text is for the user."""
+        for name, most in MOST.items():
+            if not 0 <= getattr(self, name) <= most:
+                raise ValueError(
+                    f"{name} ({getattr(self, name)}) must lie between 0 and {most}; 0 is what fits the model. Nothing "
+                    "was built; correct the number."
+                )
         given = [size for size in (self.min_size, self.opt_size, self.max_size) if size]
         if given != sorted(given) or any(size < LEAST for size in given):
             raise ValueError(

@@ -60,7 +60,11 @@ def export_engine(engine: Engine, target: Path, check: Check | None = None) -> P
                             check()
         replace(temporary, target)
     except OSError as error:
-        raise readable(error, target.parent) from error
+        why = error.strerror or error
+        raise LibraryError(
+            f"{engine.folder.name} was not exported: {target.parent} could not be written ({why}); choose a folder "
+            "that is there and has room"
+        ) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -80,7 +84,8 @@ def import_engine(library: Library, source: Path, check: Check | None = None) ->
         with zipfile.ZipFile(source) as archive:
             manifest = _manifest(archive, source)
             check_room(library.roots[0], manifest.bytes, f"Importing {source.name}")
-            check_limit(library, manifest.bytes, f"Importing the engine of {manifest.label}")
+            target = library.roots[0] / manifest.identity.folder_name
+            check_limit(library, manifest.bytes, f"Importing the engine of {manifest.label}", replaced=target)
             folder = library.building_folder()
             try:
                 for name in manifest.files:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ class Entry:
     """One folder of the library.
 
     Attributes:
+        name: the folder's; of one that an earlier folder of the library has too ``name@2``.
         state: ``"ready"``; ``"stale"``: made for another version, GPU or file; ``"unchecked"``: it came from elsewhere
             and was not compared with native here; ``"broken"``: its files are damaged, or it is wrong.
         reason: why it is not ready, in words.
@@ -35,6 +37,7 @@ class Entry:
     """
 
     folder: Path
+    name: str
     state: str
     reason: str
     bytes: int
@@ -43,8 +46,8 @@ class Entry:
 
     def to_json(self) -> dict:
         """For ``--json`` and the page."""
-        data = {"folder": str(self.folder), "state": self.state, "reason": self.reason, "bytes": self.bytes,
-                "last_used": self.last_used}  # fmt: skip
+        data = {"folder": str(self.folder), "name": self.name, "state": self.state, "reason": self.reason,
+                "bytes": self.bytes, "last_used": self.last_used}  # fmt: skip
         if self.engine is not None:
             manifest = self.engine.manifest.to_json()
             names = ("key", "label", "kind", "identity", "created", "seconds", "parity")
@@ -63,15 +66,22 @@ def entries(library: Library, usable: Usable, stale: Stale, gpu: str = "") -> li
         usable: the backends' say on whether an engine runs here (version, GPU); None means yes.
         gpu: where they are to run; ``""`` is the CPU.
     """
-    found = []
+    found: dict[str, Entry] = {}
     for root in library.roots:
         for path in sorted(root.glob(f"*/{MANIFEST_NAME}")):
             if not path.parent.name.startswith("."):
-                found.append(_entry(path, usable, stale, gpu))
-    return found
+                name = _free_name(path.parent.name, found)
+                found[name] = _entry(path, name, usable, stale, gpu)
+    return list(found.values())
 
 
-def _entry(path: Path, usable: Usable, stale: Stale, gpu: str) -> Entry:
+def _free_name(name: str, taken: Collection[str]) -> str:
+    """A folder's name, with a number where another has it: whoever means the one must not delete the other."""
+    numbered = (f"{name}@{number}" for number in itertools.count(2))
+    return next(free for free in (name, *itertools.islice(numbered, len(taken) + 1)) if free not in taken)
+
+
+def _entry(path: Path, name: str, usable: Usable, stale: Stale, gpu: str) -> Entry:
     folder, engine = path.parent, None
     try:
         engine = Engine(folder, Manifest.read(path))
@@ -81,7 +91,7 @@ def _entry(path: Path, usable: Usable, stale: Stale, gpu: str) -> Entry:
     state = READY if flaw is None else _STATES.get(flaw.reason, STALE)
     used = last_use.last_used(engine) if engine is not None else None
     text = used.isoformat(timespec="seconds") if used is not None else None
-    return Entry(folder, state, "" if flaw is None else str(flaw), _disk_use(folder), engine, text)
+    return Entry(folder, name, state, "" if flaw is None else str(flaw), _disk_use(folder), engine, text)
 
 
 def _disk_use(folder: Path) -> int:
@@ -95,18 +105,18 @@ def _disk_use(folder: Path) -> int:
 
 
 def select(found: list[Entry], name: str) -> Entry:
-    """The entry that a user means by a folder's name, the start of it, or the start of its key.
+    """The entry that a user means by its name, the start of it, or the start of its key.
 
     Raises:
         LibraryError: none, or several.
     """
-    exact = [e for e in found if e.folder.name == name]
-    alike = exact or [e for e in found if e.folder.name.startswith(name) or _key(e).startswith(name)]
+    exact = [e for e in found if e.name == name]
+    alike = exact or [e for e in found if e.name.startswith(name) or _key(e).startswith(name)]
     if name and len(alike) == 1:
         return alike[0]
     if not alike or not name:
         raise LibraryError(f"no engine is called {name!r}; 'list' shows them all")
-    raise LibraryError(f"{name!r} could be any of {', '.join(e.folder.name for e in alike)}; write more of its name")
+    raise LibraryError(f"{name!r} could be any of {', '.join(e.name for e in alike)}; write more of its name")
 
 
 def _key(entry: Entry) -> str:
@@ -123,7 +133,7 @@ def verify(entry: Entry, check: Check | None = None) -> Fallback | None:
     except Unavailable as broken:
         return broken.fallback
     except OSError as error:
-        return Fallback(Reason.BROKEN_ENGINE, f"{entry.folder.name} cannot be read ({error})")
+        return Fallback(Reason.BROKEN_ENGINE, f"{entry.name} cannot be read ({error})")
     return None
 
 
@@ -157,6 +167,6 @@ def delete_unused(found: list[Entry], days: float, in_use: Collection[Path]) -> 
             delete(entry)
             removed.append(entry)
         except LibraryError as error:
-            log.warning("Hybrid TRT: %s was not deleted (%s)", entry.folder.name, error)
+            log.warning("Hybrid TRT: %s was not deleted (%s)", entry.name, error)
             kept.append(entry)
     return removed, kept

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from ..engine_library import Fallback, Reason
+from ..engine_library import Fallback
+from ..engine_sessions.room import no_room
 
 if TYPE_CHECKING:
     from ..engine_sessions.session import Session
@@ -71,10 +72,14 @@ class EnginePatcher(ModelPatcher):
         return cls(EngineModule(owner), load_device=device, offload_device=torch.device("cpu"))
 
     def is_clone(self, other: object) -> bool:
-        """Whether both stand for one engine: ComfyUI then counts its memory once."""
+        """Whether both stand for one engine, or the same ones: ComfyUI then counts their memory once."""
         if isinstance(other, EnginePatcher) and self.model.session is not None:
-            return self.model.session is other.model.session
+            return other.model.session is not None and self.model.session.parts == other.model.session.parts
         return super().is_clone(other)
+
+    def current_loaded_device(self) -> torch.device:
+        """ComfyUI makes no room for what is there, also where the patcher of another node has brought it."""
+        return self.load_device if self.loaded_size() else super().current_loaded_device()
 
     def model_patches_models(self) -> list[ModelPatcher]:
         """ComfyUI asks at the start of its planning, before it asks for sizes."""
@@ -127,7 +132,7 @@ class EnginePatcher(ModelPatcher):
         """Give the engine's memory back to native for the rest of the run."""
         self._release()
         if (owner := self.model.owner) is not None:
-            owner.give_up(Fallback(Reason.ENGINE_FAILED, "not enough GPU memory for it beside native"))
+            owner.give_up(no_room("native needed what it had").fallback)
 
     def _release(self) -> None:
         if self.model.session is not None:

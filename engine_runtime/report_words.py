@@ -30,7 +30,8 @@ class Verdict:
         networks: how many were called.
         on_engines: how many of them had every call on an engine.
         missing: the engine nodes whose engines a build would bring.
-        ms: what their calls took in all; of the native ones alone where there are some. 0 when they were not timed.
+        ms: what their calls took, added up, so more than was waited for where some ran side by side; of the native ones
+            alone where there are some. 0 when they were not timed.
         native: how many calls ran native.
         advice: what to do where no build helps; empty when there is nothing to do.
         uncompiled: what engines were called with and not compiled for, in words.
@@ -47,7 +48,7 @@ class Verdict:
     def __str__(self) -> str:
         told = f"{self.on_engines} of {plural(self.networks, 'network')} on engines"
         if not self.native:
-            told = f"{told}: {times(self.ms)} in all" if self.ms else told
+            told = f"{told}: {times(self.ms)}, calls added up" if self.ms else told
             return f"{told}. -> Build for {'; '.join(self.uncompiled)}" if self.uncompiled else told
         took = f"about {times(self.ms)} native" if self.ms else f"{plural(self.native, 'call')} native"
         todo = f"Build {plural(len(self.missing), 'missing engine')}" if self.missing else self.advice
@@ -161,7 +162,10 @@ def _reasons(row: Tally) -> list[str]:
 
 def _bound(rows: Sequence[Tally]) -> list[str]:
     """Which of several networks the sampling waits for most, as a line; usual times, so loading does not count."""
-    usual = {row.name: median(ms) * len(ms) for row in rows if (ms := row.ms())}
+    usual: dict[str, float] = {}
+    for row in rows:  # of a network one for each sampler
+        if ms := row.ms():
+            usual[row.name] = usual.get(row.name, 0.0) + median(ms) * len(ms)
     if len(usual) < 2:
         return []
     name = max(usual, key=usual.get)

@@ -78,6 +78,10 @@ class BackedSession(OfTheLast):
         return sum(one.bytes for one in loaded or [self._chosen])
 
     @property
+    def parts(self) -> frozenset[Session]:
+        return self._engine.parts | self._live.parts
+
+    @property
     def stream(self) -> torch.cuda.Stream | None:
         return self._engine.stream
 

@@ -20,7 +20,7 @@ from ..native_model.plain_copy import ReplacedForward
 from .cuda_graphs import GraphCache, Recorder
 from .engine_weights import EngineWeights
 from .preludes import LivePreludes
-from .room import EVERYTHING, is_out_of_memory, make_room, with_room
+from .room import EVERYTHING, is_out_of_memory, make_room, no_room, with_room
 from .session import AskedCalls, Runner, first_line, shared
 
 if TYPE_CHECKING:
@@ -147,6 +147,10 @@ class FileSession:
         return self._runner.bytes + (0 if self.graphs is None else self.graphs.bytes)
 
     @property
+    def parts(self) -> frozenset[FileSession]:
+        return frozenset([self])
+
+    @property
     def joins_stacks(self) -> bool:
         return self.graphs is not None
 
@@ -173,7 +177,8 @@ class FileSession:
             raise
         except Exception as error:
             log.exception("Hybrid TRT: %s could not be opened", self.engine.folder.name)
-            raise Unavailable(Reason.ENGINE_FAILED, f"it could not be opened ({first_line(error)})") from error
+            why = f"it could not be opened ({first_line(error)}); build it again, unless the log names another cause"
+            raise Unavailable(Reason.ENGINE_FAILED, why) from error
         seconds = time.perf_counter() - started
         log.info("Hybrid TRT: opened %s on %s in %.1f s", self.engine.folder.name, self.device, seconds)
 
@@ -253,10 +258,10 @@ class FileSession:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise self._failed(error) from error
-            why = f"not enough GPU memory ({first_line(error)})"
+            why = first_line(error)
         self.unload()  # native needs the room
         make_room(0, self.device)
-        raise Unavailable(Reason.ENGINE_FAILED, why)
+        raise no_room(why)
 
     def _call(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         plan, runner = self._plan({name: tuple(tensor.shape) for name, tensor in given.items()}), self._runner

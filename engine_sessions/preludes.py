@@ -15,6 +15,7 @@ from ..engine_library import Reason, Unavailable
 from ..native_model.kernels import laid_out
 from ..native_model.live_weights import LiveWeights
 from ..native_model.network import NativeNetwork
+from .room import no_room
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -176,7 +177,7 @@ class _explained:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, torch.OutOfMemoryError):
-            raise Unavailable(Reason.ENGINE_FAILED, "there is no memory to encode the control image") from error
+            raise no_room("to encode the control image") from error
 
 
 def _lives_on(entry: _Entry, latest: torch.Tensor, written: int | None) -> bool:

@@ -11,12 +11,15 @@ from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 
 from ..engine_library import Reason, Unavailable
+from .session import first_line
 
 log = logging.getLogger(__name__)
 
 Opened = TypeVar("Opened")
 
 EVERYTHING = 1e30
+MAKE_ROOM = "close what else uses the GPU, or choose smaller pictures; another build needs as much"
+"""What a user can do who has no room for an engine."""
 
 
 def make_room(size: float, device: torch.device) -> None:
@@ -45,7 +48,13 @@ def with_room(size: int, device: torch.device, start: Callable[[], Opened]) -> O
     # outside the handler: the error's frames hold what was allocated until then
     make_room(EVERYTHING, device)
     model_management.soft_empty_cache()
-    return start()
+    try:
+        return start()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        why = error.fallback.detail if isinstance(error, Unavailable) else first_line(error)
+    raise no_room(why)
 
 
 def need_room(size: int, device: torch.device) -> None:
@@ -58,7 +67,12 @@ def need_room(size: int, device: torch.device) -> None:
     if lacks_room(size, device):
         make_room(EVERYTHING, device)
         if lacks_room(size, device):
-            raise Unavailable(Reason.ENGINE_FAILED, f"not enough GPU memory: it needs {size / 1e9:.1f} GB")
+            raise no_room(f"it needs {size / 1e9:.1f} GB")
+
+
+def no_room(why: str) -> Unavailable:
+    """What is said of an engine that has no room, here as everywhere."""
+    return Unavailable(Reason.ENGINE_FAILED, f"not enough GPU memory ({why}); {MAKE_ROOM}")
 
 
 def lacks_room(size: int, device: torch.device) -> bool:

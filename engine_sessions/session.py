@@ -107,6 +107,7 @@ class Session(Protocol):
         serving: the engines that had a part in the last call.
         loaded: whether it holds its memory.
         bytes: memory that it holds beside ComfyUI's own weights, or will hold once it has run.
+        parts: the sessions that hold that memory: itself, or those that it is made of.
     """
 
     backend_name: str
@@ -121,6 +122,7 @@ class Session(Protocol):
     serving: Sequence[Engine]
     loaded: bool
     bytes: int
+    parts: frozenset[Session]
 
     @property
     def stream(self) -> torch.cuda.Stream | None:

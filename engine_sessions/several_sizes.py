@@ -61,6 +61,10 @@ class SeveralSizes(OfTheLast):
         return [session.engine for session in self._sessions]
 
     @property
+    def parts(self) -> frozenset[FileSession]:
+        return frozenset(self._sessions)
+
+    @property
     def weights(self) -> str:
         return self._last.weights
 

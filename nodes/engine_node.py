@@ -9,7 +9,7 @@ from comfy_api.latest import io
 from comfy_execution.graph import DynamicPrompt
 
 from ..architectures.latent import ANY
-from ..architectures.sizes import PRECISIONS, Asked
+from ..architectures.sizes import MOST, PRECISIONS, Asked
 from ..backends import AUTO, backends
 from ..engine_library import Fallback, Unavailable
 from ..engine_runtime.engine_handle import EngineChoice, EngineHandle
@@ -52,7 +52,7 @@ def settings_inputs() -> list[io.Input]:
             display_name="Images at once",
             default=0,
             min=0,
-            max=64,
+            max=MOST["max_images"],
             tooltip="Largest batch size of the latent image; 0: one image. The engine takes twice as many, because "
             "ComfyUI runs the positive and the negative prompt together.",
             advanced=True,  # the page names sizes by a preset
@@ -62,7 +62,7 @@ def settings_inputs() -> list[io.Input]:
             display_name="Prompt tokens",
             default=0,
             min=0,
-            max=77 * 64,
+            max=MOST["max_tokens"],
             step=77,
             tooltip="Longest prompt in tokens, in steps of 77; 0: three steps. Prompts of unlike lengths are padded to "
             "a common multiple.",
@@ -101,7 +101,7 @@ def settings_inputs() -> list[io.Input]:
 
 def _size(name: str, title: str, tooltip: str) -> io.Input:
     tooltip += " 0: what fits the model."
-    return io.Int.Input(name, title, default=0, min=0, max=8192, step=8, tooltip=tooltip, advanced=True)
+    return io.Int.Input(name, title, default=0, min=0, max=MOST[name], step=8, tooltip=tooltip, advanced=True)
 
 
 def engine_choice(

@@ -44,6 +44,8 @@ def reads(handler: Handler) -> Handler:
             return _error(refusal.status, str(refusal))
         except (LibraryError, Unavailable) as error:
             return _error(409, _sentence(str(error)))
+        except OSError as error:  # its drive is gone, for example
+            return _error(409, f"The library could not be used ({error}); check its folder and its disk.")
 
     return guarded
 

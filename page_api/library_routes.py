@@ -63,7 +63,7 @@ async def _delete(request: web.Request) -> web.Response:
     entry = await _entry(request)
     await asyncio.to_thread(states.delete, entry)
     tell()
-    return web.json_response({"deleted": entry.folder.name, "bytes": entry.bytes})
+    return web.json_response({"deleted": entry.name, "bytes": entry.bytes})
 
 
 @changes
@@ -75,10 +75,10 @@ async def _delete_unused(request: web.Request) -> web.Response:
         raise Refused(400, "The request needs days, a number from 1 to 36500, and nothing else; nothing was deleted.")
     removed, kept = await asyncio.to_thread(_remove_unused, days)
     if kept and not removed:
-        raise Refused(409, f"{kept[0].folder.name} could not be deleted; it is in use, or its folder is read-only.")
+        raise Refused(409, f"{kept[0].name} could not be deleted; it is in use, or its folder is read-only.")
     tell()
     return web.json_response({
-        "deleted": [entry.folder.name for entry in removed], "bytes": sum(entry.bytes for entry in removed)
+        "deleted": [entry.name for entry in removed], "bytes": sum(entry.bytes for entry in removed)
     })  # fmt: skip
 
 
@@ -92,7 +92,7 @@ async def _export(request: web.Request) -> web.Response:
     """Write an engine as one file into ComfyUI's output folder."""
     entry = await _entry(request)
     if entry.engine is None:
-        raise Refused(409, f"{entry.folder.name} has no readable manifest, so it was not exported; delete it.")
+        raise Refused(409, f"{entry.name} has no readable manifest, so it was not exported; delete it.")
     folder = Path(folder_paths.get_output_directory()) / EXPORTS
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -138,16 +138,16 @@ def _entries() -> list[states.Entry]:
 
 
 async def _entry(request: web.Request) -> states.Entry:
-    """The engine that the path names, by the exact name of its folder."""
+    """The engine that the path names, by its exact name."""
     name = request.match_info["name"]
-    found = next((e for e in await asyncio.to_thread(_entries) if e.folder.name == name), None)
+    found = next((e for e in await asyncio.to_thread(_entries) if e.name == name), None)
     if found is None:
         raise Refused(404, f"There is no engine {name[:120]!r} in the library; nothing was done.")
     return found
 
 
 def _entry_json(entry: states.Entry) -> dict:
-    data = {"name": entry.folder.name, "state": entry.state, "reason": entry.reason, "bytes": entry.bytes,
+    data = {"name": entry.name, "state": entry.state, "reason": entry.reason, "bytes": entry.bytes,
             "last_used": entry.last_used}  # fmt: skip
     if entry.engine is not None:
         manifest, since = entry.engine.manifest, last_use.unused_since(entry.engine)

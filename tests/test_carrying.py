@@ -13,6 +13,7 @@ from builds import contents
 from fake_engine import publish_engine as publish
 from hybrid_trt.engine_library import Library, LibraryError, Unavailable
 from hybrid_trt.engine_library.archive import export_engine, import_engine, manifest_of
+from hybrid_trt.engine_library.settings import Settings, write_settings
 
 UNDER_WINDOWS_RULES_TOO = True
 
@@ -123,3 +124,23 @@ def test_other_files_are_refused_in_a_sentence(tmp_path: Path) -> None:
             import_engine(Library([tmp_path / "other"]), source)
 
 
+
+
+def test_an_engine_that_is_imported_in_the_place_of_its_like_is_not_counted_twice(tmp_path: Path) -> None:
+    engine = publish(tmp_path / "library", b"x" * 600)
+    file = export_engine(engine, tmp_path)
+    write_settings(tmp_path / "library", Settings(1e-6))
+    assert import_engine(Library([tmp_path / "library"]), file).folder == engine.folder
+    write_settings(tmp_path / "library", Settings(1e-7))
+    with pytest.raises(LibraryError, match="the engines take 0.0 MB, and the settings allow"):
+        import_engine(Library([tmp_path / "library"]), file)
+
+
+def test_where_an_engine_cannot_be_written_is_no_library_and_is_told(tmp_path: Path) -> None:
+    engine = publish(tmp_path / "library")
+    with pytest.raises(LibraryError) as refused:
+        export_engine(engine, tmp_path / "no such folder" / "it.trtengine")
+    told = str(refused.value)
+    assert "was not exported" in told
+    assert str(tmp_path / "no such folder") in told
+    assert "the library" not in told

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import slow
-from browser import ComfyPage, chromium, comfy_page
+from browser import ComfyPage, comfy_page
+from build_page import NET_1 as NET
+from build_page import WORKFLOW, browser, load, no_engines, page
 from comfy_process import ComfyProcess
 from engine_page import EnginePage, reload
 from fake_engine import publish
@@ -21,10 +21,8 @@ from workflow_to_prompt import set_widget
 
 pytestmark = pytest.mark.browser
 
-NAME = "sd15_two_controlnets"
-WORKFLOW = Path(__file__).resolve().parent.parent / "workflows" / "SD 1.5 - two ControlNets.json"
-MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 60}
-NET = "TRT ControlNet Engine 1"
+__all__ = ["browser", "page"]  # fixtures: pytest finds them by name
+
 SIZES = ("min_size", "opt_size", "max_size", "max_images", "max_tokens")
 PRESET = "id => app.graph.getNodeById(id).widgets.find(w => w.name === 'size_preset').value"
 #: A node's five numbers.
@@ -65,38 +63,16 @@ WIDGETS = """id => { const node = app.graph.getNodeById(id); return Object.fromE
     { value: w.value, seen: node.isWidgetVisible(w) }])); }"""
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
-
-
 @pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
 def opened(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
+    """Both kinds of nodes, in a run of the quick tests too."""
     with comfy_page(browser, comfy.url, vue=request.param) as page:
         yield page
-
-
-@pytest.fixture
-def page(opened: ComfyPage, request: pytest.FixtureRequest) -> Iterator[EnginePage]:
-    opened.errors.clear()
-    yield EnginePage(opened, request.node.originalname.removeprefix("test_"))
-    assert not opened.errors
 
 
 @pytest.fixture(scope="module")
 def tiny(comfy: ComfyProcess) -> dict[str, Any]:
     return with_tiny_models(json.loads(WORKFLOW.read_text(encoding="utf-8")), comfy.object_info())
-
-
-def load(page: EnginePage, made: dict[str, Any]) -> None:
-    page.page.load(made, NAME)
-    page.page.fit(**MARGINS)
-
-
-def no_engines(comfy: ComfyProcess) -> None:
-    """An empty library: what other modules built would serve."""
-    shutil.rmtree(comfy.base / "models" / "trt_engines", ignore_errors=True)
 
 
 def choose(page: EnginePage, node: int, now: str, entry: str) -> None:

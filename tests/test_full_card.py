@@ -62,8 +62,27 @@ def test_an_engine_that_finds_no_memory_twice_leaves_the_run_to_native(
     latent = patched.sample()
     assert patched.counts == (0, STEPS)
     assert patched.handle.tally.reasons == {"engine failed": STEPS}
+    assert patched.handle.tally.details["engine failed"] == (
+        f"engine failed: not enough GPU memory (RuntimeError: CUDA error: out of memory); {room.MAKE_ROOM}"
+    )
     assert len(tried) == 2, "once more after freeing, and not again in this run"
     assert torch.equal(latent, sample(patched.native))
+
+
+def test_an_engine_that_cannot_be_opened_is_told_from_one_that_finds_no_memory(
+    patched: Patched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What to do differs: another build mends nothing where memory lacks."""
+
+    def unreadable(_self: Any, *_arguments: Any) -> None:
+        raise RuntimeError("Unsupported model IR version: 99")
+
+    monkeypatch.setattr(type(backends()["onnxruntime"]), "load", unreadable)
+    patched.handle.session.unload()
+    patched.sample()
+    told = patched.handle.tally.details["engine failed"]
+    assert "it could not be opened (RuntimeError: Unsupported model IR version: 99); build it again" in told
+    assert "memory" not in told
 
 
 def test_a_call_that_finds_no_memory_is_made_again_when_comfyui_has_freed_some(
@@ -99,7 +118,7 @@ def test_an_engine_whose_call_finds_no_memory_twice_closes_and_leaves_the_run_to
     open_then = []
     latent = patched.sample(step=lambda _i: open_then.append(patched.handle.session.loaded))
     assert patched.counts == (0, STEPS)
-    assert "not enough GPU memory" in patched.handle.tally.details["engine failed"]
+    assert room.MAKE_ROOM in patched.handle.tally.details["engine failed"]
     assert len(called) == 2
     assert open_then == [False] * STEPS
     assert error(latent, native) <= LIMIT
@@ -111,7 +130,9 @@ def test_an_engine_that_does_not_fit_is_not_opened(patched: Patched, monkeypatch
     monkeypatch.setattr(room, "lacks_room", lambda _size, _device: True)
     patched.sample()
     assert patched.counts == (0, STEPS)
-    assert "not enough GPU memory: it needs" in patched.handle.tally.details["engine failed"]
+    told = patched.handle.tally.details["engine failed"]
+    assert "not enough GPU memory (it needs " in told
+    assert room.MAKE_ROOM in told
     assert freed == [patched.handle.session.engine.manifest.bytes, room.EVERYTHING]
     assert not patched.handle.session.loaded
 
@@ -138,7 +159,7 @@ def test_native_that_finds_no_memory_gets_that_of_all_engines_and_computes_the_s
     assert error(latent, reference) <= LIMIT
     assert (patched.handle.tally.engine, patched.handle.tally.native) == (0, STEPS)
     assert (controlled.handle.tally.engine, controlled.handle.tally.native) == (1, STEPS - 1)
-    assert "not enough GPU memory" in controlled.handle.tally.details["engine failed"]
+    assert room.MAKE_ROOM in controlled.handle.tally.details["engine failed"]
 
 
 def test_a_live_network_whose_weights_have_no_room_is_refused_before_it_takes_any(

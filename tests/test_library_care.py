@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import importlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pack
 import pytest
@@ -54,6 +59,36 @@ def test_ready_stale_and_broken_engines_are_told_apart(tmp_path: Path) -> None:
     assert found[cut.name][0] == found[unreadable.name][0] == BROKEN
     assert "0 bytes" in found[cut.name][1]
     assert "cannot be read" in found[unreadable.name][1]
+
+
+def test_the_same_engine_in_two_folders_is_two_each_with_a_name_of_its_own(tmp_path: Path) -> None:
+    """As after a copy to a faster drive that extra_model_paths.yaml names first."""
+    fast, slow = publish(tmp_path / "fast").folder, publish(tmp_path / "slow").folder
+    assert fast.name == slow.name
+    (fast / "model.onnx").write_bytes(b"damaged")
+    library = Library([tmp_path / "fast", tmp_path / "slow"])
+    found = entries(library, lambda _: None, source_changed)
+    names = [entry.name for entry in found]
+    assert names == [fast.name, f"{fast.name}@2"]
+    assert [select(found, name).folder for name in names] == [fast, slow]
+    assert {entry.name: verify(entry) is None for entry in found} == {names[0]: False, names[1]: True}
+    delete(select(found, names[1]))
+    assert fast.is_dir()
+    assert not slow.exists()
+
+
+def test_the_page_reaches_the_same_engine_in_each_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack.import_comfy()
+    from hybrid_trt.page_api import library_routes
+
+    roots = [tmp_path / "fast", tmp_path / "slow"]
+    name = [publish(root).folder.name for root in roots][0]
+    monkeypatch.setattr(library_routes, "library", lambda: Library(roots))
+    found = {}
+    for entry in library_routes._entries():
+        request = SimpleNamespace(match_info={"name": library_routes._entry_json(entry)["name"]})
+        found[request.match_info["name"]] = asyncio.run(library_routes._entry(request)).folder
+    assert found == {name: roots[0] / name, f"{name}@2": roots[1] / name}
 
 
 def test_an_engine_whose_checkpoint_was_overwritten_is_stale(tmp_path: Path) -> None:
@@ -227,6 +262,21 @@ def test_the_limit_counts_what_is_there(tmp_path: Path) -> None:
         check_limit(library, 1001 - used, "It")
     (tmp_path / ".settings.json").write_text("{")
     assert read_settings(tmp_path) == Settings()
+
+
+def test_a_library_whose_drive_is_gone_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Windows there is no such drive then, all the way up."""
+    pack.import_comfy()
+    from hybrid_trt.page_api import library_routes
+
+    def gone(folder: Path) -> None:
+        raise FileNotFoundError(errno.ENOENT, "The system cannot find the path specified", str(folder))
+
+    monkeypatch.setattr(shutil, "disk_usage", gone)
+    monkeypatch.setattr(library_routes, "library", lambda: Library([tmp_path / "library"]))
+    answer = asyncio.run(library_routes._list(SimpleNamespace()))
+    assert answer.status == 409
+    assert re.match("The library could not be used .*cannot find the path", json.loads(answer.text)["error"])
 
 
 def test_settings_that_cannot_be_written_are_refused_with_a_sentence(tmp_path: Path) -> None:

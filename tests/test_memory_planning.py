@@ -22,6 +22,7 @@ from hybrid_trt.backends.torch_live import session as live_session
 from hybrid_trt.engine_library import Library
 from hybrid_trt.engine_runtime.controlnet import EngineControlModel
 from hybrid_trt.engine_runtime.engine_handle import EngineHandle
+from hybrid_trt.engine_runtime.memory import EnginePatcher
 from memory_fixtures import Controlled, controlled, controlnet, device, file, files, library, nothing_loaded, patched
 from patched import CPU, LIMIT, NAME, Patched, engines_loaded, gone, load, on_device, sampling_node
 from sampling import STEPS, error, sample
@@ -182,6 +183,17 @@ def test_no_room_is_made_for_an_engine_that_is_not_going_to_be_called(patched: P
     assert patched.counts == (0, STEPS)
     assert not patched.handle.session.loaded
     assert planned == [patched.model.model_size()]
+
+
+def test_no_room_is_made_again_for_an_engine_that_another_node_has_opened(patched: Patched) -> None:
+    patched.sample()
+    gpu, session = torch.device("cuda"), patched.handle.session
+    again = EnginePatcher.on(gpu)  # that of a node which ran again, for example with other settings
+    again.model.session = session
+    required = model_management.LoadedModel(again).model_memory_required
+    assert required(gpu) == 0
+    session.unload()
+    assert required(gpu) == session.bytes > 0
 
 
 def test_engines_open_while_comfyui_loads_so_that_what_is_loaded_after_finds_less_room(

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import slow
-from browser import ComfyPage, chromium, comfy_page
+from browser import ComfyPage, comfy_page
+from build_page import NAME, browser, page
+from build_page import NET_1 as NET
 from comfy_process import ComfyProcess
 from engine_page import EnginePage, reload
 from node_boxes import STATES, close_up, contrast, measured, server_says, whole
@@ -20,8 +22,8 @@ from workflow_recipes import with_tiny_models
 
 pytestmark = pytest.mark.browser
 
-NAME = "sd15_two_controlnets"
-NET = "TRT ControlNet Engine 1"
+__all__ = ["browser", "page"]  # fixtures: pytest finds them by name
+
 PANEL = "open => app.extensionManager.setting.set('Comfy.RightSidePanel.IsOpen', open)"
 RAN = """([id, text, native]) => app.graph.getNodeById(id).onExecuted({ text: [text], native: [native] })"""
 #: A run as the page hears of it, without the time that one takes.
@@ -36,24 +38,11 @@ REPORT = ("tiny.safetensors: 8 calls on onnxruntime, 8 native, 12.3 ms per engin
           "canny.safetensors: 0 calls on an engine, 16 native\n    16 x no engine")
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
-
-
 @pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
 def opened(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
+    """Both kinds of nodes, in a run of the quick tests too."""
     with comfy_page(browser, comfy.url, vue=request.param) as page:
         yield page
-
-
-@pytest.fixture
-def page(opened: ComfyPage, request: pytest.FixtureRequest) -> Iterator[EnginePage]:
-    opened.errors.clear()
-    yield EnginePage(opened, request.node.originalname.removeprefix("test_"))
-    opened.page.unroute_all(behavior="ignoreErrors")
-    assert not opened.errors
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pack
@@ -10,10 +11,12 @@ import pytest
 
 pack.import_comfy()
 
+from fake_engine import publish_engine
 from hybrid_trt.architectures import architectures
 from hybrid_trt.architectures.latent import ANY
+from hybrid_trt.architectures.sizes import MOST, SIZE_NAMES
 from hybrid_trt.engine_builder.expected_time import MEASURED, expected
-from hybrid_trt.engine_library import Library
+from hybrid_trt.engine_library import Library, trust
 from profiles import profile_of
 
 ROOT: Path = pack.ROOT
@@ -50,10 +53,18 @@ def test_numbers_are_taken_as_they_are_and_win_over_what_fits() -> None:
     assert profile_of(min_size=512, max_size=768, defaults=sdxl).ranges["H"].opt == 96
 
 
-@pytest.mark.parametrize("sizes", [(512, 256, 0), (512, 0, 256), (0, 512, 256), (8, 0, 0), (0, 0, -64)])
+@pytest.mark.parametrize("sizes", [(512, 256, 0), (512, 0, 256), (0, 512, 256), (8, 0, 0)])
 def test_sizes_that_contradict_each_other_are_refused(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="must rise in this order, from 16 on"):
         profile_of(*sizes)
+
+
+@pytest.mark.parametrize("name", SIZE_NAMES)
+@pytest.mark.parametrize("beyond", [-1, MOST["max_size"] + 1, 10**10])
+def test_numbers_that_no_node_takes_are_refused_by_their_name(name: str, beyond: int) -> None:
+    assert profile_of(**{name: MOST[name]})
+    with pytest.raises(ValueError, match=f"{name} .{beyond}. must lie between 0 and {MOST[name]}; 0 is what fits"):
+        profile_of(**{name: beyond})
 
 
 @pytest.mark.parametrize(("kind", "backend"), sorted(MEASURED))
@@ -63,6 +74,14 @@ def test_a_first_build_is_told_the_time_that_we_measured(kind: str, backend: str
         assert expected(library, kind, backend, "float16", "any", int(parameters)) == round(took)
     assert expected(library, kind, backend, "float16", "any", 3_000_000) is None, "a tiny network"
     assert expected(library, kind, "another", "float16", "any", int(8e8)) is None, "never measured"
+
+
+def test_how_long_another_machine_built_says_nothing_about_this_one(tmp_path: Path) -> None:
+    library, like = Library([tmp_path]), publish_engine(tmp_path / "another").manifest
+    manifest = replace(like, parameters=10**6, seconds={"build": 300.0})
+    for record, seconds in ((None, None), (trust.Record(trust.CHECKED), None), (trust.BUILT_HERE, 300.0)):
+        library.publish(library.building_folder(), manifest, record=record)
+        assert expected(library, "unet", "onnxruntime", "float16", "any", 10**6) == seconds, record
 
 
 def test_the_times_are_those_of_the_result_files() -> None:

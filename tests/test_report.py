@@ -176,7 +176,7 @@ def test_a_run_that_was_all_on_engines_says_how_long_they_took() -> None:
     rows = two("eeee", NONE)[:1]
     rows[0].times = Clock(1400.0, 100.0, 100.0, 100.0)
     assert report_text(rows).splitlines() == [
-        "1 of 1 network on engines: 1.7 s in all", "a: 4 on onnxruntime, 100 ms each, first 1.4 s"]
+        "1 of 1 network on engines: 1.7 s, calls added up", "a: 4 on onnxruntime, 100 ms each, first 1.4 s"]
 
 
 def test_a_network_that_two_samplers_call_counts_once_and_one_that_none_calls_not_at_all() -> None:
@@ -185,6 +185,18 @@ def test_a_network_that_two_samplers_call_counts_once_and_one_that_none_calls_no
         row.count_native(Fallback(*NONE))
     found = verdict([*twice, Tally("controlnet", "b.safetensors", "5", "2")])
     assert (found.networks, found.on_engines, found.missing) == (1, 0, ["1"])
+
+
+def test_what_bounds_the_step_counts_all_samplers_of_a_network() -> None:
+    """A second pass without the ControlNet is short, and adds to what the UNet took in the first."""
+    rows, unet, net = [], ("unet", "a"), ("controlnet", "net")
+    for (kind, name), sampler, ms in ((unet, "2", 100.0), (net, "2", 50.0), (unet, "7", 10.0)):
+        row = Tally(kind, f"{name}.safetensors", name, sampler)
+        for _ in range(4):
+            row.count_engine("onnxruntime")
+        row.times = Clock(*[ms] * 4)
+        rows.append(row)
+    assert report_text(rows).splitlines()[-1] == "a bounds the step: 69% of the networks' time"
 
 
 @pytest.mark.parametrize("path", [

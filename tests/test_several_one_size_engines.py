@@ -176,3 +176,17 @@ def test_no_more_engines_of_a_network_are_open_than_a_workflow_uses(tmp_path: Pa
     session.unload()
     assert not session.loaded
     assert serve(handle, BEST)[0]
+
+
+def test_two_nodes_that_name_the_same_engines_in_another_order_hold_their_memory_once(tmp_path: Path) -> None:
+    net = network("unet", "unlike_levels")
+    portrait, square = handle_of(net, tmp_path, PORTRAIT), handle_of(net, tmp_path)
+    for handle in (portrait, square):
+        build(handle)
+    for handle in (portrait, square):
+        handle.refresh()
+    assert portrait.session is not square.session
+    assert portrait.session.engines == square.session.engines[::-1]
+    assert portrait.patcher.is_clone(square.patcher)
+    alone = handle_of(network("unet", "unlike_levels"), tmp_path / "another")
+    assert not portrait.patcher.is_clone(alone.patcher)

@@ -16,7 +16,7 @@ from ...architectures.tensors import Profile, ShapeMismatch, bind
 from ...architectures.wanted_calls import Call, calls_to_compile
 from ...engine_library import Engine, Fallback, Reason, Unavailable
 from ...engine_sessions.cuda_graphs import GraphCache, Recorder
-from ...engine_sessions.room import EVERYTHING, is_out_of_memory, make_room, need_room
+from ...engine_sessions.room import EVERYTHING, is_out_of_memory, make_room, need_room, no_room
 from ...engine_sessions.session import AskedCalls, Uncompiled, first_line, refusal_of, refuse, shared
 from ...native_model.kernels import laid_out
 from ...native_model.network import NativeNetwork
@@ -124,6 +124,10 @@ class LiveSession:
     @property
     def loaded(self) -> bool:
         return self._live.weights.loaded
+
+    @property
+    def parts(self) -> frozenset[LiveSession]:
+        return frozenset([self])
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
@@ -237,10 +241,10 @@ class LiveSession:
         try:
             return self._explained(start)
         except torch.OutOfMemoryError as error:
-            why = f"not enough GPU memory ({first_line(error)})"
+            why = first_line(error)
         self.unload()
         make_room(0, self.device)  # torch's idle blocks
-        raise Unavailable(Reason.ENGINE_FAILED, why)
+        raise no_room(why)
 
     def _explained(self, start: Callable[[], Result]) -> Result:
         try:

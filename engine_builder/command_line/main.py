@@ -144,7 +144,7 @@ def _list(options: argparse.Namespace) -> int:
     lines = []
     for entry in found:
         label = entry.engine.manifest.label if entry.engine else "?"
-        lines.append(f"{entry.state:10}{gigabytes(entry.bytes):>10}  {entry.folder.name}  {label}")
+        lines.append(f"{entry.state:10}{gigabytes(entry.bytes):>10}  {entry.name}  {label}")
         if entry.engine:
             identity = entry.engine.manifest.identity
             used = f", last used {entry.last_used[:10]}" if entry.last_used else ""
@@ -162,8 +162,8 @@ def _verify(options: argparse.Namespace) -> int:
     results = {}
     with Bar() as bar:
         for number, entry in enumerate(chosen):
-            progress = (f"verifying {entry.folder.name}", number / len(chosen))
-            results[entry.folder.name] = verify(entry, lambda progress=progress: bar(*progress))
+            progress = (f"verifying {entry.name}", number / len(chosen))
+            results[entry.name] = verify(entry, lambda progress=progress: bar(*progress))
     lines = [f"{name}: {'intact' if flaw is None else flaw}" for name, flaw in results.items()]
     data = {name: None if flaw is None else str(flaw) for name, flaw in results.items()}
     _done(options, data, "\n".join(lines) or "The library is empty.")
@@ -175,7 +175,7 @@ def _delete(options: argparse.Namespace) -> int:
     chosen = list({entry.folder: entry for entry in (select(found, name) for name in options.engine)}.values())
     for entry in chosen:
         delete(entry)
-    names, size = [entry.folder.name for entry in chosen], sum(entry.bytes for entry in chosen)
+    names, size = [entry.name for entry in chosen], sum(entry.bytes for entry in chosen)
     return _done(options, {"deleted": names, "bytes": size}, f"deleted {', '.join(names)}; {gigabytes(size)} freed")
 
 

@@ -1,7 +1,7 @@
 // Will the picture that the graph asks for fit a node's engine? Told before a run, and only when it is certain.
 
 import { ENGINE_NODES, isLink } from "./graph.mjs";
-import { meant } from "./presets.mjs";
+import { meant, taken } from "./presets.mjs";
 
 /** @typedef {{width: number, height: number, images: number}} Latent */
 /** @typedef {{min: number, max: number, images: number}} Limits sizes in pixels, images per batch */
@@ -129,9 +129,9 @@ const rounded = (pixels) => 8 * Math.floor(pixels / 8);
 export function widened({ width, height, images }, now, fits) {
     const sizes = meant(now, fits) ?? now;
     const [least, most] = [Math.min(width, height), Math.max(width, height)];
-    return {
+    return taken({
         min_size: least < sizes.min_size ? least : now.min_size,
         max_size: most > sizes.max_size ? most : now.max_size,
         max_images: images > sizes.max_images ? images : now.max_images,
-    };
+    });
 }

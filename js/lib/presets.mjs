@@ -13,6 +13,9 @@ const AUTO = "presetFit", STEP = 64;
 const BESTS = [512, 1024];
 /** Prompts come in steps of 77 tokens; three of them are usual. */
 const CHUNK = 77, USUAL_TOKENS = 3 * CHUNK;
+/** The numbers that nodes take, as the server's `sizes.py` has them: for others it refuses the whole prompt, native ones too. */
+const MOST = { min_size: 8192, opt_size: 8192, max_size: 8192, max_images: 64, max_tokens: 4928 };
+const LEAST = 16;
 
 /**
  * Set a node's sizes; widgets that hear of changes do.
@@ -57,13 +60,27 @@ export function autoSizes(latents, fits, tokens = 0) {
     const [least, most] = [Math.min(...sides), Math.max(...sides)], images = Math.max(...latents.map((one) => one.images));
     const [{ width, height }] = latents, middle = STEP * Math.round(Math.sqrt(width * height) / STEP);
     const best = Math.min(Math.max(middle, Math.min(width, height)), Math.max(width, height));
-    return {
+    return taken({
         min_size: fits && least < fits.min_size ? least : 0,
         opt_size: (fits ? [fits.opt_size] : BESTS).includes(best) ? 0 : best,
         max_size: fits && most > fits.max_size ? most : 0,
         max_images: images > (fits?.max_images ?? 1) ? images : 0,
         max_tokens: tokens > (fits?.max_tokens ?? USUAL_TOKENS) ? CHUNK * Math.ceil(tokens / CHUNK) : 0,
-    };
+    });
+}
+
+/**
+ * Numbers brought within those that nodes take; 0 stays.
+ * @param {Record<string, number>} sizes
+ */
+export function taken(sizes) {
+    const within = (name, size) => Math.min(Math.max(size, name.endsWith("_size") ? LEAST : 0), MOST[name]);
+    return Object.fromEntries(Object.entries(sizes).map(([name, size]) => [name, size && within(name, size)]));
+}
+
+/** Whether a node can ask for a latent. */
+export function askable({ width, height, images }) {
+    return Math.min(width, height) >= LEAST && Math.max(width, height) <= MOST.max_size && images <= MOST.max_images;
 }
 
 /** The key of the choice whose numbers a node has, or null. */

@@ -2,6 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { latentsFor, limitsOf, misfit, misfitOf, pictureWords, uncompiledOf, widened } from "../../js/lib/fit.mjs";
 import { meant } from "../../js/lib/presets.mjs";
+import { describe } from "../../js/lib/words.mjs";
 
 const engine = (more = {}) => ({ class_type: "TRTUNetEngine", inputs: { model: ["1", 0], min_size: 256, opt_size: 512, max_size: 768, max_images: 2, backend: "auto", ...more } });
 const graph = (latent, more = {}) => ({
@@ -64,6 +65,14 @@ test("widening never narrows", () => {
     assert.deepEqual(widened({ width: 1024, height: 512, images: 1 }, now),
         { min_size: 256, max_size: 1024, max_images: 4 });
     assert.deepEqual(widened({ width: 128, height: 512, images: 8 }, now), { min_size: 128, max_size: 768, max_images: 8 });
+});
+
+test("what no node may ask for is told and not offered", () => {
+    const now = { min_size: 256, opt_size: 512, max_size: 768, max_images: 4 }, batch = { width: 512, height: 512, images: 65 };
+    assert.deepEqual(widened({ width: 9000, height: 8, images: 65 }, now), { min_size: 16, max_size: 8192, max_images: 64 });
+    const shown = describe({ state: "none", misfit: batch });
+    assert.match(shown.lines[0], /does not fit/);
+    assert.deepEqual([shown.offer, describe({ state: "none", misfit: { ...batch, images: 64 } }).offer !== ""], ["", true]);
 });
 
 const SDXL = { family: "SDXL", min_size: 512, opt_size: 1024, max_size: 1536, max_images: 1, max_tokens: 231 };

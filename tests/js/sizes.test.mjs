@@ -57,6 +57,12 @@ test("Auto is best at the graph's picture, and as wide as usual or as the pictur
     }
 });
 
+test("Auto asks for no numbers that the server refuses a whole prompt for", () => {
+    assert.deepEqual(autoSizes([latent(512, 512, 128)], undefined, 9999), { ...ZEROS, max_images: 64, max_tokens: 4928 });
+    assert.deepEqual(autoSizes([latent(16384, 12288)], SDXL), { ...ZEROS, opt_size: 8192, max_size: 8192 });
+    assert.deepEqual(autoSizes([latent(8, 8)], SDXL), { ...ZEROS, min_size: 16, opt_size: 16 });
+});
+
 test("on Auto the numbers follow the graph's picture, and only then", () => {
     const { node, sizes, preset, count } = engineNode();
     assert.equal(preset.value, "Auto (fits the model)");

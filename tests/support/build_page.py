@@ -1,4 +1,4 @@
-"""For tests of the Build button: the shipped workflow with two ControlNets in ComfyUI's page, both kinds of nodes."""
+"""For tests of engine nodes in the page: the shipped workflow with two ControlNets, in both kinds of nodes."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def opened(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess
 def page(opened: ComfyPage, request: pytest.FixtureRequest) -> Iterator[EnginePage]:
     opened.errors.clear()
     yield EnginePage(opened, request.node.originalname.removeprefix("test_"))
+    opened.page.unroute_all(behavior="ignoreErrors")
     assert not opened.errors
 
 
