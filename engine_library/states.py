@@ -78,7 +78,7 @@ def entries(library: Library, usable: Usable, stale: Stale, gpu: str = "") -> li
 def _free_name(name: str, taken: Collection[str]) -> str:
     """A folder's name, with a number where another has it: whoever means the one must not delete the other."""
     numbered = (f"{name}@{number}" for number in itertools.count(2))
-    return next(free for free in (name, *itertools.islice(numbered, len(taken) + 1)) if free not in taken)
+    return next(free for free in itertools.chain([name], numbered) if free not in taken)
 
 
 def _entry(path: Path, name: str, usable: Usable, stale: Stale, gpu: str) -> Entry:
