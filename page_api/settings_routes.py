@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import asdict
 
 from aiohttp import web
@@ -12,6 +13,9 @@ from .http import PREFIX, Refused, changes, read_json, reads
 from .library_folder import FOLDER_KEY, library
 
 MAX_BODY = 1 << 20
+
+_writing = threading.Lock()
+"""Two tabs may change a setting each at the same moment: none is lost."""
 
 
 def register(routes: web.RouteTableDef) -> None:
@@ -38,10 +42,14 @@ async def _change(request: web.Request) -> web.Response:
     names = asdict(Settings()).keys()
     if not data or not data.keys() <= names:
         raise Refused(400, f"The request needs some of {', '.join(names)} and nothing else; nothing was changed.")
-    root = library().roots[0]
-    settings = Settings.from_json({**asdict(await asyncio.to_thread(read_settings, root)), **data})
-    await asyncio.to_thread(write_settings, root, settings)
+    await asyncio.to_thread(_write, data)
     return web.json_response(await asyncio.to_thread(_settings))
+
+
+def _write(data: dict) -> None:
+    root = library().roots[0]
+    with _writing:
+        write_settings(root, Settings.from_json({**asdict(read_settings(root)), **data}))
 
 
 def _settings() -> dict:

@@ -10,6 +10,7 @@ import shutil
 import time
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -350,6 +351,16 @@ def test_the_limit_is_kept_and_refuses_what_does_not_fit(
     assert "raise the limit" in answer["error"]
     assert post(comfy, "/settings", {"limit_gb": 0})[0] == 200
     assert ask(comfy, "POST", "/engines/import", data)[0] == 200
+
+
+def test_settings_that_two_tabs_change_at_once_are_both_kept(comfy: ComfyProcess, settings_file: Path) -> None:
+    for round_ in range(5):
+        asked = {"limit_gb": 100 + round_, "build_minutes": 30 + round_, "tensorrt_level": 1 + round_ % 4}
+        with ThreadPoolExecutor(len(asked)) as tabs:
+            answers = tabs.map(lambda one: post(comfy, "/settings", dict([one])), asked.items())
+            assert {status for status, _ in answers} == {200}
+        kept = json.loads(settings_file.read_text())
+        assert {name: kept[name] for name in asked} == asked
 
 
 @pytest.mark.parametrize(("data", "status"), [
