@@ -17,7 +17,9 @@ from hybrid_trt.backends import backends
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Reason, Unavailable
+from hybrid_trt.engine_runtime.backbone import patch_model
 from hybrid_trt.native_model.network import NativeNetwork
+from hybrid_trt.nodes.sampler_patch import _for_model
 from patched import LIMIT, NAME, PROFILE, Patched, library_of, load, sampling_node
 from sampling import STEPS, error, sample
 
@@ -108,6 +110,23 @@ def test_layers_that_were_changed_in_place_are_natives(
     assert error(patched.sample(), reference) <= LIMIT
     assert patched.counts == (0, STEPS)
     assert list(patched.handle.tally.reasons) == [Reason.MODEL_PATCHED.value]
+
+
+@pytest.mark.parametrize("change", [tiled, hooked])
+def test_a_file_that_was_loaded_twice_is_changed_in_one_model_alone(file: Path, library: Library, change: Any) -> None:
+    native, again, node = load(file), load(file), Patched(load(file), library)
+    handle, refusal = _for_model(again, node.handle)
+    model = patch_model(again, handle, refusal)
+    with sampling_node():
+        assert error(sample(model), sample(native)) <= LIMIT
+    assert (handle.tally.engine, handle.session) == (STEPS, node.handle.session)
+    change(native)
+    change(again)
+    with sampling_node():
+        assert error(sample(model), sample(native)) <= LIMIT
+    assert list(handle.tally.reasons) == [Reason.MODEL_PATCHED.value]
+    assert error(node.sample(), sample(load(file))) <= LIMIT
+    assert node.counts == (STEPS, 0)
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
