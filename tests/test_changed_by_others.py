@@ -94,8 +94,15 @@ def hooked(model: Any) -> None:
     model.model.diffusion_model.time_embed.register_forward_hook(lambda _layer, _given, result: 0.5 * result)
 
 
+def padded(model: Any) -> None:
+    """The same tiles by the layers' own setting."""
+    for layer in model.model.modules():
+        if isinstance(layer, torch.nn.Conv2d):
+            layer.padding_mode = "circular"
+
+
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
-@pytest.mark.parametrize("change", [tiled, hooked])
+@pytest.mark.parametrize("change", [tiled, hooked, padded])
 def test_layers_that_were_changed_in_place_are_natives(
     file: Path, library: Library, backend: str, change: Any
 ) -> None:
@@ -112,7 +119,7 @@ def test_layers_that_were_changed_in_place_are_natives(
     assert list(patched.handle.tally.reasons) == [Reason.MODEL_PATCHED.value]
 
 
-@pytest.mark.parametrize("change", [tiled, hooked])
+@pytest.mark.parametrize("change", [tiled, hooked, padded])
 def test_a_file_that_was_loaded_twice_is_changed_in_one_model_alone(file: Path, library: Library, change: Any) -> None:
     native, again, node = load(file), load(file), Patched(load(file), library)
     handle, refusal = _for_model(again, node.handle)
