@@ -13,6 +13,7 @@ from pack import import_comfy
 import_comfy()
 
 import comfy.sd
+from comfy.patcher_extension import PatcherInjection
 from hybrid_trt.backends import backends
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
@@ -53,7 +54,20 @@ def with_a_bypassed_lora(model: Any) -> Any:
     return comfy.sd.load_bypass_lora_for_models(model, None, lora, 1.0, 1.0)[0]
 
 
-@pytest.mark.parametrize("before", [with_another_part, with_a_bypassed_lora])
+def with_an_injected_part(model: Any) -> Any:
+    """As packs do that put motion modules into a network while it is sampled."""
+    unet, own = model.model.diffusion_model, model.model.diffusion_model.time_embed[1]
+    other, theirs = model.clone(), torch.nn.GELU()
+    injection = PatcherInjection(
+        inject=lambda _: unet.time_embed.__setitem__(1, theirs), eject=lambda _: unet.time_embed.__setitem__(1, own))
+    other.set_injections("test", [injection])
+    return other
+
+
+BEFORE = (with_another_part, with_a_bypassed_lora, with_an_injected_part)
+
+
+@pytest.mark.parametrize("before", BEFORE)
 def test_what_a_node_of_the_prompt_before_left_is_taken_back(file: Path, tmp_path: Path, before: Any) -> None:
     reference, model = sample(load(file)), load(file)
     assert error(sample(before(model)), reference) > 1e-2
@@ -62,6 +76,32 @@ def test_what_a_node_of_the_prompt_before_left_is_taken_back(file: Path, tmp_pat
     assert patched.counts == (STEPS, 0)
     other = before(model)
     assert error(sample(other), reference) > 1e-2, "it has its own again"
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
+@pytest.mark.parametrize("before", BEFORE)
+def test_it_is_taken_back_as_long_as_the_node_is_there_too(
+    file: Path, library: Library, backend: str, before: Any
+) -> None:
+    reference, model = sample(load(file)), load(file)
+    other, theirs = before(model), sample(before(load(file)))
+    assert error(sample(other), reference) > 1e-2
+    patched = Patched(model, library, backend)
+    for _ in range(2):
+        assert error(sample(other), theirs) <= LIMIT, "it has its own again"
+        assert error(patched.sample(), reference) <= LIMIT
+        assert patched.counts == (STEPS, 0)
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_it_stays_on_a_model_that_is_sampled_while_its_engine_is_looked_up(
+    file: Path, library: Library, before: Any
+) -> None:
+    model = load(file)
+    patched, theirs = Patched(model, library), sample(before(load(file)))
+    assert error(sample(before(model), step=lambda _: patched.handle.refresh()), theirs) <= LIMIT
+    assert patched.sample() is not None
+    assert patched.counts == (STEPS, 0)
 
 
 def test_nothing_is_built_of_what_is_anothers(file: Path, tmp_path: Path) -> None:
