@@ -12,7 +12,9 @@ from pack import import_comfy
 
 import_comfy()
 
+import comfy.samplers
 import comfy.sd
+from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import PatcherInjection
 from hybrid_trt.backends import backends
 from hybrid_trt.engine_builder.build import build_engine, run_here
@@ -194,3 +196,45 @@ def test_a_prompt_for_controlnets_alone_leaves_the_unet_on_its_engine(file: Path
     patched = Patched(load(file), library)
     assert error(patched.sample(**theirs), sample(load(file), **theirs)) <= LIMIT
     assert patched.counts == (STEPS, 0)
+
+
+def guided_by_two(model: ModelPatcher, second: ModelPatcher) -> torch.Tensor:
+    """A latent sampled as by the nodes Dual Model CFG Guider and SamplerCustomAdvanced: the negative prompt is the
+    second model's, which ComfyUI loads without asking the wrappers on it."""
+    from comfy_extras.nodes_custom_sampler import Guider_DualModel
+
+    generator = torch.Generator().manual_seed(1)
+    guider = Guider_DualModel(model, second)
+    guider.set_conds(*([[torch.randn(1, 77, 768, generator=generator), {}]] for _ in range(2)))
+    guider.set_cfg(4.0)
+    noise = torch.randn(1, 4, 8, 8, generator=generator)
+    sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "normal", STEPS)
+    euler = comfy.samplers.sampler_object("euler")
+    with torch.inference_mode(), sampling_node():
+        return guider.sample(noise, torch.zeros_like(noise), euler, sigmas, disable_pbar=True, seed=1)
+
+
+def with_a_lora(model: Any) -> Any:
+    generator, other = torch.Generator().manual_seed(5), model.clone()
+    other.add_patches({"diffusion_model.out.2.weight": (torch.randn(4, 320, 3, 3, generator=generator) / 50,)})
+    return other
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
+@pytest.mark.parametrize("change", [with_a_lora, with_another_part, with_an_injected_part])
+def test_the_second_model_of_a_guider_keeps_what_stands_behind_its_sampler_patch(
+    file: Path, library: Library, backend: str, change: Any
+) -> None:
+    native = load(file)
+    plain = guided_by_two(native, load(file))
+    first, second = Patched(load(file), library, backend), Patched(load(file), library, backend)
+    second.handle.node_id = "second"  # it is counted for itself
+    assert error(guided_by_two(first.model, second.model), plain) <= LIMIT
+    reference = guided_by_two(native, change(load(file)))
+    assert error(reference, plain) > 1e-2
+    for _ in range(2):  # a changed node's MODEL of the prompt before is gone
+        assert error(guided_by_two(first.model, change(second.model)), reference) <= LIMIT
+        assert first.counts == (STEPS, 0)
+        assert second.counts == ((STEPS, 0) if change is with_a_lora and backend == "torch" else (0, STEPS))
+    assert error(guided_by_two(first.model, second.model), plain) <= LIMIT
+    assert second.counts == (STEPS, 0)
