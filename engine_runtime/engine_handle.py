@@ -175,7 +175,11 @@ class EngineHandle:
 
     def of(self, network: NativeNetwork) -> EngineHandle:
         """The handle of the same node for another network of its kind."""
-        return EngineHandle(network, self.choice, self.library, self.node_id, self.node_key)
+        other = EngineHandle(network, self.choice, self.library, self.node_id, self.node_key)
+        failed = self.fallback is not None and self.fallback.reason is Reason.BUILD_FAILED
+        if failed and other.session is None and other.fallback.reason is Reason.NO_ENGINE:
+            other.fallback = self.fallback
+        return other
 
     def refresh(self) -> None:
         """Look the engine up in the library: afterwards either ``session`` or ``fallback`` is set."""

@@ -73,10 +73,18 @@ class NativeNetwork:
         return _name(self.dtype)
 
     def take_back_leftovers(self) -> None:
-        """Take back what another clone's node replaced in the module: ComfyUI leaves that on it after a run.
+        """Take back what another clone's node replaced in the module or put into it: ComfyUI leaves that on it.
 
-        Only while nothing samples: who samples with such a clone next has it put on again.
+        Only while nothing samples with the model: who samples with such a clone next has it put on again.
         """
+        from comfy.model_management import loaded_models
+
+        model = self.patcher.model
+        if getattr(model, "current_patcher", None) is not None:
+            return
+        for other in loaded_models():  # of a model's clones the one that was loaded last
+            if other is not None and other.model is model:
+                other.eject_model()  # what it injected: its own patcher alone knows how
         if self._leftovers():
             self.patcher.unpatch_model(unpatch_weights=False)
 

@@ -30,6 +30,10 @@ _COMPUTES = frozenset({"forward", "_forward", "_conv_forward", "forward_comfy_ca
 """Methods that other packs replace on layers."""
 
 
+_PADDING = "zeros"
+"""What all convolutions of these networks are padded with; for seamless tiles other packs say ``circular`` there."""
+
+
 def changed_in_place(module: torch.nn.Module) -> str | None:
     """What another node has changed in a module besides its weights, in words, or None.
 
@@ -39,7 +43,7 @@ def changed_in_place(module: torch.nn.Module) -> str | None:
     while layers:
         own = (layer := layers.pop()).__dict__
         suspect = any(map(own.__contains__, _COMPUTES)) or own["_forward_hooks"] or own["_forward_pre_hooks"]
-        if suspect and (what := _replaced(layer)) is not None:
+        if (suspect or own.get("padding_mode", _PADDING) != _PADDING) and (what := _replaced(layer)) is not None:
             name = next(name for name, found in module.named_modules() if found is layer)
             return f"{name or type(module).__name__} has a {what}"
         layers += [part for part in own["_modules"].values() if part is not None]
@@ -54,6 +58,8 @@ def _replaced(layer: torch.nn.Module) -> str | None:
                 return f"{name} method that another node replaced"
     if layer._forward_hooks or layer._forward_pre_hooks:
         return "forward hook of another node"
+    if (padding := layer.__dict__.get("padding_mode", _PADDING)) != _PADDING:
+        return f"padding of another node ({padding})"
     return None
 
 

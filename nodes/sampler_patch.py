@@ -47,13 +47,12 @@ def _for_model(model: ModelPatcher, engine: EngineHandle) -> tuple[EngineHandle,
     network = NativeNetwork.of_model(model, engine.network.label)
     try:
         same = network.architecture() is engine.network.architecture()
-        if same and engine.follows_patches:  # it has no weights of its own: this model's serve as well
-            return engine.of(network), None
     except Unavailable as unsupported:
         return engine, unsupported.fallback
-    if not same or network.weights_hash() != engine.network.weights_hash():
+    # an engine that follows patches has no weights of its own: this model's serve as well
+    if not same or not engine.follows_patches and network.weights_hash() != engine.network.weights_hash():
         return engine, Fallback(Reason.OTHER_MODEL, f"the engine is that of {engine.network.label}")
-    return engine, None
+    return engine.of(network), None  # what other nodes do to this model's layers, the other model's do not tell
 
 
 def _patch_between(model: ModelPatcher, engine: EngineHandle) -> Fallback | None:

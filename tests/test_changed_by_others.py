@@ -12,12 +12,17 @@ from pack import import_comfy
 
 import_comfy()
 
+import comfy.samplers
 import comfy.sd
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import PatcherInjection
 from hybrid_trt.backends import backends
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Reason, Unavailable
+from hybrid_trt.engine_runtime.backbone import patch_model
 from hybrid_trt.native_model.network import NativeNetwork
+from hybrid_trt.nodes.sampler_patch import _for_model
 from patched import LIMIT, NAME, PROFILE, Patched, library_of, load, sampling_node
 from sampling import STEPS, error, sample
 
@@ -51,7 +56,20 @@ def with_a_bypassed_lora(model: Any) -> Any:
     return comfy.sd.load_bypass_lora_for_models(model, None, lora, 1.0, 1.0)[0]
 
 
-@pytest.mark.parametrize("before", [with_another_part, with_a_bypassed_lora])
+def with_an_injected_part(model: Any) -> Any:
+    """As packs do that put motion modules into a network while it is sampled."""
+    unet, own = model.model.diffusion_model, model.model.diffusion_model.time_embed[1]
+    other, theirs = model.clone(), torch.nn.GELU()
+    injection = PatcherInjection(
+        inject=lambda _: unet.time_embed.__setitem__(1, theirs), eject=lambda _: unet.time_embed.__setitem__(1, own))
+    other.set_injections("test", [injection])
+    return other
+
+
+BEFORE = (with_another_part, with_a_bypassed_lora, with_an_injected_part)
+
+
+@pytest.mark.parametrize("before", BEFORE)
 def test_what_a_node_of_the_prompt_before_left_is_taken_back(file: Path, tmp_path: Path, before: Any) -> None:
     reference, model = sample(load(file)), load(file)
     assert error(sample(before(model)), reference) > 1e-2
@@ -60,6 +78,32 @@ def test_what_a_node_of_the_prompt_before_left_is_taken_back(file: Path, tmp_pat
     assert patched.counts == (STEPS, 0)
     other = before(model)
     assert error(sample(other), reference) > 1e-2, "it has its own again"
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
+@pytest.mark.parametrize("before", BEFORE)
+def test_it_is_taken_back_as_long_as_the_node_is_there_too(
+    file: Path, library: Library, backend: str, before: Any
+) -> None:
+    reference, model = sample(load(file)), load(file)
+    other, theirs = before(model), sample(before(load(file)))
+    assert error(sample(other), reference) > 1e-2
+    patched = Patched(model, library, backend)
+    for _ in range(2):
+        assert error(sample(other), theirs) <= LIMIT, "it has its own again"
+        assert error(patched.sample(), reference) <= LIMIT
+        assert patched.counts == (STEPS, 0)
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_it_stays_on_a_model_that_is_sampled_while_its_engine_is_looked_up(
+    file: Path, library: Library, before: Any
+) -> None:
+    model = load(file)
+    patched, theirs = Patched(model, library), sample(before(load(file)))
+    assert error(sample(before(model), step=lambda _: patched.handle.refresh()), theirs) <= LIMIT
+    assert patched.sample() is not None
+    assert patched.counts == (STEPS, 0)
 
 
 def test_nothing_is_built_of_what_is_anothers(file: Path, tmp_path: Path) -> None:
@@ -92,8 +136,15 @@ def hooked(model: Any) -> None:
     model.model.diffusion_model.time_embed.register_forward_hook(lambda _layer, _given, result: 0.5 * result)
 
 
+def padded(model: Any) -> None:
+    """The same tiles by the layers' own setting."""
+    for layer in model.model.modules():
+        if isinstance(layer, torch.nn.Conv2d):
+            layer.padding_mode = "circular"
+
+
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
-@pytest.mark.parametrize("change", [tiled, hooked])
+@pytest.mark.parametrize("change", [tiled, hooked, padded])
 def test_layers_that_were_changed_in_place_are_natives(
     file: Path, library: Library, backend: str, change: Any
 ) -> None:
@@ -108,6 +159,23 @@ def test_layers_that_were_changed_in_place_are_natives(
     assert error(patched.sample(), reference) <= LIMIT
     assert patched.counts == (0, STEPS)
     assert list(patched.handle.tally.reasons) == [Reason.MODEL_PATCHED.value]
+
+
+@pytest.mark.parametrize("change", [tiled, hooked, padded])
+def test_a_file_that_was_loaded_twice_is_changed_in_one_model_alone(file: Path, library: Library, change: Any) -> None:
+    native, again, node = load(file), load(file), Patched(load(file), library)
+    handle, refusal = _for_model(again, node.handle)
+    model = patch_model(again, handle, refusal)
+    with sampling_node():
+        assert error(sample(model), sample(native)) <= LIMIT
+    assert (handle.tally.engine, handle.session) == (STEPS, node.handle.session)
+    change(native)
+    change(again)
+    with sampling_node():
+        assert error(sample(model), sample(native)) <= LIMIT
+    assert list(handle.tally.reasons) == [Reason.MODEL_PATCHED.value]
+    assert error(node.sample(), sample(load(file))) <= LIMIT
+    assert node.counts == (STEPS, 0)
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
@@ -128,3 +196,45 @@ def test_a_prompt_for_controlnets_alone_leaves_the_unet_on_its_engine(file: Path
     patched = Patched(load(file), library)
     assert error(patched.sample(**theirs), sample(load(file), **theirs)) <= LIMIT
     assert patched.counts == (STEPS, 0)
+
+
+def guided_by_two(model: ModelPatcher, second: ModelPatcher) -> torch.Tensor:
+    """A latent sampled as by the nodes Dual Model CFG Guider and SamplerCustomAdvanced: the negative prompt is the
+    second model's, which ComfyUI loads without asking the wrappers on it."""
+    from comfy_extras.nodes_custom_sampler import Guider_DualModel
+
+    generator = torch.Generator().manual_seed(1)
+    guider = Guider_DualModel(model, second)
+    guider.set_conds(*([[torch.randn(1, 77, 768, generator=generator), {}]] for _ in range(2)))
+    guider.set_cfg(4.0)
+    noise = torch.randn(1, 4, 8, 8, generator=generator)
+    sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "normal", STEPS)
+    euler = comfy.samplers.sampler_object("euler")
+    with torch.inference_mode(), sampling_node():
+        return guider.sample(noise, torch.zeros_like(noise), euler, sigmas, disable_pbar=True, seed=1)
+
+
+def with_a_lora(model: Any) -> Any:
+    generator, other = torch.Generator().manual_seed(5), model.clone()
+    other.add_patches({"diffusion_model.out.2.weight": (torch.randn(4, 320, 3, 3, generator=generator) / 50,)})
+    return other
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
+@pytest.mark.parametrize("change", [with_a_lora, with_another_part, with_an_injected_part])
+def test_the_second_model_of_a_guider_keeps_what_stands_behind_its_sampler_patch(
+    file: Path, library: Library, backend: str, change: Any
+) -> None:
+    native = load(file)
+    plain = guided_by_two(native, load(file))
+    first, second = Patched(load(file), library, backend), Patched(load(file), library, backend)
+    second.handle.node_id = "second"  # it is counted for itself
+    assert error(guided_by_two(first.model, second.model), plain) <= LIMIT
+    reference = guided_by_two(native, change(load(file)))
+    assert error(reference, plain) > 1e-2
+    for _ in range(2):  # a changed node's MODEL of the prompt before is gone
+        assert error(guided_by_two(first.model, change(second.model)), reference) <= LIMIT
+        assert first.counts == (STEPS, 0)
+        assert second.counts == ((STEPS, 0) if change is with_a_lora and backend == "torch" else (0, STEPS))
+    assert error(guided_by_two(first.model, second.model), plain) <= LIMIT
+    assert second.counts == (STEPS, 0)

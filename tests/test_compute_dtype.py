@@ -19,7 +19,7 @@ from comfy.model_patcher import ModelPatcher
 from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.engine_runtime.backbone import patch_model
 from hybrid_trt.native_model.network import NativeNetwork
-from hybrid_trt.nodes.sampler_patch import TRTSamplerPatch
+from hybrid_trt.nodes.sampler_patch import TRTSamplerPatch, _for_model
 
 HALF, FULL = torch.bfloat16, torch.float32
 
@@ -27,6 +27,12 @@ HALF, FULL = torch.bfloat16, torch.float32
 @pytest.fixture(scope="module")
 def file(environment: Any) -> Path:
     return tiny_models.make(environment.base / "models", [NAME])[NAME]
+
+
+@pytest.fixture(scope="module")
+def library(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """One with the engine of the plain model; other modules of this process use it too."""
+    return library_of(file, tmp_path_factory.mktemp("library"))
 
 
 def load(file: Path, dtype: torch.dtype | None) -> ModelPatcher:
@@ -46,8 +52,7 @@ def sampled(model: ModelPatcher) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", ["torch", "onnxruntime"])
-def test_the_prompt_before_leaves_none_to_the_next(file: Path, tmp_path: Path, backend: str) -> None:
-    library = Library([tmp_path]) if backend == "torch" else library_of(file, tmp_path)
+def test_the_prompt_before_leaves_none_to_the_next(file: Path, library: Library, backend: str) -> None:
     model = load(file, None)
     reference = sample(load(file, None))
     before = sample(computing_in(model, HALF))
@@ -72,9 +77,8 @@ def test_in_front_of_the_engine_node_it_is_the_engines(
 @pytest.mark.parametrize("place", ["before the sampler patch", "after it", "taken away"])
 @pytest.mark.parametrize("backend", ["torch", "onnxruntime"])
 def test_behind_the_engine_node_it_leaves_the_run_to_native(
-    file: Path, tmp_path: Path, backend: str, place: str
+    file: Path, library: Library, backend: str, place: str
 ) -> None:
-    library = Library([tmp_path]) if backend == "torch" else library_of(file, tmp_path)
     plain = load(file, None)
     half = computing_in(plain, HALF)
     engine_has, asked = (half, plain) if place == "taken away" else (plain, half)
@@ -98,3 +102,12 @@ def test_asking_for_what_the_model_computes_in_anyway_changes_nothing(file: Path
     reference = sample(model.clone())
     assert error(sampled(patch_model(computing_in(model, FULL), patched.handle)), reference) <= LIMIT
     assert patched.counts == (4, 0)
+
+
+def test_a_file_that_was_loaded_twice_is_asked_what_it_computes_in_itself(file: Path, library: Library) -> None:
+    node, again = Patched(load(file, None), library, "onnxruntime"), load(file, None)
+    half = computing_in(again, HALF)
+    for model, calls in ((again, (4, 0)), (half, (0, 4))):
+        handle, refusal = _for_model(model, node.handle)
+        assert error(sampled(patch_model(model, handle, refusal)), sample(model)) <= LIMIT
+        assert (handle.tally.engine, handle.tally.native) == calls

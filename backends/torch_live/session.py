@@ -210,12 +210,13 @@ class LiveSession:
         return not self._live.shares or patcher.is_dynamic()
 
     def load(self) -> None:
-        """Take the memory of weights of its own, if it has some.
+        """Take the memory of weights of its own, if it has some and it is known whose they are.
 
         Raises:
             Unavailable: there is not enough.
         """
-        if self.owns_weights(self._sampled_with()):
+        patcher = self._sampled_with()  # a guider's second model is loaded unplanned: here may be one that is gone
+        if patcher is not None and self.owns_weights(patcher):
             self._with_memory(self._follow)
 
     def unload(self) -> None:
