@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 from pack import import_comfy
 
@@ -23,21 +22,13 @@ from hybrid_trt.engine_library import Library, Reason, Unavailable
 from hybrid_trt.engine_runtime.backbone import patch_model
 from hybrid_trt.native_model.network import NativeNetwork
 from hybrid_trt.nodes.sampler_patch import _for_model
-from patched import LIMIT, NAME, PROFILE, Patched, library_of, load, sampling_node
+from memory_fixtures import file, library
+from patched import LIMIT, NAME, PROFILE, Patched, load, sampling_node
 from sampling import STEPS, error, sample
 
+__all__ = ["file", "library"]  # fixtures: pytest finds them by name
+
 PART = "diffusion_model.time_embed.1"
-
-
-@pytest.fixture(scope="module")
-def file(environment: Any) -> Path:
-    return tiny_models.make(environment.base / "models", [NAME])[NAME]
-
-
-@pytest.fixture(scope="module")
-def library(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Library:
-    """One with the engine of the plain model."""
-    return library_of(file, tmp_path_factory.mktemp("library"))
 
 
 def with_another_part(model: Any) -> Any:

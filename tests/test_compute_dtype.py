@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import tiny_models
 import torch
+from memory_fixtures import file, library
 from pack import import_comfy
-from patched import LIMIT, NAME, Patched, library_of, sampling_node
+from patched import LIMIT, Patched, sampling_node
 from sampling import error, sample
 
 import_comfy()
@@ -21,18 +20,9 @@ from hybrid_trt.engine_runtime.backbone import patch_model
 from hybrid_trt.native_model.network import NativeNetwork
 from hybrid_trt.nodes.sampler_patch import TRTSamplerPatch, _for_model
 
+__all__ = ["file", "library"]  # fixtures: pytest finds them by name
+
 HALF, FULL = torch.bfloat16, torch.float32
-
-
-@pytest.fixture(scope="module")
-def file(environment: Any) -> Path:
-    return tiny_models.make(environment.base / "models", [NAME])[NAME]
-
-
-@pytest.fixture(scope="module")
-def library(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Library:
-    """One with the engine of the plain model; other modules of this process use it too."""
-    return library_of(file, tmp_path_factory.mktemp("library"))
 
 
 def load(file: Path, dtype: torch.dtype | None) -> ModelPatcher:

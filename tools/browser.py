@@ -50,7 +50,7 @@ class BrowserMissing(RuntimeError):
 
 @dataclass
 class ComfyPage:
-    """ComfyUI's page, ready for work. `errors` collects JavaScript exceptions that nobody caught."""
+    """ComfyUI's page, ready for work. `errors` collects JavaScript exceptions that nobody caught, and a crash."""
 
     page: Page
     vue: bool
@@ -137,6 +137,7 @@ def comfy_page(browser: Browser, url: str, vue: bool = False, width: int = 1600,
         page = ComfyPage(context.new_page(), vue)
         page.page.set_default_timeout(30000)
         page.page.on("pageerror", lambda error: page.errors.append(str(error)))
+        page.page.on("crash", lambda _: page.errors.append("the browser's tab crashed"))
         page.page.goto(url, wait_until="domcontentloaded")
         page.page.wait_for_function(READY, timeout=90000)
         page.page.evaluate("vue => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', vue)", vue)
