@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import networks
+import profile_kernels
 import torch
 
 TURNS = 3
@@ -28,7 +29,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tuned": TUNED,
     "inductors_norm": {"written_out": ()},
-    "all_norms_in_parts": {"split_well": 1 << 30},
+    "before": {"by_lines": 1 << 30, "joined_as_is": True},
+    "no_lines": {"by_lines": 1 << 30},
+    "lines_from_1024": {"by_lines": 1024},
+    "lines_from_256": {"by_lines": 256},
     "cudnn_benchmark": {"cudnn": True},
     "autotune_gemm": GEMM,
     "conv_as_mm": {"conv_1x1_as_mm": True},
@@ -41,11 +45,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "benchmark_fusion": {"benchmark_fusion": True},
     "combo_kernels": {"combo_kernels": True},
     "long_norms_at_once": {"at_once": 2048},
+    "one_tile": {"triton.max_tiles": 1},
+    "nd_tiling": {"triton.prefer_nd_tiling": True},
+    "long_norms_nd_tiling": {"at_once": 2048, "triton.prefer_nd_tiling": True},
 }
 """Inductor's settings, and ours: ``cudnn`` lets cuDNN time its convolutions, when compiling and when recording;
-``written_out`` names what of ``decompositions.TABLE`` is used; ``split_well`` takes the place of its constant; norms
-read rows of up to ``at_once`` elements once, where Inductor reads those of more than 1024 twice."""
-OURS = ("cudnn", "written_out", "split_well", "at_once")
+``written_out`` names what of ``decompositions.TABLE`` is used; ``by_lines`` takes the place of its constant;
+``joined_as_is`` leaves the layout of channels put together to Inductor; norms read rows of up to ``at_once`` elements
+once, where Inductor reads those of more than 1024 twice."""
+OURS = ("cudnn", "written_out", "by_lines", "joined_as_is", "at_once")
 
 
 @contextlib.contextmanager
@@ -54,9 +62,12 @@ def settings(flags: dict[str, Any]) -> Iterator[None]:
     import torch._inductor.config
     from hybrid_trt.backends.torch_live import decompositions
 
-    before = torch.backends.cudnn.benchmark, dict(decompositions.TABLE), decompositions.SPLIT_WELL
+    before = torch.backends.cudnn.benchmark, dict(decompositions.TABLE), decompositions.BY_LINES
+    lay_out = decompositions.keep_channels_last
     torch.backends.cudnn.benchmark = flags.get("cudnn", False)
-    decompositions.SPLIT_WELL = flags.get("split_well", before[2])
+    decompositions.BY_LINES = flags.get("by_lines", before[2])
+    if flags.get("joined_as_is"):
+        decompositions.keep_channels_last = lambda _: None
     for operation in before[1]:
         if "written_out" in flags and operation.name().removeprefix("aten::") not in flags["written_out"]:
             del decompositions.TABLE[operation]
@@ -65,7 +76,8 @@ def settings(flags: dict[str, Any]) -> Iterator[None]:
         with torch._inductor.config.patch(inductors), rows_at_once(flags.get("at_once", 0)):
             yield
     finally:
-        torch.backends.cudnn.benchmark, table, decompositions.SPLIT_WELL = before
+        torch.backends.cudnn.benchmark, table, decompositions.BY_LINES = before
+        decompositions.keep_channels_last = lay_out
         decompositions.TABLE.update(table)
 
 
@@ -132,6 +144,13 @@ class Sweep:
             raise SystemExit(f"{variant} cannot be recorded: {self.session.graphs.failure}; leave it out")
         return {"ms": networks.replay_ms(self.session), "rel_err": networks.worst_error(results, self.reference)}
 
+    def kernels(self) -> dict[str, Any]:
+        """The kernels of what was replayed last."""
+        recording = next(reversed(self.session.graphs._recordings.values()))
+        found = profile_kernels.launches(recording.replay.replay)
+        return {"families": profile_kernels.grouped(found, profile_kernels.REPLAYS),
+                "longest": profile_kernels.longest(found, profile_kernels.REPLAYS)}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -141,6 +160,7 @@ def main() -> None:
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--compile", nargs="+", choices=VARIANTS, default=[])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--kernels", action="store_true", help="also where each variant's time goes, family by family")
     options = parser.parse_args()
     networks.import_pack(options.comfyui)
     with torch.inference_mode():
@@ -152,14 +172,16 @@ def main() -> None:
         there = [variant for variant in VARIANTS if (sweep.folder / f"{variant}.json").exists()]
         turns: dict[str, list[float]] = {variant: [] for variant in there}
         rows = {v: {"variant": v, **json.loads((sweep.folder / f"{v}.json").read_text())} for v in there}
-        for _ in range(TURNS):
+        for turn in range(TURNS):
             for variant in there:
                 found = sweep.replay(variant)
+                if options.kernels and turn == TURNS - 1:
+                    rows[variant] |= sweep.kernels()
                 turns[variant].append(found["ms"])
                 rows[variant] |= {"rel_err": found["rel_err"], "turns_ms": turns[variant],
                                   "ms": statistics.median(turns[variant])}
     for row in rows.values():
-        print(row, flush=True)
+        print({name: value for name, value in row.items() if name != "longest"}, flush=True)
     found = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "rows": list(rows.values())}
     options.out.write_text(json.dumps(found, indent=1) + "\n")
 

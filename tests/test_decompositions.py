@@ -9,6 +9,7 @@ from pack import import_comfy
 import_comfy()
 
 from hybrid_trt.backends.torch_live import decompositions
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 aten = torch.ops.aten
@@ -29,7 +30,7 @@ def operations(graph: torch.fx.GraphModule) -> set[object]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(2, 640, 32, 32), (1, 1280, 16, 16), (3, 96, 40, 24)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 640, 32, 32), (1, 1280, 16, 16), (3, 96, 40, 24), (2, 96, 104, 60)], ids=str)
 def test_a_group_norm_in_parts_is_torchs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight, bias = image(*shape, dtype=dtype), *(torch.randn(shape[1]).to(dtype) for _ in range(2))
     result, mean, scale = decompositions.group_norm_in_parts(
@@ -60,8 +61,8 @@ def test_parts_divide_the_pixels_and_are_no_larger_than_one_program_sums() -> No
 
 @pytest.mark.parametrize(
     ("shape", "parts"),
-    [((1, 640, 32, 32), True), ((1, 320, 64, 64), False), ((1, 320, 8, 8), False), ((1, 320, 1024), False)],
-    ids=["middle sizes", "as large as Inductor splits by itself", "one program does it", "no image"],
+    [((1, 640, 32, 32), True), ((1, 320, 64, 64), True), ((1, 320, 8, 8), False), ((1, 320, 1024), False)],
+    ids=["in tiles", "by lines", "one program does it", "no image"],
 )
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=str)
 def test_a_norm_is_written_out_only_where_that_is_faster(
@@ -70,3 +71,33 @@ def test_a_norm_is_written_out_only_where_that_is_faster(
     given = image(*shape, layout=layout if len(shape) == 4 else torch.contiguous_format)
     graph = traced(lambda x: torch.nn.functional.group_norm(x, 32), given)
     assert (aten.native_group_norm.default not in operations(graph)) is parts
+
+
+def joined(device: str) -> torch.fx.GraphModule:
+    """Channels of two images put together, traced as on a device: (2, 12, 8, 8)."""
+    with FakeTensorMode():
+        given = [torch.empty(2, channels, 8, 8, device="meta") for channels in (4, 8)]
+    graph = make_fx(lambda a, b: torch.cat([a, b], 1) * 2)(*given)
+    for node in graph.graph.nodes:
+        if isinstance(value := node.meta.get("val"), torch.Tensor):
+            node.meta["val"] = FakeTensor(FakeTensorMode(), value, torch.device(device))
+    return graph
+
+
+def test_channels_put_together_lie_on_a_gpu_as_convolutions_read_them() -> None:
+    graph = joined("cuda")
+    decompositions.keep_channels_last(graph)
+    (cat,) = graph.graph.find_nodes(op="call_function", target=aten.cat.default)
+    (reader,) = cat.users
+    assert reader.args == (cat, (768, 1, 96, 12))
+    (multiplied,) = graph.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
+    assert multiplied.args[0] is reader
+    a, b = (torch.randn(2, channels, 8, 8) for channels in (4, 8))
+    assert torch.equal(graph(a, b), torch.cat([a, b], 1) * 2)
+
+
+def test_channels_put_together_on_a_cpu_stay_as_they_are() -> None:
+    graph = joined("cpu")
+    before = str(graph.graph)
+    decompositions.keep_channels_last(graph)
+    assert str(graph.graph) == before

@@ -24,7 +24,7 @@ Compiled = Callable[..., Sequence[torch.Tensor]]
 OLDEST_TORCH = (2, 11)
 """The first torch that this was run with."""
 
-FORMAT = 5
+FORMAT = 6
 """Raise this when the traced function changes: older files become stale."""
 
 
@@ -104,6 +104,7 @@ def compile_to_file(
     with torch.inference_mode(False), torch.no_grad(), best_attention(inputs[0].device, attention):
         given = [t.clone() if t.is_inference() else t for t in given]
         graph = make_fx(flat, decomposition_table=decompositions.TABLE, tracing_mode="fake")(*given)
+        decompositions.keep_channels_last(graph)
         compiled = torch._inductor.standalone_compile(graph, given, dynamic_shapes="from_example_inputs", aot=True)
     compiled.save(path=str(path))
     return compiled
