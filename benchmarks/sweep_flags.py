@@ -44,23 +44,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "autotune_all": GEMM | {"max_autotune": True},
     "benchmark_fusion": {"benchmark_fusion": True},
     "combo_kernels": {"combo_kernels": True},
-    "long_norms_at_once": {"at_once": 2048},
+    "long_rows": {"long_rows": True},
     "one_tile": {"triton.max_tiles": 1},
     "nd_tiling": {"triton.prefer_nd_tiling": True},
-    "long_norms_nd_tiling": {"at_once": 2048, "triton.prefer_nd_tiling": True},
+    "long_rows_nd_tiling": {"long_rows": True, "triton.prefer_nd_tiling": True},
 }
 """Inductor's settings, and ours: ``cudnn`` lets cuDNN time its convolutions, when compiling and when recording;
 ``written_out`` names what of ``decompositions.TABLE`` is used; ``by_lines`` takes the place of its constant;
-``joined_as_is`` leaves the layout of channels put together to Inductor; norms read rows of up to ``at_once`` elements
-once, where Inductor reads those of more than 1024 twice."""
-OURS = ("cudnn", "written_out", "by_lines", "joined_as_is", "at_once")
+``joined_as_is`` leaves the layout of channels put together to Inductor; ``long_rows`` is ``choices.long_rows``."""
+OURS = ("cudnn", "written_out", "by_lines", "joined_as_is", "long_rows")
 
 
 @contextlib.contextmanager
 def settings(flags: dict[str, Any]) -> Iterator[None]:
     """Inductor, cuDNN and what we write out with a variant's settings."""
     import torch._inductor.config
-    from hybrid_trt.backends.torch_live import decompositions
+    from hybrid_trt.backends.torch_live import choices, decompositions
 
     before = torch.backends.cudnn.benchmark, dict(decompositions.TABLE), decompositions.BY_LINES
     lay_out = decompositions.keep_channels_last
@@ -73,30 +72,13 @@ def settings(flags: dict[str, Any]) -> Iterator[None]:
             del decompositions.TABLE[operation]
     try:
         inductors = {k: v for k, v in flags.items() if k not in OURS}
-        with torch._inductor.config.patch(inductors), rows_at_once(flags.get("at_once", 0)):
+        rows = choices.long_rows() if "long_rows" in flags else contextlib.nullcontext()
+        with torch._inductor.config.patch(inductors), rows:
             yield
     finally:
         torch.backends.cudnn.benchmark, table, decompositions.BY_LINES = before
         decompositions.keep_channels_last = lay_out
         decompositions.TABLE.update(table)
-
-
-@contextlib.contextmanager
-def rows_at_once(longest: int) -> Iterator[None]:
-    """Inductor's reductions of rows of at most so many elements keep the row in registers; 0: as it chooses."""
-    from torch._inductor.choices import InductorChoices
-    from torch._inductor.runtime.hints import ReductionHint
-    from torch._inductor.virtualized import V
-
-    class Choices(InductorChoices):
-        @staticmethod
-        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-            usual = InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
-            is_row = features.get_reduction_hint() == ReductionHint.INNER
-            return usual or (is_row and V.graph.sizevars.statically_known_leq(features.reduction_numel, longest))
-
-    with V.set_choices_handler(Choices()) if longest else contextlib.nullcontext():
-        yield
 
 
 class Sweep:

@@ -130,7 +130,7 @@ def test_a_variant_of_the_sweep_reads_long_rows_at_once(sweep_flags: types.Modul
     features = SimpleNamespace(get_reduction_hint=lambda: ReductionHint.INNER, reduction_numel=sympy.Integer(row))
     with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator())):
         assert V.choices.should_use_persistent_reduction(features, False) == usual
-        with sweep_flags.settings(sweep_flags.VARIANTS["long_norms_at_once"]):
+        with sweep_flags.settings(sweep_flags.VARIANTS["long_rows"]):
             assert V.choices.should_use_persistent_reduction(features, False)
         assert V.choices.should_use_persistent_reduction(features, False) == usual
 
