@@ -29,10 +29,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tuned": TUNED,
     "inductors_norm": {"written_out": ()},
-    "before": {"by_lines": 1 << 30, "joined_as_is": True},
     "no_lines": {"by_lines": 1 << 30},
-    "lines_from_1024": {"by_lines": 1024},
+    "lines_from_4096": {"by_lines": 4096},
     "lines_from_256": {"by_lines": 256},
+    "joined_as_is": {"joined_as_is": True},
+    "short_rows": {"short_rows": True},
     "cudnn_benchmark": {"cudnn": True},
     "autotune_gemm": GEMM,
     "conv_as_mm": {"conv_1x1_as_mm": True},
@@ -44,15 +45,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "autotune_all": GEMM | {"max_autotune": True},
     "benchmark_fusion": {"benchmark_fusion": True},
     "combo_kernels": {"combo_kernels": True},
-    "long_rows": {"long_rows": True},
     "one_tile": {"triton.max_tiles": 1},
     "nd_tiling": {"triton.prefer_nd_tiling": True},
-    "long_rows_nd_tiling": {"long_rows": True, "triton.prefer_nd_tiling": True},
 }
 """Inductor's settings, and ours: ``cudnn`` lets cuDNN time its convolutions, when compiling and when recording;
 ``written_out`` names what of ``decompositions.TABLE`` is used; ``by_lines`` takes the place of its constant;
-``joined_as_is`` leaves the layout of channels put together to Inductor; ``long_rows`` is ``choices.long_rows``."""
-OURS = ("cudnn", "written_out", "by_lines", "joined_as_is", "long_rows")
+``joined_as_is`` leaves the layout of channels put together to Inductor; with ``short_rows`` Inductor alone decides
+how rows are read (``choices``)."""
+OURS = ("cudnn", "written_out", "by_lines", "joined_as_is", "short_rows")
 
 
 @contextlib.contextmanager
@@ -61,24 +61,25 @@ def settings(flags: dict[str, Any]) -> Iterator[None]:
     import torch._inductor.config
     from hybrid_trt.backends.torch_live import choices, decompositions
 
-    before = torch.backends.cudnn.benchmark, dict(decompositions.TABLE), decompositions.BY_LINES
-    lay_out = decompositions.keep_channels_last
-    torch.backends.cudnn.benchmark = flags.get("cudnn", False)
-    decompositions.BY_LINES = flags.get("by_lines", before[2])
-    if flags.get("joined_as_is"):
-        decompositions.keep_channels_last = lambda _: None
-    for operation in before[1]:
-        if "written_out" in flags and operation.name().removeprefix("aten::") not in flags["written_out"]:
-            del decompositions.TABLE[operation]
+    ours: list[tuple[Any, str, Any]] = [(torch.backends.cudnn, "benchmark", flags.get("cudnn", False))]
+    if "by_lines" in flags:
+        ours.append((decompositions, "BY_LINES", flags["by_lines"]))
+    if "joined_as_is" in flags:
+        ours.append((decompositions, "keep_channels_last", lambda _: None))
+    if "short_rows" in flags:
+        ours.append((choices, "long_rows", contextlib.nullcontext))
+    if "written_out" in flags:
+        table = {o: how for o, how in decompositions.TABLE.items() if o.name() in flags["written_out"]}
+        ours.append((decompositions, "TABLE", table))
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in ours]
     try:
-        inductors = {k: v for k, v in flags.items() if k not in OURS}
-        rows = choices.long_rows() if "long_rows" in flags else contextlib.nullcontext()
-        with torch._inductor.config.patch(inductors), rows:
+        for place in ours:
+            setattr(*place)
+        with torch._inductor.config.patch({k: v for k, v in flags.items() if k not in OURS}):
             yield
     finally:
-        torch.backends.cudnn.benchmark, table, decompositions.BY_LINES = before
-        decompositions.keep_channels_last = lay_out
-        decompositions.TABLE.update(table)
+        for place in before:
+            setattr(*place)
 
 
 class Sweep:

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
-import sympy
 from pack import ROOT, import_comfy
 
 import_comfy()
@@ -119,20 +118,6 @@ def test_inductor_knows_all_settings_of_the_sweep_and_has_its_own_again_afterwar
                 assert functools.reduce(getattr, name.split("."), torch._inductor.config) == flags[name]
     assert torch._inductor.config.save_config_portable() == before
     assert decompositions.TABLE == ours
-
-
-@pytest.mark.parametrize(("row", "usual"), [(1024, True), (1280, False)])
-def test_a_variant_of_the_sweep_reads_long_rows_at_once(sweep_flags: types.ModuleType, row: int, usual: bool) -> None:
-    from torch._inductor.runtime.hints import ReductionHint
-    from torch._inductor.sizevars import SizeVarAllocator
-    from torch._inductor.virtualized import V
-
-    features = SimpleNamespace(get_reduction_hint=lambda: ReductionHint.INNER, reduction_numel=sympy.Integer(row))
-    with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator())):
-        assert V.choices.should_use_persistent_reduction(features, False) == usual
-        with sweep_flags.settings(sweep_flags.VARIANTS["long_rows"]):
-            assert V.choices.should_use_persistent_reduction(features, False)
-        assert V.choices.should_use_persistent_reduction(features, False) == usual
 
 
 class FixedClock:

@@ -61,7 +61,7 @@ def test_parts_divide_the_pixels_and_are_no_larger_than_one_program_sums() -> No
 
 @pytest.mark.parametrize(
     ("shape", "parts"),
-    [((1, 640, 32, 32), True), ((1, 320, 64, 64), True), ((1, 320, 8, 8), False), ((1, 320, 1024), False)],
+    [((1, 640, 16, 16), True), ((1, 320, 64, 64), True), ((1, 320, 8, 8), False), ((1, 320, 1024), False)],
     ids=["in tiles", "by lines", "one program does it", "no image"],
 )
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=str)

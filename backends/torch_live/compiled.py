@@ -93,6 +93,8 @@ def compile_to_file(
     import torch._inductor
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    from .choices import long_rows
+
     _let_kernels_be_recorded()  # who opens the file in this process may get these very kernels
     count = len(weights)
 
@@ -105,7 +107,8 @@ def compile_to_file(
         given = [t.clone() if t.is_inference() else t for t in given]
         graph = make_fx(flat, decomposition_table=decompositions.TABLE, tracing_mode="fake")(*given)
         decompositions.keep_channels_last(graph)
-        compiled = torch._inductor.standalone_compile(graph, given, dynamic_shapes="from_example_inputs", aot=True)
+        with long_rows():
+            compiled = torch._inductor.standalone_compile(graph, given, dynamic_shapes="from_example_inputs", aot=True)
     compiled.save(path=str(path))
     return compiled
 

@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 MOST_SUMMED = 2048
 """Elements of a group that one program of the GPU sums up."""
-BY_LINES = 4096
+BY_LINES = 1024
 """From so many pixels on, an image's lines are summed up, channel by channel."""
 
 

@@ -1,0 +1,59 @@
+"""What Inductor decides otherwise while a network is compiled, and only then."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import sympy
+import torch._inductor.config
+from pack import import_comfy
+from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.sizevars import SizeVarAllocator
+from torch._inductor.virtualized import V
+
+import_comfy()
+
+from hybrid_trt.backends.torch_live.choices import long_rows
+
+
+def reads_once(row: int, hint: ReductionHint = ReductionHint.INNER) -> bool:
+    """Whether a sum of a row of so many elements keeps it in registers."""
+    features = SimpleNamespace(get_reduction_hint=lambda: hint, reduction_numel=sympy.Integer(row))
+    with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator())):
+        return V.choices.should_use_persistent_reduction(features, False)
+
+
+@pytest.mark.parametrize(("row", "ours", "inductors"), [(1024, True, True), (1280, True, False), (2560, False, False)])
+def test_rows_of_a_layer_norm_are_read_once_while_we_compile_and_as_inductor_likes_afterwards(
+    row: int, ours: bool, inductors: bool
+) -> None:
+    assert reads_once(row) is inductors
+    with long_rows():
+        assert reads_once(row) is ours
+    assert reads_once(row) is inductors
+
+
+def test_sums_across_rows_stay_inductors() -> None:
+    with long_rows():
+        assert not reads_once(1280, ReductionHint.OUTER)
+
+
+def test_in_a_thread_that_has_decided_nothing_yet_our_choice_ends_too() -> None:
+    def compiled_then_asked() -> bool:
+        with long_rows():
+            pass
+        return reads_once(1280)
+
+    with ThreadPoolExecutor(1) as new_thread:
+        assert new_thread.submit(threading.get_ident).result() != threading.get_ident()
+        assert new_thread.submit(compiled_then_asked).result() is False
+
+
+def test_what_was_compiled_with_other_choices_is_not_found_in_inductors_caches() -> None:
+    before = torch._inductor.config.save_config_portable()
+    with long_rows():
+        assert torch._inductor.config.save_config_portable() != before
+    assert torch._inductor.config.save_config_portable() == before
