@@ -22,6 +22,7 @@ from .finite import redo_unless_finite, watch
 from .ledger import open_tally
 from .native_call import arguments_of, by_name, forward_arguments, with_residuals_copied
 from .native_weights import NativeWeights
+from .on_device import call_on_device, sample_on_device
 from .timing import timed
 
 if TYPE_CHECKING:
@@ -51,9 +52,11 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
     patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, router.begin_run)
     router.native_weights.attach(patched, KEY)
     patched.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, KEY)
+    patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, call_on_device)
     patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, run_stacks_at_once)
     patched.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
     patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, redo_unless_finite)
+    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, sample_on_device)
     patched.set_additional_models(KEY, [handle.patcher])
     return patched
 

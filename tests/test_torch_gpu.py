@@ -14,10 +14,19 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import networks
 import pytest
 import torch
+from pack import import_comfy
+
+import_comfy()
+
+from comfy.conds import CONDCrossAttn, CONDRegular
+from comfy.controlnet import ControlNet
+from comfy.model_management import cast_to_device
+from comfy.samplers import cond_cat
 from hybrid_trt.architectures import Role
 from hybrid_trt.architectures.samples import sample_inputs
 from hybrid_trt.backends import LiveTask, backends
@@ -28,6 +37,9 @@ from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Unavailable, local_key
 from hybrid_trt.engine_library.parity import relative_error
+from hybrid_trt.engine_runtime import control_stack
+from hybrid_trt.engine_runtime.controlnet import EngineControlModel
+from hybrid_trt.engine_runtime.on_device import RUN, SamplingRun, call_on_device
 from hybrid_trt.engine_sessions.cuda_graphs import GraphCache
 from hybrid_trt.native_model.network import NativeNetwork
 from small_networks import control_of
@@ -277,3 +289,89 @@ def test_unloading_gives_the_memory_back_and_many_sessions_take_no_more_than_one
         use()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_allocated() - before < 1 << 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_prompts_that_stay_on_the_gpu_reach_the_network_bit_for_bit_as_those_copied_in_each_step(
+    stored: torch.dtype, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    scales = 10.0 ** torch.randint(-45, 39, (77, 1), generator=generator)  # some that a dtype rounds to 0 or infinity
+    prompts = [(torch.randn(1, 77 * n, 64, generator=generator) * scales.repeat(n, 1)).to(stored) for n in (1, 2)]
+    conds = [[{"model_conds": {"c_crossattn": CONDCrossAttn(prompt), "y": CONDRegular(prompt[:, 0])}}]
+             for prompt in prompts]
+
+    def given_to_network(run_conds: list, name: str) -> torch.Tensor:
+        batched = [{name: cond["model_conds"][name].process_cond(batch_size=2, area=None)} for (cond,) in run_conds]
+        return cast_to_device(cond_cat(batched)[name], GPU, dtype)
+
+    run = SamplingRun()
+    as_numbers = torch.int32 if dtype is torch.float32 else torch.int16
+    for _step in range(2):
+        moved = run.on_device(conds, GPU)
+        assert all(value.cond.device == GPU for (cond,) in moved for value in cond["model_conds"].values())
+        for name in ("c_crossattn", "y"):
+            natively, ours = (given_to_network(each, name) for each in (conds, moved))
+            assert (ours.dtype, ours.shape, ours.stride()) == (natively.dtype, natively.shape, natively.stride())
+            assert torch.equal(ours.view(as_numbers), natively.view(as_numbers))
+            assert natively.isfinite().any()
+    assert all(prompt.device.type == "cpu" for prompt in prompts)
+    del moved
+    allocated = torch.cuda.memory_allocated()
+    run.let_go()
+    assert torch.cuda.memory_allocated() < allocated, "the run's copies are gone"
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_hints_made_for_the_first_call_are_comfyuis_own_on_the_gpu(stored: torch.dtype, dtype: torch.dtype) -> None:
+    image = torch.rand(1, 512, 768, 3, generator=torch.Generator().manual_seed(1)).to(stored).movedim(-1, 1)
+    network = torch.nn.Module()
+    network.dtype, network.forward = dtype, lambda **_: {"output": []}
+    native = ControlNet(network, load_device=GPU)
+    native.set_cond_hint(image)
+    backed = native.copy()
+    backed.control_model = object.__new__(EngineControlModel)
+    backed.control_model.native = network
+    x, t = torch.zeros(1, 4, 64, 96, device=GPU), torch.ones(1, device=GPU)
+    for control in (native, backed):
+        control.timestep_range = (999999999.9, 0.0)
+        control.model_sampling_current = SimpleNamespace(timestep=lambda t: t, calculate_input=lambda _, x: x)
+    control_stack._make_hints([backed], x, t)
+    native.get_control(x, t, {"c_crossattn": torch.zeros(1, 77, 8)}, 1, {})
+    expected, made = native.cond_hint, backed.cond_hint
+    assert (made.device, made.dtype, made.stride()) == (expected.device, expected.dtype, expected.stride())
+    assert torch.equal(made, expected)
+    assert made.device == GPU
+
+
+def test_the_host_is_one_call_ahead_of_the_gpu_and_no_more_and_the_gpu_always_has_one_to_do() -> None:
+    run, ends, ahead = SamplingRun(), [], []
+    x = torch.zeros(1, device=GPU)
+
+    def executor(*_: object) -> None:
+        torch.cuda._sleep(40_000_000)  # cycles: some 20 ms
+        ends.append(torch.cuda.current_stream(GPU).record_event())
+
+    for _ in range(8):
+        call_on_device(executor, None, [], x, None, {RUN: run})
+        ahead.append(sum(not end.query() for end in ends))
+    torch.cuda.synchronize()
+    assert ahead == [1] * 8
+    run.let_go()
+    for _ in range(3):  # without a run, and so without a wait
+        call_on_device(executor, None, [], x, None, {})
+    assert not ends[-2].query(), "these calls take the GPU longer than the host"
+    torch.cuda.synchronize()
+
+
+def test_a_call_inside_of_a_recording_waits_for_nothing() -> None:
+    run, x, graph = SamplingRun(), torch.zeros(4, device=GPU), torch.cuda.CUDAGraph()
+    call_on_device(lambda *_: x.add_(1), None, [], x, None, {RUN: run})
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for _ in range(2):
+            call_on_device(lambda *_: x.add_(1), None, [], x, None, {RUN: run})
+    graph.replay()
+    assert x.tolist() == [3.0] * 4
