@@ -65,7 +65,8 @@ def run_step(task: Task, progress: Progress, log: Log, environment: Mapping[str,
     try:
         return _merged(_together(_children(task, count), forward, log, environment))
     except Crowded as failure:
-        log(f"{count} processes at once failed ({failure}); now the sizes are compiled one after the other")
+        log(f"compiling with {count} processes at once: {failure}")
+        log("that may be for want of memory: now the sizes are compiled one after the other")
     return run_in_child(task, forward, log, environment)
 
 
