@@ -17,6 +17,9 @@ log = logging.getLogger(__name__)
 
 CORES = 4
 """For each: Inductor's own thread and compilers of kernels; with fewer they would only wait for each other."""
+COMPILING = 4_000_000_000
+"""Bytes of main memory for Inductor's graphs and its pool of compilers, besides what any build needs; an estimate on
+the safe side."""
 CONTEXT = 1_500_000_000
 """Bytes on the GPU for CUDA, its libraries and their scratch memory."""
 SHARE = 2 / 3
@@ -34,7 +37,7 @@ def children_with_room(task: Task) -> int:
         task: of the step "compile"; ``gpu`` is the number of the GPU in this process.
     """
     weights = Path(task["weights_file"]).stat().st_size
-    memory = main_memory.needed_bytes(backends()[task["backend"]], weights)
+    memory = COMPILING + main_memory.needed_bytes(backends()[task["backend"]], weights)
     counts = {
         "cores": processors() // CORES,
         "main memory": int(main_memory.available_bytes() // memory),

@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from .session import LiveSession
 
 
-COMPILING = 4_000_000_000
-"""Bytes of main memory for Inductor's graphs and its pool of compilers; an estimate on the safe side."""
-
-
 class TorchBackend:
     """Runs and compiles live networks. On a CPU it runs them eagerly, for tests, and only when chosen by name."""
 
@@ -79,7 +75,7 @@ class TorchBackend:
         return None
 
     def build_memory(self, weights: int) -> int:
-        return COMPILING + weights
+        return 0
 
     def weights(self, network: NativeNetwork, check: Callable[[], None] | None = None) -> str:
         """No weights are compiled in."""
