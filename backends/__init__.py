@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..architectures.tensors import Profile, TensorSpec
 from ..engine_library import Engine, Fallback, Library, Manifest, Reason, Unavailable, Wanted, trust
+from .turns import Turns
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +64,7 @@ class LiveTask:
         sizes: the calls to compile for, symbol -> size.
         precision: what it computes in, torch's name.
         folder: where to put the engine's files.
+        turns: what other processes compile the order's other sizes for the same device meanwhile.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -71,6 +73,7 @@ class LiveTask:
     precision: str
     device: torch.device
     folder: Path
+    turns: Turns = Turns()
 
 
 class Backend(Protocol):
@@ -145,6 +148,9 @@ class Backend(Protocol):
 
     def compile(self, function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
         """The build of a backend that runs live weights: ``files``, ``parity`` and ``seconds`` of the manifest.
+
+        There is one file and one of the parity's ``cases`` for each size, in the task's order. Sizes of one order may
+        be compiled by several processes at once: what is timed on the device has to be in a turn (``task.turns``).
 
         Args:
             function: the network as a function of its inputs, on the task's device.

@@ -43,7 +43,7 @@ from ..native_model.layout import layout_of
 from ..native_model.network import NativeNetwork
 from ..native_model.snapshot import write_structure, write_weights
 from .check import check_engine, check_task, unchecked_engine
-from .child_process import STARTING, Log, run_in_child
+from .child_process import STARTING, Log
 from .child_tasks import Runner, WeightsChanged, backend_task, network_task, only_gpu, stack_of, tensors_task
 from .in_child.onnx_export import DATA_NAME
 from .in_child.steps import STEPS
@@ -51,6 +51,7 @@ from .in_child.task import Task
 from .locks import hold
 from .main_memory import check_memory
 from .order import BuildOrder
+from .side_by_side import run_step
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def build_engine(
     library: Library,
     progress: Progress,
     log_line: Log = lambda line: None,
-    run: Runner = run_in_child,
+    run: Runner = run_step,
     again: bool = False,
     make_room: MakeRoom | None = None,
 ) -> Engine:
@@ -325,7 +326,7 @@ class _Build:
         """Compiled files for live weights: ``files``, ``parity`` and ``seconds``."""
         device = self.order.target_device
         calls = [dict(call) for call in self.order.calls] or self._examples().compiled
-        task = {**task, "step": "compile", "device": device.type, "compiled": calls}
+        task = {**task, "step": "compile", "device": device.type, "gpu": device.index or 0, "compiled": calls}
         return self._do({**task, **backend_task(self.order.backend)}, 0.1, 0.9, only_gpu(device))
 
     def _examples(self) -> Examples:

@@ -17,7 +17,7 @@ from ...engine_sessions import clock
 from ...engine_sessions.cuda_graphs import GraphCache
 from ...native_model.kernels import best_attention, laid_out
 from .. import LiveTask, Progress
-from . import attention
+from . import attention, benchmarks
 from .compiled import compile_to_file, file_name, open_file
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
     """Compile a network for each of the task's sizes, and compare what came out with the network run plainly.
 
     Weights are inputs of what is compiled, so only their shapes and memory layout count; these make the comparison one
-    of real values.
+    of real values. Compiling itself leaves the GPU alone, so siblings go on with it while another one has its turn.
 
     Returns:
         ``files``, ``seconds`` and ``parity``, as a manifest has them.
@@ -38,20 +38,26 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
     Raises:
         BuildError: Inductor failed, or what it made differs from the network run plainly.
     """
-    for parameter in function.parameters():
-        parameter.data = laid_out(parameter.data)
+    turns = task.turns
+    _use_processors(turns.processors)
+    with turns.taken():
+        for parameter in function.parameters():
+            parameter.data = laid_out(parameter.data)
     names = sorted(name for name, _ in function.named_parameters())
     weights = [function.get_parameter(name).data for name in names]
 
-    seconds, record, figures = {}, [], {}
+    seconds, record, first = {}, [], []
     for i, sizes in enumerate(task.sizes):
         progress(f"compiling for batch {sizes.get('B', 1)}", 0.05 + 0.95 * i / len(task.sizes))
         name = file_name(sizes)
         started = time.perf_counter()
-        given = [laid_out(t.to(task.device)) for t in sample_inputs(task.inputs, sizes, seed=1).values()]
-        kernel, timed = attention.choose(function, given)
+        with turns.taken():
+            given = [laid_out(t.to(task.device)) for t in sample_inputs(task.inputs, sizes, seed=1).values()]
+            kernel, timed = attention.choose(function, given, crowded=turns.lock is not None)
+        first = first or given
         try:
-            compiled = compile_to_file(function, weights, names, given, task.folder / name, kernel)
+            with benchmarks.in_turn(turns):
+                compiled = compile_to_file(function, weights, names, given, task.folder / name, kernel)
         except Exception as error:
             log.exception("Inductor failed")
             text = (str(error).strip().splitlines() or [""])[0]
@@ -60,18 +66,39 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
                 "native keeps serving; the build's log has more"
             ) from error
         seconds[f"compile_{Path(name).stem}"] = time.perf_counter() - started
-        with torch.inference_mode():
-            results = compiled(*weights, *given)
-        error = _error(function, given, results, task.outputs, sizes, task.precision)
+        progress(f"comparing batch {sizes.get('B', 1)} with native", 0.05 + 0.95 * (i + 0.8) / len(task.sizes))
+        with turns.taken():  # its first call chooses between configurations of kernels
+            with torch.inference_mode():
+                results = compiled(*weights, *given)
+            error = _error(function, given, results, task.outputs, sizes, task.precision)
         record.append({**sizes, "rel_err": error, **({"attention": kernel, "attention_ms": timed} if timed else {})})
-        if i == 0 and task.device.type == "cuda":
-            figures = _figures(function, task.folder / name, weights, given)
+        del compiled, results, given  # siblings may need the memory
+    figures = _figures_alone(function, task, weights, first, progress)
     return {
         "files": [file_name(sizes) for sizes in task.sizes],
         "seconds": seconds,
         "parity": {"rel_err": max(case["rel_err"] for case in record), "limit": LIMITS[task.precision],
                    "cases": record, "against": "the same weights run plainly on the same device", **figures},
     }  # fmt: skip
+
+
+def _use_processors(count: int) -> None:
+    """Have Inductor start no more compilers than ``count``; 0 leaves it as it is. Its pool has not started yet."""
+    if count:
+        from torch._inductor import config
+
+        config.compile_threads = max(1, min(config.compile_threads or count, count))
+
+
+def _figures_alone(
+    function: torch.nn.Module, task: LiveTask, weights: list, given: list, progress: Progress
+) -> dict[str, str | float]:
+    """``_figures`` of the first size, once no sibling takes the GPU's or the host's time any more."""
+    if task.device.type != "cuda" or not task.turns.measures:
+        return {}
+    task.turns.wait_for_siblings(progress)
+    progress("measuring", 0.97)
+    return _figures(function, task.folder / file_name(task.sizes[0]), weights, given)
 
 
 def _figures(function: torch.nn.Module, path: Path, weights: list, given: list) -> dict:

@@ -37,19 +37,17 @@ def main(arguments: list[str]) -> int:
             events.write(json.dumps(event).encode() + b"\n")
 
     try:
-        from ...engine_library import BuildError, Refuted, Unavailable
         from .steps import STEPS
 
         task = order["task"]
         result = STEPS[task["step"]](task, lambda phase, fraction: tell(progress=[phase, fraction]))
     except Exception as error:
-        if isinstance(error, BuildError):
-            tell(failed={"kind": "refuted" if isinstance(error, Refuted) else "build", "text": str(error)})
-        elif isinstance(error, Unavailable):
-            tell(failed={"kind": "unavailable", "reason": error.fallback.reason.value, "text": error.fallback.detail})
-        else:
+        from .failures import in_json
+
+        failed = in_json(error)
+        if failed["kind"] == "error":
             traceback.print_exc()
-            tell(failed={"kind": "error", "text": _one_line(error), "errno": getattr(error, "errno", None)})
+        tell(failed=failed)
     else:
         tell(result=result)
     sys.stderr.flush()
@@ -89,8 +87,3 @@ def _be_modest() -> None:
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
     except OSError:
         pass  # not Linux, or not allowed
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

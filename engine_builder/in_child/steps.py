@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ...architectures.tensors import Profile
 from ...backends import BuildRequest, LiveTask, Progress
+from ...backends.turns import Turns
 from ...native_model.comfyui_classes import import_comfyui
 from .check_step import check_engine
 from .task import Task, backend_of, function_of, tensors_of
@@ -75,16 +76,18 @@ def build(task: Task, progress: Progress) -> dict:
 def compile_network(task: Task, progress: Progress) -> dict:
     """Let a backend that runs live weights compile the network for the sizes of ``compiled``.
 
-    The task has the network and the backend (see ``task``) and the ``device``: ``cuda`` or ``cpu``.
+    The task has the network and the backend (see ``task``), the ``device``: ``cuda`` or ``cpu``, and ``turns`` where
+    other processes compile the other sizes, see ``engine_builder.side_by_side``.
     """
     progress("starting the compiler", 0.0)
     import_comfyui(task["comfyui"])
     import torch
 
     inputs, outputs = tensors_of(task)
-    device = torch.device(task["device"])
-    order = LiveTask(inputs, outputs, task["compiled"], task["precision"], device, Path(task["folder"]))
-    return backend_of(task).compile(function_of(task, device.type, joined=True)[0], order, progress)
+    device, turns = torch.device(task["device"]), Turns.from_json(task.get("turns"))
+    order = LiveTask(inputs, outputs, task["compiled"], task["precision"], device, Path(task["folder"]), turns)
+    function = function_of(task, device.type, joined=True, turn=turns.taken())[0]
+    return backend_of(task).compile(function, order, progress)
 
 
 STEPS = {"export": export, "build": build, "compile": compile_network, "check": check_engine}

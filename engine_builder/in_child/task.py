@@ -8,6 +8,7 @@ Each has its ``step``, ``folder``, ``precision``, ``inputs`` and ``outputs``. On
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ...backends import Backend
 
 Task = dict
+NO_TURN = nullcontext()
 
 
 def tensors_of(task: Task) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
@@ -28,25 +30,29 @@ def tensors_of(task: Task) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ..
     return inputs, outputs
 
 
-def function_of(task: Task, device: str = "cpu", joined: bool = False) -> tuple[torch.nn.Module, torch.nn.Module]:
+def function_of(
+    task: Task, device: str = "cpu", joined: bool = False, turn: AbstractContextManager = NO_TURN
+) -> tuple[torch.nn.Module, torch.nn.Module]:
     """The network as a function of the engine's inputs, and its module, with the weights of the task's file.
 
     ComfyUI has to be importable.
 
     Args:
         joined: whether layers that take the same input are computed as one, as on live weights.
+        turn: entered while weights are moved to the device.
     """
     import torch
 
     from ...native_model.snapshot import restore
 
     architectures.__path__ = task["architecture_folders"]
-    module = restore(
-        task["structure"], task["weights"], Path(task["weights_file"]), getattr(torch, task["precision"])
-    ).to(device)
+    dtype = getattr(torch, task["precision"])
+    module = restore(task["structure"], task["weights"], Path(task["weights_file"]), dtype)
     architecture = architectures.architectures()[task["architecture"]]
-    if joined:
-        architecture.join_layers(module)
+    with turn:
+        module = module.to(device)
+        if joined:
+            architecture.join_layers(module)
     function = architecture.function(module)
     return function.eval().requires_grad_(False), module
 

@@ -48,12 +48,12 @@ def small_network(seed: int = 1, **changes: Any) -> NativeNetwork:
 
 
 @contextmanager
-def slow_backend() -> Iterator[Any]:
-    """The slow backend as one of the pack's, for as long as the block lasts."""
+def slow_backend(name: str = "slow") -> Iterator[Any]:
+    """The slow backend, or another one for tests, as one of the pack's, for as long as the block lasts."""
     paths = list(backends.__path__)
     backends.__path__ = [*paths, str(ROOT / "tests" / "support" / "backends")]
     try:
-        yield importlib.import_module(f"{backends.__name__}.slow_backend").BACKEND
+        yield importlib.import_module(f"{backends.__name__}.{name}_backend").BACKEND
     finally:
         backends.__path__ = paths
 

@@ -1,0 +1,81 @@
+"""How many processes that compile at once a machine has room for: processor cores, main memory, memory of the GPU."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from pathlib import Path
+
+import torch
+
+from ..backends import backends
+from . import main_memory
+from .in_child.task import Task, tensors_of
+
+log = logging.getLogger(__name__)
+
+CORES = 4
+"""For each: Inductor's own thread and compilers of kernels; with fewer they would only wait for each other."""
+COMPILING = 4_000_000_000
+"""Bytes of main memory for Inductor's graphs and its pool of compilers, besides what any build needs; an estimate on
+the safe side."""
+CONTEXT = 1_500_000_000
+"""Bytes on the GPU for CUDA, its libraries and their scratch memory."""
+SHARE = 2 / 3
+"""Of the GPU's free memory, for all children; the rest is for prompts that begin meanwhile."""
+LEAST_ACTIVATIONS = 1_000_000_000
+ACTIVATIONS = 30
+"""Bytes on the GPU while a network computes, plain or compiled, in bytes of all that it takes and gives; estimates on
+the safe side: where they are not, the sizes are compiled one after the other in the end."""
+
+
+def children_with_room(task: Task) -> int:
+    """How many children may do parts of a task at once; less than 2 where one has to do all of it.
+
+    Args:
+        task: of the step "compile"; ``gpu`` is the number of the GPU in this process.
+    """
+    weights = Path(task["weights_file"]).stat().st_size
+    memory = COMPILING + main_memory.needed_bytes(backends()[task["backend"]], weights)
+    counts = {
+        "cores": processors() // CORES,
+        "main memory": int(main_memory.available_bytes() // memory),
+        "memory of the GPU": _with_room_on_gpu(task, weights),
+    }
+    log.info("Hybrid TRT: room for so many sizes at once: %s", counts)
+    return int(min(counts.values()))
+
+
+def processors() -> int:
+    """How many cores this process may keep busy: those it may run on, and no more than its container's share."""
+    try:
+        count = len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        count = os.cpu_count() or 1
+    try:
+        quota, period = (main_memory.CGROUP / "cpu.max").read_text().split()
+        return max(1, min(count, int(quota) // int(period)))
+    except (OSError, ValueError):  # none, "max", or not Linux
+        return count
+
+
+def _with_room_on_gpu(task: Task, weights: int) -> float:
+    if task["device"] != "cuda":
+        return math.inf
+    try:
+        free, _ = torch.cuda.mem_get_info(task["gpu"])
+    except RuntimeError as error:
+        log.warning("Hybrid TRT: the GPU does not tell its free memory (%s)", error)
+        return 1
+    return SHARE * free // needed_on_gpu(task, weights)
+
+
+def needed_on_gpu(task: Task, weights: int) -> int:
+    """Bytes on the GPU that compiling the largest of a task's sizes takes, and comparing it with native."""
+    inputs, outputs = tensors_of(task)
+    largest = max(
+        sum(math.prod(spec.shape(sizes)) * getattr(torch, spec.dtype).itemsize for spec in (*inputs, *outputs))
+        for sizes in task["compiled"]
+    )
+    return CONTEXT + weights + max(LEAST_ACTIVATIONS, ACTIVATIONS * largest)

@@ -1,0 +1,172 @@
+"""Sizes of one order compiled side by side, a child process to each, where the machine has room for that.
+
+Inductor is one thread of Python for most of its time: with many cores several sizes take about as long as one. What is
+timed on the GPU is timed in turns, and what goes on record is measured when one child is left.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..backends import Progress
+from ..backends.turns import WAITING, Turns
+from .child_process import STARTING, TICK, Crowded, Log, run_in_child
+from .in_child.task import Task
+from .room_for_children import children_with_room, processors
+
+MOST = 4
+"""Children at once; 1 compiles the sizes one after the other, which benchmarks compare with."""
+LOCK_NAME, GONE_NAME = "turns.lock", "one-is-left"
+"""Files in the build's folder, see ``Turns``."""
+
+
+class _Stop(Exception):
+    """Raised inside a child's thread when the others have no use for it any more."""
+
+
+@dataclass
+class _Child:
+    """One of the children, as the build's thread sees it."""
+
+    task: Task
+    name: str
+    phase: str = STARTING
+    fraction: float = 0.0
+    result: dict | None = None
+
+    @property
+    def compiling(self) -> int:
+        """How many sizes it has not done with."""
+        return 0 if self.result is not None or self.phase == WAITING else len(self.task["compiled"])
+
+
+def run_step(task: Task, progress: Progress, log: Log, environment: Mapping[str, str]) -> dict:
+    """Do a task of ``in_child.steps`` as ``run_in_child`` does, sizes to be compiled side by side where there is room.
+
+    What fails there and might not alone (memory lacked, a process was killed) is done one size after the other.
+    """
+    count = 1
+    if task["step"] == "compile":
+        count = min(len(task["compiled"]), MOST)
+        count = count if count < 2 else min(count, children_with_room(task))
+    if count < 2:
+        return run_in_child(task, progress, log, environment)
+    reached = 0.0
+
+    def forward(phase: str, fraction: float) -> None:
+        nonlocal reached
+        reached = max(reached, fraction)
+        progress(phase, reached)
+
+    try:
+        return _merged(_together(_children(task, count), forward, log, environment))
+    except Crowded as failure:
+        log(f"compiling with {count} processes at once: {failure}")
+        log("that may be for want of memory: now the sizes are compiled one after the other")
+    return run_in_child(task, forward, log, environment)
+
+
+def _children(task: Task, count: int) -> list[_Child]:
+    """The task dealt out to some children; the first one has the first size, which goes on record, and measures it."""
+    folder, sizes = Path(task["folder"]), task["compiled"]
+    told = [symbol for symbol in sizes[0] if len({size.get(symbol) for size in sizes}) > 1]
+    children = []
+    for number in range(count):
+        own, first = sizes[number::count], number == 0
+        turns = Turns(folder / LOCK_NAME, folder / GONE_NAME if first else None, first, processors() // count)
+        name = ", ".join(" ".join(f"{symbol}{size[symbol]}" for symbol in told) for size in own)
+        children.append(_Child({**task, "compiled": own, "turns": turns.to_json()}, name))
+    return children
+
+
+def _together(children: Sequence[_Child], progress: Progress, log: Log, environment: Mapping[str, str]) -> list[dict]:
+    """Run all children at once and return their results.
+
+    Raises:
+        Exception: what ``progress`` raised, or the first child that failed; the others are gone by then.
+    """
+    ended: queue.SimpleQueue[tuple[_Child, dict | BaseException]] = queue.SimpleQueue()
+    stop, whole_lines = threading.Event(), threading.Lock()
+
+    def run(child: _Child) -> None:
+        def hear(phase: str, fraction: float) -> None:
+            if stop.is_set():
+                raise _Stop
+            child.phase, child.fraction = phase, fraction
+
+        def write(line: str) -> None:
+            with whole_lines:
+                log(f"[{child.name}] {line}")
+
+        try:
+            ended.put((child, run_in_child(child.task, hear, write, environment)))
+        except BaseException as failure:
+            ended.put((child, failure))
+
+    gone = Path(children[0].task["folder"]) / GONE_NAME
+    gone.unlink(missing_ok=True)
+    # daemons, as no server shall wait at its end for what nobody wants any more
+    threads = [threading.Thread(target=run, args=(child,), daemon=True) for child in children]
+    try:
+        for thread in threads:
+            thread.start()
+        while not all(child.result is not None for child in children):
+            progress(*_told(children))
+            try:
+                child, result = ended.get(timeout=TICK)
+            except queue.Empty:
+                continue
+            if isinstance(result, BaseException):
+                raise result
+            child.result = result
+            if all(child.result is not None for child in children[1:]):
+                gone.touch()
+    finally:
+        stop.set()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+    return [child.result for child in children]
+
+
+def _told(children: Sequence[_Child]) -> tuple[str, float]:
+    """Phase and fraction of all children as one."""
+    total, left = sum(len(child.task["compiled"]) for child in children), sum(child.compiling for child in children)
+    done = sum(len(child.task["compiled"]) * (1.0 if child.result else child.fraction) for child in children) / total
+    if not left:
+        return children[0].phase, done
+    return f"compiling {total} sizes side by side" + (f", {total - left} done" if left < total else ""), done
+
+
+def _merged(results: Sequence[dict]) -> dict:
+    """The results of children as one that had all sizes would have given it, in the order of the sizes."""
+    first = results[0]
+    parity = {
+        **first["parity"],
+        "rel_err": max(result["parity"]["rel_err"] for result in results),
+        "cases": _dealt_back([result["parity"]["cases"] for result in results]),
+    }
+    return {
+        **first,
+        "files": _dealt_back([result["files"] for result in results]),
+        "seconds": _shared([result["seconds"] for result in results]),
+        "parity": parity,
+    }
+
+
+def _dealt_back(hands: Sequence[Sequence]) -> list:
+    """The inverse of dealing out one by one."""
+    return [hands[i % len(hands)][i // len(hands)] for i in range(sum(map(len, hands)))]
+
+
+def _shared(every: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds of children that ran at once, as shares of the seconds that went by: together they are all of them."""
+    each = [sum(seconds.values()) for seconds in every]
+    share = max(each) / sum(each) if sum(each) else 1.0
+    return {name: share * seconds[name] for name, seconds in zip(
+        _dealt_back([list(seconds) for seconds in every]), _dealt_back([[seconds] * len(seconds) for seconds in every]),
+        strict=True)}  # fmt: skip

@@ -1,0 +1,75 @@
+"""How many sizes are compiled at once: as many as cores, main memory and the GPU have room for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pack import import_comfy
+
+import_comfy()
+
+from hybrid_trt.architectures.tensors import Dim, TensorSpec
+from hybrid_trt.engine_builder import main_memory, room_for_children
+
+X = TensorSpec("x", "float16", (Dim("B"), 4, Dim("H"), Dim("W")))
+
+
+@pytest.fixture
+def large_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A machine with room for many; what it has may be taken from it."""
+    machine = SimpleNamespace(cores=64, main=1e12, gpu=1e12)
+    (tmp_path / "weights").write_bytes(b"")
+    monkeypatch.setattr(room_for_children, "processors", lambda: machine.cores)
+    monkeypatch.setattr(main_memory, "available_bytes", lambda: int(machine.main))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _gpu: (int(machine.gpu), int(2 * machine.gpu)))
+    machine.task = {
+        "weights_file": str(tmp_path / "weights"), "backend": "torch", "device": "cuda", "gpu": 0,
+        "inputs": [X.to_json()], "outputs": [X.to_json()], "compiled": [{"B": 1, "H": 64, "W": 64}],
+    }  # fmt: skip
+    return machine
+
+
+def test_children_are_as_many_as_each_resource_has_room_for(large_machine: SimpleNamespace) -> None:
+    def count(**less: float) -> int:
+        machine = SimpleNamespace(**vars(large_machine))
+        vars(large_machine).update(less)
+        try:
+            return room_for_children.children_with_room(large_machine.task)
+        finally:
+            vars(large_machine).update(vars(machine))
+
+    assert count() == 16
+    assert [count(cores=cores) for cores in (2, 7, 8, 15)] == [0, 1, 2, 3]
+    assert [count(main=main) for main in (9e9, 10e9, 15e9)] == [1, 2, 3]
+    assert [count(gpu=gpu) for gpu in (7e9, 7.6e9, 12e9)] == [1, 2, 3]
+
+
+def test_larger_weights_and_sizes_need_more_of_the_gpu(large_machine: SimpleNamespace) -> None:
+    task, needed = large_machine.task, room_for_children.needed_on_gpu
+    assert needed(task, 5 * 10**9) == needed(task, 0) + 5 * 10**9
+    large = {**task, "compiled": [*task["compiled"], {"B": 16, "H": 512, "W": 512}]}
+    assert needed(large, 0) > needed(task, 0)
+
+
+def test_a_gpu_that_tells_nothing_has_room_for_one(
+    large_machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_gpu: int) -> None:
+        raise RuntimeError("not supported")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fails)
+    assert room_for_children.children_with_room(large_machine.task) == 1
+    assert room_for_children.children_with_room({**large_machine.task, "device": "cpu"}) == 16
+
+
+def test_a_container_has_its_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main_memory, "CGROUP", tmp_path)
+    every = room_for_children.processors()
+    assert every >= 1
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    assert room_for_children.processors() == 1
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert room_for_children.processors() == every
