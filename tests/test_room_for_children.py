@@ -43,7 +43,7 @@ def test_children_are_as_many_as_each_resource_has_room_for(large_machine: Simpl
 
     assert count() == 16
     assert [count(cores=cores) for cores in (2, 7, 8, 15)] == [0, 1, 2, 3]
-    assert [count(main=main) for main in (9e9, 10e9, 15e9)] == [1, 2, 3]
+    assert [count(main=main) for main in (5e9, 6e9, 9e9)] == [1, 2, 3]
     assert [count(gpu=gpu) for gpu in (7e9, 7.6e9, 12e9)] == [1, 2, 3]
 
 
