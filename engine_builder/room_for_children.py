@@ -21,8 +21,8 @@ COMPILING = 2_000_000_000
 """Bytes of main memory for Inductor's graphs and its pool of compilers, besides what any build needs. Measured on 16
 cores: 3.3 GB for two children, of a network of 1.7 GB; 2.4 GB for one, of 0.7 GB."""
 CONTEXT = 1_500_000_000
-"""Bytes on the GPU for CUDA, its libraries and their scratch memory. Measured on an H200 in all: 6.3 GB for two children
-of a network of 1.7 GB, 3.6 GB of one of 0.7 GB, where 8.4 and 6.4 GB are asked for."""
+"""Bytes on the GPU for CUDA, its libraries and their scratch memory. Measured on an H200, for two children in all: 6.3
+GB with a network of 1.7 GB, 3.6 GB with one of 0.7 GB, where 8.4 and 6.4 GB are asked for."""
 SHARE = 2 / 3
 """Of the GPU's free memory, for all children; the rest is for prompts that begin meanwhile."""
 LEAST_ACTIVATIONS = 1_000_000_000
