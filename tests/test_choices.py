@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import sympy
+import torch
 import torch._inductor.config
 from pack import import_comfy
 from torch._inductor.runtime.hints import ReductionHint
@@ -16,7 +19,9 @@ from torch._inductor.virtualized import V
 
 import_comfy()
 
+from hybrid_trt.backends.torch_live import choices
 from hybrid_trt.backends.torch_live.choices import long_rows
+from hybrid_trt.backends.torch_live.compiled import compile_to_file
 
 
 def reads_once(row: int, hint: ReductionHint = ReductionHint.INNER) -> bool:
@@ -57,3 +62,26 @@ def test_what_was_compiled_with_other_choices_is_not_found_in_inductors_caches()
     with long_rows():
         assert torch._inductor.config.save_config_portable() != before
     assert torch._inductor.config.save_config_portable() == before
+
+
+class Joins(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(1280)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.norm(torch.cat([x, x], 1)),)
+
+
+def test_a_torch_that_has_no_such_choices_compiles_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for missing in (choices.__name__, "torch._inductor.inductor_prims"):
+        monkeypatch.setitem(sys.modules, missing, None)
+    network, x = Joins().requires_grad_(False), torch.randn(1, 2, 3, 1280)
+    names = sorted(name for name, _ in network.named_parameters())
+    weights = [network.get_parameter(name) for name in names]
+    made = compile_to_file(network, weights, names, [x], tmp_path / "sizes.bin")
+    with torch.inference_mode():
+        assert torch.allclose(made(*weights, x)[0], network(x)[0], atol=1e-5)
+    assert sum("networks run slower" in message for message in caplog.messages) == 2

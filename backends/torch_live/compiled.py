@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,6 @@ def compile_to_file(
     import torch._inductor
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from .choices import long_rows
-
     _let_kernels_be_recorded()  # who opens the file in this process may get these very kernels
     count = len(weights)
 
@@ -107,10 +106,20 @@ def compile_to_file(
         given = [t.clone() if t.is_inference() else t for t in given]
         graph = make_fx(flat, decomposition_table=decompositions.TABLE, tracing_mode="fake")(*given)
         decompositions.keep_channels_last(graph)
-        with long_rows():
+        with _choices():
             compiled = torch._inductor.standalone_compile(graph, given, dynamic_shapes="from_example_inputs", aot=True)
     compiled.save(path=str(path))
     return compiled
+
+
+def _choices() -> AbstractContextManager[None]:
+    """``choices.long_rows``, or nothing with a torch that makes these choices elsewhere: they only cost time."""
+    try:
+        from .choices import long_rows
+    except ImportError as error:
+        log.warning("Hybrid TRT: Inductor chooses alone with this torch (%s): networks run slower", error)
+        return nullcontext()
+    return long_rows()
 
 
 def open_file(path: Path) -> Compiled:

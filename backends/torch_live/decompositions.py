@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+log = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 
@@ -80,8 +83,11 @@ def keep_channels_last(graph: torch.fx.GraphModule) -> None:
     Where a norm and a convolution read it, Inductor lays it out for the norm's copy, channel by channel, and each
     kernel that reads or writes it then jumps through memory.
     """
-    from torch._inductor.inductor_prims import force_stride_order
-
+    try:
+        from torch._inductor.inductor_prims import force_stride_order
+    except ImportError as error:
+        log.warning("Hybrid TRT: this torch cannot be told how to lay channels out (%s): networks run slower", error)
+        return
     for node in graph.graph.find_nodes(op="call_function", target=aten.cat.default):
         value = node.meta["val"]
         if value.ndim != 4 or value.device.type != "cuda":
