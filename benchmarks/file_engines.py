@@ -23,6 +23,8 @@ import torch
 from timing import gpu_ms, host_us
 
 TOKENS = 77
+RANK = 16
+"""Of the LoRA whose coming and going is timed."""
 
 
 def one_size(size: int) -> Any:
@@ -140,14 +142,12 @@ def network_row(bench: FileBench, name: str, title: str) -> dict[str, Any]:
 
 def refit_seconds(session: Any, network: Any, given: dict[str, torch.Tensor]) -> dict[str, float]:
     """Seconds of the first call after a LoRA on all transformers came, changed its strength and went."""
-    keys = [key for key, value in network.patcher.model_state_dict().items()
-            if "transformer_blocks" in key and value.ndim == 2]
-    difference = {key: (1e-3 * torch.randn(network.patcher.model_state_dict()[key].shape),) for key in keys}
-    found = {"weights": float(len(keys))}
+    lora = lora_on_transformers(network.patcher)
+    found = {"weights": float(len(lora))}
     for what, strength in (("lora_s", 1.0), ("other_strength_s", 0.5), ("without_s", None)):
         patcher = network.patcher.clone()
         if strength is not None:
-            patcher.add_patches(difference, strength)
+            patcher.add_patches(lora, strength)
         with torch.inference_mode():
             session.follow(network, patcher)
             torch.cuda.synchronize()
@@ -156,6 +156,16 @@ def refit_seconds(session: Any, network: Any, given: dict[str, torch.Tensor]) ->
             torch.cuda.synchronize()
         found[what] = round(time.perf_counter() - started, 3)
     return found
+
+
+def lora_on_transformers(patcher: Any) -> dict[str, Any]:
+    """A LoRA of random values for all linear layers of a model's transformers."""
+    from comfy.weight_adapter.lora import LoRAAdapter
+
+    shapes = {key: value.shape for key, value in patcher.model_state_dict().items()
+              if "transformer_blocks" in key and value.ndim == 2}
+    return {key: LoRAAdapter(set(), (0.03 * torch.randn(rows, RANK), 0.03 * torch.randn(RANK, columns), float(RANK),
+                                     None, None, None)) for key, (rows, columns) in shapes.items()}
 
 
 def taken(bench: FileBench, session: Any, name: str, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
