@@ -311,7 +311,8 @@ def main() -> None:
         print({"matmul_tflops": round(tflops)}, flush=True)
         rows = network_rows(bench, tflops, (2, 1))
         options.out.write_text(json.dumps(rows, indent=1))
-        rows.append(overlap_row(bench))
+        if len(bench.nets) > 1:
+            rows.append(overlap_row(bench))
         rows += step_rows(bench, options.steps)
     options.out.write_text(json.dumps(rows, indent=1))
 

@@ -37,7 +37,8 @@ class Record:
         verdict: ``"built"`` here; ``"checked"``: came from elsewhere and computes what native does; ``"refused"``.
         why: what is wrong with a refused one.
         parity: figures of the check, as in a manifest; those of a GPU also have its ``driver``, and milliseconds of one
-            call, ``engine_ms`` and ``native_ms``.
+            call, ``engine_ms`` and ``native_ms``. Those of an engine that takes any weights have ``refit_s``: so many
+            seconds it took to take all of them.
         gpu: on which GPU it ran and computed what native does; ``""`` on none.
     """
 

@@ -299,6 +299,7 @@ def engine_json(engine: Engine) -> dict:
         "seconds": round(sum(manifest.seconds.values()), 1),
         "rel_err": here.get("rel_err"),
         "speed": _speed(here),
+        "refit_s": here.get("refit_s"),
         "created": manifest.created,
     }
 

@@ -91,10 +91,11 @@ def test_the_times_are_those_of_the_result_files() -> None:
         for backend in ("tensorrt_rtx", "onnxruntime"):
             took = [b["total_wall_s"] for b in builds if b["network"].startswith(word) and b["backend"] == backend]
             assert any(abs(MEASURED[kind, backend][0][1] / one - 1) < 1 for one in took)
-    builds = {row["case"]: row for row in json.loads((results / "tensorrt86_h200.json").read_text())["builds"]
-              if "tensorrt_wall_s" in row}
-    for kind, case in (("unet", "sd15_unet_build"), ("controlnet", "sd15_controlnet_0_build")):
-        assert MEASURED[kind, "tensorrt"][0][1] == builds[case]["tensorrt_wall_s"]
+    found = json.loads((results / "tensorrt86_h200.json").read_text())
+    took = {row["case"]: row["tensorrt_wall_s"] for row in (*found["builds"], *found["third_run"]["builds"])
+            if "tensorrt_wall_s" in row}
+    for kind, cases in (("unet", ("sd15_unet_build", "sdxl_unet_build")), ("controlnet", ("sd15_controlnet_0_build",))):
+        assert [seconds for _, seconds in MEASURED[kind, "tensorrt"]] == [took[case] for case in cases]
     rows = {row["case"]: row for row in json.loads((results / "h200.json").read_text())["rows"]}
     for kind in ("unet", "controlnet"):
         measured = [rows[f"{family}_{kind}"]["build_s"] for family in ("sd15", "sdxl")]

@@ -22,9 +22,6 @@ from .messages import collected_errors, last_errors, shared_logger
 SAVE_AFTER_CALLS = 20
 """Calls after a new shape until its kernels are saved: about a prompt, since they are compiled in the background."""
 
-REFIT_THREADS = 1
-"""Threads with which TensorRT puts other weights in."""
-
 
 class TensorRTRunner:
     """An engine and an execution context of its own.
@@ -187,7 +184,6 @@ class OpenedEngine:
     def refit(self, weights: Mapping[str, torch.Tensor], changed: Collection[str]) -> str | None:
         """Put weights in the place of those that have changed; why that is impossible, or None when it is done."""
         refitter = self._trt.Refitter(self._engine, self.logger)
-        refitter.max_threads = REFIT_THREADS
         if strange := sorted(set(changed) - set(refitter.get_all_weights())):
             return f"it has no weight {strange[0]}"
         given: dict[str, torch.Tensor] = {}  # TensorRT reads them when all are there

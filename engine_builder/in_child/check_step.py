@@ -62,8 +62,10 @@ def check_engine(task: Task, progress: Progress) -> dict:
         compared = time.perf_counter()
         progress("comparing with native", 0.6)
         runner = backend_of(task).load(engine, device)
+        began = time.perf_counter()
         if weights:
             runner.refit(weights, weights.keys())
+        refitted = time.perf_counter() - began
         record = compare(runner, cases, engine.manifest.outputs)
         engine_ms = _engine_milliseconds(runner, _timed(task, cases), engine) if native_ms else None
     except (BuildError, Unavailable, OSError):
@@ -87,6 +89,8 @@ def check_engine(task: Task, progress: Progress) -> dict:
     parity = {"rel_err": worst["rel_err"], "limit": task["limit"], "cases": record, "against": against}
     if native_ms:
         parity |= {"driver": clock.driver_version(), "native_ms": round(native_ms, 3), "engine_ms": round(engine_ms, 3)}
+    if weights:
+        parity["refit_s"] = round(refitted, 1)
     return {
         "parity": parity,
         "seconds": {"native": compared - started, "engine": time.perf_counter() - compared},

@@ -14,6 +14,9 @@ export function size(bytes) {
     return bytes >= 1e8 ? `${(bytes / 1e9).toFixed(1)} GB` : `${(bytes / 1e6).toFixed(1)} MB`;
 }
 
+/** From so many seconds on, people want to know beforehand. */
+const NOTICED = 2;
+
 /** Seconds as people say them. */
 export function duration(seconds) {
     if (!(seconds >= 0)) return "?";
@@ -29,7 +32,8 @@ export function error(value) {
 /** What an engine takes, and that it was compared with native, in one line. */
 export function engineLine(engine) {
     const speed = engine.speed && t(engine.speed < 1 ? "slower" : "faster", { times: engine.speed.toFixed(1) });
-    return [engine.profile, engine.rel_err != null && t("checked"), speed].filter(Boolean).join(", ");
+    const refit = engine.refit_s >= NOTICED && t("refit", { time: duration(engine.refit_s) });
+    return [engine.profile, engine.rel_err != null && t("checked"), speed, refit].filter(Boolean).join(", ");
 }
 
 /** Who runs an engine, and how large it is, in one line. */

@@ -92,6 +92,9 @@ test("an engine that was compared with native says so, and the figure is in the 
     const timed = (speed) => describe({ state: "ready", engine: { ...ENGINE, rel_err: 2.3e-4, speed }, run: null }).lines[0];
     assert.equal(timed(3.24), "64 to 512 px, matches native (checked), 3.2x as fast as native on this GPU");
     assert.equal(timed(0.8), "64 to 512 px, matches native (checked), slower than native on this GPU (0.8x)");
+    const refitted = (refit_s) => describe({ state: "ready", engine: { ...ENGINE, rel_err: 2.3e-4, refit_s }, run: null }).lines[0];
+    assert.equal(refitted(29.6), "64 to 512 px, matches native (checked), new weights (LoRA, checkpoint) take up to 29 s");
+    assert.equal(refitted(0.9), "64 to 512 px, matches native (checked)", "nobody waits for that");
     assert.ok(checked.lines.every((line) => !line.includes("2.3e-4")));
     assert.deepEqual(describe({ state: "ready", engine: ENGINE, run: null }).lines, ["64 to 512 px", "onnxruntime, float16, 3.2 MB"]);
 });
