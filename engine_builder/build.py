@@ -258,6 +258,7 @@ class _Build:
             fingerprint=identity.weights if identity.any_weights else network.fingerprint(),
             source=_source(network),
             parameters=sum(p.numel() for p in network.module.parameters()),
+            built_with=read if identity.any_weights else "",
         )
         record, took = self._proven(manifest, folder, native)
         for leftover in folder.iterdir():

@@ -30,7 +30,7 @@ LAYOUT_PREFIX = "layout-"
 
 _NEEDED = ("key", "identity", "kind", "label", "inputs", "outputs", "files", "parity", "seconds", "created",
            "pack_version")  # fmt: skip
-_LATER = ("fingerprint", "source", "parameters")
+_LATER = ("fingerprint", "source", "parameters", "built_with")
 _SYMBOL = re.compile(r"[A-Z]{1,4}")
 _DIM = re.compile(r"[A-Z]{1,4}([*/][1-9][0-9]{0,3})?")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -102,6 +102,7 @@ class Manifest:
         source: the file that the weights came from (``path``, ``size``, ``mtime_ns``), where it is known; only its
             ``name`` in an engine that came from elsewhere.
         parameters: how many numbers the network's weights are; 0 when not known.
+        built_with: hash of the weights that an engine for any weights was built with; ``""`` when not known.
     """
 
     identity: EngineIdentity
@@ -117,6 +118,7 @@ class Manifest:
     fingerprint: str = ""
     source: Mapping = field(default_factory=dict)
     parameters: int = 0
+    built_with: str = ""
 
     @property
     def bytes(self) -> int:
@@ -150,6 +152,7 @@ class Manifest:
             "fingerprint": self.fingerprint,
             "source": dict(self.source),
             "parameters": self.parameters,
+            **({"built_with": self.built_with} if self.built_with else {}),
         }
 
     @classmethod
@@ -176,6 +179,7 @@ class Manifest:
             fingerprint=strict.text(data.get("fingerprint", ""), "fingerprint", 128),
             source=_source(data.get("source", {})),
             parameters=strict.integer(data.get("parameters", 0), "parameters"),
+            built_with=strict.text(data.get("built_with", ""), "built_with", 64),
         )
 
     @classmethod

@@ -13,7 +13,7 @@ import torch
 from ..engine_library import Engine, Reason, Unavailable
 from ..engine_library.parameters import read_parameters
 from ..native_model.weight_patches import acting, all_same, version_of
-from ..native_model.weights import value_of
+from ..native_model.weights import own_hash, value_of
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -28,7 +28,7 @@ class EngineWeights:
     """Follows the patchers of one native module, for one engine. It keeps neither.
 
     What is in the engine is known by the patches of each parameter, so a LoRA at another strength changes only what
-    that LoRA changes.
+    that LoRA changes. One that was opened with the weights of this very model is given only what patches change.
     """
 
     def __init__(self, network: NativeNetwork, engine: Engine):
@@ -49,8 +49,10 @@ class EngineWeights:
         if strange or not self._initialisers:
             what = f"wants a weight {min(strange)}" if strange else "takes no weights"
             raise Unavailable(Reason.BROKEN_ENGINE, f"{engine.folder.name} {what}, unlike {network.label}")
+        self._built_with = engine.manifest.built_with
         self._patcher: weakref.ref[ModelPatcher] | None = None
         self._inside: dict[str, list] | None = None  # parameter -> its patches; None: the engine has another's weights
+        self._as_opened = True  # nothing was put into the engine yet
         self._version: object = None
 
     def belong_to(self, module: torch.nn.Module) -> bool:
@@ -63,7 +65,7 @@ class EngineWeights:
 
     def forget(self) -> None:
         """The engine was closed: one that is opened has weights of its own."""
-        self._inside = None
+        self._inside, self._as_opened = None, True
 
     @property
     def changed(self) -> bool:
@@ -77,7 +79,8 @@ class EngineWeights:
         version, entries = version_of(patcher), patcher.get_key_patches(self._prefix or None)
         values = _Values(entries, {i: self._prefix + name for name, i in self._initialisers.items()}, self)
         wanted = {name: acting(entries[self._prefix + name][1:]) for name in self._initialisers}
-        inside, self._inside = self._inside, None  # whatever happens, the old ones are not all there any more
+        inside = self._models_own() if self._as_opened and runner.keeps_weights else self._inside
+        self._inside, self._as_opened = None, False  # whatever happens, the old ones are not all there any more
         changed = {
             initialiser
             for name, initialiser in self._initialisers.items()
@@ -88,6 +91,13 @@ class EngineWeights:
             seconds = time.perf_counter() - started
             log.info("Hybrid TRT: %s: %d weights put into the engine in %.1f s", self._label, len(changed), seconds)
         self._inside, self._version = wanted, version
+
+    def _models_own(self) -> dict[str, list] | None:
+        """What is in an engine that was just opened, if it was built with this model's own weights."""
+        patcher = self._patcher()
+        if not self._built_with or own_hash(patcher, self._prefix) != self._built_with:
+            return None
+        return {name: [] for name in self._initialisers}
 
     def _value(self, key: str, entry: list) -> torch.Tensor:
         """A weight in the engine's dtype, in main memory, of nobody else."""

@@ -97,6 +97,13 @@ def weights_hash(patcher: ModelPatcher, prefix: str = "", check: Check | None = 
     return known[state]
 
 
+def own_hash(patcher: ModelPatcher, prefix: str = "") -> str:
+    """As ``weights_hash``, of the model's own weights: whatever patches the patcher has are left out."""
+    bare = patcher.clone()
+    bare.patches = {}
+    return weights_hash(bare, prefix)
+
+
 def known_hash(patcher: ModelPatcher, prefix: str = "") -> str:
     """The hash of the weights if somebody has needed it, else ``""``."""
     return _hashes.get(patcher.model, {}).get(_state(patcher, prefix), "")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import slow
@@ -30,6 +31,7 @@ from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import BuildError, Engine, Library, Reason, local_key
 from hybrid_trt.engine_library.parity import relative_error
 from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.engine_sessions.engine_weights import EngineWeights
 from hybrid_trt.engine_sessions.session import Session
 from hybrid_trt.native_model.hash_cache import source_changed
 from hybrid_trt.native_model.layout import layout_of
@@ -185,6 +187,82 @@ def test_calls_of_one_sampling_run_put_nothing_in_again(tmp_path: Path, refits: 
     handle.session.unload()
     assert error(served(handle, patcher), native(net, patcher)) <= LIMIT
     assert len(refits) == 2, "an engine that was closed has no weights"
+
+
+# Engines that have weights when they are opened, as TensorRT's, with ONNX Runtime as their double
+
+
+class Keeping(RefittableRunner):
+    """Has the weights of ``built_with`` when it is opened."""
+
+    keeps_weights = True
+    built_with: ClassVar[torch.nn.Module]
+    given: ClassVar[list[set[str]]]
+
+    def _open(self, options: Any) -> None:
+        super()._open(options)
+        names = json.loads((self._path.parent / "parameters.json").read_text())
+        self.kept = {i: self.built_with.get_parameter(name).detach().clone() for name, i in names.items()}
+        super().refit(self.kept, self.kept.keys())
+
+    def refit(self, weights: Mapping[str, torch.Tensor], changed: Collection[str]) -> None:
+        self.given.append(set(changed))
+        super().refit(weights, changed)
+
+
+class Forgetful(Keeping):
+    """Loses all others when it is given some weights."""
+
+    def refit(self, weights: Mapping[str, torch.Tensor], changed: Collection[str]) -> None:
+        values = {name: weights[name] if name in changed else old for name, old in self.kept.items()}
+        super().refit(values, values.keys())
+
+
+@pytest.fixture
+def keeping(monkeypatch: pytest.MonkeyPatch) -> NativeNetwork:
+    """A network whose engines, from now on, have its weights when they are opened."""
+    net = network("unet", "unlike_levels")
+    Keeping.built_with, Keeping.given = net.module, []
+    monkeypatch.setattr("hybrid_trt.backends.onnxruntime.RefittableRunner", Keeping)
+    return net
+
+
+def test_an_engine_that_was_opened_with_this_very_models_weights_is_given_only_what_loras_change(
+    keeping: NativeNetwork, tmp_path: Path
+) -> None:
+    built(keeping, tmp_path)
+    handle, keys = handle_of(keeping, tmp_path), lora(keeping, 5)
+    with_lora = patched(keeping, (keys, 0.8))
+    changed = {name.replace("diffusion_model.", "unet.") for name in keys}
+    for patcher, given in ((keeping.patcher, []), (with_lora, [changed]), (keeping.patcher, [changed])):
+        Keeping.given.clear()
+        assert error(served(handle, patcher), native(keeping, patcher)) <= LIMIT
+        assert Keeping.given == given
+    handle.session.unload()
+    Keeping.given.clear()
+    assert error(served(handle, with_lora), native(keeping, with_lora)) <= LIMIT
+    assert Keeping.given == [changed], "it has its own weights again when it is opened again"
+
+
+def test_another_models_weights_are_all_put_into_it(keeping: NativeNetwork, tmp_path: Path) -> None:
+    engine, other = built(keeping, tmp_path), another(keeping)
+    assert error(served(handle_of(other, tmp_path)), native(other, other.patcher)) <= LIMIT
+    assert Keeping.given == [set(json.loads((engine.folder / "parameters.json").read_text()).values())]
+
+
+def test_so_are_all_where_it_was_built_with_a_lora_or_nobody_knows_with_what(
+    keeping: NativeNetwork, tmp_path: Path
+) -> None:
+    patcher = patched(keeping, (lora(keeping, 5), 0.8))
+    with_lora = NativeNetwork(patcher, keeping.module, keeping.prefix, keeping.dtype, keeping.label)
+    engine = built(with_lora, tmp_path)
+    assert error(served(handle_of(keeping, tmp_path)), native(keeping, keeping.patcher)) <= LIMIT
+    assert Keeping.given == [set(json.loads((engine.folder / "parameters.json").read_text()).values())]
+    unknown = EngineWeights(keeping, replace(engine, manifest=replace(engine.manifest, built_with="")))
+    unknown.follow(keeping.patcher)
+    Keeping.given.clear()
+    unknown.put_into(ORT.load(engine, CPU))
+    assert len(Keeping.given[0]) > 100
 
 
 def test_two_models_in_one_prompt_do_not_take_each_others_weights_out(
@@ -358,7 +436,7 @@ class Deaf(RefittableRunner):
         super().refit({name: value * (0.97 if "to_k" in name else 1) for name, value in weights.items()}, changed)
 
 
-@pytest.mark.parametrize("runner", [RefittableRunner, Deaf])
+@pytest.mark.parametrize("runner", [RefittableRunner, Deaf, Keeping, Forgetful])
 def test_a_build_proves_on_its_gpu_that_the_engine_takes_other_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: type[RefittableRunner]
 ) -> None:
@@ -375,8 +453,9 @@ def test_a_build_proves_on_its_gpu_that_the_engine_takes_other_weights(
         return builder.run_here(task, progress, log, environment)
 
     net = network("unet", "inpainting_channels")
+    Keeping.built_with, Keeping.given = net.module, []
     order = BuildOrder(net, "float32", PROFILE, ORT, torch.device("cuda", 0), replaceable=True)
-    if runner is Deaf:
+    if runner in (Deaf, Forgetful):
         with pytest.raises(BuildError, match="differs from native"):
             builder.build_engine(order, Library([tmp_path]), lambda *_: None, run=run)
     else:

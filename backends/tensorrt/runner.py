@@ -38,6 +38,8 @@ class TensorRTRunner:
         recordable: TensorRT has all kernels ready; RTX still compiles some while calls already run.
     """
 
+    keeps_weights = True
+
     def __init__(self, title: str, opened: OpenedEngine):
         """
         Raises:

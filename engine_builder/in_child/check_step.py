@@ -64,7 +64,7 @@ def check_engine(task: Task, progress: Progress) -> dict:
         runner = backend_of(task).load(engine, device)
         began = time.perf_counter()
         if weights:
-            runner.refit(weights, weights.keys())
+            _refit(runner, weights)
         refitted = time.perf_counter() - began
         record = compare(runner, cases, engine.manifest.outputs)
         engine_ms = _engine_milliseconds(runner, _timed(task, cases), engine) if native_ms else None
@@ -111,6 +111,13 @@ def _other_weights(engine: Engine, module: torch.nn.Module) -> dict[str, torch.T
     for name in initialisers:
         parameters[name] *= float(1 + SCALED * (2 * torch.rand((), generator=generator) - 1))
     return {initialiser: parameters[name] for name, initialiser in initialisers.items()}
+
+
+def _refit(runner: Runner, weights: dict[str, torch.Tensor]) -> None:
+    """Give a runner other weights; one that has some, every other one at first: later it is given single ones too."""
+    names = sorted(weights)
+    for part in (names[::2], names[1::2]) if runner.keeps_weights else (names,):
+        runner.refit(weights, part)
 
 
 def _native(
