@@ -289,9 +289,11 @@ def test_one_engine_takes_the_weights_of_every_checkpoint_and_lora(backend: obje
         for name, p in other.patcher.model.named_parameters()
         if name.endswith("to_k.weight")
     }
-    lora = other.patcher.clone()
+    lora, at_once = other.patcher.clone(), first.patcher.clone()
     assert lora.add_patches(patches, 0.8)
-    for network, patcher in ((first, first.patcher), (other, other.patcher), (other, lora), (other, other.patcher)):
+    assert at_once.add_patches(patches, 0.8)
+    for network, patcher in ((first, at_once), (first, first.patcher), (other, other.patcher), (other, lora),
+                             (other, other.patcher)):  # fmt: skip
         session = backend.session(network, [engine], "float16", None)
         for seed, symbols in enumerate(calls_of(engine)[:2]):
             given = inputs_of(engine, symbols, seed)
