@@ -89,6 +89,7 @@ class Backend(Protocol):
         runs_live_weights: whether its engines hold no weights: it then serves without an engine too, and builds from
             the network itself and not from an ONNX graph.
         refits: whether it can build engines that take other weights afterwards; see ``BuildRequest.any_weights``.
+        keeps_weights: whether such an engine has the weights that it was built with when it is opened.
         one_size: whether an engine of it is for one size, of a profile the best one.
         precisions: what its engines can compute in, torch's names.
     """
@@ -100,6 +101,7 @@ class Backend(Protocol):
     build_stack: int
     runs_live_weights: bool
     refits: bool
+    keeps_weights: bool
     one_size: bool
     precisions: Collection[str]
 

@@ -24,6 +24,7 @@ class FileBackend:
     build_stack = 0
     runs_live_weights = False
     refits = False
+    keeps_weights = False
     one_size = False
     precisions: Collection[str] = PRECISIONS
 
@@ -55,7 +56,9 @@ class FileBackend:
         from ..engine_sessions.several_sizes import several_sizes
 
         def opened(engine: Engine) -> FileSession:
-            return file_session(engine, lambda engine, device: self.load(engine, device), network.device, network)
+            return file_session(
+                engine, lambda engine, device: self.load(engine, device), network.device, network, self.keeps_weights
+            )
 
         weights = engines[0].manifest.identity.weights
         alike = [engine for engine in engines if engine.manifest.identity.weights == weights]

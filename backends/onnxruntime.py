@@ -104,7 +104,6 @@ class OnnxRuntimeRunner:
     """
 
     recordable = False
-    keeps_weights = False
 
     def __init__(self, path: Path, device: torch.device, size: int, frugal: bool = False):
         if (missing := BACKEND.cannot_build(device)) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..engine_library import Engine, Library, trust
+from ..engine_library import Library, trust
 from .order import BuildOrder
 
 MOST_ALIKE = 4.0
@@ -38,12 +38,12 @@ def expected(
     decides; without one, the figures that we measured.
     """
     alike = []
-    for engine in library.engines():
+    for engine in library.engines():  # those of an imported one are another machine's
         manifest = engine.manifest
         identity = manifest.identity
         same = (manifest.kind == kind and identity.backend == backend and identity.precision == precision
                 and identity.device == target)
-        if same and _alike(parameters, manifest.parameters) and _built_here(engine):
+        if same and _alike(parameters, manifest.parameters) and trust.built_here(engine):
             alike.append((manifest.created, sum(manifest.seconds.values()) * parameters / manifest.parameters))
     if alike:
         return round(max(alike)[1], 1)
@@ -52,12 +52,6 @@ def expected(
         return None
     size, took = min(near, key=lambda one: abs(one[0] - parameters))
     return round(took * parameters / size)
-
-
-def _built_here(engine: Engine) -> bool:
-    """Whether its times are this machine's: those of an imported one are another's."""
-    record = trust.record_of(engine)
-    return record is not None and record.verdict == trust.BUILT
 
 
 def _alike(parameters: int, others: float) -> bool:

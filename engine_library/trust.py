@@ -115,6 +115,12 @@ def figures(engine: Engine) -> Mapping:
     return record.parity if record is not None and record.parity else engine.manifest.parity
 
 
+def built_here(engine: Engine) -> bool:
+    """Whether this machine built an engine, and nobody has changed what its manifest says since."""
+    record = record_of(engine)
+    return record is not None and record.verdict == BUILT
+
+
 def pace(engine: Engine, gpu: str) -> float | None:
     """What part of native's time a call takes, as this machine measured it on this GPU: 0.5 is twice as fast.
 

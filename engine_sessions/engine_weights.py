@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..engine_library import Engine, Reason, Unavailable
+from ..engine_library import Engine, Reason, Unavailable, trust
 from ..engine_library.parameters import read_parameters
 from ..native_model.weight_patches import acting, all_same, version_of
 from ..native_model.weights import own_hash, value_of
@@ -31,8 +31,11 @@ class EngineWeights:
     that LoRA changes. One that was opened with the weights of this very model is given only what patches change.
     """
 
-    def __init__(self, network: NativeNetwork, engine: Engine):
+    def __init__(self, network: NativeNetwork, engine: Engine, keeps: bool = False):
         """
+        Args:
+            keeps: whether the engine has the weights that it was built with when it is opened.
+
         Raises:
             Unavailable: the engine is not one of this network.
         """
@@ -49,7 +52,8 @@ class EngineWeights:
         if strange or not self._initialisers:
             what = f"wants a weight {min(strange)}" if strange else "takes no weights"
             raise Unavailable(Reason.BROKEN_ENGINE, f"{engine.folder.name} {what}, unlike {network.label}")
-        self._built_with = engine.manifest.built_with
+        # another machine's word for what is inside is not taken
+        self._built_with = engine.manifest.built_with if keeps and trust.built_here(engine) else ""
         self._patcher: weakref.ref[ModelPatcher] | None = None
         self._inside: dict[str, list] | None = None  # parameter -> its patches; None: the engine has another's weights
         self._as_opened = True  # nothing was put into the engine yet
@@ -79,7 +83,7 @@ class EngineWeights:
         version, entries = version_of(patcher), patcher.get_key_patches(self._prefix or None)
         values = _Values(entries, {i: self._prefix + name for name, i in self._initialisers.items()}, self)
         wanted = {name: acting(entries[self._prefix + name][1:]) for name in self._initialisers}
-        inside = self._models_own() if self._as_opened and runner.keeps_weights else self._inside
+        inside = self._models_own() if self._as_opened else self._inside
         self._inside, self._as_opened = None, False  # whatever happens, the old ones are not all there any more
         changed = {
             initialiser

@@ -338,13 +338,16 @@ class FileSession:
         verified.check_contents(self.engine)
 
 
-def file_session(engine: Engine, load: Load, device: torch.device, network: NativeNetwork | None = None) -> FileSession:
+def file_session(
+    engine: Engine, load: Load, device: torch.device, network: NativeNetwork | None = None, keeps_weights: bool = False
+) -> FileSession:
     """The session for an engine on a device, shared by all who use it; it closes when nobody does any more.
 
     An engine that takes any weights is opened once for each model, whose weights it then has.
 
     Args:
         network: whose weights such an engine takes.
+        keeps_weights: whether it has those that it was built with when it is opened.
     """
     key = (str(engine.folder), engine.manifest.identity.key, str(device))
     if not engine.manifest.identity.any_weights:
@@ -353,7 +356,7 @@ def file_session(engine: Engine, load: Load, device: torch.device, network: Nati
         key, module = (*key, id(network.module)), network.module
 
         def make() -> FileSession:
-            return FileSession(engine, load, device, weights=EngineWeights(network, engine))
+            return FileSession(engine, load, device, weights=EngineWeights(network, engine, keeps_weights))
 
         found = shared(key, lambda found: found.serves_module(module), make)  # ids come again
     found.renew(engine)

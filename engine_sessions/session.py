@@ -39,13 +39,11 @@ class Runner(Protocol):
         device: where inputs and outputs have to be.
         bytes: memory that it holds, estimated.
         recordable: whether its runs may be recorded as CUDA graphs.
-        keeps_weights: whether one that takes any weights has those that it was built with when it is opened.
     """
 
     device: torch.device
     bytes: int
     recordable: bool
-    keeps_weights: bool
 
     def twin(self) -> Runner:
         """A runner of the same loaded engine for calls of one set of shapes: what it has run stays valid for a graph.

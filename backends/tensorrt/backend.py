@@ -16,6 +16,7 @@ class TensorRTBackend(FileBackend):
 
     flavour: Flavour
     refits = True
+    keeps_weights = True
 
     def build_memory(self, weights: int) -> int:
         return int(2.2 * weights)

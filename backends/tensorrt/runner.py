@@ -38,8 +38,6 @@ class TensorRTRunner:
         recordable: TensorRT has all kernels ready; RTX still compiles some while calls already run.
     """
 
-    keeps_weights = True
-
     def __init__(self, title: str, opened: OpenedEngine):
         """
         Raises:

@@ -37,6 +37,7 @@ class TorchBackend:
     build_stack = 0
     runs_live_weights = True
     refits = False
+    keeps_weights = False
     one_size = False
     precisions = PRECISIONS
 

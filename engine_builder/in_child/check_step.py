@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,8 @@ SCALED = 0.1
 def check_engine(task: Task, progress: Progress) -> dict:
     """Open an engine and compare it with native at the least, best and largest sizes that it accepts; time both.
 
-    One that takes any weights is given others than it was built with, and compared with native on these.
+    One that takes any weights is given others than it was built with, and compared with native on these too; with its
+    own only where it has some by itself.
 
     The task has ``engine`` (its folder), ``manifest``, ``device`` (``cuda`` or ``cpu``), ``limit``, the sizes of
     ``extremes`` and that which is ``timed`` on a GPU, ``origin`` and ``advice`` (which engine it is and what to do when
@@ -57,17 +59,16 @@ def check_engine(task: Task, progress: Progress) -> dict:
     device = torch.device(task["device"])
     started = time.perf_counter()
     try:
-        weights: dict[str, torch.Tensor] = {}
-        cases, native_ms = _native(task, engine, device, progress, weights)
+        stages = _native(task, engine, device, progress)
         compared = time.perf_counter()
         progress("comparing with native", 0.6)
-        runner = backend_of(task).load(engine, device)
-        began = time.perf_counter()
-        if weights:
-            _refit(runner, weights)
-        refitted = time.perf_counter() - began
-        record = compare(runner, cases, engine.manifest.outputs)
-        engine_ms = _engine_milliseconds(runner, _timed(task, cases), engine) if native_ms else None
+        runner, record, refit_s = backend_of(task).load(engine, device), [], None
+        for stage in stages:
+            if stage.weights:
+                refit_s = _refit(runner, stage.weights, not stage.first)
+            record += compare(runner, stage.cases, engine.manifest.outputs)
+        native_ms = stages[0].native_ms
+        engine_ms = _engine_milliseconds(runner, _timed(task, stages[0].cases), engine) if native_ms else None
     except (BuildError, Unavailable, OSError):
         raise
     except Exception as error:
@@ -89,8 +90,8 @@ def check_engine(task: Task, progress: Progress) -> dict:
     parity = {"rel_err": worst["rel_err"], "limit": task["limit"], "cases": record, "against": against}
     if native_ms:
         parity |= {"driver": clock.driver_version(), "native_ms": round(native_ms, 3), "engine_ms": round(engine_ms, 3)}
-    if weights:
-        parity["refit_s"] = round(refitted, 1)
+    if refit_s is not None:
+        parity["refit_s"] = round(refit_s, 1)
     return {
         "parity": parity,
         "seconds": {"native": compared - started, "engine": time.perf_counter() - compared},
@@ -113,21 +114,51 @@ def _other_weights(engine: Engine, module: torch.nn.Module) -> dict[str, torch.T
     return {initialiser: parameters[name] for name, initialiser in initialisers.items()}
 
 
-def _refit(runner: Runner, weights: dict[str, torch.Tensor]) -> None:
-    """Give a runner other weights; one that has some, every other one at first: later it is given single ones too."""
-    names = sorted(weights)
-    for part in (names[::2], names[1::2]) if runner.keeps_weights else (names,):
+def _refit(runner: Runner, weights: dict[str, torch.Tensor], has_some: bool) -> float:
+    """Give a runner other weights; seconds. One that has some gets every other one first, as a LoRA gives it a few."""
+    names, began = sorted(weights), time.perf_counter()
+    for part in (names[::2], names[1::2]) if has_some else (names,):
         runner.refit(weights, part)
+    return time.perf_counter() - began
 
 
-def _native(
-    task: Task, engine: Engine, device: torch.device, progress: Progress, weights: dict[str, torch.Tensor]
-) -> tuple[list[Case], float | None]:
-    """What native computes, and on a GPU the milliseconds of a call; its memory there is free again afterwards.
+@dataclass(frozen=True)
+class _Stage:
+    """What native computes with its own weights or with others.
 
-    Args:
-        weights: for those that an engine which takes any has to have.
+    Attributes:
+        first: nothing was compared before.
+        weights: those others, by initialiser.
+        native_ms: of a call, on a GPU.
     """
+
+    first: bool
+    cases: list[Case]
+    weights: dict[str, torch.Tensor]
+    native_ms: float | None
+
+
+def _native(task: Task, engine: Engine, device: torch.device, progress: Progress) -> list[_Stage]:
+    """What native computes, with all the weights that the engine has to have; its memory there is free afterwards."""
+    any_weights = engine.manifest.identity.any_weights
+    others = [False] * (backend_of(task).keeps_weights or not any_weights) + [True] * any_weights
+    stages: list[_Stage] = []
+    for other in others:
+        function, module = function_of(task)
+        weights = _other_weights(engine, module) if other else {}
+
+        def so_far(fraction: float) -> None:
+            progress("running native", 0.6 * (len(stages) + fraction) / len(others))
+
+        cases, native_ms = _computed(task, function.to(device), device, so_far)
+        stages.append(_Stage(not stages, cases, weights, native_ms))
+    return stages
+
+
+def _computed(
+    task: Task, function: torch.nn.Module, device: torch.device, so_far: Callable[[float], None]
+) -> tuple[list[Case], float | None]:
+    """The cases of a function, and on a GPU the milliseconds of a call."""
     import torch
 
     from ...architectures.samples import sample_inputs
@@ -137,15 +168,11 @@ def _native(
 
     on_cpu = device.type == "cpu"
     inputs, _ = tensors_of(task)
-    function, module = function_of(task)
-    if engine.manifest.identity.any_weights:
-        weights |= _other_weights(engine, module)
-    function.to(device)
     cases, native_ms = [], None
     calls = [(sizes, t) for sizes in task["extremes"] for t in TIMESTEPS]
     with torch.inference_mode(), in_float32(function) if on_cpu else contextlib.nullcontext(), best_attention(device):
         for seed, (sizes, timestep) in enumerate(calls, start=1):
-            progress("running native", 0.6 * seed / len(calls))
+            so_far(seed / len(calls))
             given = sample_inputs(inputs, sizes, seed)
             for spec in inputs:
                 if spec.sample == "timestep":

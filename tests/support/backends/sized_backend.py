@@ -28,6 +28,7 @@ class SizedBackend:
     build_stack = 0
     runs_live_weights = True
     refits = False
+    keeps_weights = False
     one_size = False
     precisions = ("float32",)
 

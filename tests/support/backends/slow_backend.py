@@ -25,6 +25,7 @@ class SlowBackend:
     build_stack = 0
     runs_live_weights = False
     refits = False
+    keeps_weights = False
     one_size = False
     precisions = ("float16", "bfloat16", "float32")
 
