@@ -19,7 +19,8 @@ MEASURED: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {
     ("controlnet", "torch"): ((0.36e9, 55.3), (1.25e9, 89.1)),
 }
 """Kind and backend -> parameters and wall seconds, from benchmarks/results: builds.json (2 CPU cores), h200.json, and
-tensorrt86_h200.json for TensorRT: of other versions nothing is known. SDXL's was built at level 1, beside another."""
+tensorrt86_h200.json for TensorRT: of other versions nothing is known. The larger one was built at level 1, beside
+another."""
 
 
 def expected_seconds(order: BuildOrder, library: Library) -> float | None:

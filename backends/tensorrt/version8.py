@@ -12,8 +12,8 @@
   picture again, and its norms took 0.18 ms of a call's 3.7. With sums of each channel no build had ended in 8 minutes.
 * An engine is for one size. For batch 1 to 2 one could not be recorded as a CUDA graph, and a call took 14.1 ms; for
   batch 2 alone 3.7 in another run (a ControlNet of SD1.5 at 512 on H200s: benchmarks/results/tensorrt86_h200.json).
-* It takes other weights at about 0.2 GB a second, with 16 threads no faster than with one: a LoRA on SDXL's UNet takes
-  20 s. Its bindings keep Python's lock meanwhile, so ComfyUI's server does not answer.
+* It takes other weights at about 0.2 GB a second, with 16 threads no faster than with one: a LoRA on a UNet of 5 GB
+  takes 20 s. Its bindings keep Python's lock meanwhile, so ComfyUI's server does not answer.
 * There is neither a progress monitor nor bfloat16, contexts take their scratch memory in an older way, and weights
   are given as numpy's arrays.
 """
