@@ -33,8 +33,8 @@ SCALED = 0.1
 def check_engine(task: Task, progress: Progress) -> dict:
     """Open an engine and compare it with native at the least, best and largest sizes that it accepts; time both.
 
-    One that takes any weights is given others than it was built with, and compared with native on these too; with its
-    own only where it has some by itself.
+    One that takes any weights is given others than it was built with, and compared with native on these. One that has
+    its own when it is opened is compared with these first, then with half of them replaced, as LoRAs do, then with all.
 
     The task has ``engine`` (its folder), ``manifest``, ``device`` (``cuda`` or ``cpu``), ``limit``, the sizes of
     ``extremes`` and that which is ``timed`` on a GPU, ``origin`` and ``advice`` (which engine it is and what to do when
@@ -62,10 +62,12 @@ def check_engine(task: Task, progress: Progress) -> dict:
         stages = _native(task, engine, device, progress)
         compared = time.perf_counter()
         progress("comparing with native", 0.6)
-        runner, record, refit_s = backend_of(task).load(engine, device), [], None
+        runner, record, refit_s = backend_of(task).load(engine, device), [], 0.0
         for stage in stages:
-            if stage.weights:
-                refit_s = _refit(runner, stage.weights, not stage.first)
+            if stage.changed:
+                began = time.perf_counter()
+                runner.refit(stage.weights, stage.changed)
+                refit_s += time.perf_counter() - began
             record += compare(runner, stage.cases, engine.manifest.outputs)
         native_ms = stages[0].native_ms
         engine_ms = _engine_milliseconds(runner, _timed(task, stages[0].cases), engine) if native_ms else None
@@ -90,7 +92,7 @@ def check_engine(task: Task, progress: Progress) -> dict:
     parity = {"rel_err": worst["rel_err"], "limit": task["limit"], "cases": record, "against": against}
     if native_ms:
         parity |= {"driver": clock.driver_version(), "native_ms": round(native_ms, 3), "engine_ms": round(engine_ms, 3)}
-    if refit_s is not None:
+    if refit_s:
         parity["refit_s"] = round(refit_s, 1)
     return {
         "parity": parity,
@@ -102,37 +104,17 @@ def _refused(task: Task, why: str) -> Refuted:
     return Refuted(f"{task['origin']} {why}, so it does not serve and native does; {task['advice']}")
 
 
-def _other_weights(engine: Engine, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Scale each of a network's parameters by another factor, and return them all by their initialisers' names."""
-    import torch
-
-    generator = torch.Generator().manual_seed(7)
-    parameters = {name: parameter.data for name, parameter in module.named_parameters()}
-    initialisers = read_parameters(engine.folder)
-    for name in initialisers:
-        parameters[name] *= float(1 + SCALED * (2 * torch.rand((), generator=generator) - 1))
-    return {initialiser: parameters[name] for name, initialiser in initialisers.items()}
-
-
-def _refit(runner: Runner, weights: dict[str, torch.Tensor], has_some: bool) -> float:
-    """Give a runner other weights; seconds. One that has some gets every other one first, as a LoRA gives it a few."""
-    names, began = sorted(weights), time.perf_counter()
-    for part in (names[::2], names[1::2]) if has_some else (names,):
-        runner.refit(weights, part)
-    return time.perf_counter() - began
-
-
 @dataclass(frozen=True)
 class _Stage:
-    """What native computes with its own weights or with others.
+    """What native computes with some weights.
 
     Attributes:
-        first: nothing was compared before.
-        weights: those others, by initialiser.
+        changed: the initialisers that the stage before had other weights in.
+        weights: all that the engine has to have now, by initialiser; of one that takes any.
         native_ms: of a call, on a GPU.
     """
 
-    first: bool
+    changed: list[str]
     cases: list[Case]
     weights: dict[str, torch.Tensor]
     native_ms: float | None
@@ -140,19 +122,40 @@ class _Stage:
 
 def _native(task: Task, engine: Engine, device: torch.device, progress: Progress) -> list[_Stage]:
     """What native computes, with all the weights that the engine has to have; its memory there is free afterwards."""
-    any_weights = engine.manifest.identity.any_weights
-    others = [False] * (backend_of(task).keeps_weights or not any_weights) + [True] * any_weights
-    stages: list[_Stage] = []
-    for other in others:
+    changes, changed, stages = _changes(engine, backend_of(task).keeps_weights), set(), []
+    for change in changes:
+        changed |= set(change)
         function, module = function_of(task)
-        weights = _other_weights(engine, module) if other else {}
+        weights = _weights(engine, module, changed) if changed else {}
 
         def so_far(fraction: float) -> None:
-            progress("running native", 0.6 * (len(stages) + fraction) / len(others))
+            progress("running native", 0.6 * (len(stages) + fraction) / len(changes))
 
         cases, native_ms = _computed(task, function.to(device), device, so_far)
-        stages.append(_Stage(not stages, cases, weights, native_ms))
+        stages.append(_Stage(change, cases, weights, native_ms))
     return stages
+
+
+def _changes(engine: Engine, keeps_weights: bool) -> list[list[str]]:
+    """Which initialisers get other weights, stage by stage."""
+    if not engine.manifest.identity.any_weights:
+        return [[]]
+    names = sorted(read_parameters(engine.folder).values())
+    return [[], names[::2], names[1::2]] if keeps_weights else [names]
+
+
+def _weights(engine: Engine, module: torch.nn.Module, changed: set[str]) -> dict[str, torch.Tensor]:
+    """Scale each of a network's changed parameters by a factor of its own; all of them by their initialisers' names."""
+    import torch
+
+    generator = torch.Generator().manual_seed(7)
+    parameters = {name: parameter.data for name, parameter in module.named_parameters()}
+    initialisers = read_parameters(engine.folder)
+    for name, initialiser in initialisers.items():
+        factor = float(1 + SCALED * (2 * torch.rand((), generator=generator) - 1))
+        if initialiser in changed:
+            parameters[name] *= factor
+    return {initialiser: parameters[name] for name, initialiser in initialisers.items()}
 
 
 def _computed(
