@@ -28,7 +28,9 @@ TUNED = {"max_autotune_pointwise": True, "combo_kernels": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tuned": TUNED,
-    "inductors_norm": {"written_out": ()},
+    "inductors_norm": {"written_out": ("aten::gelu",)},
+    "inductors_gelu": {"written_out": ("aten::native_group_norm",)},
+    "tiles_of_4096": {"most_summed": 4096},
     "no_lines": {"by_lines": 1 << 30},
     "lines_from_4096": {"by_lines": 4096},
     "lines_from_256": {"by_lines": 256},
@@ -49,10 +51,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "nd_tiling": {"triton.prefer_nd_tiling": True},
 }
 """Inductor's settings, and ours: ``cudnn`` lets cuDNN time its convolutions, when compiling and when recording;
-``written_out`` names what of ``decompositions.TABLE`` is used; ``by_lines`` takes the place of its constant;
-``joined_as_is`` leaves the layout of channels put together to Inductor; with ``short_rows`` Inductor alone decides
-how rows are read (``choices``)."""
-OURS = ("cudnn", "written_out", "by_lines", "joined_as_is", "short_rows")
+``written_out`` names what of ``decompositions.TABLE`` is used; ``by_lines`` and ``most_summed`` take the place of its
+constants; ``joined_as_is`` leaves the layout of channels put together to Inductor; with ``short_rows`` Inductor alone
+decides how rows are read (``choices``)."""
+OURS = ("cudnn", "written_out", "by_lines", "most_summed", "joined_as_is", "short_rows")
 
 
 @contextlib.contextmanager
@@ -62,6 +64,8 @@ def settings(flags: dict[str, Any]) -> Iterator[None]:
     from hybrid_trt.backends.torch_live import choices, decompositions
 
     ours: list[tuple[Any, str, Any]] = [(torch.backends.cudnn, "benchmark", flags.get("cudnn", False))]
+    if "most_summed" in flags:
+        ours.append((decompositions, "MOST_SUMMED", flags["most_summed"]))
     if "by_lines" in flags:
         ours.append((decompositions, "BY_LINES", flags["by_lines"]))
     if "joined_as_is" in flags:

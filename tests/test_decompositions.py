@@ -73,6 +73,31 @@ def test_a_norm_is_written_out_only_where_that_is_faster(
     assert (aten.native_group_norm.default not in operations(graph)) is parts
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_number_of_half_precision_has_its_gelu(dtype: torch.dtype) -> None:
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    finite = numbers[numbers.isfinite()]
+    result = decompositions.gelu_by_a_power(finite)
+    exact = torch.nn.functional.gelu(finite.double())
+    rounding = torch.finfo(dtype).eps / 2
+    assert result.dtype == dtype
+    assert torch.allclose(result.double(), exact, rtol=1.02 * rounding, atol=3e-7)
+    assert decompositions.gelu_by_a_power(numbers[numbers.isnan()]).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "how", "power"),
+    [(torch.float16, "none", True), (torch.float32, "none", False), (torch.float16, "tanh", False)],
+    ids=["half", "float32", "by tanh"],
+)
+def test_a_gelu_is_written_out_only_where_rounding_hides_the_difference(
+    dtype: torch.dtype, how: str, power: bool
+) -> None:
+    graph = traced(lambda x: torch.nn.functional.gelu(x, approximate=how), torch.randn(8).to(dtype))
+    assert (aten.exp2.default in operations(graph)) is power
+    assert (aten.gelu.default in operations(graph)) is not power
+
+
 def joined(device: str) -> torch.fx.GraphModule:
     """Channels of two images put together, traced as on a device: (2, 12, 8, 8)."""
     with FakeTensorMode():

@@ -26,7 +26,7 @@ OLDEST_TORCH = (2, 11)
 """The first torch that this was run with."""
 
 FORMAT = 6
-"""Raise this when the traced function changes: older files become stale."""
+"""Raise this when older files would be called wrongly or run much slower: they become stale."""
 
 
 def can_compile() -> bool:

@@ -73,7 +73,35 @@ def part_of(pixels: int, wide: int) -> int:
     return max((rows for rows in range(1, pixels + 1) if pixels % rows == 0 and rows * wide <= MOST_SUMMED), default=1)
 
 
-TABLE: dict[Any, Callable[..., Any]] = {aten.native_group_norm.default: group_norm_in_parts}
+LOG2_OF_TAIL = (
+    -1.1511284112930298, -0.45902469754219055, -0.05298500135540962, 0.007677667774260044,
+    -0.0005477062659338117, -3.605544043239206e-05, 1.1132272447866853e-05, -6.99731742770382e-07,
+)  # fmt: skip
+"""Polynomial of a, lowest power first, for log2(erfc(a / sqrt(2))) / a at a >= 0: a least-squares fit up to 5, weighed
+until GELU's error was even. Its last power is odd and below zero, so beyond 5 the tail goes to zero as it should."""
+
+
+def gelu_by_a_power(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+    """``aten.gelu`` of half precision with half the instructions of an error function, which bound these kernels.
+
+    gelu(x) = x Phi(x) = max(x, 0) - |x| erfc(|x| / sqrt(2)) / 2. The error is at most 2.4e-7, and 5e-6 of what is
+    larger than 6e-5: less than that of torch's own formula in float32, which loses digits below zero.
+    """
+    if approximate != "none" or x.dtype not in (torch.float16, torch.bfloat16):
+        return NotImplemented
+    value = x.float()
+    size = value.abs()
+    power = size * LOG2_OF_TAIL[-1] + LOG2_OF_TAIL[-2]
+    for factor in reversed(LOG2_OF_TAIL[:-2]):
+        power = power * size + factor
+    half = size * 0.5
+    return (value * 0.5 + half - half * torch.exp2(power * size)).to(x.dtype)
+
+
+TABLE: dict[Any, Callable[..., Any]] = {
+    aten.native_group_norm.default: group_norm_in_parts,
+    aten.gelu.default: gelu_by_a_power,
+}
 """Operation -> how it is written out; ``NotImplemented`` leaves it to Inductor."""
 
 
