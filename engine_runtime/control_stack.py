@@ -187,7 +187,7 @@ def _run(chain: list[ControlNet], x_noisy: torch.Tensor, t: torch.Tensor, cond: 
         calls.append((control, *shared[key], extra))
 
     results, joins = [], []
-    start = torch.cuda.current_stream(x_noisy.device).record_event() if x_noisy.is_cuda and len(calls) > 1 else None
+    start = _start([control.control_model.handle.session for control in chain], x_noisy)
     for control, x, timesteps, context, extra in calls:
         with _own_stream(control.control_model.handle.session, start) as stream:
             result = control.control_model(x=x, hint=control.cond_hint, timesteps=timesteps, context=context, **extra)
@@ -200,6 +200,17 @@ def _run(chain: list[ControlNet], x_noisy: torch.Tensor, t: torch.Tensor, cond: 
         for tensor in tensors:
             tensor.record_stream(here)
     return _merged(chain, results)
+
+
+def _start(sessions: list[Session], x_noisy: torch.Tensor) -> torch.cuda.Event | None:
+    """Where the current stream is, for sessions that run side by side from there on; None where one follows the other.
+
+    So do those that come twice, by themselves or as a part of another: they have one set of buffers.
+    """
+    parts = [part for session in sessions for part in session.parts]
+    if not x_noisy.is_cuda or len(sessions) < 2 or len(set(parts)) < len(parts):
+        return None
+    return torch.cuda.current_stream(x_noisy.device).record_event()
 
 
 @contextlib.contextmanager
@@ -218,22 +229,27 @@ def _own_stream(session: Session, start: torch.cuda.Event | None) -> Iterator[to
 
 
 def _merged(chain: list[ControlNet], results: list[Control]) -> Control:
-    """The residuals scaled by their strengths and summed."""
-    flat = [_flat(result) for result in results]
+    """The residuals scaled by their strengths and summed, in tensors that no session writes to."""
     if len({_layout(result) for result in results}) > 1:  # unlike ControlNets: as ComfyUI does it, one by one
         merged = None
         for control, result in zip(chain, results, strict=True):
-            merged = control.control_merge(result, merged, None)
+            merged = control.control_merge(_with(result, [t.clone() for t in _flat(result)]), merged, None)
         return merged
-    total = None
+    flat = [_flat(result) for result in results]
     for control, tensors in zip(chain, flat, strict=True):
         if control.strength != 1.0:
             torch._foreach_mul_(tensors, control.strength)
-        if total is None:
-            total = tensors
-        else:
-            torch._foreach_add_(total, tensors)
-    return {"input": [], "middle": [], **results[0]}
+    # one alone is its caller's; of several each may be lent by its session
+    total = flat[0] if len(flat) == 1 else torch._foreach_add(flat[0], flat[1])
+    for tensors in flat[2:]:
+        torch._foreach_add_(total, tensors)
+    return {"input": [], "middle": [], **_with(results[0], total)}
+
+
+def _with(result: Control, tensors: list[torch.Tensor]) -> Control:
+    """The same residuals with other tensors in the place of those that ``_flat`` tells, in its order."""
+    instead = {id(tensor): other for tensor, other in zip(_flat(result), tensors, strict=True)}
+    return {kind: [instead[id(tensor)] for tensor in places] for kind, places in result.items()}
 
 
 def _flat(result: Control) -> list[torch.Tensor]:

@@ -1,7 +1,9 @@
 """CUDA graphs for any function of tensors: recorded per set of shapes, replayed on static buffers, bounded in number.
 
 A replay runs exactly the kernels that were recorded, on exactly the addresses: so the key holds every name, shape and
-dtype, the buffers belong to the recording, and results are handed out as copies.
+dtype, the buffers belong to the recording, and results are handed out as copies. To who runs a cache on its own
+``stream`` they are lent as they lie there: a copy would be memory of one stream that another uses, which torch's
+cudaMallocAsync has again only once the host has seen the GPU idle; a sampling never waits for that, and would grow.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ class _Recording:
         function: what was recorded; what it holds has to last as long.
         block: one tensor per dtype that all results lie in, so that one copy hands all of them out.
         views: result name -> its dtype, shape, strides and offset in its block.
+        targets: result name -> that part of its block.
         last: the tensors that were copied in last, for inputs that seldom change.
         used: number of the call that it served last.
     """
@@ -55,6 +58,7 @@ class _Recording:
     inputs: dict[str, torch.Tensor]
     block: dict[torch.dtype, torch.Tensor]
     views: dict[str, tuple[torch.dtype, torch.Size, tuple[int, ...], int]]
+    targets: dict[str, torch.Tensor]
     bytes: int
     last: dict[str, torch.Tensor] = field(default_factory=dict)
     used: int = 0
@@ -111,7 +115,10 @@ class GraphCache:
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
-        """A stream that no other cache uses, for whoever runs several at once; None where nothing is recorded."""
+        """A stream that no other cache uses, for whoever runs several at once; None where nothing is recorded.
+
+        Results of a call on it may be lent: the next call writes to them.
+        """
         return getattr(self._record, "stream", None)
 
     def clear(self) -> None:
@@ -129,7 +136,7 @@ class GraphCache:
         prepare: Function = dict,
         own: Callable[[], Function] | None = None,
     ) -> Tensors:
-        """``function(prepare(inputs))``: same values, fresh tensors.
+        """``function(prepare(inputs))``: same values, fresh tensors unless they are lent, see ``stream``.
 
         Args:
             function: only launches work on the current stream, always the same for the same key.
@@ -156,7 +163,11 @@ class GraphCache:
         recording.used = self._calls
         self._copy_in(recording, inputs)
         recording.replay.replay()
-        return recording.results()
+        return dict(recording.targets) if self._lends() else recording.results()
+
+    def _lends(self) -> bool:
+        stream = self.stream
+        return stream is not None and torch.cuda.current_stream(self.device) == stream
 
     def _worth_it(self, key: tuple) -> bool:
         """Whether these shapes came before; that call has also warmed up all that must not happen while recording.
@@ -216,7 +227,7 @@ class GraphCache:
             results = function(static)
             torch._foreach_copy_(list(targets.values()), [results[name] for name in targets])
 
-        return _Recording(function, self._record(body), static, block, views, 0)
+        return _Recording(function, self._record(body), static, block, views, targets, 0)
 
     def _copy_in(self, recording: _Recording, inputs: Tensors) -> None:
         targets, sources = [], []

@@ -126,7 +126,11 @@ class Session(Protocol):
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
-        """A stream that no other session uses, or None where it has none."""
+        """A stream that no other session uses, or None where it has none.
+
+        Results of a call on it may be lent: this session's next call, or that of a session with a part in common,
+        writes to them.
+        """
         ...
 
     def begin_run(self, patcher: ModelPatcher) -> None:

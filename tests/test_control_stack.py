@@ -169,6 +169,35 @@ def test_controlnets_of_unlike_layouts_merge_as_in_comfyui(stacks: Stacks) -> No
         assert same(call(stack, step), call(native, step))
 
 
+@pytest.mark.parametrize("alike", [True, False], ids=["alike", "unlike"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_what_a_stack_gives_lies_in_no_buffer_of_its_sessions(stacks: Stacks, count: int, alike: bool) -> None:
+    """Sessions that run side by side lend theirs, and write to them in the next call."""
+    controls = [stacks.chain(False, 1) for _ in range(count)]
+    for control in controls:
+        control.strength = 0.5
+    buffers = [{"output": [torch.full((2, 3), 4.0 + i)] * (1 if alike else i + 1), "middle": [torch.full((2,), 2.0)]}
+               for i in range(count)]  # fmt: skip
+    lent = {t.data_ptr() for result in buffers for places in result.values() for t in places}
+    merged = control_stack._merged(controls, buffers)
+    given = [t for places in merged.values() for t in places]
+    assert not lent & {t.data_ptr() for t in given}
+    assert torch.equal(merged["middle"][0], torch.full((2,), float(count)))
+    assert torch.equal(merged["output"][0], torch.full((2, 3), sum(4.0 + i for i in range(count)) / 2))
+
+
+def test_controlnets_run_side_by_side_only_where_no_session_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session has one set of buffers: its second call writes to what the first one lent."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(record_event=lambda: "start"))
+    gpu, cpu = SimpleNamespace(is_cuda=True, device=None), SimpleNamespace(is_cuda=False, device=CPU)
+    a, b, c = (SimpleNamespace(parts=frozenset([name])) for name in "abc")
+    a_or_c = SimpleNamespace(parts=a.parts | c.parts)
+    starts = {"two": [a, b], "three": [a, b, c], "one": [a], "twice": [a, b, a], "as a part": [a_or_c, b, c]}
+    found = {name: control_stack._start(sessions, gpu) for name, sessions in starts.items()}
+    assert found == {"two": "start", "three": "start", "one": None, "twice": None, "as a part": None}
+    assert control_stack._start([a, b], cpu) is None
+
+
 def test_conditionings_that_share_a_control_still_share_it(stacks: Stacks) -> None:
     control, other = stacks.chain(True), stacks.chain(True, 1)
     conds = [[{"control": control, "a": 1}], [{"control": control}, {"control": other}, {"b": 2}], None]

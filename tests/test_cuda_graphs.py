@@ -58,6 +58,27 @@ def test_results_belong_to_the_caller() -> None:
     assert first[1].data_ptr() != first[2].data_ptr()
 
 
+def test_results_are_lent_on_the_caches_own_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, here = Recorder(), []
+    recorder.stream = object()
+    cache = GraphCache(CPU, recorder=recorder)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: here[-1])
+    places: dict[bool, set[int]] = {False: set(), True: set()}
+    kept = []
+    for call in range(8):
+        own = call % 2 == 1
+        here.append(recorder.stream if own else object())
+        x = random(2, 3)
+        result = cache.run(double_and_sum, {"x": x})["double"]
+        assert torch.equal(result, x * 2)
+        if call > 1:
+            places[own].add(result.data_ptr())
+        kept.append(result)  # no place comes again because it was given back
+    assert len(places[True]) == 1
+    assert len(places[False]) == 3
+    assert not places[True] & places[False]
+
+
 def test_every_shape_dtype_and_set_of_inputs_has_a_recording_of_its_own() -> None:
     recorder = Recorder()
     cache = GraphCache(CPU, recorder=recorder)

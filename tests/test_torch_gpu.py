@@ -223,6 +223,17 @@ def test_a_failed_recording_gives_its_memory_back(allocator: str) -> None:
     assert later == ["recorded"] or (allocator == "cudaMallocAsync" and "ptr_info" in ended.stdout), ended.stdout
 
 
+@pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync"])
+def test_controlnets_side_by_side_take_no_more_memory_with_each_step(allocator: str) -> None:
+    """In a process of its own: the allocator is chosen once. One of a step's 32 MiB used to stay behind."""
+    script = Path(__file__).parent / "support" / "side_by_side_on_gpu.py"
+    ended = subprocess.run([sys.executable, "-P", str(script)], capture_output=True, text=True, check=False,
+                           env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"backend:{allocator}"})
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    backend, more = ended.stdout.split()[-2:]
+    assert (backend, int(more) <= 64) == (allocator, True), ended.stdout
+
+
 def test_recording_while_another_thread_uses_the_gpu() -> None:
     net, stop = tiny("unet"), threading.Event()
     square = torch.randn(256, 256, device=GPU)
