@@ -2,8 +2,8 @@
 
 ComfyUI asks one ControlNet after the other, waits for the GPU before each to compare a timestep, and scales and adds
 every residual by itself. For a stack of sessions that may run at once the same result needs none of this. Anything else
-in the stack, and the first call of a run, which opens and records engines, goes ComfyUI's own way. It finds the hints
-made that have the right size from the start: ComfyUI would resize them to it, on the CPU.
+in the stack, and the first call of a run, which opens and records engines, goes ComfyUI's own way. It finds those hints
+made that are known or need only be copied; see ``hints``.
 """
 
 from __future__ import annotations
@@ -12,22 +12,19 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import comfy.controlnet
-import comfy.utils
 import torch
 from comfy.controlnet import ControlBase, ControlNet, StrengthType
 from comfy.patcher_extension import WrapperExecutor
 
 from ..architectures.calls import Control
 from ..engine_sessions.session import Session
+from .comfyuis_own import computes_as_comfyui
 from .controlnet import EngineControlModel
+from .hints import has_hint, keep_hints, lacks_hint, make_hints
 from .ledger import lent_context
 
 ALWAYS = 999999999.0
 """ComfyUI's sigma for "from the first step on" is above this."""
-
-_METHODS = ("get_control", "control_merge")
-"""What ``_run`` does by itself for a ControlNet."""
 
 
 def run_stacks_at_once(
@@ -70,8 +67,11 @@ class ControlStack:
         """The chain's residuals, as ComfyUI's own ``get_control`` of its last ControlNet."""
         chain = list(_chain(self._control))
         if not all(_can_join(control, x_noisy) for control in chain):
-            _make_hints(chain, x_noisy, t)
-            return self._control.get_control(x_noisy, t, cond, batched_number, transformer_options)
+            lacking = [control for control in chain if lacks_hint(control, x_noisy)]
+            new = make_hints(_active(lacking, t), x_noisy) if lacking else []
+            result = self._control.get_control(x_noisy, t, cond, batched_number, transformer_options)
+            keep_hints(new, x_noisy)
+            return result
         active = _active(chain, t)
         return _run(active, x_noisy, t, cond) if active else None
 
@@ -87,7 +87,7 @@ def _can_join(control: ControlBase, x_noisy: torch.Tensor) -> bool:
     """Whether a ControlNet does nothing but what ``_run`` does, and its hint is made."""
     if type(control) is not ControlNet or not isinstance(control.control_model, EngineControlModel):
         return False
-    if not _is_comfyuis_own(control):
+    if not computes_as_comfyui(control):
         return False
     session = control.control_model.handle.session
     if session is None or not session.joins_stacks or control.model_sampling_current is None:
@@ -95,67 +95,9 @@ def _can_join(control: ControlBase, x_noisy: torch.Tensor) -> bool:
     special = (control.vae, control.latent_format, control.extra_hooks, control.timestep_range is None)
     if any(special) or control.extra_concat_orig or control.multigpu_clones or control.global_average_pooling:
         return False
-    if control.strength_type is not StrengthType.CONSTANT or not _fits(control.cond_hint, control, x_noisy):
+    if control.strength_type is not StrengthType.CONSTANT or not has_hint(control, x_noisy):
         return False
     return control.cond_hint.shape[0] in (1, x_noisy.shape[0])
-
-
-def _fits(hint: torch.Tensor | None, control: ControlBase, x_noisy: torch.Tensor) -> bool:
-    if hint is None:
-        return False
-    ratio = control.compression_ratio
-    return tuple(hint.shape[2:]) == (x_noisy.shape[2] * ratio, x_noisy.shape[3] * ratio)
-
-
-def _make_hints(chain: list[ControlBase], x_noisy: torch.Tensor, t: torch.Tensor) -> None:
-    """Make the hints that ComfyUI's way needs in this call, wherever it would resize an image to the size it has."""
-    lacking = [control for control in chain if _only_copies(control, x_noisy)]
-    for control in _active(lacking, t) if lacking else ():
-        control.cond_hint = None  # first, as ComfyUI: both need not be there at once
-        image = control.preprocess_image(control.cond_hint_original)
-        dtype = control.manual_cast_dtype or control.control_model.dtype
-        control.cond_hint = image.to(device=x_noisy.device, dtype=dtype, copy=True)
-
-
-def _only_copies(control: ControlBase, x_noisy: torch.Tensor) -> bool:
-    """Whether ComfyUI is to make a ControlNet's hint, and all it does is copy the image, value for value."""
-    if type(control) is not ControlNet or not isinstance(control.control_model, EngineControlModel):
-        return False
-    if _fits(control.cond_hint, control, x_noisy) or control.timestep_range is None:
-        return False
-    if control.vae is not None or control.latent_format is not None or control.concat_mask:
-        return False
-    if control.extra_concat_orig or control.multigpu_clones or control.upscale_algorithm != "nearest-exact":
-        return False
-    return _is_plain_image(control.cond_hint_original, control, x_noisy) and _hints_are_comfyuis_own(control)
-
-
-def _is_plain_image(image: Any, control: ControlBase, x_noisy: torch.Tensor) -> bool:
-    """Whether resizing an image to its own size, by the nearest pixels, gives the same in the same memory layout."""
-    if type(image) is not torch.Tensor or image.device.type != "cpu" or not image.dtype.is_floating_point:
-        return False
-    if image.ndim != 4 or x_noisy.ndim != 4 or image.numel() == 0 or not _fits(image, control, x_noisy):
-        return False
-    return image.is_contiguous() or image.is_contiguous(memory_format=torch.channels_last)
-
-
-def _hints_are_comfyuis_own(control: ControlNet) -> bool:
-    """Whether what makes a hint is ComfyUI's code, which changes no image in place."""
-    if _source(comfy.utils.common_upscale) != comfy.utils.__file__ or not _is_comfyuis_own(control):
-        return False
-    return _source(control.preprocess_image) == comfy.controlnet.__file__
-
-
-def _is_comfyuis_own(control: ControlNet) -> bool:
-    """Whether a ControlNet does what ComfyUI's code says: no pack has put methods of its own on it or on its class."""
-    if any(hasattr(ControlNet, name) for name in vars(control)):
-        return False
-    return all(_source(getattr(ControlNet, name)) == comfy.controlnet.__file__ for name in _METHODS)
-
-
-def _source(function: Any) -> str | None:
-    code = getattr(function, "__code__", None)
-    return code.co_filename if code is not None else None
 
 
 def _active(chain: list[ControlNet], t: torch.Tensor) -> list[ControlNet]:

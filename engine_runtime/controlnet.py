@@ -16,6 +16,7 @@ from comfy.controlnet import ControlNet
 from ..architectures.calls import Control
 from ..native_model.network import NativeNetwork
 from .engine_handle import EngineHandle
+from .hints import KeptHints
 from .native_call import arguments_of, by_name
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class EngineControlModel:
         self.native: torch.nn.Module = controlnet.control_model
         self.native_patcher: ModelPatcher = controlnet.control_model_wrapped
         self.handle = handle
+        self.hints = KeptHints()
         self._arguments = arguments_of(handle.network)
 
     @property
@@ -63,7 +65,8 @@ class EngineControlModel:
         """One call of the ControlNet, with native's arguments.
 
         Returns:
-            Residuals as native gives them, in fresh tensors: ComfyUI multiplies them by the strength in place.
+            Residuals as native gives them, in tensors that may be written to: ComfyUI multiplies them by the strength
+            in place. On its session's own stream they are lent until the next call.
         """
         call = by_name(self._arguments, args, kwargs)
         served, residuals = self.handle.serve(None, lambda: self.handle.bind(call))

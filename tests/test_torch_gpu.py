@@ -37,7 +37,7 @@ from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Unavailable, local_key
 from hybrid_trt.engine_library.parity import relative_error
-from hybrid_trt.engine_runtime import control_stack
+from hybrid_trt.engine_runtime import hints
 from hybrid_trt.engine_runtime.controlnet import EngineControlModel
 from hybrid_trt.engine_runtime.on_device import RUN, SamplingRun, call_on_device
 from hybrid_trt.engine_sessions.cuda_graphs import GraphCache
@@ -344,12 +344,12 @@ def test_hints_made_for_the_first_call_are_comfyuis_own_on_the_gpu(stored: torch
     native.set_cond_hint(image)
     backed = native.copy()
     backed.control_model = object.__new__(EngineControlModel)
-    backed.control_model.native = network
+    backed.control_model.native, backed.control_model.hints = network, hints.KeptHints()
     x, t = torch.zeros(1, 4, 64, 96, device=GPU), torch.ones(1, device=GPU)
     for control in (native, backed):
         control.timestep_range = (999999999.9, 0.0)
         control.model_sampling_current = SimpleNamespace(timestep=lambda t: t, calculate_input=lambda _, x: x)
-    control_stack._make_hints([backed], x, t)
+    assert hints.make_hints([backed], x) == [backed]
     native.get_control(x, t, {"c_crossattn": torch.zeros(1, 77, 8)}, 1, {})
     expected, made = native.cond_hint, backed.cond_hint
     assert (made.device, made.dtype, made.stride()) == (expected.device, expected.dtype, expected.stride())

@@ -1,0 +1,144 @@
+"""Hints: control images as ControlNets take them, of the picture's size, made as ComfyUI does and kept for later runs.
+
+ComfyUI resizes and converts each control image on the CPU at the first step of every prompt, also where only the seed
+is another; the GPU rests meanwhile. Here an image of the right size is only copied, and a hint stays for as long as the
+node's image does: the next prompt with the same values finds it, and with it what the network made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from comfy.controlnet import ControlNet
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .comfyuis_own import makes_hints_as_comfyui
+
+LARGEST = 32 << 20
+"""Bytes of the largest hint that is kept, as of the largest image: 20 and 10 pictures of 512 by 512 pixels."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A hint with all that it was made of, and its version: what somebody has written to since is not to be used."""
+
+    made_with: Hashable
+    image: torch.Tensor
+    hint: torch.Tensor
+    version: int
+
+
+class KeptHints:
+    """The hints of one engine-backed ControlNet, by the tensors of their images."""
+
+    def __init__(self) -> None:
+        self._of: Any = WeakTensorKeyDictionary()  # an entry goes when the node's output does
+
+    def find(self, control: ControlNet, x_noisy: torch.Tensor) -> torch.Tensor | None:
+        """The hint that ComfyUI would make of a control's image, value for value; None if it is not known."""
+        image = control.cond_hint_original
+        kept: _Kept | None = self._of.get(image)
+        if kept is None or kept.made_with != _made_with(control, x_noisy) or kept.hint._version != kept.version:
+            return None
+        # nodes' tensors count no versions: only their values tell whether somebody wrote to one
+        return kept.hint if torch.equal(kept.image, image) else None
+
+    def keep(self, control: ControlNet, x_noisy: torch.Tensor) -> None:
+        """Remember a control's hint, which has just been made; the control gets the one that is kept."""
+        image, hint = control.cond_hint_original, control.cond_hint
+        if hint is None or not _fits(hint, control, x_noisy) or max(_bytes(hint), _bytes(image)) > LARGEST:
+            return
+        if hint.shape[0] != image.shape[0]:  # repeated for this batch
+            return
+        if hint.is_inference():
+            hint = control.cond_hint = counting_versions(hint)
+        self._of[image] = _Kept(_made_with(control, x_noisy), image.clone(), hint, hint._version)
+
+
+def counting_versions(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the same memory layout that tells by its version whether somebody wrote to it."""
+    with torch.inference_mode(False):
+        return tensor.clone()
+
+
+def lacks_hint(control: ControlNet, x_noisy: torch.Tensor) -> bool:
+    """Whether an engine-backed control has no hint of the picture's size yet, and one that is its image resized,
+    preprocessed and converted by ComfyUI's code alone is what it needs."""
+    if type(control) is not ControlNet or not isinstance(getattr(control.control_model, "hints", None), KeptHints):
+        return False
+    if control.timestep_range is None or x_noisy.ndim != 4 or _fits(control.cond_hint, control, x_noisy):
+        return False
+    if control.vae is not None or control.latent_format is not None or control.concat_mask:
+        return False
+    if control.extra_concat_orig or control.multigpu_clones:
+        return False
+    return _is_plain_image(control.cond_hint_original) and makes_hints_as_comfyui(control)
+
+
+def make_hints(controls: Iterable[ControlNet], x_noisy: torch.Tensor) -> list[ControlNet]:
+    """Give these controls, which lack one, the hints that are known or only copies of their images.
+
+    Returns:
+        Those whose hint is new or still to be made by ComfyUI in this call; ``keep_hints`` takes it after that.
+    """
+    new = []
+    for control in controls:
+        control.cond_hint = None  # first, as ComfyUI: both need not be there at once
+        control.cond_hint = control.control_model.hints.find(control, x_noisy)
+        if control.cond_hint is None:
+            new.append(control)
+            if _only_copies(control, x_noisy):
+                image = control.preprocess_image(control.cond_hint_original)
+                control.cond_hint = image.to(device=x_noisy.device, dtype=_dtype(control), copy=True)
+    return new
+
+
+def keep_hints(controls: Iterable[ControlNet], x_noisy: torch.Tensor) -> None:
+    """Keep the hints that these controls have by now."""
+    for control in controls:
+        control.control_model.hints.keep(control, x_noisy)
+
+
+def has_hint(control: ControlNet, x_noisy: torch.Tensor) -> bool:
+    """Whether a control's hint is made, of the picture's size."""
+    return _fits(control.cond_hint, control, x_noisy)
+
+
+def _fits(hint: torch.Tensor | None, control: ControlNet, x_noisy: torch.Tensor) -> bool:
+    return hint is not None and tuple(hint.shape[2:]) == _size(control, x_noisy)
+
+
+def _size(control: ControlNet, x_noisy: torch.Tensor) -> tuple[int, int]:
+    ratio = control.compression_ratio
+    return x_noisy.shape[2] * ratio, x_noisy.shape[3] * ratio
+
+
+def _is_plain_image(image: Any) -> bool:
+    if type(image) is not torch.Tensor or image.device.type != "cpu" or not image.dtype.is_floating_point:
+        return False
+    return image.ndim == 4 and image.numel() > 0
+
+
+def _only_copies(control: ControlNet, x_noisy: torch.Tensor) -> bool:
+    """Whether resizing an image to its own size, by the nearest pixels, gives the same in the same memory layout."""
+    image = control.cond_hint_original
+    if control.upscale_algorithm != "nearest-exact" or not _fits(image, control, x_noisy):
+        return False
+    return image.is_contiguous() or image.is_contiguous(memory_format=torch.channels_last)
+
+
+def _made_with(control: ControlNet, x_noisy: torch.Tensor) -> Hashable:
+    """All that a hint depends on besides the image."""
+    size, device = _size(control, x_noisy), x_noisy.device
+    return size, control.upscale_algorithm, control.preprocess_image, _dtype(control), device
+
+
+def _dtype(control: ControlNet) -> torch.dtype:
+    return control.manual_cast_dtype or control.control_model.dtype
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
