@@ -92,7 +92,8 @@ def make_hints(controls: Iterable[ControlNet], x_noisy: torch.Tensor) -> list[Co
             new.append(control)
             if _only_copies(control, x_noisy):
                 image = control.preprocess_image(control.cond_hint_original)
-                control.cond_hint = image.to(device=x_noisy.device, dtype=_dtype(control), copy=True)
+                with torch.inference_mode(False):  # as ``counting_versions``: it is going to be kept as it is
+                    control.cond_hint = image.to(device=x_noisy.device, dtype=_dtype(control), copy=True)
     return new
 
 
