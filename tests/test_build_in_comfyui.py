@@ -95,7 +95,7 @@ def test_interrupting_a_prompt_that_waits_for_its_build_cancels_the_build(comfy:
     processes = children(comfy.pid)
     began = time.monotonic()
     comfy.interrupt(number)
-    history = comfy.wait(number, timeout=20)
+    history = comfy.wait(number, timeout=30)
     assert history.status == "interrupted"
     assert gone(processes, LIMIT)
     assert time.monotonic() - began < LIMIT
@@ -112,7 +112,7 @@ def test_interrupting_a_prompt_that_waits_leaves_a_build_that_was_ordered_for_la
     assert until(lambda: comfy.get("/queue")["queue_running"], 20)
     time.sleep(1)
     comfy.interrupt(number)
-    assert comfy.wait(number, timeout=20).status == "interrupted"
+    assert comfy.wait(number, timeout=30).status == "interrupted"
     assert [other["id"] for other in running(comfy)] == [job["id"]]
     comfy.post(f"/hybrid_trt/builds/{job['id']}/cancel", headers={"X-Hybrid-TRT": "1"})
     assert comfy.get(f"/hybrid_trt/builds/{job['id']}")["state"] == "cancelled"

@@ -90,26 +90,26 @@ def test_an_order_lasts_as_long_as_its_prompt_in_the_queue_whatever_the_page_sho
     made, raw = workflow(object_info, max_size=416 if page.page.vue else 528), page.page.page
     load(page, made)
     net = page.node(NET_1)
-    page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 15)
+    page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 30)
     with busy(comfy, made, object_info):
         page.click(net)
-        page.wait_for(net, "asked", timeout=15)
+        page.wait_for(net, "asked", timeout=30)
         raw.wait_for_timeout(600)
         assert page.status(net)["state"] == "asked"
         raw.evaluate("() => app.api.clearItems('queue')")  # the page's own "Clear queue"
-        page.wait_for(net, "unknown", "none", timeout=5)
+        page.wait_for(net, "unknown", "none", timeout=30)
 
         page.click(net)
-        page.wait_for(net, "asked", timeout=15)
+        page.wait_for(net, "asked", timeout=30)
         assert raw.evaluate(AWAY) == 0
         name = raw.evaluate(LEFT)
         raw.locator(".workflow-tabs-container").get_by_text(name, exact=True).first.click()
         raw.wait_for_function("() => app.graph.nodes.length > 5")
         page.page.fit(**MARGINS)
-        page.wait_for(net, "asked", timeout=5)
+        page.wait_for(net, "asked", timeout=30)
         page.shot("asked")
         page.click(net)  # cancels what the view before it ordered
-        page.wait_for(net, "unknown", "none", timeout=5)
+        page.wait_for(net, "unknown", "none", timeout=30)
         assert pending(comfy, 0) == []
 
 
@@ -161,15 +161,15 @@ def test_what_the_server_leaves_out_of_the_builds_of_a_workflow_is_told(
     load(page, workflow(object_info, max_size=624 if page.page.vue else 632))
     net, lost = page.node(NET_1), page.node(NET_2)
     page.page.page.evaluate(GONE)
-    page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 15)
+    page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 30)
     page.page.page.evaluate(PRESS_IN_REPORT)
-    refused = page.wait_for(lost, "failed", timeout=15)
+    refused = page.wait_for(lost, "failed", timeout=30)
     page.shot("refused")
     assert "gone.safetensors" in refused["text"]
     assert refused["tone"] == "bad"
-    page.wait_for(net, "asked", "queued", "building", timeout=15)
+    page.wait_for(net, "asked", "queued", "building", timeout=30)
     page.page.page.evaluate(PRESS_IN_REPORT)
-    page.wait_for(net, "unknown", "none", timeout=15)
+    page.wait_for(net, "unknown", "none", timeout=30)
     assert "gone.safetensors" in page.status(lost)["text"], "until it is built"
 
 

@@ -157,7 +157,7 @@ def test_auto_follows_the_workflows_picture_and_goes_to_the_samplers_other_nodes
     page.shot("auto")
     raw.evaluate("""() => { app.graph.nodes.find(n => n.type === 'EmptyLatentImage').widgets[0].value = 320;
         app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }""")
-    raw.wait_for_function(f"id => ({SIZES_OF})(id).opt_size === 320", arg=net, timeout=15000)
+    raw.wait_for_function(f"id => ({SIZES_OF})(id).opt_size === 320", arg=net)
     assert raw.evaluate(SIZES_OF, unet) == before, "a node with numbers of its own keeps them"
 
     choose(page, net, "Auto", "Apply to all engine nodes")
@@ -166,7 +166,7 @@ def test_auto_follows_the_workflows_picture_and_goes_to_the_samplers_other_nodes
     saved = page.page.workflow()
     load(page, saved)
     assert raw.evaluate(SIZES_OF, unet) == zeros | {"opt_size": 320}
-    raw.wait_for_function(f"id => ({PRESET})(id) === 'Auto (this workflow: 320×320 × 1)'", arg=unet, timeout=15000)
+    raw.wait_for_function(f"id => ({PRESET})(id) === 'Auto (this workflow: 320×320 × 1)'", arg=unet)
 
 
 def test_what_auto_follows_is_no_edit(page: EnginePage, tiny: dict[str, Any], comfy: ComfyProcess) -> None:
@@ -180,18 +180,18 @@ def test_what_auto_follows_is_no_edit(page: EnginePage, tiny: dict[str, Any], co
     load(page, made)
     unet = page.node("TRTUNetEngine")
     follows = f"([id, size]) => ({SIZES_OF})(id).opt_size === size"
-    raw.wait_for_function(follows, arg=[unet, 576], timeout=15000)
+    raw.wait_for_function(follows, arg=[unet, 576])
     raw.mouse.click(800, 850)
     raw.evaluate(AS_SAVED)
     assert raw.evaluate(HISTORY) == [576, 0, False]
     for steps, side in enumerate((768, 640), 1):
         raw.evaluate(RESIZE, side)
-        raw.wait_for_function(follows, arg=[unet, side], timeout=15000)
+        raw.wait_for_function(follows, arg=[unet, side])
         raw.mouse.click(800, 850)
         assert raw.evaluate(HISTORY) == [side, steps, True]
     for steps, side in ((1, 768), (0, 576)):
         raw.evaluate("() => app.extensionManager.command.execute('Comfy.Undo')")
-        raw.wait_for_function(follows, arg=[unet, side], timeout=15000)
+        raw.wait_for_function(follows, arg=[unet, side])
         raw.mouse.click(800, 850)
         assert raw.evaluate(HISTORY) == [side, steps, steps > 0]
     assert page.page.prompt()[str(unet)]["inputs"]["opt_size"] == 576, "prompts have the numbers"
@@ -212,12 +212,12 @@ def test_what_fits_and_what_the_next_run_brings_is_said_before_it(
         set_widget(made, "EmptyLatentImage", side, size, info)
     load(page, made)
     unet = page.node("TRTUNetEngine")
-    page.wait_until(unet, lambda s: s["state"] in ("unknown", "none"), "state", 15)
+    page.wait_until(unet, lambda s: s["state"] in ("unknown", "none"), "state", 30)
     page.click(unet)  # loads the model, so that its family is known
     page.wait_for(unet, "building", timeout=60)
     page.click(unet)
-    page.wait_for(unet, "none", "unknown", timeout=10)
-    raw.wait_for_function(f"id => ({SIZES_OF})(id).max_size === 1088", arg=unet, timeout=15000)
+    page.wait_for(unet, "none", "unknown", timeout=30)
+    raw.wait_for_function(f"id => ({SIZES_OF})(id).max_size === 1088", arg=unet)
     told = page.wait_until(unet, lambda s: "does not fit" not in s["text"], "sizes that fit", 15)
     assert raw.evaluate(PRESET, unet) == "Auto (this workflow: 1088×512 × 1)"
     assert raw.evaluate(SIZES_OF, unet) == dict.fromkeys(SIZES, 0) | {"opt_size": 768, "max_size": 1088}
@@ -225,7 +225,7 @@ def test_what_fits_and_what_the_next_run_brings_is_said_before_it(
     page.click(unet)
     page.wait_for(unet, "building", timeout=60)
     page.click(unet)
-    page.wait_for(unet, "none", timeout=10)
+    page.wait_for(unet, "none", timeout=30)
 
     def says(text: str, *steps: str) -> None:
         for step in steps:
@@ -295,12 +295,12 @@ def test_the_first_build_offers_a_limit_once_and_waits_for_no_answer(
     assert json.loads(file.read_text())["limit_gb"] == limit
     file.unlink()
     page.click(net)
-    page.wait_for(net, "none", timeout=10)
+    page.wait_for(net, "none", timeout=30)
     page.click(net)
     page.wait_for(net, "building", timeout=60)
     assert offer.count() == 0
     page.click(net)
-    page.wait_for(net, "none", timeout=10)
+    page.wait_for(net, "none", timeout=30)
 
 
 def test_the_panel_tells_the_last_use_and_deletes_what_was_not_used_for_long(
@@ -393,7 +393,7 @@ def test_a_build_that_failed_is_told_after_a_reload_too(
     page.shot("failed")
     reload(page)
     load(page, made)
-    again = page.wait_for(net, "failed", timeout=15)
+    again = page.wait_for(net, "failed", timeout=30)
     assert "the settings allow 1.0 MB in all" in again["text"]
     assert again["button"] == "Build engine"
 
@@ -413,7 +413,7 @@ def test_a_server_that_restarts_in_a_build_leaves_no_node_waiting(
     page.wait_until(net, lambda s: (s["width"] or 0) > 1, "progress")
     comfy.stop()
     comfy.start()
-    after = page.wait_for(net, "none", "unknown", timeout=15)
+    after = page.wait_for(net, "none", "unknown", timeout=30)
     page.shot("restarted")
     assert after["button"] == "Build engine"
     assert after["width"] is None

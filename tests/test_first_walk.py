@@ -131,7 +131,7 @@ def test_all_builds_are_cancelled_by_one_click(page: EnginePage, full_names: Com
     raw.wait_for_function(selected, arg="TRT ControlNet Engine 1")
     panel.locator("button[data-act=cancel]").click()
     for node in engines:
-        assert page.wait_for(node, "none", timeout=20)["state"] == "none"
+        assert page.wait_for(node, "none", timeout=30)["state"] == "none"
     panel.locator("button[data-act=build]").wait_for()  # the bar is gone: the list has moved to its place
     panel.locator(".hybrid-trt-workflow-node", has_text="TRT ControlNet Engine 2").click()
     raw.wait_for_function(selected, arg="TRT ControlNet Engine 2")

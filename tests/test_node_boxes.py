@@ -61,7 +61,7 @@ def drawn(page: EnginePage, tiny: dict[str, Any], state: dict[str, Any]) -> int:
     page.page.load(copy.deepcopy(tiny), NAME)
     net = page.node(NET)
     close_up(page, net)
-    page.wait_for(net, state["state"], timeout=15)
+    page.wait_for(net, state["state"], timeout=30)
     page.page.settle()
     return net
 
@@ -249,7 +249,7 @@ def test_build_says_that_a_model_is_missing_and_does_nothing(page: EnginePage, t
     net = page.node(NET)
     close_up(page, net)
     raw.evaluate("id => app.graph.getNodeById(id).disconnectInput(0)", net)
-    told = page.wait_for(net, "unwired", timeout=15)
+    told = page.wait_for(net, "unwired", timeout=30)
     assert told["button"] == "Connect a model to build"
     asked: list[str] = []
     raw.route("**/api/prompt", lambda route: (asked.append(route.request.url), route.abort()))

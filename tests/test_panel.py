@@ -289,10 +289,10 @@ def test_a_press_counts_whatever_is_drawn_while_the_mouse_is_down(page: EnginePa
         raw.wait_for_timeout(50)
         raw.mouse.up()
 
-    with raw.expect_request("**/hybrid_trt/builds/second/cancel", timeout=5000):
+    with raw.expect_request("**/hybrid_trt/builds/second/cancel"):
         press(panel.locator(".hybrid-trt-panel-builds").get_by_role("button", name="Cancel build").first)
     press(panel.locator(".hybrid-trt-engine").first.get_by_role("button", name="More for"))
-    raw.get_by_role("menu").wait_for(timeout=5000)
+    raw.get_by_role("menu").wait_for()
     raw.keyboard.press("Escape")
 
 
@@ -328,7 +328,7 @@ def test_a_build_that_waits_for_its_model_is_listed_too(page: EnginePage, librar
     panel.get_by_text("TRT UNet Engine · … Loading the model").wait_for()
     page.shot("asked")
     held[0].fulfill(status=500, json={"error": {"message": "it was only a test"}})
-    assert "it was only a test" in page.wait_for(page.node("TRTUNetEngine"), "failed", timeout=10)["text"]
+    assert "it was only a test" in page.wait_for(page.node("TRTUNetEngine"), "failed", timeout=30)["text"]
     raw.evaluate(HAPPEN, "status")
     panel.get_by_text("Loading the model").wait_for(state="detached")
 

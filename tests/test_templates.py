@@ -48,7 +48,6 @@ def small(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess)
 def test_a_template_opens_readable_in_a_small_window(small: ComfyPage, name: str) -> None:
     """Its card has a name and a picture; its nodes can be read, start in the corner, and none covers another."""
     page = EnginePage(small, f"template-{name}")
-    small.page.set_default_timeout(10000)
     raw, title = small.page, TITLES[name]
     raw.keyboard.press("Escape")  # what a failure before left open
     raw.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates') }")

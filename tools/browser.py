@@ -135,7 +135,7 @@ def comfy_page(browser: Browser, url: str, vue: bool = False, width: int = 1600,
     try:
         context.route(lambda to: to.startswith("http") and not to.startswith(url), lambda route: route.abort())
         page = ComfyPage(context.new_page(), vue)
-        page.page.set_default_timeout(30000)
+        page.page.set_default_timeout(60000)
         page.page.on("pageerror", lambda error: page.errors.append(str(error)))
         page.page.on("crash", lambda _: page.errors.append("the browser's tab crashed"))
         page.page.goto(url, wait_until="domcontentloaded")
