@@ -2,7 +2,7 @@
 
 ComfyUI asks one ControlNet after the other, waits for the GPU before each to compare a timestep, and scales and adds
 every residual by itself. For a stack of sessions that may run at once the same result needs none of this. Anything else
-in the stack, and the first call of a run, which opens and records engines, goes ComfyUI's own way. It finds those hints
+in the stack goes ComfyUI's own way, and so does a call that opens engines or has a hint to make. It finds those hints
 made that are known or need only be copied; see ``hints``.
 """
 
@@ -66,9 +66,9 @@ class ControlStack:
     ) -> Control | None:
         """The chain's residuals, as ComfyUI's own ``get_control`` of its last ControlNet."""
         chain = list(_chain(self._control))
-        if not all(_can_join(control, x_noisy) for control in chain):
-            lacking = [control for control in chain if lacks_hint(control, x_noisy)]
-            new = make_hints(_active(lacking, t), x_noisy) if lacking else []
+        lacking = [control for control in chain if lacks_hint(control, x_noisy)]
+        new = make_hints(_active(lacking, t), x_noisy) if lacking else []
+        if new or not all(_can_join(control, x_noisy) for control in chain):
             result = self._control.get_control(x_noisy, t, cond, batched_number, transformer_options)
             keep_hints(new, x_noisy)
             return result

@@ -202,7 +202,9 @@ def test_the_next_run_finds_the_hint_of_the_last_one_and_what_the_network_made_o
     ready(backed)
     monkeypatch.setattr(comfy.utils, "common_upscale", None)
     monkeypatch.setattr(hints, "makes_hints_as_comfyui", lambda _: True)
+    runs = stacks.runs
     assert same(call(ControlStack(backed)), reference)
+    assert stacks.runs == runs + 1, "the engine is open and the hint known: nothing is left for ComfyUI's way"
     assert backed.cond_hint is first
     assert torch.equal(bits(backed.cond_hint), bits(native.cond_hint))
     assert backed.cond_hint.stride() == native.cond_hint.stride()
