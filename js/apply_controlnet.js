@@ -35,6 +35,7 @@ function keepRowValues(node) {
     const configured = node.onConfigure; // a workflow brings the names of the language that it was saved in
     node.onConfigure = function (...args) {
         configured?.apply(this, args);
+        keepHeight(this, args[0]?.size);
         [...(this.inputs ?? []), ...(this.widgets ?? [])].forEach(labelRow);
     };
     node.widgets?.forEach(tend);
@@ -44,6 +45,18 @@ function keepRowValues(node) {
         tend(widget);
         return widget;
     };
+}
+
+/**
+ * Give a node that is made anew the height that it was saved with, if it needs less.
+ *
+ * The page shrinks a node below a dynamic combo to LiteGraph's height, also where Vue nodes are higher. Those it measures
+ * only when their boxes change, which undo does not: it would be a further edit, and undo would never get past it.
+ * @param {object} node
+ * @param {number[] | undefined} saved its width and height
+ */
+function keepHeight(node, saved) {
+    if (saved?.[1] > node.size[1]) node.setSize([node.size[0], saved[1]]);
 }
 
 app.registerExtension({

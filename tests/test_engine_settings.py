@@ -47,10 +47,8 @@ RESIZE = """side => { const [width, height] = app.graph.nodes.find(n => n.type =
 HISTORY = """() => { const { changeTracker, isModified } = app.extensionManager.workflow.activeWorkflow;
     return [app.graph.nodes.find(n => n.type === 'EmptyLatentImage').widgets[0].value, changeTracker.undoQueue.length,
             isModified]; }"""
-#: The workflow as if it had just been saved, with what the page itself changes when it opens one; without the stack,
-#: whose rows Vue nodes measure anew after undo.
+#: The workflow as if it had just been saved, with what the page itself changes when it opens one.
 AS_SAVED = """() => { const workflow = app.extensionManager.workflow.activeWorkflow;
-    app.graph.remove(app.graph.nodes.find(n => n.type === 'TRTApplyControlNet'));
     workflow.changeTracker.captureCanvasState();
     workflow.changeTracker.reset();
     workflow.changeTracker.undoQueue.length = 0;

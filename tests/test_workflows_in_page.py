@@ -26,6 +26,10 @@ ROWS = """() => { const node = app.graph.nodes.find(n => n.type === 'TRTApplyCon
              widgets: node.widgets.map(w => w.label ?? w.name) }; }"""
 SET_ROWS = """count => { app.graph.nodes.find(n => n.type === 'TRTApplyControlNet')
     .widgets.find(w => w.name === 'rows').value = count; }"""
+#: A value of the stack's, and how many edits of the workflow can be undone.
+SET_VALUE = """([name, value]) => { app.graph.nodes.find(n => n.type === 'TRTApplyControlNet')
+    .widgets.find(w => w.name === name).value = value; }"""
+EDITS = "() => app.extensionManager.workflow.activeWorkflow.changeTracker.undoQueue.length"
 #: A Reroute into the decoder and a PrimitiveNode on the seed: nodes that only the page knows.
 PAGE_NODES = """() => {
     const make = (type, x) => { const n = LiteGraph.createNode(type); n.pos = [x, 1300]; app.graph.add(n); return n; };
@@ -236,6 +240,28 @@ def test_rows_of_the_stack_come_and_go(page: ComfyPage, object_info: dict[str, A
     page.page.evaluate(SET_ROWS, "2")
     page.settle()
     assert page.widgets("TRTApplyControlNet").items() >= strengths.items()
+
+
+@slow.when("litegraph")
+@pytest.mark.browser
+def test_undo_and_redo_go_through_every_edit_of_the_stack(page: ComfyPage) -> None:
+    raw = page.page
+
+    def seen() -> tuple[Any, ...]:
+        page.settle()
+        raw.mouse.click(800, 850)  # the page takes the button's release for the end of an edit
+        return page.widgets("TRTApplyControlNet"), raw.evaluate(ROWS), raw.evaluate(EDITS)
+
+    page.load(shipped("sd15_two_controlnets"))
+    states = [seen()]
+    for edit in (["rows.strength_1", 0.55], ["rows", "3"], ["rows.end_3", 0.5], ["rows", "1"]):
+        raw.evaluate(SET_VALUE, edit)
+        states.append(seen())
+    assert [edits - states[0][2] for *_, edits in states] == [0, 1, 2, 3, 4]
+    for command, course in (("Undo", states[-2::-1]), ("Redo", states[1:])):
+        for state in course:
+            raw.evaluate("name => { app.extensionManager.command.execute(`Comfy.${name}`) }", command)
+            assert seen() == state, command
 
 
 @pytest.mark.browser
