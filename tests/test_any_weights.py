@@ -3,107 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import slow
 import torch
-from fake_engine import publish_engine
-from pack import import_comfy
-from small_networks import CPU, HintEncoder, native_call, network, random_weights
-
-import_comfy()
-
-from comfy.model_patcher import ModelPatcher
+from any_weights import LIMIT, ORT, another, built, error, handle_of, inputs_of, lora, native, patched, served
 from comfy_execution.utils import CurrentNodeContext
-from hybrid_trt.architectures import Role
+from fake_engine import publish_engine
 from hybrid_trt.architectures.calls import EngineCall
-from hybrid_trt.architectures.samples import sample_inputs
-from hybrid_trt.architectures.tensors import Profile, Range
-from hybrid_trt.backends import backends
 from hybrid_trt.backends.onnxruntime import RefittableRunner
-from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder.jobs import BuildQueue
-from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import BuildError, Engine, Library, Reason, local_key, trust
-from hybrid_trt.engine_library.parity import relative_error
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.engine_library import Reason
+from hybrid_trt.engine_runtime.engine_handle import EngineHandle
 from hybrid_trt.engine_sessions.session import Session
 from hybrid_trt.native_model.hash_cache import source_changed
 from hybrid_trt.native_model.layout import layout_of
 from hybrid_trt.native_model.network import NativeNetwork
-from hybrid_trt.page_api.node_states import NodeStates, engine_json
+from hybrid_trt.page_api.node_states import NodeStates
 from hybrid_trt.page_api.outlook import Wish
+from small_networks import CPU, HintEncoder, native_call, network
 
-PROFILE = Profile({"B": Range(1, 2, 2), "H": Range(4, 8, 16), "W": Range(4, 8, 16), "T": Range(77, 77, 77),
-                   "HB": Range(1, 1, 2)})
-SIZES = {"B": 2, "H": 8, "W": 12, "T": 77, "HB": 1}
-LIMIT = 1e-5
 GROUP = 16
 """So many parameters are put into an engine at once: ONNX Runtime takes a second each time."""
-ORT = backends()["onnxruntime"]
-
-
-def built(net: NativeNetwork, folder: Path, replaceable: bool = True, **options: Any) -> Engine:
-    order = BuildOrder(net, "float32", PROFILE, ORT, replaceable=replaceable, **options)
-    return builder.build_engine(order, Library([folder]), lambda *_: None, run=builder.run_here)
-
-
-def handle_of(net: NativeNetwork, folder: Path, replaceable: bool = False) -> EngineHandle:
-    choice = EngineChoice(PROFILE, backend="onnxruntime", replaceable=replaceable)
-    # outside of a prompt all tests of a process would count for one node
-    return EngineHandle(net, choice, Library([folder]), f"node of {folder}")
-
-
-def another(net: NativeNetwork, layout: str = "unlike_levels") -> NativeNetwork:
-    """A network of the same layout with other weights."""
-    other = network("unet" if net.role is Role.BACKBONE else "controlnet", layout)
-    random_weights(other.module)
-    for parameter in other.module.parameters():
-        parameter.data.neg_() if parameter.ndim > 1 else parameter.data.mul_(0.9)
-    return other
-
-
-def lora(net: NativeNetwork, seed: int, ends: str = "to_k.weight") -> dict[str, tuple]:
-    """A difference for the weights of some name."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: ("diff", (0.3 * torch.randn(p.shape, generator=generator) / p.shape[-1] ** 0.5,))
-        for name, p in net.patcher.model.named_parameters()
-        if name.endswith(ends)
-    }
-
-
-def patched(net: NativeNetwork, *patches: tuple[dict[str, tuple], float]) -> ModelPatcher:
-    patcher = net.patcher.clone()
-    for values, strength in patches:
-        assert patcher.add_patches(values, strength)
-    return patcher
-
-
-def inputs_of(net: NativeNetwork, sizes: dict[str, int] = SIZES) -> dict[str, torch.Tensor]:
-    return sample_inputs(net.architecture().inputs(net.module, "float32"), sizes, seed=3)
-
-
-def native(net: NativeNetwork, patcher: ModelPatcher) -> list[torch.Tensor]:
-    patcher.patch_model(CPU)
-    try:
-        return native_call(net, inputs_of(net))
-    finally:
-        patcher.unpatch_model(CPU)
-
-
-def served(handle: EngineHandle, patcher: ModelPatcher | None = None) -> list[torch.Tensor]:
-    with torch.inference_mode():
-        done, result = handle.serve(None, lambda: EngineCall(inputs_of(handle.network), dict), patcher)
-    assert done, handle.fallback or handle.tally.details
-    return list(result.values())
-
-
-def error(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
-    return max(relative_error(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.fixture
@@ -185,106 +109,6 @@ def test_calls_of_one_sampling_run_put_nothing_in_again(tmp_path: Path, refits: 
     handle.session.unload()
     assert error(served(handle, patcher), native(net, patcher)) <= LIMIT
     assert len(refits) == 2, "an engine that was closed has no weights"
-
-
-# Engines that have weights when they are opened, as TensorRT's, with ONNX Runtime as their double
-
-
-class Keeping(RefittableRunner):
-    """Has the weights of ``built_with`` when it is opened."""
-
-    built_with: ClassVar[torch.nn.Module]
-    given: ClassVar[list[set[str]]]
-
-    def _open(self, options: Any) -> None:
-        super()._open(options)
-        names = json.loads((self._path.parent / "parameters.json").read_text())
-        self.kept = {i: self.built_with.get_parameter(name).detach().clone() for name, i in names.items()}
-        super().refit(self.kept, self.kept.keys())
-
-    def refit(self, weights: Mapping[str, torch.Tensor], changed: Collection[str]) -> None:
-        self.given.append(set(changed))
-        super().refit(weights, changed)
-
-
-class Forgetful(Keeping):
-    """Loses all others when it is given some weights."""
-
-    def refit(self, weights: Mapping[str, torch.Tensor], changed: Collection[str]) -> None:
-        values = {name: weights[name] if name in changed else old for name, old in self.kept.items()}
-        super().refit(values, values.keys())
-
-
-class Careless(Keeping):
-    """Damages those that it was opened with when it is given some others."""
-
-    def _open(self, options: Any) -> None:
-        self.done: set[str] = set()
-        super()._open(options)
-
-    def refit(self, weights: Mapping[str, torch.Tensor], changed: Collection[str]) -> None:
-        self.done |= set(changed)
-        values = {name: weights[name] if name in self.done else 0.97 * old for name, old in self.kept.items()}
-        super().refit(values, values.keys())
-
-
-class Stale(Keeping):
-    """Has other weights when it is opened than it was built with."""
-
-    def _open(self, options: Any) -> None:
-        super()._open(options)
-        RefittableRunner.refit(self, {name: 0.97 * value for name, value in self.kept.items()}, self.kept.keys())
-
-
-@pytest.fixture
-def keeping(monkeypatch: pytest.MonkeyPatch) -> NativeNetwork:
-    """A network whose engines, from now on, have its weights when they are opened."""
-    net = network("unet", "unlike_levels")
-    Keeping.built_with, Keeping.given = net.module, []
-    monkeypatch.setattr("hybrid_trt.backends.onnxruntime.RefittableRunner", Keeping)
-    monkeypatch.setattr(type(ORT), "keeps_weights", True)
-    return net
-
-
-def test_an_engine_that_was_opened_with_this_very_models_weights_is_given_only_what_loras_change(
-    keeping: NativeNetwork, tmp_path: Path
-) -> None:
-    built(keeping, tmp_path)
-    handle, keys = handle_of(keeping, tmp_path), lora(keeping, 5)
-    with_lora = patched(keeping, (keys, 0.8))
-    changed = {name.replace("diffusion_model.", "unet.") for name in keys}
-    for patcher, given in ((keeping.patcher, []), (with_lora, [changed]), (keeping.patcher, [changed])):
-        Keeping.given.clear()
-        assert error(served(handle, patcher), native(keeping, patcher)) <= LIMIT
-        assert Keeping.given == given
-    handle.session.unload()
-    Keeping.given.clear()
-    assert error(served(handle, with_lora), native(keeping, with_lora)) <= LIMIT
-    assert Keeping.given == [changed], "it has its own weights again when it is opened again"
-
-
-def test_another_models_weights_are_all_put_into_it(keeping: NativeNetwork, tmp_path: Path) -> None:
-    engine, other = built(keeping, tmp_path), another(keeping)
-    assert error(served(handle_of(other, tmp_path)), native(other, other.patcher)) <= LIMIT
-    assert Keeping.given == [set(json.loads((engine.folder / "parameters.json").read_text()).values())]
-
-
-@pytest.mark.parametrize("verdict", [trust.CHECKED, trust.BUILT])
-def test_so_are_all_where_another_machine_says_what_is_inside(
-    keeping: NativeNetwork, tmp_path: Path, verdict: str
-) -> None:
-    engine = built(keeping, tmp_path)
-    trust.keep(engine.folder, engine.manifest, trust.Record(verdict, parity=trust.figures(engine)))
-    assert error(served(handle_of(keeping, tmp_path)), native(keeping, keeping.patcher)) <= LIMIT
-    assert len(Keeping.given) == (verdict == trust.CHECKED)
-
-
-def test_so_are_all_where_it_was_built_with_a_lora(keeping: NativeNetwork, tmp_path: Path) -> None:
-    patcher = patched(keeping, (lora(keeping, 5), 0.8))
-    with_lora = NativeNetwork(patcher, keeping.module, keeping.prefix, keeping.dtype, keeping.label)
-    engine = built(with_lora, tmp_path)
-    assert error(served(handle_of(keeping, tmp_path)), native(keeping, keeping.patcher)) <= LIMIT
-    assert Keeping.given == [set(json.loads((engine.folder / "parameters.json").read_text()).values())]
 
 
 def test_two_models_in_one_prompt_do_not_take_each_others_weights_out(
@@ -446,45 +270,6 @@ def test_it_does_not_grow_stale_with_the_file_that_it_was_built_from(tmp_path: P
     fixed, replaceable = (publish_engine(tmp_path, weights=w, source=source) for w in ("f" * 64, "layout-f"))
     assert source_changed(fixed).reason is Reason.STALE_ENGINE
     assert source_changed(replaceable) is None
-
-
-# The proof on a GPU, with the CPU as its double
-
-
-class Deaf(RefittableRunner):
-    """Computes with something else than the weights that it is given."""
-
-    def refit(self, weights: Mapping[str, torch.Tensor], changed: Collection[str]) -> None:
-        super().refit({name: value * (0.97 if "to_k" in name else 1) for name, value in weights.items()}, changed)
-
-
-@pytest.mark.parametrize("runner", [RefittableRunner, Deaf, Keeping, Forgetful, Careless, Stale])
-def test_a_build_proves_on_its_gpu_that_the_engine_takes_other_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: type[RefittableRunner]
-) -> None:
-    monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "keys"))
-    monkeypatch.setattr(builder, "gpu_of", lambda device: "a GPU")
-    monkeypatch.setattr(type(ORT), "unavailable", lambda *_: None)
-    monkeypatch.setattr("hybrid_trt.backends.onnxruntime.RefittableRunner", runner)
-    tasks = []
-
-    def run(task: dict, progress: Callable, log: Callable, environment: Mapping[str, str]) -> dict:
-        tasks.append(task)
-        if task["step"] == "check":
-            task = {**task, "device": "cpu", "timed": None}
-        return builder.run_here(task, progress, log, environment)
-
-    net = network("unet", "inpainting_channels")
-    Keeping.built_with, Keeping.given = net.module, []
-    order = BuildOrder(net, "float32", PROFILE, ORT, torch.device("cuda", 0), replaceable=True)
-    monkeypatch.setattr(type(ORT), "keeps_weights", issubclass(runner, Keeping))
-    if runner not in (RefittableRunner, Keeping):
-        with pytest.raises(BuildError, match="differs from native"):
-            builder.build_engine(order, Library([tmp_path]), lambda *_: None, run=run)
-    else:
-        engine = builder.build_engine(order, Library([tmp_path]), lambda *_: None, run=run)
-        assert 0 < engine_json(engine)["refit_s"] < 60, "the page knows how long other weights take"
-    assert tasks[-1]["step"] == "check"
 
 
 def session_of(handle: EngineHandle) -> Session:
