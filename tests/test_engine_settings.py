@@ -13,7 +13,7 @@ from browser import ComfyPage, comfy_page
 from build_page import NET_1 as NET
 from build_page import WORKFLOW, browser, load, no_engines, page
 from comfy_process import ComfyProcess
-from engine_page import EnginePage, reload
+from engine_page import STACK_MEASURED, EnginePage, reload
 from fake_engine import publish
 from playwright.sync_api import Browser
 from workflow_recipes import with_tiny_models
@@ -179,6 +179,7 @@ def test_what_auto_follows_is_no_edit(page: EnginePage, tiny: dict[str, Any], co
     unet = page.node("TRTUNetEngine")
     follows = f"([id, size]) => ({SIZES_OF})(id).opt_size === size"
     raw.wait_for_function(follows, arg=[unet, 576])
+    raw.wait_for_function(STACK_MEASURED)
     raw.mouse.click(800, 850)
     raw.evaluate(AS_SAVED)
     assert raw.evaluate(HISTORY) == [576, 0, False]

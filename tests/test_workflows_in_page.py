@@ -9,7 +9,7 @@ import pytest
 import slow
 from browser import ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
-from engine_page import EnginePage
+from engine_page import STACK_MEASURED, EnginePage
 from make_workflows import build
 from playwright.sync_api import Browser
 from shipped_workflows import NAMES, TITLES, Workflow, object_info, shipped
@@ -249,6 +249,7 @@ def test_undo_and_redo_go_through_every_edit_of_the_stack(page: ComfyPage) -> No
 
     def seen() -> tuple[Any, ...]:
         page.settle()
+        raw.wait_for_function(STACK_MEASURED)
         raw.mouse.click(800, 850)  # the page takes the button's release for the end of an edit
         return page.widgets("TRTApplyControlNet"), raw.evaluate(ROWS), raw.evaluate(EDITS)
 

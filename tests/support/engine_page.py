@@ -22,6 +22,11 @@ PLACE = """([id, name]) => { const node = app.canvas.graph.getNodeById(id);
 COVERED = """([x, y]) => { const covered = Boolean(document.elementFromPoint(x, y)?.closest('.p-toast-message'));
     if (covered) document.querySelectorAll('.p-toast-close-button').forEach(button => button.click());
     return covered; }"""
+#: Whether the stack's height is that of its box: Vue nodes are measured some time after they were drawn.
+STACK_MEASURED = """() => { const node = app.graph.nodes.find(n => n.type === 'TRTApplyControlNet');
+    const box = document.querySelector(`[data-node-id='${node.id}']`);
+    return !LiteGraph.vueNodesMode
+        || Math.abs(box?.offsetHeight - LiteGraph.NODE_TITLE_HEIGHT - node.size[1]) < 1; }"""
 #: What the status of an engine node of the open graph shows.
 STATUS = """id => { const widget = app.canvas.graph.getNodeById(id).widgets.find(w => w.name === 'engine_status');
     const e = widget.element, bar = e.querySelector('.hybrid-trt-bar');
