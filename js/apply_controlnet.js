@@ -48,15 +48,15 @@ function keepRowValues(node) {
 }
 
 /**
- * Give a node that is made anew the height that it was saved with, if it needs less.
+ * Give a Vue node that is made anew the height that it was saved with, if LiteGraph's is less.
  *
- * The page shrinks a node below a dynamic combo to LiteGraph's height, also where Vue nodes are higher. Those it measures
- * only when their boxes change, which undo does not: it would be a further edit, and undo would never get past it.
+ * The page shrinks a node below a dynamic combo to LiteGraph's height. Vue nodes are higher, and measured only when their
+ * boxes change, which undo does not: the other height would be a further edit, and undo would never get past it.
  * @param {object} node
  * @param {number[] | undefined} saved its width and height
  */
 function keepHeight(node, saved) {
-    if (saved?.[1] > node.size[1]) node.setSize([node.size[0], saved[1]]);
+    if (globalThis.LiteGraph?.vueNodesMode && saved?.[1] > node.size[1]) node.setSize([node.size[0], saved[1]]);
 }
 
 app.registerExtension({
