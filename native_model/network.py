@@ -10,8 +10,8 @@ import torch
 
 from ..architectures import Architecture, Role, architecture_of
 from ..engine_library.reasons import Fallback, Reason, Unavailable
+from .changed_layers import changed_in_place
 from .hash_cache import hashes_without_patches
-from .plain_copy import changed_in_place
 from .quantised import has_quantised_layers
 from .weights import Check, fingerprint, forget_hash, known_hash, weights_hash
 
@@ -99,7 +99,8 @@ class NativeNetwork:
             Unavailable: no engine can be built for this network, or for the way it is patched.
         """
         architecture = self.architecture()
-        if (left := self._leftovers()) or (changed := changed_in_place(self.module)) is not None:
+        sampled = getattr(self.patcher.model, "current_patcher", None) is not None
+        if (left := self._leftovers()) or (changed := changed_in_place(self.module, sampled)) is not None:
             what = f"another node's {left[0]} lies on the model" if left else changed
             raise Unavailable(Reason.MODEL_PATCHED, what)
         return architecture

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable
 
 import torch
+
+from .changed_layers import methods, replaced
 
 Source = Callable[[str, torch.Tensor], torch.Tensor]
 """Name and native tensor of a parameter or buffer -> what the copy holds in its place."""
@@ -24,55 +25,6 @@ kept by a copy nor, by a copy in another process, be freed."""
 
 class ReplacedForward(ValueError):
     """Another node replaced a layer's forward or another method, or hooks into it, which a copy would lose."""
-
-
-_COMPUTES = frozenset({"forward", "_forward", "_conv_forward", "forward_comfy_cast_weights"})
-"""Methods that other packs replace on layers."""
-
-
-_PADDING = "zeros"
-"""What all convolutions of these networks are padded with; for seamless tiles other packs say ``circular`` there."""
-
-
-def changed_in_place(module: torch.nn.Module) -> str | None:
-    """What another node has changed in a module besides its weights, in words, or None.
-
-    Other packs put methods on layers themselves (tiling's ``_conv_forward``); no patcher of ComfyUI's knows of it.
-    """
-    layers = [module]  # by hand, and few methods: large networks have thousands of layers
-    while layers:
-        own = (layer := layers.pop()).__dict__
-        suspect = any(map(own.__contains__, _COMPUTES)) or own["_forward_hooks"] or own["_forward_pre_hooks"]
-        if (suspect or own.get("padding_mode", _PADDING) != _PADDING) and (what := _replaced(layer)) is not None:
-            name = next(name for name, found in module.named_modules() if found is layer)
-            return f"{name or type(module).__name__} has a {what}"
-        layers += [part for part in own["_modules"].values() if part is not None]
-    return None
-
-
-def _replaced(layer: torch.nn.Module) -> str | None:
-    methods = _methods(type(layer))
-    if not methods.isdisjoint(layer.__dict__):
-        for name in methods.intersection(layer.__dict__):
-            if not _is_its_own(layer, name):
-                return f"{name} method that another node replaced"
-    if layer._forward_hooks or layer._forward_pre_hooks:
-        return "forward hook of another node"
-    if (padding := layer.__dict__.get("padding_mode", _PADDING)) != _PADDING:
-        return f"padding of another node ({padding})"
-    return None
-
-
-@functools.cache
-def _methods(kind: type) -> frozenset[str]:
-    return frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
-
-
-def _is_its_own(layer: torch.nn.Module, name: str) -> bool:
-    """Whether what lies on a layer is its class's method, as where ComfyUI has put it back."""
-    method = layer.__dict__[name]
-    function = getattr(method, "__func__", None)
-    return getattr(method, "__self__", None) is layer and function is getattr(type(layer), name)
 
 
 def plain_copy(
@@ -104,12 +56,12 @@ def _copy(
     buffer: Source,
     kind_of: Callable[[type], type],
 ) -> torch.nn.Module:
-    if (what := _replaced(module)) is not None:
+    if (what := replaced(module)) is not None:
         raise ReplacedForward(f"{name or type(module).__name__} has a {what}, which an engine would lose")
     kind = kind_of(type(module))
     copy = kind.__new__(kind)
     torch.nn.Module.__init__(copy)
-    machinery = _LOADING | set(copy.__dict__) | _methods(type(module))
+    machinery = _LOADING | set(copy.__dict__) | methods(type(module))
     copy.__dict__.update({k: v for k, v in module.__dict__.items() if k not in machinery})
     prefix = f"{name}." if name else ""
     copy._parameters = OrderedDict(

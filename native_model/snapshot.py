@@ -17,6 +17,7 @@ import torch
 
 from .. import architectures
 from ..engine_library import BuildError
+from .changed_layers import layer_classes
 from .network import NativeNetwork
 from .plain_copy import ReplacedForward, plain_copy
 from .weights import combine, current_weights, digest, hashing_pool
@@ -110,8 +111,6 @@ def offsets_of(module: torch.nn.Module, index: dict) -> Offsets:
     return {parameter: index[name][1] for name, parameter in module.named_parameters()}
 
 
-_NO_FORWARD = torch.nn.Module.forward
-
 _FAMILIES = architectures.__name__
 """The package of the families, whose name is another one in each process."""
 
@@ -137,17 +136,8 @@ def _pickled(module: torch.nn.Module) -> bytes:
 
 
 def _known_class(kind: type) -> type:
-    """The class, if any process can import it: from ComfyUI, from torch or from one of our own families.
-
-    For a layer that another pack or ComfyUI made for quantised weights it is the plain layer that it stands for, since
-    its weights come dequantised.
-    """
-    bases = kind.__mro__ if hasattr(kind, "comfy_cast_weights") else (kind,)
-    for base in bases:
-        if base is not kind and getattr(base, "forward", _NO_FORWARD) is _NO_FORWARD:
-            continue  # it stands for no layer
-        if base.__module__.split(".")[0] not in ("comfy", "torch") and not base.__module__.startswith(f"{_FAMILIES}."):
-            continue
+    """The class that a copy of a layer has, which any process can import; see ``layer_classes``."""
+    for base in layer_classes(kind):
         found = sys.modules.get(base.__module__)
         for part in base.__qualname__.split("."):
             found = getattr(found, part, None)

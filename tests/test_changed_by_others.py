@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,37 @@ def padded(model: Any) -> None:
             layer.padding_mode = "circular"
 
 
+class Halved(torch.nn.SiLU):
+    """A layer of another pack's own."""
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return 0.5 * super().forward(given)
+
+
+def another_packs_layer(model: Any) -> None:
+    model.model.diffusion_model.time_embed[1] = Halved()
+
+
+def another_layer(model: Any) -> None:
+    """Of a class that ComfyUI has too; whoever puts it there keeps the other one, to put it back."""
+    embed = model.model.diffusion_model.time_embed
+    model.kept = embed[1]
+    embed[1] = torch.nn.GELU()
+
+
+def other_weights(model: Any) -> None:
+    """A layer of the same class."""
+    embed = model.model.diffusion_model.time_embed
+    model.kept = embed[2]
+    embed[2] = copy.deepcopy(model.kept)
+    embed[2].weight.data *= 0.5
+
+
+IN_PLACE = (tiled, hooked, padded, another_packs_layer, another_layer, other_weights)
+
+
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
-@pytest.mark.parametrize("change", [tiled, hooked, padded])
+@pytest.mark.parametrize("change", IN_PLACE)
 def test_layers_that_were_changed_in_place_are_natives(
     file: Path, library: Library, backend: str, change: Any
 ) -> None:
@@ -152,7 +182,41 @@ def test_layers_that_were_changed_in_place_are_natives(
     assert list(patched.handle.tally.reasons) == [Reason.MODEL_PATCHED.value]
 
 
-@pytest.mark.parametrize("change", [tiled, hooked, padded])
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
+def test_another_packs_layer_is_natives_where_it_was_there_first(file: Path, library: Library, backend: str) -> None:
+    native, model = load(file), load(file)
+    for one in (native, model):
+        another_packs_layer(one)
+    reference = sample(native)
+    assert error(reference, sample(load(file))) > 1e-2
+    patched = Patched(model, library, backend)
+    assert error(patched.sample(), reference) <= LIMIT
+    assert patched.counts == (0, STEPS)
+    assert "time_embed.1 is a Halved of another pack" in patched.handle.status()
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
+def test_a_layer_that_is_put_back_is_the_engines_again(file: Path, library: Library, backend: str) -> None:
+    model = load(file)
+    patched = Patched(model, library, backend)
+    another_layer(model)
+    patched.sample()
+    assert patched.counts == (0, STEPS)
+    model.model.diffusion_model.time_embed[1] = model.kept
+    assert error(patched.sample(), sample(load(file))) <= LIMIT
+    assert patched.counts == (STEPS, 0)
+
+
+def test_a_model_that_is_seen_first_while_it_is_sampled_is_the_engines_when_it_has_its_own_again(
+    file: Path, library: Library
+) -> None:
+    model, found = load(file), []
+    sample(with_an_injected_part(model), step=lambda _: found or found.append(Patched(model, library)))
+    assert error(found[0].sample(), sample(load(file))) <= LIMIT
+    assert found[0].counts == (STEPS, 0)
+
+
+@pytest.mark.parametrize("change", IN_PLACE)
 def test_a_file_that_was_loaded_twice_is_changed_in_one_model_alone(file: Path, library: Library, change: Any) -> None:
     native, again, node = load(file), load(file), Patched(load(file), library)
     handle, refusal = _for_model(again, node.handle)
