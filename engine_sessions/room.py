@@ -85,6 +85,8 @@ def lacks_room(size: int, device: torch.device) -> bool:
 
 def close_engines(device: torch.device) -> None:
     """Close every engine on a device, also those in use: native serves the rest of the run in their place."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # ControlNets of a stack may run beside the call that lacked memory
     for patcher in model_management.loaded_models():
         if hasattr(patcher, "close_engine") and patcher.load_device == device:
             patcher.close_engine()

@@ -211,6 +211,18 @@ def test_the_next_run_finds_the_hint_of_the_last_one_and_what_the_network_made_o
     assert preludes.computed == computed
 
 
+def test_a_call_that_opens_an_engine_goes_comfyuis_way_though_its_hints_are_known(stacks: Stacks) -> None:
+    native, backed = stacks.chain(False), stacks.chain(True)
+    for step in range(2):
+        assert same(call(ControlStack(backed), step), call(native, step))
+    runs = stacks.runs
+    backed.control_model.handle.session.unload()
+    assert same(call(ControlStack(backed), 2), call(native, 2))
+    assert stacks.runs == runs, "weights are taken while no other ControlNet of the stack runs"
+    assert same(call(ControlStack(backed), 3), call(native, 3))
+    assert stacks.runs == runs + 1
+
+
 def _write(tensor: torch.Tensor) -> None:
     with torch.inference_mode():
         tensor.mul_(0.5)

@@ -69,7 +69,6 @@ class LiveSession:
     """
 
     follows_patches = True
-    joins_stacks = True
 
     def __init__(self, network: NativeNetwork, backend: Compiler, precision: str, recorder: Recorder | None = None):
         self.label = network.label
@@ -128,6 +127,10 @@ class LiveSession:
     @property
     def parts(self) -> frozenset[LiveSession]:
         return frozenset([self])
+
+    @property
+    def joins_stacks(self) -> bool:
+        return self.loaded  # weights are not taken beside calls that run: ComfyUI may free what these use
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
