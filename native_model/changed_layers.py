@@ -23,13 +23,10 @@ _first_seen: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref]] = wea
 """The layers that a network had, in order: hashes and live weights are of these."""
 
 
-def changed_in_place(module: torch.nn.Module, sampled: bool = False) -> str | None:
+def changed_in_place(module: torch.nn.Module) -> str | None:
     """What another node has changed in a module besides its weights, in words, or None.
 
     Other packs put methods on layers themselves (tiling's ``_conv_forward``), or other layers in their place.
-
-    Args:
-        sampled: somebody samples with it now, so that what it has besides its own may be taken out after that.
     """
     layers, todo = [], [module]  # by hand, and few methods: large networks have thousands of layers
     while todo:
@@ -44,8 +41,7 @@ def changed_in_place(module: torch.nn.Module, sampled: bool = False) -> str | No
         return f"{_name(module, layer)} is a {type(layer).__qualname__} of another pack"
     before = _first_seen.get(module)
     if before is None:
-        if not sampled:
-            _first_seen[module] = list(map(weakref.ref, layers))
+        _first_seen[module] = list(map(weakref.ref, layers))
         return None
     for layer, ref in zip(layers, before, strict=False):
         if ref() is not layer:

@@ -99,8 +99,10 @@ class NativeNetwork:
             Unavailable: no engine can be built for this network, or for the way it is patched.
         """
         architecture = self.architecture()
-        sampled = getattr(self.patcher.model, "current_patcher", None) is not None
-        if (left := self._leftovers()) or (changed := changed_in_place(self.module, sampled)) is not None:
+        sampled_by = getattr(self.patcher.model, "current_patcher", None)
+        if sampled_by is not None and sampled_by.injections:  # what is the model's own cannot be told meanwhile
+            raise Unavailable(Reason.MODEL_PATCHED, "another node has put parts into the model that is sampled now")
+        if (left := self._leftovers()) or (changed := changed_in_place(self.module)) is not None:
             what = f"another node's {left[0]} lies on the model" if left else changed
             raise Unavailable(Reason.MODEL_PATCHED, what)
         return architecture

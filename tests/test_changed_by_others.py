@@ -207,11 +207,12 @@ def test_a_layer_that_is_put_back_is_the_engines_again(file: Path, library: Libr
     assert patched.counts == (STEPS, 0)
 
 
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
 def test_a_model_that_is_seen_first_while_it_is_sampled_is_the_engines_when_it_has_its_own_again(
-    file: Path, library: Library
+    file: Path, library: Library, backend: str
 ) -> None:
     model, found = load(file), []
-    sample(with_an_injected_part(model), step=lambda _: found or found.append(Patched(model, library)))
+    sample(with_an_injected_part(model), step=lambda _: found or found.append(Patched(model, library, backend)))
     assert error(found[0].sample(), sample(load(file))) <= LIMIT
     assert found[0].counts == (STEPS, 0)
 
