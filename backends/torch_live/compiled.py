@@ -7,6 +7,7 @@ makes a file that a new process opens in seconds: nothing is traced, guarded or 
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -129,7 +130,31 @@ def open_file(path: Path) -> Compiled:
     _let_kernels_be_recorded()
     # nothing is compiled here, and starting Inductor's pool of compilers would keep all cores busy for seconds
     with torch._inductor.config.patch(compile_threads=1), torch.inference_mode(False), torch.no_grad():
-        return torch._inductor.CompiledArtifact.load(path=str(path))
+        return _without_a_copy(path) or torch._inductor.CompiledArtifact.load(path=str(path))
+
+
+def _without_a_copy(path: Path) -> Compiled | None:
+    """What ``CompiledArtifact.load`` gives, or None where this torch keeps its files otherwise.
+
+    torch first copies, object by object, all that it has read, so as to be able to write it once more.
+    """
+    try:
+        from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
+        from torch._inductor.codecache import torch_key
+        from torch._inductor.standalone_compile import AOTCompiledArtifact
+        from torch.utils._appending_byte_serializer import BytesReader
+
+        reader = BytesReader(path.read_bytes())
+        if reader.read_bytes() != AOTCompiledArtifact.AOT_HEADER or reader.read_bytes() != torch_key():
+            return None
+        entry, kernels, arguments = pickle.loads(reader.read_bytes())
+        if kernels or arguments:  # which have to be put in their place
+            return None
+        entry.__deepcopy__ = lambda memo: entry
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        log.info("Hybrid TRT: compiled files open more slowly with this torch (%s)", error)
+        return None
+    return deserialize_bundled_cache_entry(entry)
 
 
 def file_name(symbols: dict[str, int]) -> str:

@@ -1,0 +1,86 @@
+"""A file that Inductor wrote opens to what was compiled, without the copy that torch makes of all it has read."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pack import import_comfy
+
+import_comfy()
+
+from hybrid_trt.backends.torch_live import compiled
+from torch._functorch._aot_autograd.aot_autograd_result import BundledAOTAutogradResult
+
+
+class Function(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.nn.functional.silu(self.layer(x)), x + 1
+
+
+FUNCTION = Function().requires_grad_(False)
+WEIGHTS = [FUNCTION.layer.weight.data, FUNCTION.layer.bias.data]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("compiled") / "B2.bin"
+    compiled.compile_to_file(FUNCTION, WEIGHTS, ["layer.weight", "layer.bias"], [torch.randn(2, 8)], path)
+    return path
+
+
+def assert_computes_the_same(opened: compiled.Compiled) -> None:
+    for _ in range(2):
+        weights, x = [torch.randn_like(w) for w in WEIGHTS], torch.randn(2, 8)
+        expected = torch.nn.functional.silu(x @ weights[0].T + weights[1]), x + 1
+        with torch.inference_mode():
+            torch.testing.assert_close(tuple(opened(*weights, x)), expected)
+
+
+def test_opening_copies_nothing_of_what_it_has_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copied(*_: object) -> None:
+        raise AssertionError("all that was read is copied")
+
+    monkeypatch.setattr(BundledAOTAutogradResult, "__reduce_ex__", copied)
+    with pytest.raises(AssertionError, match="all that was read is copied"):
+        torch._inductor.CompiledArtifact.load(path=str(file))
+    assert_computes_the_same(compiled.open_file(file))
+
+
+def test_where_torch_keeps_its_files_otherwise_it_opens_them_itself(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "pickle", SimpleNamespace(loads=lambda _: ("two", "things")))
+    assert_computes_the_same(compiled.open_file(file))
+
+
+def test_kernels_that_have_to_be_put_in_their_place_are_left_to_torch(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "pickle", SimpleNamespace(loads=lambda _: (None, {1: "kernel"}, {})))
+    assert_computes_the_same(compiled.open_file(file))
+
+
+def test_a_file_of_another_torch_or_a_damaged_one_is_refused(file: Path, tmp_path: Path) -> None:
+    from torch._inductor.codecache import torch_key
+
+    data = file.read_bytes()[4:]
+    assert torch_key() in data
+    other = data.replace(torch_key(), bytes(len(torch_key())), 1)
+    for contents, kind in ((checksum(other) + other, AssertionError), (checksum(data) + other, RuntimeError)):
+        path = tmp_path / "other.bin"
+        path.write_bytes(contents)
+        with pytest.raises(kind):
+            compiled.open_file(path)
+
+
+def checksum(data: bytes) -> bytes:
+    """What torch puts before all else that it keeps."""
+    return zlib.crc32(data).to_bytes(4, "big")
