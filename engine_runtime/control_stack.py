@@ -128,23 +128,20 @@ def _run(chain: list[ControlNet], x_noisy: torch.Tensor, t: torch.Tensor, cond: 
                 extra[name] = value.to(x_noisy.device, dtype) if isinstance(value, torch.Tensor) else value
         calls.append((control, *shared[key], extra))
 
-    results, streams = [], []
+    results, joins = [], []
     start = _start([control.control_model.handle.session for control in chain], x_noisy)
     for control, x, timesteps, context, extra in calls:
         with _own_stream(control.control_model.handle.session, start) as stream:
             result = control.control_model(x=x, hint=control.cond_hint, timesteps=timesteps, context=context, **extra)
             results.append(result)
             if stream is not None:
-                streams.append(stream)
-    here = torch.cuda.current_stream(x_noisy.device) if streams else None
-    for stream in streams:
-        here.wait_stream(stream)
-    merged = _merged(chain, results)
-    if here is not None:
-        end = here.record_event()
-        for stream in streams:
-            stream.wait_event(end)  # what it has made is read until here: its memory may be taken only then
-    return merged
+                joins.append((stream.record_event(), _flat(result)))
+    for event, tensors in joins:
+        here = torch.cuda.current_stream(x_noisy.device)
+        here.wait_event(event)
+        for tensor in tensors:
+            tensor.record_stream(here)
+    return _merged(chain, results)
 
 
 def _start(sessions: list[Session], x_noisy: torch.Tensor) -> torch.cuda.Event | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ import_comfy()
 import comfy.model_sampling
 import comfy.samplers
 from comfy.controlnet import ControlNet, StrengthType
-from control_stacks import SAMPLING, Stacks, call, same
+from control_stacks import Stacks, call, same
 from hybrid_trt.engine_runtime import control_stack
 from hybrid_trt.engine_runtime.control_stack import ControlStack, run_stacks_at_once
 
@@ -135,58 +134,6 @@ def test_controlnets_run_side_by_side_only_where_no_session_comes_twice(monkeypa
     found = {name: control_stack._start(sessions, gpu) for name, sessions in starts.items()}
     assert found == {"two": "start", "three": "start", "one": None, "twice": None, "as a part": None}
     assert control_stack._start([a, b], cpu) is None
-
-
-def test_residuals_are_summed_when_all_streams_are_there_and_their_memory_waits_until_then(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Streams and events are doubles that write down what happens; the residuals are real."""
-    told: list[tuple] = []
-
-    class Stream:
-        def __init__(self, name: str):
-            self.name = name
-
-        def wait_event(self, event: str) -> None:
-            told.append((self.name, "waits for", event))
-
-        def wait_stream(self, stream: Stream) -> None:
-            told.append((self.name, "waits for", stream.name))
-
-        def record_event(self) -> str:
-            return f"{self.name} {'at the start' if not told else 'after the sum'}"
-
-    class Control:
-        manual_cast_dtype, strength, model_sampling_current = torch.float32, 0.5, SAMPLING
-        extra_args, extra_conds, cond_hint = {}, (), None
-
-        def __init__(self, name: str):
-            session = SimpleNamespace(stream=Stream(name), parts=frozenset([name]))
-            self.name, self.control_model = name, self
-            self.handle = SimpleNamespace(session=session)
-
-        def __call__(self, **_: object) -> dict:
-            told.append((self.name, "computes"))
-            return {"output": [torch.ones(3)]}
-
-    def merged(*arguments: object) -> dict:
-        told.append(("here", "sums"))
-        return merge(*arguments)
-
-    here, merge = Stream("here"), control_stack._merged
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: here)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
-    monkeypatch.setattr(control_stack, "_start", lambda _sessions, _x: here.record_event())
-    monkeypatch.setattr(control_stack, "_merged", merged)
-    x = torch.zeros(1)
-    result = control_stack._run([Control("a"), Control("b")], x, x, {"c_crossattn": x})
-    assert torch.equal(result["output"][0], torch.ones(3))
-    assert told == [
-        ("a", "waits for", "here at the start"), ("a", "computes"),
-        ("b", "waits for", "here at the start"), ("b", "computes"),
-        ("here", "waits for", "a"), ("here", "waits for", "b"), ("here", "sums"),
-        ("a", "waits for", "here after the sum"), ("b", "waits for", "here after the sum"),
-    ]  # fmt: skip
 
 
 def test_conditionings_that_share_a_control_still_share_it(stacks: Stacks) -> None:
