@@ -6,7 +6,6 @@ that any library prints goes to stderr, which the server keeps as the build's lo
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -19,8 +18,6 @@ from typing import Any
 
 OOM_SCORE = 500
 """Of the server and its child, Linux shall end the child when memory runs out."""
-OBJECTS = 20_000
-"""New ones between two searches for garbage, of which there is little; with Python's 700 Inductor took 6 % longer."""
 NICE = 10
 """Behind the server and the desktop; Linux derives from it whose reads and writes go first, too."""
 
@@ -31,7 +28,6 @@ def main(arguments: list[str]) -> int:
     order = json.loads(sys.stdin.buffer.readline())
     _die_with(order["parent"])
     _be_modest()
-    gc.set_threshold(OBJECTS, *gc.get_threshold()[1:])
     sys.path.extend(p for p in order["sys_path"] if p not in sys.path)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     lock = threading.Lock()
