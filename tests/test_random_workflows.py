@@ -1,0 +1,68 @@
+"""Workflows drawn at random act through engines as they do in a ComfyUI of its own without them.
+
+Slow: about ten minutes. `make test ARGS="-m slow tests/test_random_workflows.py"`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+import numpy
+import pytest
+from comfy_process import ComfyProcess, PromptRejected
+from random_workflows import Draws, Workflow, prompt_of
+from scenarios import relative_difference
+
+COUNT = 40
+LIMIT = 2e-5
+ASTRAY = 20
+"""An engine may be so many times as far from native as native is from itself after a nudge."""
+AMPLIFIES = {"ModelMergeAdd": 1e-3, "ModelComputeDtype": 1e-2}
+"""Where rounding leads further astray than a nudge shows: weights added to weights, half precision."""
+
+
+@pytest.fixture(scope="module")
+def native(sd15: ComfyProcess) -> Iterator[ComfyProcess]:
+    """A second server, in which nothing ever runs on an engine."""
+    with ComfyProcess(sd15.comfyui, sd15.base, log=sd15.base / "native.log") as process:
+        yield process
+
+
+def latent(comfy: ComfyProcess, workflow: Workflow, engines: bool) -> numpy.ndarray | str:
+    """The latent, or what failed."""
+    history = comfy.queue(prompt_of(workflow, engines, "engines" if engines else "native"), timeout=300)
+    return numpy.load(history.output("save", "latent")[0]) if history.ok else str(history.error)
+
+
+def wrong(native: ComfyProcess, engines: ComfyProcess, workflow: Workflow) -> str | None:
+    """What differs more than rounding explains; None too where ComfyUI cannot do it or gives no numbers."""
+    try:
+        reference = latent(native, workflow, False)
+    except PromptRejected:
+        return None
+    found = latent(engines, workflow, True)
+    if isinstance(reference, str) or isinstance(found, str):
+        same = isinstance(reference, str) and isinstance(found, str)
+        return None if same else f"natively {reference!s:.200}, with engines {found!s:.200}"
+    if not numpy.isfinite(reference).all() or not reference.any():
+        return None
+    error = relative_difference(found, reference)
+    classes = {name for name, *_ in (*workflow.before, *workflow.after)}
+    limit = max([LIMIT, *(AMPLIFIES[name] for name in classes & AMPLIFIES.keys())])
+    if error <= limit:
+        return None
+    nudged = latent(native, workflow.nudged(), False)
+    return None if error <= ASTRAY * relative_difference(nudged, reference) else f"{error:.1e} from native"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_random_workflow_acts_as_in_native(sd15: ComfyProcess, native: ComfyProcess, seed: int) -> None:
+    random = Random(seed)
+    draws, workflow, found = Draws(random, sd15.object_info()), None, {}
+    for _ in range(COUNT):
+        workflow = draws.but_one_thing(workflow) if workflow and random.random() < 0.4 else draws.workflow()
+        if (what := wrong(native, sd15, workflow)) is not None:
+            found[workflow] = what
+    assert found == {}
