@@ -30,6 +30,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tuned": TUNED,
     "inductors_norm": {"written_out": ("aten::gelu",)},
     "inductors_gelu": {"written_out": ("aten::native_group_norm",)},
+    "inductors_products": {"written_out": ("aten::native_group_norm", "aten::gelu")},
+    "inductors_convolutions": {"written_out": ("aten::native_group_norm", "aten::gelu", "aten::addmm")},
     "tiles_of_4096": {"most_summed": 4096},
     "no_lines": {"by_lines": 1 << 30},
     "lines_from_4096": {"by_lines": 4096},

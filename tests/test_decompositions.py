@@ -98,6 +98,89 @@ def test_a_gelu_is_written_out_only_where_rounding_hides_the_difference(
     assert (aten.gelu.default in operations(graph)) is not power
 
 
+HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+
+
+@HALVES
+def test_a_product_and_then_its_bias_are_torchs(dtype: torch.dtype) -> None:
+    bias, a, b = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))) for shape in ((24,), (40, 64), (64, 24))
+    )
+    given = [t.to(dtype) for t in (bias * 10, a, b)]
+    result = decompositions.bias_after_product(*given)
+    exact = aten.addmm(*(t.double() for t in given))
+    assert result.dtype == dtype
+    assert (result.double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "apart"), [(torch.float16, True), (torch.bfloat16, True), (torch.float32, False)], ids=str
+)
+def test_a_bias_is_added_after_a_product_of_half_precision_alone(dtype: torch.dtype, apart: bool) -> None:
+    given = [torch.randn(shape).to(dtype) for shape in ((2, 5, 16), (8, 16), (8,))]
+    found = operations(traced(torch.nn.functional.linear, *given))
+    assert (aten.mm.default in found) is apart
+    assert (aten.addmm.default in found) is not apart
+
+
+def test_a_product_with_factors_stays_as_it_is() -> None:
+    given = [torch.randn(4, 4).half() for _ in range(3)]
+    assert decompositions.bias_after_product(*given, alpha=0.5) is NotImplemented
+    assert decompositions.bias_after_product(*given, beta=2) is NotImplemented
+
+
+def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **named):
+    """``convolution_of_few_pixels`` with these of its arguments, or those of the commonest convolution."""
+    usual = dict(stride=[1, 1], padding=[1, 1], dilation=[1, 1], transposed=False, output_padding=[0, 0], groups=1)
+    return (x, weight, bias, *(usual | named).values())
+
+
+@HALVES
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride", "padding"),
+    [((8, 8), (3, 3), [1, 1], [1, 1]), ((16, 16), (3, 3), [2, 2], [1, 1]), ((5, 9), (3, 3), [1, 1], [1, 1]),
+     ((9, 7), (3, 3), [2, 2], [0, 0]), ((6, 8), (5, 1), [1, 2], [2, 0])],
+    ids=["8x8", "halved", "5x9", "halved, odd, no border", "uneven"],
+)  # fmt: skip
+def test_a_convolution_of_few_pixels_is_torchs(
+    size: tuple[int, int], kernel: tuple[int, int], stride: list[int], padding: list[int], bias: bool,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    x, weight = image(2, 12, *size, dtype=dtype), image(20, 12, *kernel, dtype=dtype)
+    given = convolution(x, weight, torch.randn(20).to(dtype) * 9 if bias else None, stride=stride, padding=padding)
+    result = decompositions.convolution_of_few_pixels(*given)
+    exact = aten.convolution(*(t.double() if isinstance(t, torch.Tensor) else t for t in given))
+    assert (result.shape, result.dtype) == (exact.shape, dtype)
+    assert result.is_contiguous(memory_format=torch.channels_last)
+    assert (result.double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
+
+
+def test_the_kernels_of_a_convolution_of_few_pixels_are_not_copied() -> None:
+    x, weight = image(2, 12, 8, 8, dtype=torch.float16), image(20, 12, 3, 3, dtype=torch.float16)
+    graph = traced(lambda x, w: torch.nn.functional.conv2d(x, w, padding=1), x, weight)
+    (copied,) = graph.graph.find_nodes(op="call_function", target=aten.clone.default)
+    assert copied.meta["val"].numel() == 128 * 108  # what each pixel sees
+    assert aten.convolution.default not in operations(graph)
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "named"),
+    [((16, 17), 3, {}), ((8, 8), 1, {"padding": [0, 0]}), ((8, 8), 3, {"dilation": [2, 2]}), ((8, 8), 3, {"groups": 2}),
+     ((8, 8), 3, {"transposed": True})],
+    ids=["more pixels", "of one pixel", "dilated", "in groups", "transposed"],
+)  # fmt: skip
+def test_other_convolutions_are_left_to_cudnn(size: tuple[int, int], kernel: int, named: dict) -> None:
+    wide = 6 if "groups" in named else 12
+    x, weight = image(1, 12, *size, dtype=torch.float16), image(12, wide, kernel, kernel, dtype=torch.float16)
+    assert decompositions.convolution_of_few_pixels(*convolution(x, weight, None, **named)) is NotImplemented
+
+
+def test_a_convolution_in_full_precision_is_left_to_cudnn() -> None:
+    given = convolution(image(1, 12, 8, 8), image(12, 12, 3, 3), None)
+    assert decompositions.convolution_of_few_pixels(*given) is NotImplemented
+
+
 def joined(device: str) -> torch.fx.GraphModule:
     """Channels of two images put together, traced as on a device: (2, 12, 8, 8)."""
     with FakeTensorMode():

@@ -98,9 +98,63 @@ def gelu_by_a_power(x: torch.Tensor, *, approximate: str = "none") -> torch.Tens
     return (value * 0.5 + half - half * torch.exp2(power * size)).to(x.dtype)
 
 
+def bias_after_product(
+    bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    """``aten.addmm`` of half precision as a product and a sum, which Inductor joins with what comes next.
+
+    cuBLAS takes up to half as long again for a product that adds a bias itself. Rounded as often: the sum is made in
+    float32, together with what is added to it.
+    """
+    if (beta, alpha) != (1, 1) or a.dtype not in (torch.float16, torch.bfloat16):
+        return NotImplemented
+    return (torch.mm(a, b).float() + bias.float()).to(a.dtype)
+
+
+FEW_PIXELS = 256
+"""Up to so many of all results together a convolution keeps only some of a GPU's processors busy; a product of the
+same numbers is shared among all."""
+
+
+def convolution_of_few_pixels(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+) -> torch.Tensor:
+    """``aten.convolution`` of half precision as one product: what each result sees is laid out in a row.
+
+    Rows are in the order in which kernels lie in channels-last memory, so that these are a matrix as they are.
+    """
+    plain = x.ndim == 4 and not transposed and groups == 1 and list(dilation) == [1, 1]
+    if not plain or x.dtype not in (torch.float16, torch.bfloat16) or weight.shape[2:].numel() == 1:
+        return NotImplemented
+    n, _, height, width = x.shape
+    above, left = padding
+    down, across = weight.shape[2:]
+    lines = (height + 2 * above - down) // stride[0] + 1
+    columns = (width + 2 * left - across) // stride[1] + 1
+    if n * lines * columns > FEW_PIXELS:
+        return NotImplemented
+    image = torch.nn.functional.pad(x.permute(0, 2, 3, 1), (0, 0, left, left, above, above))
+    seen = image.unfold(1, down, stride[0]).unfold(2, across, stride[1])  # (n, lines, columns, channels, down, across)
+    rows = seen.permute(0, 1, 2, 4, 5, 3).reshape(n * lines * columns, -1)
+    result = torch.mm(rows, weight.permute(2, 3, 1, 0).reshape(rows.shape[1], -1))
+    if bias is not None:
+        result = (result.float() + bias.float()).to(x.dtype)
+    return result.view(n, lines, columns, -1).permute(0, 3, 1, 2)
+
+
 TABLE: dict[Any, Callable[..., Any]] = {
     aten.native_group_norm.default: group_norm_in_parts,
     aten.gelu.default: gelu_by_a_power,
+    aten.addmm.default: bias_after_product,
+    aten.convolution.default: convolution_of_few_pixels,
 }
 """Operation -> how it is written out; ``NotImplemented`` leaves it to Inductor."""
 
