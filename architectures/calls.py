@@ -19,6 +19,21 @@ class Unsupported(Exception):
     """A call that no engine of the family can serve; the text names what is in the way."""
 
 
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Inputs of a call that are not computed yet.
+
+    Attributes:
+        names: which.
+        stream: what computes them.
+        ready: recorded there behind the last of them.
+    """
+
+    names: frozenset[str]
+    stream: torch.cuda.Stream
+    ready: torch.cuda.Event
+
+
 @dataclass(slots=True)
 class EngineCall:
     """One call of an engine in the place of a native one.
@@ -27,11 +42,15 @@ class EngineCall:
         inputs: tensors by name, of any float dtype on any device: the engine's, and what its preludes take.
         finish: the engine's outputs by name -> what the native call would have returned, in fresh tensors.
         extras: of a prelude by its name, what its result depends on besides its tensor; compared, so hashable.
+        residuals: names of the inputs that are a ControlNet's.
+        late: those that another stream still computes, for a session that takes such; None where all are there.
     """
 
     inputs: dict[str, torch.Tensor]
     finish: Callable[[Mapping[str, torch.Tensor]], Any]
     extras: Mapping[str, Hashable] = field(default_factory=dict)
+    residuals: frozenset[str] = frozenset()
+    late: Late | None = None
 
 
 Binding = Callable[[Mapping[str, Any]], EngineCall]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,7 @@ class UNetArchitecture(LatentSizes):
 
     def inputs(self, module: UNetModel, dtype: str) -> list[TensorSpec]:
         x = TensorSpec("x", dtype, (ldm.BATCH, module.in_channels, ldm.HEIGHT, ldm.WIDTH))
-        residuals = ldm.residual_specs(module, dtype, "control_", optional=True)
+        residuals = [replace(s, late=True) for s in ldm.residual_specs(module, dtype, "control_", optional=True)]
         skips = ldm.skip_dims(module)
         blocks = self._adapter_blocks(module)
         adapters = [ldm.residual_spec(f"control_input_{i}", dtype, skips[i], optional=True) for i in blocks]
@@ -83,6 +83,7 @@ def _bind(layout: ResidualLayout, call: Mapping[str, Any]) -> EngineCall:
             if call[name] is not None:
                 raise Unsupported(name)
     inputs = layout.take(call.get("control"), x.shape[0])
+    residuals = frozenset(inputs)
     inputs["x"], inputs["timesteps"], inputs["context"] = x, call.get("timesteps"), context
     if (y := call.get("y")) is not None:
         inputs["y"] = y
@@ -92,7 +93,7 @@ def _bind(layout: ResidualLayout, call: Mapping[str, Any]) -> EngineCall:
             options["original_shape"] = list(x.shape)  # native leaves it there for others to read
         return outputs["out"].to(x.device, x.dtype)
 
-    return EngineCall(inputs, finish)
+    return EngineCall(inputs, finish, residuals=residuals)
 
 
 _ARGUMENTS = frozenset({*UNetArchitecture.arguments, "crossattn_controlnet"})

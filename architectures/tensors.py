@@ -50,6 +50,7 @@ class TensorSpec:
         dtype: torch's name: float16, bfloat16 or float32.
         optional: a call may leave this input out, which means zeros.
         sample: which values it has in sampling, see ``samples``; no part of what an engine is.
+        late: whether a call may give this input while others still compute it; no part of what an engine is either.
     """
 
     name: str
@@ -57,6 +58,7 @@ class TensorSpec:
     dims: tuple[int | Dim, ...]
     optional: bool = False
     sample: str = field(default="normal", compare=False)
+    late: bool = field(default=False, compare=False)
 
     def shape(self, symbols: Mapping[str, int]) -> Shape:
         """The shape of this tensor in a call with these symbols."""
@@ -77,7 +79,8 @@ class TensorSpec:
     @classmethod
     def from_json(cls, data: Mapping) -> TensorSpec:
         dims = tuple(d if isinstance(d, int) else Dim.parse(d) for d in data["dims"])
-        return cls(data["name"], data["dtype"], dims, data["optional"], data.get("sample", "normal"))
+        sample, late = data.get("sample", "normal"), data.get("late", False)
+        return cls(data["name"], data["dtype"], dims, data["optional"], sample, late)
 
 
 @dataclass(frozen=True)

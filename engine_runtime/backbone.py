@@ -19,6 +19,7 @@ from ..native_model.weight_patches import WeightPatches
 from .control_stack import run_stacks_at_once
 from .engine_handle import EngineHandle
 from .finite import redo_unless_finite, watch
+from .late_control import LateControl, bound_unread
 from .ledger import open_tally
 from .native_call import arguments_of, by_name, forward_arguments, with_residuals_copied
 from .native_weights import NativeWeights
@@ -53,7 +54,7 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
     router.native_weights.attach(patched, KEY)
     patched.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, KEY)
     patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, call_on_device)
-    patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, run_stacks_at_once)
+    patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, partial(run_stacks_at_once, backbone=handle))
     patched.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
     patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, redo_unless_finite)
     patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, sample_on_device)
@@ -102,13 +103,18 @@ class BackboneRouter:
         given = by_name(self._arguments, args, kwargs)
         handle.begin_run(patcher)  # first: which engine serves decides what it may not serve
         refusal = self._refusal or self._why_native(patcher, given.get("transformer_options") or {})
-        served, result = handle.serve(refusal, lambda: handle.bind(given), patcher)
+        served, result = handle.serve(refusal, lambda: self._bound(given), patcher)
         if served:
             watch(result)
             return result
         self.native_weights.bring()
         forward = self._as_compiled(native)
         return handle.native(lambda: with_residuals_copied(forward, self._arguments, args, kwargs))
+
+    def _bound(self, given: Mapping[str, Any]) -> EngineCall:
+        if isinstance(given.get("control"), LateControl) and self._handle.takes_late:
+            return bound_unread(self._handle.bind, given)
+        return self._handle.bind(given)
 
     def _pass_by(self, native: Callable[..., torch.Tensor], called_on: object, /, *args: Any, **kwargs: Any) -> Any:
         """A call of a backbone that is not ours: native serves it, and it is counted for itself."""

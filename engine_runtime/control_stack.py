@@ -9,19 +9,24 @@ made that are known or need only be copied; see ``hints``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from comfy.controlnet import ControlBase, ControlNet, StrengthType
 from comfy.patcher_extension import WrapperExecutor
 
 from ..architectures.calls import Control
+from ..engine_sessions.late import wait_for
 from ..engine_sessions.session import Session
 from .comfyuis_own import computes_as_comfyui
 from .controlnet import EngineControlModel
 from .hints import has_hint, keep_hints, lacks_hint, make_hints
+from .late_control import LateControl
 from .ledger import lent_context
+
+if TYPE_CHECKING:
+    from .engine_handle import EngineHandle
 
 ALWAYS = 999999999.0
 """ComfyUI's sigma for "from the first step on" is above this."""
@@ -34,29 +39,44 @@ def run_stacks_at_once(
     x_in: torch.Tensor,
     timestep: torch.Tensor,
     model_options: dict,
+    backbone: EngineHandle | None = None,
 ) -> Any:
-    """A CALC_COND_BATCH wrapper: inside, stacks of engine-backed ControlNets run as one."""
+    """A CALC_COND_BATCH wrapper: inside, stacks of engine-backed ControlNets run as one.
+
+    Args:
+        backbone: whose engine, if it can, starts beside them; see ``LateControl``.
+    """
     if "multigpu_clones" in model_options:
         with lent_context():
             return executor(model, conds, x_in, timestep, model_options)
     stacks: dict[int, ControlStack] = {}
+    late: list[LateControl] | None = [] if backbone is not None and backbone.takes_late else None
 
     def replaced(cond: dict) -> dict:
         control = cond.get("control")
         if not isinstance(control, ControlBase):
             return cond
         # one object per control: ComfyUI batches conditionings only when their controls are the same
-        return {**cond, "control": stacks.setdefault(id(control), ControlStack(control))}
+        return {**cond, "control": stacks.setdefault(id(control), ControlStack(control, late))}
 
     conds = [None if group is None else [replaced(cond) for cond in group] for group in conds]
-    return executor(model, conds, x_in, timestep, model_options)
+    try:
+        return executor(model, conds, x_in, timestep, model_options)
+    finally:
+        for control in late or ():
+            control.end()
 
 
 class ControlStack:
     """Stands for a chain of ControlNets while conditionings are computed; everything else is asked of the chain."""
 
-    def __init__(self, control: ControlBase):
+    def __init__(self, control: ControlBase, late: list[LateControl] | None = None):
+        """
+        Args:
+            late: takes results that nobody has waited for, until somebody has; None where all are waited for.
+        """
         self._control = control
+        self._late = late
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._control, name)
@@ -73,7 +93,7 @@ class ControlStack:
             keep_hints(new, x_noisy)
             return result
         active = _active(chain, t)
-        return _run(active, x_noisy, t, cond) if active else None
+        return _run(active, x_noisy, t, cond, self._late) if active else None
 
 
 def _chain(control: ControlBase | None) -> Iterator[ControlBase]:
@@ -108,7 +128,9 @@ def _active(chain: list[ControlNet], t: torch.Tensor) -> list[ControlNet]:
     return [c for c in chain if not (now > c.timestep_range[0] or now < c.timestep_range[1])]
 
 
-def _run(chain: list[ControlNet], x_noisy: torch.Tensor, t: torch.Tensor, cond: Mapping) -> Control:
+def _run(
+    chain: list[ControlNet], x_noisy: torch.Tensor, t: torch.Tensor, cond: Mapping, late: list[LateControl] | None
+) -> Control:
     shared: dict[tuple, tuple[torch.Tensor, ...]] = {}
     calls = []
     for control in chain:
@@ -129,28 +151,40 @@ def _run(chain: list[ControlNet], x_noisy: torch.Tensor, t: torch.Tensor, cond: 
         calls.append((control, *shared[key], extra))
 
     results, joins = [], []
-    start = _start([control.control_model.handle.session for control in chain], x_noisy)
+    sessions = [control.control_model.handle.session for control in chain]
+    if any(session.stream is None for session in sessions):
+        late = None
+    start = _start(sessions, x_noisy, at_least=2 if late is None else 1)
     for control, x, timesteps, context, extra in calls:
         with _own_stream(control.control_model.handle.session, start) as stream:
             result = control.control_model(x=x, hint=control.cond_hint, timesteps=timesteps, context=context, **extra)
             results.append(result)
             if stream is not None:
-                joins.append((stream.record_event(), _flat(result)))
-    for event, tensors in joins:
-        here = torch.cuda.current_stream(x_noisy.device)
-        here.wait_event(event)
-        for tensor in tensors:
-            tensor.record_stream(here)
+                joins.append((stream.record_event(), stream, _flat(result)))
+    if late is None or start is None:
+        return _joined(chain, results, joins)
+    with torch.cuda.stream(sessions[-1].stream):
+        merged = _joined(chain, results, joins[:-1])
+        late.append(LateControl(merged, sessions[-1].stream, reads=(x_noisy, t, calls)))
+    return late[-1]
+
+
+def _joined(chain: list[ControlNet], results: list[Control], joins: Sequence[tuple]) -> Control:
+    """``_merged`` on the current stream, once it is there: what ran elsewhere has an event, a stream and tensors."""
+    for event, stream, tensors in joins:
+        wait_for(event, stream, tensors)
     return _merged(chain, results)
 
 
-def _start(sessions: list[Session], x_noisy: torch.Tensor) -> torch.cuda.Event | None:
+def _start(sessions: list[Session], x_noisy: torch.Tensor, at_least: int = 2) -> torch.cuda.Event | None:
     """Where the current stream is, for sessions that run side by side from there on; None where one follows the other.
+
+    Fewer than ``at_least`` have nobody to run beside.
 
     So do those that come twice, by themselves or as a part of another: they have one set of buffers.
     """
     parts = [part for session in sessions for part in session.parts]
-    if not x_noisy.is_cuda or len(sessions) < 2 or len(set(parts)) < len(parts):
+    if not x_noisy.is_cuda or len(sessions) < at_least or len(set(parts)) < len(parts):
         return None
     return torch.cuda.current_stream(x_noisy.device).record_event()
 

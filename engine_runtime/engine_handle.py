@@ -162,6 +162,12 @@ class EngineHandle:
         return AskedCalls(self.choice.pictures, seen)
 
     @property
+    def takes_late(self) -> bool:
+        """Whether calls may have inputs that another stream still computes. While calls are timed each is by itself."""
+        timed = self.tally is not None and self.tally.times is not None
+        return self.session is not None and self.session.takes_late and not timed
+
+    @property
     def lacks(self) -> bool:
         """Whether a build would serve more calls than the session does, or faster."""
         return self.session is not None and any(self.session.lacks(profile, self.asked) for profile in self.profiles)
@@ -316,7 +322,8 @@ class EngineHandle:
                     session = self.session
                     session.follow(self.network, patcher or self.network.patcher)
                     bound = call()
-                    result = bound.finish(session.run(bound.inputs, bound.extras))
+                    late = () if bound.late is None else (bound.late,)
+                    result = bound.finish(session.run(bound.inputs, bound.extras, *late))
             except Unsupported as unsupported:
                 fallback = Fallback(Reason.UNSUPPORTED_INPUT, str(unsupported))
             except Unavailable as unavailable:

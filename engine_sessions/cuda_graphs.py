@@ -17,7 +17,9 @@ from typing import Protocol
 
 import torch
 
+from ..architectures.calls import Late
 from .failed_recording import let_go
+from .late import Gate, at_gate, wait_for
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class _Recording:
         views: result name -> its dtype, shape, strides and offset in its block.
         targets: result name -> that part of its block.
         last: the tensors that were copied in last, for inputs that seldom change.
+        gate: where it waits for late inputs, or None if it needs all from the start.
         used: number of the call that it served last.
     """
 
@@ -60,6 +63,7 @@ class _Recording:
     views: dict[str, tuple[torch.dtype, torch.Size, tuple[int, ...], int]]
     targets: dict[str, torch.Tensor]
     bytes: int
+    gate: Gate | None = None
     last: dict[str, torch.Tensor] = field(default_factory=dict)
     used: int = 0
 
@@ -121,6 +125,11 @@ class GraphCache:
         """
         return getattr(self._record, "stream", None)
 
+    @property
+    def takes_late(self) -> bool:
+        """Whether a recording has a use for inputs that come late."""
+        return any(recording.gate is not None for recording in self._recordings.values())
+
     def clear(self) -> None:
         """Drop all recordings and what is known about failures."""
         self._recordings.clear()
@@ -135,6 +144,7 @@ class GraphCache:
         token: object = None,
         prepare: Function = dict,
         own: Callable[[], Function] | None = None,
+        late: Late | None = None,
     ) -> Tensors:
         """``function(prepare(inputs))``: same values, fresh tensors unless they are lent, see ``stream``.
 
@@ -146,6 +156,7 @@ class GraphCache:
                 the same for the same key. A replay copies ``inputs`` straight to where these were.
             own: gives a function for one recording alone, in the place of ``function``, where that has a state that
                 other shapes change.
+            late: inputs that are not computed yet; waited for before all else, unless a recording does it in its midst.
         """
         if token != self._token:
             self.clear()
@@ -153,6 +164,9 @@ class GraphCache:
         self._calls += 1
         key = tuple((name, t.shape, t.dtype) for name, t in inputs.items())
         recording = self._recordings.get(key)
+        if late is not None and (recording is None or recording.gate is None):
+            wait_for(late.ready, late.stream, (inputs[name] for name in late.names))
+            late = None
         if recording is None:
             if self._record is None or key in self._failed or not self._worth_it(key):
                 return function(prepare(inputs))
@@ -161,7 +175,7 @@ class GraphCache:
                 return function(prepare(inputs))
         self._recordings.move_to_end(key)
         recording.used = self._calls
-        self._copy_in(recording, inputs)
+        self._copy_in(recording, inputs, late)
         recording.replay.replay()
         return dict(recording.targets) if self._lends() else recording.results()
 
@@ -227,9 +241,17 @@ class GraphCache:
             results = function(static)
             torch._foreach_copy_(list(targets.values()), [results[name] for name in targets])
 
-        return _Recording(function, self._record(body), static, block, views, targets, 0)
+        make_gate = getattr(self._record, "gate", None)
+        gate = None if make_gate is None else make_gate()
+        with at_gate(gate):
+            replay = self._record(body)
+        passed = gate is not None and gate.passed
+        return _Recording(function, replay, static, block, views, targets, 0, gate if passed else None)
 
-    def _copy_in(self, recording: _Recording, inputs: Tensors) -> None:
+    def _copy_in(self, recording: _Recording, inputs: Tensors, late: Late | None) -> None:
+        if late is not None:
+            _copy_late(recording, inputs, late)
+            inputs = {name: tensor for name, tensor in inputs.items() if name not in late.names}
         targets, sources = [], []
         for name, tensor in inputs.items():
             if name in self._steady:
@@ -239,6 +261,14 @@ class GraphCache:
             targets.append(recording.inputs[name])
             sources.append(tensor)
         _copy_all(targets, sources)
+
+
+def _copy_late(recording: _Recording, inputs: Tensors, late: Late) -> None:
+    """Copy inputs that are not there yet, on the stream that computes them, and open the recording's gate behind."""
+    late.stream.wait_stream(torch.cuda.current_stream(late.stream.device))  # where the replay before reads the last
+    with torch.cuda.stream(late.stream):
+        _copy_all([recording.inputs[name] for name in late.names], [inputs[name] for name in late.names])
+        recording.gate.event.record()
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -307,6 +337,12 @@ class CudaRecorder:
             raise
         torch.cuda.empty_cache()  # what the runs before took outside the graph
         return graph
+
+    def gate(self) -> Gate:
+        """A gate for one recording, open."""
+        event = torch.cuda.Event(external=True)
+        event.record(torch.cuda.current_stream(self._device))  # what was never recorded would not be waited for
+        return Gate(event)
 
     def _leave_pool(self) -> None:
         """A failed recording leaves torch allocating to its pool, which then neither records nor is ever freed."""

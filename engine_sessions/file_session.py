@@ -150,6 +150,8 @@ class FileSession:
     def parts(self) -> frozenset[FileSession]:
         return frozenset([self])
 
+    takes_late = False
+
     @property
     def joins_stacks(self) -> bool:
         return self.graphs is not None

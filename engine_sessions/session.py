@@ -102,6 +102,7 @@ class Session(Protocol):
         follows_patches: whether it computes with whatever weights ComfyUI samples with, so that LoRAs need no engine
             of their own; it then lives as long as the native module, and else as long as prompts use it.
         joins_stacks: whether it may run beside others on a stream of its own; see ``stream``.
+        takes_late: whether ``run`` takes inputs that another stream still computes, its ``late``.
         refusal: why an engine that is there was not opened although calls are served, or None.
         uncompiled: the last call, where it ran without a compiled file although its backend compiles, or None.
         serving: the engines that had a part in the last call.
@@ -117,6 +118,7 @@ class Session(Protocol):
     profile: Profile | None
     follows_patches: bool
     joins_stacks: bool
+    takes_late: bool
     refusal: str | None
     uncompiled: Uncompiled | None
     serving: Sequence[Engine]
@@ -205,6 +207,7 @@ class OfTheLast:
     """What a session made of others says of itself: what the one that served last, ``_last``, says."""
 
     _last: Session
+    takes_late = False
 
     @property
     def backend_name(self) -> str:

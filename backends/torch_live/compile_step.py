@@ -51,6 +51,7 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
     names = sorted(name for name, _ in function.named_parameters())
     weights = [function.get_parameter(name).data for name in names]
 
+    late = [i for i, spec in enumerate(task.inputs) if spec.late]
     seconds, record, first = {}, [], []
     for i, sizes in enumerate(task.sizes):
         progress(f"compiling for batch {sizes.get('B', 1)}", 0.05 + 0.95 * i / len(task.sizes))
@@ -62,7 +63,7 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
         first = first or given
         try:
             with benchmarks.in_turn(turns), _few_searches_for_garbage():
-                compiled = compile_to_file(function, weights, names, given, task.folder / name, kernel)
+                compiled = compile_to_file(function, weights, names, given, task.folder / name, kernel, late)
         except Exception as error:
             log.exception("Inductor failed")
             text = (str(error).strip().splitlines() or [""])[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...native_model.kernels import best_attention
-from . import decompositions
+from . import arrival, decompositions
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ def compile_to_file(
     inputs: Sequence[torch.Tensor],
     path: Path,
     attention: str | None = None,
+    late: Collection[int] = (),
 ) -> Compiled:
     """Compile ``function`` for exactly these sizes and strides.
 
@@ -91,6 +92,7 @@ def compile_to_file(
         inputs: examples, in order.
         path: where to keep the result.
         attention: the kernel that attention takes; None for the usual one.
+        late: which of ``inputs``, by number, may come while it runs.
     """
     import torch._inductor
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -107,6 +109,8 @@ def compile_to_file(
         given = [t.clone() if t.is_inference() else t for t in given]
         graph = make_fx(flat, decomposition_table=decompositions.TABLE, tracing_mode="fake")(*given)
         decompositions.keep_channels_last(graph)
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        arrival.wait_where_needed(graph, [placeholders[count + i] for i in late])
         with _choices():
             compiled = torch._inductor.standalone_compile(graph, given, dynamic_shapes="from_example_inputs", aot=True)
     compiled.save(path=str(path))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
+from ...architectures.calls import Late
 from ...architectures.tensors import Profile, ShapeMismatch, bind
 from ...architectures.wanted_calls import Call, calls_to_compile
 from ...engine_library import Engine, Fallback, Reason, Unavailable
@@ -137,6 +138,10 @@ class LiveSession:
         return self.graphs.stream
 
     @property
+    def takes_late(self) -> bool:
+        return self.graphs.takes_late
+
+    @property
     def bytes(self) -> int:
         """GPU memory that this session holds beside ComfyUI's own weights, or will hold once it has run."""
         if self.loaded:
@@ -230,9 +235,12 @@ class LiveSession:
         self._live.release()
 
     def run(
-        self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable] | None = None
+        self,
+        given: Mapping[str, torch.Tensor],
+        extras: Mapping[str, Hashable] | None = None,
+        late: Late | None = None,
     ) -> dict[str, torch.Tensor]:
-        return self._with_memory(lambda: self._call(given, extras or {}))
+        return self._with_memory(lambda: self._call(given, extras or {}, late))
 
     def _with_memory(self, start: Callable[[], Result]) -> Result:
         """``start()``; where memory lacks, once more when all is closed and ComfyUI has freed what is not in use."""
@@ -265,7 +273,9 @@ class LiveSession:
             need_room(size, self.device)  # where ComfyUI loaded the model in part the rest has no room either
         self._live.follow(patcher, thorough=self._new_run)
 
-    def _call(self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable]) -> dict[str, torch.Tensor]:
+    def _call(
+        self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable], late: Late | None
+    ) -> dict[str, torch.Tensor]:
         self._follow()
         self._new_run = False
         given = self._live.preludes.run(given, extras, self._live.weights.version)
@@ -274,23 +284,24 @@ class LiveSession:
         if plan.sizes in self._files:
             self._open_compiled(plan)
         try:
-            results = self._computed(given, plan)
+            results = self._computed(given, plan, late)
         except (Unavailable, torch.OutOfMemoryError):
             raise
         except Exception as error:
             if plan.sizes not in self._opened or is_out_of_memory(error):
                 raise
             self._refuse(self._opened[plan.sizes], error)
-            results = self._computed(given, plan)
+            results = self._computed(given, plan, late)
         self.uncompiled = None if plan.sizes in self._opened else plan.uncompiled
         return dict(results)
 
-    def _computed(self, given: Mapping[str, torch.Tensor], plan: _Plan) -> dict[str, torch.Tensor]:
+    def _computed(self, given: Mapping[str, torch.Tensor], plan: _Plan, late: Late | None) -> dict[str, torch.Tensor]:
         return self.graphs.run(
             lambda tensors: self._live.run(tensors, plan.sizes),
             given,
             token=self._live.weights.generation,
             prepare=lambda tensors: self._prepared(tensors, plan.symbols),
+            late=late,
         )
 
     def _prepared(self, given: Mapping[str, torch.Tensor], symbols: dict[str, int]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,305 @@
+"""A UNet starts beside its ControlNets: whoever looks at their residuals waits, and the compiled UNet where it must."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_recorder import Recorder
+from pack import import_comfy
+from small_networks import CPU, network
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import_comfy()
+
+from hybrid_trt.architectures.calls import EngineCall, Late
+from hybrid_trt.architectures.tensors import TensorSpec
+from hybrid_trt.backends.torch_live import arrival, compiled
+from hybrid_trt.engine_builder.child_tasks import _spec_json
+from hybrid_trt.engine_runtime import late_control
+from hybrid_trt.engine_runtime.control_stack import run_stacks_at_once
+from hybrid_trt.engine_runtime.late_control import LateControl, bound_unread
+from hybrid_trt.engine_sessions import cuda_graphs
+from hybrid_trt.engine_sessions.cuda_graphs import GraphCache
+from hybrid_trt.engine_sessions.late import Gate, at_gate
+
+ARRIVED = torch.ops.hybrid_trt.arrived.default
+
+
+class Network(torch.nn.Module):
+    """An encoder, a decoder, and residuals that the decoder alone takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.decoder(torch.relu(self.encoder(x)) + first) * second,)
+
+
+def inputs(seed: int = 0) -> list[torch.Tensor]:
+    return [torch.randn(4, 8, generator=torch.Generator().manual_seed(seed + i)) for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Network, Callable]]:
+    """A network, and what its compiled file computes."""
+    made = Network().requires_grad_(False)
+    file = tmp_path_factory.mktemp("late") / "network.bin"
+    names = sorted(name for name, _ in made.named_parameters())
+    weights = [made.get_parameter(name).data for name in names]
+    compiled.compile_to_file(made, weights, names, inputs(), file, late=[1, 2])
+    run = compiled.open_file(file)
+    with torch.no_grad():
+        yield made, lambda *given: run(*weights, *given)
+
+
+class CountedGate(Gate):
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits, self.passed = self.waits + 1, True
+
+
+def traced(function: Callable, late: list[int]) -> torch.fx.GraphModule:
+    graph = make_fx(function)(*inputs())
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    arrival.wait_where_needed(graph, [placeholders[i] for i in late])
+    return graph
+
+
+def test_a_network_waits_behind_all_that_needs_no_late_input() -> None:
+    made = Network().requires_grad_(False)
+    graph = traced(made, [1, 2])
+    (waits,) = graph.graph.find_nodes(op="call_function", target=ARRIVED)
+    meets, late = waits.args
+    assert meets.target == torch.ops.aten.relu.default
+    assert [node.op for node in late] == ["placeholder", "placeholder"]
+    assert all(set(node.users) == {waits} for node in late), "nothing reads them past it"
+    assert torch.equal(graph(*inputs(7))[0], made(*inputs(7))[0])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x, first, second: x + first + second, lambda x, first, second: x * 2, lambda x, first, second: first * 2],
+    ids=["needed at once", "not needed", "alone"],
+)
+def test_a_network_that_has_nothing_to_do_meanwhile_does_not_wait(function: Callable) -> None:
+    assert not traced(function, [1, 2]).graph.find_nodes(op="call_function", target=ARRIVED)
+
+
+def test_a_compiled_file_waits_once_and_computes_what_the_network_does(built: tuple[Network, Callable]) -> None:
+    made, run = built
+    for seed in range(3):
+        gate = CountedGate()
+        with at_gate(gate):
+            (result,) = run(*inputs(seed))
+        assert gate.waits == 1
+        assert torch.allclose(result, made(*inputs(seed))[0], atol=1e-6)
+    (result,) = run(*inputs())
+    assert torch.allclose(result, made(*inputs())[0], atol=1e-6), "without a gate nobody waits"
+
+
+def test_a_unets_residuals_are_late_and_its_adapters_are_not() -> None:
+    net = network("unet", "unlike_levels")
+    specs = net.architecture().engine_inputs(net.module, "float32")
+    late = {spec.name for spec in specs if spec.late}
+    assert late == {spec.name for spec in specs if spec.name.startswith(("control_output", "control_middle"))}
+    assert late
+    assert [TensorSpec.from_json(_spec_json(spec)).late for spec in specs] == [spec.late for spec in specs]
+
+
+class Stream:
+    """In the place of a CUDA stream."""
+
+    device = CPU
+
+    def __init__(self, journal: list[str]) -> None:
+        self.journal = journal
+
+    def record_event(self) -> str:
+        return "ready"
+
+    def wait_stream(self, _other: object) -> None:
+        self.journal.append("waits for the replay before")
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tensors each wait was for."""
+    found: list[int] = []
+    monkeypatch.setattr(late_control, "wait_for", lambda _ready, _stream, tensors: found.append(len(list(tensors))))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: "here")
+    return found
+
+
+def late_residuals() -> LateControl:
+    places = {"input": [], "output": [torch.ones(1), None, torch.ones(2)], "middle": [torch.ones(3)]}
+    return LateControl(places, Stream([]), reads=())
+
+
+LOOKS = {
+    "item": lambda c: c["output"], "get": lambda c: c.get("middle"), "items": lambda c: list(c.items()),
+    "values": lambda c: list(c.values()), "dict": dict, "unpacked": lambda c: {**c}, "joined": lambda c: c | {},
+    "keys": lambda c: [c.get(name) for name in c], "pop": lambda c: c.pop("middle"), "copy": lambda c: c.copy(),
+    "copy.copy": copy.copy, "copy.deepcopy": copy.deepcopy, "updates another": lambda c: {}.update(c),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_whoever_looks_at_residuals_waits_once_for_all(look: Callable, waits: list[int]) -> None:
+    control = late_residuals()
+    expected = {name: list(places) for name, places in control.unread().items()}
+    assert not waits
+    found = look(control)
+    assert waits == [3]
+    if isinstance(found, dict):
+        assert type(found) is dict
+        assert str(found) == str(expected)
+    look(late_residuals())
+    assert waits == [3, 3]
+
+
+def test_residuals_are_a_dict_that_says_without_waiting_what_it_has(waits: list[int]) -> None:
+    control = late_residuals()
+    assert isinstance(control, dict)
+    assert "output" in control
+    assert len(control) == 3
+    assert bool(control)
+    assert not waits
+
+
+def test_each_stream_that_looks_waits_for_itself(waits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    control = late_residuals()
+    control["output"], control["middle"]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: "elsewhere")
+    control["output"]
+    assert waits == [3, 3]
+
+
+def test_an_engine_gets_residuals_that_nobody_waited_for_and_is_told_so(waits: list[int]) -> None:
+    control = late_residuals()
+
+    def bind(given: dict[str, Any]) -> EngineCall:
+        assert type(given["control"]) is dict
+        return EngineCall(
+            {"x": given["x"], "middle": given["control"]["middle"][0]}, None, residuals=frozenset({"middle"})
+        )
+
+    call = bound_unread(bind, {"x": torch.ones(1), "control": control})
+    assert call.late == Late(frozenset({"middle"}), control.stream, control.ready)
+    assert not waits
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["in the end", "where a step fails"])
+def test_what_was_read_is_kept_until_the_step_has_waited(fails: bool, waits: list[int]) -> None:
+    control = late_residuals()
+
+    def step(_model: Any, conds: list, *_: Any) -> None:
+        conds[0][0]["control"]._late.append(control)
+        if fails:
+            raise RuntimeError
+
+    given = [[{"control": SimpleNamespace()}]]
+    given[0][0]["control"] = _control()
+    try:
+        run_stacks_at_once(step, None, given, None, None, {}, backbone=SimpleNamespace(takes_late=True))
+    except RuntimeError:
+        assert fails
+    assert waits == [0], "the current stream comes after it; nothing is read"
+
+
+def test_residuals_are_waited_for_where_the_backbone_cannot_start_without_them(waits: list[int]) -> None:
+    kept = []
+
+    def step(_model: Any, conds: list, *_: Any) -> None:
+        kept.append(conds[0][0]["control"]._late)
+
+    for backbone in (None, SimpleNamespace(takes_late=False)):
+        run_stacks_at_once(step, None, [[{"control": _control()}]], None, None, {}, backbone=backbone)
+    assert kept == [None, None]
+
+
+def _control() -> Any:
+    from comfy.controlnet import ControlNet
+
+    return ControlNet(network("controlnet", "unlike_levels").module, load_device=CPU)
+
+
+class Event:
+    def __init__(self, journal: list[str]):
+        self.journal = journal
+
+    def record(self) -> None:
+        self.journal.append("opens the gate")
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> tuple[GraphCache, list[str]]:
+    """A cache whose recorder makes gates, and what happens in order."""
+    journal: list[str] = []
+
+    class JournalGate(Gate):
+        def wait(self) -> None:
+            self.passed = True
+            journal.append("passes the gate")
+
+    recorder = Recorder()
+    recorder.gate = lambda: JournalGate(Event(journal))
+    monkeypatch.setattr(cuda_graphs, "wait_for", lambda *_: journal.append("waits for all"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: "here")
+    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: at_gate(None))  # any context
+    return GraphCache(CPU, recorder=recorder), journal
+
+
+def late_call(journal: list[str]) -> Late:
+    return Late(frozenset({"first", "second"}), Stream(journal), "ready")
+
+
+def test_a_recording_waits_in_its_midst_and_one_that_cannot_before_it_starts(
+    graphs: tuple[GraphCache, list[str]], built: tuple[Network, Callable]
+) -> None:
+    cache, journal = graphs
+    made, run = built
+    both = {"gated": run, "plain": made}
+    for token, function in both.items():
+        for seed in range(5):
+            del journal[:]
+            given = dict(zip(("x", "first", "second"), inputs(seed), strict=True))
+            result = cache.run(lambda t: {"out": function(*t.values())[0]}, given, token, late=late_call(journal))  # noqa: B023
+            assert torch.allclose(result["out"], made(*inputs(seed))[0], atol=1e-6)
+            if seed < 2:
+                assert journal[0] == "waits for all", "not recorded yet"
+            elif token == "gated":
+                assert journal == ["waits for the replay before", "opens the gate"]
+            else:
+                assert journal == ["waits for all"]
+        assert cache.takes_late is (token == "gated")
+
+
+def test_residuals_that_are_there_pass_a_gate_that_stays_open(
+    graphs: tuple[GraphCache, list[str]], built: tuple[Network, Callable]
+) -> None:
+    cache, journal = graphs
+    made, run = built
+    for seed in range(6):
+        given = dict(zip(("x", "first", "second"), inputs(seed), strict=True))
+        late = late_call(journal) if seed % 2 else None
+        result = cache.run(lambda t: {"out": run(*t.values())[0]}, given, late=late)
+        assert torch.allclose(result["out"], made(*inputs(seed))[0], atol=1e-6)
+
+
+def test_a_recorder_without_gates_records_networks_that_would_wait(built: tuple[Network, Callable]) -> None:
+    made, run = built
+    cache = GraphCache(CPU, recorder=Recorder())
+    for seed in range(4):
+        given = dict(zip(("x", "first", "second"), inputs(seed), strict=True))
+        result = cache.run(lambda t: {"out": run(*t.values())[0]}, given)
+        assert torch.allclose(result["out"], made(*inputs(seed))[0], atol=1e-6)
+    assert not cache.takes_late
