@@ -1,18 +1,17 @@
-"""What CUDA graphs keep of a GPU between two samplings, and what it would cost to give that back after each.
+"""What CUDA graphs keep of a GPU between two samplings, and what it costs to give that back after each.
 
     python benchmarks/graph_memory.py --comfyui ~/ComfyUI --base /tmp/benchmark --out graph_memory.json
 
 A graph that was recorded under cudaMallocAsync, ComfyUI's usual allocator, allocates as it runs; what it took stays for
-its next replay, also while the VAE decodes. SD1.5 with two ControlNets at 512x512, 20 steps; the engines are those that
-``run.py`` built. Samplings after which memory is given back, and others, take turns; the one after each is timed.
+its next replay, also while the VAE decodes, unless it is given back (``engine_sessions/graph_memory.py``). SD1.5 with
+two ControlNets at 512x512, 20 steps; the engines are those that ``run.py`` built. Samplings after which memory is given
+back, and others, take turns; the one after each is timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import os
 import statistics
 import time
 from pathlib import Path
@@ -22,34 +21,7 @@ import networks
 import torch
 from timing import PeakMemory
 
-RESERVED = 2
-"""CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT of the driver's API."""
 TURNS = 12
-
-
-class Driver:
-    """NVIDIA's driver, for the memory of all CUDA graphs on the first GPU."""
-
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-        self._gpu = ctypes.c_int()
-        self._ask("cuDeviceGet", ctypes.byref(self._gpu), 0)
-
-    def kept(self) -> int:
-        """Bytes that graphs keep."""
-        value = ctypes.c_uint64()
-        self._ask("cuDeviceGetGraphMemAttribute", self._gpu, RESERVED, ctypes.byref(value))
-        return value.value
-
-    def give_back(self) -> None:
-        """Let others have what no replay uses now."""
-        torch.cuda.current_stream().synchronize()
-        self._ask("cuDeviceGraphMemTrim", self._gpu)
-
-    def _ask(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._library, name)(*arguments)
-        if code:
-            raise RuntimeError(f"{name} gave {code}")
 
 
 def milliseconds(call: Any) -> float:
@@ -61,20 +33,24 @@ def milliseconds(call: Any) -> float:
     return (time.perf_counter() - started) * 1000
 
 
-def measure(bench: networks.Bench, driver: Driver) -> dict[str, Any]:
+def measure(bench: networks.Bench) -> dict[str, Any]:
     """What is kept and given back, in MB, and the milliseconds of samplings that follow."""
+    from hybrid_trt.engine_sessions import graph_memory
+
+    gpu, give_back = torch.device("cuda", 0), graph_memory.give_back
+    graph_memory.give_back = lambda _device: 0  # which a sampling does at its end
     setup, memory = bench.conditioning(2, True), PeakMemory()
     for _ in range(3):
         reference, _ = bench.sample(setup, 1)
-    figures = {"kept_mb": driver.kept() / 1e6, "used_mb": memory.used_now}
-    driver.give_back()
-    figures |= {"left_mb": driver.kept() / 1e6, "used_afterwards_mb": memory.used_now}
+    figures = {"kept_mb": graph_memory.kept(0) / 1e6, "used_mb": memory.used_now}
+    give_back(gpu)
+    figures |= {"left_mb": graph_memory.kept(0) / 1e6, "used_afterwards_mb": memory.used_now}
     again, _ = bench.sample(setup, 1)
     figures["equal"] = torch.equal(again, reference)
     after: dict[str, list[float]] = {"given_back": [], "kept": []}
     giving = []
     for seed in range(TURNS):
-        giving.append(milliseconds(driver.give_back))
+        giving.append(milliseconds(lambda: give_back(gpu)))
         for what in after:
             after[what].append(milliseconds(lambda: bench.sample(setup, seed)))  # noqa: B023
     return figures | {
@@ -92,7 +68,7 @@ def main() -> None:
     options = parser.parse_args()
     networks.import_pack(options.comfyui)
     with torch.inference_mode():
-        found = measure(networks.Bench("sd15", options.base, 2), Driver())
+        found = measure(networks.Bench("sd15", options.base, 2))
     print({name: value for name, value in found.items() if name != "turns_ms"})
     options.out.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""What Inductor's and cuDNN's settings give: one network compiled with each of them, replayed in turn.
+"""What Inductor's settings and ours give: one network compiled with each of them, replayed in turn.
 
     python benchmarks/sweep_flags.py --family sd15 --network unet --comfyui ~/ComfyUI --base /tmp/benchmark \\
         --compile plain autotune_gemm                       # may run beside others: it measures nothing
@@ -38,12 +38,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lines_from_256": {"by_lines": 256},
     "joined_as_is": {"joined_as_is": True},
     "short_rows": {"short_rows": True},
-    "cudnn_benchmark": {"cudnn": True},
     "autotune_gemm": GEMM,
     "conv_as_mm": {"conv_1x1_as_mm": True},
     "gemm_and_conv_as_mm": GEMM | {"conv_1x1_as_mm": True},
     "coordinate_descent": {"coordinate_descent_tuning": True},
-    "everything": GEMM | TUNED | {"conv_1x1_as_mm": True, "coordinate_descent_tuning": True, "cudnn": True},
+    "everything": GEMM | TUNED | {"conv_1x1_as_mm": True, "coordinate_descent_tuning": True},
     "pointwise_autotune": {"max_autotune_pointwise": True},
     "no_layout_change": {"layout_optimization": False},
     "autotune_all": GEMM | {"max_autotune": True},
@@ -52,20 +51,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one_tile": {"triton.max_tiles": 1},
     "nd_tiling": {"triton.prefer_nd_tiling": True},
 }
-"""Inductor's settings, and ours: ``cudnn`` lets cuDNN time its convolutions, when compiling and when recording;
-``written_out`` names what of ``decompositions.TABLE`` is used; ``by_lines`` and ``most_summed`` take the place of its
-constants; ``joined_as_is`` leaves the layout of channels put together to Inductor; with ``short_rows`` Inductor alone
-decides how rows are read (``choices``)."""
-OURS = ("cudnn", "written_out", "by_lines", "most_summed", "joined_as_is", "short_rows")
+"""Inductor's settings, and ours: ``written_out`` names what of ``decompositions.TABLE`` is used; ``by_lines`` and
+``most_summed`` take the place of its constants; ``joined_as_is`` leaves the layout of channels put together to
+Inductor; with ``short_rows`` Inductor alone decides how rows are read (``choices``). Of cuDNN nothing is swept here:
+torch keeps the first algorithm that it took for a shape in this process (``results/products_h200.json``)."""
+OURS = ("written_out", "by_lines", "most_summed", "joined_as_is", "short_rows")
 
 
 @contextlib.contextmanager
 def settings(flags: dict[str, Any]) -> Iterator[None]:
-    """Inductor, cuDNN and what we write out with a variant's settings."""
+    """Inductor and what we write out with a variant's settings."""
     import torch._inductor.config
     from hybrid_trt.backends.torch_live import choices, decompositions
 
-    ours: list[tuple[Any, str, Any]] = [(torch.backends.cudnn, "benchmark", flags.get("cudnn", False))]
+    ours: list[tuple[Any, str, Any]] = []
     if "most_summed" in flags:
         ours.append((decompositions, "MOST_SUMMED", flags["most_summed"]))
     if "by_lines" in flags:

@@ -163,9 +163,8 @@ class EngineHandle:
 
     @property
     def takes_late(self) -> bool:
-        """Whether calls may have inputs that another stream still computes. While calls are timed each is by itself."""
-        timed = self.tally is not None and self.tally.times is not None
-        return self.session is not None and self.session.takes_late and not timed
+        """Whether calls may have inputs that another stream still computes."""
+        return self.session is not None and self.session.takes_late
 
     @property
     def lacks(self) -> bool:
@@ -332,7 +331,7 @@ class EngineHandle:
                 if failed and not fallback.others_serve:
                     self.give_up(fallback)
             else:
-                tally.count_engine(session.backend_name, session.uncompiled)
+                tally.count_engine(session.backend_name, session.uncompiled, beside=bound.late is not None)
                 if tally.engine_name != session.name:  # the first call of a run
                     last_use.mark(session.serving)
                 tally.engine_name = session.name

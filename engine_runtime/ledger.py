@@ -51,6 +51,7 @@ class Tally:
         unserved: native calls that an engine of their own size would serve -> how many they were.
         beyond: symbol -> the largest size of calls that the engine was not built for.
         opened: when the first call was counted, as ``time.time``.
+        beside: engine calls that started beside ControlNets and waited for them on the way.
     """
 
     kind: str
@@ -70,14 +71,16 @@ class Tally:
     beyond: dict[str, int] = field(default_factory=dict)
     uncompiled: dict[Uncompiled, int] = field(default_factory=dict)
     unserved: dict[Uncompiled, int] = field(default_factory=dict)
+    beside: int = 0
 
-    def count_engine(self, backend: str, uncompiled: Uncompiled | None = None) -> None:
+    def count_engine(self, backend: str, uncompiled: Uncompiled | None = None, beside: bool = False) -> None:
         """Count a call that an engine served, or live weights without a compiled file."""
         with _counting:
             if uncompiled is not None:
                 self._count_lacking(self.uncompiled, uncompiled)
             self.backend = backend
             self.engine += 1
+            self.beside += beside
             self.calls.append(ON_ENGINE)
 
     def _count_lacking(self, counts: dict[Uncompiled, int], call: Uncompiled) -> None:
@@ -115,7 +118,7 @@ class Tally:
         return self.times.ms() if self.times is not None else []
 
     def to_json(self) -> dict:
-        apart = ("times", "opened", "beyond", "uncompiled", "unserved")
+        apart = ("times", "opened", "beyond", "uncompiled", "unserved", "beside")
         fields = {name: value for name, value in self.__dict__.items() if name not in apart}
         uncompiled = {call.words: count for call, count in self.uncompiled.items()}
         calls = "".join("ne"[call] for call in self.calls)

@@ -18,6 +18,8 @@ from comfy.conds import CONDCrossAttn, CONDNoiseShape, CONDRegular
 from comfy.patcher_extension import WrapperExecutor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..engine_sessions import graph_memory
+
 RUN = "hybrid_trt_run"
 """Key of a run's ``SamplingRun`` in the model_options that ComfyUI makes for this run alone."""
 
@@ -69,6 +71,11 @@ class SamplingRun:
             end.synchronize()
         end.record(torch.cuda.current_stream(device))
 
+    def give_back_graph_memory(self) -> None:
+        """The run is over: what comes after it, the VAE most of all, may have what its graphs took."""
+        for device in self._ends:
+            graph_memory.give_back(device)
+
     def let_go(self) -> None:
         """Keep nothing any more, whoever still holds the run's options."""
         self._copies.clear()
@@ -80,7 +87,9 @@ def sample_on_device(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> An
     options = executor.class_obj.model_options
     run = options[RUN] = SamplingRun()
     try:
-        return executor(*args, **kwargs)
+        result = executor(*args, **kwargs)
+        run.give_back_graph_memory()
+        return result
     finally:
         options.pop(RUN, None)
         run.let_go()

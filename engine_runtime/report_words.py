@@ -91,7 +91,7 @@ def served(row: Tally) -> str:
         return "not called"
     parts = []
     if row.engine:
-        parts.append(f"{row.engine} on {row.backend}{_each(row, 'engine')}{_uncompiled(row)}")
+        parts.append(f"{row.engine} on {row.backend}{_each(row, 'engine')}{_beside(row)}{_uncompiled(row)}")
     if row.native:
         parts.append(f"{row.native} native{_each(row, 'native')} ({'; '.join(_reasons(row))})")
     ms = row.ms()
@@ -141,6 +141,11 @@ def _each(row: Tally, kind: str) -> str:
     return f", {times(median(ms))} each" if ms else ""
 
 
+def _beside(row: Tally) -> str:
+    """Whose time has in it what a call waited for ControlNets."""
+    return " beside its ControlNets" if row.beside and of_kind(row, "engine") else ""
+
+
 def _uncompiled(row: Tally) -> str:
     """Which calls no compiled file was for, and how they ran."""
     if not row.uncompiled:
@@ -161,7 +166,12 @@ def _reasons(row: Tally) -> list[str]:
 
 
 def _bound(rows: Sequence[Tally]) -> list[str]:
-    """Which of several networks the sampling waits for most, as a line; usual times, so loading does not count."""
+    """Which of several networks the sampling waits for most, as a line; usual times, so loading does not count.
+
+    Where a UNet runs beside its ControlNets its time is the whole step's, and says nothing of the kind.
+    """
+    if any(row.beside for row in rows):
+        return []
     usual: dict[str, float] = {}
     for row in rows:  # of a network one for each sampler
         if ms := row.ms():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from control_stacks import CHOICE
 from fake_recorder import Recorder
 from pack import import_comfy
 from small_networks import CPU, network
@@ -19,9 +21,13 @@ import_comfy()
 from hybrid_trt.architectures.calls import EngineCall, Late
 from hybrid_trt.architectures.tensors import TensorSpec
 from hybrid_trt.backends.torch_live import arrival, compiled
+from hybrid_trt.backends.torch_live.session import LiveSession
 from hybrid_trt.engine_builder.child_tasks import _spec_json
+from hybrid_trt.engine_library import Library
 from hybrid_trt.engine_runtime import late_control
+from hybrid_trt.engine_runtime.backbone import BackboneRouter
 from hybrid_trt.engine_runtime.control_stack import run_stacks_at_once
+from hybrid_trt.engine_runtime.engine_handle import EngineHandle
 from hybrid_trt.engine_runtime.late_control import LateControl, bound_unread
 from hybrid_trt.engine_sessions import cuda_graphs
 from hybrid_trt.engine_sessions.cuda_graphs import GraphCache
@@ -195,6 +201,36 @@ def test_an_engine_gets_residuals_that_nobody_waited_for_and_is_told_so(waits: l
     call = bound_unread(bind, {"x": torch.ones(1), "control": control})
     assert call.late == Late(frozenset({"middle"}), control.stream, control.ready)
     assert not waits
+
+
+@pytest.mark.parametrize("takes_late", [True, False])
+def test_a_session_is_told_of_late_residuals_if_it_takes_such_and_the_run_counts_it(
+    takes_late: bool, waits: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = network("unet", "unlike_levels")
+    handle = EngineHandle(net, CHOICE, Library([tmp_path]), f"late {takes_late}")
+    monkeypatch.setattr(LiveSession, "takes_late", takes_late)
+    told = []
+
+    def run(_self: LiveSession, given: Mapping, _extras: Mapping, late: Late | None = None) -> dict:
+        told.append((sorted(name for name in given if name.startswith("control")), late))
+        return {"out": given["x"]}
+
+    monkeypatch.setattr(LiveSession, "run", run)
+    control = late_residuals()
+    x = torch.ones(1, 4, 8, 8)
+    given = {"x": x, "timesteps": torch.ones(1), "context": torch.ones(1, 77, 64), "control": control}
+    router = BackboneRouter.__new__(BackboneRouter)
+    router._handle = handle
+    served, result = handle.serve(None, lambda: router._bound(given))
+    assert served
+    assert torch.equal(result, x)
+    ((names, late),) = told
+    assert len(names) == 3
+    assert waits == ([] if takes_late else [3])
+    assert (late is None) is not takes_late
+    assert late is None or late.names == set(names)
+    assert (handle.tally.engine, handle.tally.beside) == (1, int(takes_late))
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["in the end", "where a step fails"])

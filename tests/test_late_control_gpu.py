@@ -7,7 +7,7 @@ What holds on a CPU too is in ``test_late_control.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,17 +43,13 @@ SAMPLING = SimpleNamespace(calculate_input=lambda t, x: x / (t[0] ** 2 + 1) ** 0
 
 
 @pytest.fixture(scope="module")
-def unet(tmp_path_factory: pytest.TempPathFactory) -> tuple[NativeNetwork, LiveSession]:
+def unet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[NativeNetwork, LiveSession]]:
+    net = networks.random_network("unet", networks.TINY["sd15"], HALF, 1, GPU)
+    session, library = LiveSession(net, TORCH, "float16"), Library([tmp_path_factory.mktemp("library")])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path_factory.mktemp("keys")))
-        net = networks.random_network("unet", networks.TINY["sd15"], HALF, 1, GPU)
-        session = LiveSession(net, TORCH, "float16")
-        library, order = (
-            Library([tmp_path_factory.mktemp("library")]),
-            BuildOrder(net, "float16", networks.PROFILE, TORCH),
-        )
-        session.use([build_engine(order, library, lambda *_: None)])
-    return net, session
+        session.use([build_engine(BuildOrder(net, "float16", networks.PROFILE, TORCH), library, lambda *_: None)])
+        yield net, session
 
 
 @pytest.fixture
@@ -127,7 +123,7 @@ def test_a_unet_beside_its_controlnets_computes_the_same_bits(
         merged = control_stack._merged
         monkeypatch.setattr(control_stack, "_merged", lambda *a: (torch.cuda._sleep(CYCLES), merged(*a))[1])
     found, came_late = steps(unet, chain, late=True, look=look)
-    assert unet[1].graphs.failure is None
+    assert (unet[1].graphs.failure, unet[1].refusal, unet[1].uncompiled) == (None, None, None)
     assert came_late == 12
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert not torch.equal(found[0], found[1])

@@ -199,6 +199,18 @@ def test_what_bounds_the_step_counts_all_samplers_of_a_network() -> None:
     assert report_text(rows).splitlines()[-1] == "a bounds the step: 69% of the networks' time"
 
 
+def test_a_unet_that_ran_beside_its_controlnets_is_told_so_and_none_is_said_to_bound_the_step() -> None:
+    rows = [Tally("unet", "a.safetensors", "1", "2"), Tally("controlnet", "net.safetensors", "3", "2")]
+    for number, row in enumerate(rows):
+        for call in range(4):
+            row.count_engine("torch", beside=not number and call > 1)
+        row.times = Clock(*[8.9 - 5 * number] * 4)
+    assert report_text(rows).splitlines() == [
+        "2 of 2 networks on engines: 51 ms, calls added up",
+        "a: 4 on torch, 8.9 ms each beside its ControlNets",
+        "net: 4 on torch, 3.9 ms each"]
+
+
 @pytest.mark.parametrize("path", [
     "/home/me/ComfyUI/models/b.onnx", "C:\\ComfyUI\\models\\b.onnx", "\\\\nas\\models\\b.onnx"])  # fmt: skip
 def test_each_network_is_one_line_without_a_path(path: str) -> None:

@@ -234,6 +234,20 @@ def test_controlnets_side_by_side_take_no_more_memory_with_each_step(allocator: 
     assert (backend, int(more) <= 64) == (allocator, True), ended.stdout
 
 
+@pytest.mark.parametrize(("allocator", "at_least"), [("native", 0), ("cudaMallocAsync", 128)])
+def test_memory_of_graphs_is_given_back_between_runs_and_they_compute_the_same_afterwards(
+    allocator: str, at_least: int
+) -> None:
+    """In a process of its own: the allocator is chosen once, and ``native`` keeps such memory in pools of torch's."""
+    script = Path(__file__).parent / "support" / "graph_memory_on_gpu.py"
+    ended = subprocess.run([sys.executable, "-P", str(script)], capture_output=True, text=True, check=False,
+                           env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"backend:{allocator}"})
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    backend, given_back, left, equal = ended.stdout.split()[-4:]
+    assert (backend, left, equal) == (allocator, "0", "True"), ended.stdout
+    assert int(given_back) >= at_least, ended.stdout
+
+
 def test_recording_while_another_thread_uses_the_gpu() -> None:
     net, stop = tiny("unet"), threading.Event()
     square = torch.randn(256, 256, device=GPU)

@@ -264,6 +264,8 @@ class LiveSession:
         except (Unavailable, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            if is_out_of_memory(error):  # CUDA says so in words where a graph finds no room for what it takes
+                raise torch.OutOfMemoryError(first_line(error)) from error
             log.exception("Hybrid TRT: %s failed on its live weights", self.label)
             raise Unavailable(Reason.ENGINE_FAILED, first_line(error)) from error
 

@@ -1,0 +1,109 @@
+"""What CUDA graphs keep on a GPU is given to others at a run's end, and only where there is such memory.
+
+There is no GPU here: the driver is a double that counts. With a real one: ``test_torch_gpu.py``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import pack
+import pytest
+import torch
+
+pack.import_comfy()
+
+from comfy.patcher_extension import WrapperExecutor
+from hybrid_trt.engine_runtime import on_device
+from hybrid_trt.engine_sessions import graph_memory
+
+GPU = torch.device("cuda", 1)
+
+
+class Driver:
+    """The driver's part of it: GPU 1 has the handle 7 and graphs that keep 96 bytes."""
+
+    def __init__(self) -> None:
+        self.kept, self.trimmed, self.synchronized, self.fails = 96, [], 0, ""
+
+    def cuDeviceGet(self, handle: object, index: int) -> int:
+        handle._obj.value = {1: 7}[index]
+        return 0
+
+    def cuDeviceGetGraphMemAttribute(self, handle: int, attribute: int, value: object) -> int:
+        assert (handle, attribute, type(value._obj)) == (7, graph_memory.RESERVED, ctypes.c_uint64)
+        value._obj.value = self.kept
+        return 100 if self.fails == "asking" else 0
+
+    def cuDeviceGraphMemTrim(self, handle: int) -> int:
+        assert self.synchronized, "memory of a replay that still runs is in use"
+        self.trimmed.append(handle)
+        if self.fails == "giving back":
+            return 100
+        self.kept = 32
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    found = Driver()
+
+    def synchronize() -> None:
+        found.synchronized += 1
+
+    monkeypatch.setattr(graph_memory, "_driver", lambda: found)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=synchronize))
+    graph_memory._handle.cache_clear()
+    yield found
+    graph_memory._handle.cache_clear()
+
+
+def test_what_graphs_keep_is_given_back_once_the_gpu_is_done(driver: Driver) -> None:
+    assert graph_memory.give_back(GPU) == 64
+    assert (driver.trimmed, driver.synchronized) == ([7], 1)
+
+
+def test_nothing_is_waited_for_where_graphs_keep_nothing(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.kept = 0
+    assert graph_memory.give_back(GPU) == 0
+    driver.kept = 96
+    assert graph_memory.give_back(torch.device("cpu")) == 0
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    assert graph_memory.give_back(GPU) == 0
+    assert (driver.trimmed, driver.synchronized) == ([], 0)
+
+
+@pytest.mark.parametrize("fails", ["asking", "giving back"])
+def test_a_driver_that_fails_leaves_the_memory_where_it_is(driver: Driver, fails: str) -> None:
+    driver.fails = fails
+    assert graph_memory.give_back(GPU) == 0
+
+
+def test_without_nvidias_driver_nothing_happens(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
+    monkeypatch.setattr(graph_memory, "_driver", lambda: None)
+    assert graph_memory.give_back(GPU) == 0
+
+
+@pytest.mark.parametrize("ends", ["well", "interrupted"])
+def test_a_run_gives_it_back_at_its_end_on_each_gpu_that_it_used(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    given_back = []
+    monkeypatch.setattr(graph_memory, "give_back", given_back.append)
+    guider = SimpleNamespace(model_options={})
+
+    def sample() -> str:
+        guider.model_options[on_device.RUN]._ends[GPU] = torch.cuda.Event
+        assert given_back == []
+        if ends == "interrupted":
+            raise InterruptedError
+        return "latent"
+
+    executor = WrapperExecutor.new_class_executor(sample, guider, [on_device.sample_on_device])
+    if ends == "interrupted":
+        with pytest.raises(InterruptedError):
+            executor.execute()
+        assert given_back == []
+    else:
+        assert executor.execute() == "latent"
+        assert given_back == [GPU]
