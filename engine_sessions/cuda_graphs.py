@@ -175,8 +175,13 @@ class GraphCache:
                 return function(prepare(inputs))
         self._recordings.move_to_end(key)
         recording.used = self._calls
-        self._copy_in(recording, inputs, late)
-        recording.replay.replay()
+        try:
+            self._copy_in(recording, inputs, late)
+            recording.replay.replay()
+        except BaseException:
+            if late is not None:  # its buffers may be others' soon, and are still written to
+                torch.cuda.current_stream(self.device).wait_stream(late.stream)
+            raise
         return dict(recording.targets) if self._lends() else recording.results()
 
     def _lends(self) -> bool:

@@ -319,6 +319,30 @@ def test_a_recording_waits_in_its_midst_and_one_that_cannot_before_it_starts(
         assert cache.takes_late is (token == "gated")
 
 
+def test_buffers_of_a_replay_that_fails_are_nobodys_before_late_inputs_were_copied_there(
+    graphs: tuple[GraphCache, list[str]], built: tuple[Network, Callable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, journal = graphs
+    _, run = built
+    here, replays = SimpleNamespace(wait_stream=lambda _other: journal.append("the current stream waits")), []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: here)
+
+    def call(late: Late | None) -> None:
+        given = dict(zip(("x", "first", "second"), inputs(), strict=True))
+        cache.run(lambda t: {"out": run(*t.values())[0]}, given, late=late)
+
+    for _ in range(2):
+        call(late_call(journal))
+    monkeypatch.setattr(Recorder.Replay, "replay", lambda _self: replays.append(1) or [][0])
+    for late in (late_call(journal), None):
+        del journal[:]
+        with pytest.raises(IndexError):
+            call(late)
+        expected = ["waits for the replay before", "opens the gate", "the current stream waits"]
+        assert journal == (expected if late else [])
+    assert len(replays) == 2
+
+
 def test_residuals_that_are_there_pass_a_gate_that_stays_open(
     graphs: tuple[GraphCache, list[str]], built: tuple[Network, Callable]
 ) -> None:
