@@ -105,7 +105,7 @@ def main() -> None:
     options.comfyui, options.base = options.comfyui.resolve(), options.base.resolve()
     options.logs = (options.logs or options.out.parent).resolve()
     options.logs.mkdir(parents=True, exist_ok=True)
-    # as any ordinary installation has it; where nobody may write beside torch each process would compile it anew
+    # as any ordinary installation has it: else each process would compile torch's own Python anew
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(options.base / "python_cache"))
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     known: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"rows": []}

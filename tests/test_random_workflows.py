@@ -6,6 +6,7 @@ Slow: about ten minutes. `make test ARGS="-m slow tests/test_random_workflows.py
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from random import Random
 
 import numpy
@@ -29,30 +30,48 @@ def native(sd15: ComfyProcess) -> Iterator[ComfyProcess]:
         yield process
 
 
-def latent(comfy: ComfyProcess, workflow: Workflow, engines: bool) -> numpy.ndarray | str:
-    """The latent, or what failed."""
+def latent(comfy: ComfyProcess, workflow: Workflow, engines: bool) -> tuple[numpy.ndarray | str, list[dict]]:
+    """The latent, or what failed; and the report's rows."""
     history = comfy.queue(prompt_of(workflow, engines, "engines" if engines else "native"), timeout=300)
-    return numpy.load(history.output("save", "latent")[0]) if history.ok else str(history.error)
+    if not history.ok:
+        return str(history.error), []
+    rows = history.output("report", "report")[0]["rows"] if engines else []
+    return numpy.load(history.output("save", "latent")[0]), rows
 
 
-def wrong(native: ComfyProcess, engines: ComfyProcess, workflow: Workflow) -> str | None:
+@dataclass
+class Seen:
+    """What was compared, and the calls of networks that it took."""
+
+    workflows: int = 0
+    on_engines: int = 0
+    native: int = 0
+
+    def add(self, rows: list[dict]) -> None:
+        self.workflows += 1
+        self.on_engines += sum(row["engine"] for row in rows)
+        self.native += sum(row["native"] for row in rows)
+
+
+def wrong(native: ComfyProcess, engines: ComfyProcess, workflow: Workflow, seen: Seen) -> str | None:
     """What differs more than rounding explains; None too where ComfyUI cannot do it or gives no numbers."""
     try:
-        reference = latent(native, workflow, False)
+        reference, _ = latent(native, workflow, False)
     except PromptRejected:
         return None
-    found = latent(engines, workflow, True)
+    found, rows = latent(engines, workflow, True)
     if isinstance(reference, str) or isinstance(found, str):
         same = isinstance(reference, str) and isinstance(found, str)
         return None if same else f"natively {reference!s:.200}, with engines {found!s:.200}"
     if not numpy.isfinite(reference).all() or not reference.any():
         return None
+    seen.add(rows)
     error = relative_difference(found, reference)
     classes = {name for name, *_ in (*workflow.before, *workflow.after)}
     limit = max([LIMIT, *(AMPLIFIES[name] for name in classes & AMPLIFIES.keys())])
     if error <= limit:
         return None
-    nudged = latent(native, workflow.nudged(), False)
+    nudged, _ = latent(native, workflow.nudged(), False)
     return None if error <= ASTRAY * relative_difference(nudged, reference) else f"{error:.1e} from native"
 
 
@@ -60,9 +79,11 @@ def wrong(native: ComfyProcess, engines: ComfyProcess, workflow: Workflow) -> st
 @pytest.mark.parametrize("seed", range(4))
 def test_a_random_workflow_acts_as_in_native(sd15: ComfyProcess, native: ComfyProcess, seed: int) -> None:
     random = Random(seed)
-    draws, workflow, found = Draws(random, sd15.object_info()), None, []
+    draws, workflow, found, seen = Draws(random, sd15.object_info()), None, [], Seen()
     for _ in range(COUNT):
         workflow = draws.but_one_thing(workflow) if workflow and random.random() < 0.4 else draws.workflow()
-        if (what := wrong(native, sd15, workflow)) is not None:
+        if (what := wrong(native, sd15, workflow, seen)) is not None:
             found.append(f"{what}: {workflow}")
     assert not found, "\n".join(found)
+    assert seen.workflows > COUNT / 2, f"ComfyUI can do too little of what is drawn: {seen}"
+    assert seen.on_engines > seen.native, f"too little of it runs on engines: {seen}"
