@@ -179,9 +179,8 @@ def _joined(chain: list[ControlNet], results: list[Control], joins: Sequence[tup
 def _start(sessions: list[Session], x_noisy: torch.Tensor, at_least: int = 2) -> torch.cuda.Event | None:
     """Where the current stream is, for sessions that run side by side from there on; None where one follows the other.
 
-    Fewer than ``at_least`` have nobody to run beside.
-
-    So do those that come twice, by themselves or as a part of another: they have one set of buffers.
+    So do those that come twice, by themselves or as a part of another: they have one set of buffers. Fewer than
+    ``at_least`` have nobody to run beside.
     """
     parts = [part for session in sessions for part in session.parts]
     if not x_noisy.is_cuda or len(sessions) < at_least or len(set(parts)) < len(parts):

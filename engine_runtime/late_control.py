@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ..architectures.calls import Binding, Control, EngineCall, Late
 from ..engine_sessions.late import wait_for
+
+
+def _looking(name: str) -> Callable[..., Any]:
+    """A dict's method that first waits for all tensors."""
+    method = getattr(dict, name)
+    return lambda self, *given: method(self._seen(), *given)
 
 
 class LateControl(dict):
@@ -44,26 +50,10 @@ class LateControl(dict):
             wait_for(self.ready, self.stream, (t for places in super().values() for t in places if t is not None))
         return self
 
-    def __getitem__(self, key: str) -> list:
-        return super(LateControl, self._seen()).__getitem__(key)
-
-    def __iter__(self) -> Iterator[str]:  # which C code asks for copies of subclasses
-        return super(LateControl, self._seen()).__iter__()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return super(LateControl, self._seen()).get(key, default)
-
-    def pop(self, key: str, *default: Any) -> Any:
-        return super(LateControl, self._seen()).pop(key, *default)
-
-    def keys(self) -> Any:
-        return super(LateControl, self._seen()).keys()
-
-    def values(self) -> Any:
-        return super(LateControl, self._seen()).values()
-
-    def items(self) -> Any:
-        return super(LateControl, self._seen()).items()
+    __getitem__, get, pop, popitem, setdefault = map(_looking, ("__getitem__", "get", "pop", "popitem", "setdefault"))
+    keys, values, items, __reversed__ = map(_looking, ("keys", "values", "items", "__reversed__"))
+    __iter__ = _looking("__iter__")  # which C code asks for copies of subclasses
+    __eq__, __repr__ = map(_looking, ("__eq__", "__repr__"))
 
     def copy(self) -> Control:
         return dict(self.items())

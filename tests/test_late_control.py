@@ -155,6 +155,8 @@ LOOKS = {
     "values": lambda c: list(c.values()), "dict": dict, "unpacked": lambda c: {**c}, "joined": lambda c: c | {},
     "keys": lambda c: [c.get(name) for name in c], "pop": lambda c: c.pop("middle"), "copy": lambda c: c.copy(),
     "copy.copy": copy.copy, "copy.deepcopy": copy.deepcopy, "updates another": lambda c: {}.update(c),
+    "popitem": lambda c: c.popitem(), "setdefault": lambda c: c.setdefault("output"), "shown": repr,
+    "reversed": lambda c: list(reversed(c)), "compared": lambda c: c == {}, "compared from there": lambda c: {} == c,
 }  # fmt: skip
 
 
