@@ -28,16 +28,17 @@ TUNED = {"max_autotune_pointwise": True, "combo_kernels": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tuned": TUNED,
-    "inductors_norm": {"written_out": ("aten::gelu",)},
-    "inductors_gelu": {"written_out": ("aten::native_group_norm",)},
-    "inductors_products": {"written_out": ("aten::native_group_norm", "aten::gelu")},
-    "inductors_convolutions": {"written_out": ("aten::native_group_norm", "aten::gelu", "aten::addmm")},
+    "inductors_norm": {"left_to_inductor": ("aten::native_group_norm",)},
+    "inductors_gelu": {"left_to_inductor": ("aten::gelu",)},
+    "inductors_silu": {"left_to_inductor": ("aten::silu",)},
+    "inductors_products": {"left_to_inductor": ("aten::addmm", "aten::convolution")},
+    "inductors_convolutions": {"left_to_inductor": ("aten::convolution",)},
     "tiles_of_4096": {"most_summed": 4096},
     "no_lines": {"by_lines": 1 << 30},
     "lines_from_4096": {"by_lines": 4096},
     "lines_from_256": {"by_lines": 256},
     "joined_as_is": {"joined_as_is": True},
-    "short_rows": {"short_rows": True},
+    "inductors_rows": {"inductors_rows": True},
     "autotune_gemm": GEMM,
     "conv_as_mm": {"conv_1x1_as_mm": True},
     "gemm_and_conv_as_mm": GEMM | {"conv_1x1_as_mm": True},
@@ -51,11 +52,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one_tile": {"triton.max_tiles": 1},
     "nd_tiling": {"triton.prefer_nd_tiling": True},
 }
-"""Inductor's settings, and ours: ``written_out`` names what of ``decompositions.TABLE`` is used; ``by_lines`` and
-``most_summed`` take the place of its constants; ``joined_as_is`` leaves the layout of channels put together to
-Inductor; with ``short_rows`` Inductor alone decides how rows are read (``choices``). Of cuDNN nothing is swept here:
-torch keeps the first algorithm that it took for a shape in this process (``results/products_h200.json``)."""
-OURS = ("written_out", "by_lines", "most_summed", "joined_as_is", "short_rows")
+"""Inductor's settings, and ours: ``left_to_inductor`` names what of ``decompositions.TABLE`` is not used; ``by_lines``
+and ``most_summed`` take the place of its constants; ``joined_as_is`` leaves the layout of channels put together to
+Inductor; with ``inductors_rows`` it alone decides how rows and lines are read (``choices``). Of cuDNN nothing is swept
+here: torch keeps the first algorithm that it took for a shape in this process (``results/products_h200.json``)."""
+OURS = ("left_to_inductor", "by_lines", "most_summed", "joined_as_is", "inductors_rows")
 
 
 @contextlib.contextmanager
@@ -71,10 +72,10 @@ def settings(flags: dict[str, Any]) -> Iterator[None]:
         ours.append((decompositions, "BY_LINES", flags["by_lines"]))
     if "joined_as_is" in flags:
         ours.append((decompositions, "keep_channels_last", lambda _: None))
-    if "short_rows" in flags:
-        ours.append((choices, "long_rows", contextlib.nullcontext))
-    if "written_out" in flags:
-        table = {o: how for o, how in decompositions.TABLE.items() if o.name() in flags["written_out"]}
+    if "inductors_rows" in flags:
+        ours.append((choices, "our_rows", contextlib.nullcontext))
+    if "left_to_inductor" in flags:
+        table = {o: how for o, how in decompositions.TABLE.items() if o.name() not in flags["left_to_inductor"]}
         ours.append((decompositions, "TABLE", table))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in ours]
     try:

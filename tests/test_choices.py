@@ -20,13 +20,21 @@ from torch._inductor.virtualized import V
 import_comfy()
 
 from hybrid_trt.backends.torch_live import choices
-from hybrid_trt.backends.torch_live.choices import long_rows
+from hybrid_trt.backends.torch_live.choices import our_rows
 from hybrid_trt.backends.torch_live.compiled import compile_to_file
 
 
-def reads_once(row: int, hint: ReductionHint = ReductionHint.INNER) -> bool:
-    """Whether a sum of a row of so many elements keeps it in registers."""
-    features = SimpleNamespace(get_reduction_hint=lambda: hint, reduction_numel=sympy.Integer(row))
+def reads_once(
+    row: int, hint: ReductionHint = ReductionHint.INNER, sums: int = 64, what: tuple[str, ...] = ("sum",)
+) -> bool:
+    """Whether that many sums, or what else, of rows of so many elements each keep these in registers."""
+    nodes = [SimpleNamespace(node=SimpleNamespace(get_reduction_type=lambda kind=kind: kind)) for kind in what]
+    features = SimpleNamespace(
+        get_reduction_hint=lambda: hint,
+        reduction_numel=sympy.Integer(row),
+        numel=sympy.Integer(sums),
+        reduction_nodes=lambda: nodes,
+    )
     with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator())):
         return V.choices.should_use_persistent_reduction(features, False)
 
@@ -36,19 +44,31 @@ def test_rows_of_a_layer_norm_are_read_once_while_we_compile_and_as_inductor_lik
     row: int, ours: bool, inductors: bool
 ) -> None:
     assert reads_once(row) is inductors
-    with long_rows():
+    with our_rows():
         assert reads_once(row) is ours
     assert reads_once(row) is inductors
 
 
 def test_sums_across_rows_stay_inductors() -> None:
-    with long_rows():
+    with our_rows():
         assert not reads_once(1280, ReductionHint.OUTER)
+
+
+@pytest.mark.parametrize(
+    ("line", "sums", "what", "ours"),
+    [(64, 2 * 64 * 320, ("sum", "sum"), False), (32, 2 * 32 * 640, ("sum", "sum"), False),
+     (8, 2 * 8 * 1280, ("sum",), True), (64, 64, ("sum",), True), (64, 2 * 64 * 320, ("sum", "welford_reduce"), True)],
+    ids=["64 pixels", "32 pixels", "8 pixels", "few sums", "variances"],
+)  # fmt: skip
+def test_lines_of_many_channels_are_added_up_step_by_step(line: int, sums: int, what: tuple, ours: bool) -> None:
+    assert reads_once(line, ReductionHint.DEFAULT, sums, what)
+    with our_rows():
+        assert reads_once(line, ReductionHint.DEFAULT, sums, what) is ours
 
 
 def test_in_a_thread_that_has_decided_nothing_yet_our_choice_ends_too() -> None:
     def compiled_then_asked() -> bool:
-        with long_rows():
+        with our_rows():
             pass
         return reads_once(1280)
 
@@ -59,7 +79,7 @@ def test_in_a_thread_that_has_decided_nothing_yet_our_choice_ends_too() -> None:
 
 def test_what_was_compiled_with_other_choices_is_not_found_in_inductors_caches() -> None:
     before = torch._inductor.config.save_config_portable()
-    with long_rows():
+    with our_rows():
         assert torch._inductor.config.save_config_portable() != before
     assert torch._inductor.config.save_config_portable() == before
 

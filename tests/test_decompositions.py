@@ -45,6 +45,18 @@ def test_a_group_norm_in_parts_is_torchs(shape: tuple[int, ...], dtype: torch.dt
         assert (got.double() - wanted).abs().max() <= DTYPES[dtype] * wanted.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("mean", "deviation"), [(0.0, 1.0), (30.0, 1.0), (-200.0, 2.0), (3.0, 0.0)], ids=str)
+def test_a_norm_far_from_zero_loses_no_more_than_its_input_was_rounded_by(
+    mean: float, deviation: float, dtype: torch.dtype
+) -> None:
+    noise = torch.randn(2, 64, 64, 32, generator=torch.Generator().manual_seed(4))
+    x = (noise * deviation + mean).to(dtype).to(memory_format=torch.channels_last)
+    result, *_ = decompositions.group_norm_in_parts(x, None, None, 2, 64, 2048, 8, 1e-5)
+    exact = torch.nn.functional.group_norm(x.double(), 8, eps=1e-5)
+    assert (result.double() - exact).abs().max() <= max(torch.finfo(dtype).eps, 2e-5) * max(exact.abs().max(), 1)
+
+
 def test_a_group_norm_without_weight_and_bias_is_torchs() -> None:
     x = image(2, 64, 32, 32)
     result, *_ = decompositions.group_norm_in_parts(x, None, None, 2, 64, 1024, 4, 1e-6)
@@ -83,6 +95,26 @@ def test_every_number_of_half_precision_has_its_gelu(dtype: torch.dtype) -> None
     assert result.dtype == dtype
     assert torch.allclose(result.double(), exact, rtol=1.02 * rounding, atol=3e-7)
     assert decompositions.gelu_by_a_power(numbers[numbers.isnan()]).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_number_of_half_precision_has_its_silu(dtype: torch.dtype) -> None:
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    finite = numbers[numbers.isfinite()]
+    result = decompositions.silu_by_a_root(finite)
+    exact = torch.nn.functional.silu(finite.double())
+    assert result.dtype == dtype
+    assert torch.allclose(result.double(), exact, rtol=1.02 * torch.finfo(dtype).eps / 2, atol=6e-8)
+    for number in (numbers[numbers.isnan()], torch.tensor([-torch.inf, torch.inf]).to(dtype)):
+        expected = torch.nn.functional.silu(number.float())
+        assert torch.equal(decompositions.silu_by_a_root(number).float().nan_to_num(9), expected.nan_to_num(9))
+
+
+@pytest.mark.parametrize(("dtype", "root"), [(torch.bfloat16, True), (torch.float32, False)], ids=str)
+def test_a_silu_is_written_out_in_half_precision_alone(dtype: torch.dtype, root: bool) -> None:
+    found = operations(traced(lambda x: torch.nn.functional.silu(x), torch.randn(8).to(dtype)))
+    assert (aten.rsqrt.default in found) is root
+    assert (aten.silu.default in found) is not root
 
 
 @pytest.mark.parametrize(

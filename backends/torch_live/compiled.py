@@ -118,13 +118,13 @@ def compile_to_file(
 
 
 def _choices() -> AbstractContextManager[None]:
-    """``choices.long_rows``, or nothing with a torch that makes these choices elsewhere: they only cost time."""
+    """``choices.our_rows``, or nothing with a torch that makes these choices elsewhere: they only cost time."""
     try:
-        from .choices import long_rows
+        from .choices import our_rows
     except ImportError as error:
         log.warning("Hybrid TRT: Inductor chooses alone with this torch (%s): networks run slower", error)
         return nullcontext()
-    return long_rows()
+    return our_rows()
 
 
 def open_file(path: Path) -> Compiled:

@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 
+HALVES = (torch.float16, torch.bfloat16)
+
 MOST_SUMMED = 2048
 """Elements of a group that one program of the GPU sums up."""
 BY_LINES = 1024
@@ -38,7 +40,7 @@ def group_norm_in_parts(
         return NotImplemented
     image = x.permute(0, 2, 3, 1)
     moments = _moments_by_lines if pixels >= BY_LINES else _moments_by_tiles
-    middle, variance = moments(image.float(), groups)
+    middle, variance = moments(image, groups)
     scale = torch.rsqrt(variance + eps)
     by_channel = [t.repeat_interleave(c // groups, 1).view(n, 1, 1, c) for t in (middle, scale)]
     result = (image.float() - by_channel[0]) * by_channel[1]
@@ -53,19 +55,31 @@ def _moments_by_tiles(image: torch.Tensor, groups: int) -> tuple[torch.Tensor, t
     """Mean and variance of each group of (n, height, width, c), both (n, groups); a part has some pixels of a group."""
     n, height, width, c = image.shape
     rows = part_of(height * width, c // groups)
-    parts = image.reshape(n, height * width // rows, rows, groups, c // groups)
-    variance, mean = torch.var_mean(parts, (2, 4), correction=0)  # (n, parts, groups)
-    spread, middle = torch.var_mean(mean, 1, correction=0)
-    return middle, variance.mean(1) + spread
+    parts = image.float().reshape(n, height * width // rows, rows, groups, c // groups)
+    variance, mean = torch.var_mean(parts, (2, 4), correction=0, keepdim=True)
+    return _moments_of_parts(variance, mean, (1, 2, 4))
 
 
 def _moments_by_lines(image: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The same; a part is one channel of a line: many programs read all channels of a pixel as they lie in memory."""
-    n, height, _, c = image.shape
-    variance, mean = torch.var_mean(image, 2, correction=0)  # (n, height, c)
+    n, height, width, c = image.shape
+    line = image.float()
+    if image.dtype in HALVES:
+        # loses less than rounding to such numbers did, and needs no second look at the line
+        mean = line.sum(2) / width
+        variance = ((line * line).sum(2) / width - mean * mean).clamp_min(0)
+    else:
+        variance, mean = torch.var_mean(line, 2, correction=0)
     variance, mean = (t.view(n, height, groups, c // groups) for t in (variance, mean))
-    middle = mean.mean((1, 3), keepdim=True)
-    return middle.view(n, groups), (variance + (mean - middle).square()).mean((1, 3))
+    return _moments_of_parts(variance, mean, (1, 3))
+
+
+def _moments_of_parts(
+    variance: torch.Tensor, mean: torch.Tensor, dims: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and variance of all parts along ``dims``, all of one size; one kernel, since one sum needs the other."""
+    middle = mean.mean(dims, keepdim=True)
+    return middle.flatten(1), (variance + (mean - middle).square()).mean(dims)
 
 
 def part_of(pixels: int, wide: int) -> int:
@@ -87,7 +101,7 @@ def gelu_by_a_power(x: torch.Tensor, *, approximate: str = "none") -> torch.Tens
     gelu(x) = x Phi(x) = max(x, 0) - |x| erfc(|x| / sqrt(2)) / 2. The error is at most 2.4e-7, and 5e-6 of what is
     larger than 6e-5: less than that of torch's own formula in float32, which loses digits below zero.
     """
-    if approximate != "none" or x.dtype not in (torch.float16, torch.bfloat16):
+    if approximate != "none" or x.dtype not in HALVES:
         return NotImplemented
     value = x.float()
     size = value.abs()
@@ -98,6 +112,18 @@ def gelu_by_a_power(x: torch.Tensor, *, approximate: str = "none") -> torch.Tens
     return (value * 0.5 + half - half * torch.exp2(power * size)).to(x.dtype)
 
 
+LOG2_OF_E = 1.4426950408889634
+
+
+def silu_by_a_root(x: torch.Tensor) -> torch.Tensor:
+    """``aten.silu`` of half precision without a division: x / (1 + exp(-x)) = x rsqrt(1 + 2^(-x log2(e)))^2."""
+    if x.dtype not in HALVES:
+        return NotImplemented
+    value = x.float()
+    root = torch.rsqrt(1 + torch.exp2(value * -LOG2_OF_E))
+    return (value * root * root).to(x.dtype)
+
+
 def bias_after_product(
     bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
@@ -106,7 +132,7 @@ def bias_after_product(
     cuBLAS takes up to half as long again for a product that adds a bias itself. Rounded as often: the sum is made in
     float32, together with what is added to it.
     """
-    if (beta, alpha) != (1, 1) or a.dtype not in (torch.float16, torch.bfloat16):
+    if (beta, alpha) != (1, 1) or a.dtype not in HALVES:
         return NotImplemented
     return (torch.mm(a, b).float() + bias.float()).to(a.dtype)
 
@@ -132,7 +158,7 @@ def convolution_of_few_pixels(
     Rows are in the order in which kernels lie in channels-last memory, so that these are a matrix as they are.
     """
     plain = x.ndim == 4 and not transposed and groups == 1 and list(dilation) == [1, 1]
-    if not plain or x.dtype not in (torch.float16, torch.bfloat16) or weight.shape[2:].numel() == 1:
+    if not plain or x.dtype not in HALVES or weight.shape[2:].numel() == 1:
         return NotImplemented
     n, _, height, width = x.shape
     above, left = padding
@@ -153,6 +179,7 @@ def convolution_of_few_pixels(
 TABLE: dict[Any, Callable[..., Any]] = {
     aten.native_group_norm.default: group_norm_in_parts,
     aten.gelu.default: gelu_by_a_power,
+    aten.silu.default: silu_by_a_root,
     aten.addmm.default: bias_after_product,
     aten.convolution.default: convolution_of_few_pixels,
 }
