@@ -49,7 +49,7 @@ wrong = torch.zeros((), device=GPU)
 with torch.inference_mode():
     for step in range(STEPS):
         x = torch.full((1,), float(step), dtype=torch.float16, device=GPU)
-        merged = control_stack._run(chain, x, x, {"c_crossattn": x})["output"][0]
+        merged = control_stack._run(chain, x, x, {"c_crossattn": x}, None)["output"][0]
         network = merged.clone()  # the backbone, in which the residuals end
         for _ in range(100):
             network.add_(1.0)
