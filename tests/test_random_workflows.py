@@ -76,7 +76,7 @@ def wrong(native: ComfyProcess, engines: ComfyProcess, workflow: Workflow, seen:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_random_workflow_acts_as_in_native(sd15: ComfyProcess, native: ComfyProcess, seed: int) -> None:
     random = Random(seed)
     draws, workflow, found, seen = Draws(random, sd15.object_info()), None, [], Seen()
