@@ -78,8 +78,8 @@ def for_readme(data: dict[str, Any]) -> str:
             "image with CFG), random weights, medians, native and engine in one run. Networks and steps are measured "
             "with `--disable-dynamic-vram`, which is native's faster way:")
     lines = [*textwrap.wrap(said, 118), "",
-             "| what | native | CUDA graph, no build | `torch` engine | faster than native | than the graph | relative error |",
-             "|---" * 7 + "|"]
+             "| what | native | CUDA graph, no build | `torch` engine | faster than native | than the graph | "
+             "relative error |", "|---" * 7 + "|"]
     for case, words in WORDS.items():
         row = rows[case]
         times = [row["native_ms"], row.get("graph_ms"), row["engine_ms"]]
