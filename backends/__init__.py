@@ -65,6 +65,7 @@ class LiveTask:
         precision: what it computes in, torch's name.
         folder: where to put the engine's files.
         turns: what other processes compile the order's other sizes for the same device meanwhile.
+        part: which of how many parts of its only size this process compiles; the first one puts them together.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -74,6 +75,7 @@ class LiveTask:
     device: torch.device
     folder: Path
     turns: Turns = Turns()
+    part: tuple[int, int] = (0, 1)
 
 
 class Backend(Protocol):
@@ -91,6 +93,7 @@ class Backend(Protocol):
         refits: whether it can build engines that take other weights afterwards; see ``BuildRequest.any_weights``.
         keeps_weights: whether such an engine has the weights that it was built with when it is opened.
         one_size: whether an engine of it is for one size, of a profile the best one.
+        in_parts: whether several processes may compile a size together, each a part of it; see ``LiveTask``.
         precisions: what its engines can compute in, torch's names.
     """
 
@@ -103,6 +106,7 @@ class Backend(Protocol):
     refits: bool
     keeps_weights: bool
     one_size: bool
+    in_parts: bool
     precisions: Collection[str]
 
     def version(self) -> str:
@@ -152,7 +156,8 @@ class Backend(Protocol):
         """The build of a backend that runs live weights: ``files``, ``parity`` and ``seconds`` of the manifest.
 
         There is one file and one of the parity's ``cases`` for each size, in the task's order. Sizes of one order may
-        be compiled by several processes at once: what is timed on the device has to be in a turn (``task.turns``).
+        be compiled by several processes at once: what is timed on the device has to be in a turn (``task.turns``). One
+        that compiles a part and is not the first has none of these, but for its ``seconds``.
 
         Args:
             function: the network as a function of its inputs, on the task's device.

@@ -26,6 +26,7 @@ class FileBackend:
     refits = False
     keeps_weights = False
     one_size = False
+    in_parts = False
     precisions: Collection[str] = PRECISIONS
 
     def build_memory(self, weights: int) -> int:

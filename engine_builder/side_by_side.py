@@ -1,7 +1,8 @@
 """Sizes of one order compiled side by side, a child process to each, where the machine has room for that.
 
-Inductor is one thread of Python for most of its time: with many cores several sizes take about as long as one. What is
-timed on the GPU is timed in turns, and what goes on record is measured when one child is left.
+Inductor is one thread of Python for most of its time: with many cores several sizes take about as long as one. Where
+there is room for more children than sizes, several share a size, each with a part of the network. What is timed on the
+GPU is timed in turns, and what goes on record is measured when one child is left.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..backends import Progress
+from ..backends import Progress, backends
 from ..backends.turns import WAITING, Turns
+from ..engine_library import BuildError
 from .child_process import STARTING, TICK, Crowded, Log, run_in_child
 from .in_child.task import Task
 from .room_for_children import children_with_room, processors
@@ -43,17 +45,20 @@ class _Child:
         """How many sizes it has not done with."""
         return 0 if self.result is not None or self.phase == WAITING else len(self.task["compiled"])
 
+    @property
+    def leads(self) -> bool:
+        """Whether it puts together what others do parts of, or does all of its sizes itself."""
+        return self.task["part"][0] == 0
+
 
 def run_step(task: Task, progress: Progress, log: Log, environment: Mapping[str, str]) -> dict:
     """Do a task of ``in_child.steps`` as ``run_in_child`` does, sizes to be compiled side by side where there is room.
 
-    What fails there and might not alone (memory lacked, a process was killed) is done one size after the other.
+    What fails there and might not alone (memory lacked, a process was killed, a part is not compiled as the whole is)
+    is done one size after the other, each as a whole.
     """
-    count = 1
-    if task["step"] == "compile":
-        count = min(len(task["compiled"]), MOST)
-        count = count if count < 2 else min(count, children_with_room(task))
-    if count < 2:
+    dealt = _dealt(task) if task["step"] == "compile" else []
+    if len(dealt) < 2:
         return run_in_child(task, progress, log, environment)
     reached = 0.0
 
@@ -63,23 +68,41 @@ def run_step(task: Task, progress: Progress, log: Log, environment: Mapping[str,
         progress(phase, reached)
 
     try:
-        return _merged(_together(_children(task, count), forward, log, environment))
-    except Crowded as failure:
-        log(f"compiling with {count} processes at once: {failure}")
-        log("that may be for want of memory: now the sizes are compiled one after the other")
+        return _merged(_together(_children(task, dealt), forward, log, environment))
+    except BuildError as failure:
+        in_parts = any(count > 1 for _, (_, count) in dealt)
+        if not isinstance(failure, Crowded) and not in_parts:
+            raise
+        log(f"compiling with {len(dealt)} processes at once: {failure}")
+        why = "for want of memory" + ", or because they were compiled in parts" * in_parts
+        log(f"that may be {why}: now the sizes are compiled one after the other")
     return run_in_child(task, forward, log, environment)
 
 
-def _children(task: Task, count: int) -> list[_Child]:
-    """The task dealt out to some children; the first one has the first size, which goes on record, and measures it."""
+def _dealt(task: Task) -> list[tuple[list[dict], tuple[int, int]]]:
+    """What each child is to do: sizes, and which of how many parts of them. Nothing where one child does all."""
+    sizes, in_parts = task["compiled"], backends()[task["backend"]].in_parts
+    if MOST < 2 or (len(sizes) < 2 and not in_parts):
+        return []
+    room = min(MOST, children_with_room(task))
+    count, parts = min(room, len(sizes)), room // len(sizes) if in_parts else 1
+    if parts > 1:
+        return [([size], (part, parts)) for size in sizes for part in range(parts)]
+    return [(sizes[number::count], (0, 1)) for number in range(count)]
+
+
+def _children(task: Task, dealt: Sequence[tuple[list[dict], tuple[int, int]]]) -> list[_Child]:
+    """A child for each that was dealt; the first one has the first size, which goes on record, and measures it."""
     folder, sizes = Path(task["folder"]), task["compiled"]
     told = [symbol for symbol in sizes[0] if len({size.get(symbol) for size in sizes}) > 1]
     children = []
-    for number in range(count):
-        own, first = sizes[number::count], number == 0
-        turns = Turns(folder / LOCK_NAME, folder / GONE_NAME if first else None, first, processors() // count)
-        name = ", ".join(" ".join(f"{symbol}{size[symbol]}" for symbol in told) for size in own)
-        children.append(_Child({**task, "compiled": own, "turns": turns.to_json()}, name))
+    for number, (own, part) in enumerate(dealt):
+        first = number == 0
+        turns = Turns(folder / LOCK_NAME, folder / GONE_NAME if first else None, first, processors() // len(dealt))
+        names = [" ".join(f"{symbol}{size[symbol]}" for symbol in told) for size in own if told]
+        names += [f"part {part[0] + 1} of {part[1]}"] * (part[1] > 1)
+        child_task = {**task, "compiled": own, "turns": turns.to_json(), "part": list(part)}
+        children.append(_Child(child_task, ", ".join(names)))
     return children
 
 
@@ -130,15 +153,20 @@ def _together(children: Sequence[_Child], progress: Progress, log: Log, environm
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
-    return [child.result for child in children]
+    return [child.result for child in children if child.leads]
 
 
 def _told(children: Sequence[_Child]) -> tuple[str, float]:
     """Phase and fraction of all children as one."""
-    total, left = sum(len(child.task["compiled"]) for child in children), sum(child.compiling for child in children)
-    done = sum(len(child.task["compiled"]) * (1.0 if child.result else child.fraction) for child in children) / total
+    leading = [child for child in children if child.leads]
+    total, left = sum(len(child.task["compiled"]) for child in leading), sum(child.compiling for child in leading)
+    each = [len(child.task["compiled"]) * (1.0 if child.result else child.fraction) for child in children]
+    done = sum(each) / sum(len(child.task["compiled"]) for child in children)
     if not left:
         return children[0].phase, done
+    if len(leading) < len(children):
+        what = "one size" if total == 1 else f"{total} sizes"
+        return f"compiling {what} with {len(children)} processes", done
     return f"compiling {total} sizes side by side" + (f", {total - left} done" if left < total else ""), done
 
 

@@ -69,7 +69,7 @@ LAUNCHERS = pytest.mark.parametrize("kind", [StaticTritonCompileResult, TritonCo
 def test_a_launcher_gets_addresses_while_recording_and_tensors_otherwise(
     kind: type[CompileResult], recording: list[bool]
 ) -> None:
-    compiled._let_kernels_be_recorded()
+    compiled.let_kernels_be_recorded()
     launch, x, out = launcher_of(kind, kernel := MockKernel()), torch.zeros(SIZE), torch.zeros(SIZE)
     for recording[0] in (False, True, False):
         launch(x, out, SIZE, stream=STREAM)
@@ -93,16 +93,16 @@ def test_a_launcher_that_is_written_without_us_gets_tensors_always(
 
 
 def test_launchers_are_changed_once(recording: list[bool]) -> None:
-    compiled._let_kernels_be_recorded()
+    compiled.let_kernels_be_recorded()
     ours = CompileResult._gen_launcher_code
-    compiled._let_kernels_be_recorded()
+    compiled.let_kernels_be_recorded()
     assert CompileResult._gen_launcher_code is ours
 
 
 def test_without_cuda_malloc_async_launchers_stay(recording: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     before = CompileResult._gen_launcher_code
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    compiled._let_kernels_be_recorded()
+    compiled.let_kernels_be_recorded()
     assert CompileResult._gen_launcher_code is before
 
 
@@ -114,5 +114,5 @@ def test_a_torch_that_writes_launchers_otherwise_serves_on_and_the_log_tells(
         monkeypatch.delattr(triton_heuristics, "CompileResult")
     else:
         monkeypatch.delattr(CompileResult, "_gen_launcher_code")
-    compiled._let_kernels_be_recorded()
+    compiled.let_kernels_be_recorded()
     assert "may not be recorded" in caplog.text

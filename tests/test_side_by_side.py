@@ -18,7 +18,7 @@ from fake_recorder import Recorder
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.samples import sample_inputs
 from hybrid_trt.backends import LiveTask, backends
-from hybrid_trt.backends.torch_live import attention, benchmarks, compile_step
+from hybrid_trt.backends.torch_live import attention, benchmarks, compile_step, compiled, parts
 from hybrid_trt.backends.torch_live.session import LiveSession
 from hybrid_trt.backends.turns import WAITING, Turns
 from hybrid_trt.engine_builder import side_by_side
@@ -239,6 +239,19 @@ def test_what_lacks_memory_in_company_is_compiled_one_size_after_the_other(
     assert compiling == sorted(compiling)
 
 
+def test_what_is_not_compiled_in_parts_is_compiled_as_a_whole(
+    sized_order: Any, backend: Any, room: Any, journal: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room(3)
+    monkeypatch.setattr(backend, "in_parts", True)
+    lines: list[str] = []
+    engine = built(sized_order({2: "fails_in_company"}, (2,)), tmp_path / "library", log=lines.append)
+    assert [case["B"] for case in engine.manifest.parity["cases"]] == [2]
+    assert [line["siblings"] for line in journal("compiling")][-1] is False
+    assert any("the compiler is confused by parts" in line for line in lines)
+    assert any("because they were compiled in parts" in line for line in lines)
+
+
 def test_what_lacks_memory_alone_too_fails_with_that_message(sized_order: Any, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="ended by SIGKILL, most often because the machine ran out of memory"):
         built(sized_order({1: "killed"}), tmp_path / "library")
@@ -329,11 +342,64 @@ def test_turns_hold_under_the_rules_of_windows(tmp_path: Path) -> None:
     assert seen == [1] * 60
 
 
+@pytest.mark.parametrize(("sizes", "room_for", "dealt"), [
+    (1, 4, [("1", 0, 4), ("1", 1, 4), ("1", 2, 4), ("1", 3, 4)]), (1, 3, [("1", 0, 3), ("1", 1, 3), ("1", 2, 3)]),
+    (1, 1, [("1", 0, 1)]), (2, 3, [("1", 0, 1), ("2", 0, 1)]),
+    (2, 4, [("1", 0, 2), ("1", 1, 2), ("2", 0, 2), ("2", 1, 2)]),
+    (3, 8, [("1", 0, 1), ("2", 0, 1), ("3", 0, 1)]), (5, 4, [("15", 0, 1), ("2", 0, 1), ("3", 0, 1), ("4", 0, 1)]),
+])  # fmt: skip
+def test_children_that_no_size_is_left_for_share_one(sizes: int, room_for: int, dealt: list, room: Any) -> None:
+    room(room_for)
+    task = {"compiled": [{"B": size + 1} for size in range(sizes)], "backend": "torch"}
+    found = [("".join(str(size["B"]) for size in own), *part) for own, part in side_by_side._dealt(task)]
+    assert found == dealt
+
+
+def test_a_size_is_shared_only_where_the_backend_can(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    room(4)
+    torchs = backends()["torch"]
+    monkeypatch.setattr(torchs, "in_parts", False)
+    assert side_by_side._dealt({"compiled": [{"B": 1}], "backend": "torch"}) == []
+    assert len(side_by_side._dealt({"compiled": [{"B": 1}, {"B": 2}], "backend": "torch"})) == 2
+
+
+def test_three_processes_compile_one_size_together(
+    room: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    room(3)
+    net, phases, lines = network_of("controlnet", "inpainting_channels"), [], []
+    call = {"B": 1, "H": 6, "W": 8, "T": 77, "HB": 1}
+    wanted = BuildOrder(net, "float32", PROFILE, backends()["torch"], calls=(call,))
+    engine = built(wanted, tmp_path / "library", lambda *told: phases.append(told), lines.append)
+    assert "compiling one size with 3 processes" in [phase for phase, _ in phases]
+    assert [fraction for _, fraction in phases] == sorted(fraction for _, fraction in phases)
+    assert not any("one after the other" in line for line in lines)
+    assert compiled.open_file(engine.folder / compiled.file_name(call)).__class__ is parts.InParts
+    left = {path.name for path in engine.folder.iterdir()}
+    assert left == {"manifest.json", "checked_here.json", *engine.manifest.files}
+    assert_serves(engine, net, call)
+
+
+def assert_serves(engine: Engine, net: NativeNetwork, call: dict) -> None:
+    """The file of each size is that size's."""
+    given = sample_inputs(architecture_of(net.module).inputs(net.module, "float32"), call, 3)
+    session = LiveSession(net, backends()["torch"], "float32", Recorder())
+    session.use([engine])
+    with torch.inference_mode():
+        results, native = session.run(given).values(), native_call(net, given)
+    assert session.live.has_compiled(call)
+    assert session.refusal is None
+    assert max(relative_error(r, n) for r, n in zip(results, native, strict=True)) <= 1e-5
+
+
 def test_inductor_compiles_two_sizes_side_by_side_in_one_cache(
     room: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    room(2)
     net, pids = network_of("controlnet", "inpainting_channels"), set()
     calls = tuple({"B": batch, "H": 6, "W": 8, "T": 77, "HB": 1} for batch in (2, 1))
 
@@ -346,12 +412,5 @@ def test_inductor_compiles_two_sizes_side_by_side_in_one_cache(
     cases = engine.manifest.parity["cases"]
     assert [case["B"] for case in cases] == [2, 1]
     assert max(case["rel_err"] for case in cases) <= 1e-5
-    for call in calls:  # the file of each size is that size's
-        given = sample_inputs(architecture_of(net.module).inputs(net.module, "float32"), call, 3)
-        session = LiveSession(net, backends()["torch"], "float32", Recorder())
-        session.use([engine])
-        with torch.inference_mode():
-            results, native = session.run(given).values(), native_call(net, given)
-        assert session.live.has_compiled(call)
-        assert session.refusal is None
-        assert max(relative_error(r, n) for r, n in zip(results, native, strict=True)) <= 1e-5
+    for call in calls:
+        assert_serves(engine, net, call)

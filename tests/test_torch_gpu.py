@@ -33,6 +33,7 @@ from hybrid_trt.backends import LiveTask, backends
 from hybrid_trt.backends.torch_live import attention
 from hybrid_trt.backends.torch_live.compile_step import compile_network
 from hybrid_trt.backends.torch_live.session import LiveSession
+from hybrid_trt.engine_builder import side_by_side
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Unavailable, local_key
@@ -89,8 +90,13 @@ def key_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "keys"))
 
 
+@pytest.mark.parametrize("processes", [1, 4])
 @pytest.mark.parametrize("kind", ["unet", "controlnet"])
-def test_graphs_and_compiled_files_compute_what_native_does_in_any_order_of_shapes(kind: str, tmp_path: Path) -> None:
+def test_graphs_and_compiled_files_compute_what_native_does_in_any_order_of_shapes(
+    kind: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side_by_side, "MOST", processes)
+    monkeypatch.setattr(side_by_side, "children_with_room", lambda _task: processes)
     net = tiny(kind)
     session = LiveSession(net, TORCH, "float16")
     long = {"H": 33, "T": 154}

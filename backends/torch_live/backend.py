@@ -39,6 +39,7 @@ class TorchBackend:
     refits = False
     keeps_weights = False
     one_size = False
+    in_parts = True
     precisions = PRECISIONS
 
     def version(self) -> str:

@@ -21,6 +21,7 @@ from ...native_model.kernels import best_attention, laid_out
 from .. import LiveTask, Progress
 from . import attention, benchmarks
 from .compiled import compile_to_file, file_name, open_file
+from .shared_size import SharedSize
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
     of real values. Compiling itself leaves the GPU alone, so siblings go on with it while another one has its turn.
 
     Returns:
-        ``files``, ``seconds`` and ``parity``, as a manifest has them.
+        ``files``, ``seconds`` and ``parity``, as a manifest has them; ``seconds`` alone for any part but the first.
 
     Raises:
         BuildError: Inductor failed, or what it made differs from the network run plainly.
@@ -59,11 +60,17 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
         started = time.perf_counter()
         with turns.taken():
             given = [laid_out(t.to(task.device)) for t in sample_inputs(task.inputs, sizes, seed=1).values()]
-            kernel, timed = attention.choose(function, given, crowded=turns.lock is not None)
+            kernel, timed = (None, {}) if task.part[0] else attention.choose(function, given, turns.lock is not None)
         first = first or given
         try:
             with benchmarks.in_turn(turns), _few_searches_for_garbage():
-                compiled = compile_to_file(function, weights, names, given, task.folder / name, kernel, late)
+                arguments = (function, weights, names, given)
+                if task.part[1] > 1:
+                    shared = SharedSize(task.folder / name, *task.part)
+                    kernel = shared.agreed(kernel)
+                    compiled = shared.compile(*arguments, kernel, late)
+                else:
+                    compiled = compile_to_file(*arguments, task.folder / name, kernel, late)
         except Exception as error:
             log.exception("Inductor failed")
             text = (str(error).strip().splitlines() or [""])[0]
@@ -72,6 +79,8 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
                 "native keeps serving; the build's log has more"
             ) from error
         seconds[f"compile_{Path(name).stem}"] = time.perf_counter() - started
+        if compiled is None:  # the first process puts all parts together
+            return {"files": [], "seconds": seconds, "parity": {}}
         progress(f"comparing batch {sizes.get('B', 1)} with native", 0.05 + 0.95 * (i + 0.8) / len(task.sizes))
         with turns.taken():  # its first call chooses between configurations of kernels
             with torch.inference_mode():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import tempfile
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from ...native_model.kernels import best_attention
-from . import arrival, decompositions
+from . import arrival, decompositions, parts
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +26,9 @@ Compiled = Callable[..., Sequence[torch.Tensor]]
 
 OLDEST_TORCH = (2, 11)
 """The first torch that this was run with."""
+
+PARTS_HEADER = b"compiled in parts\n"
+"""What a file begins with that has several of Inductor's in it."""
 
 FORMAT = 6
 """Raise this when older files would be called wrongly or run much slower: they become stale."""
@@ -36,7 +40,7 @@ def can_compile() -> bool:
     return (major, minor) >= OLDEST_TORCH
 
 
-def _let_kernels_be_recorded() -> None:
+def let_kernels_be_recorded() -> None:
     """Make Inductor's kernels launch while a CUDA graph is recorded, under the allocator that ComfyUI chooses.
 
     With cudaMallocAsync, memory allocated during a recording has no address attributes yet, and Inductor's launchers,
@@ -94,27 +98,50 @@ def compile_to_file(
         attention: the kernel that attention takes; None for the usual one.
         late: which of ``inputs``, by number, may come while it runs.
     """
-    import torch._inductor
+    let_kernels_be_recorded()  # who opens the file in this process may get these very kernels
+    with torch.inference_mode(False), torch.no_grad(), best_attention(inputs[0].device, attention):
+        graph, given = traced(function, weights, names, inputs, late)
+        compiled = by_inductor(graph, given)
+    compiled.save(path=str(path))
+    return compiled
+
+
+def traced(
+    function: torch.nn.Module,
+    weights: Sequence[torch.Tensor],
+    names: Sequence[str],
+    inputs: Sequence[torch.Tensor],
+    late: Collection[int],
+    functional: bool = False,
+) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
+    """The network as a graph, and examples of what that takes: weights, then inputs.
+
+    Args:
+        functional: nothing is written in place in it.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    _let_kernels_be_recorded()  # who opens the file in this process may get these very kernels
     count = len(weights)
 
     def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         parameters = dict(zip(names, tensors[:count], strict=True))
         return torch.func.functional_call(function, parameters, tensors[count:])
 
-    given = [*weights, *inputs]
-    with torch.inference_mode(False), torch.no_grad(), best_attention(inputs[0].device, attention):
-        given = [t.clone() if t.is_inference() else t for t in given]
-        graph = make_fx(flat, decomposition_table=decompositions.TABLE, tracing_mode="fake")(*given)
-        decompositions.keep_channels_last(graph)
-        placeholders = graph.graph.find_nodes(op="placeholder")
-        arrival.wait_where_needed(graph, [placeholders[count + i] for i in late])
-        with _choices():
-            compiled = torch._inductor.standalone_compile(graph, given, dynamic_shapes="from_example_inputs", aot=True)
-    compiled.save(path=str(path))
-    return compiled
+    given = [t.clone() if t.is_inference() else t for t in (*weights, *inputs)]
+    traced = torch.func.functionalize(flat) if functional else flat
+    graph = make_fx(traced, decomposition_table=decompositions.TABLE, tracing_mode="fake")(*given)
+    decompositions.keep_channels_last(graph)
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    arrival.wait_where_needed(graph, [placeholders[count + i] for i in late])
+    return graph, given
+
+
+def by_inductor(graph: torch.fx.GraphModule, given: Sequence[torch.Tensor]) -> Any:
+    """What Inductor makes of a graph; examples of what that takes may be fake tensors."""
+    import torch._inductor
+
+    with _choices():
+        return torch._inductor.standalone_compile(graph, given, dynamic_shapes="from_example_inputs", aot=True)
 
 
 def _choices() -> AbstractContextManager[None]:
@@ -128,16 +155,35 @@ def _choices() -> AbstractContextManager[None]:
 
 
 def open_file(path: Path) -> Compiled:
-    """Open what ``compile_to_file`` kept. It is a pickle: the caller has checked that it was made here."""
+    """Open what ``compile_to_file`` or ``SharedSize`` kept. It is a pickle: the caller has checked that it is ours."""
     import torch._inductor.config
 
-    _let_kernels_be_recorded()
+    let_kernels_be_recorded()
+    contents = path.read_bytes()
     # nothing is compiled here, and starting Inductor's pool of compilers would keep all cores busy for seconds
     with torch._inductor.config.patch(compile_threads=1), torch.inference_mode(False), torch.no_grad():
-        return _without_a_copy(path) or torch._inductor.CompiledArtifact.load(path=str(path))
+        if not contents.startswith(PARTS_HEADER):
+            return _opened(contents)
+        each, plans, outputs = pickle.loads(contents[len(PARTS_HEADER):])
+        return parts.InParts([_opened(one) for one in each], plans, outputs)
 
 
-def _without_a_copy(path: Path) -> Compiled | None:
+def keep_parts(path: Path, each: Sequence[bytes], plans: Sequence[parts.Plan], outputs: Sequence[int]) -> None:
+    """Keep several of Inductor's files as one; ``parts.InParts`` tells what belongs to them."""
+    path.write_bytes(PARTS_HEADER + pickle.dumps((list(each), list(plans), list(outputs))))
+
+
+def _opened(contents: bytes) -> Compiled:
+    opened = _without_a_copy(contents)
+    if opened is None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "compiled"
+            path.write_bytes(contents)
+            opened = torch._inductor.CompiledArtifact.load(path=str(path))
+    return opened
+
+
+def _without_a_copy(contents: bytes) -> Compiled | None:
     """What ``CompiledArtifact.load`` gives, or None where this torch keeps its files otherwise.
 
     torch first copies, object by object, all that it has read, so as to be able to write it once more.
@@ -148,7 +194,7 @@ def _without_a_copy(path: Path) -> Compiled | None:
         from torch._inductor.standalone_compile import AOTCompiledArtifact
         from torch.utils._appending_byte_serializer import BytesReader
 
-        reader = BytesReader(path.read_bytes())
+        reader = BytesReader(contents)
         if reader.read_bytes() != AOTCompiledArtifact.AOT_HEADER or reader.read_bytes() != torch_key():
             return None
         entry, kernels, arguments = pickle.loads(reader.read_bytes())

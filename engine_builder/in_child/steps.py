@@ -77,7 +77,7 @@ def compile_network(task: Task, progress: Progress) -> dict:
     """Let a backend that runs live weights compile the network for the sizes of ``compiled``.
 
     The task has the network and the backend (see ``task``), the ``device``: ``cuda`` or ``cpu``, and ``turns`` where
-    other processes compile the other sizes, see ``engine_builder.side_by_side``.
+    other processes compile other sizes, or other parts than ``part``, see ``engine_builder.side_by_side``.
     """
     progress("starting the compiler", 0.0)
     import_comfyui(task["comfyui"])
@@ -85,7 +85,8 @@ def compile_network(task: Task, progress: Progress) -> dict:
 
     inputs, outputs = tensors_of(task)
     device, turns = torch.device(task["device"]), Turns.from_json(task.get("turns"))
-    order = LiveTask(inputs, outputs, task["compiled"], task["precision"], device, Path(task["folder"]), turns)
+    part = tuple(task.get("part", (0, 1)))
+    order = LiveTask(inputs, outputs, task["compiled"], task["precision"], device, Path(task["folder"]), turns, part)
     function = function_of(task, device.type, joined=True, turn=turns.taken())[0]
     return backend_of(task).compile(function, order, progress)
 

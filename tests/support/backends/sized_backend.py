@@ -30,6 +30,7 @@ class SizedBackend:
     refits = False
     keeps_weights = False
     one_size = False
+    in_parts = False
     precisions = ("float32",)
 
     def version(self) -> str:
@@ -95,6 +96,10 @@ class SizedBackend:
         wait_until(lambda: len(of_siblings("compiling")) > 1)
         note("failed")
         raise RuntimeError("the compiler is confused")
+
+    def _fails_in_company(self, task: Any) -> None:
+        if task.turns.lock is not None:
+            raise RuntimeError("the compiler is confused by parts")
 
     def _fails_later(self, task: Any) -> None:
         wait_until(lambda: {line["pid"] for line in of_siblings("failed")} - set(siblings()))

@@ -27,6 +27,7 @@ class SlowBackend:
     refits = False
     keeps_weights = False
     one_size = False
+    in_parts = False
     precisions = ("float16", "bfloat16", "float32")
 
     def version(self) -> str:

@@ -1,0 +1,136 @@
+"""A traced network in parts of about the same size, one after the other, so that each can be compiled by itself."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+aten = torch.ops.aten
+
+Plan = tuple[Sequence[int], Sequence[int]]
+"""What a part takes and gives, see ``Part``."""
+
+VIEWS = frozenset(
+    (aten.view.default, aten.permute.default, aten.t.default, aten.transpose.int, aten.expand.default,
+     aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor, aten.select.int, aten.split.Tensor,
+     aten.split_with_sizes.default, aten._unsafe_view.default, aten.detach.default)
+)  # fmt: skip
+"""What costs nothing to do again behind a cut: the tensor that it looks at crosses in its place, once for all."""
+
+LIBRARY_CALLS = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default))
+"""Operations of one result that are kernels of cuBLAS or cuDNN."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a network.
+
+    Attributes:
+        graph: a function of ``takes``.
+        takes: numbers of the values that it takes; the network's inputs have the first numbers, in order.
+        gives: numbers of the values that it gives, in order; those of the network's outputs among them.
+    """
+
+    graph: GraphModule
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+
+    def examples(self) -> list[torch.Tensor]:
+        """Fake tensors like those that it takes."""
+        return [node.meta["val"] for node in self.graph.graph.find_nodes(op="placeholder")]
+
+
+def in_parts(network: GraphModule, count: int) -> tuple[list[Part], list[int]]:
+    """Cut a traced network, in which nothing is written in place, into ``count`` parts.
+
+    Returns:
+        The parts, and the numbers of the network's outputs.
+    """
+    outputs = list(network.graph.output_node().args[0])
+    body = [node for node in network.graph.nodes if node.op not in ("placeholder", "output")]
+    ends = [_behind_a_library_call(body, len(body) * (i + 1) // count) for i in range(count)]
+    where = {node: next(i for i, end in enumerate(ends) if at < end) for at, node in enumerate(body)}
+    needs = [_needed({node for node in body if where[node] == part}, where) for part in range(count)]
+    numbers = {node: number for number, node in enumerate(network.graph.find_nodes(op="placeholder"))}
+    parts = []
+    for part, (own, takes) in enumerate(needs):
+        wanted = set(outputs).union(*(later for _, later in needs[part + 1 :]))
+        gives = [node for node in body if where[node] == part and node in wanted]
+        for node in gives:
+            numbers[node] = len(numbers)
+        parts.append(_part(network, [node for node in body if node in own], takes, gives, numbers))
+    return parts, [numbers[node] for node in outputs]
+
+
+def _behind_a_library_call(body: Sequence[Node], end: int) -> int:
+    """The first place from ``end`` on behind what Inductor leaves to a library: there it would fuse nothing anyway."""
+    while end < len(body) and body[end - 1].target not in LIBRARY_CALLS:
+        end += 1
+    return end
+
+
+def _needed(own: set[Node], where: Mapping[Node, int]) -> tuple[set[Node], set[Node]]:
+    """What a part computes, earlier views that it repeats among that; and what it takes."""
+    computed, takes = set(own), set()
+    asked = [given for node in own for given in node.all_input_nodes]
+    while asked:
+        node = asked.pop()
+        if node in computed or node in takes:
+            continue
+        if node in where and _is_view(node):
+            computed.add(node)
+            asked += node.all_input_nodes
+        else:
+            takes.add(node)
+    return computed, takes
+
+
+def _is_view(node: Node) -> bool:
+    return node.target in VIEWS or (node.target is operator.getitem and _is_view(node.args[0]))
+
+
+def _part(
+    network: GraphModule, own: Sequence[Node], takes: set[Node], gives: Sequence[Node], numbers: Mapping[Node, int]
+) -> Part:
+    graph, copies = Graph(), {}
+    taken = sorted(takes, key=numbers.__getitem__)
+    for node in taken:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = {"val": node.meta["val"]}
+    for node in own:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in gives))
+    return Part(GraphModule(network, graph), *(tuple(numbers[node] for node in nodes) for nodes in (taken, gives)))
+
+
+class InParts:
+    """Compiled parts, called one after the other; each value is let go of when no later part takes it."""
+
+    def __init__(self, parts: Sequence[Callable[..., Sequence[torch.Tensor]]], plans: Sequence[Plan],
+                 outputs: Sequence[int]):  # fmt: skip
+        """
+        Args:
+            plans: what each part takes and gives, see ``Part``.
+            outputs: numbers of the network's outputs.
+        """
+        self._steps = []
+        kept = set(outputs)
+        for part, (takes, gives) in reversed(list(zip(parts, plans, strict=True))):
+            self._steps.insert(0, (part, takes, gives, [number for number in takes if number not in kept]))
+            kept.update(takes)
+        self._outputs = list(outputs)
+
+    def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        values = dict(enumerate(inputs))
+        del inputs
+        for part, takes, gives, done in self._steps:
+            given = [values[number] for number in takes]
+            for number in done:
+                del values[number]
+            values.update(zip(gives, part(*given), strict=True))
+            del given
+        return [values[number] for number in self._outputs]
