@@ -20,7 +20,7 @@ from ...engine_sessions.cuda_graphs import GraphCache
 from ...native_model.kernels import best_attention, laid_out
 from .. import LiveTask, Progress
 from . import attention, benchmarks
-from .compiled import compile_to_file, file_name, open_file
+from .compiled import Compiled, compile_to_file, file_name, open_file
 from .shared_size import SharedSize
 
 log = logging.getLogger(__name__)
@@ -62,24 +62,9 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
             given = [laid_out(t.to(task.device)) for t in sample_inputs(task.inputs, sizes, seed=1).values()]
             kernel, timed = (None, {}) if task.part[0] else attention.choose(function, given, turns.lock is not None)
         first = first or given
-        try:
-            with benchmarks.in_turn(turns), _few_searches_for_garbage():
-                arguments = (function, weights, names, given)
-                if task.part[1] > 1:
-                    shared = SharedSize(task.folder / name, *task.part)
-                    kernel = shared.agreed(kernel)
-                    compiled = shared.compile(*arguments, kernel, late)
-                else:
-                    compiled = compile_to_file(*arguments, task.folder / name, kernel, late)
-        except Exception as error:
-            log.exception("Inductor failed")
-            text = (str(error).strip().splitlines() or [""])[0]
-            raise BuildError(
-                f"Inductor could not compile the network ({type(error).__name__}: {text}), so no engine was made and "
-                "native keeps serving; the build's log has more"
-            ) from error
+        compiled = _compiled(task, (function, weights, names, given), task.folder / name, kernel, late)
         seconds[f"compile_{Path(name).stem}"] = time.perf_counter() - started
-        if compiled is None:  # the first process puts all parts together
+        if compiled is None:
             return {"files": [], "seconds": seconds, "parity": {}}
         progress(f"comparing batch {sizes.get('B', 1)} with native", 0.05 + 0.95 * (i + 0.8) / len(task.sizes))
         with turns.taken():  # its first call chooses between configurations of kernels
@@ -95,6 +80,32 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
         "parity": {"rel_err": max(case["rel_err"] for case in record), "limit": LIMITS[task.precision],
                    "cases": record, "against": "the same weights run plainly on the same device", **figures},
     }  # fmt: skip
+
+
+def _compiled(
+    task: LiveTask, network: tuple, path: Path, kernel: str | None, late: Sequence[int]
+) -> Compiled | None:
+    """One size, or this process's part of it; None for any part but the first, which puts all together.
+
+    Args:
+        network: the first four arguments of ``compile_to_file``.
+
+    Raises:
+        BuildError: Inductor failed.
+    """
+    try:
+        with benchmarks.in_turn(task.turns), _few_searches_for_garbage():
+            if task.part[1] == 1:
+                return compile_to_file(*network, path, kernel, late)
+            shared = SharedSize(path, *task.part)
+            return shared.compile(*network, shared.agreed(kernel), late)
+    except Exception as error:
+        log.exception("Inductor failed")
+        text = (str(error).strip().splitlines() or [""])[0]
+        raise BuildError(
+            f"Inductor could not compile the network ({type(error).__name__}: {text}), so no engine was made and "
+            "native keeps serving; the build's log has more"
+        ) from error
 
 
 @contextmanager
