@@ -65,7 +65,8 @@ class LiveTask:
         precision: what it computes in, torch's name.
         folder: where to put the engine's files.
         turns: what other processes compile the order's other sizes for the same device meanwhile.
-        part: which of how many parts of its only size this process compiles; the first one puts them together.
+        part: which of how many parts of its only size this process compiles; the first one puts them together. For
+            the others a function's parameters are on the meta device.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -76,6 +77,11 @@ class LiveTask:
     folder: Path
     turns: Turns = Turns()
     part: tuple[int, int] = (0, 1)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process puts the parts together and compares; any other one needs no values of weights."""
+        return self.part[0] == 0
 
 
 class Backend(Protocol):

@@ -237,7 +237,8 @@ class _Build:
         outputs = architecture.outputs(network.module, identity.precision)
         weights_file = folder / (WEIGHTS_NAME if live else DATA_NAME)
         started = time.perf_counter()
-        read, index = write_weights(network, dtype, weights_file, self._part("reading weights", 0.0, 0.1))
+        step = self._part("reading weights", 0.0, 0.1)
+        read, index = write_weights(network, dtype, weights_file, step, hashed=not live)
         if not (live or identity.any_weights) and read != identity.weights:
             raise WeightsChanged
         seconds = {"read": time.perf_counter() - started}

@@ -15,14 +15,16 @@ from .in_child.task import Task, tensors_of
 
 log = logging.getLogger(__name__)
 
-CORES = 4
-"""For each: Inductor's own thread and compilers of kernels; with fewer they would only wait for each other."""
+CORES = 2
+"""For each: Inductor's own thread and a compiler of kernels."""
 COMPILING = 2_000_000_000
 """Bytes of main memory for Inductor's graphs and its pool of compilers, besides what any build needs. Measured on 16
 cores: 3.3 GB for two children, of a network of 1.7 GB; 2.4 GB for one, of 0.7 GB."""
 CONTEXT = 1_500_000_000
 """Bytes on the GPU for CUDA, its libraries and their scratch memory. Measured on an H200, for two children in all: 6.3
 GB with a network of 1.7 GB, 3.6 GB with one of 0.7 GB, where 8.4 and 6.4 GB are asked for."""
+PART = 800_000_000
+"""The same for a child that does a part of a size only. Measured on an H200: 0.64 GB, and 1.0 GB of main memory."""
 SHARE = 2 / 3
 """Of the GPU's free memory, for all children; the rest is for prompts that begin meanwhile."""
 LEAST_ACTIVATIONS = 1_000_000_000
@@ -34,18 +36,25 @@ the safe side: where they are not, the sizes are compiled one after the other in
 def children_with_room(task: Task) -> int:
     """How many children may do parts of a task at once; less than 2 where one has to do all of it.
 
+    As many as there are sizes hold the network and compare; what more there are do parts of a size, see ``LiveTask``.
+
     Args:
         task: of the step "compile"; ``gpu`` is the number of the GPU in this process.
     """
-    weights = Path(task["weights_file"]).stat().st_size
+    weights, sizes = Path(task["weights_file"]).stat().st_size, len(task["compiled"])
     memory = COMPILING + main_memory.needed_bytes(backends()[task["backend"]], weights)
     counts = {
         "cores": processors() // CORES,
-        "main memory": int(main_memory.available_bytes() // memory),
+        "main memory": _fitting(main_memory.available_bytes(), sizes, memory, COMPILING),
         "memory of the GPU": _with_room_on_gpu(task, weights),
     }
-    log.info("Hybrid TRT: room for so many sizes at once: %s", counts)
+    log.info("Hybrid TRT: room for so many processes at once: %s", counts)
     return int(min(counts.values()))
+
+
+def _fitting(room: float, leading: int, whole: int, part: int) -> float:
+    """How many children fit into ``room`` bytes: the first ``leading`` take ``whole`` each, any others ``part``."""
+    return leading + (room - leading * whole) // part if room >= leading * whole else room // whole
 
 
 def processors() -> int:
@@ -69,7 +78,7 @@ def _with_room_on_gpu(task: Task, weights: int) -> float:
     except RuntimeError as error:
         log.warning("Hybrid TRT: the GPU does not tell its free memory (%s)", error)
         return 1
-    return SHARE * free // needed_on_gpu(task, weights)
+    return _fitting(SHARE * free, len(task["compiled"]), needed_on_gpu(task, weights), PART)
 
 
 def needed_on_gpu(task: Task, weights: int) -> int:

@@ -1,8 +1,9 @@
 """Sizes of one order compiled side by side, a child process to each, where the machine has room for that.
 
 Inductor is one thread of Python for most of its time: with many cores several sizes take about as long as one. Where
-there is room for more children than sizes, several share a size, each with a part of the network. What is timed on the
-GPU is timed in turns, and what goes on record is measured when one child is left.
+there is room for more children than sizes, several share a size, each with a part of the network; where the network has
+room once only, they do so with one size after the other. What is timed on the GPU is timed in turns, and what goes on
+record is measured when one child is left.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from .child_process import STARTING, TICK, Crowded, Log, run_in_child
 from .in_child.task import Task
 from .room_for_children import children_with_room, processors
 
-MOST = 4
+MOST = 8
 """Children at once; 1 compiles the sizes one after the other, which benchmarks compare with."""
 LOCK_NAME, GONE_NAME = "turns.lock", "one-is-left"
 """Files in the build's folder, see ``Turns``."""
+
+Share = tuple[list[dict], tuple[int, int]]
+"""What one child is to do: sizes, and which of how many parts of them."""
 
 
 class _Stop(Exception):
@@ -57,8 +61,8 @@ def run_step(task: Task, progress: Progress, log: Log, environment: Mapping[str,
     What fails there and might not alone (memory lacked, a process was killed, a part is not compiled as the whole is)
     is done one size after the other, each as a whole.
     """
-    dealt = _dealt(task) if task["step"] == "compile" else []
-    if len(dealt) < 2:
+    rounds = _rounds(task) if task["step"] == "compile" else []
+    if not rounds:
         return run_in_child(task, progress, log, environment)
     reached = 0.0
 
@@ -67,37 +71,53 @@ def run_step(task: Task, progress: Progress, log: Log, environment: Mapping[str,
         reached = max(reached, fraction)
         progress(phase, reached)
 
+    results = []
     try:
-        return _merged(_together(_children(task, dealt), forward, log, environment))
+        for number, dealt in enumerate(rounds):
+            told = _of_round(forward, number, len(rounds))
+            results.append(_merged(_together(_children(task, dealt, number), told, log, environment)))
+        return _joined(results)
     except BuildError as failure:
-        in_parts = any(count > 1 for _, (_, count) in dealt)
+        in_parts = any(count > 1 for _, (_, count) in rounds[0])
         if not isinstance(failure, Crowded) and not in_parts:
             raise
-        log(f"compiling with {len(dealt)} processes at once: {failure}")
+        log(f"compiling with {len(rounds[0])} processes at once: {failure}")
         why = "for want of memory" + ", or because they were compiled in parts" * in_parts
         log(f"that may be {why}: now the sizes are compiled one after the other")
     return run_in_child(task, forward, log, environment)
 
 
-def _dealt(task: Task) -> list[tuple[list[dict], tuple[int, int]]]:
-    """What each child is to do: sizes, and which of how many parts of them. Nothing where one child does all."""
+def _rounds(task: Task) -> list[list[Share]]:
+    """What each child is to do, round after round. Nothing where one child does all."""
     sizes, in_parts = task["compiled"], backends()[task["backend"]].in_parts
     if MOST < 2 or (len(sizes) < 2 and not in_parts):
         return []
     room = min(MOST, children_with_room(task))
-    count, parts = min(room, len(sizes)), room // len(sizes) if in_parts else 1
-    if parts > 1:
-        return [([size], (part, parts)) for size in sizes for part in range(parts)]
-    return [(sizes[number::count], (0, 1)) for number in range(count)]
+    if in_parts and room >= len(sizes):
+        parts = room // len(sizes)
+        dealt = [([size], (part, parts)) for size in sizes for part in range(parts)]
+        return [dealt] if len(dealt) > 1 else []
+    if in_parts:
+        parts = min(MOST, *(children_with_room({**task, "compiled": [size]}) for size in sizes))
+        if parts >= 2 * max(room, 1):
+            return [[([size], (part, parts)) for part in range(parts)] for size in sizes]
+    return [[(sizes[number::room], (0, 1)) for number in range(min(room, len(sizes)))]] if room > 1 else []
 
 
-def _children(task: Task, dealt: Sequence[tuple[list[dict], tuple[int, int]]]) -> list[_Child]:
+def _of_round(progress: Progress, number: int, count: int) -> Progress:
+    """Progress of one of several rounds as that of all of them."""
+    if count == 1:
+        return progress
+    return lambda phase, fraction: progress(f"size {number + 1} of {count}: {phase}", (number + fraction) / count)
+
+
+def _children(task: Task, dealt: Sequence[Share], number_of_round: int) -> list[_Child]:
     """A child for each that was dealt; the first one has the first size, which goes on record, and measures it."""
     folder, sizes = Path(task["folder"]), task["compiled"]
     told = [symbol for symbol in sizes[0] if len({size.get(symbol) for size in sizes}) > 1]
     children = []
     for number, (own, part) in enumerate(dealt):
-        first = number == 0
+        first = number == number_of_round == 0
         turns = Turns(folder / LOCK_NAME, folder / GONE_NAME if first else None, first, processors() // len(dealt))
         names = [" ".join(f"{symbol}{size[symbol]}" for symbol in told) for size in own if told]
         names += [f"part {part[0] + 1} of {part[1]}"] * (part[1] > 1)
@@ -172,18 +192,25 @@ def _told(children: Sequence[_Child]) -> tuple[str, float]:
 
 def _merged(results: Sequence[dict]) -> dict:
     """The results of children as one that had all sizes would have given it, in the order of the sizes."""
-    first = results[0]
-    parity = {
-        **first["parity"],
-        "rel_err": max(result["parity"]["rel_err"] for result in results),
-        "cases": _dealt_back([result["parity"]["cases"] for result in results]),
-    }
     return {
-        **first,
         "files": _dealt_back([result["files"] for result in results]),
         "seconds": _shared([result["seconds"] for result in results]),
-        "parity": parity,
+        "parity": _parity(results, _dealt_back([result["parity"]["cases"] for result in results])),
     }
+
+
+def _joined(rounds: Sequence[dict]) -> dict:
+    """The results of rounds as one."""
+    return {
+        "files": [file for result in rounds for file in result["files"]],
+        "seconds": {name: value for result in rounds for name, value in result["seconds"].items()},
+        "parity": _parity(rounds, [case for result in rounds for case in result["parity"]["cases"]]),
+    }
+
+
+def _parity(results: Sequence[dict], cases: list[dict]) -> dict:
+    """What goes on record: the figures of the first result, and all cases."""
+    return {**results[0]["parity"], "rel_err": max(result["parity"]["rel_err"] for result in results), "cases": cases}
 
 
 def _dealt_back(hands: Sequence[Sequence]) -> list:

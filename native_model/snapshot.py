@@ -32,26 +32,32 @@ Step = Callable[[float], None]
 """Called with the fraction done; may raise to cancel."""
 
 
-def write_weights(network: NativeNetwork, dtype: torch.dtype, path: Path, step: Step) -> tuple[str, dict]:
+def write_weights(
+    network: NativeNetwork, dtype: torch.dtype, path: Path, step: Step, hashed: bool = True
+) -> tuple[str, dict]:
     """Write a network's current weights (LoRAs applied) in ``dtype`` to a file.
 
+    Args:
+        hashed: whether their hash is wanted, which takes longer than all the rest.
+
     Returns:
-        Their hash, as ``weights.weights_hash`` makes it, and name -> (shape, offset in the file).
+        Their hash, as ``weights.weights_hash`` makes it, or ""; and name -> (shape, offset in the file).
     """
     total = max(1, sum(p.numel() for p in network.module.parameters()))
     index, digests, done = {}, {}, 0
     with path.open("wb") as file, hashing_pool() as pool:
         for name, live in current_weights(network.patcher, network.prefix):
             weight = live.clone()  # ComfyUI may change the live one at any time
-            pending = pool.submit(digest, name, weight)
+            pending = pool.submit(digest, name, weight) if hashed else None
             file.seek(-file.tell() % ALIGNMENT, 1)
             index[name] = (list(weight.shape), file.tell())
             if weight.numel():
                 file.write(memoryview(weight.to(dtype).contiguous().flatten().view(torch.uint8).numpy()))
-            digests[name] = pending.result()
+            if pending is not None:
+                digests[name] = pending.result()
             done += weight.numel()
             step(min(1.0, done / total))
-    return combine(digests), index
+    return combine(digests) if hashed else "", index
 
 
 def write_structure(network: NativeNetwork, dtype: torch.dtype) -> str:
@@ -86,9 +92,14 @@ def write_structure(network: NativeNetwork, dtype: torch.dtype) -> str:
         ) from error
 
 
+def without_weights(structure: str) -> torch.nn.Module:
+    """The network from its structure, its parameters on the meta device."""
+    return _Unpickler(io.BytesIO(base64.b64decode(structure))).load()
+
+
 def restore(structure: str, index: dict, path: Path, dtype: torch.dtype) -> torch.nn.Module:
     """The network from its structure and its weights' file, which it maps and does not copy."""
-    module = _Unpickler(io.BytesIO(base64.b64decode(structure))).load()
+    module = without_weights(structure)
     data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     weights = {}
     for name, (shape, offset) in index.items():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from pack import import_comfy
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import_comfy()
 
@@ -140,6 +141,16 @@ def test_each_process_does_a_part_and_the_first_one_puts_them_together(plain: tu
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     assert_like_it(made, plain)
     assert_like_it(compiled.open_file(path), plain)
+
+
+def test_who_does_a_part_needs_shapes_alone(plain: tuple, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    network, weights, names, (x,) = plain
+    path, bare = tmp_path / "sizes.bin", Plain().requires_grad_(False).to("meta")
+    with FakeTensorMode():
+        shapes = [torch.empty(tensor.shape) for tensor in (*weights, x)]
+    assert SharedSize(path, 1, 2).compile(bare, shapes[:-1], names, shapes[-1:]) is None
+    assert_like_it(SharedSize(path, 0, 2).compile(*plain), plain)
+    assert "traced otherwise" not in caplog.text
 
 
 def test_a_part_of_another_cut_is_not_taken(plain: tuple, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -41,10 +41,26 @@ def test_children_are_as_many_as_each_resource_has_room_for(large_machine: Simpl
         finally:
             vars(large_machine).update(vars(machine))
 
-    assert count() == 16
-    assert [count(cores=cores) for cores in (2, 7, 8, 15)] == [0, 1, 2, 3]
-    assert [count(main=main) for main in (5e9, 6e9, 9e9)] == [1, 2, 3]
-    assert [count(gpu=gpu) for gpu in (7e9, 7.6e9, 12e9)] == [1, 2, 3]
+    assert count() == 32
+    assert [count(cores=cores) for cores in (1, 3, 4, 7)] == [0, 1, 2, 3]
+    assert [count(main=main) for main in (4.9e9, 5e9, 7e9)] == [1, 2, 3]
+    assert [count(gpu=gpu) for gpu in (3e9, 3.8e9, 5e9, 6.2e9)] == [0, 1, 2, 3]
+
+
+def test_who_does_a_part_of_a_size_needs_no_room_for_the_network(large_machine: SimpleNamespace) -> None:
+    machine, task, one = large_machine, large_machine.task, large_machine.task["compiled"]
+    with Path(task["weights_file"]).open("r+b") as file:
+        file.truncate(4 * 10**9)  # takes no disk
+    # 6.5 GB on the GPU for each size, 0.8 for each further part
+    machine.gpu = 1.5 * (6.5e9 + 3 * 0.8e9)
+    assert room_for_children.children_with_room(task) == 4
+    assert room_for_children.children_with_room({**task, "compiled": one * 2}) == 1
+    machine.gpu = 1.5 * (2 * 6.5e9 + 2 * 0.8e9)
+    assert room_for_children.children_with_room({**task, "compiled": one * 2}) == 4
+    # and 6.6 and 2 GB of main memory
+    machine.gpu, machine.main = 1e12, 6.6e9 + 2 * 2e9 + 1e6
+    assert room_for_children.children_with_room(task) == 3
+    assert room_for_children.children_with_room({**task, "compiled": one * 2}) == 1
 
 
 def test_larger_weights_and_sizes_need_more_of_the_gpu(large_machine: SimpleNamespace) -> None:
@@ -62,7 +78,7 @@ def test_a_gpu_that_tells_nothing_has_room_for_one(
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", fails)
     assert room_for_children.children_with_room(large_machine.task) == 1
-    assert room_for_children.children_with_room({**large_machine.task, "device": "cpu"}) == 16
+    assert room_for_children.children_with_room({**large_machine.task, "device": "cpu"}) == 32
 
 
 def test_a_container_has_its_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

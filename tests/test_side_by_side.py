@@ -139,7 +139,7 @@ def test_what_a_call_takes_is_measured_on_a_gpu_by_one_child_after_it_has_waited
     done: list[str] = []
     monkeypatch.setattr(compile_step, "_figures", lambda *_: done.append("measured") or {"native_ms": 1.0})
     task = LiveTask((), (), [SIZES], "float16", torch.device(device), tmp_path, turns)
-    figures = compile_step._figures_alone(torch.nn.Identity(), task, [], [], lambda phase, _: done.append(phase))
+    figures = compile_step._figures_alone(torch.nn.Identity(), task, [], [], None, lambda phase, _: done.append(phase))
     assert done == expected
     assert figures == ({"native_ms": 1.0} if expected else {})
 
@@ -343,23 +343,62 @@ def test_turns_hold_under_the_rules_of_windows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("sizes", "room_for", "dealt"), [
     (1, 4, [("1", 0, 4), ("1", 1, 4), ("1", 2, 4), ("1", 3, 4)]), (1, 3, [("1", 0, 3), ("1", 1, 3), ("1", 2, 3)]),
-    (1, 1, [("1", 0, 1)]), (2, 3, [("1", 0, 1), ("2", 0, 1)]),
+    (1, 1, None), (2, 1, None), (2, 3, [("1", 0, 1), ("2", 0, 1)]),
     (2, 4, [("1", 0, 2), ("1", 1, 2), ("2", 0, 2), ("2", 1, 2)]),
-    (3, 8, [("1", 0, 1), ("2", 0, 1), ("3", 0, 1)]), (5, 4, [("15", 0, 1), ("2", 0, 1), ("3", 0, 1), ("4", 0, 1)]),
+    (3, 5, [("1", 0, 1), ("2", 0, 1), ("3", 0, 1)]),
+    (4, 9, [("1", 0, 2), ("1", 1, 2), ("2", 0, 2), ("2", 1, 2), ("3", 0, 2), ("3", 1, 2), ("4", 0, 2), ("4", 1, 2)]),
+    (5, 4, [("15", 0, 1), ("2", 0, 1), ("3", 0, 1), ("4", 0, 1)]),
 ])  # fmt: skip
-def test_children_that_no_size_is_left_for_share_one(sizes: int, room_for: int, dealt: list, room: Any) -> None:
+def test_children_that_no_size_is_left_for_share_one(
+    sizes: int, room_for: int, dealt: list | None, room: Any
+) -> None:
     room(room_for)
+    assert dealt_out(sizes) == ([] if dealt is None else [dealt])
+
+
+def dealt_out(sizes: int) -> list[list[tuple[str, int, int]]]:
+    """Round after round, what each child is to do: its batch sizes, and which of how many parts."""
     task = {"compiled": [{"B": size + 1} for size in range(sizes)], "backend": "torch"}
-    found = [("".join(str(size["B"]) for size in own), *part) for own, part in side_by_side._dealt(task)]
-    assert found == dealt
+    return [[("".join(str(size["B"]) for size in own), *part) for own, part in dealt]
+            for dealt in side_by_side._rounds(task)]  # fmt: skip
+
+
+@pytest.mark.parametrize("for_all", [0, 1])
+def test_where_the_network_has_room_once_only_its_parts_are_compiled_size_after_size(
+    for_all: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        side_by_side, "children_with_room", lambda task: for_all if len(task["compiled"]) > 1 else 3
+    )
+    assert dealt_out(2) == [[("1", 0, 3), ("1", 1, 3), ("1", 2, 3)], [("2", 0, 3), ("2", 1, 3), ("2", 2, 3)]]
+
+
+def test_sizes_compiled_one_after_the_other_in_parts_make_one_engine(
+    sized_order: Any, backend: Any, journal: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "in_parts", True)
+    monkeypatch.setattr(side_by_side, "children_with_room", lambda task: 1 if len(task["compiled"]) > 1 else 2)
+    told: list[tuple[str, float]] = []
+    manifest = built(sized_order(), tmp_path / "library", lambda *event: told.append(event)).manifest
+    assert [case["B"] for case in manifest.parity["cases"]] == [2, 1]
+    assert [name[:2] for name in manifest.files] == ["B2", "B1"]
+    assert manifest.parity["native_ms"] == 1002.0
+    assert {name[8:10] for name in manifest.seconds if name.startswith("compile_")} == {"B2", "B1"}
+    assert len(journal("measured")) == 1
+    assert [line["batch"] for line in journal("compiling")] == [2, 2, 1, 1]
+    assert {phase for phase, _ in told} >= {
+        f"size {number} of 2: compiling one size with 2 processes" for number in (1, 2)
+    }
+    fractions = [fraction for _, fraction in told]
+    assert fractions == sorted(fractions)
 
 
 def test_a_size_is_shared_only_where_the_backend_can(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     room(4)
     torchs = backends()["torch"]
     monkeypatch.setattr(torchs, "in_parts", False)
-    assert side_by_side._dealt({"compiled": [{"B": 1}], "backend": "torch"}) == []
-    assert len(side_by_side._dealt({"compiled": [{"B": 1}, {"B": 2}], "backend": "torch"})) == 2
+    assert dealt_out(1) == []
+    assert dealt_out(2) == [[("1", 0, 1), ("2", 0, 1)]]
 
 
 def assert_serves(engine: Engine, net: NativeNetwork, call: dict) -> None:
@@ -389,7 +428,7 @@ def test_four_processes_compile_two_sizes_in_halves_in_one_cache(
     assert {line[: line.index("]") + 1] for line in lines if line.startswith("[")} >= {
         f"[B{batch}, part {part} of 2]" for batch in (1, 2) for part in (1, 2)
     }
-    assert not any("one after the other" in line for line in lines)
+    assert not any("one after the other" in line or "traced otherwise" in line for line in lines)
     cases = engine.manifest.parity["cases"]
     assert [case["B"] for case in cases] == [2, 1]
     assert max(case["rel_err"] for case in cases) <= 1e-5

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...architectures.samples import sample_inputs
 from ...architectures.tensors import TensorSpec
@@ -17,7 +18,7 @@ from ...engine_library import BuildError
 from ...engine_library.parity import relative_error
 from ...engine_sessions import clock
 from ...engine_sessions.cuda_graphs import GraphCache
-from ...native_model.kernels import best_attention, laid_out
+from ...native_model.kernels import best_attention, empty_laid_out, laid_out
 from .. import LiveTask, Progress
 from . import attention, benchmarks
 from .compiled import Compiled, compile_to_file, file_name, open_file
@@ -46,6 +47,8 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
     """
     turns = task.turns
     _use_processors(turns.processors)
+    if not task.leads:
+        return _compile_part(function, task, progress)
     with turns.taken():
         for parameter in function.parameters():
             parameter.data = laid_out(parameter.data)
@@ -60,26 +63,41 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
         started = time.perf_counter()
         with turns.taken():
             given = [laid_out(t.to(task.device)) for t in sample_inputs(task.inputs, sizes, seed=1).values()]
-            kernel, timed = (None, {}) if task.part[0] else attention.choose(function, given, turns.lock is not None)
+            kernel, timed = attention.choose(function, given, turns.lock is not None)
         first = first or given
         compiled = _compiled(task, (function, weights, names, given), task.folder / name, kernel, late)
         seconds[f"compile_{Path(name).stem}"] = time.perf_counter() - started
-        if compiled is None:
-            return {"files": [], "seconds": seconds, "parity": {}}
         progress(f"comparing batch {sizes.get('B', 1)} with native", 0.05 + 0.95 * (i + 0.8) / len(task.sizes))
         with turns.taken():  # its first call chooses between configurations of kernels
             with torch.inference_mode():
                 results = compiled(*weights, *given)
             error = _error(function, given, results, task.outputs, sizes, task.precision)
         record.append({**sizes, "rel_err": error, **({"attention": kernel, "attention_ms": timed} if timed else {})})
-        del compiled, results, given  # siblings may need the memory
-    figures = _figures_alone(function, task, weights, first, progress)
+        del results, given  # siblings may need the memory
+        opened = compiled if len(task.sizes) == 1 else None
+        del compiled
+    figures = _figures_alone(function, task, weights, first, opened, progress)
     return {
         "files": [file_name(sizes) for sizes in task.sizes],
         "seconds": seconds,
         "parity": {"rel_err": max(case["rel_err"] for case in record), "limit": LIMITS[task.precision],
                    "cases": record, "against": "the same weights run plainly on the same device", **figures},
     }  # fmt: skip
+
+
+def _compile_part(function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
+    """What ``compile_network`` does in any process but the first, where tensors without memory stand for all inputs."""
+    (sizes,) = task.sizes
+    progress(f"compiling for batch {sizes.get('B', 1)}", 0.05)
+    started, name = time.perf_counter(), file_name(sizes)
+    names = sorted(name for name, _ in function.named_parameters())
+    parameters = [function.get_parameter(name) for name in names]
+    with FakeTensorMode():
+        weights = [empty_laid_out(p.shape, p.dtype, task.device) for p in parameters]
+        given = [empty_laid_out(s.shape(sizes), getattr(torch, s.dtype), task.device) for s in task.inputs]
+    late = [i for i, spec in enumerate(task.inputs) if spec.late]
+    _compiled(task, (function, weights, names, given), task.folder / name, None, late)
+    return {"files": [], "seconds": {f"compile_{Path(name).stem}": time.perf_counter() - started}, "parity": {}}
 
 
 def _compiled(
@@ -127,22 +145,26 @@ def _use_processors(count: int) -> None:
 
 
 def _figures_alone(
-    function: torch.nn.Module, task: LiveTask, weights: list, given: list, progress: Progress
+    function: torch.nn.Module, task: LiveTask, weights: list, given: list, opened: Compiled | None, progress: Progress
 ) -> dict[str, str | float]:
-    """``_figures`` of the first size, once no sibling takes the GPU's or the host's time any more."""
+    """``_figures`` of the first size, once no sibling takes the GPU's or the host's time any more.
+
+    Args:
+        opened: what was compiled for it; None when its file is to be opened again.
+    """
     if task.device.type != "cuda" or not task.turns.measures:
         return {}
     task.turns.wait_for_siblings(progress)
     progress("measuring", 0.97)
-    return _figures(function, task.folder / file_name(task.sizes[0]), weights, given)
+    return _figures(function, opened or task.folder / file_name(task.sizes[0]), weights, given)
 
 
-def _figures(function: torch.nn.Module, path: Path, weights: list, given: list) -> dict:
+def _figures(function: torch.nn.Module, compiled: Compiled | Path, weights: list, given: list) -> dict:
     """Milliseconds of a call, plain and as a prompt makes it; none where they cannot be taken: no engine needs them."""
     graphs = GraphCache(given[0].device)
     names = [str(i) for i in range(len(given))]
     try:
-        compiled = open_file(path)
+        compiled = open_file(compiled) if isinstance(compiled, Path) else compiled
 
         def run(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             results = compiled(*weights, *(tensors[name] for name in names))

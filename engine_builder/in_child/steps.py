@@ -87,7 +87,7 @@ def compile_network(task: Task, progress: Progress) -> dict:
     device, turns = torch.device(task["device"]), Turns.from_json(task.get("turns"))
     part = tuple(task.get("part", (0, 1)))
     order = LiveTask(inputs, outputs, task["compiled"], task["precision"], device, Path(task["folder"]), turns, part)
-    function = function_of(task, device.type, joined=True, turn=turns.taken())[0]
+    function = function_of(task, device.type, joined=True, turn=turns.taken(), values=order.leads)[0]
     return backend_of(task).compile(function, order, progress)
 
 

@@ -31,7 +31,7 @@ def tensors_of(task: Task) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ..
 
 
 def function_of(
-    task: Task, device: str = "cpu", joined: bool = False, turn: AbstractContextManager = NO_TURN
+    task: Task, device: str = "cpu", joined: bool = False, turn: AbstractContextManager = NO_TURN, values: bool = True
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
     """The network as a function of the engine's inputs, and its module, with the weights of the task's file.
 
@@ -40,17 +40,21 @@ def function_of(
     Args:
         joined: whether layers that take the same input are computed as one, as on live weights.
         turn: entered while weights are moved to the device.
+        values: False when shapes are enough: the weights stay in the file and the parameters on the meta device.
     """
     import torch
 
-    from ...native_model.snapshot import restore
+    from ...native_model.snapshot import restore, without_weights
 
     architectures.__path__ = task["architecture_folders"]
-    dtype = getattr(torch, task["precision"])
-    module = restore(task["structure"], task["weights"], Path(task["weights_file"]), dtype)
+    dtype, structure = getattr(torch, task["precision"]), task["structure"]
+    if values:
+        module = restore(structure, task["weights"], Path(task["weights_file"]), dtype)
+    else:
+        module, turn = without_weights(structure), NO_TURN
     architecture = architectures.architectures()[task["architecture"]]
     with turn:
-        module = module.to(device)
+        module = module.to(device) if values else module
         if joined:
             architecture.join_layers(module)
     function = architecture.function(module)
