@@ -186,17 +186,18 @@ def _opened(contents: bytes) -> Compiled:
 def _without_a_copy(contents: bytes) -> Compiled | None:
     """What ``CompiledArtifact.load`` gives, or None where this torch keeps its files otherwise.
 
-    torch first copies, object by object, all that it has read, so as to be able to write it once more.
+    torch first copies, object by object, all that it has read, so as to be able to write it once more, and reads all of
+    its own sources to tell whether it is the torch that wrote the file: an engine knows that by torch's version.
     """
     try:
         from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
-        from torch._inductor.codecache import torch_key
         from torch._inductor.standalone_compile import AOTCompiledArtifact
         from torch.utils._appending_byte_serializer import BytesReader
 
         reader = BytesReader(contents)
-        if reader.read_bytes() != AOTCompiledArtifact.AOT_HEADER or reader.read_bytes() != torch_key():
+        if reader.read_bytes() != AOTCompiledArtifact.AOT_HEADER:
             return None
+        reader.read_bytes()  # the hash of torch's sources
         entry, kernels, arguments = pickle.loads(reader.read_bytes())
         if kernels or arguments:  # which have to be put in their place
             return None
