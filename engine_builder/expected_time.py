@@ -15,8 +15,8 @@ MEASURED: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {
     ("controlnet", "tensorrt"): ((0.36e9, 274.1),),
     ("unet", "onnxruntime"): ((0.86e9, 142.3),),
     ("controlnet", "onnxruntime"): ((0.36e9, 28.6),),
-    ("unet", "torch"): ((0.86e9, 77.5), (2.57e9, 112.3)),
-    ("controlnet", "torch"): ((0.36e9, 47.5), (1.25e9, 56.8)),
+    ("unet", "torch"): ((0.86e9, 54.6), (2.57e9, 68.5)),
+    ("controlnet", "torch"): ((0.36e9, 29.6), (1.25e9, 35.5)),
 }
 """Kind and backend -> parameters and wall seconds, from benchmarks/results: builds.json (2 CPU cores), h200.json, and
 tensorrt86_h200.json for TensorRT: of other versions nothing is known. The larger one was built at level 1, beside
