@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import READY, comfy_page
+from browser import READY, TOAST, comfy_page
 from build_page import (
     MARGINS,
     NET_1,
@@ -262,7 +262,7 @@ def test_a_build_that_fails_says_why(
     assert refused["tone"] == "bad"
     assert refused["button"] == "Build engine"
     words = re.compile("is above|must rise")
-    told = raw.locator(".p-toast-message, [data-testid=error-overlay]").filter(has_text=words)
+    told = raw.locator(f"{TOAST}, [data-testid=error-overlay]").filter(has_text=words)
     assert told.count() == 0, "one place tells it"
 
     made = workflow(object_info)
@@ -289,7 +289,7 @@ def test_the_log_of_a_failed_build_is_shown(
     failed = page.wait_for(net, "failed", "ready")
     page.shot("failed")
     assert "differs from native" in failed["text"]
-    toasts = page.page.page.locator(".p-toast-message").filter(has_text="differs from native")
+    toasts = page.page.page.locator(TOAST).filter(has_text="differs from native")
     assert toasts.count() == 0, "one place tells it: the node, which is in sight"
     page.page.page.locator(".hybrid-trt-log:visible").first.click()
     dialog = page.page.page.get_by_role("dialog", name="Log of the build")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import slow
-from browser import ComfyPage, comfy_page
+from browser import TOAST_CLOSE, ComfyPage, comfy_page
 from build_page import NET_1 as NET
 from build_page import WORKFLOW, browser, load, no_engines, page
 from comfy_process import ComfyProcess
@@ -308,7 +308,7 @@ def test_the_panel_tells_the_last_use_and_deletes_what_was_not_used_for_long(
     no_engines(comfy)
     root, raw = comfy.base / "models" / "trt_engines", page.page.page
     name = publish(root)  # built in January and never used
-    raw.evaluate("() => document.querySelectorAll('.p-toast-close-button').forEach(b => b.click())")
+    raw.evaluate("close => document.querySelectorAll(close).forEach(b => b.click())", TOAST_CLOSE)
     raw.get_by_role("button", name="TRT engines").click()
     panel = raw.locator(".hybrid-trt-panel")
     panel.get_by_text("not used yet").wait_for()

@@ -14,6 +14,9 @@ from playwright.sync_api import Browser, Page, sync_playwright
 #: No sandbox: containers run as root. The rest keeps Chromium from asking the network for things of its own.
 CHROMIUM_ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
                       "--disable-background-networking", "--disable-component-update", "--disable-sync")
+#: ComfyUI's messages and their buttons to close them: up to 1.57, and after.
+TOAST = ".p-toast-message, [data-testid=toast]"
+TOAST_CLOSE = ".p-toast-close-button, [data-testid=toast-close]"
 READY = """() => window.app?.vueAppReady && app.isGraphReady && app.extensionManager?.spinner === false"""
 #: What went wrong with a loaded workflow: nodes that the page does not know, and its error panel's text.
 PROBLEMS = """() => [

@@ -3,6 +3,7 @@
 // the page would take what follows from the graph for edits, which undo takes back and Auto does again.
 
 import { applyPreset, autoSizes, follow, meant, presetName, presetOf, PRESETS, sameSizes, sizesOf } from "./presets.mjs";
+import { mendValues, putValues } from "./saved_values.mjs";
 import { t } from "./texts.mjs";
 import { pixels } from "./words.mjs";
 
@@ -25,14 +26,18 @@ export class PictureSizes {
         this.fits = undefined; // what fits the model
         this.latents = undefined; // the pictures that the graph asks for
         this.tokens = 0; // the longest prompt seen that an engine was not built for
+        this.defaults = Object.fromEntries(node.widgets.map(({ name, value }) => [name, value]));
         this.widget = node.addWidget("combo", "size_preset", "", (value) => this.#picked(value), { values: [], serialize: false });
         Object.assign(this.widget, { serialize: false, label: t("presetLabel"), tooltip: t("presetHint") });
         this.widget.incrementValue = this.widget.decrementValue = (click) => openList(this.widget, click);
         const { widgets } = node, first = widgets.findIndex(({ name }) => name in PRESETS[AUTO]);
         widgets.splice(first, 0, widgets.pop());
-        for (const other of widgets) if (other.options?.advanced) foldOnCanvas(node, other);
+        foldOnCanvas(node);
         for (const size of widgets.filter(({ name }) => name in PRESETS[AUTO])) follow(size, "callback", () => this.#typed());
-        follow(node, "onConfigure", () => this.#loaded());
+        follow(node, "onConfigure", (saved) => {
+            mendValues(node.widgets, saved, PRESETS[AUTO], this.defaults);
+            this.#loaded();
+        });
         follow(node, "onSerialize", (saved) => this.#save(saved));
         this.#loaded();
     }
@@ -157,13 +162,12 @@ export class PictureSizes {
         this.#show();
     }
 
-    /** Widgets that are not saved leave holes in the list of values, which ComfyUI reads as values when it loads the node. */
+    /** Save Auto's sizes as zeros, and the choice where the numbers do not tell it. */
     #save(saved) {
-        const values = saved?.widgets_values;
-        if (!Array.isArray(values)) return;
+        if (!Array.isArray(saved?.widgets_values)) return;
         if (!sameSizes(sizesOf(this.node), this.known)) this.#typed();
-        const { choice } = this, zeros = choice === AUTO ? PRESETS[AUTO] : {};
-        saved.widgets_values = this.node.widgets.flatMap(({ name, serialize }, i) => (serialize === false ? [] : [zeros[name] ?? values[i]]));
+        const { choice } = this;
+        putValues(this.node.widgets, saved, choice === AUTO ? PRESETS[AUTO] : {});
         if (choice === AUTO) delete saved.properties?.[CHOSEN]; // zeros alone say it
         else if (choice === CUSTOM && saved.properties?.[CHOSEN]) saved.properties[CHOSEN] = CUSTOM;
     }
@@ -181,13 +185,11 @@ function openList(widget, { e, node, canvas }) {
     new globalThis.LiteGraph.ContextMenu(widget.options.values, { event: e, className: "dark", callback, scale: Math.max(1, canvas.ds.scale) });
 }
 
-/** Vue nodes fold advanced widgets by themselves; the canvas would only leave them blank. */
-function foldOnCanvas(node, widget) {
-    let hidden = widget.hidden;
-    widget.advanced = true;
-    Object.defineProperty(widget, "hidden", {
-        configurable: true, enumerable: true,
-        get: () => hidden || (!globalThis.LiteGraph?.vueNodesMode && !node.showAdvanced),
-        set: (value) => { hidden = value; },
-    });
+/** Fold a node's advanced widgets on the canvas, which else leaves their rows blank. Vue nodes fold them by themselves. */
+function foldOnCanvas(node) {
+    for (const widget of node.widgets) if (widget.options?.advanced) widget.advanced = true;
+    const { getLayoutWidgets } = node;
+    node.getLayoutWidgets = function () {
+        return getLayoutWidgets.call(this).filter((widget) => !widget.advanced || this.showAdvanced);
+    };
 }

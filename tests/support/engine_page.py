@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from browser import READY, ComfyPage
+from browser import READY, TOAST, TOAST_CLOSE, ComfyPage
 from playwright.sync_api import Locator
 
 SHOTS = Path(os.environ.get("HYBRID_TRT_SHOTS", Path(__file__).resolve().parents[2] / "build" / "screenshots"))
@@ -19,9 +19,9 @@ PLACE = """([id, name]) => { const node = app.canvas.graph.getNodeById(id);
     const height = widget.computedHeight || LiteGraph.NODE_WIDGET_HEIGHT;
     return app.canvasPosToClientPos([node.pos[0] + node.size[0] / 2, node.pos[1] + widget.y + height / 2]); }"""
 #: Whether a message of ComfyUI's lies over a point; then all are closed, as a person would, for others slide up.
-COVERED = """([x, y]) => { const covered = Boolean(document.elementFromPoint(x, y)?.closest('.p-toast-message'));
-    if (covered) document.querySelectorAll('.p-toast-close-button').forEach(button => button.click());
-    return covered; }"""
+COVERED = f"""([x, y]) => {{ const covered = Boolean(document.elementFromPoint(x, y)?.closest('{TOAST}'));
+    if (covered) document.querySelectorAll('{TOAST_CLOSE}').forEach(button => button.click());
+    return covered; }}"""
 #: Whether the stack's height is that of its box: Vue nodes are measured some time after they were drawn.
 STACK_MEASURED = """() => { const node = app.graph.nodes.find(n => n.type === 'TRTApplyControlNet');
     const box = document.querySelector(`[data-node-id='${node.id}']`);
@@ -67,7 +67,7 @@ class EnginePage:
 
     def _click_at(self, x: float, y: float) -> None:
         if self.page.page.evaluate(COVERED, [x, y]):
-            self.page.page.wait_for_function("() => !document.querySelector('.p-toast-message')")
+            self.page.page.wait_for_function("toast => !document.querySelector(toast)", arg=TOAST)
         self.page.page.mouse.click(x, y)
 
     def status(self, node: int) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class EnginePage:
 
     def toast(self, text: str) -> Locator:
         """The message with some text; waits for it."""
-        found = self.page.page.locator(".p-toast-message").filter(has_text=re.compile(text)).first
+        found = self.page.page.locator(TOAST).filter(has_text=re.compile(text)).first
         found.wait_for()
         return found
 
