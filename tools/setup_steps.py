@@ -33,6 +33,11 @@ def clean_variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
 
+def pip(python: Path) -> list[str]:
+    """The command line that an interpreter's own pip begins with."""
+    return [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+
+
 def run_logged(command: Sequence[str], doing: str, log: Path, lock: IO[bytes]) -> None:
     """Run a command with its output in the log, and say every few seconds that it still runs.
 
