@@ -86,6 +86,8 @@ function showRunsOf(node) {
     if (node.comfyClass !== "TRTReport") return showRuns(node);
     const view = workflowView();
     follow(node, "onRemoved", () => view.close());
+    // the page finds the type of the first output a moment after it made the node: saved, that would be one more edit to undo
+    follow(node, "onSerialize", ({ outputs }) => { if (outputs?.[0]) outputs[0].type = "*"; });
     showRuns(node, [view.element]);
 }
 

@@ -118,7 +118,7 @@ def test_build_cancel_build_and_run(
     assert page.wait_for(page.node("copy"), "ready", timeout=30)["state"] == "ready"
 
     load(page, made)
-    raw.evaluate("id => app.graph.convertToSubgraph(new Set([app.graph.getNodeById(id)]))", net)
+    raw.evaluate("id => { app.graph.convertToSubgraph(new Set([app.graph.getNodeById(id)])); }", net)
     raw.wait_for_function(INSIDE)
     page.shot("subgraph")
     load(page, made)

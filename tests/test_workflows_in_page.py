@@ -11,6 +11,7 @@ from browser import ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
 from engine_page import STACK_MEASURED, EnginePage
 from make_workflows import build
+from node_boxes import overlaps
 from playwright.sync_api import Browser
 from shipped_workflows import NAMES, TITLES, Workflow, object_info, shipped
 from workflow_recipes import RECIPES, with_tiny_models
@@ -77,6 +78,19 @@ TANGLE = """() => {
     if (shown) shown.value = 0.125;
     return { shown: shown?.value, inner: lora.widgets.find(w => w.name === 'strength_model').value }; }"""
 
+#: The UNet's engine node in a subgraph whose node shows the largest size outside; what both say of the sizes.
+PROMOTE = """() => {
+    const engine = app.graph.nodes.find(n => n.type === 'TRTUNetEngine');
+    app.graph.convertToSubgraph(new Set([engine]));
+    const outer = app.graph.nodes.find(n => n.isSubgraphNode?.()), inner = outer.subgraph;
+    const node = inner.nodes.find(n => n.type === 'TRTUNetEngine');
+    inner.addInput('max_size', 'INT').connect(node.inputs.find(i => i.name === 'max_size'), node); }"""
+SET_OUTSIDE = """value => { const outer = app.graph.nodes.find(n => n.isSubgraphNode?.());
+    outer.widgets.find(w => w.name === 'max_size').value = value;
+    app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
+SIZES_INSIDE = """() => app.graph.nodes.find(n => n.isSubgraphNode?.()).subgraph.nodes
+    .find(n => n.type === 'TRTUNetEngine').widgets.find(w => w.name === 'size_preset').value"""
+
 #: The tiny SDXL models in the opened template: a UNet and a VAE in the checkpoint's place, and conditioning
 #: without text encoders, which would outweigh all else.
 TINY_SDXL = """() => {
@@ -133,7 +147,7 @@ def test_opens_without_problems(page: ComfyPage, object_info: dict[str, Any], na
     page.load(with_tiny_models(shipped(name), object_info, NETS[name]))
     page.page.wait_for_timeout(1000)  # the error panel takes its time
     assert page.problems() == []
-    assert _overlaps(page.boxes()) == []
+    assert overlaps(page.boxes()) == []
 
 
 @pytest.mark.browser
@@ -216,6 +230,23 @@ def test_a_look_at_the_graph_finds_what_serialising_it_gives(page: ComfyPage, ob
 
 
 @pytest.mark.browser
+def test_sizes_that_a_subgraph_shows_outside_are_those_that_are_sent(
+    page: ComfyPage, object_info: dict[str, Any]
+) -> None:
+    """The page does not call the engine node's widget when the number outside changes."""
+    page.load(with_tiny_models(shipped("sd15_two_controlnets"), object_info))
+    page.page.evaluate(PROMOTE)
+    for size in (704, 1088):
+        page.page.evaluate(SET_OUTSIDE, size)
+        page.page.wait_for_function(f"size => ({SIZES_INSIDE})().includes(size)", arg=f"{size}")
+        assert page.page.evaluate(SIZES_INSIDE).startswith("Custom")
+        sent = [node["inputs"] for node in page.prompt().values() if node["class_type"] == "TRTUNetEngine"]
+        assert [inputs["max_size"] for inputs in sent] == [size]
+        looked, serialised = page.page.evaluate(LOOK)
+        assert looked == serialised
+
+
+@pytest.mark.browser
 def test_rows_of_the_stack_come_and_go(page: ComfyPage, object_info: dict[str, Any]) -> None:
     """Each row has its sockets and widgets, under names without the prefix; links and values of the others stay."""
     page.load(shipped("sd15_two_controlnets"))
@@ -248,9 +279,9 @@ def test_undo_and_redo_go_through_every_edit_of_the_stack(page: ComfyPage) -> No
     raw = page.page
 
     def seen() -> tuple[Any, ...]:
+        raw.mouse.click(800, 850)  # the page takes the button's release for the end of an edit
         page.settle()
         raw.wait_for_function(STACK_MEASURED)
-        raw.mouse.click(800, 850)  # the page takes the button's release for the end of an edit
         return page.widgets("TRTApplyControlNet"), raw.evaluate(ROWS), raw.evaluate(EDITS)
 
     page.load(shipped("sd15_two_controlnets"))
@@ -277,7 +308,7 @@ def test_runs_in_the_page(page: ComfyPage, comfy: ComfyProcess, object_info: dic
     assert all(row["engine"] == 4 and row["native"] == 0 for row in report["rows"])
     assert len(report["rows"]) == 3
     assert page.problems() == []
-    assert _overlaps(page.boxes()) == []
+    assert overlaps(page.boxes()) == []
 
 
 @pytest.mark.browser
@@ -306,14 +337,3 @@ def test_sdxl_with_two_controlnets_is_built_by_clicks_and_runs_on_its_engines(pa
         f"tiny_sdxl_{name}.safetensors": (3, 0) for name in ("unet", "a", "b")}
     assert "Last run: 3 calls on onnxruntime" in nodes.wait_until(
         engines[0], lambda status: "Last run" in status["text"], "run", 10)["text"]
-
-
-def _overlaps(boxes: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Pairs of nodes that cover one another."""
-    return [
-        (a["type"], b["type"])
-        for i, a in enumerate(boxes)
-        for b in boxes[i + 1 :]
-        if a["x"] < b["x"] + b["width"] and b["x"] < a["x"] + a["width"]
-        and a["y"] < b["y"] + b["height"] and b["y"] < a["y"] + a["height"]
-    ]

@@ -29,7 +29,7 @@ export class NodeView {
         this.offer.addEventListener("click", () => actions.buildFor(this));
         this.log = part(this.box.actions, "button", "hybrid-trt-log");
         this.log.addEventListener("click", () => this.view.log && actions.showLog(this.view.log));
-        node.badges?.push(() => this.#badge());
+        if (window.LGraphBadge) node.badges?.push(() => this.#badge()); // the box has the same word
         this.show(this.state);
     }
 
@@ -42,7 +42,7 @@ export class NodeView {
         this.state = state;
         this.key = state.key ?? this.key;
         this.view = describe({ ...state, ...(state.state === "off" && switchedOff(this.node)), note: this.note });
-        this.actions.sizes.know(state.fits, state.latents, state.run?.tokens);
+        this.actions.sizes.know(state.fits, state.latents, state.run?.tokens, state.outside);
         const unwired = state.state === "unwired" && !isWiredLater(this.node.graph);
         const known = unwired || state.state !== "unwired" ? state.state : "unknown";
         this.button.label = buttonLabel(lacksSizes(state) ? "none" : known); // what it has is not built again

@@ -26,6 +26,7 @@ export class PictureSizes {
         this.fits = undefined; // what fits the model
         this.latents = undefined; // the pictures that the graph asks for
         this.tokens = 0; // the longest prompt seen that an engine was not built for
+        this.outside = {}; // numbers that a subgraph's node shows and sends in the place of the node's own
         this.defaults = Object.fromEntries(node.widgets.map(({ name, value }) => [name, value]));
         this.widget = node.addWidget("combo", "size_preset", "", (value) => this.#picked(value), { values: [], serialize: false });
         Object.assign(this.widget, { serialize: false, label: t("presetLabel"), tooltip: t("presetHint") });
@@ -48,14 +49,25 @@ export class PictureSizes {
         return kept === AUTO || kept === CUSTOM ? kept : presetOf(this.node) ?? CUSTOM;
     }
 
-    /** Learn what fits the model, which pictures the graph asks for, and how long its prompts are; Auto follows. */
-    know(fits, latents, tokens = 0) {
-        const before = JSON.stringify([this.fits, this.latents]);
+    /** The choice that fits what prompts send: numbers from outside the subgraph are of somebody's own. */
+    get shown() {
+        return Object.keys(this.outside).length ? CUSTOM : this.choice;
+    }
+
+    /**
+     * Learn what fits the model, which pictures the graph asks for, and how long its prompts are; Auto follows.
+     * The page may change a number without calling its widget, so its value is looked at.
+     * @param {Record<string, number>} outside see `numbersFromOutside`
+     */
+    know(fits, latents, tokens = 0, outside = {}) {
+        const before = JSON.stringify([this.fits, this.latents, this.outside]);
         this.fits = fits ?? this.fits;
         this.latents = latents ?? this.latents;
         this.tokens = Math.max(this.tokens, tokens);
-        if (this.choice === AUTO) this.#follow();
-        if (before !== JSON.stringify([this.fits, this.latents])) this.#show();
+        this.outside = outside;
+        if (!sameSizes(sizesOf(this.node), this.known)) this.#typed();
+        else if (this.choice === AUTO) this.#follow();
+        if (before !== JSON.stringify([this.fits, this.latents, this.outside])) this.#show();
     }
 
     /** Choose, as if it had been picked: a key as `choice` gives it, with the numbers of a choice of one's own. */
@@ -78,7 +90,7 @@ export class PictureSizes {
 
     /** @returns {[string, () => void][]} */
     #entries() {
-        const { node } = this, custom = this.choice === CUSTOM;
+        const { node } = this, custom = this.shown === CUSTOM;
         const unfold = node.showAdvanced ? "presetLess" : "presetMore";
         return [
             [this.#autoName(), () => this.choose(AUTO)],
@@ -97,7 +109,7 @@ export class PictureSizes {
     }
 
     #customName() {
-        const sizes = sizesOf(this.node);
+        const sizes = { ...sizesOf(this.node), ...this.outside };
         return t("presetOwn", meant(sizes, this.fits) ?? sizes);
     }
 
@@ -111,9 +123,8 @@ export class PictureSizes {
         this.choose(CUSTOM);
     }
 
-    /** Write Auto's numbers. Numbers that somebody else wrote meanwhile are his own. */
+    /** Write Auto's numbers. */
     #follow() {
-        if (this.known && !sameSizes(sizesOf(this.node), this.known)) return this.#typed();
         if (!this.latents?.length) return undefined; // nothing is certain
         // a prompt that was seen once comes again: the number only grows
         const wanted = autoSizes(this.latents, this.fits, Math.max(this.tokens, sizesOf(this.node).max_tokens));
@@ -173,9 +184,9 @@ export class PictureSizes {
     }
 
     #show() {
-        const entries = this.#entries().map(([label]) => label), { choice } = this;
+        const entries = this.#entries().map(([label]) => label), { shown } = this;
         this.widget.options.values = entries;
-        this.widget.value = { [AUTO]: entries[0], [CUSTOM]: entries[Object.keys(PRESETS).length] }[choice] ?? presetName(choice);
+        this.widget.value = { [AUTO]: entries[0], [CUSTOM]: entries[Object.keys(PRESETS).length] }[shown] ?? presetName(shown);
     }
 }
 

@@ -109,6 +109,18 @@ export function sizesOf(node) {
     return Object.fromEntries(found.map(({ name, value }) => [name, value]));
 }
 
+/**
+ * The numbers that a node is sent from outside: by a subgraph's node that shows its widget, or by a primitive.
+ * @param {any} node
+ * @param {Record<string, any>} inputs the node's inputs in the prompt
+ * @returns {Record<string, number>} those that are known before the prompt runs
+ */
+export function numbersFromOutside(node, inputs) {
+    const wired = (node.inputs ?? []).filter(({ link, widget }) => link != null && widget?.name in PRESETS[AUTO]);
+    const numbers = wired.map(({ widget }) => [widget.name, inputs[widget.name]]);
+    return Object.fromEntries(numbers.filter(([, number]) => Number.isFinite(number)));
+}
+
 /** A preset's name. */
 export function presetName(key) {
     return key === AUTO ? t("sizesAutoFit") : t(key);

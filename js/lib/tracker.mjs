@@ -4,6 +4,7 @@
 import { latentsFor, misfitOf, uncompiledOf } from "./fit.mjs";
 import { ancestors, engineNodes, isLink, isWired } from "./graph.mjs";
 import { Look } from "./look.mjs";
+import { numbersFromOutside } from "./presets.mjs";
 import { request } from "./server.mjs";
 import { changedUses, together, usesOf } from "./uses.mjs";
 
@@ -103,6 +104,7 @@ export class Tracker {
             const latents = told.flatMap((id) => latentsFor(prompt, id)); // its settings are for all of them
             const uses = told.map((id) => ({
                 ...answer[id], id, whenMissing: prompt[id].inputs.when_missing, latents,
+                outside: numbersFromOutside(node, prompt[id].inputs),
                 misfit: misfitOf(prompt, id, answer[id]), uncompiled: uncompiledOf(prompt, id, answer[id]),
                 orders: Object.keys(orders).filter((one) => orders[one].includes(answer[id].key)),
             }));

@@ -17,7 +17,7 @@ function engineNode(values = {}, properties = {}, followed = new Map()) {
         const widget = { type, name, value, callback, options };
         widgets.push(widget);
         return widget;
-    }, toggleAdvanced() { node.showAdvanced = !node.showAdvanced; } };
+    }, getLayoutWidgets: () => [...widgets], toggleAdvanced() { node.showAdvanced = !node.showAdvanced; } };
     const count = { changed: 0, toAll: 0 };
     const sizes = new PictureSizes(node, () => { count.changed += 1; }, () => { count.toAll += 1; }, followed);
     const preset = widgets.find(({ name }) => name === "size_preset");
@@ -160,17 +160,36 @@ test("a choice sets the numbers, Custom shows them, and that can be undone", () 
     const { node, sizes, preset, count, pick } = engineNode();
     pick("SDXL");
     assert.deepEqual([sizes.choice, preset.value, sizesOf(node)], ["presetSdxl", "SDXL, all usual formats", PRESETS.presetSdxl]);
-    const max = node.widgets.find(({ name }) => name === "max_size");
-    assert.deepEqual([max.advanced, max.hidden], [true, true]);
+    const rows = () => node.getLayoutWidgets().some(({ name }) => name === "max_size");
+    assert.equal(rows(), false, "numbers are folded");
     pick("Custom");
-    assert.deepEqual([sizes.choice, node.showAdvanced, max.hidden ?? false], ["custom", true, false]);
+    assert.deepEqual([sizes.choice, node.showAdvanced, rows()], ["custom", true, true]);
     assert.deepEqual(sizesOf(node), PRESETS.presetSdxl, "they are where one begins");
     pick("Hide");
-    assert.deepEqual([node.showAdvanced, max.hidden], [false, true]);
+    assert.deepEqual([node.showAdvanced, rows()], [false, false]);
     pick("Auto");
     assert.deepEqual([sizes.choice, sizesOf(node)], ["presetFit", ZEROS]);
     pick("Apply to all");
     assert.deepEqual([count.toAll, preset.value], [1, preset.options.values[0]]);
+});
+
+test("a number from outside the subgraph is shown, and Auto is Auto again without it", () => {
+    const { sizes, preset } = engineNode();
+    sizes.know(SDXL, [latent(1024, 1024)], 0, { max_size: 768 });
+    assert.equal(preset.value, preset.options.values[3]);
+    assert.match(preset.value, /512.*768/, preset.value);
+    sizes.know(SDXL, [latent(1024, 1024)], 0, { max_size: 640 });
+    assert.match(preset.value, /640/, "it follows the value");
+    sizes.know(SDXL, [latent(1024, 1024)]);
+    assert.deepEqual([sizes.choice, preset.value], ["presetFit", preset.options.values[0]]);
+});
+
+test("a number that the page writes without telling its widget is of one's own", () => {
+    const { node, sizes } = engineNode();
+    sizes.choose("presetSdxl");
+    node.widgets.find(({ name }) => name === "max_size").value = 2048;
+    sizes.know(SDXL, [latent(1024, 1024)]);
+    assert.equal(sizes.choice, "custom");
 });
 
 test("the choice stands above the numbers, and is saved nowhere", () => {

@@ -22,10 +22,11 @@ PLACE = """([id, name]) => { const node = app.canvas.graph.getNodeById(id);
 COVERED = f"""([x, y]) => {{ const covered = Boolean(document.elementFromPoint(x, y)?.closest('{TOAST}'));
     if (covered) document.querySelectorAll('{TOAST_CLOSE}').forEach(button => button.click());
     return covered; }}"""
-#: Whether the stack's height is that of its box: Vue nodes are measured some time after they were drawn.
+#: Whether the stack's height is final. Older pages give Vue nodes the height of their boxes some time after they were
+#: drawn; newer ones, which know a widget's visibility, leave the node its own.
 STACK_MEASURED = """() => { const node = app.graph.nodes.find(n => n.type === 'TRTApplyControlNet');
     const box = document.querySelector(`[data-node-id='${node.id}']`);
-    return !LiteGraph.vueNodesMode
+    return !LiteGraph.vueNodesMode || (box && 'visibility' in node.widgets[0])
         || Math.abs(box?.offsetHeight - LiteGraph.NODE_TITLE_HEIGHT - node.size[1]) < 1; }"""
 #: What the status of an engine node of the open graph shows.
 STATUS = """id => { const widget = app.canvas.graph.getNodeById(id).widgets.find(w => w.name === 'engine_status');

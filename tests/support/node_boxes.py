@@ -96,3 +96,14 @@ def close_up(page: EnginePage, node: int) -> None:
     page.page.page.evaluate("""id => { const node = app.graph.getNodeById(id); app.canvas.ds.scale = 1;
         app.canvas.ds.offset = [500 - node.pos[0], 200 - node.pos[1]]; app.canvas.setDirty(true, true); }""", node)
     page.page.settle()
+
+
+def overlaps(boxes: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Pairs of nodes that cover one another."""
+    return [
+        (a["type"], b["type"])
+        for i, a in enumerate(boxes)
+        for b in boxes[i + 1 :]
+        if a["x"] < b["x"] + b["width"] and b["x"] < a["x"] + a["width"]
+        and a["y"] < b["y"] + b["height"] and b["y"] < a["y"] + a["height"]
+    ]

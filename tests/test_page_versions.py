@@ -1,0 +1,147 @@
+"""The oldest and the newest page that are supported: shipped workflows on the oldest, saved workflows on both."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import slow
+from browser import ComfyPage, chromium, comfy_page
+from comfy_process import ComfyProcess
+from engine_page import EnginePage
+from node_boxes import overlaps
+from playwright.sync_api import Browser
+from shipped_workflows import NAMES, shipped
+from workflow_recipes import with_tiny_models
+from workflow_to_prompt import to_prompt
+
+pytestmark = pytest.mark.browser
+
+NETS = {name: ("tiny_sdxl_a", "tiny_sdxl_b") if name.startswith("sdxl") else ("tiny_sd15_a", "tiny_sd15_b")
+        for name in NAMES}
+FOLDER = "HYBRID_TRT_OLDEST_FRONTEND"
+VUE = {"litegraph": False, "vue": True}
+#: Values of an engine node that are not those of a new one.
+OWN = {"when_missing": "build now", "min_size": 256, "opt_size": 512, "max_size": 768, "max_images": 2,
+       "max_tokens": 77, "precision": "float32", "backend": "onnxruntime", "weights": "replaceable"}
+SET = """values => { for (const [name, value] of Object.entries(values)) {
+    const widget = app.graph.nodes.find(n => n.type === 'TRTUNetEngine').widgets.find(w => w.name === name);
+    widget.value = value;
+    widget.callback?.(value); } }"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def oldest(environment: Any, comfy: ComfyProcess) -> Iterator[ComfyProcess]:
+    """A second server over the same folders, with the oldest page."""
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        pytest.fail(f"{FOLDER} is not set: run the tests with 'make test', which fetches that page.")
+    with ComfyProcess(environment.comfyui, environment.base, arguments=["--front-end-root", folder],
+                      log=environment.base / "oldest_page.log") as process:
+        yield process
+
+
+@pytest.fixture(scope="module", params=VUE)
+def oldest_page(request: pytest.FixtureRequest, browser: Browser, oldest: ComfyProcess) -> Iterator[ComfyPage]:
+    with comfy_page(browser, oldest.url, vue=VUE[request.param]) as page:
+        html = page.page.evaluate("async () => (await fetch('/')).text()")
+        assert html == (Path(os.environ[FOLDER]) / "index.html").read_text(encoding="utf-8")
+        yield page
+
+
+@pytest.fixture(scope="module", params=slow.cases(
+    {f"{age}-{kind}": f"{age}-{kind}" for age in ("oldest", "newest") for kind in VUE}, ["oldest-vue"]))
+def page(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
+    age, kind = request.param.split("-")
+    server = comfy if age == "newest" else request.getfixturevalue("oldest")
+    with comfy_page(browser, server.url, vue=VUE[kind]) as opened:
+        yield opened
+
+
+def engine_values(page: ComfyPage) -> dict[str, Any]:
+    """The UNet engine node's own settings, as the page has them."""
+    return {name: value for name, value in page.widgets("TRTUNetEngine").items() if name in OWN}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_template_opens_converts_and_is_saved_on_the_oldest_page(
+    oldest_page: ComfyPage, comfy: ComfyProcess, name: str
+) -> None:
+    info = comfy.object_info()
+    workflow = with_tiny_models(shipped(name), info, NETS[name])
+    oldest_page.load(copy.deepcopy(workflow))
+    oldest_page.page.wait_for_timeout(600)  # the error panel takes its time
+    assert oldest_page.problems() == []
+    assert overlaps(oldest_page.boxes()) == []
+    prompt = oldest_page.prompt()
+    assert prompt == to_prompt(workflow, info)
+    oldest_page.load(oldest_page.workflow())
+    assert oldest_page.prompt() == prompt
+
+
+def test_engines_are_built_by_a_click_and_each_template_runs_on_them_on_the_oldest_page(
+    oldest_page: ComfyPage, comfy: ComfyProcess
+) -> None:
+    info, nodes = comfy.object_info(), EnginePage(oldest_page, "oldest")
+    names = [name for name in NAMES if name.startswith("sd15")]
+    if oldest_page.vue:
+        names = names[:1]  # the pictures come from the same server
+    shutil.rmtree(comfy.base / "models" / "trt_engines", ignore_errors=True)
+    oldest_page.load(with_tiny_models(shipped("sd15_two_controlnets"), info))
+    oldest_page.fit(left=72, top=112, right=12, bottom=60)
+    engine = nodes.node("TRTUNetEngine")
+    nodes.click(engine)
+    assert nodes.wait_for(engine, "ready", "failed", timeout=240)["state"] == "ready"
+    for name in names:
+        oldest_page.load(with_tiny_models(shipped(name), info, NETS[name]))
+        outputs = oldest_page.queue()
+        reports = [output["report"][0] for output in outputs.values() if "report" in output]
+        rows = [row for report in reports for row in report["rows"]]
+        assert rows or name == "sd15_build_engines", outputs
+        assert all(row["engine"] > 0 and row["native"] == 0 for row in rows), (name, rows)
+        nodes.shot(name)
+    assert not oldest_page.errors
+
+
+def test_what_is_saved_opens_with_each_value_at_its_place(page: ComfyPage, comfy: ComfyProcess) -> None:
+    """Saved by either page, also after it was opened and saved once more."""
+    workflow = with_tiny_models(shipped("sd15_two_controlnets"), comfy.object_info())
+    for values in ({}, OWN):
+        page.load(copy.deepcopy(workflow))
+        page.page.evaluate(SET, values)
+        page.settle()
+        before, prompt = engine_values(page), page.prompt()
+        assert before.items() >= values.items()
+        for _ in range(2):
+            page.load(page.workflow())
+            assert engine_values(page) == before
+            assert page.prompt() == prompt
+
+
+def test_a_workflow_that_was_saved_one_place_too_early_is_mended(page: ComfyPage, comfy: ComfyProcess) -> None:
+    """So did this pack's first version save with pages from 1.53 on; those save names too."""
+    workflow = with_tiny_models(shipped("sd15_two_controlnets"), comfy.object_info())
+    page.load(copy.deepcopy(workflow))
+    page.page.evaluate(SET, OWN)
+    saved = page.workflow()
+    (node,) = (node for node in saved["nodes"] if node["type"] == "TRTUNetEngine")
+    assert node["widgets_values"] == list(OWN.values())
+    node["widgets_values"] = [OWN["when_missing"], *list(OWN.values())[2:], None]
+    node["widgets_values_named"] = dict(OWN)
+    page.load(copy.deepcopy(saved))
+    assert engine_values(page) == OWN
+    del node["widgets_values_named"]
+    page.load(saved)
+    lost = {"min_size": 0, "opt_size": 0, "max_size": 0, "max_images": 0, "max_tokens": 0}
+    assert engine_values(page) == OWN | lost, "sizes that nobody knows are Auto's"
