@@ -29,10 +29,10 @@ VUE = {"litegraph": False, "vue": True}
 #: Values of an engine node that are not those of a new one.
 OWN = {"when_missing": "build now", "min_size": 256, "opt_size": 512, "max_size": 768, "max_images": 2,
        "max_tokens": 77, "precision": "float32", "backend": "onnxruntime", "weights": "replaceable"}
-SET = """values => { for (const [name, value] of Object.entries(values)) {
-    const widget = app.graph.nodes.find(n => n.type === 'TRTUNetEngine').widgets.find(w => w.name === name);
-    widget.value = value;
-    widget.callback?.(value); } }"""
+SET = """values => {
+    const set = app.graph.nodes.find(n => n.type === 'TRTUNetEngine').widgets.filter(w => w.name in values);
+    for (const widget of set) widget.value = values[widget.name];
+    for (const widget of set) widget.callback?.(widget.value); }"""
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,8 @@ def test_engines_are_built_by_a_click_and_each_template_runs_on_them_on_the_olde
     names = [name for name in NAMES if name.startswith("sd15")]
     if oldest_page.vue:
         names = names[:1]  # the pictures come from the same server
-    shutil.rmtree(comfy.base / "models" / "trt_engines", ignore_errors=True)
+    else:
+        shutil.rmtree(comfy.base / "models" / "trt_engines", ignore_errors=True)
     oldest_page.load(with_tiny_models(shipped("sd15_two_controlnets"), info))
     oldest_page.fit(left=72, top=112, right=12, bottom=60)
     engine = nodes.node("TRTUNetEngine")
@@ -143,5 +144,6 @@ def test_a_workflow_that_was_saved_one_place_too_early_is_mended(page: ComfyPage
     assert engine_values(page) == OWN
     del node["widgets_values_named"]
     page.load(saved)
-    lost = {"min_size": 0, "opt_size": 0, "max_size": 0, "max_images": 0, "max_tokens": 0}
-    assert engine_values(page) == OWN | lost, "sizes that nobody knows are Auto's"
+    found, combos = engine_values(page), {name: value for name, value in OWN.items() if isinstance(value, str)}
+    assert found.items() >= combos.items()
+    assert page.widgets("TRTUNetEngine")["size_preset"].startswith("Auto"), "sizes that nobody knows are Auto's"
