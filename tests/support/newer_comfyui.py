@@ -6,7 +6,6 @@ with each: parametrise with ``NAMES`` and call ``emulate``.
 
 from __future__ import annotations
 
-import __future__
 import contextlib
 import functools
 import inspect
@@ -40,7 +39,7 @@ FAST_PINS = ("weights-fast", "patches-fast", "fast_disk")
 
 
 def hint_map_on(patch: pytest.MonkeyPatch) -> None:
-    """Pull request 15832: a ControlNet keeps hints by the latent's size, not yet repeated for a batch, in ``cond_hints``.
+    """Pull request 15832: a ControlNet keeps hints by the latent's size in ``cond_hints``, not yet repeated for a batch;
     ``cond_hint`` stays and is never set."""
     if "cond_hints" in vars(ControlBase()):
         return
@@ -323,6 +322,7 @@ def _rewrite(patch: pytest.MonkeyPatch, kind: type, name: str, old: str, new: st
     if source.count(old) != 1:
         pytest.fail(f"{kind.__name__}.{name} of this ComfyUI is written in another way; mend this emulation")
     found: dict[str, Any] = {}
-    exec(compile(source.replace(old, new), method.__code__.co_filename, "exec", dont_inherit=True,
-                 flags=method.__code__.co_flags & __future__.annotations.compiler_flag), method.__globals__, found)  # fmt: skip
+    flags = method.__code__.co_flags & annotations.compiler_flag
+    code = compile(source.replace(old, new), method.__code__.co_filename, "exec", flags, dont_inherit=True)
+    exec(code, method.__globals__, found)  # noqa: S102  # ComfyUI's own source
     patch.setattr(kind, name, found[name])
