@@ -39,7 +39,7 @@ FAST_PINS = ("weights-fast", "patches-fast", "fast_disk")
 
 
 def hint_map_on(patch: pytest.MonkeyPatch) -> None:
-    """Pull request 15832: a ControlNet keeps hints by the latent's size in ``cond_hints``, not yet repeated for a batch;
+    """Pull request 15832: a ControlNet keeps hints by the latent's size in ``cond_hints``, and repeats them after;
     ``cond_hint`` stays and is never set."""
     if "cond_hints" in vars(ControlBase()):
         return
