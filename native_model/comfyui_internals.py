@@ -13,7 +13,7 @@ import inspect
 import logging
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Any
 
@@ -236,10 +236,10 @@ def switch_off(feature: Feature, why: str) -> None:
         log.warning("Hybrid TRT: %s. Please report this with the version of your ComfyUI.", _sentence(feature, why))
 
 
-def switched_off() -> list[str]:
+def switched_off(features: Iterable[Feature] = tuple(Feature)) -> list[str]:
     """What this ComfyUI is not used for, and why, each in a sentence; empty where all is as expected."""
     off = check() if _off is None else _off
-    return [f"{_sentence(feature, '; '.join(why))}." for feature, why in off.items()]
+    return [f"{_sentence(feature, '; '.join(off[feature]))}." for feature in features if feature in off]
 
 
 def _sentence(feature: Feature, why: str) -> str:
