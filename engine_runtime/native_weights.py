@@ -26,6 +26,7 @@ from comfy import model_management, sampler_helpers
 from comfy import utils as comfy_utils
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
+from ..native_model.comfyui_internals import Feature, works
 from ..native_model.comfyui_shims import knows_pins
 
 if TYPE_CHECKING:
@@ -85,6 +86,9 @@ def stage(native: ModelPatcher, device: torch.device) -> None:
 
     ComfyUI visits every layer and copies small weights (norms, biases) to the device one by one, in each run anew.
     """
+    if not works(Feature.STAGED_ONCE):
+        native.partially_load(device)
+        return
     if _is_staged(native, device):
         _patch_objects(native)
         _mark_in_use(native)

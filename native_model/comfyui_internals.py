@@ -27,6 +27,7 @@ class Feature(Enum):
     STACKS = "ControlNets side by side", "they run one after another"
     HINTS = "kept control images", "ComfyUI makes them anew in each run"
     STAGING = "native weights that wait in main memory", "ComfyUI loads them before each run"
+    STAGED_ONCE = "native weights that are staged once for many runs", "they are staged for each run"
     ON_DEVICE = "prompts that are copied to the GPU once", "they are copied in each step"
     GRAPHS = "CUDA graphs", "networks are launched kernel by kernel"
     COMPILED_NATIVE = "native calls compiled by another node", "they run as they are"
@@ -143,21 +144,23 @@ TABLE: dict[Feature, tuple[str, ...]] = {
     Feature.STAGING: (
         "comfy.patcher_extension:WrappersMP.PREPARE_SAMPLING",
         "comfy.patcher_extension:CallbacksMP.ON_CLEANUP",
-        "comfy.patcher_extension:CallbacksMP.ON_LOAD",
         "comfy.sampler_helpers:_prepare_sampling"
         "(_, _, _, model_options, force_full_load, force_offload)",
         "comfy.sampler_helpers:estimate_memory(_, _, _, ...)",
         "comfy.sampler_helpers:get_additional_models(_, _, ...)",
-        "comfy.utils:get_attr(_, _, ...)",
         "comfy.controlnet:ControlLora",
         "comfy.model_patcher:ModelPatcher.use_ejected(self, skip_and_inject_on_exit_only, ...)",
         "comfy.model_patcher:ModelPatcher.patch_model(self, _, _, load_weights, ...)",
-        "comfy.model_patcher:ModelPatcher.get_all_callbacks(self, _, ...)",
         "comfy.model_patcher:ModelPatcher.get_additional_models_with_key(self, _, ...)",
         "comfy.model_patcher:ModelPatcher.model_dtype(self, ...)",
         "comfy.model_patcher:ModelPatcher.model_lowvram",
-        "comfy.model_patcher:ModelPatcher.backup",
         "comfy.model_patcher:ModelPatcher.parent",
+    ),
+    Feature.STAGED_ONCE: (
+        "comfy.patcher_extension:CallbacksMP.ON_LOAD",
+        "comfy.utils:get_attr(_, _, ...)",
+        "comfy.model_patcher:ModelPatcher.get_all_callbacks(self, _, ...)",
+        "comfy.model_patcher:ModelPatcher.backup",
         "comfy.model_patcher:ModelPatcherDynamic._vbar_get(self, ...)",
         "comfy.model_patcher:ModelPatcherDynamic.dynamic_pins",
     ),

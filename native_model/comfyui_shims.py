@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .comfyui_internals import Feature, switch_off
+from .comfyui_internals import Feature, switch_off, works
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase
@@ -109,7 +109,7 @@ def knows_pins(pins: Mapping) -> bool:
     """Whether a model's record of pinned memory has nothing in it that loading may have to see to in each run."""
     unknown = set(pins) - _KNOWN_PINS
     if unknown:
-        switch_off(Feature.STAGING, f"pinned memory has kinds that it does not know ({', '.join(sorted(unknown))})")
+        switch_off(Feature.STAGED_ONCE, f"this ComfyUI's dynamic_pins has {', '.join(sorted(unknown))}")
     return not unknown
 
 
@@ -120,7 +120,7 @@ def outside_recording() -> contextlib.AbstractContextManager:
     """Inside, what is allocated belongs to no recording of ComfyUI's: it would have to be the same in each call."""
     prefetch = sys.modules.get("comfy.model_prefetch")  # who has not imported it records nothing
     pause = getattr(prefetch, "pause_malloc_graph", None)
-    return _NOTHING if pause is None else pause(sync=False)
+    return pause(sync=False) if pause is not None and works(Feature.GRAPHS) else _NOTHING
 
 
 _NOTHING: contextlib.AbstractContextManager = contextlib.nullcontext()

@@ -53,13 +53,6 @@ __all__ = ["controlled", "controlnet", "device", "fast_disk", "file", "files", "
            "free_memory_of_a_patcher", "hint_map", "library", "more_pins", "nothing_loaded", "recording"]  # fmt: skip
 
 
-@pytest.fixture
-def as_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a test switches off is on again after it."""
-    comfyui_internals.check()
-    monkeypatch.setattr(comfyui_internals, "_off", {})
-
-
 # -- hints by the latent's size (pull request 15832)
 
 
@@ -167,7 +160,7 @@ def test_the_next_prompt_finds_the_hints_of_the_last_one(stacks: Stacks, resized
 # -- attributes on layers
 
 
-def test_no_copy_has_what_loading_put_on_layers(as_expected: None) -> None:
+def test_no_copy_has_what_loading_put_on_layers() -> None:
     net = network("unet", "unlike_levels")
     watched = weakref.ref(put_on_layers(net.module))
     copy = plain_copy(net.module, torch.float32, lambda _, p: p, lambda _, b: b)
@@ -256,7 +249,7 @@ def test_an_engine_opens_where_free_memory_is_the_patchers_own(
 
 
 def test_weights_are_staged_for_each_run_while_there_are_pins_that_nobody_here_knows(
-    more_pins: None, device: None, as_expected: None, file: Path, library: Library, caplog: pytest.LogCaptureFixture
+    more_pins: None, device: None, file: Path, library: Library, caplog: pytest.LogCaptureFixture
 ) -> None:
     from dynamic_vram import on_cpu
 
@@ -266,10 +259,10 @@ def test_weights_are_staged_for_each_run_while_there_are_pins_that_nobody_here_k
     for times in (1, 2, 3):
         assert error(patched.sample(), sample(load(file))) <= LIMIT
         assert (patched.counts, native.times_staged) == ((STEPS, 0), times)
-    said = [record.message for record in caplog.records if "pinned memory" in record.message]
+    said = [record.message for record in caplog.records if "dynamic_pins" in record.message]
     assert len(said) == 1
     assert "weights-fast" in said[0]
-    assert any("pinned memory" in words for words in comfyui_internals.switched_off())
+    assert any("dynamic_pins" in words for words in comfyui_internals.switched_off())
 
 
 def test_the_pins_of_this_comfyui_are_known() -> None:

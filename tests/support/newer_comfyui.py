@@ -28,6 +28,7 @@ from comfy.controlnet import ControlBase, ControlNet
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy.model_patcher import ModelPatcher, ModelPatcherDynamic
 from dynamic_vram import DynamicOnCPU
+from hybrid_trt.native_model import comfyui_internals
 
 MOST_HINTS = 2
 
@@ -81,7 +82,7 @@ def hint_map_on(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ControlBase, "__init__", __init__)
     patch.setattr(ControlBase, "set_cond_hint", _as_comfyuis(set_cond_hint))
     patch.setattr(ControlBase, "cleanup", _as_comfyuis(cleaned))
-    patch.setattr(ControlNet, "get_control", _as_comfyuis(get_control_by_size))
+    patch.setattr(ControlNet, "get_control", functools.wraps(get_control)(_as_comfyuis(get_control_by_size)))
 
 
 class Pages:
@@ -173,6 +174,7 @@ def free_memory_of_a_patcher_on(patch: pytest.MonkeyPatch) -> None:
 
 def more_pins_on(patch: pytest.MonkeyPatch) -> None:
     """The record of a model's pinned memory has entries for disks that are fast."""
+    patch.setattr(comfyui_internals, "_off", dict(comfyui_internals.check()))  # what is switched off is on afterwards
     for kind in (ModelPatcherDynamic, DynamicOnCPU):
 
         def register(self: Any, device: torch.device, _own: Callable = kind.register_load_device) -> None:
@@ -310,7 +312,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
 
 
 def _as_comfyuis(function: types.FunctionType) -> types.FunctionType:
-    """A method that counts as ComfyUI's own: code tells by its file whose it is."""
+    """A method that counts as ComfyUI's own, which code tells by its file; one that wraps another has its names."""
     function.__code__ = function.__code__.replace(co_filename=comfy.controlnet.__file__)
     return function
 
