@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP
-from comfy_api.torch_helpers.torch_compile import TORCH_COMPILE_KWARGS
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..architectures import Role
 from ..architectures.calls import EngineCall
 from ..engine_library import Fallback, Reason
+from ..native_model.comfyui_internals import Feature, works
+from ..native_model.comfyui_shims import outside_recording
 from ..native_model.network import UNET_PREFIX
 from ..native_model.weight_patches import WeightPatches
 from .control_stack import run_stacks_at_once
@@ -29,6 +31,7 @@ from .timing import timed
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
     from comfy.model_patcher import ModelPatcher
+    from comfy.patcher_extension import WrapperExecutor
 
 KEY = "hybrid_trt"
 
@@ -51,15 +54,25 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
     patched.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, router)
     patched.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
     patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, router.begin_run)
-    router.native_weights.attach(patched, KEY)
-    patched.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, KEY)
-    patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, call_on_device)
-    patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, partial(run_stacks_at_once, backbone=handle))
+    if works(Feature.STAGING):
+        router.native_weights.attach(patched, KEY)
     patched.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
     patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, redo_unless_finite)
-    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, sample_on_device)
+    _wrap_steps(patched, handle)
     patched.set_additional_models(KEY, [handle.patcher])
     return patched
+
+
+def _wrap_steps(patched: ModelPatcher, handle: EngineHandle) -> None:
+    """Take part in how ComfyUI computes the conditionings of a step."""
+    on_device, stacks = works(Feature.ON_DEVICE), works(Feature.STACKS)
+    if on_device or stacks:
+        patched.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, KEY)
+    if on_device:
+        patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, call_on_device)
+        patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, sample_on_device)
+    if stacks:
+        patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, partial(run_stacks_at_once, backbone=handle))
 
 
 class BackboneRouter:
@@ -101,12 +114,13 @@ class BackboneRouter:
         """A call of our backbone: its forward's arguments and result."""
         handle, patcher = self._handle, self._base.current_patcher
         given = by_name(self._arguments, args, kwargs)
-        handle.begin_run(patcher)  # first: which engine serves decides what it may not serve
-        refusal = self._refusal or self._why_native(patcher, given.get("transformer_options") or {})
-        served, result = handle.serve(refusal, lambda: self._bound(given), patcher)
-        if served:
-            watch(result)
-            return result
+        with outside_recording():
+            handle.begin_run(patcher)  # first: which engine serves decides what it may not serve
+            refusal = self._refusal or self._why_native(patcher, given.get("transformer_options") or {})
+            served, result = handle.serve(refusal, lambda: self._bound(given), patcher)
+            if served:
+                watch(result)
+                return result
         self.native_weights.bring()
         forward = self._as_compiled(native)
         return handle.native(lambda: with_residuals_copied(forward, self._arguments, args, kwargs))
@@ -143,8 +157,10 @@ class BackboneRouter:
     def _as_compiled(self, native: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Native's forward, compiled if another node compiles the UNet around this call and so does not see inside."""
         patcher = self._base.current_patcher
-        options = None if patcher is None else patcher.model_options.get(TORCH_COMPILE_KWARGS)
-        if options is None or not hasattr(self._base.diffusion_model, "_orig_mod"):
+        if patcher is None or not hasattr(self._base.diffusion_model, "_orig_mod"):
+            return native
+        options = patcher.model_options.get(_compile_key())
+        if options is None:
             return native
         if self._compiled is None or self._compiled[0] != options:
             self._compiled = (options, torch.compile(native, **options))
@@ -153,6 +169,16 @@ class BackboneRouter:
     def _is_our_unet(self, called_on: object) -> bool:
         unet = self._base.diffusion_model
         return called_on is unet or called_on is _uncompiled(unet)
+
+
+@functools.cache
+def _compile_key() -> str | None:
+    """Where ComfyUI's node keeps the options with which it compiles a UNet."""
+    if not works(Feature.COMPILED_NATIVE):
+        return None
+    from comfy_api.torch_helpers.torch_compile import TORCH_COMPILE_KWARGS
+
+    return TORCH_COMPILE_KWARGS
 
 
 def _never() -> EngineCall:

@@ -12,20 +12,22 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import comfy.controlnet
 import torch
-from comfy.controlnet import ControlBase, ControlNet, StrengthType
-from comfy.patcher_extension import WrapperExecutor
+from comfy.controlnet import ControlBase, ControlNet
 
 from ..architectures.calls import Control
 from ..engine_sessions.late import wait_for
 from ..engine_sessions.session import Session
 from .comfyuis_own import computes_as_comfyui
 from .controlnet import EngineControlModel
-from .hints import has_hint, keep_hints, lacks_hint, make_hints
+from .hints import has_hint, hint_for, keep_hints, lacks_hint, make_hints
 from .late_control import LateControl
 from .ledger import lent_context
 
 if TYPE_CHECKING:
+    from comfy.patcher_extension import WrapperExecutor
+
     from .engine_handle import EngineHandle
 
 ALWAYS = 999999999.0
@@ -88,12 +90,12 @@ class ControlStack:
         chain = list(_chain(self._control))
         lacking = [control for control in chain if lacks_hint(control, x_noisy)]
         new = make_hints(_active(lacking, t), x_noisy) if lacking else []
-        if new or not all(_can_join(control, x_noisy) for control in chain):
+        if new or not all(_can_join(control, x_noisy, batched_number) for control in chain):
             result = self._control.get_control(x_noisy, t, cond, batched_number, transformer_options)
             keep_hints(new, x_noisy)
             return result
         active = _active(chain, t)
-        return _run(active, x_noisy, t, cond, self._late) if active else None
+        return _run(active, x_noisy, t, cond, self._late, batched_number) if active else None
 
 
 def _chain(control: ControlBase | None) -> Iterator[ControlBase]:
@@ -103,7 +105,7 @@ def _chain(control: ControlBase | None) -> Iterator[ControlBase]:
         yield control
 
 
-def _can_join(control: ControlBase, x_noisy: torch.Tensor) -> bool:
+def _can_join(control: ControlBase, x_noisy: torch.Tensor, batched_number: int) -> bool:
     """Whether a ControlNet does nothing but what ``_run`` does, and its hint is made."""
     if type(control) is not ControlNet or not isinstance(control.control_model, EngineControlModel):
         return False
@@ -115,9 +117,9 @@ def _can_join(control: ControlBase, x_noisy: torch.Tensor) -> bool:
     special = (control.vae, control.latent_format, control.extra_hooks, control.timestep_range is None)
     if any(special) or control.extra_concat_orig or control.multigpu_clones or control.global_average_pooling:
         return False
-    if control.strength_type is not StrengthType.CONSTANT or not has_hint(control, x_noisy):
+    if control.strength_type is not comfy.controlnet.StrengthType.CONSTANT or not has_hint(control, x_noisy):
         return False
-    return control.cond_hint.shape[0] in (1, x_noisy.shape[0])
+    return hint_for(control, x_noisy, batched_number) is not None
 
 
 def _active(chain: list[ControlNet], t: torch.Tensor) -> list[ControlNet]:
@@ -129,7 +131,12 @@ def _active(chain: list[ControlNet], t: torch.Tensor) -> list[ControlNet]:
 
 
 def _run(
-    chain: list[ControlNet], x_noisy: torch.Tensor, t: torch.Tensor, cond: Mapping, late: list[LateControl] | None
+    chain: list[ControlNet],
+    x_noisy: torch.Tensor,
+    t: torch.Tensor,
+    cond: Mapping,
+    late: list[LateControl] | None,
+    batched_number: int = 1,
 ) -> Control:
     shared: dict[tuple, tuple[torch.Tensor, ...]] = {}
     calls = []
@@ -148,16 +155,16 @@ def _run(
         for name in control.extra_conds:
             if (value := cond.get(name)) is not None:
                 extra[name] = value.to(x_noisy.device, dtype) if isinstance(value, torch.Tensor) else value
-        calls.append((control, *shared[key], extra))
+        calls.append((control, hint_for(control, x_noisy, batched_number), *shared[key], extra))
 
     results, joins = [], []
     sessions = [control.control_model.handle.session for control in chain]
     if any(session.stream is None for session in sessions):
         late = None
     start = _start(sessions, x_noisy, at_least=2 if late is None else 1)
-    for control, x, timesteps, context, extra in calls:
+    for control, hint, x, timesteps, context, extra in calls:
         with _own_stream(control.control_model.handle.session, start) as stream:
-            result = control.control_model(x=x, hint=control.cond_hint, timesteps=timesteps, context=context, **extra)
+            result = control.control_model(x=x, hint=hint, timesteps=timesteps, context=context, **extra)
             results.append(result)
             if stream is not None:
                 joins.append((stream.record_event(), stream, _flat(result)))

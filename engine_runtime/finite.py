@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from comfy.patcher_extension import WrapperExecutor
 
 from ..engine_library import Fallback, Reason
+
+if TYPE_CHECKING:
+    from comfy.patcher_extension import WrapperExecutor
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,14 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import comfy.controlnet
 import numpy
 import torch
 from comfy.controlnet import ControlNet
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..native_model.comfyui_internals import Feature, works
+from ..native_model.comfyui_shims import give_hint, hint_of, hints_by_size
 from .comfyuis_own import makes_hints_as_comfyui
 
 LARGEST = 32 << 20
@@ -39,6 +42,7 @@ class KeptHints:
 
     def __init__(self) -> None:
         self._of: Any = WeakTensorKeyDictionary()  # an entry goes when the node's output does
+        self._repeated: Any = WeakTensorKeyDictionary()  # hint -> (its version and the batches, it repeated for them)
 
     def find(self, control: ControlNet, x_noisy: torch.Tensor) -> torch.Tensor | None:
         """The hint that ComfyUI would make of a control's image, value for value; None if it is not known."""
@@ -51,14 +55,24 @@ class KeptHints:
 
     def keep(self, control: ControlNet, x_noisy: torch.Tensor) -> None:
         """Remember a control's hint, which has just been made; the control gets the one that is kept."""
-        image, hint = control.cond_hint_original, control.cond_hint
+        image, hint = control.cond_hint_original, hint_of(control, x_noisy)
         if hint is None or not _fits(hint, control, x_noisy) or max(_bytes(hint), _bytes(image)) > LARGEST:
             return
         if hint.shape[0] != image.shape[0]:  # repeated for this batch
             return
         if hint.is_inference():
-            hint = control.cond_hint = counting_versions(hint)
+            hint = counting_versions(hint)
+            give_hint(control, x_noisy, hint)
         self._of[image] = _Kept(_made_with(control, x_noisy), image.clone(), hint, hint._version)
+
+    def repeated(self, hint: torch.Tensor, batch: int, batched_number: int) -> torch.Tensor:
+        """A hint of several images for a batch, as ComfyUI repeats it; one tensor from call to call."""
+        made_for = (None if hint.is_inference() else hint._version, batch, batched_number)
+        known = self._repeated.get(hint)
+        if known is None or known[0] != made_for:
+            known = (made_for, comfy.controlnet.broadcast_image_to(hint, batch, batched_number))
+            self._repeated[hint] = known
+        return known[1]
 
 
 def counting_versions(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,7 +86,9 @@ def lacks_hint(control: ControlNet, x_noisy: torch.Tensor) -> bool:
     preprocessed and converted by ComfyUI's code alone is what it needs."""
     if type(control) is not ControlNet or not isinstance(getattr(control.control_model, "hints", None), KeptHints):
         return False
-    if control.timestep_range is None or x_noisy.ndim != 4 or _fits(control.cond_hint, control, x_noisy):
+    if not works(Feature.HINTS):
+        return False
+    if control.timestep_range is None or x_noisy.ndim != 4 or has_hint(control, x_noisy):
         return False
     if control.vae is not None or control.latent_format is not None or control.concat_mask:
         return False
@@ -89,14 +105,15 @@ def make_hints(controls: Iterable[ControlNet], x_noisy: torch.Tensor) -> list[Co
     """
     new = []
     for control in controls:
-        control.cond_hint = None  # first, as ComfyUI: both need not be there at once
-        control.cond_hint = control.control_model.hints.find(control, x_noisy)
-        if control.cond_hint is None:
+        give_hint(control, x_noisy, None)  # first, as ComfyUI: both need not be there at once
+        hint = control.control_model.hints.find(control, x_noisy)
+        if hint is None:
             new.append(control)
             if _only_copies(control, x_noisy):
                 image = control.preprocess_image(control.cond_hint_original)
                 with torch.inference_mode(False):  # as ``counting_versions``: it is going to be kept as it is
-                    control.cond_hint = image.to(device=x_noisy.device, dtype=_dtype(control), copy=True)
+                    hint = image.to(device=x_noisy.device, dtype=_dtype(control), copy=True)
+        give_hint(control, x_noisy, hint)
     return new
 
 
@@ -108,7 +125,17 @@ def keep_hints(controls: Iterable[ControlNet], x_noisy: torch.Tensor) -> None:
 
 def has_hint(control: ControlNet, x_noisy: torch.Tensor) -> bool:
     """Whether a control's hint is made, of the picture's size."""
-    return _fits(control.cond_hint, control, x_noisy)
+    return _fits(hint_of(control, x_noisy), control, x_noisy)
+
+
+def hint_for(control: ControlNet, x_noisy: torch.Tensor, batched_number: int) -> torch.Tensor | None:
+    """The hint that ComfyUI would hand to the network in this call; None where that is still to be made."""
+    hint, batch = hint_of(control, x_noisy), x_noisy.shape[0]
+    if hint is None or hint.shape[0] in (1, batch):
+        return hint
+    if hints_by_size(control) is None:
+        return None  # ComfyUI repeats what lies in the slot, and leaves it there
+    return control.control_model.hints.repeated(hint, batch, batched_number)
 
 
 def _fits(hint: torch.Tensor | None, control: ControlNet, x_noisy: torch.Tensor) -> bool:

@@ -10,14 +10,18 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
-from comfy_execution.utils import ExecutionContext, get_executing_context
+from comfy_execution.utils import get_executing_context
 
 from ..engine_library import Fallback, Reason
 from ..engine_sessions.session import Uncompiled
 from . import timing
 from .timing import CallTimes
+
+if TYPE_CHECKING:
+    from comfy_execution.utils import ExecutionContext
 
 log = logging.getLogger(__name__)
 

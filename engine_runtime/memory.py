@@ -111,19 +111,17 @@ class EnginePatcher(ModelPatcher):
         self.model.current_weight_patches_uuid = self.patches_uuid
         self.model.model_loaded_weight_memory = self.loaded_size()
 
-    def partially_load(self, device_to: torch.device, extra_memory: int = 0, force_patch_weights: bool = False) -> int:
+    def partially_load(self, device_to: torch.device, *_: Any, **__: Any) -> int:
         before = self.loaded_size()
         self.load(device_to)
         return self.loaded_size() - before
 
-    def partially_unload(
-        self, device_to: torch.device, memory_to_free: int = 0, force_patch_weights: bool = False
-    ) -> int:
+    def partially_unload(self, *_: Any, **__: Any) -> int:
         freed = self.loaded_size()
         self._release()
         return freed
 
-    def detach(self, unpatch_all: bool = True) -> torch.nn.Module:
+    def detach(self, unpatch_all: bool = True, **_: Any) -> torch.nn.Module:
         if unpatch_all:  # False: a clone takes over, with the same engine
             self._release()
         return self.model

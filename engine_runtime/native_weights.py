@@ -20,13 +20,17 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import comfy.controlnet
 import torch
 from comfy import model_management, sampler_helpers
 from comfy import utils as comfy_utils
-from comfy.controlnet import ControlBase, ControlLora
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
+from ..native_model.comfyui_internals import Feature, works
+from ..native_model.comfyui_shims import knows_pins
+
 if TYPE_CHECKING:
+    from comfy.controlnet import ControlBase
     from comfy.model_patcher import ModelPatcher
     from comfy.patcher_extension import WrapperExecutor
 
@@ -82,6 +86,9 @@ def stage(native: ModelPatcher, device: torch.device) -> None:
 
     ComfyUI visits every layer and copies small weights (norms, biases) to the device one by one, in each run anew.
     """
+    if not works(Feature.STAGED_ONCE):
+        native.partially_load(device)
+        return
     if _is_staged(native, device):
         _patch_objects(native)
         _mark_in_use(native)
@@ -100,7 +107,8 @@ def _is_staged(native: ModelPatcher, device: torch.device) -> bool:
         return False
     if model.current_weight_patches_uuid != native.patches_uuid or model.device != device or not native.backup:
         return False
-    if _pinned_memory(native) is None:
+    pins = _pinned_memory(native)
+    if pins is None or not knows_pins(pins):
         return False
     return all(comfy_utils.get_attr(model, key).device == device for key in native.backup)
 
@@ -219,7 +227,8 @@ def has_memory_of_its_own(device: torch.device) -> bool:
 
 def _borrows_weights(control: ControlBase | None) -> bool:
     """Whether a ControlNet of the chain computes with the UNet's own weights."""
-    return control is not None and (isinstance(control, ControlLora) or _borrows_weights(control.previous_controlnet))
+    lora = comfy.controlnet.ControlLora
+    return control is not None and (isinstance(control, lora) or _borrows_weights(control.previous_controlnet))
 
 
 def _memory_for(model: ModelPatcher, noise_shape: Any, conds: dict[str, list]) -> tuple[float, float]:

@@ -10,21 +10,21 @@ is as far ahead of it as before.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import comfy.conds
 import torch
-from comfy.conds import CONDCrossAttn, CONDNoiseShape, CONDRegular
-from comfy.patcher_extension import WrapperExecutor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..engine_sessions import graph_memory
 
+if TYPE_CHECKING:
+    from comfy.patcher_extension import WrapperExecutor
+
 RUN = "hybrid_trt_run"
 """Key of a run's ``SamplingRun`` in the model_options that ComfyUI makes for this run alone."""
-
-_MOVED = (CONDRegular, CONDNoiseShape, CONDCrossAttn)
-"""What is joined by ``torch.cat``. The values of a CONDConstant are compared, for which a GPU would be waited for."""
 
 Conds = Sequence[Sequence[dict] | None]
 
@@ -122,6 +122,12 @@ def _names_elsewhere(conds: Conds, device: torch.device) -> set[str]:
     return {name for name, found in places.items() if len(found) == 1 and device not in found}
 
 
+@functools.cache
+def _moved_kinds() -> tuple[type, ...]:
+    """What is joined by ``torch.cat``. The values of a CONDConstant are compared, which would wait for a GPU."""
+    return comfy.conds.CONDRegular, comfy.conds.CONDNoiseShape, comfy.conds.CONDCrossAttn
+
+
 def _movable(value: Any) -> bool:
     """Whether it is ComfyUI's own kind of condition with a plain tensor, not one that gradients are wanted of."""
-    return type(value) in _MOVED and type(value.cond) is torch.Tensor and not value.cond.requires_grad
+    return type(value) in _moved_kinds() and type(value.cond) is torch.Tensor and not value.cond.requires_grad

@@ -18,6 +18,8 @@ from typing import Protocol
 import torch
 
 from ..architectures.calls import Late
+from ..native_model.comfyui_internals import Feature, works
+from ..native_model.comfyui_shims import outside_recording
 from .failed_recording import let_go
 from .late import Gate, at_gate, wait_for
 
@@ -106,7 +108,7 @@ class GraphCache:
         self._failed: set[tuple] = set()
         self._token: object = None
         self._record = recorder
-        if recorder is None and device.type == "cuda":
+        if recorder is None and device.type == "cuda" and works(Feature.GRAPHS):
             self._record = CudaRecorder(device)
 
     def __len__(self) -> int:
@@ -170,7 +172,8 @@ class GraphCache:
         if recording is None:
             if self._record is None or key in self._failed or not self._worth_it(key):
                 return function(prepare(inputs))
-            recording = self._make(own or (lambda: function), prepare(inputs), key)
+            with outside_recording():
+                recording = self._make(own or (lambda: function), prepare(inputs), key)
             if recording is None:
                 return function(prepare(inputs))
         self._recordings.move_to_end(key)

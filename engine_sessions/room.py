@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import torch
 from comfy import model_management
-from comfy.model_patcher import ModelPatcher
 
 from ..engine_library import Reason, Unavailable
+from ..native_model.comfyui_shims import free_memory
 from .session import first_line
 
 log = logging.getLogger(__name__)
@@ -79,8 +79,7 @@ def lacks_room(size: int, device: torch.device) -> bool:
     """Whether a device has not ``size`` bytes, and what ComfyUI reserves besides, to give."""
     if model_management.is_device_cpu(device):
         return False
-    free = ModelPatcher.get_free_memory(None, device)  # with what dynamic VRAM gives up on demand; no patcher matters
-    return free < size + model_management.extra_reserved_memory()
+    return free_memory(device) < size + model_management.extra_reserved_memory()
 
 
 def close_engines(device: torch.device) -> None:

@@ -8,19 +8,10 @@ from collections.abc import Callable
 import torch
 
 from .changed_layers import methods, replaced
+from .comfyui_shims import is_of_loading
 
 Source = Callable[[str, torch.Tensor], torch.Tensor]
 """Name and native tensor of a parameter or buffer -> what the copy holds in its place."""
-
-
-_LOADING = frozenset(
-    "_pin_state _pins _prefetch _v _v_bias _v_signature _v_weight bias_lowvram_function comfy_force_cast_weights "
-    "comfy_patched_weights current_patcher current_weight_patches_uuid dynamic_patchers dynamic_pins dynamic_vbars "
-    "lowvram_patch_counter model_loaded_weight_memory model_lowvram model_offload_buffer_memory "
-    "prev_comfy_cast_weights seed_key weight_lowvram_function".split()
-)
-"""What ComfyUI's patchers keep on models and layers. With dynamic VRAM that is memory of its own, which must neither be
-kept by a copy nor, by a copy in another process, be freed."""
 
 
 class ReplacedForward(ValueError):
@@ -61,8 +52,10 @@ def _copy(
     kind = kind_of(type(module))
     copy = kind.__new__(kind)
     torch.nn.Module.__init__(copy)
-    machinery = _LOADING | set(copy.__dict__) | methods(type(module))
-    copy.__dict__.update({k: v for k, v in module.__dict__.items() if k not in machinery})
+    machinery = set(copy.__dict__) | methods(type(module))
+    copy.__dict__.update(
+        {k: v for k, v in module.__dict__.items() if k not in machinery and not is_of_loading(k, v)}
+    )
     prefix = f"{name}." if name else ""
     copy._parameters = OrderedDict(
         (k, None if p is None else torch.nn.Parameter(parameter(prefix + k, p), requires_grad=False))

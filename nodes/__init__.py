@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import logging
+
 from comfy_api.latest import ComfyExtension, io
 
-from ..page_api import build_routes
-from .apply_controlnet import TRTApplyControlNet
-from .controlnet_engine import TRTControlNetEngine
-from .report import TRTReport
-from .sampler_patch import TRTSamplerPatch
-from .unet_engine import TRTUNetEngine
+from ..native_model.comfyui_internals import Feature, switch_off, works
+
+log = logging.getLogger(__name__)
 
 
 class HybridTRT(ComfyExtension):
     """The pack as ComfyUI sees it. Node ids are a public promise: workflows store them."""
 
+    def __init__(self) -> None:
+        self._nodes = _nodes()
+
     async def on_load(self) -> None:
-        build_routes.register()
+        if works(Feature.ENGINES):
+            from ..page_api import build_routes
+
+            build_routes.register()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [TRTUNetEngine, TRTControlNetEngine, TRTApplyControlNet, TRTSamplerPatch, TRTReport]
+        return self._nodes
+
+
+def _nodes() -> list[type[io.ComfyNode]]:
+    """All nodes; where this ComfyUI lacks what every engine needs, those of the same names that leave all to native."""
+    if works(Feature.ENGINES):
+        try:
+            from .all_nodes import NODES
+
+            return NODES
+        except (ImportError, AttributeError) as error:  # of what the table of internals does not name
+            log.debug("Hybrid TRT: the nodes cannot be loaded", exc_info=True)
+            switch_off(Feature.ENGINES, f"this ComfyUI is not as expected ({type(error).__name__}: {error})")
+    from .native_only import NODES
+
+    return NODES

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from comfy.controlnet import ControlBase
 from comfy_api.latest import io
 
-from .engine_node import CATEGORY
+from . import schemas
 
-MAX_ROWS = 16
+if TYPE_CHECKING:
+    from comfy.controlnet import ControlBase
 
 Conditioning = list[list[Any]]
 
@@ -33,28 +33,7 @@ class TRTApplyControlNet(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        options = [
-            io.DynamicCombo.Option(str(count), [i for n in range(1, count + 1) for i in _row_inputs(n)])
-            for count in range(1, MAX_ROWS + 1)
-        ]
-        return io.Schema(
-            node_id="TRTApplyControlNet",
-            display_name="TRT Apply ControlNet",
-            category=CATEGORY,
-            description="Applies several ControlNets at once, each with its own image, strength and range. Rows may be "
-            "engine-backed (TRT ControlNet Engine) or plain. For more rows, chain a second node.",
-            search_aliases=["controlnet stack", "multi controlnet", "tensorrt controlnet apply"],
-            inputs=[
-                io.Conditioning.Input("positive"),
-                io.Conditioning.Input("negative"),
-                io.DynamicCombo.Input("rows", options=options, tooltip="How many ControlNets to stack."),
-                io.Vae.Input("vae", optional=True, tooltip="Only for ControlNets that need one."),
-            ],
-            outputs=[
-                io.Conditioning.Output("positive_out", display_name="positive"),
-                io.Conditioning.Output("negative_out", display_name="negative"),
-            ],
-        )
+        return schemas.apply_controlnet()
 
     @classmethod
     def execute(
@@ -62,21 +41,11 @@ class TRTApplyControlNet(io.ComfyNode):
     ) -> io.NodeOutput:
         if not isinstance(rows, dict):
             # ComfyUI lets an unknown value through and hands its rows on unsorted
-            raise ValueError(f'rows is {rows!r}; it has to be the text "1" to "{MAX_ROWS}". Nothing was applied.')
+            most = schemas.MAX_ROWS
+            raise ValueError(f'rows is {rows!r}; it has to be the text "1" to "{most}". Nothing was applied.')
         stack = _stack(rows)
         copies: dict[tuple[int, ControlBase | None], ControlBase] = {}
         return io.NodeOutput(*(_apply(stack, c, vae, copies) for c in (positive, negative)))
-
-
-def _row_inputs(n: int) -> list[io.Input]:
-    part = {"min": 0.0, "max": 1.0, "step": 0.001}
-    return [
-        io.ControlNet.Input(f"control_net_{n}", optional=True, tooltip="Leave it open to skip this row."),
-        io.Image.Input(f"image_{n}", optional=True, tooltip="The control image (edges, depth, pose ...)."),
-        io.Float.Input(f"strength_{n}", default=1.0, min=0.0, max=10.0, step=0.01, tooltip="0 switches the row off."),
-        io.Float.Input(f"start_{n}", default=0.0, **part, tooltip="Where in the sampling it starts to act, 0 to 1."),
-        io.Float.Input(f"end_{n}", default=1.0, **part, tooltip="Where in the sampling it stops acting, 0 to 1."),
-    ]
 
 
 def _stack(rows: dict[str, Any]) -> list[Row]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from comfy import model_management
-from comfy.utils import ProgressBar
+from comfy import utils as comfy_utils
 
 from ..architectures.tensors import Profile
 from ..architectures.wanted_calls import Call
@@ -20,15 +20,14 @@ from ..engine_library.manifest import MANIFEST_NAME
 from ..engine_runtime.engine_handle import EngineHandle
 from ..engine_runtime.ledger import ever_uncompiled
 from ..engine_sessions.session import refusal_of
+from ..native_model.comfyui_internals import Feature, works
 from ..page_api.asked_pictures import running_pictures
 from ..page_api.builds import builds, ended, node_states
-
-USE_NATIVE = "use native"
-BUILD_NOW = "build now"
-IN_BACKGROUND = "build in background"
-WHEN_MISSING = (USE_NATIVE, BUILD_NOW, IN_BACKGROUND)
+from .schemas import BUILD_NOW, IN_BACKGROUND, USE_NATIVE
 
 MISSING = (Reason.NO_ENGINE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.UNCHECKED, Reason.WRONG_GPU)
+
+NO_BUILDS = "This ComfyUI cannot build it, the command line can; the log says why."
 
 _found: dict[Path, Engine] = {}  # the engines that nodes have found
 _losses = 0  # how many of them were gone afterwards
@@ -36,6 +35,9 @@ _losses = 0  # how many of them were gone afterwards
 
 def build_if_missing(handle: EngineHandle, when_missing: str) -> None:
     """Order what a handle lacks, and wait for it when it is wanted now."""
+    if not works(Feature.BUILDS):
+        handle.note = NO_BUILDS
+        return
     for order, _ in _orders(handle) if _needs_build(handle) else ():
         if when_missing != BUILD_NOW:
             _build_in_background(order, handle)
@@ -49,7 +51,9 @@ def build_as_requested(handle: EngineHandle, again: bool) -> None:
     Args:
         again: build it anew when it is there.
     """
-    if again or _needs_build(handle) or handle.refusal is not None:
+    if not works(Feature.BUILDS):
+        handle.note = NO_BUILDS
+    elif again or _needs_build(handle) or handle.refusal is not None:
         for order, anew in _orders(handle):
             _submit(order, handle, anew)
 
@@ -145,7 +149,7 @@ def _needs_build(handle: EngineHandle) -> bool:
 def _build_now(order: BuildOrder, handle: EngineHandle) -> bool:
     """Wait for a build; whether there is an engine now."""
     job = _submit(order, handle, waits=True)
-    bar = ProgressBar(100, node_id=handle.node_id)
+    bar = comfy_utils.ProgressBar(100, node_id=handle.node_id)
     shown = 0
     try:
         with gpu_room.waiting_prompt() as give_room:

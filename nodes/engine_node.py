@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from comfy_api.latest import io
 from comfy_execution.graph import DynamicPrompt
 
 from ..architectures.latent import ANY
-from ..architectures.sizes import MOST, PRECISIONS, Asked
-from ..backends import AUTO, backends
+from ..architectures.sizes import Asked
 from ..engine_library import Fallback, Unavailable
 from ..engine_runtime.engine_handle import EngineChoice, EngineHandle
 from ..engine_runtime.ledger import executing
@@ -22,87 +20,9 @@ from ..page_api.library_folder import library
 from ..page_api.node_key import BUILD_REQUEST, FROM_PAGE, MISSING_ONLY, BadPrompt, node_key
 from ..page_api.prompt_graph import inputs_of, whole_prompt
 from . import building
+from .schemas import BUILT_IN, REPLACEABLE, USE_NATIVE
 
 log = logging.getLogger(__name__)
-
-CATEGORY = "Hybrid TRT"
-SEARCHED_FOR = ["tensorrt", "speed", "speed up", "fast", "faster", "accelerate", "optimize", "compile", "engine"]
-"""What people type who look for what the engine nodes do."""
-
-BUILT_IN, REPLACEABLE = "built in", "replaceable"
-"""Whose weights an engine has: one model's with its LoRAs, or those of whatever is sampled."""
-
-
-def settings_inputs() -> list[io.Input]:
-    """The inputs after the model, the same on both engine nodes."""
-    return [
-        io.Combo.Input(
-            "when_missing",
-            display_name="Without an engine",
-            options=list(building.WHEN_MISSING),
-            default=building.USE_NATIVE,
-            tooltip="What to do when the library has no engine for this model: run native; build one first; or run "
-            "native now and build one meanwhile, which serves from the next prompt on.",
-        ),
-        _size("min_size", "Smallest size", "Smallest width or height in pixels."),
-        _size("opt_size", "Best size", "Size in pixels to be fastest at."),
-        _size("max_size", "Largest size", "Largest width or height in pixels."),
-        io.Int.Input(
-            "max_images",
-            display_name="Images at once",
-            default=0,
-            min=0,
-            max=MOST["max_images"],
-            tooltip="Largest batch size of the latent image; 0: one image. The engine takes twice as many, because "
-            "ComfyUI runs the positive and the negative prompt together.",
-            advanced=True,  # the page names sizes by a preset
-        ),
-        io.Int.Input(
-            "max_tokens",
-            display_name="Prompt tokens",
-            default=0,
-            min=0,
-            max=MOST["max_tokens"],
-            step=77,
-            tooltip="Longest prompt in tokens, in steps of 77; 0: three steps. Prompts of unlike lengths are padded to "
-            "a common multiple.",
-            advanced=True,
-        ),
-        io.Combo.Input(
-            "precision",
-            display_name="Precision",
-            options=[AUTO, *PRECISIONS],
-            default=AUTO,
-            tooltip="What the engine computes in; auto is what ComfyUI uses for this model.",
-            advanced=True,
-        ),
-        io.Combo.Input(
-            "backend",
-            display_name="Backend",
-            options=[AUTO, *backends()],
-            default=AUTO,
-            tooltip="Who builds and runs the engine; auto takes the one that was the fastest when it was compared with "
-            "native on this GPU, else torch on NVIDIA GPUs and onnxruntime on the CPU, with which it also builds.",
-            advanced=True,
-        ),
-        io.Combo.Input(
-            "weights",
-            display_name="LoRAs and checkpoints",
-            options=[BUILT_IN, REPLACEABLE],
-            default=BUILT_IN,
-            tooltip="built in: an engine for this model with the LoRAs before the node, and for no other. replaceable: "
-            "one engine for every checkpoint of this kind with any LoRA at any strength; a change needs no build. "
-            "The torch backend always is that way.",
-            advanced=True,
-            optional=True,  # prompts that were saved before have none
-        ),
-    ]
-
-
-def _size(name: str, title: str, tooltip: str) -> io.Input:
-    tooltip += " 0: what fits the model."
-    return io.Int.Input(name, title, default=0, min=0, max=MOST[name], step=8, tooltip=tooltip, advanced=True)
-
 
 def engine_choice(
     network: NativeNetwork, precision: str, backend: str, weights: str = BUILT_IN, **sizes: int
@@ -140,7 +60,7 @@ def find_or_build(
         if FROM_PAGE in words:
             forget_when_done(executing().prompt_id)
         building.build_as_requested(handle, again=MISSING_ONLY not in words)
-    elif when_missing != building.USE_NATIVE:
+    elif when_missing != USE_NATIVE:
         building.build_if_missing(handle, when_missing)
     node_states.learn(key, handle)
     _order_given(key)

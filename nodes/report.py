@@ -12,10 +12,12 @@ from ..engine_runtime.ledger import Tally, executing, tallies
 from ..engine_runtime.report_plot import plot
 from ..engine_runtime.report_words import report_text, verdict
 from ..engine_runtime.timing import want_times
+from ..native_model.comfyui_internals import Feature, works
 from ..page_api.prompt_graph import upstream
-from .engine_node import CATEGORY, log_text
+from . import schemas
+from .engine_node import log_text
+from .schemas import REPORT as NODE_ID
 
-NODE_ID = "TRTReport"
 PLOT = 2
 """The number of that output."""
 
@@ -25,33 +27,7 @@ class TRTReport(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        anything = io.MatchType.Template("after")
-        return io.Schema(
-            node_id=NODE_ID,
-            display_name="TRT Report",
-            category=CATEGORY,
-            description="Place it after the sampler: it passes its input on and says how many calls each network ran "
-            "on its engine, how many native and why, and how long they took.",
-            search_aliases=["engine statistics", "fallback reasons", "what ran where"],
-            inputs=[
-                io.MatchType.Input("after", template=anything, tooltip="The sampler's latent, or any later value."),
-                io.Boolean.Input(
-                    "time_calls",
-                    default=True,
-                    optional=True,  # prompts of before there was this input stay valid
-                    tooltip="Measure how long each call takes. On a GPU two events per call do it, and nothing waits.",
-                ),
-            ],
-            outputs=[
-                io.MatchType.Output(template=anything, id="after_out", display_name="after"),
-                io.String.Output("report", display_name="report"),
-                io.Image.Output(
-                    "plot", display_name="plot", tooltip="Each call of each network: engine or native, and how long."
-                ),
-            ],
-            hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
-            is_output_node=True,
-        )
+        return schemas.report()
 
     @classmethod
     def fingerprint_inputs(cls, **_: Any) -> bool:
@@ -106,7 +82,7 @@ def _wants_plot(node_id: str) -> bool:
 def _running() -> dict[str, dict[str, dict]]:
     """The prompts that are being executed, by id: node id -> node."""
     server = getattr(PromptServer, "instance", None)  # a process without a server has none
-    if server is None:
+    if server is None or not works(Feature.QUEUE):
         return {}
     running, _ = server.prompt_queue.get_current_queue_volatile()
     return {item[1]: item[2] for item in running}

@@ -10,8 +10,7 @@ from ..engine_runtime.backbone import patch_model
 from ..engine_runtime.engine_handle import EngineHandle
 from ..native_model.network import NativeNetwork
 from ..native_model.weight_patches import WeightPatches
-from . import engine_node
-from .unet_engine import UNetEngine
+from . import engine_node, schemas
 
 
 class TRTSamplerPatch(io.ComfyNode):
@@ -19,16 +18,7 @@ class TRTSamplerPatch(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TRTSamplerPatch",
-            display_name="TRT Sampler Patch",
-            category=engine_node.CATEGORY,
-            description="Routes the UNet, ControlNet residuals included, into its engine. Every call that the engine "
-            "cannot serve runs native. Wire the model into any sampler.",
-            search_aliases=["tensorrt sampler", "trt model patch"],
-            inputs=[io.Model.Input("model"), UNetEngine.Input("engine")],
-            outputs=[io.Model.Output("model_out", display_name="model")],
-        )
+        return schemas.sampler_patch()
 
     @classmethod
     def execute(cls, model: ModelPatcher, engine: EngineHandle) -> io.NodeOutput:

@@ -7,9 +7,7 @@ from comfy_api.latest import io, ui
 
 from ..native_model.network import NativeNetwork
 from ..page_api.prompt_graph import model_name
-from . import building, engine_node
-
-UNetEngine = io.Custom("TRT_UNET_ENGINE")
+from . import building, engine_node, schemas
 
 
 class TRTUNetEngine(io.ComfyNode):
@@ -17,17 +15,7 @@ class TRTUNetEngine(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TRTUNetEngine",
-            display_name="TRT UNet Engine",
-            category=engine_node.CATEGORY,
-            description="Finds the compiled engine for this model's UNet in models/trt_engines, or builds it. LoRAs "
-            "before this node are built into the engine. Wire the engine into TRT Sampler Patch.",
-            search_aliases=[*engine_node.SEARCHED_FOR, "tensorrt unet", "compile unet", "trt model"],
-            inputs=[io.Model.Input("model"), *engine_node.settings_inputs()],
-            outputs=[UNetEngine.Output("engine", display_name="engine")],
-            hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
-        )
+        return schemas.unet_engine()
 
     @classmethod
     def fingerprint_inputs(cls, when_missing: str, **_: object) -> str:

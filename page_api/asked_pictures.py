@@ -10,6 +10,7 @@ from typing import Any
 from server import PromptServer
 
 from ..architectures.sizes import Picture
+from ..native_model.comfyui_internals import Feature, works
 from .prompt_graph import is_link
 
 FOR_PICTURE = "for:"
@@ -38,7 +39,7 @@ def requested_pictures(words: Iterable[str]) -> tuple[Picture, ...]:
 def running_pictures() -> str:
     """All empty latents and CFGs of the prompts that are being executed, as a text to compare."""
     server = getattr(PromptServer, "instance", None)  # a process without a server has none
-    if server is None:
+    if server is None or not works(Feature.QUEUE):
         return ""
     running, _ = server.prompt_queue.get_current_queue_volatile()
     found = {str(_picture(item[2], node)) for item in running for node in item[2]}

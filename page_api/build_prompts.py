@@ -6,6 +6,8 @@ from typing import Any
 
 from server import PromptServer
 
+from ..native_model.comfyui_internals import Feature, works
+
 
 def forget_when_done(prompt_id: str) -> None:
     """Take a running prompt out of ComfyUI's history as it ends well, before anybody can read it there.
@@ -15,7 +17,7 @@ def forget_when_done(prompt_id: str) -> None:
     look at the history afterwards is a race with the page, which asks for it as soon as a prompt has ended.
     """
     queue = PromptServer.instance.prompt_queue if PromptServer.instance is not None else None
-    if queue is None or getattr(queue.task_done, "forgets", None) == prompt_id:
+    if queue is None or not works(Feature.QUIET_BUILDS) or getattr(queue.task_done, "forgets", None) == prompt_id:
         return
     before, patched = queue.task_done, vars(queue).get("task_done")
 

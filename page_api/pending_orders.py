@@ -9,6 +9,7 @@ from typing import Any
 from comfy_execution.graph import DynamicPrompt
 from server import PromptServer
 
+from ..native_model.comfyui_internals import Feature, works
 from .node_key import BUILD_REQUEST, ENGINE_NODES, BadPrompt, node_key
 from .prompt_graph import upstream
 
@@ -33,7 +34,7 @@ class PendingOrders:
             self._keys.get(prompt_id, set()).discard(key)
 
     def _look(self) -> None:
-        if PromptServer.instance is None:
+        if PromptServer.instance is None or not works(Feature.QUEUE):
             return
         running, waiting = PromptServer.instance.prompt_queue.get_current_queue_volatile()
         known, self._keys = self._keys, {}

@@ -18,11 +18,14 @@ from comfy.controlnet import ControlNet, StrengthType
 from control_stacks import Stacks, call, same
 from hybrid_trt.engine_runtime import control_stack
 from hybrid_trt.engine_runtime.control_stack import ControlStack, run_stacks_at_once
+from newer_comfyui import emulate
 
 
-@pytest.fixture
-def stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stacks:
+@pytest.fixture(params=["as it is", "hint map"])
+def stacks(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stacks:
+    emulate(request.param, monkeypatch)
     return Stacks(tmp_path, monkeypatch)
+
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_a_stack_gives_what_the_chain_gives(stacks: Stacks, count: int) -> None:

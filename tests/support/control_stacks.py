@@ -68,6 +68,12 @@ def call(control: object, step: int = 0, batch: int = 2, sigma: float = 3.0) -> 
         return control.get_control(x, torch.full((batch,), sigma), cond, batch, {})
 
 
+def hint_in(control: ControlNet) -> torch.Tensor | None:
+    """The latest hint that a control holds, in either of ComfyUI's forms."""
+    by_size = getattr(control, "cond_hints", None)
+    return control.cond_hint if by_size is None else next(reversed(by_size.values()), None)
+
+
 def same(value: dict, reference: dict) -> bool:
     assert {k: len(v) for k, v in value.items()} == {k: len(v) for k, v in reference.items()}
     pairs = [(a, b) for k in reference for a, b in zip(value[k], reference[k], strict=True)]

@@ -1,0 +1,74 @@
+"""The nodes where this ComfyUI lacks what engines need: they hand on what they get, so native serves, and say so.
+
+Nothing is imported here that such a ComfyUI may lack.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from comfy_api.latest import io, ui
+
+from ..native_model.comfyui_internals import Feature, switched_off
+from . import schemas
+from .apply_controlnet import TRTApplyControlNet
+
+log = logging.getLogger(__name__)
+
+
+def why() -> str:
+    """Why everything runs native, for people."""
+    return f"Native: {' '.join(switched_off([Feature.ENGINES]))}"
+
+
+class TRTUNetEngine(io.ComfyNode):
+    """MODEL -> no engine."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schemas.unet_engine()
+
+    @classmethod
+    def execute(cls, **_: Any) -> io.NodeOutput:
+        return io.NodeOutput(why(), ui=ui.PreviewText(why()))
+
+
+class TRTControlNetEngine(io.ComfyNode):
+    """CONTROL_NET -> itself."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schemas.controlnet_engine()
+
+    @classmethod
+    def execute(cls, control_net: Any, **_: Any) -> io.NodeOutput:
+        return io.NodeOutput(control_net, ui=ui.PreviewText(why()))
+
+
+class TRTSamplerPatch(io.ComfyNode):
+    """MODEL -> itself."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schemas.sampler_patch()
+
+    @classmethod
+    def execute(cls, model: Any, **_: Any) -> io.NodeOutput:
+        return io.NodeOutput(model, ui={"text": [why()], "native": [True]})
+
+
+class TRTReport(io.ComfyNode):
+    """Anything -> itself, and why nothing ran on an engine."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schemas.report()
+
+    @classmethod
+    def execute(cls, after: Any, **_: Any) -> io.NodeOutput:
+        log.info("Hybrid TRT: %s", why())
+        return io.NodeOutput(after, why(), None, ui={"text": [why()], "native": [True]})
+
+
+NODES = [TRTUNetEngine, TRTControlNetEngine, TRTApplyControlNet, TRTSamplerPatch, TRTReport]

@@ -1,0 +1,207 @@
+"""What the nodes look like: inputs, outputs and words. Needs nothing of ComfyUI but what nodes are defined with."""
+
+from __future__ import annotations
+
+from comfy_api.latest import io
+
+from ..architectures.sizes import MOST, PRECISIONS
+from ..backends import AUTO, backends
+
+USE_NATIVE = "use native"
+BUILD_NOW = "build now"
+IN_BACKGROUND = "build in background"
+WHEN_MISSING = (USE_NATIVE, BUILD_NOW, IN_BACKGROUND)
+
+MAX_ROWS = 16
+REPORT = "TRTReport"
+UNetEngine = io.Custom("TRT_UNET_ENGINE")
+
+CATEGORY = "Hybrid TRT"
+SEARCHED_FOR = ["tensorrt", "speed", "speed up", "fast", "faster", "accelerate", "optimize", "compile", "engine"]
+"""What people type who look for what the engine nodes do."""
+
+BUILT_IN, REPLACEABLE = "built in", "replaceable"
+"""Whose weights an engine has: one model's with its LoRAs, or those of whatever is sampled."""
+
+
+def unet_engine() -> io.Schema:
+    """TRT UNet Engine."""
+    return io.Schema(
+        node_id="TRTUNetEngine",
+        display_name="TRT UNet Engine",
+        category=CATEGORY,
+        description="Finds the compiled engine for this model's UNet in models/trt_engines, or builds it. LoRAs "
+        "before this node are built into the engine. Wire the engine into TRT Sampler Patch.",
+        search_aliases=[*SEARCHED_FOR, "tensorrt unet", "compile unet", "trt model"],
+        inputs=[io.Model.Input("model"), *_settings()],
+        outputs=[UNetEngine.Output("engine", display_name="engine")],
+        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
+    )
+
+
+def controlnet_engine() -> io.Schema:
+    """TRT ControlNet Engine."""
+    return io.Schema(
+        node_id="TRTControlNetEngine",
+        display_name="TRT ControlNet Engine",
+        category=CATEGORY,
+        description="Finds the compiled engine for this ControlNet in models/trt_engines, or builds it. The output "
+        "works in TRT Apply ControlNet and in ComfyUI's own Apply ControlNet nodes.",
+        search_aliases=[*SEARCHED_FOR, "tensorrt controlnet", "compile controlnet", "trt control"],
+        inputs=[io.ControlNet.Input("control_net"), *_settings()],
+        outputs=[io.ControlNet.Output("control_net_out", display_name="control_net")],
+        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
+    )
+
+
+def sampler_patch() -> io.Schema:
+    """TRT Sampler Patch."""
+    return io.Schema(
+        node_id="TRTSamplerPatch",
+        display_name="TRT Sampler Patch",
+        category=CATEGORY,
+        description="Routes the UNet, ControlNet residuals included, into its engine. Every call that the engine "
+        "cannot serve runs native. Wire the model into any sampler.",
+        search_aliases=["tensorrt sampler", "trt model patch"],
+        inputs=[io.Model.Input("model"), UNetEngine.Input("engine")],
+        outputs=[io.Model.Output("model_out", display_name="model")],
+    )
+
+
+def apply_controlnet() -> io.Schema:
+    """TRT Apply ControlNet."""
+    options = [
+        io.DynamicCombo.Option(str(count), [i for n in range(1, count + 1) for i in _row_inputs(n)])
+        for count in range(1, MAX_ROWS + 1)
+    ]
+    return io.Schema(
+        node_id="TRTApplyControlNet",
+        display_name="TRT Apply ControlNet",
+        category=CATEGORY,
+        description="Applies several ControlNets at once, each with its own image, strength and range. Rows may be "
+        "engine-backed (TRT ControlNet Engine) or plain. For more rows, chain a second node.",
+        search_aliases=["controlnet stack", "multi controlnet", "tensorrt controlnet apply"],
+        inputs=[
+            io.Conditioning.Input("positive"),
+            io.Conditioning.Input("negative"),
+            io.DynamicCombo.Input("rows", options=options, tooltip="How many ControlNets to stack."),
+            io.Vae.Input("vae", optional=True, tooltip="Only for ControlNets that need one."),
+        ],
+        outputs=[
+            io.Conditioning.Output("positive_out", display_name="positive"),
+            io.Conditioning.Output("negative_out", display_name="negative"),
+        ],
+    )
+
+
+def report() -> io.Schema:
+    """TRT Report."""
+    anything = io.MatchType.Template("after")
+    return io.Schema(
+        node_id=REPORT,
+        display_name="TRT Report",
+        category=CATEGORY,
+        description="Place it after the sampler: it passes its input on and says how many calls each network ran "
+        "on its engine, how many native and why, and how long they took.",
+        search_aliases=["engine statistics", "fallback reasons", "what ran where"],
+        inputs=[
+            io.MatchType.Input("after", template=anything, tooltip="The sampler's latent, or any later value."),
+            io.Boolean.Input(
+                "time_calls",
+                default=True,
+                optional=True,  # prompts of before there was this input stay valid
+                tooltip="Measure how long each call takes. On a GPU two events per call do it, and nothing waits.",
+            ),
+        ],
+        outputs=[
+            io.MatchType.Output(template=anything, id="after_out", display_name="after"),
+            io.String.Output("report", display_name="report"),
+            io.Image.Output(
+                "plot", display_name="plot", tooltip="Each call of each network: engine or native, and how long."
+            ),
+        ],
+        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
+        is_output_node=True,
+    )
+
+
+def _settings() -> list[io.Input]:
+    """The inputs after the model, the same on both engine nodes."""
+    return [
+        io.Combo.Input(
+            "when_missing",
+            display_name="Without an engine",
+            options=list(WHEN_MISSING),
+            default=USE_NATIVE,
+            tooltip="What to do when the library has no engine for this model: run native; build one first; or run "
+            "native now and build one meanwhile, which serves from the next prompt on.",
+        ),
+        _size("min_size", "Smallest size", "Smallest width or height in pixels."),
+        _size("opt_size", "Best size", "Size in pixels to be fastest at."),
+        _size("max_size", "Largest size", "Largest width or height in pixels."),
+        io.Int.Input(
+            "max_images",
+            display_name="Images at once",
+            default=0,
+            min=0,
+            max=MOST["max_images"],
+            tooltip="Largest batch size of the latent image; 0: one image. The engine takes twice as many, because "
+            "ComfyUI runs the positive and the negative prompt together.",
+            advanced=True,  # the page names sizes by a preset
+        ),
+        io.Int.Input(
+            "max_tokens",
+            display_name="Prompt tokens",
+            default=0,
+            min=0,
+            max=MOST["max_tokens"],
+            step=77,
+            tooltip="Longest prompt in tokens, in steps of 77; 0: three steps. Prompts of unlike lengths are padded to "
+            "a common multiple.",
+            advanced=True,
+        ),
+        io.Combo.Input(
+            "precision",
+            display_name="Precision",
+            options=[AUTO, *PRECISIONS],
+            default=AUTO,
+            tooltip="What the engine computes in; auto is what ComfyUI uses for this model.",
+            advanced=True,
+        ),
+        io.Combo.Input(
+            "backend",
+            display_name="Backend",
+            options=[AUTO, *backends()],
+            default=AUTO,
+            tooltip="Who builds and runs the engine; auto takes the one that was the fastest when it was compared with "
+            "native on this GPU, else torch on NVIDIA GPUs and onnxruntime on the CPU, with which it also builds.",
+            advanced=True,
+        ),
+        io.Combo.Input(
+            "weights",
+            display_name="LoRAs and checkpoints",
+            options=[BUILT_IN, REPLACEABLE],
+            default=BUILT_IN,
+            tooltip="built in: an engine for this model with the LoRAs before the node, and for no other. replaceable: "
+            "one engine for every checkpoint of this kind with any LoRA at any strength; a change needs no build. "
+            "The torch backend always is that way.",
+            advanced=True,
+            optional=True,  # prompts that were saved before have none
+        ),
+    ]
+
+
+def _size(name: str, title: str, tooltip: str) -> io.Input:
+    tooltip += " 0: what fits the model."
+    return io.Int.Input(name, title, default=0, min=0, max=MOST[name], step=8, tooltip=tooltip, advanced=True)
+
+
+def _row_inputs(n: int) -> list[io.Input]:
+    part = {"min": 0.0, "max": 1.0, "step": 0.001}
+    return [
+        io.ControlNet.Input(f"control_net_{n}", optional=True, tooltip="Leave it open to skip this row."),
+        io.Image.Input(f"image_{n}", optional=True, tooltip="The control image (edges, depth, pose ...)."),
+        io.Float.Input(f"strength_{n}", default=1.0, min=0.0, max=10.0, step=0.01, tooltip="0 switches the row off."),
+        io.Float.Input(f"start_{n}", default=0.0, **part, tooltip="Where in the sampling it starts to act, 0 to 1."),
+        io.Float.Input(f"end_{n}", default=1.0, **part, tooltip="Where in the sampling it stops acting, 0 to 1."),
+    ]
