@@ -52,6 +52,7 @@ class Tally:
         beyond: symbol -> the largest size of calls that the engine was not built for.
         opened: when the first call was counted, as ``time.time``.
         beside: engine calls that started beside ControlNets and waited for them on the way.
+        remark: what the user should know of the engine's picture beside native's; mostly empty.
     """
 
     kind: str
@@ -72,6 +73,7 @@ class Tally:
     uncompiled: dict[Uncompiled, int] = field(default_factory=dict)
     unserved: dict[Uncompiled, int] = field(default_factory=dict)
     beside: int = 0
+    remark: str = ""
 
     def count_engine(self, backend: str, uncompiled: Uncompiled | None = None, beside: bool = False) -> None:
         """Count a call that an engine served, or live weights without a compiled file."""
