@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import comfy_kitchen
 import pytest
 import torch
 
@@ -89,7 +90,9 @@ def _plain() -> Callable:
 
 
 def install(attention: ModuleType, put: Put = setattr) -> None:
-    """Let ComfyUI's module be like the later one."""
+    """Let ComfyUI's module be like the later one, which asks for kernels when it is imported."""
+    if hasattr(comfy_kitchen, "int8_attention_is_available"):
+        comfy_kitchen.int8_attention_is_available()
     for kind in (AttentionTensorContainer, ComfyAttention):
         put(kind, "__module__", NAME)
         _put(put, attention, kind.__name__, kind)
