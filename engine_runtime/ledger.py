@@ -17,7 +17,7 @@ from comfy_execution.utils import ExecutionContext, get_executing_context
 from ..engine_library import Fallback, Reason
 from ..engine_sessions.session import Uncompiled
 from . import timing
-from .timing import CallTimes
+from .timing import CallTimes, TimesTogether
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Tally:
     details: dict[str, str] = field(default_factory=dict)
     node_key: str = ""
     calls: bytearray = field(default_factory=bytearray)
-    times: CallTimes | None = None
+    times: CallTimes | TimesTogether | None = None
     opened: float = field(default_factory=time.time)
     beyond: dict[str, int] = field(default_factory=dict)
     uncompiled: dict[Uncompiled, int] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from ..page_api.build_prompts import forget_when_done
 from ..page_api.builds import node_states, pending_orders
 from ..page_api.library_folder import library
 from ..page_api.node_key import BUILD_REQUEST, FROM_PAGE, MISSING_ONLY, BadPrompt, node_key
-from ..page_api.prompt_graph import inputs_of, whole_prompt
+from ..page_api.prompt_graph import all_nodes, inputs_of, whole_prompt
 from . import building
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def find_or_build(
     key = _key(prompt, node_id)
     request = inputs_of(prompt, node_id).get(BUILD_REQUEST)
     words = str(request).split() if request is not None else []
-    pictures = requested_pictures(words) or asked_pictures(prompt.get_original_prompt(), node_id)
+    pictures = requested_pictures(words) or asked_pictures(all_nodes(prompt), node_id)
     handle = EngineHandle(network, replace(choice, pictures=pictures), library(), node_id, key)
     node_states.learn(key, handle)  # before a build is told to the page
     if request is not None:
