@@ -19,6 +19,7 @@ from comfy_execution.utils import CurrentNodeContext
 from hybrid_trt.engine_library import Fallback, Reason
 from hybrid_trt.engine_runtime import ledger
 from hybrid_trt.engine_runtime.ledger import open_tally
+from hybrid_trt.page_api.node_key import node_key
 
 LIMIT = 1e-5
 STEPS = 2
@@ -73,6 +74,7 @@ def test_an_engine_node_inside_a_loop_is_one_network_and_finds_its_pictures(sd15
     assert found == [[[192, 128, 2]]] * 2
     (row,) = report["rows"]
     assert (row["engine_node"], row["engine"], row["native"]) == ("unet_engine", 2 * STEPS, 0)
+    assert row["node_key"] == node_key(built, "unet_engine"), "by which the page knows it"
     assert text.startswith("1 of 1 network on engines")
 
 
