@@ -29,7 +29,7 @@ from memory_fixtures import file, library
 from newer_attention import add_config, newer, set_model_optimized_attention
 from patched import LIMIT, PROFILE, Patched, load
 from sampling import STEPS, error, sample
-from small_networks import native_call
+from small_networks import native_call, network
 
 __all__ = ["file", "library", "newer"]  # fixtures: pytest finds them by name
 
@@ -302,7 +302,7 @@ def test_a_loras_other_settings_are_natives_and_named(newer: ModuleType, file: P
 
 
 def a_call(net: Any) -> dict[str, torch.Tensor]:
-    sizes = {"B": 1, "H": 8, "W": 12, "T": 77}
+    sizes = {"B": 1, "H": 8, "W": 12, "T": 77, "HB": 1}
     return sample_inputs(architecture_of(net.module).inputs(net.module, "float32"), sizes, seed=3)
 
 
@@ -312,6 +312,21 @@ def graph_of(net: Any) -> torch.fx.GraphModule:
     names = sorted(name for name, _ in function.named_parameters())
     weights = [function.get_parameter(name).data for name in names]
     return traced(function, weights, names, list(a_call(net).values()), [])[0]
+
+
+@pytest.mark.parametrize("kind", ["unet", "controlnet"])
+def test_live_weights_of_later_layers_compute_what_native_does(newer: ModuleType, kind: str) -> None:
+    net = network(kind, "unlike_levels")
+    assert any(name.endswith("comfy_attention") for name, _ in net.module.named_modules())
+    call = a_call(net)
+    session = backends()["torch"].session(net, [], "float32", None)
+    session.begin_run(net.patcher)
+    session.load()
+    session.follow(net, net.patcher)
+    with torch.inference_mode():
+        results = session.run(call, {}).values()
+        expected = native_call(net, call)
+    assert max(map(relative_error, results, expected)) <= 1e-5
 
 
 def test_later_layers_are_the_same_network_to_hashes_builds_and_compilers(
