@@ -14,9 +14,10 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from ..architectures import Role
 from ..architectures.calls import EngineCall
 from ..engine_library import Fallback, Reason
+from ..native_model.attention import OVERRIDE, other_attention
 from ..native_model.comfyui_internals import Feature, works
 from ..native_model.comfyui_shims import outside_recording
-from ..native_model.network import UNET_PREFIX
+from ..native_model.network import replaced_part
 from ..native_model.weight_patches import WeightPatches
 from .control_stack import run_stacks_at_once
 from .engine_handle import EngineHandle
@@ -238,12 +239,10 @@ def _why_not_patched_so(patcher: ModelPatcher, weight_patches: WeightPatches, ha
             return Fallback(Reason.OTHER_MODEL, f"it computes with the weights of {handle.network.label}")
     elif not weight_patches.same_on(patcher):
         return Fallback(Reason.WEIGHTS_PATCHED, "a LoRA or another weight patch was added after the engine node")
-    if patcher.injections or any(f"{name}.".startswith(UNET_PREFIX) for name in patcher.object_patches):
-        return Fallback(Reason.MODEL_PATCHED, "another node replaced a part of the UNet")
-    return None
-
-
-_ONE_PATCH_KEYS = ("optimized_attention_override",)
+    if patcher.injections:
+        return Fallback(Reason.MODEL_PATCHED, "another node has put parts into the UNet")
+    replaced = replaced_part(patcher)
+    return None if replaced is None else Fallback(Reason.MODEL_PATCHED, replaced)
 
 
 def _active_patch(options: Mapping) -> str | None:
@@ -254,4 +253,6 @@ def _active_patch(options: Mapping) -> str | None:
     for name, patches in options.get("patches_replace", {}).items():
         if patches:
             return f"{name} replaced"
-    return next((key for key in _ONE_PATCH_KEYS if options.get(key) is not None), None)
+    override = options.get(OVERRIDE)
+    name = None if override is None else other_attention(override)
+    return None if name is None else f"attention by {name}"

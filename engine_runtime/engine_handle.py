@@ -23,6 +23,7 @@ from ..engine_sessions.backed_by_live import backed_by_live
 from ..engine_sessions.room import close_engines
 from ..engine_sessions.session import AskedCalls, Session, Uncompiled
 from ..engine_sessions.several_sizes import MOST_OPEN
+from ..native_model.attention import remark
 from ..native_model.layout import layout_of
 from ..native_model.network import NativeNetwork
 from .finite import why_again
@@ -300,6 +301,8 @@ class EngineHandle:
             keep_beside(network.module, self.patcher)
         elif self.session is not None:
             keep(self.patcher, context.prompt_id if context else "")
+        if self.session is not None:
+            self.tally.remark = remark(network.module, patcher or network.patcher, network.prefix)
         self._context = context  # last: who sees it finds the run begun
 
     def serve(
@@ -364,7 +367,8 @@ class EngineHandle:
             if self.choice.replaceable and not self.takes_any_weights and not self.follows_patches:
                 name = self.session.engines[0].manifest.identity.backend
                 text += f". {name} has no engines with replaceable weights: this one is for these alone"
-        return f"{text}. {self.note}" if self.note else text
+        its = remark(self.network.module, self.network.patcher, self.network.prefix)
+        return ". ".join(filter(None, (text, its, self.note)))
 
     def _not_compiled(self) -> str:
         """What the graph or the last run asks for and no file is for, in words."""

@@ -18,7 +18,7 @@ from comfy_execution.utils import get_executing_context
 from ..engine_library import Fallback, Reason
 from ..engine_sessions.session import Uncompiled
 from . import timing
-from .timing import CallTimes
+from .timing import CallTimes, TimesTogether
 
 if TYPE_CHECKING:
     from comfy_execution.utils import ExecutionContext
@@ -56,6 +56,7 @@ class Tally:
         beyond: symbol -> the largest size of calls that the engine was not built for.
         opened: when the first call was counted, as ``time.time``.
         beside: engine calls that started beside ControlNets and waited for them on the way.
+        remark: what the user should know of the engine's picture beside native's; mostly empty.
     """
 
     kind: str
@@ -70,12 +71,13 @@ class Tally:
     details: dict[str, str] = field(default_factory=dict)
     node_key: str = ""
     calls: bytearray = field(default_factory=bytearray)
-    times: CallTimes | None = None
+    times: CallTimes | TimesTogether | None = None
     opened: float = field(default_factory=time.time)
     beyond: dict[str, int] = field(default_factory=dict)
     uncompiled: dict[Uncompiled, int] = field(default_factory=dict)
     unserved: dict[Uncompiled, int] = field(default_factory=dict)
     beside: int = 0
+    remark: str = ""
 
     def count_engine(self, backend: str, uncompiled: Uncompiled | None = None, beside: bool = False) -> None:
         """Count a call that an engine served, or live weights without a compiled file."""

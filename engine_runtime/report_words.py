@@ -77,7 +77,8 @@ def report_text(rows: Sequence[Tally]) -> str:
     """The counts as a short text for people: the verdict first."""
     if not rows:
         return NOTHING
-    return "\n".join([str(verdict(rows)), *(line(row) for row in rows), *_bound(rows)])
+    remarks = dict.fromkeys(f"{row.remark}." for row in rows if row.remark and row.engine)
+    return "\n".join([str(verdict(rows)), *(line(row) for row in rows), *_bound(rows), *remarks])
 
 
 def line(row: Tally) -> str:

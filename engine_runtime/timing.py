@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -57,6 +57,17 @@ class CallTimes:
             return 1000 * (end - start)
         end.synchronize()
         return start.elapsed_time(end)
+
+
+class TimesTogether:
+    """The times of several, one after another."""
+
+    def __init__(self, parts: Sequence[CallTimes]):
+        self._parts = parts
+
+    def ms(self) -> list[float]:
+        """Milliseconds of each call."""
+        return [ms for part in self._parts for ms in part.ms()]
 
 
 def timed(times: CallTimes | None) -> contextlib.AbstractContextManager[None]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from .. import architectures
+from .attention import preference_class
 
 _COMPUTES = frozenset({"forward", "_forward", "_conv_forward", "forward_comfy_cast_weights"})
 """Methods that other packs replace on layers."""
@@ -29,13 +30,14 @@ def changed_in_place(module: torch.nn.Module) -> str | None:
     Other packs put methods on layers themselves (tiling's ``_conv_forward``), or other layers in their place.
     """
     layers, todo = [], [module]  # by hand, and few methods: large networks have thousands of layers
+    ignored = (type(None), preference_class())
     while todo:
         own = (layer := todo.pop()).__dict__
         layers.append(layer)
         suspect = any(map(own.__contains__, _COMPUTES)) or own["_forward_hooks"] or own["_forward_pre_hooks"]
         if (suspect or own.get("padding_mode", _PADDING) != _PADDING) and (what := replaced(layer)) is not None:
             return f"{_name(module, layer)} has a {what}"
-        todo += [part for part in own["_modules"].values() if part is not None]
+        todo += [part for part in own["_modules"].values() if type(part) not in ignored]
     if any(map(_is_foreign, set(map(type, layers)))):
         layer = next(layer for layer in layers if _is_foreign(type(layer)))
         return f"{_name(module, layer)} is a {type(layer).__qualname__} of another pack"

@@ -10,6 +10,7 @@ import torch
 
 from ..architectures import Architecture, Role, architecture_of
 from ..engine_library.reasons import Fallback, Reason, Unavailable
+from .attention import part_replaced, preference_class, unknown_preference
 from .changed_layers import changed_in_place
 from .hash_cache import hashes_without_patches
 from .quantised import has_quantised_layers
@@ -90,7 +91,8 @@ class NativeNetwork:
 
     def _leftovers(self) -> list[str]:
         """The parts of the module that are another node's now."""
-        return [name for name in self.patcher.object_patches_backup if f"{name}.".startswith(UNET_PREFIX)]
+        own, ignored = self.patcher.object_patches_backup, preference_class()
+        return [name for name in own if f"{name}.".startswith(UNET_PREFIX) and type(own[name]) is not ignored]
 
     def unchanged_architecture(self) -> Architecture:
         """The family it belongs to, its layers being as their classes say. Looks at every layer: once per run.
@@ -105,6 +107,8 @@ class NativeNetwork:
         if (left := self._leftovers()) or (changed := changed_in_place(self.module)) is not None:
             what = f"another node's {left[0]} lies on the model" if left else changed
             raise Unavailable(Reason.MODEL_PATCHED, what)
+        if (name := unknown_preference(self.module, self.patcher, self.prefix)) is not None:
+            raise Unavailable(Reason.MODEL_PATCHED, f"its layers prefer the attention {name}")
         return architecture
 
     def architecture(self) -> Architecture:
@@ -113,9 +117,8 @@ class NativeNetwork:
         Raises:
             Unavailable: no engine can be built for this network, or for the way it is patched.
         """
-        replaced = [name for name in self.patcher.object_patches if f"{name}.".startswith(UNET_PREFIX)]
-        if replaced:
-            raise Unavailable(Reason.MODEL_PATCHED, f"another node replaced {replaced[0]}")
+        if (replaced := replaced_part(self.patcher)) is not None:
+            raise Unavailable(Reason.MODEL_PATCHED, replaced)
         if self.patcher.weight_wrapper_patches or self.patcher.hook_patches or self.patcher.injections:
             raise Unavailable(Reason.MODEL_PATCHED, "another node changes the weights while sampling")
         if self.module not in _architectures:
@@ -155,6 +158,15 @@ class NativeNetwork:
     def fingerprint(self) -> str:
         """Quick hash of a part of the weights, see ``weights.fingerprint``."""
         return fingerprint(self.patcher, self.prefix)
+
+
+def replaced_part(patcher: ModelPatcher) -> str | None:
+    """What a patcher replaces in its UNet and an engine would lose, in words, or None. Cheap."""
+    parts = patcher.object_patches
+    if (name := part_replaced(parts, UNET_PREFIX)) is None:
+        return None
+    by_config = hasattr(parts[name], "with_config")  # later versions of ComfyUI take such settings from LoRAs
+    return f"a LoRA's 'config' changes {name}" if by_config else f"another node replaced {name}"
 
 
 def _compute_dtype(model: ModelPatcher) -> torch.dtype:

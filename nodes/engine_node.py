@@ -18,7 +18,7 @@ from ..page_api.build_prompts import forget_when_done
 from ..page_api.builds import node_states, pending_orders
 from ..page_api.library_folder import library
 from ..page_api.node_key import BUILD_REQUEST, FROM_PAGE, MISSING_ONLY, BadPrompt, node_key
-from ..page_api.prompt_graph import inputs_of, whole_prompt
+from ..page_api.prompt_graph import all_nodes, drawn_id, inputs_of, whole_prompt
 from . import building
 from .schemas import BUILT_IN, REPLACEABLE, USE_NATIVE
 
@@ -53,7 +53,7 @@ def find_or_build(
     key = _key(prompt, node_id)
     request = inputs_of(prompt, node_id).get(BUILD_REQUEST)
     words = str(request).split() if request is not None else []
-    pictures = requested_pictures(words) or asked_pictures(prompt.get_original_prompt(), node_id)
+    pictures = requested_pictures(words) or asked_pictures(all_nodes(prompt), node_id)
     handle = EngineHandle(network, replace(choice, pictures=pictures), library(), node_id, key)
     node_states.learn(key, handle)  # before a build is told to the page
     if request is not None:
@@ -85,6 +85,10 @@ def _order_given(key: str) -> None:
 
 
 def _key(prompt: DynamicPrompt, node_id: str) -> str:
+    """The key under which the page knows a node: in a loop that of the node in the user's graph."""
+    original, drawn = prompt.get_original_prompt(), drawn_id(prompt, node_id)
+    if drawn in original and original[drawn]["class_type"] == prompt.get_node(node_id)["class_type"]:
+        prompt, node_id = DynamicPrompt(original), drawn
     try:
         return node_key(whole_prompt(prompt, node_id), node_id)
     except BadPrompt as error:  # for example nodes that expand while they run

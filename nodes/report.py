@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from comfy_api.latest import io
+from comfy_execution.graph import DynamicPrompt
+from comfy_execution.progress import get_progress_state
 from server import PromptServer
 
+from ..engine_runtime.copied_nodes import as_drawn
 from ..engine_runtime.engine_handle import EngineHandle
 from ..engine_runtime.ledger import Tally, executing, tallies
 from ..engine_runtime.report_plot import plot
 from ..engine_runtime.report_words import report_text, verdict
 from ..engine_runtime.timing import want_times
 from ..native_model.comfyui_internals import Feature, works
-from ..page_api.prompt_graph import upstream
+from ..page_api.prompt_graph import drawn_id, drawn_upstream, upstream
 from . import schemas
 from .engine_node import log_text
 from .schemas import REPORT as NODE_ID
@@ -36,15 +40,34 @@ class TRTReport(io.ComfyNode):
 
     @classmethod
     def execute(cls, after: Any, time_calls: bool = True) -> io.NodeOutput:
-        samplers = set(upstream(cls.hidden.dynprompt, cls.hidden.unique_id))
-        rows = tallies(executing().prompt_id, samplers)
+        rows, copies = _rows_before(cls.hidden.dynprompt, cls.hidden.unique_id)
         text = report_text(rows) if rows or (engine := _engine(after)) is None else engine.status()
+        if copies:
+            text = f"{text}\nCounted over {copies} samplings that a loop or another node started."
         log_text(text)
         ui = {"text": [text], "report": [report_json(rows)]}
         if rows:
             ui["native"] = [any(row.native for row in rows)]
         drawn = plot(rows) if _wants_plot(cls.hidden.unique_id) else None  # drawing takes as long as a step
         return io.NodeOutput(after, text, drawn, ui=ui)
+
+
+def _rows_before(prompt: DynamicPrompt, node_id: str) -> tuple[list[Tally], int]:
+    """The tallies of all sampling before a report, and how many sampling nodes among them other nodes made.
+
+    Those are no part of the user's graph. Inside a loop a report finds its own by its links; behind one by what they
+    are copies of.
+    """
+    original, everything = prompt.get_original_prompt(), tallies(executing().prompt_id)
+    linked = set(upstream(prompt, node_id))
+    rows = [row for row in everything if row.sampler_node in linked]
+    if node_id in original or not rows:
+        drawn = set(drawn_upstream(prompt, node_id))
+        copies = {row.sampler_node for row in everything if row.sampler_node not in original}
+        linked |= {copy for copy in copies if drawn_id(prompt, copy) in drawn}
+        rows = [row for row in everything if row.sampler_node in linked]
+    made = {row.sampler_node for row in rows} - original.keys()
+    return as_drawn(rows, partial(drawn_id, prompt)), len(made)
 
 
 def report_json(rows: list[Tally]) -> dict:
@@ -73,8 +96,9 @@ def _wants_times(prompt_id: str) -> bool:
 
 def _wants_plot(node_id: str) -> bool:
     """Whether the plot of a report in a prompt that is being executed goes anywhere, or may."""
+    node_id = drawn_id(get_progress_state().dynprompt, node_id)  # in a loop it is a copy
     nodes = next((nodes for nodes in _running().values() if node_id in nodes), None)
-    if nodes is None:  # a node that another one put there
+    if nodes is None or nodes[node_id]["class_type"] != NODE_ID:  # a node that another one put there
         return True
     return any([node_id, PLOT] == value for node in nodes.values() for value in node["inputs"].values())
 

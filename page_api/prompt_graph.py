@@ -27,6 +27,29 @@ def upstream(prompt: DynamicPrompt, node_id: str, first_inputs: tuple[str, ...] 
                 yield value[0]
 
 
+def drawn_id(prompt: DynamicPrompt, node_id: str) -> str:
+    """The node of the user's graph that a node stands for: one that another node made is a copy of it, or part of it.
+
+    Loops make copies of the nodes inside for each iteration.
+    """
+    shown = prompt.get_display_node_id(node_id)
+    return shown if shown in prompt.get_original_prompt() else prompt.get_real_node_id(node_id)
+
+
+def drawn_upstream(prompt: DynamicPrompt, node_id: str) -> Iterator[str]:
+    """Ids of the nodes that a node depends on in the user's graph.
+
+    ComfyUI takes the links into a loop from the node that ends it, once the loop runs.
+    """
+    return upstream(DynamicPrompt(prompt.get_original_prompt()), drawn_id(prompt, node_id))
+
+
+def all_nodes(prompt: DynamicPrompt) -> dict[str, Any]:
+    """The user's graph with the nodes that others have made so far, as an API prompt."""
+    own = prompt.get_original_prompt()
+    return {node_id: prompt.get_node(node_id) for node_id in (*own, *sorted(prompt.all_node_ids() - own.keys()))}
+
+
 def model_name(prompt: DynamicPrompt, node_id: str, input_name: str, default: str) -> str:
     """The file that a loader upstream of an input was told to load, or ``default``."""
     for node in upstream(prompt, node_id, (input_name,)):

@@ -169,6 +169,46 @@ def test_a_disk_that_the_backend_fills_is_told_as_such(build: Build, task: dict,
             build("disk")
 
 
+IMPORTS = """
+import sys
+import torch
+
+def started():
+    raise AssertionError("CUDA was started")
+
+torch.cuda._lazy_init = started
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+import comfy_kitchen
+comfy_kitchen.int8_attention_is_available = torch.cuda.get_device_capability  # as later versions do
+sys.path.append({support!r})
+sys.path.insert(0, {builder!r})
+from standalone import load_pack
+load_pack()
+from hybrid_trt.native_model.comfyui_classes import import_comfyui
+import_comfyui({comfyui!r})
+from hybrid_trt import architectures, backends
+from hybrid_trt.engine_builder.in_child import onnx_export, parity, steps
+from hybrid_trt.native_model import snapshot
+assert architectures.architectures() and backends.backends() and "comfy.ldm.modules.attention" in sys.modules
+print(hasattr(sys.modules["comfy.ldm.modules.attention"], "ComfyAttention"))
+"""
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_the_imports_of_a_build_leave_the_gpu_alone(
+    environment: Any, monkeypatch: pytest.MonkeyPatch, newer: bool
+) -> None:
+    """A double: a GPU that says no more than that it is there. Later versions of ComfyUI ask it what it can do."""
+    support = ROOT / "tests" / "support"
+    if newer:
+        monkeypatch.setenv("PYTHONPATH", str(support / "newer_child"))
+    places = {"builder": str(ROOT / "engine_builder"), "comfyui": str(environment.comfyui), "support": str(support)}
+    code = IMPORTS.format(**places)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == str(newer)
+
+
 SERVER = """
 import json, sys
 sys.path[:0] = [{support!r}, {tools!r}]

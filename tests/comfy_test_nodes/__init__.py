@@ -16,10 +16,12 @@ from comfy import controlnet, model_base, model_management, model_patcher, suppo
 from comfy.cldm.cldm import ControlNet
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy_api.latest import ComfyExtension, io
+from comfy_execution.graph_utils import GraphBuilder, is_link
 
 import nodes  # ComfyUI's
 
 CATEGORY = "tests"
+ENGINE = io.Custom("TRT_UNET_ENGINE")
 MAX_SEED = 2**31 - 1
 FAMILIES = Path(__file__).resolve().parents[1] / "support" / "families"
 
@@ -212,6 +214,129 @@ class TestToyModel(io.ComfyNode):
         return io.NodeOutput(model, controlnet.ControlNet(control, load_device=device, extra_conds=[]))
 
 
+class TestStartLoop(io.ComfyNode):
+    """Makes a copy of the nodes between it and the node that ends the loop for each number, as ComfyUI's own loops do.
+
+    The links into the loop are taken from that node in the running prompt; there alone, not in the user's.
+    """
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestStartLoop", display_name="Test Start Loop", category=CATEGORY, enable_expand=True,
+            inputs=[
+                io.Int.Input("first", default=0, min=0, max=MAX_SEED),
+                io.Int.Input("step", default=1, min=1, max=MAX_SEED),
+                io.Int.Input("count", default=2, min=1, max=8),
+            ],
+            outputs=[io.Int.Output(tooltip="The number of this iteration."), io.Latent.Output(tooltip="All results.")],
+            hidden=[io.Hidden.dynprompt, io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, **_: object) -> float:
+        """It runs anew in each prompt: what stands in the loop is no input of it."""
+        return float("nan")
+
+    @classmethod
+    def execute(cls, first: int, step: int, count: int) -> io.NodeOutput:
+        prompt, start = cls.hidden.dynprompt, cls.hidden.unique_id
+        own = prompt.get_original_prompt()
+        end = next(node for node in own if own[node]["class_type"] == "TestEndLoop")
+        result, body = own[end]["inputs"]["value"], cls._behind(own, start) - {end}
+        graph, results = GraphBuilder(), []
+        for i in range(count):
+            copies = {node: graph.node(own[node]["class_type"], f"{i}_{node}") for node in body}
+            for node, one in copies.items():
+                one.set_override_display_id(node)
+                for name, value in own[node]["inputs"].items():
+                    one.set_input(name, cls._copied(value, copies, start, first + i * step))
+            results.append(copies[result[0]].out(result[1]))
+        for other in results[1:]:
+            results[0] = graph.node("LatentBatch", samples1=results[0], samples2=other).out(0)
+        inputs = {name: value for name, value in own[end]["inputs"].items() if name != "value"}
+        prompt.ephemeral_prompt[end] = {"class_type": own[end]["class_type"], "inputs": inputs}
+        return io.NodeOutput(first, results[0], expand=graph.finalize())
+
+    @staticmethod
+    def _behind(prompt: dict, start: str) -> set[str]:
+        """The nodes that depend on another one, but for what stands behind the loop."""
+        found, before = {start}, -1
+        while before != len(found):
+            before = len(found)
+            found |= {n for n in prompt for value in prompt[n]["inputs"].values()
+                      if is_link(value) and value[0] in found and prompt[value[0]]["class_type"] != "TestEndLoop"}
+        return found - {start}
+
+    @staticmethod
+    def _copied(value: object, copies: dict, start: str, number: int) -> object:
+        if not is_link(value):
+            return value
+        if value[0] == start:
+            return number
+        return copies[value[0]].out(value[1]) if value[0] in copies else value
+
+
+class TestEndLoop(io.ComfyNode):
+    """Hands on what the iterations of a loop made; never asks for the nodes that they are copies of."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestEndLoop", display_name="Test End Loop", category=CATEGORY,
+            inputs=[
+                io.Latent.Input("value", optional=True, lazy=True, tooltip="The link into the loop."),
+                io.Latent.Input("results", tooltip="From the node that starts it."),
+            ],
+            outputs=[io.Latent.Output()],
+        )
+
+    @classmethod
+    def check_lazy_status(cls, **_: object) -> list[str]:
+        return []
+
+    @classmethod
+    def execute(cls, results: dict, value: dict | None = None) -> io.NodeOutput:
+        return io.NodeOutput(results)
+
+
+class TestSampler(io.ComfyNode):
+    """A node that puts two of ComfyUI's samplers in its place, one after the other."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestSampler", display_name="Test Sampler", category=CATEGORY, enable_expand=True,
+            inputs=[io.Model.Input("model"), io.Conditioning.Input("positive"), io.Conditioning.Input("negative"),
+                    io.Latent.Input("latent_image"), io.Int.Input("steps", default=2, min=1, max=100)],
+            outputs=[io.Latent.Output()],
+        )
+
+    @classmethod
+    def execute(cls, latent_image: dict, **given: object) -> io.NodeOutput:
+        graph, latent = GraphBuilder(), latent_image
+        options = {"cfg": 5.0, "sampler_name": "euler", "scheduler": "normal", "denoise": 0.7}
+        for seed in range(2):
+            latent = graph.node("KSampler", **given, **options, seed=seed, latent_image=latent).out(0)
+        return io.NodeOutput(latent, expand=graph.finalize())
+
+
+class TestPictures(io.ComfyNode):
+    """Tells which pictures an engine node found in the prompt."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestPictures", display_name="Test Pictures", category=CATEGORY,
+            inputs=[ENGINE.Input("engine")], outputs=[ENGINE.Output()],
+        )
+
+    @classmethod
+    def execute(cls, engine: object) -> io.NodeOutput:
+        pictures = [[p.width, p.height, *p.batches] for p in engine.choice.pictures]
+        return io.NodeOutput(engine, ui={"pictures": pictures})
+
+
 class TestModelsAlive(io.ComfyNode):
     """How many UNets and ControlNets live in this process, whoever holds them."""
 
@@ -237,8 +362,8 @@ class TestNodes(ComfyExtension):
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [
-            TestConditioning, TestImage, TestModelsAlive, TestSampleTwice, TestSaveLatent, TestSecondDevice,
-            TestToyModel, TestUnionControlNet,
+            TestConditioning, TestEndLoop, TestImage, TestModelsAlive, TestPictures, TestSampleTwice, TestSampler,
+            TestSaveLatent, TestSecondDevice, TestStartLoop, TestToyModel, TestUnionControlNet,
         ]
 
 

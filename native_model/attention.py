@@ -1,0 +1,154 @@
+"""The attention that ComfyUI computes natively: whether it is exact, as an engine's always is, and what it is called.
+
+Newer versions of ComfyUI let users choose it for one model (*Model Attention Backend*, an override in the model's
+options) or for all (``--use-ck-attention``). Layers may prefer one too, because a checkpoint or a LoRA says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+OVERRIDE = "optimized_attention_override"
+"""Under this name a call's options have the attention that all layers compute instead of their own."""
+
+EXACT = ("pytorch", "split", "sub_quad", "xformers", "flash")
+"""ComfyUI's names of functions that compute attention exactly, up to rounding."""
+
+_KNOWN_INEXACT = "int8"
+"""In the names of functions that are close to exact attention: what prefers them gets an engine and is told."""
+
+Looks = weakref.WeakKeyDictionary[Callable, str | None]
+"""What was found out about functions: their name, or None where they are exact."""
+
+_overrides, _functions = Looks(), Looks()
+
+
+def other_attention(override: Callable) -> str | None:
+    """The name of an override that is not known to compute exact attention, or None. Cheap after the first time."""
+    return _look(override, _look_at_override, _overrides)
+
+
+def preference_class() -> type | None:
+    """The class of parts that only say which attention their layer prefers. Older versions of ComfyUI have none."""
+    from comfy.ldm.modules import attention
+
+    return getattr(attention, "ComfyAttention", None)
+
+
+def part_replaced(parts: Mapping[str, Any], prefix: str) -> str | None:
+    """The first of a patcher's replaced parts, name -> object, below ``prefix`` that an engine would lose, or None.
+
+    What a LoRA's ``config`` puts there is none, if all it says is a preference that engines may pass over.
+    """
+    kind = preference_class()
+    names = (name for name in parts if f"{name}.".startswith(prefix))
+    return next((n for n in names if type(parts[n]) is not kind or _not_passed_over(parts[n]) is not None), None)
+
+
+def unknown_preference(module: torch.nn.Module, patcher: ModelPatcher, prefix: str) -> str | None:
+    """The name of an attention that a layer prefers, where an engine should not take its place, or None."""
+    return next(filter(None, map(_not_passed_over, _preferences(module, patcher, prefix))), None)
+
+
+def remark(module: torch.nn.Module, patcher: ModelPatcher, prefix: str) -> str:
+    """What the user should know of a network's native attention, which an engine computes exactly; ``""`` mostly."""
+    from comfy.ldm.modules import attention
+
+    if patcher.model_options.get("transformer_options", {}).get(OVERRIDE) is not None:
+        return ""  # it is exact, and all layers have it
+    name = _inexact(attention.optimized_attention)
+    if name is None:
+        name = next(filter(None, map(_preferred, _preferences(module, patcher, prefix))), None)
+    if name is None:
+        return ""
+    how = "some attention in INT8" if _KNOWN_INEXACT in name else f"attention by {name}"
+    return f"Native computes {how}; the engine is exact"
+
+
+def _preferences(module: torch.nn.Module, patcher: ModelPatcher, prefix: str) -> Iterator[object]:
+    """What the layers of a network prefer when a patcher samples with it."""
+    kind = preference_class()
+    names = () if kind is None else (name for name, layer in module.named_modules() if type(layer) is kind)
+    return (patcher.get_model_object(prefix + name) for name in names)
+
+
+def _preferred(part: object) -> str | None:
+    """The name of the attention that a layer prefers, or None where it is exact."""
+    function = getattr(part, "function", None)
+    return None if function is None else _inexact(function)
+
+
+def _not_passed_over(part: object) -> str | None:
+    name = _preferred(part)
+    return None if name is None or _KNOWN_INEXACT in name else name
+
+
+def _inexact(function: Callable) -> str | None:
+    """The name of a function that is not known to compute exact attention, or None."""
+    return _look(function, lambda one: None if _is_exact(one) else _name(one), _functions)
+
+
+def _look(function: Callable, look: Callable[[Callable], str | None], known: Looks) -> str | None:
+    try:
+        return known[function]
+    except KeyError:
+        found = known[function] = look(function)
+        return found
+    except TypeError:  # no weak reference, or no hash
+        return look(function)
+
+
+def _look_at_override(override: Callable) -> str | None:
+    function = _wrapped(override)
+    return _name(override) if function is None else _inexact(function)
+
+
+def _wrapped(override: Callable) -> Callable | None:
+    """The function that ComfyUI's own setter made an override of; None where the override is somebody else's."""
+    from comfy.model_patcher import ModelPatcher
+
+    setter = getattr(ModelPatcher, "set_model_optimized_attention", None)
+    made_of = getattr(getattr(setter, "__code__", None), "co_consts", ())
+    code, cells = getattr(override, "__code__", None), getattr(override, "__closure__", None)
+    if code is None or cells is None or len(cells) != 1 or not any(constant is code for constant in made_of):
+        return None
+    function = cells[0].cell_contents
+    # the form for tensors that are handed over is the function's own
+    same = getattr(override, "container_function", None) is getattr(function, "container_function", None)
+    return function if same and callable(function) else None
+
+
+def _is_exact(function: Callable) -> bool:
+    """Whether ComfyUI knows a function by a name of exact attention, and defines it itself."""
+    from comfy.ldm.modules import attention
+
+    known = [_registered().get(name) for name in EXACT]
+    if not any(function is one for one in (*known, getattr(attention, "attention_basic", None))):
+        return False
+    return getattr(inspect.unwrap(function), "__globals__", None) is vars(attention)
+
+
+def _registered() -> Mapping[str, Callable]:
+    """ComfyUI's names of functions, what ``get_attention_function`` looks in."""
+    from comfy.ldm.modules import attention
+
+    return getattr(attention, "REGISTERED_ATTENTION_FUNCTIONS", {})
+
+
+def _name(function: Callable) -> str:
+    """What ComfyUI calls a function, else where it is from. No path: packs' modules are named by theirs."""
+    for name, known in _registered().items():
+        if known is function:
+            return name
+    named = function if hasattr(function, "__qualname__") else type(function)
+    module = re.split(r"[./\\]", str(named.__module__))[-1]
+    return f"{module}.{named.__qualname__.split('.')[-1]}"
