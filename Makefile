@@ -3,6 +3,8 @@
 #   make demo                     a ControlNet image, native and with engines, side by side
 #   make test                     ruff, then all tests
 #   make test ARGS="-k fallback"  some tests
+#   make test-newest              the tests with the newest packages there are, and what differs from the pinned ones
+#   make test-torch TORCH=2.7.1   the tests of what touches torch's internals, with that torch
 #   make benchmark-builds         what building full-size engines takes: see benchmarks/README.md
 #   make env                      only prepare
 #   make clean                    remove what was made in this clone (not the shared cache)
@@ -11,10 +13,17 @@
 
 PYTHON ?= python3
 ARGS ?=
+TORCH ?= 2.7.1
 ENVIRONMENT = $(PYTHON) tools/environment.py
+OTHER_VERSIONS = $(PYTHON) tools/other_versions.py
+# They use torch's internals, and ComfyUI's modules without its server.
+TORCH_TESTS = $(addprefix tests/test_,$(addsuffix .py,\
+	any_size attention compiled_files compute_dtype cuda_graphs decompositions export file_session_graphs \
+	graph_memory joined_layers kept_weights large_graphs live_torch memory_layout one_size parts recorded_launchers \
+	side_by_side weights_hashes))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test benchmark-builds env clean
+.PHONY: help demo test test-newest test-torch benchmark-builds env clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -26,6 +35,12 @@ demo:
 test:
 	@$(ENVIRONMENT) --browser run -- ruff check .
 	@$(ENVIRONMENT) --browser run -- pytest $(ARGS)
+
+test-newest:
+	@$(OTHER_VERSIONS) newest -- pytest $(ARGS)
+
+test-torch:
+	@$(OTHER_VERSIONS) torch==$(TORCH) -- pytest $(TORCH_TESTS) $(ARGS)
 
 benchmark-builds:
 	@$(ENVIRONMENT) run -- python benchmarks/build_times.py $(ARGS)

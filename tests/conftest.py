@@ -36,8 +36,10 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import slow
 import tiny_models
+import versions
 from comfy_process import ComfyProcess
 from scenarios import A, B, Control, Scenario, latent_of, prompt
+from setup_downloads import COMFYUI_VERSION
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,13 @@ class Environment:
 
     comfyui: Path
     base: Path
+
+
+def pytest_report_header() -> list[str]:
+    """What differs here from what the project is tested with."""
+    comfyui = os.environ.get("HYBRID_TRT_COMFYUI")
+    pins = (TOOLS / "pins.txt").read_text(encoding="utf-8").splitlines()
+    return versions.header(Path(comfyui) if comfyui else None, COMFYUI_VERSION, pins)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

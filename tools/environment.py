@@ -157,16 +157,7 @@ def _make_venv(cache: Path, venv: Path, requirements: Sequence[Path], lock: IO[b
         shutil.rmtree(venv)
     started = time.monotonic()
     say(f"making {venv} (once; about 6 GB and a few minutes)")
-    create = [sys.executable, "-m", "venv", str(venv)]
-    try:
-        run_logged(create, "making a virtual environment", log, lock)
-    except SetupError:
-        output = log.read_text(encoding="utf-8", errors="replace")
-        if not any(sign in output for sign in ("ensurepip", "No module named venv")):
-            raise
-        _apt_install(["python3-venv"], "Python's venv module", log, lock)
-        shutil.rmtree(venv, ignore_errors=True)
-        run_logged(create, "making a virtual environment", log, lock)
+    create_venv(venv, log, lock)
     pip_here = pip(venv / "bin" / "python")
     pins, *others = requirements
     run_logged([*pip_here, "install", "--requirement", str(pins)], "installing pinned packages", log, lock)
@@ -182,6 +173,20 @@ def _make_venv(cache: Path, venv: Path, requirements: Sequence[Path], lock: IO[b
         )
     (venv / READY).write_text("".join(f"{file}\n" for file in requirements), encoding="utf-8")
     say(f"packages are installed, {time.monotonic() - started:.0f} s")
+
+
+def create_venv(venv: Path, log: Path, lock: IO[bytes]) -> None:
+    """Make a virtual environment with pip alone, and Python's venv module first where a Debian has none."""
+    create = [sys.executable, "-m", "venv", str(venv)]
+    try:
+        run_logged(create, "making a virtual environment", log, lock)
+    except SetupError:
+        output = log.read_text(encoding="utf-8", errors="replace")
+        if not any(sign in output for sign in ("ensurepip", "No module named venv")):
+            raise
+        _apt_install(["python3-venv"], "Python's venv module", log, lock)
+        shutil.rmtree(venv, ignore_errors=True)
+        run_logged(create, "making a virtual environment", log, lock)
 
 
 def _torch_pins(pins: Path) -> list[str]:
