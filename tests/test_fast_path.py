@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import types
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 from comfy_process import ComfyProcess
+from fake_recorder import Recorder
 from pack import import_comfy
 from scenarios import A, B, Scenario, latent_of, prompt
 
 import_comfy()
 
+import comfy.controlnet
 from comfy.controlnet import ControlBase, ControlNet, StrengthType
 from control_stacks import Stacks, call, same
 from hybrid_trt.engine_runtime import fast_path, ledger
@@ -75,6 +78,31 @@ def hints_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ControlNet, "get_control", get)
 
 
+def moved_to(file: str) -> types.FunctionType:
+    """ComfyUI's own method, in another file."""
+    method = ControlNet.get_control
+    return types.FunctionType(method.__code__.replace(co_filename=file), method.__globals__, method.__name__)
+
+
+def test_a_comfyui_whose_code_lies_in_another_file_of_its_own_is_said(
+    stacks: Stacks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ControlNet, "get_control", moved_to(str(Path(comfy.controlnet.__file__).parent / "new.py")))
+    counted = sampled(stacks)
+    assert stacks.runs == 0
+    assert [row.apart for row in counted] == [STEPS, STEPS]
+    assert "The picture is right" in fast_path.sentences(counted)[-1]
+
+
+def test_values_that_a_comfyui_keeps_on_its_class_do_not_part_a_stack(
+    stacks: Stacks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ControlBase, "strength", 1.0, raising=False)
+    monkeypatch.setattr(ControlBase, "cond_hint", None, raising=False)
+    sampled(stacks)
+    assert stacks.runs == STEPS - 1
+
+
 @pytest.mark.usefixtures("hints_elsewhere")
 def test_a_stack_that_this_comfyui_does_not_let_join_is_said_once_with_what_to_report(
     stacks: Stacks, caplog: pytest.LogCaptureFixture
@@ -105,7 +133,15 @@ def _later(control: ControlBase) -> None:
     control.timestep_range = (1.0, 0.0)
 
 
-@pytest.mark.parametrize("prepare", [_varied, _replaced, _later])
+def _of_a_subclass(control: ControlBase) -> None:
+    control.__class__ = type("Theirs", (ControlNet,), {"__module__": "custom_nodes.theirs"})
+
+
+def _by_another_packs_class(control: ControlBase) -> None:
+    control.__class__ = type("Theirs", (ControlNet,), {"get_control": moved_to("/custom_nodes/theirs.py")})
+
+
+@pytest.mark.parametrize("prepare", [_varied, _replaced, _later, _of_a_subclass, _by_another_packs_class])
 def test_reasons_of_the_graph_or_of_another_pack_are_no_complaint(stacks: Stacks, prepare: object) -> None:
     counted = sampled(stacks, prepare)
     assert stacks.runs == 0
@@ -126,6 +162,22 @@ def test_an_engine_that_is_opened_again_within_a_run_is_said_and_pictures_are_ri
     said = [text for text in fast_path.sentences([handle.tally]) if "opened more than once" in text]
     assert len(said) == (reopened > 0)
     assert caplog.text.count("opened more than once") == (reopened > 0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_calls_that_could_not_be_recorded_are_said_and_pictures_are_right(
+    stacks: Stacks, fails: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    native, backed = stacks.chain(False, 1), stacks.chain(True, 1)
+    handle, recorder = backed.control_model.handle, Recorder()
+    recorder.error = RuntimeError("not while it captures") if fails else None
+    handle.session.graphs._record = recorder
+    for step in range(STEPS):
+        assert same(call(ControlStack(backed), step), call(native, step))
+    assert handle.tally.plain == (STEPS - 1 if fails else 0), "the first call is for learning the shapes"
+    said = [text for text in fast_path.sentences([handle.tally]) if "could not be recorded" in text]
+    assert len(said) == caplog.text.count("could not be recorded") == int(fails)
+    assert all("not while it captures" in text for text in said)
 
 
 @pytest.mark.parametrize(("late", "beside", "said"), [(3, 3, False), (3, 0, True), (0, 0, False)])
