@@ -35,6 +35,7 @@ from ..engine_library import (
 )
 from ..engine_library.disk import check_room, readable
 from ..engine_library.engine import describe_files
+from ..engine_library.manifest import PACK_VERSION
 from ..engine_library.parameters import PARAMETERS_NAME
 from ..engine_library.parity import LIMITS
 from ..engine_library.settings import check_limit, read_settings
@@ -55,7 +56,6 @@ from .side_by_side import run_step
 
 log = logging.getLogger(__name__)
 
-PACK_VERSION = "0.1.0"
 WEIGHTS_NAME = "weights.bin"
 ROOM = 2.2
 """Disk that a build needs at its height, in sizes of its weights: the graph's, the engine's, and some."""

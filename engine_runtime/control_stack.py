@@ -93,6 +93,7 @@ class ControlStack:
         if new or not all(_can_join(control, x_noisy, batched_number) for control in chain):
             result = self._control.get_control(x_noisy, t, cond, batched_number, transformer_options)
             keep_hints(new, x_noisy)
+            _count_apart(chain, x_noisy, t, batched_number)
             return result
         active = _active(chain, t)
         return _run(active, x_noisy, t, cond, self._late, batched_number) if active else None
@@ -107,19 +108,32 @@ def _chain(control: ControlBase | None) -> Iterator[ControlBase]:
 
 def _can_join(control: ControlBase, x_noisy: torch.Tensor, batched_number: int) -> bool:
     """Whether a ControlNet does nothing but what ``_run`` does, and its hint is made."""
-    if type(control) is not ControlNet or not isinstance(control.control_model, EngineControlModel):
+    if not _may_join(control) or type(control) is not ControlNet:
         return False
-    if not computes_as_comfyui(control):
-        return False
-    session = control.control_model.handle.session
-    if session is None or not session.joins_stacks or control.model_sampling_current is None:
-        return False
-    special = (control.vae, control.latent_format, control.extra_hooks, control.timestep_range is None)
-    if any(special) or control.extra_concat_orig or control.multigpu_clones or control.global_average_pooling:
-        return False
-    if control.strength_type is not comfy.controlnet.StrengthType.CONSTANT or not has_hint(control, x_noisy):
+    if control.model_sampling_current is None or control.timestep_range is None or not has_hint(control, x_noisy):
         return False
     return hint_for(control, x_noisy, batched_number) is not None
+
+
+def _may_join(control: ControlBase) -> bool:
+    """Whether a ControlNet's settings and its engine let it join. The rest is what ComfyUI makes of it in a run."""
+    if not isinstance(getattr(control, "control_model", None), EngineControlModel) or not computes_as_comfyui(control):
+        return False
+    session = control.control_model.handle.session
+    if session is None or not session.joins_stacks:
+        return False
+    special = (control.vae, control.latent_format, control.extra_hooks, control.extra_concat_orig)
+    if any(special) or control.multigpu_clones or control.global_average_pooling:
+        return False
+    return control.strength_type is comfy.controlnet.StrengthType.CONSTANT
+
+
+def _count_apart(chain: list[ControlBase], x_noisy: torch.Tensor, t: torch.Tensor, batched_number: int) -> None:
+    """Count the ControlNets that still cannot join after a call of ComfyUI's own: only ComfyUI can be the reason."""
+    for control in filter(_may_join, chain):
+        acted = control.timestep_range is None or _active([control], t)
+        if acted and not _can_join(control, x_noisy, batched_number):
+            control.control_model.handle.begin_run().count_apart()
 
 
 def _active(chain: list[ControlNet], t: torch.Tensor) -> list[ControlNet]:
@@ -173,6 +187,7 @@ def _run(
     with torch.cuda.stream(sessions[-1].stream):
         merged = _joined(chain, results, joins[:-1])
         late.append(LateControl(merged, sessions[-1].stream, reads=(x_noisy, t, calls)))
+    chain[-1].control_model.handle.tally.late += 1
     return late[-1]
 
 

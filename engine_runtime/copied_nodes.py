@@ -31,6 +31,9 @@ def _together(key: tuple[str, ...], rows: Sequence[Tally]) -> Tally:
         total.engine += row.engine
         total.native += row.native
         total.beside += row.beside
+        total.late += row.late
+        total.apart += row.apart
+        total.opened_by_calls = max(total.opened_by_calls, row.opened_by_calls)
         total.calls += row.calls
         total.details = {**row.details, **total.details}
         for counts, more in ((total.reasons, row.reasons), (total.uncompiled, row.uncompiled),

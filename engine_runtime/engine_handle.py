@@ -322,6 +322,8 @@ class EngineHandle:
             try:
                 with timed(tally.times), self._range():
                     session = self.session
+                    if not session.loaded:
+                        tally.count_opening()
                     session.follow(self.network, patcher or self.network.patcher)
                     bound = call()
                     late = () if bound.late is None else (bound.late,)

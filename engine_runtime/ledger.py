@@ -17,7 +17,7 @@ from comfy_execution.utils import get_executing_context
 
 from ..engine_library import Fallback, Reason
 from ..engine_sessions.session import Uncompiled
-from . import timing
+from . import fast_path, timing
 from .timing import CallTimes, TimesTogether
 
 if TYPE_CHECKING:
@@ -57,6 +57,9 @@ class Tally:
         opened: when the first call was counted, as ``time.time``.
         beside: engine calls that started beside ControlNets and waited for them on the way.
         remark: what the user should know of the engine's picture beside native's; mostly empty.
+        late: engine calls of a ControlNet whose result a UNet's engine may wait for on the way.
+        apart: engine calls of a ControlNet that ComfyUI ran by themselves, for no reason of the graph's.
+        opened_by_calls: calls that found their engine closed; the first of a run may.
     """
 
     kind: str
@@ -78,6 +81,9 @@ class Tally:
     unserved: dict[Uncompiled, int] = field(default_factory=dict)
     beside: int = 0
     remark: str = ""
+    late: int = 0
+    apart: int = 0
+    opened_by_calls: int = 0
 
     def count_engine(self, backend: str, uncompiled: Uncompiled | None = None, beside: bool = False) -> None:
         """Count a call that an engine served, or live weights without a compiled file."""
@@ -113,6 +119,17 @@ class Tally:
             self.calls.append(NATIVE)
             self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
+    def count_apart(self) -> None:
+        """Count a call that did not join its stack although the graph lets it; the server's first one is logged."""
+        self.apart += 1
+        fast_path.log_once(fast_path.APART, self.name)
+
+    def count_opening(self) -> None:
+        """Count a call that has to open its engine; the server's first one in the middle of a run is logged."""
+        self.opened_by_calls += 1
+        if self.opened_by_calls > 1:
+            fast_path.log_once(fast_path.OPENED, self.name)
+
     def advice(self, reason: Reason) -> str:
         """What to do about the native calls that had a reason."""
         if reason is Reason.SHAPE_OUTSIDE_PROFILE and self.unserved:
@@ -124,8 +141,8 @@ class Tally:
         return self.times.ms() if self.times is not None else []
 
     def to_json(self) -> dict:
-        apart = ("times", "opened", "beyond", "uncompiled", "unserved", "beside")
-        fields = {name: value for name, value in self.__dict__.items() if name not in apart}
+        left_out = ("times", "opened", "beyond", "uncompiled", "unserved", "beside", "late", "apart", "opened_by_calls")
+        fields = {name: value for name, value in self.__dict__.items() if name not in left_out}
         uncompiled = {call.words: count for call, count in self.uncompiled.items()}
         calls = "".join("ne"[call] for call in self.calls)
         return {**fields, "uncompiled": uncompiled, "calls": calls, "ms": _ms_json(self.ms())}

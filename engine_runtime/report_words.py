@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from ..engine_library import Reason
+from . import fast_path
 from .ledger import ON_ENGINE, Tally
 
 NOTHING = (
@@ -78,7 +79,8 @@ def report_text(rows: Sequence[Tally]) -> str:
     if not rows:
         return NOTHING
     remarks = dict.fromkeys(f"{row.remark}." for row in rows if row.remark and row.engine)
-    return "\n".join([str(verdict(rows)), *(line(row) for row in rows), *_bound(rows), *remarks])
+    slow = fast_path.sentences(rows)
+    return "\n".join([str(verdict(rows)), *(line(row) for row in rows), *_bound(rows), *remarks, *slow])
 
 
 def line(row: Tally) -> str:

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Any
 
+from ..architectures.comfyui_names import NEEDED_BY_FAMILIES
+
 log = logging.getLogger(__name__)
 
 
@@ -94,14 +96,7 @@ TABLE: dict[Feature, tuple[str, ...]] = {
         "comfy.controlnet:ControlNet.control_model",
         "comfy.controlnet:ControlNet.control_model_wrapped",
         "comfy.controlnet:ControlNet.manual_cast_dtype",
-        "comfy.ldm.modules.attention:BasicTransformerBlock",
-        "comfy.ldm.modules.attention:CrossAttention",
-        "comfy.ldm.modules.attention:SpatialTransformer",
-        "comfy.ldm.modules.diffusionmodules.openaimodel:Downsample",
-        "comfy.ldm.modules.diffusionmodules.openaimodel:ResBlock",
-        "comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel._forward"
-        "(self, x, timesteps, context, y, control, transformer_options, **)",
-        "comfy.cldm.cldm:ControlNet.forward(self, x, hint, timesteps, context, y, **)",
+        *NEEDED_BY_FAMILIES,
         "comfy.lora:calculate_weight(_, _, _, ...)",
         "comfy.quant_ops:QuantizedTensor",
         "comfy_execution.utils:get_executing_context(...)",

@@ -6,9 +6,11 @@ Names are renamed for the pack alone, see ``renamed``: ComfyUI itself goes on as
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,17 @@ import_comfy()
 import comfy.controlnet
 import comfy.model_patcher
 import execution
+from comfy import model_management
 from comfy.controlnet import ControlNet
 from comfy_execution.utils import CurrentNodeContext
 from hybrid_trt.native_model import comfyui_internals as internals
 from hybrid_trt.native_model.comfyui_internals import TABLE, Feature
-from memory_fixtures import controlnet, device, files, nothing_loaded
+from memory_fixtures import controlnet, device, files
 from patched import LIMIT, NAME, PROFILE, load
 from renamed import hidden, owner_of, pack_again
 from sampling import STEPS, error, sample
 
-__all__ = ["controlnet", "device", "files", "nothing_loaded"]  # fixtures: pytest finds them by name
+__all__ = ["controlnet", "device", "files"]  # fixtures: pytest finds them by name
 
 ENTRIES = [(feature, place) for feature, places in TABLE.items() for place in places]
 FUNCTIONS = [(feature, place) for feature, place in ENTRIES if "(" in place]
@@ -160,12 +163,20 @@ def hinted(control: ControlNet, previous: ControlNet | None) -> ControlNet:
     return control.set_previous_controlnet(previous)
 
 
+@pytest.fixture
+def nothing_stays_loaded() -> Iterator[None]:
+    yield
+    gc.collect()
+    model_management.unload_all_models()
+
+
 @pytest.fixture(scope="module")
 def native_picture(files: dict[str, Path]) -> torch.Tensor:
     control = comfy.controlnet.load_controlnet(str(files["tiny_sd15_flat_a"]))
     return sample(load(files[NAME]), control=hinted(control, hinted(control, None)))
 
 
+@pytest.mark.usefixtures("nothing_stays_loaded")
 @pytest.mark.parametrize("feature", Feature, ids=words)
 def test_the_pack_loads_without_all_that_a_feature_needs_and_pictures_are_natives(
     feature: Feature, files: dict[str, Path], controlnet: ControlNet, device: None, tmp_path: Path,

@@ -41,7 +41,7 @@ def test_requirements_agree_with_the_project_and_leave_torch_alone() -> None:
 
 def test_pack_version_is_the_same_everywhere() -> None:
     version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
-    assert f'PACK_VERSION = "{version}"' in (ROOT / "engine_builder" / "build.py").read_text()
+    assert f'PACK_VERSION = "{version}"' in (ROOT / "engine_library" / "manifest.py").read_text()
 
 
 def test_nodes_keep_their_ids_and_category(comfy: ComfyProcess) -> None:

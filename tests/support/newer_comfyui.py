@@ -46,6 +46,7 @@ def hint_map_on(patch: pytest.MonkeyPatch) -> None:
         return
     begin, get_control = ControlBase.__init__, ControlNet.get_control
     set_hint, cleanup = ControlBase.set_cond_hint, ControlBase.cleanup
+    repeat = comfy.controlnet.broadcast_image_to
 
     @functools.wraps(begin)
     def __init__(self: ControlBase) -> None:
@@ -66,13 +67,13 @@ def hint_map_on(patch: pytest.MonkeyPatch) -> None:
     ) -> dict | None:
         """ComfyUI's own way, which finds the map's hint in its slot; a new one is taken before it is repeated."""
         module, size, made = comfy.controlnet, tuple(x_noisy.shape[2:4]), []
-        repeat = module.broadcast_image_to
+        before = module.broadcast_image_to  # that of the control after it in the chain
         module.broadcast_image_to = lambda hint, *rest: (made.append(hint), repeat(hint, *rest))[1]
         self.cond_hint = known = self.cond_hints.get(size)
         try:
             return get_control(self, x_noisy, t, cond, batched_number, transformer_options)
         finally:
-            module.broadcast_image_to = repeat
+            module.broadcast_image_to = before
             hint, self.cond_hint = made[-1] if made else self.cond_hint, None
             if hint is not None and known is None:
                 while len(self.cond_hints) >= MOST_HINTS:
