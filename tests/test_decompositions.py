@@ -220,7 +220,8 @@ def joined(device: str) -> torch.fx.GraphModule:
     graph = make_fx(lambda a, b: torch.cat([a, b], 1) * 2)(*given)
     for node in graph.graph.nodes:
         if isinstance(value := node.meta.get("val"), torch.Tensor):
-            node.meta["val"] = FakeTensor(FakeTensorMode(), value, torch.device(device))
+            shape = torch.empty_strided(value.shape, value.stride(), device="meta")
+            node.meta["val"] = FakeTensor(FakeTensorMode(), shape, torch.device(device))
     return graph
 
 

@@ -50,7 +50,8 @@ def python_with(which: str) -> Path:
             environment.create_venv(venv, log, lock)
         list_file.write_text("".join(f"{line}\n" for line in wanted), encoding="utf-8")
         say(f"installing into {venv}")
-        command = [*pip(python), "install", "--upgrade", "--upgrade-strategy", "eager", "--requirement", str(list_file)]
+        upgrade = ["--upgrade", "--upgrade-strategy", "eager"] if which == "newest" else []
+        command = [*pip(python), "install", *upgrade, "--requirement", str(list_file)]
         run_logged(command, f"installing packages ({which})", log, lock)
     return python
 
