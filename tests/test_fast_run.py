@@ -75,15 +75,33 @@ def play_gpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(control_stack, "_start", lambda sessions, *_, at_least: "now" if len(sessions) >= at_least else None)
 
 
+def chain(files: dict[str, Path], as_wanted: Callable[[Any, int], Any] = lambda net, _: net) -> Any:
+    """Two ControlNets one behind the other, each as it is wanted: given it and its number."""
+    control = None
+    for number, size in enumerate(SIZES.values()):
+        with torch.inference_mode():  # as nodes make images
+            image = torch.rand(1, *size, 3, generator=torch.Generator().manual_seed(number)).movedim(-1, 1)
+        net = as_wanted(comfy.controlnet.load_controlnet(str(files[CONTROLNET])), number).copy()
+        net.set_cond_hint(image, 0.4 + 0.3 * number, (0.0, 1.0)).set_previous_controlnet(control)
+        control = net
+    return control
+
+
+@pytest.fixture(scope="module")
+def native(files: dict[str, Path]) -> list[torch.Tensor]:
+    """Native's latents: of both runs, and of the first without ControlNets."""
+    model = load(next(iter(files.values())))
+    return [*(sample(model, seed, control=chain(files)) for seed in (1, 2)), sample(model, 1)]
+
+
 class Runs:
     """A UNet with two ControlNets on live weights, sampled twice; what was done in each run, and its latent."""
 
     def __init__(self, files: dict[str, Path], folder: Path, patch: pytest.MonkeyPatch):
         self._patch, self.done = patch, Counter()
         self.patched = Patched(load(next(iter(files.values()))), Library([folder]), "torch")
-        self.handles, self.control, self.native_control = [self.patched.handle], None, None
-        for number, size in enumerate(SIZES.values()):
-            self._add(comfy.controlnet.load_controlnet(str(files[CONTROLNET])), number, size, Library([folder]))
+        self.handles = [self.patched.handle]
+        self.control = chain(files, lambda net, number: self._backed(net, number, Library([folder])))
         self.recorders = [gpu_recorder(gate=not number) for number, _ in enumerate(self.handles)]
         for handle, recorder in zip(self.handles, self.recorders, strict=True):
             handle.session.graphs._record = recorder
@@ -92,18 +110,10 @@ class Runs:
         for seed in (1, 2):
             self._run(seed)
 
-    def _add(self, net: Any, number: int, size: tuple[int, int], library: Library) -> None:
+    def _backed(self, net: Any, number: int, library: Library) -> Any:
         network, choice = NativeNetwork.of_controlnet(net, f"net {number}"), EngineChoice(PROFILE, backend="torch")
-        handle = EngineHandle(network, choice, library, str(number))
-        with torch.inference_mode():  # as nodes make images
-            image = torch.rand(1, *size, 3, generator=torch.Generator().manual_seed(number)).movedim(-1, 1)
-        self.handles.append(handle)
-        strength = 0.4 + 0.3 * number
-        chains = []
-        for one, before in ((back_with_engine(net, handle), self.control), (net, self.native_control)):
-            chains.append(one.copy().set_cond_hint(image, strength, (0.0, 1.0)))
-            chains[-1].set_previous_controlnet(before)
-        self.control, self.native_control = chains
+        self.handles.append(EngineHandle(network, choice, library, str(number)))
+        return back_with_engine(net, self.handles[-1])
 
     def _count(self) -> None:
         self._spy(control_stack, "_run", "joined", lambda *_: True)
@@ -141,7 +151,9 @@ class Runs:
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def runs(request: pytest.FixtureRequest, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+def runs(
+    request: pytest.FixtureRequest, files: dict[str, Path], native: list, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Runs]:
     with pytest.MonkeyPatch.context() as patch:
         emulate(request.param, patch)
         patch.setattr(fast_path, "_told", set())
@@ -149,10 +161,10 @@ def runs(request: pytest.FixtureRequest, files: dict[str, Path], tmp_path_factor
         yield Runs(files, tmp_path_factory.mktemp("library"), patch)
 
 
-def test_the_picture_is_natives(runs: Runs) -> None:
-    for seed, latent in zip((1, 2), runs.latents, strict=True):
-        assert error(latent, sample(runs.patched.native, seed, control=runs.native_control)) <= LIMIT
-    assert error(runs.latents[0], sample(runs.patched.native, 1)) > 100 * LIMIT, "the ControlNets act"
+def test_the_picture_is_natives(runs: Runs, native: list[torch.Tensor]) -> None:
+    *references, uncontrolled = native
+    assert all(error(*both) <= LIMIT for both in zip(runs.latents, references, strict=True))
+    assert error(runs.latents[0], uncontrolled) > 100 * LIMIT, "the ControlNets act"
     assert [[row.native for row in rows] for rows in runs.tallies] == [[0, 0, 0]] * 2
 
 
