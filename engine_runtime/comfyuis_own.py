@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import comfy.controlnet
@@ -14,9 +15,28 @@ _METHODS = ("get_control", "control_merge")
 
 def computes_as_comfyui(control: ControlNet) -> bool:
     """Whether a ControlNet does what ComfyUI's code says: no pack has put methods of its own on it or on its class."""
-    if any(hasattr(ControlNet, name) for name in vars(control)):
+    if _own_methods(control):
         return False
     return all(_source(getattr(ControlNet, name)) == comfy.controlnet.__file__ for name in _METHODS)
+
+
+def is_another_packs(control: ControlNet) -> bool:
+    """Whether it is another pack's code that computes for a ControlNet, and not ComfyUI's, be it another one than was
+    known."""
+    kind = type(control)
+    methods = [*_own_methods(control), *(getattr(kind, name) for name in _METHODS)]
+    makes_hints = (control.preprocess_image, comfy.utils.common_upscale)
+    return kind.__module__.split(".")[0] != "comfy" or not all(map(_is_comfyuis, (*methods, *makes_hints)))
+
+
+def _own_methods(control: ControlNet) -> list[Any]:
+    """What was put on an object in the place of its class's methods; values that a class has too are none."""
+    return [value for name, value in vars(control).items() if callable(getattr(ControlNet, name, None))]
+
+
+def _is_comfyuis(function: Any) -> bool:
+    source = _source(function)
+    return source is not None and Path(source).is_relative_to(Path(comfy.controlnet.__file__).parent)
 
 
 def makes_hints_as_comfyui(control: ControlNet) -> bool:

@@ -19,7 +19,7 @@ from comfy.controlnet import ControlBase, ControlNet
 from ..architectures.calls import Control
 from ..engine_sessions.late import wait_for
 from ..engine_sessions.session import Session
-from .comfyuis_own import computes_as_comfyui
+from .comfyuis_own import computes_as_comfyui, is_another_packs
 from .controlnet import EngineControlModel
 from .hints import has_hint, hint_for, keep_hints, lacks_hint, make_hints
 from .late_control import LateControl
@@ -108,7 +108,7 @@ def _chain(control: ControlBase | None) -> Iterator[ControlBase]:
 
 def _can_join(control: ControlBase, x_noisy: torch.Tensor, batched_number: int) -> bool:
     """Whether a ControlNet does nothing but what ``_run`` does, and its hint is made."""
-    if not _may_join(control) or type(control) is not ControlNet:
+    if not _may_join(control) or type(control) is not ControlNet or not computes_as_comfyui(control):
         return False
     if control.model_sampling_current is None or control.timestep_range is None or not has_hint(control, x_noisy):
         return False
@@ -117,7 +117,7 @@ def _can_join(control: ControlBase, x_noisy: torch.Tensor, batched_number: int) 
 
 def _may_join(control: ControlBase) -> bool:
     """Whether a ControlNet's settings and its engine let it join. The rest is what ComfyUI makes of it in a run."""
-    if not isinstance(getattr(control, "control_model", None), EngineControlModel) or not computes_as_comfyui(control):
+    if not isinstance(getattr(control, "control_model", None), EngineControlModel):
         return False
     session = control.control_model.handle.session
     if session is None or not session.joins_stacks:
@@ -129,10 +129,11 @@ def _may_join(control: ControlBase) -> bool:
 
 
 def _count_apart(chain: list[ControlBase], x_noisy: torch.Tensor, t: torch.Tensor, batched_number: int) -> None:
-    """Count the ControlNets that still cannot join after a call of ComfyUI's own: only ComfyUI can be the reason."""
+    """Count the ControlNets that still cannot join after a call of ComfyUI's own, where only that can be the reason."""
     for control in filter(_may_join, chain):
-        acted = control.timestep_range is None or _active([control], t)
-        if acted and not _can_join(control, x_noisy, batched_number):
+        if _can_join(control, x_noisy, batched_number) or is_another_packs(control):
+            continue
+        if control.timestep_range is None or _active([control], t):
             control.control_model.handle.begin_run().count_apart()
 
 

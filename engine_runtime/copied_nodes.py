@@ -33,7 +33,9 @@ def _together(key: tuple[str, ...], rows: Sequence[Tally]) -> Tally:
         total.beside += row.beside
         total.late += row.late
         total.apart += row.apart
-        total.opened_by_calls = max(total.opened_by_calls, row.opened_by_calls)
+        total.reopened += row.reopened
+        total.plain += row.plain
+        total.why_plain = total.why_plain or row.why_plain
         total.calls += row.calls
         total.details = {**row.details, **total.details}
         for counts, more in ((total.reasons, row.reasons), (total.uncompiled, row.uncompiled),

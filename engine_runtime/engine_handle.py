@@ -337,6 +337,8 @@ class EngineHandle:
                     self.give_up(fallback)
             else:
                 tally.count_engine(session.backend_name, session.uncompiled, beside=bound.late is not None)
+                if (why := session.plain) is not None:
+                    tally.count_plain(why)
                 if tally.engine_name != session.name:  # the first call of a run
                     last_use.mark(session.serving)
                 tally.engine_name = session.name

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-APART = "{name} did not run side by side with other ControlNets: this ComfyUI keeps its control image in another way"
+APART = "{name} did not run side by side with other ControlNets: this ComfyUI handles them in a way that is not known"
 OPENED = "The engine of {name} was opened more than once in a run: ComfyUI closed it in between"
+PLAIN = "Calls of {name} could not be recorded as a CUDA graph and run kernel by kernel ({why})"
 WAITED = "{name} waited for its ControlNets in each step: their results were read before it started"
 REPORT = "The picture is right, only slower. If it stays so, please report it with {versions}."
 
@@ -24,17 +25,18 @@ _told: set[str] = set()
 """What the log of this server has said."""
 
 
-def log_once(what: str, name: str) -> None:
+def log_once(what: str, name: str, why: str = "") -> None:
     """Say what is slow in the log, unless this server has said it before."""
     if what not in _told:
         _told.add(what)
-        log.warning("Hybrid TRT: %s. %s", what.format(name=name), _report())
+        log.warning("Hybrid TRT: %s. %s", what.format(name=name, why=why), _report())
 
 
 def sentences(rows: Sequence[Tally]) -> list[str]:
     """What was slow in a run, a line each, with what to report; empty where all was as fast as it should be."""
     found = [APART.format(name=row.name) for row in rows if row.apart]
-    found += [OPENED.format(name=row.name) for row in rows if row.opened_by_calls > 1]
+    found += [OPENED.format(name=row.name) for row in rows if row.reopened]
+    found += [PLAIN.format(name=row.name, why=row.why_plain) for row in rows if row.plain]
     if any(row.late for row in rows):
         unets = [row for row in rows if row.kind == "unet" and row.engine and not row.native]
         found += [WAITED.format(name=row.name) for row in unets if not row.beside]

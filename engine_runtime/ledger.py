@@ -59,7 +59,9 @@ class Tally:
         remark: what the user should know of the engine's picture beside native's; mostly empty.
         late: engine calls of a ControlNet whose result a UNet's engine may wait for on the way.
         apart: engine calls of a ControlNet that ComfyUI ran by themselves, for no reason of the graph's.
-        opened_by_calls: calls that found their engine closed; the first of a run may.
+        reopened: calls that found their engine closed after it had served.
+        plain: engine calls that could not be recorded as a CUDA graph, although such calls are.
+        why_plain: why the first of them could not.
     """
 
     kind: str
@@ -83,7 +85,9 @@ class Tally:
     remark: str = ""
     late: int = 0
     apart: int = 0
-    opened_by_calls: int = 0
+    reopened: int = 0
+    plain: int = 0
+    why_plain: str = ""
 
     def count_engine(self, backend: str, uncompiled: Uncompiled | None = None, beside: bool = False) -> None:
         """Count a call that an engine served, or live weights without a compiled file."""
@@ -125,10 +129,17 @@ class Tally:
         fast_path.log_once(fast_path.APART, self.name)
 
     def count_opening(self) -> None:
-        """Count a call that has to open its engine; the server's first one in the middle of a run is logged."""
-        self.opened_by_calls += 1
-        if self.opened_by_calls > 1:
+        """A call has to open its engine: count it unless it is a run's first; the server's first such is logged."""
+        if self.engine:
+            self.reopened += 1
             fast_path.log_once(fast_path.OPENED, self.name)
+
+    def count_plain(self, why: str) -> None:
+        """Count a call whose recording as a CUDA graph failed; the server's first one is logged."""
+        if not self.plain:
+            self.why_plain = why
+            fast_path.log_once(fast_path.PLAIN, self.name, why)
+        self.plain += 1
 
     def advice(self, reason: Reason) -> str:
         """What to do about the native calls that had a reason."""
@@ -141,7 +152,8 @@ class Tally:
         return self.times.ms() if self.times is not None else []
 
     def to_json(self) -> dict:
-        left_out = ("times", "opened", "beyond", "uncompiled", "unserved", "beside", "late", "apart", "opened_by_calls")
+        left_out = ("times", "opened", "beyond", "uncompiled", "unserved", "beside", "late", "apart", "reopened",
+                    "plain", "why_plain")  # fmt: skip
         fields = {name: value for name, value in self.__dict__.items() if name not in left_out}
         uncompiled = {call.words: count for call, count in self.uncompiled.items()}
         calls = "".join("ne"[call] for call in self.calls)

@@ -82,6 +82,7 @@ class GraphCache:
 
     Attributes:
         failure: why the latest recording failed, or None. The calls concerned run plainly.
+        plain: the same where the last call was one of these, else None.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class GraphCache:
         """
         self.device = device
         self.failure: str | None = None
+        self.plain: str | None = None
         self._limit = limit
         self._steady = frozenset(steady)
         self._recordings: OrderedDict[tuple, _Recording] = OrderedDict()
@@ -170,12 +172,13 @@ class GraphCache:
             wait_for(late.ready, late.stream, (inputs[name] for name in late.names))
             late = None
         if recording is None:
-            if self._record is None or key in self._failed or not self._worth_it(key):
-                return function(prepare(inputs))
-            with outside_recording():
-                recording = self._make(own or (lambda: function), prepare(inputs), key)
+            if self._record is not None and key not in self._failed and self._worth_it(key):
+                with outside_recording():
+                    recording = self._make(own or (lambda: function), prepare(inputs), key)
+            self.plain = self.failure if key in self._failed else None
             if recording is None:
                 return function(prepare(inputs))
+        self.plain = None
         self._recordings.move_to_end(key)
         recording.used = self._calls
         try:

@@ -153,6 +153,10 @@ class FileSession:
     takes_late = False
 
     @property
+    def plain(self) -> str | None:
+        return None if self.graphs is None else self.graphs.plain
+
+    @property
     def joins_stacks(self) -> bool:
         return self.graphs is not None
 

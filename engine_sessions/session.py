@@ -106,6 +106,7 @@ class Session(Protocol):
         refusal: why an engine that is there was not opened although calls are served, or None.
         uncompiled: the last call, where it ran without a compiled file although its backend compiles, or None.
         serving: the engines that had a part in the last call.
+        plain: why the last call ran without a CUDA graph although such calls are recorded, or None.
         loaded: whether it holds its memory.
         bytes: memory that it holds beside ComfyUI's own weights, or will hold once it has run.
         parts: the sessions that hold that memory: itself, or those that it is made of.
@@ -122,6 +123,7 @@ class Session(Protocol):
     refusal: str | None
     uncompiled: Uncompiled | None
     serving: Sequence[Engine]
+    plain: str | None
     loaded: bool
     bytes: int
     parts: frozenset[Session]
@@ -220,6 +222,10 @@ class OfTheLast:
     @property
     def serving(self) -> Sequence[Engine]:
         return self._last.serving
+
+    @property
+    def plain(self) -> str | None:
+        return self._last.plain
 
 
 Found = TypeVar("Found", bound=Session)

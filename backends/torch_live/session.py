@@ -138,6 +138,10 @@ class LiveSession:
         return self.graphs.stream
 
     @property
+    def plain(self) -> str | None:
+        return self.graphs.plain
+
+    @property
     def takes_late(self) -> bool:
         return self.graphs.takes_late
 
@@ -373,13 +377,10 @@ class LiveSession:
             more = "; build an engine to have it compiled" if self.backend.cannot_build(self.device) is None else ""
             why = f". The engine that is there is not used: {self.passed_over}" if self.passed_over else ""
             return f"{start}, {self._uncompiled}{more}{why}"
-        words = dict.fromkeys(self._architecture.call_words(call) for call in sorted(self.compiled, key=_volume))
+        smallest_first = sorted(self.compiled, key=lambda call: math.prod(call.values()))
+        words = dict.fromkeys(map(self._architecture.call_words, smallest_first))
         size = sum(engine.manifest.bytes for engine in self.engines)
         return f"{start}, compiled for {'; '.join(words)}, {size / 1e6:.0f} MB"
-
-
-def _volume(call: Call) -> int:
-    return math.prod(call.values())
 
 
 def live_session(network: NativeNetwork, backend: Compiler, precision: str) -> LiveSession:

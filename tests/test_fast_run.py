@@ -1,0 +1,221 @@
+"""Whole runs do what makes them fast as often as they should, on this ComfyUI and on what newer ones do.
+
+A picture is right without any of it, so nothing else would tell that it has stopped. ComfyUI samples; doubles are the
+streams and graphs of a GPU, and the CPU as a device with a memory of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_recorder import Recorder
+from pack import import_comfy
+
+import_comfy()
+
+import comfy.controlnet
+from dynamic_vram import on_cpu
+from hybrid_trt.backends import backends
+from hybrid_trt.backends.torch_live.session import LiveSession
+from hybrid_trt.engine_library import Library
+from hybrid_trt.engine_runtime import control_stack, fast_path, late_control, on_device
+from hybrid_trt.engine_runtime.controlnet import back_with_engine
+from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.engine_sessions import cuda_graphs
+from hybrid_trt.native_model.comfyui_internals import Feature, switched_off
+from hybrid_trt.native_model.live_weights import LiveWeights
+from hybrid_trt.native_model.network import NativeNetwork
+from memory_fixtures import CONTROLNET, device, file, files, library, nothing_loaded
+from newer_comfyui import NAMES, emulate
+from patched import LIMIT, PROFILE, Patched, load
+from patched import on_device as bytes_on_device
+from sampling import STEPS, error, sample
+
+# fixtures: pytest finds them by name
+__all__ = ["device", "file", "files", "library", "nothing_loaded"]
+
+SIZES = {"resized": (100, 60), "as large as the picture": (64, 64)}
+"""Control images: ComfyUI makes the hint of the first one, the other is copied."""
+
+
+class Stream:
+    """In the place of a CUDA stream: all is done when it is asked for."""
+
+    device = torch.device("cpu")
+
+    def wait_event(self, _event: object) -> None: ...
+
+    def wait_stream(self, _stream: object) -> None: ...
+
+    def record_event(self) -> str:
+        return "ready"
+
+
+def gpu_recorder(gate: bool) -> Recorder:
+    """A recorder as a GPU's: with a stream of its own, and where wanted a network that waits in its midst."""
+    recorder = Recorder()
+    recorder.stream = Stream()
+    if gate:
+        recorder.gate = lambda: SimpleNamespace(passed=True, event=SimpleNamespace(record=lambda: None))
+    return recorder
+
+
+def play_gpu(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch.cuda, "current_stream", lambda _device=None: Stream)
+    patch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
+    for module in (control_stack, late_control, cuda_graphs):
+        patch.setattr(module, "wait_for", lambda _ready, _stream, tensors: list(tensors))
+    patch.setattr(control_stack, "_start", lambda sessions, *_, at_least: "now" if len(sessions) >= at_least else None)
+
+
+class Runs:
+    """A UNet with two ControlNets on live weights, sampled twice; what was done in each run, and its latent."""
+
+    def __init__(self, files: dict[str, Path], folder: Path, patch: pytest.MonkeyPatch):
+        self._patch, self.done = patch, Counter()
+        self.patched = Patched(load(next(iter(files.values()))), Library([folder]), "torch")
+        self.handles, self.control, self.native_control = [self.patched.handle], None, None
+        for number, size in enumerate(SIZES.values()):
+            self._add(comfy.controlnet.load_controlnet(str(files[CONTROLNET])), number, size, Library([folder]))
+        self.recorders = [gpu_recorder(gate=not number) for number, _ in enumerate(self.handles)]
+        for handle, recorder in zip(self.handles, self.recorders, strict=True):
+            handle.session.graphs._record = recorder
+        self._count()
+        self.latents, self.counts, self.tallies = [], [], []
+        for seed in (1, 2):
+            self._run(seed)
+
+    def _add(self, net: Any, number: int, size: tuple[int, int], library: Library) -> None:
+        network, choice = NativeNetwork.of_controlnet(net, f"net {number}"), EngineChoice(PROFILE, backend="torch")
+        handle = EngineHandle(network, choice, library, str(number))
+        with torch.inference_mode():  # as nodes make images
+            image = torch.rand(1, *size, 3, generator=torch.Generator().manual_seed(number)).movedim(-1, 1)
+        self.handles.append(handle)
+        strength = 0.4 + 0.3 * number
+        chains = []
+        for one, before in ((back_with_engine(net, handle), self.control), (net, self.native_control)):
+            chains.append(one.copy().set_cond_hint(image, strength, (0.0, 1.0)))
+            chains[-1].set_previous_controlnet(before)
+        self.control, self.native_control = chains
+
+    def _count(self) -> None:
+        self._spy(control_stack, "_run", "joined", lambda *_: True)
+        self._spy(torch.nn.functional, "interpolate", "resized", lambda image, *_, **__: image.shape[1] == 3)
+        self._spy(EngineHandle, "refresh", "looked up", lambda *_: True)
+        self._spy(LiveWeights, "_bind", "opened", lambda *_: True)
+        self._spy(on_device.SamplingRun, "_copy", "copied prompts", lambda run, source, _: source not in run._copies)
+        self._patch.setattr(on_device, "_names_elsewhere", lambda *_: {"c_crossattn"})
+
+    def _spy(self, owner: Any, name: str, what: str, counts: Callable[..., bool]) -> None:
+        own = getattr(owner, name)
+
+        def seen(*args: Any, **options: Any) -> Any:
+            self.done[what] += counts(*args, **options)
+            return own(*args, **options)
+
+        self._patch.setattr(owner, name, seen)
+
+    def _run(self, seed: int) -> None:
+        before = Counter(self.all_done)
+        self.latents.append(self.patched.sample(seed, control=self.control))
+        self.counts.append(self.all_done - before)
+        self.tallies.append([handle.tally for handle in self.handles])
+
+    @property
+    def all_done(self) -> Counter:
+        sessions: list[LiveSession] = [handle.session for handle in self.handles]
+        recorded = sum(recorder.recorded for recorder in self.recorders)
+        replayed = sum(recorder.replayed for recorder in self.recorders)
+        encoded = sum(session.live.preludes.computed for session in sessions)
+        return self.done + Counter({"recorded": recorded, "replayed": replayed, "encoded": encoded})
+
+    def each(self, what: str) -> list[int]:
+        return [counts[what] for counts in self.counts]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def runs(request: pytest.FixtureRequest, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    with pytest.MonkeyPatch.context() as patch:
+        emulate(request.param, patch)
+        patch.setattr(fast_path, "_told", set())
+        play_gpu(patch)
+        yield Runs(files, tmp_path_factory.mktemp("library"), patch)
+
+
+def test_the_picture_is_natives(runs: Runs) -> None:
+    for seed, latent in zip((1, 2), runs.latents, strict=True):
+        assert error(latent, sample(runs.patched.native, seed, control=runs.native_control)) <= LIMIT
+    assert error(runs.latents[0], sample(runs.patched.native, 1)) > 100 * LIMIT, "the ControlNets act"
+    assert [[row.native for row in rows] for rows in runs.tallies] == [[0, 0, 0]] * 2
+
+
+def test_controlnets_are_joined_in_all_steps_but_the_very_first(runs: Runs) -> None:
+    assert runs.each("joined") == [STEPS - 1, STEPS]
+
+
+def test_a_hint_is_made_once_and_kept_for_the_next_prompt(runs: Runs) -> None:
+    assert runs.each("resized") == [1, 0], "the other image is copied"
+
+
+def test_a_control_image_is_encoded_once_and_not_again_in_the_next_prompt(runs: Runs) -> None:
+    assert runs.each("encoded") == [3, 0], "ComfyUI's first hint, its copy that is kept, and the one that was copied"
+
+
+def test_calls_are_recorded_once_and_replayed(runs: Runs) -> None:
+    assert runs.each("recorded") == [3, 0]
+    assert runs.each("replayed") == [3 * (STEPS - 1), 3 * STEPS]
+
+
+def test_the_unet_starts_beside_its_controlnets_as_soon_as_it_is_recorded(runs: Runs) -> None:
+    assert [rows[0].beside for rows in runs.tallies] == [STEPS - 2, STEPS]
+    assert [rows[2].late for rows in runs.tallies] == [STEPS - 2, STEPS]
+
+
+def test_engines_are_looked_up_once_for_each_run_and_opened_for_the_first(runs: Runs) -> None:
+    assert runs.each("looked up") == [3, 3]
+    assert runs.each("opened") == [3, 0]
+
+
+def test_prompts_are_copied_to_the_device_once_for_each_run(runs: Runs) -> None:
+    assert runs.each("copied prompts") == [2, 2]
+
+
+def test_nothing_is_said_to_be_slow(runs: Runs) -> None:
+    assert [fast_path.sentences(rows) for rows in runs.tallies] == [[], []]
+    assert fast_path._told == set()
+
+
+@pytest.fixture(params=NAMES)
+def newer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    emulate(request.param, monkeypatch)
+    return request.param
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("dynamic", [False, True], ids=["loaded", "dynamic VRAM"])
+def test_two_prompts_open_an_engines_file_once_and_no_native_weights(
+    newer: str, dynamic: bool, file: Path, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native, opened, runtime = load(file), [], type(backends()["onnxruntime"])
+    native, open_file = on_cpu(native) if dynamic else native, runtime.load
+    monkeypatch.setattr(runtime, "load", lambda *given: (opened.append(given), open_file(*given))[1])
+    patched, held = Patched(native, library), []
+    for seed in (1, 2):
+        latent = patched.sample(seed, step=lambda _i: held.append(bytes_on_device(patched.model)))
+        assert patched.counts == (STEPS, 0)
+    assert len(opened) == 1
+    if not dynamic:
+        assert held == [0] * (2 * STEPS)
+    elif newer == "more pins":
+        assert native.times_staged == 2
+        assert Feature.STAGED_ONCE.value[0] in "".join(switched_off()), "and the report says so"
+    else:
+        assert native.times_staged == 1
+    assert error(latent, sample(load(file), 2)) <= LIMIT
