@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compiling import COMPILES
 from pack import import_comfy
 
 import_comfy()
@@ -63,7 +64,7 @@ class OneAttention(torch.nn.Module):
         return (torch.nn.functional.scaled_dot_product_attention(x @ self.weight, x, x),)
 
 
-@pytest.mark.skipif(not compiled.can_compile(), reason="this torch is too old to compile to a file")
+@COMPILES
 def test_each_size_is_compiled_with_what_was_chosen_for_it_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def reads_once(
         reduction_numel=sympy.Integer(row),
         numel=sympy.Integer(sums),
         reduction_nodes=lambda: nodes,
+        strict_sum_rblock=lambda: None,  # newer torches ask whether sums keep an order that was asked for
     )
     with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator())):
         return V.choices.should_use_persistent_reduction(features, False)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiling import COMPILES
 from fake_recorder import Recorder
 from pack import import_comfy
 from small_networks import CPU, native_call, network, with_lora
@@ -193,6 +194,7 @@ def test_the_hint_cache_is_bounded_and_never_trusts_a_reused_address() -> None:
     assert len(cache._entries) <= 4
 
 
+@COMPILES
 def test_the_backend_is_chosen_by_name_only_on_a_cpu() -> None:
     assert "torch" not in [b.name for b in usable_backends(AUTO, CPU)]
     assert [b.name for b in usable_backends("torch", CPU)] == ["torch"]
@@ -214,6 +216,7 @@ def key_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("kind", [pytest.param("unet", marks=pytest.mark.slow), "controlnet"])
+@COMPILES
 def test_a_build_compiles_for_the_opt_sizes_and_serves_other_weights_too(
     kind: str, tmp_path: Path, key_folder: Path
 ) -> None:
@@ -372,6 +375,7 @@ def test_a_file_that_was_not_made_here_is_never_opened(tmp_path: Path, key_folde
     assert not (tmp_path / "sprung").exists()
 
 
+@COMPILES
 def test_an_engine_that_is_not_used_is_told_on_the_node_and_built_anew(tmp_path: Path, key_folder: Path) -> None:
     """For want of the secret that signed it, or since it does not open."""
     net, library, steps = network("unet", "unlike_levels"), Library([tmp_path / "library"]), []

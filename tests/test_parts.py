@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compiling import COMPILES
 from pack import import_comfy
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -134,6 +135,7 @@ def assert_like_it(made: compiled.Compiled, plain: tuple) -> None:
         assert torch.allclose(made(*weights, x)[0], network(x)[0], atol=1e-6)
 
 
+@COMPILES
 def test_each_process_does_a_part_and_the_first_one_puts_them_together(plain: tuple, tmp_path: Path) -> None:
     path = tmp_path / "sizes.bin"
     assert SharedSize(path, 1, 2).compile(*plain) is None
@@ -143,6 +145,7 @@ def test_each_process_does_a_part_and_the_first_one_puts_them_together(plain: tu
     assert_like_it(compiled.open_file(path), plain)
 
 
+@COMPILES
 def test_who_does_a_part_needs_shapes_alone(plain: tuple, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     network, weights, names, (x,) = plain
     path, bare = tmp_path / "sizes.bin", Plain().requires_grad_(False).to("meta")
@@ -153,6 +156,7 @@ def test_who_does_a_part_needs_shapes_alone(plain: tuple, tmp_path: Path, caplog
     assert "traced otherwise" not in caplog.text
 
 
+@COMPILES
 def test_a_part_of_another_cut_is_not_taken(plain: tuple, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "sizes.bin"
     (tmp_path / f"{path.name}.part1").write_bytes(pickle.dumps(("another", b"nothing that could be opened")))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from builds import PROFILE, children, contents, gone, order, slow_backend, small_network, until
+from compiling import COMPILES
 from fake_recorder import Recorder
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.samples import sample_inputs
@@ -273,6 +274,7 @@ def test_a_failure_says_whether_company_may_be_its_cause(error: Exception, crowd
     assert in_json(wrapped) == {"kind": "build", "text": str(wrapped), "crowded": crowded}
 
 
+@COMPILES
 def test_inductor_times_kernels_in_turns_while_it_compiles_and_as_ever_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,6 +415,7 @@ def assert_serves(engine: Engine, net: NativeNetwork, call: dict) -> None:
     assert max(relative_error(r, n) for r, n in zip(results, native, strict=True)) <= 1e-5
 
 
+@COMPILES
 def test_four_processes_compile_two_sizes_in_halves_in_one_cache(
     room: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,6 +54,10 @@ def python_with(which: str) -> Path:
         upgrade = ["--upgrade", "--upgrade-strategy", "eager"] if which == "newest" else []
         command = [*pip(python), "install", *upgrade, "--requirement", str(list_file)]
         run_logged(command, f"installing packages ({which})", log, lock)
+        if subprocess.run([python, "-c", "import comfy_kitchen"], stderr=subprocess.DEVNULL).returncode:
+            # older Tritons want a GPU when comfy-kitchen is imported, which also works without Triton
+            say("comfy-kitchen cannot be imported with this Triton here: Triton is removed")
+            run_logged([*pip(python), "uninstall", "--yes", "triton"], "removing Triton", log, lock)
     return python
 
 

@@ -1,0 +1,12 @@
+"""The mark of tests that compile to a file, which older torches than the pinned one do not."""
+
+from __future__ import annotations
+
+import pytest
+from pack import import_comfy
+
+import_comfy()
+
+from hybrid_trt.backends.torch_live.compiled import can_compile
+
+COMPILES = pytest.mark.skipif(not can_compile(), reason="this torch is too old to compile to a file")
