@@ -27,6 +27,7 @@ from .ledger import open_tally
 from .native_call import arguments_of, by_name, forward_arguments, with_residuals_copied
 from .native_weights import NativeWeights
 from .on_device import call_on_device, sample_on_device
+from .sampling_runs import as_run
 from .timing import timed
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
     if works(Feature.STAGING):
         router.native_weights.attach(patched, KEY)
     patched.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
+    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, as_run)
     patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, redo_unless_finite)
     _wrap_steps(patched, handle)
     patched.set_additional_models(KEY, [handle.patcher])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 import torch
 
 from .. import architectures
 from .attention import preference_class
+from .comfyui_internals import names_used_by
+from .comfyui_shims import is_of_loading
 
 _COMPUTES = frozenset({"forward", "_forward", "_conv_forward", "forward_comfy_cast_weights"})
 """Methods that other packs replace on layers."""
@@ -17,38 +20,83 @@ _COMPUTES = frozenset({"forward", "_forward", "_conv_forward", "forward_comfy_ca
 _PADDING = "zeros"
 """What all convolutions of these networks are padded with; for seamless tiles other packs say ``circular`` there."""
 
+_SETTINGS = frozenset({bool, int, float, str, tuple, type(None)})
+"""Of these types are the settings of layers, which do not change by themselves."""
+
 _FAMILIES = architectures.__name__
 _NO_FORWARD = torch.nn.Module.forward
 
-_first_seen: weakref.WeakKeyDictionary[torch.nn.Module, list[weakref.ref]] = weakref.WeakKeyDictionary()
+_first_seen: weakref.WeakKeyDictionary[torch.nn.Module, list[_Seen]] = weakref.WeakKeyDictionary()
 """The layers that a network had, in order: hashes and live weights are of these."""
 
 
-def changed_in_place(module: torch.nn.Module) -> str | None:
-    """What another node has changed in a module besides its weights, in words, or None.
+class _Seen:
+    """A layer as it was seen first: itself, and the settings that its class's code reads."""
 
-    Other packs put methods on layers themselves (tiling's ``_conv_forward``), or other layers in their place.
-    """
-    layers, todo = [], [module]  # by hand, and few methods: large networks have thousands of layers
+    __slots__ = ("layer", "names", "read", "values")
+
+    def __init__(self, layer: torch.nn.Module):
+        own, used = layer.__dict__, names_used_by(type(layer))
+        self.layer = weakref.ref(layer)
+        self.names = [name for name, value in own.items() if name in used and is_setting(name, value)]
+        self.read = itemgetter(*self.names) if self.names else _nothing
+        self.values = self.read(own)
+
+    def difference(self, own: dict) -> str | None:
+        """The name of a setting that is another one now, or None."""
+        try:
+            if self.read(own) == self.values:
+                return None
+        except KeyError:
+            pass
+        before = [self.values] if len(self.names) == 1 else self.values
+        return next(n for n, was in zip(self.names, before, strict=True) if n not in own or own[n] != was)
+
+
+def _nothing(_own: dict) -> None:
+    return None
+
+
+def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """All layers of a network, itself first. Made by hand: large networks have thousands."""
+    layers, todo = [], [module]
     ignored = (type(None), preference_class())
     while todo:
-        own = (layer := todo.pop()).__dict__
+        layer = todo.pop()
         layers.append(layer)
-        suspect = any(map(own.__contains__, _COMPUTES)) or own["_forward_hooks"] or own["_forward_pre_hooks"]
+        todo += [part for part in layer.__dict__["_modules"].values() if type(part) not in ignored]
+    return layers
+
+
+def changed_in_place(module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> str | None:
+    """What another node has changed in a network besides its weights, in words, or None.
+
+    Other packs put methods on layers themselves (tiling's ``_conv_forward``), other layers in their place, or write to
+    the settings that layers compute with. These are compared with those that were there when it was first seen.
+    """
+    for layer in layers:
+        own = layer.__dict__
+        suspect = not _COMPUTES.isdisjoint(own) or own["_forward_hooks"] or own["_forward_pre_hooks"]
         if (suspect or own.get("padding_mode", _PADDING) != _PADDING) and (what := replaced(layer)) is not None:
             return f"{_name(module, layer)} has a {what}"
-        todo += [part for part in own["_modules"].values() if type(part) not in ignored]
     if any(map(_is_foreign, set(map(type, layers)))):
         layer = next(layer for layer in layers if _is_foreign(type(layer)))
         return f"{_name(module, layer)} is a {type(layer).__qualname__} of another pack"
     before = _first_seen.get(module)
     if before is None:
-        _first_seen[module] = list(map(weakref.ref, layers))
+        _first_seen[module] = list(map(_Seen, layers))
         return None
-    for layer, ref in zip(layers, before, strict=False):
-        if ref() is not layer:
+    for layer, seen in zip(layers, before, strict=False):
+        if seen.layer() is not layer:
             return f"{_name(module, layer)} is not the layer that was there"
+        if (name := seen.difference(layer.__dict__)) is not None:
+            return f"{name} of {_name(module, layer)} is not what it was when the model was first seen"
     return None if len(layers) == len(before) else "it has fewer layers than it had"
+
+
+def is_setting(name: str, value: object) -> bool:
+    """Whether an attribute of a layer is a number, text or the like that its constructor set, and not of loading."""
+    return type(value) in _SETTINGS and name != "training" and "comfy" not in name and not is_of_loading(name, value)
 
 
 def replaced(layer: torch.nn.Module) -> str | None:

