@@ -24,6 +24,7 @@ from ..engine_sessions.room import close_engines
 from ..engine_sessions.session import AskedCalls, Session, Uncompiled
 from ..engine_sessions.several_sizes import MOST_OPEN
 from ..native_model.attention import remark
+from ..native_model.edited_weights import look_for_edits
 from ..native_model.layer_watch import LayerWatch
 from ..native_model.layout import layout_of
 from ..native_model.network import NativeNetwork
@@ -212,6 +213,7 @@ class EngineHandle:
         self.network.take_back_leftovers()
         self._run, self._changed = current_run(), None
         architecture = self.network.unchanged_architecture(self._watch)
+        look_for_edits(self.network.patcher)
         self.bind = architecture.binding(self.network.module)
         device = self.network.device
         usable = serving_backends(self.choice.backend, device, self.library, architecture.name)
@@ -306,6 +308,8 @@ class EngineHandle:
         """Look what other nodes have done to the network since the run before."""
         self._run, what = run, self._watch.look()
         self._changed = None if what is None else Fallback(Reason.MODEL_PATCHED, what)
+        if look_for_edits(self.network.patcher):
+            self.refresh()  # the engine is that of the weights that were there
 
     def _changed_now(self) -> Fallback | None:
         """What other nodes have done to the network by the time of this call, or None. Quick."""

@@ -12,6 +12,7 @@ import torch
 
 from ..engine_library import Engine, Reason, Unavailable, trust
 from ..engine_library.parameters import read_parameters
+from ..native_model.edited_weights import edition_of
 from ..native_model.weight_patches import acting, all_same, version_of
 from ..native_model.weights import own_hash, value_of
 
@@ -57,7 +58,7 @@ class EngineWeights:
         self._patcher: weakref.ref[ModelPatcher] | None = None
         self._inside: dict[str, list] | None = None  # parameter -> its patches; None: the engine has another's weights
         self._as_opened = True  # nothing was put into the engine yet
-        self._version: object = None
+        self._version: tuple = (None, 0)
 
     def belong_to(self, module: torch.nn.Module) -> bool:
         """Whether these are the weights of that native module."""
@@ -74,16 +75,22 @@ class EngineWeights:
     @property
     def changed(self) -> bool:
         """Whether the engine has to be given some. Cheap, unless the patcher's LoRAs are new."""
-        return self._inside is None or version_of(self._patcher()) != self._version
+        return self._inside is None or self._state() != self._version
+
+    def _state(self) -> tuple:
+        """What changes when the patcher's weights do."""
+        patcher = self._patcher()
+        return version_of(patcher), edition_of(patcher)
 
     def put_into(self, runner: Runner) -> None:
         """Give a runner what differs from what it has."""
         started = time.perf_counter()
         patcher = self._patcher()
-        version, entries = version_of(patcher), patcher.get_key_patches(self._prefix or None)
+        version, entries = self._state(), patcher.get_key_patches(self._prefix or None)
         values = _Values(entries, {i: self._prefix + name for name, i in self._initialisers.items()}, self)
         wanted = {name: acting(entries[self._prefix + name][1:]) for name in self._initialisers}
-        inside = self._models_own() if self._as_opened else self._inside
+        edited = self._inside is not None and self._version[1] != version[1]
+        inside = self._models_own() if self._as_opened else None if edited else self._inside
         self._inside, self._as_opened = None, False  # whatever happens, the old ones are not all there any more
         changed = {
             initialiser

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from ..engine_library import Engine, Fallback, Reason, trust
 from ..engine_library.files import write_file
+from . import file_digests
+from .edited_weights import edition_of
 from .weight_patches import version_of
 
 if TYPE_CHECKING:
@@ -55,31 +57,65 @@ def key_of(patcher: ModelPatcher, prefix: str, sample: Callable[[], str]) -> str
         sample: a quick hash of some of the weights: another file may have the size and time of the one before.
     """
     source = source_of(patcher)
-    if source is None or version_of(patcher) is not None:
+    if source is None or version_of(patcher) is not None or edition_of(patcher):
         return None
+    state = file_digests.state_of(source["path"])
     loader, arguments = patcher.cached_patcher_init[:2]
     options = repr(arguments[1:])
     if " at 0x" in options:
         return None  # an object without a name of its own, which the next start may have another of
     dtypes = sorted({str(p.dtype) for p in patcher.model.parameters()})
-    return json.dumps([source, loader.__name__, options, prefix, dtypes, sample()])
+    return json.dumps([source, state, loader.__name__, options, prefix, dtypes, sample()])
 
 
 def read(key: str | None) -> str | None:
-    """The hash kept under a key, or None."""
-    return _entries().get(key) if key is not None else None
+    """The hash kept under a key, or None. Its file is read as a whole from then on, see ``still_holds``."""
+    found = _entries().get(key) if key is not None else None
+    if found is not None:
+        file_digests.digest_of(_path_in(key))
+    return found
 
 
 def write(key: str | None, value: str) -> None:
     """Keep a hash. A library that cannot be written costs time only, so that is no error."""
-    if key is not None:
-        _change(lambda entries: entries.update({key: value}))
+    if key is None:
+        return
+    _change(lambda entries: entries.update({key: value}))
+    if _folder is not None:
+        digest = file_digests.digest_of(_path_in(key))
+        file_digests.when_known(digest, lambda known: _change(lambda entries: entries.update({_file_key(key): known})))
+
+
+def still_holds(key: str | None) -> bool:
+    """Whether the file of a hash that was read is, as a whole, the one that it was kept for.
+
+    Waits until the file has been read. A hash of which that is not known holds from now on.
+    """
+    if key is None or _folder is None:
+        return True
+    digest, kept = file_digests.digest_of(_path_in(key)).result(), _entries().get(_file_key(key))
+    if kept is None and digest:
+        _change(lambda entries: entries.update({_file_key(key): digest}))
+    if kept is None or digest == kept:
+        return True
+    log.warning("Hybrid TRT: %s was changed without a sign of it; its weights are hashed anew", _path_in(key))
+    forget(key)
+    return False
+
+
+def _path_in(key: str) -> str:
+    return json.loads(key)[0]["path"]
+
+
+def _file_key(key: str) -> str:
+    """Where the digest of a key's file is kept."""
+    return "file " + json.dumps(json.loads(key)[:2])
 
 
 def forget(key: str | None) -> None:
     """Drop the hash kept under a key."""
     if read(key) is not None:
-        _change(lambda entries: entries.pop(key, None))
+        _change(lambda entries: (entries.pop(key, None), entries.pop(_file_key(key), None)))
 
 
 def known_hashes(source: dict) -> set[str]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..architectures.joined import Joined
+from .edited_weights import edition_of
 from .joined_weights import JoinedWeights
 from .kernels import empty_laid_out, laid_out
 from .network import NativeNetwork
@@ -46,6 +47,7 @@ class LiveWeights:
         self._prefix = network.prefix
         self._share = share
         self._bound_to: object = None
+        self._edition = 0
         self._patched: set[str] = set()
         self._shared: dict[str, int] = {}
         self._joined: dict[str, JoinedWeights] = {}
@@ -123,10 +125,10 @@ class LiveWeights:
 
     def _state(self, patcher: ModelPatcher) -> tuple:
         model = patcher.model
-        patches = version_of(patcher)
+        own = (version_of(patcher), edition_of(patcher))
         if not self._share or patcher.is_dynamic():
-            return (patches,)
-        return (patches, model.device, model.model_loaded_weight_memory, model.current_weight_patches_uuid)
+            return own
+        return (*own, model.device, model.model_loaded_weight_memory, model.current_weight_patches_uuid)
 
     def _moved(self) -> bool:
         return any(self._native_parameter(name).data_ptr() != address for name, address in self._shared.items())
@@ -135,6 +137,7 @@ class LiveWeights:
         self._bytes = (-1, 0)  # should this fail half-way
         shareable = self._shareable(patcher)
         moved, patched, shared = False, set(), {}
+        edited, self._edition = self._edition != edition_of(patcher), edition_of(patcher)
         for whole in self._wholes():
             if whole.names[0] in shareable:
                 whole.lend([self._native_place(name) for name in whole.names])
@@ -162,7 +165,7 @@ class LiveWeights:
                 moved = True
             if patches:
                 patched.add(name)
-            if fresh or patches or name in self._patched:
+            if fresh or edited or patches or name in self._patched:
                 current.copy_(value_of(key, original, patches, self.device))
         for whole in self._wholes():
             whole.place()

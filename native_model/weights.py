@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import hash_cache
+from .edited_weights import edition_of
 from .weight_patches import acting, version_of
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ AHEAD = 16
 """Weights that wait to be hashed: patched and dequantised ones are copies, which must not pile up."""
 
 _hashes: weakref.WeakKeyDictionary[torch.nn.Module, dict[object, str]] = weakref.WeakKeyDictionary()
+_taken: weakref.WeakKeyDictionary[torch.nn.Module, dict[object, str]] = weakref.WeakKeyDictionary()
+"""The hashes that were taken from disk, with the keys that they were found under, until they are used again."""
 
 
 def current_weights(
@@ -87,12 +90,17 @@ def weights_hash(patcher: ModelPatcher, prefix: str = "", check: Check | None = 
     """
     known = _hashes.setdefault(patcher.model, {})
     state = _state(patcher, prefix)
+    taken = _taken.setdefault(patcher.model, {})
+    if state in taken and not hash_cache.still_holds(taken.pop(state)):  # asked at its second use, by when it is read
+        del known[state]
     if state not in known:
         source = hash_cache.key_of(patcher, prefix, lambda: _sample(patcher, prefix))
         found = hash_cache.read(source)
         if found is None:
             found = _hash(current_weights(patcher, prefix), check)
             hash_cache.write(source, found)
+        else:
+            taken[state] = source
         known[state] = found
     return known[state]
 
@@ -187,4 +195,4 @@ def _hash(weights: Iterable[tuple[str, torch.Tensor]], check: Check | None = Non
 
 
 def _state(patcher: ModelPatcher, prefix: str) -> tuple:
-    return (version_of(patcher), prefix)
+    return (version_of(patcher), prefix, edition_of(patcher))
