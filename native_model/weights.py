@@ -51,7 +51,8 @@ def current_weights(
         if wanted is not None and not wanted(original[0]):
             continue
         weight = plain(original[0])
-        value = value_of(key, (weight, original[1]), acting(patches), torch.device("cpu"))
+        device = patcher.load_device if is_narrow(weight) else "cpu"  # each device draws other numbers to round with
+        value = value_of(key, (weight, original[1]), acting(patches), torch.device(device))
         yield key[len(prefix) :], value.to("cpu", weight.dtype)
 
 
@@ -62,21 +63,32 @@ def plain(weight: torch.Tensor) -> torch.Tensor:
     return weight.detach()
 
 
+def is_narrow(weight: torch.Tensor) -> bool:
+    """Whether a weight is kept in fp8, in which ComfyUI rounds patched ones up or down at random."""
+    return weight.is_floating_point() and weight.dtype.itemsize == 1
+
+
 def value_of(key: str, original: tuple, patches: list[tuple], device: torch.device) -> torch.Tensor:
-    """A weight as the sampler would use it: computed in float32 on a device where it is patched, else as it lies there.
+    """A weight as the sampler would use it: computed on a device where it is patched, else as it lies there.
+
+    A patched one is rounded to the dtype that ComfyUI keeps it in, as where a model is loaded whole. For fp8 all is done
+    as ComfyUI does it, and on the device where it would, since a wider dtype or other random numbers round otherwise.
 
     Args:
         original: the weight and how to convert it, as ``get_key_patches`` gives them.
         patches: those that act, see ``acting``.
     """
-    from comfy.lora import calculate_weight
-
     weight, convert = original
     weight = plain(weight)
-    if patches:
-        weight = convert(weight.to(device, torch.float32, copy=True), inplace=True)
-        weight = calculate_weight(patches, weight, key)
-    return weight
+    if not patches:
+        return weight
+    from comfy import model_management, utils
+    from comfy.float import stochastic_rounding
+    from comfy.lora import calculate_weight
+
+    dtype = model_management.lora_compute_dtype(device) if is_narrow(weight) else torch.float32
+    value = convert(model_management.cast_to_device(weight, device, dtype, copy=True), inplace=True)
+    return stochastic_rounding(calculate_weight(patches, value, key), weight.dtype, seed=utils.string_to_seed(key))
 
 
 def weights_hash(patcher: ModelPatcher, prefix: str = "", check: Check | None = None) -> str:
