@@ -92,8 +92,10 @@ def _text(value: object, told: _Told) -> str:
         return _values(value)
     if isinstance(value, type):
         return _ELSEWHERE if _is_of(value, _OPERATIONS) else _place(value)
-    if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
-        return _ELSEWHERE if _is_of(value, _ATTENTION) else _place(value)
+    if isinstance(value, types.FunctionType) and _is_of(value, _ATTENTION):
+        return _ELSEWHERE
+    if isinstance(value, types.BuiltinFunctionType):
+        return _place(value)
     told.within.append(value)
     try:
         return _text_of_several(value, told)
@@ -115,6 +117,8 @@ def _text_of_several(value: object, told: _Told) -> str:
         return f"({', '.join(_text(part, told) for part in value)})"
     if isinstance(value, functools.partial):
         return f"{_text(value.func, told)} of {_text(value.args, told)} {_text(value.keywords, told)}"
+    if isinstance(value, types.FunctionType):
+        return _function(value, told)
     if isinstance(value, types.MethodType):
         return f"{_place(value.__func__)} of {_text(value.__self__, told)}"
     if isinstance(value, numpy.ndarray | numpy.generic):
@@ -124,6 +128,15 @@ def _text_of_several(value: object, told: _Told) -> str:
         text = repr(value)
         return _kind(type(value)) if _ADDRESS in text else text
     return f"{_kind(type(value))} ({', '.join(_settings(own, (), told))})"
+
+
+def _function(function: types.FunctionType, told: _Told) -> str:
+    """A function with what it was made with; one without a name by what it mentions."""
+    code, cells = function.__code__, function.__closure__ or ()
+    inside = [_text(cell.cell_contents, told) for cell in cells]
+    if function.__name__ == "<lambda>":
+        inside += [*code.co_names, *(repr(const) for const in code.co_consts if not isinstance(const, types.CodeType))]
+    return f"{_place(function)} of {_text(function.__defaults__, told)} {inside}"
 
 
 def _values(tensor: torch.Tensor) -> str:
