@@ -19,7 +19,7 @@ from .disk import LibraryError, readable
 from .engine import Check, Engine
 from .files import move, sync
 from .lock import FileLock
-from .manifest import EXPORT_FORMAT, MANIFEST_NAME, EngineIdentity, Manifest, ManifestError
+from .manifest import EXPORT_FORMAT, LAYOUT_PREFIX, MANIFEST_NAME, EngineIdentity, Manifest, ManifestError
 from .reasons import Fallback, Reason, Unavailable
 from .work_folders import BUILD_PREFIX, new_work_folder, out_of_the_way, remove_work_folder, sweep
 
@@ -93,7 +93,7 @@ class Library:
         candidates, refusals = [], []
         for engine in self.engines():
             identity = engine.manifest.identity
-            if identity.architecture != wanted.architecture or identity.weights not in wanted.weights:
+            if identity.architecture != wanted.architecture or not _fits(identity, wanted):
                 continue
             if identity.precision != wanted.precision or identity.backend not in wanted.backends:
                 continue
@@ -165,6 +165,9 @@ class Library:
                 Reason.STALE_ENGINE,
                 f"{engine.folder.name} has export format {made_with}, this version uses {EXPORT_FORMAT}",
             )
+        if engine.manifest.identity.outdated_layout:
+            what = "was made by a version that looked at fewer settings of a network's layers"
+            return Fallback(Reason.STALE_ENGINE, f"{engine.folder.name} {what}")
         try:
             engine.check_sizes()
         except Unavailable as broken:
@@ -265,6 +268,13 @@ class Library:
             move(folder, trash / folder.name)
         finally:
             remove_work_folder(trash)
+
+
+def _fits(identity: EngineIdentity, wanted: Wanted) -> bool:
+    """Whether an engine's weights are wanted, or were perhaps, before layouts were told as they are."""
+    if identity.outdated_layout:
+        return any(weights.startswith(LAYOUT_PREFIX) for weights in wanted.weights)
+    return identity.weights in wanted.weights
 
 
 def _rank(identity: EngineIdentity, wanted: Wanted, pace: float | None) -> tuple:

@@ -26,8 +26,10 @@ PACK_VERSION = "0.1.0"
 EXPORT_FORMAT = 3
 """Raise this when the exported graph changes its inputs, outputs or numbers: older engines become stale."""
 
-LAYOUT_PREFIX = "layout-"
-"""Begins what stands in the place of a hash of weights for an engine that serves any weights of a layout."""
+LAYOUT_PREFIX = "layout2-"
+"""Begins what stands in the place of a hash of weights for an engine that serves any weights of a layout. Has another
+number whenever layouts are told otherwise: older engines become stale."""
+_ANY_LAYOUT = "layout"
 
 _NEEDED = ("key", "identity", "kind", "label", "inputs", "outputs", "files", "parity", "seconds", "created",
            "pack_version")  # fmt: skip
@@ -66,7 +68,12 @@ class EngineIdentity:
     @property
     def any_weights(self) -> bool:
         """Whether it serves all checkpoints of a layout with any LoRA, and not one set of weights alone."""
-        return self.weights.startswith(LAYOUT_PREFIX)
+        return self.weights.startswith(_ANY_LAYOUT)
+
+    @property
+    def outdated_layout(self) -> bool:
+        """Whether its layout was told by a version that told layouts otherwise, so nobody knows what it serves."""
+        return self.any_weights and not self.weights.startswith(LAYOUT_PREFIX)
 
     def to_json(self) -> dict:
         return {**self.__dict__, "profile": self.profile.to_json()}

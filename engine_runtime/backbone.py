@@ -17,6 +17,7 @@ from ..engine_library import Fallback, Reason
 from ..native_model.attention import OVERRIDE, other_attention
 from ..native_model.comfyui_internals import Feature, works
 from ..native_model.comfyui_shims import outside_recording
+from ..native_model.fp8 import rounded_unlike
 from ..native_model.network import replaced_part
 from ..native_model.weight_patches import WeightPatches
 from .control_stack import run_stacks_at_once
@@ -243,8 +244,8 @@ def _why_not_patched_so(patcher: ModelPatcher, weight_patches: WeightPatches, ha
         return Fallback(Reason.WEIGHTS_PATCHED, "a LoRA or another weight patch was added after the engine node")
     if patcher.injections:
         return Fallback(Reason.MODEL_PATCHED, "another node has put parts into the UNet")
-    replaced = replaced_part(patcher)
-    return None if replaced is None else Fallback(Reason.MODEL_PATCHED, replaced)
+    what = replaced_part(patcher) or rounded_unlike(patcher)
+    return None if what is None else Fallback(Reason.MODEL_PATCHED, what)
 
 
 def _active_patch(options: Mapping) -> str | None:

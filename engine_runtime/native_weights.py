@@ -28,6 +28,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..native_model.comfyui_internals import Feature, works
 from ..native_model.comfyui_shims import knows_pins
+from ..native_model.fp8 import patches_fp8
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase
@@ -213,6 +214,8 @@ def _may_wait(model: ModelPatcher, conds: dict[str, list], model_options: Mappin
     if not has_memory_of_its_own(model.load_device):
         return False
     if model.model.current_patcher is not None:  # another guider is sampling with these weights
+        return False
+    if patches_fp8(model):  # weights that are off the device are patched without rounding: another picture
         return False
     if model.get_additional_models_with_key("multigpu") or "registered_hooks" in model_options:
         return False

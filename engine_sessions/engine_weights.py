@@ -13,6 +13,7 @@ import torch
 from ..engine_library import Engine, Reason, Unavailable, trust
 from ..engine_library.parameters import read_parameters
 from ..native_model.edited_weights import edition_of
+from ..native_model.fp8 import cast_when_called
 from ..native_model.weight_patches import acting, all_same, version_of
 from ..native_model.weights import own_hash, value_of
 
@@ -113,7 +114,8 @@ class EngineWeights:
     def _value(self, key: str, entry: list) -> torch.Tensor:
         """A weight in the engine's dtype, in main memory, of nobody else."""
         original, *patches = entry
-        value = value_of(key, original, acting(patches), self._device)
+        cast = cast_when_called(self._patcher()).get(key)
+        value = value_of(key, original, acting(patches), self._device, cast)
         return value.to("cpu", self._dtype, copy=True).contiguous()
 
 

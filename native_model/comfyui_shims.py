@@ -61,7 +61,7 @@ _LOADING = frozenset(
     "lowvram_patch_counter model_loaded_weight_memory model_lowvram model_offload_buffer_memory "
     "prev_comfy_cast_weights seed_key weight_lowvram_function".split()
 )
-_LOADING_BEGINS = ("_v", "_pin", "_prefetch", "_comfy")
+_LOADING_BEGINS = ("_v_", "_pin", "_prefetch", "_comfy")
 _RECORDED = (torch.cuda.CUDAGraph, torch.cuda.Stream, torch.cuda.Event)
 
 

@@ -19,6 +19,7 @@ import torch
 
 from ..architectures.joined import Joined
 from .edited_weights import edition_of
+from .fp8 import cast_when_called
 from .joined_weights import JoinedWeights
 from .kernels import empty_laid_out, laid_out
 from .network import NativeNetwork
@@ -143,7 +144,7 @@ class LiveWeights:
                 whole.lend([self._native_place(name) for name in whole.names])
             else:
                 whole.keep()
-        entries = patcher.get_key_patches(self._prefix or None)
+        entries, cast = patcher.get_key_patches(self._prefix or None), cast_when_called(patcher)
         for key in list(entries):
             # popped: kept until the end, tensors that are laid out anew would be there twice
             original, *patches = entries.pop(key)
@@ -166,7 +167,7 @@ class LiveWeights:
             if patches:
                 patched.add(name)
             if fresh or edited or patches or name in self._patched:
-                current.copy_(value_of(key, original, patches, self.device))
+                current.copy_(value_of(key, original, patches, self.device, cast.get(key)))
         for whole in self._wholes():
             whole.place()
         self._patched, self._shared = patched, shared

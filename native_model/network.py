@@ -11,6 +11,7 @@ import torch
 from ..architectures import Architecture, Role, architecture_of
 from ..engine_library.reasons import Fallback, Reason, Unavailable
 from .attention import part_replaced, preference_class, unknown_preference
+from .fp8 import multiplies_in_fp8, rounded_unlike
 from .hash_cache import hashes_without_patches
 from .layer_watch import LayerWatch
 from .quantised import has_quantised_layers
@@ -132,6 +133,11 @@ class NativeNetwork:
         if has_quantised_layers(self.module):
             what = "quantised layers, for which no engine can be built yet"
             raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} has {what}")
+        if multiplies_in_fp8(self.module):
+            what = "multiplies in fp8 (fp8_e4m3fn_fast), as no engine does; weight_dtype fp8_e4m3fn has engines"
+            raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} {what}")
+        if self.patcher.is_dynamic() and (what := rounded_unlike(self.patcher)) is not None:
+            raise Unavailable(Reason.MODEL_PATCHED, what)
         return architecture
 
     def other_dtype(self, patcher: ModelPatcher) -> Fallback | None:

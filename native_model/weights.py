@@ -18,6 +18,7 @@ import torch
 
 from . import hash_cache
 from .edited_weights import edition_of
+from .fp8 import cast_when_called, is_fp8
 from .weight_patches import acting, version_of
 
 if TYPE_CHECKING:
@@ -50,12 +51,13 @@ def current_weights(
     Args:
         wanted: which weights; all by default.
     """
+    cast = cast_when_called(patcher)
     for key, (original, *patches) in patcher.get_key_patches(prefix or None).items():
         if wanted is not None and not wanted(original[0]):
             continue
-        weight = plain(original[0])
-        value = value_of(key, (weight, original[1]), acting(patches), torch.device("cpu"))
-        yield key[len(prefix) :], value.to("cpu", weight.dtype)
+        rounds = is_fp8(cast.get(key, original[0].dtype))
+        device = patcher.load_device if rounds else "cpu"  # each device draws other numbers to round with
+        yield key[len(prefix) :], value_of(key, original, acting(patches), torch.device(device), cast.get(key)).cpu()
 
 
 def plain(weight: torch.Tensor) -> torch.Tensor:
@@ -65,21 +67,32 @@ def plain(weight: torch.Tensor) -> torch.Tensor:
     return weight.detach()
 
 
-def value_of(key: str, original: tuple, patches: list[tuple], device: torch.device) -> torch.Tensor:
-    """A weight as the sampler would use it: computed in float32 on a device where it is patched, else as it lies there.
+def value_of(
+    key: str, original: tuple, patches: list[tuple], device: torch.device, cast: torch.dtype | None = None
+) -> torch.Tensor:
+    """A weight as the sampler would use it: computed on a device where it is patched, else as it lies there.
+
+    A patched one is rounded to the dtype that ComfyUI keeps it in, as where a model is loaded whole. For fp8 all is
+    done as ComfyUI does it, and where it would: a wider dtype or another device's random numbers round otherwise.
 
     Args:
         original: the weight and how to convert it, as ``get_key_patches`` gives them.
         patches: those that act, see ``acting``.
+        cast: the dtype that ComfyUI casts it to before it computes, see ``fp8.cast_when_called``.
     """
-    from comfy.lora import calculate_weight
-
     weight, convert = original
     weight = plain(weight)
-    if patches:
-        weight = convert(weight.to(device, torch.float32, copy=True), inplace=True)
-        weight = calculate_weight(patches, weight, key)
-    return weight
+    if cast is not None:
+        weight = weight.to(cast)
+    if not patches:
+        return weight
+    from comfy import model_management, utils
+    from comfy.float import stochastic_rounding
+    from comfy.lora import calculate_weight
+
+    dtype = model_management.lora_compute_dtype(device) if is_fp8(weight.dtype) else torch.float32
+    value = convert(model_management.cast_to_device(weight, device, dtype, copy=True), inplace=True)
+    return stochastic_rounding(calculate_weight(patches, value, key), weight.dtype, seed=utils.string_to_seed(key))
 
 
 def weights_hash(patcher: ModelPatcher, prefix: str = "", check: Check | None = None) -> str:
@@ -138,13 +151,13 @@ def _sample(patcher: ModelPatcher, prefix: str) -> str:
 
     Training, merging and LoRAs change nearly all values of a weight, but often leave biases and norms alone.
     """
-    h = hashlib.sha256()
+    h, cast = hashlib.sha256(), cast_when_called(patcher)
     for key, ((weight, _), *_) in patcher.get_key_patches(prefix or None).items():
         flat = getattr(weight, "_qdata", weight).detach().flatten()
         step = max(1, flat.numel() // PLACES)
         parts = [flat[i : i + VALUES] for i in range(0, flat.numel(), step)][: PLACES + 1]
         values = torch.cat(parts).to("cpu").to(torch.float32) if parts else flat
-        h.update(f"{key} {tuple(weight.shape)} ".encode())
+        h.update(f"{key} {tuple(weight.shape)} {cast.get(key, '')}".encode())
         h.update(values.numpy().tobytes())
     return h.hexdigest()[:16]
 

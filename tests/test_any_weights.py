@@ -17,6 +17,7 @@ from hybrid_trt.architectures.calls import EngineCall
 from hybrid_trt.backends.onnxruntime import RefittableRunner
 from hybrid_trt.engine_builder.jobs import BuildQueue
 from hybrid_trt.engine_library import Reason
+from hybrid_trt.engine_library.manifest import LAYOUT_PREFIX
 from hybrid_trt.engine_runtime.engine_handle import EngineHandle
 from hybrid_trt.engine_sessions.session import Session
 from hybrid_trt.native_model.hash_cache import source_changed
@@ -267,7 +268,7 @@ def test_it_does_not_grow_stale_with_the_file_that_it_was_built_from(tmp_path: P
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"another model")
     source = {"path": str(file), "size": 1, "mtime_ns": 1}
-    fixed, replaceable = (publish_engine(tmp_path, weights=w, source=source) for w in ("f" * 64, "layout-f"))
+    fixed, replaceable = (publish_engine(tmp_path, weights=w, source=source) for w in ("f" * 64, f"{LAYOUT_PREFIX}f"))
     assert source_changed(fixed).reason is Reason.STALE_ENGINE
     assert source_changed(replaceable) is None
 

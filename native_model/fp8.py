@@ -1,0 +1,96 @@
+"""Weights that ComfyUI keeps in fp8: where their values depend on the way in which it has loaded the model.
+
+* *Loaded whole*, patched ones are rounded up or down at random, with a seed from their name. Engines have these values.
+* *Loaded in part*, those that are off the device are patched in each call, and not rounded.
+* *Dynamic VRAM* keeps a file's weights as they are and casts large layers when they are called. Of patched ones the
+  first call has the unrounded value, and later ones a rounded one while there is room for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from .weight_patches import acting, version_of
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+_CAST_FROM = 16 * 1024
+"""Dynamic VRAM casts layers with more bytes than this one by one; others it loads as their file has them."""
+
+_kept: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
+_multiplies: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+_patched: weakref.WeakKeyDictionary[torch.nn.Module, dict[object, bool]] = weakref.WeakKeyDictionary()
+"""Answers of ``patches_fp8``, by version of the weights."""
+
+
+def is_fp8(dtype: torch.dtype) -> bool:
+    """Whether it is one of torch's fp8 dtypes."""
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+def cast_when_called(patcher: ModelPatcher) -> Mapping[str, torch.dtype]:
+    """Name -> fp8 dtype of the weights that ComfyUI has in a wider one, and casts to it before they compute."""
+    if not patcher.is_dynamic():
+        return {}
+    model = patcher.model
+    if model not in _kept:
+        _kept[model] = {
+            f"{path}.{leaf}" if path else leaf: dtype
+            for path, layer in model.named_modules()
+            for leaf in layer._parameters
+            if (dtype := _cast_to(layer, leaf)) is not None
+        }
+    return _kept[model]
+
+
+def _cast_to(layer: torch.nn.Module, leaf: str) -> torch.dtype | None:
+    dtype = getattr(layer, f"{leaf}_comfy_model_dtype", None)
+    if layer._parameters[leaf] is None or dtype is None or not is_fp8(dtype):
+        return None
+    if not hasattr(layer, "comfy_cast_weights"):
+        return dtype
+    from comfy.model_management import module_size
+
+    return dtype if leaf in ("weight", "bias") and module_size(layer) > _CAST_FROM else None
+
+
+def rounded_unlike(patcher: ModelPatcher) -> str | None:
+    """Why the values of a patcher's weights are not those of the model loaded whole, in words, or None. Cheap."""
+    if not patcher.patches:
+        return None
+    dynamic = patcher.is_dynamic()
+    if not (dynamic or getattr(patcher.model, "model_lowvram", False)) or not patches_fp8(patcher):
+        return None
+    if dynamic:
+        return "its fp8 weights have a LoRA or another patch, which dynamic VRAM rounds otherwise from call to call"
+    return "its fp8 weights have a LoRA or another patch, and ComfyUI has loaded a part of them only"
+
+
+def patches_fp8(patcher: ModelPatcher) -> bool:
+    """Whether a patch acts on a weight that ComfyUI keeps in fp8."""
+    if (version := version_of(patcher)) is None:
+        return False
+    known = _patched.setdefault(patcher.model, {})
+    if version not in known:
+        if len(known) >= 64:
+            known.clear()
+        dtypes = {name: p.dtype for name, p in patcher.model.named_parameters()} | cast_when_called(patcher)
+        known[version] = any(
+            is_fp8(dtypes.get(key, torch.float32)) and acting(patches) for key, patches in patcher.patches.items()
+        )
+    return known[version]
+
+
+def multiplies_in_fp8(module: torch.nn.Module) -> bool:
+    """Whether linears multiply in fp8: ``fp8_e4m3fn_fast``, or ``--fast`` with weights in fp8, where a GPU can."""
+    if module not in _multiplies:
+        from comfy.ops import fp8_ops
+
+        every = (layer for layer in module.modules() if isinstance(layer, fp8_ops.Linear))
+        _multiplies[module] = any(layer.weight.dtype == torch.float8_e4m3fn for layer in every)
+    return _multiplies[module]

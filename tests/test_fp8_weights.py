@@ -1,0 +1,278 @@
+"""Weights kept in fp8 with patches before or behind the engine node: engines have what ComfyUI rounds them to."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import patched as patched_model
+import pytest
+import tiny_models
+import torch
+from any_weights import another, built, error, handle_of, inputs_of, lora, native, patched, served
+from comfy_process import ComfyProcess
+from dynamic_vram import on_cpu
+from fake_recorder import Recorder
+from memory_fixtures import device
+from pack import import_comfy
+from sampling import error as sampling_error
+from sampling import sample
+from scenarios import Scenario, compare, native_latent, relative_difference
+from small_networks import CPU, native_call, network
+
+import_comfy()
+
+import comfy.float
+import comfy.ops
+import comfy.sd
+import comfy.utils
+from comfy import model_management
+from comfy.model_patcher import ModelPatcher
+from hybrid_trt.backends import backends
+from hybrid_trt.backends.torch_live.session import LiveSession
+from hybrid_trt.engine_builder.build import build_engine, run_here
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import Library, Reason, Unavailable
+from hybrid_trt.native_model import weights
+from hybrid_trt.native_model.network import NativeNetwork
+from hybrid_trt.native_model.weights import current_weights
+
+__all__ = ["device"]  # a fixture: pytest finds it by name
+
+NAME, LORA = "tiny_sd15_flat_unet", "tiny_sd15_lora"
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+STORED = (*FP8, torch.bfloat16)
+LIMIT = 1e-5
+
+
+def stored_as(dtype: torch.dtype, kind: str = "unet") -> NativeNetwork:
+    """A network whose weights lie in a dtype, computing in float32, as UNETLoader's weight_dtype makes it."""
+    net = network(kind, "inpainting_channels", operations=comfy.ops.manual_cast)
+    net.module.to(dtype)
+    return net
+
+
+def behind(net: NativeNetwork, patcher: ModelPatcher) -> NativeNetwork:
+    return NativeNetwork(patcher, net.module, net.prefix, net.dtype, net.label)
+
+
+def merged(net: NativeNetwork) -> ModelPatcher:
+    """As ModelMergeSimple does it."""
+    other = another(net, "inpainting_channels")
+    patcher = net.patcher.clone()
+    for key, patches in other.patcher.get_key_patches(net.prefix or None).items():
+        patcher.add_patches({key: patches}, 0.4, 0.6)
+    return patcher
+
+
+def with_lora(net: NativeNetwork, strength: float = 0.8) -> ModelPatcher:
+    return patched(net, (lora(net, 5), strength))
+
+
+PATCHES = {"a LoRA": with_lora, "a merge": merged}
+
+
+def of_live(net: NativeNetwork, patcher: ModelPatcher) -> list[torch.Tensor]:
+    """What the torch backend computes."""
+    session = LiveSession(net, backends()["torch"], "float32", Recorder())
+    session.begin_run(patcher)
+    with torch.inference_mode():
+        return list(session.run(inputs_of(net)).values())
+
+
+def unrounded(net: NativeNetwork, patcher: ModelPatcher) -> list[torch.Tensor]:
+    """What native would compute without its rounding."""
+    wide = stored_as(torch.float32, "unet" if net.prefix else "controlnet")
+    wide.module.load_state_dict({n: p.float() for n, p in net.module.state_dict().items()})
+    plain = wide.patcher.clone()
+    plain.patches, plain.patches_uuid = patcher.patches, patcher.patches_uuid
+    return native(wide, plain)
+
+
+CASES = [
+    *itertools.product(STORED, ["unet"], ["a LoRA"]),
+    (FP8[0], "controlnet", "a LoRA"),
+    (FP8[0], "unet", "a merge"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "kind", "how"), CASES)
+def test_patched_weights_are_to_the_bit_what_comfyui_puts_in_their_place(
+    dtype: torch.dtype, kind: str, how: str
+) -> None:
+    net = stored_as(dtype, kind)
+    patcher = PATCHES[how](net)
+    ours = {name: weight.clone() for name, weight in current_weights(patcher, net.prefix)}
+    patcher.patch_model(CPU)
+    its = {name: weight.clone() for name, weight in net.module.state_dict().items()}
+    loaded = {name: weight.clone() for name, weight in current_weights(patcher, net.prefix)}
+    patcher.unpatch_model(CPU)
+    assert ours.keys() == its.keys()
+    for name, weight in its.items():
+        assert torch.equal(ours[name].float(), weight.float()), name
+        assert torch.equal(loaded[name].float(), weight.float()), f"{name}, while it is loaded"
+
+
+@pytest.mark.parametrize("how", PATCHES)
+@pytest.mark.parametrize("dtype", STORED, ids=str)
+def test_live_weights_are_what_native_samples_with(dtype: torch.dtype, how: str) -> None:
+    net = stored_as(dtype)
+    patcher = PATCHES[how](net)
+    expected = native(net, patcher)
+    assert error(unrounded(net, patcher), expected) > 10 * LIMIT, "the rounding is to be seen"
+    assert error(of_live(net, patcher), expected) <= LIMIT
+
+
+@pytest.mark.parametrize("dtype", [FP8[0], torch.bfloat16], ids=str)
+def test_a_replaceable_engine_follows_loras_as_native_rounds_them(tmp_path: Path, dtype: torch.dtype) -> None:
+    net = stored_as(dtype)
+    built(net, tmp_path)
+    handle = handle_of(net, tmp_path, replaceable=True)
+    for patcher in (net.patcher, with_lora(net), merged(net), net.patcher):
+        assert error(served(handle, patcher), native(net, patcher)) <= LIMIT
+
+
+@pytest.mark.parametrize("kind", ["unet", "controlnet"])
+def test_an_engine_with_a_lora_built_in_has_the_rounded_weights(tmp_path: Path, kind: str) -> None:
+    plain = stored_as(torch.float8_e4m3fn, kind)
+    net = behind(plain, with_lora(plain))
+    built(net, tmp_path, replaceable=False)
+    assert error(served(handle_of(net, tmp_path)), native(net, net.patcher)) <= LIMIT
+    assert handle_of(behind(plain, with_lora(plain, 0.3)), tmp_path).session is None, "another strength is another hash"
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_rounding_leaves_what_is_exact_as_it_is(dtype: torch.dtype) -> None:
+    """So that patches of strength 0 need not be looked at."""
+    every = torch.arange(256, dtype=torch.uint8).view(dtype)
+    every = every[every.float().isfinite()].float()
+    for seed in range(20):
+        assert torch.equal(comfy.float.stochastic_rounding(every, dtype, seed).float(), every)
+
+
+class Kept:
+    """A model whose weights lie in fp8, with a LoRA, and a library with its engine."""
+
+    def __init__(self, file: Path, folder: Path):
+        model = comfy.sd.load_diffusion_model(str(file), model_options={"dtype": FP8[0]})
+        loras = comfy.utils.load_torch_file(str(file.parent.parent / "loras" / f"{LORA}.safetensors"))
+        self.native, _ = comfy.sd.load_lora_for_models(model, None, loras, 1.0, 0.0)
+        self.library = Library([folder])
+        net = NativeNetwork.of_model(self.native, NAME)
+        order = BuildOrder(net, net.precision, patched_model.PROFILE, backends()["onnxruntime"])
+        build_engine(order, self.library, lambda *_: None, run=run_here)
+
+
+@pytest.fixture(scope="module")
+def kept(environment: Any, tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    files = tiny_models.make(environment.base / "models", [NAME, LORA])
+    return Kept(files[NAME], tmp_path_factory.mktemp("library"))
+
+
+def test_while_an_engine_serves_native_is_as_comfyui_loads_it(kept: Kept, device: None) -> None:
+    reference = sample(kept.native)
+    engine = patched_model.Patched(kept.native, kept.library)
+    assert sampling_error(engine.sample(), reference) <= LIMIT
+    assert engine.counts == (4, 0)
+    assert not kept.native.model.model_lowvram, "off the device weights would not be rounded"
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
+def test_native_serves_where_comfyui_loads_a_part_only(
+    kept: Kept, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, load = sample(kept.native), ModelPatcher.partially_load
+
+    def partially_load(self: ModelPatcher, device_to: torch.device, *_: Any, **options: Any) -> int:
+        return load(self, device_to, 0.1 if self.model is kept.native.model else 0, **options)
+
+    model_management.unload_all_models()
+    with monkeypatch.context() as little_memory:
+        little_memory.setattr(ModelPatcher, "partially_load", partially_load)
+        in_part = sample(kept.native)
+        assert sampling_error(in_part, whole) > 1e-3, "what is off the device is not rounded"
+        engine = patched_model.Patched(kept.native, kept.library, backend)
+        assert sampling_error(engine.sample(), in_part) == 0
+        assert engine.counts == (0, 4)
+        assert "loaded a part" in engine.handle.tally.details[Reason.MODEL_PATCHED.value]
+    model_management.unload_all_models()
+    engine.sample()  # looked at while ComfyUI still knows it as loaded in part
+    assert sampling_error(engine.sample(), whole) <= LIMIT
+    assert engine.counts == (4, 0)
+
+
+def test_patched_fp8_weights_under_dynamic_vram_run_native() -> None:
+    net = stored_as(FP8[0])
+    dynamic = on_cpu(net.patcher)
+    assert behind(net, dynamic).architecture() is not None
+    dynamic.add_patches(lora(net, 5), 0.8)
+    with pytest.raises(Unavailable, match="dynamic VRAM rounds otherwise"):
+        behind(net, dynamic).architecture()
+    wide = stored_as(torch.bfloat16)
+    dynamic = on_cpu(wide.patcher)
+    dynamic.add_patches(lora(wide, 5), 0.8)
+    assert behind(wide, dynamic).architecture() is not None
+
+
+def test_under_dynamic_vram_weights_have_the_dtype_that_large_layers_are_cast_to() -> None:
+    """ComfyUI keeps the file's, and casts them in each call; small layers it loads as they are."""
+    net = stored_as(FP8[0])
+    model_management.archive_model_dtypes(net.module)
+    net.module.float()
+    for parameter in net.module.parameters():
+        parameter.data.add_(0.01)
+    plain = NativeNetwork(net.patcher, net.module, net.prefix, net.dtype, net.label)
+    net = behind(net, on_cpu(net.patcher))
+    layers = dict(net.module.named_modules())
+    cast = 0
+    for name, value in current_weights(net.patcher, net.prefix):
+        path, _, leaf = name.rpartition(".")
+        weight = layers[path]._parameters[leaf]
+        large = sum(p.nbytes for p in layers[path].parameters()) > 16 * 1024
+        assert torch.equal(value.float(), weight.to(FP8[0]).float() if large else weight), name
+        cast += large and not torch.equal(value.float(), weight)
+    assert cast > 10
+    assert net.weights_hash() != hash_of(plain)
+    given = inputs_of(net)
+    expected = dict(current_weights(net.patcher, net.prefix))
+    live = of_live(net, net.patcher)
+    for name, value in expected.items():
+        net.module.get_parameter(name).data = value.float()
+    assert error(live, native_call(net, given)) <= LIMIT
+
+
+def hash_of(net: NativeNetwork) -> str:
+    weights.forget_hash(net.patcher)
+    return net.weights_hash()
+
+
+def test_layers_that_multiply_in_fp8_are_no_part_of_an_engine() -> None:
+    fast = network("unet", "inpainting_channels", operations=comfy.ops.fp8_ops)
+    assert NativeNetwork.architecture(fast) is not None, "weights in float32 are multiplied as ever"
+    fast = network("unet", "inpainting_channels", operations=comfy.ops.fp8_ops)
+    fast.module.to(FP8[0])
+    with pytest.raises(Unavailable, match="fp8_e4m3fn_fast"):
+        fast.architecture()
+
+
+LORA_NODE = ("LoraLoaderModelOnly", {"lora_name": f"{LORA}.safetensors", "strength_model": 1.0})
+FLAT = Scenario(unet=NAME, controls=(), weight_dtype="fp8_e4m3fn", seed=43)
+BEFORE, BEHIND = FLAT.but(loras_before=(LORA_NODE,)), FLAT.but(patches=(LORA_NODE,))
+ORT = {"backend": "onnxruntime", "when_missing": "build now"}
+WAYS = {
+    "built in": BEFORE.but(settings=ORT),
+    "torch": BEHIND.but(settings={"backend": "torch"}),
+    "replaceable": BEHIND.but(settings=ORT | {"weights": "replaceable"}),
+}
+
+
+def test_a_server_samples_fp8_weights_with_a_lora_as_native_does(comfy: ComfyProcess) -> None:
+    assert relative_difference(native_latent(comfy, BEFORE), native_latent(comfy, FLAT)) > 0.01, "the LoRA acts"
+    for way, scenario in WAYS.items():
+        result = compare(comfy, scenario)
+        assert result.error <= LIMIT, way
+        assert result.unet == {"engine": 4, "native": 0, "reasons": {}}, way
+    for folder in (comfy.base / "models" / "trt_engines").glob("*layout*onnxruntime*"):
+        shutil.rmtree(folder)  # it would serve the models of other tests
