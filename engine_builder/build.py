@@ -149,9 +149,8 @@ def _identity(order: BuildOrder, progress: Progress) -> EngineIdentity:
     progress("reading weights", 0.0)
     specs = [*architecture.engine_inputs(network.module, precision), *architecture.outputs(network.module, precision)]
     symbols = {dim.symbol for spec in specs for dim in spec.dims if not isinstance(dim, int)}
-    if order.any_weights:
-        weights = layout_of(network.module)
-    else:
+    layout = weights = layout_of(network.module)
+    if not order.any_weights:
         weights = order.backend.weights(network, lambda: progress("reading weights", 0.0))
     return EngineIdentity(
         architecture=architecture.name,
@@ -161,6 +160,7 @@ def _identity(order: BuildOrder, progress: Progress) -> EngineIdentity:
         backend=order.backend.name,
         backend_version=order.backend.version(),
         device=order.backend.target(order.target_device),
+        layout="" if weights == layout else layout,
     )
 
 

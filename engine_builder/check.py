@@ -36,6 +36,7 @@ def unchecked_engine(order: BuildOrder, library: Library, identity: EngineIdenti
         identity.profile,
         [backend.name],
         gpu_of(device),
+        layout=identity.layout,
     )
     return library.unchecked(wanted, lambda manifest: backend.refuses(manifest, device))
 

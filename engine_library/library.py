@@ -41,6 +41,7 @@ class Wanted:
         only_timed: those of the backends of which only engines will do that were timed on this GPU.
         any_size: those of the backends that serve calls of any size, whatever their engine was built for.
         one_size: those of the backends whose engines are for one size: they need but hold the best of the profile.
+        layout: that of the network; ``""`` where it does not matter.
     """
 
     architecture: str
@@ -53,6 +54,7 @@ class Wanted:
     only_timed: Collection[str] = ()
     any_size: Collection[str] = ()
     one_size: Collection[str] = ()
+    layout: str = ""
 
 
 class Library:
@@ -116,7 +118,7 @@ class Library:
         found = []
         for engine in self.engines():
             identity = engine.manifest.identity
-            same = identity.architecture == wanted.architecture and identity.weights in wanted.weights
+            same = identity.architecture == wanted.architecture and _fits(identity, wanted)
             if same and identity.precision == wanted.precision and identity.backend in wanted.backends:
                 fallback = self.flaw(engine, usable, wanted.gpu)
                 unchecked = fallback is not None and fallback.reason is Reason.UNCHECKED
@@ -274,7 +276,8 @@ def _fits(identity: EngineIdentity, wanted: Wanted) -> bool:
     """Whether an engine's weights are wanted, or were perhaps, before layouts were told as they are."""
     if identity.outdated_layout:
         return any(weights.startswith(LAYOUT_PREFIX) for weights in wanted.weights)
-    return identity.weights in wanted.weights
+    other = wanted.layout and identity.layout and identity.layout != wanted.layout
+    return identity.weights in wanted.weights and not other
 
 
 def _rank(identity: EngineIdentity, wanted: Wanted, pace: float | None) -> tuple:

@@ -54,6 +54,8 @@ class EngineIdentity:
         profile: the shapes it accepts.
         backend, backend_version: who built it.
         device: what it runs on, in the backend's words: ``"any"``, or a GPU's name and compute capability.
+        layout: that of the network whose weights are built in: with other settings of a layer these weights compute
+            something else. ``""`` for an engine of any weights, and in those of earlier versions.
     """
 
     architecture: str
@@ -64,6 +66,7 @@ class EngineIdentity:
     backend_version: str
     device: str
     export_format: int = EXPORT_FORMAT
+    layout: str = ""
 
     @property
     def any_weights(self) -> bool:
@@ -76,7 +79,8 @@ class EngineIdentity:
         return self.any_weights and not self.weights.startswith(LAYOUT_PREFIX)
 
     def to_json(self) -> dict:
-        return {**self.__dict__, "profile": self.profile.to_json()}
+        told = {name: value for name, value in self.__dict__.items() if name != "layout" or value}
+        return {**told, "profile": self.profile.to_json()}
 
     @property
     def key(self) -> str:
@@ -223,8 +227,8 @@ class Manifest:
 
 
 def _identity(data: object) -> EngineIdentity:
-    names = [field.name for field in fields(EngineIdentity)]
-    data = strict.mapping(data, "identity", names)
+    names = [field.name for field in fields(EngineIdentity) if field.name != "layout"]
+    data = strict.mapping(data, "identity", names, ["layout"])
     return EngineIdentity(
         architecture=strict.word(data["architecture"], "architecture"),
         weights=strict.word(data["weights"], "weights"),
@@ -234,6 +238,7 @@ def _identity(data: object) -> EngineIdentity:
         backend_version=strict.text(data["backend_version"], "backend_version"),
         device=strict.text(data["device"], "device"),
         export_format=strict.integer(data["export_format"], "export_format", most=1 << 20),
+        layout=strict.word(data["layout"], "layout") if "layout" in data else "",
     )
 
 

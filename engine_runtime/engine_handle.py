@@ -219,7 +219,10 @@ class EngineHandle:
         usable = serving_backends(self.choice.backend, device, self.library, architecture.name)
         self.takes_any_weights = self.choice.replaceable and any(backend.refits for backend in usable.values())
         weights = self._weights(architecture.name, usable.values())
-        wanted = Wanted(architecture.name, weights, self.precision, self.profile, list(usable), gpu_of(device))
+        layout = layout_of(self.network.module)
+        wanted = Wanted(
+            architecture.name, weights, self.precision, self.profile, list(usable), gpu_of(device), layout=layout
+        )
         live = next((backend for backend in usable.values() if backend.runs_live_weights), None)
         try:
             engines, passed_over = find_engines(self.library, wanted, self.choice.backend, usable, device), None

@@ -14,7 +14,7 @@ from .attention import preference_class
 from .comfyui_internals import names_used_by
 from .comfyui_shims import is_of_loading
 
-_COMPUTES = frozenset({"forward", "_forward", "_conv_forward", "forward_comfy_cast_weights"})
+COMPUTES = frozenset({"forward", "_forward", "_conv_forward", "forward_comfy_cast_weights"})
 """Methods that other packs replace on layers."""
 
 _PADDING = "zeros"
@@ -76,7 +76,7 @@ def changed_in_place(module: torch.nn.Module, layers: Sequence[torch.nn.Module])
     """
     for layer in layers:
         own = layer.__dict__
-        suspect = not _COMPUTES.isdisjoint(own) or own["_forward_hooks"] or own["_forward_pre_hooks"]
+        suspect = not COMPUTES.isdisjoint(own) or own["_forward_hooks"] or own["_forward_pre_hooks"]
         if (suspect or own.get("padding_mode", _PADDING) != _PADDING) and (what := replaced(layer)) is not None:
             return f"{_name(module, layer)} has a {what}"
     if any(map(_is_foreign, set(map(type, layers)))):

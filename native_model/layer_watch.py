@@ -6,7 +6,7 @@ import torch
 from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
-from .changed_layers import changed_in_place, layers_of, replaced
+from .changed_layers import COMPUTES, changed_in_place, layers_of, replaced
 from .replaced_code import replaced_code
 
 
@@ -19,6 +19,7 @@ class LayerWatch:
         self._hooks: list[dict] = []
         self._own: list[dict] = []
         self._attributes = 0
+        self._put_back: list[tuple[dict, str, object]] = []  # methods that lie on layers and are their own
         self._hooks_ever = -1
 
     def look(self) -> str | None:
@@ -29,7 +30,7 @@ class LayerWatch:
             return what
         self._own = [layer.__dict__ for layer in layers]
         self._hooks = [own[kind] for kind in ("_forward_hooks", "_forward_pre_hooks") for own in self._own]
-        self._attributes = sum(map(len, self._own))
+        self._note_methods()
         self._hooks_ever = ever
         return replaced_code(frozenset(map(type, layers)))
 
@@ -45,11 +46,21 @@ class LayerWatch:
             if any(self._hooks) or torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
                 return self._found() or "all layers have a forward hook of another node"
             self._hooks_ever = RemovableHandle.next_id
-        if methods and sum(map(len, self._own)) != self._attributes:
+        if methods and self._more_on_layers():
             if (what := self._found()) is not None:
                 return what
-            self._attributes = sum(map(len, self._own))
+            self._note_methods()
         return None
+
+    def _note_methods(self) -> None:
+        self._attributes = sum(map(len, self._own))
+        self._put_back = [(own, name, own[name]) for own in self._own for name in COMPUTES if name in own]
+
+    def _more_on_layers(self) -> bool:
+        """Whether anybody put something on a layer that was not there, or in the place of a method there."""
+        if sum(map(len, self._own)) != self._attributes:
+            return True
+        return any(own.get(name) is not method for own, name, method in self._put_back)
 
     def _found(self) -> str | None:
         for layer in self._layers:

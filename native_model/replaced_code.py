@@ -80,7 +80,7 @@ class _Places:
         if stranger is None:
             read = str(getattr(functions[0], "__module__", "")).startswith(_FOLLOWED)
             return [one for one in functions if read and code_of(one) is not None]
-        words = f"{qualified} is {pack_of(stranger)}'s and not ComfyUI's"
+        words = f"the pack {pack_of(stranger)} has replaced {qualified} for all models"
         if (same := _MAY_DIFFER.get((module, qualified))) is not None:
             self.checked.append((functions[0], same, words))
         else:
