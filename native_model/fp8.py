@@ -64,7 +64,7 @@ def rounded_unlike(patcher: ModelPatcher) -> str | None:
     if not patcher.patches:
         return None
     dynamic = patcher.is_dynamic()
-    if not (dynamic or getattr(patcher.model, "model_lowvram", False)) or not patches_fp8(patcher):
+    if not (dynamic or getattr(patcher.model, "model_lowvram", True)) or not patches_fp8(patcher):
         return None
     if dynamic:
         return "its fp8 weights have a LoRA or another patch, which dynamic VRAM rounds otherwise from call to call"
@@ -89,8 +89,9 @@ def patches_fp8(patcher: ModelPatcher) -> bool:
 def multiplies_in_fp8(module: torch.nn.Module) -> bool:
     """Whether linears multiply in fp8: ``fp8_e4m3fn_fast``, or ``--fast`` with weights in fp8, where a GPU can."""
     if module not in _multiplies:
-        from comfy.ops import fp8_ops
+        from comfy import ops
 
-        every = (layer for layer in module.modules() if isinstance(layer, fp8_ops.Linear))
+        fast = getattr(ops, "fp8_ops", None)  # later versions may have no such layers
+        every = (layer for layer in module.modules() if fast is not None and isinstance(layer, fast.Linear))
         _multiplies[module] = any(layer.weight.dtype == torch.float8_e4m3fn for layer in every)
     return _multiplies[module]
