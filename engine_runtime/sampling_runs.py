@@ -6,7 +6,8 @@ and engines need not look for that in each call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -40,9 +41,17 @@ def current_run() -> SamplingRun | None:
 
 def as_run(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
     """An OUTER_SAMPLE wrapper: all calls inside belong to one run."""
-    token = _current.set(SamplingRun(not _others_take_part(executor.class_obj, (*args, *kwargs.values()))))
-    try:
+    others = _others_take_part(executor.class_obj, (*args, *kwargs.values()))
+    with inside(SamplingRun(comfyuis_alone=not others)):
         return executor(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def inside(run: SamplingRun) -> Iterator[None]:
+    """Inside, calls are part of a run."""
+    token = _current.set(run)
+    try:
+        yield
     finally:
         _current.reset(token)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_LIBRARIES = ("torch", "einops", "comfy_kitchen", "comfy_aimdo", "safetensors", "numpy")
+_LIBRARIES = ("torch", "einops", "comfy_kitchen", "comfy_aimdo", "safetensors", "numpy", "scipy", "torchsde", "tqdm")
 _PACKS = ("custom_nodes", "site-packages", "dist-packages", "tests")
 """Folders in which the code of others lies, wherever they are."""
 _OURS = __name__.rpartition(".native_model")[0]

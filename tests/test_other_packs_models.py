@@ -14,6 +14,8 @@ from pack import import_comfy
 
 import_comfy()
 
+import comfy.samplers
+from comfy.cldm import cldm
 from comfy.ldm.modules import attention
 from comfy.ldm.modules.diffusionmodules import openaimodel
 from comfy.model_patcher import ModelPatcher
@@ -24,12 +26,12 @@ from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Unavailable
 from hybrid_trt.native_model.layer_watch import LayerWatch
 from hybrid_trt.native_model.network import NativeNetwork
-from memory_fixtures import file, library
+from memory_fixtures import Controlled, controlled, controlnet, file, files, library
 from patched import LIMIT, NAME, PROFILE, Patched, load
 from sampling import STEPS, error, sample
 from scenarios import A, B, Control, Scenario, compare, latent_of, native_latent, prompt, relative_difference
 
-__all__ = ["file", "library"]  # fixtures: pytest finds them by name
+__all__ = ["controlled", "controlnet", "file", "files", "library"]  # fixtures: pytest finds them by name
 
 BACKENDS = pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
 CODE: dict[str, tuple[Any, str]] = {
@@ -38,7 +40,6 @@ CODE: dict[str, tuple[Any, str]] = {
     "ResBlock._forward": (openaimodel.ResBlock, "_forward"),
     "UNetModel._forward": (openaimodel.UNetModel, "_forward"),
     "UNetModel.forward": (openaimodel.UNetModel, "forward"),
-    "Upsample.forward": (openaimodel.Upsample, "forward"),
     "BasicTransformerBlock.forward": (attention.BasicTransformerBlock, "forward"),
     "CrossAttention.forward": (attention.CrossAttention, "forward"),
     "GEGLU.forward": (attention.GEGLU, "forward"),
@@ -246,6 +247,61 @@ def test_in_comfyuis_own_sampling_a_look_in_each_call_takes_no_time(file: Path) 
     assert watch.look_again(methods=False) is None
 
 
+@pytest.fixture
+def looked_for_methods(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether calls looked for methods that lie on layers, call by call."""
+    looked, own = [], LayerWatch.look_again
+
+    def look_again(self: LayerWatch, methods: bool) -> str | None:
+        looked.append(methods)
+        return own(self, methods)
+
+    monkeypatch.setattr(LayerWatch, "look_again", look_again)
+    return looked
+
+
+def plainly_sampled(model: ModelPatcher, guider: type = comfy.samplers.CFGGuider, **options: Any) -> None:
+    """As ComfyUI samples with nobody else taking part."""
+    prompts = {name: [[torch.randn(1, 77, 768), {}]] for name in ("positive", "negative")}
+    guide, noise = guider(model), torch.randn(1, 4, 8, 8)
+    guide.set_conds(**prompts)
+    given = {"sampler": comfy.samplers.sampler_object("euler"), "sigmas": torch.tensor([10.0, 1.0, 0.0])} | options
+    with torch.inference_mode():
+        guide.sample(noise, torch.zeros_like(noise), disable_pbar=True, **given)
+
+
+class OtherGuider(comfy.samplers.CFGGuider):
+    pass
+
+
+def other_sampler(model: Any, x: torch.Tensor, sigmas: torch.Tensor, **options: Any) -> torch.Tensor:
+    return comfy.samplers.k_diffusion_sampling.sample_euler(model, x, sigmas, **options)
+
+
+def patched_after(model: ModelPatcher) -> ModelPatcher:
+    other = model.clone()
+    other.set_model_sampler_post_cfg_function(lambda given: given["denoised"])
+    return other
+
+
+def test_methods_are_looked_for_in_each_call_where_other_packs_take_part_in_a_run(
+    file: Path, library: Library, looked_for_methods: list[bool]
+) -> None:
+    model = Patched(load(file), library).model
+    runs: list[tuple[bool, Callable[[], None]]] = [
+        (False, lambda: plainly_sampled(model)),
+        (True, lambda: plainly_sampled(model, OtherGuider)),
+        (True, lambda: plainly_sampled(model, sampler=comfy.samplers.KSAMPLER(other_sampler))),
+        (True, lambda: plainly_sampled(model, callback=lambda *_: None)),
+        (True, lambda: plainly_sampled(patched_after(model))),
+        (False, lambda: plainly_sampled(model)),
+    ]
+    for others, run in runs:
+        looked_for_methods.clear()
+        run()
+        assert looked_for_methods == [others] * 2
+
+
 def in_place(layer: torch.nn.Module) -> None:
     layer.weight.data.mul_(0.5)
 
@@ -287,6 +343,45 @@ def test_weights_that_a_pack_writes_to_before_the_engine_node_act_as_in_native(
 ) -> None:
     native, patched = sample(edited(load(file), edit)), Patched(edited(load(file), edit), library, backend)
     assert error(patched.sample(), native) <= LIMIT
+
+
+def other_code(_net: torch.nn.Module) -> Callable[[], None]:
+    own = cldm.ControlNet.forward
+    cldm.ControlNet.forward = lambda *args, **kwargs: scaled(own(*args, **kwargs))
+    return lambda: setattr(cldm.ControlNet, "forward", own)
+
+
+def scaled(result: dict) -> dict:
+    return {name: [part * 0.5 for part in parts] for name, parts in result.items()}
+
+
+def hooked_control(net: torch.nn.Module) -> Callable[[], None]:
+    return with_a_hook(net.middle_block[0])
+
+
+def edited_control(net: torch.nn.Module) -> Callable[[], None]:
+    net.zero_convs[0][0].weight.data.mul_(2.0)
+    return lambda: net.zero_convs[0][0].weight.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("change", [other_code, hooked_control, edited_control])
+def test_a_controlnet_that_a_pack_changes_acts_as_in_native(controlled: Controlled, change: Callable) -> None:
+    def native() -> torch.Tensor:
+        return sample(controlled.model, control=controlled.plain)
+
+    reference = native()
+    assert error(controlled.sample(), reference) <= LIMIT
+    with torch.inference_mode():
+        back = change(controlled.native.model)
+    try:
+        changed = native()
+        assert error(changed, reference) > 1e-3, "it does nothing here"
+        assert error(controlled.sample(), changed) <= LIMIT
+    finally:
+        with torch.inference_mode():
+            back()
+    assert error(controlled.sample(), reference) <= LIMIT
+    assert controlled.handle.tally.engine == STEPS
 
 
 PLAIN = Scenario(controls=(Control(A.file, 1, 0.7, engine=False), Control(B.file, 2, 0.4, engine=False)))
