@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from builds import read_only, small_network
 from fake_engine import PROFILE, SPECS
 from hybrid_trt.engine_library import EngineIdentity, Library, Manifest
 from hybrid_trt.engine_library.engine import describe_files
-from hybrid_trt.native_model import hash_cache, weights
+from hybrid_trt.native_model import file_digests, hash_cache, weights
 from hybrid_trt.native_model.network import NativeNetwork
 
 UNDER_WINDOWS_RULES_TOO = True
@@ -83,6 +85,66 @@ def test_a_file_of_the_same_size_and_time_with_other_weights_has_another_hash(
         changed_values(other)
     assert other.weights_hash() != first
     assert len(hashing) == 2
+
+
+def one_value_changed(network: NativeNetwork) -> NativeNetwork:
+    """As an edit of a file would have it: nothing that a sample holds is another."""
+    with torch.no_grad():
+        network.module.get_parameter(lora_names(network)[0])[1, 1] += 1
+    return network
+
+
+def test_a_file_that_was_edited_in_one_place_has_another_hash(tmp_path: Path, hashing: list[str]) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"1")
+    os.utime(file, ns=(10**18, 10**18))
+    first = from_file(file).weights_hash()
+    with file.open("r+b") as edited:
+        edited.write(b"2")
+    os.utime(file, ns=(10**18, 10**18))
+    other = one_value_changed(from_file(file))
+    assert weights._sample(other.patcher, "") == weights._sample(from_file(file).patcher, "")
+    assert other.weights_hash() != first
+    assert len(hashing) == 2
+
+
+def test_an_edit_that_left_no_sign_is_found_at_the_second_use(
+    tmp_path: Path, hashing: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_digests, "state_of", lambda path: (1, 2, 3, 4))
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"1")
+    os.utime(file, ns=(10**18, 10**18))
+    first = from_file(file)
+    assert first.weights_hash() == first.weights_hash()
+    digests_are_kept(tmp_path / "library")
+    file.write_bytes(b"2")
+    os.utime(file, ns=(10**18, 10**18))
+    next_start(file_digests, monkeypatch)
+    other = one_value_changed(from_file(file))
+    assert other.weights_hash() == first.weights_hash(), "nobody has read the file yet"
+    assert other.weights_hash() != first.weights_hash()
+    assert one_value_changed(from_file(file)).weights_hash() == other.weights_hash()
+    assert len(hashing) == 2
+
+
+def digests_are_kept(folder: Path) -> None:
+    """Wait until the threads that read files have told what they read."""
+    for digest in list(file_digests._digests.values()):
+        digest.result()
+    wait_for(lambda: '"file ' in (folder / hash_cache.FILE_NAME).read_text().replace("\\", ""))
+
+
+def wait_for(done: Callable[[], bool]) -> None:
+    until = time.monotonic() + 10
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def next_start(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process remembers nothing."""
+    monkeypatch.setattr(module, "_digests", {})
 
 
 def test_patched_or_otherwise_loaded_models_are_hashed_themselves(tmp_path: Path, hashing: list[str]) -> None:
