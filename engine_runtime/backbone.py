@@ -186,7 +186,12 @@ def _never() -> EngineCall:
     raise AssertionError("nothing is bound for a call that is refused")
 
 
-SEVERAL_GPUS = Fallback(Reason.MODEL_PATCHED, "MultiGPU CFG Split shares each step among GPUs; an engine is on one")
+SEVERAL_GPUS = Fallback(
+    Reason.MODEL_PATCHED,
+    "MultiGPU CFG Split shares each step among GPUs; an engine is on one",
+    advice="remove MultiGPU CFG Split if you want the engine: on one GPU it is faster than the split "
+    "(two H100s: 6 steps took 0.14 s with the engine of one, 1.6 s shared)",
+)
 
 
 def _on_several_gpus(options: Mapping) -> bool:

@@ -49,6 +49,7 @@ class Tally:
         calls: the same in their order, a byte each: ON_ENGINE or NATIVE.
         reasons: fallback reason -> how many native calls had it.
         details: fallback reason -> the particulars of its first call.
+        advices: fallback reason -> what to do, where its first call knew better than the reason.
         node_key: what the engine node stands for, see ``nodes.node_key``; ids say that within one prompt only.
         times: how long the calls took, in the order of ``calls``, or None when nobody wants to know.
         uncompiled: engine calls that ran without a compiled file -> how many they were.
@@ -88,6 +89,7 @@ class Tally:
     reopened: int = 0
     plain: int = 0
     why_plain: str = ""
+    advices: dict[str, str] = field(default_factory=dict)
 
     def count_engine(self, backend: str, uncompiled: Uncompiled | None = None, beside: bool = False) -> None:
         """Count a call that an engine served, or live weights without a compiled file."""
@@ -117,6 +119,8 @@ class Tally:
             for symbol, size in fallback.sizes.items():
                 self.beyond[symbol] = max(size, self.beyond.get(symbol, 0))
             if reason not in self.reasons:
+                if fallback.advice:
+                    self.advices[reason] = fallback.advice
                 log.warning("Hybrid TRT: %s ran native. %s", self.name, fallback.sentence(self.advice(fallback.reason)))
                 self.details[reason] = str(fallback)
             self.native += 1
@@ -145,7 +149,7 @@ class Tally:
         """What to do about the native calls that had a reason."""
         if reason is Reason.SHAPE_OUTSIDE_PROFILE and self.unserved:
             return f"build again for {'; '.join(call.words for call in list(self.unserved))}"
-        return reason.advice
+        return self.advices.get(reason.value, reason.advice)
 
     def ms(self) -> list[float]:
         """Milliseconds of each call; empty when they were not timed."""
@@ -153,7 +157,7 @@ class Tally:
 
     def to_json(self) -> dict:
         left_out = ("times", "opened", "beyond", "uncompiled", "unserved", "beside", "late", "apart", "reopened",
-                    "plain", "why_plain")  # fmt: skip
+                    "plain", "why_plain", "advices")  # fmt: skip
         fields = {name: value for name, value in self.__dict__.items() if name not in left_out}
         uncompiled = {call.words: count for call, count in self.uncompiled.items()}
         calls = "".join("ne"[call] for call in self.calls)

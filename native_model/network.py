@@ -13,7 +13,7 @@ from ..engine_library.reasons import Fallback, Reason, Unavailable
 from .attention import part_replaced, preference_class, unknown_preference
 from .changed_layers import changed_in_place
 from .hash_cache import hashes_without_patches
-from .quantised import has_quantised_layers
+from .quantised import unreadable_weights
 from .weights import Check, fingerprint, forget_hash, known_hash, weights_hash
 
 if TYPE_CHECKING:
@@ -126,8 +126,7 @@ class NativeNetwork:
         architecture = _architectures[self.module]
         if architecture is None:
             raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} is a {type(self.module).__name__}")
-        if has_quantised_layers(self.module):
-            what = "quantised layers, for which no engine can be built yet"
+        if (what := unreadable_weights(self.module, self.patcher)) is not None:
             raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} has {what}")
         return architecture
 
