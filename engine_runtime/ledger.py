@@ -18,6 +18,7 @@ from comfy_execution.utils import get_executing_context
 from ..engine_library import Fallback, Reason
 from ..engine_sessions.session import Uncompiled
 from . import fast_path, timing
+from .running_node import running_node
 from .timing import CallTimes, TimesTogether
 
 if TYPE_CHECKING:
@@ -182,11 +183,20 @@ _prompts: OrderedDict[str, dict[tuple[str, str, str], Tally]] = OrderedDict()
 
 
 _lent: ExecutionContext | None = None
+_latest: ExecutionContext | None = None
+"""What ``executing`` last gave."""
 
 
 def executing() -> ExecutionContext | None:
-    """The node execution that the caller runs in: one object during one execution of a node, another in the next."""
-    return get_executing_context() or _lent
+    """The node execution that the caller runs in: one object during one execution of a node, another in the next.
+
+    ComfyUI tells it the thread that it calls the node in; one that the node starts is in the node that runs meanwhile.
+    """
+    global _latest
+    context = get_executing_context() or _lent or running_node(_latest)
+    if context is not None:
+        _latest = context
+    return context
 
 
 @contextlib.contextmanager

@@ -42,8 +42,8 @@ class TestOwnForward(io.ComfyNode):
             node_id="TestOwnForward", display_name="Test Own Forward", category="tests",
             inputs=[
                 io.Model.Input("model"),
-                io.Int.Input("every", default=0, min=0, max=100, tooltip="Each such call goes ComfyUI's way; 0: none."),
-                io.Boolean.Input("replaced", default=False, tooltip="Whether the UNet's forward is replaced instead."),
+                io.Int.Input("every", default=0, min=0, max=9, optional=True, tooltip="Each such call goes ComfyUI's way."),
+                io.Boolean.Input("replaced", default=False, optional=True, tooltip="Its forward instead."),
             ],
             outputs=[io.Model.Output()],
         )  # fmt: skip
