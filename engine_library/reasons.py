@@ -62,7 +62,7 @@ _ADVICE = {
 }
 
 _MEANING = {
-    Reason.NOT_REACHED: "The image is as that node makes it, with an engine or without",
+    Reason.NOT_REACHED: "The image is what that node makes on native too",
     Reason.OTHER_KIND: "Native gets the call as without an engine: it leaves out what does not fit, or ends the prompt",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import TYPE_CHECKING, Any
 
 from ..engine_library import Fallback, Reason
@@ -64,7 +65,7 @@ class Reached:
 
 def _who(function: Any) -> str:
     """What computes instead, with the folder of its pack where that can be told."""
-    code = getattr(function, "__code__", None) or getattr(getattr(type(function), "__call__", None), "__code__", None)
-    found = _PACK.match(code.co_filename) if code is not None else None
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    found = _PACK.match(getattr(module, "__file__", None) or "")
     pack = f" ({found[1]})" if found else ""
     return f"another node{pack} computes the UNet by itself"

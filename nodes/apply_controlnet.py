@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from comfy_api.latest import io
 
-from ..page_api.prompt_graph import inputs_of
 from . import schemas
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class TRTApplyControlNet(io.ComfyNode):
         cls, positive: Conditioning, negative: Conditioning, rows: Any = None, vae: Any = None, **unknown: Any
     ) -> io.NodeOutput:
         if not isinstance(rows, dict):
-            given = inputs_of(cls.hidden.dynprompt, cls.hidden.unique_id)
+            given = cls.hidden.dynprompt.get_node(cls.hidden.unique_id)["inputs"]
             rows = _sorted(given.get("rows") if rows is None else rows, given, unknown)
         stack = _stack(rows)
         copies: dict[tuple[int, ControlBase | None], ControlBase] = {}

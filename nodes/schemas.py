@@ -65,7 +65,9 @@ def sampler_patch() -> io.Schema:
         search_aliases=["tensorrt sampler", "trt model patch"],
         inputs=[
             io.Model.Input("model"),
-            UNetEngine.Input("engine", optional=True, tooltip="From TRT UNet Engine. Without it the model runs native."),
+            UNetEngine.Input(
+                "engine", optional=True, tooltip="From TRT UNet Engine. Without it the model runs native."
+            ),
         ],
         outputs=[io.Model.Output("model_out", display_name="model")],
         hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],

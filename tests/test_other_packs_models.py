@@ -45,7 +45,9 @@ def library(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Library:
     return library_of(file, tmp_path_factory.mktemp("library"))
 
 
-@pytest.mark.parametrize(("kind", "backend"), [*((kind, AUTO) for kind in KINDS), *(("GGUF", name) for name in backends())])
+@pytest.mark.parametrize(
+    ("kind", "backend"), [*((kind, AUTO) for kind in KINDS), *(("GGUF", name) for name in backends())]
+)
 def test_native_serves_it_and_the_reason_says_what_its_weights_are(
     file: Path, library: Library, kind: str, backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,7 +14,7 @@ import nodes  # ComfyUI's
 
 
 class OwnForward:
-    """A ``model_function_wrapper`` that calls the UNet's parts by itself, as DeepCache does; some steps ComfyUI's way."""
+    """A ``model_function_wrapper`` that calls the UNet's parts by itself, as DeepCache does."""
 
     def __init__(self, model: ModelPatcher, every: int):
         self.model, self.every, self.calls = model.model, every, 0
@@ -42,7 +42,7 @@ class TestOwnForward(io.ComfyNode):
             node_id="TestOwnForward", display_name="Test Own Forward", category="tests",
             inputs=[
                 io.Model.Input("model"),
-                io.Int.Input("every", default=0, min=0, max=9, optional=True, tooltip="Each such call goes ComfyUI's way."),
+                io.Int.Input("every", default=0, min=0, max=9, optional=True, tooltip="Such calls go ComfyUI's way."),
                 io.Boolean.Input("replaced", default=False, optional=True, tooltip="Its forward instead."),
             ],
             outputs=[io.Model.Output()],
