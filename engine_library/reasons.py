@@ -63,7 +63,7 @@ _ADVICE = {
 
 _MEANING = {
     Reason.NOT_REACHED: "The image is what that node makes on native too",
-    Reason.OTHER_KIND: "Native gets the call as without an engine: it leaves out what does not fit, or ends the prompt",
+    Reason.OTHER_KIND: "The call goes to native, which leaves out what does not fit, or ends the prompt",
 }
 
 
