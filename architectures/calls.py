@@ -19,6 +19,10 @@ class Unsupported(Exception):
     """A call that no engine of the family can serve; the text names what is in the way."""
 
 
+class OtherKind(Unsupported):
+    """A call that was made for another kind of network."""
+
+
 @dataclass(frozen=True, slots=True)
 class Late:
     """Inputs of a call that are not computed yet.

@@ -38,7 +38,8 @@ def is_plain_2d(module: torch.nn.Module, takes_y: bool) -> bool:
     """Whether a UNet or ControlNet has the image layout that this family describes, with or without ``y``."""
     classes = "sequential" if takes_y else None
     plain = not module.predict_codebook_ids and module.num_classes == classes
-    flat = module.input_blocks[0][0].weight.ndim == 4 and not getattr(module, "use_temporal_resblocks", False)
+    temporal = getattr(module, "use_temporal_resblocks", False)
+    flat = isinstance(module.input_blocks[0][0], torch.nn.Conv2d) and not temporal
     # res-blocks that resample halve with floor, not ceil; no published model has them
     resampling = any(isinstance(layer, ResBlock) and layer.updown for layer in module.modules())
     return plain and flat and not resampling and context_width(module) is not None

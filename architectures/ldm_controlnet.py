@@ -11,7 +11,7 @@ import torch
 from comfy.cldm.cldm import ControlNet
 
 from . import Role, ldm
-from .calls import Binding, EngineCall, Prelude, ResidualLayout, Unsupported
+from .calls import Binding, EngineCall, OtherKind, Prelude, ResidualLayout, Unsupported
 from .joined import Joined
 from .latent import LatentSizes
 from .tensors import Dim, TensorSpec
@@ -77,7 +77,7 @@ def _bind(layout: ResidualLayout, takes_y: bool, is_union: bool, call: Mapping[s
     inputs = {"x": x, "hint": call["hint"], "timesteps": call["timesteps"], "context": call["context"]}
     if takes_y:  # the others ignore it, as native does
         if (y := call.get("y")) is None:
-            raise Unsupported("there is no vector conditioning (y); the model is of another family")
+            raise OtherKind("there is no vector conditioning (y); the model is of another family")
         inputs["y"] = y
     extras = {"hint": tuple(call.get("control_type") or ())} if is_union else {}
     return EngineCall(inputs, lambda outputs: layout.give(outputs, x), extras)

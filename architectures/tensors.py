@@ -148,7 +148,15 @@ class Profile:
 
 
 class ShapeMismatch(ValueError):
-    """The tensors of a call do not fit the engine; the text says which and how."""
+    """The tensors of a call do not fit the network, in whatever size; the text says which and how.
+
+    Attributes:
+        other_kind: whether they are of another kind of network; else their batches contradict each other.
+    """
+
+    def __init__(self, text: str, other_kind: bool = True):
+        super().__init__(text)
+        self.other_kind = other_kind
 
 
 def bind(specs: Iterable[TensorSpec], shapes: Mapping[str, Shape]) -> dict[str, int]:
@@ -169,8 +177,8 @@ def bind(specs: Iterable[TensorSpec], shapes: Mapping[str, Shape]) -> dict[str, 
                 continue
             raise ShapeMismatch(f"{spec.name} is missing")
         if len(shape) != len(spec.dims):
-            raise ShapeMismatch(f"{spec.name} has {len(shape)} dimensions, the engine wants {len(spec.dims)}")
-        for size, dim in zip(shape, spec.dims, strict=True):
+            raise ShapeMismatch(f"{spec.name} has {len(shape)} dimensions, the network takes {len(spec.dims)}")
+        for axis, (size, dim) in enumerate(zip(shape, spec.dims, strict=True)):
             if isinstance(dim, int):
                 wanted = dim
             elif dim.symbol in symbols:
@@ -180,5 +188,6 @@ def bind(specs: Iterable[TensorSpec], shapes: Mapping[str, Shape]) -> dict[str, 
             else:
                 continue
             if size != wanted:
-                raise ShapeMismatch(f"{spec.name} is {tuple(shape)}, the engine wants {wanted} where it has {size}")
+                what = f"{spec.name} is {tuple(shape)}, the network takes {wanted} where it has {size}"
+                raise ShapeMismatch(what, other_kind=axis > 0)
     return symbols

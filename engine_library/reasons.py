@@ -11,6 +11,7 @@ class Reason(str, Enum):
     """The closed list of fallback reasons; the value is what users read, ``advice`` what they can do about it."""
 
     NO_ENGINE = "no engine"
+    NOT_WIRED = "no engine wired in"
     BUILD_FAILED = "build failed"
     STALE_ENGINE = "stale engine"
     BROKEN_ENGINE = "broken engine"
@@ -23,6 +24,8 @@ class Reason(str, Enum):
     WEIGHTS_PATCHED = "weights patched"
     MODEL_PATCHED = "model patched"
     HOOKS = "hooks"
+    NOT_REACHED = "not called through TRT Sampler Patch"
+    OTHER_KIND = "made for another kind of model"
     UNSUPPORTED_INPUT = "unsupported input"
     ENGINE_FAILED = "engine failed"
 
@@ -30,9 +33,15 @@ class Reason(str, Enum):
     def advice(self) -> str:
         return _ADVICE[self]
 
+    @property
+    def meaning(self) -> str:
+        """What it means for the image."""
+        return _MEANING.get(self, "The image is native's, only slower")
+
 
 _ADVICE = {
     Reason.NO_ENGINE: "press Build engine, or choose 'build now' or 'build in background' on its node, and queue",
+    Reason.NOT_WIRED: "switch TRT UNet Engine on again, or wire its engine into TRT Sampler Patch",
     Reason.BUILD_FAILED: "fix what the message names and queue again",
     Reason.STALE_ENGINE: "build it again: it was made by another version or for another GPU",
     Reason.BROKEN_ENGINE: "build it again: its files are missing or damaged",
@@ -46,8 +55,15 @@ _ADVICE = {
     "or leave it: native applies it",
     Reason.MODEL_PATCHED: "remove the patch node (FreeU, PAG, HyperTile, IPAdapter ...) if you want the engine",
     Reason.HOOKS: "remove the hooks from the conditioning if you want the engine",
+    Reason.NOT_REACHED: "remove the node that computes the UNet by itself (DeepCache ...) if you want the engine",
+    Reason.OTHER_KIND: "choose a ControlNet, or a prompt, for the kind of model that is sampled (SD 1.5, SDXL ...)",
     Reason.UNSUPPORTED_INPUT: "remove the input that the message names if you want the engine",
     Reason.ENGINE_FAILED: "see the log for the error; queue again to retry the engine",
+}
+
+_MEANING = {
+    Reason.NOT_REACHED: "The image is what that node makes on native too",
+    Reason.OTHER_KIND: "The call goes to native, which leaves out what does not fit, or ends the prompt",
 }
 
 
@@ -58,19 +74,21 @@ class Fallback:
     Attributes:
         sizes: those of a call that the engine was not built for, symbol -> size.
         others_serve: whether engines for other sizes go on serving their calls.
+        advice: what to do, where it is not what the reason usually wants.
     """
 
     reason: Reason
     detail: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
     others_serve: bool = False
+    advice: str = ""
 
     def __str__(self) -> str:
         return f"{self.reason.value}: {self.detail}" if self.detail else self.reason.value
 
     def sentence(self, advice: str = "") -> str:
         """What happened, what it means for the image, what to do: ``advice``, or what the reason usually wants."""
-        return f"{self}. The image is native's, only slower; {advice or self.reason.advice}."
+        return f"{self}. {self.reason.meaning}; {advice or self.advice or self.reason.advice}."
 
 
 class Unavailable(Exception):

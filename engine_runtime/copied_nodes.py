@@ -38,6 +38,7 @@ def _together(key: tuple[str, ...], rows: Sequence[Tally]) -> Tally:
         total.why_plain = total.why_plain or row.why_plain
         total.calls += row.calls
         total.details = {**row.details, **total.details}
+        total.advices = {**row.advices, **total.advices}
         for counts, more in ((total.reasons, row.reasons), (total.uncompiled, row.uncompiled),
                              (total.unserved, row.unserved)):  # fmt: skip
             for what, count in more.items():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..architectures import Role
-from ..architectures.calls import Binding, EngineCall, Unsupported
+from ..architectures.calls import Binding, EngineCall, OtherKind, Unsupported
 from ..architectures.sizes import Picture
 from ..architectures.tensors import Profile
 from ..backends import AUTO, Backend, backends, find_engines, gpu_of, serving_backends
@@ -357,7 +357,8 @@ class EngineHandle:
                     late = () if bound.late is None else (bound.late,)
                     result = bound.finish(session.run(bound.inputs, bound.extras, *late))
             except Unsupported as unsupported:
-                fallback = Fallback(Reason.UNSUPPORTED_INPUT, str(unsupported))
+                other_kind = isinstance(unsupported, OtherKind)
+                fallback = Fallback(Reason.OTHER_KIND if other_kind else Reason.UNSUPPORTED_INPUT, str(unsupported))
             except Unavailable as unavailable:
                 fallback = unavailable.fallback
                 failed = fallback.reason in (Reason.ENGINE_FAILED, Reason.BROKEN_ENGINE, Reason.WRONG_GPU)

@@ -18,6 +18,7 @@ from comfy_execution.utils import get_executing_context
 from ..engine_library import Fallback, Reason
 from ..engine_sessions.session import Uncompiled
 from . import fast_path, timing
+from .running_node import running_node
 from .timing import CallTimes, TimesTogether
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Tally:
         calls: the same in their order, a byte each: ON_ENGINE or NATIVE.
         reasons: fallback reason -> how many native calls had it.
         details: fallback reason -> the particulars of its first call.
+        advices: fallback reason -> what to do, where its first call knew better than the reason.
         node_key: what the engine node stands for, see ``nodes.node_key``; ids say that within one prompt only.
         times: how long the calls took, in the order of ``calls``, or None when nobody wants to know.
         uncompiled: engine calls that ran without a compiled file -> how many they were.
@@ -88,6 +90,7 @@ class Tally:
     reopened: int = 0
     plain: int = 0
     why_plain: str = ""
+    advices: dict[str, str] = field(default_factory=dict)
 
     def count_engine(self, backend: str, uncompiled: Uncompiled | None = None, beside: bool = False) -> None:
         """Count a call that an engine served, or live weights without a compiled file."""
@@ -117,6 +120,8 @@ class Tally:
             for symbol, size in fallback.sizes.items():
                 self.beyond[symbol] = max(size, self.beyond.get(symbol, 0))
             if reason not in self.reasons:
+                if fallback.advice:
+                    self.advices[reason] = fallback.advice
                 log.warning("Hybrid TRT: %s ran native. %s", self.name, fallback.sentence(self.advice(fallback.reason)))
                 self.details[reason] = str(fallback)
             self.native += 1
@@ -145,7 +150,7 @@ class Tally:
         """What to do about the native calls that had a reason."""
         if reason is Reason.SHAPE_OUTSIDE_PROFILE and self.unserved:
             return f"build again for {'; '.join(call.words for call in list(self.unserved))}"
-        return reason.advice
+        return self.advices.get(reason.value, reason.advice)
 
     def ms(self) -> list[float]:
         """Milliseconds of each call; empty when they were not timed."""
@@ -153,7 +158,7 @@ class Tally:
 
     def to_json(self) -> dict:
         left_out = ("times", "opened", "beyond", "uncompiled", "unserved", "beside", "late", "apart", "reopened",
-                    "plain", "why_plain")  # fmt: skip
+                    "plain", "why_plain", "advices")  # fmt: skip
         fields = {name: value for name, value in self.__dict__.items() if name not in left_out}
         uncompiled = {call.words: count for call, count in self.uncompiled.items()}
         calls = "".join("ne"[call] for call in self.calls)
@@ -178,11 +183,20 @@ _prompts: OrderedDict[str, dict[tuple[str, str, str], Tally]] = OrderedDict()
 
 
 _lent: ExecutionContext | None = None
+_latest: ExecutionContext | None = None
+"""What ``executing`` last gave."""
 
 
 def executing() -> ExecutionContext | None:
-    """The node execution that the caller runs in: one object during one execution of a node, another in the next."""
-    return get_executing_context() or _lent
+    """The node execution that the caller runs in: one object during one execution of a node, another in the next.
+
+    ComfyUI tells it the thread that it calls the node in; one that the node starts is in the node that runs meanwhile.
+    """
+    global _latest
+    context = get_executing_context() or _lent or running_node(_latest)
+    if context is not None:
+        _latest = context
+    return context
 
 
 @contextlib.contextmanager

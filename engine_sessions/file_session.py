@@ -21,7 +21,7 @@ from .cuda_graphs import GraphCache, Recorder
 from .engine_weights import EngineWeights
 from .preludes import LivePreludes
 from .room import EVERYTHING, is_out_of_memory, make_room, no_room, with_room
-from .session import AskedCalls, Runner, first_line, shared
+from .session import AskedCalls, Runner, first_line, misfit, shared
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -319,12 +319,12 @@ class FileSession:
     def _new_plan(self, shapes: Mapping[str, Shape]) -> _Plan:
         manifest = self.engine.manifest
         specs = {s.name: s for s in manifest.inputs}
-        if unknown := shapes.keys() - specs.keys():
-            raise Unavailable(Reason.UNSUPPORTED_INPUT, f"the engine has no input {sorted(unknown)[0]}")
         try:
             symbols = bind(manifest.inputs, shapes)
         except ShapeMismatch as error:
-            raise Unavailable(Reason.SHAPE_OUTSIDE_PROFILE, str(error)) from None
+            raise misfit(error) from None
+        if unknown := shapes.keys() - specs.keys():
+            raise Unavailable(Reason.UNSUPPORTED_INPUT, f"the engine has no input {sorted(unknown)[0]}")
         if (refusal := self.serves(symbols)) is not None:
             raise Unavailable(refusal.reason, refusal.detail, refusal.sizes)
         absent = (specs[name] for name in specs.keys() - shapes.keys())

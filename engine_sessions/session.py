@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ..architectures.sizes import Picture
-from ..architectures.tensors import Profile
+from ..architectures.tensors import Profile, ShapeMismatch
 from ..architectures.wanted_calls import Call
-from ..engine_library import Engine, Fallback, Reason
+from ..engine_library import Engine, Fallback, Reason, Unavailable
 
 if TYPE_CHECKING:
     import torch
@@ -263,6 +263,11 @@ def refusal_of(engine: Engine) -> str | None:
     """Why an engine could not be opened in this process, or None."""
     manifest, why = _refused.get(str(engine.folder), (None, None))
     return why if manifest == engine.manifest else None
+
+
+def misfit(error: ShapeMismatch) -> Unavailable:
+    """What a call is told whose tensors fit the network in no size."""
+    return Unavailable(Reason.OTHER_KIND if error.other_kind else Reason.UNSUPPORTED_INPUT, str(error))
 
 
 def first_line(error: BaseException) -> str:

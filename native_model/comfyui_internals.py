@@ -175,7 +175,13 @@ TABLE: dict[Feature, tuple[str, ...]] = {
     ),
     Feature.GRAPHS: ("comfy.model_prefetch:?pause_malloc_graph(sync, ...)",),
     Feature.COMPILED_NATIVE: ("comfy_api.torch_helpers.torch_compile:TORCH_COMPILE_KWARGS",),
-    Feature.QUEUE: ("execution:PromptQueue.get_current_queue_volatile(self, ...)",),
+    Feature.QUEUE: (
+        "execution:PromptQueue.get_current_queue_volatile(self, ...)",
+        "comfy_execution.progress:global_progress_registry",
+        "comfy_execution.progress:ProgressRegistry.nodes",
+        "comfy_execution.progress:ProgressRegistry.prompt_id",
+        "comfy_execution.progress:NodeState.Running",
+    ),
     Feature.BUILDS: (
         "execution:PromptQueue.get_flags(self, reset, ...)",
         "execution:PromptQueue.set_flag(self, _, _, ...)",

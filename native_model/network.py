@@ -14,7 +14,7 @@ from .attention import part_replaced, preference_class, unknown_preference
 from .fp8 import multiplies_in_fp8, rounded_unlike
 from .hash_cache import hashes_without_patches
 from .layer_watch import LayerWatch
-from .quantised import has_quantised_layers
+from .quantised import unreadable_weights
 from .weights import Check, fingerprint, forget_hash, known_hash, weights_hash
 
 if TYPE_CHECKING:
@@ -130,8 +130,7 @@ class NativeNetwork:
         architecture = _architectures[self.module]
         if architecture is None:
             raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} is a {type(self.module).__name__}")
-        if has_quantised_layers(self.module):
-            what = "quantised layers, for which no engine can be built yet"
+        if (what := unreadable_weights(self.module, self.patcher)) is not None:
             raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} has {what}")
         if multiplies_in_fp8(self.module):
             what = "multiplies in fp8 (fp8_e4m3fn_fast), as no engine does; weight_dtype fp8_e4m3fn has engines"

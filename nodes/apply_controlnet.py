@@ -40,12 +40,34 @@ class TRTApplyControlNet(io.ComfyNode):
         cls, positive: Conditioning, negative: Conditioning, rows: Any = None, vae: Any = None, **unknown: Any
     ) -> io.NodeOutput:
         if not isinstance(rows, dict):
-            # ComfyUI lets an unknown value through and hands its rows on unsorted
-            most = schemas.MAX_ROWS
-            raise ValueError(f'rows is {rows!r}; it has to be the text "1" to "{most}". Nothing was applied.')
+            given = cls.hidden.dynprompt.get_node(cls.hidden.unique_id)["inputs"]
+            rows = _sorted(given.get("rows") if rows is None else rows, given, unknown)
         stack = _stack(rows)
         copies: dict[tuple[int, ControlBase | None], ControlBase] = {}
         return io.NodeOutput(*(_apply(stack, c, vae, copies) for c in (positive, negative)))
+
+
+def _sorted(count: Any, given: dict[str, Any], arrived: dict[str, Any]) -> dict[str, Any]:
+    """The rows that ComfyUI handed on as they are in the prompt, because their number is not one of the texts it knows.
+
+    Args:
+        count: how many there are, as the prompt has it.
+        given: the node's inputs in the prompt.
+        arrived: those of them that other nodes gave.
+
+    Raises:
+        ValueError: nobody can tell how many rows are meant; the text is for the user.
+    """
+    most = schemas.MAX_ROWS
+    number = int(count) if isinstance(count, float) and count.is_integer() else count
+    number = 0 if isinstance(count, bool) or not str(number).strip().isdecimal() else int(number)
+    if not 1 <= number <= most:
+        what = "rows is not given" if count is None else f"rows is {count!r}"
+        more = " For more ControlNets chain a second TRT Apply ControlNet." if number > most else ""
+        raise ValueError(f'{what}; it has to be the text "1" to "{most}". Nothing was applied.{more}')
+    defaults = {name: value for n in range(1, number + 1) for name, value in schemas.row_defaults(n).items()}
+    values = {name: arrived.get(f"rows.{name}", given.get(f"rows.{name}", value)) for name, value in defaults.items()}
+    return {"rows": number, **values}
 
 
 def _stack(rows: dict[str, Any]) -> list[Row]:

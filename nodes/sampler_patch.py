@@ -6,28 +6,42 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
 from ..engine_library import Fallback, Reason, Unavailable
-from ..engine_runtime.backbone import patch_model
+from ..engine_runtime.backbone import count_as_native, has_engine, patch_model
 from ..engine_runtime.engine_handle import EngineHandle
 from ..native_model.network import NativeNetwork
 from ..native_model.weight_patches import WeightPatches
+from ..page_api.prompt_graph import model_name
 from . import engine_node, schemas
+
+NOT_WIRED = Fallback(Reason.NOT_WIRED, "TRT UNet Engine is bypassed, muted or not connected")
 
 
 class TRTSamplerPatch(io.ComfyNode):
-    """MODEL and engine -> MODEL that samples on the engine."""
+    """MODEL and engine -> MODEL that samples on the engine; without an engine, on native."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schemas.sampler_patch()
 
     @classmethod
-    def execute(cls, model: ModelPatcher, engine: EngineHandle) -> io.NodeOutput:
+    def execute(cls, model: ModelPatcher, engine: EngineHandle | None = None) -> io.NodeOutput:
+        if engine is None:
+            return cls._without_engine(model)
         engine, refusal = _for_model(model, engine)
         between = None if refusal is not None else _patch_between(model, engine)
         status = (refusal or between).sentence() if refusal or between else engine.status()
         engine_node.log_text(status)
         native = refusal is not None or between is not None or engine.misses
         return io.NodeOutput(patch_model(model, engine, refusal), ui={"text": [status], "native": [native]})
+
+    @classmethod
+    def _without_engine(cls, model: ModelPatcher) -> io.NodeOutput:
+        engine_node.log_text(NOT_WIRED.sentence())
+        if not has_engine(model):  # of a sampler patch before this one
+            node_id = cls.hidden.unique_id
+            label = model_name(cls.hidden.dynprompt, node_id, "model", "UNet")
+            model = count_as_native(model, label, node_id, NOT_WIRED)
+        return io.NodeOutput(model, ui={"text": [NOT_WIRED.sentence()], "native": [True]})
 
 
 def _for_model(model: ModelPatcher, engine: EngineHandle) -> tuple[EngineHandle, Fallback | None]:

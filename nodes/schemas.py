@@ -63,8 +63,14 @@ def sampler_patch() -> io.Schema:
         description="Routes the UNet, ControlNet residuals included, into its engine. Every call that the engine "
         "cannot serve runs native. Wire the model into any sampler.",
         search_aliases=["tensorrt sampler", "trt model patch"],
-        inputs=[io.Model.Input("model"), UNetEngine.Input("engine")],
+        inputs=[
+            io.Model.Input("model"),
+            UNetEngine.Input(
+                "engine", optional=True, tooltip="From TRT UNet Engine. Without it the model runs native."
+            ),
+        ],
         outputs=[io.Model.Output("model_out", display_name="model")],
+        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
     )
 
 
@@ -87,6 +93,7 @@ def apply_controlnet() -> io.Schema:
             io.DynamicCombo.Input("rows", options=options, tooltip="How many ControlNets to stack."),
             io.Vae.Input("vae", optional=True, tooltip="Only for ControlNets that need one."),
         ],
+        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
         outputs=[
             io.Conditioning.Output("positive_out", display_name="positive"),
             io.Conditioning.Output("negative_out", display_name="negative"),
@@ -194,6 +201,11 @@ def _settings() -> list[io.Input]:
 def _size(name: str, title: str, tooltip: str) -> io.Input:
     tooltip += " 0: what fits the model."
     return io.Int.Input(name, title, default=0, min=0, max=MOST[name], step=8, tooltip=tooltip, advanced=True)
+
+
+def row_defaults(n: int) -> dict[str, float | None]:
+    """The inputs of a row of TRT Apply ControlNet, and what they are where nothing is given."""
+    return {one.id: getattr(one, "default", None) for one in _row_inputs(n)}
 
 
 def _row_inputs(n: int) -> list[io.Input]:

@@ -205,7 +205,7 @@ def test_grey_and_alpha_images_act_as_their_rgb(sd15: ComfyProcess, channels: in
     assert relative_difference(latent_of(history), native_latent(sd15, UNET_ONLY)) > 0.01
 
 
-@pytest.mark.parametrize("rows", [2, "17", None], ids=["number", "too_many", "missing"])
+@pytest.mark.parametrize("rows", [17, "17", 0, -1, "abc", 1.5, None])
 def test_an_unknown_number_of_rows_is_told_on_the_node(sd15: ComfyProcess, rows: object) -> None:
     graph = prompt(ENGINES, engines=True, name="bad")
     graph["apply"]["inputs"]["rows"] = rows
@@ -213,7 +213,19 @@ def test_an_unknown_number_of_rows_is_told_on_the_node(sd15: ComfyProcess, rows:
         del graph["apply"]["inputs"]["rows"]
     history = sd15.queue(graph)
     assert (history.status, history.error_type) == ("error", "TRTApplyControlNet")
-    assert 'it has to be the text "1" to "16"' in history.error
+    given = "rows is not given" if rows is None else f"rows is {rows!r}"
+    assert f'{given}; it has to be the text "1" to "16"' in history.error
+    assert ("chain a second" in history.error) == (rows in (17, "17"))
+
+
+@pytest.mark.parametrize("rows", [2, 2.0, " 2"])
+def test_a_number_of_rows_that_is_no_text_is_taken_as_it_is_meant(sd15: ComfyProcess, rows: object) -> None:
+    graph = prompt(ENGINES, engines=True, name="engine")
+    graph["apply"]["inputs"]["rows"] = rows
+    del graph["apply"]["inputs"]["rows.end_1"]  # which is 1 where nothing is given
+    history = sd15.queue(graph)
+    assert history.ok, history.error
+    assert relative_difference(latent_of(history), native_latent(sd15, ENGINES)) <= LIMIT
 
 
 def test_two_channels_are_told_on_the_node(sd15: ComfyProcess) -> None:

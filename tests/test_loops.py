@@ -164,3 +164,24 @@ def test_the_plot_of_a_report_inside_a_loop_is_drawn_where_it_goes_somewhere(
     monkeypatch.setattr(report.PromptServer, "instance", server, raising=False)
     wanted = {name: report._wants_plot(name) for name in ("inside", "1_inside", "behind", "1_behind", "strange")}
     assert wanted == {"inside": True, "1_inside": True, "behind": False, "1_behind": False, "strange": True}
+
+
+@pytest.mark.parametrize("way", ["thread", "executor"])
+def test_iterations_that_sample_in_threads_are_counted_too(sd15: ComfyProcess, way: str) -> None:
+    built = prompt(PLAIN, True, "threads")
+    given = built["sampler"]["inputs"]
+    inputs = {name: given[name] for name in ("model", "positive", "negative", "latent_image", "steps")}
+    built["sampler"] = node("TestSampleInThread", way=way, seed=0, **inputs)
+    _, report, text = ran(sd15, looped(built, 51, 1, ("sampler", "seed")))
+    assert report["unet"] == {"engine": 2 * STEPS, "native": 0, "reasons": {}}
+    assert text.endswith("Counted over 2 samplings that a loop or another node started.")
+
+
+def test_a_node_inside_a_loop_that_others_take_the_place_of_is_counted(sd15: ComfyProcess) -> None:
+    built = prompt(PLAIN, True, "nested")
+    given = {name: built["sampler"]["inputs"][name] for name in ("model", "positive", "negative", "latent_image")}
+    built["sampler"] = node("TestSampler", steps=STEPS, **given)
+    _, report, text = ran(sd15, looped(built, STEPS, 1, ("sampler", "steps")))
+    assert report["unet"]["native"] == 0
+    assert report["unet"]["engine"] >= 4 * STEPS
+    assert "Counted over 4 samplings" in text

@@ -210,3 +210,5 @@ def test_a_step_that_comfyui_shares_among_gpus_runs_native_and_says_so(
     (row,) = (row for row in history.output("report", "report")[0]["rows"] if row["kind"] == "unet")
     assert (row["engine"], row["native"], row["reasons"]) == (0, 8, {"model patched": 8})
     assert "MultiGPU" in row["details"]["model patched"]
+    first = history.output("report", "text")[0].splitlines()[0]
+    assert "remove MultiGPU CFG Split if you want the engine: on one GPU it is faster than the split" in first

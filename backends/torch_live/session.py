@@ -18,7 +18,7 @@ from ...architectures.wanted_calls import Call, calls_to_compile
 from ...engine_library import Engine, Fallback, Reason, Unavailable
 from ...engine_sessions.cuda_graphs import GraphCache, Recorder
 from ...engine_sessions.room import EVERYTHING, is_out_of_memory, make_room, need_room, no_room
-from ...engine_sessions.session import AskedCalls, Uncompiled, first_line, refusal_of, refuse, shared
+from ...engine_sessions.session import AskedCalls, Uncompiled, first_line, misfit, refusal_of, refuse, shared
 from ...native_model.kernels import laid_out
 from ...native_model.network import NativeNetwork
 from ...native_model.plain_copy import ReplacedForward
@@ -327,12 +327,12 @@ class LiveSession:
         key = tuple((name, tensor.shape) for name, tensor in given.items())
         plan = self._plans.get(key)
         if plan is None:
-            if unknown := given.keys() - self._specs.keys():
-                raise Unavailable(Reason.UNSUPPORTED_INPUT, f"the network has no input {sorted(unknown)[0]}")
             try:
                 symbols = bind(self._live.inputs, {name: tuple(t.shape) for name, t in given.items()})
             except ShapeMismatch as error:
-                raise Unavailable(Reason.SHAPE_OUTSIDE_PROFILE, str(error)) from None
+                raise misfit(error) from None
+            if unknown := given.keys() - self._specs.keys():
+                raise Unavailable(Reason.UNSUPPORTED_INPUT, f"the network has no input {sorted(unknown)[0]}")
             if len(self._plans) > 256:
                 self._plans.clear()
             sizes, words = frozen(symbols), self._architecture.call_words(symbols)

@@ -10,14 +10,6 @@ import { t } from "./texts.mjs";
  */
 export function switchedOff(node) {
     if (![MUTED, BYPASSED].includes(node.mode)) return { text: t("offInside"), tone: "idle" };
-    // nothing that comes in passes for an engine, and TRT Sampler Patch needs one
-    if (node.comfyClass === "TRTUNetEngine" && !readers(node).every((reader) => reader?.mode === BYPASSED))
-        return { text: t("offUnet"), tone: "warn" };
     if (node.comfyClass === "TRTControlNetEngine" && node.mode === MUTED) return { text: t("offMuted"), tone: "warn" };
     return { text: t("offHint"), tone: "idle" };
-}
-
-/** The nodes that a node's output goes to; undefined for one that is outside of its subgraph. */
-function readers({ graph, outputs }) {
-    return (outputs?.[0]?.links ?? []).map((id) => graph.getNodeById(graph.getLink(id)?.target_id));
 }

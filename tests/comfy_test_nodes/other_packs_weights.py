@@ -1,0 +1,178 @@
+"""Stands for packs that load models whose weights ComfyUI cannot read by itself: GGUF files, and bitsandbytes' NF4."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import comfy.ops
+import comfy.sd
+import comfy.utils
+import folder_paths
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy_api.latest import io
+
+BLOCK = 32
+"""Numbers that share a scale."""
+
+
+def in_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """A weight as blocks of bytes: a scale in half precision, then 8 bits a number."""
+    values = weight.to(torch.float32).reshape(-1, BLOCK)
+    scale = (values.abs().amax(1, keepdim=True) / 127).to(torch.float16)
+    whole = (values / scale.to(torch.float32).clamp(min=1e-8)).round().clamp(-127, 127).to(torch.int8)
+    return torch.cat([scale.view(torch.uint8), whole.view(torch.uint8)], 1)
+
+
+def out_of_blocks(blocks: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """What ``in_blocks`` took, within its rounding."""
+    plain = blocks.as_subclass(torch.Tensor).reshape(-1, BLOCK + 2)
+    scale = plain[:, :2].contiguous().view(torch.float16).to(torch.float32)
+    return (plain[:, 2:].contiguous().view(torch.int8).to(torch.float32) * scale).reshape(shape).to(dtype)
+
+
+class GGMLTensor(torch.Tensor):
+    """Blocks that tell the shape of the weight in them, and cannot be copied."""
+
+    tensor_shape: torch.Size | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor_shape or self.size()
+
+    def to(self, *args: object, **kwargs: object) -> torch.Tensor:
+        moved = super().to(*args, **kwargs)
+        moved.tensor_shape = self.tensor_shape
+        return moved
+
+    def clone(self, *_args: object, **_kwargs: object) -> torch.Tensor:
+        return self
+
+    def detach(self) -> torch.Tensor:
+        return self
+
+
+class GGMLLayer(torch.nn.Module):
+    """A layer that reads its blocks with each call; its state names one thing more than it has."""
+
+    comfy_cast_weights = True
+
+    def _load_from_state_dict(self, state: dict, prefix: str, _meta: object, _strict: bool, *_: object) -> None:
+        for name in ("weight", "bias"):
+            if (value := state.get(prefix + name)) is not None:
+                setattr(self, name, torch.nn.Parameter(value, requires_grad=False))
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if getattr(self.weight, "tensor_shape", None) is not None:
+            destination[f"{prefix}temp.weight"] = torch.empty(self.weight.shape, device="meta")
+
+    def _read(self, like: torch.Tensor) -> list[torch.Tensor | None]:
+        found = []
+        for weight in (self.weight, self.bias):
+            shape = getattr(weight, "tensor_shape", None)
+            if shape is not None:
+                weight = out_of_blocks(weight, shape, like.dtype)
+            found.append(None if weight is None else weight.to(like.device, like.dtype))
+        return found
+
+
+class GGMLOps(comfy.ops.manual_cast):
+    class Linear(GGMLLayer, comfy.ops.manual_cast.Linear):
+        def forward_comfy_cast_weights(self, value: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+            return torch.nn.functional.linear(value, *self._read(value))
+
+    class Conv2d(GGMLLayer, comfy.ops.manual_cast.Conv2d):
+        def forward_comfy_cast_weights(self, value: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+            return self._conv_forward(value, *self._read(value))
+
+
+class GGUFModelPatcher(ModelPatcher):
+    """A patcher that leaves patching to the layers."""
+
+    def patch_weight_to_device(self, *_args: object, **_kwargs: object) -> None:
+        return
+
+
+class Params4bit(torch.nn.Parameter):
+    """Packed numbers as a parameter of a class of its own."""
+
+
+class PackedOps(comfy.ops.manual_cast):
+    class Linear(comfy.ops.manual_cast.Linear):
+        """A layer whose weight is packed once it is loaded."""
+
+        def pack(self) -> None:
+            self.whole = self.weight.shape
+            self.weight = Params4bit(in_blocks(self.weight), requires_grad=False)
+
+        def forward_comfy_cast_weights(self, value: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+            if type(self.weight) is not Params4bit:
+                return super().forward_comfy_cast_weights(value)
+            bias = None if self.bias is None else self.bias.to(value.dtype)
+            return torch.nn.functional.linear(value, out_of_blocks(self.weight, self.whole, value.dtype), bias)
+
+
+class PlainlyPackedOps(PackedOps):
+    class SVDQLinear(PackedOps.Linear):
+        """The same with whole numbers in an ordinary parameter."""
+
+        def pack(self) -> None:
+            super().pack()
+            self.weight = torch.nn.Parameter(self.weight.as_subclass(torch.Tensor), requires_grad=False)
+
+        def forward_comfy_cast_weights(self, value: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+            bias = None if self.bias is None else self.bias.to(value.dtype)
+            return torch.nn.functional.linear(value, out_of_blocks(self.weight, self.whole, value.dtype), bias)
+
+    Linear = SVDQLinear
+
+
+def load(file: str, kind: str) -> ModelPatcher:
+    """The model of a safetensors file as such a pack would have it."""
+    state = comfy.utils.load_torch_file(file)
+    if kind == "GGUF":
+        state = {name: _as_gguf(weight) for name, weight in state.items()}
+        model = comfy.sd.load_diffusion_model_state_dict(state, model_options={"custom_operations": GGMLOps})
+        model.__class__ = GGUFModelPatcher
+        return model
+    if kind == "another patcher":
+        model = comfy.sd.load_diffusion_model_state_dict(state)
+        model.__class__ = GGUFModelPatcher
+        return model
+    operations: Mapping[str, type] = {"NF4": PackedOps, "whole numbers": PlainlyPackedOps}
+    model = comfy.sd.load_diffusion_model_state_dict(state, model_options={"custom_operations": operations[kind]})
+    for layer in model.model.modules():
+        if isinstance(layer, PackedOps.Linear) and layer.weight.numel() % BLOCK == 0:
+            layer.pack()
+    return model
+
+
+def _as_gguf(weight: torch.Tensor) -> torch.Tensor:
+    if weight.ndim < 2 or weight.numel() % BLOCK:
+        return weight
+    found = in_blocks(weight).as_subclass(GGMLTensor)
+    found.tensor_shape = weight.shape
+    return found
+
+
+class TestOtherPacksModel(io.ComfyNode):
+    """A model with weights of another pack."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestOtherPacksModel", display_name="Test Other Pack's Model", category="tests",
+            inputs=[
+                io.Combo.Input("unet_name", options=folder_paths.get_filename_list("diffusion_models")),
+                io.Combo.Input("kind", options=["GGUF", "NF4", "whole numbers", "another patcher"]),
+            ],
+            outputs=[io.Model.Output()],
+        )  # fmt: skip
+
+    @classmethod
+    def execute(cls, unet_name: str, kind: str) -> io.NodeOutput:
+        return io.NodeOutput(load(folder_paths.get_full_path_or_raise("diffusion_models", unet_name), kind))
+
+
+NODES = [TestOtherPacksModel]
