@@ -20,6 +20,8 @@ from comfy_execution.graph_utils import GraphBuilder, is_link
 
 import nodes  # ComfyUI's
 
+from . import other_packs_controls
+
 CATEGORY = "tests"
 ENGINE = io.Custom("TRT_UNET_ENGINE")
 MAX_SEED = 2**31 - 1
@@ -364,6 +366,7 @@ class TestNodes(ComfyExtension):
         return [
             TestConditioning, TestEndLoop, TestImage, TestModelsAlive, TestPictures, TestSampleTwice, TestSampler,
             TestSaveLatent, TestSecondDevice, TestStartLoop, TestToyModel, TestUnionControlNet,
+            *other_packs_controls.NODES,
         ]
 
 
