@@ -1,7 +1,7 @@
 """What other packs do to the ControlNets of a step while it is computed, each in a few lines of its own.
 
-All of them compute a picture in tiles that overlap and take the mean, as packs for large pictures do. They differ in how
-the ControlNets learn of the tiles.
+All of them compute a picture in tiles that overlap and take the mean, as packs for large pictures do. They differ in
+how the ControlNets learn of the tiles.
 """
 
 from __future__ import annotations
@@ -195,8 +195,8 @@ def copied(executor: Any, model: Any, conds: Conds, x: torch.Tensor, t: torch.Te
 class HeldBack:
     """Tiles inside ComfyUI's batch of conditionings, as TiledDiffusion makes them.
 
-    A function of ComfyUI's that sees each conditioning is replaced. There ``get_control`` gives the ControlNet itself, so
-    a ``model_function_wrapper`` gets it and asks the method that was kept, once for each tile with the crop as hint.
+    A function of ComfyUI's that sees each conditioning is replaced. There ``get_control`` gives the ControlNet itself,
+    so a ``model_function_wrapper`` gets it and asks the method that was kept, once for each tile with its crop.
     """
 
     def sample(self, executor: Any, *args: Any, **options: Any) -> Any:
