@@ -27,6 +27,7 @@ from .ledger import open_tally
 from .native_call import arguments_of, by_name, forward_arguments, with_residuals_copied
 from .native_weights import NativeWeights
 from .on_device import call_on_device, sample_on_device
+from .shared import Shared
 from .timing import timed
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def _wrap_steps(patched: ModelPatcher, handle: EngineHandle) -> None:
         patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, partial(run_stacks_at_once, backbone=handle))
 
 
-class BackboneRouter:
+class BackboneRouter(Shared):
     """A DIFFUSION_MODEL wrapper that puts the engine in the place of the native forward.
 
     It replaces ``executor.original`` and goes on, instead of answering itself: so wrappers that other nodes added,

@@ -29,6 +29,7 @@ from ..native_model.network import NativeNetwork
 from .finite import why_again
 from .ledger import Tally, executing, last_run, open_tally
 from .memory import EnginePatcher, keep, keep_beside
+from .shared import Shared
 from .timing import named_range, timed
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class EngineChoice:
     pictures: tuple[Picture, ...] = ()
 
 
-class EngineHandle:
+class EngineHandle(Shared):
     """Stands for "the engine of this network" until a call needs it.
 
     The library is asked again at the start of every sampling run, so an engine that was built, replaced, damaged or

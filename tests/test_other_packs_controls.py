@@ -19,21 +19,17 @@ from scenarios import A, B, Scenario, compare, native_latent, relative_differenc
 
 import_comfy()
 
-import comfy.controlnet
 import comfy.samplers
 from comfy.controlnet import ControlNet
 from comfy.patcher_extension import WrappersMP
-from hybrid_trt.engine_library import Library
+from controlled import STEPS, Graphs, graphs
 from hybrid_trt.engine_runtime import control_stack, fast_path
 from hybrid_trt.engine_runtime.backbone import patch_model
-from hybrid_trt.engine_runtime.controlnet import back_with_engine
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.native_model.network import NativeNetwork
-from memory_fixtures import CONTROLNET, files, nothing_loaded
-from patched import LIMIT, PROFILE, Patched, load, sampling_node
-from sampling import error, sample
+from memory_fixtures import files, nothing_loaded
+from patched import LIMIT, sampling_node
+from sampling import error
 
-__all__ = ["files", "nothing_loaded"]  # fixtures: pytest finds them by name
+__all__ = ["files", "graphs", "nothing_loaded"]  # fixtures: pytest finds them by name
 
 
 def _others() -> Any:
@@ -45,60 +41,11 @@ def _others() -> Any:
 
 
 others = _others()
-CHOICE = EngineChoice(PROFILE, backend="torch")
-STEPS, SIZE = 3, (8, 16)
-"""A latent of three tiles that overlap."""
-
 ENGINES = {"both on engines": (True, True), "the first on an engine": (True, False), "plain": (False, False)}
 
 
-class Graphs:
-    """A UNet with two ControlNets in a row, native and on live weights, sampled in the same way."""
-
-    def __init__(self, files: dict[str, Path], folder: Path):
-        self._files, self.library = files, Library([folder])
-        self.file = next(iter(files.values()))
-        self.handles: list[EngineHandle] = []
-        self._known: dict[str, torch.Tensor] = {}
-
-    def controls(self, engines: tuple[bool, ...]) -> ControlNet:
-        """The last of both; where one has an engine that is in ``handles``."""
-        previous, self.handles = None, []
-        for number, on_engine in enumerate(engines):
-            net = comfy.controlnet.load_controlnet(str(self._files[CONTROLNET]))
-            if on_engine:
-                network = NativeNetwork.of_controlnet(net, f"net {number}")
-                self.handles.append(EngineHandle(network, CHOICE, self.library, str(number)))
-                net = back_with_engine(net, self.handles[-1])
-            net = net.copy()
-            with torch.inference_mode():  # as nodes make images
-                image = torch.rand(1, 100, 60, 3, generator=torch.Generator().manual_seed(number)).movedim(-1, 1)
-            previous = net.set_cond_hint(image, 0.9 - 0.3 * number).set_previous_controlnet(previous)
-        return previous
-
-    def native(self, way: str | None = None) -> torch.Tensor:
-        if way not in self._known:
-            model = load(self.file)
-            model = model if way is None else others.in_tiles(model, way)
-            self._known[way] = self.sampled(model, self.controls((False, False)))
-        return self._known[way]
-
-    def patched(self, way: str, engines: tuple[bool, bool], before: bool = False) -> torch.Tensor:
-        """With the pack's node before or behind the sampler patch."""
-        made = Patched(load(self.file), self.library, "torch")
-        patch: Callable = lambda model: patch_model(model, made.handle)  # noqa: E731
-        model = patch(others.in_tiles(made.native, way)) if before else others.in_tiles(made.model, way)
-        self.unet = made.handle
-        return self.sampled(model, self.controls(engines))
-
-    def sampled(self, model: Any, control: ControlNet) -> torch.Tensor:
-        with sampling_node():
-            return sample(model, steps=STEPS, control=control, size=SIZE)
-
-
-@pytest.fixture(scope="module")
-def graphs(files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Graphs:
-    return Graphs(files, tmp_path_factory.mktemp("library"))
+def native(graphs: Graphs, way: str) -> torch.Tensor:
+    return graphs.native(way, lambda model: others.in_tiles(model, way))
 
 
 CASES = [
@@ -113,12 +60,13 @@ def test_what_a_pack_does_to_controlnets_acts_as_without_engines(
     graphs: Graphs, way: str, engines: str, before: bool
 ) -> None:
     """``before``: whether its node stands before the sampler patch."""
-    reference = graphs.native(way)
+    reference = native(graphs, way)
     assert error(graphs.native(), reference) > 100 * LIMIT, "the pack's way acts"
-    latent = graphs.patched(way, ENGINES[engines], before)
-    assert error(latent, reference) <= LIMIT
-    assert graphs.unet.tally.native == 0
-    assert all(handle.tally.engine > 0 and handle.tally.native == 0 for handle in graphs.handles)
+    made, control = graphs.patched(), graphs.controls(*ENGINES[engines])
+    model = patch_model(others.in_tiles(made.native, way), made.handle) if before else others.in_tiles(made.model, way)
+    assert error(graphs.sampled(model, control), reference) <= LIMIT
+    assert [handle.tally.native for handle in graphs.handles] == [0] * len(graphs.handles)
+    assert all(handle.tally.engine > 0 for handle in graphs.handles)
 
 
 class Spy:
@@ -178,9 +126,8 @@ PLACES = {"behind the patch": (wrapped, False), "before the patch": (wrapped, Tr
 def test_who_sees_the_controls_of_a_step_sees_those_of_the_graph_and_they_still_run_as_one(
     graphs: Graphs, joined: list[int], place: Callable, before: bool
 ) -> None:
-    spy, made = Spy(), Patched(load(graphs.file), graphs.library, "torch")
+    spy, made, control = Spy(), graphs.patched(), graphs.controls(True, True)
     model = patch_model(place(made.native, spy), made.handle) if before else place(made.model, spy)
-    control = graphs.controls((True, True))
     latent = graphs.sampled(model, control)
     assert error(latent, graphs.native()) <= LIMIT
     assert len(spy.seen) == 2 * STEPS, "both conditionings have it"
@@ -200,7 +147,7 @@ def test_a_function_in_the_place_of_comfyuis_sees_the_controls_of_the_graph_too(
         return own(*args)
 
     monkeypatch.setattr(comfy.samplers, name, theirs)
-    made, control = Patched(load(graphs.file), graphs.library, "torch"), graphs.controls((True, True))
+    made, control = graphs.patched(), graphs.controls(True, True)
     latent = graphs.sampled(made.model, control)
     assert error(latent, graphs.native()) <= LIMIT
     assert seen
@@ -219,7 +166,7 @@ def _controls(held: Any) -> list[Any]:
 
 
 def test_hints_of_nodes_and_packs_are_encoded_once_and_anew_when_somebody_wrote_to_them(graphs: Graphs) -> None:
-    control = graphs.controls((True,))
+    control = graphs.controls(True)
     network, session = control.control_model.network, control.control_model.handle.session
     encoded = []
     with torch.inference_mode(), sampling_node():

@@ -268,4 +268,54 @@ class TestTiles(io.ComfyNode):
         return io.NodeOutput(in_tiles(model, way))
 
 
-NODES: list[type[io.ComfyNode]] = [TestTiles]
+COPIES: dict[str, Callable[[list], list]] = {
+    "deep copy": copy.deepcopy,
+    "copied dicts": lambda conditioning: [[prompt, {**options}] for prompt, options in conditioning],
+}
+
+
+class TestCopiedConditioning(io.ComfyNode):
+    """A copy of a conditioning with all that is in it, as nodes make that give each region its own."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestCopiedConditioning", display_name="Test Copied Conditioning", category="tests",
+            inputs=[io.Conditioning.Input("conditioning"), io.Combo.Input("how", options=list(COPIES))],
+            outputs=[io.Conditioning.Output()],
+        )
+
+    @classmethod
+    def execute(cls, conditioning: list, how: str) -> io.NodeOutput:
+        return io.NodeOutput(COPIES[how](conditioning))
+
+
+def with_copied_options(model: Any) -> Any:
+    """A model with deep copies of its options, and one that copies those of each call."""
+    model = model.clone()
+    model.model_options = copy.deepcopy(model.model_options)
+
+    def call(apply_model: Callable, args: dict) -> torch.Tensor:
+        given = {**args["c"], "transformer_options": copy.deepcopy(args["c"]["transformer_options"])}
+        return apply_model(args["input"], args["timestep"], **given)
+
+    model.set_model_unet_function_wrapper(call)
+    return model
+
+
+class TestCopiedOptions(io.ComfyNode):
+    """See ``with_copied_options``."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestCopiedOptions", display_name="Test Copied Options", category="tests",
+            inputs=[io.Model.Input("model")], outputs=[io.Model.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model: Any) -> io.NodeOutput:
+        return io.NodeOutput(with_copied_options(model))
+
+
+NODES: list[type[io.ComfyNode]] = [TestCopiedConditioning, TestCopiedOptions, TestTiles]
