@@ -30,6 +30,7 @@ from .native_weights import NativeWeights
 from .not_reached import Reached
 from .on_device import call_on_device, sample_on_device
 from .sampling_runs import as_run
+from .shared import Shared
 from .timing import timed
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def has_engine(model: ModelPatcher) -> bool:
     return any(isinstance(wrapper, BackboneRouter) for wrapper in model.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY))
 
 
-class BackboneRouter:
+class BackboneRouter(Shared):
     """A DIFFUSION_MODEL wrapper that puts the engine in the place of the native forward.
 
     It replaces ``executor.original`` and goes on, instead of answering itself: so wrappers that other nodes added,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import comfy.controlnet
 import comfy.utils
-from comfy.controlnet import ControlNet
+from comfy.controlnet import ControlBase, ControlNet
 
 _METHODS = ("get_control", "control_merge")
 """What ``control_stack`` does by itself for a ControlNet."""
@@ -23,20 +25,41 @@ def computes_as_comfyui(control: ControlNet) -> bool:
 def is_another_packs(control: ControlNet) -> bool:
     """Whether it is another pack's code that computes for a ControlNet, and not ComfyUI's, be it another one than was
     known."""
-    kind = type(control)
-    methods = [*_own_methods(control), *(getattr(kind, name) for name in _METHODS)]
     makes_hints = (control.preprocess_image, comfy.utils.common_upscale)
-    return kind.__module__.split(".")[0] != "comfy" or not all(map(_is_comfyuis, (*methods, *makes_hints)))
+    return another_pack_asks(control) or not all(map(_is_comfyuis, makes_hints))
 
 
-def _own_methods(control: ControlNet) -> list[Any]:
+def another_pack_asks(control: ControlBase) -> bool:
+    """Whether another pack's code stands between ComfyUI and a control: a method, or a class of its own."""
+    kind = type(control)
+    if _own_methods(control) or kind.__module__.split(".")[0] != "comfy":
+        return True
+    return not all(_is_comfyuis(getattr(kind, name)) for name in _METHODS)
+
+
+def is_comfyuis_alone(function: Callable[..., Any]) -> bool:
+    """Whether a function is ComfyUI's, and so are all functions of its module that it names: nobody else sees what it
+    is given."""
+    if not _is_comfyuis(function):
+        return False
+    around = function.__globals__
+    named = (around[name] for name in function.__code__.co_names if name in around)
+    return all(_is_comfyuis(one) for one in named if callable(one) and not isinstance(one, type))
+
+
+def _own_methods(control: ControlBase) -> list[Any]:
     """What was put on an object in the place of its class's methods; values that a class has too are none."""
     return [value for name, value in vars(control).items() if callable(getattr(ControlNet, name, None))]
 
 
 def _is_comfyuis(function: Any) -> bool:
     source = _source(function)
-    return source is not None and Path(source).is_relative_to(Path(comfy.controlnet.__file__).parent)
+    return source is not None and _is_in_comfyui(source)
+
+
+@functools.cache
+def _is_in_comfyui(file: str) -> bool:
+    return Path(file).is_relative_to(Path(comfy.controlnet.__file__).parent)
 
 
 def makes_hints_as_comfyui(control: ControlNet) -> bool:

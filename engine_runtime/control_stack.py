@@ -4,12 +4,17 @@ ComfyUI asks one ControlNet after the other, waits for the GPU before each to co
 every residual by itself. For a stack of sessions that may run at once the same result needs none of this. Anything else
 in the stack goes ComfyUI's own way, and so does a call that opens engines or has a hint to make. It finds those hints
 made that are known or need only be copied; see ``hints``.
+
+Other packs act on the ControlNets of a step: they put a crop in the place of a hint, change a strength or replace a
+method, and ask for the residuals themselves. So nobody but ComfyUI's own function gets to see a stack; all others have
+the ControlNets of the graph, and a stack reads those at each call.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import comfy.controlnet
@@ -19,7 +24,7 @@ from comfy.controlnet import ControlBase, ControlNet
 from ..architectures.calls import Control
 from ..engine_sessions.late import wait_for
 from ..engine_sessions.session import Session
-from .comfyuis_own import computes_as_comfyui, is_another_packs
+from .comfyuis_own import another_pack_asks, computes_as_comfyui, is_another_packs, is_comfyuis_alone
 from .controlnet import EngineControlModel
 from .hints import has_hint, hint_for, keep_hints, lacks_hint, make_hints
 from .late_control import LateControl
@@ -45,32 +50,50 @@ def run_stacks_at_once(
 ) -> Any:
     """A CALC_COND_BATCH wrapper: inside, stacks of engine-backed ControlNets run as one.
 
+    It puts stacks into the conditionings behind all wrappers, those that come after it too.
+
     Args:
         backbone: whose engine, if it can, starts beside them; see ``LateControl``.
     """
     if "multigpu_clones" in model_options:
         with lent_context():
             return executor(model, conds, x_in, timestep, model_options)
+    executor.original = partial(_with_stacks, executor.original, backbone)
+    return executor(model, conds, x_in, timestep, model_options)
+
+
+def _with_stacks(
+    function: Callable[..., Any],
+    backbone: EngineHandle | None,
+    model: Any,
+    conds: list[list[dict] | None],
+    x_in: torch.Tensor,
+    timestep: torch.Tensor,
+    model_options: dict,
+) -> Any:
+    """Call the function that computes the conditionings of a step: with stacks if it is ComfyUI's own."""
+    if not is_comfyuis_alone(function):
+        return function(model, conds, x_in, timestep, model_options)
     stacks: dict[int, ControlStack] = {}
     late: list[LateControl] | None = [] if backbone is not None and backbone.takes_late else None
 
     def replaced(cond: dict) -> dict:
         control = cond.get("control")
-        if not isinstance(control, ControlBase):
+        if not isinstance(control, ControlBase) or not any(map(_has_engine, _chain(control))):
             return cond
         # one object per control: ComfyUI batches conditionings only when their controls are the same
         return {**cond, "control": stacks.setdefault(id(control), ControlStack(control, late))}
 
     conds = [None if group is None else [replaced(cond) for cond in group] for group in conds]
     try:
-        return executor(model, conds, x_in, timestep, model_options)
+        return function(model, conds, x_in, timestep, model_options)
     finally:
         for control in late or ():
             control.end()
 
 
 class ControlStack:
-    """Stands for a chain of ControlNets while conditionings are computed; everything else is asked of the chain."""
+    """Stands for a chain of ControlNets in ComfyUI's own function; all but the residuals is asked of the chain."""
 
     def __init__(self, control: ControlBase, late: list[LateControl] | None = None):
         """
@@ -89,6 +112,8 @@ class ControlStack:
         """The chain's residuals, as ComfyUI's own ``get_control`` of its last ControlNet."""
         chain = list(_chain(self._control))
         lacking = [control for control in chain if lacks_hint(control, x_noisy)]
+        if lacking and any(map(another_pack_asks, chain)):  # whose code may want another hint than this
+            lacking = []
         new = make_hints(_active(lacking, t), x_noisy) if lacking else []
         if new or not all(_can_join(control, x_noisy, batched_number) for control in chain):
             result = self._control.get_control(x_noisy, t, cond, batched_number, transformer_options)
@@ -106,6 +131,10 @@ def _chain(control: ControlBase | None) -> Iterator[ControlBase]:
         yield control
 
 
+def _has_engine(control: ControlBase) -> bool:
+    return isinstance(getattr(control, "control_model", None), EngineControlModel)
+
+
 def _can_join(control: ControlBase, x_noisy: torch.Tensor, batched_number: int) -> bool:
     """Whether a ControlNet does nothing but what ``_run`` does, and its hint is made."""
     if not _may_join(control) or type(control) is not ControlNet or not computes_as_comfyui(control):
@@ -117,7 +146,7 @@ def _can_join(control: ControlBase, x_noisy: torch.Tensor, batched_number: int) 
 
 def _may_join(control: ControlBase) -> bool:
     """Whether a ControlNet's settings and its engine let it join. The rest is what ComfyUI makes of it in a run."""
-    if not isinstance(getattr(control, "control_model", None), EngineControlModel):
+    if not _has_engine(control):
         return False
     session = control.control_model.handle.session
     if session is None or not session.joins_stacks:

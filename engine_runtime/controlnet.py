@@ -84,6 +84,8 @@ class EngineControlModel:
             in_use = model_management.loaded_models(only_currently_used=True)
             model_management.load_models_gpu([*in_use, self.native_patcher])
 
-    def __deepcopy__(self, memo: dict) -> torch.nn.Module:
-        # ComfyUI copies networks to run them on a second GPU; engines belong to one device, so native goes there
-        return copy.deepcopy(self.native, memo)
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module | EngineControlModel:
+        if memo:  # a part of what is copied: other packs copy whole conditionings, whose ControlNets share the engine
+            return self
+        # ComfyUI copies a network by itself to run it on a second GPU; an engine is on one device, so native goes there
+        return copy.deepcopy(self.native)

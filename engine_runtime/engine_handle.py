@@ -32,6 +32,7 @@ from .finite import why_again
 from .ledger import Tally, executing, last_run, open_tally
 from .memory import EnginePatcher, keep, keep_beside
 from .sampling_runs import SamplingRun, current_run
+from .shared import Shared
 from .timing import named_range, timed
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class EngineChoice:
     pictures: tuple[Picture, ...] = ()
 
 
-class EngineHandle:
+class EngineHandle(Shared):
     """Stands for "the engine of this network" until a call needs it.
 
     The library is asked again at the start of every sampling run, so an engine that was built, replaced, damaged or

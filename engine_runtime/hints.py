@@ -54,20 +54,24 @@ class KeptHints:
         return kept.hint if _same_bits(kept.image, image) else None
 
     def keep(self, control: ControlNet, x_noisy: torch.Tensor) -> None:
-        """Remember a control's hint, which has just been made; the control gets the one that is kept."""
+        """Remember a control's hint, which has just been made; the control gets one that tells who writes to it."""
         image, hint = control.cond_hint_original, hint_of(control, x_noisy)
-        if hint is None or not _fits(hint, control, x_noisy) or max(_bytes(hint), _bytes(image)) > LARGEST:
-            return
-        if hint.shape[0] != image.shape[0]:  # repeated for this batch
+        if hint is None or not _fits(hint, control, x_noisy):
             return
         if hint.is_inference():
             hint = counting_versions(hint)
             give_hint(control, x_noisy, hint)
+        repeated = hint.shape[0] != image.shape[0]  # for this batch
+        if repeated or max(_bytes(hint), _bytes(image)) > LARGEST:
+            return
         self._of[image] = _Kept(_made_with(control, x_noisy), image.clone(), hint, hint._version)
 
     def repeated(self, hint: torch.Tensor, batch: int, batched_number: int) -> torch.Tensor:
-        """A hint of several images for a batch, as ComfyUI repeats it; one tensor from call to call."""
-        made_for = (None if hint.is_inference() else hint._version, batch, batched_number)
+        """A hint of several images for a batch, as ComfyUI repeats it; one tensor from call to call, if that tells by
+        its version whether somebody wrote to it."""
+        if hint.is_inference():  # what was made of it may be of what it was
+            return comfy.controlnet.broadcast_image_to(hint, batch, batched_number)
+        made_for = (hint._version, batch, batched_number)
         known = self._repeated.get(hint)
         if known is None or known[0] != made_for:
             known = (made_for, comfy.controlnet.broadcast_image_to(hint, batch, batched_number))

@@ -16,6 +16,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ..engine_library import Fallback
 from ..engine_sessions.room import no_room
+from .shared import Shared
 
 if TYPE_CHECKING:
     from ..engine_sessions.session import Session
@@ -43,7 +44,7 @@ class Owner(Protocol):
         ...
 
 
-class EngineModule(torch.nn.Module):
+class EngineModule(Shared, torch.nn.Module):
     """The "model" that ComfyUI manages: no parameters, only the session that holds the memory.
 
     Attributes:
@@ -63,7 +64,7 @@ class EngineModule(torch.nn.Module):
         return None if self._owner is None else self._owner()
 
 
-class EnginePatcher(ModelPatcher):
+class EnginePatcher(Shared, ModelPatcher):
     """A patcher whose size is that of an engine; it loads whole or not at all. Clones share the engine."""
 
     @classmethod

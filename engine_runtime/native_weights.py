@@ -29,6 +29,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from ..native_model.comfyui_internals import Feature, works
 from ..native_model.comfyui_shims import knows_pins
 from ..native_model.fp8 import patches_fp8
+from .shared import Shared
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase
@@ -140,7 +141,7 @@ def _pinned_memory(native: ModelPatcher) -> dict | None:
     return getattr(native.model, "dynamic_pins", {}).get(native.load_device)
 
 
-class NativeWeights:
+class NativeWeights(Shared):
     """Where one sampler patch's native weights are, run by run.
 
     It refers to patchers during a run only: they refer to it, and ComfyUI counts on references to free models.

@@ -19,6 +19,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..engine_sessions import graph_memory
+from .shared import Shared
 
 if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor
@@ -29,7 +30,7 @@ RUN = "hybrid_trt_run"
 Conds = Sequence[Sequence[dict] | None]
 
 
-class SamplingRun:
+class SamplingRun(Shared):
     """What one run of a sampler keeps: copies of tensors on the device, and the end of its latest call there."""
 
     def __init__(self) -> None:

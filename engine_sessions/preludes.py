@@ -27,11 +27,21 @@ Results = tuple[torch.Tensor, ...]
 
 @dataclass
 class _Entry:
+    """What became of a source, as it was then: its version, or its values where torch counts none."""
+
     source: weakref.ref[torch.Tensor]
-    written: int | None
+    version: int | None
+    values: torch.Tensor | None
     extra: Hashable
     weights: int
     results: Results
+
+    def holds(self) -> bool:
+        """Whether the source lives and nobody has written to it since."""
+        source = self.source()
+        if source is None:
+            return False
+        return torch.equal(source, self.values) if source.is_inference() else source._version == self.version
 
 
 class ResultCache:
@@ -53,15 +63,16 @@ class ResultCache:
             extra: what the results depend on besides.
             weights: version of the weights; another one computes anew.
         """
-        written = None if source.is_inference() else source._version
         for entry in self._entries:
-            same = entry.source() is source and entry.written == written
-            if same and entry.weights == weights and entry.extra == extra:
+            if entry.source() is source and entry.weights == weights and entry.extra == extra and entry.holds():
                 return entry.results
-        self._entries = [e for e in self._entries if e.weights == weights and _lives_on(e, source, written)]
+        others = (entry for entry in self._entries if entry.weights == weights and entry.source() is not None)
+        self._entries = [entry for entry in others if entry.source() is not source or entry.holds()]
         results = self._compute(source, extra)
         self.computed += 1
-        entry = _Entry(weakref.ref(source), written, extra, weights, results)
+        counts = not source.is_inference()
+        as_it_was = (source._version, None) if counts else (None, source.clone())
+        entry = _Entry(weakref.ref(source), *as_it_was, extra, weights, results)
         self._entries = [*self._entries[1 - KEPT :], entry]
         return results
 
@@ -178,9 +189,3 @@ class _explained:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, torch.OutOfMemoryError):
             raise no_room("to encode the control image") from error
-
-
-def _lives_on(entry: _Entry, latest: torch.Tensor, written: int | None) -> bool:
-    """Whether an entry is kept: its source is alive and was not written since."""
-    source = entry.source()
-    return source is not None and (source is not latest or entry.written == written)

@@ -15,9 +15,9 @@ import_comfy()
 import comfy.model_sampling
 import comfy.samplers
 from comfy.controlnet import ControlNet, StrengthType
-from control_stacks import Stacks, call, same
+from control_stacks import Stacks, call, same, step_of_comfyui
 from hybrid_trt.engine_runtime import control_stack
-from hybrid_trt.engine_runtime.control_stack import ControlStack, run_stacks_at_once
+from hybrid_trt.engine_runtime.control_stack import ControlStack
 from newer_comfyui import emulate
 
 
@@ -144,11 +144,11 @@ def test_conditionings_that_share_a_control_still_share_it(stacks: Stacks) -> No
     conds = [[{"control": control, "a": 1}], [{"control": control}, {"control": other}, {"b": 2}], None]
     seen = []
 
-    def executor(_model: object, conds: list, *_: object) -> str:
+    def step(_model: object, conds: list, *_: object) -> str:
         seen.extend(conds)
         return "done"
 
-    assert run_stacks_at_once(executor, None, conds, torch.zeros(1), torch.zeros(1), {}) == "done"
+    assert step_of_comfyui(step)(None, conds, torch.zeros(1), torch.zeros(1), {}) == "done"
     positive, negative, nothing = seen
     assert positive[0]["control"] is negative[0]["control"]
     assert negative[1]["control"] is not negative[0]["control"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from control_stacks import CHOICE
+from control_stacks import CHOICE, step_of_comfyui
 from fake_recorder import Recorder
 from pack import import_comfy
 from small_networks import CPU, network
@@ -26,7 +26,7 @@ from hybrid_trt.engine_builder.child_tasks import _spec_json
 from hybrid_trt.engine_library import Library
 from hybrid_trt.engine_runtime import late_control
 from hybrid_trt.engine_runtime.backbone import BackboneRouter
-from hybrid_trt.engine_runtime.control_stack import run_stacks_at_once
+from hybrid_trt.engine_runtime.controlnet import EngineControlModel
 from hybrid_trt.engine_runtime.engine_handle import EngineHandle
 from hybrid_trt.engine_runtime.late_control import LateControl, bound_unread
 from hybrid_trt.engine_sessions import cuda_graphs
@@ -247,7 +247,7 @@ def test_what_was_read_is_kept_until_the_step_has_waited(fails: bool, waits: lis
     given = [[{"control": SimpleNamespace()}]]
     given[0][0]["control"] = _control()
     try:
-        run_stacks_at_once(step, None, given, None, None, {}, backbone=SimpleNamespace(takes_late=True))
+        step_of_comfyui(step, SimpleNamespace(takes_late=True))(None, given, None, None, {})
     except RuntimeError:
         assert fails
     assert waits == [0], "the current stream comes after it; nothing is read"
@@ -260,14 +260,16 @@ def test_residuals_are_waited_for_where_the_backbone_cannot_start_without_them(w
         kept.append(conds[0][0]["control"]._late)
 
     for backbone in (None, SimpleNamespace(takes_late=False)):
-        run_stacks_at_once(step, None, [[{"control": _control()}]], None, None, {}, backbone=backbone)
+        step_of_comfyui(step, backbone)(None, [[{"control": _control()}]], None, None, {})
     assert kept == [None, None]
 
 
 def _control() -> Any:
     from comfy.controlnet import ControlNet
 
-    return ControlNet(network("controlnet", "unlike_levels").module, load_device=CPU)
+    control = ControlNet(network("controlnet", "unlike_levels").module, load_device=CPU)
+    control.control_model = EngineControlModel.__new__(EngineControlModel)
+    return control
 
 
 class Event:

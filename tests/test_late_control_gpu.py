@@ -20,13 +20,13 @@ from pack import import_comfy
 import_comfy()
 
 from comfy.controlnet import ControlNet
+from control_stacks import step_of_comfyui
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_live.session import LiveSession
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, local_key
 from hybrid_trt.engine_runtime import control_stack
-from hybrid_trt.engine_runtime.control_stack import run_stacks_at_once
 from hybrid_trt.engine_runtime.controlnet import back_with_engine
 from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.engine_runtime.late_control import LateControl, bound_unread
@@ -78,7 +78,7 @@ def steps(
 ) -> tuple[list[torch.Tensor], int]:
     """What a UNet gives in some steps, and in how many of them its residuals came late."""
     net, session = unet
-    bind = net.architecture().binding(net.module)
+    bind, unread = net.architecture().binding(net.module), bound_unread
     came_late = 0
 
     def step(_model: Any, conds: list, x: torch.Tensor, t: torch.Tensor, _options: dict) -> torch.Tensor:
@@ -91,7 +91,7 @@ def steps(
             came_late += 1
             if look:
                 given["control"] = dict(control)
-        call = bound_unread(bind, given) if isinstance(given["control"], LateControl) else bind(given)
+        call = unread(bind, given) if isinstance(given["control"], LateControl) else bind(given)
         result = call.finish(session.run(call.inputs, call.extras, *([call.late] if call.late else [])))
         del junk
         return result
@@ -105,7 +105,7 @@ def steps(
             conds = [[{"control": chain, "prompt": prompt}]]
             backbone = SimpleNamespace(takes_late=late and session.takes_late)
             t = torch.full((2,), 3.0 + number, device=GPU)
-            found.append(run_stacks_at_once(step, None, conds, x, t, {}, backbone=backbone).clone())
+            found.append(step_of_comfyui(step, backbone)(None, conds, x, t, {}).clone())
     torch.cuda.synchronize()
     return found, came_late
 

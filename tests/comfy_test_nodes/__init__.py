@@ -20,7 +20,7 @@ from comfy_execution.graph_utils import GraphBuilder, is_link
 
 import nodes  # ComfyUI's
 
-from . import other_packs_models, other_packs_sampling, other_packs_weights
+from . import other_packs_controls, other_packs_models, other_packs_sampling, other_packs_weights
 
 CATEGORY = "tests"
 ENGINE = io.Custom("TRT_UNET_ENGINE")
@@ -366,7 +366,8 @@ class TestNodes(ComfyExtension):
         return [
             TestConditioning, TestEndLoop, TestImage, TestModelsAlive, TestPictures, TestSampleTwice, TestSampler,
             TestSaveLatent, TestSecondDevice, TestStartLoop, TestToyModel, TestUnionControlNet,
-            *other_packs_models.NODES, *other_packs_sampling.NODES, *other_packs_weights.NODES,
+            *other_packs_controls.NODES, *other_packs_models.NODES, *other_packs_sampling.NODES,
+            *other_packs_weights.NODES,
         ]
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,9 @@ from small_networks import CPU, network
 
 import_comfy()
 
+import comfy.samplers
 from comfy.controlnet import ControlNet
+from comfy.patcher_extension import WrapperExecutor
 from hybrid_trt.architectures.tensors import Profile, Range
 from hybrid_trt.engine_library import Library
 from hybrid_trt.engine_library.parity import relative_error
@@ -66,6 +71,13 @@ def call(control: object, step: int = 0, batch: int = 2, sigma: float = 3.0) -> 
     cond = {"c_crossattn": torch.randn(batch, 77, 64, generator=generator)}
     with torch.inference_mode():
         return control.get_control(x, torch.full((batch,), sigma), cond, batch, {})
+
+
+def step_of_comfyui(function: Callable[..., Any], backbone: Any = None) -> Callable[..., Any]:
+    """A step whose conditionings ComfyUI computes by this function, with stacks of ControlNets."""
+    function.__code__ = function.__code__.replace(co_filename=comfy.samplers.__file__)
+    wrapper = partial(control_stack.run_stacks_at_once, backbone=backbone)
+    return WrapperExecutor.new_executor(function, [wrapper]).execute
 
 
 def hint_in(control: ControlNet) -> torch.Tensor | None:
