@@ -152,7 +152,9 @@ class BackboneRouter(Shared):
                 return result
         self.native_weights.bring()
         forward = self._as_compiled(native)
-        return handle.native(lambda: with_residuals_copied(forward, self._arguments, args, kwargs))
+        result = handle.native(lambda: with_residuals_copied(forward, self._arguments, args, kwargs))
+        watch(result, by_engine=False)
+        return result
 
     def _bound(self, given: Mapping[str, Any]) -> EngineCall:
         if isinstance(given.get("control"), LateControl) and self._handle.takes_late:
@@ -170,7 +172,9 @@ class BackboneRouter(Shared):
         tally = open_tally(Role.BACKBONE.value, STRANGER, handle.node_id, device=handle.network.device)
         tally.count_native(Fallback(Reason.OTHER_MODEL, "the call is for another model, or a copy of ours"))
         with timed(tally.times):
-            return native(*args, **kwargs)
+            result = native(*args, **kwargs)
+        watch(result, by_engine=False)
+        return result
 
     def _why_native(self, patcher: ModelPatcher | None, options: Mapping) -> Fallback | None:
         """The reason why native has to serve a call, whatever its tensors, or None."""

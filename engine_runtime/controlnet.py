@@ -16,6 +16,7 @@ from comfy.controlnet import ControlNet
 from ..architectures.calls import Control
 from ..native_model.network import NativeNetwork
 from .engine_handle import EngineHandle
+from .finite import watched
 from .hints import KeptHints
 from .native_call import arguments_of, by_name
 
@@ -69,7 +70,7 @@ class EngineControlModel:
             in place. On its session's own stream they are lent until the next call.
         """
         call = by_name(self._arguments, args, kwargs)
-        served, residuals = self.handle.serve(None, lambda: self.handle.bind(call))
+        served, residuals = self.handle.serve(None, lambda: watched(self.handle.bind(call)))
         if served:
             return residuals
         self._make_native_resident()

@@ -1,14 +1,23 @@
-"""Engines whose results stop being numbers: found without waiting for the GPU at any step; native samples again."""
+"""Engines whose results stop being numbers: the picture is native's, whoever took the results.
+
+A run of a patched model is looked at in its end, without waiting for the GPU at any step, and native samples again.
+What is no number in a ControlNet's residuals is none in what a UNet makes of them, on an engine or native. Without a
+sampler patch nothing of ours has a run in its hands: there each call of a ControlNet is looked at before ComfyUI gets
+its result, which waits for the GPU, and native answers in its place.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine_library import Fallback, Reason
+from ..architectures.calls import Control, EngineCall
+from ..engine_library import Fallback, Reason, Unavailable
 
 if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor
@@ -19,14 +28,21 @@ NOT_FINITE = Fallback(
     Reason.ENGINE_FAILED, "an engine of this run gave values that are no numbers (NaN), so the whole run was done again"
 )
 
+NOT_FINITE_HERE = "it gave values that are no numbers (NaN), so native did this call and does the rest of the run"
+
 _watch: ContextVar[_Watch | None] = ContextVar("watch of the run", default=None)
 _again: ContextVar[Fallback | None] = ContextVar("why native does the run again", default=None)
 
 
 class _Watch:
-    """What a run's results add up to, on each device: a sum with NaN or infinity in it is not finite."""
+    """What a run's results add up to, on each device: a sum with NaN or infinity in it is not finite.
+
+    Attributes:
+        engines: whether an engine gave one of them, or of what they were made of.
+    """
 
     def __init__(self) -> None:
+        self.engines = False
         self._sums: dict[torch.device, torch.Tensor] = {}
 
     def see(self, result: torch.Tensor) -> None:
@@ -39,11 +55,38 @@ class _Watch:
         return all(bool(torch.isfinite(total)) for total in self._sums.values())
 
 
-def watch(result: torch.Tensor) -> None:
-    """A backbone's engine gave this; cheap, and nothing is waited for."""
+def watch(result: torch.Tensor, by_engine: bool = True) -> None:
+    """A backbone gave this, native or by an engine; cheap, and nothing is waited for."""
     run = _watch.get()
-    if run is not None:
+    if run is not None and isinstance(result, torch.Tensor):
         run.see(result)
+        run.engines = run.engines or by_engine
+
+
+def watched(call: EngineCall) -> EngineCall:
+    """A call of a ControlNet that gives numbers, or is of a run that is looked at in its end."""
+    run = _watch.get()
+    if run is None:
+        call.finish = partial(_numbers, call.finish)
+    else:
+        run.engines = True
+    return call
+
+
+def _numbers(finish: Callable[[Mapping[str, torch.Tensor]], Control], results: Mapping[str, torch.Tensor]) -> Control:
+    """What ``finish`` makes of results; waits for the GPU.
+
+    Raises:
+        Unavailable: they are no numbers.
+    """
+    if not _all_finite(results.values()):
+        raise Unavailable(Reason.ENGINE_FAILED, NOT_FINITE_HERE)
+    return finish(results)
+
+
+def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors])
+    return bool(torch.isfinite(sums).all())
 
 
 def why_again() -> Fallback | None:
@@ -63,7 +106,7 @@ def redo_unless_finite(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> 
         result = executor(*args, **kwargs)
     finally:
         _watch.reset(token)
-    if run.finite():
+    if not run.engines or (run.finite() and (not isinstance(result, torch.Tensor) or _all_finite([result]))):
         return result
     log.error("Hybrid TRT: %s; native's image takes its place", NOT_FINITE.detail)
     guider.conds = conds

@@ -6,16 +6,14 @@ streams and graphs of a GPU, and the CPU as a device with a memory of its own.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fake_recorder import Recorder
+from gpu_doubles import gpu_recorder, play_gpu
 from pack import import_comfy
 
 import_comfy()
@@ -25,10 +23,9 @@ from dynamic_vram import on_cpu
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_live.session import LiveSession
 from hybrid_trt.engine_library import Library
-from hybrid_trt.engine_runtime import control_stack, fast_path, late_control, on_device
+from hybrid_trt.engine_runtime import control_stack, fast_path, on_device
 from hybrid_trt.engine_runtime.controlnet import back_with_engine
 from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.engine_sessions import cuda_graphs
 from hybrid_trt.native_model.comfyui_internals import Feature, switched_off
 from hybrid_trt.native_model.live_weights import LiveWeights
 from hybrid_trt.native_model.network import NativeNetwork
@@ -43,36 +40,6 @@ __all__ = ["device", "file", "files", "library", "nothing_loaded"]
 
 SIZES = {"resized": (100, 60), "as large as the picture": (64, 64)}
 """Control images: ComfyUI makes the hint of the first one, the other is copied."""
-
-
-class Stream:
-    """In the place of a CUDA stream: all is done when it is asked for."""
-
-    device = torch.device("cpu")
-
-    def wait_event(self, _event: object) -> None: ...
-
-    def wait_stream(self, _stream: object) -> None: ...
-
-    def record_event(self) -> str:
-        return "ready"
-
-
-def gpu_recorder(gate: bool) -> Recorder:
-    """A recorder as a GPU's: with a stream of its own, and where wanted a network that waits in its midst."""
-    recorder = Recorder()
-    recorder.stream = Stream()
-    if gate:
-        recorder.gate = lambda: SimpleNamespace(passed=True, event=SimpleNamespace(record=lambda: None))
-    return recorder
-
-
-def play_gpu(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(torch.cuda, "current_stream", lambda _device=None: Stream)
-    patch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
-    for module in (control_stack, late_control, cuda_graphs):
-        patch.setattr(module, "wait_for", lambda _ready, _stream, tensors: list(tensors))
-    patch.setattr(control_stack, "_start", lambda sessions, *_, at_least: "now" if len(sessions) >= at_least else None)
 
 
 def chain(files: dict[str, Path], as_wanted: Callable[[Any, int], Any] = lambda net, _: net) -> Any:

@@ -318,4 +318,50 @@ class TestCopiedOptions(io.ComfyNode):
         return io.NodeOutput(with_copied_options(model))
 
 
-NODES: list[type[io.ComfyNode]] = [TestCopiedConditioning, TestCopiedOptions, TestTiles]
+class TestNotANumber(io.ComfyNode):
+    """An engine of a ControlNet whose results have a NaN in one call of the next prompt; no pack, but a bad engine."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestNotANumber", display_name="Test Not A Number", category="tests",
+            inputs=[io.ControlNet.Input("control_net"), io.Int.Input("call", default=1, min=1, max=100)],
+            outputs=[io.ControlNet.Output()],
+        )
+
+    @classmethod
+    def execute(cls, control_net: ControlNet, call: int) -> io.NodeOutput:
+        session, calls = control_net.control_model.handle.session, []
+
+        def run(*given: Any) -> dict[str, torch.Tensor]:
+            results = type(session).run(session, *given)
+            calls.append(1)
+            if len(calls) == call:
+                next(iter(results.values())).view(-1)[3] = float("nan")
+                del session.run
+            return results
+
+        session.run = run
+        return io.NodeOutput(control_net)
+
+
+class TestPatchInside(io.ComfyNode):
+    """A patch inside the UNet, which no engine has."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TestPatchInside", display_name="Test Patch Inside", category="tests",
+            inputs=[io.Model.Input("model")], outputs=[io.Model.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model: Any) -> io.NodeOutput:
+        model = model.clone()
+        model.set_model_attn1_patch(lambda q, k, v, _options: (q, k, 0.9 * v))
+        return io.NodeOutput(model)
+
+
+NODES: list[type[io.ComfyNode]] = [
+    TestCopiedConditioning, TestCopiedOptions, TestNotANumber, TestPatchInside, TestTiles,
+]  # fmt: skip

@@ -1,0 +1,193 @@
+"""What an engine of a ControlNet gives that is no number never reaches a picture, whoever takes its residuals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from comfy_process import ComfyProcess
+from controlled import STEPS, Graphs, graphs
+from gpu_doubles import gpu_recorder, play_gpu
+from memory_fixtures import files, nothing_loaded
+from pack import import_comfy
+from scenarios import A, B, Scenario, latent_of, native_latent, prompt, relative_difference
+
+import_comfy()
+
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
+from hybrid_trt.engine_library import Library, Reason
+from hybrid_trt.engine_runtime import control_stack, finite
+from hybrid_trt.engine_runtime.engine_handle import EngineHandle
+from patched import LIMIT, Patched, library_of, load
+from sampling import error
+
+__all__ = ["files", "graphs", "nothing_loaded"]  # fixtures: pytest finds them by name
+
+NAN, INF = float("nan"), float("inf")
+
+
+def spoil(handle: EngineHandle, patch: pytest.MonkeyPatch, call: int = 2, value: float = NAN, place: int = -1) -> None:
+    """From this call on one of an engine's results has one value of this kind."""
+    session, calls, run = handle.session, [], handle.session.run
+
+    def broken(*given: Any) -> dict[str, torch.Tensor]:
+        results = run(*given)
+        calls.append(1)
+        if len(calls) >= call:
+            list(results.values())[place].view(-1)[3] = value
+        return results
+
+    patch.setattr(session, "run", broken)
+
+
+def with_lora(model: ModelPatcher) -> ModelPatcher:
+    """As LoRA loaders behind the engine node leave a model."""
+    model = model.clone()
+    name = next(key for key in model.model_state_dict() if key.endswith("attn2.to_k.weight"))
+    model.add_patches({name: ("diff", (0.1 * torch.ones_like(model.model_state_dict()[name]),))}, 1.0)
+    return model
+
+
+def with_patch_inside(model: ModelPatcher) -> ModelPatcher:
+    model = model.clone()
+    model.set_model_attn1_patch(lambda q, k, v, _options: (q, k, 0.9 * v))
+    return model
+
+
+def past_wrappers(model: ModelPatcher) -> ModelPatcher:
+    """As packs that have a forward of their own: nobody's wrappers run around the UNet."""
+
+    def call(apply_model: Callable, args: dict) -> torch.Tensor:
+        options = {**args["c"]["transformer_options"], "wrappers": {}}
+        return apply_model(args["input"], args["timestep"], **{**args["c"], "transformer_options": options})
+
+    model = model.clone()
+    model.set_model_unet_function_wrapper(call)
+    return model
+
+
+CHANGES = {"on its engine": lambda model: model, "native by a LoRA": with_lora, "native by a patch": with_patch_inside,
+           "called past all wrappers": past_wrappers}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def own_weights(graphs: Graphs, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    return library_of(graphs.file, tmp_path_factory.mktemp("engines"))
+
+
+@pytest.fixture
+def no_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_stack, "_can_join", lambda *_: False)
+
+
+def check(graphs: Graphs, latent: torch.Tensor, reference: torch.Tensor, spoiled: int) -> None:
+    assert latent.isfinite().all()
+    assert error(latent, reference) <= LIMIT
+    tally = graphs.handles[spoiled].tally
+    assert set(tally.reasons) == {Reason.ENGINE_FAILED.value}
+    assert "no numbers (NaN)" in tally.details[Reason.ENGINE_FAILED.value]
+
+
+@pytest.mark.parametrize("joins", [True, False], ids=["run as one", "one by one"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_patched_model_is_sampled_again_natively(
+    graphs: Graphs, own_weights: Library, change: Callable, joins: bool, monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    if not joins:
+        request.getfixturevalue("no_joins")
+    made = graphs.patched()
+    if change is with_lora:  # which an engine with weights of its own lacks
+        made = Patched(load(graphs.file), own_weights, "onnxruntime")
+        graphs.handles = [made.handle]
+    reference = graphs.native(change.__name__, change)
+    control, model = graphs.controls(True, True), change(made.model)
+    with monkeypatch.context() as patch:
+        spoil(graphs.handles[1], patch)
+        check(graphs, graphs.sampled(model, control), reference, 1)
+    assert graphs.handles[2].tally.native == STEPS, "no engine of any network in the second time"
+    assert error(graphs.sampled(model, control), reference) <= LIMIT
+    assert [handle.tally.native for handle in graphs.handles[1:]] == [0, 0], "the next run tries the engines again"
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("place", [0, 1, -1])
+def test_any_value_of_any_residual_is_seen(
+    graphs: Graphs, value: float, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = graphs.patched() and graphs.controls(False, True)
+    spoil(graphs.handles[1], monkeypatch, STEPS, value, place)
+    model = load(graphs.file)
+    check(graphs, graphs.sampled(model, control), graphs.native(), 1)
+    assert (graphs.handles[1].tally.engine, graphs.handles[1].tally.native) == (STEPS - 1, 1)
+
+
+def test_without_a_sampler_patch_native_does_that_call_and_the_rest_of_the_run(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs.handles = []
+    control, model = graphs.controls(True, True), load(graphs.file)
+    with monkeypatch.context() as patch:
+        spoil(graphs.handles[0], patch)
+        check(graphs, graphs.sampled(model, control), graphs.native(), 0)
+    assert [(h.tally.engine, h.tally.native) for h in graphs.handles] == [(1, STEPS - 1), (STEPS, 0)]
+    assert error(graphs.sampled(model, control), graphs.native()) <= LIMIT
+    assert [(h.tally.engine, h.tally.native) for h in graphs.handles] == [(STEPS, 0)] * 2
+
+
+def test_residuals_that_come_late_are_looked_at_with_the_run(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    play_gpu(monkeypatch)
+    made, control = graphs.patched(), graphs.controls(True, True)
+    for number, handle in enumerate(graphs.handles):
+        handle.session.graphs._record = gpu_recorder(gate=not number)
+    assert error(graphs.sampled(made.model, control), graphs.native()) <= LIMIT
+    assert error(graphs.sampled(made.model, control), graphs.native()) <= LIMIT
+    assert graphs.handles[0].tally.beside == STEPS, "they come late"
+    spoil(graphs.handles[2], monkeypatch)
+    check(graphs, graphs.sampled(made.model, control), graphs.native(), 2)
+
+
+@pytest.mark.parametrize("patched", [True, False])
+def test_the_gpu_is_waited_for_in_the_end_alone_where_there_is_a_sampler_patch(
+    graphs: Graphs, patched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, looks, own = graphs.patched(), [], finite._all_finite
+    monkeypatch.setattr(finite, "_all_finite", lambda tensors: looks.append(done[-1]) or own(tensors))
+    done = [0]
+    model = (made.model if patched else load(graphs.file)).clone()
+    model.add_wrapper_with_key(
+        WrappersMP.CALC_COND_BATCH, "steps", lambda executor, *given: (executor(*given), done.append(len(done)))[0])
+    assert error(graphs.sampled(model, graphs.controls(True, True)), graphs.native()) <= LIMIT
+    assert looks == ([STEPS] if patched else [0, 0, 1, 1, 2, 2])
+
+
+def test_what_native_gives_alone_is_not_sampled_again(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, steps = graphs.patched(), []
+    made.handle.session.run = lambda *_: pytest.fail("native serves")
+    model = with_patch_inside(made.model)
+    unet = type(model.model.diffusion_model)
+    own = unet._forward
+    monkeypatch.setattr(unet, "_forward", lambda *a, **b: steps.append(1) or NAN * own(*a, **b))
+    latent = graphs.sampled(model, None)
+    assert latent.isnan().any(), "a picture of native's own"
+    assert len(steps) == STEPS
+    del made.handle.session.run
+
+
+@pytest.mark.parametrize("patched", [True, False])
+def test_a_real_prompt_with_an_engine_that_gives_no_numbers_is_natives(sd15: ComfyProcess, patched: bool) -> None:
+    """With the patch the UNet is native for another node's patch."""
+    patches = (("TestPatchInside", {}),)
+    scenario = Scenario(controls=(A, B), width=64, height=64, steps=2, unet_engine=patched, patches=patches, seed=61)
+    made = prompt(scenario, True, "nan")
+    given = made["apply"]["inputs"]["rows.control_net_1"]
+    made["nan"] = {"class_type": "TestNotANumber", "inputs": {"control_net": given, "call": 2}}
+    made["apply"]["inputs"]["rows.control_net_1"] = ["nan", 0]
+    history = sd15.queue(made)
+    assert relative_difference(latent_of(history), native_latent(sd15, scenario)) <= LIMIT
+    rows = {row["name"]: row for row in history.output("report", "report")[0]["controlnets"]}
+    assert rows["tiny_sd15_a.safetensors"]["reasons"] == {Reason.ENGINE_FAILED.value: 2 if patched else 1}
+    assert "NaN" in history.output("report", "text")[0]
