@@ -24,14 +24,12 @@ from ..engine_sessions.room import close_engines
 from ..engine_sessions.session import AskedCalls, Session, Uncompiled
 from ..engine_sessions.several_sizes import MOST_OPEN
 from ..native_model.attention import remark
-from ..native_model.edited_weights import look_for_edits
-from ..native_model.layer_watch import LayerWatch
 from ..native_model.layout import layout_of
 from ..native_model.network import NativeNetwork
 from .finite import why_again
 from .ledger import Tally, executing, last_run, open_tally
 from .memory import EnginePatcher, keep, keep_beside
-from .sampling_runs import SamplingRun, current_run
+from .network_watch import NetworkWatch
 from .shared import Shared
 from .timing import named_range, timed
 
@@ -83,9 +81,7 @@ class EngineHandle(Shared):
         self._context: object = self
         self._looked_up_in: object = self
         self._beginning = threading.Lock()
-        self._watch = LayerWatch(network.module)
-        self._run: SamplingRun | None = None  # the one in which the network was looked at last
-        self._changed: Fallback | None = None  # what was found then
+        self._watch = NetworkWatch(network)
         named = partial(named_range, f"Hybrid TRT {network.role.value} {network.label}")
         self._range = named if network.device.type == "cuda" else nullcontext
         self.refresh()
@@ -212,9 +208,8 @@ class EngineHandle(Shared):
 
     def _look_up(self) -> Session:
         self.network.take_back_leftovers()
-        self._run, self._changed = current_run(), None
-        architecture = self.network.unchanged_architecture(self._watch)
-        look_for_edits(self.network.patcher)
+        self._watch.begin()
+        architecture = self.network.unchanged_architecture(self._watch.layers)
         self.bind = architecture.binding(self.network.module)
         device = self.network.device
         usable = serving_backends(self.choice.backend, device, self.library, architecture.name)
@@ -303,24 +298,9 @@ class EngineHandle(Shared):
             with self._beginning:  # ComfyUI may call a network from several threads at once
                 if context is not self._context:
                     self._begin_run(context, patcher)
-        run = current_run()
-        if run is not self._run:  # an execution of a node may have several
-            self._look_at_network(run)
+        if self._watch.weights_edited():
+            self.refresh()
         return self.tally
-
-    def _look_at_network(self, run: SamplingRun | None) -> None:
-        """Look what other nodes have done to the network since the run before."""
-        self._run, what = run, self._watch.look()
-        self._changed = None if what is None else Fallback(Reason.MODEL_PATCHED, what)
-        if look_for_edits(self.network.patcher):
-            self.refresh()  # the engine is that of the weights that were there
-
-    def _changed_now(self) -> Fallback | None:
-        """What other nodes have done to the network by the time of this call, or None. Quick."""
-        if self._changed is not None:
-            return self._changed
-        what = self._watch.look_again(methods=self._run is None or not self._run.comfyuis_alone)
-        return None if what is None else Fallback(Reason.MODEL_PATCHED, what)
 
     def _begin_run(self, context: ExecutionContext | None, patcher: ModelPatcher | None) -> None:
         self.plan(patcher)
@@ -346,7 +326,7 @@ class EngineHandle(Shared):
                 sample several, so it is followed in every call.
         """
         tally = self.begin_run(patcher)
-        fallback = refusal or self.fallback or why_again() or self._changed_now()
+        fallback = refusal or self.fallback or why_again() or self._watch.changed()
         if fallback is None:
             try:
                 with timed(tally.times), self._range():

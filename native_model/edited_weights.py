@@ -36,24 +36,21 @@ _noted: weakref.WeakKeyDictionary[torch.nn.Module, _Noted] = weakref.WeakKeyDict
 
 
 def edition_of(patcher: ModelPatcher) -> int:
-    """Another number for a patcher's model whenever its own weights were found to be other ones. Cheap."""
+    """The edition that ``look_for_edits`` found last. Cheap."""
     known = _noted.get(patcher.model)
     return 0 if known is None else known.edition
 
 
-def look_for_edits(patcher: ModelPatcher) -> bool:
-    """Whether the model's own weights, without patches, are others than when they were looked at last."""
+def look_for_edits(patcher: ModelPatcher) -> int:
+    """The edition of a model's own weights, without patches: another number where they are others by now."""
     known = _noted.get(patcher.model)
     if known is None:
         places = [(f"{path}.{leaf}" if path else leaf, layer._parameters, leaf)
                   for path, layer in patcher.model.named_modules() for leaf in layer._parameters]  # fmt: skip
-        _noted[patcher.model] = _Noted(places, _values_of(patcher, places))
-        return False
-    values = _values_of(patcher, known.places)
-    if values == known.values:
-        return False
-    known.values, known.edition = values, known.edition + 1
-    return True
+        known = _noted[patcher.model] = _Noted(places, _values_of(patcher, places))
+    elif (values := _values_of(patcher, known.places)) != known.values:
+        known.values, known.edition = values, known.edition + 1
+    return known.edition
 
 
 def _values_of(patcher: ModelPatcher, places: list[tuple[str, dict, str]]) -> bytes:
