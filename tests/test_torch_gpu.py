@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import networks
 import pytest
 import torch
+from any_weights import lora, patched
 from pack import import_comfy
 
 import_comfy()
@@ -42,7 +43,9 @@ from hybrid_trt.engine_runtime import hints
 from hybrid_trt.engine_runtime.controlnet import EngineControlModel
 from hybrid_trt.engine_runtime.on_device import RUN, SamplingRun, call_on_device
 from hybrid_trt.engine_sessions.cuda_graphs import GraphCache
+from hybrid_trt.native_model.edited_weights import look_for_edits
 from hybrid_trt.native_model.network import NativeNetwork
+from hybrid_trt.native_model.weights import current_weights
 from small_networks import control_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")]
@@ -178,6 +181,32 @@ def test_loras_come_and_go_without_a_new_recording() -> None:
         assert error(session, net, given) <= LIMIT
     assert relative_error(native(patched, given)[0], native(plain, given)[0]) > 10 * LIMIT
     assert len(session.graphs) == 1
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_patched_fp8_weights_are_to_the_bit_what_comfyui_puts_in_their_place_on_the_gpu(stored: torch.dtype) -> None:
+    net = tiny("unet")
+    net.module.to(stored)
+    patcher = patched(net, (lora(net, 5), 0.8))
+    ours = {name: weight.clone() for name, weight in current_weights(patcher, net.prefix)}
+    patcher.patch_model(GPU)
+    its = {name: weight.to("cpu", copy=True) for name, weight in net.module.state_dict().items()}
+    patcher.unpatch_model(GPU)
+    assert ours.keys() == its.keys()
+    different = [name for name, weight in its.items() if not torch.equal(ours[name].float(), weight.float())]
+    assert not different
+
+
+def test_weights_that_are_written_to_on_the_gpu_are_noticed_in_each_layout_of_memory() -> None:
+    net = tiny("unet")
+    first = look_for_edits(net.patcher)
+    for parameter in net.module.parameters():
+        if parameter.ndim == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    assert look_for_edits(net.patcher) == first, "the same values in another order"
+    with torch.inference_mode():
+        next(p for p in net.module.parameters() if p.ndim == 4).mul_(0.5)
+    assert look_for_edits(net.patcher) == first + 1
 
 
 def test_four_controlnets_on_streams_of_their_own_compute_what_one_after_the_other_does() -> None:
