@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import slow
 from builds import PROFILE, ROOT, children, gone, slow_backend, small_disk, until
 from hybrid_trt import backends
 from hybrid_trt.engine_builder import child_process
@@ -194,7 +195,7 @@ print(hasattr(sys.modules["comfy.ldm.modules.attention"], "ComfyAttention"))
 """
 
 
-@pytest.mark.parametrize("newer", [False, True])
+@pytest.mark.parametrize("newer", slow.cases({"as it is": False, "newer": True}, ["as it is"]))
 def test_the_imports_of_a_build_leave_the_gpu_alone(
     environment: Any, monkeypatch: pytest.MonkeyPatch, newer: bool
 ) -> None:

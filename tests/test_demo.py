@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import slow
 from PIL import Image, ImageChops
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@slow.SLOW
 def test_the_demo_shows_the_same_picture_twice_and_says_what_ran_on_engines(environment: Any, tmp_path: Path) -> None:
     base, out = tmp_path / "base", tmp_path / "demo"
     (base / "custom_nodes").mkdir(parents=True)

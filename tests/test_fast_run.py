@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slow
 import torch
 from gpu_doubles import gpu_recorder, play_gpu
 from pack import import_comfy
@@ -171,14 +172,19 @@ def test_nothing_is_said_to_be_slow(runs: Runs) -> None:
     assert fast_path._told == set()
 
 
-@pytest.fixture(params=NAMES)
+PROMPTS = {f"{name}-{'dynamic VRAM' if dynamic else 'loaded'}": (name, dynamic)
+           for name in NAMES for dynamic in (False, True)}  # fmt: skip
+SLOW = [f"{name}-loaded" for name in NAMES if name not in ("as it is", "free memory of a patcher")]
+
+
+@pytest.fixture
 def newer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     emulate(request.param, monkeypatch)
     return request.param
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("dynamic", [False, True], ids=["loaded", "dynamic VRAM"])
+@pytest.mark.parametrize(("newer", "dynamic"), slow.cases(PROMPTS, SLOW), indirect=["newer"])
 def test_two_prompts_open_an_engines_file_once_and_no_native_weights(
     newer: str, dynamic: bool, file: Path, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:

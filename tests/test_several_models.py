@@ -81,9 +81,11 @@ def any_weights(request: pytest.FixtureRequest, sd15: ComfyProcess) -> Iterator[
 STRENGTHS = {"torch-two_strengths": ("torch", (0.4, 1.0)), "torch-with_and_without": ("torch", (1.0, 0.0)),
              "replaceable-with_and_without": ("replaceable", (1.0, 0.0))}
 
+SLOW = ("torch-two_strengths", "torch-with_and_without")
+
 
 @pytest.mark.parametrize(
-    ("any_weights", "strengths"), slow.cases(STRENGTHS, ["torch-two_strengths"]), indirect=["any_weights"]
+    ("any_weights", "strengths"), slow.cases(STRENGTHS, SLOW), indirect=["any_weights"]
 )
 def test_two_runs_in_one_execution_have_each_their_own_lora(
     sd15: ComfyProcess, any_weights: dict[str, str], strengths: tuple[float, float]
@@ -96,6 +98,7 @@ def test_two_runs_in_one_execution_have_each_their_own_lora(
     assert report["unet"] == {"engine": 8, "native": 0, "reasons": {}}
 
 
+@slow.when("replaceable")
 def test_two_runs_in_one_execution_have_each_their_own_model(
     sd15: ComfyProcess, any_weights: dict[str, str]
 ) -> None:
