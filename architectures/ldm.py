@@ -127,7 +127,7 @@ def use_sdpa(module: torch.nn.Module) -> None:
 
 
 def only_adds_residuals(function: Callable) -> bool:
-    """Whether a function that stands for ComfyUI's ``apply_control`` adds residuals that fit, and does nothing else.
+    """Tell whether a function in the place of ComfyUI's ``apply_control`` only adds residuals that fit.
 
     Packs put functions there that resize what does not fit, which no engine takes. Tried on small tensors.
     """

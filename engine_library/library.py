@@ -273,7 +273,7 @@ class Library:
 
 
 def _fits(identity: EngineIdentity, wanted: Wanted) -> bool:
-    """Whether an engine's weights are wanted, or were perhaps, before layouts were told as they are."""
+    """Tell whether an engine has wanted weights, or may have had under the layouts of earlier versions."""
     if identity.outdated_layout:
         return any(weights.startswith(LAYOUT_PREFIX) for weights in wanted.weights)
     other = wanted.layout and identity.layout and identity.layout != wanted.layout

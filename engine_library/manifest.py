@@ -75,7 +75,7 @@ class EngineIdentity:
 
     @property
     def outdated_layout(self) -> bool:
-        """Whether its layout was told by a version that told layouts otherwise, so nobody knows what it serves."""
+        """True where an earlier version told the layout in another way, so nobody knows which networks it serves."""
         return self.any_weights and not self.weights.startswith(LAYOUT_PREFIX)
 
     def to_json(self) -> dict:

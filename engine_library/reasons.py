@@ -35,7 +35,7 @@ class Reason(str, Enum):
 
     @property
     def meaning(self) -> str:
-        """What it means for the image."""
+        """The effect on the image, in words."""
         return _MEANING.get(self, "The image is native's, only slower")
 
 

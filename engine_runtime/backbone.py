@@ -98,7 +98,7 @@ def count_as_native(model: ModelPatcher, label: str, node_id: str, fallback: Fal
 
 
 def has_engine(model: ModelPatcher) -> bool:
-    """Whether a model's UNet calls go to an engine already."""
+    """Tell whether a sampler patch already routes a model's UNet."""
     return any(isinstance(wrapper, BackboneRouter) for wrapper in model.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY))
 
 

@@ -30,7 +30,7 @@ def is_another_packs(control: ControlNet) -> bool:
 
 
 def another_pack_asks(control: ControlBase) -> bool:
-    """Whether another pack's code stands between ComfyUI and a control: a method, or a class of its own."""
+    """Tell whether a control has a method or a class of another pack."""
     kind = type(control)
     if _own_methods(control) or kind.__module__.split(".")[0] != "comfy":
         return True
@@ -38,8 +38,10 @@ def another_pack_asks(control: ControlBase) -> bool:
 
 
 def is_comfyuis_alone(function: Callable[..., Any]) -> bool:
-    """Whether a function is ComfyUI's, and so are all functions of its module that it names: nobody else sees what it
-    is given."""
+    """Tell whether a function and all functions of its module that it names are ComfyUI's.
+
+    Then nobody else sees its arguments.
+    """
     if not _is_comfyuis(function):
         return False
     around = function.__globals__

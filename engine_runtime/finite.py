@@ -35,7 +35,7 @@ _again: ContextVar[Fallback | None] = ContextVar("why native does the run again"
 
 
 class _Watch:
-    """What a run's results add up to, on each device: a sum with NaN or infinity in it is not finite.
+    """The sum of a run's results on each device: it is not finite where one of them is not.
 
     Attributes:
         engines: whether an engine gave one of them, or of what they were made of.
@@ -74,7 +74,7 @@ def watched(call: EngineCall) -> EngineCall:
 
 
 def _numbers(finish: Callable[[Mapping[str, torch.Tensor]], Control], results: Mapping[str, torch.Tensor]) -> Control:
-    """What ``finish`` makes of results; waits for the GPU.
+    """Return ``finish(results)`` if all of them are numbers; waits for the GPU.
 
     Raises:
         Unavailable: they are no numbers.

@@ -184,7 +184,7 @@ _prompts: OrderedDict[str, dict[tuple[str, str, str], Tally]] = OrderedDict()
 
 _lent: ExecutionContext | None = None
 _latest: ExecutionContext | None = None
-"""What ``executing`` last gave."""
+"""The last result of ``executing``."""
 
 
 def executing() -> ExecutionContext | None:

@@ -1,4 +1,4 @@
-"""What other nodes have done to a network: looked at once per run, and what is quick in each call."""
+"""Changes that other nodes make to a network: looked for once per run, and where that is quick in each call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class NetworkWatch:
         return look_for_edits(self._patcher) != self._edition
 
     def changed(self) -> Fallback | None:
-        """Why the network of this call is not the one that the engine is of, or None. Quick."""
+        """The reason why this call's network is no longer the engine's, or None. Quick."""
         if self._changed is not None:
             return self._changed
         what = self.layers.look_again(methods=self._run is None or not self._run.comfyuis_alone)

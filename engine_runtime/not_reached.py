@@ -21,7 +21,7 @@ _PACK = re.compile(r".*[\\/]custom_nodes[\\/]([^\\/]+)")
 
 
 class Reached:
-    """Whether the UNet of a patched model is called in the steps of its samplings.
+    """Counts the sampling steps in which a patched model's UNet was not called.
 
     Step caches leave some steps out, which is right: they call the UNet at least once, and not from a function that
     takes the model's place.
@@ -64,7 +64,7 @@ class Reached:
 
 
 def _who(function: Any) -> str:
-    """What computes instead, with the folder of its pack where that can be told."""
+    """The words for who computes instead, with the folder of its pack where that is known."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     found = _PACK.match(getattr(module, "__file__", None) or "")
     pack = f" ({found[1]})" if found else ""

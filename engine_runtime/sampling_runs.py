@@ -57,8 +57,10 @@ def inside(run: SamplingRun) -> Iterator[None]:
 
 
 def _others_take_part(guider: Any, given: Iterable[Any]) -> bool:
-    """Whether other packs' code can run during a sampling: their samplers, guiders, callbacks, wrappers, controls, or
-    their functions in the place of ComfyUI's that sample."""
+    """Tell whether other packs' code can run during a sampling.
+
+    That is a sampler, guider, callback, wrapper or control of theirs, or a function in the place of ComfyUI's own.
+    """
     import comfy.samplers
     from comfy.k_diffusion import sampling
 
@@ -78,7 +80,7 @@ def _controls(guider: Any) -> list[Any]:
 
 
 def _has_stranger(value: Any, seen: set[int]) -> bool:
-    """Whether another pack's function or object lies in a value, in dicts and sequences at any depth."""
+    """Find another pack's function or object in a value, and in dicts and sequences at any depth."""
     if value is None or isinstance(value, bool | int | float | str | bytes | torch.Tensor) or id(value) in seen:
         return False
     seen.add(id(value))

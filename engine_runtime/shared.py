@@ -1,4 +1,4 @@
-"""What other packs must not get a second one of: their deep copies of conditionings and models hold engines too."""
+"""Objects that exist once: deep copies of conditionings and models, which other packs make, share them."""
 
 from __future__ import annotations
 

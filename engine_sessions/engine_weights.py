@@ -79,7 +79,7 @@ class EngineWeights:
         return self._inside is None or self._state() != self._version
 
     def _state(self) -> tuple:
-        """What changes when the patcher's weights do."""
+        """A value that changes with the patcher's weights."""
         patcher = self._patcher()
         return version_of(patcher), edition_of(patcher)
 

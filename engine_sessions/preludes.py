@@ -27,7 +27,7 @@ Results = tuple[torch.Tensor, ...]
 
 @dataclass
 class _Entry:
-    """What became of a source, as it was then: its version, or its values where torch counts none."""
+    """The results for a source, with its version then, or its values where torch counts no versions."""
 
     source: weakref.ref[torch.Tensor]
     version: int | None
@@ -37,7 +37,7 @@ class _Entry:
     results: Results
 
     def holds(self) -> bool:
-        """Whether the source lives and nobody has written to it since."""
+        """True while the source lives and nobody has written to it."""
         source = self.source()
         if source is None:
             return False

@@ -266,7 +266,7 @@ def refusal_of(engine: Engine) -> str | None:
 
 
 def misfit(error: ShapeMismatch) -> Unavailable:
-    """What a call is told whose tensors fit the network in no size."""
+    """Raised for a call whose tensors fit the network in no size."""
     return Unavailable(Reason.OTHER_KIND if error.other_kind else Reason.UNSUPPORTED_INPUT, str(error))
 
 

@@ -69,7 +69,7 @@ def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def changed_in_place(module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> str | None:
-    """What another node has changed in a network besides its weights, in words, or None.
+    """Find what another node changed in a network besides its weights; in words, or None.
 
     Other packs put methods on layers themselves (tiling's ``_conv_forward``), other layers in their place, or write to
     the settings that layers compute with. These are compared with those that were there when it was first seen.
@@ -95,7 +95,7 @@ def changed_in_place(module: torch.nn.Module, layers: Sequence[torch.nn.Module])
 
 
 def is_setting(name: str, value: object) -> bool:
-    """Whether an attribute of a layer is a number, text or the like that its constructor set, and not of loading."""
+    """Tell whether an attribute of a layer is a plain constant of its constructor, and not of loading."""
     return type(value) in _SETTINGS and name != "training" and "comfy" not in name and not is_of_loading(name, value)
 
 

@@ -18,7 +18,7 @@ _starting = threading.Lock()
 
 
 def state_of(path: str) -> tuple | None:
-    """What changes with a file: its size, times and number on its disk; None where it cannot be asked."""
+    """The size, times and inode of a file, which change with it; None where they cannot be read."""
     try:
         stat = os.stat(path)
     except OSError:

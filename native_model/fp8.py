@@ -29,7 +29,7 @@ _patched: weakref.WeakKeyDictionary[torch.nn.Module, dict[object, bool]] = weakr
 
 
 def is_fp8(dtype: torch.dtype) -> bool:
-    """Whether it is one of torch's fp8 dtypes."""
+    """Tell whether it is one of torch's fp8 dtypes."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
@@ -60,7 +60,7 @@ def _cast_to(layer: torch.nn.Module, leaf: str) -> torch.dtype | None:
 
 
 def rounded_unlike(patcher: ModelPatcher) -> str | None:
-    """Why the values of a patcher's weights are not those of the model loaded whole, in words, or None. Cheap."""
+    """The reason why a patcher's weights differ from those of the model loaded whole, or None. Cheap."""
     if not patcher.patches:
         return None
     dynamic = patcher.is_dynamic()
@@ -72,7 +72,7 @@ def rounded_unlike(patcher: ModelPatcher) -> str | None:
 
 
 def patches_fp8(patcher: ModelPatcher) -> bool:
-    """Whether a patch acts on a weight that ComfyUI keeps in fp8."""
+    """Tell whether a patch acts on a weight that ComfyUI keeps in fp8."""
     if (version := version_of(patcher)) is None:
         return False
     known = _patched.setdefault(patcher.model, {})
@@ -87,7 +87,7 @@ def patches_fp8(patcher: ModelPatcher) -> bool:
 
 
 def multiplies_in_fp8(module: torch.nn.Module) -> bool:
-    """Whether linears multiply in fp8: ``fp8_e4m3fn_fast``, or ``--fast`` with weights in fp8, where a GPU can."""
+    """Tell whether linears multiply in fp8: ``fp8_e4m3fn_fast``, or ``--fast`` with fp8 weights on a GPU that can."""
     if module not in _multiplies:
         from comfy import ops
 

@@ -87,7 +87,7 @@ def write(key: str | None, value: str) -> None:
 
 
 def still_holds(key: str | None) -> bool:
-    """Whether the file of a hash that was read is, as a whole, the one that it was kept for.
+    """Check that the whole file of a hash that was read is the one that the hash was kept for.
 
     Waits until the file has been read. A hash of which that is not known holds from now on.
     """
@@ -108,7 +108,7 @@ def _path_in(key: str) -> str:
 
 
 def _file_key(key: str) -> str:
-    """Where the digest of a key's file is kept."""
+    """The key of the digest of a key's file."""
     return "file " + json.dumps(json.loads(key)[:2])
 
 

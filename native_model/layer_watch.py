@@ -23,7 +23,7 @@ class LayerWatch:
         self._hooks_ever = -1
 
     def look(self) -> str | None:
-        """What is not as ComfyUI made it, in words, or None. Looks at every layer: once per run."""
+        """Find what is not as ComfyUI made it; in words, or None. Visits every layer: once per run."""
         layers = self._layers = layers_of(self._module)
         ever = RemovableHandle.next_id
         if (what := changed_in_place(self._module, layers)) is not None:
@@ -35,7 +35,7 @@ class LayerWatch:
         return replaced_code(frozenset(map(type, layers)))
 
     def look_again(self, methods: bool) -> str | None:
-        """What was hooked since ``look``, or replaced on a layer, in words, or None.
+        """Find a hook or method that was put on a layer since ``look``; in words, or None.
 
         Every hook that is registered anywhere has torch count one further; hooks are looked for when it has.
 
@@ -57,7 +57,7 @@ class LayerWatch:
         self._put_back = [(own, name, own[name]) for own in self._own for name in COMPUTES if name in own]
 
     def _more_on_layers(self) -> bool:
-        """Whether anybody put something on a layer that was not there, or in the place of a method there."""
+        """True where a layer has more attributes than before, or another method in the place of one."""
         if sum(map(len, self._own)) != self._attributes:
             return True
         return any(own.get(name) is not method for own, name, method in self._put_back)

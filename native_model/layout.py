@@ -24,13 +24,13 @@ from .changed_layers import methods
 from .comfyui_shims import is_of_loading
 
 _MACHINERY = frozenset(torch.nn.Module().__dict__)
-"""What torch keeps on each layer: parts, hooks, and whether it is being trained."""
+"""Attributes that torch keeps on each layer: parts, hooks, the training flag."""
 
 _OF_A_LOAD = ("dtype", "device", "weight_function", "bias_function", "scale_weight", "scale_input")
 """Attributes that tell how a layer was loaded; fp8 layers have scales of nothing."""
 
 _OPERATIONS, _ATTENTION = "comfy.ops", "comfy.ldm.modules.attention"
-"""Where classes of layers and functions lie of which the user's flags and GPU choose one."""
+"""Modules of layer classes and functions of which the user's flags and GPU choose one."""
 
 _ADDRESS = " at 0x"
 """In the words of objects that have none of their own."""
@@ -53,7 +53,7 @@ def layout_of(module: torch.nn.Module) -> str:
 
 
 class _Told:
-    """What the lines so far have told, or are about to."""
+    """The layers and objects that are told already, or being told."""
 
     def __init__(self) -> None:
         self.modules: set[torch.nn.Module] = set()
@@ -104,7 +104,7 @@ def _text(value: object, told: _Told) -> str:
 
 
 def _text_of_several(value: object, told: _Told) -> str:
-    """What has parts in words."""
+    """An object with parts, in words."""
     if isinstance(value, torch.nn.Module):
         return _ELSEWHERE if value in told.modules else "; ".join(_lines(value, told))
     if isinstance(value, Enum):
@@ -153,7 +153,7 @@ def _kind(kind: type) -> str:
 
 
 def _place(found: type | types.FunctionType) -> str:
-    """Where a class or function is defined; our own families by their place among themselves."""
+    """The module and name of a class or function; our own families by their place among themselves."""
     module = getattr(found, "__module__", None) or ""
     return f"{module.removeprefix(architectures.__name__)}.{found.__qualname__}"
 

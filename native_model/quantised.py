@@ -24,7 +24,7 @@ _NAMES: Mapping[str, str] = {
     "GGML": "GGUF", "GGUF": "GGUF", "Params4bit": "bitsandbytes", "Int8Params": "bitsandbytes", "bnb": "bitsandbytes",
     "SVDQ": "Nunchaku", "Nunchaku": "Nunchaku",
 }  # fmt: skip
-"""What is in the names of other packs' classes -> what people call these weights."""
+"""Part of the names of other packs' classes -> the usual name of such weights."""
 
 _WEIGHTS = ("get_key_patches", "model_state_dict", "patch_weight_to_device")
 """Methods of a patcher that say what its weights are."""
@@ -68,6 +68,6 @@ def _patched_otherwise(kind: type[ModelPatcher]) -> str | None:
 
 
 def _weights_of(kind: type) -> str:
-    """What people call the weights of another pack's class, and why there is no engine."""
+    """The usual name of weights of another pack's class, and the reason why there is no engine."""
     name = next((words for part, words in _NAMES.items() if part in kind.__name__), None)
     return f"{name} weights, and engines need plain ones" if name else f"weights of another pack ({kind.__qualname__})"

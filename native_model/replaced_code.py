@@ -1,4 +1,4 @@
-"""Whether another pack has put code of its own in the place of ComfyUI's or torch's, where a network computes with it.
+"""Finds code of other packs in the place of ComfyUI's or torch's, where a network computes with it.
 
 Engines hold what ComfyUI's own code computes. Packs replace functions of its modules and methods of its classes for all
 models at once, some of them for good. Here each such place that a network's forward reaches is noted once, by reading
@@ -24,13 +24,13 @@ others."""
 _LOOKED_INTO = (*_FOLLOWED, "torch", "einops", "math", "comfy_kitchen")
 """Packages in which a name after a dot is looked up."""
 ATTENTION = "scaled_dot_product_attention"
-"""What ComfyUI's attention and that of engines come down to."""
+"""The function of torch that ComfyUI's attention and that of engines come down to."""
 
 _MAY_DIFFER: Mapping[tuple[str, str], Callable[[Callable], bool]] = {
     ("comfy.ldm.modules.diffusionmodules.openaimodel", "apply_control"): only_adds_residuals
 }
-"""Where packs leave functions of their own for good that do the same unless something does not fit: tells whether one
-does."""
+"""Places where packs leave harmless functions for good, each with a test of that: they differ only in calls that no
+engine takes."""
 
 _noted: dict[frozenset[type], _Places] = {}
 """The places of networks by the classes of their layers, where all of them are ComfyUI's own."""
@@ -38,7 +38,7 @@ _noted: dict[frozenset[type], _Places] = {}
 
 @dataclass
 class _Places:
-    """Where a network's code lies, and what was there.
+    """The places of a network's code, and the objects that were there.
 
     Attributes:
         owners, names, found, codes: for each place the namespace, the name in it, the object and its code.
@@ -56,14 +56,14 @@ class _Places:
     foreign: list[str] = field(default_factory=list)
 
     def unchanged(self) -> bool:
-        """Whether all lies where it did."""
+        """True while the same objects lie in all places."""
         if any(len(vars(kind)) != size for kind, size in self.sizes):
             return False
         places = zip(self.owners, self.names, self.found, self.codes, strict=True)
         return all(owner.get(name) is one and code_of(one) is code for owner, name, one, code in places)
 
     def first_difference(self) -> str | None:
-        """What computes something else than ComfyUI's own code, in words, or None."""
+        """The first place whose code computes something else than ComfyUI's, in words, or None."""
         if self.foreign:
             return self.foreign[0]
         return next((words for function, same, words in self.checked if not same(function)), None)
@@ -89,7 +89,7 @@ class _Places:
 
 
 def replaced_code(kinds: frozenset[type]) -> str | None:
-    """What another pack has put in the place of code that layers of some classes compute with, in words, or None.
+    """Find code of another pack that layers of some classes compute with; in words, or None.
 
     Reads that code the first time, in milliseconds; after that it compares.
     """
@@ -138,7 +138,7 @@ def _places_of(kinds: Collection[type]) -> _Places:
 
 
 def _used_by(function: Callable, names: Collection[str]) -> Iterator[tuple[Mapping[str, Any], str, str]]:
-    """What of the names in a function's code lies in modules and can be called: the namespace, name and module."""
+    """Callables in modules that a function's code names: the namespace, the name and the module's name."""
     space = function.__globals__
     todo, seen = [], set()
     for name in names:

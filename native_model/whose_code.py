@@ -32,7 +32,7 @@ def code_of(value: Any) -> types.CodeType | None:
 
 
 def is_known(value: Any) -> bool:
-    """Whether a function, a class or an object's class is ComfyUI's, torch's, Python's or this pack's own."""
+    """Tell whether a function, class or object is ComfyUI's, torch's, Python's or this pack's own."""
     if isinstance(value, functools.partial):
         return is_known(value.func)
     if (code := code_of(value)) is not None:
@@ -74,7 +74,7 @@ def _is_known_file(name: str) -> bool:
 
 @functools.cache
 def _own_folders() -> tuple[str, ...]:
-    """Where libraries lie, each with a separator at its end."""
+    """The folders of libraries, each with a separator at its end."""
     files = [getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES]
     return tuple(f"{Path(file).parent}{os.sep}" for file in files if file)
 

@@ -1,4 +1,4 @@
-"""What an engine of a ControlNet gives that is no number never reaches a picture, whoever takes its residuals."""
+"""Residuals of a ControlNet's engine that are no numbers never reach a picture, whoever takes them."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ PATCHES = {"a LoRA": with_lora, "a merge": merged}
 
 
 def of_live(net: NativeNetwork, patcher: ModelPatcher) -> list[torch.Tensor]:
-    """What the torch backend computes."""
+    """Results of the torch backend."""
     session = LiveSession(net, backends()["torch"], "float32", Recorder())
     session.begin_run(patcher)
     with torch.inference_mode():
@@ -83,7 +83,7 @@ def of_live(net: NativeNetwork, patcher: ModelPatcher) -> list[torch.Tensor]:
 
 
 def unrounded(net: NativeNetwork, patcher: ModelPatcher) -> list[torch.Tensor]:
-    """What native would compute without its rounding."""
+    """Native's results without its rounding."""
     wide = stored_as(torch.float32, "unet" if net.prefix else "controlnet")
     wide.module.load_state_dict({n: p.float() for n, p in net.module.state_dict().items()})
     plain = wide.patcher.clone()

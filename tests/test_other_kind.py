@@ -42,7 +42,7 @@ def hinted(net: comfy.controlnet.ControlNet) -> comfy.controlnet.ControlNet:
 
 
 def failure(model: Path, net: comfy.controlnet.ControlNet, given: dict[str, Any]) -> Exception:
-    """What sampling with a ControlNet that does not fit ends with."""
+    """The end of a sampling with a ControlNet that does not fit."""
     try:
         sample(load(model), control=hinted(net), **given)
     except (RuntimeError, ValueError) as error:

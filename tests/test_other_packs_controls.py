@@ -1,4 +1,4 @@
-"""What other packs do to ControlNets while a step is computed acts on engines as it does on native ControlNets.
+"""Other packs' changes to ControlNets within a step act on engines as they do on native ControlNets.
 
 ComfyUI samples. The packs are doubles, see ``comfy_test_nodes/other_packs_controls.py``.
 """
@@ -112,7 +112,7 @@ def batch_function(model: Any, spy: Spy) -> Any:
 
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many ControlNets each stack had that ran as one."""
+    """The number of ControlNets in each stack that ran as one."""
     found, run = [], control_stack._run
     monkeypatch.setattr(control_stack, "_run", lambda chain, *rest: found.append(len(chain)) or run(chain, *rest))
     return found

@@ -249,7 +249,7 @@ def test_in_comfyuis_own_sampling_a_look_in_each_call_takes_no_time(file: Path) 
 
 @pytest.fixture
 def looked_for_methods(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether calls looked for methods that lie on layers, call by call."""
+    """For each call, True if it looked for methods that lie on layers."""
     looked, own = [], LayerWatch.look_again
 
     def look_again(self: LayerWatch, methods: bool) -> str | None:

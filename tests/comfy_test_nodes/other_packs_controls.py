@@ -1,4 +1,4 @@
-"""What other packs do to the ControlNets of a step while it is computed, each in a few lines of its own.
+"""Stand-ins for packs that act on the ControlNets of a step while it is computed, each in a few lines.
 
 All of them compute a picture in tiles that overlap and take the mean, as packs for large pictures do. They differ in
 how the ControlNets learn of the tiles.

@@ -25,7 +25,7 @@ def in_blocks(weight: torch.Tensor) -> torch.Tensor:
 
 
 def out_of_blocks(blocks: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """What ``in_blocks`` took, within its rounding."""
+    """The inverse of ``in_blocks``, within its rounding."""
     plain = blocks.as_subclass(torch.Tensor).reshape(-1, BLOCK + 2)
     scale = plain[:, :2].contiguous().view(torch.float16).to(torch.float32)
     return (plain[:, 2:].contiguous().view(torch.int8).to(torch.float32) * scale).reshape(shape).to(dtype)

@@ -107,4 +107,4 @@ SAME_WEIGHTS: dict[str, list[dict[str, Any]]] = {
     "WAN": [{"eps": 0.1}, {"num_heads": 4}, {"model_type": "i2v"}],
     "Qwen image": [{"axes_dims_rope": (4, 10, 10)}],
 }  # fmt: skip
-"""What a constructor may be given otherwise, so that it computes something else, mostly with the same weights."""
+"""Other arguments of constructors, with which a network computes something else, mostly with the same weights."""
