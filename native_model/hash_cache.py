@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from ..engine_library import Engine, Fallback, Reason, trust
 from ..engine_library.files import write_file
 from . import file_digests
-from .edited_weights import edition_of
 from .weight_patches import version_of
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def key_of(patcher: ModelPatcher, prefix: str, sample: Callable[[], str]) -> str
         sample: a quick hash of some of the weights: another file may have the size and time of the one before.
     """
     source = source_of(patcher)
-    if source is None or version_of(patcher) is not None or edition_of(patcher):
+    if source is None or version_of(patcher) is not None:
         return None
     state = file_digests.state_of(source["path"])
     loader, arguments = patcher.cached_patcher_init[:2]

@@ -107,7 +107,7 @@ def weights_hash(patcher: ModelPatcher, prefix: str = "", check: Check | None = 
     if state in taken and not hash_cache.still_holds(taken.pop(state)):  # asked at its second use, by when it is read
         del known[state]
     if state not in known:
-        source = hash_cache.key_of(patcher, prefix, lambda: _sample(patcher, prefix))
+        source = _kept_under(patcher, prefix)
         found = hash_cache.read(source)
         if found is None:
             found = _hash(current_weights(patcher, prefix), check)
@@ -134,7 +134,14 @@ def forget_hash(patcher: ModelPatcher) -> None:
     """Drop what is remembered of a model's hashes, because it turned out to be wrong."""
     _hashes.pop(patcher.model, None)
     for prefix in ("", "diffusion_model."):
-        hash_cache.forget(hash_cache.key_of(patcher, prefix, lambda prefix=prefix: _sample(patcher, prefix)))
+        hash_cache.forget(_kept_under(patcher, prefix))
+
+
+def _kept_under(patcher: ModelPatcher, prefix: str) -> str | None:
+    """The key of a model's hash on disk; None where its weights are not those of its file."""
+    if edition_of(patcher):
+        return None
+    return hash_cache.key_of(patcher, prefix, lambda: _sample(patcher, prefix))
 
 
 def fingerprint(patcher: ModelPatcher, prefix: str = "") -> str:
