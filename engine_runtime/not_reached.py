@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine_library import Fallback, Reason
 from .ledger import open_tally
+from .shared import Shared
 
 if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor
@@ -20,7 +21,7 @@ FUNCTION = "model_function_wrapper"
 _PACK = re.compile(r".*[\\/]custom_nodes[\\/]([^\\/]+)")
 
 
-class Reached:
+class Reached(Shared):
     """Counts the sampling steps in which a patched model's UNet was not called.
 
     Step caches leave some steps out, which is right: they call the UNet at least once, and not from a function that
