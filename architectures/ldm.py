@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +11,6 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock
 
 from .joined import Joined, Place, join
 from .tensors import Dim, TensorSpec
-
-log = logging.getLogger(__name__)
 
 MOST_JOINED = 1 << 26
 """Elements of a weight that layers share: it is made anew while those that it is made from are still there."""
@@ -124,26 +120,6 @@ def use_sdpa(module: torch.nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, SpatialTransformer):
             layer.register_forward_pre_hook(add_options, with_kwargs=True)
-
-
-def only_adds_residuals(function: Callable) -> bool:
-    """Tell whether a function in the place of ComfyUI's ``apply_control`` only adds residuals that fit.
-
-    Packs put functions there that resize what does not fit, which no engine takes. Tried on small tensors.
-    """
-    generator = torch.Generator().manual_seed(0)
-    with torch.inference_mode():
-        picture, first, last = (torch.randn(2, 4, 6, 5, generator=generator) for _ in range(3))
-        try:
-            for name in ("input", "middle", "output"):
-                lists: dict[str, list] = {"input": [], "middle": [], "output": [], name: [first, None, last]}
-                expected = [picture + last, picture, picture + first, picture]
-                if not all(torch.equal(function(picture.clone(), lists, name), one) for one in expected):
-                    return False
-            return torch.equal(function(picture.clone(), None, "middle"), picture)
-        except Exception as error:
-            log.debug("Hybrid TRT: another pack's apply_control raised %s", error)
-            return False
 
 
 def join_layers(module: torch.nn.Module) -> list[Joined]:

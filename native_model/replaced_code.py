@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..architectures.ldm import only_adds_residuals
+from ..architectures.residuals import APPLY_CONTROL, only_adds_residuals
 from .comfyui_internals import names_in
 from .whose_code import code_of, is_known, pack_of, wrapped
 
@@ -26,9 +26,7 @@ _LOOKED_INTO = (*_FOLLOWED, "torch", "einops", "math", "comfy_kitchen")
 ATTENTION = "scaled_dot_product_attention"
 """The function of torch that ComfyUI's attention and that of engines come down to."""
 
-_MAY_DIFFER: Mapping[tuple[str, str], Callable[[Callable], bool]] = {
-    ("comfy.ldm.modules.diffusionmodules.openaimodel", "apply_control"): only_adds_residuals
-}
+_MAY_DIFFER: Mapping[tuple[str, str], Callable[[Callable], bool]] = {APPLY_CONTROL: only_adds_residuals}
 """Places where packs leave harmless functions for good, each with a test of that: they differ only in calls that no
 engine takes."""
 
