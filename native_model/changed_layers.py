@@ -94,6 +94,19 @@ def changed_in_place(module: torch.nn.Module, layers: Sequence[torch.nn.Module])
     return None if len(layers) == len(before) else "it has fewer layers than it had"
 
 
+def has_its_settings(module: torch.nn.Module, attributes: Sequence[dict]) -> bool:
+    """Tell whether all layers have the settings that they were seen with first.
+
+    Args:
+        attributes: the ``__dict__`` of each of ``layers_of(module)``.
+    """
+    seen = _first_seen.get(module, ())
+    try:
+        return all(one.read(own) == one.values for one, own in zip(seen, attributes, strict=True))
+    except (KeyError, ValueError):
+        return False
+
+
 def is_setting(name: str, value: object) -> bool:
     """Tell whether an attribute of a layer is a plain constant of its constructor, and not of loading."""
     return type(value) in _SETTINGS and name != "training" and "comfy" not in name and not is_of_loading(name, value)
