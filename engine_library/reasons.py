@@ -56,7 +56,7 @@ _ADVICE = {
     Reason.MODEL_PATCHED: "remove the patch node (FreeU, PAG, HyperTile, IPAdapter ...) if you want the engine",
     Reason.HOOKS: "remove the hooks from the conditioning if you want the engine",
     Reason.NOT_REACHED: "remove the node that computes the UNet by itself (DeepCache ...) if you want the engine",
-    Reason.OTHER_KIND: "choose a ControlNet, or a prompt, for the kind of model that is sampled (SD 1.5, SDXL ...)",
+    Reason.OTHER_KIND: "choose a ControlNet, or a prompt, for the kind of model that is sampled",
     Reason.UNSUPPORTED_INPUT: "remove the input that the message names if you want the engine",
     Reason.ENGINE_FAILED: "see the log for the error; queue again to retry the engine",
 }

@@ -35,6 +35,8 @@ def is_known(value: Any) -> bool:
     """Tell whether a function, class or object is ComfyUI's, torch's, Python's or this pack's own."""
     if isinstance(value, functools.partial):
         return is_known(value.func)
+    if str(getattr(value, "__module__", "")).startswith(f"{_OURS}."):
+        return True
     if (code := code_of(value)) is not None:
         return _is_known_file(code.co_filename)
     owner = value if isinstance(value, type) or inspect.isroutine(value) else type(value)
