@@ -18,6 +18,7 @@ import torch
 
 from ..architectures.calls import Control, EngineCall
 from ..engine_library import Fallback, Reason, Unavailable
+from ..native_model.comfyui_shims import outside_recording
 
 if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor
@@ -59,7 +60,8 @@ def watch(result: torch.Tensor, by_engine: bool = True) -> None:
     """A backbone gave this, native or by an engine; cheap, and nothing is waited for."""
     run = _watch.get()
     if run is not None and isinstance(result, torch.Tensor):
-        run.see(result)
+        with outside_recording():
+            run.see(result)
         run.engines = run.engines or by_engine
 
 

@@ -56,7 +56,7 @@ def look_for_edits(patcher: ModelPatcher) -> int:
 def _values_of(patcher: ModelPatcher, places: list[tuple[str, dict, str]]) -> bytes:
     """Some values of every weight, in the order of the names; of patched ones those that ComfyUI keeps aside."""
     parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    aside, by_hooks = patcher.backup, patcher.hook_backup
+    aside, by_hooks = getattr(patcher, "backup", {}), getattr(patcher, "hook_backup", {})
     with torch.inference_mode():
         for name, parameters, leaf in places:
             weight = parameters.get(leaf)
