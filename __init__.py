@@ -16,7 +16,7 @@ WEB_DIRECTORY = "./js"
 
 async def comfy_entrypoint() -> ComfyExtension:
     """Called once by ComfyUI at start-up to get the nodes."""
-    from .native_model import comfyui_internals
+    from .comfy_model import comfyui_internals
     from .nodes import HybridTRT
 
     comfyui_internals.check()

@@ -15,15 +15,15 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from .calls import Binding, Prelude
-from .latent import ANY
-from .sizes import Asked, Examples, Picture, Sizes, Symbol
-from .tensors import Profile, TensorSpec
+from .calls import Binding, PerImagePass
+from .image_latent import ANY
+from .shapes import Profile, TensorSpec
+from .sizes import Examples, Picture, RequestedSizes, Sizes, Symbol
 
 if TYPE_CHECKING:
     import torch
 
-    from .joined import Joined
+    from .fused_linear import FusedLinear
 
 
 class Role(str, Enum):
@@ -34,7 +34,7 @@ class Role(str, Enum):
 
 
 class Architecture(Protocol):
-    """What the rest of the pack needs to know about a kind of network; ``latent.LatentSizes`` has the last seven
+    """What the rest of the pack needs to know about a kind of network; ``image_latent.LatentSizes`` has the last seven
     methods and ``join_layers`` for whatever works on the latents of still images.
 
     Attributes:
@@ -73,11 +73,11 @@ class Architecture(Protocol):
         """
         ...
 
-    def join_layers(self, module: torch.nn.Module) -> list[Joined]:
-        """Compute layers that take the same input as one, in a copy without its preludes."""
+    def join_layers(self, module: torch.nn.Module) -> list[FusedLinear]:
+        """Compute layers that take the same input as one, in a copy without its per-image passes."""
         ...
 
-    def preludes(self, module: torch.nn.Module) -> list[Prelude]:
+    def passes(self, module: torch.nn.Module) -> list[PerImagePass]:
         """Take the parts that depend on neither latent nor timestep out of a copy: they run once, not in every step.
 
         The copy then expects their results among its inputs: see ``engine_inputs``.
@@ -85,14 +85,14 @@ class Architecture(Protocol):
         ...
 
     def engine_inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
-        """The engine's inputs: what the preludes give is in the place of what they take. ``module`` has them still."""
+        """The engine's inputs: outputs of the per-image passes stand in place of what they take."""
         ...
 
     def binding(self, module: torch.nn.Module) -> Binding:
         """How calls of this native network become calls of the engine: asked once per look-up, used in every step."""
         ...
 
-    def profile(self, asked: Asked) -> Profile:
+    def profile(self, asked: RequestedSizes) -> Profile:
         """The shapes to build for; a number that was not given is the family's.
 
         Raises:

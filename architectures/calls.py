@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .tensors import TensorSpec
+from .shapes import TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ class OtherKind(Unsupported):
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
+class AsyncInputs:
     """Inputs of a call that are not computed yet.
 
     Attributes:
@@ -43,9 +43,9 @@ class EngineCall:
     """One call of an engine in the place of a native one.
 
     Attributes:
-        inputs: tensors by name, of any float dtype on any device: the engine's, and what its preludes take.
+        inputs: tensors by name, of any float dtype on any device: the engine's, and what its per-image passes take.
         finish: the engine's outputs by name -> what the native call would have returned, in fresh tensors.
-        extras: of a prelude by its name, what its result depends on besides its tensor; compared, so hashable.
+        extras: of a per-image pass by its name, what its result depends on besides its tensor; compared, so hashable.
         residuals: names of the inputs that are a ControlNet's.
         late: those that another stream still computes, for a session that takes such; None where all are there.
     """
@@ -54,7 +54,7 @@ class EngineCall:
     finish: Callable[[Mapping[str, torch.Tensor]], Any]
     extras: Mapping[str, Hashable] = field(default_factory=dict)
     residuals: frozenset[str] = frozenset()
-    late: Late | None = None
+    late: AsyncInputs | None = None
 
 
 Binding = Callable[[Mapping[str, Any]], EngineCall]
@@ -66,7 +66,7 @@ Raises:
 
 
 @dataclass(frozen=True)
-class Prelude:
+class PerImagePass:
     """A part of a network that runs by itself, from its live weights, once per image and not in every step.
 
     Attributes:

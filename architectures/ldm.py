@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from comfy.ldm.modules.attention import BasicTransformerBlock, CrossAttention, SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock
 
-from .joined import Joined, Place, join
-from .tensors import Dim, TensorSpec
+from .fused_linear import FusedLinear, Place, join
+from .shapes import Dim, TensorSpec
 
 MOST_JOINED = 1 << 26
 """Elements of a weight that layers share: it is made anew while those that it is made from are still there."""
@@ -122,7 +122,7 @@ def use_sdpa(module: torch.nn.Module) -> None:
             layer.register_forward_pre_hook(add_options, with_kwargs=True)
 
 
-def join_layers(module: torch.nn.Module) -> list[Joined]:
+def join_layers(module: torch.nn.Module) -> list[FusedLinear]:
     """Compute as one, in a copy, what takes the same input.
 
     That is query, key and value of each self-attention; keys and values of the prompt in all cross-attentions; and what

@@ -11,10 +11,10 @@ import torch
 from comfy.cldm.cldm import ControlNet
 
 from . import Role, ldm
-from .calls import Binding, EngineCall, OtherKind, Prelude, ResidualLayout, Unsupported
-from .joined import Joined
-from .latent import LatentSizes
-from .tensors import Dim, TensorSpec
+from .calls import Binding, EngineCall, OtherKind, PerImagePass, ResidualLayout, Unsupported
+from .fused_linear import FusedLinear
+from .image_latent import LatentSizes
+from .shapes import Dim, TensorSpec
 
 TYPE_EMBEDDING = "control_type_embedding"
 
@@ -24,7 +24,7 @@ class ControlNetArchitecture(LatentSizes):
     """A ControlNet that takes the latent, hint, timesteps, prompt and ``y``, and gives one tensor per residual.
 
     The hint has a batch of its own (1, or that of the latent): ComfyUI hands one image to a whole batch. Its encoder is
-    a prelude. That of a union ControlNet depends on the control's type too, and gives the type's embedding besides.
+    a per-image pass. That of a union ControlNet depends on the control's type and also gives the type's embedding.
     """
 
     name: str
@@ -46,18 +46,18 @@ class ControlNetArchitecture(LatentSizes):
     def function(self, module: ControlNet) -> torch.nn.Module:
         return _ControlNetFunction(module)
 
-    def join_layers(self, module: ControlNet) -> list[Joined]:
+    def join_layers(self, module: ControlNet) -> list[FusedLinear]:
         return ldm.join_layers(module)
 
-    def preludes(self, module: ControlNet) -> list[Prelude]:
+    def passes(self, module: ControlNet) -> list[PerImagePass]:
         takes = _hint_spec(module, str(module.dtype).removeprefix("torch."))
         if module.control_add_embedding is None:
-            prelude = Prelude(takes, ("hint",), _HintEncoder(module.input_hint_block))
+            per_image_pass = PerImagePass(takes, ("hint",), _HintEncoder(module.input_hint_block))
         else:
-            prelude = Prelude(takes, ("hint", TYPE_EMBEDDING), _UnionHintEncoder(module))
+            per_image_pass = PerImagePass(takes, ("hint", TYPE_EMBEDDING), _UnionHintEncoder(module))
             module.transformer_layes = module.spatial_ch_projs = module.control_add_embedding = torch.nn.Identity()
         module.input_hint_block = torch.nn.Identity()  # a class of torch: the copy may be on its way to another process
-        return [prelude]
+        return [per_image_pass]
 
     def engine_inputs(self, module: ControlNet, dtype: str) -> list[TensorSpec]:
         last = [layer for layer in module.input_hint_block if isinstance(layer, torch.nn.Conv2d)][-1]
@@ -93,7 +93,7 @@ def _hint_spec(module: ControlNet, dtype: str) -> TensorSpec:
 
 
 class _ControlNetFunction(torch.nn.Module):
-    """A ControlNet whose preludes were taken out, or a whole one that is not of the union kind."""
+    """A ControlNet whose per-image passes were taken out, or a whole one that is not of the union kind."""
 
     def __init__(self, controlnet: ControlNet):
         super().__init__()

@@ -12,9 +12,9 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
 from . import Role, ldm
 from .calls import Binding, EngineCall, ResidualLayout, Unsupported
-from .joined import Joined
-from .latent import LatentSizes
-from .tensors import TensorSpec
+from .fused_linear import FusedLinear
+from .image_latent import LatentSizes
+from .shapes import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class UNetArchitecture(LatentSizes):
     def function(self, module: UNetModel) -> torch.nn.Module:
         return _UNetFunction(module, self.takes_y, self._adapter_blocks(module))
 
-    def join_layers(self, module: UNetModel) -> list[Joined]:
+    def join_layers(self, module: UNetModel) -> list[FusedLinear]:
         return ldm.join_layers(module)
 
-    def preludes(self, module: UNetModel) -> list:
+    def passes(self, module: UNetModel) -> list:
         return []
 
     def engine_inputs(self, module: UNetModel, dtype: str) -> list[TensorSpec]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from .tensors import Shape, TensorSpec
+from .shapes import Shape, TensorSpec
 
 Draw = Callable[[Shape, torch.Generator], torch.Tensor]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .tensors import Profile
+from .shapes import Profile
 
 LEAST = 16
 """The smallest width or height in pixels that anybody may ask for."""
@@ -13,7 +13,7 @@ LEAST = 16
 PRECISIONS = ("float16", "bfloat16", "float32")
 
 SIZE_NAMES = ("min_size", "opt_size", "max_size", "max_images", "max_tokens")
-"""The fields of ``Asked``, as nodes and the command line call them."""
+"""The fields of ``RequestedSizes``, as nodes and the command line call them."""
 
 MOST = {"min_size": 8192, "opt_size": 8192, "max_size": 8192, "max_images": 64, "max_tokens": 64 * 77}
 """The largest numbers of each that anybody may ask for."""
@@ -39,7 +39,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedSizes:
     """Sizes as a user gives them, in pixels, images and tokens; 0 is what fits the model."""
 
     min_size: int = 0

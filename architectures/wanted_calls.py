@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from .shapes import Profile
 from .sizes import Picture
-from .tensors import Profile
 
 if TYPE_CHECKING:
     from . import Architecture

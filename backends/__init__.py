@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ..architectures.tensors import Profile, TensorSpec
-from ..engine_library import Engine, Fallback, Library, Manifest, Reason, Unavailable, Wanted, trust
-from .turns import Turns
+from ..architectures.shapes import Profile, TensorSpec
+from ..engine_library import Engine, EngineQuery, Fallback, Library, Manifest, Reason, Unavailable, trust
+from .gpu_lock import GpuLock
 
 if TYPE_CHECKING:
     import torch
 
-    from ..engine_sessions.session import Session
-    from ..native_model.network import NativeNetwork
+    from ..comfy_model.network import NativeNetwork
+    from ..sessions.session import Session
 
 AUTO = "auto"
 """The choice of no backend in particular: of the engines that proved themselves here the fastest one."""
@@ -75,7 +75,7 @@ class LiveTask:
     precision: str
     device: torch.device
     folder: Path
-    turns: Turns = Turns()
+    turns: GpuLock = GpuLock()
     part: tuple[int, int] = (0, 1)
 
     @property
@@ -288,7 +288,7 @@ def serving_backends(choice: str, device: torch.device, library: Library, archit
 
 
 def find_engines(
-    library: Library, wanted: Wanted, choice: str, usable: Mapping[str, Backend], device: torch.device
+    library: Library, wanted: EngineQuery, choice: str, usable: Mapping[str, Backend], device: torch.device
 ) -> list[Engine]:
     """The engines that serve what a node wants, the best first; see ``Library.find``.
 

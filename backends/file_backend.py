@@ -12,10 +12,10 @@ from . import LiveTask, Progress
 if TYPE_CHECKING:
     import torch
 
-    from ..engine_sessions.file_session import FileSession
-    from ..engine_sessions.session import Runner
-    from ..engine_sessions.several_sizes import SeveralSizes
-    from ..native_model.network import NativeNetwork
+    from ..comfy_model.network import NativeNetwork
+    from ..sessions.file_session import FileSession
+    from ..sessions.session import Runner
+    from ..sessions.several_sizes import SeveralSizes
 
 
 class FileBackend:
@@ -52,9 +52,9 @@ class FileBackend:
     def session(
         self, network: NativeNetwork, engines: Sequence[Engine], precision: str, passed_over: Fallback | None
     ) -> FileSession | SeveralSizes:
-        from ..engine_sessions.file_session import file_session  # which needs ComfyUI
-        from ..engine_sessions.session import refusal_of
-        from ..engine_sessions.several_sizes import several_sizes
+        from ..sessions.file_session import file_session  # which needs ComfyUI
+        from ..sessions.session import refusal_of
+        from ..sessions.several_sizes import several_sizes
 
         def opened(engine: Engine) -> FileSession:
             return file_session(

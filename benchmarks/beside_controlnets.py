@@ -24,8 +24,8 @@ CYCLES = 20_000_000
 
 def measure(bench: networks.Bench, count: int) -> dict[str, Any]:
     """The milliseconds of a step with ``count`` ControlNets both ways."""
-    from hybrid_trt.backends.torch_live.session import LiveSession
-    from hybrid_trt.engine_runtime import control_stack
+    from hybrid_trt.backends.torch_inductor.session import LiveSession
+    from hybrid_trt.sampling import control_stack
 
     ways = {"late": LiveSession.takes_late, "waits": property(lambda _session: False)}
     setup, times, equal = bench.conditioning(count, True), {way: [] for way in ways}, []

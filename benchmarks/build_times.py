@@ -32,8 +32,8 @@ import torch
 from child_memory import Measured
 from hybrid_trt.backends import Progress, backends
 from hybrid_trt.engine_builder.build import build_engine
-from hybrid_trt.engine_builder.child_process import Log
 from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_builder.worker_process import Log
 from hybrid_trt.engine_library import Library
 
 RESULTS = ROOT / "benchmarks" / "results" / "builds.json"

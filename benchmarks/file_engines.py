@@ -29,7 +29,7 @@ RANK = 16
 
 def one_size(size: int) -> Any:
     """The profile of an engine for one image of one size, as latents."""
-    from hybrid_trt.architectures.tensors import Profile, Range
+    from hybrid_trt.architectures.shapes import Profile, Range
 
     side, tokens = Range(size, size, size), Range(TOKENS, TOKENS, TOKENS)
     return Profile({"B": Range(1, 2, 2), "H": side, "W": side, "T": tokens, "HB": Range(1, 1, 2)})
@@ -42,10 +42,10 @@ class FileBench(networks.Bench):
         self, family: str, base: Path, controls: int, backend: str, replaceable: bool = False, level: int = 0
     ):
         from hybrid_trt.backends import backends
+        from hybrid_trt.comfy_model.network import NativeNetwork
         from hybrid_trt.engine_library import Library
         from hybrid_trt.engine_library.settings import Settings, write_settings
-        from hybrid_trt.engine_runtime.engine_handle import EngineChoice
-        from hybrid_trt.native_model.network import NativeNetwork
+        from hybrid_trt.sampling.engine_handle import EngineChoice
 
         super().__init__(family, base, controls)
         self.backend = backends()[backend]
@@ -170,8 +170,8 @@ def lora_on_transformers(patcher: Any) -> dict[str, Any]:
 
 def taken(bench: FileBench, session: Any, name: str, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A call's inputs as the engine itself takes them: hints encoded, all in its dtypes."""
-    prelude = session._current
-    inputs = given if prelude is None else prelude.run(given, {})
+    per_image_pass = session._current
+    inputs = given if per_image_pass is None else per_image_pass.run(given, {})
     dtypes = {spec.name: getattr(torch, spec.dtype) for spec in session.engine.manifest.inputs}
     sizes = {"B": 2, "H": bench.size, "W": bench.size, "T": TOKENS, "HB": 1}
     absent = {s.name: torch.zeros(s.shape(sizes)) for s in session.engine.manifest.inputs if s.name not in inputs}

@@ -3,7 +3,7 @@
     python benchmarks/graph_memory.py --comfyui ~/ComfyUI --base /tmp/benchmark --out graph_memory.json
 
 A graph that was recorded under cudaMallocAsync, ComfyUI's usual allocator, allocates as it runs; what it took stays for
-its next replay, also while the VAE decodes, unless it is given back (``engine_sessions/graph_memory.py``). SD1.5 with
+its next replay, also while the VAE decodes, unless it is given back (``sessions/graph_memory.py``). SD1.5 with
 two ControlNets at 512x512, 20 steps; the engines are those that ``run.py`` built. Samplings after which memory is given
 back, and others, take turns; the one after each is timed.
 """
@@ -35,7 +35,7 @@ def milliseconds(call: Any) -> float:
 
 def measure(bench: networks.Bench) -> dict[str, Any]:
     """What is kept and given back, in MB, and the milliseconds of samplings that follow."""
-    from hybrid_trt.engine_sessions import graph_memory
+    from hybrid_trt.sessions import graph_memory
 
     gpu, give_back = torch.device("cuda", 0), graph_memory.give_back
     graph_memory.give_back = lambda _device: 0  # which a sampling does at its end

@@ -40,11 +40,11 @@ class Bench:
     def __init__(self, family: str, base: Path, controls: int):
         import comfy.controlnet
         import comfy.sd
-        from hybrid_trt.architectures.tensors import Profile, Range
+        from hybrid_trt.architectures.shapes import Profile, Range
         from hybrid_trt.backends import backends
+        from hybrid_trt.comfy_model.network import NativeNetwork
         from hybrid_trt.engine_library import Library
-        from hybrid_trt.engine_runtime.engine_handle import EngineChoice
-        from hybrid_trt.native_model.network import NativeNetwork
+        from hybrid_trt.sampling.engine_handle import EngineChoice
 
         self.family, self.size = family, SIZES[family]
         paths = models.make(Path(comfy.sd.__file__).parents[1], base, [
@@ -93,7 +93,7 @@ class Bench:
         return [module(**rest, control=control, transformer_options={})]
 
     def session(self, name: str) -> Any:
-        from hybrid_trt.backends.torch_live.session import live_session
+        from hybrid_trt.backends.torch_inductor.session import live_session
 
         return live_session(self.networks[name], self.backend, self.networks[name].precision)
 
@@ -103,7 +103,7 @@ class Bench:
 
     def build_beside(self, name: str, height: int, width: int) -> tuple[float, float]:
         """``build`` for one more size of batch 2, as the button of an engine node orders it."""
-        from hybrid_trt.architectures.tensors import Profile
+        from hybrid_trt.architectures.shapes import Profile
 
         call = {"B": 2, "H": height, "W": width, "T": 77, **({"HB": 1} if name == "controlnet" else {})}
         return self._built(name, Profile.around([call]), [call])
@@ -122,10 +122,10 @@ class Bench:
 
     def conditioning(self, controls: int, backed: bool) -> tuple[Any, list, list]:
         """Model, positive and negative conditioning with a stack of ControlNets."""
-        from hybrid_trt.engine_runtime.backbone import patch_model
-        from hybrid_trt.engine_runtime.controlnet import back_with_engine
-        from hybrid_trt.engine_runtime.engine_handle import EngineHandle
-        from hybrid_trt.native_model.network import NativeNetwork
+        from hybrid_trt.comfy_model.network import NativeNetwork
+        from hybrid_trt.sampling.controlnet import back_with_engine
+        from hybrid_trt.sampling.engine_handle import EngineHandle
+        from hybrid_trt.sampling.model_wrapper import patch_model
 
         model, previous = self.model, None
         if backed:
@@ -250,8 +250,8 @@ def overlap_row(bench: Bench) -> dict[str, Any]:
     The last one is a bound on what splitting the UNet into encoder and decoder could save: only the encoder may run
     beside the ControlNets.
     """
-    from hybrid_trt.backends.torch_live.session import live_session
-    from hybrid_trt.native_model.network import NativeNetwork
+    from hybrid_trt.backends.torch_inductor.session import live_session
+    from hybrid_trt.comfy_model.network import NativeNetwork
 
     nets = (NativeNetwork.of_controlnet(net, f"net{i}") for i, net in enumerate(bench.nets[:2]))
     networks = [bench.networks["unet"], *nets]

@@ -24,13 +24,13 @@ import small_networks
 import torch
 from comfy_execution.utils import CurrentNodeContext
 from hybrid_trt.architectures.samples import sample_inputs
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library
-from hybrid_trt.engine_runtime import finite
-from hybrid_trt.engine_runtime.backbone import BackboneRouter
-from hybrid_trt.engine_runtime.controlnet import EngineControlModel
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.engine_runtime.sampling_runs import SamplingRun, inside
-from hybrid_trt.native_model.network import NativeNetwork
+from hybrid_trt.sampling import nan_guard
+from hybrid_trt.sampling.controlnet import EngineControlModel
+from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.sampling.model_wrapper import BackboneRouter
+from hybrid_trt.sampling.sampling_runs import SamplingRun, inside
 from profiles import profile_of
 
 CALLS, TURNS = 3000, 15
@@ -65,7 +65,7 @@ def main() -> None:
         for alone, words in ((True, ""), (False, " beside other packs' code")):
             with inside(SamplingRun(comfyuis_alone=alone)):
                 found[f"unet{words}"] = microseconds(unet)
-                found[f"controlnet{words}"] = finite.redo_unless_finite(run_of(lambda: microseconds(control)))
+                found[f"controlnet{words}"] = nan_guard.redo_unless_finite(run_of(lambda: microseconds(control)))
         found["controlnet without a sampler patch"] = microseconds(control)
     sys.stdout.write("".join(f"{kind} {value:.1f} us\n" for kind, value in found.items()))
 

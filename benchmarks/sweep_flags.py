@@ -63,20 +63,20 @@ OURS = ("left_to_inductor", "by_lines", "most_summed", "joined_as_is", "inductor
 def settings(flags: dict[str, Any]) -> Iterator[None]:
     """Inductor and what we write out with a variant's settings."""
     import torch._inductor.config
-    from hybrid_trt.backends.torch_live import choices, decompositions
+    from hybrid_trt.backends.torch_inductor import choices, inductor_tuning
 
     ours: list[tuple[Any, str, Any]] = []
     if "most_summed" in flags:
-        ours.append((decompositions, "MOST_SUMMED", flags["most_summed"]))
+        ours.append((inductor_tuning, "MOST_SUMMED", flags["most_summed"]))
     if "by_lines" in flags:
-        ours.append((decompositions, "BY_LINES", flags["by_lines"]))
+        ours.append((inductor_tuning, "BY_LINES", flags["by_lines"]))
     if "joined_as_is" in flags:
-        ours.append((decompositions, "keep_channels_last", lambda _: None))
+        ours.append((inductor_tuning, "keep_channels_last", lambda _: None))
     if "inductors_rows" in flags:
         ours.append((choices, "our_rows", contextlib.nullcontext))
     if "left_to_inductor" in flags:
-        table = {o: how for o, how in decompositions.TABLE.items() if o.name() not in flags["left_to_inductor"]}
-        ours.append((decompositions, "TABLE", table))
+        table = {o: how for o, how in inductor_tuning.TABLE.items() if o.name() not in flags["left_to_inductor"]}
+        ours.append((inductor_tuning, "TABLE", table))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in ours]
     try:
         for place in ours:
@@ -103,13 +103,13 @@ class Sweep:
         self.given = bench.given(name, 2)
         self.reference = list(self.session.run(self.given).values())  # uncompiled; the weights are in place now
         live = self.session.live
-        given = live.preludes.run(self.given, {}, live.weights.version)
+        given = live.passes.run(self.given, {}, live.weights.version)
         self.symbols = self.session._plan(given).symbols
         self.inputs = self.session._prepared(given, self.symbols)
 
     def compile(self, variant: str) -> float:
         """Compile a variant and keep it; the seconds that took."""
-        from hybrid_trt.backends.torch_live.compiled import compile_to_file
+        from hybrid_trt.backends.torch_inductor.compiled import compile_to_file
 
         live, started = self.session.live, time.perf_counter()
         given = [self.inputs[spec.name].clone() for spec in live.inputs]
@@ -121,7 +121,7 @@ class Sweep:
 
     def replay(self, variant: str) -> dict[str, Any]:
         """Record a compiled variant and time its replay."""
-        from hybrid_trt.backends.torch_live.compiled import open_file
+        from hybrid_trt.backends.torch_inductor.compiled import open_file
 
         live = self.session.live
         self.session.graphs.clear()

@@ -89,7 +89,7 @@ def for_readme(data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n" + AUTO.format(gpu=meta["gpu"])
 
 
-def put_into(readme: Path, text: str) -> None:
+def refit(readme: Path, text: str) -> None:
     """Replace what stands between the marks."""
     old = readme.read_text(encoding="utf-8")
     before, rest = old.split(MARKS[0])
@@ -148,7 +148,7 @@ def main() -> int:
     if options.plot:
         plot(data["rows"], options.plot, f"{data['meta'].get('gpu', '')}, torch {data['meta'].get('torch', '')}")
     if options.readme:
-        put_into(options.readme, for_readme(data))
+        refit(options.readme, for_readme(data))
     if options.against:
         found = regressions(data["rows"], json.loads(options.against.read_text(encoding="utf-8"))["rows"])
         sys.stdout.write("\n".join(found) + "\n" if found else "nothing got worse\n")

@@ -15,9 +15,9 @@ import torch
 
 def gpu_ms(call: Callable[[], Any], repeats: int = 30, warm: int = 4) -> dict[str, float]:
     """Median and spread of a call's time by the pack's clock; the pack has been imported."""
-    from hybrid_trt.engine_sessions import clock
+    from hybrid_trt.sessions import gpu_timing
 
-    return summary(clock.each(call, warm, repeats))
+    return summary(gpu_timing.each(call, warm, repeats))
 
 
 def host_us(call: Callable[[], Any], repeats: int = 50) -> float:

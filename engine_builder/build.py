@@ -19,6 +19,10 @@ import torch
 
 from ..architectures.sizes import Examples
 from ..backends import Progress, gpu_of
+from ..comfy_model.hash_cache import source_of
+from ..comfy_model.network import NativeNetwork
+from ..comfy_model.snapshot import write_structure, write_weights
+from ..comfy_model.structure_hash import structure_hash
 from ..engine_library import (
     BuildError,
     Engine,
@@ -27,9 +31,9 @@ from ..engine_library import (
     Library,
     Manifest,
     Reason,
-    Refuted,
     Unavailable,
-    strict,
+    ValidationFailed,
+    schema,
     trust,
     verified,
 )
@@ -39,20 +43,16 @@ from ..engine_library.manifest import PACK_VERSION
 from ..engine_library.parameters import PARAMETERS_NAME
 from ..engine_library.parity import LIMITS
 from ..engine_library.settings import check_limit, read_settings
-from ..native_model.hash_cache import source_of
-from ..native_model.layout import layout_of
-from ..native_model.network import NativeNetwork
-from ..native_model.snapshot import write_structure, write_weights
 from .check import check_engine, check_task, unchecked_engine
-from .child_process import STARTING, Log
-from .child_tasks import Runner, WeightsChanged, backend_task, network_task, only_gpu, stack_of, tensors_task
-from .in_child.onnx_export import DATA_NAME
-from .in_child.steps import STEPS
-from .in_child.task import Task
 from .locks import hold
 from .main_memory import check_memory
 from .order import BuildOrder
 from .side_by_side import run_step
+from .worker.onnx_export import DATA_NAME
+from .worker.steps import STEPS
+from .worker.task import Task
+from .worker_process import STARTING, Log
+from .worker_tasks import Runner, WeightsChanged, backend_task, network_task, only_gpu, stack_of, tensors_task
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ def _identity(order: BuildOrder, progress: Progress) -> EngineIdentity:
     progress("reading weights", 0.0)
     specs = [*architecture.engine_inputs(network.module, precision), *architecture.outputs(network.module, precision)]
     symbols = {dim.symbol for spec in specs for dim in spec.dims if not isinstance(dim, int)}
-    layout = weights = layout_of(network.module)
+    layout = weights = structure_hash(network.module)
     if not order.any_weights:
         weights = order.backend.weights(network, lambda: progress("reading weights", 0.0))
     return EngineIdentity(
@@ -249,7 +249,7 @@ class _Build:
         manifest = Manifest(
             identity=identity,
             kind=architecture.role.value,
-            label=strict.printable(network.label)[:1000],
+            label=schema.printable(network.label)[:1000],
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             files=describe_files(folder, made["files"], lambda: self.progress("saving", 0.9)),
@@ -286,7 +286,7 @@ class _Build:
         task = check_task(order, manifest, folder, {"folder": str(folder), **native, **words})
         try:
             done = self._do(task, 0.9, 0.97, only_gpu(device))
-        except Refuted:
+        except ValidationFailed:
             raise
         except (BuildError, Unavailable) as failure:
             if isinstance(failure, Unavailable) and failure.fallback.reason is not Reason.UNCHECKED:
@@ -361,4 +361,4 @@ class _Build:
 def _source(network: NativeNetwork) -> dict:
     """The file that a network came from, unless it has a name that no JSON can hold."""
     source = source_of(network.patcher) or {}
-    return source if strict.printable(source.get("path", "")) == source.get("path", "") else {}
+    return source if schema.printable(source.get("path", "")) == source.get("path", "") else {}

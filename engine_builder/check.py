@@ -9,14 +9,24 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..backends import Progress, gpu_of
-from ..engine_library import Engine, EngineIdentity, Library, Manifest, Reason, Refuted, Unavailable, Wanted, trust
+from ..comfy_model.snapshot import write_structure, write_weights
+from ..engine_library import (
+    Engine,
+    EngineIdentity,
+    EngineQuery,
+    Library,
+    Manifest,
+    Reason,
+    Unavailable,
+    ValidationFailed,
+    trust,
+)
 from ..engine_library.disk import check_room
 from ..engine_library.parity import LIMITS
-from ..native_model.snapshot import write_structure, write_weights
-from .child_process import Log
-from .child_tasks import Runner, WeightsChanged, backend_task, network_task, only_gpu, tensors_task
-from .in_child.onnx_export import DATA_NAME
-from .in_child.task import Task
+from .worker.onnx_export import DATA_NAME
+from .worker.task import Task
+from .worker_process import Log
+from .worker_tasks import Runner, WeightsChanged, backend_task, network_task, only_gpu, tensors_task
 
 if TYPE_CHECKING:
     from .order import BuildOrder
@@ -29,7 +39,7 @@ def unchecked_engine(order: BuildOrder, library: Library, identity: EngineIdenti
     backend, device = order.backend, order.target_device
     if backend.runs_live_weights or backend.unavailable(device) is not None:
         return None
-    wanted = Wanted(
+    wanted = EngineQuery(
         identity.architecture,
         [identity.weights],
         identity.precision,
@@ -47,7 +57,7 @@ def check_engine(
     """Compare an engine with an order's network and sign it; one that fails is signed as refused and never serves.
 
     Raises:
-        Refuted: it computes something else, or cannot be run; the text has the figures.
+        ValidationFailed: it computes something else, or cannot be run; the text has the figures.
         BuildError, Unavailable: nothing was found out, for example for want of memory.
         LibraryError: the disk has no room for the comparison.
         WeightsChanged: the network is not that of the engine any more.
@@ -57,7 +67,7 @@ def check_engine(
         engine.check_sizes()
         engine.check_contents(lambda: progress("checking the engine's files", 0.0))
         record = _compared(order, library, engine, progress, log_line, run)
-    except Refuted as refuted:
+    except ValidationFailed as refuted:
         _refuse(engine, str(refuted))
         raise
     except Unavailable as failure:

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
+from ..comfy_model.weight_patches import version_of
 from ..engine_library import BuildError, Engine, Fallback, Library, LibraryError, Unavailable
-from ..native_model.weight_patches import version_of
 from .build import MakeRoom, build_engine
 from .expected_time import expected_seconds
 from .order import BuildOrder

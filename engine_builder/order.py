@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..architectures.tensors import Profile
+from ..architectures.shapes import Profile
 from ..architectures.wanted_calls import Call
 from ..backends import Backend
-from ..native_model.network import NativeNetwork
+from ..comfy_model.network import NativeNetwork
 
 
 @dataclass(frozen=True)

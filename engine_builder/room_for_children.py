@@ -11,7 +11,7 @@ import torch
 
 from ..backends import backends
 from . import main_memory
-from .in_child.task import Task, tensors_of
+from .worker.task import Task, tensors_of
 
 log = logging.getLogger(__name__)
 

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..backends import Progress, backends
-from ..backends.turns import WAITING, Turns
+from ..backends.gpu_lock import WAITING, GpuLock
 from ..engine_library import BuildError
-from .child_process import STARTING, TICK, Crowded, Log, run_in_child
-from .in_child.task import Task
 from .room_for_children import children_with_room, processors
+from .worker.task import Task
+from .worker_process import STARTING, TICK, Log, RetryWithOneWorker, run_in_worker
 
 MOST = 8
 """Children at once; 1 compiles the sizes one after the other, which benchmarks compare with."""
 LOCK_NAME, GONE_NAME = "turns.lock", "one-is-left"
-"""Files in the build's folder, see ``Turns``."""
+"""Files in the build's folder, see ``GpuLock``."""
 
 Share = tuple[list[dict], tuple[int, int]]
 """What one child is to do: sizes, and which of how many parts of them."""
@@ -56,14 +56,14 @@ class _Child:
 
 
 def run_step(task: Task, progress: Progress, log: Log, environment: Mapping[str, str]) -> dict:
-    """Do a task of ``in_child.steps`` as ``run_in_child`` does, sizes to be compiled side by side where there is room.
+    """Do a task of ``worker.steps`` as ``run_in_worker`` does, sizes to be compiled side by side where there is room.
 
     What fails there and might not alone (memory lacked, a process was killed, a part is not compiled as the whole is)
     is done one size after the other, each as a whole.
     """
     rounds = _rounds(task) if task["step"] == "compile" else []
     if not rounds:
-        return run_in_child(task, progress, log, environment)
+        return run_in_worker(task, progress, log, environment)
     reached = 0.0
 
     def forward(phase: str, fraction: float) -> None:
@@ -79,12 +79,12 @@ def run_step(task: Task, progress: Progress, log: Log, environment: Mapping[str,
         return _joined(results)
     except BuildError as failure:
         in_parts = any(count > 1 for _, (_, count) in rounds[0])
-        if not isinstance(failure, Crowded) and not in_parts:
+        if not isinstance(failure, RetryWithOneWorker) and not in_parts:
             raise
         log(f"compiling with {len(rounds[0])} processes at once: {failure}")
         why = "for want of memory" + ", or because they were compiled in parts" * in_parts
         log(f"that may be {why}: now the sizes are compiled one after the other")
-    return run_in_child(task, forward, log, environment)
+    return run_in_worker(task, forward, log, environment)
 
 
 def _rounds(task: Task) -> list[list[Share]]:
@@ -118,7 +118,7 @@ def _children(task: Task, dealt: Sequence[Share], number_of_round: int) -> list[
     children = []
     for number, (own, part) in enumerate(dealt):
         first = number == number_of_round == 0
-        turns = Turns(folder / LOCK_NAME, folder / GONE_NAME if first else None, first, processors() // len(dealt))
+        turns = GpuLock(folder / LOCK_NAME, folder / GONE_NAME if first else None, first, processors() // len(dealt))
         names = [" ".join(f"{symbol}{size[symbol]}" for symbol in told) for size in own if told]
         names += [f"part {part[0] + 1} of {part[1]}"] * (part[1] > 1)
         child_task = {**task, "compiled": own, "turns": turns.to_json(), "part": list(part)}
@@ -146,7 +146,7 @@ def _together(children: Sequence[_Child], progress: Progress, log: Log, environm
                 log(f"[{child.name}] {line}")
 
         try:
-            ended.put((child, run_in_child(child.task, hear, write, environment)))
+            ended.put((child, run_in_worker(child.task, hear, write, environment)))
         except BaseException as failure:
             ended.put((child, failure))
 

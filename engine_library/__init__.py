@@ -2,9 +2,9 @@
 
 from .disk import LibraryError
 from .engine import Engine
-from .library import Library, Wanted
+from .fallback import BuildError, Fallback, Reason, Unavailable, ValidationFailed
+from .library import EngineQuery, Library
 from .manifest import EngineIdentity, Manifest
-from .reasons import BuildError, Fallback, Reason, Refuted, Unavailable
 
 __all__ = [
     "BuildError",
@@ -15,7 +15,7 @@ __all__ = [
     "LibraryError",
     "Manifest",
     "Reason",
-    "Refuted",
+    "ValidationFailed",
     "Unavailable",
-    "Wanted",
+    "EngineQuery",
 ]

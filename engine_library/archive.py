@@ -10,10 +10,10 @@ import struct
 import zipfile
 from pathlib import Path, PureWindowsPath
 
-from . import strict, verified
+from . import schema, verified
+from .atomic_files import replace, temporary_beside
 from .disk import LibraryError, check_room, readable
 from .engine import Check, Engine, may_be_program
-from .files import replace, temporary_beside
 from .library import Library
 from .manifest import EXPORT_FORMAT, MANIFEST_NAME, MAX_BYTES, Manifest, ManifestError
 from .settings import check_limit
@@ -119,7 +119,7 @@ def _manifest(archive: zipfile.ZipFile, source: Path) -> Manifest:
         raise _refused(source, "two of its files have the same name")
     for member in members:
         name = member.filename
-        if not strict.plain_name(name):
+        if not schema.plain_name(name):
             raise _refused(source, f"it has a file outside of the engine's folder, or with no plain name ({name!r})")
         if member.compress_type != zipfile.ZIP_STORED:
             raise _refused(source, f"{name} is compressed")
@@ -139,7 +139,7 @@ def _manifest(archive: zipfile.ZipFile, source: Path) -> Manifest:
     if manifest.identity.export_format != EXPORT_FORMAT:
         made_with = manifest.identity.export_format
         raise _refused(source, f"it has export format {made_with} and this version uses {EXPORT_FORMAT}")
-    if not strict.plain_name(manifest.identity.folder_name):
+    if not schema.plain_name(manifest.identity.folder_name):
         raise _refused(source, "its manifest's names do not make a folder's name")
     return _for_others(manifest)
 

@@ -6,7 +6,7 @@ import errno
 import shutil
 from pathlib import Path
 
-from . import files
+from . import atomic_files
 
 _FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -49,7 +49,7 @@ def readable(error: OSError, folder: Path) -> LibraryError:
             f"the disk of {folder} is full. Nothing was changed in the library and native keeps serving; delete "
             f"engines that you no longer use, or {_MOVE}"
         )
-    if error.errno == errno.EACCES and files.WINDOWS:
+    if error.errno == errno.EACCES and atomic_files.WINDOWS:
         return LibraryError(
             f"{folder} could not be changed ({error.strerror}): one of its files is in use, or ComfyUI may not write "
             "there. Nothing was changed in the library and native keeps serving; press 'Free model and node cache', "

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from .fallback import Reason, Unavailable
 from .manifest import EngineFile, Manifest
-from .reasons import Reason, Unavailable
 
 Check = Callable[[], None]
 """Called often during long work; may raise to stop it."""

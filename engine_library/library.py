@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..architectures.tensors import Profile
+from ..architectures.shapes import Profile
 from . import trust
+from .atomic_files import move, sync
 from .disk import LibraryError, readable
 from .engine import Check, Engine
-from .files import move, sync
+from .fallback import Fallback, Reason, Unavailable
 from .lock import FileLock
 from .manifest import EXPORT_FORMAT, LAYOUT_PREFIX, MANIFEST_NAME, EngineIdentity, Manifest, ManifestError
-from .reasons import Fallback, Reason, Unavailable
 from .work_folders import BUILD_PREFIX, new_work_folder, out_of_the_way, remove_work_folder, sweep
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ Usable = Callable[[Manifest], Fallback | None]
 """A backend's say on whether an engine runs here; None means yes."""
 
 @dataclass(frozen=True)
-class Wanted:
+class EngineQuery:
     """What a node asks the library for.
 
     Attributes:
@@ -73,7 +73,7 @@ class Library:
         """What is wrong with the manifests that could not be read, a sentence each."""
         return [found for found in self._all() if isinstance(found, str)]
 
-    def find(self, wanted: Wanted, usable: Usable) -> Engine:
+    def find(self, wanted: EngineQuery, usable: Usable) -> Engine:
         """The best engine for a model.
 
         Engines whose profile holds the wanted one come first, then more wanted backends, then smaller profiles.
@@ -90,7 +90,7 @@ class Library:
         """
         return self.find_all(wanted, usable)[0]
 
-    def find_all(self, wanted: Wanted, usable: Callable[[Manifest], Fallback | None]) -> list[Engine]:
+    def find_all(self, wanted: EngineQuery, usable: Callable[[Manifest], Fallback | None]) -> list[Engine]:
         """All engines that can serve a model, the best first; as ``find``, which see."""
         candidates, refusals = [], []
         for engine in self.engines():
@@ -113,7 +113,7 @@ class Library:
             raise next((r for r in refusals if r.fallback.reason is Reason.UNCHECKED), refusals[0])
         raise self.nothing_found()
 
-    def unchecked(self, wanted: Wanted, usable: Usable) -> Engine | None:
+    def unchecked(self, wanted: EngineQuery, usable: Usable) -> Engine | None:
         """The smallest engine that holds the wanted profile and needs but a check to serve."""
         found = []
         for engine in self.engines():
@@ -272,7 +272,7 @@ class Library:
             remove_work_folder(trash)
 
 
-def _fits(identity: EngineIdentity, wanted: Wanted) -> bool:
+def _fits(identity: EngineIdentity, wanted: EngineQuery) -> bool:
     """Tell whether an engine has wanted weights, or may have had under the layouts of earlier versions."""
     if identity.outdated_layout:
         return any(weights.startswith(LAYOUT_PREFIX) for weights in wanted.weights)
@@ -280,7 +280,7 @@ def _fits(identity: EngineIdentity, wanted: Wanted) -> bool:
     return identity.weights in wanted.weights and not other
 
 
-def _rank(identity: EngineIdentity, wanted: Wanted, pace: float | None) -> tuple:
+def _rank(identity: EngineIdentity, wanted: EngineQuery, pace: float | None) -> tuple:
     """What sorts the engines that serve a node, the best first; ``pace``: see ``trust``, None where it is not known."""
     slow, profile = pace is not None and pace >= 1, identity.profile
     asked = wanted.profile.at_best() if identity.backend in wanted.one_size else wanted.profile

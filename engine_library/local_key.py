@@ -9,7 +9,7 @@ import os
 import secrets
 from pathlib import Path
 
-from .files import claim, replace, temporary_beside
+from .atomic_files import claim, replace, temporary_beside
 
 FOLDER_VARIABLE = "HYBRID_TRT_KEY_FOLDER"
 LENGTH = 32

@@ -11,8 +11,8 @@ import socket
 import time
 from pathlib import Path
 
-from . import files
-from .files import claim, temporary_beside
+from . import atomic_files
+from .atomic_files import claim, temporary_beside
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class FileLock:
 
 
 def _system_lock(fd: int) -> None:
-    if files.WINDOWS:
+    if atomic_files.WINDOWS:
         import msvcrt
 
         os.lseek(fd, _LOCKED_BYTE, os.SEEK_SET)

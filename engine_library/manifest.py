@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 
-from ..architectures.tensors import Dim, Profile, Range, TensorSpec
-from . import strict
+from ..architectures.shapes import Dim, Profile, Range, TensorSpec
+from . import schema
 
 MANIFEST_NAME = "manifest.json"
 RECORD_NAME = "checked_here.json"
@@ -172,26 +172,26 @@ class Manifest:
         """The inverse of ``to_json``, whoever wrote it.
 
         Raises:
-            Senseless: something is not what it has to be; nothing unknown is passed over.
+            MalformedInput: something is not what it has to be; nothing unknown is passed over.
         """
-        data = strict.mapping(data, "the manifest", _NEEDED, _LATER)
+        data = schema.mapping(data, "the manifest", _NEEDED, _LATER)
         inputs, outputs = _specs(data["inputs"], "inputs"), _specs(data["outputs"], "outputs")
         _check_symbols(inputs, outputs)
         return cls(
             identity=_identity(data["identity"]),
-            kind=strict.word(data["kind"], "kind"),
-            label=strict.text(data["label"], "label", 1000),
+            kind=schema.word(data["kind"], "kind"),
+            label=schema.text(data["label"], "label", 1000),
             inputs=inputs,
             outputs=outputs,
             files=_files(data["files"]),
             parity=_parity(data["parity"]),
-            seconds=strict.table(data["seconds"], "seconds", 64, _is_word, strict.number),
-            created=strict.text(data["created"], "created", 64),
-            pack_version=strict.text(data["pack_version"], "pack_version", 64),
-            fingerprint=strict.text(data.get("fingerprint", ""), "fingerprint", 128),
+            seconds=schema.table(data["seconds"], "seconds", 64, _is_word, schema.number),
+            created=schema.text(data["created"], "created", 64),
+            pack_version=schema.text(data["pack_version"], "pack_version", 64),
+            fingerprint=schema.text(data.get("fingerprint", ""), "fingerprint", 128),
             source=_source(data.get("source", {})),
-            parameters=strict.integer(data.get("parameters", 0), "parameters"),
-            built_with=strict.text(data.get("built_with", ""), "built_with", 64),
+            parameters=schema.integer(data.get("parameters", 0), "parameters"),
+            built_with=schema.text(data.get("built_with", ""), "built_with", 64),
         )
 
     @classmethod
@@ -215,11 +215,11 @@ class Manifest:
         """As ``read``, from a manifest's text; ``where`` it stands is for the error."""
         try:
             if len(text) > MAX_BYTES:
-                raise strict.Senseless(f"it has more than {MAX_BYTES >> 20} MB")
-            data = strict.loads(text)
+                raise schema.MalformedInput(f"it has more than {MAX_BYTES >> 20} MB")
+            data = schema.loads(text)
             manifest = cls.from_json(data)
             key = data["key"]
-        except strict.Senseless as error:
+        except schema.MalformedInput as error:
             raise ManifestError(f"{where} cannot be read as a manifest ({error})") from None
         if key != manifest.identity.key:
             raise ManifestError(f"{where} was changed after the build: its key does not match its contents")
@@ -228,100 +228,100 @@ class Manifest:
 
 def _identity(data: object) -> EngineIdentity:
     names = [field.name for field in fields(EngineIdentity) if field.name != "layout"]
-    data = strict.mapping(data, "identity", names, ["layout"])
+    data = schema.mapping(data, "identity", names, ["layout"])
     return EngineIdentity(
-        architecture=strict.word(data["architecture"], "architecture"),
-        weights=strict.word(data["weights"], "weights"),
-        precision=strict.one_of(data["precision"], "precision", DTYPES),
+        architecture=schema.word(data["architecture"], "architecture"),
+        weights=schema.word(data["weights"], "weights"),
+        precision=schema.one_of(data["precision"], "precision", DTYPES),
         profile=_profile(data["profile"]),
-        backend=strict.word(data["backend"], "backend"),
-        backend_version=strict.text(data["backend_version"], "backend_version"),
-        device=strict.text(data["device"], "device"),
-        export_format=strict.integer(data["export_format"], "export_format", most=1 << 20),
-        layout=strict.word(data["layout"], "layout") if "layout" in data else "",
+        backend=schema.word(data["backend"], "backend"),
+        backend_version=schema.text(data["backend_version"], "backend_version"),
+        device=schema.text(data["device"], "device"),
+        export_format=schema.integer(data["export_format"], "export_format", most=1 << 20),
+        layout=schema.word(data["layout"], "layout") if "layout" in data else "",
     )
 
 
 def _profile(data: object) -> Profile:
     def read(value: object, what: str) -> Range:
-        sizes = strict.sequence(value, what, 3, lambda v, w: strict.integer(v, w, 1, MAX_SIZE))
+        sizes = schema.sequence(value, what, 3, lambda v, w: schema.integer(v, w, 1, MAX_SIZE))
         try:
             return Range(*sizes)
         except (TypeError, ValueError) as error:
-            raise strict.Senseless(f"{what} is no range of sizes ({error})") from None
+            raise schema.MalformedInput(f"{what} is no range of sizes ({error})") from None
 
-    return Profile(strict.table(data, "profile", 16, _is_symbol, read))
+    return Profile(schema.table(data, "profile", 16, _is_symbol, read))
 
 
 def _specs(data: object, what: str) -> tuple[TensorSpec, ...]:
-    specs = tuple(strict.sequence(data, what, 512, _spec))
+    specs = tuple(schema.sequence(data, what, 512, _spec))
     if len({spec.name for spec in specs}) != len(specs):
-        raise strict.Senseless(f"{what} has a name twice")
+        raise schema.MalformedInput(f"{what} has a name twice")
     return specs
 
 
 def _spec(data: object, what: str) -> TensorSpec:
-    data = strict.mapping(data, what, ("name", "dtype", "dims", "optional"))
+    data = schema.mapping(data, what, ("name", "dtype", "dims", "optional"))
     if not isinstance(data["optional"], bool):
-        raise strict.Senseless(f"{what}.optional is neither true nor false")
+        raise schema.MalformedInput(f"{what}.optional is neither true nor false")
     return TensorSpec(
-        name=strict.word(data["name"], f"{what}.name"),
-        dtype=strict.one_of(data["dtype"], f"{what}.dtype", DTYPES),
-        dims=tuple(strict.sequence(data["dims"], f"{what}.dims", 8, _dim)),
+        name=schema.word(data["name"], f"{what}.name"),
+        dtype=schema.one_of(data["dtype"], f"{what}.dtype", DTYPES),
+        dims=tuple(schema.sequence(data["dims"], f"{what}.dims", 8, _dim)),
         optional=data["optional"],
     )
 
 
 def _dim(data: object, what: str) -> int | Dim:
     if not isinstance(data, str):
-        return strict.integer(data, what, 1, MAX_SIZE)
+        return schema.integer(data, what, 1, MAX_SIZE)
     if not _DIM.fullmatch(data):
-        raise strict.Senseless(f"{what} is {strict.shown(data)}, which is no dimension")
+        raise schema.MalformedInput(f"{what} is {schema.shown(data)}, which is no dimension")
     return Dim.parse(data)
 
 
 def _check_symbols(inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> None:
-    """A call has to tell all sizes: see ``tensors.bind``."""
+    """A call has to tell all sizes: see ``shapes.bind``."""
     told = {str(dim) for spec in inputs if not spec.optional for dim in spec.dims}
     for spec in (*inputs, *outputs):
         for dim in spec.dims:
             if isinstance(dim, Dim) and dim.symbol not in told:
-                raise strict.Senseless(f"{spec.name} has a size {dim.symbol}, which no input tells")
+                raise schema.MalformedInput(f"{spec.name} has a size {dim.symbol}, which no input tells")
 
 
 def _files(data: object) -> dict[str, EngineFile]:
     def read(value: object, what: str) -> EngineFile:
-        value = strict.mapping(value, what, ("bytes", "sha256"))
+        value = schema.mapping(value, what, ("bytes", "sha256"))
         if not isinstance(value["sha256"], str) or not _SHA256.fullmatch(value["sha256"]):
-            raise strict.Senseless(f"{what}.sha256 is no sha256")
-        return EngineFile(strict.integer(value["bytes"], f"{what}.bytes"), value["sha256"])
+            raise schema.MalformedInput(f"{what}.sha256 is no sha256")
+        return EngineFile(schema.integer(value["bytes"], f"{what}.bytes"), value["sha256"])
 
     if isinstance(data, dict):
         for name in data:
-            if not strict.plain_name(name) or name.startswith("."):
-                raise strict.Senseless(f"it names a file outside its folder, or none: {strict.shown(name)}")
-    files = strict.table(data, "files", 64, strict.plain_name, read)
+            if not schema.plain_name(name) or name.startswith("."):
+                raise schema.MalformedInput(f"it names a file outside its folder, or none: {schema.shown(name)}")
+    files = schema.table(data, "files", 64, schema.plain_name, read)
     if not files or len({name.lower() for name in files} | {*_OURS}) != len(files) + len(_OURS):
-        raise strict.Senseless("it names no files, or one twice")
+        raise schema.MalformedInput("it names no files, or one twice")
     return files
 
 
 def _parity(data: object) -> Mapping:
     if not isinstance(data, dict):
-        raise strict.Senseless("parity is no object")
+        raise schema.MalformedInput("parity is no object")
     for name in ("rel_err", "limit"):
         if name in data:
-            strict.number(data[name], f"parity.{name}")
-    return strict.plain(data, "parity")
+            schema.number(data[name], f"parity.{name}")
+    return schema.plain(data, "parity")
 
 
 def _source(data: object) -> Mapping:
-    data = strict.mapping(data, "source", (), ("path", "size", "mtime_ns", "name"))
+    data = schema.mapping(data, "source", (), ("path", "size", "mtime_ns", "name"))
     kinds = {
-        "path": lambda v: strict.text(v, "source.path", 4096),
-        "name": lambda v: strict.text(v, "source.name", 1000),
-        "size": lambda v: strict.integer(v, "source.size"),
-        "mtime_ns": lambda v: strict.integer(v, "source.mtime_ns", -(1 << 63), 1 << 63),
+        "path": lambda v: schema.text(v, "source.path", 4096),
+        "name": lambda v: schema.text(v, "source.name", 1000),
+        "size": lambda v: schema.integer(v, "source.size"),
+        "mtime_ns": lambda v: schema.integer(v, "source.mtime_ns", -(1 << 63), 1 << 63),
     }
     return {name: kinds[name](value) for name, value in data.items()}
 
@@ -331,4 +331,4 @@ def _is_symbol(name: str) -> bool:
 
 
 def _is_word(name: str) -> bool:
-    return bool(strict.WORD.fullmatch(name))
+    return bool(schema.WORD.fullmatch(name))

@@ -7,9 +7,9 @@ import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import strict
+from . import schema
+from .atomic_files import write_file
 from .disk import LibraryError, gigabytes, readable
-from .files import write_file
 from .library import Library
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def _number(data: dict, name: str, what: str, unit: str, most: float) -> float:
 def read_settings(folder: Path) -> Settings:
     """The settings of the library in a folder; the defaults where there are none."""
     try:
-        return Settings.from_json(strict.loads((folder / FILE_NAME).read_text(encoding="utf-8")))
+        return Settings.from_json(schema.loads((folder / FILE_NAME).read_text(encoding="utf-8")))
     except FileNotFoundError:
         return Settings()
     except (OSError, ValueError, LibraryError) as error:

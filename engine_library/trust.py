@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import local_key, strict
-from .files import write_file
+from . import local_key, schema
+from .atomic_files import write_file
+from .fallback import Fallback, Reason
 from .manifest import RECORD_NAME, Manifest
-from .reasons import Fallback, Reason
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -52,9 +52,9 @@ class Record:
         """What is signed, besides the manifest."""
         return {
             "verdict": self.verdict,
-            "why": strict.printable(self.why),
+            "why": schema.printable(self.why),
             "parity": dict(self.parity),
-            "gpu": strict.printable(self.gpu),
+            "gpu": schema.printable(self.gpu),
         }
 
 
@@ -180,8 +180,8 @@ def _signed(manifest: Manifest, fields: Mapping) -> str:
 def _read(path: Path, manifest: Manifest) -> Record | None:
     try:
         with path.open("rb") as file:
-            data = strict.mapping(strict.loads(file.read(MAX_BYTES)), "", (*_NAMES, "signature"))
-    except (OSError, strict.Senseless):
+            data = schema.mapping(schema.loads(file.read(MAX_BYTES)), "", (*_NAMES, "signature"))
+    except (OSError, schema.MalformedInput):
         return None
     fields = {name: data[name] for name in _NAMES}
     return Record(**fields) if local_key.is_signed(_signed(manifest, fields), data["signature"]) else None

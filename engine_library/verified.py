@@ -11,9 +11,9 @@ import hashlib
 import json
 from pathlib import Path
 
-from . import local_key, strict
+from . import local_key, schema
+from .atomic_files import write_file
 from .engine import Check, Engine
-from .files import write_file
 
 MAX_KEPT = 1000
 
@@ -62,8 +62,8 @@ def _state(engine: Engine) -> list:
 
 def _read(engine: Engine) -> list | None:
     try:
-        return strict.loads(_path(engine).read_bytes())
-    except (OSError, strict.Senseless):
+        return schema.loads(_path(engine).read_bytes())
+    except (OSError, schema.MalformedInput):
         return None
 
 

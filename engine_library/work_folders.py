@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from .files import move, sweep_temporaries
+from .atomic_files import move, sweep_temporaries
 from .lock import FileLock
 
 log = logging.getLogger(__name__)

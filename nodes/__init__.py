@@ -6,7 +6,7 @@ import logging
 
 from comfy_api.latest import ComfyExtension, io
 
-from ..native_model.comfyui_internals import Feature, switch_off, works
+from ..comfy_model.comfyui_internals import Feature, switch_off, works
 
 log = logging.getLogger(__name__)
 

@@ -9,20 +9,20 @@ from pathlib import Path
 from comfy import model_management
 from comfy import utils as comfy_utils
 
-from ..architectures.tensors import Profile
+from ..architectures.shapes import Profile
 from ..architectures.wanted_calls import Call
 from ..backends import usable_backends
+from ..comfy_model.comfyui_internals import Feature, works
 from ..engine_builder import gpu_room
 from ..engine_builder.jobs import Job, State
 from ..engine_builder.order import BuildOrder
 from ..engine_library import Engine, Fallback, Reason, Unavailable
 from ..engine_library.manifest import MANIFEST_NAME
-from ..engine_runtime.engine_handle import EngineHandle
-from ..engine_runtime.ledger import ever_uncompiled
-from ..engine_sessions.session import refusal_of
-from ..native_model.comfyui_internals import Feature, works
 from ..page_api.asked_pictures import running_pictures
 from ..page_api.builds import builds, ended, node_states
+from ..sampling.call_stats import ever_uncompiled
+from ..sampling.engine_handle import EngineHandle
+from ..sessions.session import refusal_of
 from .schemas import BUILD_NOW, IN_BACKGROUND, USE_NATIVE
 
 MISSING = (Reason.NO_ENGINE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.UNCHECKED, Reason.WRONG_GPU)

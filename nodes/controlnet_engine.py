@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from comfy.controlnet import ControlNet
 from comfy_api.latest import io, ui
 
+from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback, Reason
-from ..engine_runtime.controlnet import back_with_engine, native_controlnet
-from ..native_model.network import NativeNetwork
-from ..page_api.prompt_graph import model_name
+from ..page_api.workflow_graph import model_name
+from ..sampling.controlnet import back_with_engine, native_controlnet
 from . import building, engine_node, schemas
 
 if TYPE_CHECKING:

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 from comfy_execution.graph import DynamicPrompt
 
-from ..architectures.latent import ANY
-from ..architectures.sizes import Asked
+from ..architectures.image_latent import ANY
+from ..architectures.sizes import RequestedSizes
+from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback, Unavailable
-from ..engine_runtime.engine_handle import EngineChoice, EngineHandle
-from ..engine_runtime.ledger import executing
-from ..native_model.network import NativeNetwork
 from ..page_api.asked_pictures import asked_pictures, requested_pictures
 from ..page_api.build_prompts import forget_when_done
 from ..page_api.builds import node_states, pending_orders
 from ..page_api.library_folder import library
 from ..page_api.node_key import BUILD_REQUEST, FROM_PAGE, MISSING_ONLY, BadPrompt, node_key
-from ..page_api.prompt_graph import all_nodes, drawn_id, inputs_of, whole_prompt
+from ..page_api.workflow_graph import all_nodes, drawn_id, inputs_of, whole_prompt
+from ..sampling.call_stats import executing
+from ..sampling.engine_handle import EngineChoice, EngineHandle
 from . import building
 from .schemas import BUILT_IN, REPLACEABLE, USE_NATIVE
 
@@ -31,7 +31,7 @@ def engine_choice(
 
     Args:
         weights: ``"built in"`` or ``"replaceable"``.
-        sizes: those of ``Asked``; 0 is what fits the network's family.
+        sizes: those of ``RequestedSizes``; 0 is what fits the network's family.
 
     Raises:
         ValueError: sizes in the wrong order; the text is for the user.
@@ -40,7 +40,7 @@ def engine_choice(
         family = network.architecture()
     except Unavailable:  # it gets no engine, and the handle says why
         family = ANY
-    return EngineChoice(family.profile(Asked(**sizes)), precision, backend, weights == REPLACEABLE)
+    return EngineChoice(family.profile(RequestedSizes(**sizes)), precision, backend, weights == REPLACEABLE)
 
 
 def find_or_build(

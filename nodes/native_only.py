@@ -10,7 +10,7 @@ from typing import Any
 
 from comfy_api.latest import io, ui
 
-from ..native_model.comfyui_internals import Feature, switched_off
+from ..comfy_model.comfyui_internals import Feature, switched_off
 from . import schemas
 from .apply_controlnet import TRTApplyControlNet
 

@@ -10,14 +10,14 @@ from comfy_execution.graph import DynamicPrompt
 from comfy_execution.progress import get_progress_state
 from server import PromptServer
 
-from ..engine_runtime.copied_nodes import as_drawn
-from ..engine_runtime.engine_handle import EngineHandle
-from ..engine_runtime.ledger import Tally, executing, tallies
-from ..engine_runtime.report_plot import plot
-from ..engine_runtime.report_words import report_text, verdict
-from ..engine_runtime.timing import want_times
-from ..native_model.comfyui_internals import Feature, works
-from ..page_api.prompt_graph import drawn_id, drawn_upstream, upstream
+from ..comfy_model.comfyui_internals import Feature, works
+from ..page_api.workflow_graph import drawn_id, drawn_upstream, upstream
+from ..sampling.call_stats import CallStats, executing, tallies
+from ..sampling.copied_nodes import as_drawn
+from ..sampling.engine_handle import EngineHandle
+from ..sampling.report import report_text, verdict
+from ..sampling.report_plot import plot
+from ..sampling.timing import want_times
 from . import schemas
 from .engine_node import log_text
 from .schemas import REPORT as NODE_ID
@@ -52,7 +52,7 @@ class TRTReport(io.ComfyNode):
         return io.NodeOutput(after, text, drawn, ui=ui)
 
 
-def _rows_before(prompt: DynamicPrompt, node_id: str) -> tuple[list[Tally], int]:
+def _rows_before(prompt: DynamicPrompt, node_id: str) -> tuple[list[CallStats], int]:
     """The tallies of all sampling before a report, and how many sampling nodes among them other nodes made.
 
     Those are no part of the user's graph. Inside a loop a report finds its own by its links; behind one by what they
@@ -70,7 +70,7 @@ def _rows_before(prompt: DynamicPrompt, node_id: str) -> tuple[list[Tally], int]
     return as_drawn(rows, partial(drawn_id, prompt)), len(made)
 
 
-def report_json(rows: list[Tally]) -> dict:
+def report_json(rows: list[CallStats]) -> dict:
     """The counts as data: the verdict, totals over the UNet's rows and a list of ControlNets."""
     unets = [row.to_json() for row in rows if row.kind == "unet"]
     told = verdict(rows)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
+from ..comfy_model.network import NativeNetwork
+from ..comfy_model.weight_patches import WeightPatches
 from ..engine_library import Fallback, Reason, Unavailable
-from ..engine_runtime.backbone import count_as_native, has_engine, patch_model
-from ..engine_runtime.engine_handle import EngineHandle
-from ..native_model.network import NativeNetwork
-from ..native_model.weight_patches import WeightPatches
-from ..page_api.prompt_graph import model_name
+from ..page_api.workflow_graph import model_name
+from ..sampling.engine_handle import EngineHandle
+from ..sampling.model_wrapper import count_as_native, has_engine, patch_model
 from . import engine_node, schemas
 
 NOT_WIRED = Fallback(Reason.NOT_WIRED, "TRT UNet Engine is bypassed, muted or not connected")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io, ui
 
-from ..native_model.network import NativeNetwork
-from ..page_api.prompt_graph import model_name
+from ..comfy_model.network import NativeNetwork
+from ..page_api.workflow_graph import model_name
 from . import building, engine_node, schemas
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from server import PromptServer
 
 from ..architectures.sizes import Picture
-from ..native_model.comfyui_internals import Feature, works
-from .prompt_graph import is_link
+from ..comfy_model.comfyui_internals import Feature, works
+from .workflow_graph import is_link
 
 FOR_PICTURE = "for:"
 """Begins a word in a build request that names a picture: ``for:832x1216x2``, with the batch of its calls."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from server import PromptServer
 
-from ..native_model.comfyui_internals import Feature, works
+from ..comfy_model.comfyui_internals import Feature, works
 
 
 def forget_when_done(prompt_id: str) -> None:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from ..engine_library import LibraryError, Unavailable, strict
+from ..engine_library import LibraryError, Unavailable, schema
 
 log = logging.getLogger(__name__)
 
@@ -129,8 +129,8 @@ async def read_json(request: web.Request, limit: int = MAX_JSON) -> dict[str, An
     if len(body) > limit or (request.content_length or 0) > limit:
         raise Refused(413, f"The request is larger than {limit >> 20} MB, so it was not read.")
     try:
-        data = strict.loads(body)
-    except strict.Senseless:
+        data = schema.loads(body)
+    except schema.MalformedInput:
         raise Refused(400, "The request is not JSON, so nothing was done.") from None
     if not isinstance(data, dict):
         raise Refused(400, "The request is not a JSON object, so nothing was done.")

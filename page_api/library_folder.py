@@ -7,9 +7,9 @@ from pathlib import Path
 
 import folder_paths
 
+from ..comfy_model import hash_cache
 from ..engine_library import Library
 from ..engine_library.work_folders import sweep
-from ..native_model import hash_cache
 
 FOLDER_KEY = "trt_engines"
 

@@ -13,11 +13,11 @@ from comfy import model_management
 from server import PromptServer
 
 from ..backends import gpu_of, refusals
-from ..engine_library import last_use, states
+from ..comfy_model.hash_cache import source_changed
+from ..engine_library import inventory, last_use
 from ..engine_library.archive import SUFFIX, export_engine, import_engine
 from ..engine_library.disk import check_room, free_bytes, readable
-from ..engine_sessions.session import open_engines
-from ..native_model.hash_cache import source_changed
+from ..sessions.session import open_engines
 from .http import PREFIX, Refused, changes, read_json, reads
 from .library_folder import library
 from .node_states import engine_json
@@ -54,14 +54,14 @@ async def _list(_request: web.Request) -> web.Response:
 @changes
 async def _verify(request: web.Request) -> web.Response:
     """Read and hash all files of an engine."""
-    flaw = await asyncio.to_thread(states.verify, await _entry(request))
+    flaw = await asyncio.to_thread(inventory.verify, await _entry(request))
     return web.json_response({"ok": flaw is None, "text": "" if flaw is None else str(flaw)})
 
 
 @changes
 async def _delete(request: web.Request) -> web.Response:
     entry = await _entry(request)
-    await asyncio.to_thread(states.delete, entry)
+    await asyncio.to_thread(inventory.delete, entry)
     tell()
     return web.json_response({"deleted": entry.name, "bytes": entry.bytes})
 
@@ -82,9 +82,9 @@ async def _delete_unused(request: web.Request) -> web.Response:
     })  # fmt: skip
 
 
-def _remove_unused(days: float) -> tuple[list[states.Entry], list[states.Entry]]:
+def _remove_unused(days: float) -> tuple[list[inventory.Entry], list[inventory.Entry]]:
     in_use = {engine.folder for engine in open_engines()}
-    return states.delete_unused(_entries(), days, in_use)
+    return inventory.delete_unused(_entries(), days, in_use)
 
 
 @changes
@@ -132,12 +132,12 @@ async def _import(request: web.Request) -> web.Response:
     return web.json_response(engine_json(engine))
 
 
-def _entries() -> list[states.Entry]:
+def _entries() -> list[inventory.Entry]:
     device = model_management.get_torch_device()
-    return states.entries(library(), refusals(device), source_changed, gpu_of(device))
+    return inventory.entries(library(), refusals(device), source_changed, gpu_of(device))
 
 
-async def _entry(request: web.Request) -> states.Entry:
+async def _entry(request: web.Request) -> inventory.Entry:
     """The engine that the path names, by its exact name."""
     name = request.match_info["name"]
     found = next((e for e in await asyncio.to_thread(_entries) if e.name == name), None)
@@ -146,7 +146,7 @@ async def _entry(request: web.Request) -> states.Entry:
     return found
 
 
-def _entry_json(entry: states.Entry) -> dict:
+def _entry_json(entry: inventory.Entry) -> dict:
     data = {"name": entry.name, "state": entry.state, "reason": entry.reason, "bytes": entry.bytes,
             "last_used": entry.last_used}  # fmt: skip
     if entry.engine is not None:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .prompt_graph import is_link
+from .workflow_graph import is_link
 
 ENGINE_NODES = ("TRTUNetEngine", "TRTControlNetEngine")
 BUILD_REQUEST = "build_request"

@@ -19,18 +19,18 @@ from pathlib import Path
 import torch
 
 from ..architectures import architectures, profile_words
-from ..architectures.tensors import Profile
+from ..architectures.shapes import Profile
 from ..backends import backends, find_engines, gpu_of, serving_backends
+from ..comfy_model.hash_cache import source_of
+from ..comfy_model.structure_hash import structure_hash
 from ..engine_builder.jobs import BuildQueue, Job, State
-from ..engine_library import Engine, Fallback, Library, Reason, Unavailable, Wanted, trust
-from ..engine_library.files import write_file
+from ..engine_library import Engine, EngineQuery, Fallback, Library, Reason, Unavailable, trust
+from ..engine_library.atomic_files import write_file
 from ..engine_library.manifest import MANIFEST_NAME
-from ..engine_runtime.engine_handle import EngineHandle
-from ..engine_runtime.ledger import Tally, last_run
-from ..engine_sessions.session import refusal_of
-from ..native_model.hash_cache import source_of
-from ..native_model.layout import layout_of
-from .outlook import Wish, parameters_of, seconds, serves_any_size
+from ..sampling.call_stats import CallStats, last_run
+from ..sampling.engine_handle import EngineHandle
+from ..sessions.session import refusal_of
+from .outlook import NodeRequest, parameters_of, seconds, serves_any_size
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ MISSING = {Reason.NO_ENGINE: "none", Reason.STALE_ENGINE: "stale", Reason.BROKEN
 
 
 @dataclass(frozen=True)
-class Known:
+class NodeRecord:
     """What an engine node wants, as learnt when it ran. ``weights`` is ``""`` until somebody had to hash them;
     ``without_engine`` says what serves besides native while there is none."""
 
@@ -67,7 +67,7 @@ class NodeStates:
         self._builds = builds
         self._lock = threading.Lock()
         self._path = library.roots[0] / FILE_NAME
-        self._known: OrderedDict[str, Known] = _read(self._path)
+        self._known: OrderedDict[str, NodeRecord] = _read(self._path)
         self._jobs: dict[str, list[str]] = {}  # node key -> its last job, after those that it waits for besides
 
     def learn(self, key: str, handle: EngineHandle) -> None:
@@ -79,7 +79,7 @@ class NodeStates:
             architecture = ""
         before = self._known.get(key)
         source = source_of(network.patcher)
-        weights = layout_of(network.module) if handle.takes_any_weights else network.known_hash()
+        weights = structure_hash(network.module) if handle.takes_any_weights else network.known_hash()
         if handle.session is not None:
             weights = handle.session.weights
         if not weights and before is not None and before.source == source:
@@ -87,7 +87,7 @@ class NodeStates:
         refusal = (handle.fallback.reason.value, handle.fallback.detail) if handle.fallback is not None else None
         profile = handle.profile if architecture else handle.choice.profile
         without = handle.session is not None and not handle.session.engines
-        self._keep(key, Known(
+        self._keep(key, NodeRecord(
             network.label, architecture, handle.precision, profile.to_json(), handle.choice.backend,
             str(network.device), weights, refusal, source, handle.status() if without else "", network.role.value,
             sum(p.numel() for p in network.module.parameters()),
@@ -95,7 +95,7 @@ class NodeStates:
 
     def refused(self, key: str, label: str, fallback: Fallback) -> None:
         """Remember that a node's model can have no engine."""
-        self._keep(key, Known(label, "", "", {}, "", "", "", (fallback.reason.value, fallback.detail), None))
+        self._keep(key, NodeRecord(label, "", "", {}, "", "", "", (fallback.reason.value, fallback.detail), None))
 
     def ordered(self, key: str, job: Job) -> None:
         """Remember that a node waits for a job."""
@@ -111,7 +111,7 @@ class NodeStates:
         for key in self.keys_of(job):
             known = self._known.get(key)
             if known is not None and known.weights != weights:
-                self._keep(key, Known(**{**asdict(known), "weights": weights, "refusal": None}))
+                self._keep(key, NodeRecord(**{**asdict(known), "weights": weights, "refusal": None}))
 
     def keys_of(self, job: Job) -> list[str]:
         """The keys of the nodes that ordered a job."""
@@ -124,7 +124,7 @@ class NodeStates:
             jobs = [job for job_id in self._jobs.get(key, ()) if (job := self._builds.get(job_id)) is not None]
         return next((job for job in jobs if not job.state.final), jobs[-1] if jobs else None)
 
-    def state(self, key: str, wish: Wish) -> dict:
+    def state(self, key: str, wish: NodeRequest) -> dict:
         """For the page: ``state``, ``text``, the engine or the job, ``run``: what ran last, ``fits``: the sizes of the
         model's family, and where there is no engine ``outlook``: why, and how long one takes.
 
@@ -165,13 +165,13 @@ class NodeStates:
             answer["any_size"] = True  # live weights serve, whatever the profile says
         return answer | _failure(job)
 
-    def _like(self, wish: Wish) -> Known | None:
+    def _like(self, wish: NodeRequest) -> NodeRecord | None:
         """The node that ran last with the same model, or else with one of the same kind."""
         latest = reversed(list(self._known.values()))
         alike = [known for known in latest if known.kind == wish.kind and known.architecture]
         return next((known for known in alike if known.label == wish.label), alike[0] if alike else None)
 
-    def _outlook(self, known: Known | None, wish: Wish, certain: bool) -> dict:
+    def _outlook(self, known: NodeRecord | None, wish: NodeRequest, certain: bool) -> dict:
         """Why a node has no engine, how long one takes, and whether anything has to be built.
 
         Args:
@@ -190,7 +190,7 @@ class NodeStates:
         )
         return {"why": why, "seconds": took, "certain": certain, "live": live}
 
-    def _look_up(self, known: Known) -> tuple[list[Engine], Fallback]:
+    def _look_up(self, known: NodeRecord) -> tuple[list[Engine], Fallback]:
         """The engines that a node uses: one, or several where each is for some sizes alone."""
         refusal = Fallback(Reason(known.refusal[0]), known.refusal[1]) if known.refusal else Fallback(Reason.NO_ENGINE)
         if not known.architecture:
@@ -200,7 +200,7 @@ class NodeStates:
         device = torch.device(known.device)
         try:
             usable = serving_backends(known.backend, device, self._library, known.architecture)
-            wanted = Wanted(
+            wanted = EngineQuery(
                 known.architecture,
                 [known.weights],
                 known.precision,
@@ -216,7 +216,7 @@ class NodeStates:
         except Unavailable as unavailable:
             return [], unavailable.fallback
 
-    def _keep(self, key: str, known: Known) -> None:
+    def _keep(self, key: str, known: NodeRecord) -> None:
         with self._lock:
             if not key or self._known.get(key) == known:
                 return
@@ -227,7 +227,7 @@ class NodeStates:
             _write(self._path, self._known)
 
 
-def _fits(known: Known | None) -> dict | None:
+def _fits(known: NodeRecord | None) -> dict | None:
     """The sizes that fit a network's family, in the words of the node's settings; None when that is not known."""
     return _sizes(known.architecture) if known else None
 
@@ -263,7 +263,7 @@ def run_of(key: str) -> dict | None:
     }
 
 
-def _lacking(rows: Sequence[Tally], kind: str) -> list[dict]:
+def _lacking(rows: Sequence[CallStats], kind: str) -> list[dict]:
     """The calls that ran without a compiled file or, where ``kind`` is ``unserved``, native for want of an engine of
     their size: what they were, how many, and whether as a CUDA graph."""
     counts: dict[tuple[str, bool], int] = {}
@@ -304,7 +304,7 @@ def engine_json(engine: Engine) -> dict:
     }
 
 
-def _union_json(engines: Sequence[Engine], known: Known) -> dict:
+def _union_json(engines: Sequence[Engine], known: NodeRecord) -> dict:
     """What a person wants to know of the engines that a node uses, as if they were one.
 
     ``compiled``: the pictures that there are files or engines for, with the batch of the call; None where it takes all
@@ -366,18 +366,18 @@ def _changed(source: dict | None) -> bool:
     return (stat.st_size, stat.st_mtime_ns) != (source.get("size"), source.get("mtime_ns"))
 
 
-def _read(path: Path) -> OrderedDict[str, Known]:
+def _read(path: Path) -> OrderedDict[str, NodeRecord]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         return OrderedDict(
-            (key, Known(**{**entry, "refusal": tuple(entry["refusal"]) if entry["refusal"] else None}))
+            (key, NodeRecord(**{**entry, "refusal": tuple(entry["refusal"]) if entry["refusal"] else None}))
             for key, entry in data.items()
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return OrderedDict()
 
 
-def _write(path: Path, known: OrderedDict[str, Known]) -> None:
+def _write(path: Path, known: OrderedDict[str, NodeRecord]) -> None:
     """A library that cannot be written costs the memory of a restart only, so that is no error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

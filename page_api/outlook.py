@@ -16,7 +16,7 @@ from ..architectures import Role
 from ..backends import usable_backends
 from ..engine_builder.expected_time import expected
 from ..engine_library import Library, Unavailable
-from .prompt_graph import inputs_of, model_name, upstream
+from .workflow_graph import inputs_of, model_name, upstream
 
 MODEL_INPUTS = {"TRTUNetEngine": "model", "TRTControlNetEngine": "control_net"}
 """Engine node -> its model input."""
@@ -24,7 +24,7 @@ KINDS = {"TRTUNetEngine": Role.BACKBONE.value, "TRTControlNetEngine": Role.CONTR
 
 
 @dataclass(frozen=True)
-class Wish:
+class NodeRequest:
     """What an engine node of a prompt asks for, as far as the prompt alone tells.
 
     Attributes:
@@ -40,7 +40,7 @@ class Wish:
     backend: str
 
 
-def wish_of(prompt: Mapping[str, Any], node_id: str) -> Wish:
+def wish_of(prompt: Mapping[str, Any], node_id: str) -> NodeRequest:
     """What a node of an API prompt asks for. The prompt has been checked: its nodes have a key."""
     graph = DynamicPrompt(dict(prompt))
     kind = str(prompt[node_id]["class_type"])
@@ -50,10 +50,11 @@ def wish_of(prompt: Mapping[str, Any], node_id: str) -> Wish:
     lora = any("lora" in str(key).lower() for inputs in above for key in inputs)
     lora = lora and inputs.get("weights") != "replaceable"
     backend = inputs.get("backend")
-    return Wish(KINDS[kind], model_name(graph, node_id, name, ""), lora, backend if isinstance(backend, str) else "")
+    backend = backend if isinstance(backend, str) else ""
+    return NodeRequest(KINDS[kind], model_name(graph, node_id, name, ""), lora, backend)
 
 
-def parameters_of(wish: Wish, like: int, like_bytes: int) -> int:
+def parameters_of(wish: NodeRequest, like: int, like_bytes: int) -> int:
     """Roughly how many parameters a model has of which only the file is known, by the size of another one's file.
 
     0 when there is no such file.

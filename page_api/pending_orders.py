@@ -9,9 +9,9 @@ from typing import Any
 from comfy_execution.graph import DynamicPrompt
 from server import PromptServer
 
-from ..native_model.comfyui_internals import Feature, works
+from ..comfy_model.comfyui_internals import Feature, works
 from .node_key import BUILD_REQUEST, ENGINE_NODES, BadPrompt, node_key
-from .prompt_graph import upstream
+from .workflow_graph import upstream
 
 
 class PendingOrders:

@@ -18,29 +18,29 @@ from small_networks import native_call, network
 import_comfy()
 
 from hybrid_trt.architectures import architecture_of
-from hybrid_trt.architectures.latent import ANY
+from hybrid_trt.architectures.image_latent import ANY
 from hybrid_trt.architectures.samples import sample_inputs
-from hybrid_trt.architectures.sizes import Asked, Picture
-from hybrid_trt.architectures.tensors import Profile, Range
+from hybrid_trt.architectures.shapes import Profile, Range
+from hybrid_trt.architectures.sizes import Picture, RequestedSizes
 from hybrid_trt.architectures.wanted_calls import calls_to_compile
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.torch_live.compiled import file_name
-from hybrid_trt.backends.torch_live.session import LiveSession
+from hybrid_trt.backends.torch_inductor.compiled import file_name
+from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, Library, local_key
 from hybrid_trt.engine_library.parity import relative_error
-from hybrid_trt.engine_runtime import engine_handle
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.engine_runtime.ledger import Tally
-from hybrid_trt.engine_runtime.report_words import report_text
-from hybrid_trt.engine_sessions.session import AskedCalls, Uncompiled
-from hybrid_trt.native_model.network import NativeNetwork
 from hybrid_trt.nodes import building
 from hybrid_trt.page_api.asked_pictures import asked_pictures, requested_pictures
+from hybrid_trt.sampling import engine_handle
+from hybrid_trt.sampling.call_stats import CallStats
+from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.sampling.report import report_text
+from hybrid_trt.sessions.session import RequestedCalls, UncoveredCall
 
 TORCH = backends()["torch"]
-PROFILE = ANY.profile(Asked()).only("BHWT")
+PROFILE = ANY.profile(RequestedSizes()).only("BHWT")
 PORTRAIT = {"B": 2, "H": 152, "W": 104, "T": 77}
 
 
@@ -178,7 +178,7 @@ def test_one_more_size_stands_beside_the_others_and_nothing_is_lost_or_opened_ag
     session.use([first])
     assert [run(A), run(B), run(A), run(B)] == [None, "64x96, 154 tokens"] * 2
     assert (session.name, session.serving) == ("live weights, CUDA graph", [])
-    assert session.to_compile(SMALL, AskedCalls((), [dict(session.uncompiled.sizes)])) == [[B]]
+    assert session.to_compile(SMALL, RequestedCalls((), [dict(session.uncompiled.sizes)])) == [[B]]
 
     second = built(net, B)
     assert second.folder != first.folder
@@ -188,7 +188,7 @@ def test_one_more_size_stands_beside_the_others_and_nothing_is_lost_or_opened_ag
     assert [run(A), run(B), run(A), run(B)] == [None] * 4
     assert (session.name, session.serving) == (second.folder.name, [second])
     assert opened == [(first.folder.name, 77), (second.folder.name, 154)]
-    assert not session.lacks(SMALL, AskedCalls((Picture(64, 96, (2,)), Picture(64, 64, (2,))), []))
+    assert not session.lacks(SMALL, RequestedCalls((Picture(64, 96, (2,)), Picture(64, 64, (2,))), []))
     status = session.status(SMALL)
     assert "compiled for 64x64, 77 tokens; 64x96, 154 tokens, " in status
 
@@ -201,7 +201,7 @@ def test_one_more_size_stands_beside_the_others_and_nothing_is_lost_or_opened_ag
 def test_calls_that_no_file_is_for_are_counted_and_told_in_the_report(built: Callable[..., Engine]) -> None:
     net = network("unet", "unlike_levels")
     session = LiveSession(net, TORCH, "float32", Recorder())
-    row = Tally("unet", "a.safetensors", "1", "2")
+    row = CallStats("unet", "a.safetensors", "1", "2")
     with torch.inference_mode():
         for sizes in (B, B, A | {"B": 3}):
             session.run(given_for(net, sizes))
@@ -216,7 +216,7 @@ def test_a_build_orders_what_is_lacking_and_anew_only_what_is_there_or_was_not_o
     built: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = network("unet", "unlike_levels")
-    run = SimpleNamespace(uncompiled={Uncompiled(frozenset(B.items()), "64x96, 154 tokens", False): 2})
+    run = SimpleNamespace(uncompiled={UncoveredCall(frozenset(B.items()), "64x96, 154 tokens", False): 2})
     monkeypatch.setattr(engine_handle, "last_run", lambda key: ("prompt", [run]))
     choice = EngineChoice(SMALL, "float32", "torch", pictures=(Picture(64, 64, (2,)),))
     handle = EngineHandle(net, choice, built.library, "node", "key")

@@ -15,16 +15,16 @@ from comfy_execution.utils import CurrentNodeContext
 from fake_engine import publish_engine
 from hybrid_trt.architectures.calls import EngineCall
 from hybrid_trt.backends.onnxruntime import RefittableRunner
+from hybrid_trt.comfy_model.hash_cache import source_changed
+from hybrid_trt.comfy_model.network import NativeNetwork
+from hybrid_trt.comfy_model.structure_hash import structure_hash
 from hybrid_trt.engine_builder.jobs import BuildQueue
 from hybrid_trt.engine_library import Reason
 from hybrid_trt.engine_library.manifest import LAYOUT_PREFIX
-from hybrid_trt.engine_runtime.engine_handle import EngineHandle
-from hybrid_trt.engine_sessions.session import Session
-from hybrid_trt.native_model.hash_cache import source_changed
-from hybrid_trt.native_model.layout import layout_of
-from hybrid_trt.native_model.network import NativeNetwork
 from hybrid_trt.page_api.node_states import NodeStates
-from hybrid_trt.page_api.outlook import Wish
+from hybrid_trt.page_api.outlook import NodeRequest
+from hybrid_trt.sampling.engine_handle import EngineHandle
+from hybrid_trt.sessions.session import Session
 from small_networks import CPU, HintEncoder, native_call, network
 
 GROUP = 16
@@ -50,7 +50,7 @@ def test_an_engine_serves_every_checkpoint_of_its_layout(tmp_path: Path, kind: s
     first = network(kind, "unlike_levels")
     other = another(first)
     engine = built(first, tmp_path)
-    assert engine.manifest.identity.weights == layout_of(other.module)
+    assert engine.manifest.identity.weights == structure_hash(other.module)
     handles = [handle_of(net, tmp_path) for net in (first, other)]
     for handle in (*handles, *handles):
         net = handle.network
@@ -177,7 +177,7 @@ def told(handle: EngineHandle) -> dict[str, Any]:
     """What the page says of a handle's node."""
     states = NodeStates(handle.library, BuildQueue())
     states.learn("key", handle)
-    return states.state("key", Wish("unet", handle.network.label, False, "onnxruntime"))
+    return states.state("key", NodeRequest("unet", handle.network.label, False, "onnxruntime"))
 
 
 def test_nothing_is_hashed_for_an_engine_that_takes_any_weights(
@@ -199,8 +199,8 @@ def test_each_parameter_reaches_the_engine(tmp_path: Path, kind: str) -> None:
     engine = built(net, tmp_path)
     runner: Any = ORT.load(engine, CPU)
     names = json.loads((engine.folder / "parameters.json").read_text())
-    preludes = {"input_hint_block"} if kind == "controlnet" else set()
-    assert names.keys() == {name for name, _ in net.module.named_parameters() if name.split(".")[0] not in preludes}
+    passes = {"input_hint_block"} if kind == "controlnet" else set()
+    assert names.keys() == {name for name, _ in net.module.named_parameters() if name.split(".")[0] not in passes}
     parameters = dict(net.module.named_parameters())
     weights = {initialiser: parameters[name].data.clone() for name, initialiser in names.items()}
     sizes = {"B": 1, "H": 4, "W": 4, "T": 77, "HB": 1}

@@ -14,10 +14,10 @@ from pack import import_comfy
 
 import_comfy()
 
-from hybrid_trt.architectures.tensors import Dim, TensorSpec
+from hybrid_trt.architectures.shapes import Dim, TensorSpec
 from hybrid_trt.backends import LiveTask
-from hybrid_trt.backends.torch_live import attention, compiled
-from hybrid_trt.backends.torch_live.compile_step import compile_network
+from hybrid_trt.backends.torch_inductor import attention, compiled
+from hybrid_trt.backends.torch_inductor.compile_step import compile_network
 
 ON_A_GPU = SimpleNamespace(device=torch.device("cuda", 0))
 """Stands for a tensor there, of which nothing else is asked."""

@@ -17,19 +17,20 @@ from builds import small_network
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.samples import sample_inputs
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.torch_live.compiled import traced
+from hybrid_trt.backends.torch_inductor.compiled import traced
+from hybrid_trt.comfy_model import attention as looked_at
+from hybrid_trt.comfy_model.structure_hash import structure_hash
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library
 from hybrid_trt.engine_library.parity import relative_error
-from hybrid_trt.engine_runtime.report_words import report_text
-from hybrid_trt.native_model import attention as looked_at
-from hybrid_trt.native_model.layout import layout_of
+from hybrid_trt.sampling.report import report_text
 from memory_fixtures import file, library
 from newer_attention import add_config, newer, set_model_optimized_attention
 from patched import LIMIT, PROFILE, Patched, load
-from sampling import STEPS, error, sample
 from small_networks import native_call, network
+
+from sampling import STEPS, error, sample
 
 __all__ = ["file", "library", "newer"]  # fixtures: pytest finds them by name
 
@@ -56,7 +57,7 @@ def sampled(patched: Patched, model: Any) -> torch.Tensor:
 
 
 def detail(patched: Patched) -> str:
-    (found,) = patched.handle.tally.details.values()
+    (found,) = patched.handle.stats.details.values()
     return found
 
 
@@ -199,7 +200,7 @@ def with_a_switch(attention: ModuleType, monkeypatch: pytest.MonkeyPatch, name: 
 
 def said(patched: Patched) -> tuple[int, int]:
     """How often the remark is on the node and in the report."""
-    return patched.handle.status().count(REMARK), report_text([patched.handle.tally]).count(REMARK)
+    return patched.handle.status().count(REMARK), report_text([patched.handle.stats]).count(REMARK)
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
@@ -284,7 +285,7 @@ def test_a_lora_that_only_prefers_an_attention_keeps_the_engine(
     for _ in range(2):
         assert error(sampled(patched, other), exact) <= LIMIT
         assert patched.counts == (STEPS, 0)
-        assert report_text([patched.handle.tally]).count(REMARK) == 1
+        assert report_text([patched.handle.stats]).count(REMARK) == 1
         assert error(sample(native), theirs) <= LIMIT, "and leaves it on the model"
 
 
@@ -341,7 +342,7 @@ def test_later_layers_are_the_same_network_to_hashes_builds_and_compilers(
     part = net.module.middle_block[1].transformer_blocks[0].attn2.comfy_attention
     part.function, part.config = attention.get_attention_function(INT8), {"attention": INT8}
     assert relative_error(native_call(net, call)[0], expected) > 1e-5, "its layers are the later ones"
-    assert layout_of(net.module) == layout_of(plain.module)
+    assert structure_hash(net.module) == structure_hash(plain.module)
     assert net.weights_hash() == plain.weights_hash()
     assert graph_of(net).code == graph.code
     order = BuildOrder(net, "float32", PROFILE, backends()["onnxruntime"])

@@ -20,21 +20,21 @@ from comfy.model_patcher import ModelPatcher
 from hybrid_trt import backends as pack_backends
 from hybrid_trt.architectures.calls import EngineCall
 from hybrid_trt.architectures.samples import sample_inputs
-from hybrid_trt.architectures.tensors import Profile, Range
+from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.backends import AUTO, backends
-from hybrid_trt.backends.torch_live.compiled import file_name
+from hybrid_trt.backends.torch_inductor.compiled import file_name
+from hybrid_trt.comfy_model import hash_cache
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder.jobs import BuildQueue
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason, Unavailable, trust
 from hybrid_trt.engine_library.engine import describe_files
 from hybrid_trt.engine_library.parity import relative_error
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.engine_runtime.memory import EnginePatcher
-from hybrid_trt.native_model import hash_cache
-from hybrid_trt.native_model.network import NativeNetwork
 from hybrid_trt.page_api.node_states import NodeStates
-from hybrid_trt.page_api.outlook import Wish
+from hybrid_trt.page_api.outlook import NodeRequest
+from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.sampling.engine_patcher import EnginePatcher
 
 HERE, ELSEWHERE = f"{ADA.sm} {ADA.name}", f"{TURING.sm} {TURING.name}"
 TORCH, ORT = backends()["torch"], backends()["onnxruntime"]
@@ -121,12 +121,12 @@ def handle_of(net: NativeNetwork, folder: Path, profile: Profile = PROFILE, back
 
 
 def serve(handle: EngineHandle, sizes: dict[str, int] = SIZES, patcher: ModelPatcher | None = None) -> float:
-    """Serve a call: who did is in the tally. How far the result is from native's."""
+    """Serve a call: who did is in the stats. How far the result is from native's."""
     net, patcher = handle.network, patcher or handle.network.patcher
     given = sample_inputs(net.architecture().inputs(net.module, "float32"), sizes, seed=3)
     with torch.inference_mode():
         done, result = handle.serve(None, lambda: EngineCall(dict(given), dict), patcher)
-        assert done, handle.fallback or handle.tally.details
+        assert done, handle.fallback or handle.stats.details
         patcher.patch_model(CPU)
         try:
             expected = native_call(net, given)
@@ -141,7 +141,7 @@ def taken(net: NativeNetwork, folder: Path, **choice: Any) -> list[str]:
     found = [e.folder.name for e in handle.session.engines]
     states = NodeStates(Library([folder]), BuildQueue())
     states.learn("key", handle)
-    told = states.state("key", Wish(handle.network.role.value, net.label, False, AUTO))
+    told = states.state("key", NodeRequest(handle.network.role.value, net.label, False, AUTO))
     assert [told["engine"]["name"] if told["engine"] else None] == (found[:1] or [None])
     return found
 
@@ -159,11 +159,11 @@ def test_auto_takes_an_engine_of_any_backend_that_was_timed_on_this_gpu(
         handle = handle_of(net, tmp_path, backend="onnxruntime")
         assert [e.folder.name for e in (handle.session.engines if handle.session else [])] == by_name
         assert serve(handle := handle_of(net, tmp_path)) <= LIMIT
-        assert handle.tally.backend == "torch"
+        assert handle.stats.backend == "torch"
     engine = ort(FASTER)
     assert taken(net, tmp_path) == [engine.folder.name]
     assert serve(handle := handle_of(net, tmp_path)) <= LIMIT
-    assert (handle.tally.backend, handle.tally.engine_name) == ("onnxruntime", engine.folder.name)
+    assert (handle.stats.backend, handle.stats.engine_name) == ("onnxruntime", engine.folder.name)
 
 
 def test_one_engines_figures_prove_nothing_of_another_engine_of_its_backend(
@@ -230,7 +230,7 @@ def test_an_engine_that_was_slower_than_native_is_not_taken_where_live_weights_s
     engine = ort(SLOWER)
     assert taken(net, tmp_path) == []
     assert serve(handle := handle_of(net, tmp_path)) <= LIMIT
-    assert handle.tally.backend == "torch"
+    assert handle.stats.backend == "torch"
     assert taken(net, tmp_path, backend="onnxruntime") == [engine.folder.name], "chosen by name"
 
 
@@ -244,7 +244,7 @@ def test_a_compiled_file_that_was_slower_than_native_is_not_opened(
     assert serve(handle, {**SIZES, "W": 8}) <= LIMIT
     assert opened == []
     assert "1.25 times as long as native on this GPU" in handle.status()
-    assert handle.tally.engine_name == "live weights, CUDA graph"
+    assert handle.stats.engine_name == "live weights, CUDA graph"
 
 
 def test_a_checkpoint_is_hashed_only_for_an_engine_that_could_be_its_own_and_was_timed_here(
@@ -293,9 +293,9 @@ def test_calls_of_other_sizes_than_the_engines_run_on_live_weights_and_not_nativ
     served = []
     for sizes in (SIZES, BEYOND, BEYOND, SIZES, {**SIZES, "T": 154}):
         assert serve(handle, sizes) <= LIMIT
-        served.append(handle.tally.backend)
+        served.append(handle.stats.backend)
     assert served == ["onnxruntime", "torch", "torch", "onnxruntime", "torch"]
-    assert (handle.tally.engine, handle.tally.native) == (5, 0)
+    assert (handle.stats.engine, handle.stats.native) == (5, 0)
     assert handle.session.engines == [engine]
     assert "larger calls run on torch's live weights" in handle.status()
     by_name = handle_of(net, tmp_path, profile=WIDE, backend="onnxruntime")
@@ -313,7 +313,7 @@ def test_calls_with_a_lora_that_the_engine_has_not_run_on_live_weights(
     served = []
     for patcher in (net.patcher, patched, net.patcher, net.patcher.clone(), patched):
         assert serve(handle, patcher=patcher) <= LIMIT
-        served.append(handle.tally.backend)
+        served.append(handle.stats.backend)
     assert served == ["onnxruntime", "torch", "onnxruntime", "onnxruntime", "torch"]
 
 
@@ -332,14 +332,14 @@ def test_live_weights_serve_in_the_place_of_an_engine_that_does_not_open(
         handle.open()
     for _ in range(2):  # the second run does not try it again
         assert serve(handle) <= LIMIT
-        assert (handle.tally.backend, handle.tally.native) == ("torch", 0)
+        assert (handle.stats.backend, handle.stats.native) == ("torch", 0)
     assert "is not used: " in handle.status()
     assert engine.folder.name in handle.status()
     assert not handle.session._engine.loaded
 
     states = NodeStates(Library([tmp_path]), BuildQueue())
     states.learn("key", handle)
-    told = states.state("key", Wish(net.role.value, net.label, False, AUTO))
+    told = states.state("key", NodeRequest(net.role.value, net.label, False, AUTO))
     assert told["state"] == "stale"
     assert told["text"].endswith("delete it in the panel, or build it again with the backend onnxruntime.")
 
@@ -360,7 +360,7 @@ def test_an_engine_that_lacks_memory_is_tried_again_in_the_next_run(
     again = handle_of(net, tmp_path)
     assert again.refusal is None
     assert serve(again) <= LIMIT
-    assert again.tally.backend == "onnxruntime"
+    assert again.stats.backend == "onnxruntime"
 
 
 def test_comfyui_sees_and_frees_the_memory_of_the_engine_and_of_the_live_weights(
@@ -415,6 +415,6 @@ def test_the_page_knows_that_any_size_is_served(net: NativeNetwork, ort: Callabl
         states = NodeStates(Library([tmp_path]), BuildQueue())
         handle = handle_of(net, tmp_path, profile=WIDE, backend=backend)
         states.learn("key", handle)
-        told = states.state("key", Wish(net.role.value, net.label, False, backend))
+        told = states.state("key", NodeRequest(net.role.value, net.label, False, backend))
         assert (told["state"], told["any_size"], told["engine"]["covers"]) == ("ready", expected, False)
         assert told["engine"]["speed"] == 3.2

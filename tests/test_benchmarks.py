@@ -26,7 +26,7 @@ import prompts
 import tensorrt86
 import tensorrt_rows
 import torch._inductor.config
-from hybrid_trt.backends.torch_live import decompositions
+from hybrid_trt.backends.torch_inductor import inductor_tuning
 
 KERNELS = {
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x64_kernel0_0": "attention",
@@ -111,13 +111,13 @@ def sweep_flags(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 def test_inductor_knows_all_settings_of_the_sweep_and_has_its_own_again_afterwards(
     sweep_flags: types.ModuleType,
 ) -> None:
-    before, ours = torch._inductor.config.save_config_portable(), dict(decompositions.TABLE)
+    before, ours = torch._inductor.config.save_config_portable(), dict(inductor_tuning.TABLE)
     for flags in sweep_flags.VARIANTS.values():
         with sweep_flags.settings(flags):
             for name in flags.keys() - set(sweep_flags.OURS):
                 assert functools.reduce(getattr, name.split("."), torch._inductor.config) == flags[name]
     assert torch._inductor.config.save_config_portable() == before
-    assert decompositions.TABLE == ours
+    assert inductor_tuning.TABLE == ours
 
 
 class FixedClock:

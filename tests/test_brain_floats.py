@@ -9,8 +9,8 @@ import pytest
 from builds import PROFILE, small_network
 from hybrid_trt.backends import Backend, BuildRequest, Progress, backends
 from hybrid_trt.engine_builder.build import build_engine, run_here
-from hybrid_trt.engine_builder.in_child import onnx_export
 from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_builder.worker import onnx_export
 from hybrid_trt.engine_library import BuildError, Library
 from hybrid_trt.engine_library.parity import LIMITS
 

@@ -18,9 +18,9 @@ import pytest
 import slow
 from builds import PROFILE, ROOT, children, gone, slow_backend, small_disk, until
 from hybrid_trt import backends
-from hybrid_trt.engine_builder import child_process
-from hybrid_trt.engine_builder.child_process import run_in_child
-from hybrid_trt.engine_builder.child_tasks import stack_of
+from hybrid_trt.engine_builder import worker_process
+from hybrid_trt.engine_builder.worker_process import run_in_worker
+from hybrid_trt.engine_builder.worker_tasks import stack_of
 from hybrid_trt.engine_library import BuildError, LibraryError
 
 Build = Callable[..., dict]
@@ -45,7 +45,7 @@ def build(task: dict, monkeypatch: pytest.MonkeyPatch) -> Build:
 
     def run(behaviour: str, progress: Any = None, log: Any = None) -> dict:
         monkeypatch.setenv("HYBRID_TRT_TEST_BUILD", behaviour)
-        return run_in_child(task, progress or (lambda *_: None), log or (lambda _: None))
+        return run_in_worker(task, progress or (lambda *_: None), log or (lambda _: None))
 
     return run
 
@@ -77,7 +77,7 @@ def test_a_builder_and_its_threads_have_the_stack_that_the_backend_needs(
     def told(backend: Any) -> list[str]:
         lines: list[str] = []
         monkeypatch.setenv("HYBRID_TRT_TEST_BUILD", "stack,finish")
-        assert run_in_child(task, lambda *_: None, lines.append, stack_of(backend))["files"]
+        assert run_in_worker(task, lambda *_: None, lines.append, stack_of(backend))["files"]
         return [line for line in lines if line.startswith("stack")]
 
     import resource
@@ -107,10 +107,10 @@ def test_it_steps_back_behind_the_server(build: Build) -> None:
 
 def test_on_windows_it_is_started_with_a_lower_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     """A double: Windows' flags, which Python has there alone."""
-    monkeypatch.setattr(child_process.os, "name", "nt")
+    monkeypatch.setattr(worker_process.os, "name", "nt")
     monkeypatch.setattr(subprocess, "CREATE_NO_WINDOW", 0x08000000, raising=False)
     monkeypatch.setattr(subprocess, "BELOW_NORMAL_PRIORITY_CLASS", 0x00004000, raising=False)
-    options = child_process._apart()
+    options = worker_process._apart()
     monkeypatch.undo()
     assert options == {"creationflags": 0x08004000}
 
@@ -185,11 +185,11 @@ sys.path.append({support!r})
 sys.path.insert(0, {builder!r})
 from standalone import load_pack
 load_pack()
-from hybrid_trt.native_model.comfyui_classes import import_comfyui
+from hybrid_trt.comfy_model.comfyui_classes import import_comfyui
 import_comfyui({comfyui!r})
 from hybrid_trt import architectures, backends
-from hybrid_trt.engine_builder.in_child import onnx_export, parity, steps
-from hybrid_trt.native_model import snapshot
+from hybrid_trt.engine_builder.worker import onnx_export, parity, steps
+from hybrid_trt.comfy_model import snapshot
 assert architectures.architectures() and backends.backends() and "comfy.ldm.modules.attention" in sys.modules
 print(hasattr(sys.modules["comfy.ldm.modules.attention"], "ComfyAttention"))
 """
@@ -214,8 +214,8 @@ SERVER = """
 import json, sys
 sys.path[:0] = [{support!r}, {tools!r}]
 import pack
-from hybrid_trt.engine_builder.child_process import run_in_child
-run_in_child(json.loads({task!r}), lambda *_: None, print)
+from hybrid_trt.engine_builder.worker_process import run_in_worker
+run_in_worker(json.loads({task!r}), lambda *_: None, print)
 """
 
 

@@ -22,6 +22,7 @@ from builds import (
     until,
 )
 from hybrid_trt.backends import backends
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as build_module
 from hybrid_trt.engine_builder import jobs as jobs_module
 from hybrid_trt.engine_builder.expected_time import expected_seconds
@@ -29,7 +30,6 @@ from hybrid_trt.engine_builder.jobs import BuildQueue, Job, State
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import BuildError, EngineIdentity, Library, LibraryError, Manifest
 from hybrid_trt.engine_library.engine import describe_files
-from hybrid_trt.native_model.network import NativeNetwork
 
 UNDER_WINDOWS_RULES_TOO = True
 LIMIT = 2.0

@@ -17,14 +17,15 @@ import comfy.sd
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import PatcherInjection
 from hybrid_trt.backends import backends
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Reason, Unavailable
-from hybrid_trt.engine_runtime.backbone import patch_model
-from hybrid_trt.native_model.network import NativeNetwork
 from hybrid_trt.nodes.sampler_patch import _for_model
+from hybrid_trt.sampling.model_wrapper import patch_model
 from memory_fixtures import file, library
 from patched import LIMIT, NAME, PROFILE, Patched, load, sampling_node
+
 from sampling import STEPS, error, sample
 
 __all__ = ["file", "library"]  # fixtures: pytest finds them by name
@@ -105,7 +106,7 @@ def test_nothing_is_built_of_what_is_anothers(file: Path, tmp_path: Path) -> Non
     order = BuildOrder(network, network.precision, PROFILE, backends()["onnxruntime"])
     with pytest.raises(Unavailable, match=f"another node's {PART} lies on the model"):
         build_engine(order, Library([tmp_path]), lambda *_: None, run=run_here)
-    network.take_back_leftovers()  # as the engine node does
+    network.undo_foreign_patches()  # as the engine node does
     build_engine(order, Library([tmp_path]), lambda *_: None, run=run_here)
     patched = Patched(load(file), Library([tmp_path]), "onnxruntime")
     assert error(patched.sample(), reference) <= LIMIT
@@ -179,7 +180,7 @@ def test_layers_that_were_changed_in_place_are_natives(
     change(model)
     assert error(patched.sample(), reference) <= LIMIT
     assert patched.counts == (0, STEPS)
-    assert list(patched.handle.tally.reasons) == [Reason.MODEL_PATCHED.value]
+    assert list(patched.handle.stats.reasons) == [Reason.MODEL_PATCHED.value]
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
@@ -224,12 +225,12 @@ def test_a_file_that_was_loaded_twice_is_changed_in_one_model_alone(file: Path, 
     model = patch_model(again, handle, refusal)
     with sampling_node():
         assert error(sample(model), sample(native)) <= LIMIT
-    assert (handle.tally.engine, handle.session) == (STEPS, node.handle.session)
+    assert (handle.stats.engine, handle.session) == (STEPS, node.handle.session)
     change(native)
     change(again)
     with sampling_node():
         assert error(sample(model), sample(native)) <= LIMIT
-    assert list(handle.tally.reasons) == [Reason.MODEL_PATCHED.value]
+    assert list(handle.stats.reasons) == [Reason.MODEL_PATCHED.value]
     assert error(node.sample(), sample(load(file))) <= LIMIT
     assert node.counts == (STEPS, 0)
 

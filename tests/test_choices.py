@@ -20,13 +20,13 @@ from torch._inductor.virtualized import V
 
 import_comfy()
 
-from hybrid_trt.backends.torch_live.compiled import can_compile, compile_to_file
+from hybrid_trt.backends.torch_inductor.compiled import can_compile, compile_to_file
 
 if not can_compile():
     pytest.skip("this torch is too old to compile to a file", allow_module_level=True)
 
-from hybrid_trt.backends.torch_live import choices
-from hybrid_trt.backends.torch_live.choices import our_rows
+from hybrid_trt.backends.torch_inductor import choices
+from hybrid_trt.backends.torch_inductor.choices import our_rows
 
 
 def reads_once(

@@ -26,11 +26,12 @@ import execution
 from comfy import model_management
 from comfy.controlnet import ControlNet
 from comfy_execution.utils import CurrentNodeContext
-from hybrid_trt.native_model import comfyui_internals as internals
-from hybrid_trt.native_model.comfyui_internals import TABLE, Feature
+from hybrid_trt.comfy_model import comfyui_internals as internals
+from hybrid_trt.comfy_model.comfyui_internals import TABLE, Feature
 from memory_fixtures import controlnet, device, files
 from patched import LIMIT, NAME, PROFILE, load
 from renamed import hidden, owner_of, pack_again
+
 from sampling import STEPS, error, sample
 
 __all__ = ["controlnet", "device", "files"]  # fixtures: pytest finds them by name
@@ -154,16 +155,16 @@ def loaded(again: str, place: str) -> Any:
 
 def with_engines(again: str, folder: Path, model: Any, controls: list[ControlNet]) -> tuple[Any, list, ControlNet]:
     """A model and a stack of ControlNets on the torch backend of a pack; the handles of all."""
-    handles = loaded(again, "engine_runtime.engine_handle")
-    networks = loaded(again, "native_model.network").NativeNetwork
+    handles = loaded(again, "sampling.engine_handle")
+    networks = loaded(again, "comfy_model.network").NativeNetwork
     library = loaded(again, "engine_library").Library([folder])
     choice, found, previous = handles.EngineChoice(PROFILE, backend="torch"), [], None
     for number, control in enumerate(controls):
         found.append(handles.EngineHandle(networks.of_controlnet(control, "c"), choice, library, str(number)))
-        backed = loaded(again, "engine_runtime.controlnet").back_with_engine(control, found[-1])
+        backed = loaded(again, "sampling.controlnet").back_with_engine(control, found[-1])
         previous = hinted(backed, previous)
     found.append(handles.EngineHandle(networks.of_model(model, NAME), choice, library, "unet"))
-    return loaded(again, "engine_runtime.backbone").patch_model(model, found[-1]), found, previous
+    return loaded(again, "sampling.model_wrapper").patch_model(model, found[-1]), found, previous
 
 
 def hinted(control: ControlNet, previous: ControlNet | None) -> ControlNet:
@@ -196,7 +197,7 @@ def test_the_pack_loads_without_all_that_a_feature_needs_and_pictures_are_native
     assert execution.PromptQueue, "a server has it"
     model = load(files[NAME])
     with pack_again() as again, hidden(TABLE[feature], instead):
-        its = loaded(again, "native_model.comfyui_internals")
+        its = loaded(again, "comfy_model.comfyui_internals")
         renamed_attributes(its, TABLE[feature])
         feature = its.Feature[feature.name]
         off = its.check()
@@ -208,12 +209,12 @@ def test_the_pack_loads_without_all_that_a_feature_needs_and_pictures_are_native
             latent = through_nodes(nodes, model, controlnet)
             assert torch.equal(latent, native_picture)
             return
-        runs = counted(loaded(again, "engine_runtime.control_stack"), monkeypatch)
+        runs = counted(loaded(again, "sampling.control_stack"), monkeypatch)
         patched, handles, control = with_engines(again, tmp_path, model, [controlnet, controlnet])
         with CurrentNodeContext("prompt", "sampler"):
             latent = sample(patched, control=control)
         assert error(latent, native_picture) <= LIMIT
-        assert all((handle.tally.engine, handle.tally.native) == (STEPS, 0) for handle in handles)
+        assert all((handle.stats.engine, handle.stats.native) == (STEPS, 0) for handle in handles)
         assert len(runs) == (0 if its.Feature.STACKS in off else STEPS - 1)
         if feature.name == "BUILDS":
             loaded(again, "nodes.building").build_as_requested(handles[-1], again=True)

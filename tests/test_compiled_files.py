@@ -12,7 +12,7 @@ from pack import import_comfy
 
 import_comfy()
 
-from hybrid_trt.backends.torch_live import compiled
+from hybrid_trt.backends.torch_inductor import compiled
 
 if not compiled.can_compile():
     pytest.skip("this torch is too old to compile to a file", allow_module_level=True)

@@ -9,16 +9,17 @@ import torch
 from memory_fixtures import file, library
 from pack import import_comfy
 from patched import LIMIT, Patched, sampling_node
+
 from sampling import error, sample
 
 import_comfy()
 
 import comfy.sd
 from comfy.model_patcher import ModelPatcher
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library, Reason
-from hybrid_trt.engine_runtime.backbone import patch_model
-from hybrid_trt.native_model.network import NativeNetwork
 from hybrid_trt.nodes.sampler_patch import TRTSamplerPatch, _for_model
+from hybrid_trt.sampling.model_wrapper import patch_model
 
 __all__ = ["file", "library"]  # fixtures: pytest finds them by name
 
@@ -83,7 +84,7 @@ def test_behind_the_engine_node_it_leaves_the_run_to_native(
         assert f"{patched.handle.precision} at the engine node" in said["text"][0]
     assert error(sampled(sampled_with), reference) == 0
     assert patched.counts == (0, 4)
-    assert list(patched.handle.tally.reasons) == [Reason.MODEL_PATCHED.value]
+    assert list(patched.handle.stats.reasons) == [Reason.MODEL_PATCHED.value]
 
 
 def test_asking_for_what_the_model_computes_in_anyway_changes_nothing(file: Path, tmp_path: Path) -> None:
@@ -100,4 +101,4 @@ def test_a_file_that_was_loaded_twice_is_asked_what_it_computes_in_itself(file: 
     for model, calls in ((again, (4, 0)), (half, (0, 4))):
         handle, refusal = _for_model(model, node.handle)
         assert error(sampled(patch_model(model, handle, refusal)), sample(model)) <= LIMIT
-        assert (handle.tally.engine, handle.tally.native) == calls
+        assert (handle.stats.engine, handle.stats.native) == calls

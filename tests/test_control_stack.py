@@ -16,8 +16,8 @@ import comfy.model_sampling
 import comfy.samplers
 from comfy.controlnet import ControlNet, StrengthType
 from control_stacks import Stacks, call, same, step_of_comfyui
-from hybrid_trt.engine_runtime import control_stack
-from hybrid_trt.engine_runtime.control_stack import ControlStack
+from hybrid_trt.sampling import control_stack
+from hybrid_trt.sampling.control_stack import ControlStack
 from newer_comfyui import emulate
 
 

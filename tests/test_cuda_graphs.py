@@ -14,8 +14,8 @@ from small_networks import CPU
 import_comfy()
 
 from comfy import model_management
-from hybrid_trt.engine_sessions import cuda_graphs, failed_recording
-from hybrid_trt.engine_sessions.cuda_graphs import GraphCache
+from hybrid_trt.sessions import cuda_graphs, failed_capture
+from hybrid_trt.sessions.cuda_graphs import GraphCache
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -225,8 +225,8 @@ def test_where_freeing_is_fatal_only_the_tensors_that_were_made_while_recording_
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A double of cudaMallocAsync's rule. What stays holds no memory there."""
-    monkeypatch.setattr(failed_recording, "_frees_are_fatal", lambda _device: True)
-    monkeypatch.setattr(failed_recording, "_never_freed", stayed := [])
+    monkeypatch.setattr(failed_capture, "_frees_are_fatal", lambda _device: True)
+    monkeypatch.setattr(failed_capture, "_never_freed", stayed := [])
     network = Network()
     weight, alive = weakref.ref(network.weight), weakref.ref(network)
     failed(network, RuntimeError("operation not permitted"), while_recording=True)
@@ -265,8 +265,8 @@ def test_without_a_recorder_everything_runs_plainly() -> None:
 
 
 def test_a_recording_that_the_user_interrupts_is_cleaned_up_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    let_go: list[BaseException] = []
-    monkeypatch.setattr(cuda_graphs, "let_go", lambda error, _device: let_go.append(error))
+    released: list[BaseException] = []
+    monkeypatch.setattr(cuda_graphs, "release_failed_capture", lambda error, _device: released.append(error))
     interrupted, recorder = [True], Recorder()
 
     def record(body: Callable[[], None]) -> object:
@@ -279,7 +279,7 @@ def test_a_recording_that_the_user_interrupts_is_cleaned_up_and_tried_again(monk
     graphs.run(double, given)
     with pytest.raises(model_management.InterruptProcessingException):
         graphs.run(double, given)
-    assert len(let_go) == 1
+    assert len(released) == 1
     assert torch.equal(graphs.run(double, given)["out"], 2 * given["x"])
     assert len(graphs) == 1
 

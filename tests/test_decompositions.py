@@ -8,7 +8,7 @@ from pack import import_comfy
 
 import_comfy()
 
-from hybrid_trt.backends.torch_live import decompositions
+from hybrid_trt.backends.torch_inductor import inductor_tuning
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -22,7 +22,7 @@ def image(*shape: int, dtype: torch.dtype = torch.float32, layout: torch.memory_
 
 
 def traced(function, *given: torch.Tensor) -> torch.fx.GraphModule:
-    return make_fx(function, decomposition_table=decompositions.TABLE, tracing_mode="fake")(*given)
+    return make_fx(function, decomposition_table=inductor_tuning.TABLE, tracing_mode="fake")(*given)
 
 
 def operations(graph: torch.fx.GraphModule) -> set[object]:
@@ -33,7 +33,7 @@ def operations(graph: torch.fx.GraphModule) -> set[object]:
 @pytest.mark.parametrize("shape", [(2, 640, 32, 32), (1, 1280, 16, 16), (3, 96, 40, 24), (2, 96, 104, 60)], ids=str)
 def test_a_group_norm_in_parts_is_torchs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight, bias = image(*shape, dtype=dtype), *(torch.randn(shape[1]).to(dtype) for _ in range(2))
-    result, mean, scale = decompositions.group_norm_in_parts(
+    result, mean, scale = inductor_tuning.group_norm_in_parts(
         x, weight, bias, shape[0], shape[1], shape[2] * shape[3], 32, 1e-5
     )
     expected = aten.native_group_norm(
@@ -52,23 +52,23 @@ def test_a_norm_far_from_zero_loses_no_more_than_its_input_was_rounded_by(
 ) -> None:
     noise = torch.randn(2, 64, 64, 32, generator=torch.Generator().manual_seed(4))
     x = (noise * deviation + mean).to(dtype).to(memory_format=torch.channels_last)
-    result, *_ = decompositions.group_norm_in_parts(x, None, None, 2, 64, 2048, 8, 1e-5)
+    result, *_ = inductor_tuning.group_norm_in_parts(x, None, None, 2, 64, 2048, 8, 1e-5)
     exact = torch.nn.functional.group_norm(x.double(), 8, eps=1e-5)
     assert (result.double() - exact).abs().max() <= max(torch.finfo(dtype).eps, 2e-5) * max(exact.abs().max(), 1)
 
 
 def test_a_group_norm_without_weight_and_bias_is_torchs() -> None:
     x = image(2, 64, 32, 32)
-    result, *_ = decompositions.group_norm_in_parts(x, None, None, 2, 64, 1024, 4, 1e-6)
+    result, *_ = inductor_tuning.group_norm_in_parts(x, None, None, 2, 64, 1024, 4, 1e-6)
     assert torch.allclose(result, torch.nn.functional.group_norm(x, 4, eps=1e-6), atol=1e-5)
 
 
 def test_parts_divide_the_pixels_and_are_no_larger_than_one_program_sums() -> None:
     for pixels in (64, 63, 997, 1024, 13 * 19, 4096):
         for wide in (1, 10, 30, 80, 3000):
-            rows = decompositions.part_of(pixels, wide)
+            rows = inductor_tuning.part_of(pixels, wide)
             assert pixels % rows == 0
-            assert rows * wide <= decompositions.MOST_SUMMED or rows == 1
+            assert rows * wide <= inductor_tuning.MOST_SUMMED or rows == 1
 
 
 @pytest.mark.parametrize(
@@ -89,25 +89,25 @@ def test_a_norm_is_written_out_only_where_that_is_faster(
 def test_every_number_of_half_precision_has_its_gelu(dtype: torch.dtype) -> None:
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     finite = numbers[numbers.isfinite()]
-    result = decompositions.gelu_by_a_power(finite)
+    result = inductor_tuning.gelu_by_a_power(finite)
     exact = torch.nn.functional.gelu(finite.double())
     rounding = torch.finfo(dtype).eps / 2
     assert result.dtype == dtype
     assert torch.allclose(result.double(), exact, rtol=1.02 * rounding, atol=3e-7)
-    assert decompositions.gelu_by_a_power(numbers[numbers.isnan()]).isnan().all()
+    assert inductor_tuning.gelu_by_a_power(numbers[numbers.isnan()]).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_number_of_half_precision_has_its_silu(dtype: torch.dtype) -> None:
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     finite = numbers[numbers.isfinite()]
-    result = decompositions.silu_by_a_root(finite)
+    result = inductor_tuning.silu_by_a_root(finite)
     exact = torch.nn.functional.silu(finite.double())
     assert result.dtype == dtype
     assert torch.allclose(result.double(), exact, rtol=1.02 * torch.finfo(dtype).eps / 2, atol=6e-8)
     for number in (numbers[numbers.isnan()], torch.tensor([-torch.inf, torch.inf]).to(dtype)):
         expected = torch.nn.functional.silu(number.float())
-        assert torch.equal(decompositions.silu_by_a_root(number).float().nan_to_num(9), expected.nan_to_num(9))
+        assert torch.equal(inductor_tuning.silu_by_a_root(number).float().nan_to_num(9), expected.nan_to_num(9))
 
 
 @pytest.mark.parametrize(("dtype", "root"), [(torch.bfloat16, True), (torch.float32, False)], ids=str)
@@ -139,7 +139,7 @@ def test_a_product_and_then_its_bias_are_torchs(dtype: torch.dtype) -> None:
         torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))) for shape in ((24,), (40, 64), (64, 24))
     )
     given = [t.to(dtype) for t in (bias * 10, a, b)]
-    result = decompositions.bias_after_product(*given)
+    result = inductor_tuning.bias_after_product(*given)
     exact = aten.addmm(*(t.double() for t in given))
     assert result.dtype == dtype
     assert (result.double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
@@ -157,8 +157,8 @@ def test_a_bias_is_added_after_a_product_of_half_precision_alone(dtype: torch.dt
 
 def test_a_product_with_factors_stays_as_it_is() -> None:
     given = [torch.randn(4, 4).half() for _ in range(3)]
-    assert decompositions.bias_after_product(*given, alpha=0.5) is NotImplemented
-    assert decompositions.bias_after_product(*given, beta=2) is NotImplemented
+    assert inductor_tuning.bias_after_product(*given, alpha=0.5) is NotImplemented
+    assert inductor_tuning.bias_after_product(*given, beta=2) is NotImplemented
 
 
 def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **named):
@@ -181,7 +181,7 @@ def test_a_convolution_of_few_pixels_is_torchs(
 ) -> None:  # fmt: skip
     x, weight = image(2, 12, *size, dtype=dtype), image(20, 12, *kernel, dtype=dtype)
     given = convolution(x, weight, torch.randn(20).to(dtype) * 9 if bias else None, stride=stride, padding=padding)
-    result = decompositions.convolution_of_few_pixels(*given)
+    result = inductor_tuning.convolution_of_few_pixels(*given)
     exact = aten.convolution(*(t.double() if isinstance(t, torch.Tensor) else t for t in given))
     assert (result.shape, result.dtype) == (exact.shape, dtype)
     assert result.is_contiguous(memory_format=torch.channels_last)
@@ -205,12 +205,12 @@ def test_the_kernels_of_a_convolution_of_few_pixels_are_not_copied() -> None:
 def test_other_convolutions_are_left_to_cudnn(size: tuple[int, int], kernel: int, named: dict) -> None:
     wide = 6 if "groups" in named else 12
     x, weight = image(1, 12, *size, dtype=torch.float16), image(12, wide, kernel, kernel, dtype=torch.float16)
-    assert decompositions.convolution_of_few_pixels(*convolution(x, weight, None, **named)) is NotImplemented
+    assert inductor_tuning.convolution_of_few_pixels(*convolution(x, weight, None, **named)) is NotImplemented
 
 
 def test_a_convolution_in_full_precision_is_left_to_cudnn() -> None:
     given = convolution(image(1, 12, 8, 8), image(12, 12, 3, 3), None)
-    assert decompositions.convolution_of_few_pixels(*given) is NotImplemented
+    assert inductor_tuning.convolution_of_few_pixels(*given) is NotImplemented
 
 
 def joined(device: str) -> torch.fx.GraphModule:
@@ -227,7 +227,7 @@ def joined(device: str) -> torch.fx.GraphModule:
 
 def test_channels_put_together_lie_on_a_gpu_as_convolutions_read_them() -> None:
     graph = joined("cuda")
-    decompositions.keep_channels_last(graph)
+    inductor_tuning.keep_channels_last(graph)
     (cat,) = graph.graph.find_nodes(op="call_function", target=aten.cat.default)
     (reader,) = cat.users
     assert reader.args == (cat, (768, 1, 96, 12))
@@ -240,5 +240,5 @@ def test_channels_put_together_lie_on_a_gpu_as_convolutions_read_them() -> None:
 def test_channels_put_together_on_a_cpu_stay_as_they_are() -> None:
     graph = joined("cpu")
     before = str(graph.graph)
-    decompositions.keep_channels_last(graph)
+    inductor_tuning.keep_channels_last(graph)
     assert str(graph.graph) == before

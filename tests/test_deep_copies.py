@@ -19,12 +19,13 @@ import_comfy()
 
 from comfy.controlnet import ControlNet
 from comfy.patcher_extension import WrappersMP
-from hybrid_trt.backends.torch_live.session import LiveSession
-from hybrid_trt.engine_runtime.backbone import patch_model
-from hybrid_trt.engine_runtime.controlnet import EngineControlModel
-from hybrid_trt.engine_sessions.cuda_graphs import GraphCache
-from hybrid_trt.engine_sessions.file_session import FileSession
+from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.sampling.controlnet import EngineControlModel
+from hybrid_trt.sampling.model_wrapper import patch_model
+from hybrid_trt.sessions.cuda_graphs import GraphCache
+from hybrid_trt.sessions.file_session import FileSession
 from patched import LIMIT, Patched, library_of, load, sampling_node
+
 from sampling import error, sample
 
 __all__ = ["files", "graphs", "nothing_loaded"]  # fixtures: pytest finds them by name
@@ -62,7 +63,7 @@ def test_a_copied_control_runs_on_the_engine_of_the_one_that_it_is_a_copy_of(gra
         assert type(other) is ControlNet
         assert other is not control
         assert error(graphs.sampled(model, other), graphs.native()) <= LIMIT
-        assert [(handle.tally.engine, handle.tally.native) for handle in graphs.handles] == [(STEPS, 0)] * 3
+        assert [(handle.stats.engine, handle.stats.native) for handle in graphs.handles] == [(STEPS, 0)] * 3
         assert other.control_model is control.control_model
         assert other.get_models() == control.get_models(), "ComfyUI makes room for the engines once"
     assert error(graphs.sampled(model, control), graphs.native()) <= LIMIT
@@ -81,7 +82,7 @@ def test_a_copy_that_is_made_while_a_step_is_computed_shares_the_engine_too(
     made, control = graphs.patched(), graphs.controls(True, True)
     made.model.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "copies", with_copies)
     assert error(graphs.sampled(made.model, control), graphs.native()) <= LIMIT
-    assert [(handle.tally.engine, handle.tally.native) for handle in graphs.handles] == [(STEPS, 0)] * 3
+    assert [(handle.stats.engine, handle.stats.native) for handle in graphs.handles] == [(STEPS, 0)] * 3
 
 
 def test_two_copies_with_images_of_their_own_are_two_controls_of_one_engine(graphs: Graphs) -> None:
@@ -94,7 +95,7 @@ def test_two_copies_with_images_of_their_own_are_two_controls_of_one_engine(grap
     other = unlike.copy()
     other.set_cond_hint(unlike.cond_hint_original * 0.3, unlike.strength).set_previous_controlnet(unlike)
     assert error(latent, graphs.sampled(made.native, other)) <= LIMIT
-    assert graphs.handles[1].tally.engine == 2 * STEPS
+    assert graphs.handles[1].stats.engine == 2 * STEPS
 
 
 def test_a_network_that_is_copied_by_itself_is_native_for_another_gpu(

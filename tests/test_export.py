@@ -21,17 +21,17 @@ import comfy.ops
 from comfy.ldm.modules import attention
 from hybrid_trt.architectures import Role, architecture_of
 from hybrid_trt.architectures.samples import sample_inputs
-from hybrid_trt.architectures.tensors import Profile, Range
+from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.backends import backends
+from hybrid_trt.comfy_model import weight_hash
+from hybrid_trt.comfy_model.network import UNET_PREFIX, NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine, run_here
-from hybrid_trt.engine_builder.in_child import parity
-from hybrid_trt.engine_builder.in_child.onnx_export import export_onnx
 from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_builder.worker import parity
+from hybrid_trt.engine_builder.worker.onnx_export import export_onnx
 from hybrid_trt.engine_library import BuildError, Engine, Fallback, Library, Reason, Unavailable
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.engine_sessions.file_session import FileSession
-from hybrid_trt.native_model import weights
-from hybrid_trt.native_model.network import UNET_PREFIX, NativeNetwork
+from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.sessions.file_session import FileSession
 
 PROFILE = Profile({"B": Range(1, 2, 4), "H": Range(4, 16, 40), "W": Range(4, 16, 40), "T": Range(77, 77, 231),
                    "HB": Range(1, 1, 4)})
@@ -137,7 +137,7 @@ def test_hashing_a_patched_model_from_the_unpatched_clone_sees_the_original_weig
     fresh = network("unet", "unlike_levels")
     assert fresh.weights_hash() == before
     live = NativeNetwork(plain.patcher.clone(), plain.module, UNET_PREFIX, torch.float32, "live")
-    from hybrid_trt.native_model.weights import _hash, current_weights
+    from hybrid_trt.comfy_model.weight_hash import _hash, current_weights
 
     assert _hash(current_weights(live.patcher, UNET_PREFIX)) == before
 
@@ -158,9 +158,9 @@ def test_hashing_holds_a_few_weights_at_a_time(monkeypatch: pytest.MonkeyPatch) 
             most = max(most, alive)
             yield str(number), weight
 
-    digests = {str(n): weights.digest(str(n), torch.full((1000, 100), float(n))) for n in range(200)}
-    assert weights._hash(made()) == weights.combine(digests)
-    assert most <= weights.AHEAD + 4
+    digests = {str(n): weight_hash.digest(str(n), torch.full((1000, 100), float(n))) for n in range(200)}
+    assert weight_hash._hash(made()) == weight_hash.combine(digests)
+    assert most <= weight_hash.AHEAD + 4
 
 
 def test_fp16_and_fp32_copies_of_the_same_weights_have_one_hash() -> None:
@@ -286,7 +286,7 @@ def test_calls_after_a_failed_build_run_native_for_that_reason_until_an_engine_i
     assert handle.fallback.reason is Reason.NO_ENGINE
     handle.fallback = Fallback(Reason.BUILD_FAILED, "it differs from native")
     assert handle.serve(None, dict) == (False, None)
-    assert handle.tally.reasons == {"build failed": 1}
+    assert handle.stats.reasons == {"build failed": 1}
     built(net, tmp_path)
     handle.refresh()
     assert (handle.fallback, handle.session is None) == (None, False)

@@ -18,12 +18,12 @@ import_comfy()
 import comfy.controlnet
 from comfy.controlnet import ControlBase, ControlNet, StrengthType
 from control_stacks import Stacks, call, same
-from hybrid_trt.engine_runtime import fast_path, ledger
-from hybrid_trt.engine_runtime.control_stack import ControlStack
-from hybrid_trt.engine_runtime.ledger import Tally
-from hybrid_trt.engine_runtime.report_words import report_text
-from hybrid_trt.native_model import comfyui_internals
-from hybrid_trt.native_model.comfyui_internals import Feature
+from hybrid_trt.comfy_model import comfyui_internals
+from hybrid_trt.comfy_model.comfyui_internals import Feature
+from hybrid_trt.sampling import call_stats, fast_path
+from hybrid_trt.sampling.call_stats import CallStats
+from hybrid_trt.sampling.control_stack import ControlStack
+from hybrid_trt.sampling.report import report_text
 from newer_comfyui import NAMES, emulate
 
 STEPS = 4
@@ -32,7 +32,7 @@ STEPS = 4
 @pytest.fixture(autouse=True)
 def new_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_path, "_told", set())
-    monkeypatch.setattr(ledger, "_prompts", OrderedDict())
+    monkeypatch.setattr(call_stats, "_prompts", OrderedDict())
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stacks:
     return Stacks(tmp_path, monkeypatch)
 
 
-def sampled(stacks: Stacks, prepare: object = lambda control: None) -> list[Tally]:
+def sampled(stacks: Stacks, prepare: object = lambda control: None) -> list[CallStats]:
     """What the two of a chain counted in some steps; each step has native's values."""
     native, backed = stacks.chain(False), stacks.chain(True)
     for chain in (native, backed):
@@ -158,8 +158,8 @@ def test_an_engine_that_is_opened_again_within_a_run_is_said_and_pictures_are_ri
         if step in closed_before:
             handle.session.unload()
         assert same(call(ControlStack(backed), step), call(native, step))
-    assert handle.tally.reopened == reopened
-    said = [text for text in fast_path.sentences([handle.tally]) if "opened more than once" in text]
+    assert handle.stats.reopened == reopened
+    said = [text for text in fast_path.sentences([handle.stats]) if "opened more than once" in text]
     assert len(said) == (reopened > 0)
     assert caplog.text.count("opened more than once") == (reopened > 0)
 
@@ -174,22 +174,22 @@ def test_calls_that_could_not_be_recorded_are_said_and_pictures_are_right(
     handle.session.graphs._record = recorder
     for step in range(STEPS):
         assert same(call(ControlStack(backed), step), call(native, step))
-    assert handle.tally.plain == (STEPS - 1 if fails else 0), "the first call is for learning the shapes"
-    said = [text for text in fast_path.sentences([handle.tally]) if "could not be recorded" in text]
+    assert handle.stats.plain == (STEPS - 1 if fails else 0), "the first call is for learning the shapes"
+    said = [text for text in fast_path.sentences([handle.stats]) if "could not be recorded" in text]
     assert len(said) == caplog.text.count("could not be recorded") == int(fails)
     assert all("not while it captures" in text for text in said)
 
 
 @pytest.mark.parametrize(("late", "beside", "said"), [(3, 3, False), (3, 0, True), (0, 0, False)])
 def test_a_unet_that_waits_for_its_controlnets_is_said(late: int, beside: int, said: bool) -> None:
-    unet = Tally("unet", "model", "1", "9", engine=3, beside=beside)
-    net = Tally("controlnet", "net", "2", "9", engine=3, late=late)
+    unet = CallStats("unet", "model", "1", "9", engine=3, beside=beside)
+    net = CallStats("controlnet", "net", "2", "9", engine=3, late=late)
     assert any("waited for its ControlNets" in text for text in fast_path.sentences([net, unet])) == said
 
 
 def test_the_report_says_what_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comfyui_internals, "_off", {Feature.STACKS: ["this ComfyUI has no such name"]})
-    assert "this ComfyUI has no such name" in report_text([Tally("unet", "model", "1", "9", engine=1)])
+    assert "this ComfyUI has no such name" in report_text([CallStats("unet", "model", "1", "9", engine=1)])
 
 
 def test_a_prompt_of_this_comfyui_has_no_complaint(sd15: ComfyProcess) -> None:

@@ -22,18 +22,19 @@ import_comfy()
 import comfy.controlnet
 from dynamic_vram import on_cpu
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.torch_live.session import LiveSession
+from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.comfy_model.comfyui_internals import Feature, switched_off
+from hybrid_trt.comfy_model.live_weights import LiveWeights
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library
-from hybrid_trt.engine_runtime import control_stack, fast_path, on_device
-from hybrid_trt.engine_runtime.controlnet import back_with_engine
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.native_model.comfyui_internals import Feature, switched_off
-from hybrid_trt.native_model.live_weights import LiveWeights
-from hybrid_trt.native_model.network import NativeNetwork
+from hybrid_trt.sampling import control_stack, device_inputs, fast_path
+from hybrid_trt.sampling.controlnet import back_with_engine
+from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from memory_fixtures import CONTROLNET, device, file, files, library, nothing_loaded
 from newer_comfyui import NAMES, emulate
 from patched import LIMIT, PROFILE, Patched, load
 from patched import on_device as bytes_on_device
+
 from sampling import STEPS, error, sample
 
 # fixtures: pytest finds them by name
@@ -88,8 +89,10 @@ class Runs:
         self._spy(torch.nn.functional, "interpolate", "resized", lambda image, *_, **__: image.shape[1] == 3)
         self._spy(EngineHandle, "refresh", "looked up", lambda *_: True)
         self._spy(LiveWeights, "_bind", "opened", lambda *_: True)
-        self._spy(on_device.SamplingRun, "_copy", "copied prompts", lambda run, source, _: source not in run._copies)
-        self._patch.setattr(on_device, "_names_elsewhere", lambda *_: {"c_crossattn"})
+        self._spy(
+            device_inputs.SamplingRun, "_copy", "copied prompts", lambda run, source, _: source not in run._copies
+        )
+        self._patch.setattr(device_inputs, "_names_elsewhere", lambda *_: {"c_crossattn"})
 
     def _spy(self, owner: Any, name: str, what: str, counts: Callable[..., bool]) -> None:
         own = getattr(owner, name)
@@ -104,14 +107,14 @@ class Runs:
         before = Counter(self.all_done)
         self.latents.append(self.patched.sample(seed, control=self.control))
         self.counts.append(self.all_done - before)
-        self.tallies.append([handle.tally for handle in self.handles])
+        self.tallies.append([handle.stats for handle in self.handles])
 
     @property
     def all_done(self) -> Counter:
         sessions: list[LiveSession] = [handle.session for handle in self.handles]
         recorded = sum(recorder.recorded for recorder in self.recorders)
         replayed = sum(recorder.replayed for recorder in self.recorders)
-        encoded = sum(session.live.preludes.computed for session in sessions)
+        encoded = sum(session.live.passes.computed for session in sessions)
         return self.done + Counter({"recorded": recorded, "replayed": replayed, "encoded": encoded})
 
     def each(self, what: str) -> list[int]:

@@ -15,7 +15,7 @@ from pack import import_comfy
 import_comfy()
 
 from hybrid_trt.engine_library import Library, Reason, Unavailable
-from hybrid_trt.engine_sessions.file_session import FileSession
+from hybrid_trt.sessions.file_session import FileSession
 
 CPU = torch.device("cpu")
 
@@ -23,14 +23,14 @@ CPU = torch.device("cpu")
 class RecordableRunner:
     """Stands for TensorRT's: it doubles what it is given, and remembers of which shapes it was asked last."""
 
-    device, bytes, recordable = CPU, 1000, True
+    device, bytes, capturable = CPU, 1000, True
 
     def __init__(self, made: list[RecordableRunner]):
         self.shapes: list[tuple[int, ...]] = []
         self._made = made
         made.append(self)
 
-    def twin(self) -> RecordableRunner:
+    def new_context(self) -> RecordableRunner:
         return RecordableRunner(self._made)
 
     def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
@@ -73,7 +73,7 @@ def test_unloading_lets_recordings_and_their_runners_go(tmp_path: Path) -> None:
 
 
 def test_a_backend_that_cannot_be_recorded_runs_plainly(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(RecordableRunner, "recordable", False)
+    monkeypatch.setattr(RecordableRunner, "capturable", False)
     opened, made = session(tmp_path)
     for _ in range(3):
         opened.run({"x": torch.ones(2, 4)})

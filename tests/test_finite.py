@@ -10,8 +10,9 @@ import networks  # noqa: F401  (makes ComfyUI importable)
 import pytest
 import torch
 from hybrid_trt.engine_library import Library, Reason
-from hybrid_trt.engine_runtime import finite
+from hybrid_trt.sampling import nan_guard
 from patched import LIMIT, NAME, Patched, library_of, load, sampling_node
+
 from sampling import STEPS, error, sample
 
 
@@ -52,9 +53,9 @@ def test_native_does_a_run_again_in_which_an_engine_gave_no_numbers(
     assert latent.isfinite().all()
     assert error(latent, reference) <= LIMIT
     assert patched.counts == (STEPS, STEPS)
-    tally = patched.handle.tally
-    assert tally.reasons == {Reason.ENGINE_FAILED.value: STEPS}
-    assert "no numbers (NaN), so the whole run was done again" in tally.details[Reason.ENGINE_FAILED.value]
+    stats = patched.handle.stats
+    assert stats.reasons == {Reason.ENGINE_FAILED.value: STEPS}
+    assert "no numbers (NaN), so the whole run was done again" in stats.details[Reason.ENGINE_FAILED.value]
     monkeypatch.undo()
     assert error(patched.sample(), sample(load(file))) <= LIMIT
     assert patched.counts == (STEPS, 0), "the next run tries the engine again"
@@ -64,9 +65,9 @@ def test_a_run_of_numbers_is_done_once_and_nothing_is_asked_of_the_gpu_before_it
     file: Path, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patched, asked, seen = Patched(load(file), library), [], []
-    original, see = finite._Watch.finite, finite._Watch.see
-    monkeypatch.setattr(finite._Watch, "finite", lambda self: asked.append(len(seen)) or original(self))
-    monkeypatch.setattr(finite._Watch, "see", lambda self, result: seen.append(1) or see(self, result))
+    original, see = nan_guard._Watch.finite, nan_guard._Watch.see
+    monkeypatch.setattr(nan_guard._Watch, "finite", lambda self: asked.append(len(seen)) or original(self))
+    monkeypatch.setattr(nan_guard._Watch, "see", lambda self, result: seen.append(1) or see(self, result))
     patched.sample()
     assert patched.counts == (STEPS, 0)
     assert asked == [STEPS], "once, after the last call"
@@ -74,17 +75,17 @@ def test_a_run_of_numbers_is_done_once_and_nothing_is_asked_of_the_gpu_before_it
 
 def test_while_native_does_a_run_again_no_engine_of_any_network_serves(file: Path, library: Library) -> None:
     patched = Patched(load(file), library)
-    token = finite._again.set(finite.NOT_FINITE)
+    token = nan_guard._again.set(nan_guard.NOT_FINITE)
     try:
         with sampling_node():
             served, _result = patched.handle.serve(None, lambda: pytest.fail("not bound"))
     finally:
-        finite._again.reset(token)
+        nan_guard._again.reset(token)
     assert not served
 
 
 def test_large_half_precision_numbers_are_numbers() -> None:
-    run = finite._Watch()
+    run = nan_guard._Watch()
     for _ in range(100):
         run.see(torch.full((4, 4, 128, 128), 65504.0, dtype=torch.float16))
     assert run.finite()

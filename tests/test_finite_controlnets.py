@@ -19,9 +19,10 @@ import_comfy()
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from hybrid_trt.engine_library import Library, Reason
-from hybrid_trt.engine_runtime import control_stack, finite
-from hybrid_trt.engine_runtime.engine_handle import EngineHandle
+from hybrid_trt.sampling import control_stack, nan_guard
+from hybrid_trt.sampling.engine_handle import EngineHandle
 from patched import LIMIT, Patched, library_of, load
+
 from sampling import error
 
 __all__ = ["files", "graphs", "nothing_loaded"]  # fixtures: pytest finds them by name
@@ -86,9 +87,9 @@ def no_joins(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(graphs: Graphs, latent: torch.Tensor, reference: torch.Tensor, spoiled: int) -> None:
     assert latent.isfinite().all()
     assert error(latent, reference) <= LIMIT
-    tally = graphs.handles[spoiled].tally
-    assert set(tally.reasons) == {Reason.ENGINE_FAILED.value}
-    assert "no numbers (NaN)" in tally.details[Reason.ENGINE_FAILED.value]
+    stats = graphs.handles[spoiled].stats
+    assert set(stats.reasons) == {Reason.ENGINE_FAILED.value}
+    assert "no numbers (NaN)" in stats.details[Reason.ENGINE_FAILED.value]
 
 
 @pytest.mark.parametrize("joins", [True, False], ids=["run as one", "one by one"])
@@ -108,9 +109,9 @@ def test_a_patched_model_is_sampled_again_natively(
     with monkeypatch.context() as patch:
         spoil(graphs.handles[1], patch)
         check(graphs, graphs.sampled(model, control), reference, 1)
-    assert graphs.handles[2].tally.native == STEPS, "no engine of any network in the second time"
+    assert graphs.handles[2].stats.native == STEPS, "no engine of any network in the second time"
     assert error(graphs.sampled(model, control), reference) <= LIMIT
-    assert [handle.tally.native for handle in graphs.handles[1:]] == [0, 0], "the next run tries the engines again"
+    assert [handle.stats.native for handle in graphs.handles[1:]] == [0, 0], "the next run tries the engines again"
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
@@ -122,7 +123,7 @@ def test_any_value_of_any_residual_is_seen(
     spoil(graphs.handles[1], monkeypatch, STEPS, value, place)
     model = load(graphs.file)
     check(graphs, graphs.sampled(model, control), graphs.native(), 1)
-    assert (graphs.handles[1].tally.engine, graphs.handles[1].tally.native) == (STEPS - 1, 1)
+    assert (graphs.handles[1].stats.engine, graphs.handles[1].stats.native) == (STEPS - 1, 1)
 
 
 def test_without_a_sampler_patch_native_does_that_call_and_the_rest_of_the_run(
@@ -133,9 +134,9 @@ def test_without_a_sampler_patch_native_does_that_call_and_the_rest_of_the_run(
     with monkeypatch.context() as patch:
         spoil(graphs.handles[0], patch)
         check(graphs, graphs.sampled(model, control), graphs.native(), 0)
-    assert [(h.tally.engine, h.tally.native) for h in graphs.handles] == [(1, STEPS - 1), (STEPS, 0)]
+    assert [(h.stats.engine, h.stats.native) for h in graphs.handles] == [(1, STEPS - 1), (STEPS, 0)]
     assert error(graphs.sampled(model, control), graphs.native()) <= LIMIT
-    assert [(h.tally.engine, h.tally.native) for h in graphs.handles] == [(STEPS, 0)] * 2
+    assert [(h.stats.engine, h.stats.native) for h in graphs.handles] == [(STEPS, 0)] * 2
 
 
 def test_residuals_that_come_late_are_looked_at_with_the_run(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +146,7 @@ def test_residuals_that_come_late_are_looked_at_with_the_run(graphs: Graphs, mon
         handle.session.graphs._record = gpu_recorder(gate=not number)
     assert error(graphs.sampled(made.model, control), graphs.native()) <= LIMIT
     assert error(graphs.sampled(made.model, control), graphs.native()) <= LIMIT
-    assert graphs.handles[0].tally.beside == STEPS, "they come late"
+    assert graphs.handles[0].stats.beside == STEPS, "they come late"
     spoil(graphs.handles[2], monkeypatch)
     check(graphs, graphs.sampled(made.model, control), graphs.native(), 2)
 
@@ -154,8 +155,8 @@ def test_residuals_that_come_late_are_looked_at_with_the_run(graphs: Graphs, mon
 def test_the_gpu_is_waited_for_in_the_end_alone_where_there_is_a_sampler_patch(
     graphs: Graphs, patched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, looks, own = graphs.patched(), [], finite._all_finite
-    monkeypatch.setattr(finite, "_all_finite", lambda tensors: looks.append(done[-1]) or own(tensors))
+    made, looks, own = graphs.patched(), [], nan_guard._all_finite
+    monkeypatch.setattr(nan_guard, "_all_finite", lambda tensors: looks.append(done[-1]) or own(tensors))
     done = [0]
     model = (made.model if patched else load(graphs.file)).clone()
     model.add_wrapper_with_key(
@@ -173,7 +174,7 @@ def test_what_native_gives_alone_is_not_sampled_again(graphs: Graphs, monkeypatc
     latent = graphs.sampled(model, None)
     assert latent.isnan().any(), "a picture of native's own"
     assert len(steps) == STEPS
-    assert made.handle.tally.engine == 0
+    assert made.handle.stats.engine == 0
 
 
 @pytest.mark.parametrize("patched", [True, False])

@@ -17,10 +17,11 @@ from dynamic_vram import on_cpu
 from fake_recorder import Recorder
 from memory_fixtures import device
 from pack import import_comfy
-from sampling import error as sampling_error
-from sampling import sample
 from scenarios import Scenario, compare, native_latent, relative_difference
 from small_networks import CPU, native_call, network
+
+from sampling import error as sampling_error
+from sampling import sample
 
 import_comfy()
 
@@ -31,13 +32,13 @@ import comfy.utils
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.torch_live.session import LiveSession
+from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.comfy_model import weight_hash
+from hybrid_trt.comfy_model.network import NativeNetwork
+from hybrid_trt.comfy_model.weight_hash import current_weights
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Reason, Unavailable
-from hybrid_trt.native_model import weights
-from hybrid_trt.native_model.network import NativeNetwork
-from hybrid_trt.native_model.weights import current_weights
 
 __all__ = ["device"]  # a fixture: pytest finds it by name
 
@@ -196,7 +197,7 @@ def test_native_serves_where_comfyui_loads_a_part_only(
         engine = patched_model.Patched(kept.native, kept.library, backend)
         assert sampling_error(engine.sample(), in_part) == 0
         assert engine.counts == (0, 4)
-        assert "loaded a part" in engine.handle.tally.details[Reason.MODEL_PATCHED.value]
+        assert "loaded a part" in engine.handle.stats.details[Reason.MODEL_PATCHED.value]
     model_management.unload_all_models()
     engine.sample()  # looked at while ComfyUI still knows it as loaded in part
     assert sampling_error(engine.sample(), whole) <= LIMIT
@@ -244,7 +245,7 @@ def test_under_dynamic_vram_weights_have_the_dtype_that_large_layers_are_cast_to
 
 
 def hash_of(net: NativeNetwork) -> str:
-    weights.forget_hash(net.patcher)
+    weight_hash.forget_hash(net.patcher)
     return net.weights_hash()
 
 

@@ -18,11 +18,12 @@ import_comfy()
 from comfy import model_management
 from hybrid_trt.backends import backends
 from hybrid_trt.engine_library import Library
-from hybrid_trt.engine_runtime.memory import EnginePatcher
-from hybrid_trt.engine_sessions import file_session as session
-from hybrid_trt.engine_sessions import room
+from hybrid_trt.sampling.engine_patcher import EnginePatcher
+from hybrid_trt.sessions import file_session as session
+from hybrid_trt.sessions import gpu_memory
 from memory_fixtures import Controlled, controlled, controlnet, file, files, library, nothing_loaded, patched
 from patched import CPU, LIMIT, NAME, Patched, engines_loaded, gone, load, sampling_node
+
 from sampling import STEPS, error, sample
 
 # fixtures: pytest finds them by name
@@ -32,7 +33,7 @@ __all__ = ["controlled", "controlnet", "file", "files", "library", "nothing_load
 def test_an_engine_that_finds_no_memory_is_opened_again_when_comfyui_has_freed_some(
     patched: Patched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    freed = watch_room(monkeypatch, room)
+    freed = watch_room(monkeypatch, gpu_memory)
     once = iter([True])
     load_engine = type(backends()["onnxruntime"]).load
 
@@ -45,7 +46,7 @@ def test_an_engine_that_finds_no_memory_is_opened_again_when_comfyui_has_freed_s
     patched.handle.session.unload()
     patched.sample()
     assert patched.counts == (STEPS, 0)
-    assert freed == [patched.handle.session.engine.manifest.bytes, room.EVERYTHING]
+    assert freed == [patched.handle.session.engine.manifest.bytes, gpu_memory.EVERYTHING]
 
 
 def test_an_engine_that_finds_no_memory_twice_leaves_the_run_to_native(
@@ -61,9 +62,9 @@ def test_an_engine_that_finds_no_memory_twice_leaves_the_run_to_native(
     patched.handle.session.unload()
     latent = patched.sample()
     assert patched.counts == (0, STEPS)
-    assert patched.handle.tally.reasons == {"engine failed": STEPS}
-    assert patched.handle.tally.details["engine failed"] == (
-        f"engine failed: not enough GPU memory (RuntimeError: CUDA error: out of memory); {room.MAKE_ROOM}"
+    assert patched.handle.stats.reasons == {"engine failed": STEPS}
+    assert patched.handle.stats.details["engine failed"] == (
+        f"engine failed: not enough GPU memory (RuntimeError: CUDA error: out of memory); {gpu_memory.MAKE_ROOM}"
     )
     assert len(tried) == 2, "once more after freeing, and not again in this run"
     assert torch.equal(latent, sample(patched.native))
@@ -80,7 +81,7 @@ def test_an_engine_that_cannot_be_opened_is_told_from_one_that_finds_no_memory(
     monkeypatch.setattr(type(backends()["onnxruntime"]), "load", unreadable)
     patched.handle.session.unload()
     patched.sample()
-    told = patched.handle.tally.details["engine failed"]
+    told = patched.handle.stats.details["engine failed"]
     assert "it could not be opened (RuntimeError: Unsupported model IR version: 99); build it again" in told
     assert "memory" not in told
 
@@ -100,7 +101,7 @@ def test_a_call_that_finds_no_memory_is_made_again_when_comfyui_has_freed_some(
     monkeypatch.setattr(patched.handle.session._runner, "run", full)
     assert torch.equal(patched.sample(), reference)
     assert patched.counts == (STEPS, 0)
-    assert freed == [room.EVERYTHING]
+    assert freed == [gpu_memory.EVERYTHING]
 
 
 def test_an_engine_whose_call_finds_no_memory_twice_closes_and_leaves_the_run_to_native(
@@ -118,7 +119,7 @@ def test_an_engine_whose_call_finds_no_memory_twice_closes_and_leaves_the_run_to
     open_then = []
     latent = patched.sample(step=lambda _i: open_then.append(patched.handle.session.loaded))
     assert patched.counts == (0, STEPS)
-    assert room.MAKE_ROOM in patched.handle.tally.details["engine failed"]
+    assert gpu_memory.MAKE_ROOM in patched.handle.stats.details["engine failed"]
     assert len(called) == 2
     assert open_then == [False] * STEPS
     assert error(latent, native) <= LIMIT
@@ -126,14 +127,14 @@ def test_an_engine_whose_call_finds_no_memory_twice_closes_and_leaves_the_run_to
 
 def test_an_engine_that_does_not_fit_is_not_opened(patched: Patched, monkeypatch: pytest.MonkeyPatch) -> None:
     patched.handle.session.unload()
-    freed = watch_room(monkeypatch, room)
-    monkeypatch.setattr(room, "lacks_room", lambda _size, _device: True)
+    freed = watch_room(monkeypatch, gpu_memory)
+    monkeypatch.setattr(gpu_memory, "lacks_room", lambda _size, _device: True)
     patched.sample()
     assert patched.counts == (0, STEPS)
-    told = patched.handle.tally.details["engine failed"]
+    told = patched.handle.stats.details["engine failed"]
     assert "not enough GPU memory (it needs " in told
-    assert room.MAKE_ROOM in told
-    assert freed == [patched.handle.session.engine.manifest.bytes, room.EVERYTHING]
+    assert gpu_memory.MAKE_ROOM in told
+    assert freed == [patched.handle.session.engine.manifest.bytes, gpu_memory.EVERYTHING]
     assert not patched.handle.session.loaded
 
 
@@ -157,9 +158,9 @@ def test_native_that_finds_no_memory_gets_that_of_all_engines_and_computes_the_s
     with sampling_node():
         latent = sample(patched.model, control=controlled.net)
     assert error(latent, reference) <= LIMIT
-    assert (patched.handle.tally.engine, patched.handle.tally.native) == (0, STEPS)
-    assert (controlled.handle.tally.engine, controlled.handle.tally.native) == (1, STEPS - 1)
-    assert room.MAKE_ROOM in controlled.handle.tally.details["engine failed"]
+    assert (patched.handle.stats.engine, patched.handle.stats.native) == (0, STEPS)
+    assert (controlled.handle.stats.engine, controlled.handle.stats.native) == (1, STEPS - 1)
+    assert gpu_memory.MAKE_ROOM in controlled.handle.stats.details["engine failed"]
 
 
 def test_a_live_network_whose_weights_have_no_room_is_refused_before_it_takes_any(
@@ -168,7 +169,7 @@ def test_a_live_network_whose_weights_have_no_room_is_refused_before_it_takes_an
     """Without dynamic VRAM a model that ComfyUI loaded in part leaves no room for the rest."""
     patched = Patched(load(files[NAME]), library, "torch")
     asked = []
-    monkeypatch.setattr(room, "lacks_room", lambda size, _device: asked.append(size) or True)
+    monkeypatch.setattr(gpu_memory, "lacks_room", lambda size, _device: asked.append(size) or True)
     monkeypatch.setattr(type(patched.handle.session.live.weights), "_can_share", lambda *_: False)
     latent = patched.sample()
     assert patched.counts == (0, STEPS)
@@ -181,7 +182,7 @@ def test_a_live_network_whose_weights_have_no_room_is_refused_before_it_takes_an
 def watch_room(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[float]:
     """The sizes that ComfyUI is asked to make room for; the CPU itself needs none."""
     sizes: list[float] = []
-    make_room: Callable[..., None] = room.make_room
+    make_room: Callable[..., None] = gpu_memory.make_room
     monkeypatch.setattr(module, "make_room", lambda size, device: (sizes.append(size), make_room(size, device)))
     return sizes
 
@@ -197,7 +198,7 @@ def test_room_is_made_at_the_expense_of_models_that_the_run_does_not_use(
     seen = []
 
     def evict(_step: int) -> None:
-        room.make_room(room.EVERYTHING, CPU)
+        gpu_memory.make_room(gpu_memory.EVERYTHING, CPU)
         seen.append((any(m.is_clone(other) for m in model_management.loaded_models()),
                      patched.handle.session.loaded, any(isinstance(m, EnginePatcher) for m in engines_loaded())))
 

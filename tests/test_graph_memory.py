@@ -15,8 +15,8 @@ import torch
 pack.import_comfy()
 
 from comfy.patcher_extension import WrapperExecutor
-from hybrid_trt.engine_runtime import on_device
-from hybrid_trt.engine_sessions import graph_memory
+from hybrid_trt.sampling import device_inputs
+from hybrid_trt.sessions import graph_memory
 
 GPU = torch.device("cuda", 1)
 
@@ -93,13 +93,13 @@ def test_a_run_gives_it_back_at_its_end_on_each_gpu_that_it_used(monkeypatch: py
     guider = SimpleNamespace(model_options={})
 
     def sample() -> str:
-        guider.model_options[on_device.RUN]._ends[GPU] = torch.cuda.Event
+        guider.model_options[device_inputs.RUN]._ends[GPU] = torch.cuda.Event
         assert given_back == []
         if ends == "interrupted":
             raise InterruptedError
         return "latent"
 
-    executor = WrapperExecutor.new_class_executor(sample, guider, [on_device.sample_on_device])
+    executor = WrapperExecutor.new_class_executor(sample, guider, [device_inputs.sample_on_device])
     if ends == "interrupted":
         with pytest.raises(InterruptedError):
             executor.execute()

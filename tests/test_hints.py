@@ -10,8 +10,8 @@ from small_networks import HintEncoder, network, with_lora
 import_comfy()
 
 from hybrid_trt.architectures.samples import sample_inputs
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Reason, Unavailable
-from hybrid_trt.native_model.network import NativeNetwork
 
 
 def hint_of(net: NativeNetwork, seed: int = 1, **sizes: int) -> torch.Tensor:
@@ -50,7 +50,7 @@ def test_an_image_is_encoded_once_and_another_one_anew() -> None:
     encoder, first, second = encoder_of(net), hint_of(net, 1), hint_of(net, 2)
     with torch.inference_mode():
         results = [encoder(hint) for hint in (first, first, second, first, second)]
-    assert encoder.live.preludes.computed == 2
+    assert encoder.live.passes.computed == 2
     assert results[0] is results[1] is results[3]
     assert not torch.equal(results[0], results[2])
 

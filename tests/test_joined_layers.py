@@ -16,12 +16,12 @@ import_comfy()
 from comfy.ldm.modules.attention import BasicTransformerBlock
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock
 from hybrid_trt.architectures import architecture_of, ldm
-from hybrid_trt.architectures.joined import Joined, join
+from hybrid_trt.architectures.fused_linear import FusedLinear, join
 from hybrid_trt.architectures.samples import sample_inputs
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.torch_live.session import LiveSession
+from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library.parity import relative_error
-from hybrid_trt.native_model.network import NativeNetwork
 
 SIZES = {"B": 2, "H": 9, "W": 12, "T": 77, "HB": 1}
 LAYOUTS = ["sd15_as_published", "sdxl_as_published", "unlike_levels"]
@@ -64,7 +64,7 @@ def test_a_call_makes_one_product_for_what_takes_the_same_input(kind: str, layou
     session, given = opened(net), given_for(net)
     assert error(session, net, given) <= 1e-5
     live = session.live
-    ready = session._prepared(live.preludes.run(given, {}, 0), session._plan(live.preludes.run(given, {}, 0)).symbols)
+    ready = session._prepared(live.passes.run(given, {}, 0), session._plan(live.passes.run(given, {}, 0)).symbols)
     blocks = sum(isinstance(layer, BasicTransformerBlock) for layer in net.module.modules())
     resblocks = sum(isinstance(layer, ResBlock) for layer in net.module.modules())
     saved = 2 * blocks + (2 * blocks - 1) + (resblocks - 1)
@@ -147,7 +147,7 @@ def test_a_joined_weight_is_bounded_for_it_is_made_while_its_parts_are_still_the
     net = network("unet", "unlike_levels")
     session = opened(net)
     assert error(session, net, given_for(net)) <= 1e-5
-    joined = [layer for layer in session.live.function.modules() if isinstance(layer, Joined)]
+    joined = [layer for layer in session.live.function.modules() if isinstance(layer, FusedLinear)]
     parts = [[layer.weight.numel() for layer in one.layers] for one in joined if one.first is not None]
     assert len(parts) > 2
     assert all(sum(sizes) <= 50_000 or len(sizes) == 1 for sizes in parts)
@@ -157,7 +157,7 @@ def test_a_pass_that_ended_in_the_middle_leaves_nothing_for_the_next() -> None:
     layers = torch.nn.ModuleDict({name: torch.nn.Linear(4, 3) for name in "abc"})
     expected = {name: layer for name, layer in layers.items()}
     (joined,) = join(layers, [[(layers, name) for name in "abc"]])
-    assert isinstance(joined, Joined)
+    assert isinstance(joined, FusedLinear)
     given = torch.randn(2, 4)
     with torch.no_grad():
         assert relative_error(layers["a"](given), expected["a"](given)) <= 1e-6

@@ -19,8 +19,8 @@ import comfy.latent_formats
 import comfy.utils
 from comfy.controlnet import ControlNet
 from control_stacks import SAMPLING, Stacks, call, hint_in, same
-from hybrid_trt.engine_runtime import control_stack, hints
-from hybrid_trt.engine_runtime.control_stack import ControlStack
+from hybrid_trt.sampling import control_stack, hint_cache
+from hybrid_trt.sampling.control_stack import ControlStack
 from newer_comfyui import emulate
 
 
@@ -39,8 +39,8 @@ def ready(control: ControlNet) -> ControlNet:
 
 def make(control: ControlNet, x: torch.Tensor, sigma: float = 3.0) -> None:
     """What happens to hints before ComfyUI's part of a first call."""
-    lacking = [control] if hints.lacks_hint(control, x) else []
-    hints.make_hints(control_stack._active(lacking, torch.full((2,), sigma)), x)
+    lacking = [control] if hint_cache.lacks_hint(control, x) else []
+    hint_cache.make_hints(control_stack._active(lacking, torch.full((2,), sigma)), x)
 
 
 LAYOUTS = {
@@ -198,19 +198,19 @@ def test_the_next_run_finds_the_hint_of_the_last_one_and_what_the_network_made_o
     reference = call(native)
     for step in range(3):
         assert same(call(ControlStack(backed), step), call(native, step))
-    preludes = backed.control_model.handle.session.live.preludes
-    first, computed = hint_in(backed), preludes.computed
+    passes = backed.control_model.handle.session.live.passes
+    first, computed = hint_in(backed), passes.computed
     assert computed == (1 if (algorithm, size) == ("nearest-exact", (72, 96)) else 2), "the one that is kept is another"
     ready(backed)
     monkeypatch.setattr(comfy.utils, "common_upscale", None)
-    monkeypatch.setattr(hints, "makes_hints_as_comfyui", lambda _: True)
+    monkeypatch.setattr(hint_cache, "makes_hints_as_comfyui", lambda _: True)
     runs = stacks.runs
     assert same(call(ControlStack(backed)), reference)
     assert stacks.runs == runs + 1, "the engine is open and the hint known: nothing is left for ComfyUI's way"
     assert hint_in(backed) is first
     assert torch.equal(bits(hint_in(backed)), bits(hint_in(native)))
     assert hint_in(backed).stride() == hint_in(native).stride()
-    assert preludes.computed == computed
+    assert passes.computed == computed
 
 
 def test_a_call_that_opens_an_engine_goes_comfyuis_way_though_its_hints_are_known(stacks: Stacks) -> None:
@@ -279,7 +279,7 @@ def test_some_hints_are_not_kept(stacks: Stacks, monkeypatch: pytest.MonkeyPatch
     backed.cond_hint_original = image_of_a_node(batch=2)
     if why == "too large":
         backed.cond_hint_original = image_of_a_node()
-        monkeypatch.setattr(hints, "LARGEST", backed.cond_hint_original.nbytes - 1)
+        monkeypatch.setattr(hint_cache, "LARGEST", backed.cond_hint_original.nbytes - 1)
     for step in range(2):
         call(ControlStack(backed), step, batch=4)
     make(ready(backed), torch.zeros(4, 4, 9, 12))

@@ -11,10 +11,10 @@ import pytest
 import torch
 from any_weights import LIMIT, ORT, PROFILE, another, built, error, handle_of, lora, native, patched, served
 from hybrid_trt.backends.onnxruntime import RefittableRunner
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import BuildError, Library, local_key, trust
-from hybrid_trt.native_model.network import NativeNetwork
 from hybrid_trt.page_api.node_states import engine_json
 from small_networks import network
 

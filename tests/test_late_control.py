@@ -18,20 +18,20 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import_comfy()
 
-from hybrid_trt.architectures.calls import EngineCall, Late
-from hybrid_trt.architectures.tensors import TensorSpec
-from hybrid_trt.backends.torch_live import arrival, compiled
-from hybrid_trt.backends.torch_live.session import LiveSession
-from hybrid_trt.engine_builder.child_tasks import _spec_json
+from hybrid_trt.architectures.calls import AsyncInputs, EngineCall
+from hybrid_trt.architectures.shapes import TensorSpec
+from hybrid_trt.backends.torch_inductor import compiled, late_inputs
+from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.engine_builder.worker_tasks import _spec_json
 from hybrid_trt.engine_library import Library
-from hybrid_trt.engine_runtime import late_control
-from hybrid_trt.engine_runtime.backbone import BackboneRouter
-from hybrid_trt.engine_runtime.controlnet import EngineControlModel
-from hybrid_trt.engine_runtime.engine_handle import EngineHandle
-from hybrid_trt.engine_runtime.late_control import LateControl, bound_unread
-from hybrid_trt.engine_sessions import cuda_graphs
-from hybrid_trt.engine_sessions.cuda_graphs import GraphCache
-from hybrid_trt.engine_sessions.late import Gate, at_gate
+from hybrid_trt.sampling import late_control
+from hybrid_trt.sampling.controlnet import EngineControlModel
+from hybrid_trt.sampling.engine_handle import EngineHandle
+from hybrid_trt.sampling.late_control import LateControl, bound_unread
+from hybrid_trt.sampling.model_wrapper import BackboneRouter
+from hybrid_trt.sessions import cuda_graphs
+from hybrid_trt.sessions.async_inputs import WaitPoint, at_gate
+from hybrid_trt.sessions.cuda_graphs import GraphCache
 
 ARRIVED = torch.ops.hybrid_trt.arrived.default
 
@@ -64,7 +64,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Network, C
         yield made, lambda *given: run(*weights, *given)
 
 
-class CountedGate(Gate):
+class CountedGate(WaitPoint):
     def __init__(self) -> None:
         super().__init__(None)
         self.waits = 0
@@ -76,7 +76,7 @@ class CountedGate(Gate):
 def traced(function: Callable, late: list[int]) -> torch.fx.GraphModule:
     graph = make_fx(function)(*inputs())
     placeholders = graph.graph.find_nodes(op="placeholder")
-    arrival.wait_where_needed(graph, [placeholders[i] for i in late])
+    late_inputs.wait_where_needed(graph, [placeholders[i] for i in late])
     return graph
 
 
@@ -201,7 +201,7 @@ def test_an_engine_gets_residuals_that_nobody_waited_for_and_is_told_so(waits: l
         )
 
     call = bound_unread(bind, {"x": torch.ones(1), "control": control})
-    assert call.late == Late(frozenset({"middle"}), control.stream, control.ready)
+    assert call.late == AsyncInputs(frozenset({"middle"}), control.stream, control.ready)
     assert not waits
 
 
@@ -214,7 +214,7 @@ def test_a_session_is_told_of_late_residuals_if_it_takes_such_and_the_run_counts
     monkeypatch.setattr(LiveSession, "takes_late", takes_late)
     told = []
 
-    def run(_self: LiveSession, given: Mapping, _extras: Mapping, late: Late | None = None) -> dict:
+    def run(_self: LiveSession, given: Mapping, _extras: Mapping, late: AsyncInputs | None = None) -> dict:
         told.append((sorted(name for name in given if name.startswith("control")), late))
         return {"out": given["x"]}
 
@@ -232,7 +232,7 @@ def test_a_session_is_told_of_late_residuals_if_it_takes_such_and_the_run_counts
     assert waits == ([] if takes_late else [3])
     assert (late is None) is not takes_late
     assert late is None or late.names == set(names)
-    assert (handle.tally.engine, handle.tally.beside) == (1, int(takes_late))
+    assert (handle.stats.engine, handle.stats.beside) == (1, int(takes_late))
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["in the end", "where a step fails"])
@@ -285,7 +285,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> tuple[GraphCache, list[str]]:
     """A cache whose recorder makes gates, and what happens in order."""
     journal: list[str] = []
 
-    class JournalGate(Gate):
+    class JournalGate(WaitPoint):
         def wait(self) -> None:
             self.passed = True
             journal.append("passes the gate")
@@ -298,8 +298,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> tuple[GraphCache, list[str]]:
     return GraphCache(CPU, recorder=recorder), journal
 
 
-def late_call(journal: list[str]) -> Late:
-    return Late(frozenset({"first", "second"}), Stream(journal), "ready")
+def late_call(journal: list[str]) -> AsyncInputs:
+    return AsyncInputs(frozenset({"first", "second"}), Stream(journal), "ready")
 
 
 def test_a_recording_waits_in_its_midst_and_one_that_cannot_before_it_starts(
@@ -331,7 +331,7 @@ def test_buffers_of_a_replay_that_fails_are_nobodys_before_late_inputs_were_copi
     here, replays = SimpleNamespace(wait_stream=lambda _other: journal.append("the current stream waits")), []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: here)
 
-    def call(late: Late | None) -> None:
+    def call(late: AsyncInputs | None) -> None:
         given = dict(zip(("x", "first", "second"), inputs(), strict=True))
         cache.run(lambda t: {"out": run(*t.values())[0]}, given, late=late)
 

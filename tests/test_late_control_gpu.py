@@ -22,15 +22,15 @@ import_comfy()
 from comfy.controlnet import ControlNet
 from control_stacks import step_of_comfyui
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.torch_live.session import LiveSession
+from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, local_key
-from hybrid_trt.engine_runtime import control_stack
-from hybrid_trt.engine_runtime.controlnet import back_with_engine
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.engine_runtime.late_control import LateControl, bound_unread
-from hybrid_trt.native_model.network import NativeNetwork
+from hybrid_trt.sampling import control_stack
+from hybrid_trt.sampling.controlnet import back_with_engine
+from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.sampling.late_control import LateControl, bound_unread
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")]
 

@@ -19,28 +19,29 @@ from comfy_process import ComfyProcess
 from dynamic_vram import on_cpu
 from fake_engine import publish_engine
 from pack import import_comfy
-from sampling import sample
 from scenarios import Scenario, compare
 from small_networks import CPU, network
 from tiny_networks import SAME_WEIGHTS, TINY
+
+from sampling import sample
 
 import_comfy()
 
 import comfy.ops
 import comfy.sd
 from comfy import model_management
+from hybrid_trt.comfy_model import structure_hash
+from hybrid_trt.comfy_model.comfyui_shims import is_of_loading
 from hybrid_trt.engine_library import Library, Reason
-from hybrid_trt.engine_library.states import STALE, entries
-from hybrid_trt.native_model import layout
-from hybrid_trt.native_model.comfyui_shims import is_of_loading
+from hybrid_trt.engine_library.inventory import STALE, entries
 
 NAME = "tiny_sd15_flat_unet"
 
 
 def told(module: torch.nn.Module) -> str:
     """Its layout as if it was never asked for."""
-    layout._layouts.pop(module, None)
-    return layout.layout_of(module)
+    structure_hash._layouts.pop(module, None)
+    return structure_hash.structure_hash(module)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ def test_one_file_has_one_layout_in_all_states(environment: Any) -> None:
 def test_an_engine_of_a_layout_before_says_build_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = network("unet", "inpainting_channels")
     with monkeypatch.context() as before:
-        before.setattr(layout, "LAYOUT_PREFIX", "layout-")
+        before.setattr(structure_hash, "LAYOUT_PREFIX", "layout-")
         told(net.module)
         engine = built(net, tmp_path)
     assert engine.manifest.identity.weights.startswith("layout-")

@@ -9,10 +9,19 @@ from pathlib import Path
 
 import pack
 import pytest
-from hybrid_trt.architectures.latent import ANY
+from hybrid_trt.architectures.image_latent import ANY
+from hybrid_trt.architectures.shapes import Dim, Profile, Range, ShapeMismatch, TensorSpec, bind
 from hybrid_trt.architectures.sizes import outside
-from hybrid_trt.architectures.tensors import Dim, Profile, Range, ShapeMismatch, TensorSpec, bind
-from hybrid_trt.engine_library import Engine, EngineIdentity, Fallback, Library, Manifest, Reason, Unavailable, Wanted
+from hybrid_trt.engine_library import (
+    Engine,
+    EngineIdentity,
+    EngineQuery,
+    Fallback,
+    Library,
+    Manifest,
+    Reason,
+    Unavailable,
+)
 from hybrid_trt.engine_library.engine import describe_files
 
 UNDER_WINDOWS_RULES_TOO = True
@@ -40,11 +49,11 @@ def publish(library: Library, which: EngineIdentity, contents: bytes = b"engine"
     return library.publish(folder, manifest)
 
 
-def wanted(profile: Profile = SMALL, backends: tuple[str, ...] = ("onnxruntime",)) -> Wanted:
-    return Wanted("sd15_unet", ["w" * 64], "float16", profile, backends)
+def wanted(profile: Profile = SMALL, backends: tuple[str, ...] = ("onnxruntime",)) -> EngineQuery:
+    return EngineQuery("sd15_unet", ["w" * 64], "float16", profile, backends)
 
 
-def find(library: Library, what: Wanted) -> Engine:
+def find(library: Library, what: EngineQuery) -> Engine:
     return library.find(what, lambda _manifest: None)
 
 

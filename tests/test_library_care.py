@@ -19,13 +19,13 @@ import pack
 import pytest
 from builds import contents, read_only
 from fake_engine import publish_engine as publish
+from hybrid_trt.comfy_model import hash_cache
+from hybrid_trt.comfy_model.hash_cache import source_changed
 from hybrid_trt.engine_library import Fallback, Library, LibraryError, Manifest, Reason
+from hybrid_trt.engine_library.inventory import BROKEN, READY, STALE, delete, entries, select, verify
 from hybrid_trt.engine_library.lock import FileLock
 from hybrid_trt.engine_library.settings import Settings, check_limit, read_settings, write_settings
-from hybrid_trt.engine_library.states import BROKEN, READY, STALE, delete, entries, select, verify
 from hybrid_trt.engine_library.work_folders import new_work_folder, remove_work_folder, sweep
-from hybrid_trt.native_model import hash_cache
-from hybrid_trt.native_model.hash_cache import source_changed
 
 UNDER_WINDOWS_RULES_TOO = True
 def states(folder: Path, usable: Callable[[Manifest], Fallback | None] = lambda _: None) -> dict[str, tuple[str, str]]:

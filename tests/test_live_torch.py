@@ -21,28 +21,28 @@ from small_networks import CPU, native_call, network, with_lora
 import_comfy()
 
 from hybrid_trt.architectures import architecture_of
-from hybrid_trt.architectures.latent import ANY
+from hybrid_trt.architectures.image_latent import ANY
 from hybrid_trt.architectures.samples import sample_inputs
-from hybrid_trt.architectures.tensors import Profile, Range
+from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.backends import AUTO, backends, usable_backends
-from hybrid_trt.backends.torch_live import compile_step
-from hybrid_trt.backends.torch_live import session as live_torch_session
-from hybrid_trt.backends.torch_live.compiled import file_name, sizes_of
-from hybrid_trt.backends.torch_live.session import LiveSession
+from hybrid_trt.backends.torch_inductor import compile_step
+from hybrid_trt.backends.torch_inductor import session as live_torch_session
+from hybrid_trt.backends.torch_inductor.compiled import file_name, sizes_of
+from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.comfy_model.hash_cache import source_changed
+from hybrid_trt.comfy_model.module_copy import plain_copy
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason, Unavailable, local_key
 from hybrid_trt.engine_library.engine import describe_files
+from hybrid_trt.engine_library.inventory import entries
 from hybrid_trt.engine_library.manifest import RECORD_NAME
 from hybrid_trt.engine_library.parity import relative_error
-from hybrid_trt.engine_library.states import entries
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.engine_sessions import clock
-from hybrid_trt.engine_sessions.preludes import ResultCache
-from hybrid_trt.engine_sessions.room import EVERYTHING
-from hybrid_trt.native_model.hash_cache import source_changed
-from hybrid_trt.native_model.network import NativeNetwork
-from hybrid_trt.native_model.plain_copy import plain_copy
+from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.sessions import gpu_timing
+from hybrid_trt.sessions.gpu_memory import EVERYTHING
+from hybrid_trt.sessions.per_image_cache import ResultCache
 
 TORCH = backends()["torch"]
 SIZES = {"B": 2, "H": 9, "W": 12, "T": 77, "HB": 1}
@@ -159,20 +159,20 @@ def test_the_hint_is_encoded_once_per_image_and_size() -> None:
     for step in range(5):
         given["x"], given["timesteps"] = given_for(net, step)["x"], given_for(net, step)["timesteps"]
         assert error(session, net, given) <= 1e-5
-    assert session.live.preludes.computed == 1
+    assert session.live.passes.computed == 1
     given["hint"] = given_for(net, 99)["hint"]
     assert error(session, net, given) <= 1e-5
-    assert session.live.preludes.computed == 2, "another image"
+    assert session.live.passes.computed == 2, "another image"
     given = given_for(net, 6, H=10)
     assert error(session, net, given) <= 1e-5
-    assert session.live.preludes.computed == 3, "another size"
+    assert session.live.passes.computed == 3, "another size"
     given["hint"].mul_(0.5)
     assert error(session, net, given) <= 1e-5
-    assert session.live.preludes.computed == 4, "the same tensor with other values"
+    assert session.live.passes.computed == 4, "the same tensor with other values"
     net.module.input_hint_block[0].weight.data.mul_(2)
     session.unload()
     assert error(session, net, given) <= 1e-5
-    assert session.live.preludes.computed == 5, "other weights"
+    assert session.live.passes.computed == 5, "other weights"
 
 
 def test_two_images_on_one_controlnet_do_not_mix() -> None:
@@ -182,7 +182,7 @@ def test_two_images_on_one_controlnet_do_not_mix() -> None:
     for _ in range(4):
         assert error(session, net, first) <= 1e-5
         assert error(session, net, second) <= 1e-5
-    assert session.live.preludes.computed == 2
+    assert session.live.passes.computed == 2
 
 
 def test_the_hint_cache_is_bounded_and_never_trusts_a_reused_address() -> None:
@@ -331,7 +331,7 @@ def test_what_a_call_takes_is_measured_on_what_was_kept_and_costs_no_build(
         timed.append(call())
         return float(len(timed))
 
-    monkeypatch.setattr(clock, "milliseconds", milliseconds)  # there is no GPU here
+    monkeypatch.setattr(gpu_timing, "milliseconds", milliseconds)  # there is no GPU here
     figures = compile_step._figures(function, path, weights, given)
     assert (figures["native_ms"], figures["engine_ms"]) == (1.0, 2.0)
     (plain,), compiled = timed

@@ -10,8 +10,8 @@ from pathlib import Path
 import pack  # noqa: F401
 import pytest
 from builds import contents
-from hybrid_trt.engine_library import files
-from hybrid_trt.engine_library.files import sweep_temporaries, write_file
+from hybrid_trt.engine_library import atomic_files
+from hybrid_trt.engine_library.atomic_files import sweep_temporaries, write_file
 from hybrid_trt.engine_library.lock import FileLock
 
 UNDER_WINDOWS_RULES_TOO = True
@@ -130,4 +130,4 @@ def test_half_written_files_are_swept_when_they_are_old(tmp_path: Path) -> None:
     sweep_temporaries(tmp_path)
     assert not old.exists()
     assert young.exists()
-    assert files.TEMPORARY == ".tmp-"
+    assert atomic_files.TEMPORARY == ".tmp-"

@@ -17,9 +17,9 @@ from comfy_execution.graph import DynamicPrompt
 from comfy_execution.progress import reset_progress_state
 from comfy_execution.utils import CurrentNodeContext
 from hybrid_trt.engine_library import Fallback, Reason
-from hybrid_trt.engine_runtime import ledger
-from hybrid_trt.engine_runtime.ledger import open_tally
 from hybrid_trt.page_api.node_key import node_key
+from hybrid_trt.sampling import call_stats
+from hybrid_trt.sampling.call_stats import open_stats
 
 LIMIT = 1e-5
 STEPS = 2
@@ -131,10 +131,10 @@ def graph() -> Iterator[DynamicPrompt]:
 @pytest.fixture
 def tallied(graph: DynamicPrompt, monkeypatch: pytest.MonkeyPatch) -> DynamicPrompt:
     """The same, its samplers having sampled."""
-    monkeypatch.setattr(ledger, "_prompts", type(ledger._prompts)())
+    monkeypatch.setattr(call_stats, "_prompts", type(call_stats._prompts)())
     for sampler in ("0_sampler", "1_sampler", "other"):
         with CurrentNodeContext("loop", sampler):
-            row = open_tally("unet", "net", f"{sampler[:1]}_engine" if sampler != "other" else "engine")
+            row = open_stats("unet", "net", f"{sampler[:1]}_engine" if sampler != "other" else "engine")
             row.count_engine("torch")
             row.count_native(Fallback(Reason.HOOKS))
     return graph

@@ -20,12 +20,12 @@ pack.import_comfy()
 
 import torch
 from hybrid_trt.backends import backends
-from hybrid_trt.engine_library import Engine, Library, LibraryError, Manifest, Reason, Unavailable, Wanted, strict
+from hybrid_trt.comfy_model.hash_cache import source_changed
+from hybrid_trt.engine_library import Engine, EngineQuery, Library, LibraryError, Manifest, Reason, Unavailable, schema
 from hybrid_trt.engine_library.archive import export_engine, import_engine
+from hybrid_trt.engine_library.inventory import BROKEN, delete, entries, verify
 from hybrid_trt.engine_library.manifest import ManifestError
-from hybrid_trt.engine_library.states import BROKEN, delete, entries, verify
-from hybrid_trt.engine_sessions.file_session import FileSession
-from hybrid_trt.native_model.hash_cache import source_changed
+from hybrid_trt.sessions.file_session import FileSession
 
 NASTY: list[Any] = [
     None, True, -1, 0, 1.5, 10**400, float("nan"), float("inf"), "", "evil", "a\0b", "\ud800", "x" * 100_000, "../x",
@@ -110,8 +110,8 @@ def test_an_engine_with_a_lie_is_broken_serves_nobody_and_can_be_removed(
     assert (entry.state, entry.engine) == (BROKEN, None)
     json.dumps(entry.to_json(), allow_nan=False)
     assert verify(entry).reason is Reason.BROKEN_ENGINE
-    identity = engine.manifest.identity
-    wanted = Wanted(identity.architecture, [identity.weights], identity.precision, identity.profile, ["onnxruntime"])
+    made = engine.manifest.identity
+    wanted = EngineQuery(made.architecture, [made.weights], made.precision, made.profile, ["onnxruntime"])
     with pytest.raises(Unavailable, match="no engine: none for this model") as told:
         library.find(wanted, lambda _: None)
     assert entry.folder.name not in str(told.value), "the panel tells of damage, not every node"
@@ -159,7 +159,7 @@ def test_bytes_changed_anywhere_in_an_exported_file_are_refused_in_a_sentence_or
 
 @pytest.mark.parametrize("name", ["a.onnx", "engine.trt", "B2-H64.bin", "model.onnx.data", "a b", "\u00e4.onnx"])
 def test_plain_names_are_plain(name: str) -> None:
-    assert strict.plain_name(name)
+    assert schema.plain_name(name)
 
 
 @pytest.mark.parametrize("name", [
@@ -167,4 +167,4 @@ def test_plain_names_are_plain(name: str) -> None:
     "aux .txt", "a.", "a ", "a..", "a. .", "a?", "a*", "\ud800", "x" * 300,
 ])  # fmt: skip
 def test_names_that_some_system_cannot_have_are_refused(name: str) -> None:
-    assert not strict.plain_name(name)
+    assert not schema.plain_name(name)

@@ -19,10 +19,11 @@ import_comfy()
 from comfy import model_management
 from hybrid_trt.backends import backends
 from hybrid_trt.engine_library import Library, Reason, Unavailable
-from hybrid_trt.engine_runtime.backbone import patch_model
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice
+from hybrid_trt.sampling.engine_handle import EngineChoice
+from hybrid_trt.sampling.model_wrapper import patch_model
 from memory_fixtures import device, file, library, nothing_loaded, patched
 from patched import CPU, LIMIT, PROFILE, Patched, engines_loaded, load, sampling_node
+
 from sampling import STEPS, error, sample
 
 __all__ = ["device", "file", "library", "nothing_loaded", "patched"]  # fixtures: pytest finds them by name
@@ -81,7 +82,7 @@ def test_an_engine_that_its_library_refuses_for_this_gpu_is_not_opened_at_every_
     native = sample(patched.native)
     assert torch.equal(patched.sample(), native)
     assert patched.counts == (0, STEPS)
-    assert patched.handle.tally.reasons == {"wrong GPU": STEPS}
+    assert patched.handle.stats.reasons == {"wrong GPU": STEPS}
     assert len(opened) == 1
 
 
@@ -137,5 +138,5 @@ def test_a_lora_between_the_engine_node_and_the_patch_is_not_lost_when_an_engine
         handle.choice = EngineChoice(PROFILE, backend=backend)
         with sampling_node():
             assert error(sample(model), reference) <= LIMIT
-        assert (handle.tally.engine, handle.tally.native) == counts
-    assert handle.tally.reasons == {"weights patched": STEPS}
+        assert (handle.stats.engine, handle.stats.native) == counts
+    assert handle.stats.reasons == {"weights patched": STEPS}

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 import networks
 import pytest
 import torch
-from hybrid_trt.native_model import kernels
-from hybrid_trt.native_model.kernels import empty_laid_out, laid_out, strides_of
-from hybrid_trt.native_model.live_weights import LiveWeights
+from hybrid_trt.comfy_model import torch_kernels
+from hybrid_trt.comfy_model.live_weights import LiveWeights
+from hybrid_trt.comfy_model.torch_kernels import empty_laid_out, laid_out, strides_of
 
 SHAPES = [(2, 3, 5, 7), (1, 3, 5, 7), (4, 3, 1, 1), (1, 1, 1, 1), (2, 1, 5, 7), (0, 3, 5, 7)]
 
 
 @pytest.fixture
 def channels_last(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(kernels, "_layout", lambda _device, dimensions: (
+    monkeypatch.setattr(torch_kernels, "_layout", lambda _device, dimensions: (
         torch.channels_last if dimensions == 4 else torch.contiguous_format))
 
 

@@ -18,13 +18,14 @@ from comfy import model_management
 from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.torch_live import session as live_session
+from hybrid_trt.backends.torch_inductor import session as live_session
 from hybrid_trt.engine_library import Library
-from hybrid_trt.engine_runtime.controlnet import EngineControlModel
-from hybrid_trt.engine_runtime.engine_handle import EngineHandle
-from hybrid_trt.engine_runtime.memory import EnginePatcher
+from hybrid_trt.sampling.controlnet import EngineControlModel
+from hybrid_trt.sampling.engine_handle import EngineHandle
+from hybrid_trt.sampling.engine_patcher import EnginePatcher
 from memory_fixtures import Controlled, controlled, controlnet, device, file, files, library, nothing_loaded, patched
 from patched import CPU, LIMIT, NAME, Patched, engines_loaded, gone, load, on_device, sampling_node
+
 from sampling import STEPS, error, sample
 
 # fixtures: pytest finds them by name
@@ -70,7 +71,7 @@ def test_a_controlnet_engine_that_arrived_after_the_node_ran_is_planned_for_with
         controlled = Controlled(load(files[NAME]), controlnet, library)
     seen = []
     latent = controlled.sample(step=lambda _i: seen.append((controlled.native_loaded, len(engines_loaded()))))
-    assert (controlled.handle.tally.engine, controlled.handle.tally.native) == (STEPS, 0)
+    assert (controlled.handle.stats.engine, controlled.handle.stats.native) == (STEPS, 0)
     assert seen == [(False, 1)] * STEPS
     assert error(latent, sample(controlled.model, control=controlled.plain)) <= LIMIT
 
@@ -82,7 +83,7 @@ def test_a_controlnet_whose_engine_was_deleted_has_its_native_weights_planned_fo
     monkeypatch.setattr(EngineControlModel, "_make_native_resident", lambda _self: None)  # too late for a plan
     loaded = []
     latent = controlled.sample(step=lambda _i: loaded.append(controlled.native_loaded))
-    assert controlled.handle.tally.native == STEPS
+    assert controlled.handle.stats.native == STEPS
     assert loaded == [True] * STEPS
     assert torch.equal(latent, sample(controlled.model, control=controlled.plain))
 

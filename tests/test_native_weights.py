@@ -21,13 +21,14 @@ from comfy import model_management
 from comfy.controlnet import ControlLora
 from comfy.model_patcher import ModelPatcher
 from hybrid_trt.backends import backends
-from hybrid_trt.backends.torch_live.session import LiveSession
+from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.engine_library import Library
-from hybrid_trt.engine_runtime.memory import EnginePatcher
-from hybrid_trt.engine_runtime.native_weights import OffloadedPatcher
-from hybrid_trt.engine_sessions.file_session import FileSession
+from hybrid_trt.sampling.engine_patcher import EnginePatcher
+from hybrid_trt.sampling.native_weights import OffloadedPatcher
+from hybrid_trt.sessions.file_session import FileSession
 from memory_fixtures import device, file, library, nothing_loaded, patched
 from patched import CPU, LIMIT, Patched, all_of, gone, load, on_device
+
 from sampling import STEPS, error, sample
 
 __all__ = ["device", "file", "library", "nothing_loaded", "patched"]  # fixtures: pytest finds them by name
@@ -97,7 +98,7 @@ def test_an_engine_that_fails_in_the_middle_of_a_run_leaves_the_rest_to_native_w
     size = all_of(patched.native)
     assert held == [0, 0, size, size]
     assert patched.counts == (2, 2)
-    assert patched.handle.tally.reasons == {"engine failed": 2}
+    assert patched.handle.stats.reasons == {"engine failed": 2}
     assert error(latent, native) <= LIMIT
     (_prepare, prepare_options), (models, options) = loads
     assert models[0] is patched.model
@@ -275,7 +276,7 @@ def test_the_torch_backend_computes_with_native_weights_so_they_are_loaded(file:
 class CarriedRunner:
     """A double of a GPU engine: ONNX Runtime on the CPU, with its tensors carried there and back."""
 
-    recordable = False
+    capturable = False
 
     def __init__(self, runner: Any, device: torch.device):
         self.device, self.bytes, self._runner = device, runner.bytes, runner

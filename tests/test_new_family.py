@@ -72,7 +72,7 @@ def test_a_family_of_one_file_is_built_checked_and_served(comfy: ComfyProcess, b
 def test_no_room_but_the_families_own_knows_a_family_by_name() -> None:
     """So that adding one changes nothing else: neither names of architectures nor ComfyUI's network classes."""
     names = re.compile(r"sd15|sdxl|UNetModel|cldm\.cldm|input_blocks|\"control_(output|input|middle)", re.IGNORECASE)
-    rooms = ("backends", "engine_builder", "engine_library", "engine_runtime", "engine_sessions", "native_model",
+    rooms = ("backends", "engine_builder", "engine_library", "sampling", "sessions", "comfy_model",
              "nodes", "page_api")
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"

@@ -21,17 +21,17 @@ import comfy.utils
 from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher
 from control_stacks import SAMPLING, Stacks, call, same
+from hybrid_trt.comfy_model import comfyui_internals, comfyui_shims
+from hybrid_trt.comfy_model.comfyui_internals import Feature
+from hybrid_trt.comfy_model.module_copy import plain_copy
+from hybrid_trt.comfy_model.network import NativeNetwork
+from hybrid_trt.comfy_model.snapshot import without_weights, write_structure
 from hybrid_trt.engine_library import Library, Reason, Unavailable
-from hybrid_trt.engine_runtime import native_weights
-from hybrid_trt.engine_runtime.control_stack import ControlStack
-from hybrid_trt.engine_runtime.memory import EnginePatcher
-from hybrid_trt.engine_sessions import room
-from hybrid_trt.engine_sessions.cuda_graphs import GraphCache
-from hybrid_trt.native_model import comfyui_internals, comfyui_shims
-from hybrid_trt.native_model.comfyui_internals import Feature
-from hybrid_trt.native_model.network import NativeNetwork
-from hybrid_trt.native_model.plain_copy import plain_copy
-from hybrid_trt.native_model.snapshot import without_weights, write_structure
+from hybrid_trt.sampling import native_weights
+from hybrid_trt.sampling.control_stack import ControlStack
+from hybrid_trt.sampling.engine_patcher import EnginePatcher
+from hybrid_trt.sessions import gpu_memory
+from hybrid_trt.sessions.cuda_graphs import GraphCache
 from memory_fixtures import controlled, controlnet, device, file, files, library, nothing_loaded
 from newer_comfyui import (
     FAST_PINS,
@@ -46,6 +46,7 @@ from newer_comfyui import (
     recording,
 )
 from patched import LIMIT, Patched, load
+
 from sampling import STEPS, error, sample
 
 # fixtures: pytest finds them by name
@@ -140,7 +141,7 @@ def test_two_images_in_a_batch_join_and_what_the_network_makes_of_them_is_kept(
     assert seen[1] is seen[2] is seen[3], "one tensor, or all that is remembered by it would be made anew"
     repeated = comfy.controlnet.broadcast_image_to(native.cond_hints[9, 12], 4, 2)
     assert torch.equal(seen[1], repeated)
-    assert backed.control_model.handle.session.live.preludes.computed == 2, "ComfyUI's first call, and all after"
+    assert backed.control_model.handle.session.live.passes.computed == 2, "ComfyUI's first call, and all after"
 
 
 def test_the_next_prompt_finds_the_hints_of_the_last_one(stacks: Stacks, resized: list) -> None:
@@ -238,11 +239,11 @@ def test_free_memory_is_found_however_patchers_are_asked(form: str, monkeypatch:
 def test_an_engine_opens_where_free_memory_is_the_patchers_own(
     free_memory_of_a_patcher: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room.model_management, "is_device_cpu", lambda _device: False)
+    monkeypatch.setattr(gpu_memory.model_management, "is_device_cpu", lambda _device: False)
     monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda *_: 1000)
-    monkeypatch.setattr(room.model_management, "extra_reserved_memory", lambda: 10)
-    assert room.lacks_room(991, CPU)
-    assert not room.lacks_room(990, CPU)
+    monkeypatch.setattr(gpu_memory.model_management, "extra_reserved_memory", lambda: 10)
+    assert gpu_memory.lacks_room(991, CPU)
+    assert not gpu_memory.lacks_room(990, CPU)
 
 
 # -- more kinds of pinned memory

@@ -26,8 +26,8 @@ from comfy.conds import CONDConstant, CONDCrossAttn, CONDList, CONDNoiseShape, C
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from hybrid_trt.engine_library import Library
-from hybrid_trt.engine_runtime import on_device
-from hybrid_trt.engine_runtime.on_device import RUN, SamplingRun, call_on_device, sample_on_device
+from hybrid_trt.sampling import device_inputs
+from hybrid_trt.sampling.device_inputs import RUN, SamplingRun, call_on_device, sample_on_device
 from memory_fixtures import file, nothing_loaded
 from patched import CPU, Patched, load, sampling_node
 
@@ -100,7 +100,7 @@ def test_a_prompt_is_copied_once_in_a_run_also_where_conditionings_are_made_anew
 def test_another_tensor_in_the_same_condition_and_one_written_to_are_copied_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(on_device, "_names_elsewhere", lambda *_: {"a"})
+    monkeypatch.setattr(device_inputs, "_names_elsewhere", lambda *_: {"a"})
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self.clone())
     run, condition = SamplingRun(), CONDCrossAttn(torch.zeros(1, 2, 3))
 
@@ -122,7 +122,8 @@ def test_conditions_on_several_devices_stay_there_since_comfyui_does_not_batch_t
     found = [group[0]["model_conds"] for group in SamplingRun().on_device([[positive], [negative]], META)]
     assert [held["c_crossattn"] for held in found] == [here, there]
     assert [held["y"].cond.device for held in found] == [META, META]
-    assert on_device._names_elsewhere([[positive], [negative]], GPU) == {"y"}, "two devices, of which none is the run's"
+    elsewhere = device_inputs._names_elsewhere([[positive], [negative]], GPU)
+    assert elsewhere == {"y"}, "two devices, of which none is the run's"
 
 
 def test_copies_go_with_a_tensor_that_nobody_has_any_more_and_all_at_the_end_of_a_run() -> None:
@@ -130,7 +131,7 @@ def test_copies_go_with_a_tensor_that_nobody_has_any_more_and_all_at_the_end_of_
     copies = [weakref.ref(moved(run, CONDRegular(tensor))[0].cond) for tensor in (torch.zeros(1, 2), kept)]
     gc.collect()
     assert [copy() is not None for copy in copies] == [False, True]
-    run.let_go()
+    run.release()
     gc.collect()
     assert copies[1]() is None
 
@@ -353,10 +354,10 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
     def all_names(conds: list, _device: torch.device) -> set[str]:
         held = [cond["model_conds"] for group in conds for cond in group or ()]
-        return {name for conditions in held for name, value in conditions.items() if on_device._movable(value)}
+        return {name for conditions in held for name, value in conditions.items() if device_inputs._movable(value)}
 
     monkeypatch.setattr(SamplingRun, "_copy", to_a_copy)
-    monkeypatch.setattr(on_device, "_names_elsewhere", all_names)
+    monkeypatch.setattr(device_inputs, "_names_elsewhere", all_names)
     return made
 
 
@@ -365,7 +366,7 @@ def test_a_run_with_moved_prompts_gives_the_same_latent_and_changes_no_ones_dict
     file: Path, tmp_path: Path, make: Callable, copied: list[torch.Tensor]
 ) -> None:
     with pytest.MonkeyPatch.context() as plain:
-        plain.setattr(on_device, "_names_elsewhere", lambda *_: set())
+        plain.setattr(device_inputs, "_names_elsewhere", lambda *_: set())
         reference = run_of(make(Watched(file, tmp_path).model))
     assert copied == []
     watched = Watched(file, tmp_path)

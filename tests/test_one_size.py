@@ -19,25 +19,25 @@ from small_networks import network
 
 import_comfy()
 
+from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.architectures.sizes import Picture
-from hybrid_trt.architectures.tensors import Profile, Range
 from hybrid_trt.backends import AUTO, backends
 from hybrid_trt.backends.tensorrt import version8
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder import main_memory
 from hybrid_trt.engine_builder.jobs import BuildQueue
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import Library, Reason, Unavailable, Wanted
+from hybrid_trt.engine_library import EngineQuery, Library, Reason, Unavailable
 from hybrid_trt.engine_library.library import _rank
-from hybrid_trt.engine_runtime.ledger import ever_uncompiled
-from hybrid_trt.engine_runtime.report_words import report_text
-from hybrid_trt.engine_sessions.session import refuse
-from hybrid_trt.native_model.network import NativeNetwork
 from hybrid_trt.nodes import building
 from hybrid_trt.nodes.sampler_patch import TRTSamplerPatch
 from hybrid_trt.page_api import node_states
 from hybrid_trt.page_api.node_states import NodeStates
-from hybrid_trt.page_api.outlook import Wish
+from hybrid_trt.page_api.outlook import NodeRequest
+from hybrid_trt.sampling.call_stats import ever_uncompiled
+from hybrid_trt.sampling.report import report_text
+from hybrid_trt.sessions.session import refuse
 
 MEASURED = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "tensorrt86_h200.json"
 ORT, FULL = backends()["onnxruntime"], backends()["tensorrt"]
@@ -95,7 +95,7 @@ def test_an_engine_is_for_the_graphs_picture_and_other_sizes_are_natives(
     assert result <= 1e-5
     served, _ = serve(handle, {**sizes, "B": 1})
     assert not served
-    assert list(handle.tally.reasons) == [Reason.SHAPE_OUTSIDE_PROFILE.value]
+    assert list(handle.stats.reasons) == [Reason.SHAPE_OUTSIDE_PROFILE.value]
 
 
 def test_a_node_with_such_an_engine_is_ready_and_asks_for_no_larger_one(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_node_with_such_an_engine_is_ready_and_asks_for_no_larger_one(tmp_path
     handle.refresh()
     states = NodeStates(handle.library, BuildQueue())
     states.learn("key", handle)
-    state = states.state("key", Wish("unet", handle.network.label, False, "onnxruntime"))
+    state = states.state("key", NodeRequest("unet", handle.network.label, False, "onnxruntime"))
     assert state["state"] == "ready"
     assert state["engine"]["covers"]
     assert state["engine"]["profile"] == "batch 2, 96 x 128 px, 77 tokens"
@@ -171,7 +171,7 @@ def test_the_page_tells_of_all_engines_of_a_node(tmp_path: Path) -> None:
     handle.refresh()
     states = NodeStates(handle.library, BuildQueue())
     states.learn("key", handle)
-    found = states.state("key", Wish("unet", handle.network.label, False, "onnxruntime"))["engine"]
+    found = states.state("key", NodeRequest("unet", handle.network.label, False, "onnxruntime"))["engine"]
     assert found["covers"]
     assert found["profile"] == "batch 2, 96 x 128 px, 77 tokens; batch 2, 64 px, 77 tokens"
     assert found["limits"] is None, "one's would be taken for those of both"
@@ -192,7 +192,7 @@ def test_a_longer_prompt_gets_an_engine_of_its_own_after_the_run_that_showed_it(
         assert serve(handle, {**usual, "T": tokens}) == (False, 0.0)
     assert ever_uncompiled() == before + 1, "the node runs again and builds; 308 tokens are more than it was to take"
     told = f"{8 * usual['W']}x{8 * usual['H']}, 154 tokens"
-    assert f"-> Build again for {told}".lower() in report_text([handle.tally]).lower()
+    assert f"-> Build again for {told}".lower() in report_text([handle.stats]).lower()
 
     assert handle.lacks
     ((order, anew),) = building._orders(handle)
@@ -229,11 +229,11 @@ def test_the_page_offers_to_build_for_what_ran_native_and_knows_the_pictures_tha
     serve(handle, {**OF_PORTRAIT, "T": 154})
     (told,) = [record.getMessage() for record in caplog.records if "ran native" in record.getMessage()]
     assert told.endswith("The image is native's, only slower; build again for 96x128, 154 tokens.")
-    (lacking,) = node_states._lacking([handle.tally], "unserved")
+    (lacking,) = node_states._lacking([handle.stats], "unserved")
     assert lacking == {"size": "96x128, 154 tokens", "graph": False, "native": True, "count": 1}
     states = NodeStates(handle.library, BuildQueue())
     states.learn("key", handle)
-    found = states.state("key", Wish("unet", handle.network.label, False, "onnxruntime"))["engine"]
+    found = states.state("key", NodeRequest("unet", handle.network.label, False, "onnxruntime"))["engine"]
     assert found["compiled"] == [{"width": 96, "height": 128, "batch": 2}]
     assert found["covers"]
     by_auto = node_states._union_json(handle.session.engines, replace(states._known["key"], backend=AUTO))
@@ -250,7 +250,8 @@ def test_the_command_line_builds_for_the_best_size_too(tmp_path: Path) -> None:
 def test_an_engine_of_the_best_size_counts_as_all_that_is_wanted(tmp_path: Path) -> None:
     """Else a slower engine of another backend that takes all sizes would be preferred under ``auto``."""
     made = publish_engine(tmp_path).manifest.identity
-    wanted = Wanted(made.architecture, [made.weights], made.precision, Profile({"B": Range(1, 2, 9)}), [made.backend])
+    wider = Profile({"B": Range(1, 2, 9)})
+    wanted = EngineQuery(made.architecture, [made.weights], made.precision, wider, [made.backend])
     _slow, not_covered, *_ = _rank(made, wanted, None)
     assert not_covered
     _slow, not_covered, *_ = _rank(made, replace(wanted, one_size=[made.backend]), None)

@@ -16,13 +16,13 @@ pack.import_comfy()
 
 import torch
 from hybrid_trt.backends import backends
+from hybrid_trt.comfy_model.hash_cache import source_changed
 from hybrid_trt.engine_library import Engine, Library, Unavailable, last_use, local_key, verified
 from hybrid_trt.engine_library import engine as engine_module
 from hybrid_trt.engine_library.archive import export_engine, import_engine
-from hybrid_trt.engine_library.states import delete_unused, entries
-from hybrid_trt.engine_sessions.file_session import file_session
-from hybrid_trt.engine_sessions.session import open_engines
-from hybrid_trt.native_model.hash_cache import source_changed
+from hybrid_trt.engine_library.inventory import delete_unused, entries
+from hybrid_trt.sessions.file_session import file_session
+from hybrid_trt.sessions.session import open_engines
 
 
 @pytest.fixture(autouse=True)

@@ -15,12 +15,13 @@ from scenarios import Control, Scenario, compare, prompt
 import_comfy()
 
 import comfy.controlnet
-from hybrid_trt.architectures.tensors import Profile, Range
+from hybrid_trt.architectures.shapes import Profile, Range
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library, Reason
-from hybrid_trt.engine_runtime.controlnet import back_with_engine
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.native_model.network import NativeNetwork
+from hybrid_trt.sampling.controlnet import back_with_engine
+from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from patched import NAME, Patched, library_of, load, sampling_node
+
 from sampling import STEPS, error, sample
 
 OTHER_KIND = Reason.OTHER_KIND.value
@@ -60,10 +61,10 @@ def test_residuals_of_another_layout_are_left_to_native_and_no_larger_size_is_ad
     patched = Patched(load(files[NAME]), library, backend)
     assert error(patched.sample(control=hinted(net)), reference) <= 1e-5
     assert patched.counts == (0, STEPS)
-    tally = patched.handle.tally
-    assert list(tally.reasons) == [OTHER_KIND]
-    assert "control_output" in tally.details[OTHER_KIND]
-    assert "size" not in tally.advice(Reason.OTHER_KIND)
+    stats = patched.handle.stats
+    assert list(stats.reasons) == [OTHER_KIND]
+    assert "control_output" in stats.details[OTHER_KIND]
+    assert "size" not in stats.advice(Reason.OTHER_KIND)
 
 
 def test_a_controlnet_for_another_kind_of_model_fails_as_native_does(

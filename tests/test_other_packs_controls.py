@@ -23,10 +23,11 @@ import comfy.samplers
 from comfy.controlnet import ControlNet
 from comfy.patcher_extension import WrappersMP
 from controlled import STEPS, Graphs, graphs
-from hybrid_trt.engine_runtime import control_stack, fast_path
-from hybrid_trt.engine_runtime.backbone import patch_model
+from hybrid_trt.sampling import control_stack, fast_path
+from hybrid_trt.sampling.model_wrapper import patch_model
 from memory_fixtures import files, nothing_loaded
 from patched import LIMIT, sampling_node
+
 from sampling import error
 
 __all__ = ["files", "graphs", "nothing_loaded"]  # fixtures: pytest finds them by name
@@ -65,8 +66,8 @@ def test_what_a_pack_does_to_controlnets_acts_as_without_engines(
     made, control = graphs.patched(), graphs.controls(*ENGINES[engines])
     model = patch_model(others.in_tiles(made.native, way), made.handle) if before else others.in_tiles(made.model, way)
     assert error(graphs.sampled(model, control), reference) <= LIMIT
-    assert [handle.tally.native for handle in graphs.handles] == [0] * len(graphs.handles)
-    assert all(handle.tally.engine > 0 for handle in graphs.handles)
+    assert [handle.stats.native for handle in graphs.handles] == [0] * len(graphs.handles)
+    assert all(handle.stats.engine > 0 for handle in graphs.handles)
 
 
 class Spy:
@@ -153,7 +154,7 @@ def test_a_function_in_the_place_of_comfyuis_sees_the_controls_of_the_graph_too(
     assert seen
     assert all(one is control for one in seen)
     assert joined == []
-    assert fast_path.sentences([handle.tally for handle in graphs.handles]) == [], "another pack is the reason"
+    assert fast_path.sentences([handle.stats for handle in graphs.handles]) == [], "another pack is the reason"
 
 
 def _controls(held: Any) -> list[Any]:
@@ -178,7 +179,7 @@ def test_hints_of_nodes_and_packs_are_encoded_once_and_anew_when_somebody_wrote_
             residuals = control.control_model(**given, hint=hint)
             native = network.module(**given, hint=hint)
             assert all(map(torch.allclose, residuals["output"], native["output"], [1e-4] * 99, [1e-5] * 99))
-            encoded.append(session.live.preludes.computed)
+            encoded.append(session.live.passes.computed)
     assert encoded == [1, 1, 2, 2, 3, 3]
 
 

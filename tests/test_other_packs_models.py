@@ -21,15 +21,16 @@ from comfy.ldm.modules.diffusionmodules import openaimodel
 from comfy.model_patcher import ModelPatcher
 from hybrid_trt.architectures.residuals import only_adds_residuals
 from hybrid_trt.backends import backends
+from hybrid_trt.comfy_model.layer_watch import LayerWatch
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Unavailable
-from hybrid_trt.native_model.layer_watch import LayerWatch
-from hybrid_trt.native_model.network import NativeNetwork
 from memory_fixtures import Controlled, controlled, controlnet, file, files, library
 from patched import LIMIT, NAME, PROFILE, Patched, load
-from sampling import STEPS, error, sample
 from scenarios import A, B, Control, Scenario, compare, latent_of, native_latent, prompt, relative_difference
+
+from sampling import STEPS, error, sample
 
 __all__ = ["controlled", "controlnet", "file", "files", "library"]  # fixtures: pytest finds them by name
 
@@ -70,7 +71,7 @@ def test_code_that_a_pack_replaces_is_natives_until_it_is_put_back(file: Path, l
         assert error(native, reference) > 1e-3, "it does nothing here"
         assert error(patched.sample(), native) == 0
         assert patched.counts == (0, STEPS)
-        (told,) = patched.handle.tally.details.values()
+        (told,) = patched.handle.stats.details.values()
         assert f"the pack tests has replaced {place} for all models" in told
     assert error(patched.sample(), reference) <= LIMIT
     assert patched.counts == (STEPS, 0)
@@ -144,7 +145,7 @@ def test_a_setting_that_a_pack_writes_is_natives_until_it_is_put_back(
     native = sample(other)
     assert error(native, reference) > 1e-3, "it does nothing here"
     assert error(patched.sample(), native) == 0
-    assert name in next(iter(patched.handle.tally.details.values()))
+    assert name in next(iter(patched.handle.stats.details.values()))
     setattr(layer, name, before)
     assert error(patched.sample(), reference) <= LIMIT
     assert patched.counts == (STEPS, 0)
@@ -381,7 +382,7 @@ def test_a_controlnet_that_a_pack_changes_acts_as_in_native(controlled: Controll
         with torch.inference_mode():
             back()
     assert error(controlled.sample(), reference) <= LIMIT
-    assert controlled.handle.tally.engine == STEPS
+    assert controlled.handle.stats.engine == STEPS
 
 
 PLAIN = Scenario(controls=(Control(A.file, 1, 0.7, engine=False), Control(B.file, 2, 0.4, engine=False)))

@@ -19,6 +19,7 @@ import_comfy()
 from hybrid_trt.backends import AUTO, backends
 from hybrid_trt.engine_library import Library, Reason
 from patched import NAME, Patched, library_of, load
+
 from sampling import STEPS, error, sample
 
 KINDS = {"GGUF": "GGUF weights", "NF4": "bitsandbytes weights", "whole numbers": "Nunchaku weights",
@@ -60,7 +61,7 @@ def test_native_serves_it_and_the_reason_says_what_its_weights_are(
             patched = Patched(model, library, backend)
     assert error(patched.sample(), reference) == 0
     assert patched.counts == (0, STEPS)
-    assert list(patched.handle.tally.reasons) == [Reason.UNSUPPORTED_MODEL.value]
+    assert list(patched.handle.stats.reasons) == [Reason.UNSUPPORTED_MODEL.value]
     assert KINDS[kind] in patched.handle.status()
     assert "Traceback" not in caplog.text
 

@@ -17,8 +17,8 @@ import_comfy()
 
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.samples import sample_inputs
-from hybrid_trt.backends.torch_live import compiled, parts
-from hybrid_trt.backends.torch_live.shared_size import SharedSize
+from hybrid_trt.backends.torch_inductor import compiled, parts
+from hybrid_trt.backends.torch_inductor.shared_size import SharedSize
 from hybrid_trt.engine_library.parity import relative_error
 from small_networks import network as network_of
 
@@ -32,7 +32,7 @@ class Small:
         module = network_of(kind, "unlike_levels").module
         architecture = architecture_of(module)
         specs = architecture.engine_inputs(module, "float32")
-        architecture.preludes(module)  # which takes what runs before out of the network
+        architecture.passes(module)  # which takes what runs before out of the network
         architecture.join_layers(module)
         self.function = architecture.function(module).eval().requires_grad_(False)
         names = sorted(name for name, _ in self.function.named_parameters())

@@ -10,13 +10,13 @@ import pytest
 import torch
 from builds import small_network
 from fake_engine import publish_engine
-from hybrid_trt.architectures.tensors import Profile, Range
+from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.backends.onnxruntime import OnnxRuntimeBackend
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder import check
-from hybrid_trt.engine_builder.in_child import check_step
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import BuildError, Engine, Library, Reason, Unavailable, Wanted, local_key, trust
+from hybrid_trt.engine_builder.worker import validate
+from hybrid_trt.engine_library import BuildError, Engine, EngineQuery, Library, Reason, Unavailable, local_key, trust
 from hybrid_trt.engine_library.settings import Settings, write_settings
 from hybrid_trt.page_api.node_states import engine_json
 
@@ -54,9 +54,9 @@ def build(folder: Path, **changes: Any) -> tuple[Engine, list[dict]]:
     return builder.build_engine(order, Library([folder]), lambda *_: None, run=run), tasks
 
 
-def wanted(engine: Engine, gpu: str) -> Wanted:
+def wanted(engine: Engine, gpu: str) -> EngineQuery:
     i = engine.manifest.identity
-    return Wanted(i.architecture, [i.weights], i.precision, i.profile, [i.backend], gpu)
+    return EngineQuery(i.architecture, [i.weights], i.precision, i.profile, [i.backend], gpu)
 
 
 def why_not(engine: Engine, gpu: str) -> str:
@@ -91,14 +91,14 @@ def test_native_computes_exactly_while_an_engine_is_held_against_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU float32 convolutions are rounded to TF32 by default: native's error would be taken for the engine's."""
-    asked, own = [], check_step.function_of
+    asked, own = [], validate.function_of
 
     def watched(task: dict) -> tuple[torch.nn.Module, torch.nn.Module]:
         function, module = own(task)
         function.register_forward_pre_hook(lambda *_: asked.append(torch.backends.cudnn.allow_tf32))
         return function, module
 
-    monkeypatch.setattr(check_step, "function_of", watched)
+    monkeypatch.setattr(validate, "function_of", watched)
     _engine, tasks = build(tmp_path)
     assert asked == [False] * 2 * len(tasks[-1]["extremes"])
     assert torch.backends.cudnn.allow_tf32 is True, "prompts and the clock have torch's default"

@@ -10,8 +10,9 @@ import tiny_models
 import torch
 from pack import import_comfy
 from patched import NAME, PROFILE, Patched, library_of, load
-from sampling import error, sample
 from small_networks import network
+
+from sampling import error, sample
 
 import_comfy()
 
@@ -19,17 +20,17 @@ from comfy.model_patcher import ModelPatcher
 from comfy.ops import mixed_precision_ops
 from comfy.quant_ops import QuantizedTensor
 from hybrid_trt.backends import AUTO, backends
+from hybrid_trt.comfy_model.network import NativeNetwork
+from hybrid_trt.comfy_model.snapshot import _known_class
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.command_line import main as command_line
 from hybrid_trt.engine_builder.jobs import BuildQueue
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import BuildError, Library, Reason, Unavailable
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.native_model.network import NativeNetwork
-from hybrid_trt.native_model.snapshot import _known_class
 from hybrid_trt.nodes import building
 from hybrid_trt.page_api.node_states import NodeStates
-from hybrid_trt.page_api.outlook import Wish
+from hybrid_trt.page_api.outlook import NodeRequest
+from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 
 QUANTISED = "tiny_sd15_quantised_unet"
 
@@ -61,7 +62,7 @@ def test_native_serves_beside_an_engine_of_another_checkpoint(
         patched = Patched(quantised, library, backend)
     assert error(patched.sample(), reference) == 0
     assert patched.counts == (0, 4)
-    assert list(patched.handle.tally.reasons) == [Reason.UNSUPPORTED_MODEL.value]
+    assert list(patched.handle.stats.reasons) == [Reason.UNSUPPORTED_MODEL.value]
     assert "quantised layers" in patched.handle.status()
 
 
@@ -76,7 +77,7 @@ def test_the_page_says_so_and_the_build_button_changes_nothing(
     building.build_as_requested(handle, again=True)
     building.build_if_missing(handle, building.BUILD_NOW)
     states.learn("key", handle)
-    state = states.state("key", Wish("unet", "a.safetensors", False, backend))
+    state = states.state("key", NodeRequest("unet", "a.safetensors", False, backend))
     assert "quantised layers" in state["text"]
     assert handle.fallback.reason is Reason.UNSUPPORTED_MODEL
     assert submitted == []
@@ -124,7 +125,7 @@ def test_no_prompt_ends_because_an_engine_cannot_be_looked_up(
         patch.setattr(NativeNetwork, "fingerprint", strange)
         patched = Patched(load(files[NAME]), library)
         assert error(patched.sample(), reference) == 0
-        assert list(patched.handle.tally.reasons) == [Reason.ENGINE_FAILED.value]
+        assert list(patched.handle.stats.reasons) == [Reason.ENGINE_FAILED.value]
         assert "of_another_pack" in patched.handle.status()
     assert "Traceback" in caplog.text
     assert error(patched.sample(), reference) <= 1e-5, "the next run looks again"

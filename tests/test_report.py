@@ -1,4 +1,4 @@
-"""The report's picture and the ledger behind it."""
+"""The report's picture and the call_stats behind it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from scenarios import prompt as prompt_of
 pack.import_comfy()
 
 from hybrid_trt.engine_library import Fallback, Reason
-from hybrid_trt.engine_runtime import ledger
-from hybrid_trt.engine_runtime.ledger import Tally, last_run, open_tally
-from hybrid_trt.engine_runtime.report_plot import CELL, ENGINE_COLOUR, NATIVE_COLOUR, WIDTH, cells, plot
-from hybrid_trt.engine_runtime.report_words import report_text, times, verdict, without_paths
-from hybrid_trt.engine_runtime.timing import CallTimes, named_range, timed
 from hybrid_trt.page_api.node_states import run_of
+from hybrid_trt.sampling import call_stats
+from hybrid_trt.sampling.call_stats import CallStats, last_run, open_stats
+from hybrid_trt.sampling.report import report_text, times, verdict, without_paths
+from hybrid_trt.sampling.report_plot import CELL, ENGINE_COLOUR, NATIVE_COLOUR, WIDTH, cells, plot
+from hybrid_trt.sampling.timing import CallTimes, named_range, timed
 
 CPU = torch.device("cpu")
 
 
-def tally(calls: str) -> Tally:
-    row = Tally("unet", "a.safetensors", "1", "2")
+def stats(calls: str) -> CallStats:
+    row = CallStats("unet", "a.safetensors", "1", "2")
     for call in calls:
         if call == "e":
             row.count_engine("onnxruntime")
@@ -38,7 +38,7 @@ def tally(calls: str) -> Tally:
 
 def colours(calls: str, row: int = 0, rows: int = 1) -> list[str]:
     """The colour near the foot of each call's cell."""
-    image = plot([tally(calls)] * rows)[0]
+    image = plot([stats(calls)] * rows)[0]
     left = int(cells(len(calls))[0][0]) + 2
     names = {ENGINE_COLOUR: "e", NATIVE_COLOUR: "n"}
     column = [names.get(colour(pixel), "") for pixel in image[:, left]]
@@ -52,13 +52,13 @@ def colour(pixel: torch.Tensor) -> str:
 
 def test_a_plot_of_nothing_and_of_very_many_calls_is_an_image() -> None:
     assert plot([]).shape[-1] == 3
-    image = plot([tally("e" * 5000)])
+    image = plot([stats("e" * 5000)])
     assert image.shape[2] == WIDTH
     assert 0 <= float(image.min()) < float(image.max()) <= 1
 
 
 def test_calls_are_json() -> None:
-    data = json.loads(json.dumps(tally("een").to_json()))
+    data = json.loads(json.dumps(stats("een").to_json()))
     assert (data["calls"], data["engine"], data["native"]) == ("een", 2, 1)
 
 
@@ -69,22 +69,22 @@ def test_the_last_run_of_a_node_is_the_latest_prompt_that_called_it(monkeypatch:
         def __init__(self, prompt_id: str):
             self.prompt_id = prompt_id
 
-    monkeypatch.setattr(ledger, "_prompts", type(ledger._prompts)())
+    monkeypatch.setattr(call_stats, "_prompts", type(call_stats._prompts)())
     for prompt, key in (("p1", "a"), ("p2", "a"), ("p3", "b")):
-        monkeypatch.setattr(ledger, "executing", lambda prompt=prompt: Context(prompt))
-        open_tally("unet", "m", "1", key)
+        monkeypatch.setattr(call_stats, "executing", lambda prompt=prompt: Context(prompt))
+        open_stats("unet", "m", "1", key)
     assert [found[0] if (found := last_run(key)) else None for key in ("a", "b", "c")] == ["p2", "p3", None]
 
 
 def test_the_page_is_told_the_longest_prompt_that_an_engine_was_not_built_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ledger, "_prompts", type(ledger._prompts)())
-    monkeypatch.setattr(ledger, "executing", lambda: SimpleNamespace(prompt_id="p", node_id="5"))
-    tally = open_tally("unet", "m", "1", "key")
+    monkeypatch.setattr(call_stats, "_prompts", type(call_stats._prompts)())
+    monkeypatch.setattr(call_stats, "executing", lambda: SimpleNamespace(prompt_id="p", node_id="5"))
+    stats = open_stats("unet", "m", "1", "key")
     assert run_of("key")["tokens"] == 0
     for tokens in (308, 462, 385):
-        tally.count_native(Fallback(Reason.SHAPE_OUTSIDE_PROFILE, "prompt tokens", {"B": 2, "T": tokens}))
+        stats.count_native(Fallback(Reason.SHAPE_OUTSIDE_PROFILE, "prompt tokens", {"B": 2, "T": tokens}))
     assert run_of("key")["tokens"] == 462
 
 
@@ -130,7 +130,7 @@ def test_calls_on_a_gpu_are_timed_without_waiting_for_it() -> None:
 
 
 def test_cells_are_as_high_as_their_calls_were_long_and_the_first_stands_apart() -> None:
-    row = tally("eeenn")
+    row = stats("eeenn")
     row.times = Clock(900.0, 10.0, 5.0, 10.0, 500.0)
     image = plot([row])[0]
     heights = []
@@ -145,11 +145,11 @@ def test_cells_are_as_high_as_their_calls_were_long_and_the_first_stands_apart()
     assert second - first > 20
 
 
-def two(engine: str, *reasons: tuple[Reason, str]) -> list[Tally]:
+def two(engine: str, *reasons: tuple[Reason, str]) -> list[CallStats]:
     """A UNet with calls on its engine and ControlNets that ran native."""
-    rows = [tally(engine)]
+    rows = [stats(engine)]
     for i, (reason, detail) in enumerate(reasons):
-        row = Tally("controlnet", f"nets/net_{i}.safetensors", str(3 + i), "2")
+        row = CallStats("controlnet", f"nets/net_{i}.safetensors", str(3 + i), "2")
         for _ in range(4):
             row.count_native(Fallback(reason, detail))
         row.times = Clock(2000.0, 100.0, 100.0, 100.0)
@@ -168,7 +168,7 @@ NONE = (Reason.NO_ENGINE, "none for this model")
     (two("eeee", (Reason.HOOKS, "")), "1 of 2 networks on engines: about 2.3 s native. -> remove the hooks from the "
      "conditioning if you want the engine"),
 ])  # fmt: skip
-def test_the_first_line_says_how_many_networks_ran_on_engines_and_what_to_do(rows: list[Tally], first: str) -> None:
+def test_the_first_line_says_how_many_networks_ran_on_engines_and_what_to_do(rows: list[CallStats], first: str) -> None:
     assert report_text(rows).splitlines()[0] == first
 
 
@@ -180,10 +180,10 @@ def test_a_run_that_was_all_on_engines_says_how_long_they_took() -> None:
 
 
 def test_a_network_that_two_samplers_call_counts_once_and_one_that_none_calls_not_at_all() -> None:
-    twice = [Tally("unet", "a.safetensors", "1", sampler) for sampler in ("2", "7")]
+    twice = [CallStats("unet", "a.safetensors", "1", sampler) for sampler in ("2", "7")]
     for row in twice:
         row.count_native(Fallback(*NONE))
-    found = verdict([*twice, Tally("controlnet", "b.safetensors", "5", "2")])
+    found = verdict([*twice, CallStats("controlnet", "b.safetensors", "5", "2")])
     assert (found.networks, found.on_engines, found.missing) == (1, 0, ["1"])
 
 
@@ -191,7 +191,7 @@ def test_what_bounds_the_step_counts_all_samplers_of_a_network() -> None:
     """A second pass without the ControlNet is short, and adds to what the UNet took in the first."""
     rows, unet, net = [], ("unet", "a"), ("controlnet", "net")
     for (kind, name), sampler, ms in ((unet, "2", 100.0), (net, "2", 50.0), (unet, "7", 10.0)):
-        row = Tally(kind, f"{name}.safetensors", name, sampler)
+        row = CallStats(kind, f"{name}.safetensors", name, sampler)
         for _ in range(4):
             row.count_engine("onnxruntime")
         row.times = Clock(*[ms] * 4)
@@ -200,7 +200,7 @@ def test_what_bounds_the_step_counts_all_samplers_of_a_network() -> None:
 
 
 def test_a_unet_that_ran_beside_its_controlnets_is_told_so_and_none_is_said_to_bound_the_step() -> None:
-    rows = [Tally("unet", "a.safetensors", "1", "2"), Tally("controlnet", "net.safetensors", "3", "2")]
+    rows = [CallStats("unet", "a.safetensors", "1", "2"), CallStats("controlnet", "net.safetensors", "3", "2")]
     for number, row in enumerate(rows):
         for call in range(4):
             row.count_engine("torch", beside=not number and call > 1)

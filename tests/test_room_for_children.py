@@ -11,7 +11,7 @@ from pack import import_comfy
 
 import_comfy()
 
-from hybrid_trt.architectures.tensors import Dim, TensorSpec
+from hybrid_trt.architectures.shapes import Dim, TensorSpec
 from hybrid_trt.engine_builder import main_memory, room_for_children
 
 X = TensorSpec("x", "float16", (Dim("B"), 4, Dim("H"), Dim("W")))

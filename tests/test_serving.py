@@ -22,26 +22,23 @@ from hybrid_trt import backends as pack_backends
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.calls import EngineCall
 from hybrid_trt.architectures.samples import sample_inputs
-from hybrid_trt.architectures.tensors import Profile, Range
+from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.backends import AUTO, backends, usable_backends
-from hybrid_trt.backends.torch_live.compiled import file_name
-from hybrid_trt.backends.torch_live.session import LiveSession
+from hybrid_trt.backends.torch_inductor.compiled import file_name
+from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.comfy_model import weight_hash
+from hybrid_trt.comfy_model.network import NativeNetwork
+from hybrid_trt.comfy_model.weight_patches import WeightPatches, version_of
 from hybrid_trt.engine_builder.jobs import BuildQueue
 from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason, Unavailable
 from hybrid_trt.engine_library.engine import describe_files
 from hybrid_trt.engine_library.manifest import MANIFEST_NAME
 from hybrid_trt.engine_library.parity import relative_error
-from hybrid_trt.engine_runtime.controlnet import back_with_engine
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.engine_runtime.ledger import Tally
-from hybrid_trt.engine_sessions.file_session import FileSession, file_session
-from hybrid_trt.native_model import weights
-from hybrid_trt.native_model.network import NativeNetwork
-from hybrid_trt.native_model.weight_patches import (
-    WeightPatches,
-    version_of,
-)
 from hybrid_trt.page_api import node_states, outlook
+from hybrid_trt.sampling.call_stats import CallStats
+from hybrid_trt.sampling.controlnet import back_with_engine
+from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.sessions.file_session import FileSession, file_session
 
 TORCH = backends()["torch"]
 CUDA = torch.device("cuda", 0)
@@ -111,7 +108,7 @@ def test_patches_of_strength_0_are_no_patches(tmp_path: Path) -> None:
     assert weak.patcher.patches, "ComfyUI keeps them"
     assert version_of(weak.patcher) is version_of(plain.patcher) is None
     assert WeightPatches(plain.patcher).same_on(weak.patcher)
-    assert weights._state(weak.patcher, "") == weights._state(plain.patcher, "")
+    assert weight_hash._state(weak.patcher, "") == weight_hash._state(plain.patcher, "")
     assert weak.weights_hash() == plain.weights_hash()
     both = with_lora(weak)
     assert WeightPatches(with_lora(plain).patcher)._patches.keys() == WeightPatches(both.patcher)._patches.keys()
@@ -145,7 +142,7 @@ class ReadingBackend:
     name = "onnxruntime"
 
     def load(self, engine: Engine, _device: torch.device) -> Any:
-        runner = type("Runner", (), {"bytes": 1, "recordable": False, "run": lambda *_: None})()
+        runner = type("Runner", (), {"bytes": 1, "capturable": False, "run": lambda *_: None})()
         runner.contents = engine.main_file.read_bytes()
         return runner
 
@@ -268,7 +265,7 @@ def test_a_nodes_state_on_the_page_tells_of_an_engine_that_was_not_opened(
     engine = compiled_engine(net, tmp_path, "once")
     handle, states = handle_of(net, tmp_path), node_states.NodeStates(Library([tmp_path]), BuildQueue())
     states.learn("key", handle)
-    wish = outlook.Wish("unet", net.label, False, "torch")
+    wish = outlook.NodeRequest("unet", net.label, False, "torch")
     assert states.state("key", wish)["state"] == "ready"
     monkeypatch.setattr(type(TORCH), "open_live", refuse)
     with torch.inference_mode():
@@ -285,9 +282,10 @@ def test_a_run_from_before_the_engine_was_published_is_told_no_more(
 ) -> None:
     net = network("unet", "unlike_levels")
     engine = compiled_engine(net, tmp_path, "once")
-    states, wish = node_states.NodeStates(Library([tmp_path]), BuildQueue()), outlook.Wish("unet", net.label, False, "")
+    states = node_states.NodeStates(Library([tmp_path]), BuildQueue())
+    wish = outlook.NodeRequest("unet", net.label, False, "")
     states.learn("key", handle_of(net, tmp_path))
-    row = Tally("unet", "m", "1", "5", native=4, reasons={Reason.NO_ENGINE.value: 4}, node_key="key")
+    row = CallStats("unet", "m", "1", "5", native=4, reasons={Reason.NO_ENGINE.value: 4}, node_key="key")
     monkeypatch.setattr(node_states, "last_run", lambda key: ("prompt", [row]))
     published = (engine.folder / MANIFEST_NAME).stat().st_mtime
     told = {}
@@ -381,7 +379,7 @@ def test_auto_on_cuda_serves_without_an_engine_and_never_hashes_a_checkpoint(
         assert handle.session.lacks(profile), "the node offers a build"
         states = node_states.NodeStates(handle.library, BuildQueue())
         states.learn("key", handle)
-        told = states.state("key", outlook.Wish("unet", net.label, False, AUTO))
+        told = states.state("key", outlook.NodeRequest("unet", net.label, False, AUTO))
         assert (told["state"], told["any_size"]) == ("none", True)
         assert "build an engine" in told["text"]
 

@@ -7,25 +7,26 @@ from pathlib import Path
 
 import patched as patched_models
 import pytest
-import sampling
 import torch
 from one_size import BEST, OF_PORTRAIT, PORTRAIT, build, handle_of, of_one_size, serve
 from pack import import_comfy
 from small_networks import native_call, network
+
+import sampling
 
 import_comfy()
 
 from hybrid_trt.architectures.samples import sample_inputs
 from hybrid_trt.architectures.sizes import Picture
 from hybrid_trt.backends import backends
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.engine_library.parity import relative_error
-from hybrid_trt.engine_sessions import several_sizes
-from hybrid_trt.engine_sessions.backed_by_live import backed_by_live
-from hybrid_trt.engine_sessions.session import refusal_of
-from hybrid_trt.native_model.network import NativeNetwork
 from hybrid_trt.nodes import building
+from hybrid_trt.sessions import several_sizes
+from hybrid_trt.sessions.session import refusal_of
+from hybrid_trt.sessions.with_live_fallback import with_live_fallback
 
 __all__ = ["of_one_size"]  # a fixture
 
@@ -52,7 +53,7 @@ def test_a_node_serves_all_sizes_that_it_has_engines_for(net: NativeNetwork, tmp
     for sizes in ({**BEST, "B": 1}, {**BEST, "T": 154}, {**BEST, "W": 12}):
         served, _ = serve(handle, sizes)
         assert not served, sizes
-    assert list(handle.tally.reasons) == [Reason.SHAPE_OUTSIDE_PROFILE.value]
+    assert list(handle.stats.reasons) == [Reason.SHAPE_OUTSIDE_PROFILE.value]
     assert serve(handle, BEST)[0], "a refused call leaves nothing behind"
 
 
@@ -65,7 +66,7 @@ def test_with_live_weights_behind_them_each_engine_serves_its_size_and_one_that_
     portrait = build(handle)
     handle.refresh()
     live = backends()["torch"].session(net, [], "float32", None)
-    session = backed_by_live(handle.session, live, net)
+    session = with_live_fallback(handle.session, live, net)
 
     def backends_of(*all_sizes: dict[str, int]) -> list[str]:
         found = []
@@ -110,8 +111,8 @@ def test_one_that_is_damaged_leaves_the_others_in_service_by_name_too(first: boo
             assert served
             assert error <= 1e-5
             assert not serve(handle, its_calls)[0]
-        assert (handle.tally.engine, handle.tally.native) == (2, 2)
-        assert list(handle.tally.reasons) == [Reason.BROKEN_ENGINE.value]
+        assert (handle.stats.engine, handle.stats.native) == (2, 2)
+        assert list(handle.stats.reasons) == [Reason.BROKEN_ENGINE.value]
     shared = handle.session
     with patched_models.sampling_node():  # it is not tried again
         handle.plan()
@@ -137,7 +138,7 @@ def test_where_all_are_damaged_the_run_is_natives(tmp_path: Path) -> None:
         handle.open()
         assert not serve(handle, OF_PORTRAIT)[0]
         assert not serve(handle, BEST)[0]
-        assert list(handle.tally.reasons) == [Reason.BROKEN_ENGINE.value]
+        assert list(handle.stats.reasons) == [Reason.BROKEN_ENGINE.value]
 
 
 def test_the_second_pass_of_a_workflow_at_another_size_runs_on_its_own_engine(
@@ -154,7 +155,7 @@ def test_the_second_pass_of_a_workflow_at_another_size_runs_on_its_own_engine(
         latent = patched.sample(size=size)
         assert sampling.error(latent, sampling.sample(native, size=size)) <= 1e-5
         assert patched.counts == (sampling.STEPS, 0)
-        served.append(patched.handle.tally.engine_name)
+        served.append(patched.handle.stats.engine_name)
     assert served[:2] == served[2:]
     assert served[0] != served[1]
 

@@ -18,18 +18,18 @@ from fake_recorder import Recorder
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.samples import sample_inputs
 from hybrid_trt.backends import LiveTask, backends
-from hybrid_trt.backends.torch_live import attention, benchmarks, compile_step, compiled, parts
-from hybrid_trt.backends.torch_live.session import LiveSession
-from hybrid_trt.backends.turns import WAITING, Turns
+from hybrid_trt.backends.gpu_lock import WAITING, GpuLock
+from hybrid_trt.backends.torch_inductor import attention, benchmarks, compile_step, compiled, parts
+from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import side_by_side
 from hybrid_trt.engine_builder.build import build_engine
-from hybrid_trt.engine_builder.in_child.failures import in_json
 from hybrid_trt.engine_builder.jobs import BuildQueue, State
 from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_builder.worker.failures import in_json
 from hybrid_trt.engine_library import BuildError, Engine, Library, local_key
 from hybrid_trt.engine_library.lock import FileLock
 from hybrid_trt.engine_library.parity import relative_error
-from hybrid_trt.native_model.network import NativeNetwork
 from small_networks import native_call
 from small_networks import network as network_of
 from windows_rules import windows_rules
@@ -129,13 +129,13 @@ def test_children_use_the_device_in_turns_and_who_measures_is_alone(
 
 
 @pytest.mark.parametrize(("device", "turns", "expected"), [
-    ("cuda", Turns(), ["measuring", "measured"]),
-    ("cuda", Turns(gone=Path(__file__)), [WAITING, "measuring", "measured"]),
-    ("cuda", Turns(measures=False), []),
-    ("cpu", Turns(), []),
+    ("cuda", GpuLock(), ["measuring", "measured"]),
+    ("cuda", GpuLock(gone=Path(__file__)), [WAITING, "measuring", "measured"]),
+    ("cuda", GpuLock(measures=False), []),
+    ("cpu", GpuLock(), []),
 ])  # fmt: skip
 def test_what_a_call_takes_is_measured_on_a_gpu_by_one_child_after_it_has_waited(
-    device: str, turns: Turns, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, turns: GpuLock, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
     monkeypatch.setattr(compile_step, "_figures", lambda *_: done.append("measured") or {"native_ms": 1.0})
@@ -287,7 +287,7 @@ def test_inductor_times_kernels_in_turns_while_it_compiles_and_as_ever_afterward
         return call()
 
     monkeypatch.setattr(type(benchmarking.benchmarker), "benchmark_gpu", measure)
-    with benchmarks.in_turn(Turns(lock)):
+    with benchmarks.in_turn(GpuLock(lock)):
         assert benchmarking.benchmarker.benchmark(lambda: 1.5, device="cuda") == 1.5
     assert held == [True]
     lock.unlink(missing_ok=True)
@@ -299,7 +299,7 @@ def test_a_torch_that_times_kernels_otherwise_is_left_alone(tmp_path: Path, monk
     from torch._inductor.runtime import benchmarking
 
     monkeypatch.delattr(benchmarking, "benchmarker")
-    with benchmarks.in_turn(Turns(tmp_path / "lock")):
+    with benchmarks.in_turn(GpuLock(tmp_path / "lock")):
         assert not hasattr(benchmarking, "benchmarker")
 
 
@@ -313,14 +313,15 @@ def test_in_company_a_kernel_that_lacked_memory_is_not_left_out(monkeypatch: pyt
 
 
 def test_a_lock_that_cannot_be_had_is_done_without(tmp_path: Path) -> None:
-    with Turns(tmp_path / "no folder" / "lock").taken():
+    with GpuLock(tmp_path / "no folder" / "lock").taken():
         pass
 
 
 def test_turns_survive_the_way_to_a_child(tmp_path: Path) -> None:
-    for turns in (Turns(), Turns(tmp_path / "lock", tmp_path / "gone", True, 4), Turns(tmp_path / "lock", None, False)):
-        assert Turns.from_json(json.loads(json.dumps(turns.to_json()))) == turns
-    assert Turns.from_json(None) == Turns()
+    lock = tmp_path / "lock"
+    for turns in (GpuLock(), GpuLock(lock, tmp_path / "gone", True, 4), GpuLock(lock, None, False)):
+        assert GpuLock.from_json(json.loads(json.dumps(turns.to_json()))) == turns
+    assert GpuLock.from_json(None) == GpuLock()
 
 
 def test_turns_hold_under_the_rules_of_windows(tmp_path: Path) -> None:
@@ -328,7 +329,7 @@ def test_turns_hold_under_the_rules_of_windows(tmp_path: Path) -> None:
 
     def take_turns(name: str) -> None:
         for _ in range(20):
-            with Turns(tmp_path / "lock").taken():
+            with GpuLock(tmp_path / "lock").taken():
                 inside.append(name)
                 time.sleep(0.002)
                 seen.append(len(inside))

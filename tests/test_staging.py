@@ -20,6 +20,7 @@ from dynamic_vram import DynamicOnCPU, on_cpu
 from hybrid_trt.engine_library import Library, Reason, Unavailable
 from memory_fixtures import device, file, library, nothing_loaded
 from patched import LIMIT, Patched, gone, load
+
 from sampling import STEPS, error, sample
 
 # fixtures: pytest finds them by name

@@ -22,8 +22,8 @@ from hybrid_trt.engine_library import Engine, Library, Reason, Unavailable, trus
 from hybrid_trt.engine_library.engine import describe_files
 from hybrid_trt.engine_library.parity import LIMITS, relative_error
 from hybrid_trt.engine_library.settings import Settings, write_settings
-from hybrid_trt.engine_runtime.memory import EnginePatcher
-from hybrid_trt.engine_sessions.file_session import FileSession
+from hybrid_trt.sampling.engine_patcher import EnginePatcher
+from hybrid_trt.sessions.file_session import FileSession
 
 pytestmark = [pytest.mark.gpu, pytest.mark.tensorrt]
 
@@ -117,7 +117,7 @@ def test_a_thousand_calls_of_switching_shapes_replay_to_the_bit_what_plain_calls
 ) -> None:
     engine, _same = pair["unet"]
     session, plain = FileSession(engine, backend.load, GPU), backend.load(engine, GPU)
-    if not plain.recordable:
+    if not plain.capturable:
         pytest.skip("TensorRT-RTX compiles kernels while it runs, so its calls are not recorded")
     sizes = calls_of(engine)[:3]
     given = [inputs_of(engine, symbols, seed) for seed, symbols in enumerate(sizes)]

@@ -14,7 +14,7 @@ import networks
 import pytest
 import tensorrt_rtx as trt
 import torch
-from hybrid_trt.architectures.tensors import TensorSpec
+from hybrid_trt.architectures.shapes import TensorSpec
 from hybrid_trt.backends.tensorrt import jit_cache as trt_jit_cache
 from hybrid_trt.backends.tensorrt import messages
 from hybrid_trt.backends.tensorrt import runner as trt_runner

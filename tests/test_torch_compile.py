@@ -16,11 +16,12 @@ import_comfy()
 
 import comfy.sd
 from comfy_api.torch_helpers import set_torch_compile_wrapper
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library
-from hybrid_trt.engine_runtime.backbone import patch_model
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.native_model.network import NativeNetwork
+from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.sampling.model_wrapper import patch_model
 from profiles import profile_of
+
 from sampling import STEPS, error, sample
 
 COMPILED = ("TorchCompileModel", {"backend": "cudagraphs"})  # the node's one backend that needs no compiler on a CPU
@@ -55,7 +56,7 @@ def test_without_an_engine_native_is_compiled_as_the_node_asks(environment: Any,
     set_torch_compile_wrapper(patched, backend=backend)
     latent = sample(patched)
     assert error(latent, reference) < 1e-5
-    assert handle.tally.native == 2 * STEPS
+    assert handle.stats.native == 2 * STEPS
     traced = len(convolutions)
     assert traced > 5
     assert torch.equal(sample(patched), latent)

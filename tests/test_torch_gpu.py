@@ -31,21 +31,21 @@ from comfy.samplers import cond_cat
 from hybrid_trt.architectures import Role
 from hybrid_trt.architectures.samples import sample_inputs
 from hybrid_trt.backends import LiveTask, backends
-from hybrid_trt.backends.torch_live import attention
-from hybrid_trt.backends.torch_live.compile_step import compile_network
-from hybrid_trt.backends.torch_live.session import LiveSession
+from hybrid_trt.backends.torch_inductor import attention
+from hybrid_trt.backends.torch_inductor.compile_step import compile_network
+from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.comfy_model.edited_weights import look_for_edits
+from hybrid_trt.comfy_model.network import NativeNetwork
+from hybrid_trt.comfy_model.weight_hash import current_weights
 from hybrid_trt.engine_builder import side_by_side
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Unavailable, local_key
 from hybrid_trt.engine_library.parity import relative_error
-from hybrid_trt.engine_runtime import hints
-from hybrid_trt.engine_runtime.controlnet import EngineControlModel
-from hybrid_trt.engine_runtime.on_device import RUN, SamplingRun, call_on_device
-from hybrid_trt.engine_sessions.cuda_graphs import GraphCache
-from hybrid_trt.native_model.edited_weights import look_for_edits
-from hybrid_trt.native_model.network import NativeNetwork
-from hybrid_trt.native_model.weights import current_weights
+from hybrid_trt.sampling import hint_cache
+from hybrid_trt.sampling.controlnet import EngineControlModel
+from hybrid_trt.sampling.device_inputs import RUN, SamplingRun, call_on_device
+from hybrid_trt.sessions.cuda_graphs import GraphCache
 from small_networks import control_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")]
@@ -148,7 +148,7 @@ def test_attention_is_chosen_by_timing_and_computes_what_native_does(
     specs = tuple(architecture.engine_inputs(net.module, "float16")), tuple(architecture.outputs(net.module, "float16"))
     task = LiveTask(*specs, [SIZES], "float16", GPU, tmp_path)
     module = copy.deepcopy(net.module).to(GPU)
-    architecture.preludes(module)  # a build compiles what is left without them
+    architecture.passes(module)  # a build compiles what is left without them
     function = architecture.function(module).eval().requires_grad_(False)
     (case,) = compile_network(function, task, lambda *_: None)["parity"]["cases"]
     assert case["attention"] in case["attention_ms"]
@@ -379,7 +379,7 @@ def test_prompts_that_stay_on_the_gpu_reach_the_network_bit_for_bit_as_those_cop
     assert all(prompt.device.type == "cpu" for prompt in prompts)
     del moved
     allocated = torch.cuda.memory_allocated()
-    run.let_go()
+    run.release()
     assert torch.cuda.memory_allocated() < allocated, "the run's copies are gone"
 
 
@@ -393,12 +393,12 @@ def test_hints_made_for_the_first_call_are_comfyuis_own_on_the_gpu(stored: torch
     native.set_cond_hint(image)
     backed = native.copy()
     backed.control_model = object.__new__(EngineControlModel)
-    backed.control_model.native, backed.control_model.hints = network, hints.KeptHints()
+    backed.control_model.native, backed.control_model.hints = network, hint_cache.KeptHints()
     x, t = torch.zeros(1, 4, 64, 96, device=GPU), torch.ones(1, device=GPU)
     for control in (native, backed):
         control.timestep_range = (999999999.9, 0.0)
         control.model_sampling_current = SimpleNamespace(timestep=lambda t: t, calculate_input=lambda _, x: x)
-    assert hints.make_hints([backed], x) == [backed]
+    assert hint_cache.make_hints([backed], x) == [backed]
     native.get_control(x, t, {"c_crossattn": torch.zeros(1, 77, 8)}, 1, {})
     expected, made = native.cond_hint, backed.cond_hint
     assert (made.device, made.dtype, made.stride()) == (expected.device, expected.dtype, expected.stride())
@@ -419,7 +419,7 @@ def test_the_host_is_one_call_ahead_of_the_gpu_and_no_more_and_the_gpu_always_ha
         ahead.append(sum(not end.query() for end in ends))
     torch.cuda.synchronize()
     assert ahead == [1] * 8
-    run.let_go()
+    run.release()
     for _ in range(3):  # without a run, and so without a wait
         call_on_device(executor, None, [], x, None, {})
     assert not ends[-2].query(), "these calls take the GPU longer than the host"

@@ -11,28 +11,28 @@ from pathlib import Path
 import pytest
 from builds import children, order, read_only, small_network
 from fake_engine import publish_engine
-from hybrid_trt.architectures.latent import ANY
-from hybrid_trt.architectures.tensors import Profile, Range
+from hybrid_trt.architectures.image_latent import ANY
+from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.backends import backends
+from hybrid_trt.comfy_model.hash_cache import source_changed
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine, run_here
-from hybrid_trt.engine_builder.child_process import run_in_child
+from hybrid_trt.engine_builder.worker_process import run_in_worker
 from hybrid_trt.engine_library import (
     BuildError,
     Engine,
+    EngineQuery,
     Library,
     Manifest,
     Reason,
     Unavailable,
-    Wanted,
     local_key,
     trust,
 )
 from hybrid_trt.engine_library.archive import export_engine, import_engine
 from hybrid_trt.engine_library.engine import describe_files
+from hybrid_trt.engine_library.inventory import BROKEN, READY, STALE, UNCHECKED, entries
 from hybrid_trt.engine_library.manifest import RECORD_NAME
-from hybrid_trt.engine_library.states import BROKEN, READY, STALE, UNCHECKED, entries
-from hybrid_trt.native_model.hash_cache import source_changed
-from hybrid_trt.native_model.network import NativeNetwork
 
 PROFILE = Profile({"B": Range(1, 2, 2), "H": Range(4, 8, 12), "W": Range(4, 8, 12), "T": Range(77, 77, 77)})
 
@@ -82,8 +82,8 @@ def test_what_was_built_here_serves_and_what_came_from_elsewhere_does_not(tmp_pa
     engine = publish_engine(tmp_path / "foreign", made_here=False)
     found, reason = state(tmp_path / "foreign")
     assert (found, "was not compared with native on this machine" in reason) == (UNCHECKED, True)
-    identity = engine.manifest.identity
-    wanted = Wanted(identity.architecture, [identity.weights], identity.precision, identity.profile, ["onnxruntime"])
+    made = engine.manifest.identity
+    wanted = EngineQuery(made.architecture, [made.weights], made.precision, made.profile, ["onnxruntime"])
     with pytest.raises(Unavailable) as refused:
         Library([tmp_path / "foreign"]).find(wanted, lambda _: None)
     assert refused.value.fallback.reason is Reason.UNCHECKED
@@ -324,7 +324,7 @@ def test_a_check_whose_process_is_killed_says_nothing_of_the_engine(tmp_path: Pa
                 child.kill()
             progress(phase, fraction)
 
-        return run_in_child(task, kill, *rest)
+        return run_in_worker(task, kill, *rest)
 
     with pytest.raises(BuildError, match="was ended by SIGKILL"):
         build_engine(made, Library([tmp_path / "library"]), lambda *_: None, run=run)

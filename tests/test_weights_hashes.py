@@ -12,10 +12,10 @@ import pytest
 import torch
 from builds import read_only, small_network
 from fake_engine import PROFILE, SPECS
+from hybrid_trt.comfy_model import file_digests, hash_cache, weight_hash
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import EngineIdentity, Library, Manifest
 from hybrid_trt.engine_library.engine import describe_files
-from hybrid_trt.native_model import file_digests, hash_cache, weights
-from hybrid_trt.native_model.network import NativeNetwork
 
 UNDER_WINDOWS_RULES_TOO = True
 
@@ -35,13 +35,13 @@ def from_file(path: Path, seed: int = 1) -> NativeNetwork:
 def hashing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The hashes of weights that were really computed; the cache lies in the temporary folder."""
     computed: list[str] = []
-    real = weights._hash
+    real = weight_hash._hash
 
     def counted(*arguments: object) -> str:
         computed.append(real(*arguments))
         return computed[-1]
 
-    monkeypatch.setattr(weights, "_hash", counted)
+    monkeypatch.setattr(weight_hash, "_hash", counted)
     hash_cache.use(tmp_path / "library")
     yield computed
     hash_cache.use(None)
@@ -103,7 +103,7 @@ def test_a_file_that_was_edited_in_one_place_has_another_hash(tmp_path: Path, ha
         edited.write(b"2")
     os.utime(file, ns=(10**18, 10**18))
     other = one_value_changed(from_file(file))
-    assert weights._sample(other.patcher, "") == weights._sample(from_file(file).patcher, "")
+    assert weight_hash._sample(other.patcher, "") == weight_hash._sample(from_file(file).patcher, "")
     assert other.weights_hash() != first
     assert len(hashing) == 2
 

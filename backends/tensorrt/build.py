@@ -19,9 +19,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ...architectures.tensors import TensorSpec
+from ...architectures.shapes import TensorSpec
 from ...engine_library import BuildError, Unavailable
-from ...engine_library.files import write_file
+from ...engine_library.atomic_files import write_file
 from .. import BuildRequest, Progress
 from . import version8
 from .flavour import Flavour, import_flavour

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from ...engine_library.files import write_file
+from ...engine_library.atomic_files import write_file
 
 log = logging.getLogger(__name__)
 

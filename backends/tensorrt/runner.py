@@ -35,7 +35,7 @@ class TensorRTRunner:
         device: where inputs and outputs have to be.
         scratch_bytes: what the largest call of the profile needs beside the weights.
         bytes: weights and scratch of the largest call.
-        recordable: TensorRT has all kernels ready; RTX still compiles some while calls already run.
+        capturable: TensorRT has all kernels ready; RTX still compiles some while calls already run.
     """
 
     def __init__(self, title: str, opened: OpenedEngine):
@@ -44,7 +44,7 @@ class TensorRTRunner:
             Unavailable: there is no room for the context.
         """
         self.device = opened.device
-        self.recordable = opened.jit_cache is None
+        self.capturable = opened.jit_cache is None
         self.scratch_bytes: int = opened.scratch_bytes
         self.bytes = opened.weight_bytes + self.scratch_bytes
         self._title = title
@@ -68,7 +68,7 @@ class TensorRTRunner:
         with torch.cuda.device(device):
             return cls(title, OpenedEngine(trt, title, engine, device))
 
-    def twin(self) -> TensorRTRunner:
+    def new_context(self) -> TensorRTRunner:
         return TensorRTRunner(self._title, self._opened)
 
     def refit(self, weights: Mapping[str, torch.Tensor], changed: Collection[str]) -> None:

@@ -22,14 +22,14 @@ events: list[dict[str, Any]] = []
 
 def pack(name: str) -> ModuleType:
     """A module of the Hybrid TRT pack that this server has loaded."""
-    root = next(module for module in sys.modules if module.endswith(".engine_runtime")).rpartition(".")[0]
+    root = next(module for module in sys.modules if module.endswith(".sampling")).rpartition(".")[0]
     return importlib.import_module(f"{root}.{name}")
 
 
 def build(network: Any) -> str:
     """A stand-in engine for a network, published in the server's library; its folder's name."""
     builder, backends = pack("engine_builder.build"), pack("backends").backends()
-    profile = network.architecture().profile(pack("architectures.sizes").Asked(64, 512, 1024, 4, 616))
+    profile = network.architecture().profile(pack("architectures.sizes").RequestedSizes(64, 512, 1024, 4, 616))
     order = pack("engine_builder.order").BuildOrder(network, network.precision, profile, backends["stand_in"])
     make_files = pack("backends.stand_in").make_files
     library = pack("page_api.library_folder").library()
@@ -47,7 +47,7 @@ class StandInUNetEngine(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any) -> io.NodeOutput:
-        network = pack("native_model.network").NativeNetwork.of_model(model, "stand-in UNet")
+        network = pack("comfy_model.network").NativeNetwork.of_model(model, "stand-in UNet")
         return io.NodeOutput(ui={"engine": [build(network)]})
 
 
@@ -61,7 +61,7 @@ class StandInControlNetEngine(io.ComfyNode):
 
     @classmethod
     def execute(cls, control_net: Any) -> io.NodeOutput:
-        network = pack("native_model.network").NativeNetwork.of_controlnet(control_net, "stand-in ControlNet")
+        network = pack("comfy_model.network").NativeNetwork.of_controlnet(control_net, "stand-in ControlNet")
         return io.NodeOutput(ui={"engine": [build(network)]})
 
 

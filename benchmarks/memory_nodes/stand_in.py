@@ -54,7 +54,7 @@ class StandInRunner:
 
     def __init__(self, engine: Any, device: torch.device):
         from ..architectures import architectures
-        from ..native_model.snapshot import restore
+        from ..comfy_model.snapshot import restore
 
         structure = json.loads((engine.folder / STRUCTURE).read_text())
         dtype = getattr(torch, structure["precision"])

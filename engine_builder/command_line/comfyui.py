@@ -8,13 +8,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from ...comfy_model import hash_cache
 from ...engine_library import Library
-from ...native_model import hash_cache
 
 if TYPE_CHECKING:
     import torch
 
-    from ...native_model.network import NativeNetwork
+    from ...comfy_model.network import NativeNetwork
 
 PACK = Path(__file__).absolute().parents[2]
 FOLDER_KEY = "trt_engines"
@@ -90,7 +90,7 @@ def load(kind: str, name: str, precision: str, target: torch.device) -> NativeNe
     import comfy.controlnet
     import comfy.sd
 
-    from ...native_model.network import NativeNetwork
+    from ...comfy_model.network import NativeNetwork
 
     try:
         if kind == "controlnet":

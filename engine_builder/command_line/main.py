@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from ...architectures import profile_words
-from ...architectures.sizes import PRECISIONS, SIZE_NAMES, Asked
+from ...architectures.sizes import PRECISIONS, SIZE_NAMES, RequestedSizes
 from ...backends import AUTO, Backend, backends, gpu_of, refusals, usable_backends
+from ...comfy_model.hash_cache import source_changed
 from ...engine_library import BuildError, Library, LibraryError, Unavailable, trust
 from ...engine_library import archive as archives
 from ...engine_library.disk import free_bytes, gigabytes
-from ...engine_library.states import Entry, delete, entries, select, verify
-from ...native_model.hash_cache import source_changed
+from ...engine_library.inventory import Entry, delete, entries, select, verify
 from . import comfyui
 from .progress_bar import Bar
 
@@ -111,7 +111,7 @@ def _backend_name(text: str) -> str:
 
 
 def _build(options: argparse.Namespace) -> int:
-    asked = Asked(**{name: getattr(options, name) for name in SIZE_NAMES})
+    asked = RequestedSizes(**{name: getattr(options, name) for name in SIZE_NAMES})
     asked.check()  # wrong ones are told before a model is loaded
     library = _library(options)
     from ..build import build_engine

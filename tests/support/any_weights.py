@@ -15,14 +15,14 @@ from comfy.model_patcher import ModelPatcher
 from hybrid_trt.architectures import Role
 from hybrid_trt.architectures.calls import EngineCall
 from hybrid_trt.architectures.samples import sample_inputs
-from hybrid_trt.architectures.tensors import Profile, Range
+from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.backends import backends
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, Library
 from hybrid_trt.engine_library.parity import relative_error
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.native_model.network import NativeNetwork
+from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 
 PROFILE = Profile({"B": Range(1, 2, 2), "H": Range(4, 8, 16), "W": Range(4, 8, 16), "T": Range(77, 77, 77),
                    "HB": Range(1, 1, 2)})
@@ -83,7 +83,7 @@ def native(net: NativeNetwork, patcher: ModelPatcher) -> list[torch.Tensor]:
 def served(handle: EngineHandle, patcher: ModelPatcher | None = None) -> list[torch.Tensor]:
     with torch.inference_mode():
         done, result = handle.serve(None, lambda: EngineCall(inputs_of(handle.network), dict), patcher)
-    assert done, handle.fallback or handle.tally.details
+    assert done, handle.fallback or handle.stats.details
     return list(result.values())
 
 

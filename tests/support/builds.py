@@ -22,9 +22,9 @@ import comfy.ops
 import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from hybrid_trt import backends
-from hybrid_trt.architectures.tensors import Profile, Range
+from hybrid_trt.architectures.shapes import Profile, Range
+from hybrid_trt.comfy_model.network import UNET_PREFIX, NativeNetwork
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.native_model.network import UNET_PREFIX, NativeNetwork
 
 CPU = torch.device("cpu")
 PROFILE = Profile({"B": Range(1, 2, 4), "H": Range(4, 16, 40), "W": Range(4, 16, 40), "T": Range(77, 77, 154)})
@@ -68,7 +68,7 @@ def children(pid: int | None = None) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(pid).children(recursive=True):
         try:
-            if "engine_builder.in_child.main" in child.cmdline():
+            if "engine_builder.worker.main" in child.cmdline():
                 found += [child, *child.children(recursive=True)]
         except psutil.NoSuchProcess:
             pass

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 from hybrid_trt.backends import Progress
-from hybrid_trt.engine_builder.child_process import Log, run_in_child
+from hybrid_trt.engine_builder.worker_process import Log, run_in_worker
 
 SAMPLE_SECONDS = 0.05
 
@@ -52,7 +52,7 @@ class Measured:
     def __call__(self, task: Mapping, progress: Progress, log: Log, environment: Mapping[str, str]) -> dict:
         before, started = _processor_seconds(), time.perf_counter()
         with PeakMemory() as memory:
-            result = run_in_child(task, progress, log, environment)
+            result = run_in_worker(task, progress, log, environment)
         self.steps[task["step"]] = {
             "wall_s": round(time.perf_counter() - started, 1),
             "processor_s": round(_processor_seconds() - before, 1),

@@ -7,6 +7,6 @@ from pack import import_comfy
 
 import_comfy()
 
-from hybrid_trt.backends.torch_live.compiled import can_compile
+from hybrid_trt.backends.torch_inductor.compiled import can_compile
 
 COMPILES = pytest.mark.skipif(not can_compile(), reason="this torch is too old to compile to a file")

@@ -15,12 +15,13 @@ import_comfy()
 import comfy.controlnet
 from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library
-from hybrid_trt.engine_runtime.controlnet import back_with_engine
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.native_model.network import NativeNetwork
+from hybrid_trt.sampling.controlnet import back_with_engine
+from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from memory_fixtures import CONTROLNET
 from patched import PROFILE, Patched, load, sampling_node
+
 from sampling import sample
 
 CHOICE = EngineChoice(PROFILE, backend="torch")

@@ -16,7 +16,7 @@ package = types.ModuleType("hybrid_trt")
 package.__path__ = [str(Path(__file__).resolve().parents[2])]
 sys.modules["hybrid_trt"] = package
 
-from hybrid_trt.engine_sessions.cuda_graphs import GraphCache
+from hybrid_trt.sessions.cuda_graphs import GraphCache
 
 GPU = torch.device("cuda", 0)
 ROWS, COLUMNS = 64, 1 << 20

@@ -12,8 +12,8 @@ from pack import import_comfy
 
 import_comfy()
 
-from hybrid_trt.engine_runtime import control_stack, late_control
-from hybrid_trt.engine_sessions import cuda_graphs
+from hybrid_trt.sampling import control_stack, late_control
+from hybrid_trt.sessions import cuda_graphs
 
 
 class Stream:

@@ -14,8 +14,8 @@ from pack import import_comfy
 import_comfy()
 
 import torch
-from hybrid_trt.engine_sessions import graph_memory
-from hybrid_trt.engine_sessions.cuda_graphs import GraphCache
+from hybrid_trt.sessions import graph_memory
+from hybrid_trt.sessions.cuda_graphs import GraphCache
 
 GPU = torch.device("cuda", 0)
 

@@ -21,12 +21,13 @@ import comfy.controlnet
 from comfy import model_management
 from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library
-from hybrid_trt.engine_runtime import native_weights
-from hybrid_trt.engine_runtime.controlnet import back_with_engine
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.native_model.network import NativeNetwork
+from hybrid_trt.sampling import native_weights
+from hybrid_trt.sampling.controlnet import back_with_engine
+from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from patched import NAME, PROFILE, Patched, library_of, load, sampling_node
+
 from sampling import sample
 
 CONTROLNET = "tiny_sd15_flat_a"

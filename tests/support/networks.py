@@ -15,8 +15,8 @@ import comfy.model_patcher
 import comfy.ops
 from comfy.cldm.cldm import ControlNet
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
-from hybrid_trt.architectures.tensors import Profile, Range
-from hybrid_trt.native_model.network import UNET_PREFIX, NativeNetwork
+from hybrid_trt.architectures.shapes import Profile, Range
+from hybrid_trt.comfy_model.network import UNET_PREFIX, NativeNetwork
 
 CPU = torch.device("cpu")
 

@@ -28,7 +28,7 @@ from comfy.controlnet import ControlBase, ControlNet
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy.model_patcher import ModelPatcher, ModelPatcherDynamic
 from dynamic_vram import DynamicOnCPU
-from hybrid_trt.native_model import comfyui_internals
+from hybrid_trt.comfy_model import comfyui_internals
 
 MOST_HINTS = 2
 

@@ -13,15 +13,15 @@ import_comfy()
 
 from hybrid_trt.architectures.calls import EngineCall
 from hybrid_trt.architectures.samples import sample_inputs
+from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.architectures.sizes import Picture
-from hybrid_trt.architectures.tensors import Profile, Range
 from hybrid_trt.backends import backends
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_library import Engine, Library
 from hybrid_trt.engine_library.parity import relative_error
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.native_model.network import NativeNetwork
 from hybrid_trt.nodes import building
+from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 
 ORT = backends()["onnxruntime"]
 PROFILE = Profile({"B": Range(1, 2, 4), "H": Range(4, 8, 20), "W": Range(4, 8, 20), "T": Range(77, 77, 231),

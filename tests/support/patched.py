@@ -16,14 +16,15 @@ from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from comfy_execution.utils import CurrentNodeContext
 from hybrid_trt.backends import backends
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Reason, Unavailable
-from hybrid_trt.engine_runtime.backbone import patch_model
-from hybrid_trt.engine_runtime.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.engine_runtime.memory import EnginePatcher
-from hybrid_trt.native_model.network import NativeNetwork
+from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.sampling.engine_patcher import EnginePatcher
+from hybrid_trt.sampling.model_wrapper import patch_model
 from profiles import profile_of
+
 from sampling import sample
 
 CPU = torch.device("cpu")
@@ -67,7 +68,7 @@ class Patched:
     @property
     def counts(self) -> tuple[int, int]:
         """Calls of the last run on the engine, and native."""
-        return self.handle.tally.engine, self.handle.tally.native
+        return self.handle.stats.engine, self.handle.stats.native
 
 
 def sampling_node() -> CurrentNodeContext:

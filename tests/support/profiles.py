@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from hybrid_trt.architectures.latent import ANY, LatentSizes
-from hybrid_trt.architectures.sizes import Asked, Sizes
-from hybrid_trt.architectures.tensors import Profile
+from hybrid_trt.architectures.image_latent import ANY, LatentSizes
+from hybrid_trt.architectures.shapes import Profile
+from hybrid_trt.architectures.sizes import RequestedSizes, Sizes
 
 
 def profile_of(*asked: int, defaults: Sizes = ANY.sizes, **named: int) -> Profile:
-    """Sizes in the order of ``Asked`` as a profile."""
-    return LatentSizes(defaults).profile(Asked(*asked, **named))
+    """Sizes in the order of ``RequestedSizes`` as a profile."""
+    return LatentSizes(defaults).profile(RequestedSizes(*asked, **named))

@@ -15,8 +15,8 @@ from pack import import_comfy
 import_comfy()
 
 import torch
-from hybrid_trt.engine_runtime import control_stack
-from hybrid_trt.engine_sessions.cuda_graphs import GraphCache
+from hybrid_trt.sampling import control_stack
+from hybrid_trt.sessions.cuda_graphs import GraphCache
 
 GPU = torch.device("cuda", 0)
 STEPS = 40

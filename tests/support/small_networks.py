@@ -14,8 +14,8 @@ import comfy.ops
 from comfy.cldm.cldm import ControlNet
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from hybrid_trt.architectures import Role
-from hybrid_trt.engine_sessions.preludes import LivePreludes
-from hybrid_trt.native_model.network import UNET_PREFIX, NativeNetwork
+from hybrid_trt.comfy_model.network import UNET_PREFIX, NativeNetwork
+from hybrid_trt.sessions.per_image_cache import LivePerImagePasses
 
 CPU = torch.device("cpu")
 SMALL = {"model_channels": 64, "legacy": False, "image_size": 32, "in_channels": 4, "use_spatial_transformer": True}
@@ -71,11 +71,11 @@ def network(
 
 
 class HintEncoder:
-    """The preludes of a ControlNet as a function of the hint."""
+    """The per-image passes of a ControlNet as a function of the hint."""
 
     def __init__(self, net: NativeNetwork, precision: str = "float32"):
         self.net = net
-        self.live = LivePreludes(net, precision)
+        self.live = LivePerImagePasses(net, precision)
 
     def __call__(self, hint: torch.Tensor) -> torch.Tensor:
         self.live.follow(self.net.patcher)

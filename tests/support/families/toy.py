@@ -13,8 +13,8 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrapper
 
 from . import Role
 from .calls import Binding, EngineCall, ResidualLayout, Unsupported
-from .sizes import Asked, Examples, Picture, Sizes, Symbol, words_for
-from .tensors import Dim, Profile, Range, TensorSpec
+from .sizes import Examples, Picture, RequestedSizes, Sizes, Symbol, words_for
+from .shapes import Dim, Profile, Range, TensorSpec
 
 FEATURES, BLOCKS, PROMPT = 32, 4, 16
 PIXELS = 8
@@ -101,7 +101,7 @@ class ToySizes:
     symbols = {"N": Symbol("images"), "R": Symbol("rows", PIXELS, "px"), "C": Symbol("columns", PIXELS, "px"),
                "L": Symbol("words"), "P": Symbol("pictures")}  # fmt: skip
 
-    def profile(self, asked: Asked) -> Profile:
+    def profile(self, asked: RequestedSizes) -> Profile:
         asked.check()
         low, best, high = asked.min_size or 64, asked.opt_size or 128, asked.max_size or 256
         size, many = Range(low // PIXELS, best // PIXELS, high // PIXELS), 2 * (asked.max_images or 1)
@@ -132,7 +132,7 @@ class ToySizes:
     def join_layers(self, module: torch.nn.Module) -> list:
         return []
 
-    def preludes(self, module: torch.nn.Module) -> list:
+    def passes(self, module: torch.nn.Module) -> list:
         return []
 
     def engine_inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:

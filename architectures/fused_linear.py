@@ -1,0 +1,91 @@
+"""Linear layers that take the same input, computed as one: fewer and larger matrix products."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+
+class FusedLinear(torch.nn.Module):
+    """Layers whose weights lie one after another in one tensor; its first part in a pass computes all.
+
+    Attributes:
+        layers: the layers, which compute no longer themselves; their parameters are parts of this one's.
+        weight: (sum of the layers' features out, features in).
+        bias: (sum of the layers' features out,), or None.
+    """
+
+    def __init__(self, layers: Sequence[torch.nn.Linear], first: torch.nn.Module | None = None):
+        """
+        Args:
+            layers: of one width in, all with a bias or none.
+            first: computed before, once.
+        """
+        super().__init__()
+        self.layers = tuple(layers)  # a tuple: they are no submodules of this one
+        self.first = first
+        for leaf in ("weight", "bias"):
+            parts = [getattr(layer, leaf) for layer in layers]
+            whole = None if parts[0] is None else torch.cat([part.data for part in parts])
+            self.register_parameter(leaf, None if whole is None else torch.nn.Parameter(whole, requires_grad=False))
+        self._widths = [layer.out_features for layer in layers]
+        self._given: weakref.ref[torch.Tensor] | None = None
+        self._results: list[torch.Tensor | None] = []
+
+    @property
+    def leaves(self) -> list[str]:
+        """Names of its parameters."""
+        return list(self._parameters) if self.bias is not None else ["weight"]
+
+    def part(self, index: int, given: torch.Tensor) -> torch.Tensor:
+        """What one of the layers gives.
+
+        A part that was taken before belongs to an earlier pass, even when the tensor is the same: it may have been
+        written since.
+        """
+        if self._given is None or self._given() is not given or self._results[index] is None:
+            ready = given if self.first is None else self.first(given)
+            self._results = list(F.linear(ready, self.weight, self.bias).split(self._widths, dim=-1))
+            self._given = weakref.ref(given)
+        result, self._results[index] = self._results[index], None
+        if not any(left is not None for left in self._results):
+            self._given = None
+        return result
+
+
+class Part(torch.nn.Module):
+    """Stands where one of the joined layers was."""
+
+    def __init__(self, joined: FusedLinear, index: int):
+        super().__init__()
+        self._whole = (joined,)  # a tuple: it is registered once, elsewhere
+        self._index = index
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return self._whole[0].part(self._index, given)
+
+
+Place = tuple[torch.nn.Module, str]
+"""A module and the name of one of its children."""
+
+
+def join(module: torch.nn.Module, groups: Sequence[Sequence[Place]]) -> list[FusedLinear]:
+    """Compute the layers at each group of places as one. ``module`` is a copy that nobody else uses.
+
+    Args:
+        groups: of ``Linear``s, or of ``Sequential``s that end with one and are alike before it.
+    """
+    made = []
+    for places in groups:
+        found = [owner.get_submodule(leaf) for owner, leaf in places]
+        before = [layer[:-1] if isinstance(layer, torch.nn.Sequential) else None for layer in found]
+        linears = [layer[-1] if isinstance(layer, torch.nn.Sequential) else layer for layer in found]
+        joined = FusedLinear(linears, before[0])
+        for index, (owner, leaf) in enumerate(places):
+            setattr(owner, leaf, Part(joined, index))
+        made.append(joined)
+    module.joined = torch.nn.ModuleList(made)
+    return made

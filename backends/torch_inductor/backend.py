@@ -1,0 +1,120 @@
+"""torch: native's own live weights, compiled by Inductor and replayed as CUDA graphs. No TensorRT, no ONNX.
+
+Without an engine it replays the uncompiled network as a CUDA graph, at once. An engine adds compiled files for some
+sizes, and one for more sizes stands beside it; it holds no weights, so it serves every checkpoint of the same layout,
+LoRAs included.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...architectures.sizes import PRECISIONS
+from ...comfy_model.structure_hash import structure_hash
+from ...engine_library import BuildError, Engine, Fallback, Manifest, Reason, Unavailable, trust, verified
+from ...sessions.session import refuse
+from .. import BuildRequest, LiveTask, Progress, gpu_of
+from . import compiled
+
+if TYPE_CHECKING:
+    from ...comfy_model.network import NativeNetwork
+    from .session import LiveSession
+
+
+class TorchBackend:
+    """Runs and compiles live networks. On a CPU it runs them eagerly, for tests, and only when chosen by name."""
+
+    name = "torch"
+    preference = 10
+    measured_on = ("cuda",)
+    builds_on_gpu = True
+    build_stack = 0
+    runs_live_weights = True
+    refits = False
+    keeps_weights = False
+    one_size = False
+    in_parts = True
+    precisions = PRECISIONS
+
+    def version(self) -> str:
+        return f"{torch.__version__} format {compiled.FORMAT}"
+
+    def target(self, device: torch.device) -> str:
+        if device.type != "cuda":
+            return str(device.type)
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"{torch.cuda.get_device_name(device)}, {major}.{minor}"
+
+    def unavailable(self, device: torch.device) -> Fallback | None:
+        if device.type not in ("cuda", "cpu"):
+            return Fallback(Reason.BACKEND_MISSING, f"the torch backend has not been tried on {device.type}")
+        return None
+
+    def cannot_build(self, device: torch.device) -> Fallback | None:
+        """Why nothing can be compiled for a device here; running without an engine needs none of it."""
+        if not compiled.can_compile():
+            oldest = ".".join(map(str, compiled.OLDEST_TORCH))
+            return Fallback(Reason.BACKEND_MISSING, f"compiling needs torch {oldest} or newer")
+        if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+            name = "triton-windows" if os.name == "nt" else "triton"
+            return Fallback(Reason.BACKEND_MISSING, f"compiling needs Triton: pip install {name}")
+        if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++", "cl"))):
+            return Fallback(Reason.BACKEND_MISSING, "compiling for the CPU needs a C++ compiler")
+        return None
+
+    def refuses(self, manifest: Manifest, device: torch.device) -> Fallback | None:
+        identity = manifest.identity
+        if identity.device != self.target(device):
+            return Fallback(Reason.WRONG_GPU, f"it was compiled for {identity.device}")
+        if identity.backend_version != self.version():
+            return Fallback(Reason.STALE_ENGINE, f"it was compiled by torch {identity.backend_version}")
+        return None
+
+    def build_memory(self, weights: int) -> int:
+        return 0
+
+    def weights(self, network: NativeNetwork, check: Callable[[], None] | None = None) -> str:
+        """No weights are compiled in."""
+        return structure_hash(network.module)
+
+    def build(self, request: BuildRequest, progress: Progress) -> list[str]:
+        raise BuildError("the torch backend compiles live networks, not ONNX graphs")
+
+    def compile(self, function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
+        from .compile_step import compile_network
+
+        return compile_network(function, task, progress)
+
+    def session(
+        self, network: NativeNetwork, engines: Sequence[Engine], precision: str, passed_over: Fallback | None
+    ) -> LiveSession:
+        from .session import live_session  # which needs ComfyUI
+
+        found, gpu = live_session(network, self, precision), gpu_of(network.device)
+        for engine in engines:
+            if trust.is_slow(engine, gpu):
+                refuse(engine, f"compiled it took {trust.pace(engine, gpu):.2f} times as long as native on this GPU")
+        found.use(engines, passed_over)
+        return found
+
+    def sizes(self, engine: Engine) -> list[dict[str, int]]:
+        """The sets of sizes that an engine has compiled files for."""
+        return [compiled.sizes_of(name) for name in engine.manifest.files]
+
+    def open_live(self, engine: Engine, symbols: dict[str, int]) -> compiled.Compiled:
+        """Open an engine's compiled file for some sizes.
+
+        Raises:
+            Unavailable: the files were not made on this machine, or have changed.
+        """
+        if (refusal := trust.flaw(engine)) is not None:
+            raise Unavailable(refusal.reason, refusal.detail)
+        engine.check_sizes()
+        verified.check_contents(engine)
+        return compiled.open_file(engine.folder / compiled.file_name(symbols))

@@ -1,0 +1,219 @@
+"""Inductor's side: trace a network for one set of sizes, compile it, keep the result in a file, open it again.
+
+The trace has the weights as inputs, so one file serves every checkpoint of a layout, and LoRAs. ``standalone_compile``
+makes a file that a new process opens in seconds: nothing is traced, guarded or looked up again.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import tempfile
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...comfy_model.torch_kernels import best_attention
+from . import inductor_tuning, late_inputs, parts
+
+log = logging.getLogger(__name__)
+
+Compiled = Callable[..., Sequence[torch.Tensor]]
+"""Weights, then inputs -> outputs."""
+
+OLDEST_TORCH = (2, 11)
+"""The first torch that this was run with."""
+
+PARTS_HEADER = b"compiled in parts\n"
+"""What a file begins with that has several of Inductor's in it."""
+
+FORMAT = 6
+"""Raise this when older files would be called wrongly or run much slower: they become stale."""
+
+
+def can_compile() -> bool:
+    """Whether this torch can compile to a file; asked without importing Inductor, which takes seconds."""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    return (major, minor) >= OLDEST_TORCH
+
+
+def let_kernels_be_recorded() -> None:
+    """Make Inductor's kernels launch while a CUDA graph is recorded, under the allocator that ComfyUI chooses.
+
+    With cudaMallocAsync, memory allocated during a recording has no address attributes yet, and Inductor's launchers,
+    its own and Triton's, ask for them for every tensor and fail. Plain addresses they take unasked. A kernel's launcher
+    is written when the kernel is opened, so this comes first; outside a recording nothing changes. A torch that writes
+    launchers otherwise stays as it is: what it cannot record, the graph cache runs plainly.
+    """
+    if not torch.cuda.is_available() or torch.cuda.get_allocator_backend() != "cudaMallocAsync":
+        return
+    try:
+        from torch._inductor.runtime.triton_heuristics import CompileResult
+
+        write = CompileResult._gen_launcher_code
+    except (ImportError, AttributeError) as error:
+        log.warning("Hybrid TRT: compiled kernels may not be recorded with this torch (%s)", error)
+        return
+    if getattr(write, "takes_addresses", False):
+        return
+
+    def write_for_recordings(self: Any, scope: dict[str, Any], *rest: Any, **named: Any) -> Callable[..., None]:
+        if "runner" in scope:  # changed in place: Inductor goes on with this very dict
+            scope["runner"] = _with_addresses(scope["runner"])
+        return write(self, scope, *rest, **named)
+
+    write_for_recordings.takes_addresses = True
+    CompileResult._gen_launcher_code = write_for_recordings
+
+
+def _with_addresses(launch: Callable[..., None]) -> Callable[..., None]:
+    """``launch`` with addresses in the place of tensors while the current stream is recorded."""
+
+    def run(*args: object) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            args = tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args)
+        launch(*args)
+
+    return run
+
+
+def compile_to_file(
+    function: torch.nn.Module,
+    weights: Sequence[torch.Tensor],
+    names: Sequence[str],
+    inputs: Sequence[torch.Tensor],
+    path: Path,
+    attention: str | None = None,
+    late: Collection[int] = (),
+) -> Compiled:
+    """Compile ``function`` for exactly these sizes and strides.
+
+    Args:
+        function: its parameters are called ``names``; their values are ``weights``.
+        inputs: examples, in order.
+        path: where to keep the result.
+        attention: the kernel that attention takes; None for the usual one.
+        late: which of ``inputs``, by number, may come while it runs.
+    """
+    let_kernels_be_recorded()  # who opens the file in this process may get these very kernels
+    with torch.inference_mode(False), torch.no_grad(), best_attention(inputs[0].device, attention):
+        graph, given = traced(function, weights, names, inputs, late)
+        compiled = by_inductor(graph, given)
+    compiled.save(path=str(path))
+    return compiled
+
+
+def traced(
+    function: torch.nn.Module,
+    weights: Sequence[torch.Tensor],
+    names: Sequence[str],
+    inputs: Sequence[torch.Tensor],
+    late: Collection[int],
+    functional: bool = False,
+) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
+    """The network as a graph, and examples of what that takes: weights, then inputs.
+
+    Args:
+        functional: nothing is written in place in it.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    count = len(weights)
+
+    def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parameters = dict(zip(names, tensors[:count], strict=True))
+        return torch.func.functional_call(function, parameters, tensors[count:])
+
+    given = [t.clone() if t.is_inference() else t for t in (*weights, *inputs)]
+    traced = torch.func.functionalize(flat) if functional else flat
+    graph = make_fx(traced, decomposition_table=inductor_tuning.TABLE, tracing_mode="fake")(*given)
+    inductor_tuning.keep_channels_last(graph)
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    late_inputs.wait_where_needed(graph, [placeholders[count + i] for i in late])
+    return graph, given
+
+
+def by_inductor(graph: torch.fx.GraphModule, given: Sequence[torch.Tensor]) -> Any:
+    """What Inductor makes of a graph; examples of what that takes may be fake tensors."""
+    import torch._inductor
+
+    with _choices():
+        return torch._inductor.standalone_compile(graph, given, dynamic_shapes="from_example_inputs", aot=True)
+
+
+def _choices() -> AbstractContextManager[None]:
+    """``choices.our_rows``, or nothing with a torch that makes these choices elsewhere: they only cost time."""
+    try:
+        from .choices import our_rows
+    except ImportError as error:
+        log.warning("Hybrid TRT: Inductor chooses alone with this torch (%s): networks run slower", error)
+        return nullcontext()
+    return our_rows()
+
+
+def open_file(path: Path) -> Compiled:
+    """Open what ``compile_to_file`` or ``SharedSize`` kept. It is a pickle: the caller has checked that it is ours."""
+    import torch._inductor.config
+
+    let_kernels_be_recorded()
+    contents = path.read_bytes()
+    # nothing is compiled here, and starting Inductor's pool of compilers would keep all cores busy for seconds
+    with torch._inductor.config.patch(compile_threads=1), torch.inference_mode(False), torch.no_grad():
+        if not contents.startswith(PARTS_HEADER):
+            return _opened(contents)
+        each, plans, outputs = pickle.loads(contents[len(PARTS_HEADER):])
+        return parts.InParts([_opened(one) for one in each], plans, outputs)
+
+
+def keep_parts(path: Path, each: Sequence[bytes], plans: Sequence[parts.Plan], outputs: Sequence[int]) -> None:
+    """Keep several of Inductor's files as one; ``parts.InParts`` tells what belongs to them."""
+    path.write_bytes(PARTS_HEADER + pickle.dumps((list(each), list(plans), list(outputs))))
+
+
+def _opened(contents: bytes) -> Compiled:
+    opened = _without_a_copy(contents)
+    if opened is None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "compiled"
+            path.write_bytes(contents)
+            opened = torch._inductor.CompiledArtifact.load(path=str(path))
+    return opened
+
+
+def _without_a_copy(contents: bytes) -> Compiled | None:
+    """What ``CompiledArtifact.load`` gives, or None where this torch keeps its files otherwise.
+
+    torch first copies, object by object, all that it has read, so as to be able to write it once more, and reads all of
+    its own sources to tell whether it is the torch that wrote the file: an engine knows that by torch's version.
+    """
+    try:
+        from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
+        from torch._inductor.standalone_compile import AOTCompiledArtifact
+        from torch.utils._appending_byte_serializer import BytesReader
+
+        reader = BytesReader(contents)
+        if reader.read_bytes() != AOTCompiledArtifact.AOT_HEADER:
+            return None
+        reader.read_bytes()  # the hash of torch's sources
+        entry, kernels, arguments = pickle.loads(reader.read_bytes())
+        if kernels or arguments:  # which have to be put in their place
+            return None
+        entry.__deepcopy__ = lambda memo: entry
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        log.info("Hybrid TRT: compiled files open more slowly with this torch (%s)", error)
+        return None
+    return deserialize_bundled_cache_entry(entry)
+
+
+def file_name(symbols: dict[str, int]) -> str:
+    """Name of the compiled file for some sizes, for example ``B2-H64-HB1-T77-W64.bin``."""
+    return "-".join(f"{symbol}{size}" for symbol, size in sorted(symbols.items())) + ".bin"
+
+
+def sizes_of(name: str) -> dict[str, int]:
+    """The inverse of ``file_name``."""
+    parts = Path(name).stem.split("-")
+    return {part.rstrip("0123456789"): int(part.lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")) for part in parts}

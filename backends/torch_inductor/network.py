@@ -1,0 +1,92 @@
+"""One network run from its live weights: plainly, or by a compiled file where one fits the call's sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...architectures import Architecture, Role
+from ...architectures.shapes import TensorSpec
+from ...comfy_model.live_weights import LiveWeights
+from ...comfy_model.network import NativeNetwork
+from ...comfy_model.torch_kernels import best_attention
+from ...sessions.per_image_cache import PerImagePasses
+from .compiled import Compiled
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+Sizes = frozenset[tuple[str, int]]
+"""The sizes of a call: (symbol, size)."""
+
+
+def frozen(symbols: Mapping[str, int]) -> Sizes:
+    """A call's sizes as a key."""
+    return frozenset(symbols.items())
+
+
+class LiveNetwork:
+    """A plain copy of a native network over its live weights, as a function of named tensors.
+
+    Attributes:
+        inputs, outputs: its tensors, in order.
+        weights: where the parameters come from.
+        shares: whether they may be ComfyUI's own where these lie on the GPU.
+        per-image passes: what gives some of the inputs.
+    """
+
+    def __init__(self, network: NativeNetwork, architecture: Architecture, precision: str):
+        self.dtype = getattr(torch, precision)
+        self.device = network.device
+        self.inputs: list[TensorSpec] = architecture.engine_inputs(network.module, precision)
+        self.outputs: list[TensorSpec] = architecture.outputs(network.module, precision)
+        # a ControlNet's own patcher is replaced by the engine's, so nobody loads native weights to share
+        self.shares = network.role is Role.BACKBONE
+        self.weights = LiveWeights(network, self.dtype, share=self.shares)
+        copy = self.weights.module
+        self.passes = PerImagePasses(architecture.passes(copy), self.device, self.dtype)
+        self.weights.join(architecture.join_layers(copy))
+        self.function = architecture.function(copy)
+        # sorted: in which order a layer registers its parameters depends on how ComfyUI loaded them
+        self.names = sorted(name for name, _ in self.function.named_parameters())
+        self._compiled: dict[Sizes, Compiled] = {}
+        self._flat: list[torch.Tensor] = []
+        self._flat_of = -1
+
+    def follow(self, patcher: ModelPatcher, thorough: bool = True) -> None:
+        """Make the weights those of a patcher; see ``LiveWeights.follow``."""
+        self.weights.follow(patcher, thorough)
+
+    def release(self) -> None:
+        """Give the weights' memory back; the next ``follow`` starts anew."""
+        self.weights.release()
+        self._flat = []
+
+    def flat_weights(self) -> list[torch.Tensor]:
+        """The weights in the order of ``names``."""
+        if self._flat_of != self.weights.generation:
+            parameters = dict(self.function.named_parameters())
+            self._flat = [parameters[name].data for name in self.names]
+            self._flat_of = self.weights.generation
+        return self._flat
+
+    def add_compiled(self, sizes: Sizes, compiled: Compiled) -> None:
+        """Use ``compiled`` for calls of exactly these sizes."""
+        self._compiled[sizes] = compiled
+
+    def forget_compiled(self, sizes: Sizes) -> None:
+        del self._compiled[sizes]
+
+    def has_compiled(self, symbols: Mapping[str, int]) -> bool:
+        """Whether calls of these sizes run compiled."""
+        return frozen(symbols) in self._compiled
+
+    def run(self, inputs: Mapping[str, torch.Tensor], sizes: Sizes) -> dict[str, torch.Tensor]:
+        """One call on tensors of the right dtype, device and layout; output name -> tensor."""
+        given = [inputs[spec.name] for spec in self.inputs]
+        compiled = self._compiled.get(sizes)
+        with best_attention(self.device):
+            results = compiled(*self.flat_weights(), *given) if compiled else self.function(*given)
+        return {spec.name: result for spec, result in zip(self.outputs, results, strict=True)}

@@ -1,0 +1,399 @@
+"""A session of the torch backend: a live network with CUDA graphs, per-image passes and compiled files."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import torch
+
+from ...architectures.calls import AsyncInputs
+from ...architectures.shapes import Profile, ShapeMismatch, bind
+from ...architectures.wanted_calls import Call, calls_to_compile
+from ...comfy_model.module_copy import ReplacedForward
+from ...comfy_model.network import NativeNetwork
+from ...comfy_model.torch_kernels import laid_out
+from ...engine_library import Engine, Fallback, Reason, Unavailable
+from ...sessions.cuda_graphs import GraphCache, Recorder
+from ...sessions.gpu_memory import EVERYTHING, is_out_of_memory, make_room, need_room, no_room
+from ...sessions.session import RequestedCalls, UncoveredCall, first_line, misfit, refusal_of, refuse, shared
+from .compiled import Compiled
+from .network import LiveNetwork, Sizes, frozen
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class Compiler(Protocol):
+    """What a session asks of its backend."""
+
+    name: str
+
+    def weights(self, network: NativeNetwork) -> str: ...
+
+    def cannot_build(self, device: torch.device) -> Fallback | None: ...
+
+    def sizes(self, engine: Engine) -> list[dict[str, int]]: ...
+
+    def open_live(self, engine: Engine, symbols: dict[str, int]) -> Compiled: ...
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What one set of input shapes implies, worked out once."""
+
+    symbols: dict[str, int]
+    sizes: Sizes
+    uncompiled: UncoveredCall
+
+
+class LiveSession:
+    """Serves calls from a network's live weights, see ``Session``; without an engine too: one makes some sizes faster.
+
+    It does not keep the network's model: whoever calls does.
+
+    Attributes:
+        label: the network's.
+        engines: those whose compiled files it may use.
+        graphs: the CUDA graphs.
+        refusal: why a compiled file was not opened, or None.
+        uncompiled: the last call, where no compiled file was for it, or None.
+    """
+
+    follows_patches = True
+
+    def __init__(self, network: NativeNetwork, backend: Compiler, precision: str, recorder: Recorder | None = None):
+        self.label = network.label
+        self.backend = backend
+        self.backend_name = backend.name
+        self.device = network.device
+        self.engines: list[Engine] = []
+        self._precision = precision
+        self._architecture = network.architecture()
+        self._live = LiveNetwork(network, self._architecture, precision)
+        self._module = weakref.ref(network.module)
+        self._sampled_with = weakref.ref(network.patcher)
+        self._layout = backend.weights(network)
+        self._parameters = sum(p.numel() for p in network.module.parameters())
+        self._specs = {spec.name: spec for spec in self._live.inputs}
+        self.graphs = GraphCache(self.device, recorder=recorder, steady=self._live.passes.steady)
+        self._zeros: dict[tuple, torch.Tensor] = {}
+        self._plans: dict[tuple, _Plan] = {}
+        self._files: dict[Sizes, Engine] = {}  # to be opened at the first call of their sizes
+        self._opened: dict[Sizes, Engine] = {}
+        self._last: Sizes = frozenset()
+        self.uncompiled: UncoveredCall | None = None
+        self._new_run = True
+        self._used = {d.symbol for spec in self._live.inputs for d in spec.dims if not isinstance(d, int)}
+        self.refusal: str | None = None
+        self.passed_over: Fallback | None = None
+
+    @property
+    def live(self) -> LiveNetwork:
+        return self._live
+
+    @property
+    def name(self) -> str:
+        """What served, for reports."""
+        engine = self._opened.get(self._last)
+        return "live weights, CUDA graph" if engine is None else engine.folder.name
+
+    @property
+    def serving(self) -> list[Engine]:
+        engine = self._opened.get(self._last)
+        return [] if engine is None else [engine]
+
+    @property
+    def weights(self) -> str:
+        """What stands for the weights in its engines' identities."""
+        return self._layout
+
+    @property
+    def profile(self) -> Profile | None:
+        return self.engines[0].manifest.identity.profile if self.engines else None
+
+    @property
+    def loaded(self) -> bool:
+        return self._live.weights.loaded
+
+    @property
+    def parts(self) -> frozenset[LiveSession]:
+        return frozenset([self])
+
+    @property
+    def joins_stacks(self) -> bool:
+        return self.loaded  # weights are not taken beside calls that run: ComfyUI may free what these use
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        return self.graphs.stream
+
+    @property
+    def plain(self) -> str | None:
+        return self.graphs.plain
+
+    @property
+    def takes_late(self) -> bool:
+        return self.graphs.takes_late
+
+    @property
+    def bytes(self) -> int:
+        """GPU memory that this session holds beside ComfyUI's own weights, or will hold once it has run."""
+        if self.loaded:
+            return self._live.weights.bytes + self.graphs.bytes
+        patcher = self._sampled_with()
+        if patcher is None or not self.owns_weights(patcher):
+            return 0
+        return self._parameters * self._live.dtype.itemsize
+
+    def use(self, engines: Sequence[Engine], passed_over: Fallback | None = None) -> None:
+        """Take compiled files from these engines, the first that has some sizes; or go without.
+
+        An engine that was built again in its folder is another engine; files of those that stay are not opened again.
+
+        Args:
+            passed_over: why an engine that is there is none of these.
+        """
+        self.passed_over = None if passed_over is None or passed_over.reason is Reason.NO_ENGINE else passed_over
+        if list(engines) == self.engines:
+            return
+        self.engines = list(engines)
+        self._files = {}
+        for sizes, engine in list(self._opened.items()):
+            if engine not in self.engines:
+                del self._opened[sizes]
+                self._live.forget_compiled(sizes)
+        refused = [why for engine in self.engines if (why := refusal_of(engine)) is not None]
+        self.refusal = refused[0] if refused else None
+        for engine in self.engines:
+            if refusal_of(engine) is not None:
+                continue
+            for sizes in map(frozen, self.backend.sizes(engine)):
+                if sizes not in self._opened:
+                    self._files.setdefault(sizes, engine)
+        self.graphs.clear()
+
+    @property
+    def _uncompiled(self) -> str:
+        return "as a CUDA graph" if self.device.type == "cuda" else "eagerly"
+
+    def serves(self, sizes: Mapping[str, int]) -> None:
+        """Any sizes."""
+
+    @property
+    def compiled(self) -> list[Call]:
+        """The calls that there are compiled files for."""
+        return [dict(sizes) for sizes in (*self._opened, *self._files)]
+
+    def lacks(self, profile: Profile, asked: RequestedCalls | None = None) -> bool:
+        return bool(self.to_compile(profile, asked))
+
+    def to_compile(self, profile: Profile, asked: RequestedCalls | None = None) -> list[list[Call]]:
+        if self.backend.cannot_build(self.device) is not None:
+            return []
+        asked, own = asked or RequestedCalls(), profile.only(self._used)
+        return calls_to_compile(self._architecture, own, asked.pictures, asked.seen, self.compiled)
+
+    def begin_run(self, patcher: ModelPatcher) -> None:
+        """A sampling run starts: look at every weight's place again at the next call."""
+        self._new_run = True
+        self._sampled_with = weakref.ref(patcher)
+
+    def follow(self, network: NativeNetwork, patcher: ModelPatcher) -> None:
+        """Compute with a patcher's weights from the next call on; as good as free when it is that of the last."""
+        if patcher is not self._sampled_with():
+            self.begin_run(patcher)
+
+    def runs(self, module: torch.nn.Module) -> bool:
+        """Whether it is this module's session."""
+        return self._module() is module
+
+    def owns_weights(self, patcher: ModelPatcher) -> bool:
+        """Whether native weights that ComfyUI loads for a patcher would lie beside those of this session, unused."""
+        return not self._live.shares or patcher.is_dynamic()
+
+    def load(self) -> None:
+        """Take the memory of weights of its own, if it has some and it is known whose they are.
+
+        Raises:
+            Unavailable: there is not enough.
+        """
+        patcher = self._sampled_with()  # a guider's second model is loaded unplanned: here may be one that is gone
+        if patcher is not None and self.owns_weights(patcher):
+            self._with_memory(self._follow)
+
+    def unload(self) -> None:
+        """Give the memory back; the next call starts anew."""
+        self.graphs.clear()
+        self._live.passes.clear()
+        self._zeros.clear()
+        self._live.release()
+
+    def run(
+        self,
+        given: Mapping[str, torch.Tensor],
+        extras: Mapping[str, Hashable] | None = None,
+        late: AsyncInputs | None = None,
+    ) -> dict[str, torch.Tensor]:
+        return self._with_memory(lambda: self._call(given, extras or {}, late))
+
+    def _with_memory(self, start: Callable[[], Result]) -> Result:
+        """``start()``; where memory lacks, once more when all is closed and ComfyUI has freed what is not in use."""
+        try:
+            return self._explained(start)
+        except torch.OutOfMemoryError as error:
+            log.info("Hybrid TRT: %s lacks memory (%s), ComfyUI frees what is not in use", self.label, error)
+        self.unload()  # here nothing holds the failed call's tensors any more
+        make_room(EVERYTHING, self.device)
+        try:
+            return self._explained(start)
+        except torch.OutOfMemoryError as error:
+            why = first_line(error)
+        self.unload()
+        make_room(0, self.device)  # torch's idle blocks
+        raise no_room(why)
+
+    def _explained(self, start: Callable[[], Result]) -> Result:
+        try:
+            return start()
+        except (Unavailable, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):  # CUDA says so in words where a graph finds no room for what it takes
+                raise torch.OutOfMemoryError(first_line(error)) from error
+            log.exception("Hybrid TRT: %s failed on its live weights", self.label)
+            raise Unavailable(Reason.ENGINE_FAILED, first_line(error)) from error
+
+    def _follow(self) -> None:
+        weights, patcher = self._live.weights, self._sampled_with()
+        if not weights.loaded and (size := weights.missing(patcher)):
+            need_room(size, self.device)  # where ComfyUI loaded the model in part the rest has no room either
+        self._live.follow(patcher, thorough=self._new_run)
+
+    def _call(
+        self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable], late: AsyncInputs | None
+    ) -> dict[str, torch.Tensor]:
+        self._follow()
+        self._new_run = False
+        given = self._live.passes.run(given, extras, self._live.weights.version)
+        plan = self._plan(given)
+        self._last = plan.sizes
+        if plan.sizes in self._files:
+            self._open_compiled(plan)
+        try:
+            results = self._computed(given, plan, late)
+        except (Unavailable, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if plan.sizes not in self._opened or is_out_of_memory(error):
+                raise
+            self._refuse(self._opened[plan.sizes], error)
+            results = self._computed(given, plan, late)
+        self.uncompiled = None if plan.sizes in self._opened else plan.uncompiled
+        return dict(results)
+
+    def _computed(
+        self, given: Mapping[str, torch.Tensor], plan: _Plan, late: AsyncInputs | None
+    ) -> dict[str, torch.Tensor]:
+        return self.graphs.run(
+            lambda tensors: self._live.run(tensors, plan.sizes),
+            given,
+            token=self._live.weights.generation,
+            prepare=lambda tensors: self._prepared(tensors, plan.symbols),
+            late=late,
+        )
+
+    def _prepared(self, given: Mapping[str, torch.Tensor], symbols: dict[str, int]) -> dict[str, torch.Tensor]:
+        """The network's inputs: device, dtype and layout as it computes in, zeros for what is absent."""
+        inputs = {}
+        for name, spec in self._specs.items():
+            tensor = given.get(name)
+            if tensor is None:
+                inputs[name] = self._zero(spec.shape(symbols), spec.dtype)
+            elif name in self._live.passes.steady:
+                inputs[name] = tensor  # as it has to be
+            else:
+                inputs[name] = laid_out(tensor.to(self.device, getattr(torch, spec.dtype)))
+        return inputs
+
+    def _plan(self, given: Mapping[str, torch.Tensor]) -> _Plan:
+        key = tuple((name, tensor.shape) for name, tensor in given.items())
+        plan = self._plans.get(key)
+        if plan is None:
+            try:
+                symbols = bind(self._live.inputs, {name: tuple(t.shape) for name, t in given.items()})
+            except ShapeMismatch as error:
+                raise misfit(error) from None
+            if unknown := given.keys() - self._specs.keys():
+                raise Unavailable(Reason.UNSUPPORTED_INPUT, f"the network has no input {sorted(unknown)[0]}")
+            if len(self._plans) > 256:
+                self._plans.clear()
+            sizes, words = frozen(symbols), self._architecture.call_words(symbols)
+            plan = self._plans[key] = _Plan(symbols, sizes, UncoveredCall(sizes, words, self.device.type == "cuda"))
+        return plan
+
+    def _zero(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        key = (shape, dtype)
+        if key not in self._zeros:
+            self._zeros[key] = laid_out(torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device))
+        return self._zeros[key]
+
+    def _open_compiled(self, plan: _Plan) -> None:
+        """Open the compiled file for some sizes; where that fails the network runs uncompiled."""
+        engine = self._files.pop(plan.sizes)
+        started = time.perf_counter()
+        try:
+            self._live.add_compiled(plan.sizes, self.backend.open_live(engine, plan.symbols))
+        except Exception as error:
+            self._refuse(engine, error)
+            return
+        self._opened[plan.sizes] = engine
+        seconds = time.perf_counter() - started
+        log.info("Hybrid TRT: opened %s on %s in %.1f s", engine.folder.name, self.device, seconds)
+
+    def _refuse(self, engine: Engine, error: Exception) -> None:
+        """Go on without an engine whose files cannot be opened, or not run; until it is built again."""
+        self.refusal = str(error) if isinstance(error, Unavailable) else first_line(error)
+        refuse(engine, self.refusal)
+        self._files = {sizes: other for sizes, other in self._files.items() if other != engine}
+        for sizes in [sizes for sizes, other in self._opened.items() if other == engine]:
+            del self._opened[sizes]
+            self._live.forget_compiled(sizes)
+        self.graphs.clear()
+        log.warning("Hybrid TRT: %s runs uncompiled for these sizes (%s)", self.label, first_line(error))
+
+    def status(self, wanted: Profile) -> str:
+        start = f"torch {self._precision} on live weights"
+        if self.refusal is not None:
+            return f"{start}, {self._uncompiled}: {self.refusal}; build it again"
+        if not self.engines:
+            more = "; build an engine to have it compiled" if self.backend.cannot_build(self.device) is None else ""
+            why = f". The engine that is there is not used: {self.passed_over}" if self.passed_over else ""
+            return f"{start}, {self._uncompiled}{more}{why}"
+        smallest_first = sorted(self.compiled, key=lambda call: math.prod(call.values()))
+        words = dict.fromkeys(map(self._architecture.call_words, smallest_first))
+        size = sum(engine.manifest.bytes for engine in self.engines)
+        return f"{start}, compiled for {'; '.join(words)}, {size / 1e6:.0f} MB"
+
+
+def live_session(network: NativeNetwork, backend: Compiler, precision: str) -> LiveSession:
+    """The session for a native module, shared by all who use it: its weights are on the GPU once.
+
+    Raises:
+        Unavailable: another node replaced a part of the module.
+    """
+    key = (id(network.module), precision, str(network.device))
+    try:
+        # ids come again
+        return shared(key, lambda found: found.runs(network.module), lambda: LiveSession(network, backend, precision))
+    except ReplacedForward as error:
+        raise Unavailable(Reason.MODEL_PATCHED, str(error)) from error

@@ -1,0 +1,342 @@
+"""What the pack relies on in ComfyUI's own code, and what is switched off where this ComfyUI has it otherwise.
+
+Read once, when the pack loads: names, arguments, attributes. What is missing costs a feature and never the picture, and
+the log says so once. Other packs put functions of their own in the place of ComfyUI's; what these do differently is
+looked at where it matters, see ``stock_comfy``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from typing import Any
+
+from ..architectures.comfyui_names import NEEDED_BY_FAMILIES
+
+log = logging.getLogger(__name__)
+
+
+class Feature(Enum):
+    """What can be switched off: what it is, and what happens without it."""
+
+    ENGINES = "engines", "everything runs native"
+    STACKS = "ControlNets side by side", "they run one after another"
+    HINTS = "kept control images", "ComfyUI makes them anew in each run"
+    STAGING = "native weights that wait in main memory", "ComfyUI loads them before each run"
+    STAGED_ONCE = "native weights that are staged once for many runs", "they are staged for each run"
+    ON_DEVICE = "prompts that are copied to the GPU once", "they are copied in each step"
+    GRAPHS = "CUDA graphs", "networks are launched kernel by kernel"
+    COMPILED_NATIVE = "native calls compiled by another node", "they run as they are"
+    QUEUE = "readings of ComfyUI's queue", "nothing is known of prompts that wait or run"
+    BUILDS = "builds in ComfyUI", "engines are built by the command line alone"
+    QUIET_BUILDS = "builds that leave no job in ComfyUI's history", "they leave one"
+
+
+TABLE: dict[Feature, tuple[str, ...]] = {
+    Feature.ENGINES: (
+        "comfy.model_patcher:ModelPatcher.__init__(self, _, load_device, offload_device, ...)",
+        "comfy.model_patcher:ModelPatcher.clone(self, ...)",
+        "comfy.model_patcher:ModelPatcher.is_clone(self, _, ...)",
+        "comfy.model_patcher:ModelPatcher.is_dynamic(self, ...)",
+        "comfy.model_patcher:ModelPatcher.model_size(self, ...)",
+        "comfy.model_patcher:ModelPatcher.loaded_size(self, ...)",
+        "comfy.model_patcher:ModelPatcher.load(self, _, ...)",
+        "comfy.model_patcher:ModelPatcher.partially_load(self, _, ...)",
+        "comfy.model_patcher:ModelPatcher.partially_unload(self, _, _, ...)",
+        "comfy.model_patcher:ModelPatcher.detach(self, ...)",
+        "comfy.model_patcher:ModelPatcher.current_loaded_device(self, ...)",
+        "comfy.model_patcher:ModelPatcher.model_patches_models(self, ...)",
+        "comfy.model_patcher:ModelPatcher.get_key_patches(self, _, ...)",
+        "comfy.model_patcher:ModelPatcher.get_model_object(self, _, ...)",
+        "comfy.model_patcher:ModelPatcher.eject_model(self, ...)",
+        "comfy.model_patcher:ModelPatcher.unpatch_model(self, _, unpatch_weights, ...)",
+        "comfy.model_patcher:ModelPatcher.get_wrappers(self, _, _, ...)",
+        "comfy.model_patcher:ModelPatcher.add_wrapper_with_key(self, _, _, _, ...)",
+        "comfy.model_patcher:ModelPatcher.remove_wrappers_with_key(self, _, _, ...)",
+        "comfy.model_patcher:ModelPatcher.add_callback_with_key(self, _, _, _, ...)",
+        "comfy.model_patcher:ModelPatcher.remove_callbacks_with_key(self, _, _, ...)",
+        "comfy.model_patcher:ModelPatcher.set_additional_models(self, _, _, ...)",
+        "comfy.model_patcher:ModelPatcher.patches",
+        "comfy.model_patcher:ModelPatcher.patches_uuid",
+        "comfy.model_patcher:ModelPatcher.object_patches",
+        "comfy.model_patcher:ModelPatcher.object_patches_backup",
+        "comfy.model_patcher:ModelPatcher.hook_patches",
+        "comfy.model_patcher:ModelPatcher.current_hooks",
+        "comfy.model_patcher:ModelPatcher.forced_hooks",
+        "comfy.model_patcher:ModelPatcher.injections",
+        "comfy.model_patcher:ModelPatcher.weight_wrapper_patches",
+        "comfy.model_patcher:ModelPatcher.current_weight_patches_uuid",
+        "comfy.model_patcher:ModelPatcher.model_loaded_weight_memory",
+        "comfy.model_patcher:ModelPatcher.current_patcher",
+        "comfy.patcher_extension:WrappersMP.DIFFUSION_MODEL",
+        "comfy.patcher_extension:WrappersMP.OUTER_SAMPLE",
+        "comfy.patcher_extension:CallbacksMP.ON_PRE_RUN",
+        "comfy.patcher_extension:WrapperExecutor.original",
+        "comfy.patcher_extension:WrapperExecutor.class_obj",
+        "comfy.model_management:load_models_gpu(_, memory_required, _, minimum_memory_required, ...)",
+        "comfy.model_management:loaded_models(only_currently_used, ...)",
+        "comfy.model_management:current_loaded_models",
+        "comfy.model_management:LoadedModel.currently_used",
+        "comfy.model_management:LoadedModel.device",
+        "comfy.model_management:free_memory(_, _, keep_loaded, ...)",
+        "comfy.model_management:minimum_inference_memory(...)",
+        "comfy.model_management:extra_reserved_memory(...)",
+        "comfy.model_management:soft_empty_cache(...)",
+        "comfy.model_management:is_device_cpu(_, ...)",
+        "comfy.model_management:is_oom(_, ...)",
+        "comfy.samplers:CFGGuider.conds",
+        "comfy.samplers:CFGGuider.model_patcher",
+        "comfy.controlnet:ControlNet.copy(self, ...)",
+        "comfy.controlnet:ControlNet.control_model",
+        "comfy.controlnet:ControlNet.control_model_wrapped",
+        "comfy.controlnet:ControlNet.manual_cast_dtype",
+        *NEEDED_BY_FAMILIES,
+        "comfy.lora:calculate_weight(_, _, _, ...)",
+        "comfy.float:stochastic_rounding(_, _, seed, ...)",
+        "comfy.utils:string_to_seed(_, ...)",
+        "comfy.model_management:cast_to_device(_, _, _, copy, ...)",
+        "comfy.model_management:lora_compute_dtype(_, ...)",
+        "comfy.model_management:module_size(_, ...)",
+        "comfy.quant_ops:QuantizedTensor",
+        "comfy_execution.utils:get_executing_context(...)",
+        "comfy_execution.graph:DynamicPrompt.get_node(self, _, ...)",
+        "comfy_execution.graph:NodeNotFoundError",
+        "folder_paths:models_dir",
+        "folder_paths:add_model_folder_path(_, _, ...)",
+        "folder_paths:get_folder_paths(_, ...)",
+    ),
+    Feature.STACKS: (
+        "comfy.patcher_extension:WrappersMP.CALC_COND_BATCH",
+        "comfy.samplers:_calc_cond_batch(_, _, _, _, _)",
+        "comfy.controlnet:StrengthType.CONSTANT",
+        "comfy.controlnet:broadcast_image_to(_, _, _)",
+        "comfy.controlnet:ControlNet.get_control(self, _, _, _, _, _)",
+        "comfy.controlnet:ControlNet.control_merge(self, _, _, _)",
+        "comfy.controlnet:ControlNet.model_sampling_current",
+        "comfy.controlnet:ControlNet.previous_controlnet",
+        "comfy.controlnet:ControlNet.timestep_range",
+        "comfy.controlnet:ControlNet.cond_hint",
+        "comfy.controlnet:ControlNet.vae",
+        "comfy.controlnet:ControlNet.latent_format",
+        "comfy.controlnet:ControlNet.extra_hooks",
+        "comfy.controlnet:ControlNet.extra_concat_orig",
+        "comfy.controlnet:ControlNet.multigpu_clones",
+        "comfy.controlnet:ControlNet.global_average_pooling",
+        "comfy.controlnet:ControlNet.strength_type",
+        "comfy.controlnet:ControlNet.strength",
+        "comfy.controlnet:ControlNet.extra_args",
+        "comfy.controlnet:ControlNet.extra_conds",
+        "comfy.controlnet:ControlNet.compression_ratio",
+    ),
+    Feature.HINTS: (
+        "comfy.utils:common_upscale(_, _, _, _, _)",
+        "comfy.controlnet:ControlNet.cond_hint_original",
+        "comfy.controlnet:ControlNet.upscale_algorithm",
+        "comfy.controlnet:ControlNet.preprocess_image",
+        "comfy.controlnet:ControlNet.concat_mask",
+    ),
+    Feature.STAGING: (
+        "comfy.patcher_extension:WrappersMP.PREPARE_SAMPLING",
+        "comfy.patcher_extension:CallbacksMP.ON_CLEANUP",
+        "comfy.sampler_helpers:_prepare_sampling"
+        "(_, _, _, model_options, force_full_load, force_offload)",
+        "comfy.sampler_helpers:estimate_memory(_, _, _, ...)",
+        "comfy.sampler_helpers:get_additional_models(_, _, ...)",
+        "comfy.controlnet:ControlLora",
+        "comfy.model_patcher:ModelPatcher.use_ejected(self, skip_and_inject_on_exit_only, ...)",
+        "comfy.model_patcher:ModelPatcher.patch_model(self, _, _, load_weights, ...)",
+        "comfy.model_patcher:ModelPatcher.get_additional_models_with_key(self, _, ...)",
+        "comfy.model_patcher:ModelPatcher.model_dtype(self, ...)",
+        "comfy.model_patcher:ModelPatcher.model_lowvram",
+        "comfy.model_patcher:ModelPatcher.parent",
+    ),
+    Feature.STAGED_ONCE: (
+        "comfy.patcher_extension:CallbacksMP.ON_LOAD",
+        "comfy.utils:get_attr(_, _, ...)",
+        "comfy.model_patcher:ModelPatcher.get_all_callbacks(self, _, ...)",
+        "comfy.model_patcher:ModelPatcher.backup",
+        "comfy.model_patcher:ModelPatcherDynamic._vbar_get(self, ...)",
+        "comfy.model_patcher:ModelPatcherDynamic.dynamic_pins",
+    ),
+    Feature.ON_DEVICE: (
+        "comfy.conds:CONDRegular._copy_with(self, _, ...)",
+        "comfy.conds:CONDRegular.cond",
+        "comfy.conds:CONDNoiseShape",
+        "comfy.conds:CONDCrossAttn",
+        "comfy.samplers:CFGGuider.model_options",
+        "comfy.patcher_extension:WrappersMP.CALC_COND_BATCH",
+        "comfy.samplers:_calc_cond_batch(_, _, _, _, _)",
+    ),
+    Feature.GRAPHS: ("comfy.model_prefetch:?pause_malloc_graph(sync, ...)",),
+    Feature.COMPILED_NATIVE: ("comfy_api.torch_helpers.torch_compile:TORCH_COMPILE_KWARGS",),
+    Feature.QUEUE: (
+        "execution:PromptQueue.get_current_queue_volatile(self, ...)",
+        "comfy_execution.progress:global_progress_registry",
+        "comfy_execution.progress:ProgressRegistry.nodes",
+        "comfy_execution.progress:ProgressRegistry.prompt_id",
+        "comfy_execution.progress:NodeState.Running",
+    ),
+    Feature.BUILDS: (
+        "execution:PromptQueue.get_flags(self, reset, ...)",
+        "execution:PromptQueue.set_flag(self, _, _, ...)",
+        "execution:PromptQueue.get_tasks_remaining(self, ...)",
+        "comfy.model_management:unload_all_models(...)",
+        "comfy.model_management:throw_exception_if_processing_interrupted(...)",
+        "comfy.utils:ProgressBar.__init__(self, _, node_id, ...)",
+        "comfy.utils:ProgressBar.update_absolute(self, _, ...)",
+    ),
+    Feature.QUIET_BUILDS: (
+        "execution:PromptQueue.task_done(self, _, _, _, ...)",
+        "execution:PromptQueue.mutex",
+        "execution:PromptQueue.history",
+    ),
+}
+
+COMPUTED_HERE_TOO = {
+    "comfy.controlnet:ControlNet.get_control": frozenset(
+        "ValueError append broadcast_image_to calculate_input cast_to_device cat comfy "
+        "common_upscale compression_ratio cond_hint cond_hint_original cond_hints control_merge control_model "
+        "convert_tensor copy device dtype encode extra_args extra_concat_orig extra_conds get get_control iter "
+        "latent_format len load_models_gpu loaded_models manual_cast_dtype model_base model_management "
+        "model_sampling_current movedim ndim next pop preprocess_image previous_controlnet process_in "
+        "repeat_to_batch_size shape spacial_compression_encode timestep timestep_range to torch unsqueeze "
+        "upscale_algorithm utils vae".split()
+    ),
+    "comfy.controlnet:ControlNet.control_merge": frozenset(
+        "CONSTANT LINEAR_UP StrengthType add append dtype float global_average_pooling len mean range repeat set shape "
+        "strength strength_type to torch".split()
+    ),
+}
+"""What ``control_stack`` does by itself, with all names that ComfyUI's code for it uses: others may mean anything."""
+
+_off: dict[Feature, list[str]] | None = None
+
+
+def check() -> dict[Feature, list[str]]:
+    """Hold the table against this ComfyUI, say in the log what is switched off, and return it: feature -> why."""
+    global _off
+    _off = {}
+    names_used_by.cache_clear()
+    for feature, places in TABLE.items():
+        lacking = [what for place in places if (what := _lacks(place)) is not None]
+        if feature is Feature.STACKS:
+            lacking += [what for place in COMPUTED_HERE_TOO if (what := _computes_more(place)) is not None]
+        if lacking:
+            switch_off(feature, "; ".join(lacking))
+    return _off
+
+
+def works(feature: Feature) -> bool:
+    """Whether a feature may be used with this ComfyUI."""
+    return feature not in (check() if _off is None else _off)
+
+
+def switch_off(feature: Feature, why: str) -> None:
+    """Do without a feature from now on, and say so once."""
+    off = check() if _off is None else _off
+    if why not in off.setdefault(feature, []):
+        off[feature].append(why)
+        log.warning("Hybrid TRT: %s. Please report this with the version of your ComfyUI.", _sentence(feature, why))
+
+
+def switched_off(features: Iterable[Feature] = tuple(Feature)) -> list[str]:
+    """What this ComfyUI is not used for, and why, each in a sentence; empty where all is as expected."""
+    off = check() if _off is None else _off
+    return [f"{_sentence(feature, '; '.join(off[feature]))}." for feature in features if feature in off]
+
+
+def _sentence(feature: Feature, why: str) -> str:
+    what, instead = feature.value
+    return f"{why}, so {what} are switched off and {instead}. Images are right, at most slower"
+
+
+def _lacks(place: str) -> str | None:
+    """What is missing or different at a place of the table, in words, or None.
+
+    A place is ``module:name``, with the arguments that are given. ``_`` is any name, ``...`` stands for further ones
+    that need not be given, and ``?`` for what may be missing.
+    """
+    name, _, given = place.partition("(")
+    found, words = _find(name.replace("?", "")), _words(name)
+    if found is _NOWHERE:
+        return None if "?" in name else f"this ComfyUI has no {words}"
+    if not given:
+        return None
+    if _takes(found, given.removesuffix(")").split(", ")):
+        return None
+    return f"this ComfyUI's {words} takes other arguments"
+
+
+_NOWHERE = object()
+
+
+def _find(name: str) -> Any:
+    """What lies at a place, any object for an attribute that a class gives its objects, or ``_NOWHERE``."""
+    module, _, path = name.partition(":")
+    if module not in sys.modules and module in _SERVERS:
+        return None  # a process without a server
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError:
+        return _NOWHERE
+    for part in path.split("."):
+        owner, found = found, getattr(found, part, _NOWHERE)
+        if found is _NOWHERE:
+            return None if isinstance(owner, type) and part in names_used_by(owner) else _NOWHERE
+    return found
+
+
+_SERVERS = ("execution",)
+"""Modules that a server has imported by now, and that nobody else needs."""
+
+
+def _words(name: str) -> str:
+    return name.replace("?", "").replace(":", ".")
+
+
+def _takes(function: Any, given: list[str]) -> bool:
+    """Whether a function can be called so, or calls what takes its place so."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # not written in Python
+        return True
+    parameters = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return True  # another pack's wrapper, which hands on whatever it gets
+    known, more = [name for name in given if name not in ("...", "**", "")], "..." in given
+    if len(parameters) < len(known) or (len(parameters) > len(known) and not more):
+        return False
+    named = all(name in ("_", "self", p.name) for name, p in zip(known, parameters, strict=False))
+    return named and all(p.default is not p.empty for p in parameters[len(known) :])
+
+
+def _computes_more(place: str) -> str | None:
+    """What a function of ComfyUI's uses that nothing here knows of, in words, or None."""
+    function = inspect.unwrap(_find(place)) if callable(_find(place)) else None
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_filename != inspect.getfile(sys.modules[place.partition(":")[0]]):
+        return None  # another pack's, which is seen where it would matter
+    unknown = sorted(set(names_in(code)) - COMPUTED_HERE_TOO[place])
+    return f"this ComfyUI's {_words(place)} uses {', '.join(unknown)}" if unknown else None
+
+
+@functools.cache
+def names_used_by(kind: type) -> frozenset[str]:
+    """All names in the code of a class's methods, attributes that they give its objects among them."""
+    functions = [getattr(f, "fget", f) for base in kind.__mro__ for f in vars(base).values()]
+    codes = [getattr(inspect.unwrap(f), "__code__", None) for f in functions if callable(f)]
+    return frozenset(name for code in codes if code is not None for name in names_in(code))
+
+
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """The names that code looks up, in functions inside of it too."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from names_in(inner)

@@ -1,0 +1,174 @@
+"""Weights hashes on disk, by the file that a model was loaded from: a 7 GB checkpoint is hashed once, not every start.
+
+Only for models that ComfyUI's own loaders made and nobody patched; all others are hashed when they are needed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..engine_library import Engine, Fallback, Reason, trust
+from ..engine_library.atomic_files import write_file
+from . import file_digests
+from .weight_patches import version_of
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = ".weights_hashes.json"
+MAX_ENTRIES = 1024
+
+_folder: Path | None = None
+_lock = threading.Lock()
+
+
+def use(folder: Path | None) -> None:
+    """Keep the hashes in this folder; None keeps none."""
+    global _folder
+    _folder = folder
+
+
+def source_of(patcher: ModelPatcher) -> dict | None:
+    """The file that a model was loaded from (``path``, ``size``, ``mtime_ns``), or None when it is not known."""
+    loader = getattr(patcher, "cached_patcher_init", None)
+    path = loader[1][0] if loader and loader[1] else None
+    if not isinstance(path, str):
+        return None
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return None
+    return {"path": os.path.realpath(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+
+def key_of(patcher: ModelPatcher, prefix: str, sample: Callable[[], str]) -> str | None:
+    """What the hash of a model is kept under: its file, how it was loaded and as what; None when it must be hashed.
+
+    Args:
+        sample: a quick hash of some of the weights: another file may have the size and time of the one before.
+    """
+    source = source_of(patcher)
+    if source is None or version_of(patcher) is not None:
+        return None
+    state = file_digests.state_of(source["path"])
+    loader, arguments = patcher.cached_patcher_init[:2]
+    options = repr(arguments[1:])
+    if " at 0x" in options:
+        return None  # an object without a name of its own, which the next start may have another of
+    dtypes = sorted({str(p.dtype) for p in patcher.model.parameters()})
+    return json.dumps([source, state, loader.__name__, options, prefix, dtypes, sample()])
+
+
+def read(key: str | None) -> str | None:
+    """The hash kept under a key, or None. Its file is read as a whole from then on, see ``still_holds``."""
+    found = _entries().get(key) if key is not None else None
+    if found is not None:
+        file_digests.digest_of(_path_in(key))
+    return found
+
+
+def write(key: str | None, value: str) -> None:
+    """Keep a hash. A library that cannot be written costs time only, so that is no error."""
+    if key is None:
+        return
+    _change(lambda entries: entries.update({key: value}))
+    if _folder is not None:
+        digest = file_digests.digest_of(_path_in(key))
+        file_digests.when_known(digest, lambda known: _change(lambda entries: entries.update({_file_key(key): known})))
+
+
+def still_holds(key: str | None) -> bool:
+    """Check that the whole file of a hash that was read is the one that the hash was kept for.
+
+    Waits until the file has been read. A hash of which that is not known holds from now on.
+    """
+    if key is None or _folder is None:
+        return True
+    digest, kept = file_digests.digest_of(_path_in(key)).result(), _entries().get(_file_key(key))
+    if kept is None and digest:
+        _change(lambda entries: entries.update({_file_key(key): digest}))
+    if kept is None or digest == kept:
+        return True
+    log.warning("Hybrid TRT: %s was changed without a sign of it; its weights are hashed anew", _path_in(key))
+    forget(key)
+    return False
+
+
+def _path_in(key: str) -> str:
+    return json.loads(key)[0]["path"]
+
+
+def _file_key(key: str) -> str:
+    """The key of the digest of a key's file."""
+    return "file " + json.dumps(json.loads(key)[:2])
+
+
+def forget(key: str | None) -> None:
+    """Drop the hash kept under a key."""
+    if read(key) is not None:
+        _change(lambda entries: (entries.pop(key, None), entries.pop(_file_key(key), None)))
+
+
+def known_hashes(source: dict) -> set[str]:
+    """The hashes of everything that was loaded from a file in its present state."""
+    start = json.dumps([source])[:-1]
+    return {value for key, value in _entries().items() if key.startswith(start)}
+
+
+def hashes_without_patches(patcher: ModelPatcher) -> set[str]:
+    """Hashes that a patched model cannot have: those of its file. None of a model that is not patched."""
+    source = None if version_of(patcher) is None else source_of(patcher)
+    return set() if source is None else known_hashes(source)
+
+
+def _entries() -> dict[str, str]:
+    if _folder is None:
+        return {}
+    try:
+        entries = json.loads((_folder / FILE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return entries if isinstance(entries, dict) else {}
+
+
+def _change(change: Callable[[dict[str, str]], object]) -> None:
+    if _folder is None:
+        return
+    with _lock:
+        try:
+            entries = _entries()
+            change(entries)
+            kept = dict(list(entries.items())[-MAX_ENTRIES:])
+            _folder.mkdir(parents=True, exist_ok=True)
+            write_file(_folder / FILE_NAME, json.dumps(kept, indent=0))
+        except OSError as error:
+            log.debug("Hybrid TRT: the hash of a model's weights was not kept (%s)", error)
+
+
+def source_changed(engine: Engine) -> Fallback | None:
+    """Whether the file that an engine's weights came from has been overwritten; a file that is gone proves nothing.
+
+    Nothing either for an engine that serves any weights.
+    Only of engines built here: a path that a stranger wrote is never touched, it may lead to his server.
+    """
+    record, source = trust.record_of(engine), engine.manifest.source
+    if record is None or record.verdict != trust.BUILT or engine.manifest.identity.any_weights:
+        return None
+    try:
+        stat = os.stat(source["path"])
+    except (OSError, KeyError, ValueError):
+        return None
+    now = {"path": source["path"], "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    if now == dict(source) or engine.manifest.identity.weights in known_hashes(now):
+        return None
+    if known_hashes(dict(source)) & known_hashes(now):
+        return None  # the same contents under another time; this engine has a LoRA in it, and no file that hash
+    return Fallback(Reason.STALE_ENGINE, f"{now['path']} has changed since this engine was built from it")

@@ -1,0 +1,245 @@
+"""The weights of a live network at stable addresses, following ComfyUI's patcher.
+
+Two places, decided per tensor each time:
+
+* *shared*: the native parameter lies on the GPU in the right dtype (ComfyUI's non-dynamic loading), so it is used where
+  it is, and ComfyUI's own in-place patching is what a LoRA does.
+* *owned*: anything else. Under dynamic VRAM weights have no stable address (they are staged outside torch's allocator
+  and faulted in per layer); a copy on the GPU is then the only one there, because native is never called. ComfyUI's
+  non-dynamic clone would read the file again and hold a second copy in RAM instead.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..architectures.fused_linear import FusedLinear
+from .edited_weights import edition_of
+from .fp8 import cast_when_called
+from .fused_weights import FusedWeights
+from .module_copy import plain_copy
+from .network import NativeNetwork
+from .torch_kernels import empty_laid_out, laid_out
+from .weight_hash import value_of
+from .weight_patches import acting, version_of
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+
+class LiveWeights:
+    """A plain copy of a native module whose parameters are the live weights. It does not keep the native module.
+
+    Attributes:
+        module: the copy.
+        generation: changes whenever a tensor moves; CUDA graphs recorded before are void then.
+        version: changes whenever values may have changed; results kept from before are void then.
+    """
+
+    def __init__(self, network: NativeNetwork, dtype: torch.dtype, share: bool = True):
+        self.device = network.device
+        self.dtype = dtype
+        self.generation = 0
+        self.version = 0
+        self._prefix = network.prefix
+        self._share = share
+        self._bound_to: object = None
+        self._edition = 0
+        self._patched: set[str] = set()
+        self._shared: dict[str, int] = {}
+        self._joined: dict[str, FusedWeights] = {}
+        self._bytes = (-1, 0)  # and the generation that it was counted in
+        with torch.inference_mode(False):
+            self.module = plain_copy(
+                network.module,
+                dtype,
+                parameter=lambda _, p: torch.empty(p.shape, dtype=dtype, device="meta"),
+                buffer=lambda _, b: b.detach().to(self.device),
+            )
+        self._places = {name: place for name, place in _places(self.module)}
+        # weakly: what follows a model must not keep it
+        self._native_places = {name: (weakref.ref(owner), leaf) for name, (owner, leaf) in _places(network.module)}
+
+    def only(self, part: torch.nn.Module) -> None:
+        """From now on follow the parameters of a part of ``module`` alone."""
+        wanted = {id(parameter) for parameter in part.parameters()}
+        self._places = {name: place for name, place in self._places.items() if id(self._parameter(name)) in wanted}
+
+    def join(self, layers: Sequence[FusedLinear]) -> None:
+        """Keep the parameters of joined layers of ``module`` in one tensor each."""
+        names = {place: name for name, place in self._places.items()}
+        for one in layers:
+            for leaf in one.leaves:
+                whole = FusedWeights(one, leaf, [names[layer, leaf] for layer in one.layers])
+                self._joined.update(dict.fromkeys(whole.names, whole))
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the owned tensors; ComfyUI asks a dozen times per prompt."""
+        if self._bytes[0] != self.generation:
+            owned = (p for n, p in self._parameters() if n not in self._shared and not p.is_meta)
+            self._bytes = (self.generation, sum(p.numel() * p.element_size() for p in owned))
+        return self._bytes[1]
+
+    @property
+    def loaded(self) -> bool:
+        return self._bound_to is not None
+
+    def follow(self, patcher: ModelPatcher, thorough: bool = True) -> None:
+        """Make the weights those that a patcher stands for: its file's, with its LoRAs.
+
+        Args:
+            thorough: check the address of every shared tensor, and not only ComfyUI's own record of the loading state.
+        """
+        state = self._state(patcher)
+        if state == self._bound_to and not (thorough and self._moved()):
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self._bind(patcher)
+        self._bound_to = state
+        self.version += 1
+
+    def missing(self, patcher: ModelPatcher) -> int:
+        """Bytes that ``follow`` would have to take for weights of its own."""
+        shareable = self._shareable(patcher)
+        size = 0
+        for name, parameter in self._parameters():
+            if parameter.is_meta and name not in shareable:
+                size += parameter.numel() * parameter.element_size()
+        return size
+
+    def release(self) -> None:
+        """Give the owned memory back and let go of shared tensors; the next ``follow`` starts anew."""
+        for name, parameter in list(self._parameters()):
+            self._put(name, torch.empty(parameter.shape, dtype=self.dtype, device="meta"))
+        for whole in self._wholes():
+            whole.release()
+        self._shared.clear()
+        self._patched.clear()
+        self._bound_to = None
+        self.generation += 1
+        self.version += 1
+
+    def _state(self, patcher: ModelPatcher) -> tuple:
+        model = patcher.model
+        own = (version_of(patcher), edition_of(patcher))
+        if not self._share or patcher.is_dynamic():
+            return own
+        return (*own, model.device, model.model_loaded_weight_memory, model.current_weight_patches_uuid)
+
+    def _moved(self) -> bool:
+        return any(self._native_parameter(name).data_ptr() != address for name, address in self._shared.items())
+
+    def _bind(self, patcher: ModelPatcher) -> None:
+        self._bytes = (-1, 0)  # should this fail half-way
+        shareable = self._shareable(patcher)
+        moved, patched, shared = False, set(), {}
+        edited, self._edition = self._edition != edition_of(patcher), edition_of(patcher)
+        for whole in self._wholes():
+            if whole.names[0] in shareable:
+                whole.lend([self._native_place(name) for name in whole.names])
+            else:
+                whole.keep()
+        entries, cast = patcher.get_key_patches(self._prefix or None), cast_when_called(patcher)
+        for key in list(entries):
+            # popped: kept until the end, tensors that are laid out anew would be there twice
+            original, *patches = entries.pop(key)
+            patches = acting(patches)
+            name = key[len(self._prefix) :]
+            if name not in self._places:
+                continue  # a buffer
+            if name in shareable:
+                live = self._laid_out(name)
+                if self._shared.get(name) != live.data_ptr():
+                    self._put(name, live)
+                    moved = True
+                shared[name] = live.data_ptr()
+                continue
+            current = self._parameter(name)
+            fresh = current.is_meta or name in self._shared
+            if fresh:
+                current = self._own(name)
+                moved = True
+            if patches:
+                patched.add(name)
+            if fresh or edited or patches or name in self._patched:
+                current.copy_(value_of(key, original, patches, self.device, cast.get(key)))
+        for whole in self._wholes():
+            whole.place()
+        self._patched, self._shared = patched, shared
+        self.generation += moved
+
+    def _shares(self, patcher: ModelPatcher) -> bool:
+        return self._share and not patcher.is_dynamic() and _holds_its_patches(patcher)
+
+    def _shareable(self, patcher: ModelPatcher) -> set[str]:
+        """The native parameters that can be used where they are; of joined ones all can or none."""
+        if not self._shares(patcher):
+            return set()
+        found = {name for name in self._places if self._can_share(name)}
+        return {name for name in found if name not in self._joined or found.issuperset(self._joined[name].names)}
+
+    def _can_share(self, name: str) -> bool:
+        owner, leaf = self._native_place(name)
+        live = owner._parameters[leaf]
+        if live.device != self.device or live.dtype != self.dtype or type(live.data) is not torch.Tensor:
+            return False
+        # False for what is patched at call time and not in place
+        return not getattr(owner, f"{leaf}_function", None) and getattr(owner, f"{leaf}_lowvram_function", None) is None
+
+    def _laid_out(self, name: str) -> torch.Tensor:
+        """The native parameter, to be used where it is; convolutions are put into channels_last there."""
+        owner, leaf = self._native_place(name)
+        live = owner._parameters[leaf].data
+        ready = laid_out(live)
+        if ready.data_ptr() != live.data_ptr():
+            owner._parameters[leaf] = torch.nn.Parameter(ready, requires_grad=False)
+        return ready
+
+    def _own(self, name: str) -> torch.Tensor:
+        if name in self._joined:
+            owned = self._joined[name].own(name, self.dtype, self.device)
+            self._put(name, owned)
+            return owned
+        owned = empty_laid_out(self._native_parameter(name).shape, self.dtype, self.device)
+        self._put(name, owned)
+        return owned
+
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
+        owner, leaf = self._places[name]
+        owner._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
+
+    def _wholes(self) -> list[FusedWeights]:
+        return list(dict.fromkeys(self._joined.values()))
+
+    def _parameter(self, name: str) -> torch.Tensor:
+        owner, leaf = self._places[name]
+        return owner._parameters[leaf]
+
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, owner._parameters[leaf]) for name, (owner, leaf) in self._places.items())
+
+    def _native_place(self, name: str) -> tuple[torch.nn.Module, str]:
+        owner, leaf = self._native_places[name]
+        return owner(), leaf
+
+    def _native_parameter(self, name: str) -> torch.Tensor:
+        owner, leaf = self._native_place(name)
+        return owner._parameters[leaf]
+
+
+def _places(module: torch.nn.Module) -> Iterator[tuple[str, tuple[torch.nn.Module, str]]]:
+    """Name of each parameter -> the layer that holds it and its name there."""
+    for path, layer in module.named_modules():
+        for leaf, parameter in layer._parameters.items():
+            if parameter is not None:
+                yield f"{path}.{leaf}" if path else leaf, (layer, leaf)
+
+
+def _holds_its_patches(patcher: ModelPatcher) -> bool:
+    """Whether ComfyUI has loaded the model with exactly this patcher's weight patches in place."""
+    return patcher.model.current_weight_patches_uuid == patcher.patches_uuid

@@ -1,0 +1,160 @@
+"""A network on its way into the child process: its weights in a file, its structure without them through a pipe.
+
+The weights are a snapshot: what is exported is what was hashed, whatever ComfyUI does to the model meanwhile.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import io
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from .. import architectures
+from ..engine_library import BuildError
+from .changed_layers import layer_classes
+from .module_copy import ReplacedForward, plain_copy
+from .network import NativeNetwork
+from .weight_hash import combine, current_weights, digest, hashing_pool
+
+ALIGNMENT = 64
+"""Of each weight in a data file."""
+
+Offsets = Mapping[torch.nn.Parameter, int]
+"""Where parameters begin in a data file, in bytes."""
+
+Step = Callable[[float], None]
+"""Called with the fraction done; may raise to cancel."""
+
+
+def write_weights(
+    network: NativeNetwork, dtype: torch.dtype, path: Path, step: Step, hashed: bool = True
+) -> tuple[str, dict]:
+    """Write a network's current weights (LoRAs applied) in ``dtype`` to a file.
+
+    Args:
+        hashed: whether their hash is wanted, which takes longer than all the rest.
+
+    Returns:
+        Their hash, as ``weights.weights_hash`` makes it, or ""; and name -> (shape, offset in the file).
+    """
+    total = max(1, sum(p.numel() for p in network.module.parameters()))
+    index, digests, done = {}, {}, 0
+    with path.open("wb") as file, hashing_pool() as pool:
+        for name, live in current_weights(network.patcher, network.prefix):
+            weight = live.clone()  # ComfyUI may change the live one at any time
+            pending = pool.submit(digest, name, weight) if hashed else None
+            file.seek(-file.tell() % ALIGNMENT, 1)
+            index[name] = (list(weight.shape), file.tell())
+            if weight.numel():
+                file.write(memoryview(weight.to(dtype).contiguous().flatten().view(torch.uint8).numpy()))
+            if pending is not None:
+                digests[name] = pending.result()
+            done += weight.numel()
+            step(min(1.0, done / total))
+    return combine(digests) if hashed else "", index
+
+
+def write_structure(network: NativeNetwork, dtype: torch.dtype) -> str:
+    """A network's module as its engine has it, as text for ``restore``: without weights and per-image passes.
+
+    Pickled, since only this process's own child ever reads it; it never lies on disk.
+
+    Raises:
+        BuildError: the module has parts that cannot be built again elsewhere.
+        Unavailable: it has parts of another node's now, for example since a prompt is sampling with them.
+    """
+    network.unchanged_architecture()
+    try:
+        copy = plain_copy(
+            network.module,
+            dtype,
+            parameter=lambda _, p: torch.empty(p.shape, dtype=dtype, device="meta"),
+            buffer=lambda _, b: b.detach().cpu(),
+        )
+        network.architecture().passes(copy)  # some have classes that no other process can import
+        copy = plain_copy(copy, dtype, lambda _, p: p, lambda _, b: b, _known_class)
+    except ReplacedForward as error:
+        raise BuildError(
+            f"{error}, so none was made and native keeps serving; remove the node that replaced it"
+        ) from error
+    try:
+        return base64.b64encode(_pickled(copy)).decode("ascii")
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise BuildError(
+            f"{network.label} has a part that cannot be handed to the builder ({error}), so no engine was made and "
+            "native keeps serving; remove the node that changes this model, or report it"
+        ) from error
+
+
+def without_weights(structure: str) -> torch.nn.Module:
+    """The network from its structure, its parameters on the meta device."""
+    return _Unpickler(io.BytesIO(base64.b64decode(structure))).load()
+
+
+def restore(structure: str, index: dict, path: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """The network from its structure and its weights' file, which it maps and does not copy."""
+    module = without_weights(structure)
+    data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    weights = {}
+    for name, (shape, offset) in index.items():
+        length = torch.Size(shape).numel() * dtype.itemsize
+        weights[name] = data[offset : offset + length].view(dtype).reshape(shape)
+    for name, parameter in list(module.named_parameters()):
+        owner, _, last = name.rpartition(".")
+        layer = module.get_submodule(owner)
+        if name not in weights or tuple(parameter.shape) != tuple(weights[name].shape):
+            raise BuildError(
+                f"the weights of {name} have another form than its layer, so no engine was made and native keeps "
+                "serving; report this model"
+            )
+        layer._parameters[last] = torch.nn.Parameter(weights[name], requires_grad=False)
+    return module
+
+
+def offsets_of(module: torch.nn.Module, index: dict) -> Offsets:
+    """Where the parameters of a restored module begin in its weights' file."""
+    return {parameter: index[name][1] for name, parameter in module.named_parameters()}
+
+
+_FAMILIES = architectures.__name__
+"""The package of the families, whose name is another one in each process."""
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: object) -> tuple[str, str] | None:
+        """Our own classes go by their place in the package of the families."""
+        if isinstance(obj, type) and obj.__module__.startswith(f"{_FAMILIES}."):
+            return obj.__module__.removeprefix(f"{_FAMILIES}."), obj.__qualname__
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, place: tuple[str, str]) -> object:
+        module, name = place
+        return getattr(importlib.import_module(f"{_FAMILIES}.{module}"), name)
+
+
+def _pickled(module: torch.nn.Module) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(module)
+    return file.getvalue()
+
+
+def _known_class(kind: type) -> type:
+    """The class that a copy of a layer has, which any process can import; see ``layer_classes``."""
+    for base in layer_classes(kind):
+        found = sys.modules.get(base.__module__)
+        for part in base.__qualname__.split("."):
+            found = getattr(found, part, None)
+        if found is base:
+            return base
+    raise BuildError(
+        f"{kind.__qualname__} is a part of another pack's own, which no engine knows, so none was made and native "
+        "keeps serving; remove the node that puts it in"
+    )

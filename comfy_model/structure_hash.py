@@ -1,0 +1,162 @@
+"""The layout of a network: all of it but its weights. Engines that hold no weights, or take others, serve a layout.
+
+What a layer's constructor has set may change what it computes, so all of it counts: numbers, words, functions, plain
+objects and buffers. What ComfyUI writes on layers to load them does not, nor the dtype and device of a load: the same
+file has the same layout however it was loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+
+import numpy
+import torch
+
+from .. import architectures
+from ..engine_library.manifest import LAYOUT_PREFIX
+from .attention import preference_class
+from .changed_layers import methods
+from .comfyui_shims import is_of_loading
+
+_MACHINERY = frozenset(torch.nn.Module().__dict__)
+"""Attributes that torch keeps on each layer: parts, hooks, the training flag."""
+
+_OF_A_LOAD = ("dtype", "device", "weight_function", "bias_function", "scale_weight", "scale_input")
+"""Attributes that tell how a layer was loaded; fp8 layers have scales of nothing."""
+
+_OPERATIONS, _ATTENTION = "comfy.ops", "comfy.ldm.modules.attention"
+"""Modules of layer classes and functions of which the user's flags and GPU choose one."""
+
+_ADDRESS = " at 0x"
+"""In the words of objects that have none of their own."""
+
+_ELSEWHERE = "-"
+"""Stands for what is told in another place, or belongs to no layout."""
+
+_layouts: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+def structure_hash(module: torch.nn.Module) -> str:
+    """What stands for any weights of a network in the identity of its engines: a hash of its names, shapes, settings.
+
+    Cheap after the first time.
+    """
+    if module not in _layouts:
+        lines = "\n".join(_lines(module, _Told()))
+        _layouts[module] = LAYOUT_PREFIX + hashlib.sha256(lines.encode()).hexdigest()
+    return _layouts[module]
+
+
+class _Told:
+    """The layers and objects that are told already, or being told."""
+
+    def __init__(self) -> None:
+        self.modules: set[torch.nn.Module] = set()
+        self.within: list[object] = []  # the objects that one is being told inside of
+
+
+def _lines(module: torch.nn.Module, told: _Told) -> Iterator[str]:
+    yield from (f"{name} {tuple(parameter.shape)}" for name, parameter in sorted(module.named_parameters()))
+    ignored = preference_class()
+    layers = [(name, layer) for name, layer in module.named_modules() if type(layer) is not ignored]
+    told.modules.update(layer for _, layer in layers)
+    for name, layer in layers:
+        yield f"{name} is a {_kind(type(layer))}"
+        buffers = ((leaf, buffer) for leaf, buffer in sorted(layer._buffers.items()) if buffer is not None)
+        yield from (f"{name} {leaf} {_values(buffer)}" for leaf, buffer in buffers)
+        skipped = _MACHINERY | methods(type(layer))
+        yield from (f"{name} {setting}" for setting in _settings(layer.__dict__, skipped, told))
+
+
+def _settings(attributes: Mapping[str, object], skipped: Iterable[str], told: _Told) -> Iterator[str]:
+    for name in sorted(attributes.keys() - skipped):
+        value = attributes[name]
+        if value is None or name in _OF_A_LOAD or "comfy" in name or is_of_loading(name, value):
+            continue
+        if (text := _text(value, told)) != _ELSEWHERE:
+            yield f"{name} {text}"
+
+
+def _text(value: object, told: _Told) -> str:
+    """A setting in words that are the same in each process, or ``_ELSEWHERE``."""
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return repr(value)
+    if isinstance(value, torch.dtype | torch.device | torch.nn.Parameter) or any(value is one for one in told.within):
+        return _ELSEWHERE
+    if isinstance(value, torch.Tensor):
+        return _values(value)
+    if isinstance(value, type):
+        return _ELSEWHERE if _is_of(value, _OPERATIONS) else _place(value)
+    if isinstance(value, types.FunctionType) and _is_of(value, _ATTENTION):
+        return _ELSEWHERE
+    if isinstance(value, types.BuiltinFunctionType):
+        return _place(value)
+    told.within.append(value)
+    try:
+        return _text_of_several(value, told)
+    finally:
+        told.within.pop()
+
+
+def _text_of_several(value: object, told: _Told) -> str:
+    """An object with parts, in words."""
+    if isinstance(value, torch.nn.Module):
+        return _ELSEWHERE if value in told.modules else "; ".join(_lines(value, told))
+    if isinstance(value, Enum):
+        return f"{_place(type(value))} {value.name}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{_text(k, told)}: {_text(v, told)}' for k, v in value.items()))}}}"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(_text(part, told) for part in value))}}}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(_text(part, told) for part in value)})"
+    if isinstance(value, functools.partial):
+        return f"{_text(value.func, told)} of {_text(value.args, told)} {_text(value.keywords, told)}"
+    if isinstance(value, types.FunctionType):
+        return _function(value, told)
+    if isinstance(value, types.MethodType):
+        return f"{_place(value.__func__)} of {_text(value.__self__, told)}"
+    if isinstance(value, numpy.ndarray | numpy.generic):
+        return f"{value.shape} {value.tolist()!r}"
+    own = getattr(value, "__dict__", None)
+    if own is None:
+        text = repr(value)
+        return _kind(type(value)) if _ADDRESS in text else text
+    return f"{_kind(type(value))} ({', '.join(_settings(own, (), told))})"
+
+
+def _function(function: types.FunctionType, told: _Told) -> str:
+    """A function with what it was made with; one without a name by what it mentions."""
+    code, cells = function.__code__, function.__closure__ or ()
+    inside = [_text(cell.cell_contents, told) for cell in cells]
+    if function.__name__ == "<lambda>":
+        inside += [*code.co_names, *(repr(const) for const in code.co_consts if not isinstance(const, types.CodeType))]
+    return f"{_place(function)} of {_text(function.__defaults__, told)} {inside}"
+
+
+def _values(tensor: torch.Tensor) -> str:
+    """A buffer, or another tensor that is no weight: a graph has its values in it."""
+    if tensor.is_meta:
+        return str(tuple(tensor.shape))
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return f"{tuple(tensor.shape)} {hashlib.sha256(memoryview(data)).hexdigest()}"
+
+
+def _kind(kind: type) -> str:
+    """The class of a layer; those that cast their weights in one way or another stand for the plain layer."""
+    return kind.__name__ if hasattr(kind, "comfy_cast_weights") else _place(kind)
+
+
+def _place(found: type | types.FunctionType) -> str:
+    """The module and name of a class or function; our own families by their place among themselves."""
+    module = getattr(found, "__module__", None) or ""
+    return f"{module.removeprefix(architectures.__name__)}.{found.__qualname__}"
+
+
+def _is_of(found: type | types.FunctionType, module: str) -> bool:
+    return getattr(found, "__module__", None) == module

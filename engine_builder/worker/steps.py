@@ -1,0 +1,94 @@
+"""What a build does outside the server's process: export with its check against native, and the backend's build.
+
+They take and give JSON and never see the live model. The export needs no GPU, the backend's build no ComfyUI. A
+backend that runs live weights has one step instead, its own. An engine from elsewhere is checked: see ``validate``.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...architectures.shapes import Profile
+from ...backends import BuildRequest, LiveTask, Progress
+from ...backends.gpu_lock import GpuLock
+from ...comfy_model.comfyui_classes import import_comfyui
+from .task import Task, backend_of, function_of, tensors_of
+from .validate import check_engine
+
+if TYPE_CHECKING:
+    from .parity import Case
+
+
+def export(task: Task, progress: Progress) -> dict:
+    """Export the network to ONNX in the task's folder and compare it with native.
+
+    The task has the network (see ``task``), ``limit``, and the sizes that are ``traced`` and ``compared``.
+    """
+    progress("starting the exporter", 0.0)
+    import_comfyui(task["comfyui"])
+    from .parity import check_parity
+
+    outputs = tensors_of(task)[1]
+    started = time.perf_counter()
+    graph, cases, exported = _graph_and_reference(task, progress)  # with the module gone, its memory is the session's
+    progress("checking against native", 0.7)
+    parity = check_parity(graph, cases, outputs, task["precision"], task["limit"])
+    return {
+        "onnx": graph.name,
+        "parity": dict(parity),
+        "seconds": {"export": exported - started, "parity": time.perf_counter() - exported},
+    }
+
+
+def _graph_and_reference(task: Task, progress: Progress) -> tuple[Path, list[Case], float]:
+    """The network as a graph, what native computes with it, and when the graph was done."""
+    from ...comfy_model.snapshot import offsets_of
+    from .onnx_export import export_onnx
+    from .parity import reference_cases
+
+    inputs, outputs = tensors_of(task)
+    function, module = function_of(task)
+    progress("exporting", 0.1)
+    offsets = offsets_of(module, task["weights"])
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    graph = export_onnx(function, inputs, outputs, task["traced"], Path(task["folder"]), offsets, names)
+    exported = time.perf_counter()
+    progress("running native", 0.5)
+    return graph, reference_cases(function, inputs, task["compared"]), exported
+
+
+def build(task: Task, progress: Progress) -> dict:
+    """Let the backend build from the ONNX graph in the task's folder.
+
+    The task has ``onnx``, ``target``, ``profile``, ``any_weights``, ``level`` and the backend (see ``task``).
+    """
+    inputs, outputs = tensors_of(task)
+    folder, profile = Path(task["folder"]), Profile.from_json(task["profile"])
+    onnx, target, any_weights = folder / task["onnx"], task["target"], task["any_weights"]
+    request = BuildRequest(onnx, inputs, outputs, profile, folder, target, any_weights, task["level"])
+    started = time.perf_counter()
+    files = backend_of(task).build(request, progress)
+    return {"files": list(files), "seconds": {"build": time.perf_counter() - started}}
+
+
+def compile_network(task: Task, progress: Progress) -> dict:
+    """Let a backend that runs live weights compile the network for the sizes of ``compiled``.
+
+    The task has the network and the backend (see ``task``), the ``device``: ``cuda`` or ``cpu``, and ``turns`` where
+    other processes compile other sizes, or other parts than ``part``, see ``engine_builder.side_by_side``.
+    """
+    progress("starting the compiler", 0.0)
+    import_comfyui(task["comfyui"])
+    import torch
+
+    inputs, outputs = tensors_of(task)
+    device, turns = torch.device(task["device"]), GpuLock.from_json(task.get("turns"))
+    part = tuple(task.get("part", (0, 1)))
+    order = LiveTask(inputs, outputs, task["compiled"], task["precision"], device, Path(task["folder"]), turns, part)
+    function = function_of(task, device.type, joined=True, turn=turns.taken(), values=order.leads)[0]
+    return backend_of(task).compile(function, order, progress)
+
+
+STEPS = {"export": export, "build": build, "compile": compile_network, "check": check_engine}

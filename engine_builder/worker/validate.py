@@ -1,0 +1,221 @@
+"""The step that holds an engine against native: in the child process, on the engine's own device."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...backends import Progress
+from ...comfy_model.comfyui_classes import import_comfyui
+from ...engine_library import BuildError, Engine, Manifest, Reason, Unavailable, ValidationFailed
+from ...engine_library.parameters import read_parameters
+from .task import Task, backend_of, function_of, tensors_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...sessions.session import Runner
+    from .parity import Case
+
+log = logging.getLogger(__name__)
+
+TIMESTEPS = (900.0, 50.0)
+"""The first with random residuals, the second with none."""
+SCALED = 0.1
+"""The weights of an engine that takes any are changed by up to so much of themselves, each by another factor."""
+
+
+def check_engine(task: Task, progress: Progress) -> dict:
+    """Open an engine and compare it with native at the least, best and largest sizes that it accepts; time both.
+
+    One that takes any weights is given others than it was built with, and compared with native on these. One that has
+    its own when it is opened is compared with these first, then with half of them replaced, as LoRAs do, then with all.
+
+    The task has ``engine`` (its folder), ``manifest``, ``device`` (``cuda`` or ``cpu``), ``limit``, the sizes of
+    ``extremes`` and that which is ``timed`` on a GPU, ``origin`` and ``advice`` (which engine it is and what to do when
+    it fails, in words), the network and the backend (see ``task``).
+
+    Raises:
+        ValidationFailed: it differs from native by more than the limit, or cannot be opened or run.
+        Unavailable: this machine has not the memory for a comparison.
+        OSError: the comparison could not be made, which says nothing of the engine.
+    """
+    progress("running native", 0.0)
+    import_comfyui(task["comfyui"])
+    import torch
+
+    from ...sessions import gpu_timing
+    from ...sessions.gpu_memory import is_out_of_memory
+    from .parity import compare
+
+    engine = Engine(Path(task["engine"]), Manifest.from_json(task["manifest"]))
+    if tensors_of(task) != (engine.manifest.inputs, engine.manifest.outputs):
+        raise _refused(task, "has other inputs and outputs than this network")
+    device = torch.device(task["device"])
+    started = time.perf_counter()
+    try:
+        stages = _native(task, engine, device, progress)
+        compared = time.perf_counter()
+        progress("comparing with native", 0.6)
+        runner, record, refit_s = backend_of(task).load(engine, device), [], 0.0
+        for stage in stages:
+            if stage.changed:
+                began = time.perf_counter()
+                runner.refit(stage.weights, stage.changed)
+                refit_s += time.perf_counter() - began
+            record += compare(runner, stage.cases, engine.manifest.outputs)
+        native_ms = stages[0].native_ms
+        engine_ms = _engine_milliseconds(runner, _timed(task, stages[0].cases), engine) if native_ms else None
+    except (BuildError, Unavailable, OSError):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise Unavailable(
+                Reason.UNCHECKED, f"there is not enough memory to compare {engine.folder.name} with native now"
+            ) from error
+        log.exception("%s failed", engine.folder.name)
+        text = (str(error).strip().splitlines() or [""])[0]
+        raise _refused(task, f"could not be run ({type(error).__name__}: {text})") from error
+    worst = max(record, key=lambda case: case["rel_err"])
+    if not worst["rel_err"] <= task["limit"]:
+        raise _refused(
+            task,
+            f"differs from native by {worst['rel_err']:.2e} in {worst['worst_output']} at {worst['symbols']} (limit "
+            f"{task['limit']:.0e})",
+        )
+    against = "native in float32 on the CPU" if device.type == "cpu" else "native on the same device"
+    parity = {"rel_err": worst["rel_err"], "limit": task["limit"], "cases": record, "against": against}
+    if native_ms:
+        parity["driver"] = gpu_timing.driver_version()
+        parity |= {"native_ms": round(native_ms, 3), "engine_ms": round(engine_ms, 3)}
+    if refit_s:
+        parity["refit_s"] = round(refit_s, 1)
+    return {
+        "parity": parity,
+        "seconds": {"native": compared - started, "engine": time.perf_counter() - compared},
+    }
+
+
+def _refused(task: Task, why: str) -> ValidationFailed:
+    return ValidationFailed(f"{task['origin']} {why}, so it does not serve and native does; {task['advice']}")
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What native computes with some weights.
+
+    Attributes:
+        changed: the initialisers that the stage before had other weights in.
+        weights: all that the engine has to have now, by initialiser; of one that takes any.
+        native_ms: of a call, on a GPU.
+    """
+
+    changed: list[str]
+    cases: list[Case]
+    weights: dict[str, torch.Tensor]
+    native_ms: float | None
+
+
+def _native(task: Task, engine: Engine, device: torch.device, progress: Progress) -> list[_Stage]:
+    """What native computes, with all the weights that the engine has to have; its memory there is free afterwards."""
+    changes, changed, stages = _changes(engine, backend_of(task).keeps_weights), set(), []
+    for change in changes:
+        changed |= set(change)
+        function, module = function_of(task)
+        weights = _weights(engine, module, changed) if changed else {}
+
+        def so_far(fraction: float) -> None:
+            progress("running native", 0.6 * (len(stages) + fraction) / len(changes))
+
+        cases, native_ms = _computed(task, function.to(device), device, so_far)
+        stages.append(_Stage(change, cases, weights, native_ms))
+    return stages
+
+
+def _changes(engine: Engine, keeps_weights: bool) -> list[list[str]]:
+    """Which initialisers get other weights, stage by stage."""
+    if not engine.manifest.identity.any_weights:
+        return [[]]
+    names = sorted(read_parameters(engine.folder).values())
+    return [[], names[::2], names[1::2]] if keeps_weights else [names]
+
+
+def _weights(engine: Engine, module: torch.nn.Module, changed: set[str]) -> dict[str, torch.Tensor]:
+    """Scale each of a network's changed parameters by a factor of its own; all of them by their initialisers' names."""
+    import torch
+
+    generator = torch.Generator().manual_seed(7)
+    parameters = {name: parameter.data for name, parameter in module.named_parameters()}
+    initialisers = read_parameters(engine.folder)
+    for name, initialiser in initialisers.items():
+        factor = float(1 + SCALED * (2 * torch.rand((), generator=generator) - 1))
+        if initialiser in changed:
+            parameters[name] *= factor
+    return {initialiser: parameters[name] for name, initialiser in initialisers.items()}
+
+
+def _computed(
+    task: Task, function: torch.nn.Module, device: torch.device, so_far: Callable[[float], None]
+) -> tuple[list[Case], float | None]:
+    """The cases of a function, and on a GPU the milliseconds of a call."""
+    import torch
+
+    from ...architectures.samples import sample_inputs
+    from ...comfy_model.torch_kernels import best_attention, without_tf32
+    from ...sessions import gpu_timing
+    from .parity import Case, in_float32
+
+    on_cpu = device.type == "cpu"
+    inputs, _ = tensors_of(task)
+    cases, native_ms = [], None
+    calls = [(sizes, t) for sizes in task["extremes"] for t in TIMESTEPS]
+    with torch.inference_mode(), in_float32(function) if on_cpu else contextlib.nullcontext(), best_attention(device):
+        for seed, (sizes, timestep) in enumerate(calls, start=1):
+            so_far(seed / len(calls))
+            given = sample_inputs(inputs, sizes, seed)
+            for spec in inputs:
+                if spec.sample == "timestep":
+                    given[spec.name].fill_(timestep)
+                elif spec.optional and timestep == TIMESTEPS[1]:
+                    given[spec.name].zero_()
+            tensors = [t.float() if on_cpu else t.to(device) for t in given.values()]
+            with without_tf32():  # which alone is further from exact than the limit
+                expected = tuple(result.float().cpu() for result in function(*tensors))
+            if native_ms is None and sizes == task["timed"]:
+                native_ms = gpu_timing.milliseconds(lambda tensors=tensors: function(*tensors))
+            cases.append(Case({**sizes, "t": int(timestep)}, given, expected))
+    return cases, native_ms
+
+
+def _timed(task: Task, cases: list[Case]) -> Case:
+    return next(case for case in cases if task["timed"].items() <= case.symbols.items())
+
+
+def _engine_milliseconds(runner: Runner, case: Case, engine: Engine) -> float:
+    """One call as a prompt makes it: by a CUDA graph where the backend allows it."""
+    import torch
+
+    from ...sessions import gpu_timing
+    from ...sessions.cuda_graphs import GraphCache
+
+    def on(runner: Runner) -> Callable[[dict], dict]:
+        def run(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            results = {
+                s.name: torch.empty(s.shape(case.symbols), dtype=getattr(torch, s.dtype), device=runner.device)
+                for s in engine.manifest.outputs
+            }
+            runner.run(inputs, results)
+            return results
+
+        return run
+
+    given = {name: tensor.to(runner.device) for name, tensor in case.given.items()}
+    if not runner.capturable:
+        return gpu_timing.milliseconds(lambda: on(runner)(given))
+    graphs = GraphCache(runner.device)
+    return gpu_timing.milliseconds(lambda: graphs.run(on(runner), given, own=lambda: on(runner.new_context())))

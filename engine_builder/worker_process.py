@@ -1,0 +1,213 @@
+"""The server's side of a child process: start it, hear it, end it, and say in words how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from ..backends import Progress
+from ..engine_library import BuildError, LibraryError, Reason, Unavailable, ValidationFailed
+from ..engine_library.disk import ALMOST_NOTHING, NOT_WRITABLE, free_bytes, readable
+
+SCRIPT = Path(__file__).with_name("standalone.py")
+TICK = 0.25
+"""Seconds between calls of ``progress``, which is how fast a cancel is noticed."""
+LAST_WORDS = 3
+STARTING = "starting"
+"""The phase until the child tells one."""
+
+
+class RetryWithOneWorker(BuildError):
+    """The child may have failed for what others had meanwhile, memory most of all: alone it may succeed."""
+
+
+_KINDS = {"build": BuildError, "refuted": ValidationFailed}
+"""What a child says of its failure -> our exception."""
+
+Log = Callable[[str], None]
+"""Takes one line of what the child writes."""
+
+
+def run_in_worker(task: Mapping, progress: Progress, log: Log, environment: Mapping[str, str] | None = None) -> dict:
+    """Do a task of ``worker.steps`` in a process of its own and return its result.
+
+    Args:
+        progress: called several times a second, with the last phase and fraction told; what it raises ends the child.
+        environment: variables for the child besides the server's own.
+
+    Raises:
+        BuildError: the child said so, or crashed; the text is for the user.
+        Unavailable: the backend cannot build here.
+        LibraryError: the disk is full or cannot be written.
+    """
+    words: deque[str] = deque(maxlen=LAST_WORDS)
+
+    def hear(line: str) -> None:
+        words.append(line)
+        log(line)
+
+    process = _start(environment)
+    listeners: list[threading.Thread] = []
+    try:
+        events: queue.SimpleQueue[dict | None] = queue.SimpleQueue()
+        listeners = [
+            _thread(_read_events, process.stdout, events.put, hear), _thread(_read_lines, process.stderr, hear)
+        ]
+        # other packs put paths that are no text there, which Python does not look at either
+        folders = [folder for folder in sys.path if isinstance(folder, str)]
+        order = {"task": task, "parent": os.getpid(), "sys_path": folders}
+        # a child that died at once breaks the pipe; how it ended says more than that
+        with contextlib.suppress(OSError):
+            process.stdin.write(json.dumps(order).encode() + b"\n")
+            process.stdin.flush()
+        phase, last = _follow(events, progress)
+        if last is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5.0)
+            _end(process)
+            listeners[1].join(1.0)
+            raise _crashed(process.returncode, phase, list(words), Path(task["folder"]))
+        if "failed" in last:
+            raise _failure(last["failed"], phase, Path(task["folder"]))
+        return last["result"]
+    finally:
+        _end(process)
+        for listener in listeners:
+            listener.join(1.0)
+
+
+def _start(environment: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-u", "-X", "utf8", str(SCRIPT), "engine_builder.worker.main"]
+    # a group of its own: Ctrl-C in the server's terminal is the server's, and helpers of a backend end with the child
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # OMP: a prompt may run meanwhile, and threads that wait by spinning would take the cores from it
+        env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **(environment or {})},
+        **_apart(),
+    )
+
+
+def _apart() -> dict[str, Any]:
+    """What keeps the child from the server's terminal and, on Windows, behind whatever the user does meanwhile.
+
+    Elsewhere the child itself steps back, see ``worker.main``.
+    """
+    if os.name == "nt":
+        return {"creationflags": subprocess.CREATE_NO_WINDOW | subprocess.BELOW_NORMAL_PRIORITY_CLASS}
+    return {"start_new_session": True}
+
+
+def _follow(events: queue.SimpleQueue[dict | None], progress: Progress) -> tuple[str, dict | None]:
+    """Pass progress on until the last event; returns the last phase and that event, None when there was none."""
+    phase, fraction = STARTING, 0.0
+    told = 0.0
+    while True:
+        try:
+            event = events.get(timeout=TICK)
+        except queue.Empty:
+            event = {}
+        if event is None or "result" in event or "failed" in event:
+            return phase, event
+        if "progress" in event:
+            before, (phase, fraction) = phase, event["progress"]
+            if phase == before and time.monotonic() - told < TICK:
+                continue
+        told = time.monotonic()
+        progress(phase, fraction)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the child with all its helpers; nothing of it is worth saving."""
+    with contextlib.suppress(OSError):
+        if os.name == "nt":
+            process.kill()
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        with contextlib.suppress(OSError):
+            pipe.close()
+
+
+def _read_events(pipe: IO[bytes], put: Callable[[dict | None], Any], hear: Log) -> None:
+    with contextlib.suppress(ValueError, OSError):  # closed under us
+        for line in pipe:
+            try:
+                put(json.loads(line))
+            except ValueError:
+                hear(line.decode(errors="replace").rstrip())
+    put(None)
+
+
+def _read_lines(pipe: IO[bytes], hear: Log) -> None:
+    with contextlib.suppress(ValueError, OSError):
+        for line in pipe:
+            text = line.decode(errors="replace").rstrip().rpartition("\r")[2]
+            if text:
+                hear(text)
+
+
+def _thread(target: Callable[..., None], *arguments: Any) -> threading.Thread:
+    thread = threading.Thread(target=target, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+def _failure(failed: Mapping, phase: str, folder: Path) -> Exception:
+    """What a child told of as an exception of ours."""
+    if failed["kind"] == "build" and failed["crowded"]:
+        return RetryWithOneWorker(failed["text"])
+    if failed["kind"] in _KINDS:
+        return _KINDS[failed["kind"]](failed["text"])
+    if failed["kind"] == "unavailable":
+        return Unavailable(Reason(failed["reason"]), failed["text"])
+    if (full := _full_disk(failed["errno"], folder)) is not None:
+        return full
+    kind = RetryWithOneWorker if failed["crowded"] else BuildError
+    return kind(
+        f"the builder failed while {phase} ({failed['text']}), so no engine was made and native keeps serving; see the "
+        "build's log, and report this model if it happens again"
+    )
+
+
+def _crashed(status: int, phase: str, words: list[str], folder: Path) -> Exception:
+    if (full := _full_disk(None, folder)) is not None:
+        return full
+    how, advice = f"ended with exit status {status}", "see the build's log"
+    if status < 0:
+        name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+        how = f"was ended by {name}"
+        if -status == signal.SIGKILL:
+            how += ", most often because the machine ran out of memory"
+            advice = "close other programs or choose a smaller profile, and build again"
+    elif os.name == "nt" and status > 0xFF:
+        how = f"crashed with status {status:#x}"
+    last = f" Its last words: {' | '.join(words)}" if words else ""
+    return RetryWithOneWorker(  # what lacks memory ends in many ways without a word
+        f"the builder {how} while {phase}, so no engine was made and native keeps serving; {advice}.{last}"
+    )
+
+
+def _full_disk(number: int | None, folder: Path) -> LibraryError | None:
+    """The failure as that of the disk: by its errno, or since nothing is free (libraries in C++ tell no errno)."""
+    if number in NOT_WRITABLE:
+        return readable(OSError(number, os.strerror(number)), folder.parent)
+    with contextlib.suppress(OSError):
+        if free_bytes(folder) < ALMOST_NOTHING:
+            return readable(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder.parent)
+    return None

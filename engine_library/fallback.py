@@ -1,0 +1,109 @@
+"""Why a call ran native although an engine was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Reason(str, Enum):
+    """The closed list of fallback reasons; the value is what users read, ``advice`` what they can do about it."""
+
+    NO_ENGINE = "no engine"
+    NOT_WIRED = "no engine wired in"
+    BUILD_FAILED = "build failed"
+    STALE_ENGINE = "stale engine"
+    BROKEN_ENGINE = "broken engine"
+    UNCHECKED = "not checked here"
+    BACKEND_MISSING = "backend missing"
+    WRONG_GPU = "wrong GPU"
+    OTHER_MODEL = "engine of another model"
+    UNSUPPORTED_MODEL = "unsupported model"
+    SHAPE_OUTSIDE_PROFILE = "size the engine was not built for"
+    WEIGHTS_PATCHED = "weights patched"
+    MODEL_PATCHED = "model patched"
+    HOOKS = "hooks"
+    NOT_REACHED = "not called through TRT Sampler Patch"
+    OTHER_KIND = "made for another kind of model"
+    UNSUPPORTED_INPUT = "unsupported input"
+    ENGINE_FAILED = "engine failed"
+
+    @property
+    def advice(self) -> str:
+        return _ADVICE[self]
+
+    @property
+    def meaning(self) -> str:
+        """The effect on the image, in words."""
+        return _MEANING.get(self, "The image is native's, only slower")
+
+
+_ADVICE = {
+    Reason.NO_ENGINE: "press Build engine, or choose 'build now' or 'build in background' on its node, and queue",
+    Reason.NOT_WIRED: "switch TRT UNet Engine on again, or wire its engine into TRT Sampler Patch",
+    Reason.BUILD_FAILED: "fix what the message names and queue again",
+    Reason.STALE_ENGINE: "build it again: it was made by another version or for another GPU",
+    Reason.BROKEN_ENGINE: "build it again: its files are missing or damaged",
+    Reason.UNCHECKED: "press Check engine, or choose 'build now' on the engine node, to have it compared with native",
+    Reason.BACKEND_MISSING: "install the backend that the message names, or choose another on the engine node",
+    Reason.WRONG_GPU: "build an engine for this GPU, or choose a backend that supports it",
+    Reason.OTHER_MODEL: "wire the same model into the engine node and the sampler patch",
+    Reason.UNSUPPORTED_MODEL: "nothing to do: this kind of network has no engine yet and always runs native",
+    Reason.SHAPE_OUTSIDE_PROFILE: "choose wider picture sizes on the engine node and build again",
+    Reason.WEIGHTS_PATCHED: "put the LoRA before the engine node and build again, or build with replaceable weights, "
+    "or leave it: native applies it",
+    Reason.MODEL_PATCHED: "remove the patch node (FreeU, PAG, HyperTile, IPAdapter ...) if you want the engine",
+    Reason.HOOKS: "remove the hooks from the conditioning if you want the engine",
+    Reason.NOT_REACHED: "remove the node that computes the UNet by itself (DeepCache ...) if you want the engine",
+    Reason.OTHER_KIND: "choose a ControlNet, or a prompt, for the kind of model that is sampled",
+    Reason.UNSUPPORTED_INPUT: "remove the input that the message names if you want the engine",
+    Reason.ENGINE_FAILED: "see the log for the error; queue again to retry the engine",
+}
+
+_MEANING = {
+    Reason.NOT_REACHED: "The image is what that node makes on native too",
+    Reason.OTHER_KIND: "The call goes to native, which leaves out what does not fit, or ends the prompt",
+}
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A reason with the particulars of one case, for example which shape did not fit.
+
+    Attributes:
+        sizes: those of a call that the engine was not built for, symbol -> size.
+        others_serve: whether engines for other sizes go on serving their calls.
+        advice: what to do, where it is not what the reason usually wants.
+    """
+
+    reason: Reason
+    detail: str = ""
+    sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    others_serve: bool = False
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason.value}: {self.detail}" if self.detail else self.reason.value
+
+    def sentence(self, advice: str = "") -> str:
+        """What happened, what it means for the image, what to do: ``advice``, or what the reason usually wants."""
+        return f"{self}. {self.reason.meaning}; {advice or self.advice or self.reason.advice}."
+
+
+class Unavailable(Exception):
+    """An engine cannot be used; carries the fallback that says why."""
+
+    def __init__(
+        self, reason: Reason, detail: str = "", sizes: Mapping[str, int] | None = None, others_serve: bool = False
+    ):
+        self.fallback = Fallback(reason, detail, sizes or {}, others_serve)
+        super().__init__(str(self.fallback))
+
+
+class BuildError(Exception):
+    """A build that cannot succeed; the text says what happened and what to do."""
+
+
+class ValidationFailed(BuildError):
+    """An engine was held against native and is not what it should be: a verdict on the engine, for good."""

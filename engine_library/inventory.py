@@ -1,0 +1,172 @@
+"""What is in the library and what state it is in: ready, stale or broken, with the reason."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+from . import last_use
+from .disk import LibraryError, readable
+from .engine import Check, Engine
+from .fallback import Fallback, Reason, Unavailable
+from .library import Library, Usable
+from .manifest import MANIFEST_NAME, Manifest, ManifestError
+
+log = logging.getLogger(__name__)
+
+READY, STALE, UNCHECKED, BROKEN = "ready", "stale", "unchecked", "broken"
+_STATES = {Reason.BROKEN_ENGINE: BROKEN, Reason.UNCHECKED: UNCHECKED}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One folder of the library.
+
+    Attributes:
+        name: the folder's; of one that an earlier folder of the library has too ``name@2``.
+        state: ``"ready"``; ``"stale"``: made for another version, GPU or file; ``"unchecked"``: it came from elsewhere
+            and was not compared with native here; ``"broken"``: its files are damaged, or it is wrong.
+        reason: why it is not ready, in words.
+        bytes: what the folder takes on disk.
+        engine: None when its manifest cannot be read.
+        last_used: when it was used, in UTC as ISO 8601; None when that is not known.
+    """
+
+    folder: Path
+    name: str
+    state: str
+    reason: str
+    bytes: int
+    engine: Engine | None
+    last_used: str | None = None
+
+    def to_json(self) -> dict:
+        """For ``--json`` and the page."""
+        data = {"folder": str(self.folder), "name": self.name, "state": self.state, "reason": self.reason,
+                "bytes": self.bytes, "last_used": self.last_used}  # fmt: skip
+        if self.engine is not None:
+            manifest = self.engine.manifest.to_json()
+            names = ("key", "label", "kind", "identity", "created", "seconds", "parity")
+            data |= {name: manifest[name] for name in names}
+        return data
+
+
+Stale = Callable[[Engine], Fallback | None]
+"""Why the weights of an engine are not its file's any more, or None; see ``comfy_model.hash_cache.source_changed``."""
+
+
+def entries(library: Library, usable: Usable, stale: Stale, gpu: str = "") -> list[Entry]:
+    """Everything in the library, in a stable order.
+
+    Args:
+        usable: the backends' say on whether an engine runs here (version, GPU); None means yes.
+        gpu: where they are to run; ``""`` is the CPU.
+    """
+    found: dict[str, Entry] = {}
+    for root in library.roots:
+        for path in sorted(root.glob(f"*/{MANIFEST_NAME}")):
+            if not path.parent.name.startswith("."):
+                name = _free_name(path.parent.name, found)
+                found[name] = _entry(path, name, usable, stale, gpu)
+    return list(found.values())
+
+
+def _free_name(name: str, taken: Collection[str]) -> str:
+    """A folder's name, with a number where another has it: whoever means the one must not delete the other."""
+    numbered = (f"{name}@{number}" for number in itertools.count(2))
+    return next(free for free in itertools.chain([name], numbered) if free not in taken)
+
+
+def _entry(path: Path, name: str, usable: Usable, stale: Stale, gpu: str) -> Entry:
+    folder, engine = path.parent, None
+    try:
+        engine = Engine(folder, Manifest.read(path))
+        flaw = Library.flaw(engine, usable, gpu) or stale(engine)
+    except ManifestError as error:
+        flaw = Fallback(Reason.BROKEN_ENGINE, str(error))
+    state = READY if flaw is None else _STATES.get(flaw.reason, STALE)
+    used = last_use.last_used(engine) if engine is not None else None
+    text = used.isoformat(timespec="seconds") if used is not None else None
+    return Entry(folder, name, state, "" if flaw is None else str(flaw), _disk_use(folder), engine, text)
+
+
+def _disk_use(folder: Path) -> int:
+    total = 0
+    for file in folder.rglob("*"):
+        try:
+            total += file.stat().st_size if file.is_file() else 0
+        except OSError:
+            pass  # deleted since it was listed
+    return total
+
+
+def select(found: list[Entry], name: str) -> Entry:
+    """The entry that a user means by its name, the start of it, or the start of its key.
+
+    Raises:
+        LibraryError: none, or several.
+    """
+    exact = [e for e in found if e.name == name]
+    alike = exact or [e for e in found if e.name.startswith(name) or _key(e).startswith(name)]
+    if name and len(alike) == 1:
+        return alike[0]
+    if not alike or not name:
+        raise LibraryError(f"no engine is called {name!r}; 'list' shows them all")
+    raise LibraryError(f"{name!r} could be any of {', '.join(e.name for e in alike)}; write more of its name")
+
+
+def _key(entry: Entry) -> str:
+    return entry.engine.manifest.identity.key if entry.engine is not None else ""
+
+
+def verify(entry: Entry, check: Check | None = None) -> Fallback | None:
+    """Read and hash all files of an engine; what is wrong with them, or None."""
+    if entry.engine is None:
+        return Fallback(Reason.BROKEN_ENGINE, entry.reason)
+    try:
+        entry.engine.check_sizes()
+        entry.engine.check_contents(check)
+    except Unavailable as broken:
+        return broken.fallback
+    except OSError as error:
+        return Fallback(Reason.BROKEN_ENGINE, f"{entry.name} cannot be read ({error})")
+    return None
+
+
+def delete(entry: Entry) -> None:
+    """Remove an engine's folder.
+
+    Raises:
+        LibraryError: the library cannot be written, or the engine is in use on a system that protects open files.
+    """
+    try:
+        Library.remove(entry.folder)
+    except OSError as error:
+        raise readable(error, entry.folder.parent) from error
+
+
+def delete_unused(found: list[Entry], days: float, in_use: Collection[Path]) -> tuple[list[Entry], list[Entry]]:
+    """Remove the engines that were not used for some days; those that could be removed, and those that could not.
+
+    Args:
+        in_use: folders of engines that serve now, whenever they were last used.
+    """
+    removed, kept = [], []
+    limit = datetime.now(timezone.utc) - timedelta(days=days)
+    for entry in found:
+        if entry.engine is None or entry.folder in in_use:
+            continue
+        since = last_use.unused_since(entry.engine)
+        if since is None or since > limit:
+            continue
+        try:
+            delete(entry)
+            removed.append(entry)
+        except LibraryError as error:
+            log.warning("Hybrid TRT: %s was not deleted (%s)", entry.name, error)
+            kept.append(entry)
+    return removed, kept

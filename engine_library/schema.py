@@ -1,0 +1,146 @@
+"""Reading what somebody else may have written: every value has its form, or a ``MalformedInput`` says which has not.
+
+Nothing here keeps a value that cannot be shown: no NUL, no lone surrogate, no NaN, no number that overflows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NoReturn, TypeVar
+
+Value = TypeVar("Value")
+
+WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+_FORBIDDEN = set('<>:"/\\|?*')
+_PORTS = "123456789\u00b9\u00b2\u00b3"
+_DEVICES = {"con", "prn", "aux", "nul", "conin$", "conout$", *(f"{kind}{n}" for kind in ("com", "lpt") for n in _PORTS)}
+
+
+class MalformedInput(ValueError):
+    """A value of another form than it has to be; the text names it."""
+
+
+def loads(text: bytes | str) -> Any:
+    """JSON as the standard has it: no NaN, no Infinity, nothing nested beyond reason.
+
+    Raises:
+        MalformedInput: it is none.
+    """
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise MalformedInput(f"it is no JSON: {str(error)[:200] or type(error).__name__}") from None
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def mapping(value: object, what: str, needed: Collection[str] = (), known: Collection[str] = ()) -> Mapping[str, Any]:
+    """A JSON object with all of ``needed``, and with nothing but these and ``known``."""
+    if not isinstance(value, dict):
+        raise MalformedInput(f"{what} is no object")
+    if missing := sorted(set(needed) - value.keys()):
+        raise MalformedInput(f"{what} has no {missing[0]}")
+    if unknown := sorted(value.keys() - set(needed) - set(known)):
+        raise MalformedInput(f"{what} has {shown(unknown[0])}, which is unknown")
+    return value
+
+
+def table(
+    value: object, what: str, most: int, name: Callable[[str], bool], read: Callable[[object, str], Value]
+) -> dict[str, Value]:
+    """A JSON object of up to ``most`` values of one kind under names of one kind."""
+    if not isinstance(value, dict) or len(value) > most:
+        raise MalformedInput(f"{what} is no object of at most {most} entries")
+    for key in value:
+        if not name(key):
+            raise MalformedInput(f"{what} has {shown(key)}, which is no name there")
+    return {key: read(entry, f"{what}.{key}") for key, entry in value.items()}
+
+
+def sequence(value: object, what: str, most: int, read: Callable[[object, str], Value]) -> list[Value]:
+    """A JSON array of up to ``most`` values of one kind."""
+    if not isinstance(value, list) or len(value) > most:
+        raise MalformedInput(f"{what} is no list of at most {most} entries")
+    return [read(entry, f"{what}[{number}]") for number, entry in enumerate(value)]
+
+
+def text(value: object, what: str, most: int = 500) -> str:
+    """A string that can be shown and written anywhere."""
+    if not isinstance(value, str) or len(value) > most or _CONTROL.search(value):
+        raise MalformedInput(f"{what} is no plain text of at most {most} characters")
+    return value
+
+
+def word(value: object, what: str) -> str:
+    """A string that can be a part of a file's name."""
+    if not isinstance(value, str) or not WORD.fullmatch(value):
+        raise MalformedInput(f"{what} is {shown(value)}, which is no name")
+    return value
+
+
+def one_of(value: object, what: str, allowed: Collection[str]) -> str:
+    """One of some strings."""
+    if not isinstance(value, str) or value not in allowed:
+        raise MalformedInput(f"{what} is {shown(value)}, which is none of {', '.join(allowed)}")
+    return value
+
+
+def integer(value: object, what: str, least: int = 0, most: int = 1 << 53) -> int:
+    """A whole number in a range; by default one that JavaScript holds exactly."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise MalformedInput(f"{what} is {shown(value)}, which is no whole number from {least} to {most}")
+    return value
+
+
+def number(value: object, what: str, least: float = 0.0, most: float = 1e15) -> float:
+    """A finite number in a range."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise MalformedInput(f"{what} is {shown(value)}, which is no number from {least:g} to {most:g}")
+    return value
+
+
+def plain(value: object, what: str, depth: int = 4) -> Any:
+    """Any JSON of a few levels whose numbers are finite and whose texts are plain."""
+    if isinstance(value, dict | list) and depth == 0:
+        raise MalformedInput(f"{what} is nested too deeply")
+    if isinstance(value, dict):
+        return {text(k, f"a name in {what}", 100): plain(v, f"{what}.{k}", depth - 1) for k, v in value.items()}
+    if isinstance(value, list):
+        return sequence(value, what, 1000, lambda v, w: plain(v, w, depth - 1))
+    if isinstance(value, str):
+        return text(value, what)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not (math.isfinite(value) if isinstance(value, float) else abs(value) < 1 << 53):
+            raise MalformedInput(f"{what} is {shown(value)}, which is no number that can be kept")
+    return value
+
+
+def plain_name(name: str) -> bool:
+    """Whether a text can be a file's name on every system: no path, no device, nothing that Windows would cut off."""
+    return (
+        0 < len(name) <= 200
+        and not _CONTROL.search(name)
+        and not set(name) & _FORBIDDEN
+        and name == name.rstrip(". ")
+        and name.split(".")[0].rstrip().lower() not in _DEVICES
+    )
+
+
+def printable(value: str) -> str:
+    """A text with what cannot be shown replaced."""
+    return _CONTROL.sub("?", value)
+
+
+def shown(value: object) -> str:
+    """A value for an error's text, cut short."""
+    if isinstance(value, int) and abs(value) >= 1 << 64:
+        return "a huge number"
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    return ascii(value)[:80]

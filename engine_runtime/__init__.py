@@ -1,4 +1,0 @@
-"""The run side: engines from the library serve a sampler's calls, or native does and the ledger says why.
-
-It knows architectures, backends and the library, never the nodes.
-"""

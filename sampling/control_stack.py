@@ -1,0 +1,293 @@
+"""A stack of engine-backed ControlNets as one: run side by side on streams of their own, merged in a few launches.
+
+ComfyUI asks one ControlNet after the other, waits for the GPU before each to compare a timestep, and scales and adds
+every residual by itself. For a stack of sessions that may run at once the same result needs none of this. Anything else
+in the stack goes ComfyUI's own way, and so does a call that opens engines or has a hint to make. It finds those hints
+made that are known or need only be copied; see ``hint_cache``.
+
+Other packs act on the ControlNets of a step: they put a crop in the place of a hint, change a strength or replace a
+method, and ask for the residuals themselves. So nobody but ComfyUI's own function gets to see a stack; all others have
+the ControlNets of the graph, and a stack reads those at each call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import comfy.controlnet
+import torch
+from comfy.controlnet import ControlBase, ControlNet
+
+from ..architectures.calls import Control
+from ..sessions.async_inputs import wait_for
+from ..sessions.session import Session
+from .call_stats import lent_context
+from .controlnet import EngineControlModel
+from .hint_cache import has_hint, hint_for, keep_hints, lacks_hint, make_hints
+from .late_control import LateControl
+from .stock_comfy import another_pack_asks, computes_as_comfyui, is_another_packs, is_comfyuis_alone
+
+if TYPE_CHECKING:
+    from comfy.patcher_extension import WrapperExecutor
+
+    from .engine_handle import EngineHandle
+
+ALWAYS = 999999999.0
+"""ComfyUI's sigma for "from the first step on" is above this."""
+
+
+def run_stacks_at_once(
+    executor: WrapperExecutor,
+    model: Any,
+    conds: list[list[dict] | None],
+    x_in: torch.Tensor,
+    timestep: torch.Tensor,
+    model_options: dict,
+    backbone: EngineHandle | None = None,
+) -> Any:
+    """A CALC_COND_BATCH wrapper: inside, stacks of engine-backed ControlNets run as one.
+
+    It puts stacks into the conditionings behind all wrappers, those that come after it too.
+
+    Args:
+        backbone: whose engine, if it can, starts beside them; see ``LateControl``.
+    """
+    if "multigpu_clones" in model_options:
+        with lent_context():
+            return executor(model, conds, x_in, timestep, model_options)
+    executor.original = partial(_with_stacks, executor.original, backbone)
+    return executor(model, conds, x_in, timestep, model_options)
+
+
+def _with_stacks(
+    function: Callable[..., Any],
+    backbone: EngineHandle | None,
+    model: Any,
+    conds: list[list[dict] | None],
+    x_in: torch.Tensor,
+    timestep: torch.Tensor,
+    model_options: dict,
+) -> Any:
+    """Call the function that computes the conditionings of a step: with stacks if it is ComfyUI's own."""
+    if not is_comfyuis_alone(function):
+        return function(model, conds, x_in, timestep, model_options)
+    stacks: dict[int, ControlStack] = {}
+    late: list[LateControl] | None = [] if backbone is not None and backbone.takes_late else None
+
+    def replaced(cond: dict) -> dict:
+        control = cond.get("control")
+        if not isinstance(control, ControlBase) or not any(map(_has_engine, _chain(control))):
+            return cond
+        # one object per control: ComfyUI batches conditionings only when their controls are the same
+        return {**cond, "control": stacks.setdefault(id(control), ControlStack(control, late))}
+
+    conds = [None if group is None else [replaced(cond) for cond in group] for group in conds]
+    try:
+        return function(model, conds, x_in, timestep, model_options)
+    finally:
+        for control in late or ():
+            control.end()
+
+
+class ControlStack:
+    """Stands for a chain of ControlNets in ComfyUI's own function; all but the residuals is asked of the chain."""
+
+    def __init__(self, control: ControlBase, late: list[LateControl] | None = None):
+        """
+        Args:
+            late: takes results that nobody has waited for, until somebody has; None where all are waited for.
+        """
+        self._control = control
+        self._late = late
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._control, name)
+
+    def get_control(
+        self, x_noisy: torch.Tensor, t: torch.Tensor, cond: Mapping, batched_number: int, transformer_options: dict
+    ) -> Control | None:
+        """The chain's residuals, as ComfyUI's own ``get_control`` of its last ControlNet."""
+        chain = list(_chain(self._control))
+        lacking = [control for control in chain if lacks_hint(control, x_noisy)]
+        if lacking and any(map(another_pack_asks, chain)):  # whose code may want another hint than this
+            lacking = []
+        new = make_hints(_active(lacking, t), x_noisy) if lacking else []
+        if new or not all(_can_join(control, x_noisy, batched_number) for control in chain):
+            result = self._control.get_control(x_noisy, t, cond, batched_number, transformer_options)
+            keep_hints(new, x_noisy)
+            _count_apart(chain, x_noisy, t, batched_number)
+            return result
+        active = _active(chain, t)
+        return _run(active, x_noisy, t, cond, self._late, batched_number) if active else None
+
+
+def _chain(control: ControlBase | None) -> Iterator[ControlBase]:
+    """The ControlNets of a chain, the first to act first."""
+    if control is not None:
+        yield from _chain(control.previous_controlnet)
+        yield control
+
+
+def _has_engine(control: ControlBase) -> bool:
+    return isinstance(getattr(control, "control_model", None), EngineControlModel)
+
+
+def _can_join(control: ControlBase, x_noisy: torch.Tensor, batched_number: int) -> bool:
+    """Whether a ControlNet does nothing but what ``_run`` does, and its hint is made."""
+    if not _may_join(control) or type(control) is not ControlNet or not computes_as_comfyui(control):
+        return False
+    if control.model_sampling_current is None or control.timestep_range is None or not has_hint(control, x_noisy):
+        return False
+    return hint_for(control, x_noisy, batched_number) is not None
+
+
+def _may_join(control: ControlBase) -> bool:
+    """Whether a ControlNet's settings and its engine let it join. The rest is what ComfyUI makes of it in a run."""
+    if not _has_engine(control):
+        return False
+    session = control.control_model.handle.session
+    if session is None or not session.joins_stacks:
+        return False
+    special = (control.vae, control.latent_format, control.extra_hooks, control.extra_concat_orig)
+    if any(special) or control.multigpu_clones or control.global_average_pooling:
+        return False
+    return control.strength_type is comfy.controlnet.StrengthType.CONSTANT
+
+
+def _count_apart(chain: list[ControlBase], x_noisy: torch.Tensor, t: torch.Tensor, batched_number: int) -> None:
+    """Count the ControlNets that still cannot join after a call of ComfyUI's own, where only that can be the reason."""
+    for control in filter(_may_join, chain):
+        if _can_join(control, x_noisy, batched_number) or is_another_packs(control):
+            continue
+        if control.timestep_range is None or _active([control], t):
+            control.control_model.handle.begin_run().count_apart()
+
+
+def _active(chain: list[ControlNet], t: torch.Tensor) -> list[ControlNet]:
+    """Those whose range holds the timestep. Looks at its value, which waits for the GPU, only when it has to."""
+    if all(c.timestep_range[0] > ALWAYS and c.timestep_range[1] <= 0 for c in chain):
+        return chain
+    now = t[0].cpu()  # a tensor: ComfyUI compares one, which rounds the bounds to its precision
+    return [c for c in chain if not (now > c.timestep_range[0] or now < c.timestep_range[1])]
+
+
+def _run(
+    chain: list[ControlNet],
+    x_noisy: torch.Tensor,
+    t: torch.Tensor,
+    cond: Mapping,
+    late: list[LateControl] | None,
+    batched_number: int = 1,
+) -> Control:
+    shared: dict[tuple, tuple[torch.Tensor, ...]] = {}
+    calls = []
+    for control in chain:
+        dtype = control.manual_cast_dtype or control.control_model.dtype
+        sampling = control.model_sampling_current
+        key = (id(sampling), dtype)
+        if key not in shared:
+            prompt = cond.get("crossattn_controlnet", cond["c_crossattn"])
+            shared[key] = (
+                sampling.calculate_input(t, x_noisy).to(dtype),
+                sampling.timestep(t).to(dtype),
+                prompt.to(x_noisy.device, dtype),
+            )
+        extra = dict(control.extra_args)
+        for name in control.extra_conds:
+            if (value := cond.get(name)) is not None:
+                extra[name] = value.to(x_noisy.device, dtype) if isinstance(value, torch.Tensor) else value
+        calls.append((control, hint_for(control, x_noisy, batched_number), *shared[key], extra))
+
+    results, joins = [], []
+    sessions = [control.control_model.handle.session for control in chain]
+    if any(session.stream is None for session in sessions):
+        late = None
+    start = _start(sessions, x_noisy, at_least=2 if late is None else 1)
+    for control, hint, x, timesteps, context, extra in calls:
+        with _own_stream(control.control_model.handle.session, start) as stream:
+            result = control.control_model(x=x, hint=hint, timesteps=timesteps, context=context, **extra)
+            results.append(result)
+            if stream is not None:
+                joins.append((stream.record_event(), stream, _flat(result)))
+    if late is None or start is None:
+        return _joined(chain, results, joins)
+    with torch.cuda.stream(sessions[-1].stream):
+        merged = _joined(chain, results, joins[:-1])
+        late.append(LateControl(merged, sessions[-1].stream, reads=(x_noisy, t, calls)))
+    chain[-1].control_model.handle.stats.late += 1
+    return late[-1]
+
+
+def _joined(chain: list[ControlNet], results: list[Control], joins: Sequence[tuple]) -> Control:
+    """``_merged`` on the current stream, once it is there: what ran elsewhere has an event, a stream and tensors."""
+    for event, stream, tensors in joins:
+        wait_for(event, stream, tensors)
+    return _merged(chain, results)
+
+
+def _start(sessions: list[Session], x_noisy: torch.Tensor, at_least: int = 2) -> torch.cuda.Event | None:
+    """Where the current stream is, for sessions that run side by side from there on; None where one follows the other.
+
+    So do those that come twice, by themselves or as a part of another: they have one set of buffers. Fewer than
+    ``at_least`` have nobody to run beside.
+    """
+    parts = [part for session in sessions for part in session.parts]
+    if not x_noisy.is_cuda or len(sessions) < at_least or len(set(parts)) < len(parts):
+        return None
+    return torch.cuda.current_stream(x_noisy.device).record_event()
+
+
+@contextlib.contextmanager
+def _own_stream(session: Session, start: torch.cuda.Event | None) -> Iterator[torch.cuda.Stream | None]:
+    """The session's stream, from ``start`` on; the current one when there is no start.
+
+    Inputs need no further care: the current stream goes on after the end of this one.
+    """
+    stream = session.stream
+    if start is None or stream is None:
+        yield None
+        return
+    stream.wait_event(start)
+    with torch.cuda.stream(stream):
+        yield stream
+
+
+def _merged(chain: list[ControlNet], results: list[Control]) -> Control:
+    """The residuals scaled by their strengths and summed, in tensors that no session writes to."""
+    if len({_layout(result) for result in results}) > 1:  # unlike ControlNets: as ComfyUI does it, one by one
+        merged = None
+        for control, result in zip(chain, results, strict=True):
+            merged = control.control_merge(_with(result, [t.clone() for t in _flat(result)]), merged, None)
+        return merged
+    flat = [_flat(result) for result in results]
+    for control, tensors in zip(chain, flat, strict=True):
+        if control.strength != 1.0:
+            torch._foreach_mul_(tensors, control.strength)
+    # one alone is its caller's; of several each may be lent by its session
+    total = flat[0] if len(flat) == 1 else torch._foreach_add(flat[0], flat[1])
+    for tensors in flat[2:]:
+        torch._foreach_add_(total, tensors)
+    return {"input": [], "middle": [], **_with(results[0], total)}
+
+
+def _with(result: Control, tensors: list[torch.Tensor]) -> Control:
+    """The same residuals with other tensors in the place of those that ``_flat`` tells, in its order."""
+    instead = {id(tensor): other for tensor, other in zip(_flat(result), tensors, strict=True)}
+    return {kind: [instead[id(tensor)] for tensor in places] for kind, places in result.items()}
+
+
+def _flat(result: Control) -> list[torch.Tensor]:
+    """The residuals of a ControlNet, each once: one tensor may stand in several places."""
+    return list({id(tensor): tensor for places in result.values() for tensor in places}.values())
+
+
+def _layout(result: Control) -> tuple:
+    """What two ControlNets have to have in common so that their residuals can be added one by one."""
+    numbers = {id(tensor): number for number, tensor in enumerate(_flat(result))}
+    return tuple(
+        (kind, *((numbers[id(tensor)], tensor.shape, tensor.dtype) for tensor in places))
+        for kind, places in result.items()
+    )

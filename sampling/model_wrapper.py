@@ -1,0 +1,296 @@
+"""The sampler patch: routes the calls of a MODEL's backbone into an engine, call by call, or leaves them to native."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+from ..architectures import Role
+from ..architectures.calls import EngineCall
+from ..comfy_model.attention import OVERRIDE, other_attention
+from ..comfy_model.comfyui_internals import Feature, works
+from ..comfy_model.comfyui_shims import outside_recording
+from ..comfy_model.fp8 import rounded_unlike
+from ..comfy_model.network import replaced_part
+from ..comfy_model.weight_patches import WeightPatches
+from ..engine_library import Fallback, Reason
+from .call_stats import open_stats
+from .control_stack import run_stacks_at_once
+from .device_inputs import call_on_device, sample_on_device
+from .engine_handle import EngineHandle
+from .late_control import LateControl, bound_unread
+from .nan_guard import redo_unless_finite, watch
+from .native_call import arguments_of, by_name, forward_arguments, with_residuals_copied
+from .native_weights import NativeWeights
+from .not_reached import Reached
+from .sampling_runs import as_run
+from .shared import Shared
+from .timing import timed
+
+if TYPE_CHECKING:
+    from comfy.model_base import BaseModel
+    from comfy.model_patcher import ModelPatcher
+    from comfy.patcher_extension import WrapperExecutor
+
+KEY = "hybrid_trt"
+
+STRANGER = "a second model without TRT Sampler Patch"
+"""Under this name calls are counted that a patched model's sampling makes of a model that is not its own."""
+
+_bases: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[BaseModel]] = weakref.WeakKeyDictionary()
+"""UNet -> the model that it belongs to, of all models that were patched."""
+
+
+def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | None = None) -> ModelPatcher:
+    """A clone of ``model`` whose UNet calls go to the handle's engine whenever it can serve them.
+
+    Args:
+        refusal: a reason that holds for all calls, for example that the engine is another model's.
+    """
+    patched = model.clone()
+    patched.remove_wrappers_with_key(WrappersMP.DIFFUSION_MODEL, KEY)
+    router = BackboneRouter(patched, handle, refusal)
+    patched.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, router)
+    patched.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
+    patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, router.begin_run)
+    if works(Feature.STAGING):
+        router.native_weights.attach(patched, KEY)
+    patched.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
+    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, as_run)
+    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, router.reached.sample)
+    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, redo_unless_finite)
+    _wrap_steps(patched, handle, router.reached)
+    patched.set_additional_models(KEY, [handle.patcher])
+    return patched
+
+
+def _wrap_steps(patched: ModelPatcher, handle: EngineHandle, reached: Reached) -> None:
+    """Take part in how ComfyUI computes the conditionings of a step."""
+    on_device, stacks = works(Feature.ON_DEVICE), works(Feature.STACKS)
+    if on_device or stacks:
+        patched.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, KEY)
+        patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, reached.step)
+    if on_device:
+        patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, call_on_device)
+        patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, sample_on_device)
+    if stacks:
+        patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, partial(run_stacks_at_once, backbone=handle))
+
+
+def count_as_native(model: ModelPatcher, label: str, node_id: str, fallback: Fallback) -> ModelPatcher:
+    """A clone of ``model`` that no engine serves, whose calls are counted as native for a reason."""
+
+    def counted(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        stats = open_stats(Role.BACKBONE.value, label, node_id, device=model.load_device)
+        stats.count_native(fallback)
+        with timed(stats.times):
+            return executor(*args, **kwargs)
+
+    patched = model.clone()
+    patched.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, counted)
+    return patched
+
+
+def has_engine(model: ModelPatcher) -> bool:
+    """Tell whether a sampler patch already routes a model's UNet."""
+    return any(isinstance(wrapper, BackboneRouter) for wrapper in model.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY))
+
+
+class BackboneRouter(Shared):
+    """A DIFFUSION_MODEL wrapper that puts the engine in the place of the native forward.
+
+    It replaces ``executor.original`` and goes on, instead of answering itself: so wrappers that other nodes added,
+    before or after, still run around the engine (EasyCache decides whether the engine is called at all).
+    """
+
+    def __init__(self, model: ModelPatcher, handle: EngineHandle, refusal: Fallback | None):
+        self._base = model.model
+        _bases[_uncompiled(self._base.diffusion_model)] = weakref.ref(self._base)
+        # an engine has the weights of the node that made it, and not those of a model that was patched on the way here
+        theirs = handle.network.patcher
+        self._weight_patches = WeightPatches(theirs if theirs.model is self._base else model)
+        self._handle = handle
+        self._arguments = arguments_of(handle.network)
+        self._refusal = refusal
+        self._compiled: tuple[dict, Callable[..., torch.Tensor]] | None = None
+        self.native_weights = NativeWeights(partial(_plan, handle, refusal, self._weight_patches))
+        self.reached = Reached(handle)
+
+    def begin_run(self, patcher: ModelPatcher) -> None:
+        """An ON_PRE_RUN callback: ComfyUI has loaded the weights, wherever they are now."""
+        if patcher.model is self._base and self._handle.session is not None:
+            self._handle.session.begin_run(patcher)
+
+    @torch.compiler.disable  # another node may compile the UNet: there is nothing to trace in an engine
+    def __call__(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        called_on = executor.class_obj
+        if self._is_our_unet(called_on):
+            executor.original = partial(self._route, executor.original)
+        elif (router := _router_of(called_on)) is not None:  # the second model of a guider that samples with two
+            executor.original = partial(router._route, executor.original)
+        else:
+            executor.original = partial(self._pass_by, executor.original, called_on)
+        return executor(*args, **kwargs)
+
+    def _route(self, native: Callable[..., torch.Tensor], /, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A call of our backbone: its forward's arguments and result."""
+        handle, patcher = self._handle, self._base.current_patcher
+        self.reached.calls += 1
+        given = by_name(self._arguments, args, kwargs)
+        with outside_recording():
+            handle.begin_run(patcher)  # first: which engine serves decides what it may not serve
+            refusal = self._refusal or self._why_native(patcher, given.get("transformer_options") or {})
+            served, result = handle.serve(refusal, lambda: self._bound(given), patcher)
+            if served:
+                watch(result)
+                return result
+        self.native_weights.bring()
+        forward = self._as_compiled(native)
+        result = handle.native(lambda: with_residuals_copied(forward, self._arguments, args, kwargs))
+        watch(result, by_engine=False)
+        return result
+
+    def _bound(self, given: Mapping[str, Any]) -> EngineCall:
+        if isinstance(given.get("control"), LateControl) and self._handle.takes_late:
+            return bound_unread(self._handle.bind, given)
+        return self._handle.bind(given)
+
+    def _pass_by(self, native: Callable[..., torch.Tensor], called_on: object, /, *args: Any, **kwargs: Any) -> Any:
+        """A call of a backbone that is not ours: native serves it, and it is counted for itself."""
+        handle = self._handle
+        self.reached.calls += 1
+        given = by_name(forward_arguments(type(_uncompiled(called_on))), args, kwargs)
+        if _on_several_gpus(given.get("transformer_options") or {}):
+            handle.serve(SEVERAL_GPUS, _never)
+            return handle.native(lambda: native(*args, **kwargs))
+        stats = open_stats(Role.BACKBONE.value, STRANGER, handle.node_id, device=handle.network.device)
+        stats.count_native(Fallback(Reason.OTHER_MODEL, "the call is for another model, or a copy of ours"))
+        with timed(stats.times):
+            result = native(*args, **kwargs)
+        watch(result, by_engine=False)
+        return result
+
+    def _why_native(self, patcher: ModelPatcher | None, options: Mapping) -> Fallback | None:
+        """The reason why native has to serve a call, whatever its tensors, or None."""
+        if patcher is None:
+            return Fallback(Reason.OTHER_MODEL, "the call comes from outside of sampling")
+        if _on_several_gpus(options):
+            return SEVERAL_GPUS
+        if (fallback := _why_not_patched_so(patcher, self._weight_patches, self._handle)) is not None:
+            return fallback
+        if (name := _active_patch(options)) is not None:
+            return Fallback(Reason.MODEL_PATCHED, name)
+        return None
+
+    def _as_compiled(self, native: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Native's forward, compiled if another node compiles the UNet around this call and so does not see inside."""
+        patcher = self._base.current_patcher
+        if patcher is None or not hasattr(self._base.diffusion_model, "_orig_mod"):
+            return native
+        options = patcher.model_options.get(_compile_key())
+        if options is None:
+            return native
+        if self._compiled is None or self._compiled[0] != options:
+            self._compiled = (options, torch.compile(native, **options))
+        return self._compiled[1]
+
+    def _is_our_unet(self, called_on: object) -> bool:
+        unet = self._base.diffusion_model
+        return called_on is unet or called_on is _uncompiled(unet)
+
+
+@functools.cache
+def _compile_key() -> str | None:
+    """Where ComfyUI's node keeps the options with which it compiles a UNet."""
+    if not works(Feature.COMPILED_NATIVE):
+        return None
+    from comfy_api.torch_helpers.torch_compile import TORCH_COMPILE_KWARGS
+
+    return TORCH_COMPILE_KWARGS
+
+
+def _never() -> EngineCall:
+    raise AssertionError("nothing is bound for a call that is refused")
+
+
+SEVERAL_GPUS = Fallback(
+    Reason.MODEL_PATCHED,
+    "MultiGPU CFG Split shares each step among GPUs; an engine is on one",
+    advice="remove MultiGPU CFG Split if you want the engine: on one GPU it is faster than the split "
+    "(two H100s: 6 steps took 0.14 s with the engine of one, 1.6 s shared)",
+)
+
+
+def _on_several_gpus(options: Mapping) -> bool:
+    """Whether a call is one of several that ComfyUI makes at once, each in a thread and on a GPU of its own."""
+    return options.get("multigpu_thread_device") is not None
+
+
+def _uncompiled(unet: torch.nn.Module) -> torch.nn.Module:
+    """The UNet itself where torch.compile's stands."""
+    return getattr(unet, "_orig_mod", unet)
+
+
+def _router_of(unet: object) -> BackboneRouter | None:
+    """The router of the patched model that a UNet is being sampled for, if it is one."""
+    known = _bases.get(unet) if isinstance(unet, torch.nn.Module) else None
+    base = known() if known is not None else None
+    patcher = getattr(base, "current_patcher", None)
+    found = patcher.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY) if patcher is not None else []
+    return next((router for router in found if isinstance(router, BackboneRouter) and router._base is base), None)
+
+
+def _plan(
+    handle: EngineHandle,
+    refusal: Fallback | None,
+    weight_patches: WeightPatches,
+    patcher: ModelPatcher,
+    options: Mapping,
+) -> bool:
+    """Look the engine up for a run that ComfyUI plans; whether native weights beside it would lie there unused.
+
+    Told as far as can be before the first call: an engine with weights of its own is expected to serve all calls.
+    """
+    handle.plan(patcher)
+    serves = refusal is None and handle.fallback is None
+    serves = serves and _why_not_patched_so(patcher, weight_patches, handle) is None and _active_patch(options) is None
+    handle.patcher.model.expected = serves
+    return serves and handle.session.owns_weights(patcher)
+
+
+def _why_not_patched_so(patcher: ModelPatcher, weight_patches: WeightPatches, handle: EngineHandle) -> Fallback | None:
+    """The reason why a model that is patched in this way is no longer the engine's, or None."""
+    if patcher.hook_patches or patcher.current_hooks or patcher.forced_hooks:
+        return Fallback(Reason.HOOKS, "the conditioning or the model carries weight hooks")
+    if (fallback := handle.network.other_dtype(patcher)) is not None:
+        return fallback
+    if handle.follows_patches:
+        if patcher.weight_wrapper_patches:
+            return Fallback(Reason.MODEL_PATCHED, "another node wraps the weights")
+        if patcher.model is not handle.network.patcher.model:
+            return Fallback(Reason.OTHER_MODEL, f"it computes with the weights of {handle.network.label}")
+    elif not weight_patches.same_on(patcher):
+        return Fallback(Reason.WEIGHTS_PATCHED, "a LoRA or another weight patch was added after the engine node")
+    if patcher.injections:
+        return Fallback(Reason.MODEL_PATCHED, "another node has put parts into the UNet")
+    what = replaced_part(patcher) or rounded_unlike(patcher)
+    return None if what is None else Fallback(Reason.MODEL_PATCHED, what)
+
+
+def _active_patch(options: Mapping) -> str | None:
+    """The name of a patch inside the UNet that another node set for this call, or None."""
+    for name, patches in options.get("patches", {}).items():
+        if patches:
+            return name
+    for name, patches in options.get("patches_replace", {}).items():
+        if patches:
+            return f"{name} replaced"
+    override = options.get(OVERRIDE)
+    name = None if override is None else other_attention(override)
+    return None if name is None else f"attention by {name}"

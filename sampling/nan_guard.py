@@ -1,0 +1,136 @@
+"""Engines whose results stop being numbers: the picture is native's, whoever took the results.
+
+A run of a patched model is looked at in its end, without waiting for the GPU at any step, and native samples again.
+What is no number in a ControlNet's residuals is none in what a UNet makes of them, on an engine or native. Without a
+sampler patch nothing of ours has a run in its hands: there each call of a ControlNet is looked at before ComfyUI gets
+its result, which waits for the GPU, and native answers in its place.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..architectures.calls import Control, EngineCall
+from ..comfy_model.comfyui_shims import outside_recording
+from ..engine_library import Fallback, Reason, Unavailable
+
+if TYPE_CHECKING:
+    from comfy.patcher_extension import WrapperExecutor
+
+log = logging.getLogger(__name__)
+
+NOT_FINITE = Fallback(
+    Reason.ENGINE_FAILED, "an engine of this run gave values that are no numbers (NaN), so the whole run was done again"
+)
+
+NOT_FINITE_HERE = "it gave values that are no numbers (NaN), so native did this call and does the rest of the run"
+
+_watch: ContextVar[_Watch | None] = ContextVar("watch of the run", default=None)
+_again: ContextVar[Fallback | None] = ContextVar("why native does the run again", default=None)
+
+
+class _Watch:
+    """The sum of a run's results on each device: it is not finite where one of them is not.
+
+    Attributes:
+        engines: whether an engine gave one of them, or of what they were made of.
+    """
+
+    def __init__(self) -> None:
+        self.engines = False
+        self._sums: dict[torch.device, torch.Tensor] = {}
+
+    def see(self, result: torch.Tensor) -> None:
+        total = result.sum(dtype=torch.float32)  # which no sum of half precision numbers leaves
+        known = self._sums.get(result.device)
+        self._sums[result.device] = total if known is None else known.add_(total)
+
+    def finite(self) -> bool:
+        """Waits for the GPU: to be asked once, at the end."""
+        return all(bool(torch.isfinite(total)) for total in self._sums.values())
+
+
+def watch(result: torch.Tensor, by_engine: bool = True) -> None:
+    """A backbone gave this, native or by an engine; cheap, and nothing is waited for."""
+    run = _watch.get()
+    if run is not None and isinstance(result, torch.Tensor):
+        with outside_recording():
+            run.see(result)
+        run.engines = run.engines or by_engine
+
+
+def watched(call: EngineCall) -> EngineCall:
+    """A call of a ControlNet that gives numbers, or is of a run that is looked at in its end."""
+    run = _watch.get()
+    if run is None:
+        call.finish = partial(_numbers, call.finish)
+    else:
+        run.engines = True
+    return call
+
+
+def _numbers(finish: Callable[[Mapping[str, torch.Tensor]], Control], results: Mapping[str, torch.Tensor]) -> Control:
+    """Return ``finish(results)`` if all of them are numbers; waits for the GPU.
+
+    Raises:
+        Unavailable: they are no numbers.
+    """
+    if not _all_finite(results.values()):
+        raise Unavailable(Reason.ENGINE_FAILED, NOT_FINITE_HERE)
+    return finish(results)
+
+
+def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors])
+    return bool(torch.isfinite(sums).all())
+
+
+def why_again() -> Fallback | None:
+    """Why every call of this run goes to native, or None."""
+    return _again.get()
+
+
+def redo_unless_finite(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
+    """An OUTER_SAMPLE wrapper: samples, and once more with native alone when an engine gave what is no number."""
+    if _watch.get() is not None:  # a sampling inside of another one
+        return executor(*args, **kwargs)
+    guider, run = executor.class_obj, _Watch()
+    conds = {name: [dict(cond) for cond in group] for name, group in guider.conds.items()}  # sampling changes them
+    random = _random_state(guider.model_patcher.load_device)
+    token = _watch.set(run)
+    try:
+        result = executor(*args, **kwargs)
+    finally:
+        _watch.reset(token)
+    if not run.engines or (run.finite() and (not isinstance(result, torch.Tensor) or _all_finite([result]))):
+        return result
+    log.error("Hybrid TRT: %s; native's image takes its place", NOT_FINITE.detail)
+    guider.conds = conds
+    _restore(random)
+    token = _again.set(NOT_FINITE)
+    try:
+        return executor(*args, **kwargs)
+    finally:
+        _again.reset(token)
+
+
+_Random = tuple[torch.Tensor, torch.device | None, torch.Tensor | None]
+
+
+def _random_state(device: torch.device) -> _Random:
+    if device.type != "cuda":
+        return torch.get_rng_state(), None, None
+    return torch.get_rng_state(), device, torch.cuda.get_rng_state(device)
+
+
+def _restore(state: _Random) -> None:
+    cpu, device, gpu = state
+    torch.set_rng_state(cpu)
+    if device is not None:
+        torch.cuda.set_rng_state(gpu, device)

@@ -1,0 +1,242 @@
+"""Native UNet weights wait in main memory while an engine serves; the first native call of a run brings them.
+
+Two ways, as ComfyUI has two ways of loading:
+
+* *Dynamic VRAM* (ComfyUI's default on NVIDIA cards): loading only stages weights, each layer fetches its own when it is
+  called, and gives them up when memory is wanted. Native layers that are not called hold nothing. But beside an engine
+  ComfyUI would make room for all of them, by evicting the text encoder and the VAE: here it hears that they need none.
+  And it would stage them anew for each run, layer by layer: here what is staged already stays.
+* *Otherwise* ComfyUI would load all weights before each run. Here it loads them in its own low-memory way, with no
+  bytes on the GPU: in that state native works at once, only slowly, since each layer's weights travel with each call.
+  So whoever calls native, a call of ours or somebody else's, gets native's result; a call of ours first has the weights
+  loaded as ComfyUI would have. Where native runs again and again, weights are not moved each time: the run after a call
+  of ours has them from its start, and those that others fetched again stay until ComfyUI wants the room.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import comfy.controlnet
+import torch
+from comfy import model_management, sampler_helpers
+from comfy import utils as comfy_utils
+from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+from ..comfy_model.comfyui_internals import Feature, works
+from ..comfy_model.comfyui_shims import knows_pins
+from ..comfy_model.fp8 import patches_fp8
+from .shared import Shared
+
+if TYPE_CHECKING:
+    from comfy.controlnet import ControlBase
+    from comfy.model_patcher import ModelPatcher
+    from comfy.patcher_extension import WrapperExecutor
+
+log = logging.getLogger(__name__)
+
+ALMOST_NOTHING = 0.1
+"""Bytes that a model may take; 0 would mean all of it to ComfyUI."""
+EVERYTHING = 1e32
+
+_staged: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
+"""Model -> the weight patches (``patches_uuid``) that ``stage`` staged it with, where nothing else was patched."""
+
+
+class OffloadedPatcher:
+    """Stands for a patcher where ComfyUI loads models: its model gets ready to run, with its weights off the device.
+
+    All else is the patcher's own, so ComfyUI's memory management sees and may take whatever is on the device.
+    """
+
+    def __init__(self, native: ModelPatcher):
+        self.native = native
+        self.parent = native  # ComfyUI goes on with this one when the stand-in is gone
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.native, name)
+
+    def model_size(self) -> int:
+        """Room that loading will take: none, and less than that when there are weights to give back."""
+        return self.native.loaded_size() if self.native.is_dynamic() else 0
+
+    def partially_load(self, device_to: torch.device, *_: Any, **__: Any) -> int | None:
+        """Patch the model as loading does, and take its weights off the device; the bytes gained, so 0 or less.
+
+        Under dynamic VRAM this stages them, as ComfyUI does, and tells nothing.
+        """
+        native, model = self.native, self.native.model
+        if native.is_dynamic():
+            return stage(native, device_to)
+        before = native.loaded_size()
+        if before == 0 and model.model_lowvram and model.current_weight_patches_uuid == native.patches_uuid:
+            # all is off the device already, and finding that out layer by layer would take longer than a step
+            _patch_objects(native)
+        else:
+            native.partially_load(device_to, -EVERYTHING if before else ALMOST_NOTHING)
+        for name, part in model.named_children():
+            if name != "diffusion_model":
+                part.to(device_to)  # the noise schedule: read at every step, which would wait for a copy
+        return native.loaded_size() - before
+
+
+def stage(native: ModelPatcher, device: torch.device) -> None:
+    """Stage a model's weights as loading does under dynamic VRAM; what was staged so and stayed is left as it is.
+
+    ComfyUI visits every layer and copies small weights (norms, biases) to the device one by one, in each run anew.
+    """
+    if not works(Feature.STAGED_ONCE):
+        native.partially_load(device)
+        return
+    if _is_staged(native, device):
+        _patch_objects(native)
+        _mark_in_use(native)
+        return
+    native.partially_load(device)
+    if _patches_nothing_but_weights(native):
+        _staged[native.model] = native.patches_uuid
+    else:
+        _staged.pop(native.model, None)
+
+
+def _is_staged(native: ModelPatcher, device: torch.device) -> bool:
+    """Whether a model is as ``stage`` left it for the same weight patches: of small weights each is asked."""
+    model = native.model
+    if _staged.get(model) != native.patches_uuid or not _patches_nothing_but_weights(native):
+        return False
+    if model.current_weight_patches_uuid != native.patches_uuid or model.device != device or not native.backup:
+        return False
+    pins = _pinned_memory(native)
+    if pins is None or not knows_pins(pins):
+        return False
+    return all(comfy_utils.get_attr(model, key).device == device for key in native.backup)
+
+
+def _patches_nothing_but_weights(native: ModelPatcher) -> bool:
+    """Whether nobody else changes the model, its layers or what loading does."""
+    if native.object_patches or native.object_patches_backup or native.injections or native.forced_hooks is not None:
+        return False
+    return not native.get_all_callbacks(CallbacksMP.ON_LOAD)
+
+
+def _patch_objects(native: ModelPatcher) -> None:
+    """What loading does beside moving weights."""
+    with native.use_ejected(skip_and_inject_on_exit_only=True):
+        native.unpatch_model(native.offload_device, unpatch_weights=False)
+        native.patch_model(load_weights=False)
+
+
+def _mark_in_use(native: ModelPatcher) -> None:
+    """Pinned memory of a model that runs is the last that ComfyUI takes."""
+    _pinned_memory(native).update(failed=False, active=True)
+    if (weights := native._vbar_get()) is not None:
+        weights.prioritize()
+
+
+def _pinned_memory(native: ModelPatcher) -> dict | None:
+    """ComfyUI's record of a model's pinned memory; None where this ComfyUI has no such."""
+    return getattr(native.model, "dynamic_pins", {}).get(native.load_device)
+
+
+class NativeWeights(Shared):
+    """Where one sampler patch's native weights are, run by run.
+
+    It refers to patchers during a run only: they refer to it, and ComfyUI counts on references to free models.
+    """
+
+    def __init__(self, plan: Callable[[ModelPatcher, Mapping], bool]):
+        """``plan``: told of a run's patcher and transformer options; whether an engine is expected to serve its calls
+        without the native weights."""
+        self._plan = plan
+        self._stand_in: OffloadedPatcher | None = None  # ComfyUI refers to it weakly
+        self._memory = (0.0, 0.0)
+        self._wanted = False
+        self._gave_back = False
+
+    def attach(self, patcher: ModelPatcher, key: str) -> None:
+        """Take part in the runs of a patcher and its clones, in the place of whoever had the key before."""
+        patcher.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, key)
+        patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, key, self.prepare)
+        patcher.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, key)
+        patcher.add_callback_with_key(CallbacksMP.ON_CLEANUP, key, self.end_run)
+
+    def prepare(
+        self,
+        executor: WrapperExecutor,
+        model: ModelPatcher,
+        noise_shape: Any,
+        conds: dict[str, list],
+        model_options: dict | None = None,
+        force_full_load: bool = False,
+        force_offload: bool = False,
+    ) -> Any:
+        """A PREPARE_SAMPLING wrapper: ComfyUI loads models for a run."""
+        rest = {"model_options": model_options, "force_full_load": force_full_load, "force_offload": force_offload}
+        wanted, self._wanted, self._stand_in = self._wanted, False, None
+        options = model_options or {}
+        serves = self._plan(model, options.get("transformer_options", {}))
+        if wanted or force_full_load or force_offload or not serves or not _may_wait(model, conds, options):
+            return executor(model, noise_shape, conds, **rest)
+        if not model.is_dynamic():
+            loaded = model.loaded_size() > 0
+            if loaded and self._gave_back:  # others fetched them again: then they stay until ComfyUI wants the room
+                return executor(model, noise_shape, conds, **rest)
+            self._gave_back = loaded
+        self._memory = _memory_for(model, noise_shape, conds)
+        self._stand_in = OffloadedPatcher(model)
+        if not model.is_dynamic() and model.loaded_size() > 0:
+            self._stand_in.partially_load(model.load_device)  # now: ComfyUI loads engines before the model itself
+        return executor(self._stand_in, noise_shape, conds, **rest)
+
+    def bring(self) -> None:
+        """Native serves a call: have its weights loaded for the rest of this run, and at the start of the next."""
+        self._wanted = True
+        if self._stand_in is None:
+            return
+        native, self._stand_in = self._stand_in.native, None
+        if native.is_dynamic():
+            return  # each layer fetches its own
+        log.info("Hybrid TRT: loading native weights for calls that the engine does not serve")
+        in_use = model_management.loaded_models(only_currently_used=True)
+        others = [model for model in in_use if not native.is_clone(model)]
+        memory, least = self._memory
+        model_management.load_models_gpu([native, *others], memory_required=memory, minimum_memory_required=least)
+
+    def end_run(self, _patcher: ModelPatcher) -> None:
+        """An ON_CLEANUP callback: ComfyUI keeps the patcher itself from now on."""
+        self._stand_in = None
+
+
+def _may_wait(model: ModelPatcher, conds: dict[str, list], model_options: Mapping) -> bool:
+    """Whether nothing but the engine's refusal would have native called in this run."""
+    if not has_memory_of_its_own(model.load_device):
+        return False
+    if model.model.current_patcher is not None:  # another guider is sampling with these weights
+        return False
+    if patches_fp8(model):  # weights that are off the device are patched without rounding: another picture
+        return False
+    if model.get_additional_models_with_key("multigpu") or "registered_hooks" in model_options:
+        return False
+    every = [cond for group in conds.values() for cond in group or ()]
+    return not any("hooks" in cond or _borrows_weights(cond.get("control")) for cond in every)
+
+
+def has_memory_of_its_own(device: torch.device) -> bool:
+    """Whether weights that are off a device leave room on it."""
+    return not model_management.is_device_cpu(device)
+
+
+def _borrows_weights(control: ControlBase | None) -> bool:
+    """Whether a ControlNet of the chain computes with the UNet's own weights."""
+    lora = comfy.controlnet.ControlLora
+    return control is not None and (isinstance(control, lora) or _borrows_weights(control.previous_controlnet))
+
+
+def _memory_for(model: ModelPatcher, noise_shape: Any, conds: dict[str, list]) -> tuple[float, float]:
+    """What ComfyUI keeps free for a run's activations, in bytes, and the least of it."""
+    memory, least = sampler_helpers.estimate_memory(model, noise_shape, conds)
+    controls = sampler_helpers.get_additional_models(conds, model.model_dtype())[1]
+    return memory + controls, least + controls

@@ -1,0 +1,389 @@
+"""A session of an engine's files: checks calls against the manifest, supplies what is absent, returns fresh tensors."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..architectures import profile_words, symbols_of
+from ..architectures.shapes import Profile, Shape, ShapeMismatch, bind
+from ..architectures.sizes import outside
+from ..architectures.wanted_calls import Call
+from ..comfy_model.module_copy import ReplacedForward
+from ..engine_library import Engine, Fallback, Reason, Unavailable, verified
+from .cuda_graphs import GraphCache, Recorder
+from .gpu_memory import EVERYTHING, is_out_of_memory, make_room, no_room, with_room
+from .per_image_cache import LivePerImagePasses
+from .refit import EngineWeights
+from .session import RequestedCalls, Runner, first_line, misfit, shared
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+    from ..comfy_model.network import NativeNetwork
+
+log = logging.getLogger(__name__)
+
+MAX_PLANS = 32
+"""Different sets of shapes remembered per session."""
+
+Load = Callable[[Engine, torch.device], Runner]
+"""Opens an engine for running on a device; see ``Backend.load``."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What one set of input shapes implies, worked out once."""
+
+    zeros: dict[str, torch.Tensor]
+    outputs: Mapping[str, tuple[Shape, torch.dtype]]
+
+    def run(self, runner: Runner, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """One call of a runner, into new tensors."""
+        outputs = {
+            name: torch.empty(shape, dtype=dtype, device=runner.device) for name, (shape, dtype) in self.outputs.items()
+        }
+        runner.run(inputs, outputs)
+        return outputs
+
+
+class FileSession:
+    """One engine on one device. Loads at its first call, can be unloaded under memory pressure and loads again.
+
+    An engine's weights are its own, whatever patcher ComfyUI samples with, unless it takes any weights: then they
+    follow it, and so do the per-image passes, which no engine holds. See ``Session``.
+    """
+
+    refusal = None
+    uncompiled = None
+
+    def __init__(
+        self,
+        engine: Engine,
+        load: Load,
+        device: torch.device,
+        recorder: Recorder | None = None,
+        weights: EngineWeights | None = None,
+    ):
+        """``weights``: those of an engine that takes any."""
+        self.engine = engine
+        self.device = device
+        self._load = load
+        self._runner: Runner | None = None
+        self._recorder = recorder
+        self.graphs: GraphCache | None = None
+        self._dtypes = _dtypes(engine)
+        self._plans: dict[tuple, _Plan] = {}
+        self._zeros: dict[tuple, torch.Tensor] = {}
+        self._passes: weakref.WeakKeyDictionary[torch.nn.Module, _Passes] = weakref.WeakKeyDictionary()
+        self._current: LivePerImagePasses | None = None
+        self._weights = weights
+
+    @property
+    def backend_name(self) -> str:
+        return self.engine.manifest.identity.backend
+
+    @property
+    def name(self) -> str:
+        return self.engine.folder.name
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [self.engine]
+
+    @property
+    def serving(self) -> list[Engine]:
+        return [self.engine]
+
+    @property
+    def weights(self) -> str:
+        return self.engine.manifest.identity.weights
+
+    @property
+    def follows_patches(self) -> bool:
+        return self._weights is not None
+
+    def serves_module(self, module: torch.nn.Module) -> bool:
+        """Whether its weights, if they follow somebody's, are those of a native module."""
+        return self._weights is None or self._weights.belong_to(module)
+
+    def begin_run(self, patcher: ModelPatcher) -> None:
+        """Nothing to do: its weights stay where they are."""
+
+    def owns_weights(self, patcher: ModelPatcher) -> bool:
+        return True
+
+    def follow(self, network: NativeNetwork, patcher: ModelPatcher) -> None:
+        if network.module not in self._passes:
+            self._passes[network.module] = _live_passes(network, self.engine)
+        found = self._passes[network.module]
+        if isinstance(found, Fallback):
+            raise Unavailable(found.reason, found.detail)
+        if found is not None:
+            found.follow(patcher)
+        self._current = found
+        if self._weights is not None:
+            self._weights.follow(patcher)
+
+    @property
+    def profile(self) -> Profile:
+        return self.engine.manifest.identity.profile
+
+    @property
+    def loaded(self) -> bool:
+        return self._runner is not None
+
+    @property
+    def bytes(self) -> int:
+        """Memory that it holds, or will hold when loaded; an estimate."""
+        if self._runner is None:
+            return self.engine.manifest.device_bytes
+        return self._runner.bytes + (0 if self.graphs is None else self.graphs.bytes)
+
+    @property
+    def parts(self) -> frozenset[FileSession]:
+        return frozenset([self])
+
+    takes_late = False
+
+    @property
+    def plain(self) -> str | None:
+        return None if self.graphs is None else self.graphs.plain
+
+    @property
+    def joins_stacks(self) -> bool:
+        return self.graphs is not None
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        return None if self.graphs is None else self.graphs.stream
+
+    def load(self) -> None:
+        """Open the engine if it is not open.
+
+        Raises:
+            Unavailable: its files are damaged, or the backend cannot open it.
+        """
+        if self._runner is not None:
+            return
+        try:
+            self._verify()
+        except OSError as error:  # deleted since it was looked up, or its disk is gone
+            raise Unavailable(Reason.BROKEN_ENGINE, f"{self.name} cannot be read ({error})") from error
+        started = time.perf_counter()
+        try:
+            self._runner = with_room(self.bytes, self.device, lambda: self._load(self.engine, self.device))
+        except Unavailable:
+            raise
+        except Exception as error:
+            log.exception("Hybrid TRT: %s could not be opened", self.engine.folder.name)
+            why = f"it could not be opened ({first_line(error)}); build it again, unless the log names another cause"
+            raise Unavailable(Reason.ENGINE_FAILED, why) from error
+        seconds = time.perf_counter() - started
+        log.info("Hybrid TRT: opened %s on %s in %.1f s", self.engine.folder.name, self.device, seconds)
+
+    def renew(self, engine: Engine) -> None:
+        """Serve with this engine from now on: it has replaced the one that was opened, in the same folder."""
+        if engine.manifest != self.engine.manifest:
+            self.unload()
+            self.engine = engine
+            self._dtypes = _dtypes(engine)
+
+    def unload(self) -> None:
+        """Give its memory back; the next call loads it again."""
+        self.graphs = None
+        self._runner = None
+        self._plans.clear()
+        self._zeros.clear()
+        if self._weights is not None:
+            self._weights.forget()
+        for found in list(self._passes.values()):
+            if isinstance(found, LivePerImagePasses):
+                found.release()
+
+    def serves(self, sizes: Mapping[str, int]) -> Fallback | None:
+        identity = self.engine.manifest.identity
+        why = outside(self.profile, sizes, symbols_of(identity.architecture))
+        return None if why is None else Fallback(Reason.SHAPE_OUTSIDE_PROFILE, why, dict(sizes))
+
+    def fits(self, given: Mapping[str, torch.Tensor]) -> bool:
+        """Tell, without opening the engine, whether it takes tensors of these shapes.
+
+        Outputs of per-image passes are unknown before these have run, so they are not looked at.
+        """
+        made = () if self._current is None else self._current.passes.steady
+        specs = [spec for spec in self.engine.manifest.inputs if spec.name not in made]
+        try:
+            sizes = bind(specs, {spec.name: tuple(given[spec.name].shape) for spec in specs if spec.name in given})
+        except ShapeMismatch:
+            return False
+        return self.serves(sizes) is None
+
+    def lacks(self, profile: Profile, asked: RequestedCalls | None = None) -> bool:
+        return not self.profile.contains(profile.only(self.profile.ranges))
+
+    def to_compile(self, profile: Profile, asked: RequestedCalls | None = None) -> list[list[Call]]:
+        return []
+
+    def status(self, wanted: Profile) -> str:
+        manifest = self.engine.manifest
+        identity = manifest.identity
+        words = profile_words(identity.architecture, self.profile)
+        text = f"{identity.backend} {identity.precision}, {words}, {manifest.bytes / 1e6:.0f} MB"
+        if identity.any_weights:
+            text += ", takes any LoRA"
+        if self.profile == self.profile.at_best():
+            return f"{text}. It is for this size alone: other calls run native" if self.lacks(wanted) else text
+        if self.lacks(wanted):
+            words = profile_words(identity.architecture, wanted)
+            text += f". It is smaller than this node's profile ({words}): larger calls run native"
+        return text
+
+    def run(
+        self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable] | None = None
+    ) -> dict[str, torch.Tensor]:
+        self.load()
+        if self._weights is not None and self._weights.changed:
+            self._take_weights()
+        if self._current is not None:
+            given = self._current.run(given, extras or {})
+        try:
+            return self._call(given)
+        except Unavailable:
+            raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise self._failed(error) from error
+        make_room(EVERYTHING, self.device)  # here nothing holds the failed call's tensors any more
+        try:
+            return self._call(given)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise self._failed(error) from error
+            why = first_line(error)
+        self.unload()  # native needs the room
+        make_room(0, self.device)
+        raise no_room(why)
+
+    def _call(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        plan, runner = self._plan({name: tuple(tensor.shape) for name, tensor in given.items()}), self._runner
+
+        def prepared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            """The engine's inputs: device, dtype and layout as it takes them, zeros for what is absent."""
+            given = {name: t.to(self.device, self._dtypes[name]).contiguous() for name, t in tensors.items()}
+            return plan.zeros | given
+
+        def on(runner: Runner) -> Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]:
+            return lambda inputs: plan.run(runner, inputs)
+
+        if not runner.capturable:
+            return plan.run(runner, prepared(given))
+        if self.graphs is None:
+            steady = () if self._current is None else self._current.passes.steady
+            self.graphs = GraphCache(self.device, recorder=self._recorder, steady=steady)
+        return dict(self.graphs.run(on(runner), given, prepare=prepared, own=lambda: on(runner.new_context())))
+
+    def _take_weights(self) -> None:
+        """Have the engine compute with the weights that ComfyUI samples with.
+
+        Raises:
+            Unavailable: it does not take them.
+        """
+        self.graphs = None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        try:
+            self._weights.refit(self._runner)
+        except Exception as error:
+            self.unload()
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> Unavailable:
+        log.error("Hybrid TRT: %s failed", self.engine.folder.name, exc_info=error)
+        return Unavailable(Reason.ENGINE_FAILED, first_line(error))
+
+    def _plan(self, shapes: Mapping[str, Shape]) -> _Plan:
+        key = tuple(shapes.items())
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+                self._zeros.clear()
+            plan = self._plans[key] = self._new_plan(shapes)
+        return plan
+
+    def _new_plan(self, shapes: Mapping[str, Shape]) -> _Plan:
+        manifest = self.engine.manifest
+        specs = {s.name: s for s in manifest.inputs}
+        try:
+            symbols = bind(manifest.inputs, shapes)
+        except ShapeMismatch as error:
+            raise misfit(error) from None
+        if unknown := shapes.keys() - specs.keys():
+            raise Unavailable(Reason.UNSUPPORTED_INPUT, f"the engine has no input {sorted(unknown)[0]}")
+        if (refusal := self.serves(symbols)) is not None:
+            raise Unavailable(refusal.reason, refusal.detail, refusal.sizes)
+        absent = (specs[name] for name in specs.keys() - shapes.keys())
+        zeros = {spec.name: self._zero(spec.shape(symbols), spec.dtype) for spec in absent}
+        outputs = {s.name: (s.shape(symbols), getattr(torch, s.dtype)) for s in manifest.outputs}
+        return _Plan(zeros, outputs)
+
+    def _zero(self, shape: Shape, dtype: str) -> torch.Tensor:
+        key = (shape, dtype)
+        if key not in self._zeros:
+            self._zeros[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
+        return self._zeros[key]
+
+    def _verify(self) -> None:
+        """Check sizes at every load, and contents once per machine for files that have not changed since."""
+        self.engine.check_sizes()
+        verified.check_contents(self.engine)
+
+
+def file_session(
+    engine: Engine, load: Load, device: torch.device, network: NativeNetwork | None = None, keeps_weights: bool = False
+) -> FileSession:
+    """The session for an engine on a device, shared by all who use it; it closes when nobody does any more.
+
+    An engine that takes any weights is opened once for each model, whose weights it then has.
+
+    Args:
+        network: whose weights such an engine takes.
+        keeps_weights: whether it has those that it was built with when it is opened.
+    """
+    key = (str(engine.folder), engine.manifest.identity.key, str(device))
+    if not engine.manifest.identity.any_weights:
+        found = shared(key, lambda _: True, lambda: FileSession(engine, load, device))
+    else:
+        key, module = (*key, id(network.module)), network.module
+
+        def make() -> FileSession:
+            return FileSession(engine, load, device, weights=EngineWeights(network, engine, keeps_weights))
+
+        found = shared(key, lambda found: found.serves_module(module), make)  # ids come again
+    found.renew(engine)
+    return found
+
+
+_Passes = LivePerImagePasses | Fallback | None
+"""Those of a network; None where its engine takes all that native takes; why there are none."""
+
+
+def _live_passes(network: NativeNetwork, engine: Engine) -> _Passes:
+    architecture, precision = network.architecture(), engine.manifest.identity.precision
+    if architecture.engine_inputs(network.module, precision) == architecture.inputs(network.module, precision):
+        return None
+    try:
+        return LivePerImagePasses(network, precision)
+    except ReplacedForward as error:
+        return Fallback(Reason.MODEL_PATCHED, str(error))
+
+
+def _dtypes(engine: Engine) -> dict[str, torch.dtype]:
+    return {spec.name: getattr(torch, spec.dtype) for spec in engine.manifest.inputs}

@@ -1,0 +1,99 @@
+"""Room on the device for an engine that opens: ComfyUI gives up what no model of the running node needs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from comfy import model_management
+
+from ..comfy_model.comfyui_shims import free_memory
+from ..engine_library import Reason, Unavailable
+from .session import first_line
+
+log = logging.getLogger(__name__)
+
+Opened = TypeVar("Opened")
+
+EVERYTHING = 1e30
+MAKE_ROOM = "close what else uses the GPU, or choose smaller pictures; another build needs as much"
+"""What a user can do who has no room for an engine."""
+
+
+def make_room(size: float, device: torch.device) -> None:
+    """Have ComfyUI free ``size`` bytes and what it keeps free for computing, as far as models not in use hold them."""
+    if model_management.is_device_cpu(device):
+        return
+    in_use = [model for model in model_management.current_loaded_models if model.currently_used]
+    wanted = min(EVERYTHING, size + model_management.minimum_inference_memory())
+    model_management.free_memory(wanted, device, keep_loaded=in_use)
+
+
+def with_room(size: int, device: torch.device, start: Callable[[], Opened]) -> Opened:
+    """``start()`` with room for ``size`` bytes; where memory lacks nevertheless, once more with all that can be had.
+
+    Raises:
+        Unavailable: there is no room, also when ComfyUI gives up all that is not in use.
+    """
+    need_room(size, device)
+    model_management.soft_empty_cache()  # other libraries cannot have the blocks that torch keeps
+    try:
+        return start()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        log.info("Hybrid TRT: not enough memory on %s, ComfyUI frees what is not in use", device)
+    # outside the handler: the error's frames hold what was allocated until then
+    make_room(EVERYTHING, device)
+    model_management.soft_empty_cache()
+    try:
+        return start()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        why = error.fallback.detail if isinstance(error, Unavailable) else first_line(error)
+    raise no_room(why)
+
+
+def need_room(size: int, device: torch.device) -> None:
+    """Make room for ``size`` bytes that stay, and something to compute in.
+
+    Raises:
+        Unavailable: there is none, also when ComfyUI gives up all that is not in use.
+    """
+    make_room(size, device)
+    if lacks_room(size, device):
+        make_room(EVERYTHING, device)
+        if lacks_room(size, device):
+            raise no_room(f"it needs {size / 1e9:.1f} GB")
+
+
+def no_room(why: str) -> Unavailable:
+    """What is said of an engine that has no room, here as everywhere."""
+    return Unavailable(Reason.ENGINE_FAILED, f"not enough GPU memory ({why}); {MAKE_ROOM}")
+
+
+def lacks_room(size: int, device: torch.device) -> bool:
+    """Whether a device has not ``size`` bytes, and what ComfyUI reserves besides, to give."""
+    if model_management.is_device_cpu(device):
+        return False
+    return free_memory(device) < size + model_management.extra_reserved_memory()
+
+
+def close_engines(device: torch.device) -> None:
+    """Close every engine on a device, also those in use: native serves the rest of the run in their place."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # ControlNets of a stack may run beside the call that lacked memory
+    for patcher in model_management.loaded_models():
+        if hasattr(patcher, "close_engine") and patcher.load_device == device:
+            patcher.close_engine()
+    model_management.soft_empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory lacked; libraries other than torch say so in words alone."""
+    words = str(error).lower()
+    said = any(phrase in words for phrase in ("out of memory", "outofmemory", "no room for the engine"))
+    return said or isinstance(error, MemoryError) or model_management.is_oom(error)

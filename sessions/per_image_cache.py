@@ -1,0 +1,191 @@
+"""What a network does with its control image, done once per image and not in every step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..architectures.calls import PerImagePass, Unsupported
+from ..architectures.shapes import ShapeMismatch, bind
+from ..comfy_model.live_weights import LiveWeights
+from ..comfy_model.network import NativeNetwork
+from ..comfy_model.torch_kernels import laid_out
+from ..engine_library import Reason, Unavailable
+from .gpu_memory import no_room
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+KEPT = 4
+
+Results = tuple[torch.Tensor, ...]
+
+
+@dataclass
+class _Entry:
+    """The results for a source, with its version then, or its values where torch counts no versions."""
+
+    source: weakref.ref[torch.Tensor]
+    version: int | None
+    values: torch.Tensor | None
+    extra: Hashable
+    weights: int
+    results: Results
+
+    def holds(self) -> bool:
+        """True while the source lives and nobody has written to it."""
+        source = self.source()
+        if source is None:
+            return False
+        return torch.equal(source, self.values) if source.is_inference() else source._version == self.version
+
+
+class ResultCache:
+    """Remembers what became of the latest sources, for example control images.
+
+    ComfyUI makes one tensor per image and size and hands the same object to every step, so the object is the key: while
+    it lives nobody else has its place, and in-place changes show in its version (where torch counts one).
+    """
+
+    def __init__(self, compute: Callable[[torch.Tensor, Hashable], Results]):
+        self._compute = compute
+        self._entries: list[_Entry] = []
+        self.computed = 0
+
+    def get(self, source: torch.Tensor, extra: Hashable, weights: int) -> Results:
+        """What became of a source.
+
+        Args:
+            extra: what the results depend on besides.
+            weights: version of the weights; another one computes anew.
+        """
+        for entry in self._entries:
+            if entry.source() is source and entry.weights == weights and entry.extra == extra and entry.holds():
+                return entry.results
+        others = (entry for entry in self._entries if entry.weights == weights and entry.source() is not None)
+        self._entries = [entry for entry in others if entry.source() is not source or entry.holds()]
+        results = self._compute(source, extra)
+        self.computed += 1
+        counts = not source.is_inference()
+        as_it_was = (source._version, None) if counts else (None, source.clone())
+        entry = _Entry(weakref.ref(source), *as_it_was, extra, weights, results)
+        self._entries = [*self._entries[1 - KEPT :], entry]
+        return results
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+
+class PerImagePasses:
+    """The per-image passes of one network, on weights that somebody else follows.
+
+    Attributes:
+        steady: names of the engine's inputs that they give: always the same tensors for the same image.
+    """
+
+    def __init__(
+        self,
+        passes: Sequence[PerImagePass],
+        device: torch.device,
+        dtype: torch.dtype,
+        layout: Callable[[torch.Tensor], torch.Tensor] = laid_out,
+    ):
+        """``layout``: puts results into the memory layout that the engine takes."""
+        self._parts = list(passes)
+        self._device, self._dtype, self._layout = device, dtype, layout
+        self._caches = {part.name: ResultCache(self._computing(part)) for part in self._parts}
+        self.steady = tuple(name for part in self._parts for name in part.gives)
+
+    def __iter__(self) -> Iterator[PerImagePass]:
+        return iter(self._parts)
+
+    @property
+    def computed(self) -> int:
+        """How often any of them ran."""
+        return sum(cache.computed for cache in self._caches.values())
+
+    def clear(self) -> None:
+        """Drop all results."""
+        for cache in self._caches.values():
+            cache.clear()
+
+    def run(
+        self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable], weights: int
+    ) -> dict[str, torch.Tensor]:
+        """A call's tensors with what the per-image passes give in the place of what they take.
+
+        Raises:
+            Unavailable: a source has another form than native takes.
+        """
+        found = dict(given)
+        for part in self._parts:
+            if part.name in given:
+                source = found.pop(part.name)
+                results = self._caches[part.name].get(source, extras.get(part.name), weights)
+                found.update(zip(part.gives, results, strict=True))
+        return found
+
+    def _computing(self, part: PerImagePass) -> Callable[[torch.Tensor, Hashable], Results]:
+        def compute(source: torch.Tensor, extra: Hashable) -> Results:
+            try:
+                bind([part.takes], {part.name: tuple(source.shape)})
+                ready = laid_out(source.to(self._device, self._dtype))
+                results = part.function(ready) if extra is None else part.function(ready, extra)
+            except (ShapeMismatch, Unsupported) as error:
+                raise Unavailable(Reason.UNSUPPORTED_INPUT, str(error)) from None
+            return tuple(self._layout(result) for result in results)
+
+        return compute
+
+
+class LivePerImagePasses:
+    """The per-image passes of a network whose engine has weights of its own, run by torch from the live ones."""
+
+    def __init__(self, network: NativeNetwork, precision: str):
+        """
+        Raises:
+            ReplacedForward: another node replaced a part of the network.
+        """
+        dtype = getattr(torch, precision)
+        self._weights = LiveWeights(network, dtype, share=False)
+        parts = network.architecture().passes(self._weights.module)
+        self.passes = PerImagePasses(parts, network.device, dtype, torch.Tensor.contiguous)
+        self._weights.only(torch.nn.ModuleList(part.function for part in self.passes))
+
+    def release(self) -> None:
+        """Give weights and results back; the next call takes them anew."""
+        self.passes.clear()
+        self._weights.release()
+
+    def follow(self, patcher: ModelPatcher) -> None:
+        """Compute with a patcher's weights; cheap, as long as its patches are those of the last call.
+
+        Raises:
+            Unavailable: there is no memory for them.
+        """
+        with _explained():
+            self._weights.follow(patcher)
+
+    def run(self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable]) -> dict[str, torch.Tensor]:
+        """As ``PerImagePasses.run``.
+
+        Raises:
+            Unavailable: also where there is no memory.
+        """
+        with _explained():
+            return self.passes.run(given, extras, self._weights.version)
+
+
+class _explained:
+    """Says in words that memory lacked."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise no_room("to encode the control image") from error

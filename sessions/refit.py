@@ -1,0 +1,136 @@
+"""The weights of an engine that takes any: those that ComfyUI samples with, put into it when they change."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..comfy_model.edited_weights import edition_of
+from ..comfy_model.fp8 import cast_when_called
+from ..comfy_model.weight_hash import own_hash, value_of
+from ..comfy_model.weight_patches import acting, all_same, version_of
+from ..engine_library import Engine, Reason, Unavailable, trust
+from ..engine_library.parameters import read_parameters
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+    from ..comfy_model.network import NativeNetwork
+    from .session import Runner
+
+log = logging.getLogger(__name__)
+
+
+class EngineWeights:
+    """Follows the patchers of one native module, for one engine. It keeps neither.
+
+    What is in the engine is known by the patches of each parameter, so a LoRA at another strength changes only what
+    that LoRA changes. One that was opened with the weights of this very model is given only what patches change.
+    """
+
+    def __init__(self, network: NativeNetwork, engine: Engine, keeps: bool = False):
+        """
+        Args:
+            keeps: whether the engine has the weights that it was built with when it is opened.
+
+        Raises:
+            Unavailable: the engine is not one of this network.
+        """
+        self._module = weakref.ref(network.module)
+        self._prefix = network.prefix
+        self._device = network.device
+        self._dtype = getattr(torch, engine.manifest.identity.precision)
+        self._label = network.label
+        try:
+            self._initialisers = read_parameters(engine.folder)
+        except (OSError, ValueError) as error:
+            raise Unavailable(Reason.BROKEN_ENGINE, f"{engine.folder.name} cannot take weights ({error})") from error
+        strange = self._initialisers.keys() - {name for name, _ in network.module.named_parameters()}
+        if strange or not self._initialisers:
+            what = f"wants a weight {min(strange)}" if strange else "takes no weights"
+            raise Unavailable(Reason.BROKEN_ENGINE, f"{engine.folder.name} {what}, unlike {network.label}")
+        # another machine's word for what is inside is not taken
+        self._built_with = engine.manifest.built_with if keeps and trust.built_here(engine) else ""
+        self._patcher: weakref.ref[ModelPatcher] | None = None
+        self._inside: dict[str, list] | None = None  # parameter -> its patches; None: the engine has another's weights
+        self._as_opened = True  # nothing was put into the engine yet
+        self._version: tuple = (None, 0)
+
+    def belong_to(self, module: torch.nn.Module) -> bool:
+        """Whether these are the weights of that native module."""
+        return self._module() is module
+
+    def follow(self, patcher: ModelPatcher) -> None:
+        """From the next ``refit`` on the weights are a patcher's. Cheap."""
+        self._patcher = weakref.ref(patcher)
+
+    def forget(self) -> None:
+        """The engine was closed: one that is opened has weights of its own."""
+        self._inside, self._as_opened = None, True
+
+    @property
+    def changed(self) -> bool:
+        """Whether the engine has to be given some. Cheap, unless the patcher's LoRAs are new."""
+        return self._inside is None or self._state() != self._version
+
+    def _state(self) -> tuple:
+        """A value that changes with the patcher's weights."""
+        patcher = self._patcher()
+        return version_of(patcher), edition_of(patcher)
+
+    def refit(self, runner: Runner) -> None:
+        """Give a runner what differs from what it has."""
+        started = time.perf_counter()
+        patcher = self._patcher()
+        version, entries = self._state(), patcher.get_key_patches(self._prefix or None)
+        values = _Values(entries, {i: self._prefix + name for name, i in self._initialisers.items()}, self)
+        wanted = {name: acting(entries[self._prefix + name][1:]) for name in self._initialisers}
+        edited = self._inside is not None and self._version[1] != version[1]
+        inside = self._models_own() if self._as_opened else None if edited else self._inside
+        self._inside, self._as_opened = None, False  # whatever happens, the old ones are not all there any more
+        changed = {
+            initialiser
+            for name, initialiser in self._initialisers.items()
+            if inside is None or not all_same(inside[name], wanted[name])
+        }
+        if changed:
+            runner.refit(values, changed)
+            seconds = time.perf_counter() - started
+            log.info("Hybrid TRT: %s: %d weights put into the engine in %.1f s", self._label, len(changed), seconds)
+        self._inside, self._version = wanted, version
+
+    def _models_own(self) -> dict[str, list] | None:
+        """What is in an engine that was just opened, if it was built with this model's own weights."""
+        patcher = self._patcher()
+        if not self._built_with or own_hash(patcher, self._prefix) != self._built_with:
+            return None
+        return {name: [] for name in self._initialisers}
+
+    def _value(self, key: str, entry: list) -> torch.Tensor:
+        """A weight in the engine's dtype, in main memory, of nobody else."""
+        original, *patches = entry
+        cast = cast_when_called(self._patcher()).get(key)
+        value = value_of(key, original, acting(patches), self._device, cast)
+        return value.to("cpu", self._dtype, copy=True).contiguous()
+
+
+class _Values(Mapping[str, torch.Tensor]):
+    """Initialiser -> the value that it has to have, computed when it is asked for."""
+
+    def __init__(self, entries: Mapping[str, list], keys: Mapping[str, str], weights: EngineWeights):
+        self._entries, self._keys, self._weights = entries, keys, weights
+
+    def __getitem__(self, initialiser: str) -> torch.Tensor:
+        key = self._keys[initialiser]
+        return self._weights._value(key, self._entries[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
