@@ -1,4 +1,4 @@
-"""The backends: who builds engines and runs them, one module or folder each.
+"""The backends: who builds engines and runs them, one module or folder each. ``lookup`` decides which one serves.
 
 A module in this folder that defines ``BACKENDS`` has backends: adding one is adding a file. Importing it is cheap; what
 it drives (onnxruntime, tensorrt) is imported when first needed.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ..architectures.shapes import Profile, TensorSpec
-from ..engine_library import Engine, EngineQuery, Fallback, Library, Manifest, Reason, Unavailable, trust
+from ..architectures.wanted_calls import Call, RequestedCalls
+from ..engine_library import Engine, Fallback, Manifest
 from .gpu_lock import GpuLock
 
 if TYPE_CHECKING:
@@ -80,26 +81,36 @@ class LiveTask:
 
     @property
     def leads(self) -> bool:
-        """Whether this process puts the parts together and compares; any other one needs no values of weights."""
+        """True for the process that puts the parts together and compares; the others need no values of weights."""
         return self.part[0] == 0
 
 
+@dataclass(frozen=True)
+class BuildSizes:
+    """The sizes of one engine to be built.
+
+    Attributes:
+        calls: what live weights are compiled for, symbol -> size; none: what the profile is best at.
+        again: True if an engine that is there is built again.
+    """
+
+    profile: Profile
+    calls: tuple[Call, ...] = ()
+    again: bool = False
+
+
 class Backend(Protocol):
-    """What builds and runs engines.
+    """A way to run engines. Each one also builds: it is a ``GraphBuilder`` or, with ``runs_live_weights``, a
+    ``LiveCompiler``.
 
     Attributes:
         name: stands in manifests and in the node's list; never change it.
         preference: of several backends that can serve, ``auto`` takes the highest where no figures tell more.
-        measured_on: kinds of devices, see ``kind_of``, on which its engines were run and held against native; elsewhere
+        measured_on: kinds of devices, see ``kind_of``, on which its engines were compared with native; elsewhere
             ``auto`` takes only engines of it that were timed on the very GPU.
-        builds_on_gpu: whether a build needs memory and time of the GPU that it is for.
-        build_stack: bytes of stack that a thread of ``build`` may need; 0 for what the system gives.
-        runs_live_weights: whether its engines hold no weights: it then serves without an engine too, and builds from
-            the network itself and not from an ONNX graph.
-        refits: whether it can build engines that take other weights afterwards; see ``BuildRequest.any_weights``.
-        keeps_weights: whether such an engine has the weights that it was built with when it is opened.
-        one_size: whether an engine of it is for one size, of a profile the best one.
-        in_parts: whether several processes may compile a size together, each a part of it; see ``LiveTask``.
+        builds_on_gpu: True if a build needs memory and time of the GPU that it is for.
+        runs_live_weights: True if its engines hold no weights: it then serves without an engine too.
+        refits: True if it can build engines that take other weights afterwards; see ``BuildRequest.any_weights``.
         precisions: what its engines can compute in, torch's names.
     """
 
@@ -107,12 +118,8 @@ class Backend(Protocol):
     preference: int
     measured_on: Collection[str]
     builds_on_gpu: bool
-    build_stack: int
     runs_live_weights: bool
     refits: bool
-    keeps_weights: bool
-    one_size: bool
-    in_parts: bool
     precisions: Collection[str]
 
     def version(self) -> str:
@@ -120,73 +127,113 @@ class Backend(Protocol):
         ...
 
     def target(self, device: torch.device) -> str:
-        """What an engine built here would run on, as it enters the engine's identity."""
+        """What an engine built here runs on, as it enters the engine's identity."""
         ...
 
     def unavailable(self, device: torch.device) -> Fallback | None:
-        """Why this backend cannot run on a device here, or None when it can."""
+        """Return why this backend cannot run on a device here, or None when it can."""
         ...
 
     def cannot_build(self, device: torch.device) -> Fallback | None:
-        """Why no engine for a device can be built here, or None; it may be possible where running is not."""
+        """Return why no engine for a device can be built here, or None; it may be possible where running is not."""
         ...
 
     def refuses(self, manifest: Manifest, device: torch.device) -> Fallback | None:
-        """Why this engine in particular cannot run on a device here (version, GPU), or None when it can."""
-        ...
-
-    def build_memory(self, weights: int) -> int:
-        """Bytes of main memory that ``build`` takes for so many bytes of weights, the graph's own apart."""
+        """Return why this engine in particular cannot run on a device here (version, GPU), or None when it can."""
         ...
 
     def weights(self, network: NativeNetwork, check: Callable[[], None] | None = None) -> str:
-        """What stands for a network's weights in the identity of its engines: their hash, or a layout that serves any.
+        """Return what stands for a network's weights in the identity of its engines: a hash of them, or of the
+        structure where the engines take any weights.
 
         Args:
             check: called often during long work; may raise to stop it.
         """
         ...
 
-    def build(self, request: BuildRequest, progress: Progress) -> list[str]:
-        """Make the engine's files in ``request.folder`` and return their names, the one to open first.
-
-        Needs neither ComfyUI nor the model, so it may run in a process of its own. ``progress`` gets the fraction of
-        this build, which never falls.
-
-        Raises:
-            BuildError: the engine cannot be built. What ``progress`` raises comes out as it is.
-        """
-        ...
-
-    def compile(self, function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
-        """The build of a backend that runs live weights: ``files``, ``parity`` and ``seconds`` of the manifest.
-
-        There is one file and one of the parity's ``cases`` for each size, in the task's order. Sizes of one order may
-        be compiled by several processes at once: what is timed on the device has to be in a turn (``task.turns``). One
-        that compiles a part and is not the first has none of these, but for its ``seconds``.
-
-        Args:
-            function: the network as a function of its inputs, on the task's device.
-
-        Raises:
-            BuildError: as ``build``.
-        """
+    def engine_profile(self, profile: Profile) -> Profile:
+        """The shapes that an engine takes which is built for a profile."""
         ...
 
     def sizes(self, engine: Engine) -> list[dict[str, int]]:
-        """The calls that an engine has compiled files for, symbol -> size; none of one that serves a whole profile."""
+        """The only calls that an engine takes, symbol -> size; an empty list if it takes all of its profile."""
+        ...
+
+    def in_use(self, engines: Sequence[Engine]) -> list[Engine]:
+        """Those of a network's engines, the best first, that a session uses."""
+        ...
+
+    def to_build(
+        self, network: NativeNetwork, calls: RequestedCalls, engines: Sequence[Engine], rebuild: Collection[Engine] = ()
+    ) -> list[BuildSizes]:
+        """List what to build so that engines serve all calls that are requested.
+
+        Args:
+            engines: those in use.
+            rebuild: those of them that shall be built again.
+        """
         ...
 
     def session(
         self, network: NativeNetwork, engines: Sequence[Engine], precision: str, passed_over: Fallback | None
     ) -> Session:
-        """What serves a network's calls by its engines, the best first; there may be none where live weights are run.
+        """Open what serves a network's calls; there may be no engine where live weights run.
 
         Args:
+            engines: those of ``in_use``.
             passed_over: why an engine that is there is none of these.
 
         Raises:
             Unavailable: another node replaced a part of the network.
+        """
+        ...
+
+
+class GraphBuilder(Backend, Protocol):
+    """A backend that builds from ONNX graphs, which needs neither ComfyUI nor the model.
+
+    Attributes:
+        build_stack: bytes of stack that a thread of ``build`` may need; 0 for what the system gives.
+    """
+
+    build_stack: int
+
+    def build_memory(self, weights: int) -> int:
+        """Bytes of main memory that ``build`` takes for so many bytes of weights, the graph's own apart."""
+        ...
+
+    def build(self, request: BuildRequest, progress: Progress) -> list[str]:
+        """Make the engine's files in ``request.folder`` and return their names, the one to open first.
+
+        ``progress`` gets the fraction of this build, which never falls; what it raises comes out as it is.
+
+        Raises:
+            BuildError: the engine cannot be built.
+        """
+        ...
+
+
+class LiveCompiler(Backend, Protocol):
+    """A backend that compiles live networks; its engines hold no weights.
+
+    Attributes:
+        in_parts: True if several processes may compile a size together, each a part of it; see ``LiveTask``.
+    """
+
+    in_parts: bool
+
+    def compile(self, function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
+        """Compile a network for the task's sizes and return ``files``, ``parity`` and ``seconds`` of the manifest.
+
+        There is one file and one of the parity's ``cases`` for each size, in the task's order. Other processes may
+        compile other sizes of the order: what is timed on the device has to hold the GPU lock. A process that compiles
+        a part and is not the first returns its ``seconds`` alone.
+
+        Args:
+            function: the network as a function of its inputs, on the task's device.
+
+        Raises:
+            BuildError: as ``GraphBuilder.build``.
         """
         ...
 
@@ -198,7 +245,7 @@ def backends() -> dict[str, Backend]:
 
 @functools.cache
 def _found(folders: tuple[str, ...]) -> list[Backend]:
-    """Asked several times per prompt, and reading folders takes longer than all else of that."""
+    """Read the folder once: this is called several times per prompt."""
     found: list[Backend] = []
     for entry in pkgutil.iter_modules(folders):
         found += getattr(importlib.import_module(f".{entry.name}", __name__), "BACKENDS", ())
@@ -218,102 +265,3 @@ def gpu_of(device: torch.device) -> str:
 
     found = Gpu.of(device)
     return "" if found is None else f"{found.sm} {found.name}"
-
-
-def proven(backend: Backend, device: torch.device) -> bool:
-    """Whether ``auto`` may take a backend: of others it takes only engines that proved themselves on the very GPU."""
-    return kind_of(device) in backend.measured_on
-
-
-def _not_on_auto(every: Iterable[Backend], device: torch.device) -> list[Backend]:
-    """Where nothing was measured: all backends when none of them runs there, so that each says why.
-
-    Raises:
-        Unavailable: some would run; names them.
-    """
-    able = [b.name for b in every if b.unavailable(device) is None]
-    if able:
-        where = f"no backend was measured on {kind_of(device)} yet, so 'auto' takes none"
-        raise Unavailable(Reason.BACKEND_MISSING, f"{where}; choose {' or '.join(able)} by name to try it")
-    return list(every)
-
-
-def refusals(device: torch.device) -> Callable[[Manifest], Fallback | None]:
-    """What tells of a manifest why its engine cannot run on a device here, or None when it can."""
-    known = backends()
-
-    def refuses(manifest: Manifest) -> Fallback | None:
-        backend = known.get(manifest.identity.backend)
-        if backend is None:
-            return Fallback(Reason.BACKEND_MISSING, f"this version has no backend {manifest.identity.backend}")
-        return backend.refuses(manifest, device)
-
-    return refuses
-
-
-def usable_backends(choice: str, device: torch.device, timed_here: Collection[str] = ()) -> list[Backend]:
-    """The backends that a choice allows and that can run on a device here, the most preferred first.
-
-    Args:
-        timed_here: names of those with engines that proved themselves on this very GPU: ``auto`` allows them too.
-
-    Raises:
-        Unavailable: none; says why not, of each that could be installed.
-    """
-    known = backends()
-    if choice == AUTO:
-        allowed = [b for b in known.values() if proven(b, device) or b.name in timed_here]
-        allowed = allowed or _not_on_auto(known.values(), device)
-    else:
-        allowed = [known[choice]] if choice in known else []
-    refusals = {b.name: b.unavailable(device) for b in allowed}
-    usable = [b for b in allowed if refusals[b.name] is None]
-    if not usable:
-        reasons = [refusal.reason for refusal in refusals.values()]
-        # what can be installed is worth more to the user than what can never run here
-        reason = Reason.BACKEND_MISSING if Reason.BACKEND_MISSING in reasons or not reasons else reasons[0]
-        details = [refusal.detail for refusal in refusals.values() if refusal.reason is reason]
-        raise Unavailable(reason, "; ".join(details) or f"there is no backend called {choice}")
-    return usable
-
-
-def serving_backends(choice: str, device: torch.device, library: Library, architecture: str) -> dict[str, Backend]:
-    """The backends by name that may serve a network of an architecture, as ``usable_backends`` has them.
-
-    Raises:
-        Unavailable: as there.
-    """
-    timed_here = library.timed_on(gpu_of(device), architecture) if choice == AUTO else ()
-    return {b.name: b for b in usable_backends(choice, device, timed_here)}
-
-
-def find_engines(
-    library: Library, wanted: EngineQuery, choice: str, usable: Mapping[str, Backend], device: torch.device
-) -> list[Engine]:
-    """The engines that serve what a node wants, the best first; see ``Library.find``.
-
-    With ``auto`` that is the fastest one on this GPU. One that was no faster than native is none there where live
-    weights can serve: these need no build.
-
-    Args:
-        usable: the ``serving_backends``.
-
-    Raises:
-        Unavailable: as ``Library.find``.
-    """
-
-    def refuses(manifest: Manifest) -> Fallback | None:
-        return usable[manifest.identity.backend].refuses(manifest, device)
-
-    wanted = replace(wanted, one_size=[b.name for b in usable.values() if b.one_size])
-    if choice != AUTO:
-        return library.find_all(wanted, refuses)
-    unproven = [b.name for b in usable.values() if not proven(b, device)]
-    live = [b.name for b in usable.values() if b.runs_live_weights]  # these do not open slow ones
-    found = library.find_all(replace(wanted, fastest=True, only_timed=unproven, any_size=live), refuses)
-    if not live:
-        return found
-    worth_it = [e for e in found if e.manifest.identity.backend in live or not trust.is_slow(e, wanted.gpu)]
-    if not worth_it:
-        raise library.nothing_found()
-    return worth_it

@@ -5,28 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
+from ..architectures.shapes import Profile
 from ..architectures.sizes import PRECISIONS
-from ..engine_library import BuildError, Engine, Fallback
-from . import LiveTask, Progress
+from ..architectures.wanted_calls import RequestedCalls
+from ..engine_library import Engine, Fallback
+from . import BuildSizes
 
 if TYPE_CHECKING:
     import torch
 
     from ..comfy_model.network import NativeNetwork
     from ..sessions.file_session import FileSession
-    from ..sessions.session import Runner
-    from ..sessions.several_sizes import SeveralSizes
+    from ..sessions.session import Runner, Session
+
+MOST_OPEN = 2
+"""Engines of one size that are open at once, and that are built for sizes which a run showed: each has all weights."""
 
 
 class FileBackend:
-    """Base of such backends. They have ``load`` in the place of sessions of their own."""
+    """Base of such backends. They define ``load``; sessions are the same for all.
+
+    Attributes:
+        keeps_weights: True if an engine that takes any weights has those it was built with when it is opened.
+        one_size: True if an engine takes one size only, the best of the profile it was built for. A session then uses
+            all engines of a network, one for each size.
+    """
 
     build_stack = 0
     runs_live_weights = False
     refits = False
     keeps_weights = False
     one_size = False
-    in_parts = False
     precisions: Collection[str] = PRECISIONS
 
     def build_memory(self, weights: int) -> int:
@@ -35,11 +44,37 @@ class FileBackend:
     def weights(self, network: NativeNetwork, check: Callable[[], None] | None = None) -> str:
         return network.weights_hash(check)
 
-    def compile(self, function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
-        raise BuildError("this backend builds from ONNX graphs, not from live networks")
+    def engine_profile(self, profile: Profile) -> Profile:
+        return profile.at_best() if self.one_size else profile
 
     def sizes(self, engine: Engine) -> list[dict[str, int]]:
-        return []
+        return [engine.manifest.identity.profile.sizes("opt")] if self.one_size else []
+
+    def in_use(self, engines: Sequence[Engine]) -> list[Engine]:
+        alike = [e for e in engines if e.manifest.identity.weights == engines[0].manifest.identity.weights]
+        return alike if self.one_size else alike[:1]
+
+    def to_build(
+        self, network: NativeNetwork, calls: RequestedCalls, engines: Sequence[Engine], rebuild: Collection[Engine] = ()
+    ) -> list[BuildSizes]:
+        return [
+            BuildSizes(profile, again=_hold(rebuild, profile))
+            for profile in self._profiles(network, calls)
+            if _hold(rebuild, profile) or not _hold(engines, profile)
+        ]
+
+    def _profiles(self, network: NativeNetwork, calls: RequestedCalls) -> list[Profile]:
+        """The shapes to have engines for. Those of one size: one for each picture, and for what most calls had."""
+        if not self.one_size:
+            return [calls.profile]
+        architecture, usual = network.architecture(), calls.profile.sizes("opt")
+        drawn = [Profile.around(architecture.calls(calls.profile, picture)).at_best() for picture in calls.pictures]
+        seen = [Profile.around([usual | dict(call)]) for call in (calls.seen or ())[:MOST_OPEN]]
+        found: list[Profile] = []
+        for profile in [*(drawn or [calls.profile.at_best()]), *seen]:
+            if profile not in found:
+                found.append(profile)
+        return found
 
     def load(self, engine: Engine, device: torch.device) -> Runner:
         """Open an engine for running on a device.
@@ -51,17 +86,21 @@ class FileBackend:
 
     def session(
         self, network: NativeNetwork, engines: Sequence[Engine], precision: str, passed_over: Fallback | None
-    ) -> FileSession | SeveralSizes:
-        from ..sessions.file_session import file_session  # which needs ComfyUI
+    ) -> Session:
+        from ..sessions.file_session import file_session  # needs ComfyUI
         from ..sessions.session import refusal_of
-        from ..sessions.several_sizes import several_sizes
+        from .one_size import one_size_session
 
         def opened(engine: Engine) -> FileSession:
             return file_session(
                 engine, lambda engine, device: self.load(engine, device), network.device, network, self.keeps_weights
             )
 
-        weights = engines[0].manifest.identity.weights
-        alike = [engine for engine in engines if engine.manifest.identity.weights == weights]
-        sound = [engine for engine in alike if refusal_of(engine) is None] or alike  # what did not open before is left
-        return several_sizes([opened(engine) for engine in (sound if self.one_size else engines[:1])])
+        sound = [engine for engine in engines if refusal_of(engine) is None] or engines
+        sessions = [opened(engine) for engine in sound]
+        return one_size_session(sessions, MOST_OPEN) if self.one_size else sessions[0]
+
+
+def _hold(engines: Collection[Engine], profile: Profile) -> bool:
+    own = [engine.manifest.identity.profile for engine in engines]
+    return any(its.contains(profile.only(its.ranges)) for its in own)  # a UNet's has no sizes of hints

@@ -37,8 +37,8 @@ class BuildOrder:
 
     @property
     def engine_profile(self) -> Profile:
-        """The shapes that the engine will take: those asked for, or the best of them where it can be for one only."""
-        return self.profile.at_best() if self.backend.one_size else self.profile
+        """The shapes that the engine will take."""
+        return self.backend.engine_profile(self.profile)
 
     def words(self) -> str:
         """What is built, for people."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
+
+from ..architectures.wanted_calls import UncoveredCall
 
 
 class Reason(str, Enum):
@@ -73,14 +76,16 @@ class Fallback:
 
     Attributes:
         sizes: those of a call that the engine was not built for, symbol -> size.
-        others_serve: whether engines for other sizes go on serving their calls.
+        uncovered: the call, where an engine of its own size would serve it.
+        this_call_only: True if other calls of the run are still served.
         advice: what to do, where it is not what the reason usually wants.
     """
 
     reason: Reason
     detail: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
-    others_serve: bool = False
+    uncovered: UncoveredCall | None = None
+    this_call_only: bool = False
     advice: str = ""
 
     def __str__(self) -> str:
@@ -94,10 +99,9 @@ class Fallback:
 class Unavailable(Exception):
     """An engine cannot be used; carries the fallback that says why."""
 
-    def __init__(
-        self, reason: Reason, detail: str = "", sizes: Mapping[str, int] | None = None, others_serve: bool = False
-    ):
-        self.fallback = Fallback(reason, detail, sizes or {}, others_serve)
+    def __init__(self, reason: Reason, detail: str = "", **particulars: Any):
+        """``particulars``: other fields of ``Fallback``."""
+        self.fallback = Fallback(reason, detail, **particulars)
         super().__init__(str(self.fallback))
 
 

@@ -39,8 +39,7 @@ class EngineQuery:
         gpu: where it is to run; ``""`` is the CPU.
         fastest: whether the engine that was the fastest on this GPU is the best one, whoever built it; see ``pace``.
         only_timed: those of the backends of which only engines will do that were timed on this GPU.
-        any_size: those of the backends that serve calls of any size, whatever their engine was built for.
-        one_size: those of the backends whose engines are for one size: they need but hold the best of the profile.
+        covers: tells whether an engine takes all calls of the profile; by default its own profile has to hold it.
         layout: that of the network; ``""`` where it does not matter.
     """
 
@@ -48,12 +47,11 @@ class EngineQuery:
     weights: Sequence[str]
     precision: str
     profile: Profile
-    backends: Sequence[str]
+    backends: Sequence[str] = ()
     gpu: str = ""
     fastest: bool = False
     only_timed: Collection[str] = ()
-    any_size: Collection[str] = ()
-    one_size: Collection[str] = ()
+    covers: Callable[[Engine], bool] | None = None
     layout: str = ""
 
 
@@ -105,7 +103,7 @@ class Library:
             if (refusal := self.flaw(engine, usable, wanted.gpu)) is not None:
                 refusals.append(Unavailable(refusal.reason, refusal.detail))
                 continue
-            rank = _rank(identity, wanted, pace if wanted.fastest else None)
+            rank = _rank(engine, wanted, pace if wanted.fastest else None)
             candidates.append((rank, len(candidates), engine))
         if candidates:
             return [engine for _, _, engine in sorted(candidates)]
@@ -280,11 +278,11 @@ def _fits(identity: EngineIdentity, wanted: EngineQuery) -> bool:
     return identity.weights in wanted.weights and not other
 
 
-def _rank(identity: EngineIdentity, wanted: EngineQuery, pace: float | None) -> tuple:
-    """What sorts the engines that serve a node, the best first; ``pace``: see ``trust``, None where it is not known."""
+def _rank(engine: Engine, wanted: EngineQuery, pace: float | None) -> tuple:
+    """Sort key of the engines that serve a node, the best first; ``pace``: see ``trust``, None where it is unknown."""
+    identity = engine.manifest.identity
     slow, profile = pace is not None and pace >= 1, identity.profile
-    asked = wanted.profile.at_best() if identity.backend in wanted.one_size else wanted.profile
     # a UNet's has no sizes of hints
-    covers = identity.backend in wanted.any_size or profile.contains(asked.only(profile.ranges))
+    covers = wanted.covers(engine) if wanted.covers else profile.contains(wanted.profile.only(profile.ranges))
     backend, weights = wanted.backends.index(identity.backend), wanted.weights.index(identity.weights)
     return slow, not covers, pace is None, pace or 0.0, backend, weights, profile.volume()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from comfy import model_management
 from comfy import utils as comfy_utils
 
-from ..architectures.shapes import Profile
-from ..architectures.wanted_calls import Call
-from ..backends import usable_backends
+from ..backends import BuildSizes
+from ..backends.lookup import usable_backends
 from ..comfy_model.comfyui_internals import Feature, works
 from ..engine_builder import gpu_room
 from ..engine_builder.jobs import Job, State
@@ -20,12 +18,10 @@ from ..engine_library import Engine, Fallback, Reason, Unavailable
 from ..engine_library.manifest import MANIFEST_NAME
 from ..page_api.asked_pictures import running_pictures
 from ..page_api.builds import builds, ended, node_states
-from ..sampling.call_stats import ever_uncompiled
+from ..sampling.call_stats import ever_uncovered
 from ..sampling.engine_handle import EngineHandle
-from ..sessions.session import refusal_of
+from ..sampling.engine_status import lacks_engine, refused_engines, to_build
 from .schemas import BUILD_NOW, IN_BACKGROUND, USE_NATIVE
-
-MISSING = (Reason.NO_ENGINE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.UNCHECKED, Reason.WRONG_GPU)
 
 NO_BUILDS = "This ComfyUI cannot build it, the command line can; the log says why."
 
@@ -38,7 +34,7 @@ def build_if_missing(handle: EngineHandle, when_missing: str) -> None:
     if not works(Feature.BUILDS):
         handle.note = NO_BUILDS
         return
-    for order, _ in _orders(handle) if _needs_build(handle) else ():
+    for order, _ in _orders(handle) if lacks_engine(handle) else ():
         if when_missing != BUILD_NOW:
             _build_in_background(order, handle)
         elif not _build_now(order, handle):
@@ -53,60 +49,30 @@ def build_as_requested(handle: EngineHandle, again: bool) -> None:
     """
     if not works(Feature.BUILDS):
         handle.note = NO_BUILDS
-    elif again or _needs_build(handle) or handle.refusal is not None:
+    elif again or lacks_engine(handle) or refused_engines(handle):
         for order, anew in _orders(handle):
             _submit(order, handle, anew)
 
 
 def _orders(handle: EngineHandle) -> list[tuple[BuildOrder, bool]]:
-    """The orders for what a handle lacks, or where it lacks nothing for all that it has, and whether to build anew.
+    """The orders for what a node lacks, each with True where an engine that is there is built again.
 
-    Engines of live weights have files for some calls; those for others are built beside them and leave them alone.
+    Engines that could not be opened are built again; all of them are where the node lacks nothing.
     """
-    order = _order(handle)
-    if order is None:
-        return []
-    session, missing, broken = handle.session, _needs_build(handle), handle.refusal is not None
-    if order.backend.one_size:
-        return [(replace(order, profile=profile), broken or not missing) for profile in _lacking(handle)]
-    if session is None:
-        return [(order, not missing)]
-    own = [engine for engine in session.engines if engine.manifest.identity.backend == order.backend.name]
-    anew = [engine for engine in own if (refusal_of(engine) is not None if broken else not missing)]
-    files = [(engine, order.backend.sizes(engine)) for engine in anew]
-    built = [call for _, calls in files for call in calls]
-    lacking = session.to_compile(handle.choice.profile, handle.asked)
-    orders = [(_for_calls(order, engine.manifest.identity.profile, calls), True) for engine, calls in files if calls]
-    orders += [(_for_calls(order, Profile.around(calls), calls), False)
-               for calls in lacking if not all(call in built for call in calls)]  # fmt: skip
-    return orders or [(order, broken or not missing)]
-
-
-def _lacking(handle: EngineHandle) -> list[Profile]:
-    """The sizes that a handle has no engine for, of a backend whose engines are for one; all where it lacks none."""
-    session, wanted = handle.session, handle.profiles
-    lacking = [profile for profile in wanted if session is None or session.lacks(profile)]
-    if not lacking and session is not None:
-        broken = [e.manifest.identity.profile for e in session.engines if refusal_of(e) is not None]
-        lacking = [p for p in wanted if any(its.contains(p.only(its.ranges)) for its in broken)]
-    return lacking or wanted
-
-
-def _for_calls(order: BuildOrder, profile: Profile, calls: Sequence[Call]) -> BuildOrder:
-    return replace(order, profile=profile, calls=tuple(calls))
-
-
-def _order(handle: EngineHandle) -> BuildOrder | None:
-    """The order for a handle's engine; None, and the handle says why, where no backend can build it, or for no network
-    like this."""
     try:
         handle.network.architecture()
-        backend = usable_backends(handle.choice.backend, handle.network.device)[0]
-    except Unavailable as refusal:
-        handle.session, handle.fallback = None, refusal.fallback
-        return None
-    replaceable = handle.choice.replaceable
-    return BuildOrder(handle.network, handle.precision, handle.profile, backend, replaceable=replaceable)
+        builder = usable_backends(handle.choice.backend, handle.network.device)[0]
+    except Unavailable as refusal:  # no backend can build it, or none for networks of this kind
+        handle.lacks_engine(refusal.fallback)
+        return []
+    rebuild = refused_engines(handle)
+    if not rebuild and not lacks_engine(handle):
+        rebuild = handle.found.engines if handle.found is not None else ()
+    own = [engine for engine in rebuild if engine.manifest.identity.backend == builder.name]
+    parts = to_build(handle, builder, own) or [BuildSizes(handle.choice.profile, again=not lacks_engine(handle))]
+    network, precision = handle.network, handle.choice.precision_for(handle.network)
+    order = BuildOrder(network, precision, handle.choice.profile, builder, replaceable=handle.choice.replaceable)
+    return [(replace(order, profile=part.profile, calls=part.calls), part.again) for part in parts]
 
 
 def generation(when_missing: str) -> str:
@@ -123,7 +89,7 @@ def generation(when_missing: str) -> str:
         _found.pop(folder, None)
         _losses += 1
     happened = _losses + (ended() if when_missing == IN_BACKGROUND else 0)
-    return f"{happened} {ever_uncompiled()} {running_pictures()}"
+    return f"{happened} {ever_uncovered()} {running_pictures()}"
 
 
 def remember(handle: EngineHandle) -> None:
@@ -138,12 +104,6 @@ def _is_lost(engine: Engine) -> bool:
     except Unavailable:
         return True
     return not (engine.folder / MANIFEST_NAME).is_file()
-
-
-def _needs_build(handle: EngineHandle) -> bool:
-    if handle.session is None:
-        return handle.fallback.reason in MISSING
-    return handle.lacks
 
 
 def _build_now(order: BuildOrder, handle: EngineHandle) -> bool:
@@ -162,7 +122,7 @@ def _build_now(order: BuildOrder, handle: EngineHandle) -> bool:
     finally:  # also when the user interrupts the prompt: others may want the job
         builds.leave(job)
     if job.state is State.CANCELLED:
-        handle.session, handle.fallback = None, Fallback(Reason.BUILD_FAILED, "the build was cancelled")
+        handle.lacks_engine(Fallback(Reason.BUILD_FAILED, "the build was cancelled"))
     elif job.state is State.FAILED:
         _tell_failure(job, handle)
     else:

@@ -11,6 +11,7 @@ from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback, Reason
 from ..page_api.workflow_graph import model_name
 from ..sampling.controlnet import back_with_engine, native_controlnet
+from ..sampling.engine_status import status
 from . import building, engine_node, schemas
 
 if TYPE_CHECKING:
@@ -42,10 +43,10 @@ class TRTControlNetEngine(io.ComfyNode):
             kinds = [kind.__name__ for kind in type(control_net).__mro__]
             why = next((words for kind, words in WITHOUT_ENGINE.items() if kind in kinds), f"it is a {kinds[0]}")
             refusal = Fallback(Reason.UNSUPPORTED_MODEL, f"{label} runs without one: {why}")
-            status = engine_node.refuse(refusal, label, node_id, cls.hidden.dynprompt)
-            return io.NodeOutput(control_net, ui=ui.PreviewText(status))
+            text = engine_node.refuse(refusal, label, node_id, cls.hidden.dynprompt)
+            return io.NodeOutput(control_net, ui=ui.PreviewText(text))
         native = native_controlnet(control_net)
         network = NativeNetwork.of_controlnet(native, label)
         choice = engine_node.engine_choice(network, **settings)
         handle = engine_node.find_or_build(network, choice, when_missing, node_id, cls.hidden.dynprompt)
-        return io.NodeOutput(back_with_engine(native, handle), ui=ui.PreviewText(handle.status()))
+        return io.NodeOutput(back_with_engine(native, handle), ui=ui.PreviewText(status(handle)))

@@ -9,6 +9,7 @@ from comfy_execution.graph import DynamicPrompt
 
 from ..architectures.image_latent import ANY
 from ..architectures.sizes import RequestedSizes
+from ..backends.lookup import EngineChoice
 from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback, Unavailable
 from ..page_api.asked_pictures import asked_pictures, requested_pictures
@@ -18,7 +19,8 @@ from ..page_api.library_folder import library
 from ..page_api.node_key import BUILD_REQUEST, FROM_PAGE, MISSING_ONLY, BadPrompt, node_key
 from ..page_api.workflow_graph import all_nodes, drawn_id, inputs_of, whole_prompt
 from ..sampling.call_stats import executing
-from ..sampling.engine_handle import EngineChoice, EngineHandle
+from ..sampling.engine_handle import EngineHandle
+from ..sampling.engine_status import status
 from . import building
 from .schemas import BUILT_IN, REPLACEABLE, USE_NATIVE
 
@@ -65,7 +67,7 @@ def find_or_build(
     node_states.learn(key, handle)
     _order_given(key)
     building.remember(handle)
-    log.info("Hybrid TRT: %s: %s", network.label, handle.status())
+    log.info("Hybrid TRT: %s: %s", network.label, status(handle))
     return handle
 
 

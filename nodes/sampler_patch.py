@@ -10,6 +10,7 @@ from ..comfy_model.weight_patches import WeightPatches
 from ..engine_library import Fallback, Reason, Unavailable
 from ..page_api.workflow_graph import model_name
 from ..sampling.engine_handle import EngineHandle
+from ..sampling.engine_status import lacks_pictures, status
 from ..sampling.model_wrapper import count_as_native, has_engine, patch_model
 from . import engine_node, schemas
 
@@ -29,10 +30,10 @@ class TRTSamplerPatch(io.ComfyNode):
             return cls._without_engine(model)
         engine, refusal = _for_model(model, engine)
         between = None if refusal is not None else _patch_between(model, engine)
-        status = (refusal or between).sentence() if refusal or between else engine.status()
-        engine_node.log_text(status)
-        native = refusal is not None or between is not None or engine.misses
-        return io.NodeOutput(patch_model(model, engine, refusal), ui={"text": [status], "native": [native]})
+        text = (refusal or between).sentence() if refusal or between else status(engine)
+        engine_node.log_text(text)
+        native = refusal is not None or between is not None or lacks_pictures(engine)
+        return io.NodeOutput(patch_model(model, engine, refusal), ui={"text": [text], "native": [native]})
 
     @classmethod
     def _without_engine(cls, model: ModelPatcher) -> io.NodeOutput:
@@ -56,7 +57,16 @@ def _for_model(model: ModelPatcher, engine: EngineHandle) -> tuple[EngineHandle,
     # an engine that follows patches has no weights of its own: this model's serve as well
     if not same or not engine.follows_patches and network.weights_hash() != engine.network.weights_hash():
         return engine, Fallback(Reason.OTHER_MODEL, f"the engine is that of {engine.network.label}")
-    return engine.of(network), None  # what other nodes do to this model's layers, the other model's do not tell
+    return _handle_of(network, engine), None  # other nodes may have changed this model's layers alone
+
+
+def _handle_of(network: NativeNetwork, engine: EngineHandle) -> EngineHandle:
+    """The handle of the same node for another network of its kind; a failed build stays known."""
+    found = EngineHandle(network, engine.choice, engine.library, engine.node_id, engine.node_key)
+    failed = engine.fallback is not None and engine.fallback.reason is Reason.BUILD_FAILED
+    if failed and found.session is None and found.fallback.reason is Reason.NO_ENGINE:
+        found.lacks_engine(engine.fallback)
+    return found
 
 
 def _patch_between(model: ModelPatcher, engine: EngineHandle) -> Fallback | None:

@@ -7,6 +7,7 @@ from comfy_api.latest import io, ui
 
 from ..comfy_model.network import NativeNetwork
 from ..page_api.workflow_graph import model_name
+from ..sampling.engine_status import status
 from . import building, engine_node, schemas
 
 
@@ -28,4 +29,4 @@ class TRTUNetEngine(io.ComfyNode):
         network = NativeNetwork.of_model(model, label)
         choice = engine_node.engine_choice(network, **settings)
         handle = engine_node.find_or_build(network, choice, when_missing, node_id, cls.hidden.dynprompt)
-        return io.NodeOutput(handle, ui=ui.PreviewText(handle.status()))
+        return io.NodeOutput(handle, ui=ui.PreviewText(status(handle)))

@@ -12,7 +12,8 @@ from aiohttp import web
 from comfy import model_management
 from server import PromptServer
 
-from ..backends import gpu_of, refusals
+from ..backends import gpu_of
+from ..backends.lookup import refusals
 from ..comfy_model.hash_cache import source_changed
 from ..engine_library import inventory, last_use
 from ..engine_library.archive import SUFFIX, export_engine, import_engine

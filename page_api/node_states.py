@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -20,7 +20,8 @@ import torch
 
 from ..architectures import architectures, profile_words
 from ..architectures.shapes import Profile
-from ..backends import backends, find_engines, gpu_of, serving_backends
+from ..backends import backends
+from ..backends.lookup import look_up_known, takes_any_weights, wanted_profile
 from ..comfy_model.hash_cache import source_of
 from ..comfy_model.structure_hash import structure_hash
 from ..engine_builder.jobs import BuildQueue, Job, State
@@ -29,6 +30,7 @@ from ..engine_library.atomic_files import write_file
 from ..engine_library.manifest import MANIFEST_NAME
 from ..sampling.call_stats import CallStats, last_run
 from ..sampling.engine_handle import EngineHandle
+from ..sampling.engine_status import status
 from ..sessions.session import refusal_of
 from .outlook import NodeRequest, parameters_of, seconds, serves_any_size
 
@@ -79,17 +81,20 @@ class NodeStates:
             architecture = ""
         before = self._known.get(key)
         source = source_of(network.patcher)
-        weights = structure_hash(network.module) if handle.takes_any_weights else network.known_hash()
+        any_weights = takes_any_weights(handle.choice, network.device)
+        weights = structure_hash(network.module) if any_weights else network.known_hash()
         if handle.session is not None:
-            weights = handle.session.weights
+            engines = handle.session.engines
+            weights = engines[0].manifest.identity.weights if engines else structure_hash(network.module)
         if not weights and before is not None and before.source == source:
             weights = before.weights
         refusal = (handle.fallback.reason.value, handle.fallback.detail) if handle.fallback is not None else None
-        profile = handle.profile if architecture else handle.choice.profile
+        profile = wanted_profile(network, handle.choice) if architecture else handle.choice.profile
         without = handle.session is not None and not handle.session.engines
         self._keep(key, NodeRecord(
-            network.label, architecture, handle.precision, profile.to_json(), handle.choice.backend,
-            str(network.device), weights, refusal, source, handle.status() if without else "", network.role.value,
+            network.label, architecture, handle.choice.precision_for(network), profile.to_json(),
+            handle.choice.backend, str(network.device), weights, refusal, source, status(handle) if without else "",
+            network.role.value,
             sum(p.numel() for p in network.module.parameters()),
         ))  # fmt: skip
 
@@ -198,23 +203,12 @@ class NodeStates:
         if not known.weights:
             return [], refusal if refusal.reason not in MISSING else Fallback(Reason.NO_ENGINE, refusal.detail)
         device = torch.device(known.device)
+        query = EngineQuery(known.architecture, [known.weights], known.precision, Profile.from_json(known.profile))
         try:
-            usable = serving_backends(known.backend, device, self._library, known.architecture)
-            wanted = EngineQuery(
-                known.architecture,
-                [known.weights],
-                known.precision,
-                Profile.from_json(known.profile),
-                list(usable),
-                gpu_of(device),
-            )
-            found = find_engines(self._library, wanted, known.backend, usable, device)
-            backend = found[0].manifest.identity.backend
-            own = [engine for engine in found if engine.manifest.identity.backend == backend]
-            several = usable[backend].runs_live_weights or usable[backend].one_size
-            return own if several else own[:1], refusal
+            found = look_up_known(self._library, query, known.backend, device)
         except Unavailable as unavailable:
             return [], unavailable.fallback
+        return list(found.engines), refusal if found.engines else found.passed_over or refusal
 
     def _keep(self, key: str, known: NodeRecord) -> None:
         with self._lock:
@@ -259,20 +253,19 @@ def run_of(key: str) -> dict | None:
         "tokens": max((row.beyond.get("T", 0) for row in rows), default=0),
         "backend": next((row.backend for row in rows if row.backend), None),
         "reasons": list(reasons.values()),
-        "uncompiled": [*_lacking(rows, "uncompiled"), *_lacking(rows, "unserved")],
+        "uncompiled": _uncovered(rows),
     }
 
 
-def _lacking(rows: Sequence[CallStats], kind: str) -> list[dict]:
-    """The calls that ran without a compiled file or, where ``kind`` is ``unserved``, native for want of an engine of
-    their size: what they were, how many, and whether as a CUDA graph."""
-    counts: dict[tuple[str, bool], int] = {}
+def _uncovered(rows: Sequence[CallStats]) -> list[dict]:
+    """The calls that had no engine or compiled file of their size: in words, how they ran, and how many."""
+    counts: Counter[tuple[str, str]] = Counter()
     for row in rows:
-        for call, count in list(getattr(row, kind).items()):
-            counts[call.words, call.graph] = counts.get((call.words, call.graph), 0) + count
-    native = kind == "unserved"
+        for call, count in list(row.uncovered.items()):
+            counts[call.words, call.ran] += count
     return [
-        {"size": words, "graph": graph, "native": native, "count": count} for (words, graph), count in counts.items()
+        {"size": words, "graph": ran == "graph", "native": ran == "native", "count": count}
+        for (words, ran), count in counts.items()
     ]
 
 
@@ -313,20 +306,20 @@ def _union_json(engines: Sequence[Engine], known: NodeRecord) -> dict:
     first = engine_json(engines[0])
     identity = engines[0].manifest.identity
     backend, architecture = backends()[identity.backend], architectures()[identity.architecture]
-    profiles = [engine.manifest.identity.profile for engine in engines]
-    asked, words = Profile.from_json(known.profile), [profile_words(identity.architecture, p) for p in profiles]
-    if backend.one_size:
-        asked, calls = asked.at_best(), [profile.sizes("opt") for profile in profiles]
-    elif calls := [call for engine in engines for call in backend.sizes(engine)]:
-        words = map(architecture.call_words, calls)
-    live, pictures = backend.runs_live_weights, filter(None, map(architecture.picture_of, calls))
+    profiles, wanted = [e.manifest.identity.profile for e in engines], Profile.from_json(known.profile)
+    wanted = backend.engine_profile(wanted)
+    calls, live = [call for engine in engines for call in backend.sizes(engine)], backend.runs_live_weights
+    words = map(architecture.call_words, calls) if live and calls else [
+        profile_words(identity.architecture, profile) for profile in profiles
+    ]
+    pictures = filter(None, map(architecture.picture_of, calls))
     drawn = [{"width": p.width, "height": p.height, "batch": p.batches[0]} for p in dict.fromkeys(pictures)]
     return first | {
-        "covers": live or any(profile.contains(asked.only(profile.ranges)) for profile in profiles),
+        "covers": live or any(profile.contains(wanted.only(profile.ranges)) for profile in profiles),
         # an engine that auto took has live weights behind it, which may have files for more pictures
         "compiled": drawn if calls and (live or known.backend == backend.name) else None,
         "profile": "; ".join(dict.fromkeys(words)),
-        "limits": None if backend.one_size else first["limits"],  # the graph's pictures are asked for, not a range
+        "limits": first["limits"] if live or not calls else None,  # single pictures are no range
         "bytes": sum(engine.manifest.bytes for engine in engines),
         "names": [engine.folder.name for engine in engines],
     }

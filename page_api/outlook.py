@@ -13,7 +13,7 @@ import torch
 from comfy_execution.graph import DynamicPrompt
 
 from ..architectures import Role
-from ..backends import usable_backends
+from ..backends.lookup import usable_backends
 from ..engine_builder.expected_time import expected
 from ..engine_library import Library, Unavailable
 from .workflow_graph import inputs_of, model_name, upstream

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from comfy_execution.utils import get_executing_context
 
+from ..architectures.wanted_calls import UncoveredCall
 from ..engine_library import Fallback, Reason
-from ..sessions.session import UncoveredCall
 from . import fast_path, timing
 from .running_node import running_node
 from .timing import CallTimes, TimesTogether
@@ -53,8 +53,7 @@ class CallStats:
         advices: fallback reason -> what to do, where its first call knew better than the reason.
         node_key: what the engine node stands for, see ``nodes.node_key``; ids say that within one prompt only.
         times: how long the calls took, in the order of ``calls``, or None when nobody wants to know.
-        uncompiled: engine calls that ran without a compiled file -> how many they were.
-        unserved: native calls that an engine of their own size would serve -> how many they were.
+        uncovered: calls that had no engine or compiled file of their size -> how many they were.
         beyond: symbol -> the largest size of calls that the engine was not built for.
         opened: when the first call was counted, as ``time.time``.
         beside: engine calls that started beside ControlNets and waited for them on the way.
@@ -81,8 +80,7 @@ class CallStats:
     times: CallTimes | TimesTogether | None = None
     opened: float = field(default_factory=time.time)
     beyond: dict[str, int] = field(default_factory=dict)
-    uncompiled: dict[UncoveredCall, int] = field(default_factory=dict)
-    unserved: dict[UncoveredCall, int] = field(default_factory=dict)
+    uncovered: dict[UncoveredCall, int] = field(default_factory=dict)
     beside: int = 0
     remark: str = ""
     late: int = 0
@@ -92,31 +90,36 @@ class CallStats:
     why_plain: str = ""
     advices: dict[str, str] = field(default_factory=dict)
 
-    def count_engine(self, backend: str, uncompiled: UncoveredCall | None = None, beside: bool = False) -> None:
+    def count_engine(self, backend: str, uncovered: UncoveredCall | None = None, beside: bool = False) -> None:
         """Count a call that an engine served, or live weights without a compiled file."""
         with _counting:
-            if uncompiled is not None:
-                self._count_lacking(self.uncompiled, uncompiled)
+            self._count_uncovered(uncovered)
             self.backend = backend
             self.engine += 1
             self.beside += beside
             self.calls.append(ON_ENGINE)
 
-    def _count_lacking(self, counts: dict[UncoveredCall, int], call: UncoveredCall) -> None:
-        if call not in counts:
-            _ever_uncompiled.add((self.node_key, call))
-        counts[call] = counts.get(call, 0) + 1
+    def _count_uncovered(self, call: UncoveredCall | None) -> None:
+        if call is None:
+            return
+        if call not in self.uncovered:
+            _ever_uncovered.add((self.node_key, call))
+        self.uncovered[call] = self.uncovered.get(call, 0) + 1
 
-    def count_native(self, fallback: Fallback, unserved: UncoveredCall | None = None) -> None:
+    @property
+    def uncompiled(self) -> dict[UncoveredCall, int]:
+        """Calls that live weights ran without a compiled file -> how many they were."""
+        return {call: count for call, count in list(self.uncovered.items()) if call.ran != "native"}
+
+    def count_native(self, fallback: Fallback, uncovered: UncoveredCall | None = None) -> None:
         """Count a native call; the first one with its reason is logged.
 
         Args:
-            unserved: the call, where an engine of its own size would serve it.
+            uncovered: the call, where an engine of its own size would serve it.
         """
         reason = fallback.reason.value
         with _counting:
-            if unserved is not None:
-                self._count_lacking(self.unserved, unserved)
+            self._count_uncovered(uncovered)
             for symbol, size in fallback.sizes.items():
                 self.beyond[symbol] = max(size, self.beyond.get(symbol, 0))
             if reason not in self.reasons:
@@ -148,8 +151,9 @@ class CallStats:
 
     def advice(self, reason: Reason) -> str:
         """What to do about the native calls that had a reason."""
-        if reason is Reason.SHAPE_OUTSIDE_PROFILE and self.unserved:
-            return f"build again for {'; '.join(call.words for call in list(self.unserved))}"
+        unserved = [call.words for call in list(self.uncovered) if call.ran == "native"]
+        if reason is Reason.SHAPE_OUTSIDE_PROFILE and unserved:
+            return f"build again for {'; '.join(unserved)}"
         return self.advices.get(reason.value, reason.advice)
 
     def ms(self) -> list[float]:
@@ -157,7 +161,7 @@ class CallStats:
         return self.times.ms() if self.times is not None else []
 
     def to_json(self) -> dict:
-        left_out = ("times", "opened", "beyond", "uncompiled", "unserved", "beside", "late", "apart", "reopened",
+        left_out = ("times", "opened", "beyond", "uncovered", "beside", "late", "apart", "reopened",
                     "plain", "why_plain", "advices")  # fmt: skip
         fields = {name: value for name, value in self.__dict__.items() if name not in left_out}
         uncompiled = {call.words: count for call, count in self.uncompiled.items()}
@@ -171,12 +175,12 @@ def _ms_json(ms: list[float]) -> dict | None:
     return {"median": round(median(ms), 3), "total": round(sum(ms), 3), "calls": [round(m, 3) for m in ms]}
 
 
-_ever_uncompiled: set[tuple[str, UncoveredCall]] = set()
+_ever_uncovered: set[tuple[str, UncoveredCall]] = set()
 
 
-def ever_uncompiled() -> int:
+def ever_uncovered() -> int:
     """How many sizes of calls, counted for each node, ever ran without a compiled file or an engine of their size."""
-    return len(_ever_uncompiled)
+    return len(_ever_uncovered)
 
 
 _prompts: OrderedDict[str, dict[tuple[str, str, str], CallStats]] = OrderedDict()

@@ -75,7 +75,7 @@ def _with_stacks(
     if not is_comfyuis_alone(function):
         return function(model, conds, x_in, timestep, model_options)
     stacks: dict[int, ControlStack] = {}
-    late: list[LateControl] | None = [] if backbone is not None and backbone.takes_late else None
+    late: list[LateControl] | None = [] if _takes_late(backbone) else None
 
     def replaced(cond: dict) -> dict:
         control = cond.get("control")
@@ -226,6 +226,11 @@ def _joined(chain: list[ControlNet], results: list[Control], joins: Sequence[tup
     for event, stream, tensors in joins:
         wait_for(event, stream, tensors)
     return _merged(chain, results)
+
+
+def _takes_late(backbone: EngineHandle | None) -> bool:
+    """Tell whether calls of a backbone may have inputs that another stream still computes."""
+    return backbone is not None and backbone.session is not None and backbone.session.takes_late
 
 
 def _start(sessions: list[Session], x_noisy: torch.Tensor, at_least: int = 2) -> torch.cuda.Event | None:

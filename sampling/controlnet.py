@@ -18,7 +18,7 @@ from ..comfy_model.network import NativeNetwork
 from .engine_handle import EngineHandle
 from .hint_cache import KeptHints
 from .nan_guard import watched
-from .native_call import arguments_of, by_name
+from .native_call import arguments_of, by_name, run_native
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -74,7 +74,7 @@ class EngineControlModel:
         if served:
             return residuals
         self._make_native_resident()
-        return self.handle.native(lambda: self.native(*args, **kwargs))
+        return run_native(lambda: self.native(*args, **kwargs), self.handle.stats, self.handle.network.device)
 
     def _make_native_resident(self) -> None:
         """Have native weights loaded, beside all that is in use: ComfyUI loaded the engine in their place.

@@ -39,8 +39,7 @@ def _together(key: tuple[str, ...], rows: Sequence[CallStats]) -> CallStats:
         total.calls += row.calls
         total.details = {**row.details, **total.details}
         total.advices = {**row.advices, **total.advices}
-        for counts, more in ((total.reasons, row.reasons), (total.uncompiled, row.uncompiled),
-                             (total.unserved, row.unserved)):  # fmt: skip
+        for counts, more in ((total.reasons, row.reasons), (total.uncovered, row.uncovered)):  # fmt: skip
             for what, count in more.items():
                 counts[what] = counts.get(what, 0) + count
         for symbol, size in row.beyond.items():

@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from ..architectures import Role
 from ..architectures.calls import Binding, EngineCall, OtherKind, Unsupported
-from ..architectures.shapes import Profile
-from ..architectures.sizes import Picture
-from ..backends import AUTO, Backend, backends, find_engines, gpu_of, serving_backends
+from ..backends.lookup import EngineChoice, Found, look_up, open_session
 from ..comfy_model.attention import remark
 from ..comfy_model.network import NativeNetwork
-from ..comfy_model.structure_hash import structure_hash
-from ..engine_library import Engine, EngineQuery, Fallback, Library, Reason, Unavailable, last_use
-from ..sessions.gpu_memory import close_engines
-from ..sessions.session import RequestedCalls, Session, UncoveredCall
-from ..sessions.several_sizes import MOST_OPEN
-from ..sessions.with_live_fallback import with_live_fallback
-from .call_stats import CallStats, executing, last_run, open_stats
+from ..engine_library import Fallback, Library, Reason, Unavailable, last_use
+from ..sessions.session import Active, Session
+from .call_stats import CallStats, executing, open_stats
 from .engine_patcher import EnginePatcher, keep, keep_beside
 from .nan_guard import why_again
 from .network_watch import NetworkWatch
 from .shared import Shared
-from .timing import named_range, timed
+from .timing import range_of, timed
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -39,28 +27,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class EngineChoice:
-    """The engine node's settings: for which shapes, how precise (``auto``: as native), by which backend (``auto``).
-
-    Attributes:
-        replaceable: whether only an engine will do that takes any weights, where its backend can have such.
-        pictures: those that the graph asks for, as far as it tells.
-    """
-
-    profile: Profile
-    precision: str = AUTO
-    backend: str = AUTO
-    replaceable: bool = False
-    pictures: tuple[Picture, ...] = ()
+FOR_THE_RUN = (Reason.ENGINE_FAILED, Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
+"""Reasons of one call that leave the rest of the run to native."""
 
 
 class EngineHandle(Shared):
     """Stands for "the engine of this network" until a call needs it.
 
-    The library is asked again at the start of every sampling run, so an engine that was built, replaced, damaged or
-    deleted since the node ran is noticed, without the node running again.
+    The library is asked again at the start of every sampling run, so changes since the node ran are noticed. Methods
+    take the patcher that ComfyUI samples with; by default it is the network's own.
+
+    Attributes:
+        patcher: by which ComfyUI's memory management sees the engine.
+        bind: makes calls those of the engine; set whenever a session is.
+        found: what the last look-up found, or None.
+        fallback: why native serves, or None.
+        note: what the node says besides, for example that a build is under way.
     """
 
     def __init__(
@@ -71,193 +53,53 @@ class EngineHandle(Shared):
         self.library = library
         self.node_id = node_id
         self.node_key = node_key
-        self.patcher = EnginePatcher.on(network.device, self)  # by which ComfyUI's memory management sees the engine
-        self.bind: Binding | None = None  # there whenever a session is
+        self.patcher = EnginePatcher.on(network.device, self)
+        self.bind: Binding | None = None
+        self.found: Found | None = None
         self.fallback: Fallback | None = None
-        self.takes_any_weights = False  # whether the engine that it wants does
-        self.note = ""  # what the node says besides, for example that a build is under way
+        self.note = ""
         self.stats: CallStats | None = None
-        # no execution context is this object: the first question begins a run
-        self._context: object = self
-        self._looked_up_in: object = self
+        self._context = self._looked_up_in = self  # no execution context: the first call begins a run
         self._beginning = threading.Lock()
         self._watch = NetworkWatch(network)
-        named = partial(named_range, f"Hybrid TRT {network.role.value} {network.label}")
-        self._range = named if network.device.type == "cuda" else nullcontext
+        self._range = range_of(network)
         self.refresh()
 
     @property
     def session(self) -> Session | None:
-        """The engine that serves, or None when native does."""
+        """The open engine, or None when there is none."""
         return self.patcher.model.session
-
-    @session.setter
-    def session(self, found: Session | None) -> None:
-        self.patcher.model.session = found
-
-    @property
-    def precision(self) -> str:
-        return self.network.precision if self.choice.precision == AUTO else self.choice.precision
-
-    @property
-    def profile(self) -> Profile:
-        """The shapes that the node wants an engine for, or the first one."""
-        return self.profiles[0]
-
-    @property
-    def profiles(self) -> list[Profile]:
-        """The shapes that the node wants engines for: of a backend whose engines are for one size one for each picture
-        of the graph, or where the graph does not tell the profile's best one, and for what the last run lacked."""
-        profile = self.choice.profile
-        if not self._one_size:
-            return [profile]
-        found: list[Profile] = []
-        pictures = [Profile.around(calls).at_best() for calls in self._of_pictures()]
-        for best in [*(pictures or [profile.at_best()]), *self._unserved()]:
-            if best not in found:
-                found.append(best)
-        return found
-
-    def _of_pictures(self) -> list[list[dict[str, int]]]:
-        """The calls that sample each of the graph's pictures."""
-        architecture = self.network.architecture()
-        return [architecture.calls(self.choice.profile, picture) for picture in self.choice.pictures]
-
-    @property
-    def _one_size(self) -> bool:
-        backend = backends().get(self.choice.backend)
-        return backend is not None and backend.one_size
-
-    def _unserved(self) -> list[Profile]:
-        """The sizes that most calls of the last run had which ran native for want of an engine of their size."""
-        run = last_run(self.node_key) if self.node_key else None
-        calls: Counter[UncoveredCall] = Counter()
-        for row in run[1] if run is not None else ():
-            calls.update(row.unserved.copy())  # a run may be under way
-        usual = self.choice.profile.sizes("opt")
-        return [Profile.around([usual | dict(call.sizes)]) for call, _ in calls.most_common(MOST_OPEN)]
-
-    def _wanted(self, sizes: Mapping[str, int]) -> UncoveredCall | None:
-        """A call that ran native for its sizes, where an engine for them may be built; None where it may not."""
-        if not sizes or not self._one_size:
-            return None
-        ranges = self.choice.profile.ranges
-        call = {symbol: size for symbol, size in sizes.items() if symbol in ranges}
-        drawn = [own for calls in self._of_pictures() for own in calls]
-        if not all(ranges[s].contains(n) or any(n == own[s] for own in drawn) for s, n in call.items()):
-            return None
-        return UncoveredCall(frozenset(call.items()), self.network.architecture().call_words(call), graph=False)
 
     @property
     def follows_patches(self) -> bool:
-        """Whether LoRAs and other weight patches need no engine of their own."""
+        """True if LoRAs and other weight patches need no engine of their own."""
         return self.session is not None and self.session.follows_patches
-
-    @property
-    def refusal(self) -> str | None:
-        """Why the engine that is there was not opened although the node serves without it, or None."""
-        return None if self.session is None else self.session.refusal
-
-    @property
-    def asked(self) -> RequestedCalls:
-        """What is known of the network's calls: from the graph, and from the last run."""
-        run = last_run(self.node_key) if self.node_key else None
-        seen = None if run is None else [dict(call.sizes) for row in run[1] for call in row.uncompiled]
-        return RequestedCalls(self.choice.pictures, seen)
-
-    @property
-    def takes_late(self) -> bool:
-        """Whether calls may have inputs that another stream still computes."""
-        return self.session is not None and self.session.takes_late
-
-    @property
-    def lacks(self) -> bool:
-        """Whether a build would serve more calls than the session does, or faster."""
-        return self.session is not None and any(self.session.lacks(profile, self.asked) for profile in self.profiles)
-
-    @property
-    def misses(self) -> bool:
-        """Whether the graph's own pictures, as far as it tells them, run native."""
-        if self.session is None:
-            return True
-        return any(self.session.serves(calls[0]) is not None for calls in self._of_pictures() if calls)
-
-    def of(self, network: NativeNetwork) -> EngineHandle:
-        """The handle of the same node for another network of its kind."""
-        other = EngineHandle(network, self.choice, self.library, self.node_id, self.node_key)
-        failed = self.fallback is not None and self.fallback.reason is Reason.BUILD_FAILED
-        if failed and other.session is None and other.fallback.reason is Reason.NO_ENGINE:
-            other.fallback = self.fallback
-        return other
 
     def refresh(self) -> None:
         """Look the engine up in the library: afterwards either ``session`` or ``fallback`` is set."""
         try:
-            self.session, self.fallback = self._look_up(), None
-        except Unavailable as refusal:
-            failed = self.fallback is not None and self.fallback.reason is Reason.BUILD_FAILED
-            if not (failed and refusal.fallback.reason is Reason.NO_ENGINE):  # why there is none says more
-                self.fallback = refusal.fallback
-            self.session = None
-        except OSError as error:
-            self.session, self.fallback = None, Fallback(Reason.NO_ENGINE, f"the library cannot be read ({error})")
+            self.patcher.model.session, self.fallback = self._look_up(), None
         except Exception as error:  # whatever a model of another kind brings, native can sample it
-            log.exception("Hybrid TRT: no engine could be looked up for %s", self.network.label)
-            what = f"looking the engine up failed ({type(error).__name__}: {error})"
-            self.session, self.fallback = None, Fallback(Reason.ENGINE_FAILED, what)
+            self.lacks_engine(_why_none(error, self.network.label))
+
+    def lacks_engine(self, fallback: Fallback) -> None:
+        """Leave all calls to native. That a build failed says more than that there is no engine."""
+        failed = self.fallback is not None and self.fallback.reason is Reason.BUILD_FAILED
+        if not failed or fallback.reason is not Reason.NO_ENGINE:
+            self.fallback = fallback
+        self.found = self.patcher.model.session = None
 
     def _look_up(self) -> Session:
-        self.network.undo_foreign_patches()
+        network = self.network
+        network.undo_foreign_patches()
         self._watch.begin()
-        architecture = self.network.unchanged_architecture(self._watch.layers)
-        self.bind = architecture.binding(self.network.module)
-        device = self.network.device
-        usable = serving_backends(self.choice.backend, device, self.library, architecture.name)
-        self.takes_any_weights = self.choice.replaceable and any(backend.refits for backend in usable.values())
-        weights = self._weights(architecture.name, usable.values())
-        layout = structure_hash(self.network.module)
-        wanted = EngineQuery(
-            architecture.name, weights, self.precision, self.profile, list(usable), gpu_of(device), layout=layout
-        )
-        live = next((backend for backend in usable.values() if backend.runs_live_weights), None)
-        try:
-            engines, passed_over = find_engines(self.library, wanted, self.choice.backend, usable, device), None
-        except Unavailable as unavailable:
-            if live is None:
-                raise
-            engines, passed_over = [], unavailable.fallback
-        backend = usable[engines[0].manifest.identity.backend] if engines else live
-        found = self._session_of(backend, engines, passed_over)
-        if live in (None, backend):
-            return found
-        try:
-            return with_live_fallback(found, self._session_of(live, engines, None), self.network)
-        except Unavailable:  # another node replaced a part of the network
-            return found
-
-    def _session_of(self, backend: Backend, engines: Sequence[Engine], passed_over: Fallback | None) -> Session:
-        its = [engine for engine in engines if engine.manifest.identity.backend == backend.name]
-        return backend.session(self.network, its, self.precision, passed_over)
-
-    def _weights(self, architecture: str, backends: Collection[Backend]) -> list[str]:
-        """What engines may have as their weights. No checkpoint is hashed to learn that none can be its own."""
-        fixed = [b for b in backends if not b.runs_live_weights and not (self.choice.replaceable and b.refits)]
-        found = []
-        network, names = self.network, [b.name for b in fixed]
-        if fixed and self.library.may_have(architecture, network.fingerprint, names, network.other_hashes()):
-            found.append(network.weights_hash())
-        if any(backend.runs_live_weights or backend.refits for backend in backends):
-            found.append(structure_hash(self.network.module))
-        if not found:
-            raise self.library.nothing_found()
-        return found
+        architecture = network.unchanged_architecture(self._watch.layers)
+        self.bind = architecture.binding(network.module)
+        self.found = look_up(network, self.choice, self.library)
+        return open_session(self.found, network, self.choice.precision_for(network))
 
     def plan(self, patcher: ModelPatcher | None = None) -> None:
-        """ComfyUI is about to plan memory for a run: look the engine up, once per execution of a sampling node.
-
-        Args:
-            patcher: the one that ComfyUI will sample with, when it is not the network's own.
-        """
+        """Look the engine up before ComfyUI plans memory for a run: once per execution of a sampling node."""
         context = executing()
         if context is not self._looked_up_in:
             self._looked_up_in = context
@@ -267,7 +109,7 @@ class EngineHandle(Shared):
             self.session.begin_run(patcher or self.network.patcher)
 
     def models_beside(self) -> list[ModelPatcher]:
-        """What ComfyUI shall load for a run besides the engine: a ControlNet's native weights where none serves."""
+        """Return what ComfyUI shall load for a run besides the engine: native weights of a ControlNet that has none."""
         if self.network.role is Role.BACKBONE:
             return []  # its sampler patch plans, and knows the patcher; ComfyUI itself names the native model
         self.plan()
@@ -288,11 +130,7 @@ class EngineHandle(Shared):
         self.patcher.model.expected = False
 
     def begin_run(self, patcher: ModelPatcher | None = None) -> CallStats:
-        """Called with every call; does its work in the first call of each execution of a sampling node.
-
-        Args:
-            patcher: the one that ComfyUI samples with, when it is not the network's own.
-        """
+        """Begin a run in the first call of each execution of a sampling node, and return its stats."""
         context = executing()
         if context is not self._context:
             with self._beginning:  # ComfyUI may call a network from several threads at once
@@ -306,11 +144,11 @@ class EngineHandle(Shared):
         self.plan(patcher)
         network = self.network
         self.stats = open_stats(network.role.value, network.label, self.node_id, self.node_key, network.device)
-        if self.session is not None and self.session.follows_patches:
-            keep_beside(network.module, self.patcher)
-        elif self.session is not None:
-            keep(self.patcher, context.prompt_id if context else "")
         if self.session is not None:
+            if self.session.follows_patches:
+                keep_beside(network.module, self.patcher)
+            else:
+                keep(self.patcher, context.prompt_id if context else "")
             self.stats.remark = remark(network.module, patcher or network.patcher, network.prefix)
         self._context = context  # last: who sees it finds the run begun
 
@@ -321,9 +159,8 @@ class EngineHandle(Shared):
 
         Args:
             refusal: why the caller does not want the engine for this call, if so.
-            call: the call as the engine takes it; asked for only when an engine is there.
-            patcher: the one that ComfyUI samples with, when it is not the network's own. One execution of a node may
-                sample several, so it is followed in every call.
+            call: makes the call as the engine takes it; used only when an engine is there.
+            patcher: the one that ComfyUI samples with. One execution of a node may sample several.
         """
         stats = self.begin_run(patcher)
         fallback = refusal or self.fallback or why_again() or self._watch.changed()
@@ -335,58 +172,38 @@ class EngineHandle(Shared):
                         stats.count_opening()
                     session.follow(self.network, patcher or self.network.patcher)
                     bound = call()
-                    late = () if bound.late is None else (bound.late,)
-                    result = bound.finish(session.run(bound.inputs, bound.extras, *late))
-            except Unsupported as unsupported:
-                other_kind = isinstance(unsupported, OtherKind)
-                fallback = Fallback(Reason.OTHER_KIND if other_kind else Reason.UNSUPPORTED_INPUT, str(unsupported))
-            except Unavailable as unavailable:
-                fallback = unavailable.fallback
-                failed = fallback.reason in (Reason.ENGINE_FAILED, Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
-                if failed and not fallback.others_serve:
+                    result = bound.finish(session.run(bound.inputs, bound.extras, bound.late))
+            except (Unsupported, Unavailable) as error:
+                fallback = _as_fallback(error)
+                if fallback.reason in FOR_THE_RUN and not fallback.this_call_only:
                     self.give_up(fallback)
             else:
-                stats.count_engine(session.backend_name, session.uncompiled, beside=bound.late is not None)
-                if (why := session.plain) is not None:
-                    stats.count_plain(why)
-                if stats.engine_name != session.name:  # the first call of a run
-                    last_use.mark(session.serving)
-                stats.engine_name = session.name
+                _count(stats, session.active, beside=bound.late is not None)
                 return True, result
-        stats.count_native(fallback, self._wanted(fallback.sizes))
+        stats.count_native(fallback, self.choice.asked_for(fallback.uncovered, self.network))
         return False, None
 
-    def native(self, call: Callable[[], Any]) -> Any:
-        """Make a call that ``serve`` left to native, timed with the others.
 
-        Args:
-            call: made a second time, with every engine closed, when memory lacks.
-        """
-        with timed(self.stats.times):
-            try:
-                return call()
-            except torch.OutOfMemoryError:
-                log.warning("Hybrid TRT: %s lacks memory on native, engines make room", self.network.label)
-            # outside the handler: the error's frames hold what was allocated until then
-            close_engines(self.network.device)
-            return call()
+def _why_none(error: Exception, label: str) -> Fallback:
+    """The reason why native serves, from the error of a look-up."""
+    if isinstance(error, Unavailable):
+        return error.fallback
+    if isinstance(error, OSError):
+        return Fallback(Reason.NO_ENGINE, f"the library cannot be read ({error})")
+    log.error("Hybrid TRT: no engine could be looked up for %s", label, exc_info=error)
+    return Fallback(Reason.ENGINE_FAILED, f"looking the engine up failed ({type(error).__name__}: {error})")
 
-    def status(self) -> str:
-        """One sentence for the node."""
-        if self.session is None:
-            return f"{self.fallback.sentence()} {self.note}".strip()
-        text = self.session.status(self.profile)
-        if self.session.engines and self.refusal is None:
-            text += self._not_compiled()
-            if self.choice.replaceable and not self.takes_any_weights and not self.follows_patches:
-                name = self.session.engines[0].manifest.identity.backend
-                text += f". {name} has no engines with replaceable weights: this one is for these alone"
-        its = remark(self.network.module, self.network.patcher, self.network.prefix)
-        return ". ".join(filter(None, (text, its, self.note)))
 
-    def _not_compiled(self) -> str:
-        """What the graph or the last run asks for and no file is for, in words."""
-        lacking = self.session.to_compile(self.choice.profile, self.asked)
-        words = dict.fromkeys(self.network.architecture().call_words(call) for calls in lacking for call in calls)
-        how = "as a CUDA graph" if self.network.device.type == "cuda" else "eagerly"
-        return f". Not compiled for {'; '.join(words)}: runs {how}; build to add that" if words else ""
+def _count(stats: CallStats, served: Active, beside: bool) -> None:
+    stats.count_engine(served.backend_name, served.uncovered, beside)
+    if (why := served.plain) is not None:
+        stats.count_plain(why)
+    if stats.engine_name != served.name:  # the first call of a run
+        last_use.mark(served.serving)
+    stats.engine_name = served.name
+
+
+def _as_fallback(error: Unavailable | Unsupported) -> Fallback:
+    if isinstance(error, Unavailable):
+        return error.fallback
+    return Fallback(Reason.OTHER_KIND if isinstance(error, OtherKind) else Reason.UNSUPPORTED_INPUT, str(error))

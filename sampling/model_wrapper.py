@@ -26,7 +26,7 @@ from .device_inputs import call_on_device, sample_on_device
 from .engine_handle import EngineHandle
 from .late_control import LateControl, bound_unread
 from .nan_guard import redo_unless_finite, watch
-from .native_call import arguments_of, by_name, forward_arguments, with_residuals_copied
+from .native_call import arguments_of, by_name, forward_arguments, run_native, with_residuals_copied
 from .native_weights import NativeWeights
 from .not_reached import Reached
 from .sampling_runs import as_run
@@ -152,12 +152,14 @@ class BackboneRouter(Shared):
                 return result
         self.native_weights.bring()
         forward = self._as_compiled(native)
-        result = handle.native(lambda: with_residuals_copied(forward, self._arguments, args, kwargs))
+        result = run_native(
+            lambda: with_residuals_copied(forward, self._arguments, args, kwargs), handle.stats, handle.network.device
+        )
         watch(result, by_engine=False)
         return result
 
     def _bound(self, given: Mapping[str, Any]) -> EngineCall:
-        if isinstance(given.get("control"), LateControl) and self._handle.takes_late:
+        if isinstance(given.get("control"), LateControl) and self._handle.session.takes_late:
             return bound_unread(self._handle.bind, given)
         return self._handle.bind(given)
 
@@ -168,7 +170,7 @@ class BackboneRouter(Shared):
         given = by_name(forward_arguments(type(_uncompiled(called_on))), args, kwargs)
         if _on_several_gpus(given.get("transformer_options") or {}):
             handle.serve(SEVERAL_GPUS, _never)
-            return handle.native(lambda: native(*args, **kwargs))
+            return run_native(lambda: native(*args, **kwargs), handle.stats, handle.network.device)
         stats = open_stats(Role.BACKBONE.value, STRANGER, handle.node_id, device=handle.network.device)
         stats.count_native(Fallback(Reason.OTHER_MODEL, "the call is for another model, or a copy of ours"))
         with timed(stats.times):

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from ..comfy_model.network import NativeNetwork
 from ..engine_library import Unavailable
+from ..sessions.gpu_memory import close_engines
+from .call_stats import CallStats
+from .timing import timed
+
+log = logging.getLogger(__name__)
 
 
 def arguments_of(network: NativeNetwork) -> Sequence[str]:
@@ -38,6 +46,22 @@ def with_residuals_copied(
     known = dict(enumerate(names))
     args = [_copied(value) if known.get(i) == "control" else value for i, value in enumerate(args)]
     return forward(*args, **{name: _copied(v) if name == "control" else v for name, v in kwargs.items()})
+
+
+def run_native(call: Callable[[], Any], stats: CallStats, device: torch.device) -> Any:
+    """Make a call that no engine serves, timed with the others.
+
+    Args:
+        call: made a second time, with every engine closed, when memory is short.
+    """
+    with timed(stats.times):
+        try:
+            return call()
+        except torch.OutOfMemoryError:
+            log.warning("Hybrid TRT: %s lacks memory on native, engines make room", stats.name)
+        # outside the handler: the error's frames hold what was allocated until then
+        close_engines(device)
+        return call()
 
 
 def _copied(control: Mapping | None) -> dict | None:

@@ -155,7 +155,7 @@ def _uncompiled(row: CallStats) -> str:
         return ""
     several = len(row.uncompiled) > 1 or sum(row.uncompiled.values()) < row.engine
     told = [f"{count} x {call.words}" if several else call.words for call, count in row.uncompiled.items()]
-    how = "as a CUDA graph" if next(iter(row.uncompiled)).graph else "eagerly"
+    how = "as a CUDA graph" if next(iter(row.uncompiled)).ran == "graph" else "eagerly"
     return f" (not compiled for {'; '.join(told)}: ran {how})"
 
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
+
+from ..comfy_model.network import NativeNetwork
 
 
 def _nobody(prompt_id: str) -> bool:
@@ -73,6 +76,13 @@ class TimesTogether:
 def timed(times: CallTimes | None) -> contextlib.AbstractContextManager[None]:
     """Times what is done inside, if there is something to put the time into."""
     return _NOTHING if times is None else times.call()
+
+
+def range_of(network: NativeNetwork) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return what opens the range of a network's calls in NVIDIA's profilers; it does nothing on other devices."""
+    if network.device.type != "cuda":
+        return contextlib.nullcontext
+    return partial(named_range, f"Hybrid TRT {network.role.value} {network.label}")
 
 
 @contextlib.contextmanager

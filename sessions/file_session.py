@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..architectures import profile_words, symbols_of
+from ..architectures.calls import AsyncInputs
 from ..architectures.shapes import Profile, Shape, ShapeMismatch, bind
 from ..architectures.sizes import outside
-from ..architectures.wanted_calls import Call
 from ..comfy_model.module_copy import ReplacedForward
 from ..engine_library import Engine, Fallback, Reason, Unavailable, verified
 from .cuda_graphs import GraphCache, Recorder
 from .gpu_memory import EVERYTHING, is_out_of_memory, make_room, no_room, with_room
 from .per_image_cache import LivePerImagePasses
 from .refit import EngineWeights
-from .session import RequestedCalls, Runner, first_line, misfit, shared
+from .session import Runner, first_line, misfit, shared
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -61,7 +61,8 @@ class FileSession:
     """
 
     refusal = None
-    uncompiled = None
+    uncovered = None
+    takes_late = False
 
     def __init__(
         self,
@@ -94,16 +95,16 @@ class FileSession:
         return self.engine.folder.name
 
     @property
+    def active(self) -> FileSession:
+        return self
+
+    @property
     def engines(self) -> list[Engine]:
         return [self.engine]
 
     @property
     def serving(self) -> list[Engine]:
         return [self.engine]
-
-    @property
-    def weights(self) -> str:
-        return self.engine.manifest.identity.weights
 
     @property
     def follows_patches(self) -> bool:
@@ -132,10 +133,6 @@ class FileSession:
             self._weights.follow(patcher)
 
     @property
-    def profile(self) -> Profile:
-        return self.engine.manifest.identity.profile
-
-    @property
     def loaded(self) -> bool:
         return self._runner is not None
 
@@ -149,8 +146,6 @@ class FileSession:
     @property
     def parts(self) -> frozenset[FileSession]:
         return frozenset([self])
-
-    takes_late = False
 
     @property
     def plain(self) -> str | None:
@@ -209,7 +204,7 @@ class FileSession:
 
     def serves(self, sizes: Mapping[str, int]) -> Fallback | None:
         identity = self.engine.manifest.identity
-        why = outside(self.profile, sizes, symbols_of(identity.architecture))
+        why = outside(identity.profile, sizes, symbols_of(identity.architecture))
         return None if why is None else Fallback(Reason.SHAPE_OUTSIDE_PROFILE, why, dict(sizes))
 
     def fits(self, given: Mapping[str, torch.Tensor]) -> bool:
@@ -225,28 +220,23 @@ class FileSession:
             return False
         return self.serves(sizes) is None
 
-    def lacks(self, profile: Profile, asked: RequestedCalls | None = None) -> bool:
-        return not self.profile.contains(profile.only(self.profile.ranges))
-
-    def to_compile(self, profile: Profile, asked: RequestedCalls | None = None) -> list[list[Call]]:
-        return []
-
-    def status(self, wanted: Profile) -> str:
+    def status(self, wanted: Profile, beyond: str = "run native") -> str:
         manifest = self.engine.manifest
         identity = manifest.identity
-        words = profile_words(identity.architecture, self.profile)
+        words = profile_words(identity.architecture, identity.profile)
         text = f"{identity.backend} {identity.precision}, {words}, {manifest.bytes / 1e6:.0f} MB"
         if identity.any_weights:
             text += ", takes any LoRA"
-        if self.profile == self.profile.at_best():
-            return f"{text}. It is for this size alone: other calls run native" if self.lacks(wanted) else text
-        if self.lacks(wanted):
+        if not identity.profile.contains(wanted.only(identity.profile.ranges)):
             words = profile_words(identity.architecture, wanted)
-            text += f". It is smaller than this node's profile ({words}): larger calls run native"
+            text += f". It is smaller than this node's profile ({words}): larger calls {beyond}"
         return text
 
     def run(
-        self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable] | None = None
+        self,
+        given: Mapping[str, torch.Tensor],
+        extras: Mapping[str, Hashable] | None = None,
+        late: AsyncInputs | None = None,
     ) -> dict[str, torch.Tensor]:
         self.load()
         if self._weights is not None and self._weights.changed:
@@ -328,7 +318,7 @@ class FileSession:
         if unknown := shapes.keys() - specs.keys():
             raise Unavailable(Reason.UNSUPPORTED_INPUT, f"the engine has no input {sorted(unknown)[0]}")
         if (refusal := self.serves(symbols)) is not None:
-            raise Unavailable(refusal.reason, refusal.detail, refusal.sizes)
+            raise Unavailable(refusal.reason, refusal.detail, sizes=refusal.sizes)
         absent = (specs[name] for name in specs.keys() - shapes.keys())
         zeros = {spec.name: self._zero(spec.shape(symbols), spec.dtype) for spec in absent}
         outputs = {s.name: (s.shape(symbols), getattr(torch, s.dtype)) for s in manifest.outputs}

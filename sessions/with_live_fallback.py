@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ..architectures.calls import AsyncInputs
 from ..architectures.shapes import Profile
-from ..architectures.wanted_calls import Call
 from ..comfy_model.weight_patches import WeightPatches
 from ..engine_library import Engine, Fallback, Reason, Unavailable
-from .session import BROKEN, DelegateToActive, RequestedCalls, Session, UncoveredCall, refusal_of, refuse, shared
+from .session import BROKEN, Active, Session, refusal_of, refuse, shared
 
 if TYPE_CHECKING:
     import torch
@@ -22,21 +22,25 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class WithLiveFallback(DelegateToActive):
+class WithLiveFallback:
     """A session of an engine; see ``Session``. Live weights serve where sizes or weight patches are not the engine's,
     and in the place of one that cannot be opened.
 
-    They take their memory with the first such call. To the rest of the pack this is one session: its memory is that of
-    both, and its name and backend are those of the one that served last.
+    They take their memory with the first such call. To the rest of the pack this is one session, whose memory is that
+    of both.
+
+    Attributes:
+        active: the one that served last.
     """
 
     follows_patches = True
+    takes_late = False
 
     def __init__(self, engine: Session, live: Session, network: NativeNetwork):
         self._engine, self._live = engine, live
         self._of = weakref.ref(network.patcher)
         self._patches = WeightPatches(network.patcher)
-        self._chosen = self._last = engine
+        self._chosen = self._served = engine
         self._given_up = False
 
     def joins(self, engine: Session, live: Session, network: NativeNetwork) -> bool:
@@ -45,20 +49,12 @@ class WithLiveFallback(DelegateToActive):
         return same and self._patches.same_on(network.patcher)
 
     @property
+    def active(self) -> Active:
+        return self._served.active
+
+    @property
     def engines(self) -> Sequence[Engine]:
         return self._engine.engines
-
-    @property
-    def uncompiled(self) -> UncoveredCall | None:
-        return self._last.uncompiled
-
-    @property
-    def weights(self) -> str:
-        return self._engine.weights
-
-    @property
-    def profile(self) -> Profile | None:
-        return self._engine.profile
 
     @property
     def joins_stacks(self) -> bool:
@@ -116,11 +112,11 @@ class WithLiveFallback(DelegateToActive):
         """Leave the engine to what broke it; raises what is no reason to."""
         if self._chosen is self._live or unavailable.fallback.reason not in BROKEN:
             raise unavailable
-        for engine in self._engine.serving:
+        for engine in self._engine.active.serving:
             refuse(engine, unavailable.fallback.detail)
         self._given_up, self._chosen = True, self._live
         self._engine.unload()
-        log.warning("Hybrid TRT: %s: %s; live weights serve in its place", self._engine.name, unavailable)
+        log.warning("Hybrid TRT: %s: %s; live weights serve in its place", self._engine.active.name, unavailable)
 
     def unload(self) -> None:
         self._engine.unload()
@@ -129,39 +125,29 @@ class WithLiveFallback(DelegateToActive):
     def serves(self, sizes: Mapping[str, int]) -> Fallback | None:
         return self._live.serves(sizes)
 
-    def lacks(self, profile: Profile, asked: RequestedCalls | None = None) -> bool:
-        return bool(self.to_compile(profile, asked))
-
-    def to_compile(self, profile: Profile, asked: RequestedCalls | None = None) -> list[list[Call]]:
-        """Of what the engine does not serve, what live weights have no compiled file for."""
-        if not self._engine.lacks(profile):
-            return []
-        lacking = self._live.to_compile(profile, asked)
-        beyond = [[call for call in calls if self._engine.serves(call) is not None] for calls in lacking]
-        return [calls for calls in beyond if calls]
-
     def run(
-        self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable] | None = None
+        self,
+        given: Mapping[str, torch.Tensor],
+        extras: Mapping[str, Hashable] | None = None,
+        late: AsyncInputs | None = None,
     ) -> dict[str, torch.Tensor]:
-        self._last = self._chosen
+        self._served = self._chosen
         try:
             return self._chosen.run(given, extras)
         except Unavailable as unavailable:
             fallback = unavailable.fallback
-            of_this_call = fallback.reason is Reason.SHAPE_OUTSIDE_PROFILE or fallback.others_serve
+            of_this_call = fallback.reason is Reason.SHAPE_OUTSIDE_PROFILE or fallback.this_call_only
             if self._chosen is self._live or not of_this_call:
                 self._give_up(unavailable)
-        self._last = self._live
+        self._served = self._live
         return self._live.run(given, extras)
 
-    def status(self, wanted: Profile) -> str:
+    def status(self, wanted: Profile, beyond: str = "run native") -> str:
         if self.refusal is not None:
-            name = self._engine.backend_name
-            text = f"{self._engine.name} is not used: {self.refusal}; delete it, or build it again with {name}"
+            engine = self._engine.active
+            text = f"{engine.name} is not used: {self.refusal}; delete it, or build it again with {engine.backend_name}"
             return f"{self._live.status(wanted)}. {text}"
-        text = self._engine.status(self._engine.profile or wanted)
-        more = f". It is smaller than this node's profile: larger calls run on {self._live.backend_name}'s live weights"
-        return f"{text}{more}" if self._engine.lacks(wanted) else text
+        return self._engine.status(wanted, f"run on {self._live.active.backend_name}'s live weights")
 
 
 def with_live_fallback(engine: Session, live: Session, network: NativeNetwork) -> WithLiveFallback:

@@ -22,8 +22,8 @@ from hybrid_trt.architectures.image_latent import ANY
 from hybrid_trt.architectures.samples import sample_inputs
 from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.architectures.sizes import Picture, RequestedSizes
-from hybrid_trt.architectures.wanted_calls import calls_to_compile
-from hybrid_trt.backends import backends
+from hybrid_trt.architectures.wanted_calls import RequestedCalls, UncoveredCall, calls_to_compile
+from hybrid_trt.backends import BuildSizes, backends
 from hybrid_trt.backends.torch_inductor.compiled import file_name
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
@@ -33,11 +33,11 @@ from hybrid_trt.engine_library import Engine, Library, local_key
 from hybrid_trt.engine_library.parity import relative_error
 from hybrid_trt.nodes import building
 from hybrid_trt.page_api.asked_pictures import asked_pictures, requested_pictures
-from hybrid_trt.sampling import engine_handle
+from hybrid_trt.sampling import engine_status
 from hybrid_trt.sampling.call_stats import CallStats
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.sampling.engine_status import status
 from hybrid_trt.sampling.report import report_text
-from hybrid_trt.sessions.session import RequestedCalls, UncoveredCall
 
 TORCH = backends()["torch"]
 PROFILE = ANY.profile(RequestedSizes()).only("BHWT")
@@ -49,7 +49,7 @@ def call(width: int, height: int, batch: int = 2, tokens: int = 77) -> dict[str,
 
 
 def lacking(pictures: list[Picture], seen: list[dict] | None = None, compiled: list[dict] | None = None) -> list:
-    return calls_to_compile(ANY, PROFILE, pictures, seen, compiled or [])
+    return calls_to_compile(ANY, RequestedCalls(PROFILE, pictures, seen), "BHWT", compiled or [])
 
 
 @pytest.mark.parametrize("tokens", [77, 154, 231])
@@ -170,7 +170,7 @@ def test_one_more_size_stands_beside_the_others_and_nothing_is_lost_or_opened_ag
         given = given_for(net, sizes)
         with torch.inference_mode():
             assert relative_error(session.run(given)["out"], native_call(net, given)[0]) <= 1e-5
-        return session.uncompiled and session.uncompiled.words
+        return session.uncovered and session.uncovered.words
 
     assert run(A) == "64x64, 77 tokens"
     first = built(net, A)
@@ -178,7 +178,8 @@ def test_one_more_size_stands_beside_the_others_and_nothing_is_lost_or_opened_ag
     session.use([first])
     assert [run(A), run(B), run(A), run(B)] == [None, "64x96, 154 tokens"] * 2
     assert (session.name, session.serving) == ("live weights, CUDA graph", [])
-    assert session.to_compile(SMALL, RequestedCalls((), [dict(session.uncompiled.sizes)])) == [[B]]
+    seen = RequestedCalls(SMALL, (), [dict(session.uncovered.sizes)])
+    assert TORCH.to_build(net, seen, [first]) == [BuildSizes(Profile.around([B]), (B,))]
 
     second = built(net, B)
     assert second.folder != first.folder
@@ -188,7 +189,8 @@ def test_one_more_size_stands_beside_the_others_and_nothing_is_lost_or_opened_ag
     assert [run(A), run(B), run(A), run(B)] == [None] * 4
     assert (session.name, session.serving) == (second.folder.name, [second])
     assert opened == [(first.folder.name, 77), (second.folder.name, 154)]
-    assert not session.lacks(SMALL, RequestedCalls((Picture(64, 96, (2,)), Picture(64, 64, (2,))), []))
+    drawn = RequestedCalls(SMALL, (Picture(64, 96, (2,)), Picture(64, 64, (2,))), [])
+    assert TORCH.to_build(net, drawn, [first, second]) == []
     status = session.status(SMALL)
     assert "compiled for 64x64, 77 tokens; 64x96, 154 tokens, " in status
 
@@ -205,7 +207,7 @@ def test_calls_that_no_file_is_for_are_counted_and_told_in_the_report(built: Cal
     with torch.inference_mode():
         for sizes in (B, B, A | {"B": 3}):
             session.run(given_for(net, sizes))
-            row.count_engine(session.backend_name, session.uncompiled)
+            row.count_engine(session.backend_name, session.uncovered)
     assert row.to_json()["uncompiled"] == {"64x96, 154 tokens": 2, "64x64, batch 3, 77 tokens": 1}
     head, line = report_text([row]).splitlines()
     assert head == "1 of 1 network on engines. -> Build for 64x96, 154 tokens; 64x64, batch 3, 77 tokens"
@@ -216,8 +218,8 @@ def test_a_build_orders_what_is_lacking_and_anew_only_what_is_there_or_was_not_o
     built: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = network("unet", "unlike_levels")
-    run = SimpleNamespace(uncompiled={UncoveredCall(frozenset(B.items()), "64x96, 154 tokens", False): 2})
-    monkeypatch.setattr(engine_handle, "last_run", lambda key: ("prompt", [run]))
+    run = SimpleNamespace(uncovered={UncoveredCall(frozenset(B.items()), "64x96, 154 tokens", "eager"): 2})
+    monkeypatch.setattr(engine_status, "last_run", lambda key: ("prompt", [run]))
     choice = EngineChoice(SMALL, "float32", "torch", pictures=(Picture(64, 64, (2,)),))
     handle = EngineHandle(net, choice, built.library, "node", "key")
 
@@ -228,13 +230,13 @@ def test_a_build_orders_what_is_lacking_and_anew_only_what_is_there_or_was_not_o
     assert orders() == [(B, Profile.around([B]), False), (A, Profile.around([A]), False)]
     first = built(net, A)
     assert orders() == [(B, Profile.around([B]), False)]
-    assert "Not compiled for 64x96, 154 tokens: runs eagerly; build to add that" in handle.status()
+    assert "Not compiled for 64x96, 154 tokens: runs eagerly; build to add that" in status(handle)
     second = built(net, B)
     both = {(*TORCH.sizes(engine)[0].items(),) for engine in (first, second)}
     found = orders()
     assert {(*call.items(),) for call, _, _ in found} == both
     assert [anew for _, _, anew in found] == [True, True]
-    assert "Not compiled" not in handle.status()
+    assert "Not compiled" not in status(handle)
 
     def fails(_self: Any, engine: Engine, _symbols: dict) -> None:
         raise OSError("the disk is gone")

@@ -24,6 +24,7 @@ from hybrid_trt.engine_library.manifest import LAYOUT_PREFIX
 from hybrid_trt.page_api.node_states import NodeStates
 from hybrid_trt.page_api.outlook import NodeRequest
 from hybrid_trt.sampling.engine_handle import EngineHandle
+from hybrid_trt.sampling.engine_status import status
 from hybrid_trt.sessions.session import Session
 from small_networks import CPU, HintEncoder, native_call, network
 
@@ -146,7 +147,7 @@ def test_an_engine_with_the_models_own_weights_comes_first(tmp_path: Path) -> No
     assert handle_of(net, tmp_path).session.engines == [fixed]
     wants_any = handle_of(net, tmp_path, replaceable=True)
     assert wants_any.session.engines == [any_weights]
-    assert "takes any LoRA" in wants_any.status()
+    assert "takes any LoRA" in status(wants_any)
     assert handle_of(another(net), tmp_path).session.engines == [any_weights]
 
 
@@ -169,8 +170,8 @@ def test_a_backend_that_cannot_replace_weights_says_so_on_the_node(
     built(net, tmp_path, replaceable=False)
     monkeypatch.setattr(type(ORT), "refits", False)  # as TensorRT-RTX's are
     words = "onnxruntime has no engines with replaceable weights: this one is for these alone"
-    assert words in handle_of(net, tmp_path, replaceable=True).status()
-    assert words not in handle_of(net, tmp_path, replaceable=False).status()
+    assert words in status(handle_of(net, tmp_path, replaceable=True))
+    assert words not in status(handle_of(net, tmp_path, replaceable=False))
 
 
 def told(handle: EngineHandle) -> dict[str, Any]:

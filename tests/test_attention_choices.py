@@ -24,6 +24,7 @@ from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library
 from hybrid_trt.engine_library.parity import relative_error
+from hybrid_trt.sampling.engine_status import status
 from hybrid_trt.sampling.report import report_text
 from memory_fixtures import file, library
 from newer_attention import add_config, newer, set_model_optimized_attention
@@ -200,7 +201,7 @@ def with_a_switch(attention: ModuleType, monkeypatch: pytest.MonkeyPatch, name: 
 
 def said(patched: Patched) -> tuple[int, int]:
     """How often the remark is on the node and in the report."""
-    return patched.handle.status().count(REMARK), report_text([patched.handle.stats]).count(REMARK)
+    return status(patched.handle).count(REMARK), report_text([patched.handle.stats]).count(REMARK)
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])

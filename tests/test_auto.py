@@ -17,11 +17,10 @@ from trt_backends import ADA, TURING, gpu
 import_comfy()
 
 from comfy.model_patcher import ModelPatcher
-from hybrid_trt import backends as pack_backends
 from hybrid_trt.architectures.calls import EngineCall
 from hybrid_trt.architectures.samples import sample_inputs
 from hybrid_trt.architectures.shapes import Profile, Range
-from hybrid_trt.backends import AUTO, backends
+from hybrid_trt.backends import AUTO, backends, lookup
 from hybrid_trt.backends.torch_inductor.compiled import file_name
 from hybrid_trt.comfy_model import hash_cache
 from hybrid_trt.comfy_model.network import NativeNetwork
@@ -35,6 +34,7 @@ from hybrid_trt.page_api.node_states import NodeStates
 from hybrid_trt.page_api.outlook import NodeRequest
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.engine_patcher import EnginePatcher
+from hybrid_trt.sampling.engine_status import status
 
 HERE, ELSEWHERE = f"{ADA.sm} {ADA.name}", f"{TURING.sm} {TURING.name}"
 TORCH, ORT = backends()["torch"], backends()["onnxruntime"]
@@ -64,7 +64,7 @@ def exported(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A double: the CPU is this GPU, and what was measured on CUDA counts for it."""
     gpu(monkeypatch, ADA)
-    monkeypatch.setattr(pack_backends, "kind_of", lambda _device: "cuda")
+    monkeypatch.setattr(lookup, "kind_of", lambda _device: "cuda")
     monkeypatch.setattr(type(TORCH), "cannot_build", lambda *_: None)
     for backend in ("tensorrt", "tensorrt_rtx"):
         monkeypatch.setattr(backends()[backend], "unavailable", lambda _device: None)
@@ -243,7 +243,7 @@ def test_a_compiled_file_that_was_slower_than_native_is_not_opened(
     handle = handle_of(net, tmp_path)
     assert serve(handle, {**SIZES, "W": 8}) <= LIMIT
     assert opened == []
-    assert "1.25 times as long as native on this GPU" in handle.status()
+    assert "1.25 times as long as native on this GPU" in status(handle)
     assert handle.stats.engine_name == "live weights, CUDA graph"
 
 
@@ -297,11 +297,11 @@ def test_calls_of_other_sizes_than_the_engines_run_on_live_weights_and_not_nativ
     assert served == ["onnxruntime", "torch", "torch", "onnxruntime", "torch"]
     assert (handle.stats.engine, handle.stats.native) == (5, 0)
     assert handle.session.engines == [engine]
-    assert "larger calls run on torch's live weights" in handle.status()
+    assert "larger calls run on torch's live weights" in status(handle)
     by_name = handle_of(net, tmp_path, profile=WIDE, backend="onnxruntime")
     with pytest.raises(AssertionError, match="height 160 px is outside"):
         serve(by_name, BEYOND)
-    assert "larger calls run native" in by_name.status()
+    assert "larger calls run native" in status(by_name)
 
 
 def test_calls_with_a_lora_that_the_engine_has_not_run_on_live_weights(
@@ -333,8 +333,8 @@ def test_live_weights_serve_in_the_place_of_an_engine_that_does_not_open(
     for _ in range(2):  # the second run does not try it again
         assert serve(handle) <= LIMIT
         assert (handle.stats.backend, handle.stats.native) == ("torch", 0)
-    assert "is not used: " in handle.status()
-    assert engine.folder.name in handle.status()
+    assert "is not used: " in status(handle)
+    assert engine.folder.name in status(handle)
     assert not handle.session._engine.loaded
 
     states = NodeStates(Library([tmp_path]), BuildQueue())
@@ -358,7 +358,7 @@ def test_an_engine_that_lacks_memory_is_tried_again_in_the_next_run(
         handle.open()
     assert handle.fallback.detail == "not enough GPU memory"
     again = handle_of(net, tmp_path)
-    assert again.refusal is None
+    assert again.session.refusal is None
     assert serve(again) <= LIMIT
     assert again.stats.backend == "onnxruntime"
 

@@ -22,6 +22,7 @@ from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Reason, Unavailable
 from hybrid_trt.nodes.sampler_patch import _for_model
+from hybrid_trt.sampling.engine_status import status
 from hybrid_trt.sampling.model_wrapper import patch_model
 from memory_fixtures import file, library
 from patched import LIMIT, NAME, PROFILE, Patched, load, sampling_node
@@ -193,7 +194,7 @@ def test_another_packs_layer_is_natives_where_it_was_there_first(file: Path, lib
     patched = Patched(model, library, backend)
     assert error(patched.sample(), reference) <= LIMIT
     assert patched.counts == (0, STEPS)
-    assert "time_embed.1 is a Halved of another pack" in patched.handle.status()
+    assert "time_embed.1 is a Halved of another pack" in status(patched.handle)
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])

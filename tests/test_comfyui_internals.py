@@ -218,7 +218,7 @@ def test_the_pack_loads_without_all_that_a_feature_needs_and_pictures_are_native
         assert len(runs) == (0 if its.Feature.STACKS in off else STEPS - 1)
         if feature.name == "BUILDS":
             loaded(again, "nodes.building").build_as_requested(handles[-1], again=True)
-            assert "command line" in handles[-1].status()
+            assert "command line" in loaded(again, "sampling.engine_status").status(handles[-1])
         if feature.name == "QUEUE":
             assert loaded(again, "page_api.asked_pictures").running_pictures() == ""
 

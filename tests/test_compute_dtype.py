@@ -81,7 +81,7 @@ def test_behind_the_engine_node_it_leaves_the_run_to_native(
         sampled_with = patch_model(asked, patched.handle)
         said = TRTSamplerPatch.execute(asked, patched.handle).ui
         assert said["native"] == [True]
-        assert f"{patched.handle.precision} at the engine node" in said["text"][0]
+        assert f"{patched.handle.choice.precision_for(patched.handle.network)} at the engine node" in said["text"][0]
     assert error(sampled(sampled_with), reference) == 0
     assert patched.counts == (0, 4)
     assert list(patched.handle.stats.reasons) == [Reason.MODEL_PATCHED.value]

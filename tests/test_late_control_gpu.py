@@ -123,7 +123,7 @@ def test_a_unet_beside_its_controlnets_computes_the_same_bits(
         merged = control_stack._merged
         monkeypatch.setattr(control_stack, "_merged", lambda *a: (torch.cuda._sleep(CYCLES), merged(*a))[1])
     found, came_late = steps(unet, chain, late=True, look=look)
-    assert (unet[1].graphs.failure, unet[1].refusal, unet[1].uncompiled) == (None, None, None)
+    assert (unet[1].graphs.failure, unet[1].refusal, unet[1].uncovered) == (None, None, None)
     assert came_late == 12
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert not torch.equal(found[0], found[1])

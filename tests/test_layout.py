@@ -34,6 +34,7 @@ from hybrid_trt.comfy_model import structure_hash
 from hybrid_trt.comfy_model.comfyui_shims import is_of_loading
 from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.engine_library.inventory import STALE, entries
+from hybrid_trt.sampling.engine_status import status
 
 NAME = "tiny_sd15_flat_unet"
 
@@ -234,7 +235,7 @@ def test_an_engine_of_a_layout_before_says_build_again(tmp_path: Path, monkeypat
     told(net.module)
     handle = handle_of(net, tmp_path, replaceable=True)
     assert (handle.session, handle.fallback.reason) == (None, Reason.STALE_ENGINE)
-    assert "build it again" in handle.status()
+    assert "build it again" in status(handle)
     (entry,) = entries(handle.library, lambda _manifest: None, lambda _engine: None)
     assert entry.state == STALE
     again = built(net, tmp_path)

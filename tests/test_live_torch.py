@@ -24,7 +24,9 @@ from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.image_latent import ANY
 from hybrid_trt.architectures.samples import sample_inputs
 from hybrid_trt.architectures.shapes import Profile, Range
-from hybrid_trt.backends import AUTO, backends, usable_backends
+from hybrid_trt.architectures.wanted_calls import RequestedCalls
+from hybrid_trt.backends import AUTO, backends
+from hybrid_trt.backends.lookup import usable_backends
 from hybrid_trt.backends.torch_inductor import compile_step
 from hybrid_trt.backends.torch_inductor import session as live_torch_session
 from hybrid_trt.backends.torch_inductor.compiled import file_name, sizes_of
@@ -40,6 +42,7 @@ from hybrid_trt.engine_library.inventory import entries
 from hybrid_trt.engine_library.manifest import RECORD_NAME
 from hybrid_trt.engine_library.parity import relative_error
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.sampling.engine_status import lacks_engine, status
 from hybrid_trt.sessions import gpu_timing
 from hybrid_trt.sessions.gpu_memory import EVERYTHING
 from hybrid_trt.sessions.per_image_cache import ResultCache
@@ -199,7 +202,7 @@ def test_the_backend_is_chosen_by_name_only_on_a_cpu() -> None:
     assert "torch" not in [b.name for b in usable_backends(AUTO, CPU)]
     assert [b.name for b in usable_backends("torch", CPU)] == ["torch"]
     session = opened(network("unet", "unlike_levels"))
-    assert session.lacks(PROFILE)
+    assert TORCH.to_build(network("unet", "unlike_levels"), RequestedCalls(PROFILE), session.engines)
     assert "eagerly" in session.status(PROFILE)
 
 
@@ -269,7 +272,7 @@ def test_a_compiled_file_that_fails_when_it_runs_leaves_the_call_to_live_weights
     assert len(calls) == 1
     assert session.compiled == []
     assert session.serving == []
-    assert session.uncompiled is not None, "the report says that the call was not compiled"
+    assert session.uncovered is not None, "the report says that the call was not compiled"
     assert "expected size 640==640" in session.status(PROFILE)
     assert len(session.graphs) == 1
     again = LiveSession(net, Fails(), "float32", Recorder())
@@ -394,25 +397,25 @@ def test_an_engine_that_is_not_used_is_told_on_the_node_and_built_anew(tmp_path:
     assert build() == engine
     handle = EngineHandle(net, EngineChoice(PROFILE, backend="torch"), library, "node")
     assert handle.session.engines == [engine]
-    assert "not used" not in handle.status()
+    assert "not used" not in status(handle)
 
     shutil.rmtree(key_folder)
     handle.refresh()
     assert handle.session.engines == []
-    assert re.search(rf"not used.*not compiled on this machine.*{local_key.FOLDER_VARIABLE}", handle.status())
-    assert handle.session.lacks(PROFILE)
+    assert re.search(rf"not used.*not compiled on this machine.*{local_key.FOLDER_VARIABLE}", status(handle))
+    assert lacks_engine(handle)
     build()
     assert steps == ["compile", "compile"]
     handle.refresh()
-    assert "not used" not in handle.status()
+    assert "not used" not in status(handle)
 
     specs = architecture_of(net.module).inputs(net.module, "float32")
-    given = sample_inputs(specs, handle.session.profile.sizes("opt"), 1)
+    given = sample_inputs(specs, handle.session.engines[0].manifest.identity.profile.sizes("opt"), 1)
     assert error(handle.session, net, given) <= 1e-5, "it runs uncompiled"
-    assert "build it again" in handle.status()
+    assert "build it again" in status(handle)
     build_engine(BuildOrder(net, "float32", PROFILE, TORCH), library, lambda *_: None, run=compiler, again=True)
     handle.refresh()
-    assert "build it again" not in handle.status(), "another build, another try"
+    assert "build it again" not in status(handle), "another build, another try"
 
 
 def test_an_engine_of_another_gpu_or_torch_is_refused() -> None:

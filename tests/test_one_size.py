@@ -21,7 +21,7 @@ import_comfy()
 
 from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.architectures.sizes import Picture
-from hybrid_trt.backends import AUTO, backends
+from hybrid_trt.backends import AUTO, backends, lookup
 from hybrid_trt.backends.tensorrt import version8
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
@@ -35,7 +35,8 @@ from hybrid_trt.nodes.sampler_patch import TRTSamplerPatch
 from hybrid_trt.page_api import node_states
 from hybrid_trt.page_api.node_states import NodeStates
 from hybrid_trt.page_api.outlook import NodeRequest
-from hybrid_trt.sampling.call_stats import ever_uncompiled
+from hybrid_trt.sampling.call_stats import ever_uncovered
+from hybrid_trt.sampling.engine_status import lacks_engine, requested_calls, status
 from hybrid_trt.sampling.report import report_text
 from hybrid_trt.sessions.session import refuse
 
@@ -75,7 +76,7 @@ def test_without_the_package_nothing_is_said_of_sizes(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(type(FULL), "version", missing)
     assert FULL.one_size is False
-    assert not any(backend.one_size for name, backend in backends().items() if name != "onnxruntime")
+    assert not any(getattr(backend, "one_size", False) for name, backend in backends().items() if name != "onnxruntime")
 
 
 @pytest.mark.parametrize(("pictures", "sizes"), [((), BEST), ((PORTRAIT,), OF_PORTRAIT)], ids=["square", "portrait"])
@@ -87,8 +88,8 @@ def test_an_engine_is_for_the_graphs_picture_and_other_sizes_are_natives(
     profile = engine.manifest.identity.profile
     assert profile == only({s: n for s, n in sizes.items() if s in profile.ranges})
     handle.refresh()
-    assert not handle.lacks, "there is no larger engine to be had"
-    assert "smaller" not in handle.status()
+    assert not lacks_engine(handle), "there is no larger engine to be had"
+    assert "smaller" not in status(handle)
 
     served, result = serve(handle, sizes)
     assert served
@@ -115,13 +116,13 @@ def test_another_picture_wants_an_engine_of_its_own_beside_the_first(tmp_path: P
     net = network("unet", "unlike_levels")
     first = build(handle_of(net, tmp_path))
     handle = handle_of(net, tmp_path, PORTRAIT)
-    assert handle.lacks
+    assert lacks_engine(handle)
     second = build(handle)
     assert {e.folder for e in handle.library.engines()} == {first.folder, second.folder}
     for pictures, engine in (((), first), ((PORTRAIT,), second)):
         opened = handle_of(net, tmp_path, *pictures).session
         assert opened.engines[0].folder == engine.folder
-        assert opened.profile == engine.manifest.identity.profile
+        assert opened.engines[0].manifest.identity.profile == engine.manifest.identity.profile
 
 
 def test_a_graph_whose_picture_has_no_engine_is_not_said_to_be_all_on_engines(
@@ -137,7 +138,7 @@ def test_a_graph_whose_picture_has_no_engine_is_not_said_to_be_all_on_engines(
     portrait = handle_of(handle.network, tmp_path, PORTRAIT)
     said = TRTSamplerPatch.execute(native, portrait).ui
     assert said["native"] == [True]
-    assert "It is for this size alone: other calls run native" in said["text"][0]
+    assert "Each engine takes one size: calls of other sizes run native" in said["text"][0]
     build(portrait)
     portrait.refresh()
     assert TRTSamplerPatch.execute(native, portrait).ui["native"] == [False]
@@ -148,13 +149,13 @@ def test_all_pictures_of_a_graph_are_built_for_and_only_what_lacks(tmp_path: Pat
     square = Picture(64, 64, (2, 1))
     build(handle_of(net, tmp_path, square))
     handle = handle_of(net, tmp_path, square, PORTRAIT)
-    assert handle.lacks
+    assert lacks_engine(handle)
     ((order, anew),) = building._orders(handle)
     assert not anew
     assert order.profile.sizes("opt") == OF_PORTRAIT
     builder.build_engine(order, handle.library, lambda *_: None, run=builder.run_here)
     handle.refresh()
-    assert not handle.lacks
+    assert not lacks_engine(handle)
     assert [(order.profile.sizes("opt"), anew) for order, anew in building._orders(handle)] == [
         (BEST, True), (OF_PORTRAIT, True)], "asked for all the same, it builds all again"
     refuse(handle.session.engines[1], "damaged")
@@ -187,20 +188,20 @@ def test_a_longer_prompt_gets_an_engine_of_its_own_after_the_run_that_showed_it(
     usual = OF_PORTRAIT if pictures else BEST
     build(handle)
     handle.refresh()
-    before = ever_uncompiled()
+    before = ever_uncovered()
     for tokens in (154, 154, 308):
         assert serve(handle, {**usual, "T": tokens}) == (False, 0.0)
-    assert ever_uncompiled() == before + 1, "the node runs again and builds; 308 tokens are more than it was to take"
+    assert ever_uncovered() == before + 1, "the node runs again and builds; 308 tokens are more than it was to take"
     told = f"{8 * usual['W']}x{8 * usual['H']}, 154 tokens"
     assert f"-> Build again for {told}".lower() in report_text([handle.stats]).lower()
 
-    assert handle.lacks
+    assert lacks_engine(handle)
     ((order, anew),) = building._orders(handle)
     assert not anew
     assert order.profile == only({**usual, "T": 154})
     builder.build_engine(order, handle.library, lambda *_: None, run=builder.run_here)
     handle.refresh()
-    assert not handle.lacks
+    assert not lacks_engine(handle)
     for tokens in (154, 77, 154):
         served, error = serve(handle, {**usual, "T": tokens})
         assert served
@@ -215,7 +216,8 @@ def test_of_many_sizes_in_one_run_those_of_most_calls_get_engines(tmp_path: Path
     for tokens, count in {**calls, 77: 1}.items():
         for _ in range(count):
             serve(handle, {**BEST, "T": tokens, "B": 1 if tokens == 77 else 2})
-    wanted = [profile.sizes("opt") for profile in handle.profiles]
+    parts = ORT.to_build(handle.network, requested_calls(handle), ())
+    wanted = [part.profile.sizes("opt") for part in parts]
     assert wanted == [BEST, *({**BEST, "T": tokens} for tokens in calls)]
 
 
@@ -229,7 +231,7 @@ def test_the_page_offers_to_build_for_what_ran_native_and_knows_the_pictures_tha
     serve(handle, {**OF_PORTRAIT, "T": 154})
     (told,) = [record.getMessage() for record in caplog.records if "ran native" in record.getMessage()]
     assert told.endswith("The image is native's, only slower; build again for 96x128, 154 tokens.")
-    (lacking,) = node_states._lacking([handle.stats], "unserved")
+    (lacking,) = node_states._uncovered([handle.stats])
     assert lacking == {"size": "96x128, 154 tokens", "graph": False, "native": True, "count": 1}
     states = NodeStates(handle.library, BuildQueue())
     states.learn("key", handle)
@@ -249,18 +251,18 @@ def test_the_command_line_builds_for_the_best_size_too(tmp_path: Path) -> None:
 
 def test_an_engine_of_the_best_size_counts_as_all_that_is_wanted(tmp_path: Path) -> None:
     """Else a slower engine of another backend that takes all sizes would be preferred under ``auto``."""
-    made = publish_engine(tmp_path).manifest.identity
+    engine = publish_engine(tmp_path)
+    made = engine.manifest.identity
     wider = Profile({"B": Range(1, 2, 9)})
     wanted = EngineQuery(made.architecture, [made.weights], made.precision, wider, [made.backend])
-    _slow, not_covered, *_ = _rank(made, wanted, None)
+    _slow, not_covered, *_ = _rank(engine, wanted, None)
     assert not_covered
-    _slow, not_covered, *_ = _rank(made, replace(wanted, one_size=[made.backend]), None)
-    assert not not_covered
+    assert lookup._covers(ORT, engine, wanted)
 
 
 def test_auto_asks_for_what_the_node_says(tmp_path: Path) -> None:
     handle = handle_of(network("unet", "unlike_levels"), tmp_path, PORTRAIT, backend=AUTO)
-    assert handle.profile == PROFILE
+    assert lookup.wanted_profile(handle.network, handle.choice) == PROFILE
 
 
 def test_version_8_takes_weights_where_they_are() -> None:

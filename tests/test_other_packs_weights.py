@@ -18,6 +18,7 @@ import_comfy()
 
 from hybrid_trt.backends import AUTO, backends
 from hybrid_trt.engine_library import Library, Reason
+from hybrid_trt.sampling.engine_status import status
 from patched import NAME, Patched, library_of, load
 
 from sampling import STEPS, error, sample
@@ -62,7 +63,7 @@ def test_native_serves_it_and_the_reason_says_what_its_weights_are(
     assert error(patched.sample(), reference) == 0
     assert patched.counts == (0, STEPS)
     assert list(patched.handle.stats.reasons) == [Reason.UNSUPPORTED_MODEL.value]
-    assert KINDS[kind] in patched.handle.status()
+    assert KINDS[kind] in status(patched.handle)
     assert "Traceback" not in caplog.text
 
 

@@ -31,6 +31,7 @@ from hybrid_trt.nodes import building
 from hybrid_trt.page_api.node_states import NodeStates
 from hybrid_trt.page_api.outlook import NodeRequest
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.sampling.engine_status import status
 
 QUANTISED = "tiny_sd15_quantised_unet"
 
@@ -63,7 +64,7 @@ def test_native_serves_beside_an_engine_of_another_checkpoint(
     assert error(patched.sample(), reference) == 0
     assert patched.counts == (0, 4)
     assert list(patched.handle.stats.reasons) == [Reason.UNSUPPORTED_MODEL.value]
-    assert "quantised layers" in patched.handle.status()
+    assert "quantised layers" in status(patched.handle)
 
 
 @pytest.mark.parametrize("backend", [AUTO, *backends()])
@@ -126,7 +127,7 @@ def test_no_prompt_ends_because_an_engine_cannot_be_looked_up(
         patched = Patched(load(files[NAME]), library)
         assert error(patched.sample(), reference) == 0
         assert list(patched.handle.stats.reasons) == [Reason.ENGINE_FAILED.value]
-        assert "of_another_pack" in patched.handle.status()
+        assert "of_another_pack" in status(patched.handle)
     assert "Traceback" in caplog.text
     assert error(patched.sample(), reference) <= 1e-5, "the next run looks again"
     assert patched.counts == (4, 0)

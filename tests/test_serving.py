@@ -18,12 +18,13 @@ import_comfy()
 
 from comfy import model_management
 from comfy.controlnet import ControlNet
-from hybrid_trt import backends as pack_backends
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.calls import EngineCall
 from hybrid_trt.architectures.samples import sample_inputs
 from hybrid_trt.architectures.shapes import Profile, Range
-from hybrid_trt.backends import AUTO, backends, usable_backends
+from hybrid_trt.architectures.wanted_calls import RequestedCalls
+from hybrid_trt.backends import AUTO, backends, lookup
+from hybrid_trt.backends.lookup import usable_backends
 from hybrid_trt.backends.torch_inductor.compiled import file_name
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model import weight_hash
@@ -34,10 +35,12 @@ from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest,
 from hybrid_trt.engine_library.engine import describe_files
 from hybrid_trt.engine_library.manifest import MANIFEST_NAME
 from hybrid_trt.engine_library.parity import relative_error
+from hybrid_trt.nodes import sampler_patch
 from hybrid_trt.page_api import node_states, outlook
 from hybrid_trt.sampling.call_stats import CallStats
 from hybrid_trt.sampling.controlnet import back_with_engine
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.sampling.engine_status import lacks_engine, status
 from hybrid_trt.sessions.file_session import FileSession, file_session
 
 TORCH = backends()["torch"]
@@ -222,6 +225,10 @@ def compiled_engine(net: NativeNetwork, folder: Path, created: str) -> Engine:
         tuple(specs.outputs(net.module, "float32")), describe_files(building, [name]), created=created))
 
 
+def lacking(session: LiveSession) -> list:
+    return TORCH.to_build(network("unet", "unlike_levels"), RequestedCalls(PROFILE), session.engines)
+
+
 def test_an_engine_that_cannot_be_opened_is_told_and_wanted_anew_and_tried_again_when_it_was_built_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,21 +242,21 @@ def test_an_engine_that_cannot_be_opened_is_told_and_wanted_anew_and_tried_again
     monkeypatch.setattr(type(TORCH), "cannot_build", lambda *_: None)
     live, given = LiveSession(net, TORCH, "float32", Recorder()), inputs_of(net)
     live.use([compiled_engine(net, tmp_path, "first")])
-    assert not live.lacks(PROFILE)
+    assert not lacking(live)
     with torch.inference_mode():
         for _ in range(2):
             assert relative_error(live.run(given)["out"], native(net, given)[0]) <= 1e-5
     assert opened == ["first"]
     assert "the disk is gone" in live.status(PROFILE)
-    assert live.lacks(PROFILE)
+    assert lacking(live)
     later = LiveSession(with_lora(net), TORCH, "float32", Recorder())
     later.use(Library([tmp_path]).engines())
-    assert later.lacks(PROFILE), "another session knows it too"
+    assert lacking(later), "another session knows it too"
     assert "the disk is gone" in later.status(PROFILE)
     for one in (live, later):
         one.use([compiled_engine(net, tmp_path, "second")])
         assert one.refusal is None
-        assert not one.lacks(PROFILE)
+        assert not lacking(one)
     with torch.inference_mode():
         live.run(given)
     assert opened == ["first", "second"]
@@ -274,7 +281,7 @@ def test_a_nodes_state_on_the_page_tells_of_an_engine_that_was_not_opened(
     assert told["state"] == "stale"
     assert told["engine"]["name"] == engine.folder.name
     assert "the disk is gone" in told["text"]
-    assert "the disk is gone" in handle.refusal
+    assert "the disk is gone" in handle.session.refusal
 
 
 def test_a_run_from_before_the_engine_was_published_is_told_no_more(
@@ -334,7 +341,7 @@ def everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def cpu_plays_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """A double: measurements on CUDA count for the CPU."""
-    monkeypatch.setattr(pack_backends, "kind_of", lambda _device: "cuda")
+    monkeypatch.setattr(lookup, "kind_of", lambda _device: "cuda")
 
 
 @pytest.mark.usefixtures("everything_installed")
@@ -375,8 +382,8 @@ def test_auto_on_cuda_serves_without_an_engine_and_never_hashes_a_checkpoint(
             result = handle.serve(None, lambda given=given: EngineCall(dict(given), dict))[1]["out"]
             assert relative_error(result, native(net, given)[0]) <= 1e-5
         assert handle.fallback is None
-        assert "build an engine" in handle.status()
-        assert handle.session.lacks(profile), "the node offers a build"
+        assert "build an engine" in status(handle)
+        assert lacks_engine(handle), "the node offers a build"
         states = node_states.NodeStates(handle.library, BuildQueue())
         states.learn("key", handle)
         told = states.state("key", outlook.NodeRequest("unet", net.label, False, AUTO))
@@ -386,7 +393,7 @@ def test_auto_on_cuda_serves_without_an_engine_and_never_hashes_a_checkpoint(
 
 def test_a_handle_for_another_network_keeps_the_nodes_settings(tmp_path: Path) -> None:
     handle = handle_of(network("unet", "unlike_levels"), tmp_path)
-    other = handle.of(network("unet", "unlike_levels"))
+    other = sampler_patch._handle_of(network("unet", "unlike_levels"), handle)
     assert other.network is not handle.network
     assert replace(other.choice) == handle.choice
     assert other.session is not handle.session

@@ -18,13 +18,13 @@ import_comfy()
 
 from hybrid_trt.architectures.samples import sample_inputs
 from hybrid_trt.architectures.sizes import Picture
-from hybrid_trt.backends import backends
+from hybrid_trt.backends import backends, file_backend
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.engine_library.parity import relative_error
 from hybrid_trt.nodes import building
-from hybrid_trt.sessions import several_sizes
+from hybrid_trt.sampling.engine_status import status
 from hybrid_trt.sessions.session import refusal_of
 from hybrid_trt.sessions.with_live_fallback import with_live_fallback
 
@@ -41,13 +41,13 @@ def test_a_node_serves_all_sizes_that_it_has_engines_for(net: NativeNetwork, tmp
     handle = handle_of(net, tmp_path, PORTRAIT)
     build(handle)
     handle.refresh()
-    assert "Other engines serve batch 2, 64 px, 77 tokens" in handle.status()
+    assert "batch 2, 96 x 128 px, 77 tokens; batch 2, 64 px, 77 tokens" in status(handle)
     names = []
     for sizes in (OF_PORTRAIT, BEST, OF_PORTRAIT, BEST):
         served, error = serve(handle, sizes)
         assert served
         assert error <= 1e-5
-        names.append(handle.session.name)
+        names.append(handle.session.active.name)
     assert names[:2] == names[2:]
     assert {*names} == {engine.folder.name for engine in handle.session.engines}
     for sizes in ({**BEST, "B": 1}, {**BEST, "T": 154}, {**BEST, "W": 12}):
@@ -77,7 +77,7 @@ def test_with_live_weights_behind_them_each_engine_serves_its_size_and_one_that_
             with torch.inference_mode():
                 (result,), (expected,) = session.run(given).values(), native_call(net, given)
             assert relative_error(result, expected) <= 1e-5
-            found.append(session.backend_name)
+            found.append(session.active.backend_name)
         return found
 
     assert session.serves(BEST) is None
@@ -169,11 +169,11 @@ def test_no_more_engines_of_a_network_are_open_than_a_workflow_uses(tmp_path: Pa
     session = handle.session
     for sizes in all_sizes:
         assert serve(handle, sizes)[0]
-    opened = [one.loaded for one in session._sessions]
-    assert sum(opened) == several_sizes.MOST_OPEN
-    first = next(one for one in session._sessions if one.serves({s: n for s, n in BEST.items() if s != "HB"}) is None)
+    opened = [one.loaded for one in session.sessions]
+    assert sum(opened) == file_backend.MOST_OPEN
+    first = next(one for one in session.sessions if one.serves({s: n for s, n in BEST.items() if s != "HB"}) is None)
     assert not first.loaded, "it was used longest ago"
-    assert session.bytes == sum(one.bytes for one in session._sessions if one.loaded)
+    assert session.bytes == sum(one.bytes for one in session.sessions if one.loaded)
     session.unload()
     assert not session.loaded
     assert serve(handle, BEST)[0]

@@ -132,7 +132,7 @@ def test_compiled_files_take_weights_of_our_own_and_ComfyUIs(kind: str, images: 
             expected = [result.clone() for result in LiveSession(net, TORCH, "float16").run(given).values()]
             for _ in range(3):
                 results = session.run(given).values()
-        assert session.uncompiled is None
+        assert session.uncovered is None
         assert session.refusal is None
         assert bool(session.live.weights.bytes) == (not loaded or kind == "controlnet")
         assert max(relative_error(r, e) for r, e in zip(results, expected, strict=True)) <= LIMIT

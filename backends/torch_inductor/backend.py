@@ -10,16 +10,18 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from ...architectures.shapes import Profile
 from ...architectures.sizes import PRECISIONS
+from ...architectures.wanted_calls import RequestedCalls, calls_to_compile
 from ...comfy_model.structure_hash import structure_hash
 from ...engine_library import BuildError, Engine, Fallback, Manifest, Reason, Unavailable, trust, verified
-from ...sessions.session import refuse
-from .. import BuildRequest, LiveTask, Progress, gpu_of
+from ...sessions.session import refusal_of, refuse
+from .. import BuildRequest, BuildSizes, LiveTask, Progress, gpu_of
 from . import compiled
 
 if TYPE_CHECKING:
@@ -37,8 +39,6 @@ class TorchBackend:
     build_stack = 0
     runs_live_weights = True
     refits = False
-    keeps_weights = False
-    one_size = False
     in_parts = True
     precisions = PRECISIONS
 
@@ -103,9 +103,34 @@ class TorchBackend:
         found.use(engines, passed_over)
         return found
 
+    def engine_profile(self, profile: Profile) -> Profile:
+        return profile
+
     def sizes(self, engine: Engine) -> list[dict[str, int]]:
-        """The sets of sizes that an engine has compiled files for."""
         return [compiled.sizes_of(name) for name in engine.manifest.files]
+
+    def in_use(self, engines: Sequence[Engine]) -> list[Engine]:
+        return list(engines)
+
+    def to_build(
+        self, network: NativeNetwork, calls: RequestedCalls, engines: Sequence[Engine], rebuild: Collection[Engine] = ()
+    ) -> list[BuildSizes]:
+        """Engines to rebuild have all their files built again. Other calls get an engine beside them."""
+        found = [BuildSizes(e.manifest.identity.profile, tuple(self.sizes(e)), again=True) for e in rebuild]
+        if self.cannot_build(network.device) is not None:
+            return found
+        known = [call for engine in engines if refusal_of(engine) is None for call in self.sizes(engine)]
+        again = [call for sizes in found for call in sizes.calls]
+        for own in calls_to_compile(network.architecture(), calls, self._symbols(network), known):
+            if not all(call in again for call in own):
+                found.append(BuildSizes(Profile.around(own), tuple(own)))
+        return found
+
+    @staticmethod
+    def _symbols(network: NativeNetwork) -> set[str]:
+        """The symbols of a network's inputs; its precision does not matter for them."""
+        inputs = network.architecture().engine_inputs(network.module, network.precision)
+        return {dim.symbol for spec in inputs for dim in spec.dims if not isinstance(dim, int)}
 
     def open_live(self, engine: Engine, symbols: dict[str, int]) -> compiled.Compiled:
         """Open an engine's compiled file for some sizes.

@@ -27,7 +27,7 @@ class Rows(InductorChoices):
     """How rows and lines are summed up.
 
     Layer norms read each of their rows once, where Inductor reads those of more than 1024 elements twice. Lines of an
-    image (``inductor_tuning``) are added up by few threads each, where Inductor gives short ones to as many as they have
+    image (``inductor_tuning``) are added up by few threads each, where Inductor gives short ones as many as they have
     elements, which then have to put their one element each together.
     """
 

@@ -14,14 +14,14 @@ import torch
 
 from ...architectures.calls import AsyncInputs
 from ...architectures.shapes import Profile, ShapeMismatch, bind
-from ...architectures.wanted_calls import Call, calls_to_compile
+from ...architectures.wanted_calls import Call, UncoveredCall
 from ...comfy_model.module_copy import ReplacedForward
 from ...comfy_model.network import NativeNetwork
 from ...comfy_model.torch_kernels import laid_out
 from ...engine_library import Engine, Fallback, Reason, Unavailable
 from ...sessions.cuda_graphs import GraphCache, Recorder
 from ...sessions.gpu_memory import EVERYTHING, is_out_of_memory, make_room, need_room, no_room
-from ...sessions.session import RequestedCalls, UncoveredCall, first_line, misfit, refusal_of, refuse, shared
+from ...sessions.session import first_line, misfit, refusal_of, refuse, shared
 from .compiled import Compiled
 from .network import LiveNetwork, Sizes, frozen
 
@@ -38,8 +38,6 @@ class Compiler(Protocol):
 
     name: str
 
-    def weights(self, network: NativeNetwork) -> str: ...
-
     def cannot_build(self, device: torch.device) -> Fallback | None: ...
 
     def sizes(self, engine: Engine) -> list[dict[str, int]]: ...
@@ -53,7 +51,7 @@ class _Plan:
 
     symbols: dict[str, int]
     sizes: Sizes
-    uncompiled: UncoveredCall
+    uncovered: UncoveredCall
 
 
 class LiveSession:
@@ -66,7 +64,7 @@ class LiveSession:
         engines: those whose compiled files it may use.
         graphs: the CUDA graphs.
         refusal: why a compiled file was not opened, or None.
-        uncompiled: the last call, where no compiled file was for it, or None.
+        uncovered: the last call, where no compiled file was for it, or None.
     """
 
     follows_patches = True
@@ -82,7 +80,6 @@ class LiveSession:
         self._live = LiveNetwork(network, self._architecture, precision)
         self._module = weakref.ref(network.module)
         self._sampled_with = weakref.ref(network.patcher)
-        self._layout = backend.weights(network)
         self._parameters = sum(p.numel() for p in network.module.parameters())
         self._specs = {spec.name: spec for spec in self._live.inputs}
         self.graphs = GraphCache(self.device, recorder=recorder, steady=self._live.passes.steady)
@@ -91,11 +88,14 @@ class LiveSession:
         self._files: dict[Sizes, Engine] = {}  # to be opened at the first call of their sizes
         self._opened: dict[Sizes, Engine] = {}
         self._last: Sizes = frozenset()
-        self.uncompiled: UncoveredCall | None = None
+        self.uncovered: UncoveredCall | None = None
         self._new_run = True
-        self._used = {d.symbol for spec in self._live.inputs for d in spec.dims if not isinstance(d, int)}
         self.refusal: str | None = None
         self.passed_over: Fallback | None = None
+
+    @property
+    def active(self) -> LiveSession:
+        return self
 
     @property
     def live(self) -> LiveNetwork:
@@ -111,15 +111,6 @@ class LiveSession:
     def serving(self) -> list[Engine]:
         engine = self._opened.get(self._last)
         return [] if engine is None else [engine]
-
-    @property
-    def weights(self) -> str:
-        """What stands for the weights in its engines' identities."""
-        return self._layout
-
-    @property
-    def profile(self) -> Profile | None:
-        return self.engines[0].manifest.identity.profile if self.engines else None
 
     @property
     def loaded(self) -> bool:
@@ -193,15 +184,6 @@ class LiveSession:
     def compiled(self) -> list[Call]:
         """The calls that there are compiled files for."""
         return [dict(sizes) for sizes in (*self._opened, *self._files)]
-
-    def lacks(self, profile: Profile, asked: RequestedCalls | None = None) -> bool:
-        return bool(self.to_compile(profile, asked))
-
-    def to_compile(self, profile: Profile, asked: RequestedCalls | None = None) -> list[list[Call]]:
-        if self.backend.cannot_build(self.device) is not None:
-            return []
-        asked, own = asked or RequestedCalls(), profile.only(self._used)
-        return calls_to_compile(self._architecture, own, asked.pictures, asked.seen, self.compiled)
 
     def begin_run(self, patcher: ModelPatcher) -> None:
         """A sampling run starts: look at every weight's place again at the next call."""
@@ -298,7 +280,7 @@ class LiveSession:
                 raise
             self._refuse(self._opened[plan.sizes], error)
             results = self._computed(given, plan, late)
-        self.uncompiled = None if plan.sizes in self._opened else plan.uncompiled
+        self.uncovered = None if plan.sizes in self._opened else plan.uncovered
         return dict(results)
 
     def _computed(
@@ -338,7 +320,8 @@ class LiveSession:
             if len(self._plans) > 256:
                 self._plans.clear()
             sizes, words = frozen(symbols), self._architecture.call_words(symbols)
-            plan = self._plans[key] = _Plan(symbols, sizes, UncoveredCall(sizes, words, self.device.type == "cuda"))
+            ran = "graph" if self.device.type == "cuda" else "eager"
+            plan = self._plans[key] = _Plan(symbols, sizes, UncoveredCall(sizes, words, ran))
         return plan
 
     def _zero(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
@@ -371,7 +354,7 @@ class LiveSession:
         self.graphs.clear()
         log.warning("Hybrid TRT: %s runs uncompiled for these sizes (%s)", self.label, first_line(error))
 
-    def status(self, wanted: Profile) -> str:
+    def status(self, wanted: Profile, beyond: str = "run native") -> str:
         start = f"torch {self._precision} on live weights"
         if self.refusal is not None:
             return f"{start}, {self._uncompiled}: {self.refusal}; build it again"

@@ -20,7 +20,8 @@ from typing import Any
 
 from ...architectures import profile_words
 from ...architectures.sizes import PRECISIONS, SIZE_NAMES, RequestedSizes
-from ...backends import AUTO, Backend, backends, gpu_of, refusals, usable_backends
+from ...backends import AUTO, Backend, backends, gpu_of
+from ...backends.lookup import refusals, usable_backends
 from ...comfy_model.hash_cache import source_changed
 from ...engine_library import BuildError, Library, LibraryError, Unavailable, trust
 from ...engine_library import archive as archives

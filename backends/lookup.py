@@ -1,0 +1,271 @@
+"""Which engine serves a network, or why none does: the one module that decides it.
+
+Nodes, the page, the command line and the runtime ask here. ``look_up`` picks the engines, ``open_session`` opens them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..architectures.shapes import Profile
+from ..architectures.sizes import Picture
+from ..architectures.wanted_calls import RequestedCalls, UncoveredCall
+from ..comfy_model.structure_hash import structure_hash
+from ..engine_library import Engine, EngineQuery, Fallback, Library, Manifest, Reason, Unavailable, trust
+from . import AUTO, Backend, backends, gpu_of, kind_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..comfy_model.network import NativeNetwork
+    from ..sessions.session import Session
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """The engine node's settings: for which shapes, how precise (``auto``: as native), by which backend (``auto``).
+
+    Attributes:
+        replaceable: True if only an engine will do that takes any weights, where its backend can have such.
+        pictures: those that the graph asks for, as far as it tells.
+    """
+
+    profile: Profile
+    precision: str = AUTO
+    backend: str = AUTO
+    replaceable: bool = False
+    pictures: tuple[Picture, ...] = ()
+
+    def precision_for(self, network: NativeNetwork) -> str:
+        return network.precision if self.precision == AUTO else self.precision
+
+    def asked_for(self, call: UncoveredCall | None, network: NativeNetwork) -> UncoveredCall | None:
+        """Return a call that ran native, if the node asks for an engine of its size."""
+        if call is None:
+            return None
+        requested = RequestedCalls(self.profile, self.pictures)
+        return call if requested.hold(network.architecture(), dict(call.sizes)) else None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What serves the calls of a network.
+
+    Attributes:
+        backend: runs ``engines``, or live weights without one.
+        engines: those that its session uses, the best first.
+        live: the backend whose live weights take the calls that ``engines`` do not, or None.
+        live_engines: its engines: compiled files for some sizes.
+        passed_over: why an engine of the library is not used, where live weights serve without one.
+    """
+
+    backend: Backend
+    engines: Sequence[Engine] = ()
+    live: Backend | None = None
+    live_engines: Sequence[Engine] = ()
+    passed_over: Fallback | None = None
+
+    def engines_of(self, backend: Backend) -> list[Engine]:
+        """The engines in use that a backend built."""
+        every = (*self.engines, *self.live_engines)
+        return [engine for engine in every if engine.manifest.identity.backend == backend.name]
+
+
+def look_up(network: NativeNetwork, choice: EngineChoice, library: Library) -> Found:
+    """Find what serves a network as a node wants it.
+
+    With ``auto`` that is the engine that was the fastest on this GPU. One that was no faster than native is left out
+    where live weights serve: these need no build.
+
+    Raises:
+        Unavailable: neither an engine nor live weights can serve; of several reasons the one closest to success.
+    """
+    architecture, device = network.architecture().name, network.device
+    usable = _serving(library, architecture, choice.backend, device)
+    structure = structure_hash(network.module)
+    weights = _weights(network, choice, library, usable)
+    profile = wanted_profile(network, choice)
+    query = EngineQuery(architecture, weights, choice.precision_for(network), profile, layout=structure)
+    return _look_up(library, query, choice.backend, usable, device)
+
+
+def look_up_known(library: Library, query: EngineQuery, choice: str, device: torch.device) -> Found:
+    """Find what serves a network that is not loaded and of which all that a query needs is known.
+
+    Raises:
+        Unavailable: as ``look_up``.
+    """
+    return _look_up(library, query, choice, _serving(library, query.architecture, choice, device), device)
+
+
+def _look_up(
+    library: Library, query: EngineQuery, choice: str, usable: Sequence[Backend], device: torch.device
+) -> Found:
+    live = next((backend for backend in usable if backend.runs_live_weights), None)
+    query = replace(query, backends=[backend.name for backend in usable], gpu=gpu_of(device))
+    try:
+        engines, passed_over = _engines(library, query, choice, usable, device), None
+    except Unavailable as unavailable:
+        if live is None:
+            raise
+        engines, passed_over = [], unavailable.fallback
+    own = backends()[engines[0].manifest.identity.backend] if engines else live
+    found = Found(own, own.in_use([e for e in engines if _is_of(e, own)]), passed_over=passed_over)
+    if live in (None, own):
+        return found
+    return replace(found, live=live, live_engines=live.in_use([e for e in engines if _is_of(e, live)]))
+
+
+def open_session(found: Found, network: NativeNetwork, precision: str) -> Session:
+    """Open what was found for a network; sessions are shared by all who use the same.
+
+    Raises:
+        Unavailable: another node replaced a part of the network.
+    """
+    session = found.backend.session(network, found.engines, precision, found.passed_over)
+    if found.live is None:
+        return session
+    from ..sessions.with_live_fallback import with_live_fallback  # needs ComfyUI
+
+    try:
+        return with_live_fallback(session, found.live.session(network, found.live_engines, precision, None), network)
+    except Unavailable:  # the engine still serves the network as it was
+        return session
+
+
+def wanted_profile(network: NativeNetwork, choice: EngineChoice) -> Profile:
+    """The shapes that the best engine for a node holds: those of its settings, or of the graph's first picture where
+    each engine takes one size."""
+    backend = backends().get(choice.backend)
+    if backend is None or backend.runs_live_weights:
+        return choice.profile
+    return backend.to_build(network, RequestedCalls(choice.profile, choice.pictures), ())[0].profile
+
+
+def takes_any_weights(choice: EngineChoice, device: torch.device) -> bool:
+    """Tell whether a node that asks for replaceable weights can get such an engine."""
+    try:
+        return choice.replaceable and any(backend.refits for backend in usable_backends(choice.backend, device))
+    except Unavailable:
+        return False
+
+
+def _weights(
+    network: NativeNetwork, choice: EngineChoice, library: Library, usable: Collection[Backend]
+) -> list[str]:
+    """List what engines may have as their weights. A checkpoint is hashed only if some engine could be its own.
+
+    Raises:
+        Unavailable: no engine can be for the network.
+    """
+    fixed = [b for b in usable if not b.runs_live_weights and not (choice.replaceable and b.refits)]
+    architecture, names, found = network.architecture().name, [b.name for b in fixed], []
+    if fixed and library.may_have(architecture, network.fingerprint, names, network.other_hashes()):
+        found.append(network.weights_hash())
+    if any(backend.runs_live_weights or backend.refits for backend in usable):
+        found.append(structure_hash(network.module))
+    if not found:
+        raise library.nothing_found()
+    return found
+
+
+def _serving(library: Library, architecture: str, choice: str, device: torch.device) -> list[Backend]:
+    timed_here = library.timed_on(gpu_of(device), architecture) if choice == AUTO else ()
+    return usable_backends(choice, device, timed_here)
+
+
+def _engines(
+    library: Library, query: EngineQuery, choice: str, usable: Sequence[Backend], device: torch.device
+) -> list[Engine]:
+    """The engines that fit a query, the best first.
+
+    Raises:
+        Unavailable: none does.
+    """
+    named = {backend.name: backend for backend in usable}
+    live = [backend.name for backend in usable if backend.runs_live_weights]  # these do not open slow engines
+
+    def refuses(manifest: Manifest) -> Fallback | None:
+        return named[manifest.identity.backend].refuses(manifest, device)
+
+    def covers(engine: Engine) -> bool:
+        """Tell whether an engine takes all calls that are wanted; live weights take every size."""
+        backend = named[engine.manifest.identity.backend]
+        return choice == AUTO and backend.runs_live_weights or _covers(backend, engine, query)
+
+    query = replace(query, covers=covers)
+    if choice != AUTO:
+        return library.find_all(query, refuses)
+    unproven = [backend.name for backend in usable if not _proven(backend, device)]
+    found = library.find_all(replace(query, fastest=True, only_timed=unproven), refuses)
+    worth_it = [e for e in found if e.manifest.identity.backend in live or not trust.is_slow(e, query.gpu)]
+    if live and not worth_it:
+        raise library.nothing_found()
+    return worth_it if live else found
+
+
+def _covers(backend: Backend, engine: Engine, query: EngineQuery) -> bool:
+    own = engine.manifest.identity.profile
+    return own.contains(backend.engine_profile(query.profile).only(own.ranges))  # a UNet's has no sizes of hints
+
+
+def _is_of(engine: Engine, backend: Backend) -> bool:
+    return engine.manifest.identity.backend == backend.name
+
+
+def usable_backends(choice: str, device: torch.device, timed_here: Collection[str] = ()) -> list[Backend]:
+    """The backends that a choice allows and that run on a device here, the most preferred first. The first one builds.
+
+    Args:
+        timed_here: names of those with engines that proved themselves on this very GPU: ``auto`` allows them too.
+
+    Raises:
+        Unavailable: none; the text says why not, of each that could be installed.
+    """
+    known = backends()
+    if choice == AUTO:
+        allowed = [b for b in known.values() if _proven(b, device) or b.name in timed_here]
+        allowed = allowed or _not_on_auto(known.values(), device)
+    else:
+        allowed = [known[choice]] if choice in known else []
+    refusals = {b.name: b.unavailable(device) for b in allowed}
+    usable = [b for b in allowed if refusals[b.name] is None]
+    if not usable:
+        reasons = [refusal.reason for refusal in refusals.values()]
+        # what can be installed is worth more to the user than what can never run here
+        reason = Reason.BACKEND_MISSING if Reason.BACKEND_MISSING in reasons or not reasons else reasons[0]
+        details = [refusal.detail for refusal in refusals.values() if refusal.reason is reason]
+        raise Unavailable(reason, "; ".join(details) or f"there is no backend called {choice}")
+    return usable
+
+
+def _proven(backend: Backend, device: torch.device) -> bool:
+    """Tell whether ``auto`` may take a backend; of others it takes only engines that were timed on the very GPU."""
+    return kind_of(device) in backend.measured_on
+
+
+def _not_on_auto(every: Iterable[Backend], device: torch.device) -> list[Backend]:
+    """All backends where none was measured and none runs, so that each says why.
+
+    Raises:
+        Unavailable: some would run; names them.
+    """
+    able = [b.name for b in every if b.unavailable(device) is None]
+    if able:
+        where = f"no backend was measured on {kind_of(device)} yet, so 'auto' takes none"
+        raise Unavailable(Reason.BACKEND_MISSING, f"{where}; choose {' or '.join(able)} by name to try it")
+    return list(every)
+
+
+def refusals(device: torch.device) -> Callable[[Manifest], Fallback | None]:
+    """Return a function that says of a manifest why its engine cannot run on a device here, or None when it can."""
+    known = backends()
+
+    def refuses(manifest: Manifest) -> Fallback | None:
+        backend = known.get(manifest.identity.backend)
+        if backend is None:
+            return Fallback(Reason.BACKEND_MISSING, f"this version has no backend {manifest.identity.backend}")
+        return backend.refuses(manifest, device)
+
+    return refuses

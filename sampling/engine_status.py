@@ -1,0 +1,104 @@
+"""What a node's engine lacks for the calls that the graph and the last run ask for, and its status in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ..architectures import symbols_of
+from ..architectures.sizes import outside
+from ..architectures.wanted_calls import RequestedCalls, UncoveredCall
+from ..backends import Backend, BuildSizes
+from ..backends.lookup import takes_any_weights, usable_backends
+from ..comfy_model.attention import remark
+from ..engine_library import Engine, Reason
+from ..sessions.session import refusal_of
+from .call_stats import last_run
+from .engine_handle import EngineHandle
+
+BUILDABLE = (
+    Reason.NO_ENGINE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.UNCHECKED, Reason.WRONG_GPU,
+)  # fmt: skip
+"""Reasons for running native that a build ends."""
+
+
+def requested_calls(handle: EngineHandle) -> RequestedCalls:
+    """The calls that a node wants engines for: by its settings, its graph and its last run."""
+    run = last_run(handle.node_key) if handle.node_key else None
+    if run is None:
+        return RequestedCalls(handle.choice.profile, handle.choice.pictures)
+    calls: Counter[UncoveredCall] = Counter()
+    for row in run[1]:
+        calls.update(row.uncovered.copy())  # a run may be under way
+    seen = [dict(call.sizes) for call, _ in calls.most_common()]
+    return RequestedCalls(handle.choice.profile, handle.choice.pictures, seen)
+
+
+def lacks_engine(handle: EngineHandle) -> bool:
+    """Tell whether a build would serve more calls than now, or faster."""
+    if handle.session is None:
+        return handle.fallback.reason in BUILDABLE
+    builder = usable_backends(handle.choice.backend, handle.network.device)[0]
+    return bool(to_build(handle, builder))
+
+
+def to_build(handle: EngineHandle, builder: Backend, rebuild: Sequence[Engine] = ()) -> list[BuildSizes]:
+    """List what a backend should build for a node; engines of other backends keep the calls that they serve."""
+    found, calls = handle.found, requested_calls(handle)
+    own = [] if found is None else found.engines_of(builder)
+    parts = builder.to_build(handle.network, calls, own, rebuild)
+    others = [] if found is None else [engine for engine in found.engines if engine not in own]
+    for engine in others:
+        parts = [left for part in parts if (left := _beyond(part, engine, calls)) is not None]
+    return parts
+
+
+def _beyond(part: BuildSizes, engine: Engine, calls: RequestedCalls) -> BuildSizes | None:
+    """What of a part an engine of another backend does not serve, or None."""
+    identity = engine.manifest.identity
+    profile, symbols = identity.profile, symbols_of(identity.architecture)
+    if part.again:
+        return part
+    if not part.calls:
+        return None if profile.contains(calls.profile.only(profile.ranges)) else part
+    left = tuple(call for call in part.calls if outside(profile, call, symbols) is not None)
+    return BuildSizes(part.profile, left) if left else None
+
+
+def lacks_pictures(handle: EngineHandle) -> bool:
+    """Tell whether pictures that the graph asks for run native."""
+    if handle.session is None:
+        return True
+    architecture, profile = handle.network.architecture(), handle.choice.profile
+    calls = [architecture.calls(profile, picture) for picture in handle.choice.pictures]
+    return any(handle.session.serves(own[0]) is not None for own in calls if own)
+
+
+def status(handle: EngineHandle) -> str:
+    """One sentence for the node."""
+    session, network = handle.session, handle.network
+    if session is None:
+        return f"{handle.fallback.sentence()} {handle.note}".strip()
+    text = session.status(handle.choice.profile)
+    if session.engines and session.refusal is None:
+        text += _not_compiled(handle)
+        wants_any = handle.choice.replaceable and not session.follows_patches
+        if wants_any and not takes_any_weights(handle.choice, network.device):
+            name = session.engines[0].manifest.identity.backend
+            text += f". {name} has no engines with replaceable weights: this one is for these alone"
+    its = remark(network.module, network.patcher, network.prefix)
+    return ". ".join(filter(None, (text, its, handle.note)))
+
+
+def _not_compiled(handle: EngineHandle) -> str:
+    """What the graph or the last run asks for and no file is for, in words."""
+    builder = usable_backends(handle.choice.backend, handle.network.device)[0]
+    calls = [call for part in to_build(handle, builder) for call in part.calls]
+    words = dict.fromkeys(map(handle.network.architecture().call_words, calls))
+    how = "as a CUDA graph" if handle.network.device.type == "cuda" else "eagerly"
+    return f". Not compiled for {'; '.join(words)}: runs {how}; build to add that" if words else ""
+
+
+def refused_engines(handle: EngineHandle) -> list[Engine]:
+    """The engines of a node that could not be opened."""
+    return [] if handle.found is None else [e for e in handle.found.engines if refusal_of(e) is not None]
