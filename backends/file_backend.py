@@ -89,7 +89,7 @@ class FileBackend:
     ) -> Session:
         from ..sessions.file_session import file_session  # needs ComfyUI
         from ..sessions.session import refusal_of
-        from .one_size import one_size_session
+        from .tensorrt.one_size import one_size_session
 
         def opened(engine: Engine) -> FileSession:
             return file_session(

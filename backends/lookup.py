@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from ..architectures.shapes import Profile
 from ..architectures.sizes import Picture
 from ..architectures.wanted_calls import RequestedCalls, UncoveredCall
-from ..comfy_model.structure_hash import structure_hash
 from ..engine_library import Engine, EngineQuery, Fallback, Library, Manifest, Reason, Unavailable, trust
 from . import AUTO, Backend, backends, gpu_of, kind_of
 
@@ -81,10 +80,12 @@ def look_up(network: NativeNetwork, choice: EngineChoice, library: Library) -> F
     Raises:
         Unavailable: neither an engine nor live weights can serve; of several reasons the one closest to success.
     """
+    from ..comfy_model.structure_hash import structure_hash  # needs torch, which the command line may lack
+
     architecture, device = network.architecture().name, network.device
     usable = _serving(library, architecture, choice.backend, device)
     structure = structure_hash(network.module)
-    weights = _weights(network, choice, library, usable)
+    weights = _weights(network, structure, choice, library, usable)
     profile = wanted_profile(network, choice)
     query = EngineQuery(architecture, weights, choice.precision_for(network), profile, layout=structure)
     return _look_up(library, query, choice.backend, usable, device)
@@ -152,7 +153,7 @@ def takes_any_weights(choice: EngineChoice, device: torch.device) -> bool:
 
 
 def _weights(
-    network: NativeNetwork, choice: EngineChoice, library: Library, usable: Collection[Backend]
+    network: NativeNetwork, structure: str, choice: EngineChoice, library: Library, usable: Collection[Backend]
 ) -> list[str]:
     """List what engines may have as their weights. A checkpoint is hashed only if some engine could be its own.
 
@@ -164,7 +165,7 @@ def _weights(
     if fixed and library.may_have(architecture, network.fingerprint, names, network.other_hashes()):
         found.append(network.weights_hash())
     if any(backend.runs_live_weights or backend.refits for backend in usable):
-        found.append(structure_hash(network.module))
+        found.append(structure)
     if not found:
         raise library.nothing_found()
     return found
