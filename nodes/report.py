@@ -15,6 +15,7 @@ from ..page_api.workflow_graph import drawn_id, drawn_upstream, upstream
 from ..sampling.call_stats import CallStats, executing, tallies
 from ..sampling.copied_nodes import as_drawn
 from ..sampling.engine_handle import EngineHandle
+from ..sampling.engine_status import status
 from ..sampling.report import report_text, verdict
 from ..sampling.report_plot import plot
 from ..sampling.timing import want_times
@@ -41,7 +42,7 @@ class TRTReport(io.ComfyNode):
     @classmethod
     def execute(cls, after: Any, time_calls: bool = True) -> io.NodeOutput:
         rows, copies = _rows_before(cls.hidden.dynprompt, cls.hidden.unique_id)
-        text = report_text(rows) if rows or (engine := _engine(after)) is None else engine.status()
+        text = report_text(rows) if rows or (engine := _engine(after)) is None else status(engine)
         if copies:
             text = f"{text}\nCounted over {copies} samplings that a loop or another node started."
         log_text(text)
