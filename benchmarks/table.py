@@ -131,7 +131,8 @@ def plot(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     found = {name(row): row for row in rows}
     shown = [found[case] for case in PLOTTED]
     figure, axes = plt.subplots(figsize=(9, 0.62 * len(shown) + 1.3))
-    columns = (("native_ms", "#a5a5a5", "ComfyUI alone (native)"), ("graph_ms", "#5b9bd5", "torch at once: a CUDA graph, no build"),
+    columns = (("native_ms", "#a5a5a5", "ComfyUI alone (native)"),
+               ("graph_ms", "#5b9bd5", "torch at once: a CUDA graph, no build"),
                ("engine_ms", "#4caf6a", "torch after a build"))
     for column, colour, label in columns:
         axes.barh([-1], [0], color=colour, label=label)

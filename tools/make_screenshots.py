@@ -44,9 +44,9 @@ WIRING = {
          ("apply", 0, "sampler", "positive"), ("apply", 1, "sampler", "negative")),
     ),
     "after": (
-        {"checkpoint": ("CheckpointLoaderSimple", 0, 0), "net": ("ControlNetLoader", 0, 340),
-         "unet": ("TRTUNetEngine", 380, 0), "engine": ("TRTControlNetEngine", 380, 340),
-         "patch": ("TRTSamplerPatch", 790, 0), "apply": ("ControlNetApplyAdvanced", 790, 340),
+        {"checkpoint": ("CheckpointLoaderSimple", 0, 0), "net": ("ControlNetLoader", 0, 480),
+         "unet": ("TRTUNetEngine", 380, 140), "engine": ("TRTControlNetEngine", 380, 480),
+         "patch": ("TRTSamplerPatch", 790, 0), "apply": ("ControlNetApplyAdvanced", 790, 480),
          "sampler": ("KSampler", 1180, 0)},
         (("checkpoint", 0, "unet", "model"), ("checkpoint", 0, "patch", "model"), ("unet", 0, "patch", "engine"),
          ("patch", 0, "sampler", "model"), ("net", 0, "engine", "control_net"),
@@ -66,10 +66,10 @@ CORNERS = """() => { const { scale, offset } = app.canvas.ds, at = app.canvas.ca
     const x = v => (v + offset[0]) * scale + at.left, y = v => (v + offset[1]) * scale + at.top;
     return [x(Math.min(...boxes.map(b => b[0]))), y(Math.min(...boxes.map(b => b[1]))),
             x(Math.max(...boxes.map(b => b[0] + b[2]))), y(Math.max(...boxes.map(b => b[1] + b[3])))]; }"""
-#: Where a node stands on the screen, by its title: the middle of its upper edge.
+#: Where a node stands on the screen, by its title: near its upper right corner.
 TOP_OF = """title => { const { scale, offset } = app.canvas.ds, at = app.canvas.canvas.getBoundingClientRect();
     const b = app.graph.nodes.find(n => n.title === title).getBounding();
-    return [(b[0] + b[2] / 2 + offset[0]) * scale + at.left, (b[1] + offset[1]) * scale + at.top]; }"""
+    return [(b[0] + b[2] - 40 + offset[0]) * scale + at.left, (b[1] + offset[1]) * scale + at.top]; }"""
 
 
 def save(page: ComfyPage, path: Path, clip: tuple[float, float, float, float] | None = None,
@@ -89,7 +89,7 @@ def save(page: ComfyPage, path: Path, clip: tuple[float, float, float, float] | 
         draw.text((x, y), words, "#202020", font, anchor="mm")
     if clip:
         image = image.crop(tuple(round(value) for value in clip))
-    image.quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+    image.save(path, optimize=True)
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KB")
 
 
@@ -152,7 +152,7 @@ def take_building(page: ComfyPage, workflow: dict[str, Any]) -> None:
         app.canvas.ds.scale = 1;
         app.canvas.ds.offset = [460 - node.pos[0], 200 - node.pos[1]]; app.canvas.setDirty(true, true); }""")
     page.page.wait_for_timeout(6000)
-    save(page, IMAGES / "building.png", (440, 150, 1240, 520))
+    save(page, IMAGES / "building.png", (440, 150, 850, 480))
 
 
 def take_plot(process: ComfyProcess, workflow: dict[str, Any]) -> None:
