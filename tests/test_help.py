@@ -44,7 +44,7 @@ def test_help_names_settings_by_the_labels_that_the_node_shows(comfy: ComfyProce
         shown.add(chinese if language == "zh" else options.get("display_name", name))
     assert set(named) <= shown, set(named) - shown
     if node.endswith("Engine"):
-        assert len(named) == 9
+        assert len(named) == 10
 
 
 def test_chinese_names_cover_every_node_and_input(comfy: ComfyProcess) -> None:
