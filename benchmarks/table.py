@@ -2,7 +2,7 @@
 
     python benchmarks/table.py benchmarks/results/h200.json
     python benchmarks/table.py new.json --against old.json
-    python benchmarks/table.py benchmarks/results/h200.json --plot docs/images/speed.png --readme README.md
+    python benchmarks/table.py benchmarks/results/h200.json --plot docs/images/speed.png --pages
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ TOLERANCE = 1.08
 
 
 def name(row: dict[str, Any]) -> str:
-    """A row's case, with ComfyUI's way to load weights where that differs."""
+    """Return a row's case, with ComfyUI's way to load weights where rows differ in it."""
     return row["case"] + (f" ({row['mode']})" if "mode" in row else "")
 
 
 def cell(value: Any) -> str:
-    """A number as the table shows it."""
+    """Return a number as the tables show it."""
     if value is None:
         return ""
     if isinstance(value, float):
@@ -34,7 +35,7 @@ def cell(value: Any) -> str:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The rows as a Markdown table, with how many times faster than native the engine is."""
+    """Return all rows as a Markdown table, with the speed-up over native."""
     lines = ["| case | " + " | ".join(COLUMNS) + " | speed-up |", "|---" * (len(COLUMNS) + 2) + "|"]
     for row in rows:
         if "native_ms" not in row:
@@ -45,59 +46,69 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 WORDS = {
-    "sd15_unet": "SD1.5 512 px: UNet with residuals", "sd15_controlnet": "SD1.5 512 px: one ControlNet",
-    "sd15_step_2cn": "SD1.5 512 px: a sampling step, 2 ControlNets",
-    "sd15_step_4cn": "SD1.5 512 px: a sampling step, 4 ControlNets",
     "sd15_ksampler_2cn (default)": "SD1.5 512 px: a whole prompt, 20 steps, 2 ControlNets",
     "sd15_ksampler_2cn (disable-dynamic-vram)": "the same with `--disable-dynamic-vram`",
-    "sdxl_unet": "SDXL 1024 px: UNet with residuals", "sdxl_controlnet": "SDXL 1024 px: one ControlNet",
+    "sd15_step_2cn": "SD1.5 512 px: a sampling step, 2 ControlNets",
+    "sd15_step_4cn": "SD1.5 512 px: a sampling step, 4 ControlNets",
+    "sd15_unet": "SD1.5 512 px: the UNet", "sd15_controlnet": "SD1.5 512 px: one ControlNet",
     "sdxl_step_2cn": "SDXL 1024 px: a sampling step, 2 ControlNets",
+    "sdxl_unet": "SDXL 1024 px: the UNet", "sdxl_controlnet": "SDXL 1024 px: one ControlNet",
 }
-"""The rows that the README shows, in its words."""
+"""Rows of docs/performance.md, in its words."""
 
-AUTO = """
-What `auto` takes, and what is known of it:
-
-| card | `auto` | known |
-|---|---|---|
-| {gpu} | `torch`: a CUDA graph at once, compiled after a build | measured by us, the table above |
-| other NVIDIA data-centre cards, GeForce and RTX | the same | not measured by us |
-| the same, with an engine of TensorRT or -RTX | it, where it proved faster there | 8.6, H200: slower than `torch` |
-| no GPU | `onnxruntime` on the CPU | run in our tests, about as fast as native |
-| AMD, Intel and Apple GPUs | native | no backend of ours runs there |
-"""
-"""What users of each kind of card get; the figures' own card is filled in."""
+README_ROWS = ("sd15_ksampler_2cn (default)", "sd15_ksampler_2cn (disable-dynamic-vram)", "sdxl_step_2cn")
+PLOTTED = ("sd15_ksampler_2cn (disable-dynamic-vram)", "sd15_step_2cn", "sd15_unet", "sd15_controlnet",
+           "sdxl_step_2cn", "sdxl_unet", "sdxl_controlnet")
+PLOT_WORDS = WORDS | {PLOTTED[0]: "SD1.5 512 px: a whole prompt, 20 steps, 2 ControlNets"}
 
 MARKS = ("<!-- speed: made by benchmarks/table.py -->\n", "<!-- end of speed -->\n")
 
 
+def _told(row: dict[str, Any], column: str) -> str:
+    """Return how many times faster than a column the engine is."""
+    return f"{row[column] / row['engine_ms']:.1f}x" if row.get(column) else ""
+
+
 def for_readme(data: dict[str, Any]) -> str:
-    """What the README says: the most telling rows, and on what they were measured."""
+    """Return the three rows of README.md."""
+    rows = {name(row): row for row in data["rows"]}
+    lines = [f"| {data['meta']['gpu']}, milliseconds | native | `torch` engine | faster |", "|---" * 4 + "|"]
+    for case in README_ROWS:
+        row = rows[case]
+        times = f"{cell(row['native_ms'])} | {cell(row['engine_ms'])}"
+        lines.append(f"| {WORDS[case]} | {times} | **{_told(row, 'native_ms')}** |")
+    return "\n".join(lines) + "\n"
+
+
+def for_page(data: dict[str, Any]) -> str:
+    """Return the rows of docs/performance.md, and the machine that they were measured on."""
     meta, rows = data["meta"], {name(row): row for row in data["rows"]}
-    said = (f"Milliseconds on an {meta['gpu']}, torch {meta['torch']}, ComfyUI {meta['comfyui']}, fp16, batch 2 (one "
-            "image with CFG), random weights, medians, native and engine in one run. Networks and steps are measured "
-            "with `--disable-dynamic-vram`, which is native's faster way:")
-    lines = [*textwrap.wrap(said, 118), "",
-             "| what | native | CUDA graph, no build | `torch` engine | faster than native | than the graph | "
+    said = (f"Milliseconds on an {meta['gpu']}, torch {meta['torch']}, ComfyUI {meta['comfyui']}. Half precision, one "
+            "image with CFG (batch 2), random weights, medians. Native and engine were measured in one run. Networks "
+            "and steps are measured with `--disable-dynamic-vram`, which is native's faster way.")
+    lines = [*textwrap.wrap(said, 118, break_on_hyphens=False), "",
+             "| measured | native | CUDA graph, no build | `torch` engine | faster than native | than the graph | "
              "relative error |", "|---" * 7 + "|"]
     for case, words in WORDS.items():
         row = rows[case]
-        times = [row["native_ms"], row.get("graph_ms"), row["engine_ms"]]
-        native, graph = (f"{time / times[-1]:.1f}x" if time else "" for time in times[:-1])
-        cells = [*map(cell, times), f"**{native}**", graph, cell(row["rel_err"])]
+        times = [cell(row.get(column)) for column in ("native_ms", "graph_ms", "engine_ms")]
+        cells = [*times, f"**{_told(row, 'native_ms')}**", _told(row, "graph_ms"), cell(row["rel_err"])]
         lines.append(f"| {words} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n" + AUTO.format(gpu=meta["gpu"])
+    return "\n".join(lines) + "\n"
 
 
-def refit(readme: Path, text: str) -> None:
-    """Replace what stands between the marks."""
-    old = readme.read_text(encoding="utf-8")
-    before, rest = old.split(MARKS[0])
-    readme.write_text(before + MARKS[0] + text + MARKS[1] + rest.split(MARKS[1])[1], encoding="utf-8")
+PAGES = {"README.md": for_readme, "docs/performance.md": for_page}
+"""Pages with figures between the marks -> the function that makes them."""
+
+
+def refit(page: Path, text: str) -> None:
+    """Replace the text between the marks."""
+    before, rest = page.read_text(encoding="utf-8").split(MARKS[0])
+    page.write_text(before + MARKS[0] + text + MARKS[1] + rest.split(MARKS[1])[1], encoding="utf-8")
 
 
 def regressions(new: list[dict[str, Any]], old: list[dict[str, Any]]) -> list[str]:
-    """What got slower or less exact than before, a sentence each. Native times are not ours and are not compared."""
+    """Return a sentence for each figure that got worse. Native's own times are not compared."""
     before = {name(row): row for row in old}
     found = []
     for row in new:
@@ -110,29 +121,41 @@ def regressions(new: list[dict[str, Any]], old: list[dict[str, Any]]) -> list[st
     return found
 
 
-def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """The README's rows as bars: the part of native's time that the graph and the engine take, with milliseconds."""
+def plot(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Draw bars: the part of native's time that the CUDA graph and the engine take."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    shown = [row for row in rows if name(row) in WORDS]
-    figure, axes = plt.subplots(figsize=(9, 0.62 * len(shown) + 1.2))
-    for i, (column, colour) in enumerate((("native_ms", "#999999"), ("graph_ms", "#5b9bd5"), ("engine_ms", "#70ad47"))):
+    found = {name(row): row for row in rows}
+    shown = [found[case] for case in PLOTTED]
+    figure, axes = plt.subplots(figsize=(9, 0.62 * len(shown) + 1.3))
+    columns = (("native_ms", "#a5a5a5", "ComfyUI alone (native)"),
+               ("graph_ms", "#5b9bd5", "torch at once: a CUDA graph, no build"),
+               ("engine_ms", "#4caf6a", "torch after a build"))
+    for column, colour, label in columns:
+        axes.barh([-1], [0], color=colour, label=label)
         for y, row in enumerate(shown):
-            if row.get(column):
-                part = row[column] / row["native_ms"]
-                axes.barh(y + (i - 1) * 0.28, part, height=0.26, color=colour,
-                          label=column[:-3] if y == 0 else None)
-                axes.text(part + 0.01, y + (i - 1) * 0.28, f"{cell(row[column])} ms", va="center", fontsize=7)
-    axes.set_yticks(range(len(shown)), [WORDS[name(row)].replace("`", "") for row in shown], fontsize=8)
-    axes.invert_yaxis()
+            if not row.get(column):
+                continue
+            there = [one for one, _, _ in columns if row.get(one)]
+            at = y + (there.index(column) - (len(there) - 1) / 2) * 0.27
+            part = row[column] / row["native_ms"]
+            axes.barh(at, part, height=0.25, color=colour)
+            words = f"{cell(row[column])} ms"
+            if column == "engine_ms":
+                words += f":  {row['native_ms'] / row[column]:.1f}x as fast"
+            axes.text(part + 0.01, at, words, va="center", fontsize=8, weight="bold" if column == "engine_ms" else None)
+    axes.set_yticks(range(len(shown)), [PLOT_WORDS[name(row)] for row in shown], fontsize=9)
+    axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_xlim(0, 1.12)
-    axes.set_xlabel("time, native = 1")
+    axes.set_xticks([])
+    for side in ("top", "right", "bottom"):
+        axes.spines[side].set_visible(False)
     axes.set_title(title, fontsize=10)
-    axes.legend(fontsize=8, loc="lower right")
-    figure.tight_layout()
+    figure.legend(fontsize=9, loc="lower center", ncols=3, frameon=False)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, dpi=110)
 
 
@@ -141,14 +164,16 @@ def main() -> int:
     parser.add_argument("results", type=Path)
     parser.add_argument("--against", type=Path, help="an older file: exit with 1 when something got worse")
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--readme", type=Path, help="put the table for users between the marks in this file")
+    parser.add_argument("--pages", action="store_true", help=f"put the tables between the marks of {', '.join(PAGES)}")
     options = parser.parse_args()
     data = json.loads(options.results.read_text(encoding="utf-8"))
     sys.stdout.write(markdown(data["rows"]) + "\n")
     if options.plot:
-        plot(data["rows"], options.plot, f"{data['meta'].get('gpu', '')}, torch {data['meta'].get('torch', '')}")
-    if options.readme:
-        refit(options.readme, for_readme(data))
+        gpu, torch = data["meta"].get("gpu", ""), data["meta"].get("torch", "")
+        plot(data["rows"], options.plot, f"Time on an {gpu} (torch {torch}); shorter is better")
+    if options.pages:
+        for page, made in PAGES.items():
+            refit(Path(__file__).resolve().parent.parent / page, made(data))
     if options.against:
         found = regressions(data["rows"], json.loads(options.against.read_text(encoding="utf-8"))["rows"])
         sys.stdout.write("\n".join(found) + "\n" if found else "nothing got worse\n")

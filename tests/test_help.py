@@ -1,4 +1,4 @@
-"""Help pages and translations: there is one for everything that has a name, and they reach the page."""
+"""Help pages and translations: each name has one, and they reach the page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,31 @@ def test_help_pages_are_served(comfy: ComfyProcess, node: str, language: str) ->
     with urllib.request.urlopen(f"{comfy.url}/extensions/hybrid-trt/docs/{node}/{language}.md") as answer:
         text = answer.read().decode()
     assert text.startswith("# TRT ")
-    assert len(text) > 100
+    steps, picture, _ = text.partition("\n![")
+    assert re.findall(r"^(\d)\. ", steps, re.M) == ["1", "2", "3"], "three steps come first"
+    (file,) = re.findall(r"!\[.+?\]\((.+?)\)", text)
+    assert picture
+    # ComfyUI's page looks for pictures of a help page in the folder of all help pages
+    with urllib.request.urlopen(f"{comfy.url}/extensions/hybrid-trt/docs/{file}") as answer:
+        assert answer.headers["Content-Type"] == "image/png"
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+@pytest.mark.parametrize("node", NODES)
+def test_help_names_settings_by_the_labels_that_the_node_shows(comfy: ComfyProcess, node: str, language: str) -> None:
+    text = (ROOT / "js" / "docs" / node / f"{language}.md").read_text(encoding="utf-8")
+    table = re.search(r"^\| (?:setting|设置) \|.+?\n\n", text + "\n\n", re.M | re.S)
+    named = re.findall(r"^\| \*(.+?)\*", table[0], re.M) if table else []
+    code = "".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "js" / "lib").glob("*.mjs")))
+    own = re.findall(r'\b(?:presetLabel|row_\w+): "(.+?)"', code)
+    shown = {label.replace("{number}", "1") for label in own}
+    inputs = comfy.object_info()[node]["input"]
+    for name, (_, options) in {**inputs.get("required", {}), **inputs.get("optional", {})}.items():
+        chinese = comfy.get("/i18n")["zh"]["nodeDefs"][node]["inputs"][name]["name"]
+        shown.add(chinese if language == "zh" else options.get("display_name", name))
+    assert set(named) <= shown, set(named) - shown
+    if node.endswith("Engine"):
+        assert len(named) == 10
 
 
 def test_chinese_names_cover_every_node_and_input(comfy: ComfyProcess) -> None:

@@ -1,4 +1,4 @@
-"""Which kinds of models are served by engines: each tried in a real ComfyUI, and the README's table has just these."""
+"""Which kinds of models are served by engines: each tried in a real ComfyUI, and docs/models.md has just these."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from scenarios import (
     relative_difference,
 )
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+MODELS = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 LIMIT = 1e-5
 BUILD = {"when_missing": "build now"}
 XL = Scenario("sdxl", controls=(), settings=BUILD, steps=2)
@@ -40,7 +40,7 @@ def union(kind: str, image: int = 1, strength: float = 0.8, before: bool = False
 
 @dataclass(frozen=True)
 class Kind:
-    """A row of the README's table.
+    """A row of the table in docs/models.md.
 
     Attributes:
         scenarios: tried one after the other on the same engines; each ControlNet of them has to act.
@@ -141,8 +141,8 @@ def test_an_instruct_pix2pix_picture_is_natives(sd15: ComfyProcess) -> None:
     assert history.output("report", "report")[0]["unet"] == {"engine": 2, "native": 0, "reasons": {}}
 
 
-def test_the_readmes_table_has_just_what_was_tried() -> None:
-    text = README.read_text(encoding="utf-8").partition("## Supported models")[2].partition("\n## ")[0]
+def test_the_table_of_models_has_just_what_was_tried() -> None:
+    text = MODELS.read_text(encoding="utf-8").partition("## Supported models")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| ([^|]+?) \| (on engines|native: [^|]+?) \|", text, re.MULTILINE)
     assert {name: verdict == "on engines" for name, verdict in rows} == {
         name: kind.reason is None for name, kind in KINDS.items()}

@@ -1,29 +1,31 @@
 #!/usr/bin/env python3
-"""Takes the README's pictures of the page: the shipped SD 1.5 workflow after a run with the tiny models.
+"""Take the pictures of the page that README, docs and help show, with the tiny test models.
 
-    python tools/make_screenshots.py --comfyui PATH --base DIR
+    python tools/environment.py --browser run -- python tools/make_screenshots.py [templates wiring first building plot]
 
-The base directory is a ComfyUI base directory with this pack in its custom_nodes. The first run builds the engines.
+Names choose some of the pictures; without a name all are taken. The first run builds three small engines.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from browser import ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from workflow_recipes import with_tiny_models
 from workflow_to_prompt import to_prompt
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
-NAME = "sd15_two_controlnets"
-WORKFLOW = ROOT / "workflows" / "SD 1.5 - two ControlNets.json"
+NAME = "SD 1.5 - two ControlNets"
+WORKFLOW = ROOT / "workflows" / f"{NAME}.json"
 #: The page's own furniture, in pixels: the sidebar on the left, tabs and menu at the top, zoom controls at the bottom.
 MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 60}
 #: No node statistics in the corner, and no tab but that of the open workflow.
@@ -33,39 +35,127 @@ QUIET = """async () => {
     const store = app.extensionManager.workflow;
     for (const other of [...store.openWorkflows].filter(w => w.path !== store.activeWorkflow.path))
         await store.closeWorkflow(other); }"""
+#: The nodes of one's own workflow before and after: type, position, and links as [from, output, to, input].
+WIRING = {
+    "before": (
+        {"checkpoint": ("CheckpointLoaderSimple", 0, 0), "net": ("ControlNetLoader", 0, 200),
+         "apply": ("ControlNetApplyAdvanced", 400, 200), "sampler": ("KSampler", 800, 0)},
+        (("checkpoint", 0, "sampler", "model"), ("net", 0, "apply", "control_net"),
+         ("apply", 0, "sampler", "positive"), ("apply", 1, "sampler", "negative")),
+    ),
+    "after": (
+        {"checkpoint": ("CheckpointLoaderSimple", 0, 0), "net": ("ControlNetLoader", 0, 480),
+         "unet": ("TRTUNetEngine", 380, 140), "engine": ("TRTControlNetEngine", 380, 480),
+         "patch": ("TRTSamplerPatch", 790, 0), "apply": ("ControlNetApplyAdvanced", 790, 480),
+         "sampler": ("KSampler", 1180, 0)},
+        (("checkpoint", 0, "unet", "model"), ("checkpoint", 0, "patch", "model"), ("unet", 0, "patch", "engine"),
+         ("patch", 0, "sampler", "model"), ("net", 0, "engine", "control_net"),
+         ("engine", 0, "apply", "control_net"), ("apply", 0, "sampler", "positive"),
+         ("apply", 1, "sampler", "negative")),
+    ),
+}
+DRAW = """([nodes, links]) => { app.graph.clear(); const made = {};
+    for (const [key, [type, x, y]] of Object.entries(nodes)) {
+        const node = LiteGraph.createNode(type); node.pos = [x, y]; node.size[0] = Math.max(node.size[0], 310);
+        app.graph.add(node); made[key] = node; }
+    for (const [from, output, to, input] of links)
+        made[from].connect(output, made[to], made[to].findInputSlot(input)); }"""
+#: The corners of the nodes on the screen: left, top, right, bottom.
+CORNERS = """() => { const { scale, offset } = app.canvas.ds, at = app.canvas.canvas.getBoundingClientRect();
+    const boxes = app.graph.nodes.map(n => n.getBounding());
+    const x = v => (v + offset[0]) * scale + at.left, y = v => (v + offset[1]) * scale + at.top;
+    return [x(Math.min(...boxes.map(b => b[0]))), y(Math.min(...boxes.map(b => b[1]))),
+            x(Math.max(...boxes.map(b => b[0] + b[2]))), y(Math.max(...boxes.map(b => b[1] + b[3])))]; }"""
+#: Where a node stands on the screen, by its title: near its upper right corner.
+TOP_OF = """title => { const { scale, offset } = app.canvas.ds, at = app.canvas.canvas.getBoundingClientRect();
+    const b = app.graph.nodes.find(n => n.title === title).getBounding();
+    return [(b[0] + b[2] - 40 + offset[0]) * scale + at.left, (b[1] + offset[1]) * scale + at.top]; }"""
 
 
-def take(page: ComfyPage, path: Path) -> None:
-    """Fit the workflow into the window, wait until messages are gone, and write a small PNG."""
-    page.fit(**MARGINS)
-    page.page.mouse.move(800, 890)  # where no tooltip hangs
-    page.page.wait_for_timeout(8000)
-    page.fit(**MARGINS)
-    path.parent.mkdir(parents=True, exist_ok=True)
+def save(page: ComfyPage, path: Path, clip: tuple[float, float, float, float] | None = None,
+         numbers: dict[str, tuple[float, float]] | None = None) -> None:
+    """Write a small PNG of the window, or of a part of it.
+
+    Args:
+        clip: left, top, right and bottom in pixels.
+        numbers: labels of the clicks, each with the place where it is drawn.
+    """
     page.page.screenshot(path=path)
-    with Image.open(path) as image:
-        image.convert("RGB").save(path, optimize=True)
+    with Image.open(path) as shot:
+        image = shot.convert("RGB")
+    draw, font = ImageDraw.Draw(image), ImageFont.load_default(30)
+    for words, (x, y) in (numbers or {}).items():
+        draw.ellipse((x - 23, y - 23, x + 23, y + 23), "#ffd54a", "#202020", 3)
+        draw.text((x, y), words, "#202020", font, anchor="mm")
+    if clip:
+        image = image.crop(tuple(round(value) for value in clip))
+    image.save(path, optimize=True)
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KB")
 
 
-def take_building(page: ComfyPage) -> None:
-    """The engines panel and an engine node while it builds."""
+def take_templates(page: ComfyPage) -> None:
+    """The template browser with the pack's workflows."""
+    page.page.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
+    dialog = page.page.get_by_role("dialog").last
+    dialog.get_by_text("hybrid-trt", exact=True).first.click()
+    page.page.get_by_test_id(f"template-workflow-{NAME}").wait_for()
+    page.page.wait_for_timeout(3000)
+    box = dialog.bounding_box()
+    card = page.page.get_by_test_id(f"template-workflow-{NAME}").bounding_box()
+    label = dialog.get_by_text("hybrid-trt", exact=True).first.bounding_box()
+    save(page, IMAGES / "templates.png", (box["x"], box["y"], box["x"] + box["width"], box["y"] + box["height"]),
+         {"1": (label["x"] + label["width"] + 60, label["y"] + 10), "2": (card["x"] + 30, card["y"] + 30)})
+    page.page.keyboard.press("Escape")
+
+
+def take_wiring(page: ComfyPage) -> None:
+    """The nodes of a workflow of one's own, before and after."""
+    for name, (nodes, links) in WIRING.items():
+        page.page.evaluate(DRAW, [nodes, links])
+        page.page.wait_for_timeout(2500)
+        page.fit(**MARGINS)
+        page.page.mouse.move(800, 890)
+        page.page.wait_for_timeout(1500)
+        left, top, right, bottom = page.page.evaluate(CORNERS)
+        folder = IMAGES if name == "before" else ROOT / "js" / "docs"
+        save(page, folder / ("before.png" if name == "before" else "wiring.png"),
+             (left - 16, top - 24, right + 16, bottom + 16))
+
+
+def take_first(page: ComfyPage, workflow: dict[str, Any]) -> None:
+    """The shipped workflow after a run, with the clicks that lead to it."""
+    page.load(workflow, NAME)
+    page.page.evaluate(QUIET)
+    page.queue()
+    if problems := page.problems():
+        raise RuntimeError(f"the page has problems: {problems}")
+    page.fit(**MARGINS)
+    page.page.mouse.move(800, 890)  # where no tooltip hangs
+    page.page.wait_for_timeout(8000)  # until messages are gone
+    # Tiny random models make noise, which would say nothing about a user's picture.
+    page.page.evaluate("() => { app.graph.nodes.find(n => n.type === 'SaveImage').imgs = null; }")
+    page.fit(**MARGINS)
+    run = page.page.get_by_test_id("queue-button").first.bounding_box()
+    save(page, IMAGES / "first_picture.png", None, {
+        "3": page.page.evaluate(TOP_OF, "Load Checkpoint"), "4": page.page.evaluate(TOP_OF, "Control image 1 (edges)"),
+        "5": (run["x"] - 10, run["y"] + run["height"] + 20)})
+
+
+def take_building(page: ComfyPage, workflow: dict[str, Any]) -> None:
+    """An engine node while it builds."""
+    page.load(workflow, NAME)
+    page.page.evaluate(QUIET)
     page.page.evaluate("""() => { const node = app.graph.nodes.find(n => n.type === 'TRTControlNetEngine');
         const button = node.widgets.find(w => w.name === 'build_engine'); button.callback(); }""")
-    page.page.get_by_role("button", name="TRT engines").click()
     page.page.locator(".hybrid-trt-status[data-state=building]").first.wait_for(timeout=60000)
     page.page.evaluate("""() => { const node = app.graph.nodes.find(n => n.type === 'TRTControlNetEngine');
         app.canvas.ds.scale = 1;
         app.canvas.ds.offset = [460 - node.pos[0], 200 - node.pos[1]]; app.canvas.setDirty(true, true); }""")
     page.page.wait_for_timeout(6000)
-    path = IMAGES / "building.png"
-    page.page.screenshot(path=path, clip={"x": 0, "y": 38, "width": 1100, "height": 700})
-    with Image.open(path) as image:
-        image.convert("RGB").save(path, optimize=True)
-    print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KB")
+    save(page, IMAGES / "building.png", (440, 150, 850, 480))
 
 
-def take_plot(process: ComfyProcess, workflow: dict) -> None:
+def take_plot(process: ComfyProcess, workflow: dict[str, Any]) -> None:
     """The plot of *TRT Report* after a run in which one ControlNet has no engine."""
     prompt = to_prompt(workflow, process.object_info())
     engines = [i for i, node in prompt.items() if node["class_type"] == "TRTControlNetEngine"]
@@ -81,32 +171,28 @@ def take_plot(process: ComfyProcess, workflow: dict) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Take the pictures of the page that the README shows.")
-    parser.add_argument("--comfyui", type=Path, required=True, help="where ComfyUI's source lies")
-    parser.add_argument("--base", type=Path, required=True, help="a ComfyUI base directory with this pack in it")
+    everything = ("templates", "wiring", "first", "building", "plot")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pictures", nargs="*", help=f"some of {', '.join(everything)} (default: all)")
+    parser.add_argument("--comfyui", type=Path, default=os.environ.get("HYBRID_TRT_COMFYUI"), help="ComfyUI's source")
+    parser.add_argument("--base", type=Path, default=os.environ.get("HYBRID_TRT_BASE"),
+                        help="a ComfyUI base directory with this pack in it")
     parser.add_argument("--python", default=sys.executable, help="the Python that runs ComfyUI")
-    parser.add_argument("--building", action="store_true", help="a build on its node and the panel; builds an engine")
-    parser.add_argument("--plot", action="store_true", help="the plot of TRT Report instead")
-    parser.add_argument("--vue", action="store_true", help="with Vue nodes; the file name says so")
     options = parser.parse_args(arguments)
+    wanted = options.pictures or everything
     subprocess.run([options.python, str(ROOT / "tools" / "tiny_models.py"), "--comfyui", str(options.comfyui),
                     "--models", str(options.base / "models"), "--input", str(options.base / "input"),
                     "tiny_sd15", "tiny_sd15_a", "tiny_sd15_b"], check=True)
-    workflow = json.loads(WORKFLOW.read_text(encoding="utf-8"))
-    with (ComfyProcess(options.comfyui, options.base, options.python) as process, chromium() as browser,
-          comfy_page(browser, process.url, vue=options.vue) as page):
-        if options.plot:
-            take_plot(process, with_tiny_models(workflow, process.object_info()))
-            return
-        page.load(with_tiny_models(workflow, process.object_info()), NAME)
+    with (ComfyProcess(options.comfyui, Path(options.base), options.python) as process, chromium() as browser,
+          comfy_page(browser, process.url) as page):
+        workflow = with_tiny_models(json.loads(WORKFLOW.read_text(encoding="utf-8")), process.object_info())
         page.page.evaluate(QUIET)
-        if options.building:
-            take_building(page)
-            return
-        page.queue()
-        if problems := page.problems():
-            raise RuntimeError(f"the page has problems: {problems}")
-        take(page, IMAGES / f"{NAME}{'_vue' if options.vue else ''}.png")
+        for name, take in (("templates", lambda: take_templates(page)), ("wiring", lambda: take_wiring(page)),
+                           ("first", lambda: take_first(page, workflow)),
+                           ("building", lambda: take_building(page, workflow)),
+                           ("plot", lambda: take_plot(process, workflow))):
+            if name in wanted:
+                take()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,119 @@
+"""Promises of README, docs and help: short, complete, with links that resolve and figures that were measured."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+import types
+from pathlib import Path
+
+import pack
+import pytest
+from pack import import_comfy
+
+import_comfy()
+
+import onnx
+import torch
+
+ROOT: Path = pack.ROOT
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+HELP = sorted((ROOT / "js" / "docs").glob("*/*.md"))
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def table_tool() -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("speed_table", ROOT / "benchmarks" / "table.py")
+    table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    return table
+
+
+def test_readme_is_read_in_two_minutes() -> None:
+    text = read("README.md")
+    assert len(text.splitlines()) <= 130
+    assert len(text.split()) <= 1600
+    assert "torch" in text.splitlines()[2], "the third line says what runs on which card"
+
+
+def test_readme_names_every_node_and_every_page_of_docs() -> None:
+    text = read("README.md")
+    for node in ("UNet Engine", "ControlNet Engine", "Apply ControlNet", "Sampler Patch", "Report"):
+        assert f"TRT {node}" in text
+    linked = text + read("CONTRIBUTING.md")
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"(docs/{page.name})" in linked, page.name
+
+
+def test_every_reason_is_explained() -> None:
+    from hybrid_trt.engine_library import Reason
+
+    text = read("docs/fallbacks.md")
+    for reason in Reason:
+        assert f"| {reason.value} |" in text, reason
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_resolve(page: Path) -> None:
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
+        if re.match(r"https?:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        if anchor:
+            titles = re.findall(r"^#+ (.+)", target.read_text(encoding="utf-8"), re.M)
+            assert anchor in {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}, link
+
+
+def test_files_and_scripts_that_pages_name_exist() -> None:
+    for page in PAGES:
+        for path in re.findall(r"`((?:tests|tools|benchmarks)/[\w/]+\.(?:py|json))`", page.read_text(encoding="utf-8")):
+            assert (ROOT / path).is_file(), f"{page.name}: {path}"
+    named = set(re.findall(r"`(\w+\.py)`", read("benchmarks/README.md")))
+    assert named <= {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+
+
+def test_pictures_are_small_and_shown() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in [*PAGES, *HELP])
+    for picture in [*(ROOT / "docs" / "images").iterdir(), *(ROOT / "js" / "docs").glob("*.png")]:
+        assert picture.stat().st_size < 400_000, picture.name
+        assert picture.name in pages, f"{picture.name} is shown nowhere"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_tables_of_speeds_are_those_that_their_tool_makes(page: str) -> None:
+    table = table_tool()
+    data = json.loads(read("benchmarks/results/h200.json"))
+    assert table.PAGES[page](data) in read(page)
+    assert len(table.README_ROWS) <= 3
+
+
+def test_the_documented_backend_runs_a_graph(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.+?)```", read("docs/add_a_backend.md"), re.S)
+    module = types.ModuleType("hybrid_trt.backends.reference")
+    module.__package__ = "hybrid_trt.backends"
+    exec(compile(code, "reference.py", "exec", dont_inherit=True), module.__dict__)  # noqa: S102
+    (backend,) = module.BACKENDS
+    assert backend.unavailable(torch.device("cpu")) is None
+    assert backend.unavailable(torch.device("cuda")) is not None
+    value = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Add", ["x", "y"], ["z"])], "sum",
+                                   [value(name, 1, [2]) for name in "xy"], [value("z", 1, [2])])
+    path = tmp_path / "graph.onnx"
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=10), path)
+    request = types.SimpleNamespace(onnx=path)
+    assert backend.build(request, lambda phase, done: None) == ["graph.onnx"]
+    engine = types.SimpleNamespace(main_file=path, manifest=types.SimpleNamespace(device_bytes=8))
+    runner, out = backend.load(engine, torch.device("cpu")), torch.zeros(2)
+    runner.run({"x": torch.ones(2), "y": torch.tensor([1.0, 2.0])}, {"z": out})
+    assert out.tolist() == [2.0, 3.0]
+    required = {name for name in vars(sys.modules["hybrid_trt.backends"].Backend) if not name.startswith("_")}
+    assert all(hasattr(backend, name) for name in required)
