@@ -13,18 +13,39 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
-from comfy_execution.utils import get_executing_context
+from comfy_execution.utils import ExecutionContext, get_executing_context
 
 from ..architectures.wanted_calls import UncoveredCall
+from ..comfy_model.comfyui_internals import Feature, works
 from ..engine_library import Fallback, Reason
 from . import fast_path, timing
-from .running_node import running_node
 from .timing import CallTimes, TimesTogether
 
 if TYPE_CHECKING:
     from comfy_execution.utils import ExecutionContext
 
 log = logging.getLogger(__name__)
+
+def running_node(known: ExecutionContext | None) -> ExecutionContext | None:
+    """The execution of the node that runs, the latest of several; None where none does.
+
+    Args:
+        known: an execution that is given again while its node runs. Executions are told apart by their objects.
+    """
+    if not works(Feature.QUEUE):
+        return None
+    from comfy_execution import progress
+
+    registry = progress.global_progress_registry
+    if registry is None:
+        return None
+    nodes = registry.nodes.copy()  # the thread that runs the nodes adds some
+    running = [name for name, node in nodes.items() if name and node["state"] is progress.NodeState.Running]
+    # known first: what samples in such a thread reports its progress under the id that the page shows
+    if known is not None and known.prompt_id == registry.prompt_id and known.node_id in running:
+        return known
+    return ExecutionContext(registry.prompt_id, running[-1], None) if running else None
+
 
 NATIVE, ON_ENGINE = 0, 1
 

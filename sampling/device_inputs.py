@@ -19,7 +19,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..sessions import graph_memory
-from .shared import Shared
+from .engine_patcher import Shared
 
 if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor

@@ -15,10 +15,9 @@ from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback, Library, Reason, Unavailable, last_use
 from ..sessions.session import Active, Session
 from .call_stats import CallStats, executing, open_stats
-from .engine_patcher import EnginePatcher, keep, keep_beside
+from .engine_patcher import EnginePatcher, Shared, keep, keep_beside
 from .nan_guard import why_again
-from .network_watch import NetworkWatch
-from .shared import Shared
+from .sampling_runs import NetworkWatch
 from .timing import range_of, timed
 
 if TYPE_CHECKING:

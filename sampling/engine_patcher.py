@@ -16,10 +16,16 @@ from comfy.model_patcher import ModelPatcher
 
 from ..engine_library import Fallback
 from ..sessions.gpu_memory import no_room
-from .shared import Shared
 
 if TYPE_CHECKING:
     from ..sessions.session import Session
+
+class Shared:
+    """Is its own deep copy: sessions, graphs and streams exist once, and who copies what holds them shares them."""
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Shared:
+        return self
+
 
 KEPT_PROMPTS = 2
 """Engines that the latest prompts used stay open although the nodes that held them were replaced."""

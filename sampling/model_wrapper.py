@@ -21,16 +21,15 @@ from ..comfy_model.network import replaced_part
 from ..comfy_model.weight_patches import WeightPatches
 from ..engine_library import Fallback, Reason
 from .call_stats import open_stats
-from .control_stack import run_stacks_at_once
+from .control_stack import LateControl, bound_unread, run_stacks_at_once
 from .device_inputs import call_on_device, sample_on_device
 from .engine_handle import EngineHandle
-from .late_control import LateControl, bound_unread
+from .engine_patcher import Shared
 from .nan_guard import redo_unless_finite, watch
 from .native_call import arguments_of, by_name, forward_arguments, run_native, with_residuals_copied
 from .native_weights import NativeWeights
 from .not_reached import Reached
 from .sampling_runs import as_run
-from .shared import Shared
 from .timing import timed
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine_library import Fallback, Reason
 from .call_stats import open_stats
-from .shared import Shared
+from .engine_patcher import Shared
 
 if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor

@@ -24,10 +24,10 @@ from hybrid_trt.backends.torch_inductor import compiled, late_inputs
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.engine_builder.worker_tasks import _spec_json
 from hybrid_trt.engine_library import Library
-from hybrid_trt.sampling import late_control
+from hybrid_trt.sampling import control_stack as late_control
+from hybrid_trt.sampling.control_stack import LateControl, bound_unread
 from hybrid_trt.sampling.controlnet import EngineControlModel
 from hybrid_trt.sampling.engine_handle import EngineHandle
-from hybrid_trt.sampling.late_control import LateControl, bound_unread
 from hybrid_trt.sampling.model_wrapper import BackboneRouter
 from hybrid_trt.sessions import cuda_graphs
 from hybrid_trt.sessions.async_inputs import WaitPoint, at_gate

@@ -28,9 +28,9 @@ from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, local_key
 from hybrid_trt.sampling import control_stack
+from hybrid_trt.sampling.control_stack import LateControl, bound_unread
 from hybrid_trt.sampling.controlnet import back_with_engine
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.sampling.late_control import LateControl, bound_unread
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")]
 

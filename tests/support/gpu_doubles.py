@@ -12,7 +12,8 @@ from pack import import_comfy
 
 import_comfy()
 
-from hybrid_trt.sampling import control_stack, late_control
+from hybrid_trt.sampling import control_stack
+from hybrid_trt.sampling import control_stack as late_control
 from hybrid_trt.sessions import cuda_graphs
 
 
