@@ -261,7 +261,7 @@ def kind_of(device: torch.device) -> str:
 
 def gpu_of(device: torch.device) -> str:
     """The GPU behind a device, in words that tell models of GPUs apart; ``""`` where no engine needs to know."""
-    from .tensorrt.gpu import Gpu
+    from .tensorrt.flavour import Gpu
 
     found = Gpu.of(device)
     return "" if found is None else f"{found.sm} {found.name}"

@@ -63,7 +63,7 @@ OURS = ("left_to_inductor", "by_lines", "most_summed", "joined_as_is", "inductor
 def settings(flags: dict[str, Any]) -> Iterator[None]:
     """Inductor and what we write out with a variant's settings."""
     import torch._inductor.config
-    from hybrid_trt.backends.torch_inductor import choices, inductor_tuning
+    from hybrid_trt.backends.torch_inductor import inductor_tuning
 
     ours: list[tuple[Any, str, Any]] = []
     if "most_summed" in flags:
@@ -73,7 +73,7 @@ def settings(flags: dict[str, Any]) -> Iterator[None]:
     if "joined_as_is" in flags:
         ours.append((inductor_tuning, "keep_channels_last", lambda _: None))
     if "inductors_rows" in flags:
-        ours.append((choices, "our_rows", contextlib.nullcontext))
+        ours.append((inductor_tuning, "our_rows", contextlib.nullcontext))
     if "left_to_inductor" in flags:
         table = {o: how for o, how in inductor_tuning.TABLE.items() if o.name() not in flags["left_to_inductor"]}
         ours.append((inductor_tuning, "TABLE", table))

@@ -44,13 +44,11 @@ from ..engine_library.parameters import PARAMETERS_NAME
 from ..engine_library.parity import LIMITS
 from ..engine_library.settings import check_limit, read_settings
 from .check import check_engine, check_task, unchecked_engine
-from .locks import hold
-from .main_memory import check_memory
 from .order import BuildOrder
+from .resources import check_memory, hold
 from .side_by_side import run_step
 from .worker.onnx_export import DATA_NAME
-from .worker.steps import STEPS
-from .worker.task import Task
+from .worker.steps import STEPS, Task
 from .worker_process import STARTING, Log
 from .worker_tasks import Runner, WeightsChanged, backend_task, network_task, only_gpu, stack_of, tensors_task
 

@@ -12,12 +12,11 @@ from server import PromptServer
 
 from ..comfy_model.comfyui_internals import Feature, works
 from ..page_api.workflow_graph import drawn_id, drawn_upstream, upstream
-from ..sampling.call_stats import CallStats, executing, tallies
+from ..sampling.call_stats import CallStats, executing, tallies, want_times
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import status
 from ..sampling.report import as_drawn, report_text, verdict
 from ..sampling.report_plot import plot
-from ..sampling.timing import want_times
 from . import schemas
 from .engine_node import log_text
 from .schemas import REPORT as NODE_ID

@@ -14,11 +14,10 @@ from ..comfy_model.attention import remark
 from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback, Library, Reason, Unavailable, last_use
 from ..sessions.session import Active, Session
-from .call_stats import CallStats, executing, open_stats
+from .call_stats import CallStats, executing, open_stats, range_of, timed
 from .engine_patcher import EnginePatcher, Shared, keep, keep_beside
 from .nan_guard import why_again
 from .sampling_runs import NetworkWatch
-from .timing import range_of, timed
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher

@@ -20,7 +20,7 @@ from ..comfy_model.fp8 import rounded_unlike
 from ..comfy_model.network import replaced_part
 from ..comfy_model.weight_patches import WeightPatches
 from ..engine_library import Fallback, Reason
-from .call_stats import open_stats
+from .call_stats import open_stats, timed
 from .control_stack import LateControl, bound_unread, run_stacks_at_once
 from .device_inputs import call_on_device, sample_on_device
 from .engine_handle import EngineHandle
@@ -30,7 +30,6 @@ from .native_call import arguments_of, by_name, forward_arguments, run_native, w
 from .native_weights import NativeWeights
 from .not_reached import Reached
 from .sampling_runs import as_run
-from .timing import timed
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel

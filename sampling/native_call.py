@@ -13,8 +13,7 @@ import torch
 from ..comfy_model.network import NativeNetwork
 from ..engine_library import Unavailable
 from ..sessions.gpu_memory import close_engines
-from .call_stats import CallStats
-from .timing import timed
+from .call_stats import CallStats, timed
 
 log = logging.getLogger(__name__)
 

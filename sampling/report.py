@@ -9,8 +9,7 @@ from statistics import median
 
 from ..engine_library import Reason
 from . import fast_path
-from .call_stats import ON_ENGINE, CallStats
-from .timing import TimesTogether
+from .call_stats import ON_ENGINE, CallStats, TimesTogether
 
 
 def as_drawn(rows: Iterable[CallStats], drawn: Callable[[str], str]) -> list[CallStats]:

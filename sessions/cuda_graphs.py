@@ -21,7 +21,7 @@ from ..architectures.calls import AsyncInputs
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import outside_recording
 from .async_inputs import WaitPoint, at_gate, wait_for
-from .failed_capture import release_failed_capture
+from .graph_memory import release_failed_capture
 
 log = logging.getLogger(__name__)
 

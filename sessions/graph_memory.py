@@ -9,12 +9,58 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import logging
 import os
+import sys
+import traceback
+from collections.abc import Iterator
 
 import torch
 
 log = logging.getLogger(__name__)
+
+_never_freed: list[torch.Tensor] = []
+
+OURS = 3
+"""References to an object of a list that nobody else has: the list's, the loop's and the argument's."""
+
+
+def release_failed_capture(error: BaseException, device: torch.device) -> None:
+    """Empty the frames of a failed recording's error. What the caller's own frame holds stays the caller's."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    tensors = _tensors_on(device) if _frees_are_fatal(device) else []
+    for link in _chain(error):
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = None
+    for tensor in tensors:
+        if sys.getrefcount(tensor) == OURS:  # it would have died with the frames
+            _never_freed.append(tensor)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))  # not even when the process ends
+
+
+def _frees_are_fatal(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_allocator_backend() == "cudaMallocAsync"
+
+
+def _tensors_on(device: torch.device) -> list[torch.Tensor]:
+    """Every tensor of this process on a kind of device."""
+    every = (found for found in gc.get_objects() if issubclass(type(found), torch.Tensor))
+    return [tensor for tensor in every if tensor.device.type == device.type]
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and those that it came of."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        link = waiting.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            waiting += [link.__cause__, link.__context__]
+            yield link
+
 
 RESERVED = 2
 """CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT of the driver's API."""

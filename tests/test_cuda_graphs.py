@@ -14,7 +14,8 @@ from small_networks import CPU
 import_comfy()
 
 from comfy import model_management
-from hybrid_trt.sessions import cuda_graphs, failed_capture
+from hybrid_trt.sessions import cuda_graphs
+from hybrid_trt.sessions import graph_memory as failed_capture
 from hybrid_trt.sessions.cuda_graphs import GraphCache
 
 Tensors = Mapping[str, torch.Tensor]

@@ -13,7 +13,7 @@ from child_memory import Measured
 from hybrid_trt.architectures.shapes import Dim, TensorSpec
 from hybrid_trt.backends import backends
 from hybrid_trt.engine_builder import build as builder
-from hybrid_trt.engine_builder.main_memory import needed_bytes
+from hybrid_trt.engine_builder.resources import needed_bytes
 from hybrid_trt.engine_builder.worker import parity
 from hybrid_trt.engine_builder.worker.onnx_export import DATA_NAME, export_onnx
 from hybrid_trt.engine_library import Library

@@ -11,7 +11,7 @@ import pytest
 from builds import ROOT, contents, order, small_network
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.tensorrt import version8
-from hybrid_trt.engine_builder import main_memory
+from hybrid_trt.engine_builder import resources
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_library import BuildError, Library
 
@@ -24,7 +24,7 @@ def test_a_build_without_room_in_main_memory_is_refused_before_it_starts(
     def run(*_: Any) -> dict:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(main_memory, "available_bytes", lambda: 700_000_000)
+    monkeypatch.setattr(resources, "available_bytes", lambda: 700_000_000)
     with pytest.raises(BuildError) as refused:
         build_engine(order(small_network(), backends()["onnxruntime"]), Library([tmp_path]), lambda *_: None, run=run)
     text = str(refused.value)
@@ -35,23 +35,23 @@ def test_a_build_without_room_in_main_memory_is_refused_before_it_starts(
 
 
 def test_a_network_that_is_too_large_for_one_backend_is_told_of_a_smaller_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main_memory, "available_bytes", lambda: 8_000_000_000)
+    monkeypatch.setattr(resources, "available_bytes", lambda: 8_000_000_000)
     sdxl = 5_134_927_368
-    main_memory.check_memory(backends()["onnxruntime"], sdxl, "sdxl")
+    resources.check_memory(backends()["onnxruntime"], sdxl, "sdxl")
     with pytest.raises(BuildError, match=r"12\.3 GB .* 8\.0 GB are available.* onnxruntime, which needs 5\.6 GB"):
-        main_memory.check_memory(backends()["tensorrt_rtx"], sdxl, "sdxl")
+        resources.check_memory(backends()["tensorrt_rtx"], sdxl, "sdxl")
 
 
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outside = main_memory.available_bytes()
+    outside = resources.available_bytes()
     assert outside > 0
-    monkeypatch.setattr(main_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(resources, "CGROUP", tmp_path)
     for name, text in (("memory.current", "900000000"), ("memory.stat", "anon 5\ninactive_file 200000000\n")):
         (tmp_path / name).write_text(text)
     (tmp_path / "memory.max").write_text("1000000000\n")
-    assert main_memory.available_bytes() == 300_000_000
+    assert resources.available_bytes() == 300_000_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert main_memory.available_bytes() > 300_000_000
+    assert resources.available_bytes() > 300_000_000
 
 
 def test_the_estimate_covers_what_builds_were_measured_to_take() -> None:
@@ -61,7 +61,7 @@ def test_the_estimate_covers_what_builds_were_measured_to_take() -> None:
     assert measured == set(itertools.product(names, ("tensorrt_rtx", "onnxruntime")))
     for row in rows:
         taken = 1e9 * max(row[step]["of_that_private_gb"] for step in ("export_and_check", "build"))
-        estimate = main_memory.needed_bytes(backends()[row["backend"]], row["weights_bytes"])
+        estimate = resources.needed_bytes(backends()[row["backend"]], row["weights_bytes"])
         assert taken <= estimate <= 2 * taken, row["network"]
 
 
@@ -78,5 +78,5 @@ def test_the_estimate_covers_what_builds_of_tensorrt_8_were_seen_to_take() -> No
     sizes = {"sd15_controlnet": 722_558_240, "sd15_unet": 1_719_041_928, "sdxl_unet": 5_134_927_368}
     for case, peak in seen:
         (weights,) = (size for name, size in sizes.items() if case.startswith(name))
-        asked = main_memory.FIXED + version8.build_memory(weights)
+        asked = resources.FIXED + version8.build_memory(weights)
         assert peak * 1e9 - weights <= asked <= 1.2 * peak * 1e9, case

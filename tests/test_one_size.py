@@ -25,7 +25,7 @@ from hybrid_trt.backends import AUTO, backends, lookup
 from hybrid_trt.backends.tensorrt import version8
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
-from hybrid_trt.engine_builder import main_memory
+from hybrid_trt.engine_builder import resources
 from hybrid_trt.engine_builder.jobs import BuildQueue
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import EngineQuery, Library, Reason, Unavailable
@@ -66,7 +66,7 @@ def test_its_builds_want_the_main_memory_that_they_were_measured_to_take(monkeyp
         weights = 722_600_000 if "controlnet" in case else 1_719_000_000  # mapped, and part of what was measured
         for version, enough in (("8.6.0", True), ("10.13.3.9", False)):
             monkeypatch.setattr(type(FULL), "version", lambda _self, version=version: version)
-            needed = main_memory.needed_bytes(FULL, weights)
+            needed = resources.needed_bytes(FULL, weights)
             assert (needed >= peak * 1e9 - weights) is enough, (case, version)
 
 

@@ -12,7 +12,7 @@ from pack import import_comfy
 import_comfy()
 
 from hybrid_trt.architectures.shapes import Dim, TensorSpec
-from hybrid_trt.engine_builder import main_memory, room_for_children
+from hybrid_trt.engine_builder import resources
 
 X = TensorSpec("x", "float16", (Dim("B"), 4, Dim("H"), Dim("W")))
 
@@ -22,8 +22,8 @@ def large_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleName
     """A machine with room for many; what it has may be taken from it."""
     machine = SimpleNamespace(cores=64, main=1e12, gpu=1e12)
     (tmp_path / "weights").write_bytes(b"")
-    monkeypatch.setattr(room_for_children, "processors", lambda: machine.cores)
-    monkeypatch.setattr(main_memory, "available_bytes", lambda: int(machine.main))
+    monkeypatch.setattr(resources, "processors", lambda: machine.cores)
+    monkeypatch.setattr(resources, "available_bytes", lambda: int(machine.main))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _gpu: (int(machine.gpu), int(2 * machine.gpu)))
     machine.task = {
         "weights_file": str(tmp_path / "weights"), "backend": "torch", "device": "cuda", "gpu": 0,
@@ -37,7 +37,7 @@ def test_children_are_as_many_as_each_resource_has_room_for(large_machine: Simpl
         machine = SimpleNamespace(**vars(large_machine))
         vars(large_machine).update(less)
         try:
-            return room_for_children.children_with_room(large_machine.task)
+            return resources.children_with_room(large_machine.task)
         finally:
             vars(large_machine).update(vars(machine))
 
@@ -53,18 +53,18 @@ def test_who_does_a_part_of_a_size_needs_no_room_for_the_network(large_machine: 
         file.truncate(4 * 10**9)  # takes no disk
     # 6.5 GB on the GPU for each size, 0.8 for each further part
     machine.gpu = 1.5 * (6.5e9 + 3 * 0.8e9)
-    assert room_for_children.children_with_room(task) == 4
-    assert room_for_children.children_with_room({**task, "compiled": one * 2}) == 1
+    assert resources.children_with_room(task) == 4
+    assert resources.children_with_room({**task, "compiled": one * 2}) == 1
     machine.gpu = 1.5 * (2 * 6.5e9 + 2 * 0.8e9)
-    assert room_for_children.children_with_room({**task, "compiled": one * 2}) == 4
+    assert resources.children_with_room({**task, "compiled": one * 2}) == 4
     # and 6.6 and 2 GB of main memory
     machine.gpu, machine.main = 1e12, 6.6e9 + 2 * 2e9 + 1e6
-    assert room_for_children.children_with_room(task) == 3
-    assert room_for_children.children_with_room({**task, "compiled": one * 2}) == 1
+    assert resources.children_with_room(task) == 3
+    assert resources.children_with_room({**task, "compiled": one * 2}) == 1
 
 
 def test_larger_weights_and_sizes_need_more_of_the_gpu(large_machine: SimpleNamespace) -> None:
-    task, needed = large_machine.task, room_for_children.needed_on_gpu
+    task, needed = large_machine.task, resources.needed_on_gpu
     assert needed(task, 5 * 10**9) == needed(task, 0) + 5 * 10**9
     large = {**task, "compiled": [*task["compiled"], {"B": 16, "H": 512, "W": 512}]}
     assert needed(large, 0) > needed(task, 0)
@@ -77,15 +77,15 @@ def test_a_gpu_that_tells_nothing_has_room_for_one(
         raise RuntimeError("not supported")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", fails)
-    assert room_for_children.children_with_room(large_machine.task) == 1
-    assert room_for_children.children_with_room({**large_machine.task, "device": "cpu"}) == 32
+    assert resources.children_with_room(large_machine.task) == 1
+    assert resources.children_with_room({**large_machine.task, "device": "cpu"}) == 32
 
 
 def test_a_container_has_its_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main_memory, "CGROUP", tmp_path)
-    every = room_for_children.processors()
+    monkeypatch.setattr(resources, "CGROUP", tmp_path)
+    every = resources.processors()
     assert every >= 1
     (tmp_path / "cpu.max").write_text("100000 100000\n")
-    assert room_for_children.processors() == 1
+    assert resources.processors() == 1
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert room_for_children.processors() == every
+    assert resources.processors() == every

@@ -19,14 +19,14 @@ from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.samples import sample_inputs
 from hybrid_trt.backends import LiveTask, backends
 from hybrid_trt.backends.gpu_lock import WAITING, GpuLock
-from hybrid_trt.backends.torch_inductor import attention, benchmarks, compile_step, compiled, parts
+from hybrid_trt.backends.torch_inductor import attention, compile_step, compiled, parts
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import side_by_side
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.jobs import BuildQueue, State
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_builder.worker.failures import in_json
+from hybrid_trt.engine_builder.worker.main import in_json
 from hybrid_trt.engine_library import BuildError, Engine, Library, local_key
 from hybrid_trt.engine_library.lock import FileLock
 from hybrid_trt.engine_library.parity import relative_error
@@ -287,7 +287,7 @@ def test_inductor_times_kernels_in_turns_while_it_compiles_and_as_ever_afterward
         return call()
 
     monkeypatch.setattr(type(benchmarking.benchmarker), "benchmark_gpu", measure)
-    with benchmarks.in_turn(GpuLock(lock)):
+    with parts.in_turn(GpuLock(lock)):
         assert benchmarking.benchmarker.benchmark(lambda: 1.5, device="cuda") == 1.5
     assert held == [True]
     lock.unlink(missing_ok=True)
@@ -299,7 +299,7 @@ def test_a_torch_that_times_kernels_otherwise_is_left_alone(tmp_path: Path, monk
     from torch._inductor.runtime import benchmarking
 
     monkeypatch.delattr(benchmarking, "benchmarker")
-    with benchmarks.in_turn(GpuLock(tmp_path / "lock")):
+    with parts.in_turn(GpuLock(tmp_path / "lock")):
         assert not hasattr(benchmarking, "benchmarker")
 
 

@@ -21,9 +21,9 @@ import slow
 import tensorrt_rtx as trt
 from hybrid_trt.architectures.shapes import Profile, Range, TensorSpec
 from hybrid_trt.backends import BuildRequest
+from hybrid_trt.backends.tensorrt import build as messages
 from hybrid_trt.backends.tensorrt import build as trt_build
 from hybrid_trt.backends.tensorrt import flavour as trt_flavour
-from hybrid_trt.backends.tensorrt import messages
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder.worker import parity
 from hybrid_trt.engine_library import BuildError, Library

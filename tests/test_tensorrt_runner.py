@@ -15,8 +15,7 @@ import pytest
 import tensorrt_rtx as trt
 import torch
 from hybrid_trt.architectures.shapes import TensorSpec
-from hybrid_trt.backends.tensorrt import jit_cache as trt_jit_cache
-from hybrid_trt.backends.tensorrt import messages
+from hybrid_trt.backends.tensorrt import build as messages
 from hybrid_trt.backends.tensorrt import runner as trt_runner
 from hybrid_trt.engine_library import Reason, Unavailable
 
@@ -60,7 +59,7 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("module", [trt_runner, trt_jit_cache])
+@pytest.mark.parametrize("module", [trt_runner])
 def test_all_that_the_runner_calls_exists_in_the_bindings(module: Any) -> None:
     used = set()
     for node in ast.walk(ast.parse(inspect.getsource(module))):
@@ -183,7 +182,7 @@ def jit_cache(path: Path) -> tuple[Any, FakeCache]:
     fake = FakeCache()
     config = Mock(spec=trt.IRuntimeConfig)
     config.create_runtime_cache.return_value = fake
-    made = trt_jit_cache.JitCache(config, path)
+    made = trt_runner.JitCache(config, path)
     config.set_runtime_cache.assert_called_once_with(fake)
     return made, fake
 

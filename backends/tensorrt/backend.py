@@ -6,8 +6,7 @@ import torch
 
 from ...engine_library import Engine, Fallback, Manifest, Reason
 from ..file_backend import FileBackend
-from .flavour import Flavour, import_flavour, missing
-from .gpu import Gpu
+from .flavour import Flavour, Gpu, import_flavour, missing
 from .runner import TensorRTRunner
 
 

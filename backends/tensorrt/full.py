@@ -13,8 +13,7 @@ from ...engine_library import BuildError, Fallback, Reason, Unavailable
 from .. import BuildRequest, Progress
 from . import version8
 from .backend import TensorRTBackend
-from .flavour import Flavour, missing
-from .gpu import Gpu
+from .flavour import Flavour, Gpu, missing
 
 CAPABILITIES = {8: ((6, 0), (9, 0)), 10: ((7, 5), (99, 0)), 11: ((7, 5), (99, 0))}
 """Version -> the oldest and the newest compute capability that it knows."""

@@ -9,8 +9,7 @@ import torch
 from ...engine_library import Fallback, Reason
 from .. import BuildRequest, Progress
 from .backend import TensorRTBackend
-from .flavour import Flavour, missing
-from .gpu import Gpu
+from .flavour import Flavour, Gpu, missing
 
 SUPPORTED = frozenset({(7, 5), (8, 0), (8, 6), (8, 9), (12, 0), (12, 1)})
 """Compute capabilities that an engine can be built for."""

@@ -147,7 +147,7 @@ def by_inductor(graph: torch.fx.GraphModule, given: Sequence[torch.Tensor]) -> A
 def _choices() -> AbstractContextManager[None]:
     """``choices.our_rows``, or nothing with a torch that makes these choices elsewhere: they only cost time."""
     try:
-        from .choices import our_rows
+        from .inductor_tuning import our_rows
     except ImportError as error:
         log.warning("Hybrid TRT: Inductor chooses alone with this torch (%s): networks run slower", error)
         return nullcontext()
