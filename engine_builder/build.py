@@ -48,7 +48,8 @@ from .order import BuildOrder
 from .resources import check_memory, hold
 from .side_by_side import run_step
 from .worker.onnx_export import DATA_NAME
-from .worker.steps import STEPS, Task
+from .worker.steps import STEPS
+from .worker.task import Task
 from .worker_process import STARTING, Log
 from .worker_tasks import Runner, WeightsChanged, backend_task, network_task, only_gpu, stack_of, tensors_task
 

@@ -24,7 +24,7 @@ from ..engine_library import (
 from ..engine_library.disk import check_room
 from ..engine_library.parity import LIMITS
 from .worker.onnx_export import DATA_NAME
-from .worker.steps import Task
+from .worker.task import Task
 from .worker_process import Log
 from .worker_tasks import Runner, WeightsChanged, backend_task, network_task, only_gpu, tensors_task
 

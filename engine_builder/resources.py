@@ -17,7 +17,7 @@ from ..backends import Backend, Progress, backends
 from ..engine_library import BuildError
 from ..engine_library.disk import gigabytes
 from ..engine_library.lock import FileLock
-from .worker.steps import Task, tensors_of
+from .worker.task import Task, tensors_of
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from ..backends import Progress, backends
 from ..backends.gpu_lock import WAITING, GpuLock
 from ..engine_library import BuildError
 from .resources import children_with_room, processors
-from .worker.steps import Task
+from .worker.task import Task
 from .worker_process import STARTING, TICK, Log, RetryWithOneWorker, run_in_worker
 
 MOST = 8

@@ -14,7 +14,7 @@ from ..architectures.shapes import TensorSpec
 from ..backends import Backend, Progress
 from ..comfy_model.network import NativeNetwork
 from .standalone import STACK_VARIABLE
-from .worker.steps import Task
+from .worker.task import Task
 from .worker_process import Log
 
 Runner = Callable[[Task, Progress, Log, Mapping[str, str]], dict]

@@ -20,9 +20,9 @@ from ...engine_library.parity import relative_error
 from ...sessions import gpu_timing
 from ...sessions.cuda_graphs import GraphCache
 from .. import LiveTask, Progress
-from . import attention, parts
+from . import attention, benchmarks
 from .compiled import Compiled, compile_to_file, file_name, open_file
-from .parts import SharedSize
+from .shared_size import SharedSize
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def _compiled(
         BuildError: Inductor failed.
     """
     try:
-        with parts.in_turn(task.turns), _few_searches_for_garbage():
+        with benchmarks.in_turn(task.turns), _few_searches_for_garbage():
             if task.part[1] == 1:
                 return compile_to_file(*network, path, kernel, late)
             shared = SharedSize(path, *task.part)
