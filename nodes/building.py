@@ -19,6 +19,7 @@ from ..engine_builder.order import BuildOrder
 from ..engine_library import Engine, Fallback, Reason, Unavailable
 from ..engine_library.manifest import MANIFEST_NAME
 from ..page_api.asked_pictures import running_pictures
+from ..page_api.build_orders import running_orders
 from ..page_api.builds import builds, ended, node_states
 from ..sampling.call_stats import ever_uncompiled
 from ..sampling.engine_handle import EngineHandle
@@ -110,20 +111,22 @@ def _order(handle: EngineHandle) -> BuildOrder | None:
 
 
 def generation(when_missing: str) -> str:
-    """A text that changes when nodes that build have to run again: a build in the background has ended, an engine that
-    some node found is gone or damaged, the prompt asks for another picture, or calls ran uncompiled. Looks at a few
-    files' sizes and reads nothing.
+    """Return a text that changes when nodes that build have to run again.
+
+    It changes when a build in the background has ended, an engine that some node found is gone or damaged, the prompt
+    asks for another picture, calls ran uncompiled, or the prompt orders builds. It looks at a few files' sizes and
+    reads nothing.
 
     It is the same for all nodes: ComfyUI gives a node's cached output to any other with the same inputs.
     """
     global _losses
     if when_missing == USE_NATIVE:
-        return ""
+        return running_orders()
     for folder in [folder for folder, engine in list(_found.items()) if _is_lost(engine)]:
         _found.pop(folder, None)
         _losses += 1
     happened = _losses + (ended() if when_missing == IN_BACKGROUND else 0)
-    return f"{happened} {ever_uncompiled()} {running_pictures()}"
+    return f"{happened} {ever_uncompiled()} {running_pictures()} {running_orders()}"
 
 
 def remember(handle: EngineHandle) -> None:

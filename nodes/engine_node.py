@@ -11,12 +11,12 @@ from ..architectures.image_latent import ANY
 from ..architectures.sizes import RequestedSizes
 from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback, Unavailable
-from ..page_api.asked_pictures import asked_pictures, requested_pictures
-from ..page_api.build_prompts import forget_when_done
+from ..page_api.asked_pictures import asked_pictures
+from ..page_api.build_orders import Order, order_of
 from ..page_api.builds import node_states, pending_orders
 from ..page_api.library_folder import library
-from ..page_api.node_key import BUILD_REQUEST, FROM_PAGE, MISSING_ONLY, BadPrompt, node_key
-from ..page_api.workflow_graph import all_nodes, drawn_id, inputs_of, whole_prompt
+from ..page_api.node_key import BadPrompt, node_key
+from ..page_api.workflow_graph import all_nodes, drawn_id, whole_prompt
 from ..sampling.call_stats import executing
 from ..sampling.engine_handle import EngineChoice, EngineHandle
 from . import building
@@ -51,15 +51,13 @@ def find_or_build(
     A build that fails is told on the node and leaves native to serve.
     """
     key = _key(prompt, node_id)
-    request = inputs_of(prompt, node_id).get(BUILD_REQUEST)
-    words = str(request).split() if request is not None else []
-    pictures = requested_pictures(words) or asked_pictures(all_nodes(prompt), node_id)
+    order, drawn = _order(prompt, node_id), drawn_id(prompt, node_id)
+    pictures = asked_pictures(order.graph, drawn) if order is not None else ()
+    pictures = pictures or asked_pictures(all_nodes(prompt), node_id)
     handle = EngineHandle(network, replace(choice, pictures=pictures), library(), node_id, key)
     node_states.learn(key, handle)  # before a build is told to the page
-    if request is not None:
-        if FROM_PAGE in words:
-            forget_when_done(executing().prompt_id)
-        building.build_as_requested(handle, again=MISSING_ONLY not in words)
+    if order is not None:
+        building.build_as_requested(handle, again=not order.missing_only)
     elif when_missing != USE_NATIVE:
         building.build_if_missing(handle, when_missing)
     node_states.learn(key, handle)
@@ -78,8 +76,15 @@ def refuse(fallback: Fallback, label: str, node_id: str, prompt: DynamicPrompt) 
     return fallback.sentence()
 
 
+def _order(prompt: DynamicPrompt, node_id: str) -> Order | None:
+    """Return the order that the running prompt carries for a node, or for the node of the user's graph behind it."""
+    context = executing()
+    order = order_of(context.prompt_id) if context is not None else None
+    return order if order is not None and {node_id, drawn_id(prompt, node_id)} & order.nodes else None
+
+
 def _order_given(key: str) -> None:
-    """The running prompt orders this node's build no more: it has, or there is nothing to build."""
+    """Note that the running prompt has ordered this node's build, or that there is nothing to build."""
     if (context := executing()) is not None:
         pending_orders.given(context.prompt_id, key)
 

@@ -1,10 +1,10 @@
-"""The pictures that a prompt asks an engine node's network for, found before it runs; on the page: ``fit.mjs``."""
+"""Pictures that a prompt asks an engine node's network for, found before it runs; on the page: ``fit.mjs``."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from server import PromptServer
@@ -13,31 +13,21 @@ from ..architectures.sizes import Picture
 from ..comfy_model.comfyui_internals import Feature, works
 from .workflow_graph import is_link
 
-FOR_PICTURE = "for:"
-"""Begins a word in a build request that names a picture: ``for:832x1216x2``, with the batch of its calls."""
-MAX_PICTURES = 16
-_WORD = re.compile(FOR_PICTURE + r"(\d{2,5})x(\d{2,5})x(\d{1,3})")
+MAX_PICTURES, MAX_NUMBER = 16, 100_000
 _EMPTY = re.compile("empty.*latent", re.IGNORECASE)
 
 
 def asked_pictures(prompt: Mapping[str, Any], node_id: str) -> tuple[Picture, ...]:
-    """The pictures of the samplers that call a node's network, where these are empty latents of plain numbers."""
+    """Return the pictures of the samplers that call a node's network, where these are empty latents of plain numbers.
+
+    They are at most ``MAX_PICTURES``.
+    """
     found = (_picture(prompt, sampler) for sampler in _samplers(prompt, node_id))
-    return tuple(dict.fromkeys(picture for picture in found if picture is not None))
-
-
-def requested_pictures(words: Iterable[str]) -> tuple[Picture, ...]:
-    """The pictures that a build request names."""
-    found = filter(None, map(_WORD.fullmatch, words))
-    sizes: dict[tuple[int, int], list[int]] = {}
-    for width, height, batch in (map(int, match.groups()) for match in found):
-        if min(width, height, batch) > 0:
-            sizes.setdefault((width, height), []).append(batch)
-    return tuple(Picture(*size, tuple(batches)) for size, batches in list(sizes.items())[:MAX_PICTURES])
+    return tuple(dict.fromkeys(picture for picture in found if picture is not None))[:MAX_PICTURES]
 
 
 def running_pictures() -> str:
-    """All empty latents and CFGs of the prompts that are being executed, as a text to compare."""
+    """Return all empty latents and CFGs of the prompts that are being executed, as a text to compare."""
     server = getattr(PromptServer, "instance", None)  # a process without a server has none
     if server is None or not works(Feature.QUEUE):
         return ""
@@ -65,14 +55,17 @@ def _samplers(prompt: Mapping[str, Any], node_id: str) -> Iterator[str]:
 
 
 def _picture(prompt: Mapping[str, Any], sampler: str) -> Picture | None:
-    """The picture of a sampler, None where it is not certain or the node is none. With CFG a call has both prompts."""
+    """Return the picture of a sampler, None where it is not certain or the node is none.
+
+    With CFG a call has both prompts, so its batch is twice the images.
+    """
     inputs = _inputs(prompt, sampler)
     latent, cfg = inputs.get("latent_image"), inputs.get("cfg")
     if not is_link(latent) or not _EMPTY.search(str(_node(prompt, latent[0]).get("class_type"))):
         return None
     empty = _inputs(prompt, latent[0])
     width, height, images = empty.get("width"), empty.get("height"), empty.get("batch_size", 1)
-    if not all(isinstance(n, int) and n > 0 for n in (width, height, images)):
+    if not all(isinstance(n, int) and 0 < n < MAX_NUMBER for n in (width, height, images)):
         return None
     known = isinstance(cfg, int | float) and math.isfinite(cfg)
     batches = (2 * images, images) if not known else (images,) if cfg == 1 else (2 * images,)

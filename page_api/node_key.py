@@ -14,12 +14,8 @@ from typing import Any
 from .workflow_graph import is_link
 
 ENGINE_NODES = ("TRTUNetEngine", "TRTControlNetEngine")
-BUILD_REQUEST = "build_request"
-"""An input that no node declares: the page's Build button puts it into its prompt, so that ComfyUI caches nothing."""
-FROM_PAGE, MISSING_ONLY = "page", "missing"
-"""Words in a request: a page orders and shows the build itself; only what is missing is built, and nothing anew."""
 
-_IGNORED = ("when_missing", "opt_size", BUILD_REQUEST)
+_IGNORED = ("when_missing", "opt_size")
 """What to do about a missing engine says nothing about which one it is; one that is best at another size serves."""
 MAX_DEPTH = 200
 MAX_NESTING = 50
