@@ -1,4 +1,4 @@
-"""Between the engine nodes and the build queue: what ``when_missing`` means."""
+"""Builds that the engine nodes order or wait for: the meaning of ``when_missing``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from ..engine_builder.jobs import Job, State
 from ..engine_builder.order import BuildOrder
 from ..engine_library import Engine, Fallback, Reason, Unavailable
 from ..engine_library.manifest import MANIFEST_NAME
-from ..page_api.asked_pictures import running_pictures
-from ..page_api.build_orders import running_orders
+from ..page_api.build_orders import running_orders, running_pictures
 from ..page_api.builds import builds, ended, node_states
 from ..sampling.call_stats import ever_uncompiled
 from ..sampling.engine_handle import EngineHandle
@@ -60,7 +59,7 @@ def build_as_requested(handle: EngineHandle, again: bool) -> None:
 
 
 def _orders(handle: EngineHandle) -> list[tuple[BuildOrder, bool]]:
-    """The orders for what a handle lacks, or where it lacks nothing for all that it has, and whether to build anew.
+    """Return the orders for what a handle lacks, or for all that it has where it lacks nothing, each with "build anew".
 
     Engines of live weights have files for some calls; those for others are built beside them and leave them alone.
     """
@@ -84,7 +83,7 @@ def _orders(handle: EngineHandle) -> list[tuple[BuildOrder, bool]]:
 
 
 def _lacking(handle: EngineHandle) -> list[Profile]:
-    """The sizes that a handle has no engine for, of a backend whose engines are for one; all where it lacks none."""
+    """Return the sizes that a handle has no engine for, of a backend whose engines are for one; all where it lacks none."""
     session, wanted = handle.session, handle.profiles
     lacking = [profile for profile in wanted if session is None or session.lacks(profile)]
     if not lacking and session is not None:
@@ -98,7 +97,7 @@ def _for_calls(order: BuildOrder, profile: Profile, calls: Sequence[Call]) -> Bu
 
 
 def _order(handle: EngineHandle) -> BuildOrder | None:
-    """The order for a handle's engine; None, and the handle says why, where no backend can build it, or for no network
+    """Return the order for a handle's engine; None, and the handle says why, where no backend can build it, or for no network
     like this."""
     try:
         handle.network.architecture()
@@ -150,7 +149,7 @@ def _needs_build(handle: EngineHandle) -> bool:
 
 
 def _build_now(order: BuildOrder, handle: EngineHandle) -> bool:
-    """Wait for a build; whether there is an engine now."""
+    """Wait for a build; return whether there is an engine now."""
     job = _submit(order, handle, waits=True)
     bar = comfy_utils.ProgressBar(100, node_id=handle.node_id)
     shown = 0

@@ -14,8 +14,7 @@ from comfy_execution.graph import DynamicPrompt
 from server import PromptServer
 
 from ..comfy_model.comfyui_internals import Feature, works
-from .node_key import ENGINE_NODES, BadPrompt, node_key
-from .workflow_graph import upstream
+from .workflow_graph import ENGINE_NODES, BadPrompt, node_key, picture_of, upstream
 
 ORDER = "hybrid_trt_build"
 """Key of the order in ``extra_data``: ``{"nodes": [ids], "missing_only": bool, "graph": API prompt}``.
@@ -49,6 +48,13 @@ def running_orders() -> str:
     """Return the ids of the running prompts that carry an order: what ComfyUI must not answer from its cache."""
     running, _ = _queue()
     return " ".join(sorted(item[1] for item in running if _read(item[3])))
+
+
+def running_pictures() -> str:
+    """Return all empty latents and CFGs of the prompts that are being executed, as a text to compare."""
+    running, _ = _queue()
+    found = {str(picture_of(item[2], node)) for item in running for node in item[2]}
+    return " ".join(sorted(found - {"None"}))
 
 
 class PendingOrders:

@@ -32,7 +32,7 @@ from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, Library, local_key
 from hybrid_trt.engine_library.parity import relative_error
 from hybrid_trt.nodes import building
-from hybrid_trt.page_api.asked_pictures import asked_pictures
+from hybrid_trt.page_api.workflow_graph import asked_pictures
 from hybrid_trt.sampling import engine_handle
 from hybrid_trt.sampling.call_stats import CallStats
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle

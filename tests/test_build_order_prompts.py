@@ -14,7 +14,7 @@ import_comfy()
 from execution import PromptQueue
 from hybrid_trt.page_api import build_orders
 from hybrid_trt.page_api.build_orders import ORDER, PendingOrders, order_of, running_orders
-from hybrid_trt.page_api.node_key import node_key
+from hybrid_trt.page_api.workflow_graph import node_key
 
 PROMPT: dict[str, Any] = {
     "1": {"class_type": "Loader", "inputs": {"ckpt_name": "a"}},

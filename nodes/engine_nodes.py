@@ -1,33 +1,103 @@
-"""What the two engine nodes share: their settings, finding or building the engine, saying so on the node."""
+"""The two engine nodes: each finds or builds the engine of a network and says so on the node."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from comfy.controlnet import ControlNet
+from comfy.model_patcher import ModelPatcher
+from comfy_api.latest import io, ui
 from comfy_execution.graph import DynamicPrompt
 
 from ..architectures.image_latent import ANY
 from ..architectures.sizes import RequestedSizes
 from ..comfy_model.network import NativeNetwork
-from ..engine_library import Fallback, Unavailable
-from ..page_api.asked_pictures import asked_pictures
+from ..engine_library import Fallback, Reason, Unavailable
 from ..page_api.build_orders import Order, order_of
 from ..page_api.builds import node_states, pending_orders
 from ..page_api.library_folder import library
-from ..page_api.node_key import BadPrompt, node_key
-from ..page_api.workflow_graph import all_nodes, drawn_id, whole_prompt
+from ..page_api.workflow_graph import (
+    BadPrompt,
+    all_nodes,
+    asked_pictures,
+    drawn_id,
+    model_name,
+    node_key,
+    whole_prompt,
+)
 from ..sampling.call_stats import executing
+from ..sampling.controlnet import back_with_engine, native_controlnet
 from ..sampling.engine_handle import EngineChoice, EngineHandle
-from . import building
+from . import building, schemas
 from .schemas import BUILT_IN, REPLACEABLE, USE_NATIVE
 
+if TYPE_CHECKING:
+    from comfy.controlnet import ControlBase
+
 log = logging.getLogger(__name__)
+
+WITHOUT_ENGINE = {
+    "T2IAdapter": "a T2I-adapter computes once per picture, and the UNet's engine takes what it gives",
+    "ControlLora": "a Control-LoRA takes the model's own weights each time that sampling starts",
+}
+"""Classes of controls that no engine is built for, and why."""
+
+
+class TRTUNetEngine(io.ComfyNode):
+    """MODEL -> the engine of its UNet, for TRT Sampler Patch."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schemas.unet_engine()
+
+    @classmethod
+    def fingerprint_inputs(cls, when_missing: str, **_: object) -> str:
+        return building.generation(when_missing)
+
+    @classmethod
+    def execute(cls, model: ModelPatcher, when_missing: str, **settings: int | str) -> io.NodeOutput:
+        node_id = cls.hidden.unique_id
+        label = model_name(cls.hidden.dynprompt, node_id, "model", "UNet")
+        network = NativeNetwork.of_model(model, label)
+        choice = engine_choice(network, **settings)
+        handle = find_or_build(network, choice, when_missing, node_id, cls.hidden.dynprompt)
+        return io.NodeOutput(handle, ui=ui.PreviewText(handle.status()))
+
+
+class TRTControlNetEngine(io.ComfyNode):
+    """CONTROL_NET -> the same CONTROL_NET, run by an engine."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schemas.controlnet_engine()
+
+    @classmethod
+    def fingerprint_inputs(cls, when_missing: str, **_: object) -> str:
+        return building.generation(when_missing)
+
+    @classmethod
+    def execute(cls, control_net: ControlBase, when_missing: str, **settings: int | str) -> io.NodeOutput:
+        node_id = cls.hidden.unique_id
+        label = model_name(cls.hidden.dynprompt, node_id, "control_net", "ControlNet")
+        if type(control_net) is not ControlNet:
+            kinds = [kind.__name__ for kind in type(control_net).__mro__]
+            why = next((words for kind, words in WITHOUT_ENGINE.items() if kind in kinds), f"it is a {kinds[0]}")
+            refusal = Fallback(Reason.UNSUPPORTED_MODEL, f"{label} runs without one: {why}")
+            status = refuse(refusal, label, node_id, cls.hidden.dynprompt)
+            return io.NodeOutput(control_net, ui=ui.PreviewText(status))
+        native = native_controlnet(control_net)
+        network = NativeNetwork.of_controlnet(native, label)
+        choice = engine_choice(network, **settings)
+        handle = find_or_build(network, choice, when_missing, node_id, cls.hidden.dynprompt)
+        return io.NodeOutput(back_with_engine(native, handle), ui=ui.PreviewText(handle.status()))
+
 
 def engine_choice(
     network: NativeNetwork, precision: str, backend: str, weights: str = BUILT_IN, **sizes: int
 ) -> EngineChoice:
-    """The engine node's settings as a profile in latent elements, a precision, a backend and whose weights.
+    """Return the engine node's settings as a profile in latent elements, a precision, a backend and whose weights.
 
     Args:
         weights: ``"built in"`` or ``"replaceable"``.
@@ -46,7 +116,7 @@ def engine_choice(
 def find_or_build(
     network: NativeNetwork, choice: EngineChoice, when_missing: str, node_id: str, prompt: DynamicPrompt
 ) -> EngineHandle:
-    """The handle for a network's engine, with a build ordered or done when there is none and the user wants one.
+    """Return the handle for a network's engine, with a build ordered or done when there is none and the user wants one.
 
     A build that fails is told on the node and leaves native to serve.
     """
@@ -90,7 +160,7 @@ def _order_given(key: str) -> None:
 
 
 def _key(prompt: DynamicPrompt, node_id: str) -> str:
-    """The key under which the page knows a node: in a loop that of the node in the user's graph."""
+    """Return the key under which the page knows a node: in a loop that of the node in the user's graph."""
     original, drawn = prompt.get_original_prompt(), drawn_id(prompt, node_id)
     if drawn in original and original[drawn]["class_type"] == prompt.get_node(node_id)["class_type"]:
         prompt, node_id = DynamicPrompt(original), drawn
@@ -99,8 +169,3 @@ def _key(prompt: DynamicPrompt, node_id: str) -> str:
     except BadPrompt as error:  # for example nodes that expand while they run
         log.debug("Hybrid TRT: node %s has no key (%s)", node_id, error)
         return ""
-
-
-def log_text(text: str) -> None:
-    """Put what a node says into the log, in one line."""
-    log.info("Hybrid TRT: %s", text.replace("\n", ": "))
