@@ -59,7 +59,7 @@ def build_as_requested(handle: EngineHandle, again: bool) -> None:
 
 
 def _orders(handle: EngineHandle) -> list[tuple[BuildOrder, bool]]:
-    """Return the orders for what a handle lacks, or for all that it has where it lacks nothing, each with "build anew".
+    """Return the orders for what a handle lacks, else for all that it has; each with whether to build anew.
 
     Engines of live weights have files for some calls; those for others are built beside them and leave them alone.
     """
@@ -83,7 +83,10 @@ def _orders(handle: EngineHandle) -> list[tuple[BuildOrder, bool]]:
 
 
 def _lacking(handle: EngineHandle) -> list[Profile]:
-    """Return the sizes that a handle has no engine for, of a backend whose engines are for one; all where it lacks none."""
+    """Return the sizes that a handle has no engine for, or all where it lacks none.
+
+    The backend is one whose engines are for one size each.
+    """
     session, wanted = handle.session, handle.profiles
     lacking = [profile for profile in wanted if session is None or session.lacks(profile)]
     if not lacking and session is not None:
@@ -97,8 +100,10 @@ def _for_calls(order: BuildOrder, profile: Profile, calls: Sequence[Call]) -> Bu
 
 
 def _order(handle: EngineHandle) -> BuildOrder | None:
-    """Return the order for a handle's engine; None, and the handle says why, where no backend can build it, or for no network
-    like this."""
+    """Return the order for a handle's engine.
+
+    It is None, and the handle says why, where no backend can build it or the network is of no known kind.
+    """
     try:
         handle.network.architecture()
         backend = usable_backends(handle.choice.backend, handle.network.device)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -19,8 +20,9 @@ from ..sampling.report import report_text, verdict
 from ..sampling.report_plot import plot
 from ..sampling.timing import want_times
 from . import schemas
-from .engine_node import log_text
 from .schemas import REPORT as NODE_ID
+
+log = logging.getLogger(__name__)
 
 PLOT = 2
 """The number of that output."""
@@ -44,7 +46,7 @@ class TRTReport(io.ComfyNode):
         text = report_text(rows) if rows or (engine := _engine(after)) is None else engine.status()
         if copies:
             text = f"{text}\nCounted over {copies} samplings that a loop or another node started."
-        log_text(text)
+        log.info("Hybrid TRT: %s", text.replace("\n", ": "))
         ui = {"text": [text], "report": [report_json(rows)]}
         if rows:
             ui["native"] = [any(row.native for row in rows)]

@@ -64,7 +64,7 @@ def _for_model(model: ModelPatcher, engine: EngineHandle) -> tuple[EngineHandle,
 
 
 def _patch_between(model: ModelPatcher, engine: EngineHandle) -> Fallback | None:
-    """Return what keeps an engine from serving as long as it has weights of its own, or at all; each call looks again."""
+    """Return what keeps an engine from serving while it has weights of its own, or at all; each call looks again."""
     if (fallback := engine.network.other_dtype(model)) is not None:
         return fallback
     theirs = engine.network.patcher

@@ -42,7 +42,7 @@ MISSING = {Reason.NO_ENGINE: "none", Reason.STALE_ENGINE: "stale", Reason.BROKEN
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """Record of what an engine node wants, as learnt when it ran. ``weights`` is ``""`` until somebody had to hash them;
+    """Record of an engine node's wants, as learnt when it ran. ``weights`` is ``""`` until somebody had to hash them;
     ``without_engine`` says what serves besides native while there is none."""
 
     label: str
