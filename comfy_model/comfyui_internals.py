@@ -35,7 +35,6 @@ class Feature(Enum):
     COMPILED_NATIVE = "native calls compiled by another node", "they run as they are"
     QUEUE = "readings of ComfyUI's queue", "nothing is known of prompts that wait or run"
     BUILDS = "builds in ComfyUI", "engines are built by the command line alone"
-    QUIET_BUILDS = "builds that leave no job in ComfyUI's history", "they leave one"
 
 
 TABLE: dict[Feature, tuple[str, ...]] = {
@@ -190,11 +189,6 @@ TABLE: dict[Feature, tuple[str, ...]] = {
         "comfy.model_management:throw_exception_if_processing_interrupted(...)",
         "comfy.utils:ProgressBar.__init__(self, _, node_id, ...)",
         "comfy.utils:ProgressBar.update_absolute(self, _, ...)",
-    ),
-    Feature.QUIET_BUILDS: (
-        "execution:PromptQueue.task_done(self, _, _, _, ...)",
-        "execution:PromptQueue.mutex",
-        "execution:PromptQueue.history",
     ),
 }
 

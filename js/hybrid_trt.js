@@ -55,7 +55,7 @@ async function showLog(job) {
 /** What the open workflow lacks, with one button that builds it all. */
 function workflowView(more = {}) {
     return new WorkflowView(tracker, {
-        buildAll: (views) => builder.buildAll(views), cancelAll: (views) => builder.cancelAll(views), ...more,
+        buildAll: () => builder.buildAll(), cancelAll: (views) => builder.cancelAll(views), ...more,
     });
 }
 

@@ -1,4 +1,4 @@
-"""The nodes: what users see. They know the run side and the build side; nothing knows them."""
+"""The nodes that users see. They know the run side and the build side; nothing knows them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class HybridTRT(ComfyExtension):
     """The pack as ComfyUI sees it. Node ids are a public promise: workflows store them."""
 
     def __init__(self) -> None:
-        self._nodes = _nodes()
+        self._nodes = nodes()
 
     async def on_load(self) -> None:
         if works(Feature.ENGINES):
@@ -27,13 +27,16 @@ class HybridTRT(ComfyExtension):
         return self._nodes
 
 
-def _nodes() -> list[type[io.ComfyNode]]:
-    """All nodes; where this ComfyUI lacks what every engine needs, those of the same names that leave all to native."""
+def nodes() -> list[type[io.ComfyNode]]:
+    """Return all nodes; where this ComfyUI lacks what every engine needs, those of the same names that run native."""
     if works(Feature.ENGINES):
         try:
-            from .all_nodes import NODES
+            from .apply_controlnet import TRTApplyControlNet
+            from .engine_nodes import TRTControlNetEngine, TRTUNetEngine
+            from .report import TRTReport
+            from .sampler_patch import TRTSamplerPatch
 
-            return NODES
+            return [TRTUNetEngine, TRTControlNetEngine, TRTApplyControlNet, TRTSamplerPatch, TRTReport]
         except (ImportError, AttributeError) as error:  # of what the table of internals does not name
             log.debug("Hybrid TRT: the nodes cannot be loaded", exc_info=True)
             switch_off(Feature.ENGINES, f"this ComfyUI is not as expected ({type(error).__name__}: {error})")

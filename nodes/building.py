@@ -1,4 +1,4 @@
-"""Between the engine nodes and the build queue: what ``when_missing`` means."""
+"""Builds that the engine nodes order or wait for: the meaning of ``when_missing``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..engine_builder.jobs import Job, State
 from ..engine_builder.order import BuildOrder
 from ..engine_library import Engine, Fallback, Reason, Unavailable
 from ..engine_library.manifest import MANIFEST_NAME
-from ..page_api.asked_pictures import running_pictures
+from ..page_api.build_orders import running_orders, running_pictures
 from ..page_api.builds import builds, ended, node_states
 from ..sampling.call_stats import ever_uncovered
 from ..sampling.engine_handle import EngineHandle
@@ -55,7 +55,7 @@ def build_as_requested(handle: EngineHandle, again: bool) -> None:
 
 
 def _orders(handle: EngineHandle) -> list[tuple[BuildOrder, bool]]:
-    """The orders for what a node lacks, each with True where an engine that is there is built again.
+    """Return the orders for what a node lacks, each with True where an engine that is there is built again.
 
     Engines that could not be opened are built again; all of them are where the node lacks nothing.
     """
@@ -76,20 +76,22 @@ def _orders(handle: EngineHandle) -> list[tuple[BuildOrder, bool]]:
 
 
 def generation(when_missing: str) -> str:
-    """A text that changes when nodes that build have to run again: a build in the background has ended, an engine that
-    some node found is gone or damaged, the prompt asks for another picture, or calls ran uncompiled. Looks at a few
-    files' sizes and reads nothing.
+    """Return a text that changes when nodes that build have to run again.
+
+    It changes when a build in the background has ended, an engine that some node found is gone or damaged, the prompt
+    asks for another picture, calls ran uncompiled, or the prompt orders builds. It looks at a few files' sizes and
+    reads nothing.
 
     It is the same for all nodes: ComfyUI gives a node's cached output to any other with the same inputs.
     """
     global _losses
     if when_missing == USE_NATIVE:
-        return ""
+        return running_orders()
     for folder in [folder for folder, engine in list(_found.items()) if _is_lost(engine)]:
         _found.pop(folder, None)
         _losses += 1
     happened = _losses + (ended() if when_missing == IN_BACKGROUND else 0)
-    return f"{happened} {ever_uncovered()} {running_pictures()}"
+    return f"{happened} {ever_uncovered()} {running_pictures()} {running_orders()}"
 
 
 def remember(handle: EngineHandle) -> None:
@@ -107,7 +109,7 @@ def _is_lost(engine: Engine) -> bool:
 
 
 def _build_now(order: BuildOrder, handle: EngineHandle) -> bool:
-    """Wait for a build; whether there is an engine now."""
+    """Wait for a build; return whether there is an engine now."""
     job = _submit(order, handle, waits=True)
     bar = comfy_utils.ProgressBar(100, node_id=handle.node_id)
     shown = 0

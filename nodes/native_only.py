@@ -1,4 +1,4 @@
-"""The nodes where this ComfyUI lacks what engines need: they hand on what they get, so native serves, and say so.
+"""Nodes for a ComfyUI that lacks what engines need: they hand on what they get, so native serves, and say so.
 
 Nothing is imported here that such a ComfyUI may lack.
 """
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def why() -> str:
-    """Why everything runs native, for people."""
+    """Return for people why everything runs native."""
     return f"Native: {' '.join(switched_off([Feature.ENGINES]))}"
 
 

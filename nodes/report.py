@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,9 @@ from ..sampling.engine_status import status
 from ..sampling.report import as_drawn, report_text, verdict
 from ..sampling.report_plot import plot
 from . import schemas
-from .engine_node import log_text
 from .schemas import REPORT as NODE_ID
+
+log = logging.getLogger(__name__)
 
 PLOT = 2
 """The number of that output."""
@@ -34,7 +36,7 @@ class TRTReport(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **_: Any) -> bool:
-        """Who links the plot in a graph that was run without it does not get what is kept of that run."""
+        """Return another value when the plot is newly connected, so that the node runs again."""
         return _wants_plot(cls.hidden.unique_id)
 
     @classmethod
@@ -43,7 +45,7 @@ class TRTReport(io.ComfyNode):
         text = report_text(rows) if rows or (engine := _engine(after)) is None else status(engine)
         if copies:
             text = f"{text}\nCounted over {copies} samplings that a loop or another node started."
-        log_text(text)
+        log.info("Hybrid TRT: %s", text.replace("\n", ": "))
         ui = {"text": [text], "report": [report_json(rows)]}
         if rows:
             ui["native"] = [any(row.native for row in rows)]
@@ -88,13 +90,13 @@ def report_json(rows: list[CallStats]) -> dict:
 
 
 def _wants_times(prompt_id: str) -> bool:
-    """Whether a prompt that is being executed has a report that times calls."""
+    """Tell whether a prompt that is being executed has a report that times calls."""
     nodes = _running().get(prompt_id, {}).values()
     return any(n["class_type"] == NODE_ID and n["inputs"].get("time_calls", True) is not False for n in nodes)
 
 
 def _wants_plot(node_id: str) -> bool:
-    """Whether the plot of a report in a prompt that is being executed goes anywhere, or may."""
+    """Tell whether the plot of a report in a prompt that is being executed goes anywhere, or may."""
     node_id = drawn_id(get_progress_state().dynprompt, node_id)  # in a loop it is a copy
     nodes = next((nodes for nodes in _running().values() if node_id in nodes), None)
     if nodes is None or nodes[node_id]["class_type"] != NODE_ID:  # a node that another one put there

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
@@ -12,7 +14,9 @@ from ..page_api.workflow_graph import model_name
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import lacks_pictures, status
 from ..sampling.model_wrapper import count_as_native, has_engine, patch_model
-from . import engine_node, schemas
+from . import schemas
+
+log = logging.getLogger(__name__)
 
 NOT_WIRED = Fallback(Reason.NOT_WIRED, "TRT UNet Engine is bypassed, muted or not connected")
 
@@ -31,13 +35,13 @@ class TRTSamplerPatch(io.ComfyNode):
         engine, refusal = _for_model(model, engine)
         between = None if refusal is not None else _patch_between(model, engine)
         text = (refusal or between).sentence() if refusal or between else status(engine)
-        engine_node.log_text(text)
+        log.info("Hybrid TRT: %s", text.replace("\n", ": "))
         native = refusal is not None or between is not None or lacks_pictures(engine)
         return io.NodeOutput(patch_model(model, engine, refusal), ui={"text": [text], "native": [native]})
 
     @classmethod
     def _without_engine(cls, model: ModelPatcher) -> io.NodeOutput:
-        engine_node.log_text(NOT_WIRED.sentence())
+        log.info("Hybrid TRT: %s", NOT_WIRED.sentence())
         if not has_engine(model):  # of a sampler patch before this one
             node_id = cls.hidden.unique_id
             label = model_name(cls.hidden.dynprompt, node_id, "model", "UNet")
@@ -46,7 +50,7 @@ class TRTSamplerPatch(io.ComfyNode):
 
 
 def _for_model(model: ModelPatcher, engine: EngineHandle) -> tuple[EngineHandle, Fallback | None]:
-    """The engine for this model, and why it must never serve it, if so."""
+    """Return the engine for this model, and why it must never serve it, if so."""
     if engine.network.patcher.model is model.model:
         return engine, None
     network = NativeNetwork.of_model(model, engine.network.label)
@@ -70,7 +74,7 @@ def _handle_of(network: NativeNetwork, engine: EngineHandle) -> EngineHandle:
 
 
 def _patch_between(model: ModelPatcher, engine: EngineHandle) -> Fallback | None:
-    """What keeps an engine from serving as long as it has weights of its own, or at all; each call looks again."""
+    """Return what keeps an engine from serving while it has weights of its own, or at all; each call looks again."""
     if (fallback := engine.network.other_dtype(model)) is not None:
         return fallback
     theirs = engine.network.patcher

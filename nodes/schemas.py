@@ -1,4 +1,4 @@
-"""What the nodes look like: inputs, outputs and words. Needs nothing of ComfyUI but what nodes are defined with."""
+"""Schemas of the nodes: inputs, outputs and words. Needs nothing of ComfyUI but what nodes are defined with."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ UNetEngine = io.Custom("TRT_UNET_ENGINE")
 
 CATEGORY = "Hybrid TRT"
 SEARCHED_FOR = ["tensorrt", "speed", "speed up", "fast", "faster", "accelerate", "optimize", "compile", "engine"]
-"""What people type who look for what the engine nodes do."""
+"""Words that people search for who want what the engine nodes do."""
 
 BUILT_IN, REPLACEABLE = "built in", "replaceable"
-"""Whose weights an engine has: one model's with its LoRAs, or those of whatever is sampled."""
+"""Weights that an engine has: one model's with its LoRAs, or those of whatever is sampled."""
 
 
 def unet_engine() -> io.Schema:

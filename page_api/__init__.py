@@ -1,1 +1,1 @@
-"""What the page asks of the server: routes, who may use them, states of nodes and builds."""
+"""Answers to the page: routes, who may use them, states of nodes and builds."""

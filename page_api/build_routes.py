@@ -1,4 +1,4 @@
-"""What the page can ask the server; all below /hybrid_trt. A route that changes something says so by ``changes``."""
+"""Routes of builds and nodes, all below /hybrid_trt. A route that changes something says so by ``changes``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..engine_builder.jobs import Job
 from . import library_routes, settings_routes
 from .builds import builds, node_states, pending_orders
 from .http import PREFIX, Refused, changes, read_json, reads
-from .node_key import ENGINE_NODES, BadPrompt, node_key
 from .outlook import wish_of
+from .workflow_graph import ENGINE_NODES, BadPrompt, node_key
 
 MAX_NODES = 500
 

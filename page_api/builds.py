@@ -6,9 +6,9 @@ from server import PromptServer
 
 from ..engine_builder import gpu_room
 from ..engine_builder.jobs import BuildQueue, Job
+from .build_orders import PendingOrders
 from .library_folder import library
 from .node_states import NodeStates
-from .pending_orders import PendingOrders
 
 EVENT = "hybrid_trt.build"
 """The event that tells the page of a job's change: ``Job.to_json`` with the keys of the nodes that wait for it."""
@@ -21,7 +21,7 @@ _ended = 0
 
 
 def ended() -> int:
-    """How many builds have ended."""
+    """Return the number of builds that have ended."""
     return _ended
 
 

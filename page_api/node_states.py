@@ -1,4 +1,4 @@
-"""What the page shows on an engine node: is there an engine, is one being built, what ran in the last run.
+"""States of engine nodes for the page: is there an engine, is one being built, what ran in the last run.
 
 A node is known by its key, see ``node_key``. What was learnt when it ran (which weights its model has) is kept in the
 library's folder, so that the page gets the truth after a restart too, without a model being loaded.
@@ -44,7 +44,7 @@ MISSING = {Reason.NO_ENGINE: "none", Reason.STALE_ENGINE: "stale", Reason.BROKEN
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """What an engine node wants, as learnt when it ran. ``weights`` is ``""`` until somebody had to hash them;
+    """Record of an engine node's wants, as learnt when it ran. ``weights`` is ``""`` until somebody had to hash them;
     ``without_engine`` says what serves besides native while there is none."""
 
     label: str
@@ -177,7 +177,7 @@ class NodeStates:
         return next((known for known in alike if known.label == wish.label), alike[0] if alike else None)
 
     def _outlook(self, known: NodeRecord | None, wish: NodeRequest, certain: bool) -> dict:
-        """Why a node has no engine, how long one takes, and whether anything has to be built.
+        """Return why a node has no engine, how long one takes, and whether anything has to be built.
 
         Args:
             known: the node, or one like it.
@@ -233,7 +233,7 @@ def _sizes(architecture: str) -> dict | None:
 
 
 def run_of(key: str) -> dict | None:
-    """What ran in the last prompt that called a node's network, or None."""
+    """Return what ran in the last prompt that called a node's network, or None."""
     found = last_run(key)
     if found is None:
         return None
@@ -270,7 +270,7 @@ def _uncovered(rows: Sequence[CallStats]) -> list[dict]:
 
 
 def _published(engine: Engine) -> float:
-    """When an engine came into its library, built or imported; 0 when that cannot be told."""
+    """Return the time at which an engine came into its library; 0 when that cannot be told."""
     try:
         return os.stat(engine.folder / MANIFEST_NAME).st_mtime
     except OSError:
@@ -278,7 +278,7 @@ def _published(engine: Engine) -> float:
 
 
 def engine_json(engine: Engine) -> dict:
-    """What a person wants to know of an engine."""
+    """Return what a person wants to know of an engine."""
     manifest, here = engine.manifest, trust.figures(engine)
     return {
         "name": engine.folder.name,
@@ -298,7 +298,7 @@ def engine_json(engine: Engine) -> dict:
 
 
 def _union_json(engines: Sequence[Engine], known: NodeRecord) -> dict:
-    """What a person wants to know of the engines that a node uses, as if they were one.
+    """Return what a person wants to know of the engines that a node uses, as if they were one.
 
     ``compiled``: the pictures that there are files or engines for, with the batch of the call; None where it takes all
     sizes of its profile. ``covers``: whether that holds what the node asks for.
@@ -326,19 +326,19 @@ def _union_json(engines: Sequence[Engine], known: NodeRecord) -> dict:
 
 
 def _speed(parity: Mapping) -> float | None:
-    """How many times as fast as native an engine was in its check on this GPU."""
+    """Return how many times as fast as native an engine was in its check on this GPU."""
     engine, native = parity.get("engine_ms"), parity.get("native_ms")
     return round(native / engine, 2) if engine and native else None
 
 
 def _limits(architecture: str, profile: Profile) -> dict[str, int] | None:
-    """What a profile takes in the words of the node's settings: pixels and images."""
+    """Return what a profile takes in the words of the node's settings: pixels and images."""
     found = architectures().get(architecture)
     return found.limits(profile) if found is not None else None
 
 
 def _failure(job: Job | None) -> dict:
-    """How the last build ended, as far as it explains that there is no engine."""
+    """Return how the last build ended, as far as it explains that there is no engine."""
     if job is None:
         return {}
     if job.state is State.FAILED:
@@ -349,7 +349,7 @@ def _failure(job: Job | None) -> dict:
 
 
 def _changed(source: dict | None) -> bool:
-    """Whether a model's file is another one than when the node ran."""
+    """Tell whether a model's file is another one than when the node ran."""
     if source is None:
         return False
     try:

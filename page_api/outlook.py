@@ -1,4 +1,4 @@
-"""What the next run will bring for an engine node, told before: why there is no engine yet, and how long one takes."""
+"""Forecast for an engine node before it runs: why there is no engine yet, and how long one takes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = {"TRTUNetEngine": Role.BACKBONE.value, "TRTControlNetEngine": Role.CONTR
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """What an engine node of a prompt asks for, as far as the prompt alone tells.
+    """Request of an engine node of a prompt, as far as the prompt alone tells.
 
     Attributes:
         kind: ``"unet"`` or ``"controlnet"``.
@@ -41,7 +41,7 @@ class NodeRequest:
 
 
 def wish_of(prompt: Mapping[str, Any], node_id: str) -> NodeRequest:
-    """What a node of an API prompt asks for. The prompt has been checked: its nodes have a key."""
+    """Return what a node of an API prompt asks for. The prompt has been checked: its nodes have a key."""
     graph = DynamicPrompt(dict(prompt))
     kind = str(prompt[node_id]["class_type"])
     name = MODEL_INPUTS[kind]
@@ -73,7 +73,7 @@ def parameters_of(wish: NodeRequest, like: int, like_bytes: int) -> int:
 def seconds(
     library: Library, backend: str, device: str, kind: str, precision: str, parameters: int
 ) -> tuple[float | None, bool]:
-    """How long the engine of a network takes to build here, None when nothing is known, and whether the torch backend
+    """Return the seconds that an engine takes to build here, None when not known, and whether the torch backend
     serves without one, so that nothing has to be built at all."""
     try:
         usable = usable_backends(backend, torch.device(device))
@@ -85,7 +85,7 @@ def seconds(
 
 
 def serves_any_size(backend: str, device: str) -> bool:
-    """Whether live weights serve what an engine was not built for, so that no size has to run native."""
+    """Tell whether live weights serve what an engine was not built for, so that no size has to run native."""
     try:
         return any(one.runs_live_weights for one in usable_backends(backend, torch.device(device)))
     except (Unavailable, RuntimeError):  # as above

@@ -1,18 +1,41 @@
-"""Reading the prompt's graph: which nodes lie upstream, and what the user's files are called."""
+"""Reading the graph of a prompt, without running it: nodes upstream, file names, requested pictures, the node key.
+
+A node key is a hash of an engine node and all that it depends on. Two nodes with the same key want the same engine: a
+copy, the node in another tab, in a subgraph, after a reload. Node ids and titles are no part of it.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from comfy_execution.graph import DynamicPrompt, NodeNotFoundError
 
+from ..architectures.sizes import Picture
+
 MODEL_NAME_INPUTS = ("unet_name", "ckpt_name", "control_net_name", "model_name")
+ENGINE_NODES = ("TRTUNetEngine", "TRTControlNetEngine")
+
+MAX_PICTURES, MAX_NUMBER = 16, 100_000
+_EMPTY = re.compile("empty.*latent", re.IGNORECASE)
+
+_IGNORED = ("when_missing", "opt_size")
+"""Inputs that say nothing about which engine it is; one that is best at another size serves."""
+MAX_DEPTH = 200
+MAX_NESTING = 50
+
+
+class BadPrompt(ValueError):
+    """A prompt of which no key can be made; the text is for the user."""
 
 
 def upstream(prompt: DynamicPrompt, node_id: str, first_inputs: tuple[str, ...] | None = None) -> Iterator[str]:
-    """Ids of the nodes that a node depends on, the nearest first, itself not included.
+    """Yield the ids of the nodes that a node depends on, the nearest first, itself not included.
 
     Args:
         first_inputs: follow only these inputs of the node itself; of the others all.
@@ -28,7 +51,7 @@ def upstream(prompt: DynamicPrompt, node_id: str, first_inputs: tuple[str, ...] 
 
 
 def drawn_id(prompt: DynamicPrompt, node_id: str) -> str:
-    """The node of the user's graph that a node stands for: one that another node made is a copy of it, or part of it.
+    """Return the node of the user's graph that a node stands for: one that a node made is a copy of it, or part of it.
 
     Loops make copies of the nodes inside for each iteration.
     """
@@ -37,7 +60,7 @@ def drawn_id(prompt: DynamicPrompt, node_id: str) -> str:
 
 
 def drawn_upstream(prompt: DynamicPrompt, node_id: str) -> Iterator[str]:
-    """Ids of the nodes that a node depends on in the user's graph.
+    """Yield the ids of the nodes that a node depends on in the user's graph.
 
     ComfyUI takes the links into a loop from the node that ends it, once the loop runs.
     """
@@ -45,13 +68,13 @@ def drawn_upstream(prompt: DynamicPrompt, node_id: str) -> Iterator[str]:
 
 
 def all_nodes(prompt: DynamicPrompt) -> dict[str, Any]:
-    """The user's graph with the nodes that others have made so far, as an API prompt."""
+    """Return the user's graph with the nodes that others have made so far, as an API prompt."""
     own = prompt.get_original_prompt()
     return {node_id: prompt.get_node(node_id) for node_id in (*own, *sorted(prompt.all_node_ids() - own.keys()))}
 
 
 def model_name(prompt: DynamicPrompt, node_id: str, input_name: str, default: str) -> str:
-    """The file that a loader upstream of an input was told to load, or ``default``."""
+    """Return the file that a loader upstream of an input was told to load, or ``default``."""
     for node in upstream(prompt, node_id, (input_name,)):
         inputs = inputs_of(prompt, node)
         for name in MODEL_NAME_INPUTS:
@@ -61,7 +84,7 @@ def model_name(prompt: DynamicPrompt, node_id: str, input_name: str, default: st
 
 
 def whole_prompt(prompt: DynamicPrompt, node_id: str) -> dict[str, Any]:
-    """A node and all that it depends on, as an API prompt."""
+    """Return a node and all that it depends on, as an API prompt."""
     found = {}
     for current in (node_id, *upstream(prompt, node_id)):
         with contextlib.suppress(NodeNotFoundError):
@@ -70,7 +93,7 @@ def whole_prompt(prompt: DynamicPrompt, node_id: str) -> dict[str, Any]:
 
 
 def inputs_of(prompt: DynamicPrompt, node_id: str) -> dict[str, Any]:
-    """The inputs of a node as the prompt has them; empty when there is no such node."""
+    """Return the inputs of a node as the prompt has them; empty when there is no such node."""
     try:
         return prompt.get_node(node_id)["inputs"]
     except NodeNotFoundError:
@@ -78,5 +101,103 @@ def inputs_of(prompt: DynamicPrompt, node_id: str) -> dict[str, Any]:
 
 
 def is_link(value: Any) -> bool:
-    """Whether an input of a prompt is another node's output: [node id, output index]."""
+    """Tell whether an input of a prompt is another node's output: [node id, output index]."""
     return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
+
+
+def asked_pictures(prompt: Mapping[str, Any], node_id: str) -> tuple[Picture, ...]:
+    """Return the pictures of the samplers that call a node's network, where these are empty latents of plain numbers.
+
+    They are at most ``MAX_PICTURES``.
+    """
+    found = (picture_of(prompt, sampler) for sampler in _samplers(prompt, node_id))
+    return tuple(dict.fromkeys(picture for picture in found if picture is not None))[:MAX_PICTURES]
+
+
+def _samplers(prompt: Mapping[str, Any], node_id: str) -> Iterator[str]:
+    readers: dict[str, list[str]] = {}
+    for reader in prompt:
+        for value in _inputs(prompt, reader).values():
+            if is_link(value):
+                readers.setdefault(value[0], []).append(reader)
+    seen, queue = {node_id}, [node_id]
+    while queue:
+        current = queue.pop()
+        if is_link(_inputs(prompt, current).get("latent_image")):
+            yield current  # what it makes goes on to others, which may use other models
+            continue
+        for reader in readers.get(current, ()):
+            if reader not in seen:
+                seen.add(reader)
+                queue.append(reader)
+
+
+def picture_of(prompt: Mapping[str, Any], sampler: str) -> Picture | None:
+    """Return the picture of a sampler, None where it is not certain or the node is none.
+
+    With CFG a call has both prompts, so its batch is twice the images.
+    """
+    inputs = _inputs(prompt, sampler)
+    latent, cfg = inputs.get("latent_image"), inputs.get("cfg")
+    if not is_link(latent) or not _EMPTY.search(str(_node(prompt, latent[0]).get("class_type"))):
+        return None
+    empty = _inputs(prompt, latent[0])
+    width, height, images = empty.get("width"), empty.get("height"), empty.get("batch_size", 1)
+    if not all(isinstance(n, int) and 0 < n < MAX_NUMBER for n in (width, height, images)):
+        return None
+    known = isinstance(cfg, int | float) and math.isfinite(cfg)
+    batches = (2 * images, images) if not known else (images,) if cfg == 1 else (2 * images,)
+    return Picture(width, height, batches)
+
+
+def _node(prompt: Mapping[str, Any], node_id: str) -> Mapping[str, Any]:
+    node = prompt.get(node_id)
+    return node if isinstance(node, Mapping) else {}
+
+
+def _inputs(prompt: Mapping[str, Any], node_id: str) -> Mapping[str, Any]:
+    inputs = _node(prompt, node_id).get("inputs")
+    return inputs if isinstance(inputs, Mapping) else {}
+
+
+def node_key(prompt: Mapping[str, Any], node_id: str) -> str:
+    """Return the key of a node of an API prompt.
+
+    Raises:
+        BadPrompt: the node or one that it depends on is missing, malformed or part of a loop.
+    """
+    return _key(prompt, node_id, {}, ())
+
+
+def _key(prompt: Mapping[str, Any], node_id: str, known: dict[str, str], path: tuple[str, ...]) -> str:
+    if node_id in known:
+        return known[node_id]
+    node = prompt.get(node_id)
+    if not isinstance(node, Mapping) or not isinstance(node.get("inputs"), Mapping):
+        raise BadPrompt(f"the prompt has no node {node_id!r} with inputs")
+    if node_id in path or len(path) > MAX_DEPTH:
+        raise BadPrompt(f"the prompt has a loop or is too deep at node {node_id!r}")
+    inputs = {}
+    for name, value in node["inputs"].items():
+        if name not in _IGNORED:
+            inputs[name] = (
+                [_key(prompt, value[0], known, (*path, node_id)), value[1]] if is_link(value) else _plain(value)
+            )
+    text = json.dumps([str(node.get("class_type")), inputs], sort_keys=True, default=str)
+    known[node_id] = hashlib.sha256(text.encode()).hexdigest()[:24]
+    return known[node_id]
+
+
+def _plain(value: Any, depth: int = MAX_NESTING) -> Any:
+    """Return a value as keys have it: ComfyUI turns 1 into 1.0 where a node wants a float, so both count as one."""
+    if isinstance(value, int) and abs(value) >= 1 << 1023:
+        raise BadPrompt("the prompt has a number that no node can use")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return repr(float(value))
+    if isinstance(value, dict | list) and depth == 0:
+        raise BadPrompt("the prompt has a value that is nested too deeply")
+    if isinstance(value, list):
+        return [_plain(item, depth - 1) for item in value]
+    if isinstance(value, dict):
+        return {name: _plain(item, depth - 1) for name, item in value.items()}
+    return value

@@ -32,7 +32,7 @@ from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, Library, local_key
 from hybrid_trt.engine_library.parity import relative_error
 from hybrid_trt.nodes import building
-from hybrid_trt.page_api.asked_pictures import asked_pictures, requested_pictures
+from hybrid_trt.page_api.workflow_graph import asked_pictures
 from hybrid_trt.sampling import engine_status
 from hybrid_trt.sampling.call_stats import CallStats
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
@@ -115,12 +115,6 @@ def test_a_prompt_tells_its_pictures_with_the_batch_that_cfg_makes_of_them() -> 
     assert asked_pictures(graph(width=["number", 0]), "engine") == (), "what is not certain is not asked for"
     assert asked_pictures(graph(latent_image=["up", 0]), "engine") == ()
     assert asked_pictures({"engine": None, "x": {"inputs": {"a": ["engine", 0]}}}, "engine") == ()
-
-
-def test_a_build_request_names_its_pictures() -> None:
-    words = ["page", "for:832x1216x4", "for:832x1216x2", "for:512x512x2", "for:0x9x1", "for:64x64x000", "missing"]
-    assert requested_pictures(words) == (Picture(832, 1216, (4, 2)), Picture(512, 512, (2,)))
-    assert len(requested_pictures(f"for:{64 + 8 * n}x64x2" for n in range(1000))) == 16
 
 
 # --- with a compiler that takes no time ---

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 from builds import until
@@ -25,13 +24,11 @@ def state(comfy: ComfyProcess, graph: dict[str, Any]) -> dict[str, Any]:
     return answer["nodes"][ENGINE]
 
 
-def press_build(comfy: ComfyProcess, graph: dict[str, Any], words: str) -> None:
+def press_build(comfy: ComfyProcess, graph: dict[str, Any]) -> None:
     """What the page's button does, until the build has ended."""
     part = {name: graph[name] for name in ("unet", ENGINE)}
-    request = f"{words} {random.random()}"
-    part[ENGINE] = {**part[ENGINE], "inputs": {**part[ENGINE]["inputs"], "build_request": request}}
     part["end"] = {"class_type": "TRTReport", "inputs": {"after": [ENGINE, 0]}}
-    assert comfy.queue(part).ok  # not the page's own, which leaves no history to wait for
+    assert comfy.queue(part, extra_data={"hybrid_trt_build": {"nodes": [ENGINE], "graph": graph}}).ok
     assert until(lambda: (job := state(comfy, graph)["job"]) is not None and job["state"] in ("done", "failed"), 240)
     assert state(comfy, graph)["job"]["state"] == "done"
 
@@ -48,7 +45,7 @@ def test_a_graphs_own_picture_and_prompt_are_compiled_one_build_after_the_other(
         assert (row["engine"] > 0, row["native"]) == (True, 0)
         return history, row["uncompiled"], history.output("report", "text")[0]
 
-    press_build(comfy, short, "for:64x96x2")
+    press_build(comfy, short)
     first = {name: made for name, made in files(comfy).items() if name not in there}
     assert set(first) == {"B2-H12-T77-W8.bin"}, "the picture that was asked for, and not the best size"
     assert state(comfy, short)["engine"]["compiled"] == [{"width": 64, "height": 96, "batch": 2}]
@@ -64,7 +61,7 @@ def test_a_graphs_own_picture_and_prompt_are_compiled_one_build_after_the_other(
     assert told["state"] == "ready"
     assert told["run"]["uncompiled"] == [{"size": "64x96, 154 tokens", "graph": False, "native": False, "count": calls}]
 
-    press_build(comfy, long, "for:64x96x2")
+    press_build(comfy, long)
     now = {name: made for name, made in files(comfy).items() if name not in there}
     assert set(now) == {"B2-H12-T77-W8.bin", "B2-H12-T154-W8.bin"}
     assert now["B2-H12-T77-W8.bin"] == first["B2-H12-T77-W8.bin"], "not compiled again"

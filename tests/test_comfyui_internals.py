@@ -220,7 +220,7 @@ def test_the_pack_loads_without_all_that_a_feature_needs_and_pictures_are_native
             loaded(again, "nodes.building").build_as_requested(handles[-1], again=True)
             assert "command line" in loaded(again, "sampling.engine_status").status(handles[-1])
         if feature.name == "QUEUE":
-            assert loaded(again, "page_api.asked_pictures").running_pictures() == ""
+            assert loaded(again, "page_api.build_orders").running_pictures() == ""
 
 
 def counted(control_stack: Any, monkeypatch: pytest.MonkeyPatch) -> list:
@@ -244,9 +244,9 @@ def through_nodes(nodes: list, model: Any, controlnet: ControlNet) -> torch.Tens
 
 
 def test_nodes_have_the_same_inputs_with_and_without_engines() -> None:
-    from hybrid_trt.nodes import all_nodes, native_only
+    from hybrid_trt.nodes import native_only, nodes
 
-    for own, without in zip(all_nodes.NODES, native_only.NODES, strict=True):
+    for own, without in zip(nodes(), native_only.NODES, strict=True):
         inputs = [[str(given.as_dict()) for given in node.GET_SCHEMA().inputs] for node in (own, without)]
         assert inputs[0] == inputs[1]
 
@@ -258,7 +258,7 @@ def test_what_the_table_does_not_name_and_is_missing_leaves_all_to_native(
     from hybrid_trt.nodes import native_only
 
     monkeypatch.setattr(internals, "_off", {})
-    monkeypatch.setitem(sys.modules, "hybrid_trt.nodes.all_nodes", None)
+    monkeypatch.setitem(sys.modules, "hybrid_trt.nodes.engine_nodes", None)
     assert asyncio.run(hybrid_trt.nodes.HybridTRT().get_node_list()) == native_only.NODES
     assert len(said(caplog)) == 1
     assert "everything runs native" in said(caplog)[0]

@@ -80,11 +80,11 @@ def imported(comfy: ComfyProcess, name: str, data: bytes) -> str:
     return engine["state"]
 
 
-def press_build(comfy: ComfyProcess, scenario: Scenario, request: str) -> dict[str, Any]:
+def press_build(comfy: ComfyProcess, scenario: Scenario) -> dict[str, Any]:
     """As the page's button does; the job when it has ended."""
     graph = prompt(scenario, engines=True, name="button")
-    graph["unet_engine"]["inputs"] |= {"when_missing": "build in background", "build_request": request}
-    assert comfy.queue(graph).ok
+    graph["unet_engine"]["inputs"] |= {"when_missing": "build in background"}
+    assert comfy.queue(graph, extra_data={"hybrid_trt_build": {"nodes": ["unet_engine"]}}).ok
     job = ask(comfy, "GET", "/builds")[1][-1]
     assert until(lambda: ask(comfy, "GET", f"/builds/{job['id']}")[1]["state"] not in ("queued", "running"), 120)
     return ask(comfy, "GET", f"/builds/{job['id']}")[1]
@@ -103,7 +103,7 @@ def test_a_lying_engine_never_serves_and_an_honest_one_does_after_its_check(
     body = json.dumps({"prompt": graph, "nodes": ["unet_engine"]}).encode()
     assert ask(comfy, "POST", "/nodes", body)[1]["nodes"]["unet_engine"]["state"] == "unchecked"
 
-    job = press_build(comfy, UNET.but(seed=71), "r1")
+    job = press_build(comfy, UNET.but(seed=71))
     assert job["state"] == "failed"
     assert "differs from native by 2.00e+00" in job["message"]
     result = compare(comfy, UNET.but(seed=72))

@@ -17,7 +17,7 @@ from comfy_execution.graph import DynamicPrompt
 from comfy_execution.progress import reset_progress_state
 from comfy_execution.utils import CurrentNodeContext
 from hybrid_trt.engine_library import Fallback, Reason
-from hybrid_trt.page_api.node_key import node_key
+from hybrid_trt.page_api.workflow_graph import node_key
 from hybrid_trt.sampling import call_stats
 from hybrid_trt.sampling.call_stats import open_stats
 

@@ -209,9 +209,11 @@ class ComfyProcess:
         self.queue({"1": {"class_type": "PreviewAny", "inputs": {"source": ["2", 0]}},
                     "2": {"class_type": "PrimitiveInt", "inputs": {"value": time.monotonic_ns() % 2**31}}})
 
-    def submit(self, prompt: dict[str, Any], client_id: str | None = None) -> str:
+    def submit(
+        self, prompt: dict[str, Any], client_id: str | None = None, extra_data: dict[str, Any] | None = None
+    ) -> str:
         """Queue an API-format prompt and return its id at once; PromptRejected when any node of it is invalid."""
-        body: dict[str, Any] = {"prompt": prompt}
+        body: dict[str, Any] = {"prompt": prompt, "extra_data": extra_data or {}}
         if client_id:
             body["client_id"] = client_id
         try:
@@ -240,9 +242,11 @@ class ComfyProcess:
                 raise PromptTimeout(f"prompt {prompt_id} did not end within {timeout:.0f} s; log:\n{self._log_tail()}")
             time.sleep(POLL_SECONDS)
 
-    def queue(self, prompt: dict[str, Any], timeout: float = 120.0) -> History:
+    def queue(
+        self, prompt: dict[str, Any], timeout: float = 120.0, extra_data: dict[str, Any] | None = None
+    ) -> History:
         """Run an API-format prompt to its end. A failing node is no exception here: see `History.status`."""
-        return self.wait(self.submit(prompt), timeout)
+        return self.wait(self.submit(prompt, extra_data=extra_data), timeout)
 
     def _prepare_base(self) -> None:
         """Make the folders that ComfyUI lists, and the settings of its only user unless there are some."""

@@ -1,16 +1,17 @@
 // The Build button: orders a build by a small prompt of its own, follows it, cancels it.
 
-import { pictureWords, widened } from "./fit.mjs";
+import { widened } from "./fit.mjs";
 import { buildPrompt, engineNodes, isWired, upstreamOf } from "./graph.mjs";
 import { Look } from "./look.mjs";
 import { applyPreset, sizesOf } from "./presets.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
 import { changedUses, usesOf, wantedUses } from "./uses.mjs";
+import { isMissing } from "./workflow.mjs";
 import { BUSY, duration, error, lacksSizes, size } from "./words.mjs";
 
-/** Words in a request, which the server's `node_key` knows: the page shows the build itself; builds nothing anew. */
-const FROM_PAGE = "page ", MISSING_ONLY = "missing ";
+/** Where a prompt carries its order, which the server's `build_orders` reads. */
+const ORDER = "hybrid_trt_build";
 
 export class Builder {
     /**
@@ -39,10 +40,14 @@ export class Builder {
         }
     }
 
-    /** Order all that some nodes lack, by one prompt. */
-    async buildAll(views) {
+    /** Order all that the workflow's nodes lack, by one prompt. */
+    async buildAll() {
+        let views = [];
         try {
-            await this.build(views, MISSING_ONLY);
+            // nodes may have been replaced since the last look, as by a subgraph: all that are there now are meant
+            if (this.tracker.stale) await this.tracker.refresh();
+            views = this.tracker.present.filter(({ state }) => isMissing(state));
+            if (views.length) await this.build(views, true);
         } catch (failure) {
             this.#failed(views, failure.message);
         }
@@ -85,9 +90,9 @@ export class Builder {
     /**
      * Order the engines of nodes.
      * @param {any[]} views
-     * @param {string} mark what the request begins with
+     * @param {boolean} missingOnly build nothing again
      */
-    async build(views, mark = "") {
+    async build(views, missingOnly = false) {
         const { api, asked } = this.tracker, { sent } = this;
         const wanted = new Map(views.map(({ node, state }) => [node, wantedUses(state).map(({ id }) => id)]));
         for (const view of views) {
@@ -98,10 +103,10 @@ export class Builder {
         }
         for (const { node } of views) asked.set(node, "");
         this.tracker.tell();
-        const { prompt, ids } = await this.#prompt(wanted, mark);
+        const { prompt, ids, order } = await this.#prompt(wanted, missingOnly);
         const response = await api.fetchApi("/prompt", {
             method: "POST", headers: { "Content-Type": "application/json" },
-            body: JSON.stringify({ prompt, client_id: api.clientId }),
+            body: JSON.stringify({ prompt, client_id: api.clientId, extra_data: { [ORDER]: order } }),
         });
         const answer = await response.json().catch(() => ({}));
         const refused = new Map(); // why -> the views that the server leaves out, which need not be all
@@ -153,10 +158,10 @@ export class Builder {
     }
 
     /**
-     * The prompt that orders the engines of nodes, and the ids of each in it. Only what they depend on is serialised.
+     * The prompt that orders the engines of nodes, the ids of each in it, and the order. Only what they depend on is serialised.
      * @param {Map<any, string[]>} wanted node -> the ids of its uses, as of the last look
      */
-    async #prompt(wanted, mark) {
+    async #prompt(wanted, missingOnly) {
         const { app } = this.tracker;
         const look = new Look(this.tracker.root());
         const whole = look.prompt([]);
@@ -168,8 +173,8 @@ export class Builder {
         if (!ids.length) throw new Error(t("offBuild"));
         // other packs may wire a node while ComfyUI serialises, and only then
         const part = [...wanted.keys()].every(isWired) ? await look.serialised(ids) : (await app.graphToPrompt()).output;
-        const request = FROM_PAGE + mark + (crypto.randomUUID?.() ?? String(Math.random()));
-        return { prompt: buildPrompt(part, ids, request, (id) => pictureWords(whole, id)), ids: new Map(found) };
+        const order = { nodes: ids, missing_only: missingOnly, graph: whole }; // the server finds the pictures in it
+        return { prompt: buildPrompt(part, ids), ids: new Map(found), order };
     }
 
     #failed(views, text) {

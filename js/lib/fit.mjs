@@ -109,13 +109,6 @@ export function uncompiledOf(prompt, id, state) {
     return latentsFor(prompt, id).find((latent) => !there(latent)) ?? null;
 }
 
-/** Words for a build request: the pictures that the graph asks a node for, as the server's `asked_pictures` reads them. */
-export function pictureWords(prompt, id) {
-    const words = latentsFor(prompt, id).flatMap((latent) =>
-        batchesOf(latent).map((batch) => `for:${latent.width}x${latent.height}x${batch}`));
-    return [...new Set(words)].join(" ");
-}
-
 /** A latent has an element for every 8 pixels. */
 const rounded = (pixels) => 8 * Math.floor(pixels / 8);
 

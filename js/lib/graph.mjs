@@ -59,17 +59,15 @@ export function ancestors(prompt, ids) {
  * A prompt that does no more than order the builds of some engine nodes.
  * @param {Record<string, any>} prompt the whole graph's API prompt
  * @param {string[]} ids the engine nodes' ids in it
- * @param {string} request a text that no other request has, so that nothing of it is cached
- * @param {(id: string) => string} [more] words for one node's request
  * @returns {Record<string, any> | null} null when none of them is in the prompt (muted or bypassed)
  */
-export function buildPrompt(prompt, ids, request, more = () => "") {
+export function buildPrompt(prompt, ids) {
     const there = ids.filter((id) => prompt[id]);
     if (!there.length) return null;
     const part = ancestors(prompt, there);
     for (const [i, id] of there.entries()) {
         const { class_type, inputs } = part[id];
-        part[id] = { class_type, inputs: { ...inputs, when_missing: "build in background", build_request: `${request} ${more(id)}`.trim() } };
+        part[id] = { class_type, inputs: { ...inputs, when_missing: "build in background" } };
         // each needs an output node behind it: this one takes anything
         part[i ? `${REPORT}_${i}` : REPORT] = { class_type: "TRTReport", inputs: { after: [id, 0] } };
     }

@@ -4,14 +4,14 @@ import { arrange, make } from "./dom.mjs";
 import { shortName } from "./panel_words.mjs";
 import { t } from "./texts.mjs";
 import { usesOf } from "./uses.mjs";
-import { isMissing, needs, progress } from "./workflow.mjs";
+import { needs, progress } from "./workflow.mjs";
 import { about, BUSY } from "./words.mjs";
 
 /** Shown in the panel, with a line for each node, and on report nodes, without. */
 export class WorkflowView {
     /**
      * @param {import("./tracker.mjs").Tracker} tracker
-     * @param {{buildAll: (views: any[]) => void, cancelAll: (views: any[]) => void, jump?: (node: any) => void}} actions
+     * @param {{buildAll: () => void, cancelAll: (views: any[]) => void, jump?: (node: any) => void}} actions
      *     with `jump` each node has a line that leads to it
      */
     constructor(tracker, actions) {
@@ -61,7 +61,7 @@ export class WorkflowView {
         const views = this.tracker.present;
         const waiting = views.filter(({ state }) => BUSY.includes(state.state));
         if (waiting.length) this.actions.cancelAll(waiting);
-        else this.actions.buildAll(views.filter(({ state }) => isMissing(state)));
+        else this.actions.buildAll();
     }
 
     #line(view) {

@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { latentsFor, limitsOf, misfit, misfitOf, pictureWords, uncompiledOf, widened } from "../../js/lib/fit.mjs";
+import { latentsFor, limitsOf, misfit, misfitOf, uncompiledOf, widened } from "../../js/lib/fit.mjs";
 import { meant } from "../../js/lib/presets.mjs";
 import { describe } from "../../js/lib/words.mjs";
 
@@ -111,12 +111,4 @@ test("a picture that an engine of compiled sizes has no file for is told, whatev
     assert.equal(uncompiledOf(graph(size(836, 1220)), "2", compiled([832, 1216, 2])), null, "a latent has an element for 8 pixels");
     assert.equal(uncompiledOf(portrait, "2", { state: "ready", engine: { backend: "onnxruntime", compiled: null } }), null);
     assert.equal(uncompiledOf(portrait, "2", { state: "none" }), null, "the button builds for it anyway");
-});
-
-test("a build request names the graph's pictures with the batches of their calls", () => {
-    assert.equal(pictureWords(graph(size(832, 1216)), "2"), "for:832x1216x2");
-    const sampler = (inputs) => ({ 4: { class_type: "KSampler", inputs: { model: ["3", 0], latent_image: ["5", 0], ...inputs } } });
-    assert.equal(pictureWords(graph(size(832, 1216, 3), sampler({ cfg: 1 })), "2"), "for:832x1216x3");
-    assert.equal(pictureWords(graph(size(832, 1216, 3), sampler({})), "2"), "for:832x1216x6 for:832x1216x3");
-    assert.equal(pictureWords(graph({}), "2"), "");
 });

@@ -39,12 +39,12 @@ test("a link to a node that is not there, and a loop, end the walk", () => {
 
 test("a build's prompt has the node, what it needs and an output, and leaves the graph's prompt alone", () => {
     const before = structuredClone(PROMPT);
-    const prompt = buildPrompt(PROMPT, ["7:3"], "r1");
+    const prompt = buildPrompt(PROMPT, ["7:3"]);
     assert.deepEqual(PROMPT, before);
     assert.deepEqual(Object.keys(prompt).sort(), ["1", "2", "7:3", "hybrid_trt_build"]);
-    assert.deepEqual(prompt["7:3"].inputs, { model: ["2", 0], when_missing: "build in background", max_size: 512, build_request: "r1" });
+    assert.deepEqual(prompt["7:3"].inputs, { model: ["2", 0], when_missing: "build in background", max_size: 512 });
     assert.deepEqual(prompt.hybrid_trt_build.inputs.after, ["7:3", 0]);
-    assert.equal(buildPrompt(PROMPT, ["99"], "r1"), null);
+    assert.equal(buildPrompt(PROMPT, ["99"]), null);
 });
 
 test("a node without a model is not wired", () => {

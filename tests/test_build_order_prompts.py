@@ -12,14 +12,14 @@ from pack import import_comfy
 import_comfy()
 
 from execution import PromptQueue
-from hybrid_trt.page_api import pending_orders
-from hybrid_trt.page_api.node_key import node_key
-from hybrid_trt.page_api.pending_orders import PendingOrders
+from hybrid_trt.page_api import build_orders
+from hybrid_trt.page_api.build_orders import ORDER, PendingOrders, order_of, running_orders
+from hybrid_trt.page_api.workflow_graph import node_key
 
 PROMPT: dict[str, Any] = {
     "1": {"class_type": "Loader", "inputs": {"ckpt_name": "a"}},
-    "2": {"class_type": "TRTUNetEngine", "inputs": {"model": ["1", 0], "build_request": "page 1"}},
-    "3": {"class_type": "TRTControlNetEngine", "inputs": {"control_net": ["1", 1], "build_request": "page 1"}},
+    "2": {"class_type": "TRTUNetEngine", "inputs": {"model": ["1", 0]}},
+    "3": {"class_type": "TRTControlNetEngine", "inputs": {"control_net": ["1", 1]}},
     "4": {"class_type": "TRTReport", "inputs": {"after": ["2", 0]}},
     "5": {"class_type": "TRTReport", "inputs": {"after": ["3", 0]}},
 }
@@ -30,19 +30,24 @@ UNET, NET = node_key(PROMPT, "2"), node_key(PROMPT, "3")
 def queue(monkeypatch: pytest.MonkeyPatch) -> PromptQueue:
     queue = PromptQueue(SimpleNamespace(queue_updated=lambda: None))
     server = SimpleNamespace(instance=SimpleNamespace(prompt_queue=queue))
-    monkeypatch.setattr(pending_orders, "PromptServer", server)
+    monkeypatch.setattr(build_orders, "PromptServer", server)
     return queue
 
 
-def put(queue: PromptQueue, name: str, outputs: tuple[str, ...] = ("4", "5"), **changes: Any) -> None:
-    queue.put((0, name, copy.deepcopy(PROMPT) | changes, {}, list(outputs), {}))
+EXTRA = {ORDER: {"nodes": ["2", "3", "6", "7", "8", 9], "missing_only": True, "graph": PROMPT}}
+
+
+def put(
+    queue: PromptQueue, name: str, outputs: tuple[str, ...] = ("4", "5"), extra: Any = EXTRA, **changes: Any
+) -> None:
+    queue.put((0, name, copy.deepcopy(PROMPT) | changes, extra, list(outputs), {}))
 
 
 def test_a_prompt_orders_from_its_arrival_to_its_end_or_the_nodes_own(queue: PromptQueue) -> None:
     orders = PendingOrders()
     assert orders.by_prompt() == {}
     put(queue, "order")
-    put(queue, "picture", **{node: {"class_type": "Loader", "inputs": {}} for node in ("2", "3")})
+    put(queue, "picture", extra={"client_id": "a"})
     assert orders.by_prompt() == {"order": sorted([UNET, NET])}
     _, item = queue.get()
     assert orders.by_prompt() == {"order": sorted([UNET, NET])}
@@ -63,7 +68,7 @@ def test_what_comfyui_refused_of_a_prompt_is_not_ordered(queue: PromptQueue) -> 
 
 
 def test_nodes_without_a_key_and_odd_nodes_order_nothing(queue: PromptQueue) -> None:
-    loop = {"class_type": "TRTUNetEngine", "inputs": {"model": ["2", 0], "build_request": "x"}}
+    loop = {"class_type": "TRTUNetEngine", "inputs": {"model": ["2", 0]}}
     put(queue, "order", **{"2": loop, "6": {"class_type": "TRTUNetEngine"}, "7": None})
     assert PendingOrders().by_prompt() == {"order": [NET]}
 
@@ -72,7 +77,7 @@ def test_a_prompt_is_read_once_however_often_it_is_asked_for(
     queue: PromptQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Any] = []
-    monkeypatch.setattr(pending_orders, "_ordered", lambda prompt, outputs: read.append(outputs) or set())
+    monkeypatch.setattr(build_orders, "_ordered", lambda prompt, extra, outputs: read.append(outputs) or set())
     orders = PendingOrders()
     put(queue, "order")
     for _ in range(3):
@@ -80,3 +85,19 @@ def test_a_prompt_is_read_once_however_often_it_is_asked_for(
     queue.get()
     orders.by_prompt()
     assert len(read) == 1
+
+
+def test_a_running_prompt_carries_its_order_and_is_never_answered_from_the_cache(queue: PromptQueue) -> None:
+    put(queue, "order")
+    assert (order_of("order"), running_orders()) == (None, ""), "it waits"
+    queue.get()
+    order = order_of("order")
+    assert (order.missing_only, order.graph, {"2", "3"} <= order.nodes) == (True, PROMPT, True)
+    assert running_orders() == "order"
+
+
+@pytest.mark.parametrize("extra", [{}, None, {ORDER: "2"}, {ORDER: {"nodes": "2"}}, {ORDER: {}}])
+def test_a_prompt_without_an_order_and_a_malformed_order_build_nothing(queue: PromptQueue, extra: Any) -> None:
+    put(queue, "picture", extra=extra)
+    queue.get()
+    assert (order_of("picture"), running_orders(), PendingOrders().by_prompt()) == (None, "", {})

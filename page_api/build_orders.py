@@ -1,0 +1,118 @@
+"""Orders of builds: a press on Build is a prompt of its own, and ``extra_data`` of the prompt carries the order.
+
+ComfyUI hands ``extra_data`` from the request to the queue as it is; its history shows the press like any other prompt.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from comfy_execution.graph import DynamicPrompt
+from server import PromptServer
+
+from ..comfy_model.comfyui_internals import Feature, works
+from .workflow_graph import ENGINE_NODES, BadPrompt, node_key, picture_of, upstream
+
+ORDER = "hybrid_trt_build"
+"""Key of the order in ``extra_data``: ``{"nodes": [ids], "missing_only": bool, "graph": API prompt}``.
+
+``graph`` is the whole workflow, of which the prompt holds only what the nodes depend on.
+"""
+
+
+@dataclass(frozen=True)
+class Order:
+    """Builds that a prompt orders.
+
+    Attributes:
+        nodes: ids of the engine nodes.
+        missing_only: build only what is missing; else build again what is there.
+        graph: the workflow with all links and sizes, as an API prompt; empty when the page sent none.
+    """
+
+    nodes: frozenset[str]
+    missing_only: bool
+    graph: Mapping[str, Any]
+
+
+def order_of(prompt_id: str) -> Order | None:
+    """Return the order that a running prompt carries, or None."""
+    running, _ = _queue()
+    return next((_read(item[3]) for item in running if item[1] == prompt_id), None)
+
+
+def running_orders() -> str:
+    """Return the ids of the running prompts that carry an order: what ComfyUI must not answer from its cache."""
+    running, _ = _queue()
+    return " ".join(sorted(item[1] for item in running if _read(item[3])))
+
+
+def running_pictures() -> str:
+    """Return all empty latents and CFGs of the prompts that are being executed, as a text to compare."""
+    running, _ = _queue()
+    found = {str(picture_of(item[2], node)) for item in running for node in item[2]}
+    return " ".join(sorted(found - {"None"}))
+
+
+class PendingOrders:
+    """Hold what the prompts that wait or run have yet to order; each is read once. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._keys: dict[str, set[str]] = {}  # prompt id -> keys; empty for a prompt that orders nothing
+
+    def by_prompt(self) -> dict[str, list[str]]:
+        """Return prompt id -> the keys of the engine nodes whose builds it has yet to order."""
+        with self._lock:
+            self._look()
+            return {prompt: sorted(keys) for prompt, keys in self._keys.items() if keys}
+
+    def given(self, prompt_id: str, key: str) -> None:
+        """Note that a running prompt has ordered a node's build, or that the node can have none."""
+        with self._lock:
+            self._look()
+            self._keys.get(prompt_id, set()).discard(key)
+
+    def _look(self) -> None:
+        running, waiting = _queue()
+        known, self._keys = self._keys, {}
+        for _number, prompt_id, prompt, extra, outputs, *_ in (*running, *waiting):
+            self._keys[prompt_id] = known[prompt_id] if prompt_id in known else _ordered(prompt, extra, outputs)
+
+
+def _queue() -> tuple[list[tuple], list[tuple]]:
+    """Return the items of ComfyUI's queue that run and that wait; none in a process without a server."""
+    server = getattr(PromptServer, "instance", None)
+    if server is None or not works(Feature.QUEUE):
+        return [], []
+    return server.prompt_queue.get_current_queue_volatile()
+
+
+def _read(extra: Any) -> Order | None:
+    """Return the order in a prompt's ``extra_data``, which any client may have sent; None where there is none."""
+    given = extra.get(ORDER) if isinstance(extra, Mapping) else None
+    if not isinstance(given, Mapping) or not isinstance(given.get("nodes"), list):
+        return None
+    graph = given.get("graph")
+    nodes = frozenset(node for node in given["nodes"] if isinstance(node, str))
+    return Order(nodes, given.get("missing_only") is True, graph if isinstance(graph, Mapping) else {})
+
+
+def _ordered(prompt: Mapping[str, Any], extra: Any, outputs: Iterable[str]) -> set[str]:
+    """Return the keys of the nodes whose builds a prompt orders; it runs only what a valid output needs."""
+    order = _read(extra)
+    if order is None:
+        return set()
+    graph, keys = DynamicPrompt(dict(prompt)), set()
+    runs = {node for output in outputs for node in upstream(graph, output)}
+    for node in order.nodes & runs:
+        if prompt[node].get("class_type") not in ENGINE_NODES:
+            continue
+        try:
+            keys.add(node_key(prompt, node))
+        except BadPrompt:  # nobody can ask for it by a key
+            continue
+    return keys
