@@ -36,7 +36,7 @@ SCENARIOS = {
     "hint_batch_of_2_for_batch_of_2": STACKED.but(batch=2, image_options={"batch": 2}),
     "prompts_of_77_and_154_tokens": STACKED.but(tokens=(77, 154)),
     "prompts_of_77_and_462_tokens": STACKED.but(tokens=(77, 462)),
-    "area_conditioning": STACKED.but(area=True),
+    "area_conditioning": STACKED.but(area=True, width=128, height=128),
     "dpmpp_2m_sde": STACKED.but(sampler="dpmpp_2m_sde"),
     "euler_ancestral": STACKED.but(sampler="euler_ancestral"),
     "heun_makes_two_calls_a_step": STACKED.but(sampler="heun"),
