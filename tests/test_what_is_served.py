@@ -86,10 +86,10 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", slow.cases({name: name for name in KINDS}, ["SDXL", "Control-LoRAs"]))
-def test_it_gives_natives_latent(sd15: ComfyProcess, name: str) -> None:
+def test_it_gives_natives_latent(sdxl: ComfyProcess, name: str) -> None:
     kind = KINDS[name]
     for number, scenario in enumerate(kind.scenarios):
-        result = compare(sd15, scenario)
+        result = compare(sdxl, scenario)
         assert result.error <= LIMIT, number
         if kind.native_unet:
             assert result.unet == {"engine": 0, "native": scenario.steps, "reasons": {kind.reason: scenario.steps}}
@@ -100,7 +100,7 @@ def test_it_gives_natives_latent(sd15: ComfyProcess, name: str) -> None:
             assert result.all_on_engines(), (number, result.report)
             assert result.unet["engine"] > 0
         for i in range(len(scenario.controls)):
-            assert control_effect(sd15, scenario, without=i) > 0.01, (number, i)
+            assert control_effect(sdxl, scenario, without=i) > 0.01, (number, i)
         if kind.reason is None:
             continue
         engine_node = "unet_engine" if kind.native_unet else f"engine_{scenario.controls[0].file}"
@@ -110,11 +110,11 @@ def test_it_gives_natives_latent(sd15: ComfyProcess, name: str) -> None:
             assert scenario.controls[0].file not in result.controlnets, "it is not counted as ours"
 
 
-def test_types_of_a_union_controlnet_give_other_pictures_on_one_engine(sd15: ComfyProcess) -> None:
+def test_types_of_a_union_controlnet_give_other_pictures_on_one_engine(sdxl: ComfyProcess) -> None:
     kinds = ("depth", "tile", "auto", "depth")
     latents = []
     for kind in kinds:
-        result = compare(sd15, XL.but(controls=(union(kind),)))
+        result = compare(sdxl, XL.but(controls=(union(kind),)))
         assert result.error <= LIMIT
         latents.append(latent_of(result.history))  # the next prompt writes to the same file
     depth, tile, auto, again = latents
@@ -122,7 +122,7 @@ def test_types_of_a_union_controlnet_give_other_pictures_on_one_engine(sd15: Com
     assert relative_difference(depth, again) == 0
 
 
-def test_an_instruct_pix2pix_picture_is_natives(sd15: ComfyProcess) -> None:
+def test_an_instruct_pix2pix_picture_is_natives(sdxl: ComfyProcess) -> None:
     """Its UNet gets the picture to change as further channels of the latent."""
     scenario = SD15.but(unet="tiny_sd15_ip2p_unet")
 
@@ -135,8 +135,8 @@ def test_an_instruct_pix2pix_picture_is_natives(sd15: ComfyProcess) -> None:
         built["sampler"]["inputs"] |= {"positive": ["edit", 0], "negative": ["edit", 1], "latent_image": ["edit", 2]}
         return built
 
-    native = latent_of(sd15.queue(graph(False)))
-    history = sd15.queue(graph(True))
+    native = latent_of(sdxl.queue(graph(False)))
+    history = sdxl.queue(graph(True))
     assert relative_difference(latent_of(history), native) <= LIMIT
     assert history.output("report", "report")[0]["unet"] == {"engine": 2, "native": 0, "reasons": {}}
 
