@@ -23,7 +23,7 @@ from scenarios import (
 )
 
 LIMIT = 1e-5
-ENGINES = Scenario(steps=2)
+ENGINES = Scenario(steps=2, width=64, height=64)
 PLAIN = ENGINES.but(controls=(Control(A.file, 1, 0.7, engine=False), Control(B.file, 2, 0.4, engine=False)))
 LORA = ("LoraLoaderModelOnly", {"lora_name": "tiny_sd15_lora.safetensors", "strength_model": 1.0})
 BUILD = {"when_missing": "build now"}

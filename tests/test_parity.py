@@ -11,8 +11,8 @@ LIMIT = 1e-5
 VISIBLE = 1000 * LIMIT
 """A ControlNet that moves the latent less than this would prove nothing."""
 
-STACKED = Scenario(steps=2)
-XL = Scenario("sdxl", steps=2, controls=(Control("tiny_sdxl_a", 1, 0.7), Control("tiny_sdxl_b", 2, 0.4)))
+STACKED = Scenario(steps=2, width=64, height=64)
+XL = STACKED.but(family="sdxl", controls=(Control("tiny_sdxl_a", 1, 0.7), Control("tiny_sdxl_b", 2, 0.4)))
 
 
 def rows(*controls: Control) -> Scenario:

@@ -27,8 +27,8 @@ from scenarios import (
 README = Path(__file__).resolve().parent.parent / "README.md"
 LIMIT = 1e-5
 BUILD = {"when_missing": "build now"}
-XL = Scenario("sdxl", controls=(), settings=BUILD, steps=2)
-SD15 = Scenario(controls=(), settings=BUILD, steps=2)
+XL = Scenario("sdxl", width=64, height=64, controls=(), settings=BUILD, steps=2)
+SD15 = Scenario(width=64, height=64, controls=(), settings=BUILD, steps=2)
 
 
 def union(kind: str, image: int = 1, strength: float = 0.8, before: bool = False) -> Control:

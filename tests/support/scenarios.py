@@ -64,8 +64,8 @@ class Scenario:
     weight_dtype: str = "default"
     controls: Sequence[Control] = (A, B)
     unet_engine: bool = True
-    width: int = 64
-    height: int = 64
+    width: int = 128
+    height: int = 128
     batch: int = 1
     tokens: tuple[int, int] = (77, 77)
     area: bool = False
