@@ -66,13 +66,13 @@ What `auto` takes, and what is known of it:
 | no GPU | `onnxruntime` on the CPU | run in our tests, about as fast as native |
 | AMD, Intel and Apple GPUs | native | no backend of ours runs there |
 """
-"""What users of each kind of card get; the figures' own card is filled in."""
+"""Table of what users of each kind of card get; the figures' own card is filled in."""
 
 MARKS = ("<!-- speed: made by benchmarks/table.py -->\n", "<!-- end of speed -->\n")
 
 
 def for_readme(data: dict[str, Any]) -> str:
-    """What the README says: the most telling rows, and on what they were measured."""
+    """Return what the README says: the most telling rows, and on what they were measured."""
     meta, rows = data["meta"], {name(row): row for row in data["rows"]}
     said = (f"Milliseconds on an {meta['gpu']}, torch {meta['torch']}, ComfyUI {meta['comfyui']}, fp16, batch 2 (one "
             "image with CFG), random weights, medians, native and engine in one run. Networks and steps are measured "
@@ -97,7 +97,7 @@ def refit(readme: Path, text: str) -> None:
 
 
 def regressions(new: list[dict[str, Any]], old: list[dict[str, Any]]) -> list[str]:
-    """What got slower or less exact than before, a sentence each. Native times are not ours and are not compared."""
+    """List what got slower or less exact than before, a sentence each; native times are not compared."""
     before = {name(row): row for row in old}
     found = []
     for row in new:

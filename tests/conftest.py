@@ -44,14 +44,14 @@ from setup_downloads import COMFYUI_VERSION
 
 @dataclass(frozen=True)
 class Environment:
-    """Where ComfyUI lies, and the base directory (models, custom_nodes, input, output) that the tests use."""
+    """Folder of ComfyUI, and the base directory (models, custom_nodes, input, output) that the tests use."""
 
     comfyui: Path
     base: Path
 
 
 def pytest_report_header() -> list[str]:
-    """What differs here from what the project is tested with."""
+    """Name what differs here from what the project is tested with."""
     comfyui = os.environ.get("HYBRID_TRT_COMFYUI")
     pins = (TOOLS / "pins.txt").read_text(encoding="utf-8").splitlines()
     return versions.header(Path(comfyui) if comfyui else None, COMFYUI_VERSION, pins)
@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def system(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Whose rules for files hold: ``"posix"``, or ``"windows"`` where a test is parametrised so."""
+    """Choose the rules for files that hold: ``"posix"``, or ``"windows"`` where a test is parametrised so."""
     name = getattr(request, "param", "posix")
     if name == "posix":
         yield name

@@ -1,4 +1,4 @@
-"""When an engine cannot serve a call, native serves it: the image is exactly native's, and the reason is told."""
+"""Native serves each call that an engine cannot serve: the image is exactly native's, and the reason is told."""
 
 from __future__ import annotations
 

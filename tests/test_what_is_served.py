@@ -1,4 +1,4 @@
-"""Which kinds of models are served by engines: each tried in a real ComfyUI, and the README's table has just these."""
+"""Kinds of models that engines serve: each is tried in a real ComfyUI, and the README's table has just these."""
 
 from __future__ import annotations
 

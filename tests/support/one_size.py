@@ -51,7 +51,7 @@ def build(handle: EngineHandle) -> Engine:
 
 
 def serve(handle: EngineHandle, sizes: dict[str, int]) -> tuple[bool, float]:
-    """Whether a call was served, and how far its result is from native's."""
+    """Return whether a call was served, and how far its result is from native's."""
     net = handle.network
     given = sample_inputs(net.architecture().inputs(net.module, "float32"), sizes, seed=3)
     with torch.inference_mode():
