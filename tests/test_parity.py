@@ -12,7 +12,7 @@ VISIBLE = 1000 * LIMIT
 """A ControlNet that moves the latent less than this would prove nothing."""
 
 STACKED = Scenario(steps=2, width=64, height=64)
-XL = STACKED.but(family="sdxl", controls=(Control("tiny_sdxl_a", 1, 0.7), Control("tiny_sdxl_b", 2, 0.4)))
+XL = STACKED.but(family="sdxl", controls=(Control("tiny_sdxl_a", 1, 0.7), Control("tiny_sdxl_a", 2, 0.4)))
 
 
 def rows(*controls: Control) -> Scenario:

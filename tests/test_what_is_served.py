@@ -65,9 +65,9 @@ KINDS = {
     "union ControlNets": Kind([
         XL.but(controls=(union("depth"),)),
         XL.but(controls=(union("depth", before=True),)),
-        XL.but(controls=(union("canny/lineart/anime_lineart/mlsd"), Control("tiny_sdxl_b", 2, 0.5))),
+        XL.but(controls=(union("canny/lineart/anime_lineart/mlsd"), Control("tiny_sdxl_a", 2, 0.5))),
         XL.but(controls=(union("auto", 3), union("tile", 2, 0.4)), batch=2),
-        XL.but(controls=(Control("tiny_sdxl_b", 2, 0.5, 0.0, 0.5), union("repaint")), apply="stock", width=136),
+        XL.but(controls=(Control("tiny_sdxl_a", 2, 0.5, 0.0, 0.5), union("repaint")), apply="stock", width=136),
     ]),
     "T2I-adapters": Kind([
         SD15.but(unet="tiny_sd15_t2i_unet", controls=(ADAPTER,)),
