@@ -1,4 +1,4 @@
-"""What building takes: seconds, processor seconds and memory, for full-size SD1.5 and SDXL, without a GPU.
+"""Cost of building: seconds, processor seconds and memory, for full-size SD1.5 and SDXL, without a GPU.
 
     make benchmark-builds
 
@@ -103,7 +103,7 @@ def measure(network: Any, backend: str, steps: ExportedOnce, folder: Path) -> di
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on, besides the code."""
+    """Return what the figures depend on, besides the code."""
     installed = {}
     for name in PACKAGES:
         try:

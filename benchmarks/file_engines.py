@@ -76,19 +76,19 @@ class FileBench(networks.Bench):
         return build_engine(order, self.library, progress)
 
     def is_built(self, name: str) -> bool:
-        """Whether the library has an engine for such a network."""
+        """Return whether the library has an engine for such a network."""
         wanted = (self.networks[name].architecture().name, self.backend.name, self.replaceable)
         found = [engine.manifest.identity for engine in self.library.engines()]
         return any((one.architecture, one.backend, one.any_weights) == wanted for one in found)
 
     @property
     def field(self) -> str:
-        """How the names of its fields begin."""
+        """Beginning of the names of its fields."""
         return f"{self.backend.name}_any_lora" if self.replaceable else self.backend.name
 
 
 def build_row(bench: FileBench, name: str) -> dict[str, Any]:
-    """What the build of one network's engine took: seconds, and the most main memory that any of its processes had."""
+    """Build one network's engine; return its seconds, and the most main memory that any of its processes had."""
     started, engine = time.perf_counter(), bench.engine(name)
     row = {
         "case": f"{bench.family}_{name}_build", f"{bench.field}_wall_s": round(time.perf_counter() - started, 1),
@@ -101,7 +101,7 @@ def build_row(bench: FileBench, name: str) -> dict[str, Any]:
 
 
 def trust_figures(engine: Any) -> Any:
-    """What the engine's proof on this GPU said."""
+    """Return the figures of the engine's proof on this GPU."""
     from hybrid_trt.engine_library import trust
 
     return trust.figures(engine)

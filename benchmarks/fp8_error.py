@@ -1,4 +1,4 @@
-"""How far from native SDXL's UNet is when linears take float8: told by rounding their inputs and weights, on a CPU.
+"""Error of SDXL's UNet when linears take float8, found by rounding their inputs and weights, on a CPU.
 
     python benchmarks/fp8_error.py --comfyui ~/ComfyUI --base /tmp/benchmark --out benchmarks/results/fp8_error.json
 

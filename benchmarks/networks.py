@@ -245,7 +245,7 @@ def step_rows(bench: Bench, counts: list[int]) -> list[dict[str, Any]]:
 
 
 def overlap_row(bench: Bench) -> dict[str, Any]:
-    """What running networks at once saves: two ControlNets, and the UNet beside them as if it needed none of them.
+    """Measure what running networks at once saves: two ControlNets, and the UNet beside them as if without them.
 
     The last one is a bound on what splitting the UNet into encoder and decoder could save: only the encoder may run
     beside the ControlNets.

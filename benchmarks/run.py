@@ -81,7 +81,7 @@ def measure_files(part: str, options: argparse.Namespace) -> list[dict[str, Any]
 
 
 def meta(options: argparse.Namespace) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return what the figures depend on."""
     import torch
 
     driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],

@@ -65,7 +65,7 @@ class PeakMemory:
 
     @property
     def used_now(self) -> float:
-        """What is in use now, less what was there before, in MB."""
+        """Memory that is in use now, less what was there before, in MB."""
         return round(self._used() - self.before, 1)
 
     def __enter__(self) -> PeakMemory:

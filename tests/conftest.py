@@ -44,14 +44,14 @@ from setup_downloads import COMFYUI_VERSION
 
 @dataclass(frozen=True)
 class Environment:
-    """Where ComfyUI lies, and the base directory (models, custom_nodes, input, output) that the tests use."""
+    """Folder of ComfyUI, and the base directory (models, custom_nodes, input, output) that the tests use."""
 
     comfyui: Path
     base: Path
 
 
 def pytest_report_header() -> list[str]:
-    """What differs here from what the project is tested with."""
+    """Name what differs here from what the project is tested with."""
     comfyui = os.environ.get("HYBRID_TRT_COMFYUI")
     pins = (TOOLS / "pins.txt").read_text(encoding="utf-8").splitlines()
     return versions.header(Path(comfyui) if comfyui else None, COMFYUI_VERSION, pins)
@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def system(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Whose rules for files hold: ``"posix"``, or ``"windows"`` where a test is parametrised so."""
+    """Choose the rules for files that hold: ``"posix"``, or ``"windows"`` where a test is parametrised so."""
     name = getattr(request, "param", "posix")
     if name == "posix":
         yield name
@@ -124,16 +124,23 @@ def _base_of_this_process(base: Path) -> Path:
 def models(environment: Environment) -> dict[str, Path]:
     """All tiny models by name, in the base's models directory; control_a.png and control_b.png in its input directory.
 
-    A process of its own makes them, so that this one imports none of ComfyUI's top-level modules.
+    A process of its own makes them once for all, so that this one imports none of ComfyUI's top-level modules.
     """
-    directory = environment.base / "models"
-    made = subprocess.run(
-        [sys.executable, str(TOOLS / "tiny_models.py"), "--comfyui", str(environment.comfyui),
-         "--models", str(directory), "--input", str(environment.base / "input")],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    shared, base = Path(os.environ["HYBRID_TRT_BASE"]).resolve(), environment.base
+    with FileLock(shared / "tiny_models.lock"):
+        made = subprocess.run(
+            [sys.executable, str(TOOLS / "tiny_models.py"), "--comfyui", str(environment.comfyui),
+             "--models", str(shared / "models"), "--input", str(shared / "input")],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if made.returncode:
         pytest.fail(f"the tiny models could not be made:\n{made.stdout}")
-    return {name: directory / recipe.file for name, recipe in tiny_models.RECIPES.items()}
+    files = [f"models/{recipe.file}" for recipe in tiny_models.RECIPES.values()]
+    for file in [*files, *(path.relative_to(shared) for path in (shared / "input").glob("control_?.png"))]:
+        if not (base / file).exists() or not (base / file).samefile(shared / file):
+            (base / file).parent.mkdir(parents=True, exist_ok=True)
+            (base / file).unlink(missing_ok=True)
+            os.link(shared / file, base / file)
+    return {name: base / "models" / recipe.file for name, recipe in tiny_models.RECIPES.items()}
 
 
 @pytest.fixture(scope="session")
@@ -161,17 +168,17 @@ def build(comfy: ComfyProcess, *scenarios: Scenario) -> None:
         assert all(row["engine"] > 0 and row["native"] == 0 for row in report["rows"]), report
 
 
-def put_back(kept: Path, library: Path) -> None:
+def put_back(kept: Path, library: Path, *more: Path) -> None:
     """Make kept engines the library's only ones, as they were: other modules build, damage and delete theirs."""
     for folder in library.glob("[!.]*"):
         shutil.rmtree(folder)
     library.mkdir(parents=True, exist_ok=True)
-    for folder in kept.iterdir():
+    for folder in [folder for part in (kept, *more) for folder in part.iterdir()]:
         shutil.copytree(folder, library / folder.name, copy_function=shutil.copy2)
 
 
 def built_engines(comfy: ComfyProcess, factory: pytest.TempPathFactory, name: str, scenario: Scenario) -> Path:
-    """A folder with the engines of a scenario, built by a real server of the first process that wants them."""
+    """Return a folder with the engines of a scenario, built by a real server of the first process that wants them."""
     root = factory.getbasetemp()
     kept = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / f"engines_of_{name}"
     with FileLock(f"{kept}.lock"):
@@ -193,9 +200,8 @@ def sd15_engines(comfy: ComfyProcess, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="session")
 def sdxl_engines(comfy: ComfyProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same of the tiny SDXL family."""
-    controls = (Control("tiny_sdxl_a"), Control("tiny_sdxl_b", 2))
-    return built_engines(comfy, tmp_path_factory, "sdxl", Scenario("sdxl", controls=controls))
+    """The engines of the tiny SDXL UNet and one ControlNet, built once."""
+    return built_engines(comfy, tmp_path_factory, "sdxl", Scenario("sdxl", controls=(Control("tiny_sdxl_a"),)))
 
 
 @pytest.fixture(scope="module")
@@ -209,9 +215,6 @@ def sd15(comfy: ComfyProcess, sd15_engines: Path) -> ComfyProcess:
 @pytest.fixture(scope="module")
 def sdxl(sd15: ComfyProcess, sd15_engines: Path, sdxl_engines: Path) -> ComfyProcess:
     """The same server, its library with the engines of both families."""
-    library = sd15.base / "models" / "trt_engines"
-    put_back(sd15_engines, library)
-    for folder in sdxl_engines.iterdir():
-        shutil.copytree(folder, library / folder.name, copy_function=shutil.copy2)
+    put_back(sdxl_engines, sd15.base / "models" / "trt_engines", sd15_engines)
     sd15.free()
     return sd15

@@ -1,6 +1,6 @@
 """The Build button and the status on the engine nodes, with real clicks, in both kinds of nodes.
 
-Pictures of every step are kept in build/screenshots.
+Pictures of every step are kept in the folder that HYBRID_TRT_SHOTS names.
 """
 
 from __future__ import annotations

@@ -66,7 +66,8 @@ def test_in_front_of_the_engine_node_it_is_the_engines(
 
 
 @pytest.mark.parametrize("place", ["before the sampler patch", "after it", "taken away"])
-@pytest.mark.parametrize("backend", ["torch", "onnxruntime"])
+# no engine computes here, whatever its backend
+@pytest.mark.parametrize("backend", [pytest.param("torch", marks=pytest.mark.slow), "onnxruntime"])
 def test_behind_the_engine_node_it_leaves_the_run_to_native(
     file: Path, library: Library, backend: str, place: str
 ) -> None:

@@ -23,7 +23,7 @@ FILES = {
     "controlnet/control_v11p_sd15_canny_fp16.safetensors": "tiny_sd15_a",
     "controlnet/control_v11f1p_sd15_depth_fp16.safetensors": "tiny_sd15_b",
 }
-"""What the template asks for, and the tiny model in its place."""
+"""Files that the template asks for, and the tiny model in the place of each."""
 ENGINES = ("TRTUNetEngine", "TRT ControlNet Engine 1", "TRT ControlNet Engine 2")
 #: Collects every banner of ComfyUI's that says how a job ended.
 BANNERS = """() => { window.__banners = [];
@@ -32,10 +32,12 @@ BANNERS = """() => { window.__banners = [];
 #: Resolves when what an element lists has been drawn again.
 DRAWN = """selector => new Promise(done => { const seen = new MutationObserver(() => { seen.disconnect(); done(); });
     seen.observe(document.querySelector(selector), { childList: true, subtree: true, characterData: true }); })"""
-#: A picture of 512 x 512 takes seconds a step here, and gigabytes.
-SMALL = """() => { const set = (type, name, value) => {
-        app.graph.findNodesByType(type)[0].widgets.find(w => w.name === name).value = value; };
-    set('KSampler', 'steps', 2); set('EmptyLatentImage', 'width', 256); set('EmptyLatentImage', 'height', 256); }"""
+#: A picture of 512 x 512 takes seconds a step here; engines for it are compared with native at that size.
+SMALL = """() => { const set = (type, name, value) => app.graph.findNodesByType(type)
+        .forEach(node => { node.widgets.find(w => w.name === name).value = value; });
+    set('KSampler', 'steps', 2); set('EmptyLatentImage', 'width', 128); set('EmptyLatentImage', 'height', 128);
+    for (const type of ['TRTUNetEngine', 'TRTControlNetEngine'])
+        Object.entries({ min_size: 64, opt_size: 128, max_size: 256 }).forEach(([k, v]) => set(type, k, v)); }"""
 
 
 @pytest.fixture(scope="module")

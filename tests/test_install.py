@@ -1,4 +1,4 @@
-"""What install.py decides, on machines that are made up."""
+"""Decisions of install.py on machines that are made up."""
 
 from __future__ import annotations
 

@@ -90,6 +90,7 @@ def test_a_template_opens_converts_and_is_saved_on_the_oldest_page(
     assert oldest_page.prompt() == prompt
 
 
+@slow.when("vue")  # the pictures come from the same server
 def test_engines_are_built_by_a_click_and_each_template_runs_on_them_on_the_oldest_page(
     oldest_page: ComfyPage, comfy: ComfyProcess
 ) -> None:

@@ -20,7 +20,7 @@ LIMIT = 2e-5
 ASTRAY = 20
 """An engine may be so many times as far from native as native is from itself after a nudge."""
 AMPLIFIES = {"ModelMergeAdd": 1e-3, "ModelComputeDtype": 1e-2}
-"""Where rounding leads further astray than a nudge shows: weights added to weights, half precision."""
+"""Limits where rounding leads further astray than a nudge shows: weights added to weights, half precision."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def latent(comfy: ComfyProcess, workflow: Workflow, engines: bool) -> tuple[nump
 
 @dataclass
 class Seen:
-    """What was compared, and the calls of networks that it took."""
+    """Count of what was compared, and of the calls of networks that it took."""
 
     workflows: int = 0
     on_engines: int = 0
@@ -54,7 +54,7 @@ class Seen:
 
 
 def wrong(native: ComfyProcess, engines: ComfyProcess, workflow: Workflow, seen: Seen) -> str | None:
-    """What differs more than rounding explains; None too where ComfyUI cannot do it or gives no numbers."""
+    """Return what differs more than rounding explains; None too where ComfyUI cannot do it or gives no numbers."""
     try:
         reference, _ = latent(native, workflow, False)
     except PromptRejected:

@@ -1,4 +1,4 @@
-"""Which kinds of models are served by engines: each tried in a real ComfyUI, and docs/models.md has just these."""
+"""Kinds of models that engines serve: each is tried in a real ComfyUI, and docs/models.md has just these."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from scenarios import (
 MODELS = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 LIMIT = 1e-5
 BUILD = {"when_missing": "build now"}
-XL = Scenario("sdxl", controls=(), settings=BUILD, steps=2)
-SD15 = Scenario(controls=(), settings=BUILD, steps=2)
+XL = Scenario("sdxl", width=64, height=64, controls=(), settings=BUILD, steps=2)
+SD15 = Scenario(width=64, height=64, controls=(), settings=BUILD, steps=2)
 
 
 def union(kind: str, image: int = 1, strength: float = 0.8, before: bool = False) -> Control:
@@ -65,9 +65,9 @@ KINDS = {
     "union ControlNets": Kind([
         XL.but(controls=(union("depth"),)),
         XL.but(controls=(union("depth", before=True),)),
-        XL.but(controls=(union("canny/lineart/anime_lineart/mlsd"), Control("tiny_sdxl_b", 2, 0.5))),
+        XL.but(controls=(union("canny/lineart/anime_lineart/mlsd"), Control("tiny_sdxl_a", 2, 0.5))),
         XL.but(controls=(union("auto", 3), union("tile", 2, 0.4)), batch=2),
-        XL.but(controls=(Control("tiny_sdxl_b", 2, 0.5, 0.0, 0.5), union("repaint")), apply="stock", width=136),
+        XL.but(controls=(Control("tiny_sdxl_a", 2, 0.5, 0.0, 0.5), union("repaint")), apply="stock", width=136),
     ]),
     "T2I-adapters": Kind([
         SD15.but(unet="tiny_sd15_t2i_unet", controls=(ADAPTER,)),
@@ -86,10 +86,10 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", slow.cases({name: name for name in KINDS}, ["SDXL", "Control-LoRAs"]))
-def test_it_gives_natives_latent(sd15: ComfyProcess, name: str) -> None:
+def test_it_gives_natives_latent(sdxl: ComfyProcess, name: str) -> None:
     kind = KINDS[name]
     for number, scenario in enumerate(kind.scenarios):
-        result = compare(sd15, scenario)
+        result = compare(sdxl, scenario)
         assert result.error <= LIMIT, number
         if kind.native_unet:
             assert result.unet == {"engine": 0, "native": scenario.steps, "reasons": {kind.reason: scenario.steps}}
@@ -100,7 +100,7 @@ def test_it_gives_natives_latent(sd15: ComfyProcess, name: str) -> None:
             assert result.all_on_engines(), (number, result.report)
             assert result.unet["engine"] > 0
         for i in range(len(scenario.controls)):
-            assert control_effect(sd15, scenario, without=i) > 0.01, (number, i)
+            assert control_effect(sdxl, scenario, without=i) > 0.01, (number, i)
         if kind.reason is None:
             continue
         engine_node = "unet_engine" if kind.native_unet else f"engine_{scenario.controls[0].file}"
@@ -110,11 +110,11 @@ def test_it_gives_natives_latent(sd15: ComfyProcess, name: str) -> None:
             assert scenario.controls[0].file not in result.controlnets, "it is not counted as ours"
 
 
-def test_types_of_a_union_controlnet_give_other_pictures_on_one_engine(sd15: ComfyProcess) -> None:
+def test_types_of_a_union_controlnet_give_other_pictures_on_one_engine(sdxl: ComfyProcess) -> None:
     kinds = ("depth", "tile", "auto", "depth")
     latents = []
     for kind in kinds:
-        result = compare(sd15, XL.but(controls=(union(kind),)))
+        result = compare(sdxl, XL.but(controls=(union(kind),)))
         assert result.error <= LIMIT
         latents.append(latent_of(result.history))  # the next prompt writes to the same file
     depth, tile, auto, again = latents
@@ -122,7 +122,7 @@ def test_types_of_a_union_controlnet_give_other_pictures_on_one_engine(sd15: Com
     assert relative_difference(depth, again) == 0
 
 
-def test_an_instruct_pix2pix_picture_is_natives(sd15: ComfyProcess) -> None:
+def test_an_instruct_pix2pix_picture_is_natives(sdxl: ComfyProcess) -> None:
     """Its UNet gets the picture to change as further channels of the latent."""
     scenario = SD15.but(unet="tiny_sd15_ip2p_unet")
 
@@ -135,8 +135,8 @@ def test_an_instruct_pix2pix_picture_is_natives(sd15: ComfyProcess) -> None:
         built["sampler"]["inputs"] |= {"positive": ["edit", 0], "negative": ["edit", 1], "latent_image": ["edit", 2]}
         return built
 
-    native = latent_of(sd15.queue(graph(False)))
-    history = sd15.queue(graph(True))
+    native = latent_of(sdxl.queue(graph(False)))
+    history = sdxl.queue(graph(True))
     assert relative_difference(latent_of(history), native) <= LIMIT
     assert history.output("report", "report")[0]["unet"] == {"engine": 2, "native": 0, "reasons": {}}
 

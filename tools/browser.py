@@ -18,7 +18,7 @@ CHROMIUM_ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-f
 TOAST = ".p-toast-message, [data-testid=toast]"
 TOAST_CLOSE = ".p-toast-close-button, [data-testid=toast-close]"
 READY = """() => window.app?.vueAppReady && app.isGraphReady && app.extensionManager?.spinner === false"""
-#: What went wrong with a loaded workflow: nodes that the page does not know, and its error panel's text.
+#: Problems of a loaded workflow: nodes that the page does not know, and its error panel's text.
 PROBLEMS = """() => [
     ...app.graph.nodes.filter(n => n.has_errors || !(n.type in LiteGraph.registered_node_types))
         .map(n => `node ${n.id} (${n.type}) has errors`),
@@ -70,7 +70,7 @@ class ComfyPage:
         self.page.wait_for_timeout(400)
 
     def problems(self) -> list[str]:
-        """What the page holds against the open workflow: missing nodes, its error panel, JavaScript exceptions."""
+        """Return what is wrong with the open workflow: missing nodes, its error panel, JavaScript exceptions."""
         return self.page.evaluate(PROBLEMS) + self.errors
 
     def prompt(self) -> dict[str, dict[str, Any]]:
@@ -102,7 +102,7 @@ class ComfyPage:
         return result["outputs"]
 
     def boxes(self) -> list[dict[str, Any]]:
-        """Where the nodes lie, titles included: id, type, x, y, width and height in the graph's own units."""
+        """Return the nodes' boxes, titles included: id, type, x, y, width and height in the graph's units."""
         return self.page.evaluate(BOXES)
 
     def fit(self, left: int = 20, top: int = 20, right: int = 20, bottom: int = 20) -> None:

@@ -41,7 +41,7 @@ class PromptTimeout(TimeoutError):
 
 @dataclass(frozen=True)
 class History:
-    """How one prompt ended, as ComfyUI's history tells it."""
+    """End of one prompt, as ComfyUI's history tells it."""
 
     prompt_id: str
     status: str  #: 'success', 'error' or 'interrupted'
@@ -56,7 +56,7 @@ class History:
 
     @property
     def ok(self) -> bool:
-        """Whether every output was produced."""
+        """Return whether every output was produced."""
         return self.status == "success"
 
     def output(self, node_id: str, key: str) -> list[Any]:
@@ -175,7 +175,7 @@ class ComfyProcess:
         process.wait()
 
     def log_text(self) -> str:
-        """What this server has written so far."""
+        """Return what this server has written so far."""
         with self.log.open("rb") as log:
             log.seek(self._log_start)
             return log.read().decode(errors="replace")

@@ -96,14 +96,14 @@ def demo_prompt(object_info: dict[str, Any], engines: bool, seed: int) -> Prompt
 
 
 def outputs_of(history: History, prompt: Prompt, class_type: str) -> dict[str, Any]:
-    """What the prompt's only node of a class gave."""
+    """Return what the prompt's only node of a class gave."""
     if not history.ok:
         raise SystemExit(f"[demo] node {history.error_type} failed: {history.error}")
     return history.outputs[next(i for i, n in prompt.items() if n["class_type"] == class_type)]
 
 
 def saved_file(comfy: ComfyProcess, entry: dict[str, str]) -> Path:
-    """Where ComfyUI put an output file."""
+    """Return the place of an output file of ComfyUI's."""
     return comfy.base / "output" / entry["subfolder"] / entry["filename"]
 
 
@@ -127,7 +127,7 @@ def make_models(comfyui: Path, base: Path) -> None:
 
 
 def build_seconds(base: Path) -> float:
-    """What the manifests say that exporting, checking and building took."""
+    """Return the seconds of exporting, checking and building by the manifests."""
     manifests = (base / "models" / "trt_engines").glob("*/manifest.json")
     return sum(sum(json.loads(path.read_text(encoding="utf-8"))["seconds"].values()) for path in manifests)
 
@@ -168,7 +168,7 @@ def run(comfy: ComfyProcess, out: Path) -> dict[str, Any]:
 
 
 def failures(report: dict[str, Any]) -> list[str]:
-    """What the demo promises and this run did not keep, a sentence each."""
+    """List what the demo promises and this run did not keep, a sentence each."""
     wrong = []
     if not report["latent_rel_err"] <= MAX_ERROR:
         wrong.append(f"the latents differ by {report['latent_rel_err']:.1e}, more than {MAX_ERROR:.0e}")

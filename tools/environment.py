@@ -46,7 +46,7 @@ READY = ".hybrid-trt-ready"  # written last into a virtual environment
 
 @dataclass(frozen=True)
 class Environment:
-    """What a tool or a test runs in."""
+    """Environment that a tool or a test runs in."""
 
     python: Path
     """The virtual environment's interpreter."""
@@ -239,7 +239,7 @@ def _ensure_browser(cache: Path) -> None:
 
 
 def _draws_chinese() -> bool:
-    """Whether a font for Chinese lies where systems keep fonts."""
+    """Return whether a font for Chinese lies where systems keep fonts."""
     places = (Path("/usr/share/fonts"), Path("/usr/local/share/fonts"), Path.home() / ".fonts")
     return any(re.search("wqy|cjk|notosanssc", file.name.lower()) for place in places for file in place.rglob("*.tt*"))
 

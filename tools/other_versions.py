@@ -24,7 +24,7 @@ BROUGHT_BY_TORCH = re.compile(r"(nvidia-|cuda-|triton\b)")
 
 
 def requirements(which: str, pins: Sequence[str]) -> list[str]:
-    """What pip is asked for.
+    """Return what pip is asked for.
 
     Args:
         which: ``newest``, or a torch with its version, for example ``torch==2.7.1``.

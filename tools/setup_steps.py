@@ -1,4 +1,4 @@
-"""How the environment is made: lines of progress, commands with a log, and locks that all clones share.
+"""Steps by which the environment is made: lines of progress, commands with a log, and locks that all clones share.
 
 Only the standard library is used here, since nothing else is there yet.
 """

@@ -1,4 +1,4 @@
-"""What recipes of workflows are made of: nodes, links, groups, and the models of each family."""
+"""Parts of recipes of workflows: nodes, links, groups, and the models of each family."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Family:
-    """What differs between the families of models. Nets are (what the image shows, file name)."""
+    """Difference between the families of models. Nets are (what the image shows, file name)."""
 
     title: str
     checkpoint: str

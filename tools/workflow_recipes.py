@@ -1,4 +1,4 @@
-"""What the shipped workflows consist of, as data: nodes, links, and where things stand."""
+"""Contents of the shipped workflows, as data: nodes, links, and where things stand."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def _is_link(value: Any) -> bool:
 
 
 def _fits(one: Any, other: Any) -> bool:
-    """Whether LiteGraph lets two types be connected."""
+    """Return whether LiteGraph lets two types be connected."""
     if one in ("", "*", 0, None) or other in ("", "*", 0, None):
         return True
     return not set(str(one).lower().split(",")).isdisjoint(str(other).lower().split(","))
@@ -213,7 +213,7 @@ class _Graph:
             self.nodes[origin], output, socket["type"] if kind is None else kind, seen | {(node["id"], slot)})
 
     def primitive_value(self, socket: dict[str, Any]) -> Any:
-        """What a PrimitiveNode puts into the widget that it is linked to."""
+        """Return what a PrimitiveNode puts into the widget that it is linked to."""
         origin = self.nodes.get(self.links.get(socket.get("link"), (None, 0))[0])
         if origin is None or origin["type"] != "PrimitiveNode" or origin.get("mode", 0) == MUTED:
             return None
@@ -244,7 +244,7 @@ def _sockets(node: Node, object_info: ObjectInfo) -> list[dict[str, Any]]:
 
 
 def _bypass_slot(node: Node, output: int, kind: Any) -> int | None:
-    """Which input a bypassed node passes on to an output: the one beside it if it fits, or the first that fits."""
+    """Return the input that a bypassed node passes on: the one beside the output if it fits, or the first that fits."""
     inputs = node.get("inputs") or []
     made = node["outputs"][output]["type"]
     if kind in ("*", ""):

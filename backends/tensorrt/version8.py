@@ -3,7 +3,7 @@
 * Networks are weakly typed: ``float16`` allows half precision, and TensorRT picks per layer. Two things are kept in
   float32 by name: GroupNorm, since its sums would overflow, and what the graph itself computes in float32 of an input,
   which is the sines of the timestep. At t = 900 an angle in half precision is up to 0.25 off, and that alone costs up
-  to 4e-2 of a result (benchmarks/results/timestep_error.json; at t = 50 up to 3e-3). Before, engines were 7e-3 to
+  to 4e-2 of a result (at t = 50 up to 3e-3). Before, engines were 7e-3 to
   2.7e-2 from native on an H200, by what TensorRT had picked.
 * InstanceNormalization is a plugin that needs cuDNN 8, which torch no longer brings: it is written out instead. For
   the same reason no tactic of cuBLAS or cuDNN is tried.

@@ -1,7 +1,4 @@
-"""How operations are written out for Inductor where its own way is slow on the GPU.
-
-``benchmarks/sweep_flags.py`` measures what it gives.
-"""
+"""Operations written out for Inductor where its own way is slow on the GPU."""
 
 from __future__ import annotations
 

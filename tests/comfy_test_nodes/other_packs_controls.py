@@ -16,7 +16,6 @@ import torch
 from comfy.controlnet import ControlBase, ControlNet
 from comfy.patcher_extension import WrappersMP
 from comfy.utils import common_upscale
-from comfy_api.latest import io
 
 TILE, OVERLAP = 8, 4
 """Of the latent."""
@@ -250,48 +249,14 @@ def in_tiles(model: Any, way: str) -> Any:
 
 
 ALL_WAYS = ["held back", "copies", *WAYS]
-
-
-class TestTiles(io.ComfyNode):
-    """Samples in tiles; see ``in_tiles``."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestTiles", display_name="Test Tiles", category="tests",
-            inputs=[io.Model.Input("model"), io.Combo.Input("way", options=ALL_WAYS)],
-            outputs=[io.Model.Output()],
-        )
-
-    @classmethod
-    def execute(cls, model: Any, way: str) -> io.NodeOutput:
-        return io.NodeOutput(in_tiles(model, way))
-
-
 COPIES: dict[str, Callable[[list], list]] = {
     "deep copy": copy.deepcopy,
     "copied dicts": lambda conditioning: [[prompt, {**options}] for prompt, options in conditioning],
 }
 
 
-class TestCopiedConditioning(io.ComfyNode):
-    """A copy of a conditioning with all that is in it, as nodes make that give each region its own."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestCopiedConditioning", display_name="Test Copied Conditioning", category="tests",
-            inputs=[io.Conditioning.Input("conditioning"), io.Combo.Input("how", options=list(COPIES))],
-            outputs=[io.Conditioning.Output()],
-        )
-
-    @classmethod
-    def execute(cls, conditioning: list, how: str) -> io.NodeOutput:
-        return io.NodeOutput(COPIES[how](conditioning))
-
-
 def with_copied_options(model: Any) -> Any:
-    """A model with deep copies of its options, and one that copies those of each call."""
+    """Return a model with deep copies of its options, and of those of each call."""
     model = model.clone()
     model.model_options = copy.deepcopy(model.model_options)
 
@@ -303,65 +268,24 @@ def with_copied_options(model: Any) -> Any:
     return model
 
 
-class TestCopiedOptions(io.ComfyNode):
-    """See ``with_copied_options``."""
+def not_a_number(control_net: ControlNet, call: int) -> ControlNet:
+    """Give the engine of a ControlNet a NaN in one call of the next prompt; no pack, but a bad engine."""
+    session, calls = control_net.control_model.handle.session, []
 
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestCopiedOptions", display_name="Test Copied Options", category="tests",
-            inputs=[io.Model.Input("model")], outputs=[io.Model.Output()],
-        )
+    def run(*given: Any) -> dict[str, torch.Tensor]:
+        results = type(session).run(session, *given)
+        calls.append(1)
+        if len(calls) == call:
+            next(iter(results.values())).view(-1)[3] = float("nan")
+            del session.run
+        return results
 
-    @classmethod
-    def execute(cls, model: Any) -> io.NodeOutput:
-        return io.NodeOutput(with_copied_options(model))
-
-
-class TestNotANumber(io.ComfyNode):
-    """An engine of a ControlNet whose results have a NaN in one call of the next prompt; no pack, but a bad engine."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestNotANumber", display_name="Test Not A Number", category="tests",
-            inputs=[io.ControlNet.Input("control_net"), io.Int.Input("call", default=1, min=1, max=100)],
-            outputs=[io.ControlNet.Output()],
-        )
-
-    @classmethod
-    def execute(cls, control_net: ControlNet, call: int) -> io.NodeOutput:
-        session, calls = control_net.control_model.handle.session, []
-
-        def run(*given: Any) -> dict[str, torch.Tensor]:
-            results = type(session).run(session, *given)
-            calls.append(1)
-            if len(calls) == call:
-                next(iter(results.values())).view(-1)[3] = float("nan")
-                del session.run
-            return results
-
-        session.run = run
-        return io.NodeOutput(control_net)
+    session.run = run
+    return control_net
 
 
-class TestPatchInside(io.ComfyNode):
-    """A patch inside the UNet, which no engine has."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestPatchInside", display_name="Test Patch Inside", category="tests",
-            inputs=[io.Model.Input("model")], outputs=[io.Model.Output()],
-        )
-
-    @classmethod
-    def execute(cls, model: Any) -> io.NodeOutput:
-        model = model.clone()
-        model.set_model_attn1_patch(lambda q, k, v, _options: (q, k, 0.9 * v))
-        return io.NodeOutput(model)
-
-
-NODES: list[type[io.ComfyNode]] = [
-    TestCopiedConditioning, TestCopiedOptions, TestNotANumber, TestPatchInside, TestTiles,
-]  # fmt: skip
+def patched_inside(model: Any) -> Any:
+    """Return a model with a patch inside the UNet, which no engine has."""
+    model = model.clone()
+    model.set_model_attn1_patch(lambda q, k, v, _options: (q, k, 0.9 * v))
+    return model

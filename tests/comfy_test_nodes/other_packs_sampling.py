@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy_api.latest import io
 
 import nodes  # ComfyUI's
 
@@ -33,67 +32,34 @@ class OwnForward:
         return sampling.calculate_denoised(sigma, out.float(), x)
 
 
-class TestOwnForward(io.ComfyNode):
-    """A model whose UNet another pack calls: by its parts, or through a forward that was replaced."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestOwnForward", display_name="Test Own Forward", category="tests",
-            inputs=[
-                io.Model.Input("model"),
-                io.Int.Input("every", default=0, min=0, max=9, optional=True, tooltip="Such calls go ComfyUI's way."),
-                io.Boolean.Input("replaced", default=False, optional=True, tooltip="Its forward instead."),
-            ],
-            outputs=[io.Model.Output()],
-        )  # fmt: skip
-
-    @classmethod
-    def execute(cls, model: ModelPatcher, every: int = 0, replaced: bool = False) -> io.NodeOutput:
-        other = model.clone()
-        if replaced:
-            unet = model.model.diffusion_model
-            other.add_object_patch("diffusion_model.forward", lambda *args, **kwargs: unet._forward(*args, **kwargs))
-        else:
-            other.set_model_unet_function_wrapper(OwnForward(other, every))
-        return io.NodeOutput(other)
+def with_own_forward(model: ModelPatcher, every: int = 0, replaced: bool = False) -> ModelPatcher:
+    """Return a model whose UNet another pack calls: by its parts, or through a forward that was replaced."""
+    other = model.clone()
+    if replaced:
+        unet = model.model.diffusion_model
+        other.add_object_patch("diffusion_model.forward", lambda *args, **kwargs: unet._forward(*args, **kwargs))
+    else:
+        other.set_model_unet_function_wrapper(OwnForward(other, every))
+    return other
 
 
-class TestSampleInThread(io.ComfyNode):
-    """ComfyUI's sampler in a thread that a node starts."""
+def sample_in_thread(model: ModelPatcher, positive: list, negative: list, latent_image: dict, seed: int, steps: int,
+                     way: str) -> dict:
+    """Call ComfyUI's sampler in a thread that a node starts."""
 
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestSampleInThread", display_name="Test Sample In Thread", category="tests",
-            inputs=[
-                io.Model.Input("model"), io.Conditioning.Input("positive"), io.Conditioning.Input("negative"),
-                io.Latent.Input("latent_image"), io.Int.Input("seed", default=0, min=0, max=2**31 - 1),
-                io.Int.Input("steps", default=4, min=1, max=100),
-                io.Combo.Input("way", options=["thread", "executor"]),
-            ],
-            outputs=[io.Latent.Output()],
-        )  # fmt: skip
+    def sample() -> dict:
+        with torch.inference_mode():
+            given = (seed, steps, 5.0, "euler", "normal", positive, negative, latent_image)
+            return nodes.common_ksampler(model, *given)[0]
 
-    @classmethod
-    def execute(
-        cls, model: ModelPatcher, positive: list, negative: list, latent_image: dict, seed: int, steps: int, way: str
-    ) -> io.NodeOutput:
-        def sample() -> dict:
-            with torch.inference_mode():
-                given = (seed, steps, 5.0, "euler", "normal", positive, negative, latent_image)
-                return nodes.common_ksampler(model, *given)[0]
-
-        if way == "executor":
-            return io.NodeOutput(_executor.submit(sample).result())
-        found: list[dict] = []
-        thread = threading.Thread(target=lambda: found.append(sample()))
-        thread.start()
-        thread.join()
-        return io.NodeOutput(found[0])
+    if way == "executor":
+        return _executor.submit(sample).result()
+    found: list[dict] = []
+    thread = threading.Thread(target=lambda: found.append(sample()))
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 _executor = ThreadPoolExecutor(1)
 """As packs keep one: its thread outlives the node that it was started for."""
-
-NODES = [TestOwnForward, TestSampleInThread]

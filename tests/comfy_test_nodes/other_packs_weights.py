@@ -7,10 +7,8 @@ from collections.abc import Mapping
 import comfy.ops
 import comfy.sd
 import comfy.utils
-import folder_paths
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy_api.latest import io
 
 BLOCK = 32
 """Numbers that share a scale."""
@@ -154,25 +152,3 @@ def _as_gguf(weight: torch.Tensor) -> torch.Tensor:
     found = in_blocks(weight).as_subclass(GGMLTensor)
     found.tensor_shape = weight.shape
     return found
-
-
-class TestOtherPacksModel(io.ComfyNode):
-    """A model with weights of another pack."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="TestOtherPacksModel", display_name="Test Other Pack's Model", category="tests",
-            inputs=[
-                io.Combo.Input("unet_name", options=folder_paths.get_filename_list("diffusion_models")),
-                io.Combo.Input("kind", options=["GGUF", "NF4", "whole numbers", "another patcher"]),
-            ],
-            outputs=[io.Model.Output()],
-        )  # fmt: skip
-
-    @classmethod
-    def execute(cls, unet_name: str, kind: str) -> io.NodeOutput:
-        return io.NodeOutput(load(folder_paths.get_full_path_or_raise("diffusion_models", unet_name), kind))
-
-
-NODES = [TestOtherPacksModel]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from built_once import built_once
 from pack import import_comfy
 from small_networks import CPU, native_call, network, random_weights
 
@@ -18,7 +19,6 @@ from hybrid_trt.architectures.samples import sample_inputs
 from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model.network import NativeNetwork
-from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, Library
 from hybrid_trt.engine_library.parity import relative_error
@@ -32,8 +32,7 @@ ORT = backends()["onnxruntime"]
 
 
 def built(net: NativeNetwork, folder: Path, replaceable: bool = True, **options: Any) -> Engine:
-    order = BuildOrder(net, "float32", PROFILE, ORT, replaceable=replaceable, **options)
-    return builder.build_engine(order, Library([folder]), lambda *_: None, run=builder.run_here)
+    return built_once(BuildOrder(net, "float32", PROFILE, ORT, replaceable=replaceable, **options), Library([folder]))
 
 
 def handle_of(net: NativeNetwork, folder: Path, replaceable: bool = False) -> EngineHandle:

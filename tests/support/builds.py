@@ -59,7 +59,7 @@ def slow_backend(name: str = "slow") -> Iterator[Any]:
 
 
 def order(network: NativeNetwork, backend: Any, profile: Profile = PROFILE) -> BuildOrder:
-    """What the tests build."""
+    """Return the order that the tests build."""
     return BuildOrder(network, "float32", profile, backend)
 
 
@@ -76,7 +76,7 @@ def children(pid: int | None = None) -> list[psutil.Process]:
 
 
 def gone(processes: list[psutil.Process], timeout: float = 2.0) -> bool:
-    """Whether all processes end within some time; zombies have ended."""
+    """Return whether all processes end within some time; zombies have ended."""
     return until(lambda: all(not p.is_running() or _is_zombie(p) for p in processes), timeout)
 
 
@@ -88,7 +88,7 @@ def _is_zombie(process: psutil.Process) -> bool:
 
 
 def until(condition: Callable[[], object], timeout: float) -> bool:
-    """Whether a condition comes true within some time."""
+    """Return whether a condition comes true within some time."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
@@ -98,7 +98,7 @@ def until(condition: Callable[[], object], timeout: float) -> bool:
 
 
 def contents(folder: Path) -> list[str]:
-    """What a library's folder holds besides what is only remembered there: weights hashes, states of nodes."""
+    """List a library's folder without what is only remembered there: weights hashes, states of nodes."""
     return sorted(p.name for p in folder.iterdir() if not p.name.endswith(".json"))
 
 

@@ -1,4 +1,4 @@
-"""What a build's child processes take: seconds, processor seconds and memory, step by step."""
+"""Cost of a build's worker processes: seconds, processor seconds and memory, step by step."""
 
 from __future__ import annotations
 

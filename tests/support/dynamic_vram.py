@@ -27,7 +27,7 @@ class DynamicOnCPU(ModelPatcherDynamic):
 
     @property
     def times_staged(self) -> int:
-        """How often the model's weights were staged, by whichever patcher."""
+        """Count of stagings of the model's weights, by whichever patcher."""
         return getattr(self.model, "times_staged", 0)
 
     @property

@@ -1,4 +1,4 @@
-"""What a user does with the pack in ComfyUI's page, with real clicks, and what he then sees."""
+"""Steps of a user of the pack in ComfyUI's page, with real clicks, and what he then sees."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from typing import Any
 from browser import READY, TOAST, TOAST_CLOSE, ComfyPage
 from playwright.sync_api import Locator
 
-SHOTS = Path(os.environ.get("HYBRID_TRT_SHOTS", Path(__file__).resolve().parents[2] / "build" / "screenshots"))
-#: Where a widget's middle is on the screen.
+SHOTS = os.environ.get("HYBRID_TRT_SHOTS")
+"""Folder for pictures of the page; they take up to a second each, so there are none without it."""
+#: Return the middle of a widget on the screen.
 PLACE = """([id, name]) => { const node = app.canvas.graph.getNodeById(id);
     const widget = node.widgets.find(w => w.name === name);
     const height = widget.computedHeight || LiteGraph.NODE_WIDGET_HEIGHT;
     return app.canvasPosToClientPos([node.pos[0] + node.size[0] / 2, node.pos[1] + widget.y + height / 2]); }"""
-#: Whether a message of ComfyUI's lies over a point; then all are closed, as a person would, for others slide up.
+#: Return whether a message of ComfyUI's lies over a point; then close all, as a person would, for others slide up.
 COVERED = f"""([x, y]) => {{ const covered = Boolean(document.elementFromPoint(x, y)?.closest('{TOAST}'));
     if (covered) document.querySelectorAll('{TOAST_CLOSE}').forEach(button => button.click());
     return covered; }}"""
-#: Whether the stack's height is final. Older pages give Vue nodes the height of their boxes some time after they were
-#: drawn; newer ones, which know a widget's visibility, leave the node its own.
+#: Return whether the stack's height is final. Older pages give Vue nodes the height of their boxes some time after
+#: they were drawn; newer ones, which know a widget's visibility, leave the node its own.
 STACK_MEASURED = """() => { const node = app.graph.nodes.find(n => n.type === 'TRTApplyControlNet');
     const box = document.querySelector(`[data-node-id='${node.id}']`);
     return !LiteGraph.vueNodesMode || (box && 'visibility' in node.widgets[0])
         || Math.abs(box?.offsetHeight - LiteGraph.NODE_TITLE_HEIGHT - node.size[1]) < 1; }"""
-#: What the status of an engine node of the open graph shows.
+#: Return what the status of an engine node of the open graph shows.
 STATUS = """id => { const widget = app.canvas.graph.getNodeById(id).widgets.find(w => w.name === 'engine_status');
     const e = widget.element, bar = e.querySelector('.hybrid-trt-bar');
     return { state: e.dataset.state, tone: e.dataset.tone,
@@ -92,10 +93,12 @@ class EnginePage:
         return found
 
     def shot(self, step: str) -> None:
-        """Keep a picture of the page."""
-        SHOTS.mkdir(parents=True, exist_ok=True)
+        """Keep a picture of the page, where somebody wants pictures."""
+        if not SHOTS:
+            return
+        Path(SHOTS).mkdir(parents=True, exist_ok=True)
         mode = "vue" if self.page.vue else "litegraph"
-        path = SHOTS / f"{self.name}-{mode}-{len(self.steps)}-{step}.png"
+        path = Path(SHOTS) / f"{self.name}-{mode}-{len(self.steps)}-{step}.png"
         self.page.page.screenshot(path=path)
         self.steps.append(path)
 

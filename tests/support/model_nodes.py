@@ -23,7 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "UNetSelfAttentionMultiply": {"q": 1.3},
     "UNetTemporalAttentionMultiply": {"self_structural": 1.3},
 }
-"""Where the defaults would change nothing, or need something that is not here."""
+"""Inputs of nodes whose defaults would change nothing, or need something that is not here."""
 
 
 def default(spec: list[Any]) -> Any:

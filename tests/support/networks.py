@@ -33,7 +33,7 @@ FULL_SDXL = tiny_models.SDXL | {
     "transformer_depth_middle": 10, "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10]}
 FULL = {"sd15": FULL_SD15, "sdxl": FULL_SDXL}
 BLOCK = 1 << 24
-"""How many random numbers the weights of a mapped network are cut from."""
+"""Random numbers that the weights of a mapped network are cut from."""
 
 
 def random_network(kind: str, config: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 1,

@@ -37,7 +37,7 @@ class AttentionTensorContainer:
 
 
 class ComfyAttention(torch.nn.Module):
-    """What a layer prefers: no parameters, no children; what a file says of it is told among the state's tensors."""
+    """Preference of a layer: no parameters, no children; what a file says of it is told among the state's tensors."""
 
     def __init__(self, function: Callable | None = None):
         super().__init__()
@@ -158,7 +158,7 @@ def set_model_optimized_attention(self: Any, optimized_attention: Callable) -> N
 
 
 def add_config(model: Any, module: str, function: Callable) -> None:
-    """What loading a LoRA with a ``config`` does to a patcher."""
+    """Change a patcher as loading a LoRA with a ``config`` does."""
     model.add_object_patch(module, model.get_model_object(module).with_config(function))
 
 

@@ -1,4 +1,4 @@
-"""What ComfyUI does since 0.30.0, done to the ComfyUI of this process: one fixture for each change.
+"""Changes of ComfyUI since 0.30.0, made to the ComfyUI of this process: one fixture for each.
 
 Each one leaves a ComfyUI alone that has the change already. ``EMULATIONS`` has them all by name, for tests that hold
 with each: parametrise with ``NAMES`` and call ``emulate``.

@@ -33,7 +33,7 @@ STATES: dict[str, dict[str, Any]] = {
     "failed": {"state": "failed", "text": LONG, "job": {**JOB, "state": "failed", "message": LONG}},
     "unavailable": {"state": "unavailable", "text": LONG},
 }
-"""What the server may say of a node."""
+"""States that the server may tell of a node."""
 
 MEASURED = """([id, name]) => {
     const node = app.canvas.graph.getNodeById(id), e = node.widgets.find(w => w.name === name).element;
@@ -66,7 +66,7 @@ def server_says(page: EnginePage, state: dict[str, Any]) -> None:
 
 
 def measured(page: EnginePage, node: int, widget: str = "engine_status") -> dict[str, Any]:
-    """Where a box and its node are on the screen, which texts are cut, and the colours."""
+    """Return the places of a box and its node on the screen, texts that are cut, and the colours."""
     return page.page.page.evaluate(MEASURED, [node, widget])
 
 

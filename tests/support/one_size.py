@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from built_once import built_once
 from pack import import_comfy
 from small_networks import native_call
 
@@ -17,7 +18,6 @@ from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.architectures.sizes import Picture
 from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model.network import NativeNetwork
-from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_library import Engine, Library
 from hybrid_trt.engine_library.parity import relative_error
 from hybrid_trt.nodes import building
@@ -47,11 +47,11 @@ def handle_of(net: NativeNetwork, folder: Path, *pictures: Picture, backend: str
 
 def build(handle: EngineHandle) -> Engine:
     ((order, _anew),) = building._orders(handle)
-    return builder.build_engine(order, handle.library, lambda *_: None, run=builder.run_here)
+    return built_once(order, handle.library)
 
 
 def serve(handle: EngineHandle, sizes: dict[str, int]) -> tuple[bool, float]:
-    """Whether a call was served, and how far its result is from native's."""
+    """Return whether a call was served, and how far its result is from native's."""
     net = handle.network
     given = sample_inputs(net.architecture().inputs(net.module, "float32"), sizes, seed=3)
     with torch.inference_mode():

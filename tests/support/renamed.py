@@ -101,7 +101,7 @@ class _Renamed:
 
 
 def _asked() -> bool:
-    """Whether the pack's code asks."""
+    """Return whether the pack's code asks."""
     return sys._getframe(2).f_globals.get("__name__", "").split(".")[0] in (THE_PACK, AGAIN)
 
 

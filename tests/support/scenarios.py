@@ -187,7 +187,7 @@ def latent_of(history: History) -> numpy.ndarray:
 
 
 def relative_difference(value: numpy.ndarray, reference: numpy.ndarray) -> float:
-    """How far ``value`` is from ``reference``, as a share of the reference's size."""
+    """Return how far ``value`` is from ``reference``, as a share of the reference's size."""
     return float(numpy.linalg.norm(value - reference) / numpy.linalg.norm(reference))
 
 
@@ -215,7 +215,7 @@ class Comparison:
         return {row["name"].removesuffix(".safetensors"): row for row in self.report["controlnets"]}
 
     def all_on_engines(self) -> bool:
-        """Whether something was called and nothing ran native."""
+        """Return whether something was called and nothing ran native."""
         rows = self.report["rows"]
         return bool(rows) and all(row["engine"] > 0 and row["native"] == 0 for row in rows)
 
@@ -242,6 +242,6 @@ def compare(comfy: ComfyProcess, scenario: Scenario) -> Comparison:
 
 
 def control_effect(comfy: ComfyProcess, scenario: Scenario, without: int | None = None) -> float:
-    """How much the native latent changes when one ControlNet (by index), or all of them, are taken away."""
+    """Return how much the native latent changes when one ControlNet (by index), or all of them, are taken away."""
     kept = [] if without is None else [c for i, c in enumerate(scenario.controls) if i != without]
     return relative_difference(native_latent(comfy, scenario.but(controls=kept)), native_latent(comfy, scenario))

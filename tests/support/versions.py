@@ -1,4 +1,4 @@
-"""What the tests run on that is not what the project is tested with: ComfyUI, and packages beside their pins."""
+"""Versions that are not those that the project is tested with: of ComfyUI, and of packages beside their pins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 
 
 def version_of_comfyui(folder: Path) -> str:
-    """What a checkout's comfyui_version.py says, read and not run."""
+    """Return the version in a checkout's comfyui_version.py, read and not run."""
     try:
         text = (folder / "comfyui_version.py").read_text(encoding="utf-8")
     except OSError:
