@@ -28,8 +28,6 @@ class SizedBackend:
     build_stack = 0
     runs_live_weights = True
     refits = False
-    keeps_weights = False
-    one_size = False
     in_parts = False
     precisions = ("float32",)
 
@@ -53,6 +51,18 @@ class SizedBackend:
 
     def weights(self, network: Any, check: Any = None) -> str:
         return "any"
+
+    def engine_profile(self, profile: Any) -> Any:
+        return profile
+
+    def sizes(self, engine: Any) -> list:
+        return []
+
+    def in_use(self, engines: Any) -> list:
+        return list(engines)
+
+    def to_build(self, *_: Any) -> list:
+        return []
 
     def compile(self, function: Any, task: Any, progress: Any) -> dict:
         behaviours = json.loads(os.environ.get("HYBRID_TRT_TEST_SIZES", "{}"))

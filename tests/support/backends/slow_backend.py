@@ -25,8 +25,6 @@ class SlowBackend:
     build_stack = 0
     runs_live_weights = False
     refits = False
-    keeps_weights = False
-    one_size = False
     in_parts = False
     precisions = ("float16", "bfloat16", "float32")
 
@@ -50,6 +48,18 @@ class SlowBackend:
 
     def weights(self, network: Any, check: Any = None) -> str:
         return network.weights_hash(check)
+
+    def engine_profile(self, profile: Any) -> Any:
+        return profile
+
+    def sizes(self, engine: Any) -> list:
+        return []
+
+    def in_use(self, engines: Any) -> list:
+        return list(engines)[:1]
+
+    def to_build(self, *_: Any) -> list:
+        return []
 
     def build(self, request: Any, progress: Any) -> list[str]:
         (request.folder / "engine.slow").write_bytes(b"slow" * 1000)
