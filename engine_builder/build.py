@@ -85,8 +85,8 @@ def build_engine(
     """Export, check, compile and publish one engine. Blocks until it is done.
 
     The library is changed only by the last step; whatever stops the build before leaves nothing behind. When the
-    engine is there already, or another process has just built it, that one is returned. One from elsewhere that fits is
-    compared with native instead, and serves from then on.
+    engine is there already, or another process has just built it, that one is returned. One that was built here and has
+    not run on this GPU yet is compared with native instead, and is used from then on.
 
     Args:
         progress: called several times a second; may raise to cancel, which takes effect at once.
@@ -96,7 +96,7 @@ def build_engine(
 
     Raises:
         Unavailable: no engine can be built for this network, or none by this backend on this machine.
-        BuildError: parity failed, also of an engine from elsewhere, or the backend could not build; the text is for
+        BuildError: parity failed, also of an engine that was built before, or the backend could not build; the text is for
             the user.
         LibraryError: the library cannot take the engine; the text is for the user.
     """

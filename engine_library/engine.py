@@ -35,11 +35,6 @@ class Engine:
         """The file that the backend opens."""
         return self.folder / next(iter(self.manifest.files))
 
-    @property
-    def holds_programs(self) -> bool:
-        """Whether opening it runs code that lies in its files."""
-        return any(may_be_program(name) for name in self.manifest.files)
-
     def check_sizes(self) -> None:
         """Raise Unavailable when a file is missing or has another size than when it was built."""
         for name, expected in self.manifest.files.items():

@@ -6,7 +6,6 @@ import itertools
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from . import last_use
@@ -28,8 +27,8 @@ class Entry:
 
     Attributes:
         name: the folder's; of one that an earlier folder of the library has too ``name@2``.
-        state: ``"ready"``; ``"stale"``: made for another version, GPU or file; ``"unchecked"``: it came from elsewhere
-            and was not compared with native here; ``"broken"``: its files are damaged, or it is wrong.
+        state: ``"ready"``; ``"stale"``: made for another version, GPU or file; ``"unchecked"``: it
+            has not run on this GPU yet; ``"broken"``: its files are damaged, or it is wrong.
         reason: why it is not ready, in words.
         bytes: what the folder takes on disk.
         engine: None when its manifest cannot be read.
@@ -147,26 +146,3 @@ def delete(entry: Entry) -> None:
         Library.remove(entry.folder)
     except OSError as error:
         raise readable(error, entry.folder.parent) from error
-
-
-def delete_unused(found: list[Entry], days: float, in_use: Collection[Path]) -> tuple[list[Entry], list[Entry]]:
-    """Remove the engines that were not used for some days; those that could be removed, and those that could not.
-
-    Args:
-        in_use: folders of engines that serve now, whenever they were last used.
-    """
-    removed, kept = [], []
-    limit = datetime.now(timezone.utc) - timedelta(days=days)
-    for entry in found:
-        if entry.engine is None or entry.folder in in_use:
-            continue
-        since = last_use.unused_since(entry.engine)
-        if since is None or since > limit:
-            continue
-        try:
-            delete(entry)
-            removed.append(entry)
-        except LibraryError as error:
-            log.warning("Hybrid TRT: %s was not deleted (%s)", entry.name, error)
-            kept.append(entry)
-    return removed, kept

@@ -9,9 +9,8 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 
-from . import trust
 from .engine import Engine
-from .manifest import MANIFEST_NAME, USE_NAME
+from .manifest import USE_NAME
 
 EVERY = 60.0
 """Seconds in which more than one use counts as one."""
@@ -37,19 +36,5 @@ def last_used(engine: Engine) -> datetime | None:
     """When an engine was last used, or None when that is not known."""
     try:
         return datetime.fromtimestamp((engine.folder / USE_NAME).stat().st_mtime, timezone.utc)
-    except (OSError, ValueError, OverflowError):
-        return None
-
-
-def unused_since(engine: Engine) -> datetime | None:
-    """Since when an engine was not used; from its build on, or its arrival here, when it never was."""
-    if (used := last_used(engine)) is not None:
-        return used
-    record = trust.record_of(engine)
-    try:
-        if record is None or record.verdict != trust.BUILT:
-            return datetime.fromtimestamp((engine.folder / MANIFEST_NAME).stat().st_mtime, timezone.utc)
-        created = datetime.fromisoformat(engine.manifest.created)
-        return created if created.tzinfo else created.replace(tzinfo=timezone.utc)
     except (OSError, ValueError, OverflowError):
         return None

@@ -228,7 +228,7 @@ class Library:
         """Write the manifest into a building folder and make the engine appear, replacing one with the same key.
 
         Args:
-            record: what this machine knows of it; None of one from elsewhere, which serves after a check only.
+            record: what this machine knows of it; None signs nothing, so the engine is never used.
             check: called until just before the engine appears; what it raises leaves the library as it was.
 
         Raises:

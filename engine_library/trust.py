@@ -34,7 +34,7 @@ class Record:
     """What this machine knows of an engine.
 
     Attributes:
-        verdict: ``"built"`` here; ``"checked"``: came from elsewhere and computes what native does; ``"refused"``.
+        verdict: ``"built"`` here; ``"checked"``: since then compared with native on another GPU; ``"refused"``.
         why: what is wrong with a refused one.
         parity: figures of the check, as in a manifest; those of a GPU also have its ``driver``, and milliseconds of one
             call, ``engine_ms`` and ``native_ms``. Those of an engine that takes any weights have ``refit_s``: so many
@@ -149,13 +149,8 @@ def flaw(engine: Engine, gpu: str = "") -> Fallback | None:
         gpu: where it is to run; ``""`` is the CPU.
     """
     record = record_of(engine)
-    if record is None and engine.holds_programs:
-        return Fallback(Reason.STALE_ENGINE, f"{engine.folder.name} was not compiled on this machine{_lost()}")
     if record is None:
-        return Fallback(
-            Reason.UNCHECKED,
-            f"{engine.folder.name} came from elsewhere and was not compared with native on this machine{_lost()}",
-        )
+        return Fallback(Reason.STALE_ENGINE, f"{engine.folder.name} was not built on this machine{_lost()}")
     if record.verdict == REFUSED:
         return Fallback(Reason.BROKEN_ENGINE, record.why)
     if gpu and record.gpu != gpu:

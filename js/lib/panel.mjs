@@ -40,8 +40,7 @@ export class Panel {
         this.selected.clear();
         const { actions } = this;
         this.header = new PanelHeader({
-            draw: () => this.draw(), refresh: () => this.load(), import: (file) => actions.import(file),
-            deleteUnused: () => actions.deleteUnused(this.data.engines), deleteSelected: () => actions.delete(this.#chosen()),
+            draw: () => this.draw(), refresh: () => this.load(), deleteSelected: () => actions.delete(this.#chosen()),
             selectShown: (on) => this.#select(this.#shown().map(({ name }) => name), on),
         });
         this.header.sort.value = this.order;

@@ -7,8 +7,7 @@ import { size } from "./words.mjs";
 
 export class PanelHeader {
     /**
-     * @param {{draw: () => void, refresh: () => void, import: (file: File) => void, deleteUnused: () => void,
-     *     deleteSelected: () => void, selectShown: (on: boolean) => void}} actions
+     * @param {{draw: () => void, refresh: () => void, deleteSelected: () => void, selectShown: (on: boolean) => void}} actions
      */
     constructor(actions) {
         this.use = make("div", "hybrid-trt-quiet");
@@ -21,21 +20,13 @@ export class PanelHeader {
         this.sort.setAttribute("aria-label", t("sort"));
         this.sort.append(...SORT_KEYS.map((key) => Object.assign(make("option", "", t(key)), { value: key })));
         this.sort.addEventListener("change", actions.draw);
-        const file = make("input");
-        Object.assign(file, { type: "file", accept: ".trtengine", hidden: true });
-        file.addEventListener("change", () => {
-            const [chosen] = file.files;
-            file.value = "";
-            if (chosen) actions.import(chosen);
-        });
-        this.unused = button("deleteUnused", actions.deleteUnused);
         this.find = make("div", "hybrid-trt-row");
         this.find.append(this.filter, this.sort);
         const tools = make("div", "hybrid-trt-row");
-        tools.append(button("refresh", actions.refresh), button("import", () => file.click()), this.unused, file);
+        tools.append(button("refresh", actions.refresh));
         this.element = make("header", "hybrid-trt-panel-head");
         this.element.append(make("h3", "", t("panel")), this.use, this.find, tools, this.#selection(actions));
-        this.unused.hidden = this.bar.hidden = true; // until it is known what there is
+        this.bar.hidden = true; // until it is known what there is
     }
 
     /**
@@ -45,7 +36,7 @@ export class PanelHeader {
     show(all, chosen) {
         this.use.textContent = t("use", { count: all.count, size: size(all.bytes), free: size(all.free) });
         this.use.title = all.folder;
-        this.unused.hidden = this.find.hidden = !all.count;
+        this.find.hidden = !all.count;
         this.bar.hidden = !all.count;
         this.all.checked = chosen.shown > 0 && chosen.shownSelected === chosen.shown;
         this.all.indeterminate = chosen.shownSelected > 0 && !this.all.checked;
