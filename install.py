@@ -29,7 +29,7 @@ SUPPORTED = frozenset({(7, 5), (8, 0), (8, 6), (8, 9), (12, 0), (12, 1)})
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides.
+    """Facts about a machine that decide what is installed.
 
     Attributes:
         cuda: CUDA version of torch, for example ``13.0``; None when torch is not built for NVIDIA GPUs.
@@ -44,14 +44,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to install, None for nothing, and why in one sentence."""
+    """Package to install, None for nothing, and the reason in one sentence."""
 
     requirement: str | None
     sentence: str
 
 
 def decide(machine: Machine) -> Decision:
-    """Whether a machine gets TensorRT-RTX, and which build of it."""
+    """Tell whether a machine gets TensorRT-RTX, and which build of it."""
     for module, title in (("tensorrt", "TensorRT"), ("tensorrt_rtx", "TensorRT-RTX")):
         if module in machine.installed:
             return Decision(None, f"{title} is installed already and stays as it is.")
@@ -80,7 +80,7 @@ def this_machine() -> Machine:
 
 
 def decide_onnxruntime(providers: Sequence[str], importable: bool) -> Decision:
-    """Whether ONNX Runtime is installed: only where nothing brings its module, since its packages (for the CPU, CUDA,
+    """Decide on ONNX Runtime: it is installed where nothing brings its module, since its packages (for the CPU, CUDA,
     DirectML, OpenVINO ...) write over one another's files, and each of them will do.
 
     Args:
@@ -94,7 +94,7 @@ def decide_onnxruntime(providers: Sequence[str], importable: bool) -> Decision:
 
 
 def this_onnxruntime() -> tuple[list[str], bool]:
-    """Which distributions bring ONNX Runtime here, and whether its module is there."""
+    """Return which distributions bring ONNX Runtime here, and whether its module is there."""
     spec = find_spec("onnxruntime")
     # an uninstalled one may leave an empty folder, which counts as a package without a file
     return sorted(packages_distributions().get("onnxruntime", [])), spec is not None and spec.origin is not None

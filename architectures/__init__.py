@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class Role(str, Enum):
-    """What a network is to ComfyUI; the values stand in manifests."""
+    """Role of a network in ComfyUI; the values stand in manifests."""
 
     BACKBONE = "unet"
     CONTROLNET = "controlnet"
 
 
 class Architecture(Protocol):
-    """What the rest of the pack needs to know about a kind of network; ``image_latent.LatentSizes`` has the last seven
+    """Description of a kind of network for the rest of the pack; ``image_latent.LatentSizes`` has the last seven
     methods and ``join_layers`` for whatever works on the latents of still images.
 
     Attributes:
@@ -54,11 +54,11 @@ class Architecture(Protocol):
     arguments: tuple[str, ...]
 
     def matches(self, module: torch.nn.Module) -> bool:
-        """Whether this native module belongs to the family."""
+        """Tell whether this native module belongs to the family."""
         ...
 
     def inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
-        """What the native network takes, in order; ``dtype`` is the compute precision (torch's name)."""
+        """Return what the native network takes, in order; ``dtype`` is the compute precision (torch's name)."""
         ...
 
     def outputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
@@ -89,7 +89,7 @@ class Architecture(Protocol):
         ...
 
     def binding(self, module: torch.nn.Module) -> Binding:
-        """How calls of this native network become calls of the engine: asked once per look-up, used in every step."""
+        """Return what makes calls of this native network calls of the engine; made once per look-up, used in every step."""
         ...
 
     def profile(self, asked: RequestedSizes) -> Profile:
@@ -109,7 +109,7 @@ class Architecture(Protocol):
         ...
 
     def limits(self, profile: Profile) -> dict[str, int] | None:
-        """What a profile takes in the words of the engine node's settings: ``min`` and ``max`` pixels, ``images``; None
+        """Return a profile in the words of the engine node's settings: ``min`` and ``max`` pixels, ``images``; None
         where these say nothing about it."""
         ...
 

@@ -1,4 +1,4 @@
-"""How ComfyUI's calls of a native network become calls of an engine: arguments, residuals, parts that run before."""
+"""Calls of a native network as calls of an engine: arguments, residuals, parts that run before."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class PerImagePass:
 
 @dataclass(frozen=True)
 class ResidualLayout:
-    """Which residual of ComfyUI's lists is which tensor of an engine.
+    """Names of an engine's tensors for the residuals in ComfyUI's lists.
 
     Attributes:
         places: list name -> the tensor's name for each place, in the order in which native consumes the list; None

@@ -1,4 +1,4 @@
-"""What the families rely on in ComfyUI's own code, as in the table of internals. Imports nothing of ComfyUI."""
+"""Names in ComfyUI's own code that the families rely on. Imports nothing of ComfyUI."""
 
 from __future__ import annotations
 

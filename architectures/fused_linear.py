@@ -41,7 +41,7 @@ class FusedLinear(torch.nn.Module):
         return list(self._parameters) if self.bias is not None else ["weight"]
 
     def part(self, index: int, given: torch.Tensor) -> torch.Tensor:
-        """What one of the layers gives.
+        """Return what one of the layers gives.
 
         A part that was taken before belongs to an earlier pass, even when the tensor is the same: it may have been
         written since.

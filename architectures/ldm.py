@@ -1,4 +1,4 @@
-"""What the UNet and the ControlNet of the latent-diffusion family share: reading sizes off their layers, attention."""
+"""Code that UNet and ControlNet of the latent-diffusion family share: sizes read off their layers, attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def vector_width(module: torch.nn.Module) -> int | None:
 
 
 def is_plain_2d(module: torch.nn.Module, takes_y: bool) -> bool:
-    """Whether a UNet or ControlNet has the image layout that this family describes, with or without ``y``."""
+    """Tell whether a UNet or ControlNet has the image layout that this family describes, with or without ``y``."""
     classes = "sequential" if takes_y else None
     plain = not module.predict_codebook_ids and module.num_classes == classes
     temporal = getattr(module, "use_temporal_resblocks", False)

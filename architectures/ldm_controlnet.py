@@ -124,7 +124,7 @@ class _HintEncoder(torch.nn.Module):
 
 
 class _UnionHintEncoder(torch.nn.Module):
-    """What a union ControlNet makes of a hint and its types: the features of the hint, and the embedding of the types.
+    """Hint encoder of a union ControlNet: gives the features of a hint and the embedding of its types.
 
     ``ControlNet.union_controlnet_merge`` does the first, and uses neither the embedding nor the prompt that it takes.
     """

@@ -97,7 +97,7 @@ def _bind(layout: ResidualLayout, call: Mapping[str, Any]) -> EngineCall:
 
 
 _ARGUMENTS = frozenset({*UNetArchitecture.arguments, "crossattn_controlnet"})
-"""What a call may carry; the last one is a prompt for ControlNets alone, which native's UNet takes no notice of."""
+"""Arguments that a call may carry. The last one is a prompt for ControlNets alone; native's UNet ignores it."""
 
 
 class _UNetFunction(torch.nn.Module):

@@ -107,7 +107,7 @@ class Profile:
     ranges: Mapping[str, Range]
 
     def contains(self, other: Profile) -> bool:
-        """Whether every shape of ``other`` fits this profile too."""
+        """Tell whether every shape of ``other`` fits this profile too."""
         return all(s in self.ranges and self.ranges[s].contains(r) for s, r in other.ranges.items())
 
     def clamp(self, symbols: Mapping[str, int]) -> dict[str, int]:
@@ -115,7 +115,7 @@ class Profile:
         return {s: min(max(symbols.get(s, r.opt), r.min), r.max) for s, r in self.ranges.items()}
 
     def volume(self) -> int:
-        """How much the largest call holds; of two profiles that both fit, the smaller is the cheaper engine."""
+        """Return how much the largest call holds; of two profiles that both fit, the smaller is the cheaper engine."""
         total = 1
         for r in self.ranges.values():
             total *= r.max

@@ -21,7 +21,7 @@ MOST = {"min_size": 8192, "opt_size": 8192, "max_size": 8192, "max_images": 64, 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a family is asked for when the user names no numbers.
+    """Sizes of a family where the user names no numbers.
 
     Attributes:
         family: its name as people know it.
@@ -79,7 +79,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Symbol:
-    """What people call a symbol: its word, and how many units of what one step of it is (a latent is 8 px)."""
+    """Words for a symbol: its name, its unit, and units per step (a latent element is 8 px)."""
 
     word: str
     step: int = 1
@@ -120,7 +120,7 @@ def words_for(profile: Profile, symbols: Mapping[str, Symbol]) -> str:
 
 
 def outside(profile: Profile, sizes: Mapping[str, int], symbols: Mapping[str, Symbol]) -> str | None:
-    """Why a call of these sizes is outside the profile, in words, or None when it fits."""
+    """Return why a call of these sizes is outside the profile, in words, or None when it fits."""
     for name, size in sizes.items():
         allowed = profile.ranges.get(name)
         if allowed is not None and not allowed.contains(size):

@@ -1,4 +1,4 @@
-"""Which calls to compile for: those that a graph asks for and its last run made, less those that have files."""
+"""Calls to compile for: those that a graph asks for and its last run made, less those that have files."""
 
 from __future__ import annotations
 

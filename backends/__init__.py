@@ -127,7 +127,7 @@ class Backend(Protocol):
         ...
 
     def target(self, device: torch.device) -> str:
-        """What an engine built here runs on, as it enters the engine's identity."""
+        """Return what an engine built here runs on, as it enters the engine's identity."""
         ...
 
     def unavailable(self, device: torch.device) -> Fallback | None:

@@ -1,4 +1,4 @@
-"""What backends share whose engines are files with the weights in them."""
+"""Base of backends whose engines are files with the weights in them."""
 
 from __future__ import annotations
 

@@ -20,14 +20,14 @@ log = logging.getLogger(__name__)
 POLL = 0.02
 """Seconds between two looks at a lock or a file."""
 FAILURES = 50
-"""How often in a row a lock may fail that can be neither taken nor waited for: Windows may be busy with its file."""
+"""Failures in a row after which a lock is given up: Windows may be busy with its file for a while."""
 WAITING = "waiting for the other sizes"
 """The phase of who has compiled all of its sizes and is going to measure."""
 
 
 @dataclass(frozen=True)
 class GpuLock:
-    """What a process that compiles has to know of its siblings; without any it is as good as nothing.
+    """Lock of the GPU that processes which compile for one order share; without siblings it does nothing.
 
     Attributes:
         lock: a file, by whose lock they take turns on the device; None where there are no siblings.

@@ -1,4 +1,4 @@
-"""Which engine serves a network, or why none does: the one module that decides it.
+"""Decision which engine serves a network, or why none does. No other module decides it.
 
 Nodes, the page, the command line and the runtime ask here. ``look_up`` picks the engines, ``open_session`` opens them.
 """
@@ -49,7 +49,7 @@ class EngineChoice:
 
 @dataclass(frozen=True)
 class Found:
-    """What serves the calls of a network.
+    """Result of a look-up: what serves the calls of a network.
 
     Attributes:
         backend: runs ``engines``, or live weights without one.

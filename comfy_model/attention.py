@@ -27,7 +27,7 @@ _KNOWN_INEXACT = "int8"
 """In the names of functions that are close to exact attention: what prefers them gets an engine and is told."""
 
 Looks = weakref.WeakKeyDictionary[Callable, str | None]
-"""What was found out about functions: their name, or None where they are exact."""
+"""Names of functions, or None where they are exact."""
 
 _overrides, _functions = Looks(), Looks()
 
@@ -60,7 +60,7 @@ def unknown_preference(module: torch.nn.Module, patcher: ModelPatcher, prefix: s
 
 
 def remark(module: torch.nn.Module, patcher: ModelPatcher, prefix: str) -> str:
-    """What the user should know of a network's native attention, which an engine computes exactly; ``""`` mostly."""
+    """Return a remark on a network's native attention, which an engine computes exactly; mostly ``""``."""
     from comfy.ldm.modules import attention
 
     if patcher.model_options.get("transformer_options", {}).get(OVERRIDE) is not None:
@@ -75,7 +75,7 @@ def remark(module: torch.nn.Module, patcher: ModelPatcher, prefix: str) -> str:
 
 
 def _preferences(module: torch.nn.Module, patcher: ModelPatcher, prefix: str) -> Iterator[object]:
-    """What the layers of a network prefer when a patcher samples with it."""
+    """Return what the layers of a network prefer when a patcher samples with it."""
     kind = preference_class()
     names = () if kind is None else (name for name, layer in module.named_modules() if type(layer) is kind)
     return (patcher.get_model_object(prefix + name) for name in names)
@@ -128,7 +128,7 @@ def _wrapped(override: Callable) -> Callable | None:
 
 
 def _is_exact(function: Callable) -> bool:
-    """Whether ComfyUI knows a function by a name of exact attention, and defines it itself."""
+    """Tell whether ComfyUI knows a function by a name of exact attention, and defines it itself."""
     from comfy.ldm.modules import attention
 
     known = [_registered().get(name) for name in EXACT]
@@ -145,7 +145,7 @@ def _registered() -> Mapping[str, Callable]:
 
 
 def _name(function: Callable) -> str:
-    """What ComfyUI calls a function, else where it is from. No path: packs' modules are named by theirs."""
+    """Return what ComfyUI calls a function, else where it is from. No path: packs' modules are named by theirs."""
     for name, known in _registered().items():
         if known is function:
             return name

@@ -1,4 +1,4 @@
-"""What other nodes changed in a network besides its weights, without a patch that ComfyUI's patchers would know of."""
+"""Changes that other nodes make to a network besides its weights, without a patch that ComfyUI knows of."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMPUTES = frozenset({"forward", "_forward", "_conv_forward", "forward_comfy_cas
 """Methods that other packs replace on layers."""
 
 _PADDING = "zeros"
-"""What all convolutions of these networks are padded with; for seamless tiles other packs say ``circular`` there."""
+"""Padding of all convolutions of these networks; for seamless tiles other packs set ``circular``."""
 
 _SETTINGS = frozenset({bool, int, float, str, tuple, type(None)})
 """Of these types are the settings of layers, which do not change by themselves."""
@@ -113,7 +113,7 @@ def is_setting(name: str, value: object) -> bool:
 
 
 def replaced(layer: torch.nn.Module) -> str | None:
-    """What a layer itself has that makes it compute something else than its class says, in words, or None."""
+    """Return what a layer itself has that makes it compute something else than its class says, in words, or None."""
     its = methods(type(layer))
     if not its.isdisjoint(layer.__dict__):
         for name in its.intersection(layer.__dict__):
@@ -151,7 +151,7 @@ def _is_foreign(kind: type) -> bool:
 
 
 def _is_its_own(layer: torch.nn.Module, name: str) -> bool:
-    """Whether what lies on a layer is its class's method, as where ComfyUI has put it back."""
+    """Tell whether what lies on a layer is its class's method, as where ComfyUI has put it back."""
     method = layer.__dict__[name]
     function = getattr(method, "__func__", None)
     return getattr(method, "__self__", None) is layer and function is getattr(type(layer), name)

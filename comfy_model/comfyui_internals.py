@@ -1,4 +1,4 @@
-"""What the pack relies on in ComfyUI's own code, and what is switched off where this ComfyUI has it otherwise.
+"""Names in ComfyUI's own code that the pack relies on, and features that are switched off where they differ.
 
 Read once, when the pack loads: names, arguments, attributes. What is missing costs a feature and never the picture, and
 the log says so once. Other packs put functions of their own in the place of ComfyUI's; what these do differently is
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Feature(Enum):
-    """What can be switched off: what it is, and what happens without it."""
+    """A feature that can be switched off: its name, and what happens without it."""
 
     ENGINES = "engines", "everything runs native"
     STACKS = "ControlNets side by side", "they run one after another"
@@ -207,7 +207,7 @@ COMPUTED_HERE_TOO = {
         "strength strength_type to torch".split()
     ),
 }
-"""What ``control_stack`` does by itself, with all names that ComfyUI's code for it uses: others may mean anything."""
+"""ComfyUI's functions that ``control_stack`` repeats, with all names that they use: others may mean anything."""
 
 _off: dict[Feature, list[str]] | None = None
 
@@ -227,7 +227,7 @@ def check() -> dict[Feature, list[str]]:
 
 
 def works(feature: Feature) -> bool:
-    """Whether a feature may be used with this ComfyUI."""
+    """Tell whether a feature may be used with this ComfyUI."""
     return feature not in (check() if _off is None else _off)
 
 
@@ -240,7 +240,7 @@ def switch_off(feature: Feature, why: str) -> None:
 
 
 def switched_off(features: Iterable[Feature] = tuple(Feature)) -> list[str]:
-    """What this ComfyUI is not used for, and why, each in a sentence; empty where all is as expected."""
+    """Return what this ComfyUI is not used for, and why, each in a sentence; empty where all is as expected."""
     off = check() if _off is None else _off
     return [f"{_sentence(feature, '; '.join(off[feature]))}." for feature in features if feature in off]
 
@@ -251,7 +251,7 @@ def _sentence(feature: Feature, why: str) -> str:
 
 
 def _lacks(place: str) -> str | None:
-    """What is missing or different at a place of the table, in words, or None.
+    """Return what is missing or different at a place of the table, in words, or None.
 
     A place is ``module:name``, with the arguments that are given. ``_`` is any name, ``...`` stands for further ones
     that need not be given, and ``?`` for what may be missing.
@@ -271,7 +271,7 @@ _NOWHERE = object()
 
 
 def _find(name: str) -> Any:
-    """What lies at a place, any object for an attribute that a class gives its objects, or ``_NOWHERE``."""
+    """Return what lies at a place, any object for an attribute that a class gives its objects, or ``_NOWHERE``."""
     module, _, path = name.partition(":")
     if module not in sys.modules and module in _SERVERS:
         return None  # a process without a server
@@ -295,7 +295,7 @@ def _words(name: str) -> str:
 
 
 def _takes(function: Any, given: list[str]) -> bool:
-    """Whether a function can be called so, or calls what takes its place so."""
+    """Tell whether a function can be called so, or calls what takes its place so."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # not written in Python
@@ -311,7 +311,7 @@ def _takes(function: Any, given: list[str]) -> bool:
 
 
 def _computes_more(place: str) -> str | None:
-    """What a function of ComfyUI's uses that nothing here knows of, in words, or None."""
+    """Return what a function of ComfyUI's uses that nothing here knows of, in words, or None."""
     function = inspect.unwrap(_find(place)) if callable(_find(place)) else None
     code = getattr(function, "__code__", None)
     if code is None or code.co_filename != inspect.getfile(sys.modules[place.partition(":")[0]]):

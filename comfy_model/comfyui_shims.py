@@ -1,4 +1,4 @@
-"""What differs between the ComfyUIs that people have, told by what is there and never by a version.
+"""Differences between the ComfyUIs that people have, told by what is there and never by a version.
 
 Each function says which change of ComfyUI it is for. What ComfyUI's own code is expected to have at all is in
 ``comfyui_internals``.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # -- hints: one for each control, or (ComfyUI's pull request 15832) one for each of the last two sizes of the latent
 
 MOST_HINTS = 2
-"""How many sizes ComfyUI keeps a control's hints for."""
+"""Sizes for which ComfyUI keeps a control's hints."""
 
 
 def hint_of(control: ControlBase, x_noisy: torch.Tensor) -> torch.Tensor | None:
@@ -66,7 +66,7 @@ _RECORDED = (torch.cuda.CUDAGraph, torch.cuda.Stream, torch.cuda.Event)
 
 
 def is_of_loading(name: str, value: Any) -> bool:
-    """Whether an attribute of a model or layer is what ComfyUI's patchers keep there to load its weights.
+    """Tell whether an attribute of a model or layer is what ComfyUI's patchers keep there to load its weights.
 
     That may be memory of the allocator or a recorded graph, which must neither be kept by a copy nor, by a copy in
     another process, be freed.
@@ -106,7 +106,7 @@ _KNOWN_PINS = frozenset(
 
 
 def knows_pins(pins: Mapping) -> bool:
-    """Whether a model's record of pinned memory has nothing in it that loading may have to see to in each run."""
+    """Tell whether a model's record of pinned memory has nothing in it that loading may have to see to in each run."""
     unknown = set(pins) - _KNOWN_PINS
     if unknown:
         switch_off(Feature.STAGED_ONCE, f"this ComfyUI's dynamic_pins has {', '.join(sorted(unknown))}")

@@ -24,7 +24,7 @@ class FusedWeights:
         self._lent = False
 
     def own(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Where a layer's parameter is to be written."""
+        """Return where a layer's parameter is to be written."""
         if self._whole is None:
             shape = (sum(self._rows), *getattr(self._joined.layers[0], self._leaf).shape[1:])
             self._whole = torch.empty(shape, dtype=dtype, device=device)

@@ -50,7 +50,7 @@ def source_of(patcher: ModelPatcher) -> dict | None:
 
 
 def key_of(patcher: ModelPatcher, prefix: str, sample: Callable[[], str]) -> str | None:
-    """What the hash of a model is kept under: its file, how it was loaded and as what; None when it must be hashed.
+    """Return the key of a model's hash: its file, how it was loaded and as what; None when it must be hashed.
 
     Args:
         sample: a quick hash of some of the weights: another file may have the size and time of the one before.
@@ -154,7 +154,7 @@ def _change(change: Callable[[dict[str, str]], object]) -> None:
 
 
 def source_changed(engine: Engine) -> Fallback | None:
-    """Whether the file that an engine's weights came from has been overwritten; a file that is gone proves nothing.
+    """Return a reason if the file of an engine's weights has been overwritten; a file that is gone proves nothing.
 
     Nothing either for an engine that serves any weights.
     Only of engines built here: a path that a stranger wrote is never touched, it may lead to his server.

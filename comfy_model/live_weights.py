@@ -241,5 +241,5 @@ def _places(module: torch.nn.Module) -> Iterator[tuple[str, tuple[torch.nn.Modul
 
 
 def _holds_its_patches(patcher: ModelPatcher) -> bool:
-    """Whether ComfyUI has loaded the model with exactly this patcher's weight patches in place."""
+    """Tell whether ComfyUI has loaded the model with exactly this patcher's weight patches in place."""
     return patcher.model.current_weight_patches_uuid == patcher.patches_uuid

@@ -61,12 +61,12 @@ class NativeNetwork:
 
     @property
     def role(self) -> Role:
-        """What it is to ComfyUI."""
+        """Return what it is to ComfyUI."""
         return Role.BACKBONE if self.prefix == UNET_PREFIX else Role.CONTROLNET
 
     @property
     def device(self) -> torch.device:
-        """Where ComfyUI runs it."""
+        """Return where ComfyUI runs it."""
         return torch.device(self.patcher.load_device)
 
     @property
@@ -140,7 +140,7 @@ class NativeNetwork:
         return architecture
 
     def other_dtype(self, patcher: ModelPatcher) -> Fallback | None:
-        """Why a patcher of the same model is not served: another compute dtype, by *ModelComputeDtype*. Cheap."""
+        """Return why a patcher of the same model is not served: *ModelComputeDtype* set another dtype. Cheap."""
         own, its = self.patcher.object_patches.get(_CAST, _UNPATCHED), patcher.object_patches.get(_CAST, _UNPATCHED)
         if own is its or patcher.model is not self.patcher.model or (dtype := _compute_dtype(patcher)) == self.dtype:
             return None
@@ -169,7 +169,7 @@ class NativeNetwork:
 
 
 def replaced_part(patcher: ModelPatcher) -> str | None:
-    """What a patcher replaces in its UNet and an engine would lose, in words, or None. Cheap."""
+    """Return what a patcher replaces in its UNet and an engine would lose, in words, or None. Cheap."""
     parts = patcher.object_patches
     if (name := part_replaced(parts, UNET_PREFIX)) is None:
         return None
@@ -178,7 +178,7 @@ def replaced_part(patcher: ModelPatcher) -> str | None:
 
 
 def _compute_dtype(model: ModelPatcher) -> torch.dtype:
-    """What a MODEL computes in: read past what another patcher of the same model has left in place."""
+    """Return what a MODEL computes in: read past what another patcher of the same model has left in place."""
     return model.get_model_object(_CAST) or model.model.get_dtype()
 
 

@@ -33,7 +33,7 @@ _known: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDiction
 
 
 def unreadable_weights(module: torch.nn.Module, patcher: ModelPatcher) -> str | None:
-    """Which weights of a loaded network cannot be read as plain numbers, in words, or None.
+    """Return which weights of a loaded network cannot be read as plain numbers, in words, or None.
 
     The network is looked at once, since LoRAs leave it so.
     """

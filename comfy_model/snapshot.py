@@ -26,7 +26,7 @@ ALIGNMENT = 64
 """Of each weight in a data file."""
 
 Offsets = Mapping[torch.nn.Parameter, int]
-"""Where parameters begin in a data file, in bytes."""
+"""Parameter -> offset in a data file, in bytes."""
 
 Step = Callable[[float], None]
 """Called with the fraction done; may raise to cancel."""
@@ -118,7 +118,7 @@ def restore(structure: str, index: dict, path: Path, dtype: torch.dtype) -> torc
 
 
 def offsets_of(module: torch.nn.Module, index: dict) -> Offsets:
-    """Where the parameters of a restored module begin in its weights' file."""
+    """Return where the parameters of a restored module begin in its weights' file."""
     return {parameter: index[name][1] for name, parameter in module.named_parameters()}
 
 

@@ -42,7 +42,7 @@ _layouts: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDicti
 
 
 def structure_hash(module: torch.nn.Module) -> str:
-    """What stands for any weights of a network in the identity of its engines: a hash of its names, shapes, settings.
+    """Hash a network's names, shapes and settings: it stands for any weights in the identity of its engines.
 
     Cheap after the first time.
     """

@@ -1,4 +1,4 @@
-"""How plain torch computes these networks fastest: the memory layout of tensors, and the kernel for attention."""
+"""Fast ways of plain torch for these networks: the memory layout of tensors, and the kernel for attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changes a patcher's weights, remembered so that others, or the same one later, can be held against it."""
+"""Weight patches of a patcher, remembered so that others, or the same one later, can be compared with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class WeightPatches:
         self._patches = _patches_of(patcher)
 
     def same_on(self, patcher: ModelPatcher) -> bool:
-        """Whether that patcher's weights are patched like these; hooks left aside. Cheap unless its uuid is new."""
+        """Tell whether that patcher's weights are patched like these, hooks aside. Cheap unless its uuid is new."""
         uuid = patcher.patches_uuid
         if uuid != self._judged[0]:
             self._judged = (uuid, _alike(self._patches, _patches_of(patcher)))
@@ -33,7 +33,7 @@ _acts: dict[tuple[object, int], bool] = {}
 
 
 def version_of(patcher: ModelPatcher) -> object | None:
-    """What tells a patcher's weights from those of other patchers of its model; None for the model's own. Cheap."""
+    """Return what tells a patcher's weights from those of its model's other patchers; None for the model's own."""
     if not patcher.patches:
         return None
     key = (patcher.patches_uuid, len(patcher.patches))
@@ -55,7 +55,7 @@ def _is_idle(patch: tuple) -> bool:
 
 
 def _acts_at_any_strength(value: object) -> bool:
-    """Whether a patch sets a weight, or gives it another shape, however weak it is."""
+    """Tell whether a patch sets a weight, or gives it another shape, however weak it is."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
         kind, parts = value
         return kind == "set" or len(parts) > 1  # a difference with an order to pad
@@ -72,10 +72,10 @@ def _patches_of(patcher: ModelPatcher) -> dict[str, list]:
 
 
 def _alike(one: dict[str, list], other: dict[str, list]) -> bool:
-    """Whether both hold the very same objects: clones of a patcher share them, and comparing tensors would be slow."""
+    """Tell whether both hold the very same objects: clones of a patcher share them. Comparing tensors is slow."""
     return one.keys() == other.keys() and all(all_same(patches, other[key]) for key, patches in one.items())
 
 
 def all_same(one: list, other: list) -> bool:
-    """Whether two weights have the very same patches."""
+    """Tell whether two weights have the very same patches."""
     return len(one) == len(other) and all(mine is theirs for mine, theirs in zip(one, other, strict=True))

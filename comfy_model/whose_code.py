@@ -1,4 +1,4 @@
-"""Whose code a function or an object has: ComfyUI's, torch's, Python's or this pack's own, or another pack's."""
+"""Owner of the code of a function or an object: ComfyUI, torch, Python, this pack, or another pack."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def is_known(value: Any) -> bool:
 
 
 def pack_of(value: Any) -> str:
-    """Whose a function or object is: the folder of the pack, else the name of its module. No path."""
+    """Return whose a function or object is: the folder of the pack, else the name of its module. No path."""
     value = getattr(value, "func", value)
     code = code_of(value)
     owner = value if hasattr(value, "__module__") else type(value)

@@ -59,7 +59,7 @@ WEIGHTS_NAME = "weights.bin"
 ROOM = 2.2
 """Disk that a build needs at its height, in sizes of its weights: the graph's, the engine's, and some."""
 READS = 3
-"""How often the weights are read anew when somebody changes them meanwhile."""
+"""Times that the weights are read anew when somebody changes them meanwhile."""
 
 WAITED = "waited"
 """In a task's result: seconds before it began."""
@@ -96,8 +96,7 @@ def build_engine(
 
     Raises:
         Unavailable: no engine can be built for this network, or none by this backend on this machine.
-        BuildError: parity failed, also of an engine that was built before, or the backend could not build; the text is for
-            the user.
+        BuildError: an engine differs from native, or the backend could not build; the text is for the user.
         LibraryError: the library cannot take the engine; the text is for the user.
     """
     refusal = order.backend.cannot_build(order.target_device)
@@ -270,7 +269,7 @@ class _Build:
         return replace(manifest, seconds={name: round(value, 3) for name, value in seconds.items()}), record
 
     def _proven(self, manifest: Manifest, folder: Path, native: Task) -> tuple[trust.Record, dict[str, float]]:
-        """What this machine knows of the engine: on a GPU it has to compute what native does before it is kept."""
+        """Return the record of the engine: on a GPU it has to compute what native does before it is kept."""
         order = self.order
         backend, device = order.backend, order.target_device
         gpu = gpu_of(device)

@@ -1,4 +1,4 @@
-"""How long a build will take: as builds like it took on this machine, else as the first ones took where we measured."""
+"""Expected time of a build: that of builds like it on this machine, else of the first ones where we measured."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ REPORT_SECONDS = 0.5
 
 
 class State(str, Enum):
-    """What a job is doing; the last three are final."""
+    """State of a job; the last three are final."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -88,7 +88,7 @@ class Job:
 
     @property
     def seconds(self) -> float:
-        """How long it has been running, or ran."""
+        """Return how long it has been running, or ran."""
         if self._begin is None:
             return 0.0
         return (self._end if self._end is not None else time.monotonic()) - self._begin
@@ -306,7 +306,7 @@ class BuildQueue:
 
 
 def _key(order: BuildOrder, library: Library, again: bool) -> tuple:
-    """What makes two orders the same, found without reading weights. Holds no model."""
+    """Return what makes two orders the same, found without reading weights. Holds no model."""
     network = order.network
     patcher = network.patcher
     weights = (weakref.ref(patcher.model), version_of(patcher), network.prefix)

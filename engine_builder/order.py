@@ -1,4 +1,4 @@
-"""What to build."""
+"""Order of a build."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..comfy_model.network import NativeNetwork
 
 @dataclass(frozen=True)
 class BuildOrder:
-    """What to build: which network, how precise, for which shapes, by whom, for which device (the network's).
+    """Order of a build: the network, precision, shapes, backend and device (the network's by default).
 
     Attributes:
         replaceable: whether the engine shall take other weights, so that it serves all checkpoints of the network's
@@ -32,7 +32,7 @@ class BuildOrder:
 
     @property
     def any_weights(self) -> bool:
-        """Whether the engine will take any weights: where it shall, and its backend can build such engines."""
+        """Tell whether the engine will take any weights: where it shall, and its backend can build such engines."""
         return self.replaceable and self.backend.refits
 
     @property
@@ -41,7 +41,7 @@ class BuildOrder:
         return self.backend.engine_profile(self.profile)
 
     def words(self) -> str:
-        """What is built, for people."""
+        """Return what is built, for people."""
         words = f"{self.backend.name}, {self.precision}, {self.network.architecture().words(self.engine_profile)}"
         return f"{words}, any LoRA" if self.any_weights else words
 

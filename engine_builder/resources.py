@@ -66,7 +66,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def needed_bytes(backend: Backend, weights: int) -> int:
-    """What building an engine of so many bytes of weights takes at its height; its steps run one after the other."""
+    """Main memory that building an engine of so many bytes of weights takes at its peak."""
     return FIXED + int(max(weights * EXPORT, backend.build_memory(weights)))
 
 
@@ -90,7 +90,7 @@ def check_memory(backend: Backend, weights: int, label: str) -> None:
 
 
 def _left_in_container() -> float:
-    """What the container's limit leaves; infinite where there is no limit."""
+    """Return what the container's limit leaves; infinite where there is no limit."""
     try:
         limit = int((CGROUP / "memory.max").read_text())
         used = int((CGROUP / "memory.current").read_text())
@@ -120,7 +120,7 @@ the safe side: where they are not, the sizes are compiled one after the other in
 
 
 def children_with_room(task: Task) -> int:
-    """How many children may do parts of a task at once; less than 2 where one has to do all of it.
+    """Return how many children may do parts of a task at once; less than 2 where one has to do all of it.
 
     As many as there are sizes hold the network and compare; what more there are do parts of a size, see ``LiveTask``.
 
@@ -139,12 +139,12 @@ def children_with_room(task: Task) -> int:
 
 
 def _fitting(room: float, leading: int, whole: int, part: int) -> float:
-    """How many children fit into ``room`` bytes: the first ``leading`` take ``whole`` each, any others ``part``."""
+    """Number of workers that fit into ``room`` bytes: the first ``leading`` take ``whole`` each, any others ``part``."""
     return leading + (room - leading * whole) // part if room >= leading * whole else room // whole
 
 
 def processors() -> int:
-    """How many cores this process may keep busy: those it may run on, and no more than its container's share."""
+    """Return how many cores this process may keep busy: those it may run on, and no more than its container's share."""
     try:
         count = len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux

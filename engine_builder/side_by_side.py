@@ -27,7 +27,7 @@ LOCK_NAME, GONE_NAME = "turns.lock", "one-is-left"
 """Files in the build's folder, see ``GpuLock``."""
 
 Share = tuple[list[dict], tuple[int, int]]
-"""What one child is to do: sizes, and which of how many parts of them."""
+"""Work of one worker process: sizes, and (part, number of parts) of them."""
 
 
 class _Stop(Exception):
@@ -46,12 +46,12 @@ class _Child:
 
     @property
     def compiling(self) -> int:
-        """How many sizes it has not done with."""
+        """Return how many sizes it has not done with."""
         return 0 if self.result is not None or self.phase == WAITING else len(self.task["compiled"])
 
     @property
     def leads(self) -> bool:
-        """Whether it puts together what others do parts of, or does all of its sizes itself."""
+        """Tell whether it puts together what others do parts of, or does all of its sizes itself."""
         return self.task["part"][0] == 0
 
 
@@ -88,7 +88,7 @@ def run_step(task: Task, progress: Progress, log: Log, environment: Mapping[str,
 
 
 def _rounds(task: Task) -> list[list[Share]]:
-    """What each child is to do, round after round. Nothing where one child does all."""
+    """Return what each child is to do, round after round. Nothing where one child does all."""
     sizes, in_parts = task["compiled"], backends()[task["backend"]].in_parts
     if MOST < 2 or (len(sizes) < 2 and not in_parts):
         return []
@@ -209,7 +209,7 @@ def _joined(rounds: Sequence[dict]) -> dict:
 
 
 def _parity(results: Sequence[dict], cases: list[dict]) -> dict:
-    """What goes on record: the figures of the first result, and all cases."""
+    """Return what goes on record: the figures of the first result, and all cases."""
     return {**results[0]["parity"], "rel_err": max(result["parity"]["rel_err"] for result in results), "cases": cases}
 
 

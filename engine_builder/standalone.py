@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STACK_VARIABLE = "HYBRID_TRT_BUILD_STACK"
 """Bytes of stack that this process is to have, see ``Backend.build_stack``."""
 NAME = "hybrid_trt"
-"""What the pack is called as a package here; inside ComfyUI its name is its folder's."""
+"""Name of the pack as a package here; inside ComfyUI it is its folder's."""
 
 
 def load_pack() -> None:

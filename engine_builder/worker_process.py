@@ -34,7 +34,7 @@ class RetryWithOneWorker(BuildError):
 
 
 _KINDS = {"build": BuildError, "refuted": ValidationFailed}
-"""What a child says of its failure -> our exception."""
+"""Word of a worker process for its failure -> our exception."""
 
 Log = Callable[[str], None]
 """Takes one line of what the child writes."""
@@ -103,7 +103,7 @@ def _start(environment: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
 
 
 def _apart() -> dict[str, Any]:
-    """What keeps the child from the server's terminal and, on Windows, behind whatever the user does meanwhile.
+    """Return what keeps the child from the server's terminal and, on Windows, behind whatever the user does meanwhile.
 
     Elsewhere the child itself steps back, see ``worker.main``.
     """
@@ -169,7 +169,7 @@ def _thread(target: Callable[..., None], *arguments: Any) -> threading.Thread:
 
 
 def _failure(failed: Mapping, phase: str, folder: Path) -> Exception:
-    """What a child told of as an exception of ours."""
+    """Return what a child told of as an exception of ours."""
     if failed["kind"] == "build" and failed["crowded"]:
         return RetryWithOneWorker(failed["text"])
     if failed["kind"] in _KINDS:

@@ -1,4 +1,4 @@
-"""What the server hands to a child process, as JSON: a network, a backend, a GPU. ``worker.task`` reads it."""
+"""Tasks for a worker process, as JSON: a network, a backend, a GPU. ``worker.task`` reads them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WeightsChanged(Exception):
 
 
 def comfyui_folder() -> Path:
-    """Where the ComfyUI lies that this process runs."""
+    """Return where the ComfyUI lies that this process runs."""
     return Path(sys.modules["comfy.model_management"].__file__).resolve().parents[1]
 
 

@@ -18,11 +18,6 @@ _PROGRAMS = {".pt", ".pth", ".pt2", ".pkl", ".pickle", ".ckpt", ".bin", ".py", "
 _PROGRAMS |= {".trt", ".plan", ".engine"}  # TensorRT's plans are code for the GPU, and its reader trusts them
 
 
-def may_be_program(name: str) -> bool:
-    """Whether a file of this name is, or may hold, a program; a stranger's engine may be data only."""
-    return Path(name).suffix.lower() in _PROGRAMS
-
-
 @dataclass(frozen=True)
 class Engine:
     """An engine in the library: its folder and its manifest."""

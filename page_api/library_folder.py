@@ -1,4 +1,4 @@
-"""Where the library of this ComfyUI is."""
+"""Place of this ComfyUI's library."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def wait_for(ready: torch.cuda.Event, stream: torch.cuda.Stream, tensors: Iterab
 
 
 class WaitPoint:
-    """Where a graph waits for late inputs: each replay for the event as it was recorded last before.
+    """Point at which a graph waits for late inputs: each replay waits for the event as it was recorded last.
 
     Attributes:
         passed: whether what was recorded has such a place.

@@ -131,7 +131,7 @@ class GraphCache:
 
     @property
     def takes_late(self) -> bool:
-        """Whether a recording has a use for inputs that come late."""
+        """Tell whether a recording has a use for inputs that come late."""
         return any(recording.gate is not None for recording in self._recordings.values())
 
     def clear(self) -> None:
@@ -195,7 +195,7 @@ class GraphCache:
         return stream is not None and torch.cuda.current_stream(self.device) == stream
 
     def _worth_it(self, key: tuple) -> bool:
-        """Whether these shapes came before; that call has also warmed up all that must not happen while recording.
+        """Tell whether these shapes came before; that call has also warmed up all that must not happen while recording.
 
         Where there is no room they must come more often than the recording that would go.
         """

@@ -39,7 +39,7 @@ Load = Callable[[Engine, torch.device], Runner]
 
 @dataclass(frozen=True)
 class _Plan:
-    """What one set of input shapes implies, worked out once."""
+    """Consequences of one set of input shapes, worked out once."""
 
     zeros: dict[str, torch.Tensor]
     outputs: Mapping[str, tuple[Shape, torch.dtype]]
@@ -111,7 +111,7 @@ class FileSession:
         return self._weights is not None
 
     def serves_module(self, module: torch.nn.Module) -> bool:
-        """Whether its weights, if they follow somebody's, are those of a native module."""
+        """Tell whether its weights, if they follow somebody's, are those of a native module."""
         return self._weights is None or self._weights.belong_to(module)
 
     def begin_run(self, patcher: ModelPatcher) -> None:

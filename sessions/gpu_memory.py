@@ -19,7 +19,7 @@ Opened = TypeVar("Opened")
 
 EVERYTHING = 1e30
 MAKE_ROOM = "close what else uses the GPU, or choose smaller pictures; another build needs as much"
-"""What a user can do who has no room for an engine."""
+"""Advice for a user whose GPU memory is too small for an engine."""
 
 
 def make_room(size: float, device: torch.device) -> None:
@@ -71,12 +71,12 @@ def need_room(size: int, device: torch.device) -> None:
 
 
 def no_room(why: str) -> Unavailable:
-    """What is said of an engine that has no room, here as everywhere."""
+    """Return what is said of an engine that has no room, here as everywhere."""
     return Unavailable(Reason.ENGINE_FAILED, f"not enough GPU memory ({why}); {MAKE_ROOM}")
 
 
 def lacks_room(size: int, device: torch.device) -> bool:
-    """Whether a device has not ``size`` bytes, and what ComfyUI reserves besides, to give."""
+    """Tell whether a device has not ``size`` bytes, and what ComfyUI reserves besides, to give."""
     if model_management.is_device_cpu(device):
         return False
     return free_memory(device) < size + model_management.extra_reserved_memory()
@@ -93,7 +93,7 @@ def close_engines(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory lacked; libraries other than torch say so in words alone."""
+    """Tell whether memory lacked; libraries other than torch say so in words alone."""
     words = str(error).lower()
     said = any(phrase in words for phrase in ("out of memory", "outofmemory", "no room for the engine"))
     return said or isinstance(error, MemoryError) or model_management.is_oom(error)

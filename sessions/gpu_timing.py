@@ -1,4 +1,4 @@
-"""How long calls take on a GPU, for the figures that an engine has of its build or its check."""
+"""Times of calls on a GPU, for the figures of an engine's build or check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a network does with its control image, done once per image and not in every step."""
+"""Per-image passes: parts of a network that run once per control image and not in every step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ResultCache:
         self.computed = 0
 
     def get(self, source: torch.Tensor, extra: Hashable, weights: int) -> Results:
-        """What became of a source.
+        """Return what became of a source.
 
         Args:
             extra: what the results depend on besides.
@@ -105,7 +105,7 @@ class PerImagePasses:
 
     @property
     def computed(self) -> int:
-        """How often any of them ran."""
+        """Return how often any of them ran."""
         return sum(cache.computed for cache in self._caches.values())
 
     def clear(self) -> None:

@@ -62,7 +62,7 @@ class EngineWeights:
         self._version: tuple = (None, 0)
 
     def belong_to(self, module: torch.nn.Module) -> bool:
-        """Whether these are the weights of that native module."""
+        """Tell whether these are the weights of that native module."""
         return self._module() is module
 
     def follow(self, patcher: ModelPatcher) -> None:
@@ -75,7 +75,7 @@ class EngineWeights:
 
     @property
     def changed(self) -> bool:
-        """Whether the engine has to be given some. Cheap, unless the patcher's LoRAs are new."""
+        """Tell whether the engine has to be given some. Cheap, unless the patcher's LoRAs are new."""
         return self._inside is None or self._state() != self._version
 
     def _state(self) -> tuple:
@@ -105,7 +105,7 @@ class EngineWeights:
         self._inside, self._version = wanted, version
 
     def _models_own(self) -> dict[str, list] | None:
-        """What is in an engine that was just opened, if it was built with this model's own weights."""
+        """Return what is in an engine that was just opened, if it was built with this model's own weights."""
         patcher = self._patcher()
         if not self._built_with or own_hash(patcher, self._prefix) != self._built_with:
             return None

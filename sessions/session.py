@@ -1,4 +1,4 @@
-"""What serves a network's calls, from an engine's files or from live weights: nobody else needs to know which."""
+"""Sessions: they serve a network's calls from an engine's files or live weights. Callers need not know which."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class RunsBeside(Protocol):
 
 
 class Active(Protocol):
-    """What served a call, for reports.
+    """The session that served a call, for reports.
 
     Attributes:
         backend_name: its backend.

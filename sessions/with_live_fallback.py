@@ -44,7 +44,7 @@ class WithLiveFallback:
         self._given_up = False
 
     def joins(self, engine: Session, live: Session, network: NativeNetwork) -> bool:
-        """Whether it is of these two, with the weights that a network's patcher has now."""
+        """Tell whether it is of these two, with the weights that a network's patcher has now."""
         same = (self._engine, self._live, self._of()) == (engine, live, network.patcher)
         return same and self._patches.same_on(network.patcher)
 

@@ -1,4 +1,4 @@
-"""What the two TensorRT backends share."""
+"""Base of the two TensorRT backends."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class TensorRTBackend(FileBackend):
         raise NotImplementedError
 
     def runs_on(self, target: str, gpu: Gpu) -> bool:
-        """Whether an engine built for a target runs on a GPU."""
+        """Tell whether an engine built for a target runs on a GPU."""
         raise NotImplementedError
 
     def wrong_gpu(self, device: torch.device) -> Fallback | None:
-        """Why this flavour does not run on a device whatever is installed, or None."""
+        """Return why this flavour does not run on a device whatever is installed, or None."""
         if Gpu.of(device) is None:
             return Fallback(Reason.WRONG_GPU, f"{self.flavour.title} needs an NVIDIA GPU, the model runs on {device}")
         return None

@@ -78,7 +78,7 @@ def import_flavour(flavour: Flavour) -> ModuleType:
 
 
 def missing(flavour: Flavour, *others: str) -> Fallback | None:
-    """Why a flavour, or one of the other packages that a build needs, cannot be imported; None when all can."""
+    """Return why a flavour, or one of the other packages that a build needs, cannot be imported; None when all can."""
     for name in others:
         if find_spec(name) is None:
             return Fallback(Reason.BACKEND_MISSING, f"{name} is not installed (pip install {name})")

@@ -95,7 +95,7 @@ class FullTensorRTBackend(TensorRTBackend):
         return seen.index(target)
 
     def _timing_cache(self, request: BuildRequest) -> Path:
-        """What tactics took is kept per GPU and version beside the engines: later builds measure less."""
+        """Return what tactics took is kept per GPU and version beside the engines: later builds measure less."""
         words = re.sub(r"[^a-z0-9]+", "-", f"{self.version()} {request.target}".lower()).strip("-")
         return request.folder.parent / f".timing-{words}.cache"
 

@@ -1,4 +1,4 @@
-"""What TensorRT 8.6 does otherwise than 10, 11 and RTX: all in this file. It is the last for Pascal and Volta cards.
+"""TensorRT 8.6, where it differs from 10, 11 and RTX. It is the last version for Pascal and Volta cards.
 
 * Networks are weakly typed: ``float16`` allows half precision, and TensorRT picks per layer. Two things are kept in
   float32 by name: GroupNorm, since its sums would overflow, and what the graph itself computes in float32 of an input,
@@ -51,7 +51,7 @@ def build_memory(weights: int) -> int:
 
 
 def is_version8(trt: ModuleType) -> bool:
-    """Whether a package is TensorRT 8; RTX counts from 1."""
+    """Tell whether a package is TensorRT 8; RTX counts from 1."""
     return trt.__name__ == "tensorrt" and trt.__version__.startswith("8.")
 
 
@@ -61,7 +61,7 @@ def weights(trt: ModuleType, tensor: torch.Tensor) -> Any:
 
 
 def scratch_bytes(engine: Any) -> int:
-    """What any call of an engine needs beside the weights."""
+    """Return what any call of an engine needs beside the weights."""
     return engine.device_memory_size
 
 
@@ -118,7 +118,7 @@ class Monitor:
 
 
 def build_options(trt: ModuleType, network: Any, half: bool) -> dict[str, Any]:
-    """What polygraphy's ``CreateConfig`` needs to be told besides; layers that ``own_graph`` named so are kept float32.
+    """Return further options of polygraphy's ``CreateConfig``; layers that ``own_graph`` named so are kept float32.
 
     Args:
         half: whether the graph computes in float16.

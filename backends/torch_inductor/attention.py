@@ -1,4 +1,4 @@
-"""Which of torch's kernels for attention a network is compiled with: by timing, where we do not know the GPU."""
+"""Choice of torch's attention kernel to compile a network with: by timing, where the GPU is not known."""
 
 from __future__ import annotations
 

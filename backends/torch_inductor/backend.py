@@ -57,7 +57,7 @@ class TorchBackend:
         return None
 
     def cannot_build(self, device: torch.device) -> Fallback | None:
-        """Why nothing can be compiled for a device here; running without an engine needs none of it."""
+        """Return why nothing can be compiled for a device here; running without an engine needs none of it."""
         if not compiled.can_compile():
             oldest = ".".join(map(str, compiled.OLDEST_TORCH))
             return Fallback(Reason.BACKEND_MISSING, f"compiling needs torch {oldest} or newer")

@@ -86,7 +86,7 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
 
 
 def _compile_part(function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
-    """What ``compile_network`` does in any process but the first, where tensors without memory stand for all inputs."""
+    """Compile a part, in any process but the first: tensors without memory stand for all inputs."""
     (sizes,) = task.sizes
     progress(f"compiling for batch {sizes.get('B', 1)}", 0.05)
     started, name = time.perf_counter(), file_name(sizes)

@@ -28,14 +28,14 @@ OLDEST_TORCH = (2, 11)
 """The first torch that this was run with."""
 
 PARTS_HEADER = b"compiled in parts\n"
-"""What a file begins with that has several of Inductor's in it."""
+"""First bytes of a file that holds several of Inductor's."""
 
 FORMAT = 6
 """Raise this when older files would be called wrongly or run much slower: they become stale."""
 
 
 def can_compile() -> bool:
-    """Whether this torch can compile to a file; asked without importing Inductor, which takes seconds."""
+    """Tell whether this torch can compile to a file; asked without importing Inductor, which takes seconds."""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     return (major, minor) >= OLDEST_TORCH
 
@@ -137,7 +137,7 @@ def traced(
 
 
 def by_inductor(graph: torch.fx.GraphModule, given: Sequence[torch.Tensor]) -> Any:
-    """What Inductor makes of a graph; examples of what that takes may be fake tensors."""
+    """Return what Inductor makes of a graph; examples of what that takes may be fake tensors."""
     import torch._inductor
 
     with _choices():
@@ -184,7 +184,7 @@ def _opened(contents: bytes) -> Compiled:
 
 
 def _without_a_copy(contents: bytes) -> Compiled | None:
-    """What ``CompiledArtifact.load`` gives, or None where this torch keeps its files otherwise.
+    """Return what ``CompiledArtifact.load`` gives, or None where this torch keeps its files otherwise.
 
     torch first copies, object by object, all that it has read, so as to be able to write it once more, and reads all of
     its own sources to tell whether it is the torch that wrote the file: an engine knows that by torch's version.

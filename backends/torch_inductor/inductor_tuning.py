@@ -224,7 +224,7 @@ LINE = 16
 
 
 class Rows(InductorChoices):
-    """How rows and lines are summed up.
+    """Choices for sums over rows and lines.
 
     Layer norms read each of their rows once, where Inductor reads those of more than 1024 elements twice. Lines of an
     image (``inductor_tuning``) are added up by few threads each, where Inductor gives short ones as many as they have
@@ -244,7 +244,7 @@ class Rows(InductorChoices):
         )
 
     def uuid(self) -> str:
-        """What tells these choices from others. Newer torches write no file of a network without it."""
+        """Return what tells these choices from others. Newer torches write no file of a network without it."""
         return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 

@@ -80,7 +80,7 @@ class LiveNetwork:
         del self._compiled[sizes]
 
     def has_compiled(self, symbols: Mapping[str, int]) -> bool:
-        """Whether calls of these sizes run compiled."""
+        """Tell whether calls of these sizes run compiled."""
         return frozen(symbols) in self._compiled
 
     def run(self, inputs: Mapping[str, torch.Tensor], sizes: Sizes) -> dict[str, torch.Tensor]:

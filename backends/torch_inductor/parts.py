@@ -12,14 +12,14 @@ from torch.fx import Graph, GraphModule, Node
 aten = torch.ops.aten
 
 Plan = tuple[Sequence[int], Sequence[int]]
-"""What a part takes and gives, see ``Part``."""
+"""Inputs and outputs of a part, see ``Part``."""
 
 VIEWS = frozenset(
     (aten.view.default, aten.permute.default, aten.t.default, aten.transpose.int, aten.expand.default,
      aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor, aten.select.int, aten.split.Tensor,
      aten.split_with_sizes.default, aten._unsafe_view.default, aten.detach.default)
 )  # fmt: skip
-"""What costs nothing to do again behind a cut: the tensor that it looks at crosses in its place, once for all."""
+"""Operations that cost nothing to repeat behind a cut: the tensor that they view crosses it once instead."""
 
 LIBRARY_CALLS = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default))
 """Operations of one result that are kernels of cuBLAS or cuDNN."""
@@ -74,7 +74,7 @@ def _behind_a_library_call(body: Sequence[Node], end: int) -> int:
 
 
 def _needed(own: set[Node], where: Mapping[Node, int]) -> tuple[set[Node], set[Node]]:
-    """What a part computes, earlier views that it repeats among that; and what it takes."""
+    """Return what a part computes, earlier views that it repeats among that; and what it takes."""
     computed, takes = set(own), set()
     asked = [given for node in own for given in node.all_input_nodes]
     while asked:

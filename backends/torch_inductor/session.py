@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class Compiler(Protocol):
-    """What a session asks of its backend."""
+    """The part of the backend that a session uses."""
 
     name: str
 
@@ -47,7 +47,7 @@ class Compiler(Protocol):
 
 @dataclass(frozen=True)
 class _Plan:
-    """What one set of input shapes implies, worked out once."""
+    """Consequences of one set of input shapes, worked out once."""
 
     symbols: dict[str, int]
     sizes: Sizes
@@ -103,7 +103,7 @@ class LiveSession:
 
     @property
     def name(self) -> str:
-        """What served, for reports."""
+        """Return what served, for reports."""
         engine = self._opened.get(self._last)
         return "live weights, CUDA graph" if engine is None else engine.folder.name
 
@@ -196,11 +196,11 @@ class LiveSession:
             self.begin_run(patcher)
 
     def runs(self, module: torch.nn.Module) -> bool:
-        """Whether it is this module's session."""
+        """Tell whether it is this module's session."""
         return self._module() is module
 
     def owns_weights(self, patcher: ModelPatcher) -> bool:
-        """Whether native weights that ComfyUI loads for a patcher would lie beside those of this session, unused."""
+        """Tell whether native weights that ComfyUI loads for a patcher would lie unused beside this session's."""
         return not self._live.shares or patcher.is_dynamic()
 
     def load(self) -> None:

@@ -38,7 +38,7 @@ class SharedSize:
     count: int
 
     def agreed(self, choice: Any = None) -> Any:
-        """What the first process chose, in all of them: it gives its ``choice``, the others wait for it."""
+        """Return what the first process chose, in all of them: it gives its ``choice``, the others wait for it."""
         file = self._beside("choice")
         if self.part == 0:
             _write(file, json.dumps(choice).encode())

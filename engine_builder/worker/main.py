@@ -21,7 +21,7 @@ from typing import Any
 from ...engine_library import BuildError, Unavailable, ValidationFailed
 
 WORDS = ("out of memory", "alloc_failed", "bad_alloc", "brokenprocesspool", "terminated abruptly", "killed signal")
-"""How libraries, compilers and pools of processes say that memory lacked, theirs or that of one of their helpers."""
+"""Words by which libraries, compilers and process pools say that memory was short."""
 
 
 def in_json(error: Exception) -> dict:
@@ -35,7 +35,7 @@ def in_json(error: Exception) -> dict:
 
 
 def is_crowded(error: BaseException) -> bool:
-    """Whether a task may have failed for what others had meanwhile: memory, or on Windows an open file of a cache."""
+    """Tell whether a task may have failed because others held something: memory, or on Windows a cache's file."""
     return any(
         isinstance(cause, MemoryError | BrokenExecutor | PermissionError | FileExistsError)
         or any(words in f"{type(cause).__name__} {cause}".lower() for words in WORDS)

@@ -1,4 +1,4 @@
-"""What a build does outside the server's process: export with its check against native, and the backend's build.
+"""Steps of a build outside the server's process: export with its check against native, and the backend's build.
 
 They take and give JSON and never see the live model. The export needs no GPU, the backend's build no ComfyUI. A
 backend that runs live weights has one step instead, its own. An engine from elsewhere is checked: see ``validate``.

@@ -107,7 +107,7 @@ def _refused(task: Task, why: str) -> ValidationFailed:
 
 @dataclass(frozen=True)
 class _Stage:
-    """What native computes with some weights.
+    """Results of native with some weights.
 
     Attributes:
         changed: the initialisers that the stage before had other weights in.
@@ -122,7 +122,7 @@ class _Stage:
 
 
 def _native(task: Task, engine: Engine, device: torch.device, progress: Progress) -> list[_Stage]:
-    """What native computes, with all the weights that the engine has to have; its memory there is free afterwards."""
+    """Run native with all the weights that the engine has to have; its memory there is free afterwards."""
     changes, changed, stages = _changes(engine, backend_of(task).keeps_weights), set(), []
     for change in changes:
         changed |= set(change)
@@ -138,7 +138,7 @@ def _native(task: Task, engine: Engine, device: torch.device, progress: Progress
 
 
 def _changes(engine: Engine, keeps_weights: bool) -> list[list[str]]:
-    """Which initialisers get other weights, stage by stage."""
+    """Return which initialisers get other weights, stage by stage."""
     if not engine.manifest.identity.any_weights:
         return [[]]
     names = sorted(read_parameters(engine.folder).values())
