@@ -139,7 +139,7 @@ def children_with_room(task: Task) -> int:
 
 
 def _fitting(room: float, leading: int, whole: int, part: int) -> float:
-    """Number of workers that fit into ``room`` bytes: the first ``leading`` take ``whole`` each, any others ``part``."""
+    """Number of workers that fit into ``room`` bytes: the first ``leading`` take ``whole`` each, others ``part``."""
     return leading + (room - leading * whole) // part if room >= leading * whole else room // whole
 
 
