@@ -89,7 +89,7 @@ class Architecture(Protocol):
         ...
 
     def binding(self, module: torch.nn.Module) -> Binding:
-        """Return what makes this native network's calls those of the engine; made once per look-up, used in every step."""
+        """Return what makes this network's calls those of the engine; made once per look-up, used in every step."""
         ...
 
     def profile(self, asked: RequestedSizes) -> Profile:

@@ -84,8 +84,6 @@ def main(arguments: list[str]) -> int:
         task = order["task"]
         result = STEPS[task["step"]](task, lambda phase, fraction: tell(progress=[phase, fraction]))
     except Exception as error:
-        from .failures import in_json
-
         failed = in_json(error)
         if failed["kind"] == "error":
             traceback.print_exc()
