@@ -17,13 +17,24 @@ from typing import TYPE_CHECKING, Protocol
 
 from .calls import Binding, PerImagePass
 from .image_latent import ANY
-from .shapes import Profile, TensorSpec
-from .sizes import Examples, Picture, RequestedSizes, Sizes, Symbol
+from .shapes import Examples, Picture, Profile, RequestedSizes, Sizes, Symbol, TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
     from .fused_linear import FusedLinear
+
+NEEDED_BY_FAMILIES = (
+    "comfy.ldm.modules.attention:BasicTransformerBlock",
+    "comfy.ldm.modules.attention:CrossAttention",
+    "comfy.ldm.modules.attention:SpatialTransformer",
+    "comfy.ldm.modules.diffusionmodules.openaimodel:Downsample",
+    "comfy.ldm.modules.diffusionmodules.openaimodel:ResBlock",
+    "comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel._forward"
+    "(self, x, timesteps, context, y, control, transformer_options, **)",
+    "comfy.cldm.cldm:ControlNet.forward(self, x, hint, timesteps, context, y, **)",
+)
+"""Names in ComfyUI's own code that the families rely on, in the notation of ``comfyui_internals``."""
 
 
 class Role(str, Enum):

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .shapes import Profile, Range
-from .sizes import Examples, Picture, RequestedSizes, Sizes, Symbol
+from .shapes import Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from ..architectures.calls import Call, RequestedCalls
 from ..architectures.shapes import Profile, TensorSpec
-from ..architectures.wanted_calls import Call, RequestedCalls
 from ..engine_library import Engine, Fallback, Manifest
 from .gpu_lock import GpuLock
 

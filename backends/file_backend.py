@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from ..architectures.shapes import Profile
-from ..architectures.sizes import PRECISIONS
-from ..architectures.wanted_calls import RequestedCalls
+from ..architectures.calls import RequestedCalls
+from ..architectures.shapes import PRECISIONS, Profile
 from ..engine_library import Engine, Fallback
 from . import BuildSizes
 

@@ -9,9 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..architectures.shapes import Profile
-from ..architectures.sizes import Picture
-from ..architectures.wanted_calls import RequestedCalls, UncoveredCall
+from ..architectures.calls import RequestedCalls, UncoveredCall
+from ..architectures.shapes import Picture, Profile
 from ..engine_library import Engine, EngineQuery, Fallback, Library, Manifest, Reason, Unavailable, trust
 from . import AUTO, Backend, backends, gpu_of, kind_of
 

@@ -68,7 +68,7 @@ class Bench:
 
     def given(self, name: str, batch: int) -> dict[str, torch.Tensor]:
         """Random inputs of a network on the GPU."""
-        from hybrid_trt.architectures.samples import sample_inputs
+        from hybrid_trt.architectures.shapes import sample_inputs
 
         network = self.networks[name]
         specs = [

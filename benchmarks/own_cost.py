@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "support")]
 import small_networks
 import torch
 from comfy_execution.utils import CurrentNodeContext
-from hybrid_trt.architectures.samples import sample_inputs
+from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library
 from hybrid_trt.sampling import nan_guard

@@ -2,7 +2,7 @@
 
 Read once, when the pack loads: names, arguments, attributes. What is missing costs a feature and never the picture, and
 the log says so once. Other packs put functions of their own in the place of ComfyUI's; what these do differently is
-looked at where it matters, see ``stock_comfy``.
+looked at where it matters, see ``whose_code``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Any
 
-from ..architectures.comfyui_names import NEEDED_BY_FAMILIES
+from ..architectures import NEEDED_BY_FAMILIES
 
 log = logging.getLogger(__name__)
 

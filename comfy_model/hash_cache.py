@@ -5,17 +5,18 @@ Only for models that ComfyUI's own loaders made and nobody patched; all others a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..engine_library import Engine, Fallback, Reason, trust
 from ..engine_library.atomic_files import write_file
-from . import file_digests
 from .weight_patches import version_of
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def key_of(patcher: ModelPatcher, prefix: str, sample: Callable[[], str]) -> str
     source = source_of(patcher)
     if source is None or version_of(patcher) is not None:
         return None
-    state = file_digests.state_of(source["path"])
+    state = state_of(source["path"])
     loader, arguments = patcher.cached_patcher_init[:2]
     options = repr(arguments[1:])
     if " at 0x" in options:
@@ -71,7 +72,7 @@ def read(key: str | None) -> str | None:
     """The hash kept under a key, or None. Its file is read as a whole from then on, see ``still_holds``."""
     found = _entries().get(key) if key is not None else None
     if found is not None:
-        file_digests.digest_of(_path_in(key))
+        digest_of(_path_in(key))
     return found
 
 
@@ -81,8 +82,8 @@ def write(key: str | None, value: str) -> None:
         return
     _change(lambda entries: entries.update({key: value}))
     if _folder is not None:
-        digest = file_digests.digest_of(_path_in(key))
-        file_digests.when_known(digest, lambda known: _change(lambda entries: entries.update({_file_key(key): known})))
+        digest = digest_of(_path_in(key))
+        when_known(digest, lambda known: _change(lambda entries: entries.update({_file_key(key): known})))
 
 
 def still_holds(key: str | None) -> bool:
@@ -92,7 +93,7 @@ def still_holds(key: str | None) -> bool:
     """
     if key is None or _folder is None:
         return True
-    digest, kept = file_digests.digest_of(_path_in(key)).result(), _entries().get(_file_key(key))
+    digest, kept = digest_of(_path_in(key)).result(), _entries().get(_file_key(key))
     if kept is None and digest:
         _change(lambda entries: entries.update({_file_key(key): digest}))
     if kept is None or digest == kept:
@@ -172,3 +173,46 @@ def source_changed(engine: Engine) -> Fallback | None:
     if known_hashes(dict(source)) & known_hashes(now):
         return None  # the same contents under another time; this engine has a LoRA in it, and no file that hash
     return Fallback(Reason.STALE_ENGINE, f"{now['path']} has changed since this engine was built from it")
+
+
+BLOCK = 1 << 22
+
+_digests: dict[str, Future[str]] = {}
+_starting = threading.Lock()
+
+
+def state_of(path: str) -> tuple | None:
+    """The size, times and inode of a file, which change with it; None where they cannot be read."""
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return None
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
+
+
+def digest_of(path: str) -> Future[str]:
+    """The digest of a file as it is now, being read in a thread of its own; ``""`` where that fails or it changes."""
+    key = f"{path} {state_of(path)}"
+    with _starting:
+        if key not in _digests:
+            _digests[key] = found = Future()
+            # a daemon: a server that stops does not wait for it
+            threading.Thread(target=_read, args=(path, found), name="Hybrid TRT file digest", daemon=True).start()
+        return _digests[key]
+
+
+def when_known(digest: Future[str], then: Callable[[str], object]) -> None:
+    """Call ``then`` with a digest, unless there is none."""
+    digest.add_done_callback(lambda done: then(done.result()) if done.result() else None)
+
+
+def _read(path: str, found: Future[str]) -> None:
+    before, total = state_of(path), hashlib.sha256()
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while block := file.read(BLOCK):
+                total.update(block)
+    except OSError as error:
+        log.debug("Hybrid TRT: %s could not be read as a whole (%s)", path, error)
+        before = None
+    found.set_result(total.hexdigest() if before is not None and state_of(path) == before else "")

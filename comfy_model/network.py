@@ -11,10 +11,9 @@ import torch
 from ..architectures import Architecture, Role, architecture_of
 from ..engine_library.fallback import Fallback, Reason, Unavailable
 from .attention import part_replaced, preference_class, unknown_preference
-from .fp8 import multiplies_in_fp8, rounded_unlike
+from .changed_layers import LayerWatch
 from .hash_cache import hashes_without_patches
-from .layer_watch import LayerWatch
-from .quantised import unreadable_weights
+from .weight_formats import multiplies_in_fp8, rounded_unlike, unreadable_weights
 from .weight_hash import Check, fingerprint, forget_hash, known_hash, weights_hash
 
 if TYPE_CHECKING:

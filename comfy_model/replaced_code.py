@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..architectures.residuals import APPLY_CONTROL, only_adds_residuals
+from ..architectures.calls import APPLY_CONTROL, only_adds_residuals
 from .comfyui_internals import names_in
 from .whose_code import code_of, is_known, pack_of, wrapped
 

@@ -7,9 +7,12 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from comfy.controlnet import ControlBase, ControlNet
 
 _LIBRARIES = ("torch", "einops", "comfy_kitchen", "comfy_aimdo", "safetensors", "numpy", "scipy", "torchsde", "tqdm")
 _PACKS = ("custom_nodes", "site-packages", "dist-packages", "tests")
@@ -88,3 +91,82 @@ def _shared_folders() -> tuple[str, ...]:
 
     folders = Path(comfy.controlnet.__file__).parents[1], Path(__file__).parents[1], Path(os.__file__).parent
     return tuple(f"{folder}{os.sep}" for folder in folders)
+
+
+_METHODS = ("get_control", "control_merge")
+"""Methods whose work ``control_stack`` does by itself for a ControlNet."""
+
+
+@functools.cache
+def _controlnets() -> types.ModuleType:
+    """ComfyUI's module of controls. Imported late: not every process that reads this module can find ComfyUI."""
+    import comfy.controlnet
+
+    return comfy.controlnet
+
+
+def computes_as_comfyui(control: ControlNet) -> bool:
+    """Tell whether a ControlNet runs ComfyUI's code: no pack has put methods of its own on it or on its class."""
+    if _own_methods(control):
+        return False
+    comfyui = _controlnets()
+    return all(_file_of(getattr(comfyui.ControlNet, name)) == comfyui.__file__ for name in _METHODS)
+
+
+def makes_hints_as_comfyui(control: ControlNet) -> bool:
+    """Tell whether ComfyUI's code alone makes a hint; it changes no image in place."""
+    from comfy import utils
+
+    comfyui = _controlnets()
+    if _file_of(utils.common_upscale) != utils.__file__ or not computes_as_comfyui(control):
+        return False
+    return _file_of(control.preprocess_image) == comfyui.__file__
+
+
+def is_another_packs(control: ControlNet) -> bool:
+    """Tell whether another pack's code computes for a ControlNet or makes its hint."""
+    from comfy import utils
+
+    makes_hints = (control.preprocess_image, utils.common_upscale)
+    return another_pack_asks(control) or not all(map(_is_comfyuis, makes_hints))
+
+
+def another_pack_asks(control: ControlBase) -> bool:
+    """Tell whether a control has a method or a class of another pack."""
+    kind = type(control)
+    if _own_methods(control) or kind.__module__.split(".")[0] != "comfy":
+        return True
+    return not all(_is_comfyuis(getattr(kind, name)) for name in _METHODS)
+
+
+def is_comfyuis_alone(function: Callable[..., Any]) -> bool:
+    """Tell whether a function and all functions of its module that it names are ComfyUI's.
+
+    Then nobody else sees its arguments.
+    """
+    if not _is_comfyuis(function):
+        return False
+    around = function.__globals__
+    named = (around[name] for name in function.__code__.co_names if name in around)
+    return all(_is_comfyuis(one) for one in named if callable(one) and not isinstance(one, type))
+
+
+def _own_methods(control: ControlBase) -> list[Any]:
+    """Values on an object in the place of its class's methods; values that a class has too are none."""
+    kind = _controlnets().ControlNet
+    return [value for name, value in vars(control).items() if callable(getattr(kind, name, None))]
+
+
+def _is_comfyuis(function: Any) -> bool:
+    file = _file_of(function)
+    return file is not None and _is_in_comfyui(file)
+
+
+@functools.cache
+def _is_in_comfyui(file: str) -> bool:
+    return Path(file).is_relative_to(Path(_controlnets().__file__).parent)
+
+
+def _file_of(function: Any) -> str | None:
+    code = code_of(function)
+    return code.co_filename if code is not None else None

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ..architectures.sizes import Examples
+from ..architectures.shapes import Examples
 from ..backends import Progress, gpu_of
 from ..comfy_model.hash_cache import source_of
 from ..comfy_model.network import NativeNetwork

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..architectures.calls import Call
 from ..architectures.shapes import Profile
-from ..architectures.wanted_calls import Call
 from ..backends import Backend
 from ..comfy_model.network import NativeNetwork
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from ..architectures.wanted_calls import UncoveredCall
+from ..architectures.calls import UncoveredCall
 
 
 class Reason(str, Enum):

@@ -12,7 +12,7 @@ from comfy_api.latest import io, ui
 from comfy_execution.graph import DynamicPrompt
 
 from ..architectures.image_latent import ANY
-from ..architectures.sizes import RequestedSizes
+from ..architectures.shapes import RequestedSizes
 from ..backends.lookup import EngineChoice
 from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback, Reason, Unavailable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from ..architectures.sizes import MOST, PRECISIONS
+from ..architectures.shapes import MOST, PRECISIONS
 from ..backends import AUTO, backends
 
 USE_NATIVE = "use native"

@@ -16,7 +16,7 @@ from typing import Any
 
 from comfy_execution.graph import DynamicPrompt, NodeNotFoundError
 
-from ..architectures.sizes import Picture
+from ..architectures.shapes import Picture
 
 MODEL_NAME_INPUTS = ("unet_name", "ckpt_name", "control_net_name", "model_name")
 ENGINE_NODES = ("TRTUNetEngine", "TRTControlNetEngine")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from comfy_execution.utils import ExecutionContext, get_executing_context
 
-from ..architectures.wanted_calls import UncoveredCall
+from ..architectures.calls import UncoveredCall
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback, Reason

@@ -22,12 +22,12 @@ import torch
 from comfy.controlnet import ControlBase, ControlNet
 
 from ..architectures.calls import AsyncInputs, Binding, Control, EngineCall
+from ..comfy_model.whose_code import another_pack_asks, computes_as_comfyui, is_another_packs, is_comfyuis_alone
 from ..sessions.async_inputs import wait_for
 from ..sessions.session import Session
 from .call_stats import lent_context
 from .controlnet import EngineControlModel
 from .hint_cache import has_hint, hint_for, keep_hints, lacks_hint, make_hints
-from .stock_comfy import another_pack_asks, computes_as_comfyui, is_another_packs, is_comfyuis_alone
 
 if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..architectures import symbols_of
-from ..architectures.sizes import outside
-from ..architectures.wanted_calls import RequestedCalls, UncoveredCall
+from ..architectures.calls import RequestedCalls, UncoveredCall
+from ..architectures.shapes import outside
 from ..backends import Backend, BuildSizes
 from ..backends.lookup import takes_any_weights, usable_backends
 from ..comfy_model.attention import remark

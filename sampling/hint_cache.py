@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import give_hint, hint_of, hints_by_size
-from .stock_comfy import makes_hints_as_comfyui
+from ..comfy_model.whose_code import makes_hints_as_comfyui
 
 LARGEST = 32 << 20
 """Bytes of the largest hint that is kept, as of the largest image: 20 and 10 pictures of 512 by 512 pixels."""

@@ -16,8 +16,8 @@ from ..architectures.calls import EngineCall
 from ..comfy_model.attention import OVERRIDE, other_attention
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import outside_recording
-from ..comfy_model.fp8 import rounded_unlike
 from ..comfy_model.network import replaced_part
+from ..comfy_model.weight_formats import rounded_unlike
 from ..comfy_model.weight_patches import WeightPatches
 from ..engine_library import Fallback, Reason
 from .call_stats import open_stats, timed

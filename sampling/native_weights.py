@@ -28,7 +28,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import knows_pins
-from ..comfy_model.fp8 import patches_fp8
+from ..comfy_model.weight_formats import patches_fp8
 from .engine_patcher import Shared
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..comfy_model.edited_weights import look_for_edits
-from ..comfy_model.layer_watch import LayerWatch
+from ..comfy_model.changed_layers import LayerWatch
 from ..comfy_model.network import NativeNetwork
+from ..comfy_model.weight_hash import look_for_edits
 from ..comfy_model.whose_code import is_known
 from ..engine_library import Fallback, Reason
 

@@ -13,8 +13,7 @@ import torch
 
 from ..architectures import profile_words, symbols_of
 from ..architectures.calls import AsyncInputs
-from ..architectures.shapes import Profile, Shape, ShapeMismatch, bind
-from ..architectures.sizes import outside
+from ..architectures.shapes import Profile, Shape, ShapeMismatch, bind, outside
 from ..comfy_model.module_copy import ReplacedForward
 from ..engine_library import Engine, Fallback, Reason, Unavailable, verified
 from .cuda_graphs import GraphCache, Recorder

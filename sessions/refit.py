@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..comfy_model.edited_weights import edition_of
-from ..comfy_model.fp8 import cast_when_called
-from ..comfy_model.weight_hash import own_hash, value_of
+from ..comfy_model.weight_formats import cast_when_called
+from ..comfy_model.weight_hash import edition_of, own_hash, value_of
 from ..comfy_model.weight_patches import acting, all_same, version_of
 from ..engine_library import Engine, Reason, Unavailable, trust
 from ..engine_library.parameters import read_parameters

@@ -6,9 +6,8 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from ..architectures.calls import AsyncInputs
+from ..architectures.calls import AsyncInputs, UncoveredCall
 from ..architectures.shapes import Profile, ShapeMismatch
-from ..architectures.wanted_calls import UncoveredCall
 from ..engine_library import Engine, Fallback, Reason, Unavailable
 
 if TYPE_CHECKING:

@@ -18,11 +18,9 @@ from small_networks import native_call, network
 import_comfy()
 
 from hybrid_trt.architectures import architecture_of
+from hybrid_trt.architectures.calls import RequestedCalls, UncoveredCall, calls_to_compile
 from hybrid_trt.architectures.image_latent import ANY
-from hybrid_trt.architectures.samples import sample_inputs
-from hybrid_trt.architectures.shapes import Profile, Range
-from hybrid_trt.architectures.sizes import Picture, RequestedSizes
-from hybrid_trt.architectures.wanted_calls import RequestedCalls, UncoveredCall, calls_to_compile
+from hybrid_trt.architectures.shapes import Picture, Profile, Range, RequestedSizes, sample_inputs
 from hybrid_trt.backends import BuildSizes, backends
 from hybrid_trt.backends.torch_inductor.compiled import file_name
 from hybrid_trt.backends.torch_inductor.session import LiveSession

@@ -15,7 +15,7 @@ import_comfy()
 
 from builds import small_network
 from hybrid_trt.architectures import architecture_of
-from hybrid_trt.architectures.samples import sample_inputs
+from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.compiled import traced
 from hybrid_trt.comfy_model import attention as looked_at

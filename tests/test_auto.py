@@ -18,8 +18,7 @@ import_comfy()
 
 from comfy.model_patcher import ModelPatcher
 from hybrid_trt.architectures.calls import EngineCall
-from hybrid_trt.architectures.samples import sample_inputs
-from hybrid_trt.architectures.shapes import Profile, Range
+from hybrid_trt.architectures.shapes import Profile, Range, sample_inputs
 from hybrid_trt.backends import AUTO, backends, lookup
 from hybrid_trt.backends.torch_inductor.compiled import file_name
 from hybrid_trt.comfy_model import hash_cache

@@ -185,7 +185,7 @@ sys.path.append({support!r})
 sys.path.insert(0, {builder!r})
 from standalone import load_pack
 load_pack()
-from hybrid_trt.comfy_model.comfyui_classes import import_comfyui
+from hybrid_trt.comfy_model.comfyui_shims import import_comfyui
 import_comfyui({comfyui!r})
 from hybrid_trt import architectures, backends
 from hybrid_trt.engine_builder.worker import onnx_export, parity, steps

@@ -20,8 +20,7 @@ import_comfy()
 import comfy.ops
 from comfy.ldm.modules import attention
 from hybrid_trt.architectures import Role, architecture_of
-from hybrid_trt.architectures.samples import sample_inputs
-from hybrid_trt.architectures.shapes import Profile, Range
+from hybrid_trt.architectures.shapes import Profile, Range, sample_inputs
 from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model import weight_hash
 from hybrid_trt.comfy_model.network import UNET_PREFIX, NativeNetwork

@@ -9,7 +9,7 @@ from small_networks import HintEncoder, network, with_lora
 
 import_comfy()
 
-from hybrid_trt.architectures.samples import sample_inputs
+from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Reason, Unavailable
 

@@ -17,7 +17,7 @@ from comfy.ldm.modules.attention import BasicTransformerBlock
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock
 from hybrid_trt.architectures import architecture_of, ldm
 from hybrid_trt.architectures.fused_linear import FusedLinear, join
-from hybrid_trt.architectures.samples import sample_inputs
+from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork

@@ -10,8 +10,7 @@ from pathlib import Path
 import pack
 import pytest
 from hybrid_trt.architectures.image_latent import ANY
-from hybrid_trt.architectures.shapes import Dim, Profile, Range, ShapeMismatch, TensorSpec, bind
-from hybrid_trt.architectures.sizes import outside
+from hybrid_trt.architectures.shapes import Dim, Profile, Range, ShapeMismatch, TensorSpec, bind, outside
 from hybrid_trt.engine_library import (
     Engine,
     EngineIdentity,

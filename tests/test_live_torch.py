@@ -21,10 +21,9 @@ from small_networks import CPU, native_call, network, with_lora
 import_comfy()
 
 from hybrid_trt.architectures import architecture_of
+from hybrid_trt.architectures.calls import RequestedCalls
 from hybrid_trt.architectures.image_latent import ANY
-from hybrid_trt.architectures.samples import sample_inputs
-from hybrid_trt.architectures.shapes import Profile, Range
-from hybrid_trt.architectures.wanted_calls import RequestedCalls
+from hybrid_trt.architectures.shapes import Profile, Range, sample_inputs
 from hybrid_trt.backends import AUTO, backends
 from hybrid_trt.backends.lookup import usable_backends
 from hybrid_trt.backends.torch_inductor import compile_step

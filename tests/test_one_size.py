@@ -19,8 +19,7 @@ from small_networks import network
 
 import_comfy()
 
-from hybrid_trt.architectures.shapes import Profile, Range
-from hybrid_trt.architectures.sizes import Picture
+from hybrid_trt.architectures.shapes import Picture, Profile, Range
 from hybrid_trt.backends import AUTO, backends, lookup
 from hybrid_trt.backends.tensorrt import version8
 from hybrid_trt.comfy_model.network import NativeNetwork

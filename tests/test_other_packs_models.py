@@ -19,9 +19,9 @@ from comfy.cldm import cldm
 from comfy.ldm.modules import attention
 from comfy.ldm.modules.diffusionmodules import openaimodel
 from comfy.model_patcher import ModelPatcher
-from hybrid_trt.architectures.residuals import only_adds_residuals
+from hybrid_trt.architectures.calls import only_adds_residuals
 from hybrid_trt.backends import backends
-from hybrid_trt.comfy_model.layer_watch import LayerWatch
+from hybrid_trt.comfy_model.changed_layers import LayerWatch
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import_comfy()
 
 from hybrid_trt.architectures import architecture_of
-from hybrid_trt.architectures.samples import sample_inputs
+from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends.torch_inductor import compiled, parts
 from hybrid_trt.backends.torch_inductor.shared_size import SharedSize
 from hybrid_trt.engine_library.parity import relative_error

@@ -19,10 +19,8 @@ import_comfy()
 from comfy import model_management
 from comfy.controlnet import ControlNet
 from hybrid_trt.architectures import architecture_of
-from hybrid_trt.architectures.calls import EngineCall
-from hybrid_trt.architectures.samples import sample_inputs
-from hybrid_trt.architectures.shapes import Profile, Range
-from hybrid_trt.architectures.wanted_calls import RequestedCalls
+from hybrid_trt.architectures.calls import EngineCall, RequestedCalls
+from hybrid_trt.architectures.shapes import Profile, Range, sample_inputs
 from hybrid_trt.backends import AUTO, backends, lookup
 from hybrid_trt.backends.lookup import usable_backends
 from hybrid_trt.backends.torch_inductor.compiled import file_name

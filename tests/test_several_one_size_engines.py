@@ -16,8 +16,7 @@ import sampling
 
 import_comfy()
 
-from hybrid_trt.architectures.samples import sample_inputs
-from hybrid_trt.architectures.sizes import Picture
+from hybrid_trt.architectures.shapes import Picture, sample_inputs
 from hybrid_trt.backends import backends, file_backend
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder

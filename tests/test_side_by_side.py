@@ -16,7 +16,7 @@ from builds import PROFILE, children, contents, gone, order, slow_backend, small
 from compiling import COMPILES
 from fake_recorder import Recorder
 from hybrid_trt.architectures import architecture_of
-from hybrid_trt.architectures.samples import sample_inputs
+from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends import LiveTask, backends
 from hybrid_trt.backends.gpu_lock import WAITING, GpuLock
 from hybrid_trt.backends.torch_inductor import attention, compile_step, compiled, parts

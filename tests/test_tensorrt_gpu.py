@@ -15,7 +15,7 @@ import networks
 import pytest
 import torch
 from comfy import model_management
-from hybrid_trt.architectures.samples import sample_inputs
+from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends import backends, gpu_of, onnxruntime
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_library import Engine, Library, Reason, Unavailable, trust

@@ -29,14 +29,13 @@ from comfy.controlnet import ControlNet
 from comfy.model_management import cast_to_device
 from comfy.samplers import cond_cat
 from hybrid_trt.architectures import Role
-from hybrid_trt.architectures.samples import sample_inputs
+from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends import LiveTask, backends
 from hybrid_trt.backends.torch_inductor import attention
 from hybrid_trt.backends.torch_inductor.compile_step import compile_network
 from hybrid_trt.backends.torch_inductor.session import LiveSession
-from hybrid_trt.comfy_model.edited_weights import look_for_edits
 from hybrid_trt.comfy_model.network import NativeNetwork
-from hybrid_trt.comfy_model.weight_hash import current_weights
+from hybrid_trt.comfy_model.weight_hash import current_weights, look_for_edits
 from hybrid_trt.engine_builder import side_by_side
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder

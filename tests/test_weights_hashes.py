@@ -12,7 +12,7 @@ import pytest
 import torch
 from builds import read_only, small_network
 from fake_engine import PROFILE, SPECS
-from hybrid_trt.comfy_model import file_digests, hash_cache, weight_hash
+from hybrid_trt.comfy_model import hash_cache, weight_hash
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import EngineIdentity, Library, Manifest
 from hybrid_trt.engine_library.engine import describe_files
@@ -111,7 +111,7 @@ def test_a_file_that_was_edited_in_one_place_has_another_hash(tmp_path: Path, ha
 def test_an_edit_that_left_no_sign_is_found_at_the_second_use(
     tmp_path: Path, hashing: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_digests, "state_of", lambda path: (1, 2, 3, 4))
+    monkeypatch.setattr(hash_cache, "state_of", lambda path: (1, 2, 3, 4))
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"1")
     os.utime(file, ns=(10**18, 10**18))
@@ -120,7 +120,7 @@ def test_an_edit_that_left_no_sign_is_found_at_the_second_use(
     digests_are_kept(tmp_path / "library")
     file.write_bytes(b"2")
     os.utime(file, ns=(10**18, 10**18))
-    next_start(file_digests, monkeypatch)
+    next_start(hash_cache, monkeypatch)
     other = one_value_changed(from_file(file))
     assert other.weights_hash() == first.weights_hash(), "nobody has read the file yet"
     assert other.weights_hash() != first.weights_hash()
@@ -130,7 +130,7 @@ def test_an_edit_that_left_no_sign_is_found_at_the_second_use(
 
 def digests_are_kept(folder: Path) -> None:
     """Wait until the threads that read files have told what they read."""
-    for digest in list(file_digests._digests.values()):
+    for digest in list(hash_cache._digests.values()):
         digest.result()
     wait_for(lambda: '"file ' in (folder / hash_cache.FILE_NAME).read_text().replace("\\", ""))
 

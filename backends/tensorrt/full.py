@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ...architectures.sizes import PRECISIONS
+from ...architectures.shapes import PRECISIONS
 from ...engine_library import BuildError, Fallback, Reason, Unavailable
 from .. import BuildRequest, Progress
 from . import version8

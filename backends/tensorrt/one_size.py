@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...architectures import architectures, profile_words
-from ...architectures.calls import AsyncInputs
+from ...architectures.calls import AsyncInputs, UncoveredCall
 from ...architectures.shapes import Profile, Shape
-from ...architectures.wanted_calls import UncoveredCall
 from ...engine_library import Engine, Fallback, Reason, Unavailable
 from ...sessions.file_session import FileSession
 from ...sessions.session import BROKEN, refusal_of, refuse, shared

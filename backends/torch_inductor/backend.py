@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...architectures.shapes import Profile
-from ...architectures.sizes import PRECISIONS
-from ...architectures.wanted_calls import RequestedCalls, calls_to_compile
+from ...architectures.calls import RequestedCalls, calls_to_compile
+from ...architectures.shapes import PRECISIONS, Profile
 from ...comfy_model.structure_hash import structure_hash
 from ...engine_library import BuildError, Engine, Fallback, Manifest, Reason, Unavailable, trust, verified
 from ...sessions.session import refusal_of, refuse

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ...architectures.samples import sample_inputs
-from ...architectures.shapes import TensorSpec
+from ...architectures.shapes import TensorSpec, sample_inputs
 from ...comfy_model.torch_kernels import best_attention, empty_laid_out, laid_out
 from ...engine_library import BuildError
 from ...engine_library.parity import relative_error

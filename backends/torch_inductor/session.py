@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from ...architectures.calls import AsyncInputs
+from ...architectures.calls import AsyncInputs, Call, UncoveredCall
 from ...architectures.shapes import Profile, ShapeMismatch, bind
-from ...architectures.wanted_calls import Call, UncoveredCall
 from ...comfy_model.module_copy import ReplacedForward
 from ...comfy_model.network import NativeNetwork
 from ...comfy_model.torch_kernels import laid_out

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from ...architectures import profile_words
-from ...architectures.sizes import PRECISIONS, SIZE_NAMES, RequestedSizes
+from ...architectures.shapes import PRECISIONS, SIZE_NAMES, RequestedSizes
 from ...backends import AUTO, Backend, backends, gpu_of
 from ...backends.lookup import refusals, usable_backends
 from ...comfy_model.hash_cache import source_changed

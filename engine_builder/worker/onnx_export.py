@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from ...architectures.samples import sample_inputs
-from ...architectures.shapes import TensorSpec
+from ...architectures.shapes import TensorSpec, sample_inputs
 from ...comfy_model.snapshot import ALIGNMENT, Offsets
 from ...engine_library.parameters import write_parameters
 

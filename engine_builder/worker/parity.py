@@ -12,8 +12,7 @@ import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from ...architectures.samples import sample_inputs
-from ...architectures.shapes import TensorSpec
+from ...architectures.shapes import TensorSpec, sample_inputs
 from ...engine_library import BuildError
 from ...engine_library.parity import LIMITS, relative_error
 from ...sessions.session import Runner

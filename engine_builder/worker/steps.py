@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ...architectures.shapes import Profile
 from ...backends import BuildRequest, LiveTask, Progress
 from ...backends.gpu_lock import GpuLock
-from ...comfy_model.comfyui_classes import import_comfyui
+from ...comfy_model.comfyui_shims import import_comfyui
 from .task import Task, backend_of, function_of, tensors_of
 from .validate import check_engine
 

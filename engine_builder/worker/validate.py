@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...backends import Progress
-from ...comfy_model.comfyui_classes import import_comfyui
+from ...comfy_model.comfyui_shims import import_comfyui
 from ...engine_library import BuildError, Engine, Manifest, Reason, Unavailable, ValidationFailed
 from ...engine_library.parameters import read_parameters
 from .task import Task, backend_of, function_of, tensors_of
@@ -165,7 +165,7 @@ def _computed(
     """The cases of a function, and on a GPU the milliseconds of a call."""
     import torch
 
-    from ...architectures.samples import sample_inputs
+    from ...architectures.shapes import sample_inputs
     from ...comfy_model.torch_kernels import best_attention, without_tf32
     from ...sessions import gpu_timing
     from .parity import Case, in_float32

@@ -15,8 +15,7 @@ import_comfy()
 from comfy.model_patcher import ModelPatcher
 from hybrid_trt.architectures import Role
 from hybrid_trt.architectures.calls import EngineCall
-from hybrid_trt.architectures.samples import sample_inputs
-from hybrid_trt.architectures.shapes import Profile, Range
+from hybrid_trt.architectures.shapes import Profile, Range, sample_inputs
 from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.order import BuildOrder

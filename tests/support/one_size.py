@@ -13,9 +13,7 @@ from small_networks import native_call
 import_comfy()
 
 from hybrid_trt.architectures.calls import EngineCall
-from hybrid_trt.architectures.samples import sample_inputs
-from hybrid_trt.architectures.shapes import Profile, Range
-from hybrid_trt.architectures.sizes import Picture
+from hybrid_trt.architectures.shapes import Picture, Profile, Range, sample_inputs
 from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Engine, Library
