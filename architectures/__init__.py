@@ -46,7 +46,7 @@ class Role(str, Enum):
 
 class Architecture(Protocol):
     """Description of a kind of network for the rest of the pack; ``image_latent.LatentSizes`` has the last seven
-    methods and ``join_layers`` for whatever works on the latents of still images.
+    methods and ``fuse_layers`` for whatever works on the latents of still images.
 
     Attributes:
         name: stands in manifests and file names, for example ``sd15_unet``; never change it.
@@ -84,7 +84,7 @@ class Architecture(Protocol):
         """
         ...
 
-    def join_layers(self, module: torch.nn.Module) -> list[FusedLinear]:
+    def fuse_layers(self, module: torch.nn.Module) -> list[FusedLinear]:
         """Compute layers that take the same input as one, in a copy without its per-image passes."""
         ...
 

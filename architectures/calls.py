@@ -1,4 +1,4 @@
-"""Calls of a native network as calls of an engine: arguments, residuals, parts that run before."""
+"""Calls of a native network as calls of an engine: arguments, residuals, per-image passes; and calls to compile for."""
 
 from __future__ import annotations
 

@@ -57,11 +57,11 @@ class FusedLinear(torch.nn.Module):
 
 
 class Part(torch.nn.Module):
-    """Stands where one of the joined layers was."""
+    """Stands where one of the fused layers was."""
 
-    def __init__(self, joined: FusedLinear, index: int):
+    def __init__(self, fused: FusedLinear, index: int):
         super().__init__()
-        self._whole = (joined,)  # a tuple: it is registered once, elsewhere
+        self._whole = (fused,)  # a tuple: it is registered once, elsewhere
         self._index = index
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ Place = tuple[torch.nn.Module, str]
 """A module and the name of one of its children."""
 
 
-def join(module: torch.nn.Module, groups: Sequence[Sequence[Place]]) -> list[FusedLinear]:
+def fuse(module: torch.nn.Module, groups: Sequence[Sequence[Place]]) -> list[FusedLinear]:
     """Compute the layers at each group of places as one. ``module`` is a copy that nobody else uses.
 
     Args:
@@ -83,9 +83,9 @@ def join(module: torch.nn.Module, groups: Sequence[Sequence[Place]]) -> list[Fus
         found = [owner.get_submodule(leaf) for owner, leaf in places]
         before = [layer[:-1] if isinstance(layer, torch.nn.Sequential) else None for layer in found]
         linears = [layer[-1] if isinstance(layer, torch.nn.Sequential) else layer for layer in found]
-        joined = FusedLinear(linears, before[0])
+        fused = FusedLinear(linears, before[0])
         for index, (owner, leaf) in enumerate(places):
-            setattr(owner, leaf, Part(joined, index))
-        made.append(joined)
-    module.joined = torch.nn.ModuleList(made)
+            setattr(owner, leaf, Part(fused, index))
+        made.append(fused)
+    module.fused = torch.nn.ModuleList(made)
     return made

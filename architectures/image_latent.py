@@ -40,7 +40,7 @@ class LatentSizes:
         "HB": Symbol("hint batch"),
     }
 
-    def join_layers(self, module: torch.nn.Module) -> list[FusedLinear]:
+    def fuse_layers(self, module: torch.nn.Module) -> list[FusedLinear]:
         """See ``Architecture``: none."""
         return []
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from comfy.ldm.modules.attention import BasicTransformerBlock, CrossAttention, SpatialTransformer
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock
 
-from .fused_linear import FusedLinear, Place, join
+from .fused_linear import FusedLinear, Place, fuse
 from .shapes import Dim, TensorSpec
 
-MOST_JOINED = 1 << 26
+MOST_FUSED = 1 << 26
 """Elements of a weight that layers share: it is made anew while those that it is made from are still there."""
 BATCH, HEIGHT, WIDTH, TOKENS, HINT_BATCH = Dim("B"), Dim("H"), Dim("W"), Dim("T"), Dim("HB")
 
@@ -122,7 +122,7 @@ def use_sdpa(module: torch.nn.Module) -> None:
             layer.register_forward_pre_hook(add_options, with_kwargs=True)
 
 
-def join_layers(module: torch.nn.Module) -> list[FusedLinear]:
+def fuse_layers(module: torch.nn.Module) -> list[FusedLinear]:
     """Compute as one, in a copy, what takes the same input.
 
     That is query, key and value of each self-attention; keys and values of the prompt in all cross-attentions; and what
@@ -145,16 +145,16 @@ def join_layers(module: torch.nn.Module) -> list[FusedLinear]:
             together.setdefault(("timestep", block.emb_layers[-1].in_features), []).append((block, "emb_layers"))
     for (_, width), places in together.items():
         groups.extend(_bounded(places, width))
-    return join(module, groups)
+    return fuse(module, groups)
 
 
 def _bounded(places: list[Place], width: int) -> list[list[Place]]:
-    """Places whose joined weight has no more than ``MOST_JOINED`` elements."""
+    """Places whose fused weight has no more than ``MOST_FUSED`` elements."""
     groups, elements = [[]], 0
     for place in places:
         layer = place[0].get_submodule(place[1])
         more = width * (layer[-1] if isinstance(layer, torch.nn.Sequential) else layer).out_features
-        if groups[-1] and elements + more > MOST_JOINED:
+        if groups[-1] and elements + more > MOST_FUSED:
             groups.append([])
             elements = 0
         groups[-1].append(place)

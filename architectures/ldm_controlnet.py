@@ -46,8 +46,8 @@ class ControlNetArchitecture(LatentSizes):
     def function(self, module: ControlNet) -> torch.nn.Module:
         return _ControlNetFunction(module)
 
-    def join_layers(self, module: ControlNet) -> list[FusedLinear]:
-        return ldm.join_layers(module)
+    def fuse_layers(self, module: ControlNet) -> list[FusedLinear]:
+        return ldm.fuse_layers(module)
 
     def passes(self, module: ControlNet) -> list[PerImagePass]:
         takes = _hint_spec(module, str(module.dtype).removeprefix("torch."))

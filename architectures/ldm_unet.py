@@ -56,8 +56,8 @@ class UNetArchitecture(LatentSizes):
     def function(self, module: UNetModel) -> torch.nn.Module:
         return _UNetFunction(module, self.takes_y, self._adapter_blocks(module))
 
-    def join_layers(self, module: UNetModel) -> list[FusedLinear]:
-        return ldm.join_layers(module)
+    def fuse_layers(self, module: UNetModel) -> list[FusedLinear]:
+        return ldm.fuse_layers(module)
 
     def passes(self, module: UNetModel) -> list:
         return []

@@ -1,8 +1,8 @@
-"""The words for an engine's inputs and outputs: symbols, dimensions, tensors, profiles.
+"""Symbols, dimensions, tensors, profiles and sizes of engines, and random inputs of these shapes.
 
 A *symbol* is a size that may differ from call to call, for example ``B`` batch, ``H`` and ``W`` latent height and
 width, ``T`` prompt tokens: each family has its own. Every dimension of every tensor is a number or follows from one
-symbol, so the symbols of one call say all its shapes. Nothing here needs torch, ComfyUI or a backend.
+symbol, so the symbols of one call say all its shapes. Importing this module needs neither torch nor ComfyUI.
 """
 
 from __future__ import annotations

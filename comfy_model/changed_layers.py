@@ -1,4 +1,7 @@
-"""Changes that other nodes make to a network besides its weights, without a patch that ComfyUI knows of."""
+"""Changes that other nodes make to a network besides its weights, without a patch that ComfyUI knows of.
+
+``LayerWatch`` looks for all of them once per run, and for what is quick in every call.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Weights hashes on disk, by the file that a model was loaded from: a 7 GB checkpoint is hashed once, not every start.
 
-Only for models that ComfyUI's own loaders made and nobody patched; all others are hashed when they are needed.
+Only for models that ComfyUI's own loaders made and nobody patched; all others are hashed when they are needed. The
+whole file is read in a thread beside everything else, once per process: its digest tells whether it was changed.
 """
 
 from __future__ import annotations

@@ -29,23 +29,23 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 class FusedWeights:
-    """One of the parameters of joined layers, on live weights.
+    """One of the parameters of fused layers, on live weights.
 
     Attributes:
         names: of the layers' parameters, in order.
     """
 
-    def __init__(self, joined: FusedLinear, leaf: str, names: Sequence[str]):
+    def __init__(self, fused: FusedLinear, leaf: str, names: Sequence[str]):
         self.names = list(names)
-        self._joined, self._leaf = joined, leaf
-        self._rows = [getattr(layer, leaf).shape[0] for layer in joined.layers]
+        self._fused, self._leaf = fused, leaf
+        self._rows = [getattr(layer, leaf).shape[0] for layer in fused.layers]
         self._whole: torch.Tensor | None = None
         self._lent = False
 
     def own(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return where a layer's parameter is to be written."""
         if self._whole is None:
-            shape = (sum(self._rows), *getattr(self._joined.layers[0], self._leaf).shape[1:])
+            shape = (sum(self._rows), *getattr(self._fused.layers[0], self._leaf).shape[1:])
             self._whole = torch.empty(shape, dtype=dtype, device=device)
         return self._parts()[self.names.index(name)]
 
@@ -67,14 +67,14 @@ class FusedWeights:
             owner._parameters[leaf] = torch.nn.Parameter(part, requires_grad=False)
 
     def place(self) -> None:
-        """Let the joined layers compute with what was written or lent."""
-        self._joined._parameters[self._leaf] = torch.nn.Parameter(self._whole, requires_grad=False)
+        """Let the fused layers compute with what was written or lent."""
+        self._fused._parameters[self._leaf] = torch.nn.Parameter(self._whole, requires_grad=False)
 
     def release(self) -> None:
         """Let go of the tensor."""
-        nothing = torch.empty_like(self._joined._parameters[self._leaf], device="meta")
+        nothing = torch.empty_like(self._fused._parameters[self._leaf], device="meta")
         self._whole, self._lent = None, False
-        self._joined._parameters[self._leaf] = torch.nn.Parameter(nothing, requires_grad=False)
+        self._fused._parameters[self._leaf] = torch.nn.Parameter(nothing, requires_grad=False)
 
     def _parts(self) -> Sequence[torch.Tensor]:
         return self._whole.split(self._rows)
@@ -100,7 +100,7 @@ class LiveWeights:
         self._edition = 0
         self._patched: set[str] = set()
         self._shared: dict[str, int] = {}
-        self._joined: dict[str, FusedWeights] = {}
+        self._fused: dict[str, FusedWeights] = {}
         self._bytes = (-1, 0)  # and the generation that it was counted in
         with torch.inference_mode(False):
             self.module = plain_copy(
@@ -118,13 +118,13 @@ class LiveWeights:
         wanted = {id(parameter) for parameter in part.parameters()}
         self._places = {name: place for name, place in self._places.items() if id(self._parameter(name)) in wanted}
 
-    def join(self, layers: Sequence[FusedLinear]) -> None:
-        """Keep the parameters of joined layers of ``module`` in one tensor each."""
+    def fuse(self, layers: Sequence[FusedLinear]) -> None:
+        """Keep the parameters of fused layers of ``module`` in one tensor each."""
         names = {place: name for name, place in self._places.items()}
         for one in layers:
             for leaf in one.leaves:
                 whole = FusedWeights(one, leaf, [names[layer, leaf] for layer in one.layers])
-                self._joined.update(dict.fromkeys(whole.names, whole))
+                self._fused.update(dict.fromkeys(whole.names, whole))
 
     @property
     def bytes(self) -> int:
@@ -226,11 +226,11 @@ class LiveWeights:
         return self._share and not patcher.is_dynamic() and _holds_its_patches(patcher)
 
     def _shareable(self, patcher: ModelPatcher) -> set[str]:
-        """The native parameters that can be used where they are; of joined ones all can or none."""
+        """The native parameters that can be used where they are; of fused ones all can or none."""
         if not self._shares(patcher):
             return set()
         found = {name for name in self._places if self._can_share(name)}
-        return {name for name in found if name not in self._joined or found.issuperset(self._joined[name].names)}
+        return {name for name in found if name not in self._fused or found.issuperset(self._fused[name].names)}
 
     def _can_share(self, name: str) -> bool:
         owner, leaf = self._native_place(name)
@@ -250,8 +250,8 @@ class LiveWeights:
         return ready
 
     def _own(self, name: str) -> torch.Tensor:
-        if name in self._joined:
-            owned = self._joined[name].own(name, self.dtype, self.device)
+        if name in self._fused:
+            owned = self._fused[name].own(name, self.dtype, self.device)
             self._put(name, owned)
             return owned
         owned = empty_laid_out(self._native_parameter(name).shape, self.dtype, self.device)
@@ -263,7 +263,7 @@ class LiveWeights:
         owner._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
 
     def _wholes(self) -> list[FusedWeights]:
-        return list(dict.fromkeys(self._joined.values()))
+        return list(dict.fromkeys(self._fused.values()))
 
     def _parameter(self, name: str) -> torch.Tensor:
         owner, leaf = self._places[name]

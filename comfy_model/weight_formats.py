@@ -1,9 +1,15 @@
-"""Weights that no engine can be built from: ComfyUI's quantised ones, and those that other packs keep in their own way.
+"""Formats of weights that need care: those that no engine can be built from, and fp8.
 
-ComfyUI's: files say ``comfy_quant``, or ``scaled_fp8``, which becomes the same when it is loaded. Plain fp8 weights are
-none: ComfyUI casts them as it does any other. Other packs': GGUF, bitsandbytes, Nunchaku and their like hand ComfyUI
-tensors of their own class, or packed whole numbers that only their layers can read. The ``state_dict()`` of such
-layers may name what is no attribute of theirs, and a patcher cannot tell their weights.
+No engine: ComfyUI's quantised weights (``comfy_quant``, or ``scaled_fp8``, which becomes the same when it is loaded),
+and those of other packs. GGUF, bitsandbytes, Nunchaku and their like hand ComfyUI tensors of their own class, or packed
+whole numbers that only their layers can read.
+
+Plain fp8 weights are cast by ComfyUI. Their values depend on the way in which it has loaded the model:
+
+* *Loaded whole*, patched ones are rounded up or down at random, with a seed from their name. Engines have these values.
+* *Loaded in part*, those that are off the device are patched in each call, and not rounded.
+* *Dynamic VRAM* keeps a file's weights as they are and casts large layers when they are called. Of patched ones the
+  first call has the unrounded value, and later ones a rounded one while there is room for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""The weights of a loaded model as the sampler would use them, and their hash.
+"""Weights of a loaded model as the sampler would use them, their hash, and the edits that other nodes make to them.
 
-Both read through ComfyUI's own patcher, so a LoRA applied before the engine node is part of the weights, and neither
+Weights are read through ComfyUI's own patcher. So a LoRA applied before the engine node is part of them, and neither
 the place nor the dtype in which ComfyUI happens to hold them matters.
+
+Other nodes may write to weights or replace them. No patch tells of that, and torch counts no versions of tensors that
+nodes make. So some values of every weight are compared once per run, which takes a millisecond or two.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ SMALL = 2048
 """Weights with at most so many elements make the fingerprint: biases and norms, a megabyte in all."""
 PLACES, VALUES = 4, 64
 """Of every weight, so many runs of so many values make its sample."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 AHEAD = 16
 """Weights that wait to be hashed: patched and dequantised ones are copies, which must not pile up."""
@@ -62,7 +67,7 @@ def current_weights(
 
 def plain(weight: torch.Tensor) -> torch.Tensor:
     """A weight as ComfyUI keeps it, dequantised."""
-    if hasattr(weight, "dequantize") and type(weight) not in (torch.Tensor, torch.nn.Parameter):
+    if hasattr(weight, "dequantize") and type(weight) not in _PLAIN:
         weight = weight.dequantize()
     return weight.detach()
 
@@ -273,9 +278,6 @@ def _values_of(patcher: ModelPatcher, places: list[tuple[str, dict, str]]) -> by
                 parts.setdefault((weight.device, weight.dtype), []).append(_some(weight))
         joined = [torch.cat(found).cpu().view(torch.uint8).numpy().tobytes() for found in parts.values()]
     return b"".join(sorted(joined))
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _some(weight: torch.Tensor) -> torch.Tensor:

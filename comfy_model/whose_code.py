@@ -1,4 +1,7 @@
-"""Owner of the code of a function or an object: ComfyUI, torch, Python, this pack, or another pack."""
+"""Owner of the code of a function or an object: ComfyUI, torch, Python, this pack, or another pack.
+
+``is_known`` asks for any code. The functions for controls ask whether ComfyUI's own code, and no other, computes.
+"""
 
 from __future__ import annotations
 

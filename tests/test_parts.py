@@ -33,7 +33,7 @@ class Small:
         architecture = architecture_of(module)
         specs = architecture.engine_inputs(module, "float32")
         architecture.passes(module)  # which takes what runs before out of the network
-        architecture.join_layers(module)
+        architecture.fuse_layers(module)
         self.function = architecture.function(module).eval().requires_grad_(False)
         names = sorted(name for name, _ in self.function.named_parameters())
         self.weights = [self.function.get_parameter(name).data for name in names]

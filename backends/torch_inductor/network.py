@@ -47,7 +47,7 @@ class LiveNetwork:
         self.weights = LiveWeights(network, self.dtype, share=self.shares)
         copy = self.weights.module
         self.passes = PerImagePasses(architecture.passes(copy), self.device, self.dtype)
-        self.weights.join(architecture.join_layers(copy))
+        self.weights.fuse(architecture.fuse_layers(copy))
         self.function = architecture.function(copy)
         # sorted: in which order a layer registers its parameters depends on how ComfyUI loaded them
         self.names = sorted(name for name, _ in self.function.named_parameters())

@@ -56,7 +56,7 @@ def function_of(
     with turn:
         module = module.to(device) if values else module
         if joined:
-            architecture.join_layers(module)
+            architecture.fuse_layers(module)
     function = architecture.function(module)
     return function.eval().requires_grad_(False), module
 

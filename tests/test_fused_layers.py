@@ -16,7 +16,7 @@ import_comfy()
 from comfy.ldm.modules.attention import BasicTransformerBlock
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock
 from hybrid_trt.architectures import architecture_of, ldm
-from hybrid_trt.architectures.fused_linear import FusedLinear, join
+from hybrid_trt.architectures.fused_linear import FusedLinear, fuse
 from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
@@ -74,7 +74,7 @@ def test_a_call_makes_one_product_for_what_takes_the_same_input(kind: str, layou
 
 
 @pytest.mark.parametrize("kind", ["unet", "controlnet"])
-def test_each_joined_parameter_is_followed(kind: str) -> None:
+def test_each_fused_parameter_is_followed(kind: str) -> None:
     net = network(kind, "unlike_levels")
     session, given = opened(net), given_for(net)
     assert error(session, net, given) <= 1e-5
@@ -99,7 +99,7 @@ def test_each_joined_parameter_is_followed(kind: str) -> None:
         assert max(relative_error(c, e) for c, e in zip(changed, expected, strict=True)) <= 1e-5, name
 
 
-def test_joined_weights_are_there_once_and_native_keeps_its_values_whatever_comes_and_goes() -> None:
+def test_fused_weights_are_there_once_and_native_keeps_its_values_whatever_comes_and_goes() -> None:
     """On a CPU ComfyUI keeps a patched weight's original where it lies, as it does with --highvram."""
     net = network("unet", "unlike_levels")
     values = {name: p.clone() for name, p in net.module.named_parameters()}
@@ -124,7 +124,7 @@ def test_joined_weights_are_there_once_and_native_keeps_its_values_whatever_come
         assert all(torch.equal(p, values[name]) for name, p in net.module.named_parameters())
 
 
-def test_joined_layers_that_are_there_in_part_are_copied_whole() -> None:
+def test_fused_layers_that_are_there_in_part_are_copied_whole() -> None:
     net = network("unet", "unlike_levels")
     session, given = opened(net), given_for(net)
     net.patcher.patch_model(CPU)
@@ -140,15 +140,15 @@ def test_joined_layers_that_are_there_in_part_are_copied_whole() -> None:
     assert session.live.weights.bytes == 0
 
 
-def test_a_joined_weight_is_bounded_for_it_is_made_while_its_parts_are_still_there(
+def test_a_fused_weight_is_bounded_for_it_is_made_while_its_parts_are_still_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ldm, "MOST_JOINED", 50_000)
+    monkeypatch.setattr(ldm, "MOST_FUSED", 50_000)
     net = network("unet", "unlike_levels")
     session = opened(net)
     assert error(session, net, given_for(net)) <= 1e-5
-    joined = [layer for layer in session.live.function.modules() if isinstance(layer, FusedLinear)]
-    parts = [[layer.weight.numel() for layer in one.layers] for one in joined if one.first is not None]
+    fused = [layer for layer in session.live.function.modules() if isinstance(layer, FusedLinear)]
+    parts = [[layer.weight.numel() for layer in one.layers] for one in fused if one.first is not None]
     assert len(parts) > 2
     assert all(sum(sizes) <= 50_000 or len(sizes) == 1 for sizes in parts)
 
@@ -156,8 +156,8 @@ def test_a_joined_weight_is_bounded_for_it_is_made_while_its_parts_are_still_the
 def test_a_pass_that_ended_in_the_middle_leaves_nothing_for_the_next() -> None:
     layers = torch.nn.ModuleDict({name: torch.nn.Linear(4, 3) for name in "abc"})
     expected = {name: layer for name, layer in layers.items()}
-    (joined,) = join(layers, [[(layers, name) for name in "abc"]])
-    assert isinstance(joined, FusedLinear)
+    (fused,) = fuse(layers, [[(layers, name) for name in "abc"]])
+    assert isinstance(fused, FusedLinear)
     given = torch.randn(2, 4)
     with torch.no_grad():
         assert relative_error(layers["a"](given), expected["a"](given)) <= 1e-6
