@@ -123,7 +123,6 @@ def check_parity(
     from ...backends.onnxruntime import OnnxRuntimeRunner
 
     if precision == "bfloat16":
-        from .float32_graph import in_float32_graph
 
         onnx, outputs = in_float32_graph(onnx), [replace(spec, dtype="float32") for spec in outputs]
         cases = [replace(case, given={name: t.float() for name, t in case.given.items()}) for case in cases]
