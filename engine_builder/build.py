@@ -35,14 +35,10 @@ from ..engine_library import (
     ValidationFailed,
     schema,
     trust,
-    verified,
 )
-from ..engine_library.disk import check_room, readable
-from ..engine_library.engine import describe_files
+from ..engine_library.disk import check_limit, check_room, read_settings, readable
+from ..engine_library.engine import LIMITS, PARAMETERS_NAME, describe_files
 from ..engine_library.manifest import PACK_VERSION
-from ..engine_library.parameters import PARAMETERS_NAME
-from ..engine_library.parity import LIMITS
-from ..engine_library.settings import check_limit, read_settings
 from .check import check_engine, check_task, unchecked_engine
 from .locks import hold
 from .main_memory import check_memory
@@ -86,8 +82,8 @@ def build_engine(
     """Export, check, compile and publish one engine. Blocks until it is done.
 
     The library is changed only by the last step; whatever stops the build before leaves nothing behind. When the
-    engine is there already, or another process has just built it, that one is returned. One from elsewhere that fits is
-    compared with native instead, and serves from then on.
+    engine is there already, or another process has just built it, that one is returned. One that this machine built
+    without the device is compared with native there instead, and serves from then on.
 
     Args:
         progress: called several times a second; may raise to cancel, which takes effect at once.
@@ -97,8 +93,8 @@ def build_engine(
 
     Raises:
         Unavailable: no engine can be built for this network, or none by this backend on this machine.
-        BuildError: parity failed, also of an engine from elsewhere, or the backend could not build; the text is for
-            the user.
+        BuildError: an engine failed its comparison with native, or the backend could not build; the text is for the
+            user.
         LibraryError: the library cannot take the engine; the text is for the user.
     """
     refusal = order.backend.cannot_build(order.target_device)
@@ -218,7 +214,7 @@ class _Build:
         try:
             manifest, record = self._make(folder, structure, dtype)
             engine = self.library.publish(folder, manifest, lambda: self.progress("saving", 0.99), record)
-            verified.remember(engine)
+            trust.remember_contents(engine)
         finally:
             self.library.discard(folder)
         log.info(

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ..backends import Progress
-from ..engine_library.lock import FileLock
+from ..engine_library.atomic_files import FileLock
 
 log = logging.getLogger(__name__)
 

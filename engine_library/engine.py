@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .fallback import Reason, Unavailable
 from .manifest import EngineFile, Manifest
 
+if TYPE_CHECKING:
+    import torch
+
 Check = Callable[[], None]
 """Called often during long work; may raise to stop it."""
-
-_PROGRAMS = {".pt", ".pth", ".pt2", ".pkl", ".pickle", ".ckpt", ".bin", ".py", ".pyc", ".pyd", ".so", ".dll", ".dylib"}
-_PROGRAMS |= {".trt", ".plan", ".engine"}  # TensorRT's plans are code for the GPU, and its reader trusts them
-
-
-def may_be_program(name: str) -> bool:
-    """Whether a file of this name is, or may hold, a program; a stranger's engine may be data only."""
-    return Path(name).suffix.lower() in _PROGRAMS
-
+PARAMETERS_NAME = "parameters.json"
+"""Beside the graph: its initialisers that hold the parameters of its network."""
+LIMITS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+"""Largest relative error of any output tensor, per precision. Rounding explains about a tenth of each."""
 
 @dataclass(frozen=True)
 class Engine:
@@ -34,11 +34,6 @@ class Engine:
     def main_file(self) -> Path:
         """The file that the backend opens."""
         return self.folder / next(iter(self.manifest.files))
-
-    @property
-    def holds_programs(self) -> bool:
-        """Whether opening it runs code that lies in its files."""
-        return any(may_be_program(name) for name in self.manifest.files)
 
     def check_sizes(self) -> None:
         """Raise Unavailable when a file is missing or has another size than when it was built."""
@@ -56,7 +51,7 @@ class Engine:
     def check_contents(self, check: Check | None = None) -> None:
         """Raise Unavailable when a file's contents are not those that were built. Reads everything, files in parallel.
 
-        ``verified.check_contents`` does so once per machine.
+        ``trust.check_contents`` does so once per machine.
         """
         with ThreadPoolExecutor(max_workers=4) as pool:
             hashes = {name: pool.submit(file_sha256, self.folder / name, check) for name in self.manifest.files}
@@ -79,3 +74,30 @@ def file_sha256(path: Path, check: Check | None = None) -> str:
             if check is not None:
                 check()
     return h.hexdigest()
+
+
+def write_parameters(folder: Path, initialisers: Mapping[str, str]) -> None:
+    """Keep parameter name -> initialiser name; a parameter that the graph does not use has none."""
+    (folder / PARAMETERS_NAME).write_text(json.dumps(dict(initialisers), indent=0), encoding="utf-8")
+
+
+def read_parameters(folder: Path) -> dict[str, str]:
+    """The inverse of ``write_parameters``.
+
+    Raises:
+        OSError, ValueError: there is no such file, or it is damaged.
+    """
+    found = json.loads((folder / PARAMETERS_NAME).read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise ValueError(f"{PARAMETERS_NAME} holds no names")
+    return found
+
+
+def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """``|value - reference| / |reference|`` in the 2-norm; infinite when a value is not finite."""
+    value, reference = value.double(), reference.double()
+    if not (value.isfinite().all() and reference.isfinite().all()):
+        return float("inf")
+    scale = reference.norm()
+    difference = (value - reference).norm()
+    return float(difference / scale) if scale > 0 else float(difference)

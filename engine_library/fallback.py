@@ -1,4 +1,4 @@
-"""Why a call ran native although an engine was asked for."""
+"""Reasons for a native call although an engine was asked for."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _ADVICE = {
     Reason.NO_ENGINE: "press Build engine, or choose 'build now' or 'build in background' on its node, and queue",
     Reason.NOT_WIRED: "switch TRT UNet Engine on again, or wire its engine into TRT Sampler Patch",
     Reason.BUILD_FAILED: "fix what the message names and queue again",
-    Reason.STALE_ENGINE: "build it again: it was made by another version or for another GPU",
+    Reason.STALE_ENGINE: "build it again: it was made by another version, on another machine or for another GPU",
     Reason.BROKEN_ENGINE: "build it again: its files are missing or damaged",
     Reason.UNCHECKED: "press Check engine, or choose 'build now' on the engine node, to have it compared with native",
     Reason.BACKEND_MISSING: "install the backend that the message names, or choose another on the engine node",

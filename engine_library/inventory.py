@@ -1,25 +1,29 @@
-"""What is in the library and what state it is in: ready, stale or broken, with the reason."""
+"""Contents of the library: each engine's state (ready, stale, unchecked, broken), the reason, and its last use."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import logging
-from collections.abc import Callable, Collection
+import os
+import time
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from pathlib import Path
 
-from . import last_use
 from .disk import LibraryError, readable
 from .engine import Check, Engine
 from .fallback import Fallback, Reason, Unavailable
 from .library import Library, Usable
-from .manifest import MANIFEST_NAME, Manifest, ManifestError
-
-log = logging.getLogger(__name__)
+from .manifest import MANIFEST_NAME, USE_NAME, Manifest, ManifestError
 
 READY, STALE, UNCHECKED, BROKEN = "ready", "stale", "unchecked", "broken"
 _STATES = {Reason.BROKEN_ENGINE: BROKEN, Reason.UNCHECKED: UNCHECKED}
+
+MARK_EVERY = 60.0
+"""Seconds in which more than one use counts as one."""
+
+_marked: dict[Path, float] = {}
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,8 @@ class Entry:
 
     Attributes:
         name: the folder's; of one that an earlier folder of the library has too ``name@2``.
-        state: ``"ready"``; ``"stale"``: made for another version, GPU or file; ``"unchecked"``: it came from elsewhere
-            and was not compared with native here; ``"broken"``: its files are damaged, or it is wrong.
+        state: ``"ready"``; ``"stale"``: of another version, machine, GPU or file; ``"unchecked"``: it was built without
+            this GPU and was not compared with native on it; ``"broken"``: its files are damaged, or it is wrong.
         reason: why it is not ready, in words.
         bytes: what the folder takes on disk.
         engine: None when its manifest cannot be read.
@@ -89,7 +93,7 @@ def _entry(path: Path, name: str, usable: Usable, stale: Stale, gpu: str) -> Ent
     except ManifestError as error:
         flaw = Fallback(Reason.BROKEN_ENGINE, str(error))
     state = READY if flaw is None else _STATES.get(flaw.reason, STALE)
-    used = last_use.last_used(engine) if engine is not None else None
+    used = last_used(engine) if engine is not None else None
     text = used.isoformat(timespec="seconds") if used is not None else None
     return Entry(folder, name, state, "" if flaw is None else str(flaw), _disk_use(folder), engine, text)
 
@@ -149,24 +153,23 @@ def delete(entry: Entry) -> None:
         raise readable(error, entry.folder.parent) from error
 
 
-def delete_unused(found: list[Entry], days: float, in_use: Collection[Path]) -> tuple[list[Entry], list[Entry]]:
-    """Remove the engines that were not used for some days; those that could be removed, and those that could not.
+def mark_used(engines: Iterable[Engine]) -> None:
+    """Engines serve now. Microseconds; a library that cannot be written keeps no record."""
+    now = time.monotonic()
+    for engine in engines:
+        path = engine.folder / USE_NAME
+        # one that was deleted and came back within that time has no record yet
+        if now - _marked.get(engine.folder, -MARK_EVERY) < MARK_EVERY and path.exists():
+            continue
+        _marked[engine.folder] = now
+        with contextlib.suppress(OSError):
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644))
+            os.utime(path)
 
-    Args:
-        in_use: folders of engines that serve now, whenever they were last used.
-    """
-    removed, kept = [], []
-    limit = datetime.now(timezone.utc) - timedelta(days=days)
-    for entry in found:
-        if entry.engine is None or entry.folder in in_use:
-            continue
-        since = last_use.unused_since(entry.engine)
-        if since is None or since > limit:
-            continue
-        try:
-            delete(entry)
-            removed.append(entry)
-        except LibraryError as error:
-            log.warning("Hybrid TRT: %s was not deleted (%s)", entry.name, error)
-            kept.append(entry)
-    return removed, kept
+
+def last_used(engine: Engine) -> datetime | None:
+    """When an engine was last used, or None when that is not known."""
+    try:
+        return datetime.fromtimestamp((engine.folder / USE_NAME).stat().st_mtime, timezone.utc)
+    except (OSError, ValueError, OverflowError):
+        return None

@@ -15,13 +15,20 @@ from pathlib import Path
 
 from ..architectures.shapes import Profile
 from . import trust
-from .atomic_files import move, sync
+from .atomic_files import (
+    BUILD_PREFIX,
+    FileLock,
+    move,
+    new_work_folder,
+    out_of_the_way,
+    remove_work_folder,
+    sweep,
+    sync,
+)
 from .disk import LibraryError, readable
 from .engine import Check, Engine
 from .fallback import Fallback, Reason, Unavailable
-from .lock import FileLock
 from .manifest import EXPORT_FORMAT, LAYOUT_PREFIX, MANIFEST_NAME, EngineIdentity, Manifest, ManifestError
-from .work_folders import BUILD_PREFIX, new_work_folder, out_of_the_way, remove_work_folder, sweep
 
 log = logging.getLogger(__name__)
 
@@ -225,12 +232,12 @@ class Library:
         building: Path,
         manifest: Manifest,
         check: Check | None = None,
-        record: trust.Record | None = trust.BUILT_HERE,
+        record: trust.Record = trust.BUILT_HERE,
     ) -> Engine:
         """Write the manifest into a building folder and make the engine appear, replacing one with the same key.
 
         Args:
-            record: what this machine knows of it; None of one from elsewhere, which serves after a check only.
+            record: what this machine knows of it.
             check: called until just before the engine appears; what it raises leaves the library as it was.
 
         Raises:
@@ -245,8 +252,7 @@ class Library:
             raise LibraryError(f"{error}, so the engine was not kept and native keeps serving; report this") from error
         target = self.roots[0] / manifest.identity.folder_name
         (building / MANIFEST_NAME).write_bytes(text)
-        if record is not None:
-            trust.keep(building, manifest, record, target)
+        trust.keep(building, manifest, record, target)
         for file in building.iterdir():
             check()
             sync(file)

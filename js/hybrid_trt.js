@@ -10,7 +10,6 @@ import { labelValues } from "./lib/labels.mjs";
 import { logLines } from "./lib/log_words.mjs";
 import { NodeView } from "./lib/node_view.mjs";
 import { inChinese } from "./lib/notes_zh.mjs";
-import { offerLimit } from "./lib/offer.mjs";
 import { Panel } from "./lib/panel.mjs";
 import { PictureSizes } from "./lib/picture_sizes.mjs";
 import { follow, sizesOf } from "./lib/presets.mjs";
@@ -32,9 +31,7 @@ const toast = (severity, summary, detail) =>
     app.extensionManager.toast.add({ severity, summary, detail, life: severity === "error" ? 20000 : 8000 });
 const tracker = new Tracker(app, api);
 const followed = new Map(); // what Auto's sizes are on the nodes of open workflows
-const builder = new Builder(tracker, toast,
-    () => offerLimit(api, app.extensionManager.setting, toast).catch((failure) => console.warn("Hybrid TRT:", failure)),
-    (node) => inSight(app.canvas, node));
+const builder = new Builder(tracker, toast, (node) => inSight(app.canvas, node));
 const panel = new Panel(api, {
     toast, showLog, rebuild: (engine) => builder.rebuild(engine),
     asked: () => tracker.present.filter(({ state }) => state.state === "asked").map(({ node }) => node.title ?? node.type),

@@ -9,7 +9,7 @@ import folder_paths
 
 from ..comfy_model import hash_cache
 from ..engine_library import Library
-from ..engine_library.work_folders import sweep
+from ..engine_library.atomic_files import sweep
 
 FOLDER_KEY = "trt_engines"
 

@@ -1,42 +1,39 @@
-"""The library for the page: list, verify, delete, export, import. Engines are only ever found by listing the library,
+"""Routes of the library and its settings: list, verify, delete. Engines are only found by listing the library,
 so nothing outside it can be named."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-from pathlib import Path
+import threading
+from dataclasses import asdict
 
-import folder_paths
 from aiohttp import web
 from comfy import model_management
 from server import PromptServer
 
 from ..backends import gpu_of, refusals
 from ..comfy_model.hash_cache import source_changed
-from ..engine_library import inventory, last_use
-from ..engine_library.archive import SUFFIX, export_engine, import_engine
-from ..engine_library.disk import check_room, free_bytes, readable
-from ..sessions.session import open_engines
+from ..engine_library import inventory
+from ..engine_library.disk import Settings, free_bytes, read_settings, write_settings
 from .http import PREFIX, Refused, changes, read_json, reads
-from .library_folder import library
+from .library_folder import FOLDER_KEY, library
 from .node_states import engine_json
 
 EVENT = "hybrid_trt.library"
 """Tells every page that the library has changed."""
-EXPORTS = "trt_engines"
-"""Folder below ComfyUI's output folder, from where ComfyUI's own /view serves the file."""
-MAX_IMPORT = 64 << 30
+MAX_BODY = 1 << 20
+
+_writing = threading.Lock()
+"""Two tabs may change a setting each at the same moment: none is lost."""
 
 
 def register(routes: web.RouteTableDef) -> None:
     """Add the routes."""
     routes.get(f"{PREFIX}/engines")(_list)
-    routes.post(f"{PREFIX}/engines/import")(_import)
-    routes.post(f"{PREFIX}/engines/delete_unused")(_delete_unused)
     routes.post(f"{PREFIX}/engines/{{name}}/verify")(_verify)
-    routes.post(f"{PREFIX}/engines/{{name}}/export")(_export)
     routes.delete(f"{PREFIX}/engines/{{name}}")(_delete)
+    routes.get(f"{PREFIX}/settings")(_show)
+    routes.post(f"{PREFIX}/settings")(_change)
 
 
 @reads
@@ -66,72 +63,6 @@ async def _delete(request: web.Request) -> web.Response:
     return web.json_response({"deleted": entry.name, "bytes": entry.bytes})
 
 
-@changes
-async def _delete_unused(request: web.Request) -> web.Response:
-    """Delete what was not used for some days: {"days": 30} -> {"deleted": names, "bytes": freed}."""
-    data = await read_json(request)
-    days = data.get("days")
-    if set(data) != {"days"} or isinstance(days, bool) or not isinstance(days, int | float) or not 1 <= days <= 36500:
-        raise Refused(400, "The request needs days, a number from 1 to 36500, and nothing else; nothing was deleted.")
-    removed, kept = await asyncio.to_thread(_remove_unused, days)
-    if kept and not removed:
-        raise Refused(409, f"{kept[0].name} could not be deleted; it is in use, or its folder is read-only.")
-    tell()
-    return web.json_response({
-        "deleted": [entry.name for entry in removed], "bytes": sum(entry.bytes for entry in removed)
-    })  # fmt: skip
-
-
-def _remove_unused(days: float) -> tuple[list[inventory.Entry], list[inventory.Entry]]:
-    in_use = {engine.folder for engine in open_engines()}
-    return inventory.delete_unused(_entries(), days, in_use)
-
-
-@changes
-async def _export(request: web.Request) -> web.Response:
-    """Write an engine as one file into ComfyUI's output folder."""
-    entry = await _entry(request)
-    if entry.engine is None:
-        raise Refused(409, f"{entry.name} has no readable manifest, so it was not exported; delete it.")
-    folder = Path(folder_paths.get_output_directory()) / EXPORTS
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = await asyncio.to_thread(export_engine, entry.engine, folder)
-    except OSError as error:
-        raise Refused(409, f"The engine could not be exported to {folder} ({error.strerror or error}); nothing was "
-                           "changed in the library.") from error
-    return web.json_response({"filename": file.name, "subfolder": EXPORTS, "bytes": file.stat().st_size})
-
-
-@changes
-async def _import(request: web.Request) -> web.Response:
-    """Take an exported engine as the request's body. It is checked before the library changes."""
-    size = request.content_length
-    if size is None:
-        raise Refused(411, "The request does not say how large the file is, so it was not read.")
-    if not 0 < size <= MAX_IMPORT:
-        raise Refused(413, f"A file of {size} bytes is no engine, so it was not read.")
-    root = library().roots[0]
-    check_room(root, 2 * size, "Importing an engine")
-    folder = library().building_folder()
-    try:
-        file = folder / f"upload{SUFFIX}"
-        with file.open("xb") as out:
-            received = 0
-            async for chunk in request.content.iter_chunked(1 << 20):
-                received += len(chunk)
-                if received > size:
-                    raise Refused(413, "The file is larger than announced, so it was not imported.")
-                await asyncio.to_thread(out.write, chunk)
-        engine = await asyncio.to_thread(import_engine, library(), file)
-    except OSError as error:
-        raise readable(error, root) from error
-    finally:
-        library().discard(folder)
-    tell()
-    return web.json_response(engine_json(engine))
-
-
 def _entries() -> list[inventory.Entry]:
     device = model_management.get_torch_device()
     return inventory.entries(library(), refusals(device), source_changed, gpu_of(device))
@@ -150,10 +81,9 @@ def _entry_json(entry: inventory.Entry) -> dict:
     data = {"name": entry.name, "state": entry.state, "reason": entry.reason, "bytes": entry.bytes,
             "last_used": entry.last_used}  # fmt: skip
     if entry.engine is not None:
-        manifest, since = entry.engine.manifest, last_use.unused_since(entry.engine)
+        manifest = entry.engine.manifest
         data = {**engine_json(entry.engine), "kind": manifest.kind, "architecture": manifest.identity.architecture,
-                "unused_since": since.isoformat(timespec="seconds") if since is not None else None,
-                "read_only": not os.access(entry.folder.parent, os.W_OK), **data}  # fmt: skip
+                **data}  # fmt: skip
     return data
 
 
@@ -161,3 +91,36 @@ def tell() -> None:
     """Let every page ask for the lists again."""
     if PromptServer.instance is not None:
         PromptServer.instance.send_sync(EVENT, {})
+
+
+@reads
+async def _show(_request: web.Request) -> web.Response:
+    return web.json_response(await asyncio.to_thread(_settings))
+
+
+@changes
+async def _change(request: web.Request) -> web.Response:
+    """Change some settings; a build that starts from now on keeps them."""
+    data = await read_json(request, MAX_BODY)
+    if "folder" in data:
+        raise Refused(
+            409,
+            "The library's folder cannot be changed while ComfyUI runs, so nothing was changed; write it under "
+            f"'{FOLDER_KEY}' in extra_model_paths.yaml and restart.",
+        )
+    names = asdict(Settings()).keys()
+    if not data or not data.keys() <= names:
+        raise Refused(400, f"The request needs some of {', '.join(names)} and nothing else; nothing was changed.")
+    await asyncio.to_thread(_write, data)
+    return web.json_response(await asyncio.to_thread(_settings))
+
+
+def _write(data: dict) -> None:
+    root = library().roots[0]
+    with _writing:
+        write_settings(root, Settings.from_json({**asdict(read_settings(root)), **data}))
+
+
+def _settings() -> dict:
+    roots = library().roots
+    return {"folders": [str(root) for root in roots], **asdict(read_settings(roots[0]))}

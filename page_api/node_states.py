@@ -277,7 +277,7 @@ def _lacking(rows: Sequence[CallStats], kind: str) -> list[dict]:
 
 
 def _published(engine: Engine) -> float:
-    """When an engine came into its library, built or imported; 0 when that cannot be told."""
+    """When an engine came into its library, built or copied; 0 when that cannot be told."""
     try:
         return os.stat(engine.folder / MANIFEST_NAME).st_mtime
     except OSError:

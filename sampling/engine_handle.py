@@ -21,7 +21,7 @@ from ..backends import AUTO, Backend, backends, find_engines, gpu_of, serving_ba
 from ..comfy_model.attention import remark
 from ..comfy_model.network import NativeNetwork
 from ..comfy_model.structure_hash import structure_hash
-from ..engine_library import Engine, EngineQuery, Fallback, Library, Reason, Unavailable, last_use
+from ..engine_library import Engine, EngineQuery, Fallback, Library, Reason, Unavailable, inventory
 from ..sessions.gpu_memory import close_engines
 from ..sessions.session import RequestedCalls, Session, UncoveredCall
 from ..sessions.several_sizes import MOST_OPEN
@@ -350,7 +350,7 @@ class EngineHandle(Shared):
                 if (why := session.plain) is not None:
                     stats.count_plain(why)
                 if stats.engine_name != session.name:  # the first call of a run
-                    last_use.mark(session.serving)
+                    inventory.mark_used(session.serving)
                 stats.engine_name = session.name
                 return True, result
         stats.count_native(fallback, self._wanted(fallback.sizes))

@@ -16,7 +16,7 @@ from ..architectures.shapes import Profile, Shape, ShapeMismatch, bind
 from ..architectures.sizes import outside
 from ..architectures.wanted_calls import Call
 from ..comfy_model.module_copy import ReplacedForward
-from ..engine_library import Engine, Fallback, Reason, Unavailable, verified
+from ..engine_library import Engine, Fallback, Reason, Unavailable, trust
 from .cuda_graphs import GraphCache, Recorder
 from .gpu_memory import EVERYTHING, is_out_of_memory, make_room, no_room, with_room
 from .per_image_cache import LivePerImagePasses
@@ -343,7 +343,7 @@ class FileSession:
     def _verify(self) -> None:
         """Check sizes at every load, and contents once per machine for files that have not changed since."""
         self.engine.check_sizes()
-        verified.check_contents(self.engine)
+        trust.check_contents(self.engine)
 
 
 def file_session(

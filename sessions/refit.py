@@ -15,7 +15,7 @@ from ..comfy_model.fp8 import cast_when_called
 from ..comfy_model.weight_hash import own_hash, value_of
 from ..comfy_model.weight_patches import acting, all_same, version_of
 from ..engine_library import Engine, Reason, Unavailable, trust
-from ..engine_library.parameters import read_parameters
+from ..engine_library.engine import read_parameters
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher

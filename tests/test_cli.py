@@ -19,7 +19,7 @@ from builds import ROOT, children, contents, gone
 from fake_engine import publish
 from hybrid_trt.backends import backends
 from hybrid_trt.engine_builder.command_line import main as cli_module
-from hybrid_trt.engine_library.work_folders import sweep
+from hybrid_trt.engine_library.atomic_files import sweep
 
 
 class CommandLine:

@@ -14,7 +14,7 @@ from hybrid_trt.backends.onnxruntime import RefittableRunner
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import BuildError, Library, local_key, trust
+from hybrid_trt.engine_library import BuildError, Library, trust
 from hybrid_trt.page_api.node_states import engine_json
 from small_networks import network
 
@@ -130,7 +130,7 @@ class Deaf(RefittableRunner):
 def test_a_build_proves_on_its_gpu_that_the_engine_takes_other_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: type[RefittableRunner]
 ) -> None:
-    monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
     monkeypatch.setattr(builder, "gpu_of", lambda device: "a GPU")
     monkeypatch.setattr(type(ORT), "unavailable", lambda *_: None)
     monkeypatch.setattr("hybrid_trt.backends.onnxruntime.RefittableRunner", runner)

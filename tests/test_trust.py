@@ -18,17 +18,7 @@ from hybrid_trt.comfy_model.hash_cache import source_changed
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.worker_process import run_in_worker
-from hybrid_trt.engine_library import (
-    BuildError,
-    Engine,
-    EngineQuery,
-    Library,
-    Manifest,
-    Reason,
-    Unavailable,
-    local_key,
-    trust,
-)
+from hybrid_trt.engine_library import BuildError, Engine, EngineQuery, Library, Manifest, Reason, Unavailable, trust
 from hybrid_trt.engine_library.archive import export_engine, import_engine
 from hybrid_trt.engine_library.engine import describe_files
 from hybrid_trt.engine_library.inventory import BROKEN, READY, STALE, UNCHECKED, entries
@@ -40,7 +30,7 @@ PROFILE = Profile({"B": Range(1, 2, 2), "H": Range(4, 8, 12), "W": Range(4, 8, 1
 @pytest.fixture(autouse=True)
 def key_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine of its own for each test."""
-    monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
     return tmp_path / "keys" / "hybrid-trt"
 
 
@@ -50,16 +40,16 @@ def state(root: Path) -> tuple[str, str]:
 
 
 def test_a_signature_holds_on_this_machine_only(key_folder: Path) -> None:
-    assert not local_key.is_signed("text", "0" * 64), "no signature, no secret"
-    signature = local_key.sign("text")
-    assert local_key.is_signed("text", signature)
-    assert not local_key.is_signed("other", signature)
-    assert not local_key.is_signed("text", None)
+    assert not trust.is_signed("text", "0" * 64), "no signature, no secret"
+    signature = trust.sign("text")
+    assert trust.is_signed("text", signature)
+    assert not trust.is_signed("other", signature)
+    assert not trust.is_signed("text", None)
     key = key_folder / "local.key"
     assert key.stat().st_mode & 0o077 == 0
     key.unlink()
-    assert not local_key.is_signed("text", signature), "another machine"
-    assert local_key.sign("text") != signature
+    assert not trust.is_signed("text", signature), "another machine"
+    assert trust.sign("text") != signature
 
 
 @pytest.mark.parametrize("contents", [b"", b"\0" * 31, b"\0" * 33], ids=["empty", "short", "long"])
@@ -67,10 +57,10 @@ def test_a_secret_that_is_none_is_not_used_and_replaced(key_folder: Path, conten
     """Everybody can sign with an empty one."""
     key_folder.mkdir(parents=True)
     (key_folder / "local.key").write_bytes(contents)
-    assert local_key.stamp() is None
-    assert not local_key.is_signed("text", local_key._digest(contents, "text"))
-    signature = local_key.sign("text")
-    assert local_key.is_signed("text", signature)
+    assert trust.key_stamp() is None
+    assert not trust.is_signed("text", trust._digest(contents, "text"))
+    signature = trust.sign("text")
+    assert trust.is_signed("text", signature)
     key = key_folder / "local.key"
     assert (len(key.read_bytes()), key.stat().st_mode & 0o077) == (32, 0)
     assert [p.name for p in key_folder.iterdir()] == ["local.key"]
@@ -106,7 +96,7 @@ def test_an_engine_of_a_machine_that_lost_its_secret_is_unchecked_and_says_what_
     shutil.rmtree(key_folder)
     for folder, expected in (("file", UNCHECKED), ("torch", STALE)):
         found, reason = state(tmp_path / folder)
-        assert (found, local_key.FOLDER_VARIABLE in reason) == (expected, True)
+        assert (found, trust.FOLDER_VARIABLE in reason) == (expected, True)
 
 
 def test_a_record_is_of_one_manifest(tmp_path: Path) -> None:
@@ -130,11 +120,11 @@ def test_records_find_a_place_when_the_library_is_read_only_and_last_as_long_as_
         assert trust.flaw(engine) is None
     assert not (engine.folder / RECORD_NAME).exists()
     (tmp_path / "a file").write_text("")
-    monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "a file"))
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "a file"))
     assert trust.flaw(engine).reason is Reason.UNCHECKED, "another machine"
     with caplog.at_level(logging.WARNING):
         trust.keep(engine.folder, engine.manifest, trust.Record(trust.CHECKED))
-    assert local_key.FOLDER_VARIABLE in caplog.text
+    assert trust.FOLDER_VARIABLE in caplog.text
     assert trust.flaw(engine) is None, "until this process ends"
 
 
@@ -154,7 +144,7 @@ def test_a_path_from_elsewhere_is_never_touched(tmp_path: Path, monkeypatch: pyt
         for root in ("other", "copied"):
             state(tmp_path / root)
         monkeypatch.undo()
-        monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "keys"))
+        monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
 
 
 def _no_network(real: Callable) -> Callable:

@@ -18,7 +18,7 @@ from typing import Any
 
 #: No first-run dialogs, no leftover workflow: a fresh browser shows the canvas at once.
 USER_SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.InstalledVersion": "1.47.12", "Comfy.Workflow.Persist": False,
-                 "Comfy.Minimap.Visible": False, "HybridTRT.LimitOffered": True}
+                 "Comfy.Minimap.Visible": False}
 POLL_SECONDS = 0.05
 
 

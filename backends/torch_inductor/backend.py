@@ -17,7 +17,7 @@ import torch
 
 from ...architectures.sizes import PRECISIONS
 from ...comfy_model.structure_hash import structure_hash
-from ...engine_library import BuildError, Engine, Fallback, Manifest, Reason, Unavailable, trust, verified
+from ...engine_library import BuildError, Engine, Fallback, Manifest, Reason, Unavailable, trust
 from ...sessions.session import refuse
 from .. import BuildRequest, LiveTask, Progress, gpu_of
 from . import compiled
@@ -116,5 +116,5 @@ class TorchBackend:
         if (refusal := trust.flaw(engine)) is not None:
             raise Unavailable(refusal.reason, refusal.detail)
         engine.check_sizes()
-        verified.check_contents(engine)
+        trust.check_contents(engine)
         return compiled.open_file(engine.folder / compiled.file_name(symbols))

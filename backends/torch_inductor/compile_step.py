@@ -16,7 +16,7 @@ from ...architectures.samples import sample_inputs
 from ...architectures.shapes import TensorSpec
 from ...comfy_model.torch_kernels import best_attention, empty_laid_out, laid_out
 from ...engine_library import BuildError
-from ...engine_library.parity import relative_error
+from ...engine_library.engine import relative_error
 from ...sessions import gpu_timing
 from ...sessions.cuda_graphs import GraphCache
 from .. import LiveTask, Progress

@@ -23,7 +23,6 @@ from ...architectures.sizes import PRECISIONS, SIZE_NAMES, RequestedSizes
 from ...backends import AUTO, Backend, backends, gpu_of, refusals, usable_backends
 from ...comfy_model.hash_cache import source_changed
 from ...engine_library import BuildError, Library, LibraryError, Unavailable, trust
-from ...engine_library import archive as archives
 from ...engine_library.disk import free_bytes, gigabytes
 from ...engine_library.inventory import Entry, delete, entries, select, verify
 from . import comfyui
@@ -79,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(command=command)
         return added
 
-    build = add("build", _build, "Build the engine of a model, or compare one from elsewhere with the model.")
+    build = add("build", _build, "Build the engine of a model, or check one that was built without this GPU.")
     source = build.add_mutually_exclusive_group(required=True)
     source.add_argument("--checkpoint", metavar="FILE", help="the UNet of a checkpoint")
     source.add_argument("--unet", metavar="FILE", help="a diffusion model")
@@ -96,11 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     add("list", _list, "List the engines, their state and when they were last used.")
     add("verify", _verify, "Read all files of engines and compare their hashes.").add_argument("engine", nargs="*")
     add("delete", _delete, "Delete engines.").add_argument("engine", nargs="+")
-    export = add("export", _export, "Write an engine into one file, to carry it to another machine.")
-    export.add_argument("engine")
-    export.add_argument("target", type=Path, help="a file, or a folder")
-    add("import", _import, "Put an engine from such a file into the library.").add_argument("file", type=Path)
-    add("inspect", _inspect, "Show the manifest of an engine, or of an exported file.").add_argument("engine")
+    add("inspect", _inspect, "Show the manifest of an engine.").add_argument("engine")
     return parser
 
 
@@ -179,36 +174,12 @@ def _delete(options: argparse.Namespace) -> int:
     return _done(options, {"deleted": names, "bytes": size}, f"deleted {', '.join(names)}; {gigabytes(size)} freed")
 
 
-def _export(options: argparse.Namespace) -> int:
-    entry = _intact(select(_found(options)[1], options.engine))
-    with Bar() as bar:
-        target = archives.export_engine(entry.engine, options.target, lambda: bar(f"writing {options.target}", 0.5))
-    return _done(options, {"file": str(target), "bytes": target.stat().st_size}, str(target))
-
-
-def _import(options: argparse.Namespace) -> int:
-    with Bar() as bar:
-        phase = f"reading {options.file.name}"
-        engine = archives.import_engine(_library(options), options.file, lambda: bar(phase, 0.5))
-    text = f"{engine.folder}\nIt serves once it was compared with native here: 'build' its model."
-    return _done(options, {"folder": str(engine.folder), **engine.manifest.to_json()}, text)
-
-
 def _inspect(options: argparse.Namespace) -> int:
-    if Path(options.engine).is_file():
-        manifest = archives.manifest_of(Path(options.engine))
-        extra: dict[str, Any] = {"file": options.engine}
-    else:
-        entry = _intact(select(_found(options)[1], options.engine))
-        manifest, extra = entry.engine.manifest, {"state": entry.state, "reason": entry.reason}
-    _print_json({**manifest.to_json(), **extra})
-    return 0
-
-
-def _intact(entry: Entry) -> Entry:
+    entry = select(_found(options)[1], options.engine)
     if entry.engine is None:
         raise LibraryError(entry.reason)
-    return entry
+    _print_json({**entry.engine.manifest.to_json(), "state": entry.state, "reason": entry.reason})
+    return 0
 
 
 def _library(options: argparse.Namespace) -> Library:

@@ -12,7 +12,7 @@ import torch
 from ...architectures.samples import sample_inputs
 from ...architectures.shapes import TensorSpec
 from ...engine_library import BuildError
-from ...engine_library.parity import LIMITS, relative_error
+from ...engine_library.engine import LIMITS, relative_error
 from ...sessions.session import Runner
 
 

@@ -16,13 +16,11 @@ export class Builder {
     /**
      * @param {import("./tracker.mjs").Tracker} tracker
      * @param {(severity: string, summary: string, detail: string) => void} toast
-     * @param {() => void} begun called, more than once, when the build of a node begins
      * @param {(node: any) => boolean} inSight whether the user sees a node: then it tells its errors itself
      */
-    constructor(tracker, toast, begun = () => {}, inSight = () => false) {
+    constructor(tracker, toast, inSight = () => false) {
         this.tracker = tracker;
         this.toast = toast;
-        this.begun = begun;
         this.inSight = inSight;
         this.told = new Set(); // jobs whose end was told
         this.ours = new Set(); // keys of what was ordered or heard of here, whose end is told although the workflow was left
@@ -197,7 +195,6 @@ export class Builder {
     /** A job has changed; its end is told once. */
     async hear(job) {
         const views = this.tracker.hear(job);
-        if (views.length && job.state === "running") this.begun();
         if (views.length) for (const key of job.keys) this.ours.add(key);
         const ours = job.keys.some((key) => this.ours.has(key));
         if (!["done", "failed", "cancelled"].includes(job.state) || this.told.has(job.id) || !ours) return;

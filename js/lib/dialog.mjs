@@ -1,4 +1,4 @@
-// Small dialogs: a build's log, a question, and an offer. Each is named by its heading, for screen readers too.
+// Small dialogs: a build's log, and a question. Each is named by its heading, for screen readers too.
 
 import { button, make } from "./dom.mjs";
 import { t } from "./texts.mjs";
@@ -34,27 +34,6 @@ export function confirm({ title, text, yes, danger = false }) {
         dialog.append(buttons(no, act));
         dialog.showModal();
         no.focus();
-    });
-}
-
-/**
- * Ask for a number in a corner of the page, which stays usable.
- * @returns {Promise<number | null>} null when it was declined
- */
-export function askNumber(title, text, value, yes, no) {
-    return new Promise((answer) => {
-        const dialog = open(title, text);
-        dialog.classList.add("hybrid-trt-corner");
-        const field = make("input");
-        Object.assign(field, { type: "number", min: "1", step: "any", value: String(value) });
-        field.setAttribute("aria-label", title);
-        const end = (result) => { answer(result); dialog.close(); };
-        dialog.addEventListener("close", () => answer(null));
-        const decline = button("", () => end(null)), accept = button("", () => field.value > 0 && end(Number(field.value)));
-        Object.assign(decline, { textContent: no });
-        Object.assign(accept, { textContent: yes });
-        dialog.append(field, buttons(decline, accept));
-        dialog.show();
     });
 }
 

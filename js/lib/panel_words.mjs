@@ -82,16 +82,6 @@ function used({ last_used: last }, key) {
     return last ? t(key, { date: date(last, style) }) : t("neverUsed");
 }
 
-/**
- * The engines that served nothing for some days; those that never did count from their build or their arrival.
- * @param {any[]} engines
- * @param {number} now milliseconds
- */
-export function unused(engines, days, now) {
-    const old = ({ unused_since: since }) => Boolean(since) && now - new Date(since).getTime() > days * 86400e3;
-    return engines.filter((engine) => !engine.read_only && old(engine));
-}
-
 /** The jobs worth showing: what runs, what waits in its order, then the latest that are over. */
 export function shownJobs(jobs) {
     const alive = jobs.filter((job) => LIVE.includes(job.state));

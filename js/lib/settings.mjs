@@ -11,12 +11,8 @@ const WIDGETS = {
     weights: "HybridTRT.Weights",
 };
 
-/** Whether the user has been offered a limit for the engines' disk space. */
-export const LIMIT_OFFERED = "HybridTRT.LimitOffered";
-
 /** As ComfyUI's extensions declare settings. */
 export const settings = [
-    { id: LIMIT_OFFERED, name: "Limit offered", type: "hidden", defaultValue: false },
     setting("WhenMissing", "When there is no engine", ["use native", "build now", "build in background"], "use native"),
     setting("Sizes", "Picture sizes", Object.keys(PRESETS).map((key) => ({ text: presetName(key), value: key })), "presetFit"),
     setting("Backend", "Backend", ["auto", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch"], "auto"),

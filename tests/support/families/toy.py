@@ -13,8 +13,8 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrapper
 
 from . import Role
 from .calls import Binding, EngineCall, ResidualLayout, Unsupported
-from .sizes import Examples, Picture, RequestedSizes, Sizes, Symbol, words_for
 from .shapes import Dim, Profile, Range, TensorSpec
+from .sizes import Examples, Picture, RequestedSizes, Sizes, Symbol, words_for
 
 FEATURES, BLOCKS, PROMPT = 32, 4, 16
 PIXELS = 8
