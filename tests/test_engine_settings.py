@@ -55,7 +55,6 @@ AS_SAVED = """() => { const workflow = app.extensionManager.workflow.activeWorkf
     workflow.isModified = false; }"""
 #: What a combo shows on the canvas.
 DISPLAYED = "([id, name]) => app.graph.getNodeById(id).widgets.find(w => w.name === name)._displayValue"
-OFFERED = "app.extensionManager.setting.set('HybridTRT.LimitOffered'"
 #: What a node's widgets are, and which of them a person sees.
 WIDGETS = """id => { const node = app.graph.getNodeById(id); return Object.fromEntries(node.widgets.map(w => [w.name,
     { value: w.value, seen: node.isWidgetVisible(w) }])); }"""
@@ -270,36 +269,6 @@ def test_the_limit_is_set_in_the_settings_dialog(page: EnginePage, comfy: ComfyP
     file.unlink()
     reload(page)  # no dialog is left over the canvas
 
-
-def test_the_first_build_offers_a_limit_once_and_waits_for_no_answer(
-    page: EnginePage, comfy: ComfyProcess, tiny: dict[str, Any]
-) -> None:
-    no_engines(comfy)
-    made, raw = copy.deepcopy(tiny), page.page.page
-    set_widget(made, "TRTControlNetEngine", "max_size", 640 if page.page.vue else 704, comfy.object_info())
-    load(page, made)
-    net, offer = page.node(NET), raw.locator(".hybrid-trt-corner")
-    raw.evaluate(f"() => {OFFERED}, false)")
-    page.click(net)
-    offer.wait_for()
-    page.wait_for(net, "building", timeout=60)
-    page.shot("offered")
-    limit = float(offer.get_by_role("spinbutton").input_value())
-    assert limit >= 5
-    assert "are free on their disk" in offer.inner_text()
-    offer.get_by_role("button", name="Set this limit").click()
-    page.toast(f"All engines together may take {limit:g} GB")
-    offer.wait_for(state="detached")
-    file = comfy.base / "models" / "trt_engines" / ".settings.json"
-    assert json.loads(file.read_text())["limit_gb"] == limit
-    file.unlink()
-    page.click(net)
-    page.wait_for(net, "none", timeout=30)
-    page.click(net)
-    page.wait_for(net, "building", timeout=60)
-    assert offer.count() == 0
-    page.click(net)
-    page.wait_for(net, "none", timeout=30)
 
 
 def test_the_panel_tells_the_last_use_and_deletes_what_was_not_used_for_long(

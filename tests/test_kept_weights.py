@@ -98,16 +98,6 @@ def test_another_models_weights_are_all_put_into_it(keeping: NativeNetwork, tmp_
     assert Keeping.given == [set(json.loads((engine.folder / "parameters.json").read_text()).values())]
 
 
-@pytest.mark.parametrize("verdict", [trust.CHECKED, trust.BUILT])
-def test_so_are_all_where_another_machine_says_what_is_inside(
-    keeping: NativeNetwork, tmp_path: Path, verdict: str
-) -> None:
-    engine = built(keeping, tmp_path)
-    trust.keep(engine.folder, engine.manifest, trust.Record(verdict, parity=trust.figures(engine)))
-    assert error(served(handle_of(keeping, tmp_path)), native(keeping, keeping.patcher)) <= LIMIT
-    assert len(Keeping.given) == (verdict == trust.CHECKED)
-
-
 def test_so_are_all_where_it_was_built_with_a_lora(keeping: NativeNetwork, tmp_path: Path) -> None:
     patcher = patched(keeping, (lora(keeping, 5), 0.8))
     with_lora = NativeNetwork(patcher, keeping.module, keeping.prefix, keeping.dtype, keeping.label)

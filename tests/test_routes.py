@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import re
 import shutil
-import time
-import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
@@ -18,8 +15,8 @@ from typing import Any
 import pytest
 from comfy_process import ComfyProcess
 from fake_engine import publish
-from hybrid_trt.engine_library import Library
-from hybrid_trt.engine_library.archive import export_engine
+from hybrid_trt.engine_library import Library, LibraryError
+from hybrid_trt.engine_library.disk import check_limit
 from scenarios import Scenario
 from scenarios import prompt as scenario_prompt
 
@@ -89,45 +86,13 @@ def test_delete_removes_the_engine_and_nothing_else(comfy: ComfyProcess, engine:
     assert ask(comfy, "DELETE", f"/engines/{engine.name}")[0] == 404
 
 
-def test_export_and_import_carry_an_engine(comfy: ComfyProcess, engine: Path) -> None:
-    status, made = ask(comfy, "POST", f"/engines/{engine.name}/export")
-    assert status == 200
-    file = comfy.base / "output" / made["subfolder"] / made["filename"]
-    data = file.read_bytes()
-    file.unlink()
-    assert len(data) == made["bytes"]
-    ask(comfy, "DELETE", f"/engines/{engine.name}")
-    status, answer = ask(comfy, "POST", "/engines/import", data)
-    assert (status, answer["name"]) == (200, engine.name)
-    assert (engine / "model.onnx").read_bytes() == b"engine"
+def test_the_list_tells_when_an_engine_was_last_used(comfy: ComfyProcess, engine: Path) -> None:
+    def listed() -> str | None:
+        return next(e["last_used"] for e in ask(comfy, "GET", "/engines")[1]["engines"] if e["name"] == engine.name)
 
-
-@pytest.mark.parametrize("data", [
-    {}, {"days": 0}, {"days": -1}, {"days": "30"}, {"days": True}, {"days": None}, {"days": 10**400},
-    {"days": 30, "x": 1},
-])
-def test_senseless_days_delete_nothing(comfy: ComfyProcess, engine: Path, data: dict) -> None:
-    status, answer = post(comfy, "/engines/delete_unused", data)
-    assert (status, "nothing was deleted" in answer["error"]) == (400, True)
-    assert engine.is_dir()
-
-
-def test_engines_that_nobody_used_for_long_are_deleted_on_demand(comfy: ComfyProcess, engine: Path) -> None:
-    def listed(name: str) -> str | None:
-        return next(e["last_used"] for e in ask(comfy, "GET", "/engines")[1]["engines"] if e["name"] == name)
-
-    kept = engine.parent / publish(engine.parent, b"another", weights="f" * 64)
-    assert listed(kept.name) is None
-    (kept / "last_used").touch()
-    assert listed(kept.name)[:10] == datetime.now(timezone.utc).isoformat()[:10]
-    assert ask(comfy, "POST", "/engines/delete_unused", b'{"days": 30}', {})[0] == 403
-    status, answer = post(comfy, "/engines/delete_unused", {"days": 30})
-    assert (status, engine.name in answer["deleted"], kept.name in answer["deleted"]) == (200, True, False)
-    assert answer["bytes"] > 0
-    assert (engine.exists(), kept.exists()) == (False, True)
-    os.utime(kept / "last_used", (time.time() - 31 * 86400,) * 2)
-    assert post(comfy, "/engines/delete_unused", {"days": 32})[1] == {"deleted": [], "bytes": 0}
-    assert post(comfy, "/engines/delete_unused", {"days": 30})[1]["deleted"] == [kept.name]
+    assert listed() is None
+    (engine / "last_used").touch()
+    assert listed()[:10] == datetime.now(timezone.utc).isoformat()[:10]
 
 
 LIES = {
@@ -155,13 +120,12 @@ def test_an_engine_with_a_lying_manifest_is_listed_as_broken_and_can_be_removed(
     assert found["state"] == "broken"
     status, answer = ask(comfy, "POST", f"/engines/{engine.name}/verify")
     assert (status, answer["ok"]) == (200, False)
-    assert ask(comfy, "POST", f"/engines/{engine.name}/export")[0] == 409
     assert ask(comfy, "DELETE", f"/engines/{engine.name}")[0] == 200
     assert not engine.exists()
 
 
 @pytest.mark.parametrize(("method", "path"), [
-    ("DELETE", "/engines/{}"), ("POST", "/engines/{}/verify"), ("POST", "/engines/{}/export"),
+    ("DELETE", "/engines/{}"), ("POST", "/engines/{}/verify"),
 ])
 @pytest.mark.parametrize(
     "name",
@@ -184,45 +148,8 @@ def test_a_linked_folder_is_unlinked_and_no_more(comfy: ComfyProcess, engine: Pa
     assert (elsewhere / "model.onnx").read_bytes() == b"engine"
 
 
-@pytest.mark.parametrize(("spoil", "text"), [
-    (lambda data: b"", "no engine"),
-    (lambda data: b"hello, this is no zip", "not imported"),
-    (lambda data: data[: len(data) // 2], "not imported"),
-    (lambda data: data.replace(b"engine", b"ENGINE", 1), "not imported"),
-])  # fmt: skip
-def test_import_refuses_what_is_no_engine(
-    comfy: ComfyProcess, engine: Path, tmp_path: Path, spoil: Any, text: str
-) -> None:
-    found = next(e for e in Library([engine.parent]).engines() if e.folder == engine)
-    data = export_engine(found, tmp_path).read_bytes()
-    before = sorted(p.name for p in engine.parent.iterdir())
-    status, answer = ask(comfy, "POST", "/engines/import", spoil(data))
-    assert status in (409, 413)
-    assert text in answer["error"]
-    assert sorted(p.name for p in engine.parent.iterdir()) == before
-
-
-@pytest.mark.parametrize("field", LIES)
-def test_import_refuses_lies_before_anything_appears(
-    comfy: ComfyProcess, engine: Path, tmp_path: Path, field: str
-) -> None:
-    found = next(e for e in Library([engine.parent]).engines() if e.folder == engine)
-    file = export_engine(found, tmp_path)
-    with zipfile.ZipFile(file) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    members["manifest.json"] = json.dumps(json.loads(members["manifest.json"]) | {field: LIES[field]}).encode()
-    with zipfile.ZipFile(file, "w") as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
-    before = sorted(p.name for p in engine.parent.iterdir())
-    status, answer = ask(comfy, "POST", "/engines/import", file.read_bytes())
-    assert status == 409
-    assert "was not imported" in answer["error"]
-    assert sorted(p.name for p in engine.parent.iterdir()) == before
-
-
-CHANGES = [("DELETE", "/engines/{}"), ("POST", "/engines/{}/verify"), ("POST", "/engines/{}/export"),
-           ("POST", "/engines/import"), ("POST", "/builds/x/cancel"), ("POST", "/builds/clear")]
+CHANGES = [("DELETE", "/engines/{}"), ("POST", "/engines/{}/verify"), ("POST", "/builds/x/cancel"),
+           ("POST", "/builds/clear")]
 
 
 @pytest.mark.parametrize(("method", "path"), CHANGES)
@@ -242,7 +169,8 @@ def test_other_sites_can_change_nothing(
 
 
 @pytest.mark.parametrize(("method", "path"), [
-    ("GET", "/engines/{}/verify"), ("GET", "/engines/{}"), ("POST", "/engines"), ("PUT", "/engines/import"),
+    ("GET", "/engines/{}/verify"), ("GET", "/engines/{}"), ("POST", "/engines"),
+    ("POST", "/engines/import"), ("POST", "/engines/{}/export"),
     ("GET", "/builds/x/cancel"), ("GET", "/nodes"), ("DELETE", "/builds"),
 ])
 def test_wrong_methods_are_refused(comfy: ComfyProcess, engine: Path, method: str, path: str) -> None:
@@ -337,20 +265,14 @@ def test_the_limit_is_kept_and_refuses_what_does_not_fit(
     folder = str(engine.parent)
     plain = {"folders": [folder], "limit_gb": 0.0, "build_minutes": 0.0, "tensorrt_level": 0}
     assert ask(comfy, "GET", "/settings") == (200, plain)
-    made = ask(comfy, "POST", f"/engines/{engine.name}/export")[1]
-    file = comfy.base / "output" / made["subfolder"] / made["filename"]
-    data = file.read_bytes()
-    file.unlink()
     assert post(comfy, "/settings", {"build_minutes": 90, "tensorrt_level": 2})[0] == 200
     changed = {"limit_gb": 1e-9, "build_minutes": 90.0, "tensorrt_level": 2}
     assert post(comfy, "/settings", {"limit_gb": 1e-9}) == (200, {"folders": [folder], **changed}), "the others stay"
     assert json.loads(settings_file.read_text())["limit_gb"] == 1e-9
-    status, answer = ask(comfy, "POST", "/engines/import", data)
-    assert status == 409
-    assert "settings allow" in answer["error"]
-    assert "raise the limit" in answer["error"]
+    with pytest.raises(LibraryError, match="settings allow .* raise the limit"):
+        check_limit(Library([engine.parent]), 1, "A build")
     assert post(comfy, "/settings", {"limit_gb": 0})[0] == 200
-    assert ask(comfy, "POST", "/engines/import", data)[0] == 200
+    check_limit(Library([engine.parent]), 1, "A build")
 
 
 def test_settings_that_two_tabs_change_at_once_are_both_kept(comfy: ComfyProcess, settings_file: Path) -> None:

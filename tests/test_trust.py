@@ -1,9 +1,10 @@
-"""Only what this machine built, or compared with native, serves: an engine's key is a hash that anybody can compute."""
+"""Only what this machine built serves: an engine's key is a hash that anybody can compute."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +17,11 @@ from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model.hash_cache import source_changed
 from hybrid_trt.comfy_model.network import NativeNetwork
+from hybrid_trt.engine_builder import build as builder
+from hybrid_trt.engine_builder import check
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.worker_process import run_in_worker
 from hybrid_trt.engine_library import BuildError, Engine, EngineQuery, Library, Manifest, Reason, Unavailable, trust
-from hybrid_trt.engine_library.archive import export_engine, import_engine
 from hybrid_trt.engine_library.engine import describe_files
 from hybrid_trt.engine_library.inventory import BROKEN, READY, STALE, UNCHECKED, entries
 from hybrid_trt.engine_library.manifest import RECORD_NAME
@@ -34,8 +36,18 @@ def key_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "keys" / "hybrid-trt"
 
 
-def state(root: Path) -> tuple[str, str]:
-    (entry,) = entries(Library([root]), lambda _: None, source_changed)
+HERE = "sm_80 A"
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds for a GPU, which the CPU stands for."""
+    for module in (builder, check):
+        monkeypatch.setattr(module, "gpu_of", lambda _device: HERE)
+
+
+def state(root: Path, gpu: str = "") -> tuple[str, str]:
+    (entry,) = entries(Library([root]), lambda _: None, source_changed, gpu)
     return entry.state, entry.reason
 
 
@@ -66,37 +78,49 @@ def test_a_secret_that_is_none_is_not_used_and_replaced(key_folder: Path, conten
     assert [p.name for p in key_folder.iterdir()] == ["local.key"]
 
 
-def test_what_was_built_here_serves_and_what_came_from_elsewhere_does_not(tmp_path: Path) -> None:
-    publish_engine(tmp_path / "mine")
+@pytest.mark.parametrize("name", ["model.onnx", "B2-H64-W64.bin", "engine.trt"])
+def test_what_was_built_here_serves_and_what_came_from_elsewhere_is_to_be_built_again(
+    tmp_path: Path, name: str
+) -> None:
+    publish_engine(tmp_path / "mine", name=name)
     assert state(tmp_path / "mine") == (READY, "")
-    engine = publish_engine(tmp_path / "foreign", made_here=False)
+    engine = publish_engine(tmp_path / "foreign", name=name, made_here=False)
     found, reason = state(tmp_path / "foreign")
-    assert (found, "was not compared with native on this machine" in reason) == (UNCHECKED, True)
+    assert (found, "was not built on this machine" in reason) == (STALE, True)
     made = engine.manifest.identity
     wanted = EngineQuery(made.architecture, [made.weights], made.precision, made.profile, ["onnxruntime"])
     with pytest.raises(Unavailable) as refused:
         Library([tmp_path / "foreign"]).find(wanted, lambda _: None)
-    assert refused.value.fallback.reason is Reason.UNCHECKED
-    assert "press Check engine" in refused.value.fallback.sentence()
+    assert refused.value.fallback.reason is Reason.STALE_ENGINE
+    assert "build it again" in refused.value.fallback.sentence()
+    assert Library([tmp_path / "foreign"]).unchecked(wanted, lambda _: None) is None, "no check makes it serve"
 
 
-@pytest.mark.parametrize("name", ["B2-H64-W64.bin", "engine.trt"])
-def test_compiled_programs_from_elsewhere_are_stale(tmp_path: Path, name: str) -> None:
-    publish_engine(tmp_path, name=name, made_here=False)
-    found, reason = state(tmp_path)
-    assert (found, "was not compiled on this machine" in reason) == (STALE, True)
-
-
-def test_an_engine_of_a_machine_that_lost_its_secret_is_unchecked_and_says_what_to_do(
+def test_an_engine_of_a_machine_that_lost_its_secret_is_stale_and_says_what_to_do(
     tmp_path: Path, key_folder: Path
 ) -> None:
-    publish_engine(tmp_path / "file")
-    publish_engine(tmp_path / "torch", name="B2.bin")
-    assert state(tmp_path / "file")[0] == state(tmp_path / "torch")[0] == READY
+    publish_engine(tmp_path / "library")
+    assert state(tmp_path / "library")[0] == READY
     shutil.rmtree(key_folder)
-    for folder, expected in (("file", UNCHECKED), ("torch", STALE)):
-        found, reason = state(tmp_path / folder)
-        assert (found, trust.FOLDER_VARIABLE in reason) == (expected, True)
+    found, reason = state(tmp_path / "library")
+    assert (found, trust.FOLDER_VARIABLE in reason) == (STALE, True)
+
+
+def test_machines_that_share_a_key_folder_trust_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = publish_engine(tmp_path / "one")
+    shutil.copytree(engine.folder, tmp_path / "two" / engine.folder.name)
+    assert state(tmp_path / "two") == (READY, "")
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "other keys"))
+    assert state(tmp_path / "two")[0] == STALE
+
+
+def test_an_engine_that_an_earlier_version_only_checked_is_to_be_built_again(tmp_path: Path) -> None:
+    """It may be a stranger's: a forged engine could pass that check."""
+    engine = publish_engine(tmp_path)
+    trust.keep(engine.folder, engine.manifest, trust.Record("checked"))
+    assert state(tmp_path)[0] == STALE
 
 
 def test_a_record_is_of_one_manifest(tmp_path: Path) -> None:
@@ -104,11 +128,11 @@ def test_a_record_is_of_one_manifest(tmp_path: Path) -> None:
     foreign = publish_engine(tmp_path / "foreign", b"\x08another", made_here=False)
     assert mine.folder.name == foreign.folder.name
     shutil.copy(mine.folder / RECORD_NAME, foreign.folder)
-    assert state(tmp_path / "foreign")[0] == UNCHECKED
+    assert state(tmp_path / "foreign")[0] == STALE
     path = mine.folder / "manifest.json"
     data = json.loads(path.read_text())
     path.write_text(json.dumps(data | {"outputs": data["inputs"] * 0}))
-    assert state(tmp_path / "mine")[0] == UNCHECKED
+    assert state(tmp_path / "mine")[0] == STALE
 
 
 def test_records_find_a_place_when_the_library_is_read_only_and_last_as_long_as_they_can(
@@ -116,14 +140,14 @@ def test_records_find_a_place_when_the_library_is_read_only_and_last_as_long_as_
 ) -> None:
     engine = publish_engine(tmp_path / "library", made_here=False)
     with read_only(tmp_path / "library"):
-        trust.keep(engine.folder, engine.manifest, trust.Record(trust.CHECKED))
+        trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT))
         assert trust.flaw(engine) is None
     assert not (engine.folder / RECORD_NAME).exists()
     (tmp_path / "a file").write_text("")
     monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "a file"))
-    assert trust.flaw(engine).reason is Reason.UNCHECKED, "another machine"
+    assert trust.flaw(engine).reason is Reason.STALE_ENGINE, "another machine"
     with caplog.at_level(logging.WARNING):
-        trust.keep(engine.folder, engine.manifest, trust.Record(trust.CHECKED))
+        trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT))
     assert trust.FOLDER_VARIABLE in caplog.text
     assert trust.flaw(engine) is None, "until this process ends"
 
@@ -131,20 +155,10 @@ def test_records_find_a_place_when_the_library_is_read_only_and_last_as_long_as_
 def test_a_path_from_elsewhere_is_never_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Windows a look at \\\\server\\share sends the user's credentials there."""
     source = {"path": "\\\\evil\\share\\a.safetensors", "size": 1, "mtime_ns": 1}
-    engine = publish_engine(tmp_path / "one", source=source)
-    file = export_engine(engine, tmp_path)
-    imported = import_engine(Library([tmp_path / "other"]), file)
-    assert imported.manifest.source == {"name": "a.safetensors"}
-    assert "evil" not in (imported.folder / "manifest.json").read_text()
-    foreign = publish_engine(tmp_path / "copied", source=source, made_here=False)
-    for checked in (False, True):
-        if checked:
-            trust.keep(foreign.folder, foreign.manifest, trust.Record(trust.CHECKED))
-        monkeypatch.setattr("os.stat", _no_network(__import__("os").stat))
-        for root in ("other", "copied"):
-            state(tmp_path / root)
-        monkeypatch.undo()
-        monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    publish_engine(tmp_path, source=source, made_here=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.stat", _no_network(os.stat))
+        assert state(tmp_path)[0] == STALE
 
 
 def _no_network(real: Callable) -> Callable:
@@ -153,12 +167,6 @@ def _no_network(real: Callable) -> Callable:
         return real(path, *arguments, **options)
 
     return stat
-
-
-def test_an_exported_engine_names_its_weights_file_but_not_its_folder(tmp_path: Path) -> None:
-    source = {"path": "/home/me/models/a.safetensors", "size": 1, "mtime_ns": 1}
-    engine = publish_engine(tmp_path / "one", source=source)
-    assert b"/home/me" not in export_engine(engine, tmp_path).read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -198,8 +206,8 @@ def change_graph(folder: Path, operation: str) -> None:
 
 
 
-def from_elsewhere(engine: Engine, root: Path, change: Callable[[Path], None]) -> Engine:
-    """An engine with the true key and true hashes of whatever files it has now, which no secret of ours signed."""
+def copied(engine: Engine, root: Path, change: Callable[[Path], None], signed: bool = True) -> Engine:
+    """An engine with the true key and true hashes of whatever files it has now, as built without a GPU."""
     library = Library([root])
     folder = library.building_folder()
     for name in engine.manifest.files:
@@ -207,7 +215,10 @@ def from_elsewhere(engine: Engine, root: Path, change: Callable[[Path], None]) -
     change(folder)
     manifest = engine.manifest.to_json()
     manifest["files"] = {n: f.__dict__ for n, f in describe_files(folder, list(engine.manifest.files)).items()}
-    return library.publish(folder, Manifest.from_json(manifest), record=None)
+    made = library.publish(folder, Manifest.from_json(manifest))
+    if not signed:
+        (made.folder / RECORD_NAME).unlink()
+    return made
 
 
 def build(network: NativeNetwork, root: Path, steps: list[str]) -> Engine:
@@ -219,59 +230,71 @@ def build(network: NativeNetwork, root: Path, steps: list[str]) -> Engine:
     return build_engine(made, Library([root]), lambda *_: None, run=run)
 
 
-def test_an_engine_that_computes_something_else_is_refused_with_figures_and_built_anew(
+def test_a_forged_engine_with_the_true_key_never_runs_and_is_built_anew(
     network: NativeNetwork, built: Engine, tmp_path: Path
 ) -> None:
-    engine, figure = from_elsewhere(built, tmp_path / "library", negate), "differs from native by 2.00e+00"
-    assert engine.manifest.identity == built.manifest.identity, "its key is the true one"
+    forged = copied(built, tmp_path, negate, signed=False)
+    assert forged.manifest.identity == built.manifest.identity, "its key is the true one"
+    assert state(tmp_path)[0] == STALE
+    steps: list[str] = []
+    replaced = build(network, tmp_path, steps)
+    assert steps == ["export", "build"]
+    assert replaced.folder == forged.folder
+    assert replaced.manifest.files["model.onnx"] == built.manifest.files["model.onnx"]
+    assert state(tmp_path) == (READY, "")
+
+
+@pytest.mark.parametrize(("change", "figure"), [(negate, "2.00e+00"), (to_nan, "inf")])
+def test_an_engine_that_computes_something_else_on_its_device_is_refused_with_figures_and_built_anew(
+    network: NativeNetwork, built: Engine, tmp_path: Path, on_gpu: None, change: Callable[[Path], None], figure: str
+) -> None:
+    root, figure = tmp_path / "library", f"differs from native by {figure}"
+    engine = copied(built, root, change)
+    assert state(root, HERE)[0] == UNCHECKED
     steps: list[str] = []
     with pytest.raises(BuildError) as refused:
-        build(network, tmp_path / "library", steps)
+        build(network, root, steps)
     assert figure in str(refused.value)
     assert "build again" in str(refused.value)
-    found, reason = state(tmp_path / "library")
+    found, reason = state(root, HERE)
     assert (found, figure in reason) == (BROKEN, True)
-    replaced = build(network, tmp_path / "library", steps)
-    assert steps == ["check", "export", "build"]
-    assert replaced.folder == engine.folder
-    assert state(tmp_path / "library") == (READY, "")
-
-
-def test_what_is_no_number_never_passes(network: NativeNetwork, built: Engine, tmp_path: Path) -> None:
-    from_elsewhere(built, tmp_path / "library", to_nan)
-    with pytest.raises(BuildError, match="differs from native by inf"):
-        build(network, tmp_path / "library", [])
+    if change is negate:
+        assert build(network, root, steps).folder == engine.folder
+        assert steps == ["check", "export", "build", "check"]
+        assert state(root, HERE) == (READY, "")
 
 
 def test_an_honest_engine_is_checked_once_and_serves_from_then_on(
-    network: NativeNetwork, built: Engine, tmp_path: Path
+    network: NativeNetwork, built: Engine, tmp_path: Path, on_gpu: None
 ) -> None:
     root = tmp_path / "library"
-    engine = from_elsewhere(built, root, lambda _: None)
+    engine = copied(built, root, lambda _: None)
     steps: list[str] = []
     assert build(network, root, steps) == engine
     assert build(network, root, steps) == engine
     assert steps == ["check"]
-    assert state(root) == (READY, "")
+    assert state(root, HERE) == (READY, "")
     record = trust.record_of(engine)
-    assert record.verdict == trust.CHECKED
+    assert (record.verdict, record.gpu) == (trust.BUILT, HERE)
     assert 0 < record.parity["rel_err"] <= 1e-4
     assert {case["symbols"]["t"] for case in record.parity["cases"]} == {50, 900}
     assert {case["symbols"]["H"] for case in record.parity["cases"]} == {4, 8, 12}
     assert sorted(p.name for p in root.iterdir() if p.suffix != ".json") == [engine.folder.name]
 
 
-def test_an_engine_that_cannot_be_opened_is_refused(network: NativeNetwork, built: Engine, tmp_path: Path) -> None:
-    from_elsewhere(built, tmp_path / "library", lambda folder: (folder / "model.onnx").write_bytes(b"\x08engine"))
+def test_an_engine_that_cannot_be_opened_is_refused(
+    network: NativeNetwork, built: Engine, tmp_path: Path, on_gpu: None
+) -> None:
+    copied(built, tmp_path / "library", lambda folder: (folder / "model.onnx").write_bytes(b"\x08engine"))
     with pytest.raises(BuildError, match="could not be run"):
         build(network, tmp_path / "library", [])
-    assert state(tmp_path / "library")[0] == BROKEN
+    assert state(tmp_path / "library", HERE)[0] == BROKEN
 
 
 def test_a_check_that_is_cancelled_says_nothing_of_the_engine(
-    network: NativeNetwork, built: Engine, tmp_path: Path
+    network: NativeNetwork, built: Engine, tmp_path: Path, on_gpu: None
 ) -> None:
-    from_elsewhere(built, tmp_path / "library", negate)
+    copied(built, tmp_path / "library", negate)
 
     def run(*_: object) -> dict:
         raise KeyboardInterrupt
@@ -279,7 +302,7 @@ def test_a_check_that_is_cancelled_says_nothing_of_the_engine(
     with pytest.raises(KeyboardInterrupt):
         build_engine(order(network, backends()["onnxruntime"], PROFILE), Library([tmp_path / "library"]),
                      lambda *_: None, run=run)  # fmt: skip
-    assert state(tmp_path / "library")[0] == UNCHECKED
+    assert state(tmp_path / "library", HERE)[0] == UNCHECKED
 
 
 def test_checks_look_at_the_ends_of_the_profile_and_stay_small_on_a_cpu() -> None:
@@ -295,18 +318,19 @@ def test_what_is_found_out_in_a_library_that_became_read_only_counts(tmp_path: P
     engine = publish_engine(tmp_path / "library")
     trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, gpu="sm_80 A"))
     with read_only(tmp_path / "library"):
-        trust.keep(engine.folder, engine.manifest, trust.Record(trust.CHECKED, gpu="sm_89 B"))
+        trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, gpu="sm_89 B"))
         assert trust.flaw(engine, "sm_89 B") is None
         trust.keep(engine.folder, engine.manifest, trust.Record(trust.REFUSED, "it differs from native by 2.0"))
         assert trust.flaw(engine).reason is Reason.BROKEN_ENGINE
-    trust.keep(engine.folder, engine.manifest, trust.Record(trust.CHECKED, gpu="sm_80 A"))
+    trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, gpu="sm_80 A"))
     assert trust.flaw(engine, "sm_80 A") is None, "what is written last, wherever"
 
 
-def test_a_check_whose_process_is_killed_says_nothing_of_the_engine(tmp_path: Path) -> None:
-    made = order(small_network(), backends()["onnxruntime"], PROFILE)
-    built = build_engine(made, Library([tmp_path / "a"]), lambda *_: None, run=run_here)
-    from_elsewhere(built, tmp_path / "library", lambda _folder: None)
+def test_a_check_whose_process_is_killed_says_nothing_of_the_engine(
+    network: NativeNetwork, built: Engine, tmp_path: Path, on_gpu: None
+) -> None:
+    made = order(network, backends()["onnxruntime"], PROFILE)
+    copied(built, tmp_path / "library", lambda _folder: None)
 
     def run(task: dict, progress: Callable, *rest: object) -> dict:
         def kill(phase: str, fraction: float) -> None:
@@ -318,4 +342,4 @@ def test_a_check_whose_process_is_killed_says_nothing_of_the_engine(tmp_path: Pa
 
     with pytest.raises(BuildError, match="was ended by SIGKILL"):
         build_engine(made, Library([tmp_path / "library"]), lambda *_: None, run=run)
-    assert state(tmp_path / "library")[0] == UNCHECKED
+    assert state(tmp_path / "library", HERE)[0] == UNCHECKED

@@ -3,7 +3,7 @@ import { test } from "node:test";
 import { logLines } from "../../js/lib/log_words.mjs";
 import { nextIndex } from "../../js/lib/menu.mjs";
 import {
-    anyEnded, deleteQuestion, engineRow, grouped, jobLines, matching, shownJobs, SORT_KEYS, tone, unused, withJob,
+    anyEnded, deleteQuestion, engineRow, grouped, jobLines, matching, shownJobs, SORT_KEYS, tone, withJob,
 } from "../../js/lib/panel_words.mjs";
 import { t } from "../../js/lib/texts.mjs";
 import { buttonLabel, describe } from "../../js/lib/words.mjs";
@@ -44,16 +44,6 @@ test("an engine is two lines, and a damaged one says what to do and keeps the re
     assert.ok(damaged.details.includes("cut short") && !damaged.meta.includes("cut short"));
     assert.deepEqual([tone("broken"), tone("unchecked"), engineRow({ ...LIST[0], state: "unchecked" }).meta.slice(0, 18)], ["bad", "warn", "? Not checked here"]);
     assert.deepEqual([describe({ state: "unchecked", text: "", run: null }).tone, buttonLabel("unchecked")], ["warn", "Check engine"]);
-});
-
-test("what was not used for long counts from its build or arrival, and shared folders are left alone", () => {
-    const now = Date.parse("2026-11-21T12:00:00Z");
-    const since = (name, unused_since, more) => ({ name, unused_since, ...more });
-    const engines = [
-        since("served", "2026-11-01T00:00:00Z"), since("old", "2026-10-01T00:00:00Z"), since("never", "2026-01-01T00:00:00Z"),
-        since("new", "2026-11-20T00:00:00Z"), since("shared", "2026-01-01T00:00:00Z", { read_only: true }), since("broken", null),
-    ];
-    assert.deepEqual(unused(engines, 30, now).map((e) => e.name), ["old", "never"]);
 });
 
 test("live jobs come first, and one that waits says what it waits for", () => {

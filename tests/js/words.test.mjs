@@ -2,7 +2,6 @@ import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { test } from "node:test";
 import { promptError, refusal } from "../../js/lib/build.mjs";
-import { sensibleLimit } from "../../js/lib/offer.mjs";
 import { defaultsFor } from "../../js/lib/settings.mjs";
 import { toneOf } from "../../js/lib/text_view.mjs";
 import { keys, setLanguage, t } from "../../js/lib/texts.mjs";
@@ -128,10 +127,6 @@ test("of a prompt that is refused in part, each node is told what is wrong with 
     for (const fine of [{ node_errors: {} }, { node_errors: [] }, {}]) assert.equal(refusal(prompt, ["2"], fine), "");
     assert.equal(refusal(prompt, ["3"], answer), "");
     assert.equal(refusal(prompt, undefined, answer), "");
-});
-
-test("the limit that is offered is half of what is free, beside what the engines have", () => {
-    assert.deepEqual([sensibleLimit(0, 400e9), sensibleLimit(12e9, 50e9), sensibleLimit(0, 2e9)], [200, 35, 5]);
 });
 
 test("settings fill new nodes with values that their widgets offer", () => {
