@@ -30,7 +30,7 @@ PATIENCE = 2.0
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name for a file that will become ``path``, in the same folder."""
+    """Return a name for a file that will become ``path``, in the same folder."""
     return path.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}")
 
 
@@ -130,9 +130,7 @@ _LOCKED_BYTE = 1 << 30  # far behind the text: Windows lets nobody read a locked
 
 
 class FileLock:
-    """A lock file that says who holds it. A file that nobody holds any more is free, so nothing ever goes stale.
-
-    The file appears with its holder's name in it: who finds it can tell whom to wait for.
+    """Lock between processes: a file with its holder's name in it. Without a living holder it is free.
 
     Attributes:
         reliable: False on file systems that cannot lock; there ``acquire`` always succeeds.
@@ -184,7 +182,7 @@ class FileLock:
                 self.path.unlink()
 
     def holder(self) -> str:
-        """Who holds it, in words."""
+        """Return in words which process holds it."""
         try:
             data = json.loads(self.path.read_text(encoding="utf-8"))
             return f"process {data['pid']} on {data['host']}"
@@ -237,7 +235,7 @@ def _holder() -> bytes:
 
 
 def _write_holder(fd: int) -> None:
-    """In one write and always as long, so that nobody reads half of it."""
+    """Write the holder at once and always as long, so that nobody reads half of it."""
     try:
         os.lseek(fd, 0, os.SEEK_SET)
         os.write(fd, _holder())
@@ -271,7 +269,7 @@ _guard = threading.Lock()
 
 
 def new_work_folder(root: Path) -> Path:
-    """A new empty folder below ``root`` that belongs to this process until ``remove_work_folder`` or its end."""
+    """Make an empty folder below ``root`` that belongs to this process until ``remove_work_folder`` or its end."""
     root.mkdir(parents=True, exist_ok=True)
     while True:
         folder = root / f"{BUILD_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
@@ -303,7 +301,7 @@ def _forget(folder: Path) -> None:
 
 @contextlib.contextmanager
 def out_of_the_way(engine: Path) -> Iterator[None]:
-    """Have an engine's folder moved aside, if it is there, while another takes its name; back where that fails.
+    """Move an engine's folder aside, if it is there, while another takes its name; back where that fails.
 
     Raises:
         OSError: it cannot be moved, for example since (on Windows) one of its files is in use.

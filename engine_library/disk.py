@@ -30,16 +30,16 @@ ALMOST_NOTHING = 8 << 20
 
 
 class LibraryError(Exception):
-    """The library could not do what it was asked; the text is for the user."""
+    """Request that the library could not fulfil; the text is for the user."""
 
 
 def gigabytes(size: float) -> str:
-    """A number of bytes as people say it."""
+    """Return a number of bytes as people say it."""
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes on the disk that a folder lies on, or will lie on."""
+    """Return the free bytes on the disk that a folder lies on, or will lie on."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
@@ -56,7 +56,7 @@ def check_room(folder: Path, needed: int, what: str) -> None:
 
 
 def readable(error: OSError, folder: Path) -> LibraryError:
-    """A system's refusal to write to the library as a sentence."""
+    """Turn the system's refusal to write to the library into a sentence."""
     if error.errno in _FULL:
         return LibraryError(
             f"the disk of {folder} is full. Nothing was changed in the library and native keeps serving; delete "
@@ -87,7 +87,7 @@ MAX_LEVEL = 5
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user decides about all engines.
+    """Settings of a user for all engines.
 
     Attributes:
         limit_gb: how many gigabytes all engines together may take; 0 is no limit.
@@ -101,7 +101,8 @@ class Settings:
 
     @classmethod
     def from_json(cls, data: object) -> Settings:
-        """
+        """Read settings of any form.
+
         Raises:
             LibraryError: a value that makes no sense; the text is for the user.
         """
@@ -124,7 +125,7 @@ def _number(data: dict, name: str, what: str, unit: str, most: float) -> float:
 
 
 def read_settings(folder: Path) -> Settings:
-    """The settings of the library in a folder; the defaults where there are none."""
+    """Return the settings of the library in a folder; the defaults where there are none."""
     try:
         return Settings.from_json(schema.loads((folder / FILE_NAME).read_text(encoding="utf-8")))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""One engine on disk: its folder, its manifest, and whether its files are those that were built."""
+"""One engine on disk: its folder, its manifest, its parameters, and how far its numbers may be from native's."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class Engine:
 
 
 def describe_files(folder: Path, names: Sequence[str], check: Check | None = None) -> dict[str, EngineFile]:
-    """Size and hash of files in a building folder, for the manifest."""
+    """Return size and hash of files in a building folder, for the manifest."""
     return {name: EngineFile((folder / name).stat().st_size, file_sha256(folder / name, check)) for name in names}
 
 
 def file_sha256(path: Path, check: Check | None = None) -> str:
-    """sha256 of a file's contents; ``check`` is called after every few megabytes."""
+    """Return the sha256 of a file's contents; ``check`` is called after every few megabytes."""
     h = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(8 << 20):
@@ -82,7 +82,7 @@ def write_parameters(folder: Path, initialisers: Mapping[str, str]) -> None:
 
 
 def read_parameters(folder: Path) -> dict[str, str]:
-    """The inverse of ``write_parameters``.
+    """Read what ``write_parameters`` kept.
 
     Raises:
         OSError, ValueError: there is no such file, or it is damaged.
@@ -94,7 +94,7 @@ def read_parameters(folder: Path) -> dict[str, str]:
 
 
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """``|value - reference| / |reference|`` in the 2-norm; infinite when a value is not finite."""
+    """Return ``|value - reference| / |reference|`` in the 2-norm; infinite when a value is not finite."""
     value, reference = value.double(), reference.double()
     if not (value.isfinite().all() and reference.isfinite().all()):
         return float("inf")

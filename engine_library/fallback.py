@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Reason(str, Enum):
-    """The closed list of fallback reasons; the value is what users read, ``advice`` what they can do about it."""
+    """Closed list of fallback reasons; users read the value, and what they can do in ``advice``."""
 
     NO_ENGINE = "no engine"
     NOT_WIRED = "no engine wired in"
@@ -69,7 +69,7 @@ _MEANING = {
 
 @dataclass(frozen=True)
 class Fallback:
-    """A reason with the particulars of one case, for example which shape did not fit.
+    """Reason with the particulars of one case, for example which shape did not fit.
 
     Attributes:
         sizes: those of a call that the engine was not built for, symbol -> size.
@@ -87,12 +87,12 @@ class Fallback:
         return f"{self.reason.value}: {self.detail}" if self.detail else self.reason.value
 
     def sentence(self, advice: str = "") -> str:
-        """What happened, what it means for the image, what to do: ``advice``, or what the reason usually wants."""
+        """Say what happened, its effect on the image and what to do: ``advice``, or the reason's usual advice."""
         return f"{self}. {self.reason.meaning}; {advice or self.advice or self.reason.advice}."
 
 
 class Unavailable(Exception):
-    """An engine cannot be used; carries the fallback that says why."""
+    """Error of an engine that cannot be used; carries the fallback that says why."""
 
     def __init__(
         self, reason: Reason, detail: str = "", sizes: Mapping[str, int] | None = None, others_serve: bool = False
@@ -102,8 +102,8 @@ class Unavailable(Exception):
 
 
 class BuildError(Exception):
-    """A build that cannot succeed; the text says what happened and what to do."""
+    """Failure of a build; the text says what happened and what to do."""
 
 
 class ValidationFailed(BuildError):
-    """An engine was held against native and is not what it should be: a verdict on the engine, for good."""
+    """Verdict on an engine whose comparison with native failed."""

@@ -49,7 +49,7 @@ class Entry:
     last_used: str | None = None
 
     def to_json(self) -> dict:
-        """For ``--json`` and the page."""
+        """Return it for ``--json`` and the page."""
         data = {"folder": str(self.folder), "name": self.name, "state": self.state, "reason": self.reason,
                 "bytes": self.bytes, "last_used": self.last_used}  # fmt: skip
         if self.engine is not None:
@@ -60,11 +60,11 @@ class Entry:
 
 
 Stale = Callable[[Engine], Fallback | None]
-"""Why the weights of an engine are not its file's any more, or None; see ``comfy_model.hash_cache.source_changed``."""
+"""Returns why an engine's weights are not its file's any more, or None: see ``hash_cache.source_changed``."""
 
 
 def entries(library: Library, usable: Usable, stale: Stale, gpu: str = "") -> list[Entry]:
-    """Everything in the library, in a stable order.
+    """List everything in the library, in a stable order.
 
     Args:
         usable: the backends' say on whether an engine runs here (version, GPU); None means yes.
@@ -80,7 +80,7 @@ def entries(library: Library, usable: Usable, stale: Stale, gpu: str = "") -> li
 
 
 def _free_name(name: str, taken: Collection[str]) -> str:
-    """A folder's name, with a number where another has it: whoever means the one must not delete the other."""
+    """Return a folder's name, with a number where another has it: a user who means one must not delete the other."""
     numbered = (f"{name}@{number}" for number in itertools.count(2))
     return next(free for free in itertools.chain([name], numbered) if free not in taken)
 
@@ -109,7 +109,7 @@ def _disk_use(folder: Path) -> int:
 
 
 def select(found: list[Entry], name: str) -> Entry:
-    """The entry that a user means by its name, the start of it, or the start of its key.
+    """Return the entry that a user means by its name, the start of it, or the start of its key.
 
     Raises:
         LibraryError: none, or several.
@@ -128,7 +128,7 @@ def _key(entry: Entry) -> str:
 
 
 def verify(entry: Entry, check: Check | None = None) -> Fallback | None:
-    """Read and hash all files of an engine; what is wrong with them, or None."""
+    """Read and hash all files of an engine; return what is wrong with them, or None."""
     if entry.engine is None:
         return Fallback(Reason.BROKEN_ENGINE, entry.reason)
     try:
@@ -154,7 +154,7 @@ def delete(entry: Entry) -> None:
 
 
 def mark_used(engines: Iterable[Engine]) -> None:
-    """Engines serve now. Microseconds; a library that cannot be written keeps no record."""
+    """Note that engines serve now, in the time of an empty file. A library that cannot be written keeps no note."""
     now = time.monotonic()
     for engine in engines:
         path = engine.folder / USE_NAME
@@ -168,7 +168,7 @@ def mark_used(engines: Iterable[Engine]) -> None:
 
 
 def last_used(engine: Engine) -> datetime | None:
-    """When an engine was last used, or None when that is not known."""
+    """Return when an engine was last used, or None when that is not known."""
     try:
         return datetime.fromtimestamp((engine.folder / USE_NAME).stat().st_mtime, timezone.utc)
     except (OSError, ValueError, OverflowError):

@@ -21,7 +21,7 @@ _ended = 0
 
 
 def ended() -> int:
-    """How many builds have ended."""
+    """Return the number of builds that have ended."""
     return _ended
 
 

@@ -1,4 +1,4 @@
-"""Where the library of this ComfyUI is."""
+"""Folder of this ComfyUI's library."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def _library(roots: tuple[str, ...]) -> Library:
 
 
 def library() -> Library:
-    """The library of this ComfyUI, wherever its settings put ``models/trt_engines``."""
+    """Return the library of this ComfyUI, wherever its settings put ``models/trt_engines``."""
     return _library(tuple(folder_paths.get_folder_paths(FOLDER_KEY)))

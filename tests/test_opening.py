@@ -1,4 +1,4 @@
-"""What opening an engine costs, and what using it leaves behind: hashed once per machine, a time of last use."""
+"""Cost of opening an engine: hashed once per machine; and its use: a time of last use."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def restart() -> None:
-    """What a process remembers is gone."""
+    """Forget what the process remembers."""
     trust._hashed.clear()
 
 

@@ -22,7 +22,7 @@ MODEL_FOLDERS = {"checkpoint": "checkpoints", "unet": "diffusion_models", "contr
 
 
 class Unusable(Exception):
-    """What the user named cannot be used; the text says why and what to do."""
+    """Model, folder or device that cannot be used; the text says why and what to do."""
 
 
 def library(folder: Path | None, comfyui: Path | None) -> Library:
