@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import slow
-from browser import TOAST_CLOSE, ComfyPage, comfy_page
+from browser import ComfyPage, comfy_page
 from build_page import NET_1 as NET
 from build_page import WORKFLOW, browser, load, no_engines, page
 from comfy_process import ComfyProcess
@@ -268,29 +268,6 @@ def test_the_limit_is_set_in_the_settings_dialog(page: EnginePage, comfy: ComfyP
     assert json.loads(file.read_text())["limit_gb"] == 12.5
     file.unlink()
     reload(page)  # no dialog is left over the canvas
-
-
-
-def test_the_panel_tells_the_last_use_and_deletes_what_was_not_used_for_long(
-    page: EnginePage, comfy: ComfyProcess
-) -> None:
-    no_engines(comfy)
-    root, raw = comfy.base / "models" / "trt_engines", page.page.page
-    name = publish(root)  # built in January and never used
-    raw.evaluate("close => document.querySelectorAll(close).forEach(b => b.click())", TOAST_CLOSE)
-    raw.get_by_role("button", name="TRT engines").click()
-    panel = raw.locator(".hybrid-trt-panel")
-    panel.get_by_text("not used yet").wait_for()
-    panel.get_by_role("button", name="Delete unused").click()
-    dialog = raw.get_by_role("dialog", name="Delete unused engines?")
-    page.shot("confirm")
-    assert "Not used for 30 days: 1 of the engines" in dialog.inner_text()
-    dialog.get_by_role("button", name="Delete").click()
-    page.toast("Deleted: 1 engines")
-    panel.get_by_text("No engines yet.").wait_for()
-    assert not (root / name).exists()
-    panel.get_by_role("button", name="Delete unused").wait_for(state="hidden")
-    raw.get_by_role("button", name="TRT engines").click()
 
 
 @slow.when("litegraph")
