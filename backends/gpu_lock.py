@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..engine_library.lock import FileLock
+from ..engine_library.atomic_files import FileLock
 
 if TYPE_CHECKING:
     from . import Progress

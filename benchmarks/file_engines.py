@@ -44,7 +44,7 @@ class FileBench(networks.Bench):
         from hybrid_trt.backends import backends
         from hybrid_trt.comfy_model.network import NativeNetwork
         from hybrid_trt.engine_library import Library
-        from hybrid_trt.engine_library.settings import Settings, write_settings
+        from hybrid_trt.engine_library.disk import Settings, write_settings
         from hybrid_trt.sampling.engine_handle import EngineChoice
 
         super().__init__(family, base, controls)

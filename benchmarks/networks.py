@@ -170,7 +170,7 @@ class Bench:
 
 def worst_error(values: list[torch.Tensor], references: list[torch.Tensor]) -> float:
     """Largest relative error of any output."""
-    from hybrid_trt.engine_library.parity import relative_error
+    from hybrid_trt.engine_library.engine import relative_error
 
     return max(relative_error(v, r) for v, r in zip(values, references, strict=True))
 

@@ -35,14 +35,10 @@ from ..engine_library import (
     ValidationFailed,
     schema,
     trust,
-    verified,
 )
-from ..engine_library.disk import check_room, readable
-from ..engine_library.engine import describe_files
+from ..engine_library.disk import check_limit, check_room, read_settings, readable
+from ..engine_library.engine import LIMITS, PARAMETERS_NAME, describe_files
 from ..engine_library.manifest import PACK_VERSION
-from ..engine_library.parameters import PARAMETERS_NAME
-from ..engine_library.parity import LIMITS
-from ..engine_library.settings import check_limit, read_settings
 from .check import check_engine, check_task, unchecked_engine
 from .order import BuildOrder
 from .resources import check_memory, hold
@@ -216,7 +212,7 @@ class _Build:
         try:
             manifest, record = self._make(folder, structure, dtype)
             engine = self.library.publish(folder, manifest, lambda: self.progress("saving", 0.99), record)
-            verified.remember(engine)
+            trust.remember_contents(engine)
         finally:
             self.library.discard(folder)
         log.info(

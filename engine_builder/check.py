@@ -1,4 +1,4 @@
-"""An engine becomes one that serves here: a child holds it against native on its own device, then it is signed."""
+"""Check of an engine that this machine built without its GPU: compared with native there, it is signed and serves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..engine_library import (
     trust,
 )
 from ..engine_library.disk import check_room
-from ..engine_library.parity import LIMITS
+from ..engine_library.engine import LIMITS
 from .worker.onnx_export import DATA_NAME
 from .worker.task import Task
 from .worker_process import Log
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def unchecked_engine(order: BuildOrder, library: Library, identity: EngineIdentity) -> Engine | None:
-    """An engine that would serve an order if only it were checked, or None; where it cannot run it cannot be."""
+    """Return an engine built here that would serve an order once it was checked on its device, or None."""
     backend, device = order.backend, order.target_device
     if backend.runs_live_weights or backend.unavailable(device) is not None:
         return None
@@ -99,18 +99,18 @@ def _compared(
             raise WeightsChanged
         native = network_task(network, structure, index, weights_file)
         words = {
-            "origin": f"{engine.folder.name}, which was not made for this machine,",
-            "advice": "build again to have an engine made here in its place",
+            "origin": f"{engine.folder.name}, which was built without this GPU,",
+            "advice": "build again to have another in its place",
         }
         task = check_task(order, engine.manifest, engine.folder, {"folder": str(folder), **native, **words})
         done = run(task, lambda phase, fraction: progress(phase, 0.2 + 0.8 * fraction), log_line, only_gpu(device))
     finally:
         library.discard(folder)
-    return trust.Record(trust.CHECKED, parity=done["parity"], gpu=gpu_of(device))
+    return trust.Record(trust.BUILT, parity=done["parity"], gpu=gpu_of(device))
 
 
 def check_task(order: BuildOrder, manifest: Manifest, engine: Path, native: Task) -> Task:
-    """The task that holds an engine against native on the device that an order is for.
+    """Return the task that compares an engine with native on the device that an order is for.
 
     Args:
         engine: the folder with its files.

@@ -39,7 +39,7 @@ def expected(
     decides; without one, the figures that we measured.
     """
     alike = []
-    for engine in library.engines():  # those of an imported one are another machine's
+    for engine in library.engines():  # those of a copied one are another machine's
         manifest = engine.manifest
         identity = manifest.identity
         same = (manifest.kind == kind and identity.backend == backend and identity.precision == precision

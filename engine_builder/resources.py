@@ -15,8 +15,8 @@ import torch
 
 from ..backends import Backend, Progress, backends
 from ..engine_library import BuildError
+from ..engine_library.atomic_files import FileLock
 from ..engine_library.disk import gigabytes
-from ..engine_library.lock import FileLock
 from .worker.task import Task, tensors_of
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
-"""Runs a module of the pack outside ComfyUI, whatever the pack's folder is called and whatever lies on sys.path.
+"""Run a module of the pack outside ComfyUI, whatever the pack's folder is called and whatever lies on sys.path.
 
-Imported by ``__main__`` and run as a script by ``child_process``; so it uses nothing of the pack, nor anything heavy.
+Imported by ``__main__`` and run as a script by ``worker_process``; so it uses nothing of the pack, nor anything heavy.
 """
 
 from __future__ import annotations

@@ -1,13 +1,24 @@
-"""Files that appear whole, also on Windows: there an open file can be neither renamed, replaced nor removed."""
+"""Files that appear whole, locks between processes, and folders for work in progress.
+
+The rules of Windows hold everywhere: there an open file can be neither renamed, replaced nor removed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
+import logging
 import os
 import secrets
+import shutil
+import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 TEMPORARY = ".tmp-"
 """Begins the name of every file that is not under its own name yet."""
@@ -19,7 +30,7 @@ PATIENCE = 2.0
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name for a file that will become ``path``, in the same folder."""
+    """Return a name for a file that will become ``path``, in the same folder."""
     return path.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}")
 
 
@@ -107,3 +118,242 @@ def _patiently(rename: Callable[[], None]) -> None:
             if not WINDOWS or time.monotonic() >= deadline:
                 raise
             time.sleep(0.05)
+
+
+# --- locks: the system frees one when its holder dies, however it dies ---
+
+_STARTED = time.time()
+_LENGTH = 512
+_ATTEMPTS = 100
+_BUSY = {errno.EACCES, errno.EAGAIN, errno.EDEADLK}
+_LOCKED_BYTE = 1 << 30  # far behind the text: Windows lets nobody read a locked byte
+
+
+class FileLock:
+    """Lock between processes: a file with its holder's name in it. Without a living holder it is free.
+
+    Attributes:
+        reliable: False on file systems that cannot lock; there ``acquire`` always succeeds.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.reliable = True
+        self._fd: int | None = None
+
+    def acquire(self) -> bool:
+        """Take the lock if it is free; never waits.
+
+        Raises:
+            OSError: the file cannot be made, for example because the folder is read-only.
+        """
+        for _ in range(_ATTEMPTS):
+            try:
+                fd = os.open(self.path, os.O_RDWR)
+            except FileNotFoundError:
+                _appear(self.path)
+                continue
+            try:
+                if not self._lock(fd):
+                    os.close(fd)
+                    return False
+                if _is_at(fd, self.path):  # else its last holder removed it between our open and our lock
+                    _write_holder(fd)  # it may be one that a dead holder left
+                    self._fd = fd
+                    return True
+                os.close(fd)
+            except BaseException:
+                _close(fd)
+                raise
+        raise FileExistsError(errno.EEXIST, "can be neither opened nor made", str(self.path))
+
+    def release(self) -> None:
+        """Give the lock back and remove its file."""
+        fd, self._fd = self._fd, None
+        if fd is None:
+            return
+        try:
+            self.path.unlink(missing_ok=True)  # while still locked: whoever waits sees that this file is gone
+            _close(fd)
+        except OSError:
+            # Windows removes no open file, so whoever has just opened this one keeps it, and nothing is lost
+            _close(fd)
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+
+    def holder(self) -> str:
+        """Return in words which process holds it."""
+        try:
+            data = json.loads(self.path.read_text(encoding="utf-8"))
+            return f"process {data['pid']} on {data['host']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "another process"
+
+    def _lock(self, fd: int) -> bool:
+        try:
+            _system_lock(fd)
+        except OSError as error:
+            if error.errno in _BUSY:
+                return False
+            log.warning("Hybrid TRT: %s lies on a file system that cannot lock (%s).", self.path.parent, error)
+            self.reliable = False
+        return True
+
+
+def _system_lock(fd: int) -> None:
+    if WINDOWS:
+        import msvcrt
+
+        os.lseek(fd, _LOCKED_BYTE, os.SEEK_SET)
+        msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _appear(path: Path) -> None:
+    """Make the lock file with us as its holder, unless it is there; whoever locks it first has it."""
+    temporary = temporary_beside(path)
+    try:
+        temporary.write_bytes(_holder())
+        claim(temporary, path)
+    except FileExistsError:
+        pass
+    except OSError:  # no links on this disk, or a full disk
+        with contextlib.suppress(FileExistsError):
+            _write_holder(fd := os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644))
+            os.close(fd)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _holder() -> bytes:
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": _STARTED, "locked": time.time()}
+    return json.dumps(holder).encode().ljust(_LENGTH)
+
+
+def _write_holder(fd: int) -> None:
+    """Write the holder at once and always as long, so that nobody reads half of it."""
+    try:
+        os.lseek(fd, 0, os.SEEK_SET)
+        os.write(fd, _holder())
+    except OSError:
+        pass  # a full disk: the lock holds all the same, only namelessly
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _close(fd: int) -> None:
+    try:
+        os.close(fd)
+    except OSError:
+        pass
+
+
+# --- folders for what is not an engine yet, or no longer: invisible to the library, swept when left behind ---
+
+BUILD_PREFIX = ".building-"
+REPLACED = ".replaced"
+"""In a work folder: the engine that a new one is to take the place of."""
+_LOCK_SUFFIX = ".lock"
+
+_mine: dict[Path, FileLock] = {}
+_guard = threading.Lock()
+
+
+def new_work_folder(root: Path) -> Path:
+    """Make an empty folder below ``root`` that belongs to this process until ``remove_work_folder`` or its end."""
+    root.mkdir(parents=True, exist_ok=True)
+    while True:
+        folder = root / f"{BUILD_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        lock = FileLock(_lock_path(folder))
+        if lock.acquire():
+            break
+    try:
+        folder.mkdir()
+    except BaseException:
+        lock.release()
+        raise
+    with _guard:
+        _mine[folder] = lock
+    return folder
+
+
+def remove_work_folder(folder: Path) -> None:
+    """Remove a work folder with all that is in it, or only what is left of it after its contents were moved away."""
+    shutil.rmtree(folder, ignore_errors=True)
+    _forget(folder)
+
+
+def _forget(folder: Path) -> None:
+    with _guard:
+        lock = _mine.pop(folder, None)
+    if lock is not None:
+        lock.release()
+
+
+@contextlib.contextmanager
+def out_of_the_way(engine: Path) -> Iterator[None]:
+    """Move an engine's folder aside, if it is there, while another takes its name; back where that fails.
+
+    Raises:
+        OSError: it cannot be moved, for example since (on Windows) one of its files is in use.
+    """
+    if not engine.exists():
+        yield
+        return
+    aside = new_work_folder(engine.parent)
+    try:
+        (aside / REPLACED).mkdir()
+        move(engine, aside / REPLACED / engine.name)
+        yield
+    finally:
+        if _put_back(aside):
+            remove_work_folder(aside)
+        else:
+            _forget(aside)  # the next sweep tries again
+
+
+def _put_back(folder: Path) -> bool:
+    """Give engines that lie aside in a work folder their names again, where these are free; False: one could not be."""
+    for engine in (folder / REPLACED).glob("*"):
+        target = folder.parent / engine.name
+        if not target.exists():
+            try:
+                move(engine, target)
+            except OSError as error:
+                log.warning("Hybrid TRT: %s stays in %s for now (%s)", engine.name, folder, error)
+                return False
+    return True
+
+
+def sweep(root: Path) -> list[str]:
+    """Remove the work folders of processes that are dead, and return their names. Never raises for want of rights."""
+    swept = []
+    try:
+        sweep_temporaries(root)
+        found = {p if p.suffix != _LOCK_SUFFIX else p.with_suffix("") for p in root.glob(f"{BUILD_PREFIX}*")}
+        for folder in sorted(found):
+            lock = FileLock(_lock_path(folder))
+            if not lock.acquire():
+                continue  # its process lives
+            if lock.reliable and _put_back(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                swept.append(folder.name)
+            lock.release()
+    except OSError as error:
+        log.debug("Hybrid TRT: %s was not swept (%s)", root, error)
+    if swept:
+        log.info("Hybrid TRT: removed what %d unfinished build(s) had left in %s", len(swept), root)
+    return swept
+
+
+def _lock_path(folder: Path) -> Path:
+    return folder.with_name(folder.name + _LOCK_SUFFIX)

@@ -1,12 +1,25 @@
-"""Room on the library's disk, and what the system says about it in words for users."""
+"""Disk space and settings of the library, and the system's refusals in words for users.
+
+The settings are a small file in the folder that builds go to, the same for page and shell.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
+import logging
 import shutil
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from . import atomic_files
+from . import atomic_files, schema
+from .atomic_files import write_file
+
+if TYPE_CHECKING:
+    from .library import Library
+
+log = logging.getLogger(__name__)
 
 _FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -17,16 +30,16 @@ ALMOST_NOTHING = 8 << 20
 
 
 class LibraryError(Exception):
-    """The library could not do what it was asked; the text is for the user."""
+    """Request that the library could not fulfil; the text is for the user."""
 
 
 def gigabytes(size: float) -> str:
-    """A number of bytes as people say it."""
+    """Return a number of bytes as people say it."""
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes on the disk that a folder lies on, or will lie on."""
+    """Return the free bytes on the disk that a folder lies on, or will lie on."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
@@ -43,7 +56,7 @@ def check_room(folder: Path, needed: int, what: str) -> None:
 
 
 def readable(error: OSError, folder: Path) -> LibraryError:
-    """A system's refusal to write to the library as a sentence."""
+    """Turn the system's refusal to write to the library into a sentence."""
     if error.errno in _FULL:
         return LibraryError(
             f"the disk of {folder} is full. Nothing was changed in the library and native keeps serving; delete "
@@ -64,3 +77,89 @@ def readable(error: OSError, folder: Path) -> LibraryError:
         f"the library {folder} could not be used ({error}). Nothing was changed in it and native keeps serving; check "
         "this folder and its disk"
     )
+
+
+FILE_NAME = ".settings.json"
+MAX_LIMIT_GB = 1e6
+MAX_MINUTES = 24 * 60
+MAX_LEVEL = 5
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a user for all engines.
+
+    Attributes:
+        limit_gb: how many gigabytes all engines together may take; 0 is no limit.
+        build_minutes: how long a backend may take for a build; 0 is no limit.
+        tensorrt_level: how hard TensorRT searches for fast kernels, 1 to 5; 0 leaves it to TensorRT.
+    """
+
+    limit_gb: float = 0.0
+    build_minutes: float = 0.0
+    tensorrt_level: int = 0
+
+    @classmethod
+    def from_json(cls, data: object) -> Settings:
+        """Read settings of any form.
+
+        Raises:
+            LibraryError: a value that makes no sense; the text is for the user.
+        """
+        given = data if isinstance(data, dict) else {"limit_gb": None}
+        limit = _number(given, "limit_gb", "The limit of the engine library", "gigabytes", MAX_LIMIT_GB)
+        minutes = _number(given, "build_minutes", "The longest build", "minutes", MAX_MINUTES)
+        level = _number(given, "tensorrt_level", "TensorRT's optimization level", "levels", MAX_LEVEL)
+        if level != int(level):
+            raise LibraryError("TensorRT's optimization level has to be a whole number; nothing was changed")
+        return cls(limit, minutes, int(level))
+
+
+def _number(data: dict, name: str, what: str, unit: str, most: float) -> float:
+    value = data.get(name, 0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        raise LibraryError(f"{what} has to be a number of {unit}; nothing was changed")
+    if not 0 <= value <= most:
+        raise LibraryError(f"{what} has to lie between 0 (none) and {most:.0f} {unit}; nothing was changed")
+    return float(value)
+
+
+def read_settings(folder: Path) -> Settings:
+    """Return the settings of the library in a folder; the defaults where there are none."""
+    try:
+        return Settings.from_json(schema.loads((folder / FILE_NAME).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return Settings()
+    except (OSError, ValueError, LibraryError) as error:
+        log.warning("Hybrid TRT: the library's settings are not readable, so there is no limit (%s)", error)
+        return Settings()
+
+
+def write_settings(folder: Path, settings: Settings) -> None:
+    """Keep settings.
+
+    Raises:
+        LibraryError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_file(folder / FILE_NAME, json.dumps(asdict(settings)), durable=True)
+    except OSError as error:
+        raise readable(error, folder) from error
+
+
+def check_limit(library: Library, more: int, what: str, replaced: Path | None = None) -> None:
+    """Raise LibraryError when ``more`` bytes of engines do not fit the limit.
+
+    Args:
+        what: begins the sentence.
+        replaced: the folder of the engine in whose place they come, if it is there.
+    """
+    limit = read_settings(library.roots[0]).limit_gb * 1e9
+    used = sum(e.manifest.bytes for e in library.engines() if e.folder != replaced) if limit else 0
+    if limit and used + more > limit:
+        raise LibraryError(
+            f"{what} needs about {gigabytes(more)}, the engines take {gigabytes(used)}, and the settings allow "
+            f"{gigabytes(limit)} in all. Nothing was changed and native keeps serving; delete engines that you no "
+            "longer use, or raise the limit in Settings > Hybrid TRT"
+        )

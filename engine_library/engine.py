@@ -1,22 +1,27 @@
-"""One engine on disk: its folder, its manifest, and whether its files are those that were built."""
+"""One engine on disk: its folder, its manifest, its parameters, and how far its numbers may be from native's."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .fallback import Reason, Unavailable
 from .manifest import EngineFile, Manifest
 
+if TYPE_CHECKING:
+    import torch
+
 Check = Callable[[], None]
 """Called often during long work; may raise to stop it."""
-
-_PROGRAMS = {".pt", ".pth", ".pt2", ".pkl", ".pickle", ".ckpt", ".bin", ".py", ".pyc", ".pyd", ".so", ".dll", ".dylib"}
-_PROGRAMS |= {".trt", ".plan", ".engine"}  # TensorRT's plans are code for the GPU, and its reader trusts them
-
+PARAMETERS_NAME = "parameters.json"
+"""Beside the graph: its initialisers that hold the parameters of its network."""
+LIMITS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+"""Largest relative error of any output tensor, per precision. Rounding explains about a tenth of each."""
 
 @dataclass(frozen=True)
 class Engine:
@@ -46,7 +51,7 @@ class Engine:
     def check_contents(self, check: Check | None = None) -> None:
         """Raise Unavailable when a file's contents are not those that were built. Reads everything, files in parallel.
 
-        ``verified.check_contents`` does so once per machine.
+        ``trust.check_contents`` does so once per machine.
         """
         with ThreadPoolExecutor(max_workers=4) as pool:
             hashes = {name: pool.submit(file_sha256, self.folder / name, check) for name in self.manifest.files}
@@ -56,12 +61,12 @@ class Engine:
 
 
 def describe_files(folder: Path, names: Sequence[str], check: Check | None = None) -> dict[str, EngineFile]:
-    """Size and hash of files in a building folder, for the manifest."""
+    """Return size and hash of files in a building folder, for the manifest."""
     return {name: EngineFile((folder / name).stat().st_size, file_sha256(folder / name, check)) for name in names}
 
 
 def file_sha256(path: Path, check: Check | None = None) -> str:
-    """sha256 of a file's contents; ``check`` is called after every few megabytes."""
+    """Return the sha256 of a file's contents; ``check`` is called after every few megabytes."""
     h = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(8 << 20):
@@ -69,3 +74,30 @@ def file_sha256(path: Path, check: Check | None = None) -> str:
             if check is not None:
                 check()
     return h.hexdigest()
+
+
+def write_parameters(folder: Path, initialisers: Mapping[str, str]) -> None:
+    """Keep parameter name -> initialiser name; a parameter that the graph does not use has none."""
+    (folder / PARAMETERS_NAME).write_text(json.dumps(dict(initialisers), indent=0), encoding="utf-8")
+
+
+def read_parameters(folder: Path) -> dict[str, str]:
+    """Read what ``write_parameters`` kept.
+
+    Raises:
+        OSError, ValueError: there is no such file, or it is damaged.
+    """
+    found = json.loads((folder / PARAMETERS_NAME).read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise ValueError(f"{PARAMETERS_NAME} holds no names")
+    return found
+
+
+def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return ``|value - reference| / |reference|`` in the 2-norm; infinite when a value is not finite."""
+    value, reference = value.double(), reference.double()
+    if not (value.isfinite().all() and reference.isfinite().all()):
+        return float("inf")
+    scale = reference.norm()
+    difference = (value - reference).norm()
+    return float(difference / scale) if scale > 0 else float(difference)

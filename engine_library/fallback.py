@@ -1,4 +1,4 @@
-"""Why a call ran native although an engine was asked for."""
+"""Reasons for a native call although an engine was asked for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..architectures.calls import UncoveredCall
 
 
 class Reason(str, Enum):
-    """The closed list of fallback reasons; the value is what users read, ``advice`` what they can do about it."""
+    """Closed list of fallback reasons; users read the value, and what they can do in ``advice``."""
 
     NO_ENGINE = "no engine"
     NOT_WIRED = "no engine wired in"
@@ -46,7 +46,7 @@ _ADVICE = {
     Reason.NO_ENGINE: "press Build engine, or choose 'build now' or 'build in background' on its node, and queue",
     Reason.NOT_WIRED: "switch TRT UNet Engine on again, or wire its engine into TRT Sampler Patch",
     Reason.BUILD_FAILED: "fix what the message names and queue again",
-    Reason.STALE_ENGINE: "build it again: it was made by another version or for another GPU",
+    Reason.STALE_ENGINE: "build it again: it was made by another version, on another machine or for another GPU",
     Reason.BROKEN_ENGINE: "build it again: its files are missing or damaged",
     Reason.UNCHECKED: "press Check engine, or choose 'build now' on the engine node, to have it compared with native",
     Reason.BACKEND_MISSING: "install the backend that the message names, or choose another on the engine node",
@@ -72,7 +72,7 @@ _MEANING = {
 
 @dataclass(frozen=True)
 class Fallback:
-    """A reason with the particulars of one case, for example which shape did not fit.
+    """Reason with the particulars of one case, for example which shape did not fit.
 
     Attributes:
         sizes: those of a call that the engine was not built for, symbol -> size.
@@ -92,12 +92,12 @@ class Fallback:
         return f"{self.reason.value}: {self.detail}" if self.detail else self.reason.value
 
     def sentence(self, advice: str = "") -> str:
-        """What happened, what it means for the image, what to do: ``advice``, or what the reason usually wants."""
+        """Say what happened, its effect on the image and what to do: ``advice``, or the reason's usual advice."""
         return f"{self}. {self.reason.meaning}; {advice or self.advice or self.reason.advice}."
 
 
 class Unavailable(Exception):
-    """An engine cannot be used; carries the fallback that says why."""
+    """Error of an engine that cannot be used; carries the fallback that says why."""
 
     def __init__(self, reason: Reason, detail: str = "", **particulars: Any):
         """``particulars``: other fields of ``Fallback``."""
@@ -106,8 +106,8 @@ class Unavailable(Exception):
 
 
 class BuildError(Exception):
-    """A build that cannot succeed; the text says what happened and what to do."""
+    """Failure of a build; the text says what happened and what to do."""
 
 
 class ValidationFailed(BuildError):
-    """An engine was held against native and is not what it should be: a verdict on the engine, for good."""
+    """Verdict on an engine whose comparison with native failed."""

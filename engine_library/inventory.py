@@ -1,24 +1,29 @@
-"""What is in the library and what state it is in: ready, stale or broken, with the reason."""
+"""Contents of the library: each engine's state (ready, stale, unchecked, broken), the reason, and its last use."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import logging
-from collections.abc import Callable, Collection
+import os
+import time
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 
-from . import last_use
 from .disk import LibraryError, readable
 from .engine import Check, Engine
 from .fallback import Fallback, Reason, Unavailable
 from .library import Library, Usable
-from .manifest import MANIFEST_NAME, Manifest, ManifestError
-
-log = logging.getLogger(__name__)
+from .manifest import MANIFEST_NAME, USE_NAME, Manifest, ManifestError
 
 READY, STALE, UNCHECKED, BROKEN = "ready", "stale", "unchecked", "broken"
 _STATES = {Reason.BROKEN_ENGINE: BROKEN, Reason.UNCHECKED: UNCHECKED}
+
+MARK_EVERY = 60.0
+"""Seconds in which more than one use counts as one."""
+
+_marked: dict[Path, float] = {}
 
 
 @dataclass(frozen=True)
@@ -27,8 +32,8 @@ class Entry:
 
     Attributes:
         name: the folder's; of one that an earlier folder of the library has too ``name@2``.
-        state: ``"ready"``; ``"stale"``: made for another version, GPU or file; ``"unchecked"``: it
-            has not run on this GPU yet; ``"broken"``: its files are damaged, or it is wrong.
+        state: ``"ready"``; ``"stale"``: of another version, machine, GPU or file; ``"unchecked"``: it was built without
+            this GPU and was not compared with native on it; ``"broken"``: its files are damaged, or it is wrong.
         reason: why it is not ready, in words.
         bytes: what the folder takes on disk.
         engine: None when its manifest cannot be read.
@@ -44,7 +49,7 @@ class Entry:
     last_used: str | None = None
 
     def to_json(self) -> dict:
-        """For ``--json`` and the page."""
+        """Return it for ``--json`` and the page."""
         data = {"folder": str(self.folder), "name": self.name, "state": self.state, "reason": self.reason,
                 "bytes": self.bytes, "last_used": self.last_used}  # fmt: skip
         if self.engine is not None:
@@ -55,11 +60,11 @@ class Entry:
 
 
 Stale = Callable[[Engine], Fallback | None]
-"""Why the weights of an engine are not its file's any more, or None; see ``comfy_model.hash_cache.source_changed``."""
+"""Returns why an engine's weights are not its file's any more, or None: see ``hash_cache.source_changed``."""
 
 
 def entries(library: Library, usable: Usable, stale: Stale, gpu: str = "") -> list[Entry]:
-    """Everything in the library, in a stable order.
+    """List everything in the library, in a stable order.
 
     Args:
         usable: the backends' say on whether an engine runs here (version, GPU); None means yes.
@@ -75,7 +80,7 @@ def entries(library: Library, usable: Usable, stale: Stale, gpu: str = "") -> li
 
 
 def _free_name(name: str, taken: Collection[str]) -> str:
-    """A folder's name, with a number where another has it: whoever means the one must not delete the other."""
+    """Return a folder's name, with a number where another has it: a user who means one must not delete the other."""
     numbered = (f"{name}@{number}" for number in itertools.count(2))
     return next(free for free in itertools.chain([name], numbered) if free not in taken)
 
@@ -88,7 +93,7 @@ def _entry(path: Path, name: str, usable: Usable, stale: Stale, gpu: str) -> Ent
     except ManifestError as error:
         flaw = Fallback(Reason.BROKEN_ENGINE, str(error))
     state = READY if flaw is None else _STATES.get(flaw.reason, STALE)
-    used = last_use.last_used(engine) if engine is not None else None
+    used = last_used(engine) if engine is not None else None
     text = used.isoformat(timespec="seconds") if used is not None else None
     return Entry(folder, name, state, "" if flaw is None else str(flaw), _disk_use(folder), engine, text)
 
@@ -104,7 +109,7 @@ def _disk_use(folder: Path) -> int:
 
 
 def select(found: list[Entry], name: str) -> Entry:
-    """The entry that a user means by its name, the start of it, or the start of its key.
+    """Return the entry that a user means by its name, the start of it, or the start of its key.
 
     Raises:
         LibraryError: none, or several.
@@ -123,7 +128,7 @@ def _key(entry: Entry) -> str:
 
 
 def verify(entry: Entry, check: Check | None = None) -> Fallback | None:
-    """Read and hash all files of an engine; what is wrong with them, or None."""
+    """Read and hash all files of an engine; return what is wrong with them, or None."""
     if entry.engine is None:
         return Fallback(Reason.BROKEN_ENGINE, entry.reason)
     try:
@@ -146,3 +151,25 @@ def delete(entry: Entry) -> None:
         Library.remove(entry.folder)
     except OSError as error:
         raise readable(error, entry.folder.parent) from error
+
+
+def mark_used(engines: Iterable[Engine]) -> None:
+    """Note that engines serve now, in the time of an empty file. A library that cannot be written keeps no note."""
+    now = time.monotonic()
+    for engine in engines:
+        path = engine.folder / USE_NAME
+        # one that was deleted and came back within that time has no record yet
+        if now - _marked.get(engine.folder, -MARK_EVERY) < MARK_EVERY and path.exists():
+            continue
+        _marked[engine.folder] = now
+        with contextlib.suppress(OSError):
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644))
+            os.utime(path)
+
+
+def last_used(engine: Engine) -> datetime | None:
+    """Return when an engine was last used, or None when that is not known."""
+    try:
+        return datetime.fromtimestamp((engine.folder / USE_NAME).stat().st_mtime, timezone.utc)
+    except (OSError, ValueError, OverflowError):
+        return None

@@ -9,19 +9,26 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..architectures.shapes import Profile
 from . import trust
-from .atomic_files import move, sync
+from .atomic_files import (
+    BUILD_PREFIX,
+    FileLock,
+    move,
+    new_work_folder,
+    out_of_the_way,
+    remove_work_folder,
+    sweep,
+    sync,
+)
 from .disk import LibraryError, readable
 from .engine import Check, Engine
 from .fallback import Fallback, Reason, Unavailable
-from .lock import FileLock
 from .manifest import EXPORT_FORMAT, LAYOUT_PREFIX, MANIFEST_NAME, EngineIdentity, Manifest, ManifestError
-from .work_folders import BUILD_PREFIX, new_work_folder, out_of_the_way, remove_work_folder, sweep
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +37,7 @@ Usable = Callable[[Manifest], Fallback | None]
 
 @dataclass(frozen=True)
 class EngineQuery:
-    """What a node asks the library for.
+    """Query of a node for an engine.
 
     Attributes:
         weights: what the engine may have as its weights, the most wanted first: a hash of them, or a layout that
@@ -61,15 +68,24 @@ class Library:
     def __init__(self, roots: Sequence[Path]):
         # two names of one folder are one: its engines would be there twice
         self.roots = list({os.path.realpath(root): root for root in reversed(roots)}.values())[::-1]
-        self._read: dict[Path, tuple[tuple[int, int], Engine | str]] = {}
+        self._read: dict[Path, tuple[tuple[int, int], Engine | None]] = {}
 
     def engines(self) -> list[Engine]:
-        """Every engine with a readable manifest, in a stable order."""
-        return [found for found in self._all() if isinstance(found, Engine)]
-
-    def problems(self) -> list[str]:
-        """What is wrong with the manifests that could not be read, a sentence each."""
-        return [found for found in self._all() if isinstance(found, str)]
+        """Return every engine with a readable manifest, in a stable order."""
+        seen = {}
+        for root in self.roots:
+            for path in sorted(root.glob(f"*/{MANIFEST_NAME}")):
+                if path.parent.name.startswith(BUILD_PREFIX):
+                    continue
+                try:
+                    stat = path.stat()
+                except OSError:
+                    continue  # deleted since it was listed
+                stamp = (stat.st_mtime_ns, stat.st_size)
+                known = self._read.get(path)
+                seen[path] = known if known and known[0] == stamp else (stamp, self._load(path))
+        self._read = seen
+        return [engine for _, engine in seen.values() if engine is not None]
 
     def find(self, wanted: EngineQuery, usable: Usable) -> Engine:
         """The best engine for a model.
@@ -112,7 +128,7 @@ class Library:
         raise self.nothing_found()
 
     def unchecked(self, wanted: EngineQuery, usable: Usable) -> Engine | None:
-        """The smallest engine that holds the wanted profile and needs but a check to serve."""
+        """Return the smallest engine that holds the wanted profile and needs but a check to serve."""
         found = []
         for engine in self.engines():
             identity = engine.manifest.identity
@@ -125,7 +141,7 @@ class Library:
         return min(found)[2] if found else None
 
     def nothing_found(self) -> Unavailable:
-        """What to raise when no engine is for a model; damaged ones are told in the log and by the panel alone."""
+        """Return the error for a model without an engine; damaged ones are told in the log and by the panel alone."""
         return Unavailable(Reason.NO_ENGINE, "none for this model in the library")
 
     def may_have(
@@ -135,7 +151,7 @@ class Library:
         backends: Collection[str] | None = None,
         others: Collection[str] = (),
     ) -> bool:
-        """Whether an engine could be a model's, judged without its weights hash; False is certain.
+        """Tell whether an engine could be a model's, judged without its weights hash; False is certain.
 
         Args:
             backends: whose engines count; everybody's by default.
@@ -147,18 +163,18 @@ class Library:
         return bool(known) and ("" in known or fingerprint() in known)
 
     def timed_on(self, gpu: str, architecture: str) -> set[str]:
-        """The backends with an engine of an architecture that this machine has timed on a GPU."""
+        """Return the backends with an engine of an architecture that this machine has timed on a GPU."""
         engines = [e for e in self.engines() if e.manifest.identity.architecture == architecture]
         return {e.manifest.identity.backend for e in engines if trust.pace(e, gpu) is not None}
 
     def exact(self, identity: EngineIdentity, usable: Usable, gpu: str = "") -> Engine | None:
-        """The engine with this very key, if it is there and nothing is wrong with it."""
+        """Return the engine with this very key, if it is there and nothing is wrong with it."""
         same = (e for e in self.engines() if e.manifest.identity == identity)
         return next((e for e in same if self.flaw(e, usable, gpu) is None), None)
 
     @staticmethod
     def flaw(engine: Engine, usable: Usable, gpu: str = "") -> Fallback | None:
-        """Why an engine cannot be used (stale, broken, unchecked, of another GPU), judged without reading its files."""
+        """Return why an engine cannot be used (stale, broken, unchecked ...), without reading its files, or None."""
         made_with = engine.manifest.identity.export_format
         if made_with != EXPORT_FORMAT:
             return Fallback(
@@ -174,32 +190,16 @@ class Library:
             return broken.fallback
         return usable(engine.manifest) or trust.flaw(engine, gpu)
 
-    def _all(self) -> Iterator[Engine | str]:
-        seen = {}
-        for root in self.roots:
-            for path in sorted(root.glob(f"*/{MANIFEST_NAME}")):
-                if path.parent.name.startswith(BUILD_PREFIX):
-                    continue
-                try:
-                    stat = path.stat()
-                except OSError:
-                    continue  # deleted since it was listed
-                stamp = (stat.st_mtime_ns, stat.st_size)
-                known = self._read.get(path)
-                seen[path] = known if known and known[0] == stamp else (stamp, self._load(path))
-        self._read = seen
-        yield from (found for _, found in seen.values())
-
     @staticmethod
-    def _load(path: Path) -> Engine | str:
+    def _load(path: Path) -> Engine | None:
         try:
             return Engine(path.parent, Manifest.read(path))
         except ManifestError as error:
             log.warning("Hybrid TRT: %s. This engine is ignored; build it again or delete its folder.", error)
-            return str(error)
+            return None
 
     def building_folder(self) -> Path:
-        """A new empty folder inside the library, invisible to ``engines`` until ``publish``.
+        """Make an empty folder inside the library, invisible to ``engines`` until ``publish``.
 
         Raises:
             LibraryError: the library cannot be written.
@@ -215,7 +215,7 @@ class Library:
         remove_work_folder(building)
 
     def lock(self, identity: EngineIdentity) -> FileLock:
-        """The lock that a builder of this engine has to hold, whatever process it lives in."""
+        """Return the lock that a builder of this engine has to hold, whatever process it lives in."""
         return FileLock(self.roots[0] / f".{identity.folder_name}.lock")
 
     def publish(
@@ -223,12 +223,12 @@ class Library:
         building: Path,
         manifest: Manifest,
         check: Check | None = None,
-        record: trust.Record | None = trust.BUILT_HERE,
+        record: trust.Record = trust.BUILT_HERE,
     ) -> Engine:
         """Write the manifest into a building folder and make the engine appear, replacing one with the same key.
 
         Args:
-            record: what this machine knows of it; None signs nothing, so the engine is never used.
+            record: what this machine knows of it.
             check: called until just before the engine appears; what it raises leaves the library as it was.
 
         Raises:
@@ -243,8 +243,7 @@ class Library:
             raise LibraryError(f"{error}, so the engine was not kept and native keeps serving; report this") from error
         target = self.roots[0] / manifest.identity.folder_name
         (building / MANIFEST_NAME).write_bytes(text)
-        if record is not None:
-            trust.keep(building, manifest, record, target)
+        trust.keep(building, manifest, record, target)
         for file in building.iterdir():
             check()
             sync(file)
@@ -279,7 +278,7 @@ def _fits(identity: EngineIdentity, wanted: EngineQuery) -> bool:
 
 
 def _rank(engine: Engine, wanted: EngineQuery, pace: float | None) -> tuple:
-    """Sort key of the engines that serve a node, the best first; ``pace``: see ``trust``, None where it is unknown."""
+    """Return the sort key of an engine that serves a node, the best first; ``pace``: see ``trust``, or None."""
     identity = engine.manifest.identity
     slow, profile = pace is not None and pace >= 1, identity.profile
     # a UNet's has no sizes of hints

@@ -15,7 +15,7 @@ from . import schema
 
 MANIFEST_NAME = "manifest.json"
 RECORD_NAME = "checked_here.json"
-"""What this machine knows of the engine, see ``trust``."""
+"""This machine's signed record of the engine, see ``trust``."""
 USE_NAME = "last_used"
 _OURS = (MANIFEST_NAME, RECORD_NAME, USE_NAME)
 MAX_BYTES = 4 << 20
@@ -45,7 +45,7 @@ class ManifestError(ValueError):
 
 @dataclass(frozen=True)
 class EngineIdentity:
-    """What tells two engines apart. ``key`` is a hash of all of it.
+    """Identity of an engine; ``key`` is a hash of all of it.
 
     Attributes:
         architecture: name of the architecture.
@@ -70,7 +70,7 @@ class EngineIdentity:
 
     @property
     def any_weights(self) -> bool:
-        """Whether it serves all checkpoints of a layout with any LoRA, and not one set of weights alone."""
+        """True where it serves all checkpoints of a layout with any LoRA, and not one set of weights alone."""
         return self.weights.startswith(_ANY_LAYOUT)
 
     @property
@@ -112,7 +112,7 @@ class Manifest:
         seconds: how long each part of the build took; together all of it.
         fingerprint: quick hash of a part of the weights, see ``weights.fingerprint``; ``""`` when not known.
         source: the file that the weights came from (``path``, ``size``, ``mtime_ns``), where it is known; only its
-            ``name`` in an engine that came from elsewhere.
+            ``name`` in an engine that an earlier version imported.
         parameters: how many numbers the network's weights are; 0 when not known.
         built_with: hash of the weights that an engine for any weights was built with; ``""`` when not known.
     """
@@ -212,7 +212,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: bytes, where: str) -> Manifest:
-        """As ``read``, from a manifest's text; ``where`` it stands is for the error."""
+        """Check a manifest's text as ``read`` does; errors name ``where`` it stands."""
         try:
             if len(text) > MAX_BYTES:
                 raise schema.MalformedInput(f"it has more than {MAX_BYTES >> 20} MB")
@@ -281,7 +281,7 @@ def _dim(data: object, what: str) -> int | Dim:
 
 
 def _check_symbols(inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> None:
-    """A call has to tell all sizes: see ``shapes.bind``."""
+    """Raise MalformedInput where a call would not tell all sizes: see ``shapes.bind``."""
     told = {str(dim) for spec in inputs if not spec.optional for dim in spec.dims}
     for spec in (*inputs, *outputs):
         for dim in spec.dims:

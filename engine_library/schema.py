@@ -122,7 +122,7 @@ def plain(value: object, what: str, depth: int = 4) -> Any:
 
 
 def plain_name(name: str) -> bool:
-    """Whether a text can be a file's name on every system: no path, no device, nothing that Windows would cut off."""
+    """Tell whether a text can be a file's name on every system: no path, no device, nothing that Windows cuts."""
     return (
         0 < len(name) <= 200
         and not _CONTROL.search(name)

@@ -1,44 +1,52 @@
-"""Which engines were built on this machine, or compared with native on it, and on which GPU: only these serve.
+"""Engines that this machine made, and on which GPU they computed what native does: only these serve.
 
 An engine's key is a hash that anybody can compute over whatever files, so it says nothing about what these compute. A
-record beside the manifest, signed with this machine's secret, does; it is no part of an exported engine.
+record beside the manifest does: it is signed with a secret of this user. Machines that share the secret's folder trust
+each other's engines.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import json
 import logging
+import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import local_key, schema
-from .atomic_files import write_file
+from . import schema
+from .atomic_files import claim, replace, temporary_beside, write_file
 from .fallback import Fallback, Reason
 from .manifest import RECORD_NAME, Manifest
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .engine import Check, Engine
 
 log = logging.getLogger(__name__)
 
-BUILT, CHECKED, REFUSED = "built", "checked", "refused"
+FOLDER_VARIABLE = "HYBRID_TRT_KEY_FOLDER"
+KEY_LENGTH = 32
+BUILT, REFUSED = "built", "refused"
 MAX_BYTES = 1 << 20
+MAX_KEPT = 1000
+"""Engines whose files are known to be unchanged; the oldest are forgotten."""
 _NAMES = ("verdict", "why", "parity", "gpu")
 
 
 @dataclass(frozen=True)
 class Record:
-    """What this machine knows of an engine.
+    """Knowledge of this machine about an engine.
 
     Attributes:
-        verdict: ``"built"`` here; ``"checked"``: since then compared with native on another GPU; ``"refused"``.
+        verdict: ``"built"``: made here; ``"refused"``: it computes something else than native.
         why: what is wrong with a refused one.
-        parity: figures of the check, as in a manifest; those of a GPU also have its ``driver``, and milliseconds of one
-            call, ``engine_ms`` and ``native_ms``. Those of an engine that takes any weights have ``refit_s``: so many
-            seconds it took to take all of them.
+        parity: figures of the comparison on a device, as in a manifest. On a GPU also its ``driver``, and milliseconds
+            of one call, ``engine_ms`` and ``native_ms``; for an engine of any weights ``refit_s``: seconds to take all.
         gpu: on which GPU it ran and computed what native does; ``""`` on none.
     """
 
@@ -49,13 +57,9 @@ class Record:
 
     @property
     def fields(self) -> dict:
-        """What is signed, besides the manifest."""
-        return {
-            "verdict": self.verdict,
-            "why": schema.printable(self.why),
-            "parity": dict(self.parity),
-            "gpu": schema.printable(self.gpu),
-        }
+        """The part that is signed, besides the manifest."""
+        texts = {"why": schema.printable(self.why), "gpu": schema.printable(self.gpu)}
+        return {"verdict": self.verdict, "parity": dict(self.parity), **texts}
 
 
 BUILT_HERE = Record(BUILT)
@@ -64,6 +68,8 @@ BUILT_HERE = Record(BUILT)
 _known: dict[str, tuple[tuple, Record | None]] = {}
 _unkept: dict[tuple[str, str], Record] = {}
 """Records of engines whose signature could not be written, until this process ends."""
+_hashed: dict[str, list] = {}
+"""State of the files that this process knows to be intact, by the engine's folder."""
 
 
 def keep(folder: Path, manifest: Manifest, record: Record, home: Path | None = None) -> None:
@@ -75,7 +81,7 @@ def keep(folder: Path, manifest: Manifest, record: Record, home: Path | None = N
     """
     try:
         fields = record.fields
-        text = json.dumps({**fields, "signature": local_key.sign(_signed(manifest, fields))}, indent=1)
+        text = json.dumps({**fields, "signature": sign(_signed(manifest, fields))}, indent=1)
         elsewhere = _elsewhere(manifest)
         try:
             write_file(folder / RECORD_NAME, text)
@@ -90,18 +96,18 @@ def keep(folder: Path, manifest: Manifest, record: Record, home: Path | None = N
         log.warning(
             "Hybrid TRT: that %s was %s here cannot be kept (%s), so it is known until ComfyUI ends; let %s name a "
             "folder that can be written and that lasts",
-            (home or folder).name, record.verdict, error, local_key.FOLDER_VARIABLE,
+            (home or folder).name, record.verdict, error, FOLDER_VARIABLE,
         )  # fmt: skip
 
 
 def record_of(engine: Engine) -> Record | None:
-    """What this machine knows of an engine, or None; cheap while no file changes."""
+    """Return this machine's record of an engine, or None; cheap while no file changes."""
     if (unkept := _unkept.get((str(engine.folder), engine.manifest.digest))) is not None:
         return unkept
     places = [engine.folder / RECORD_NAME]
     with contextlib.suppress(OSError):  # no home
         places.insert(0, _elsewhere(engine.manifest))  # newer: it was written when the folder could not be any more
-    stamp = (engine.manifest.digest, local_key.stamp(), *(_stamp(place) for place in places))
+    stamp = (engine.manifest.digest, key_stamp(), *(_stamp(place) for place in places))
     known = _known.get(str(engine.folder))
     if known is None or known[0] != stamp:
         found = next((record for place in places if (record := _read(place, engine.manifest)) is not None), None)
@@ -110,24 +116,23 @@ def record_of(engine: Engine) -> Record | None:
 
 
 def figures(engine: Engine) -> Mapping:
-    """How far an engine is from native: by this machine's own check, else by its build's."""
+    """Return how far an engine is from native: as measured on this GPU, else in its build."""
     record = record_of(engine)
     return record.parity if record is not None and record.parity else engine.manifest.parity
 
 
 def built_here(engine: Engine) -> bool:
-    """Whether this machine built an engine, and nobody has changed what its manifest says since."""
+    """Tell whether this machine built an engine, and nobody has changed what its manifest says since."""
     record = record_of(engine)
     return record is not None and record.verdict == BUILT
 
 
 def pace(engine: Engine, gpu: str) -> float | None:
-    """What part of native's time a call takes, as this machine measured it on this GPU: 0.5 is twice as fast.
+    """Return the part of native's time that a call takes, as measured on this GPU: 0.5 is twice as fast.
 
-    None without such figures. Engines are timed at their own best sizes, so milliseconds of two cannot be held against
-    each other, and their parts of native's time can. Two faults stay: native waits more for launches at small sizes,
-    which flatters engines for those; and native's time is in the figure, as unsteady as the machine was, so parts that
-    differ by a few percent are alike. Milliseconds would be more honest if all were taken at the size a node wants.
+    None without such figures. Engines are timed at their own best sizes, so their milliseconds cannot be compared and
+    their parts of native's time can. Native waits more for launches at small sizes, which flatters engines for those;
+    parts that differ by a few percent are alike.
     """
     record = record_of(engine)
     if not gpu or record is None or record.gpu != gpu:
@@ -137,20 +142,24 @@ def pace(engine: Engine, gpu: str) -> float | None:
 
 
 def is_slow(engine: Engine, gpu: str) -> bool:
-    """Whether an engine was no faster than native on this GPU."""
+    """Tell whether an engine was no faster than native on this GPU."""
     found = pace(engine, gpu)
     return found is not None and found >= 1
 
 
 def flaw(engine: Engine, gpu: str = "") -> Fallback | None:
-    """Why an engine must not serve on this machine, or None: it was built or checked here.
+    """Return why an engine must not serve on this machine, or None.
 
     Args:
         gpu: where it is to run; ``""`` is the CPU.
     """
     record = record_of(engine)
     if record is None:
-        return Fallback(Reason.STALE_ENGINE, f"{engine.folder.name} was not built on this machine{_lost()}")
+        lost = "" if key_stamp() is not None else (
+            ", or this machine's secret is gone (in a container that forgets its home, let "
+            f"{FOLDER_VARIABLE} name a folder that lasts and that only you can read)"
+        )  # fmt: skip
+        return Fallback(Reason.STALE_ENGINE, f"{engine.folder.name} was not built on this machine{lost}")
     if record.verdict == REFUSED:
         return Fallback(Reason.BROKEN_ENGINE, record.why)
     if gpu and record.gpu != gpu:
@@ -159,31 +168,24 @@ def flaw(engine: Engine, gpu: str = "") -> Fallback | None:
     return None
 
 
-def _lost() -> str:
-    if local_key.stamp() is not None:
-        return ""
-    return (
-        f", or this machine's secret is gone (a container that forgets its home: let {local_key.FOLDER_VARIABLE} name "
-        "a folder that lasts and that only you can read)"
-    )
-
-
 def _signed(manifest: Manifest, fields: Mapping) -> str:
     return json.dumps([manifest.digest, fields], sort_keys=True)
 
 
 def _read(path: Path, manifest: Manifest) -> Record | None:
+    """Return a record that is whole, signed here and of this manifest. Earlier versions knew more verdicts."""
     try:
         with path.open("rb") as file:
             data = schema.mapping(schema.loads(file.read(MAX_BYTES)), "", (*_NAMES, "signature"))
     except (OSError, schema.MalformedInput):
         return None
     fields = {name: data[name] for name in _NAMES}
-    return Record(**fields) if local_key.is_signed(_signed(manifest, fields), data["signature"]) else None
+    ours = is_signed(_signed(manifest, fields), data["signature"])
+    return Record(**fields) if ours and fields["verdict"] in (BUILT, REFUSED) else None
 
 
 def _elsewhere(manifest: Manifest) -> Path:
-    return local_key.folder() / "checked" / f"{manifest.digest[:40]}.json"
+    return key_folder() / "checked" / f"{manifest.digest[:40]}.json"
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
@@ -192,3 +194,148 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
+# --- the secret of this user on this machine ---
+
+
+def key_folder() -> Path:
+    """Return the folder of the secret.
+
+    Raises:
+        OSError: this user has no home, and the variable names no folder.
+    """
+    if named := os.environ.get(FOLDER_VARIABLE) or os.environ.get("XDG_CONFIG_HOME"):
+        return Path(named) / "hybrid-trt"
+    try:
+        return Path.home() / ".config" / "hybrid-trt"
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+
+
+def sign(text: str) -> str:
+    """Return the signature of a text; makes the secret when there is none.
+
+    Raises:
+        OSError: there is no secret and none can be kept.
+    """
+    return _digest(_read_key() or _make_key(), text)
+
+
+def is_signed(text: str, signature: object) -> bool:
+    """Tell whether a signature of a text was made here."""
+    key = _read_key()
+    return key is not None and isinstance(signature, str) and hmac.compare_digest(signature, _digest(key, text))
+
+
+def key_stamp() -> tuple[int, int] | None:
+    """Return a value that changes when the secret does; None where there is none."""
+    try:
+        stat = _key_path().stat()
+    except OSError:
+        return None
+    return (stat.st_mtime_ns, stat.st_size) if stat.st_size == KEY_LENGTH else None
+
+
+def _key_path() -> Path:
+    return key_folder() / "local.key"
+
+
+def _digest(key: bytes, text: str) -> str:
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def _read_key() -> bytes | None:
+    """Return the secret, if it is whole: an empty or cut file is a secret that everybody knows."""
+    try:
+        with _key_path().open("rb") as file:
+            key = file.read(KEY_LENGTH + 1)
+    except OSError:
+        return None
+    return key if len(key) == KEY_LENGTH else None
+
+
+def _make_key() -> bytes:
+    path = _key_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_beside(path)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(KEY_LENGTH))
+        if path.exists() and _read_key() is None:
+            replace(temporary, path)
+        else:
+            _claim(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+    if (key := _read_key()) is None:  # another process may have been first: then it is theirs
+        raise OSError(f"{path} cannot be kept")
+    return key
+
+
+def _claim(temporary: Path, path: Path) -> None:
+    try:
+        claim(temporary, path)
+    except FileExistsError:
+        pass
+    except OSError:  # no links on this disk
+        replace(temporary, path)
+
+
+# --- files that were hashed here: an engine of gigabytes is read once, not at every start ---
+
+
+def check_contents(engine: Engine, check: Check | None = None) -> None:
+    """Hash an engine's files unless that was done on this machine and they have not changed since.
+
+    A file counts as unchanged while its size, its times and its inode are the same. The time of the last change
+    (``ctime``) cannot be set back; on Windows it is that of the making.
+
+    Raises:
+        Unavailable: they are not those that were built.
+    """
+    before = _files_state(engine)
+    if before == _hashed.get(str(engine.folder)) or before == _read_hashed(engine):
+        _hashed[str(engine.folder)] = before
+        return
+    engine.check_contents(check)
+    if _files_state(engine) == before:
+        remember_contents(engine)
+
+
+def remember_contents(engine: Engine) -> None:
+    """Remember that the files have the hashes of the manifest; the caller has just written or read them."""
+    state = _hashed[str(engine.folder)] = _files_state(engine)
+    with contextlib.suppress(OSError):  # costs time only
+        path = _hashed_path(engine)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, json.dumps(state))
+        kept = sorted(path.parent.glob("*.json"), key=lambda p: p.stat().st_mtime)
+        for old in kept[:-MAX_KEPT]:
+            old.unlink()
+
+
+def _files_state(engine: Engine) -> list:
+    """Return which hashes are expected of which files in which state, as JSON gives it back."""
+    state: list = [engine.manifest.digest]
+    for name in engine.manifest.files:
+        try:
+            stat = (engine.folder / name).stat()
+        except OSError:
+            return [*state, name]
+        state.append([name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev])
+    return state
+
+
+def _read_hashed(engine: Engine) -> list | None:
+    try:
+        return schema.loads(_hashed_path(engine).read_bytes())
+    except (OSError, schema.MalformedInput):
+        return None
+
+
+def _hashed_path(engine: Engine) -> Path:
+    name = hashlib.sha256(str(engine.folder.absolute()).encode(errors="replace")).hexdigest()[:40]
+    return key_folder() / "verified" / f"{name}.json"

@@ -8,7 +8,7 @@ from aiohttp import web
 from server import PromptServer
 
 from ..engine_builder.jobs import Job
-from . import library_routes, settings_routes
+from . import library_routes
 from .builds import builds, node_states, pending_orders
 from .http import PREFIX, Refused, changes, read_json, reads
 from .outlook import wish_of
@@ -28,7 +28,6 @@ def register() -> None:
     routes.post(f"{PREFIX}/builds/{{id}}/cancel")(_cancel)
     routes.post(f"{PREFIX}/nodes")(_nodes)
     library_routes.register(routes)
-    settings_routes.register(routes)
 
 
 @reads

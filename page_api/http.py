@@ -1,4 +1,4 @@
-"""Rules that all our routes share: who may ask, how much, and errors that are one sentence for the user."""
+"""Rules of all our routes: who may ask, how much, and errors that are one sentence for the user."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Refused(Exception):
 
 
 def reads(handler: Handler) -> Handler:
-    """A route that changes nothing."""
+    """Guard a route that changes nothing: its errors become a sentence."""
 
     @functools.wraps(handler)
     async def guarded(request: web.Request) -> web.StreamResponse:
@@ -51,7 +51,7 @@ def reads(handler: Handler) -> Handler:
 
 
 def changes(handler: Handler) -> Handler:
-    """A route that changes something: only for pages of this server, and for programs that send our header."""
+    """Guard a route that changes something: only for pages of this server, and for programs that send our header."""
 
     async def checked(request: web.Request) -> web.StreamResponse:
         check_same_site(request)
@@ -88,7 +88,7 @@ def _same_host(origin: str, host: str) -> bool:
 
 
 def _may_be_rebound(request: web.Request, origin: str, host: str) -> bool:
-    """Tell whether a stranger's name may lead here: its owner can let it point to this computer.
+    """Tell whether a stranger's name may lead here: let it point to this computer, and its page counts as ours.
 
     Nobody owns addresses, single words and names of home networks. Behind https is a certificate, which he lacks, and
     a browser tells no server an ``Origin`` that is not true. Programs tell none.
@@ -115,7 +115,7 @@ def _through_loopback(request: web.Request) -> bool:
 
 
 async def read_json(request: web.Request, limit: int = MAX_JSON) -> dict[str, Any]:
-    """The body as a JSON object.
+    """Read the body as a JSON object.
 
     Raises:
         Refused: 413 or 400.

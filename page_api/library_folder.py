@@ -1,4 +1,4 @@
-"""Place of this ComfyUI's library."""
+"""Folder of this ComfyUI's library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import folder_paths
 
 from ..comfy_model import hash_cache
 from ..engine_library import Library
-from ..engine_library.work_folders import sweep
+from ..engine_library.atomic_files import sweep
 
 FOLDER_KEY = "trt_engines"
 
@@ -26,5 +26,5 @@ def _library(roots: tuple[str, ...]) -> Library:
 
 
 def library() -> Library:
-    """The library of this ComfyUI, wherever its settings put ``models/trt_engines``."""
+    """Return the library of this ComfyUI, wherever its settings put ``models/trt_engines``."""
     return _library(tuple(folder_paths.get_folder_paths(FOLDER_KEY)))

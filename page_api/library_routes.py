@@ -1,9 +1,11 @@
-"""The library for the page: list, verify, delete. Engines are found by listing it, so nothing outside can be named."""
+"""Routes of the library and its settings: list, verify, delete. Engines are only found by listing the library,
+so nothing outside it can be named."""
 
 from __future__ import annotations
 
 import asyncio
-import os
+import threading
+from dataclasses import asdict
 
 from aiohttp import web
 from comfy import model_management
@@ -13,13 +15,17 @@ from ..backends import gpu_of
 from ..backends.lookup import refusals
 from ..comfy_model.hash_cache import source_changed
 from ..engine_library import inventory
-from ..engine_library.disk import free_bytes
-from .http import PREFIX, Refused, changes, reads
-from .library_folder import library
+from ..engine_library.disk import Settings, free_bytes, read_settings, write_settings
+from .http import PREFIX, Refused, changes, read_json, reads
+from .library_folder import FOLDER_KEY, library
 from .node_states import engine_json
 
 EVENT = "hybrid_trt.library"
 """Tells every page that the library has changed."""
+MAX_BODY = 1 << 20
+
+_writing = threading.Lock()
+"""Two tabs may change a setting each at the same moment: none is lost."""
 
 
 def register(routes: web.RouteTableDef) -> None:
@@ -27,6 +33,8 @@ def register(routes: web.RouteTableDef) -> None:
     routes.get(f"{PREFIX}/engines")(_list)
     routes.post(f"{PREFIX}/engines/{{name}}/verify")(_verify)
     routes.delete(f"{PREFIX}/engines/{{name}}")(_delete)
+    routes.get(f"{PREFIX}/settings")(_show)
+    routes.post(f"{PREFIX}/settings")(_change)
 
 
 @reads
@@ -76,7 +84,7 @@ def _entry_json(entry: inventory.Entry) -> dict:
     if entry.engine is not None:
         manifest = entry.engine.manifest
         data = {**engine_json(entry.engine), "kind": manifest.kind, "architecture": manifest.identity.architecture,
-                "read_only": not os.access(entry.folder.parent, os.W_OK), **data}  # fmt: skip
+                **data}  # fmt: skip
     return data
 
 
@@ -84,3 +92,36 @@ def tell() -> None:
     """Let every page ask for the lists again."""
     if PromptServer.instance is not None:
         PromptServer.instance.send_sync(EVENT, {})
+
+
+@reads
+async def _show(_request: web.Request) -> web.Response:
+    return web.json_response(await asyncio.to_thread(_settings))
+
+
+@changes
+async def _change(request: web.Request) -> web.Response:
+    """Change some settings; a build that starts from now on keeps them."""
+    data = await read_json(request, MAX_BODY)
+    if "folder" in data:
+        raise Refused(
+            409,
+            "The library's folder cannot be changed while ComfyUI runs, so nothing was changed; write it under "
+            f"'{FOLDER_KEY}' in extra_model_paths.yaml and restart.",
+        )
+    names = asdict(Settings()).keys()
+    if not data or not data.keys() <= names:
+        raise Refused(400, f"The request needs some of {', '.join(names)} and nothing else; nothing was changed.")
+    await asyncio.to_thread(_write, data)
+    return web.json_response(await asyncio.to_thread(_settings))
+
+
+def _write(data: dict) -> None:
+    root = library().roots[0]
+    with _writing:
+        write_settings(root, Settings.from_json({**asdict(read_settings(root)), **data}))
+
+
+def _settings() -> dict:
+    roots = library().roots
+    return {"folders": [str(root) for root in roots], **asdict(read_settings(roots[0]))}

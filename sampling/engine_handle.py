@@ -12,7 +12,7 @@ from ..architectures.calls import Binding, EngineCall, OtherKind, Unsupported
 from ..backends.lookup import EngineChoice, Found, look_up, open_session
 from ..comfy_model.attention import remark
 from ..comfy_model.network import NativeNetwork
-from ..engine_library import Fallback, Library, Reason, Unavailable, last_use
+from ..engine_library import Fallback, Library, Reason, Unavailable, inventory
 from ..sessions.session import Active, Session
 from .call_stats import CallStats, executing, open_stats, range_of, timed
 from .engine_patcher import EnginePatcher, Shared, keep, keep_beside
@@ -197,7 +197,7 @@ def _count(stats: CallStats, served: Active, beside: bool) -> None:
     if (why := served.plain) is not None:
         stats.count_plain(why)
     if stats.engine_name != served.name:  # the first call of a run
-        last_use.mark(served.serving)
+        inventory.mark_used(served.serving)
     stats.engine_name = served.name
 
 

@@ -15,7 +15,7 @@ from ..architectures import profile_words, symbols_of
 from ..architectures.calls import AsyncInputs
 from ..architectures.shapes import Profile, Shape, ShapeMismatch, bind, outside
 from ..comfy_model.module_copy import ReplacedForward
-from ..engine_library import Engine, Fallback, Reason, Unavailable, verified
+from ..engine_library import Engine, Fallback, Reason, Unavailable, trust
 from .cuda_graphs import GraphCache, Recorder
 from .gpu_memory import EVERYTHING, is_out_of_memory, make_room, no_room, with_room
 from .per_image_cache import LivePerImagePasses
@@ -332,7 +332,7 @@ class FileSession:
     def _verify(self) -> None:
         """Check sizes at every load, and contents once per machine for files that have not changed since."""
         self.engine.check_sizes()
-        verified.check_contents(self.engine)
+        trust.check_contents(self.engine)
 
 
 def file_session(

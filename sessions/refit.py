@@ -14,7 +14,7 @@ from ..comfy_model.weight_formats import cast_when_called
 from ..comfy_model.weight_hash import edition_of, own_hash, value_of
 from ..comfy_model.weight_patches import acting, all_same, version_of
 from ..engine_library import Engine, Reason, Unavailable, trust
-from ..engine_library.parameters import read_parameters
+from ..engine_library.engine import read_parameters
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher

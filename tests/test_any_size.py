@@ -27,8 +27,8 @@ from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import Engine, Library, local_key
-from hybrid_trt.engine_library.parity import relative_error
+from hybrid_trt.engine_library import Engine, Library, trust
+from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.nodes import building
 from hybrid_trt.page_api.workflow_graph import asked_pictures
 from hybrid_trt.sampling import engine_status
@@ -124,7 +124,7 @@ A, B = {"B": 2, "H": 8, "W": 8, "T": 77}, {"B": 2, "H": 12, "W": 8, "T": 154}
 @pytest.fixture
 def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """Builds for some calls; what it keeps is the network itself, opened by ``opened``."""
-    monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
     monkeypatch.setattr(type(TORCH), "cannot_build", lambda *_: None)
     library = Library([tmp_path / "library"])
 

@@ -23,7 +23,7 @@ from hybrid_trt.comfy_model.structure_hash import structure_hash
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library
-from hybrid_trt.engine_library.parity import relative_error
+from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling.engine_status import status
 from hybrid_trt.sampling.report import report_text
 from memory_fixtures import file, library

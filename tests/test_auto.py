@@ -27,8 +27,7 @@ from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder.jobs import BuildQueue
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason, Unavailable, trust
-from hybrid_trt.engine_library.engine import describe_files
-from hybrid_trt.engine_library.parity import relative_error
+from hybrid_trt.engine_library.engine import describe_files, relative_error
 from hybrid_trt.page_api.node_states import NodeStates
 from hybrid_trt.page_api.outlook import NodeRequest
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle

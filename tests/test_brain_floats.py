@@ -12,7 +12,7 @@ from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_builder.worker import onnx_export
 from hybrid_trt.engine_library import BuildError, Library
-from hybrid_trt.engine_library.parity import LIMITS
+from hybrid_trt.engine_library.engine import LIMITS
 
 ALL = backends()
 

@@ -26,7 +26,7 @@ from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as build_module
 from hybrid_trt.engine_builder.jobs import BuildQueue, Job, State
 from hybrid_trt.engine_library import BuildError, Library, LibraryError
-from hybrid_trt.engine_library.settings import Settings, write_settings
+from hybrid_trt.engine_library.disk import Settings, write_settings
 from windows_rules import windows_rules
 
 LIMIT = 2.0

@@ -19,7 +19,7 @@ from builds import ROOT, children, contents, gone
 from fake_engine import publish
 from hybrid_trt.backends import backends
 from hybrid_trt.engine_builder.command_line import main as cli_module
-from hybrid_trt.engine_library.work_folders import sweep
+from hybrid_trt.engine_library.atomic_files import sweep
 
 
 class CommandLine:
@@ -112,7 +112,7 @@ def test_list_verify_and_inspect(cli: CommandLine, engine: str) -> None:
     assert json.loads(cli("inspect", engine))["identity"]["architecture"] == "sd15_unet"
 
 
-def test_damage_is_found_and_a_deleted_engine_is_built_again(
+def test_a_damaged_engine_is_told_deleted_and_built_again(
     cli: CommandLine, build: tuple[str, ...], engine: str
 ) -> None:
     graph = cli.library / engine / "model.onnx"
@@ -150,8 +150,8 @@ def test_a_python_without_torch_is_told_in_a_sentence(tmp_path: Path) -> None:
     assert re.fullmatch("torch is not installed for .* run this with the Python that runs ComfyUI.*\n", ended.stderr)
 
 
-def test_the_documented_commands_are_ones_that_the_command_line_takes() -> None:
-    text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
+def test_the_commands_in_the_readme_are_ones_that_the_command_line_takes() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = re.findall(r"^python -m engine_builder ([^#\n]+)", text, re.M)
     assert len(commands) >= 4
     for command in commands:

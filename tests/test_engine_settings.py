@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import slow
-from browser import TOAST_CLOSE, ComfyPage, comfy_page
+from browser import ComfyPage, comfy_page
 from build_page import NET_1 as NET
 from build_page import WORKFLOW, browser, load, no_engines, page
 from comfy_process import ComfyProcess
@@ -268,21 +268,6 @@ def test_the_limit_is_set_in_the_settings_dialog(page: EnginePage, comfy: ComfyP
     assert json.loads(file.read_text())["limit_gb"] == 12.5
     file.unlink()
     reload(page)  # no dialog is left over the canvas
-
-
-def test_the_panel_tells_the_last_use(page: EnginePage, comfy: ComfyProcess) -> None:
-    no_engines(comfy)
-    root, raw = comfy.base / "models" / "trt_engines", page.page.page
-    name = publish(root)  # built in January and never used
-    raw.evaluate("close => document.querySelectorAll(close).forEach(b => b.click())", TOAST_CLOSE)
-    raw.get_by_role("button", name="TRT engines").click()
-    panel = raw.locator(".hybrid-trt-panel")
-    panel.get_by_text("not used yet").wait_for()
-    (root / name / "last_used").touch()
-    panel.get_by_role("button", name="Refresh").click()
-    panel.get_by_text("used ").first.wait_for()
-    no_engines(comfy)
-    raw.get_by_role("button", name="TRT engines").click()
 
 
 @slow.when("litegraph")

@@ -21,7 +21,7 @@ from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
-from hybrid_trt.engine_library.parity import relative_error
+from hybrid_trt.engine_library.engine import relative_error
 
 SIZES = {"B": 2, "H": 9, "W": 12, "T": 77, "HB": 1}
 LAYOUTS = ["sd15_as_published", "sdxl_as_published", "unlike_levels"]

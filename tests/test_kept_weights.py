@@ -14,7 +14,7 @@ from hybrid_trt.backends.onnxruntime import RefittableRunner
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import BuildError, Library, local_key, trust
+from hybrid_trt.engine_library import BuildError, Library, trust
 from hybrid_trt.page_api.node_states import engine_json
 from small_networks import network
 
@@ -98,16 +98,6 @@ def test_another_models_weights_are_all_put_into_it(keeping: NativeNetwork, tmp_
     assert Keeping.given == [set(json.loads((engine.folder / "parameters.json").read_text()).values())]
 
 
-@pytest.mark.parametrize("verdict", [trust.CHECKED, trust.BUILT])
-def test_so_are_all_where_another_machine_says_what_is_inside(
-    keeping: NativeNetwork, tmp_path: Path, verdict: str
-) -> None:
-    engine = built(keeping, tmp_path)
-    trust.keep(engine.folder, engine.manifest, trust.Record(verdict, parity=trust.figures(engine)))
-    assert error(served(handle_of(keeping, tmp_path)), native(keeping, keeping.patcher)) <= LIMIT
-    assert len(Keeping.given) == (verdict == trust.CHECKED)
-
-
 def test_so_are_all_where_it_was_built_with_a_lora(keeping: NativeNetwork, tmp_path: Path) -> None:
     patcher = patched(keeping, (lora(keeping, 5), 0.8))
     with_lora = NativeNetwork(patcher, keeping.module, keeping.prefix, keeping.dtype, keeping.label)
@@ -130,7 +120,7 @@ class Deaf(RefittableRunner):
 def test_a_build_proves_on_its_gpu_that_the_engine_takes_other_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: type[RefittableRunner]
 ) -> None:
-    monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
     monkeypatch.setattr(builder, "gpu_of", lambda device: "a GPU")
     monkeypatch.setattr(type(ORT), "unavailable", lambda *_: None)
     monkeypatch.setattr("hybrid_trt.backends.onnxruntime.RefittableRunner", runner)

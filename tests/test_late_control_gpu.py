@@ -26,7 +26,7 @@ from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import Library, local_key
+from hybrid_trt.engine_library import Library, trust
 from hybrid_trt.sampling import control_stack
 from hybrid_trt.sampling.control_stack import LateControl, bound_unread
 from hybrid_trt.sampling.controlnet import back_with_engine
@@ -47,7 +47,7 @@ def unet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[NativeNetwo
     net = networks.random_network("unet", networks.TINY["sd15"], HALF, 1, GPU)
     session, library = LiveSession(net, TORCH, "float16"), Library([tmp_path_factory.mktemp("library")])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path_factory.mktemp("keys")))
+        patch.setenv(trust.FOLDER_VARIABLE, str(tmp_path_factory.mktemp("keys")))
         session.use([build_engine(BuildOrder(net, "float16", networks.PROFILE, TORCH), library, lambda *_: None)])
         yield net, session
 

@@ -35,11 +35,10 @@ from hybrid_trt.comfy_model.module_copy import plain_copy
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason, Unavailable, local_key
-from hybrid_trt.engine_library.engine import describe_files
+from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason, Unavailable, trust
+from hybrid_trt.engine_library.engine import describe_files, relative_error
 from hybrid_trt.engine_library.inventory import entries
 from hybrid_trt.engine_library.manifest import RECORD_NAME
-from hybrid_trt.engine_library.parity import relative_error
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.engine_status import lacks_engine, status
 from hybrid_trt.sessions import gpu_timing
@@ -213,7 +212,7 @@ def test_sizes_survive_being_a_file_name() -> None:
 
 @pytest.fixture
 def key_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
     return tmp_path / "keys"
 
 
@@ -401,7 +400,7 @@ def test_an_engine_that_is_not_used_is_told_on_the_node_and_built_anew(tmp_path:
     shutil.rmtree(key_folder)
     handle.refresh()
     assert handle.session.engines == []
-    assert re.search(rf"not used.*not compiled on this machine.*{local_key.FOLDER_VARIABLE}", status(handle))
+    assert re.search(rf"not used.*not compiled on this machine.*{trust.FOLDER_VARIABLE}", status(handle))
     assert lacks_engine(handle)
     build()
     assert steps == ["compile", "compile"]

@@ -11,8 +11,7 @@ import pack  # noqa: F401
 import pytest
 from builds import contents
 from hybrid_trt.engine_library import atomic_files
-from hybrid_trt.engine_library.atomic_files import sweep_temporaries, write_file
-from hybrid_trt.engine_library.lock import FileLock
+from hybrid_trt.engine_library.atomic_files import FileLock, sweep_temporaries, write_file
 
 UNDER_WINDOWS_RULES_TOO = True
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from comfy_process import ComfyProcess
 from hybrid_trt.backends import backends
-from hybrid_trt.engine_library.settings import Settings, write_settings
+from hybrid_trt.engine_library.disk import Settings, write_settings
 from scenarios import Scenario, control_effect, latent_of, native_latent, prompt, relative_difference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.tensorrt]

@@ -1,4 +1,4 @@
-"""What opening an engine costs, and what using it leaves behind: hashed once per machine, a time of last use."""
+"""Cost of opening an engine: hashed once per machine; and its use: a time of last use."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from fake_engine import publish_engine
 pack.import_comfy()
 
 from hybrid_trt.comfy_model.hash_cache import source_changed
-from hybrid_trt.engine_library import Library, Unavailable, last_use, local_key, verified
+from hybrid_trt.engine_library import Library, Unavailable, inventory, trust
 from hybrid_trt.engine_library import engine as engine_module
-from hybrid_trt.engine_library.archive import export_engine, import_engine
 from hybrid_trt.engine_library.inventory import entries
 
 
@@ -32,15 +31,15 @@ def hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return real(path, *arguments)
 
     monkeypatch.setattr(engine_module, "file_sha256", counted)
-    monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "keys"))
-    monkeypatch.setattr(verified, "_here", {})
-    monkeypatch.setattr(last_use, "_marked", {})
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    monkeypatch.setattr(trust, "_hashed", {})
+    monkeypatch.setattr(inventory, "_marked", {})
     return names
 
 
 def restart() -> None:
-    """What a process remembers is gone."""
-    verified._here.clear()
+    """Forget what the process remembers."""
+    trust._hashed.clear()
 
 
 def test_an_engine_is_hashed_once_per_machine_and_again_when_it_changed(
@@ -48,11 +47,11 @@ def test_an_engine_is_hashed_once_per_machine_and_again_when_it_changed(
 ) -> None:
     engine = publish_engine(tmp_path / "library", b"\x08engine" * 1000)
     hashed.clear()
-    verified.check_contents(engine)
+    trust.check_contents(engine)
     assert sorted(hashed) == ["model.onnx", "parameters.json"]
     for _ in range(2):
         restart()
-        verified.check_contents(engine)
+        trust.check_contents(engine)
     assert len(hashed) == 2, "no start reads it again"
     stat = engine.main_file.stat()
     engine.main_file.write_bytes(b"\x08ENGINE" * 1000)
@@ -60,53 +59,44 @@ def test_an_engine_is_hashed_once_per_machine_and_again_when_it_changed(
     for _ in range(2):
         restart()
         with pytest.raises(Unavailable, match="its hash differs"):
-            verified.check_contents(engine)
+            trust.check_contents(engine)
     engine.main_file.write_bytes(b"\x08engine" * 1000)
-    verified.check_contents(engine)
+    trust.check_contents(engine)
     hashed.clear()
     restart()
-    monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "another machine"))
-    verified.check_contents(engine)
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "another machine"))
+    trust.check_contents(engine)
     assert len(hashed) == 2
-
-
-def test_what_was_just_imported_is_not_read_a_second_time(tmp_path: Path, hashed: list[str]) -> None:
-    file = export_engine(publish_engine(tmp_path / "one"), tmp_path)
-    engine = import_engine(Library([tmp_path / "other"]), file)
-    hashed.clear()
-    restart()
-    verified.check_contents(engine)
-    assert hashed == []
 
 
 def test_gigabytes_open_in_no_time_when_warm(tmp_path: Path) -> None:
     """2 GB of zeros that take no disk; sizes do not matter when nothing is read."""
     engine = publish_engine(tmp_path)
     os.truncate(engine.main_file, 2 << 30)
-    verified.remember(engine)
+    trust.remember_contents(engine)
     restart()
     began = time.perf_counter()
-    verified.check_contents(engine)
+    trust.check_contents(engine)
     assert time.perf_counter() - began < 0.1
 
 
 def test_a_use_is_remembered_once_a_minute_and_costs_nothing_where_it_cannot_be(tmp_path: Path) -> None:
     engine = publish_engine(tmp_path / "library")
-    assert last_use.last_used(engine) is None
-    last_use.mark([engine])
-    assert datetime.now(timezone.utc) - last_use.last_used(engine) < timedelta(seconds=10)
+    assert inventory.last_used(engine) is None
+    inventory.mark_used([engine])
+    assert datetime.now(timezone.utc) - inventory.last_used(engine) < timedelta(seconds=10)
     path = engine.folder / "last_used"
     os.utime(path, (1000, 1000))
-    last_use.mark([engine])
+    inventory.mark_used([engine])
     assert path.stat().st_mtime == 1000, "within a minute"
     path.unlink()  # the engine was deleted, and came back
-    last_use.mark([engine])
+    inventory.mark_used([engine])
     assert path.exists()
-    last_use._marked.clear()
-    last_use.mark([engine])
+    inventory._marked.clear()
+    inventory.mark_used([engine])
     assert path.stat().st_mtime > 1000
-    last_use._marked.clear()
+    inventory._marked.clear()
     with read_only(tmp_path / "library"):
-        last_use.mark([engine])
+        inventory.mark_used([engine])
     (entry,) = entries(Library([tmp_path / "library"]), lambda _: None, source_changed)
-    assert entry.to_json()["last_used"] == last_use.last_used(engine).isoformat(timespec="seconds")
+    assert entry.to_json()["last_used"] == inventory.last_used(engine).isoformat(timespec="seconds")

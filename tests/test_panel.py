@@ -70,7 +70,7 @@ def page(opened: EnginePage) -> Iterator[EnginePage]:
 
 @pytest.fixture
 def library(comfy: ComfyProcess) -> Iterator[Path]:
-    """Where engines are; empty before and after."""
+    """Folder of the engines; empty before and after."""
     root = comfy.base / "models" / "trt_engines"
     shutil.rmtree(root, ignore_errors=True)
     yield root

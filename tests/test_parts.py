@@ -19,7 +19,7 @@ from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends.torch_inductor import compiled, parts
 from hybrid_trt.backends.torch_inductor.shared_size import SharedSize
-from hybrid_trt.engine_library.parity import relative_error
+from hybrid_trt.engine_library.engine import relative_error
 from small_networks import network as network_of
 
 SIZES = {"B": 2, "H": 8, "W": 8, "T": 77, "HB": 1}

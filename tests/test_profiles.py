@@ -79,7 +79,7 @@ def test_a_first_build_is_told_the_time_that_we_measured(kind: str, backend: str
 def test_how_long_another_machine_built_says_nothing_about_this_one(tmp_path: Path) -> None:
     library, like = Library([tmp_path]), publish_engine(tmp_path / "another").manifest
     manifest = replace(like, parameters=10**6, seconds={"build": 300.0})
-    for record, seconds in ((None, None), (trust.Record(trust.CHECKED), None), (trust.BUILT_HERE, 300.0)):
+    for record, seconds in ((trust.Record(trust.REFUSED), None), (trust.BUILT_HERE, 300.0)):
         library.publish(library.building_folder(), manifest, record=record)
         assert expected(library, "unet", "onnxruntime", "float16", "any", 10**6) == seconds, record
 

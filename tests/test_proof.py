@@ -16,8 +16,8 @@ from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder import check
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_builder.worker import validate
-from hybrid_trt.engine_library import BuildError, Engine, EngineQuery, Library, Reason, Unavailable, local_key, trust
-from hybrid_trt.engine_library.settings import Settings, write_settings
+from hybrid_trt.engine_library import BuildError, Engine, EngineQuery, Library, Reason, Unavailable, trust
+from hybrid_trt.engine_library.disk import Settings, write_settings
 from hybrid_trt.page_api.node_states import engine_json
 
 PROFILE = Profile({"B": Range(1, 2, 2), "H": Range(4, 8, 12), "W": Range(4, 8, 12), "T": Range(77, 77, 77)})
@@ -35,7 +35,7 @@ class OnGpu(OnnxRuntimeBackend):
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One with a GPU and a secret of its own."""
-    monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
     for module in (builder, check):
         monkeypatch.setattr(module, "gpu_of", lambda device: HERE if device.type == "cuda" else "")
 

@@ -8,13 +8,15 @@ import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 from comfy_process import ComfyProcess
 from fake_engine import publish
-from hybrid_trt.engine_library import Library
+from hybrid_trt.engine_library import Library, LibraryError
+from hybrid_trt.engine_library.disk import check_limit
 from scenarios import Scenario
 from scenarios import prompt as scenario_prompt
 
@@ -82,6 +84,15 @@ def test_delete_removes_the_engine_and_nothing_else(comfy: ComfyProcess, engine:
     assert (status, answer["deleted"]) == (200, engine.name)
     assert {p for p in engine.parent.iterdir()} == others
     assert ask(comfy, "DELETE", f"/engines/{engine.name}")[0] == 404
+
+
+def test_the_list_tells_when_an_engine_was_last_used(comfy: ComfyProcess, engine: Path) -> None:
+    def listed() -> str | None:
+        return next(e["last_used"] for e in ask(comfy, "GET", "/engines")[1]["engines"] if e["name"] == engine.name)
+
+    assert listed() is None
+    (engine / "last_used").touch()
+    assert listed()[:10] == datetime.now(timezone.utc).isoformat()[:10]
 
 
 LIES = {
@@ -158,7 +169,8 @@ def test_other_sites_can_change_nothing(
 
 
 @pytest.mark.parametrize(("method", "path"), [
-    ("GET", "/engines/{}/verify"), ("GET", "/engines/{}"), ("POST", "/engines"), ("PUT", "/engines/import"),
+    ("GET", "/engines/{}/verify"), ("GET", "/engines/{}"), ("POST", "/engines"),
+    ("POST", "/engines/import"), ("POST", "/engines/{}/export"),
     ("GET", "/builds/x/cancel"), ("GET", "/nodes"), ("DELETE", "/builds"),
 ])
 def test_wrong_methods_are_refused(comfy: ComfyProcess, engine: Path, method: str, path: str) -> None:
@@ -229,7 +241,7 @@ def test_the_key_of_a_node_is_what_it_stands_for(comfy: ComfyProcess) -> None:
     copied = {"8:1": PROMPT["1"], "8:2": {"class_type": "TRTUNetEngine", "inputs": inputs}}
     same = key(PROMPT)
     assert key(copied, "8:2") == same
-    assert key(changed(when_missing="build now")) == same
+    assert key(changed(when_missing="build now", build_request="x")) == same
     assert key(changed(max_size=512.0)) == same
     assert key(changed(opt_size=384)) == same, "an engine that is best at another size serves"
     assert key(changed(max_size=768)) != same
@@ -253,20 +265,14 @@ def test_the_limit_is_kept_and_refuses_what_does_not_fit(
     folder = str(engine.parent)
     plain = {"folders": [folder], "limit_gb": 0.0, "build_minutes": 0.0, "tensorrt_level": 0}
     assert ask(comfy, "GET", "/settings") == (200, plain)
-    made = ask(comfy, "POST", f"/engines/{engine.name}/export")[1]
-    file = comfy.base / "output" / made["subfolder"] / made["filename"]
-    data = file.read_bytes()
-    file.unlink()
     assert post(comfy, "/settings", {"build_minutes": 90, "tensorrt_level": 2})[0] == 200
     changed = {"limit_gb": 1e-9, "build_minutes": 90.0, "tensorrt_level": 2}
     assert post(comfy, "/settings", {"limit_gb": 1e-9}) == (200, {"folders": [folder], **changed}), "the others stay"
     assert json.loads(settings_file.read_text())["limit_gb"] == 1e-9
-    status, answer = ask(comfy, "POST", "/engines/import", data)
-    assert status == 409
-    assert "settings allow" in answer["error"]
-    assert "raise the limit" in answer["error"]
+    with pytest.raises(LibraryError, match="settings allow .* raise the limit"):
+        check_limit(Library([engine.parent]), 1, "A build")
     assert post(comfy, "/settings", {"limit_gb": 0})[0] == 200
-    assert ask(comfy, "POST", "/engines/import", data)[0] == 200
+    check_limit(Library([engine.parent]), 1, "A build")
 
 
 def test_settings_that_two_tabs_change_at_once_are_both_kept(comfy: ComfyProcess, settings_file: Path) -> None:

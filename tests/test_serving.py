@@ -30,9 +30,8 @@ from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.comfy_model.weight_patches import WeightPatches, version_of
 from hybrid_trt.engine_builder.jobs import BuildQueue
 from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason, Unavailable
-from hybrid_trt.engine_library.engine import describe_files
+from hybrid_trt.engine_library.engine import describe_files, relative_error
 from hybrid_trt.engine_library.manifest import MANIFEST_NAME
-from hybrid_trt.engine_library.parity import relative_error
 from hybrid_trt.nodes import sampler_patch
 from hybrid_trt.page_api import node_states, outlook
 from hybrid_trt.sampling.call_stats import CallStats

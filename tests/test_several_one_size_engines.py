@@ -21,7 +21,7 @@ from hybrid_trt.backends import backends, file_backend
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_library import Library, Reason
-from hybrid_trt.engine_library.parity import relative_error
+from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.nodes import building
 from hybrid_trt.sampling.engine_status import status
 from hybrid_trt.sessions.session import refusal_of

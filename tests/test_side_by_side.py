@@ -27,9 +27,9 @@ from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.jobs import BuildQueue, State
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_builder.worker.main import in_json
-from hybrid_trt.engine_library import BuildError, Engine, Library, local_key
-from hybrid_trt.engine_library.lock import FileLock
-from hybrid_trt.engine_library.parity import relative_error
+from hybrid_trt.engine_library import BuildError, Engine, Library, trust
+from hybrid_trt.engine_library.atomic_files import FileLock
+from hybrid_trt.engine_library.engine import relative_error
 from small_networks import native_call
 from small_networks import network as network_of
 from windows_rules import windows_rules
@@ -287,7 +287,7 @@ def test_inductor_times_kernels_in_turns_while_it_compiles_and_as_ever_afterward
         return call()
 
     monkeypatch.setattr(type(benchmarking.benchmarker), "benchmark_gpu", measure)
-    with parts.in_turn(GpuLock(lock)):
+    with benchmarks.in_turn(GpuLock(lock)):
         assert benchmarking.benchmarker.benchmark(lambda: 1.5, device="cuda") == 1.5
     assert held == [True]
     lock.unlink(missing_ok=True)
@@ -299,7 +299,7 @@ def test_a_torch_that_times_kernels_otherwise_is_left_alone(tmp_path: Path, monk
     from torch._inductor.runtime import benchmarking
 
     monkeypatch.delattr(benchmarking, "benchmarker")
-    with parts.in_turn(GpuLock(tmp_path / "lock")):
+    with benchmarks.in_turn(GpuLock(tmp_path / "lock")):
         assert not hasattr(benchmarking, "benchmarker")
 
 
@@ -421,7 +421,7 @@ def test_four_processes_compile_two_sizes_in_halves_in_one_cache(
     room: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
     room(4)
     net, phases, lines = network_of("controlnet", "inpainting_channels"), [], []
     calls = tuple({"B": batch, "H": 6, "W": 8, "T": 77, "HB": 1} for batch in (2, 1))

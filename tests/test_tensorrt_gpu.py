@@ -19,9 +19,8 @@ from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends import backends, gpu_of, onnxruntime
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_library import Engine, Library, Reason, Unavailable, trust
-from hybrid_trt.engine_library.engine import describe_files
-from hybrid_trt.engine_library.parity import LIMITS, relative_error
-from hybrid_trt.engine_library.settings import Settings, write_settings
+from hybrid_trt.engine_library.disk import Settings, write_settings
+from hybrid_trt.engine_library.engine import LIMITS, describe_files, relative_error
 from hybrid_trt.sampling.engine_patcher import EnginePatcher
 from hybrid_trt.sessions.file_session import FileSession
 

@@ -39,8 +39,8 @@ from hybrid_trt.comfy_model.weight_hash import current_weights, look_for_edits
 from hybrid_trt.engine_builder import side_by_side
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import Library, Unavailable, local_key
-from hybrid_trt.engine_library.parity import relative_error
+from hybrid_trt.engine_library import Library, Unavailable, trust
+from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling import hint_cache
 from hybrid_trt.sampling.controlnet import EngineControlModel
 from hybrid_trt.sampling.device_inputs import RUN, SamplingRun, call_on_device
@@ -89,7 +89,7 @@ def error(session: LiveSession, net: NativeNetwork, given: dict[str, torch.Tenso
 
 @pytest.fixture(autouse=True)
 def key_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
 
 
 @pytest.mark.parametrize("processes", [1, 4])

@@ -1,51 +1,49 @@
-"""Only what this machine built, or compared with native, serves: an engine's key is a hash that anybody can compute."""
+"""Only what this machine built serves: an engine's key is a hash that anybody can compute."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from builds import children, read_only, small_network
+from builds import children, order, read_only, small_network
 from fake_engine import publish_engine
 from hybrid_trt.architectures.image_latent import ANY
 from hybrid_trt.architectures.shapes import Profile, Range
-from hybrid_trt.backends.onnxruntime import OnnxRuntimeBackend
+from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model.hash_cache import source_changed
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder import check
 from hybrid_trt.engine_builder.build import build_engine, run_here
-from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_builder.worker_process import run_in_worker
-from hybrid_trt.engine_library import (
-    BuildError,
-    Engine,
-    EngineQuery,
-    Library,
-    Manifest,
-    Reason,
-    Unavailable,
-    local_key,
-    trust,
-)
+from hybrid_trt.engine_library import BuildError, Engine, EngineQuery, Library, Manifest, Reason, Unavailable, trust
 from hybrid_trt.engine_library.engine import describe_files
 from hybrid_trt.engine_library.inventory import BROKEN, READY, STALE, UNCHECKED, entries
 from hybrid_trt.engine_library.manifest import RECORD_NAME
 
-HERE = "sm_89 NVIDIA RTX of a test"
 PROFILE = Profile({"B": Range(1, 2, 2), "H": Range(4, 8, 12), "W": Range(4, 8, 12), "T": Range(77, 77, 77)})
 
 
 @pytest.fixture(autouse=True)
 def key_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine of its own for each test."""
-    monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
     return tmp_path / "keys" / "hybrid-trt"
+
+
+HERE = "sm_80 A"
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds for a GPU, which the CPU stands for."""
+    for module in (builder, check):
+        monkeypatch.setattr(module, "gpu_of", lambda _device: HERE)
 
 
 def state(root: Path, gpu: str = "") -> tuple[str, str]:
@@ -54,16 +52,16 @@ def state(root: Path, gpu: str = "") -> tuple[str, str]:
 
 
 def test_a_signature_holds_on_this_machine_only(key_folder: Path) -> None:
-    assert not local_key.is_signed("text", "0" * 64), "no signature, no secret"
-    signature = local_key.sign("text")
-    assert local_key.is_signed("text", signature)
-    assert not local_key.is_signed("other", signature)
-    assert not local_key.is_signed("text", None)
+    assert not trust.is_signed("text", "0" * 64), "no signature, no secret"
+    signature = trust.sign("text")
+    assert trust.is_signed("text", signature)
+    assert not trust.is_signed("other", signature)
+    assert not trust.is_signed("text", None)
     key = key_folder / "local.key"
     assert key.stat().st_mode & 0o077 == 0
     key.unlink()
-    assert not local_key.is_signed("text", signature), "another machine"
-    assert local_key.sign("text") != signature
+    assert not trust.is_signed("text", signature), "another machine"
+    assert trust.sign("text") != signature
 
 
 @pytest.mark.parametrize("contents", [b"", b"\0" * 31, b"\0" * 33], ids=["empty", "short", "long"])
@@ -71,19 +69,22 @@ def test_a_secret_that_is_none_is_not_used_and_replaced(key_folder: Path, conten
     """Everybody can sign with an empty one."""
     key_folder.mkdir(parents=True)
     (key_folder / "local.key").write_bytes(contents)
-    assert local_key.stamp() is None
-    assert not local_key.is_signed("text", local_key._digest(contents, "text"))
-    signature = local_key.sign("text")
-    assert local_key.is_signed("text", signature)
+    assert trust.key_stamp() is None
+    assert not trust.is_signed("text", trust._digest(contents, "text"))
+    signature = trust.sign("text")
+    assert trust.is_signed("text", signature)
     key = key_folder / "local.key"
     assert (len(key.read_bytes()), key.stat().st_mode & 0o077) == (32, 0)
     assert [p.name for p in key_folder.iterdir()] == ["local.key"]
 
 
-def test_what_was_built_here_serves_and_what_came_from_elsewhere_does_not(tmp_path: Path) -> None:
-    publish_engine(tmp_path / "mine")
+@pytest.mark.parametrize("name", ["model.onnx", "B2-H64-W64.bin", "engine.trt"])
+def test_what_was_built_here_serves_and_what_came_from_elsewhere_is_to_be_built_again(
+    tmp_path: Path, name: str
+) -> None:
+    publish_engine(tmp_path / "mine", name=name)
     assert state(tmp_path / "mine") == (READY, "")
-    engine = publish_engine(tmp_path / "foreign", made_here=False)
+    engine = publish_engine(tmp_path / "foreign", name=name, made_here=False)
     found, reason = state(tmp_path / "foreign")
     assert (found, "was not built on this machine" in reason) == (STALE, True)
     made = engine.manifest.identity
@@ -92,18 +93,34 @@ def test_what_was_built_here_serves_and_what_came_from_elsewhere_does_not(tmp_pa
         Library([tmp_path / "foreign"]).find(wanted, lambda _: None)
     assert refused.value.fallback.reason is Reason.STALE_ENGINE
     assert "build it again" in refused.value.fallback.sentence()
+    assert Library([tmp_path / "foreign"]).unchecked(wanted, lambda _: None) is None, "no check makes it serve"
 
 
 def test_an_engine_of_a_machine_that_lost_its_secret_is_stale_and_says_what_to_do(
     tmp_path: Path, key_folder: Path
 ) -> None:
-    publish_engine(tmp_path / "file")
-    publish_engine(tmp_path / "torch", name="B2.bin")
-    assert state(tmp_path / "file")[0] == state(tmp_path / "torch")[0] == READY
+    publish_engine(tmp_path / "library")
+    assert state(tmp_path / "library")[0] == READY
     shutil.rmtree(key_folder)
-    for folder in ("file", "torch"):
-        found, reason = state(tmp_path / folder)
-        assert (found, local_key.FOLDER_VARIABLE in reason) == (STALE, True)
+    found, reason = state(tmp_path / "library")
+    assert (found, trust.FOLDER_VARIABLE in reason) == (STALE, True)
+
+
+def test_machines_that_share_a_key_folder_trust_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = publish_engine(tmp_path / "one")
+    shutil.copytree(engine.folder, tmp_path / "two" / engine.folder.name)
+    assert state(tmp_path / "two") == (READY, "")
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "other keys"))
+    assert state(tmp_path / "two")[0] == STALE
+
+
+def test_an_engine_that_an_earlier_version_only_checked_is_to_be_built_again(tmp_path: Path) -> None:
+    """It may be a stranger's: a forged engine could pass that check."""
+    engine = publish_engine(tmp_path)
+    trust.keep(engine.folder, engine.manifest, trust.Record("checked"))
+    assert state(tmp_path)[0] == STALE
 
 
 def test_a_record_is_of_one_manifest(tmp_path: Path) -> None:
@@ -123,29 +140,25 @@ def test_records_find_a_place_when_the_library_is_read_only_and_last_as_long_as_
 ) -> None:
     engine = publish_engine(tmp_path / "library", made_here=False)
     with read_only(tmp_path / "library"):
-        trust.keep(engine.folder, engine.manifest, trust.Record(trust.CHECKED))
+        trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT))
         assert trust.flaw(engine) is None
     assert not (engine.folder / RECORD_NAME).exists()
     (tmp_path / "a file").write_text("")
-    monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "a file"))
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "a file"))
     assert trust.flaw(engine).reason is Reason.STALE_ENGINE, "another machine"
     with caplog.at_level(logging.WARNING):
-        trust.keep(engine.folder, engine.manifest, trust.Record(trust.CHECKED))
-    assert local_key.FOLDER_VARIABLE in caplog.text
+        trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT))
+    assert trust.FOLDER_VARIABLE in caplog.text
     assert trust.flaw(engine) is None, "until this process ends"
 
 
 def test_a_path_from_elsewhere_is_never_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Windows a look at \\\\server\\share sends the user's credentials there."""
     source = {"path": "\\\\evil\\share\\a.safetensors", "size": 1, "mtime_ns": 1}
-    foreign = publish_engine(tmp_path / "copied", source=source, made_here=False)
-    for checked in (False, True):
-        if checked:
-            trust.keep(foreign.folder, foreign.manifest, trust.Record(trust.CHECKED))
-        monkeypatch.setattr("os.stat", _no_network(__import__("os").stat))
-        state(tmp_path / "copied")
-        monkeypatch.undo()
-        monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    publish_engine(tmp_path, source=source, made_here=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.stat", _no_network(os.stat))
+        assert state(tmp_path)[0] == STALE
 
 
 def _no_network(real: Callable) -> Callable:
@@ -161,26 +174,12 @@ def network() -> NativeNetwork:
     return small_network()
 
 
-class OnGpu(OnnxRuntimeBackend):
-    """ONNX Runtime, said to run on the GPU."""
-
-    def unavailable(self, device: torch.device) -> None:
-        return None
-
-
-@pytest.fixture(scope="module", autouse=True)
-def gpu() -> Iterator[None]:
-    """A double: this machine has a GPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (builder, check):
-            patch.setattr(module, "gpu_of", lambda device: HERE if device.type == "cuda" else "")
-        yield
-
-
 @pytest.fixture(scope="module")
-def built(network: NativeNetwork, gpu: None, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """An engine for the GPU, built somewhere."""
-    return build(network, tmp_path_factory.mktemp("somewhere"), [])
+def built(network: NativeNetwork, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """An engine of ONNX Runtime, built somewhere."""
+    library = Library([tmp_path_factory.mktemp("somewhere")])
+    made = order(network, backends()["onnxruntime"], PROFILE)
+    return build_engine(made, library, lambda *_: None, run=run_here)
 
 
 def negate(folder: Path) -> None:
@@ -207,8 +206,8 @@ def change_graph(folder: Path, operation: str) -> None:
 
 
 
-def not_run_here(engine: Engine, root: Path, change: Callable[[Path], None]) -> Engine:
-    """An engine that this machine signed and never ran on its GPU, with whatever files it has now."""
+def copied(engine: Engine, root: Path, change: Callable[[Path], None], signed: bool = True) -> Engine:
+    """An engine with the true key and true hashes of whatever files it has now, as built without a GPU."""
     library = Library([root])
     folder = library.building_folder()
     for name in engine.manifest.files:
@@ -216,84 +215,93 @@ def not_run_here(engine: Engine, root: Path, change: Callable[[Path], None]) -> 
     change(folder)
     manifest = engine.manifest.to_json()
     manifest["files"] = {n: f.__dict__ for n, f in describe_files(folder, list(engine.manifest.files)).items()}
-    return library.publish(folder, Manifest.from_json(manifest))
+    made = library.publish(folder, Manifest.from_json(manifest))
+    if not signed:
+        (made.folder / RECORD_NAME).unlink()
+    return made
 
 
 def build(network: NativeNetwork, root: Path, steps: list[str]) -> Engine:
     def run(task: dict, *rest: object) -> dict:
         steps.append(task["step"])
-        return run_here(on_cpu(task), *rest)
+        return run_here(task, *rest)
 
-    return build_engine(for_gpu(network), Library([root]), lambda *_: None, run=run)
-
-
-def for_gpu(network: NativeNetwork) -> BuildOrder:
-    return BuildOrder(network, "float32", PROFILE, OnGpu(), torch.device("cuda", 0))
+    made = order(network, backends()["onnxruntime"], PROFILE)
+    return build_engine(made, Library([root]), lambda *_: None, run=run)
 
 
-def on_cpu(task: dict) -> dict:
-    return {**task, "device": "cpu", "timed": None} if task["step"] == "check" else task
-
-
-def test_an_engine_that_computes_something_else_is_refused_with_figures_and_built_anew(
+def test_a_forged_engine_with_the_true_key_never_runs_and_is_built_anew(
     network: NativeNetwork, built: Engine, tmp_path: Path
 ) -> None:
-    engine, figure = not_run_here(built, tmp_path / "library", negate), "differs from native by 2.00e+00"
-    assert engine.manifest.identity == built.manifest.identity, "its key is the true one"
+    forged = copied(built, tmp_path, negate, signed=False)
+    assert forged.manifest.identity == built.manifest.identity, "its key is the true one"
+    assert state(tmp_path)[0] == STALE
+    steps: list[str] = []
+    replaced = build(network, tmp_path, steps)
+    assert steps == ["export", "build"]
+    assert replaced.folder == forged.folder
+    assert replaced.manifest.files["model.onnx"] == built.manifest.files["model.onnx"]
+    assert state(tmp_path) == (READY, "")
+
+
+@pytest.mark.parametrize(("change", "figure"), [(negate, "2.00e+00"), (to_nan, "inf")])
+def test_an_engine_that_computes_something_else_on_its_device_is_refused_with_figures_and_built_anew(
+    network: NativeNetwork, built: Engine, tmp_path: Path, on_gpu: None, change: Callable[[Path], None], figure: str
+) -> None:
+    root, figure = tmp_path / "library", f"differs from native by {figure}"
+    engine = copied(built, root, change)
+    assert state(root, HERE)[0] == UNCHECKED
     steps: list[str] = []
     with pytest.raises(BuildError) as refused:
-        build(network, tmp_path / "library", steps)
+        build(network, root, steps)
     assert figure in str(refused.value)
     assert "build again" in str(refused.value)
-    found, reason = state(tmp_path / "library", HERE)
+    found, reason = state(root, HERE)
     assert (found, figure in reason) == (BROKEN, True)
-    replaced = build(network, tmp_path / "library", steps)
-    assert steps == ["check", "export", "build", "check"]
-    assert replaced.folder == engine.folder
-    assert state(tmp_path / "library", HERE) == (READY, "")
-
-
-def test_what_is_no_number_never_passes(network: NativeNetwork, built: Engine, tmp_path: Path) -> None:
-    not_run_here(built, tmp_path / "library", to_nan)
-    with pytest.raises(BuildError, match="differs from native by inf"):
-        build(network, tmp_path / "library", [])
+    if change is negate:
+        assert build(network, root, steps).folder == engine.folder
+        assert steps == ["check", "export", "build", "check"]
+        assert state(root, HERE) == (READY, "")
 
 
 def test_an_honest_engine_is_checked_once_and_serves_from_then_on(
-    network: NativeNetwork, built: Engine, tmp_path: Path
+    network: NativeNetwork, built: Engine, tmp_path: Path, on_gpu: None
 ) -> None:
     root = tmp_path / "library"
-    engine = not_run_here(built, root, lambda _: None)
+    engine = copied(built, root, lambda _: None)
     steps: list[str] = []
     assert build(network, root, steps) == engine
     assert build(network, root, steps) == engine
     assert steps == ["check"]
     assert state(root, HERE) == (READY, "")
     record = trust.record_of(engine)
-    assert record.verdict == trust.CHECKED
+    assert (record.verdict, record.gpu) == (trust.BUILT, HERE)
     assert 0 < record.parity["rel_err"] <= 1e-4
     assert {case["symbols"]["t"] for case in record.parity["cases"]} == {50, 900}
     assert {case["symbols"]["H"] for case in record.parity["cases"]} == {4, 8, 12}
     assert sorted(p.name for p in root.iterdir() if p.suffix != ".json") == [engine.folder.name]
 
 
-def test_an_engine_that_cannot_be_opened_is_refused(network: NativeNetwork, built: Engine, tmp_path: Path) -> None:
-    not_run_here(built, tmp_path / "library", lambda folder: (folder / "model.onnx").write_bytes(b"\x08engine"))
+def test_an_engine_that_cannot_be_opened_is_refused(
+    network: NativeNetwork, built: Engine, tmp_path: Path, on_gpu: None
+) -> None:
+    copied(built, tmp_path / "library", lambda folder: (folder / "model.onnx").write_bytes(b"\x08engine"))
     with pytest.raises(BuildError, match="could not be run"):
         build(network, tmp_path / "library", [])
     assert state(tmp_path / "library", HERE)[0] == BROKEN
 
 
 def test_a_check_that_is_cancelled_says_nothing_of_the_engine(
-    network: NativeNetwork, built: Engine, tmp_path: Path
+    network: NativeNetwork, built: Engine, tmp_path: Path, on_gpu: None
 ) -> None:
-    not_run_here(built, tmp_path / "library", negate)
+    copied(built, tmp_path / "library", negate)
 
     def run(*_: object) -> dict:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_engine(for_gpu(network), Library([tmp_path / "library"]), lambda *_: None, run=run)
+        build_engine(order(network, backends()["onnxruntime"], PROFILE), Library([tmp_path / "library"]),
+                     lambda *_: None, run=run)  # fmt: skip
     assert state(tmp_path / "library", HERE)[0] == UNCHECKED
 
 
@@ -310,18 +318,19 @@ def test_what_is_found_out_in_a_library_that_became_read_only_counts(tmp_path: P
     engine = publish_engine(tmp_path / "library")
     trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, gpu="sm_80 A"))
     with read_only(tmp_path / "library"):
-        trust.keep(engine.folder, engine.manifest, trust.Record(trust.CHECKED, gpu="sm_89 B"))
+        trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, gpu="sm_89 B"))
         assert trust.flaw(engine, "sm_89 B") is None
         trust.keep(engine.folder, engine.manifest, trust.Record(trust.REFUSED, "it differs from native by 2.0"))
         assert trust.flaw(engine).reason is Reason.BROKEN_ENGINE
-    trust.keep(engine.folder, engine.manifest, trust.Record(trust.CHECKED, gpu="sm_80 A"))
+    trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, gpu="sm_80 A"))
     assert trust.flaw(engine, "sm_80 A") is None, "what is written last, wherever"
 
 
 def test_a_check_whose_process_is_killed_says_nothing_of_the_engine(
-    network: NativeNetwork, built: Engine, tmp_path: Path
+    network: NativeNetwork, built: Engine, tmp_path: Path, on_gpu: None
 ) -> None:
-    not_run_here(built, tmp_path / "library", lambda _folder: None)
+    made = order(network, backends()["onnxruntime"], PROFILE)
+    copied(built, tmp_path / "library", lambda _folder: None)
 
     def run(task: dict, progress: Callable, *rest: object) -> dict:
         def kill(phase: str, fraction: float) -> None:
@@ -329,8 +338,8 @@ def test_a_check_whose_process_is_killed_says_nothing_of_the_engine(
                 child.kill()
             progress(phase, fraction)
 
-        return run_in_worker(on_cpu(task), kill, *rest)
+        return run_in_worker(task, kill, *rest)
 
     with pytest.raises(BuildError, match="was ended by SIGKILL"):
-        build_engine(for_gpu(network), Library([tmp_path / "library"]), lambda *_: None, run=run)
+        build_engine(made, Library([tmp_path / "library"]), lambda *_: None, run=run)
     assert state(tmp_path / "library", HERE)[0] == UNCHECKED

@@ -75,7 +75,7 @@ def build_only() -> Recipe:
 after the other. *Engine 1* to *3* on the right then say what there is.
 
 The engines are kept in *models/trt_engines*. Every workflow with the same model and sizes finds them there; the \
-panel *TRT engines* on the left lists, checks, exports and deletes them.
+panel *TRT engines* on the left lists, checks and deletes them.
 """
     nodes = _models(note, NETS[:2])
     for i, engine in enumerate(("unet_engine.engine", "engine_1.control_net", "engine_2.control_net"), start=1):

@@ -18,7 +18,7 @@ import torch
 from ...architectures.calls import RequestedCalls, calls_to_compile
 from ...architectures.shapes import PRECISIONS, Profile
 from ...comfy_model.structure_hash import structure_hash
-from ...engine_library import BuildError, Engine, Fallback, Manifest, Reason, Unavailable, trust, verified
+from ...engine_library import BuildError, Engine, Fallback, Manifest, Reason, Unavailable, trust
 from ...sessions.session import refusal_of, refuse
 from .. import BuildRequest, BuildSizes, LiveTask, Progress, gpu_of
 from . import compiled
@@ -140,5 +140,5 @@ class TorchBackend:
         if (refusal := trust.flaw(engine)) is not None:
             raise Unavailable(refusal.reason, refusal.detail)
         engine.check_sizes()
-        verified.check_contents(engine)
+        trust.check_contents(engine)
         return compiled.open_file(engine.folder / compiled.file_name(symbols))

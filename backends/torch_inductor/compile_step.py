@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ...architectures.shapes import TensorSpec, sample_inputs
 from ...comfy_model.torch_kernels import best_attention, empty_laid_out, laid_out
 from ...engine_library import BuildError
-from ...engine_library.parity import relative_error
+from ...engine_library.engine import relative_error
 from ...sessions import gpu_timing
 from ...sessions.cuda_graphs import GraphCache
 from .. import LiveTask, Progress

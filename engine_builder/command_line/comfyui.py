@@ -22,11 +22,11 @@ MODEL_FOLDERS = {"checkpoint": "checkpoints", "unet": "diffusion_models", "contr
 
 
 class Unusable(Exception):
-    """Something that the user named cannot be used; the text says why and what to do."""
+    """Model, folder or device that cannot be used; the text says why and what to do."""
 
 
 def library(folder: Path | None, comfyui: Path | None) -> Library:
-    """The library in a folder, or that of a ComfyUI, whose modules can be imported afterwards.
+    """Return the library in a folder, or that of a ComfyUI, whose modules can be imported afterwards.
 
     Raises:
         Unusable: neither is known.
@@ -45,7 +45,7 @@ def library(folder: Path | None, comfyui: Path | None) -> Library:
 
 
 def find(comfyui: Path | None) -> Path | None:
-    """The ComfyUI to use: the one given, that of COMFYUI_PATH, or the one this pack is installed in.
+    """Return the ComfyUI to use: the one given, that of COMFYUI_PATH, or the one this pack is installed in.
 
     Raises:
         Unusable: the one that was named is none.
@@ -60,7 +60,7 @@ def find(comfyui: Path | None) -> Path | None:
 
 
 def device(name: str | None) -> torch.device:
-    """The device to build for and to judge by: the one named, else the first GPU, else the CPU."""
+    """Return the device to build for and to judge by: the one named, else the first GPU, else the CPU."""
     import torch
 
     try:

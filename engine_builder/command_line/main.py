@@ -30,50 +30,10 @@ from ...engine_library.disk import free_bytes, gigabytes
 from ...engine_library.inventory import Entry, delete, entries, select, verify
 from . import comfyui
 
-WIDTH = 24
-REDRAW_SECONDS = 0.1
-
-
-class Bar:
-    """Progress on stderr: one line that is redrawn on a terminal, else a line for each phase."""
-
-    def __init__(self) -> None:
-        self._out = sys.stderr
-        self._terminal = self._out.isatty()
-        self._started = time.monotonic()
-        self._drawn = 0.0
-        self._phase = ""
-        self._length = 0
-
-    def __call__(self, phase: str, fraction: float) -> None:
-        """Show a phase and the fraction done, 0 to 1."""
-        now = time.monotonic()
-        new, self._phase = phase != self._phase, phase
-        if not new and (not self._terminal or now - self._drawn < REDRAW_SECONDS):
-            return
-        self._drawn = now
-        seconds = now - self._started
-        if self._terminal:
-            filled = round(WIDTH * fraction)
-            line = f"[{'#' * filled}{'-' * (WIDTH - filled)}] {fraction:4.0%} {seconds:5.0f} s  {phase}"
-            self._out.write("\r" + line.ljust(self._length))
-            self._length = len(line)
-        else:
-            self._out.write(f"{seconds:6.1f} s {fraction:4.0%}  {phase}\n")
-        self._out.flush()
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._terminal and self._length:
-            self._out.write("\r" + " " * self._length + "\r")
-
-
 BACKENDS = ("tensorrt", "tensorrt_rtx", "torch", "onnxruntime")
 """Those of ``backends()``, for a help text that imports none of them: help works in a Python without torch."""
+BAR_WIDTH = 24
+REDRAW_SECONDS = 0.1
 
 
 def main(arguments: list[str]) -> int:
@@ -122,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(command=command)
         return added
 
-    build = add("build", _build, "Build the engine of a model.")
+    build = add("build", _build, "Build the engine of a model, or check one that was built without this GPU.")
     source = build.add_mutually_exclusive_group(required=True)
     source.add_argument("--checkpoint", metavar="FILE", help="the UNet of a checkpoint")
     source.add_argument("--unet", metavar="FILE", help="a diffusion model")
@@ -237,7 +197,7 @@ def _found(options: argparse.Namespace) -> tuple[Library, list[Entry]]:
 
 
 def _backend(choice: str, device: Any) -> Backend:
-    """The chosen backend, which may build for other machines, or the most preferred one that runs on the device.
+    """Return the chosen backend, which may build for other machines, or the most preferred one that runs on the device.
 
     Raises:
         Unavailable: none does.
@@ -255,3 +215,41 @@ def _done(options: argparse.Namespace, data: dict, text: str) -> int:
 
 def _print_json(data: dict) -> None:
     sys.stdout.write(json.dumps(data, indent=1) + "\n")
+
+
+class Bar:
+    """Progress on stderr: one line that is redrawn on a terminal, else a line for each phase."""
+
+    def __init__(self) -> None:
+        self._out = sys.stderr
+        self._terminal = self._out.isatty()
+        self._started = time.monotonic()
+        self._drawn = 0.0
+        self._phase = ""
+        self._length = 0
+
+    def __call__(self, phase: str, fraction: float) -> None:
+        """Show a phase and the fraction done, 0 to 1."""
+        now = time.monotonic()
+        new, self._phase = phase != self._phase, phase
+        if not new and (not self._terminal or now - self._drawn < REDRAW_SECONDS):
+            return
+        self._drawn = now
+        seconds = now - self._started
+        if self._terminal:
+            filled = round(BAR_WIDTH * fraction)
+            line = f"[{'#' * filled}{'-' * (BAR_WIDTH - filled)}] {fraction:4.0%} {seconds:5.0f} s  {phase}"
+            self._out.write("\r" + line.ljust(self._length))
+            self._length = len(line)
+        else:
+            self._out.write(f"{seconds:6.1f} s {fraction:4.0%}  {phase}\n")
+        self._out.flush()
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._terminal and self._length:
+            self._out.write("\r" + " " * self._length + "\r")

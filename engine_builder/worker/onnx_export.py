@@ -15,7 +15,7 @@ import torch
 
 from ...architectures.shapes import TensorSpec, sample_inputs
 from ...comfy_model.snapshot import ALIGNMENT, Offsets
-from ...engine_library.parameters import write_parameters
+from ...engine_library.engine import write_parameters
 
 GRAPH_NAME = "model.onnx"
 DATA_NAME = "model.onnx.data"

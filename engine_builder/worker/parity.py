@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ...architectures.shapes import TensorSpec, sample_inputs
 from ...engine_library import BuildError
-from ...engine_library.parity import LIMITS, relative_error
+from ...engine_library.engine import LIMITS, relative_error
 from ...sessions.session import Runner
 
 NARROW = "/bfloat16"

@@ -1,7 +1,7 @@
 """Steps of a build outside the server's process: export with its check against native, and the backend's build.
 
 They take and give JSON and never see the live model. The export needs no GPU, the backend's build no ComfyUI. A
-backend that runs live weights has one step instead, its own. An engine from elsewhere is checked: see ``validate``.
+backend that runs live weights has one step instead, its own. An engine is compared with native: see ``validate``.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ...backends import Progress
 from ...comfy_model.comfyui_shims import import_comfyui
 from ...engine_library import BuildError, Engine, Manifest, Reason, Unavailable, ValidationFailed
-from ...engine_library.parameters import read_parameters
+from ...engine_library.engine import read_parameters
 from .task import Task, backend_of, function_of, tensors_of
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-// Small dialogs: a build's log and a question. Each is named by its heading, for screen readers too.
+// Small dialogs: a build's log, and a question. Each is named by its heading, for screen readers too.
 
 import { button, make } from "./dom.mjs";
 import { t } from "./texts.mjs";

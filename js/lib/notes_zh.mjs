@@ -23,7 +23,7 @@ export const NOTES = {
 1. 选择您的 checkpoint 和 ControlNet，以及引擎节点上的尺寸。
 2. 在 **2 Engines** 的某个节点上点击**构建引擎**只构建这一个，或点击 **运行** 依次构建所有缺少的引擎。右侧的 *Engine 1* 到 *3* 会显示现有的引擎。
 
-引擎保存在 *models/trt_engines*。使用相同模型和尺寸的每个工作流都会在那里找到它们；左侧的 *TRT 引擎* 面板可以列出、检查、导出和删除引擎。`,
+引擎保存在 *models/trt_engines*。使用相同模型和尺寸的每个工作流都会在那里找到它们；左侧的 *TRT 引擎* 面板可以列出、检查和删除引擎。`,
     "# Native beside engines": `# 原生与引擎对比
 
 用同一个种子采样两次：**4 Native** 不使用本节点包，**5 On engines** 使用引擎。保存图像的节点把两张图并排保存（左边是原生），*Difference* 显示差异（黑色：没有差异），*What ran where* 显示每一次调用。

@@ -1,16 +1,19 @@
 // The engines panel: a sidebar tab with the library and the builds. It asks the server when something has happened and
 // somebody sees it, and does nothing else by itself.
 
-import { button, make } from "./dom.mjs";
-import { PanelActions } from "./panel_actions.mjs";
-import { PanelHeader } from "./panel_header.mjs";
-import { JobCards } from "./panel_jobs.mjs";
-import { EngineRows } from "./panel_rows.mjs";
-import { grouped, matching, withJob } from "./panel_words.mjs";
+import { confirm, showText } from "./dialog.mjs";
+import { arrange, button, make } from "./dom.mjs";
+import { openMenu } from "./menu.mjs";
+import {
+    anyEnded, deleteQuestion, engineRow, grouped, jobLines, matching, shortName, shownJobs, SORT_KEYS, tone, withJob,
+} from "./panel_words.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
+import { size } from "./words.mjs";
 
 const PATIENCE = 300;
+const LIVE = ["running", "queued"];
+const path = (name) => `/engines/${encodeURIComponent(name)}`;
 
 export class Panel {
     /**
@@ -40,12 +43,14 @@ export class Panel {
         this.selected.clear();
         const { actions } = this;
         this.header = new PanelHeader({
-            draw: () => this.draw(), refresh: () => this.load(), deleteSelected: () => actions.delete(this.#chosen()),
+            draw: () => this.draw(), refresh: () => this.load(),
+            deleteSelected: () => actions.delete(this.#chosen()),
             selectShown: (on) => this.#select(this.#shown().map(({ name }) => name), on),
         });
         this.header.sort.value = this.order;
         this.builds = new JobCards({
-            cancel: (job) => actions.cancel(job), log: (job) => this.page.showLog(job.id), clear: () => actions.clearFinished(),
+            cancel: (job) => actions.post(`/builds/${job.id}/cancel`), log: (job) => this.page.showLog(job.id),
+            clear: () => actions.post("/builds/clear"),
         });
         this.rows = new EngineRows({ select: (name, on) => this.#select([name], on), entries: (engine) => actions.entries(engine) });
         this.none = make("div", "hybrid-trt-none");
@@ -137,4 +142,257 @@ export class Panel {
         for (const name of names) on ? this.selected.add(name) : this.selected.delete(name);
         this.draw();
     }
+}
+
+/** Actions on engines. Each ends in a message: what happened, or why it did not. */
+class PanelActions {
+    /** `page` is as in Panel; `load` asks for the lists again. */
+    constructor(api, page, load) {
+        this.api = api;
+        this.page = page;
+        this.load = load;
+    }
+
+    /** The entries of an engine's menu. */
+    entries(engine) {
+        const entry = (key, act, danger = false) => ({ label: t(key), act, danger });
+        return [
+            ...(engine.label ? [entry("rebuild", () => this.rebuild(engine))] : []),
+            entry("verify", () => this.verify(engine)),
+            entry("rowDetails", () => showText(engine.label ?? engine.name, engineRow(engine).details)),
+            entry("deleteEngine", () => this.delete([engine]), true),
+        ];
+    }
+
+    verify({ name, label }) {
+        return this.attempt(async () => {
+            const { ok, text } = await request(this.api, `${path(name)}/verify`, { method: "POST" });
+            this.#tell(ok ? "success" : "error", t(ok ? "verified" : "damaged", { name: label ?? name, text }));
+        });
+    }
+
+    async rebuild(engine) {
+        const found = await this.page.rebuild(engine);
+        const node = engine.kind === "unet" ? "TRT UNet Engine" : "TRT ControlNet Engine";
+        this.#tell("info", t(found ? "rebuildStarted" : "rebuildWhere", { label: engine.label, node }));
+    }
+
+    /** Delete engines once that is confirmed; one that cannot be deleted does not keep the others. */
+    async delete(engines) {
+        if (!engines.length || !(await confirm(deleteQuestion(engines)))) return;
+        const gone = [];
+        await this.attempt(async () => {
+            let failed = null;
+            for (const engine of engines) {
+                try {
+                    await request(this.api, path(engine.name), { method: "DELETE" });
+                    gone.push(engine);
+                } catch (failure) {
+                    failed = failure;
+                }
+            }
+            if (failed) throw failed;
+        });
+        if (gone.length) this.#deleted(gone.length, gone.reduce((sum, { bytes }) => sum + bytes, 0), gone[0]);
+        await this.load();
+    }
+
+    post(route) {
+        return this.attempt(() => request(this.api, route, { method: "POST" }));
+    }
+
+    /** Do something; what it throws is told. */
+    async attempt(act) {
+        try {
+            await act();
+        } catch (failure) {
+            this.page.toast("error", t("failedAction"), failure.message);
+        }
+    }
+
+    #deleted(count, bytes, only) {
+        const one = count === 1 && only;
+        this.#tell("info", one ? t("deleted", { name: only.label ?? only.name }) : t("deletedMany", { count, size: size(bytes) }));
+    }
+
+    #tell(severity, words) {
+        this.page.toast(severity, t("panel"), words);
+    }
+}
+
+/** The head, which stays while the list scrolls: totals, filter and order, and actions on many engines. */
+class PanelHeader {
+    /**
+     * @param {{draw: () => void, refresh: () => void, deleteSelected: () => void, selectShown: (on: boolean) => void}} actions
+     */
+    constructor(actions) {
+        this.use = make("div", "hybrid-trt-quiet");
+        this.filter = make("input");
+        Object.assign(this.filter, { placeholder: t("filter"), type: "search" });
+        this.filter.setAttribute("aria-label", t("filter"));
+        this.filter.addEventListener("input", actions.draw);
+        this.filter.addEventListener("keydown", (event) => event.stopPropagation());
+        this.sort = make("select");
+        this.sort.setAttribute("aria-label", t("sort"));
+        this.sort.append(...SORT_KEYS.map((key) => Object.assign(make("option", "", t(key)), { value: key })));
+        this.sort.addEventListener("change", actions.draw);
+        this.find = make("div", "hybrid-trt-row");
+        this.find.append(this.filter, this.sort);
+        const tools = make("div", "hybrid-trt-row");
+        tools.append(button("refresh", actions.refresh));
+        this.element = make("header", "hybrid-trt-panel-head");
+        this.element.append(make("h3", "", t("panel")), this.use, this.find, tools, this.#selection(actions));
+        this.bar.hidden = true; // until it is known what there is
+    }
+
+    /**
+     * @param {{count: number, bytes: number, free: number, folder: string}} all
+     * @param {{count: number, bytes: number, shown: number, shownSelected: number}} chosen
+     */
+    show(all, chosen) {
+        this.use.textContent = t("use", { count: all.count, size: size(all.bytes), free: size(all.free) });
+        this.use.title = all.folder;
+        this.find.hidden = this.bar.hidden = !all.count;
+        this.all.checked = chosen.shown > 0 && chosen.shownSelected === chosen.shown;
+        this.all.indeterminate = chosen.shownSelected > 0 && !this.all.checked;
+        this.told.textContent = chosen.count ? t("selected", { count: chosen.count, size: size(chosen.bytes) }) : t("selectAll");
+        this.delete.hidden = !chosen.count;
+    }
+
+    #selection(actions) {
+        this.bar = make("div", "hybrid-trt-row hybrid-trt-selection");
+        const label = make("label", "hybrid-trt-row");
+        this.all = make("input");
+        this.all.type = "checkbox";
+        this.all.addEventListener("change", () => actions.selectShown(this.all.checked));
+        this.told = make("span", "hybrid-trt-quiet");
+        label.append(this.all, this.told);
+        this.delete = button("deleteSelected", actions.deleteSelected);
+        this.delete.classList.add("hybrid-trt-danger");
+        this.bar.append(label, this.delete);
+        return this.bar;
+    }
+}
+
+/** The list of builds: what runs, what waits, and how the latest ended. */
+class JobCards {
+    /** @param {{cancel: (job: any) => void, log: (job: any) => void, clear: () => void}} actions */
+    constructor(actions) {
+        this.actions = actions;
+        this.element = make("div", "hybrid-trt-panel-builds");
+        this.head = make("div", "hybrid-trt-row hybrid-trt-between");
+        this.clear = button("clearFinished", actions.clear);
+        this.head.append(make("h4", "", t("builds")), this.clear);
+        this.cards = new Map(); // job id -> its card, kept while it is shown: progress takes no button away
+    }
+
+    /**
+     * @param {any[]} jobs the oldest first
+     * @param {string[]} asked the names of nodes whose builds wait for ComfyUI to load their models
+     */
+    draw(jobs, asked) {
+        const shown = shownJobs(jobs), known = this.cards;
+        let before = 0;
+        this.clear.hidden = !anyEnded(jobs);
+        this.cards = new Map(shown.map((job) => [job.id, known.get(job.id) ?? this.#made(job)]));
+        for (const job of shown) this.#say(this.cards.get(job.id), job, LIVE.includes(job.state) ? before++ : 0);
+        const waiting = asked.map((name) => written(card("busy"), [`${name} · … ${t("asked")}`, t("askedHint")]));
+        const cards = [...this.cards.values()].map(({ element }) => element);
+        arrange(this.element, shown.length || asked.length ? [this.head, ...cards, ...waiting] : []);
+    }
+
+    #made(job) {
+        const element = card(tone(job.state)), row = make("div", "hybrid-trt-row");
+        const cancel = button("cancel", () => this.actions.cancel(job)), log = button("log", () => this.actions.log(job));
+        row.append(cancel, log);
+        element.append(row);
+        return { element, row, cancel, log };
+    }
+
+    #say({ element, row, cancel, log }, job, before) {
+        element.dataset.tone = tone(job.state);
+        written(element, jobLines(job, before), row);
+        cancel.hidden = !LIVE.includes(job.state);
+        log.hidden = job.state === "queued";
+    }
+}
+
+function card(colour) {
+    const made = make("div", "hybrid-trt-card");
+    made.dataset.tone = colour;
+    return made;
+}
+
+/** A card with these lines, and what stays below them. */
+function written(element, [head, ...lines], ...below) {
+    arrange(element, [make("strong", "", head), ...lines.map((line) => make("div", "hybrid-trt-quiet", line)), ...below]);
+    return element;
+}
+
+/** The list of engines: a section per model, two lines per engine with a box to select it and a menu. */
+class EngineRows {
+    /**
+     * @param {{select: (name: string, on: boolean) => void, entries: (engine: any) => {label: string, act: () => void}[]}} actions
+     */
+    constructor(actions) {
+        this.actions = actions;
+        this.element = make("div", "hybrid-trt-panel-engines");
+        this.rows = new Map(); // name -> its row, kept while the engine says the same
+        this.sections = new Map(); // label -> the section of a model
+    }
+
+    /** Show `groups` (see panel_words), with the names in `selected` ticked, sorted by `order`. */
+    draw(groups, selected, order) {
+        this.order = order;
+        const before = this.rows, sections = this.sections;
+        this.rows = new Map();
+        this.sections = new Map(groups.map(({ label }) => [label, sections.get(label) ?? section(label)]));
+        arrange(this.element, groups.map((group) => this.#section(group, selected, before)));
+    }
+
+    #section({ label, engines, bytes }, selected, before) {
+        const { element, head, count } = this.sections.get(label);
+        count.textContent = engines.length > 1 ? t("groupOf", { count: engines.length, size: size(bytes) }) : "";
+        arrange(element, [head, ...engines.map((engine) => this.#row(engine, selected.has(engine.name), before))]);
+        return element;
+    }
+
+    #row(engine, on, before) {
+        const says = JSON.stringify([engine, this.order]), old = before.get(engine.name);
+        const row = old?.says === says ? old : { says, ...this.#make(engine) };
+        row.box.checked = on;
+        this.rows.set(engine.name, row);
+        return row.card;
+    }
+
+    #make(engine) {
+        const words = engineRow(engine, this.order), name = [engine.label, words.title].filter(Boolean).join(", ");
+        const card = make("div", "hybrid-trt-card hybrid-trt-engine");
+        card.dataset.tone = tone(engine.state);
+        card.dataset.engine = engine.name;
+        card.title = words.details.join("\n");
+        const box = make("input");
+        box.type = "checkbox";
+        box.setAttribute("aria-label", t("select", { name }));
+        box.addEventListener("change", () => this.actions.select(engine.name, box.checked));
+        const text = make("div", "hybrid-trt-two-lines");
+        text.append(make("strong", "", words.title), make("div", "hybrid-trt-quiet", words.meta));
+        const menu = make("button", "hybrid-trt-more", "⋯");
+        menu.type = "button";
+        menu.setAttribute("aria-label", t("menuOf", { name }));
+        menu.setAttribute("aria-haspopup", "menu");
+        menu.setAttribute("aria-expanded", "false");
+        menu.addEventListener("click", () => openMenu(menu, this.actions.entries(engine)));
+        card.append(box, text, menu);
+        return { card, box };
+    }
+}
+
+function section(label) {
+    const element = make("section", "hybrid-trt-group"), head = make("h5", "");
+    element.setAttribute("aria-label", label);
+    const name = make("span", "hybrid-trt-group-name", shortName(label)), count = make("span", "hybrid-trt-quiet");
+    name.title = label;
+    head.append(name, count);
+    return { element, head, count };
 }

@@ -7,15 +7,15 @@ const HEADERS = { "X-Hybrid-TRT": "1" };
  * Ask one of the pack's routes.
  * @param {{fetchApi: (path: string, options?: object) => Promise<Response>}} api ComfyUI's api
  * @param {string} path below PREFIX
- * @param {{method?: string, json?: unknown, body?: Blob}} [options] `json` or `body` is what to send
+ * @param {{method?: string, json?: unknown}} [options] `json` is what to send
  * @returns {Promise<any>} the answer's JSON
  * @throws {Error} with one sentence for the user
  */
-export async function request(api, path, { method = "GET", json, body } = {}) {
+export async function request(api, path, { method = "GET", json } = {}) {
     const headers = { ...HEADERS, ...(json === undefined ? {} : { "Content-Type": "application/json" }) };
     let response;
     try {
-        response = await api.fetchApi(PREFIX + path, { method, headers, body: json === undefined ? body : JSON.stringify(json) });
+        response = await api.fetchApi(PREFIX + path, { method, headers, body: json === undefined ? undefined : JSON.stringify(json) });
     } catch {
         throw new Error("ComfyUI's server does not answer, so nothing was done; start it and try again.");
     }

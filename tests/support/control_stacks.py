@@ -21,7 +21,7 @@ from comfy.patcher_extension import WrapperExecutor
 from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library
-from hybrid_trt.engine_library.parity import relative_error
+from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling import control_stack
 from hybrid_trt.sampling.controlnet import back_with_engine
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle

@@ -27,7 +27,10 @@ def publish_engine(
     files = describe_files(work, [name, "parameters.json"])
     identity = EngineIdentity(profile=PROFILE, **fields)
     manifest = Manifest(identity, "unet", "a.safetensors", SPECS, SPECS, files, source=source)
-    return library.publish(work, manifest, record=trust.BUILT_HERE if made_here else None)
+    engine = library.publish(work, manifest)
+    if not made_here:
+        (engine.folder / trust.RECORD_NAME).unlink()
+    return engine
 
 
 def publish(

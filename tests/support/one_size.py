@@ -17,7 +17,7 @@ from hybrid_trt.architectures.shapes import Picture, Profile, Range, sample_inpu
 from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Engine, Library
-from hybrid_trt.engine_library.parity import relative_error
+from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.nodes import building
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 
