@@ -19,7 +19,7 @@ from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends import LiveTask, backends
 from hybrid_trt.backends.gpu_lock import WAITING, GpuLock
-from hybrid_trt.backends.torch_inductor import attention, compile_step, compiled, parts
+from hybrid_trt.backends.torch_inductor import attention, benchmarks, compile_step, compiled, parts
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import side_by_side
