@@ -3,7 +3,7 @@
     python benchmarks/graph_memory.py --comfyui ~/ComfyUI --base /tmp/benchmark --out graph_memory.json
 
 A graph that was recorded under cudaMallocAsync, ComfyUI's usual allocator, allocates as it runs; what it took stays for
-its next replay, also while the VAE decodes, unless it is given back (``sessions/graph_memory.py``). SD1.5 with
+its next replay, also while the VAE decodes, unless it is given back (``sessions/cuda_capture.py``). SD1.5 with
 two ControlNets at 512x512, 20 steps; the engines are those that ``run.py`` built. Samplings after which memory is given
 back, and others, take turns; the one after each is timed.
 """
@@ -35,16 +35,17 @@ def milliseconds(call: Any) -> float:
 
 def measure(bench: networks.Bench) -> dict[str, Any]:
     """What is kept and given back, in MB, and the milliseconds of samplings that follow."""
-    from hybrid_trt.sessions import graph_memory
+    from hybrid_trt.sampling import device_inputs
+    from hybrid_trt.sessions import cuda_capture
 
-    gpu, give_back = torch.device("cuda", 0), graph_memory.give_back
-    graph_memory.give_back = lambda _device: 0  # which a sampling does at its end
+    gpu, give_back = torch.device("cuda", 0), cuda_capture.give_back_graph_memory
+    device_inputs.give_back_graph_memory = lambda _device: 0  # which a sampling does at its end
     setup, memory = bench.conditioning(2, True), PeakMemory()
     for _ in range(3):
         reference, _ = bench.sample(setup, 1)
-    figures = {"kept_mb": graph_memory.kept(0) / 1e6, "used_mb": memory.used_now}
+    figures = {"kept_mb": cuda_capture.graph_memory(0) / 1e6, "used_mb": memory.used_now}
     give_back(gpu)
-    figures |= {"left_mb": graph_memory.kept(0) / 1e6, "used_afterwards_mb": memory.used_now}
+    figures |= {"left_mb": cuda_capture.graph_memory(0) / 1e6, "used_afterwards_mb": memory.used_now}
     again, _ = bench.sample(setup, 1)
     figures["equal"] = torch.equal(again, reference)
     after: dict[str, list[float]] = {"given_back": [], "kept": []}

@@ -90,8 +90,8 @@ def profile_row(bench: networks.Bench, name: str) -> dict[str, Any]:
         session.run(given)
         whole = networks.gpu_ms(lambda: session.run(given))["median"]
         alone = networks.replay_ms(session)
-        recording = next(reversed(session.graphs._recordings.values()))
-        kernels = launches(recording.replay.replay)
+        graph = next(reversed(session.graphs._captured.values()))
+        kernels = launches(graph.replay.replay)
     row = {"case": f"{bench.family}_{name}", "batch": 2, "call_ms": whole, "replay_ms": alone,
            "kernels_ms": round(sum(time for _, time in kernels) / 1000 / REPLAYS, 4),
            "families": grouped(kernels, REPLAYS), "longest": longest(kernels, REPLAYS)}

@@ -135,8 +135,8 @@ class Sweep:
 
     def kernels(self) -> dict[str, Any]:
         """The kernels of what was replayed last."""
-        recording = next(reversed(self.session.graphs._recordings.values()))
-        found = profile_kernels.launches(recording.replay.replay)
+        graph = next(reversed(self.session.graphs._captured.values()))
+        found = profile_kernels.launches(graph.replay.replay)
         return {"families": profile_kernels.grouped(found, profile_kernels.REPLAYS),
                 "longest": profile_kernels.longest(found, profile_kernels.REPLAYS)}
 

@@ -17,8 +17,8 @@ from ..page_api.builds import node_states, pending_orders
 from ..page_api.library_folder import library
 from ..page_api.node_key import BUILD_REQUEST, FROM_PAGE, MISSING_ONLY, BadPrompt, node_key
 from ..page_api.workflow_graph import all_nodes, drawn_id, inputs_of, whole_prompt
-from ..sampling.call_stats import executing
 from ..sampling.engine_handle import EngineChoice, EngineHandle
+from ..sampling.run_context import executing
 from . import building
 from .schemas import BUILT_IN, REPLACEABLE, USE_NATIVE
 

@@ -12,12 +12,10 @@ from server import PromptServer
 
 from ..comfy_model.comfyui_internals import Feature, works
 from ..page_api.workflow_graph import drawn_id, drawn_upstream, upstream
-from ..sampling.call_stats import CallStats, executing, tallies
-from ..sampling.copied_nodes import as_drawn
+from ..sampling.call_stats import CallStats, tallies, want_times
 from ..sampling.engine_handle import EngineHandle
-from ..sampling.report import report_text, verdict
-from ..sampling.report_plot import plot
-from ..sampling.timing import want_times
+from ..sampling.report import as_drawn, plot, report_text, verdict
+from ..sampling.run_context import executing
 from . import schemas
 from .engine_node import log_text
 from .schemas import REPORT as NODE_ID

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
-from comfy_execution.utils import get_executing_context
 
+from ..comfy_model.comfyui_internals import switched_off
 from ..engine_library import Fallback, Reason
+from ..engine_library.manifest import PACK_VERSION
 from ..sessions.session import UncoveredCall
-from . import fast_path, timing
-from .running_node import running_node
-from .timing import CallTimes, TimesTogether
-
-if TYPE_CHECKING:
-    from comfy_execution.utils import ExecutionContext
+from .run_context import executing
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +29,98 @@ _counting = threading.Lock()
 
 MAX_PROMPTS = 64
 """Prompts remembered; the oldest is forgotten first."""
+
+
+APART = "{name} did not run side by side with other ControlNets: this ComfyUI handles them in a way that is not known"
+OPENED = "The engine of {name} was opened more than once in a run: ComfyUI closed it in between"
+PLAIN = "Calls of {name} could not be recorded as a CUDA graph and run kernel by kernel ({why})"
+WAITED = "{name} waited for its ControlNets in each step: their results were read before it started"
+REPORT = "The picture is right, only slower. If it stays so, please report it with {versions}."
+
+_told: set[str] = set()
+"""What the log of this server has said."""
+
+
+def _nobody(prompt_id: str) -> bool:
+    return False
+
+
+wanted: Callable[[str], bool] = _nobody
+"""Whether the calls of a prompt, by its id, are to be timed. Asked once per network and sampling run."""
+
+
+def want_times(ask: Callable[[str], bool]) -> None:
+    """Let ``ask`` decide whose calls are timed."""
+    global wanted
+    wanted = ask
+
+
+class CallTimes:
+    """The times of one network's calls on one device, in the order in which the calls ended well."""
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+        self._spans: list[tuple] = []
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Times what is done inside; a call that raises is not counted."""
+        start = self._now()
+        yield
+        self._spans.append((start, self._now()))
+
+    def ms(self) -> list[float]:
+        """Milliseconds of each call. On CUDA this waits for the last of them to end."""
+        return [self._between(*span) for span in self._spans]
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+        if not self._cuda:
+            return 1000 * (end - start)
+        end.synchronize()
+        return start.elapsed_time(end)
+
+
+class TimesTogether:
+    """The times of several, one after another."""
+
+    def __init__(self, parts: Sequence[CallTimes]):
+        self._parts = parts
+
+    def ms(self) -> list[float]:
+        """Milliseconds of each call."""
+        return [ms for part in self._parts for ms in part.ms()]
+
+
+def timed(times: CallTimes | None) -> contextlib.AbstractContextManager[None]:
+    """Times what is done inside, if there is something to put the time into."""
+    return _NOTHING if times is None else times.call()
+
+
+@contextlib.contextmanager
+def named_range(name: str) -> Iterator[None]:
+    """Names what is done inside for NVIDIA's profilers; for CUDA devices only."""
+    torch.cuda.nvtx.range_push(name)
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()
+
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def log_once(what: str, name: str, why: str = "") -> None:
+    """Say what is slow in the log, unless this server has said it before."""
+    if what not in _told:
+        _told.add(what)
+        log.warning("Hybrid TRT: %s. %s", what.format(name=name, why=why), _report())
 
 
 @dataclass
@@ -131,19 +219,19 @@ class CallStats:
     def count_apart(self) -> None:
         """Count a call that did not join its stack although the graph lets it; the server's first one is logged."""
         self.apart += 1
-        fast_path.log_once(fast_path.APART, self.name)
+        log_once(APART, self.name)
 
     def count_opening(self) -> None:
         """A call has to open its engine: count it unless it is a run's first; the server's first such is logged."""
         if self.engine:
             self.reopened += 1
-            fast_path.log_once(fast_path.OPENED, self.name)
+            log_once(OPENED, self.name)
 
     def count_plain(self, why: str) -> None:
         """Count a call whose recording as a CUDA graph failed; the server's first one is logged."""
         if not self.plain:
             self.why_plain = why
-            fast_path.log_once(fast_path.PLAIN, self.name, why)
+            log_once(PLAIN, self.name, why)
         self.plain += 1
 
     def advice(self, reason: Reason) -> str:
@@ -182,34 +270,6 @@ def ever_uncompiled() -> int:
 _prompts: OrderedDict[str, dict[tuple[str, str, str], CallStats]] = OrderedDict()
 
 
-_lent: ExecutionContext | None = None
-_latest: ExecutionContext | None = None
-"""The last result of ``executing``."""
-
-
-def executing() -> ExecutionContext | None:
-    """The node execution that the caller runs in: one object during one execution of a node, another in the next.
-
-    ComfyUI tells it the thread that it calls the node in; one that the node starts is in the node that runs meanwhile.
-    """
-    global _latest
-    context = get_executing_context() or _lent or running_node(_latest)
-    if context is not None:
-        _latest = context
-    return context
-
-
-@contextlib.contextmanager
-def lent_context() -> Iterator[None]:
-    """Inside, threads that ComfyUI has not told the node execution count as being in the caller's."""
-    global _lent
-    before, _lent = _lent, executing()
-    try:
-        yield
-    finally:
-        _lent = before
-
-
 def open_stats(
     kind: str, name: str, engine_node: str, node_key: str = "", device: torch.device | None = None
 ) -> CallStats:
@@ -222,7 +282,7 @@ def open_stats(
         _prompts.popitem(last=False)
     new = CallStats(kind, name, engine_node, sampler, node_key=node_key)
     stats = rows.setdefault((sampler, engine_node, name), new)
-    if stats.times is None and device is not None and timing.wanted(prompt):
+    if stats.times is None and device is not None and wanted(prompt):
         stats.times = CallTimes(device)
     return stats
 
@@ -239,3 +299,23 @@ def last_run(node_key: str) -> tuple[str, list[CallStats]] | None:
         if rows := [row for row in list(_prompts.get(prompt_id, {}).values()) if row.node_key == node_key]:
             return prompt_id, rows
     return None
+
+
+def slow_sentences(rows: Sequence[CallStats]) -> list[str]:
+    """What was slow in a run, a line each, with what to report; empty where all was as fast as it should be."""
+    found = [APART.format(name=row.name) for row in rows if row.apart]
+    found += [OPENED.format(name=row.name) for row in rows if row.reopened]
+    found += [PLAIN.format(name=row.name, why=row.why_plain) for row in rows if row.plain]
+    if any(row.late for row in rows):
+        unets = [row for row in rows if row.kind == "unet" and row.engine and not row.native]
+        found += [WAITED.format(name=row.name) for row in unets if not row.beside]
+    found = [f"{what}." for what in dict.fromkeys(found)]
+    return [*found, *switched_off(), *([_report()] if found else [])]
+
+
+def _report() -> str:
+    try:
+        comfyui = f"ComfyUI {importlib.import_module('comfyui_version').__version__}"
+    except (ImportError, AttributeError):
+        comfyui = "your version of ComfyUI"
+    return REPORT.format(versions=f"{comfyui} and Hybrid TRT {PACK_VERSION}")

@@ -21,13 +21,12 @@ import comfy.controlnet
 import torch
 from comfy.controlnet import ControlBase, ControlNet
 
-from ..architectures.calls import Control
-from ..sessions.async_inputs import wait_for
+from ..architectures.calls import AsyncInputs, Binding, Control, EngineCall
+from ..sessions.cuda_capture import wait_for
 from ..sessions.session import Session
-from .call_stats import lent_context
 from .controlnet import EngineControlModel
 from .hint_cache import has_hint, hint_for, keep_hints, lacks_hint, make_hints
-from .late_control import LateControl
+from .run_context import lent_context
 from .stock_comfy import another_pack_asks, computes_as_comfyui, is_another_packs, is_comfyuis_alone
 
 if TYPE_CHECKING:
@@ -37,6 +36,65 @@ if TYPE_CHECKING:
 
 ALWAYS = 999999999.0
 """ComfyUI's sigma for "from the first step on" is above this."""
+
+
+def _looking(name: str) -> Callable[..., Any]:
+    """A dict's method that first waits for all tensors."""
+    method = getattr(dict, name)
+    return lambda self, *given: method(self._seen(), *given)
+
+
+class LateControl(dict):
+    """A ``Control`` whose tensors are computed on a stream that nobody has waited for yet.
+
+    To look at it is to wait, on the current stream: for other nodes and for native it is the dict that it seems to be.
+    """
+
+    def __init__(self, control: Control, stream: torch.cuda.Stream, reads: object):
+        """
+        Args:
+            stream: the current one; all that ``control`` depends on is behind it.
+            reads: what is read there, of other streams' memory; kept as long as this is.
+        """
+        super().__init__(control)
+        self.stream = stream
+        self.ready = stream.record_event()
+        self._reads = reads
+        self._waited: set[torch.cuda.Stream] = set()
+
+    def end(self) -> None:
+        """What the current stream does from here on comes after all this: memory that was read may have other uses."""
+        wait_for(self.ready, self.stream, ())
+
+    def unread(self) -> Control:
+        """The same lists for who does not read their tensors yet."""
+        return dict(super().items())
+
+    def _seen(self) -> LateControl:
+        here = torch.cuda.current_stream(self.stream.device)
+        if here not in self._waited:
+            self._waited.add(here)
+            wait_for(self.ready, self.stream, (t for places in super().values() for t in places if t is not None))
+        return self
+
+    __getitem__, get, pop, popitem, setdefault = map(_looking, ("__getitem__", "get", "pop", "popitem", "setdefault"))
+    keys, values, items, __reversed__ = map(_looking, ("keys", "values", "items", "__reversed__"))
+    __iter__ = _looking("__iter__")  # which C code asks for copies of subclasses
+    __eq__, __repr__ = map(_looking, ("__eq__", "__repr__"))
+
+    def copy(self) -> Control:
+        return dict(self.items())
+
+    def __reduce_ex__(self, _protocol: object) -> tuple:  # copies are plain
+        return dict, (self.copy(),)
+
+
+def bound_unread(bind: Binding, given: Mapping[str, Any]) -> EngineCall:
+    """A call with residuals that its engine need not wait for at once."""
+    control = given["control"]
+    call = bind({**given, "control": control.unread()})
+    call.late = AsyncInputs(call.residuals, control.stream, control.ready)
+    return call
 
 
 def run_stacks_at_once(

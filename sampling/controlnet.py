@@ -18,7 +18,7 @@ from ..comfy_model.network import NativeNetwork
 from .engine_handle import EngineHandle
 from .hint_cache import KeptHints
 from .nan_guard import watched
-from .native_call import arguments_of, by_name
+from .native_network import arguments_of, by_name
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher

@@ -18,19 +18,19 @@ import comfy.conds
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..sessions import graph_memory
-from .shared import Shared
+from ..sessions.cuda_capture import give_back_graph_memory
+from . import Shared
 
 if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor
 
 RUN = "hybrid_trt_run"
-"""Key of a run's ``SamplingRun`` in the model_options that ComfyUI makes for this run alone."""
+"""Key of a run's ``RunInputs`` in the model_options that ComfyUI makes for this run alone."""
 
 Conds = Sequence[Sequence[dict] | None]
 
 
-class SamplingRun(Shared):
+class RunInputs(Shared):
     """What one run of a sampler keeps: copies of tensors on the device, and the end of its latest call there."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class SamplingRun(Shared):
     def give_back_graph_memory(self) -> None:
         """The run is over: what comes after it, the VAE most of all, may have what its graphs took."""
         for device in self._ends:
-            graph_memory.give_back(device)
+            give_back_graph_memory(device)
 
     def release(self) -> None:
         """Keep nothing any more, whoever still holds the run's options."""
@@ -84,9 +84,9 @@ class SamplingRun(Shared):
 
 
 def sample_on_device(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
-    """An OUTER_SAMPLE wrapper: gives the run a ``SamplingRun``, which ends with it."""
+    """An OUTER_SAMPLE wrapper: gives the run a ``RunInputs``, which ends with it."""
     options = executor.class_obj.model_options
-    run = options[RUN] = SamplingRun()
+    run = options[RUN] = RunInputs()
     try:
         result = executor(*args, **kwargs)
         run.give_back_graph_memory()
@@ -100,7 +100,7 @@ def call_on_device(
     executor: WrapperExecutor, model: Any, conds: Conds, x_in: torch.Tensor, timestep: torch.Tensor, model_options: dict
 ) -> Any:
     """A CALC_COND_BATCH wrapper: inside, conditionings are where the call computes, and the host keeps pace with it."""
-    run: SamplingRun | None = model_options.get(RUN)
+    run: RunInputs | None = model_options.get(RUN)
     if run is None or "multigpu_clones" in model_options:
         return executor(model, conds, x_in, timestep, model_options)
     result = executor(model, run.on_device(conds, x_in.device), x_in, timestep, model_options)

@@ -26,12 +26,12 @@ from ..sessions.gpu_memory import close_engines
 from ..sessions.session import RequestedCalls, Session, UncoveredCall
 from ..sessions.several_sizes import MOST_OPEN
 from ..sessions.with_live_fallback import with_live_fallback
-from .call_stats import CallStats, executing, last_run, open_stats
+from . import Shared
+from .call_stats import CallStats, last_run, named_range, open_stats, timed
 from .engine_patcher import EnginePatcher, keep, keep_beside
 from .nan_guard import why_again
-from .network_watch import NetworkWatch
-from .shared import Shared
-from .timing import named_range, timed
+from .native_network import NetworkWatch
+from .run_context import executing
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher

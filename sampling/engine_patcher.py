@@ -16,7 +16,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ..engine_library import Fallback
 from ..sessions.gpu_memory import no_room
-from .shared import Shared
+from . import Shared
 
 if TYPE_CHECKING:
     from ..sessions.session import Session

@@ -29,7 +29,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import knows_pins
 from ..comfy_model.fp8 import patches_fp8
-from .shared import Shared
+from . import Shared
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase

@@ -14,7 +14,7 @@ from small_networks import CPU
 import_comfy()
 
 from comfy import model_management
-from hybrid_trt.sessions import cuda_graphs, failed_capture
+from hybrid_trt.sessions import cuda_capture, cuda_graphs
 from hybrid_trt.sessions.cuda_graphs import GraphCache
 
 Tensors = Mapping[str, torch.Tensor]
@@ -39,7 +39,7 @@ def check(cache: GraphCache, token: object = None, **inputs: torch.Tensor) -> No
 
 def test_plain_first_recorded_at_the_second_call_and_replayed_after() -> None:
     recorder = Recorder()
-    cache = GraphCache(CPU, recorder=recorder)
+    cache = GraphCache(CPU, capture=recorder)
     counts = []
     for _ in range(4):
         check(cache, x=random(2, 3), y=random(4))
@@ -48,7 +48,7 @@ def test_plain_first_recorded_at_the_second_call_and_replayed_after() -> None:
 
 
 def test_results_belong_to_the_caller() -> None:
-    cache = GraphCache(CPU, recorder=Recorder())
+    cache = GraphCache(CPU, capture=Recorder())
     x = random(2, 3)
     first = [cache.run(double_and_sum, {"x": x})["double"] for _ in range(3)]
     for result in first:
@@ -61,7 +61,7 @@ def test_results_belong_to_the_caller() -> None:
 def test_results_are_lent_on_the_caches_own_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, here = Recorder(), []
     recorder.stream = object()
-    cache = GraphCache(CPU, recorder=recorder)
+    cache = GraphCache(CPU, capture=recorder)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: here[-1])
     places: dict[bool, set[int]] = {False: set(), True: set()}
     kept = []
@@ -81,7 +81,7 @@ def test_results_are_lent_on_the_caches_own_stream_alone(monkeypatch: pytest.Mon
 
 def test_every_shape_dtype_and_set_of_inputs_has_a_recording_of_its_own() -> None:
     recorder = Recorder()
-    cache = GraphCache(CPU, recorder=recorder)
+    cache = GraphCache(CPU, capture=recorder)
     calls: list[dict[str, torch.Tensor]] = [
         {"x": random(2, 3)}, {"x": random(1, 3)}, {"x": random(3, 2)}, {"x": random(2, 3, dtype=torch.float64)},
         {"x": random(2, 3), "residual": random(2, 3)}, {"x": random(2, 3), "residual": random(2, 4)},
@@ -94,7 +94,7 @@ def test_every_shape_dtype_and_set_of_inputs_has_a_recording_of_its_own() -> Non
 
 def test_switching_between_batch_one_and_two_records_each_once() -> None:
     recorder = Recorder()
-    cache = GraphCache(CPU, recorder=recorder)
+    cache = GraphCache(CPU, capture=recorder)
     for batch in (2, 1, 2, 1, 2, 2, 1, 1):
         check(cache, x=random(batch, 4, 8, 8))
     assert recorder.recorded == 2
@@ -102,7 +102,7 @@ def test_switching_between_batch_one_and_two_records_each_once() -> None:
 
 def test_the_least_recently_used_recording_goes_first() -> None:
     recorder = Recorder()
-    cache = GraphCache(CPU, limit=2, recorder=recorder)
+    cache = GraphCache(CPU, limit=2, capture=recorder)
     for size in (1, 1, 2, 2, 1, 3, 3):
         check(cache, x=random(size))
     assert (recorder.recorded, len(cache)) == (3, 2)
@@ -116,7 +116,7 @@ def test_the_least_recently_used_recording_goes_first() -> None:
 @pytest.mark.parametrize("sets", [9, 12, 40, 100])
 def test_more_sets_of_shapes_in_each_step_than_recordings_are_not_recorded_anew_in_each_step(sets: int) -> None:
     recorder = Recorder()
-    cache = GraphCache(CPU, recorder=recorder)
+    cache = GraphCache(CPU, capture=recorder)
     for _ in range(6):
         for size in range(1, sets + 1):
             check(cache, x=random(size))
@@ -126,7 +126,7 @@ def test_more_sets_of_shapes_in_each_step_than_recordings_are_not_recorded_anew_
 
 def test_other_shapes_take_the_place_of_those_that_are_no_longer_called() -> None:
     recorder = Recorder()
-    cache = GraphCache(CPU, recorder=recorder)
+    cache = GraphCache(CPU, capture=recorder)
     for sizes in (range(1, 13), range(20, 24)):
         for _ in range(8):
             for size in sizes:
@@ -140,7 +140,7 @@ def test_other_shapes_take_the_place_of_those_that_are_no_longer_called() -> Non
 
 def test_recordings_are_replayed_outside_of_inference_mode_too() -> None:
     """ComfyUI's threads for several GPUs are outside of it."""
-    cache = GraphCache(CPU, recorder=Recorder())
+    cache = GraphCache(CPU, capture=Recorder())
     with torch.inference_mode():
         for _ in range(2):
             check(cache, x=random(2))
@@ -151,7 +151,7 @@ def test_recordings_are_replayed_outside_of_inference_mode_too() -> None:
 
 def test_another_token_drops_all_recordings() -> None:
     recorder = Recorder()
-    cache = GraphCache(CPU, recorder=recorder)
+    cache = GraphCache(CPU, capture=recorder)
     for token in (1, 1, 1, 2, 2):
         check(cache, token, x=random(2))
     assert recorder.recorded == 2
@@ -162,7 +162,7 @@ def test_another_token_drops_all_recordings() -> None:
 def test_a_recording_that_fails_runs_plainly_and_says_why(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder()
     recorder.error = error
-    cache = GraphCache(CPU, recorder=recorder)
+    cache = GraphCache(CPU, capture=recorder)
     for _ in range(4):
         check(cache, x=random(2))
     assert len(cache) == 0
@@ -200,7 +200,7 @@ def failed(network: Network, error: Exception, while_recording: bool) -> GraphCa
 
     calls: list[bool] = []
     network.fail = fail
-    cache = GraphCache(CPU, recorder=Recorder())
+    cache = GraphCache(CPU, capture=Recorder())
     for _ in range(2):
         cache.run(network, {"x": random(2)})
     network.fail = lambda: None
@@ -225,8 +225,8 @@ def test_where_freeing_is_fatal_only_the_tensors_that_were_made_while_recording_
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A double of cudaMallocAsync's rule. What stays holds no memory there."""
-    monkeypatch.setattr(failed_capture, "_frees_are_fatal", lambda _device: True)
-    monkeypatch.setattr(failed_capture, "_never_freed", stayed := [])
+    monkeypatch.setattr(cuda_capture, "_frees_are_fatal", lambda _device: True)
+    monkeypatch.setattr(cuda_capture, "_never_freed", stayed := [])
     network = Network()
     weight, alive = weakref.ref(network.weight), weakref.ref(network)
     failed(network, RuntimeError("operation not permitted"), while_recording=True)
@@ -239,14 +239,14 @@ def test_where_freeing_is_fatal_only_the_tensors_that_were_made_while_recording_
 
 
 def test_layouts_of_inputs_and_results_are_kept() -> None:
-    cache = GraphCache(CPU, recorder=Recorder())
+    cache = GraphCache(CPU, capture=Recorder())
     for _ in range(3):
         check(cache, x=random(2, 4, 6, 6).contiguous(memory_format=torch.channels_last))
     check(cache, x=random(2, 4, 6, 6).contiguous(memory_format=torch.channels_last))
 
 
 def test_a_steady_input_is_copied_only_when_another_tensor_comes() -> None:
-    cache = GraphCache(CPU, recorder=Recorder(), steady=["hint"])
+    cache = GraphCache(CPU, capture=Recorder(), steady=["hint"])
     x, hint = random(2), random(3)
     for _ in range(3):
         cache.run(double_and_sum, {"x": x, "hint": hint})
@@ -274,7 +274,7 @@ def test_a_recording_that_the_user_interrupts_is_cleaned_up_and_tried_again(monk
             raise model_management.InterruptProcessingException
         return recorder(body)
 
-    graphs = GraphCache(CPU, recorder=record)
+    graphs = GraphCache(CPU, capture=record)
     given = {"x": torch.ones(1, 64)}
     graphs.run(double, given)
     with pytest.raises(model_management.InterruptProcessingException):

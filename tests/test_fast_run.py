@@ -27,7 +27,7 @@ from hybrid_trt.comfy_model.comfyui_internals import Feature, switched_off
 from hybrid_trt.comfy_model.live_weights import LiveWeights
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library
-from hybrid_trt.sampling import control_stack, device_inputs, fast_path
+from hybrid_trt.sampling import call_stats, control_stack, device_inputs
 from hybrid_trt.sampling.controlnet import back_with_engine
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from memory_fixtures import CONTROLNET, device, file, files, library, nothing_loaded
@@ -71,9 +71,9 @@ class Runs:
         self.patched = Patched(load(next(iter(files.values()))), Library([folder]), "torch")
         self.handles = [self.patched.handle]
         self.control = chain(files, lambda net, number: self._backed(net, number, Library([folder])))
-        self.recorders = [gpu_recorder(gate=not number) for number, _ in enumerate(self.handles)]
+        self.recorders = [gpu_recorder(wait_point=not number) for number, _ in enumerate(self.handles)]
         for handle, recorder in zip(self.handles, self.recorders, strict=True):
-            handle.session.graphs._record = recorder
+            handle.session.graphs._capture = recorder
         self._count()
         self.latents, self.counts, self.tallies = [], [], []
         for seed in (1, 2):
@@ -90,7 +90,7 @@ class Runs:
         self._spy(EngineHandle, "refresh", "looked up", lambda *_: True)
         self._spy(LiveWeights, "_bind", "opened", lambda *_: True)
         self._spy(
-            device_inputs.SamplingRun, "_copy", "copied prompts", lambda run, source, _: source not in run._copies
+            device_inputs.RunInputs, "_copy", "copied prompts", lambda run, source, _: source not in run._copies
         )
         self._patch.setattr(device_inputs, "_names_elsewhere", lambda *_: {"c_crossattn"})
 
@@ -127,7 +127,7 @@ def runs(
 ) -> Iterator[Runs]:
     with pytest.MonkeyPatch.context() as patch:
         emulate(request.param, patch)
-        patch.setattr(fast_path, "_told", set())
+        patch.setattr(call_stats, "_told", set())
         play_gpu(patch)
         yield Runs(files, tmp_path_factory.mktemp("library"), patch)
 
@@ -171,8 +171,8 @@ def test_prompts_are_copied_to_the_device_once_for_each_run(runs: Runs) -> None:
 
 
 def test_nothing_is_said_to_be_slow(runs: Runs) -> None:
-    assert [fast_path.sentences(rows) for rows in runs.tallies] == [[], []]
-    assert fast_path._told == set()
+    assert [call_stats.slow_sentences(rows) for rows in runs.tallies] == [[], []]
+    assert call_stats._told == set()
 
 
 PROMPTS = {f"{name}-{'dynamic VRAM' if dynamic else 'loaded'}": (name, dynamic)

@@ -24,13 +24,13 @@ from hybrid_trt.backends.torch_inductor import compiled, late_inputs
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.engine_builder.worker_tasks import _spec_json
 from hybrid_trt.engine_library import Library
-from hybrid_trt.sampling import late_control
+from hybrid_trt.sampling import control_stack
+from hybrid_trt.sampling.control_stack import LateControl, bound_unread
 from hybrid_trt.sampling.controlnet import EngineControlModel
 from hybrid_trt.sampling.engine_handle import EngineHandle
-from hybrid_trt.sampling.late_control import LateControl, bound_unread
 from hybrid_trt.sampling.model_wrapper import BackboneRouter
 from hybrid_trt.sessions import cuda_graphs
-from hybrid_trt.sessions.async_inputs import WaitPoint, at_gate
+from hybrid_trt.sessions.cuda_capture import WaitPoint, with_wait_point
 from hybrid_trt.sessions.cuda_graphs import GraphCache
 
 ARRIVED = torch.ops.hybrid_trt.arrived.default
@@ -104,7 +104,7 @@ def test_a_compiled_file_waits_once_and_computes_what_the_network_does(built: tu
     made, run = built
     for seed in range(3):
         gate = CountedGate()
-        with at_gate(gate):
+        with with_wait_point(gate):
             (result,) = run(*inputs(seed))
         assert gate.waits == 1
         assert torch.allclose(result, made(*inputs(seed))[0], atol=1e-6)
@@ -140,7 +140,7 @@ class Stream:
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tensors each wait was for."""
     found: list[int] = []
-    monkeypatch.setattr(late_control, "wait_for", lambda _ready, _stream, tensors: found.append(len(list(tensors))))
+    monkeypatch.setattr(control_stack, "wait_for", lambda _ready, _stream, tensors: found.append(len(list(tensors))))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: "here")
     return found
 
@@ -291,11 +291,11 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> tuple[GraphCache, list[str]]:
             journal.append("passes the gate")
 
     recorder = Recorder()
-    recorder.gate = lambda: JournalGate(Event(journal))
+    recorder.new_wait_point = lambda: JournalGate(Event(journal))
     monkeypatch.setattr(cuda_graphs, "wait_for", lambda *_: journal.append("waits for all"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: "here")
-    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: at_gate(None))  # any context
-    return GraphCache(CPU, recorder=recorder), journal
+    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: with_wait_point(None))  # any context
+    return GraphCache(CPU, capture=recorder), journal
 
 
 def late_call(journal: list[str]) -> AsyncInputs:
@@ -361,7 +361,7 @@ def test_residuals_that_are_there_pass_a_gate_that_stays_open(
 
 def test_a_recorder_without_gates_records_networks_that_would_wait(built: tuple[Network, Callable]) -> None:
     made, run = built
-    cache = GraphCache(CPU, recorder=Recorder())
+    cache = GraphCache(CPU, capture=Recorder())
     for seed in range(4):
         given = dict(zip(("x", "first", "second"), inputs(seed), strict=True))
         result = cache.run(lambda t: {"out": run(*t.values())[0]}, given)

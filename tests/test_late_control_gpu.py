@@ -28,9 +28,9 @@ from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, local_key
 from hybrid_trt.sampling import control_stack
+from hybrid_trt.sampling.control_stack import LateControl, bound_unread
 from hybrid_trt.sampling.controlnet import back_with_engine
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.sampling.late_control import LateControl, bound_unread
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")]
 
@@ -129,18 +129,18 @@ def test_a_unet_beside_its_controlnets_computes_the_same_bits(
     assert not torch.equal(found[0], found[1])
 
 
-def test_a_replay_ends_behind_its_gate(unet: Any, stack: Callable[[int], ControlNet]) -> None:
+def test_a_replay_ends_behind_its_wait_point(unet: Any, stack: Callable[[int], ControlNet]) -> None:
     _, session = unet
     steps(unet, stack(1), late=True)
-    (recording,) = session.graphs._recordings.values()
+    (graph,) = session.graphs._captured.values()
     opened, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     side = torch.cuda.Stream(GPU)
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(CYCLES)
         opened.record()
-        recording.gate.event.record()
-    recording.replay.replay()
+        graph.wait_point.event.record()
+    graph.replay.replay()
     ended.record()
     torch.cuda.synchronize()
     assert opened.elapsed_time(ended) > 0

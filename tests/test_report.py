@@ -18,10 +18,19 @@ pack.import_comfy()
 from hybrid_trt.engine_library import Fallback, Reason
 from hybrid_trt.page_api.node_states import run_of
 from hybrid_trt.sampling import call_stats
-from hybrid_trt.sampling.call_stats import CallStats, last_run, open_stats
-from hybrid_trt.sampling.report import report_text, times, verdict, without_paths
-from hybrid_trt.sampling.report_plot import CELL, ENGINE_COLOUR, NATIVE_COLOUR, WIDTH, cells, plot
-from hybrid_trt.sampling.timing import CallTimes, named_range, timed
+from hybrid_trt.sampling.call_stats import CallStats, CallTimes, last_run, named_range, open_stats, timed
+from hybrid_trt.sampling.report import (
+    CELL,
+    ENGINE_COLOUR,
+    NATIVE_COLOUR,
+    WIDTH,
+    cells,
+    plot,
+    report_text,
+    times,
+    verdict,
+    without_paths,
+)
 
 CPU = torch.device("cpu")
 

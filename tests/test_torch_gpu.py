@@ -44,7 +44,7 @@ from hybrid_trt.engine_library import Library, Unavailable, local_key
 from hybrid_trt.engine_library.parity import relative_error
 from hybrid_trt.sampling import hint_cache
 from hybrid_trt.sampling.controlnet import EngineControlModel
-from hybrid_trt.sampling.device_inputs import RUN, SamplingRun, call_on_device
+from hybrid_trt.sampling.device_inputs import RUN, RunInputs, call_on_device
 from hybrid_trt.sessions.cuda_graphs import GraphCache
 from small_networks import control_of
 
@@ -366,7 +366,7 @@ def test_prompts_that_stay_on_the_gpu_reach_the_network_bit_for_bit_as_those_cop
         batched = [{name: cond["model_conds"][name].process_cond(batch_size=2, area=None)} for (cond,) in run_conds]
         return cast_to_device(cond_cat(batched)[name], GPU, dtype)
 
-    run = SamplingRun()
+    run = RunInputs()
     as_numbers = torch.int32 if dtype is torch.float32 else torch.int16
     for _step in range(2):
         moved = run.on_device(conds, GPU)
@@ -407,7 +407,7 @@ def test_hints_made_for_the_first_call_are_comfyuis_own_on_the_gpu(stored: torch
 
 
 def test_the_host_is_one_call_ahead_of_the_gpu_and_no_more_and_the_gpu_always_has_one_to_do() -> None:
-    run, ends, ahead = SamplingRun(), [], []
+    run, ends, ahead = RunInputs(), [], []
     x = torch.zeros(1, device=GPU)
 
     def executor(*_: object) -> None:
@@ -427,7 +427,7 @@ def test_the_host_is_one_call_ahead_of_the_gpu_and_no_more_and_the_gpu_always_ha
 
 
 def test_a_call_inside_of_a_recording_waits_for_nothing() -> None:
-    run, x, graph = SamplingRun(), torch.zeros(4, device=GPU), torch.cuda.CUDAGraph()
+    run, x, graph = RunInputs(), torch.zeros(4, device=GPU), torch.cuda.CUDAGraph()
     call_on_device(lambda *_: x.add_(1), None, [], x, None, {RUN: run})
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):

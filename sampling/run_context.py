@@ -1,7 +1,7 @@
-"""One sampling run: what tells it from the next one, and whether other packs' code takes part in it.
+"""The node execution and the sampling run that a call is part of.
 
-Code that runs between two steps can change the layers of a network there. Where ComfyUI samples by itself nobody can,
-and engines need not look for that in each call.
+Other packs' code that runs between two steps can change the layers of a network. Where ComfyUI samples alone nobody
+can, and engines need not check for it in each call.
 """
 
 from __future__ import annotations
@@ -13,11 +13,61 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from comfy_execution.utils import ExecutionContext, get_executing_context
 
+from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.whose_code import is_known
 
 if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor
+
+_lent: ExecutionContext | None = None
+_latest: ExecutionContext | None = None
+"""The last result of ``executing``."""
+
+
+def executing() -> ExecutionContext | None:
+    """The node execution that the caller runs in: one object during one execution of a node, another in the next.
+
+    ComfyUI tells it the thread that it calls the node in; one that the node starts is in the node that runs meanwhile.
+    """
+    global _latest
+    context = get_executing_context() or _lent or _running_node(_latest)
+    if context is not None:
+        _latest = context
+    return context
+
+
+@contextlib.contextmanager
+def lent_context() -> Iterator[None]:
+    """Inside, threads that ComfyUI has not told the node execution count as being in the caller's."""
+    global _lent
+    before, _lent = _lent, executing()
+    try:
+        yield
+    finally:
+        _lent = before
+
+
+def _running_node(known: ExecutionContext | None) -> ExecutionContext | None:
+    """The execution of the node that runs, the latest of several; None where none does.
+
+    Args:
+        known: an execution that is given again while its node runs. Executions are told apart by their objects.
+    """
+    if not works(Feature.QUEUE):
+        return None
+    from comfy_execution import progress
+
+    registry = progress.global_progress_registry
+    if registry is None:
+        return None
+    nodes = registry.nodes.copy()  # the thread that runs the nodes adds some
+    running = [name for name, node in nodes.items() if name and node["state"] is progress.NodeState.Running]
+    # known first: what samples in such a thread reports its progress under the id that the page shows
+    if known is not None and known.prompt_id == registry.prompt_id and known.node_id in running:
+        return known
+    return ExecutionContext(registry.prompt_id, running[-1], None) if running else None
 
 
 @dataclass(frozen=True, eq=False)
