@@ -34,13 +34,13 @@ log = logging.getLogger(__name__)
 _never_freed: list[torch.Tensor] = []
 
 OURS = 3
-"""References to an object of a list that nobody else has: the list's, the loop's and the argument's."""
+"""References to an object that is in one list alone: the list's, the loop's and the argument's."""
 
 RESERVED = 2
 """CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT of the driver's API."""
 
 _idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
-"""Streams that captures have left behind: each keeps tens of megabytes of work space for good."""
+"""Streams to use again: each keeps tens of megabytes of work space for good."""
 
 
 class Replay(Protocol):
@@ -50,11 +50,11 @@ class Replay(Protocol):
 
 
 Capture = Callable[[Callable[[], None]], Replay]
-"""Runs a function once while graph it."""
+"""Runs a function once while capturing it."""
 
 
 def wait_for(ready: torch.cuda.Event, stream: torch.cuda.Stream, tensors: Iterable[torch.Tensor]) -> None:
-    """Let the current stream go on once an event of another one has come, and read these tensors of that one."""
+    """Let the current stream wait for an event of another stream, and read these tensors of that stream."""
     here = torch.cuda.current_stream(stream.device)
     here.wait_event(ready)
     for tensor in tensors:
@@ -62,10 +62,10 @@ def wait_for(ready: torch.cuda.Event, stream: torch.cuda.Stream, tensors: Iterab
 
 
 class WaitPoint:
-    """Where a graph waits for late inputs: each replay for the event as it was captured last before.
+    """The place in a graph where it waits for late inputs: each replay waits for the latest record of the event.
 
     Attributes:
-        passed: whether what was captured has such a place.
+        passed: True if the captured network has such a place.
     """
 
     def __init__(self, event: torch.cuda.Event):
@@ -82,7 +82,7 @@ _wait_point: ContextVar[WaitPoint | None] = ContextVar("hybrid_trt_wait_point", 
 
 @contextmanager
 def with_wait_point(wait_point: WaitPoint | None) -> Iterator[None]:
-    """Inside, this thread's networks wait at a wait_point where they need late inputs."""
+    """Let networks of this thread wait at a wait point where they need late inputs."""
     token = _wait_point.set(wait_point)
     try:
         yield
@@ -91,18 +91,18 @@ def with_wait_point(wait_point: WaitPoint | None) -> Iterator[None]:
 
 
 def wait_at_point() -> None:
-    """Late inputs are needed from here on; without a wait_point they are there already."""
+    """Wait for late inputs, which are needed from here on; without a wait point they are there already."""
     wait_point = _wait_point.get()
     if wait_point is not None:
         wait_point.wait()
 
 
 class CudaCapture:
-    """Records on CUDA. All graphs of one capture share a pool of memory, because they never run at once.
+    """Captures on CUDA. All its graphs share a pool of memory, because they never run at once.
 
     Attributes:
-        stream: a stream that no other capture has, to record on. torch keeps one work space for matrix products per
-            stream, a graph has its address, and graphs of several captures do run at once.
+        stream: a stream to capture on, of this object alone. torch keeps one work space for matrix products per
+            stream, a graph has its address, and graphs of several such objects do run at once.
     """
 
     def __init__(self, device: torch.device):
@@ -117,10 +117,10 @@ class CudaCapture:
         here = torch.cuda.current_stream(self._device)
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream):
-            body()  # makes the work space now: made while graph, it would belong to this graph alone
+            body()  # makes the work space now: made in the capture, it would belong to this graph alone
         here.wait_stream(self.stream)
         try:
-            # thread_local: other threads of ComfyUI may use CUDA while this one records
+            # thread_local: other threads of ComfyUI may use CUDA while this one captures
             with torch.cuda.device(self._device), torch.cuda.graph(
                 graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
             ):
@@ -129,17 +129,17 @@ class CudaCapture:
             self._leave_pool()
             self._leave_capture()
             raise
-        torch.cuda.empty_cache()  # what the runs before took outside the graph
+        torch.cuda.empty_cache()  # what earlier runs took outside the graph
         return graph
 
     def new_wait_point(self) -> WaitPoint:
-        """A wait_point for one graph, open."""
+        """Return a wait point for one graph, whose event has already come."""
         event = torch.cuda.Event(external=True)
-        event.record(torch.cuda.current_stream(self._device))  # what was never captured would not be waited for
+        event.record(torch.cuda.current_stream(self._device))  # a replay does not wait for an event without a record
         return WaitPoint(event)
 
     def _leave_pool(self) -> None:
-        """A failed graph leaves torch allocating to its pool, which then neither records nor is ever freed."""
+        """Leave the pool: after a failed capture torch still allocates to it, and it can neither be used nor freed."""
         index = torch.device(self._device).index or 0
         for leave in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
             try:
@@ -149,7 +149,7 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()  # graphs that were made before keep theirs
 
     def _leave_capture(self) -> None:
-        """A failed graph leaves torch's random numbers in graph mode; one that succeeds takes them out."""
+        """Take torch's random numbers out of capture mode, where a failed capture leaves them, by one that succeeds."""
         try:
             torch.cuda.synchronize(self._device)
             with torch.cuda.device(self._device), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream):
@@ -159,7 +159,7 @@ class CudaCapture:
 
 
 def release_failed_capture(error: BaseException, device: torch.device) -> None:
-    """Empty the frames of a failed graph's error. What the caller's own frame holds stays the caller's."""
+    """Empty the frames of a failed capture's error. The caller's own frame keeps what it holds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     tensors = _tensors_on(device) if _frees_are_fatal(device) else []
@@ -177,13 +177,13 @@ def _frees_are_fatal(device: torch.device) -> bool:
 
 
 def _tensors_on(device: torch.device) -> list[torch.Tensor]:
-    """Every tensor of this process on a kind of device."""
+    """Return all tensors of this process on devices of this type."""
     every = (found for found in gc.get_objects() if issubclass(type(found), torch.Tensor))
     return [tensor for tensor in every if tensor.device.type == device.type]
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and those that it came of."""
+    """Iterate over an error and its causes."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -195,10 +195,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def give_back_graph_memory(device: torch.device) -> int:
-    """Wait for the current stream, then let others have what graphs keep and do not use; the next replays take it anew.
+    """Wait for the current stream, then free the memory that idle graphs keep; the next replays allocate it anew.
 
     Returns:
-        How many bytes that were; 0 where there are no such graphs.
+        The bytes that were freed; 0 where there are no such graphs.
     """
     if device.type != "cuda" or torch.cuda.get_allocator_backend() != "cudaMallocAsync":
         return 0
@@ -207,22 +207,22 @@ def give_back_graph_memory(device: torch.device) -> int:
     if not before:
         return 0
     torch.cuda.current_stream(device).synchronize()
-    _asked("cuDeviceGraphMemTrim", _handle(index))
+    _driver_call("cuDeviceGraphMemTrim", _handle(index))
     return before - graph_memory(index)
 
 
 def graph_memory(index: int) -> int:
-    """Bytes that graphs keep on the GPU with this number."""
+    """Return the bytes that graphs keep on the GPU with this number."""
     value = ctypes.c_uint64()
     handle = _handle(index)
-    if handle is None or not _asked("cuDeviceGetGraphMemAttribute", handle, RESERVED, ctypes.byref(value)):
+    if handle is None or not _driver_call("cuDeviceGetGraphMemAttribute", handle, RESERVED, ctypes.byref(value)):
         return 0
     return value.value
 
 
 @functools.cache
 def _driver() -> ctypes.CDLL | None:
-    """NVIDIA's driver, which torch has loaded already; None where it is another's."""
+    """Return NVIDIA's driver, which torch has loaded already; None on other GPUs."""
     try:
         return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
     except OSError as error:
@@ -232,13 +232,13 @@ def _driver() -> ctypes.CDLL | None:
 
 @functools.cache
 def _handle(index: int) -> int | None:
-    """The driver's handle of a GPU."""
+    """Return the driver's handle of a GPU."""
     handle = ctypes.c_int()
-    return handle.value if _asked("cuDeviceGet", ctypes.byref(handle), index) else None
+    return handle.value if _driver_call("cuDeviceGet", ctypes.byref(handle), index) else None
 
 
-def _asked(name: str, *arguments: object) -> bool:
-    """Call a function of the driver; whether it did as asked. A failure only means that memory stays where it is."""
+def _driver_call(name: str, *arguments: object) -> bool:
+    """Call a function of the driver; False if it failed, which only means that memory stays where it is."""
     call = getattr(_driver(), name, None)
     if call is None:
         return False

@@ -1,9 +1,10 @@
 """CUDA graphs for any function of tensors: captured per set of shapes, replayed on static buffers, bounded in number.
 
-A replay runs exactly the kernels that were captured, on exactly the addresses: so the key holds every name, shape and
-dtype, the buffers belong to the graph, and results are handed out as copies. To who runs a cache on its own
-``stream`` they are lent as they lie there: a copy would be memory of one stream that another uses, which torch's
-cudaMallocAsync has again only once the host has seen the GPU idle; a sampling never waits for that, and would grow.
+A replay runs exactly the kernels that were captured, on exactly the same addresses. So the key holds every name, shape
+and dtype, the buffers belong to the graph, and results are handed out as copies. A caller that runs a cache on its own
+``stream`` is lent the result buffers instead. A copy would be memory of one stream that another stream uses. torch's
+cudaMallocAsync reuses such memory only once the host has seen the GPU idle, which never happens while sampling: memory
+would grow.
 """
 
 from __future__ import annotations
@@ -36,40 +37,71 @@ class _CapturedGraph:
     """One captured graph with its buffers.
 
     Attributes:
-        function: what was captured; what it holds has to last as long.
-        block: one tensor per dtype that all results lie in, so that one copy hands all of them out.
+        function: the captured function; what it holds has to live as long as the graph.
+        inputs: name -> the buffer that a replay reads.
+        block: dtype -> one tensor that all results of this dtype lie in, so that one copy hands them out.
         views: result name -> its dtype, shape, strides and offset in its block.
         targets: result name -> that part of its block.
-        last: the tensors that were copied in last, for inputs that seldom change.
-        wait_point: where it waits for late inputs, or None if it needs all from the start.
+        replay: runs the captured kernels again.
+        bytes: memory that it holds.
+        wait_point: its wait for late inputs, or None if it needs all inputs from the start.
+        last: the tensors that were copied in last, for steady inputs.
         used: number of the call that it served last.
     """
 
     function: Function
-    replay: Replay
     inputs: dict[str, torch.Tensor]
     block: dict[torch.dtype, torch.Tensor]
     views: dict[str, tuple[torch.dtype, torch.Size, tuple[int, ...], int]]
     targets: dict[str, torch.Tensor]
-    bytes: int
+    replay: Replay | None = None
+    bytes: int = 0
     wait_point: WaitPoint | None = None
     last: dict[str, torch.Tensor] = field(default_factory=dict)
     used: int = 0
 
+    @classmethod
+    def with_buffers(cls, function: Function, inputs: Tensors, device: torch.device) -> _CapturedGraph:
+        """Allocate the buffers, after a plain run that gives the shapes of the results. Nothing is captured yet."""
+        with torch.inference_mode(False):  # threads outside of it (ComfyUI's, for several GPUs) write here too
+            static = {name: torch.empty_like(t, memory_format=torch.preserve_format) for name, t in inputs.items()}
+        for name, tensor in inputs.items():
+            static[name].copy_(tensor)
+        sizes, views = {}, {}
+        for name, result in function(static).items():
+            # its own strides if it has no gaps, else those of a contiguous tensor
+            strides = torch.empty_like(result, device="meta", memory_format=torch.preserve_format).stride()
+            place = sizes.get(result.dtype, 0)
+            views[name] = (result.dtype, result.shape, strides, place)
+            sizes[result.dtype] = place + -(-result.numel() // 64) * 64
+        with torch.inference_mode(False):
+            block = {dtype: torch.empty(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
+        return cls(function, static, block, views, _in_blocks(views, block))
+
+    def run(self) -> None:
+        """Run the function on the buffers: what is captured."""
+        results = self.function(self.inputs)
+        torch._foreach_copy_(list(self.targets.values()), [results[name] for name in self.targets])
+
     def results(self) -> dict[str, torch.Tensor]:
-        blocks = {dtype: block.clone() for dtype, block in self.block.items()}
-        return {
-            name: blocks[dtype].as_strided(shape, strides, offset)
-            for name, (dtype, shape, strides, offset) in self.views.items()
-        }
+        """Copy the results out."""
+        return _in_blocks(self.views, {dtype: block.clone() for dtype, block in self.block.items()})
+
+
+def _in_blocks(views: Mapping[str, tuple], blocks: Mapping[torch.dtype, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the results as parts of their blocks."""
+    return {
+        name: blocks[dtype].as_strided(shape, strides, offset)
+        for name, (dtype, shape, strides, offset) in views.items()
+    }
 
 
 class GraphCache:
-    """Runs a function plainly at the first call with new shapes, records it at the second, and replays it after.
+    """Runs a function plainly at the first call with new shapes, captures it at the second, and replays it after.
 
     Attributes:
-        failure: why the latest graph failed, or None. The calls concerned run plainly.
-        plain: the same where the last call was one of these, else None.
+        failure: the reason why the latest capture failed, or None. Calls with these shapes run plainly.
+        plain: the same where the last call had such shapes, else None.
     """
 
     def __init__(
@@ -81,9 +113,9 @@ class GraphCache:
     ):
         """
         Args:
-            limit: graphs kept; the least recently used goes first, unless it is needed about as often as what
-                would take its place: graph anew at every call would be slower than not graph at all.
-            capture: records on this device; without one, and off CUDA, everything runs plainly.
+            limit: number of graphs kept. The least recently used goes first, unless it is needed about as often as
+                its successor: capturing at every call would be slower than running plainly.
+            capture: captures on this device; without one, and off CUDA, everything runs plainly.
             steady: inputs that are copied in only when another tensor object comes.
         """
         self.device = device
@@ -105,24 +137,24 @@ class GraphCache:
 
     @property
     def bytes(self) -> int:
-        """Memory that graphs hold, measured when they were made."""
+        """Bytes that the graphs hold, measured when they were captured."""
         return sum(graph.bytes for graph in self._captured.values())
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
-        """A stream that no other cache uses, for whoever runs several at once; None where nothing is captured.
+        """A stream that no other cache uses, for running several caches at once; None where nothing is captured.
 
-        Results of a call on it may be lent: the next call writes to them.
+        Results of a call on it are lent: the next call writes to them.
         """
         return getattr(self._capture, "stream", None)
 
     @property
     def takes_late(self) -> bool:
-        """Whether a graph has a use for inputs that come late."""
+        """True if a graph can start before its late inputs are there."""
         return any(graph.wait_point is not None for graph in self._captured.values())
 
     def clear(self) -> None:
-        """Drop all graphs and what is known about failures."""
+        """Drop all graphs, and forget which captures failed."""
         self._captured.clear()
         self._seen.clear()
         self._failed.clear()
@@ -137,17 +169,16 @@ class GraphCache:
         own: Callable[[], Function] | None = None,
         late: AsyncInputs | None = None,
     ) -> Tensors:
-        """``function(prepare(inputs))``: same values, fresh tensors unless they are lent, see ``stream``.
+        """Return ``function(prepare(inputs))``: the same values, in fresh tensors unless they are lent (see ``stream``).
 
         Args:
-            function: only launches work on the current stream, always the same for the same key.
+            function: launches work on the current stream and nothing else, always the same work for the same key.
             inputs: name -> tensor.
-            token: stands for everything else that the function reads; graphs made under another one are dropped.
-            prepare: gives the tensors as the function wants them (device, dtype, layout), and those that are always
-                the same for the same key. A replay copies ``inputs`` straight to where these were.
-            own: gives a function for one graph alone, in the place of ``function``, where that has a state that
-                other shapes change.
-            late: inputs that are not computed yet; waited for before all else, unless a graph does it in its midst.
+            token: stands for everything else that the function reads. Graphs of another token are dropped.
+            prepare: gives the tensors in the function's device, dtype and layout, and tensors that are constant for a
+                key. A replay copies ``inputs`` straight into their buffers.
+            own: makes a function for one graph alone, where ``function`` has a state that other shapes change.
+            late: inputs that are not computed yet. A graph with a wait point waits on the way, all else at the start.
         """
         if token != self._token:
             self.clear()
@@ -172,7 +203,7 @@ class GraphCache:
             self._copy_in(graph, inputs, late)
             graph.replay.replay()
         except BaseException:
-            if late is not None:  # its buffers may be others' soon, and are still written to
+            if late is not None:  # its buffers are still written to, and may be freed soon
                 torch.cuda.current_stream(self.device).wait_stream(late.stream)
             raise
         return dict(graph.targets) if self._lends() else graph.results()
@@ -182,9 +213,9 @@ class GraphCache:
         return stream is not None and torch.cuda.current_stream(self.device) == stream
 
     def _worth_it(self, key: tuple) -> bool:
-        """Whether these shapes came before; that call has also warmed up all that must not happen while graph.
+        """Tell whether these shapes came before. That call has also warmed up what must not happen while capturing.
 
-        Where there is no room they must come more often than the graph that would go.
+        In a full cache they must also come more often than the graph that would go.
         """
         before = self._seen.pop(key, None)
         self._seen[key] = self._calls
@@ -200,10 +231,9 @@ class GraphCache:
             self._captured.popitem(last=False)
         before = _reserved(self.device)
         try:
-            function = own()
-            # Held here: ``release_failed_capture`` would take them for memory of the capture.
-            buffers = self._buffers(function, inputs)
-            graph = self._captured[key] = self._capture_graph(function, *buffers)
+            # held in this frame: ``release_failed_capture`` would take the buffers for memory of the capture
+            graph = _CapturedGraph.with_buffers(own(), inputs, self.device)
+            self._capture_graph(graph)
         except BaseException as error:  # ComfyUI's interrupt is no Exception
             release_failed_capture(error, self.device)
             if not isinstance(error, Exception):
@@ -212,42 +242,18 @@ class GraphCache:
             self.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             log.warning("Hybrid TRT: no CUDA graph for these shapes, they run plainly (%s)", self.failure)
             return None
-        graph.bytes = max(_reserved(self.device) - before, _size(graph))
+        held = sum(t.numel() * t.element_size() for t in (*graph.inputs.values(), *graph.block.values()))
+        graph.bytes = max(_reserved(self.device) - before, held)
+        self._captured[key] = graph
         return graph
 
-    def _buffers(self, function: Function, inputs: Tensors) -> tuple[dict, dict, dict, dict]:
-        """A graph's inputs, block, views and their tensors, after a plain run that tells the results' shapes."""
-        with torch.inference_mode(False):  # threads outside of it (ComfyUI's, for several GPUs) write here too
-            static = {name: torch.empty_like(t, memory_format=torch.preserve_format) for name, t in inputs.items()}
-        for name, tensor in inputs.items():
-            static[name].copy_(tensor)
-        block, views = {}, {}
-        for name, result in function(static).items():
-            strides = _dense_strides(result)
-            place = block.get(result.dtype, 0)
-            views[name] = (result.dtype, result.shape, strides, place)
-            block[result.dtype] = place + -(-result.numel() // 64) * 64
-        with torch.inference_mode(False):
-            block = {dtype: torch.empty(size, dtype=dtype, device=self.device) for dtype, size in block.items()}
-        targets = {
-            name: block[dtype].as_strided(shape, strides, offset)
-            for name, (dtype, shape, strides, offset) in views.items()
-        }
-        return static, block, views, targets
-
-    def _capture_graph(
-        self, function: Function, static: dict, block: dict, views: dict, targets: dict
-    ) -> _CapturedGraph:
-        def body() -> None:
-            results = function(static)
-            torch._foreach_copy_(list(targets.values()), [results[name] for name in targets])
-
+    def _capture_graph(self, graph: _CapturedGraph) -> None:
         new_wait_point = getattr(self._capture, "new_wait_point", None)
         wait_point = None if new_wait_point is None else new_wait_point()
         with with_wait_point(wait_point):
-            replay = self._capture(body)
-        passed = wait_point is not None and wait_point.passed
-        return _CapturedGraph(function, replay, static, block, views, targets, 0, wait_point if passed else None)
+            graph.replay = self._capture(graph.run)
+        if wait_point is not None and wait_point.passed:
+            graph.wait_point = wait_point
 
     def _copy_in(self, graph: _CapturedGraph, inputs: Tensors, late: AsyncInputs | None) -> None:
         if late is not None:
@@ -265,15 +271,15 @@ class GraphCache:
 
 
 def _copy_late(graph: _CapturedGraph, inputs: Tensors, late: AsyncInputs) -> None:
-    """Copy inputs that are not there yet, on the stream that computes them, and open the graph's wait_point behind."""
-    late.stream.wait_stream(torch.cuda.current_stream(late.stream.device))  # where the replay before reads the last
+    """Copy late inputs on the stream that computes them, then let the graph pass its wait point."""
+    late.stream.wait_stream(torch.cuda.current_stream(late.stream.device))  # the replay before still reads the last
     with torch.cuda.stream(late.stream):
         _copy_all([graph.inputs[name] for name in late.names], [inputs[name] for name in late.names])
         graph.wait_point.event.record()
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy tensors, those alike in one launch: torch's grouped copy is only fast when dtypes and strides agree."""
+    """Copy tensors, similar ones in one launch: torch's grouped copy is fast only if dtypes and strides agree."""
     alike: dict[torch.dtype, tuple[list, list]] = {}
     for target, source in zip(targets, sources, strict=True):
         if target.dtype == source.dtype and target.stride() == source.stride():
@@ -284,16 +290,6 @@ def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
             target.copy_(source)
     for group in alike.values():
         torch._foreach_copy_(*group)
-
-
-def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The tensor's own strides if it has no gaps, else those of a contiguous one."""
-    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
-
-
-def _size(graph: _CapturedGraph) -> int:
-    tensors = [*graph.inputs.values(), *graph.block.values()]
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _reserved(device: torch.device) -> int:
