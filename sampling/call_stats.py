@@ -1,4 +1,8 @@
-"""What ran: per prompt, sampling node and network, how many calls ran on the engine and how many native, and why."""
+"""Stats of calls per prompt, sampling node and network: the number on the engine and native, the reasons, the times.
+
+On the CPU a call's time is the difference of two looks at the clock. On CUDA it lies between two events on the call's
+stream, read only when the report is made, so nothing waits for the GPU while sampling.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +29,19 @@ log = logging.getLogger(__name__)
 NATIVE, ON_ENGINE = 0, 1
 
 _counting = threading.Lock()
-"""ComfyUI calls a network from several threads when it shares a step among GPUs."""
+"""Held while counting: ComfyUI calls a network from several threads when it shares a step among GPUs."""
 
 MAX_PROMPTS = 64
 """Prompts remembered; the oldest is forgotten first."""
 
-
 APART = "{name} did not run side by side with other ControlNets: this ComfyUI handles them in a way that is not known"
 OPENED = "The engine of {name} was opened more than once in a run: ComfyUI closed it in between"
-PLAIN = "Calls of {name} could not be recorded as a CUDA graph and run kernel by kernel ({why})"
+PLAIN = "Calls of {name} could not be captured as a CUDA graph and run kernel by kernel ({why})"
 WAITED = "{name} waited for its ControlNets in each step: their results were read before it started"
 REPORT = "The picture is right, only slower. If it stays so, please report it with {versions}."
 
 _told: set[str] = set()
-"""What the log of this server has said."""
+"""Messages that the log of this server has had."""
 
 
 def _nobody(prompt_id: str) -> bool:
@@ -46,17 +49,17 @@ def _nobody(prompt_id: str) -> bool:
 
 
 wanted: Callable[[str], bool] = _nobody
-"""Whether the calls of a prompt, by its id, are to be timed. Asked once per network and sampling run."""
+"""Prompt id -> True if its calls are to be timed. Asked once per network and sampling run."""
 
 
 def want_times(ask: Callable[[str], bool]) -> None:
-    """Let ``ask`` decide whose calls are timed."""
+    """Let ``ask`` decide which prompts are timed."""
     global wanted
     wanted = ask
 
 
 class CallTimes:
-    """The times of one network's calls on one device, in the order in which the calls ended well."""
+    """Times of one network's successful calls on one device, in order."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
@@ -64,13 +67,13 @@ class CallTimes:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Times what is done inside; a call that raises is not counted."""
+        """Time the code inside; a call that raises is not counted."""
         start = self._now()
         yield
         self._spans.append((start, self._now()))
 
     def ms(self) -> list[float]:
-        """Milliseconds of each call. On CUDA this waits for the last of them to end."""
+        """Return the milliseconds of each call. On CUDA this waits for the last call to end."""
         return [self._between(*span) for span in self._spans]
 
     def _now(self) -> float | torch.cuda.Event:
@@ -88,24 +91,24 @@ class CallTimes:
 
 
 class TimesTogether:
-    """The times of several, one after another."""
+    """Times of several networks, one after another."""
 
     def __init__(self, parts: Sequence[CallTimes]):
         self._parts = parts
 
     def ms(self) -> list[float]:
-        """Milliseconds of each call."""
+        """Return the milliseconds of each call."""
         return [ms for part in self._parts for ms in part.ms()]
 
 
 def timed(times: CallTimes | None) -> contextlib.AbstractContextManager[None]:
-    """Times what is done inside, if there is something to put the time into."""
+    """Time the code inside, unless ``times`` is None."""
     return _NOTHING if times is None else times.call()
 
 
 @contextlib.contextmanager
 def named_range(name: str) -> Iterator[None]:
-    """Names what is done inside for NVIDIA's profilers; for CUDA devices only."""
+    """Name the code inside for NVIDIA's profilers; for CUDA devices only."""
     torch.cuda.nvtx.range_push(name)
     try:
         yield
@@ -117,7 +120,7 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def log_once(what: str, name: str, why: str = "") -> None:
-    """Say what is slow in the log, unless this server has said it before."""
+    """Log what is slow, once per server."""
     if what not in _told:
         _told.add(what)
         log.warning("Hybrid TRT: %s. %s", what.format(name=name, why=why), _report())
@@ -132,26 +135,26 @@ class CallStats:
         name: the model's name as the user knows it.
         engine_node: id of the engine node in the graph.
         sampler_node: id of the node that sampled.
-        backend: name of the backend that served, or None while none did.
-        engine_name: the engine's folder in the library, or None while none served.
-        engine, native: calls so far.
-        calls: the same in their order, a byte each: ON_ENGINE or NATIVE.
-        reasons: fallback reason -> how many native calls had it.
-        details: fallback reason -> the particulars of its first call.
-        advices: fallback reason -> what to do, where its first call knew better than the reason.
-        node_key: what the engine node stands for, see ``nodes.node_key``; ids say that within one prompt only.
-        times: how long the calls took, in the order of ``calls``, or None when nobody wants to know.
-        uncompiled: engine calls that ran without a compiled file -> how many they were.
-        unserved: native calls that an engine of their own size would serve -> how many they were.
+        backend: name of the backend that served, or None.
+        engine_name: the engine's folder in the library, or None.
+        engine, native: numbers of calls.
+        calls: the calls in order, a byte each: ON_ENGINE or NATIVE.
+        reasons: fallback reason -> number of native calls.
+        details: fallback reason -> details of its first call.
+        advices: fallback reason -> advice of its first call, where that is better than the reason's.
+        node_key: key of the engine node, the same from prompt to prompt, unlike its id.
+        times: times of the calls, in the order of ``calls``, or None if they are not timed.
+        uncompiled: engine calls without a compiled file -> their number.
+        unserved: native calls that an engine of their own size would serve -> their number.
         beyond: symbol -> the largest size of calls that the engine was not built for.
-        opened: when the first call was counted, as ``time.time``.
+        opened: ``time.time`` of the first call.
         beside: engine calls that started beside ControlNets and waited for them on the way.
-        remark: what the user should know of the engine's picture beside native's; mostly empty.
+        remark: note on the engine's picture compared with native's; mostly empty.
         late: engine calls of a ControlNet whose result a UNet's engine may wait for on the way.
-        apart: engine calls of a ControlNet that ComfyUI ran by themselves, for no reason of the graph's.
+        apart: engine calls of a ControlNet that ran alone, although the graph lets it join a stack.
         reopened: calls that found their engine closed after it had served.
-        plain: engine calls that could not be recorded as a CUDA graph, although such calls are.
-        why_plain: why the first of them could not.
+        plain: engine calls whose capture as a CUDA graph failed.
+        why_plain: reason of the first such failure.
     """
 
     kind: str
@@ -222,26 +225,26 @@ class CallStats:
         log_once(APART, self.name)
 
     def count_opening(self) -> None:
-        """A call has to open its engine: count it unless it is a run's first; the server's first such is logged."""
+        """Count a call that has to open its engine again; the server's first one is logged."""
         if self.engine:
             self.reopened += 1
             log_once(OPENED, self.name)
 
     def count_plain(self, why: str) -> None:
-        """Count a call whose recording as a CUDA graph failed; the server's first one is logged."""
+        """Count a call whose capture as a CUDA graph failed; the server's first one is logged."""
         if not self.plain:
             self.why_plain = why
             log_once(PLAIN, self.name, why)
         self.plain += 1
 
     def advice(self, reason: Reason) -> str:
-        """What to do about the native calls that had a reason."""
+        """Return the advice for native calls with this reason."""
         if reason is Reason.SHAPE_OUTSIDE_PROFILE and self.unserved:
             return f"build again for {'; '.join(call.words for call in list(self.unserved))}"
         return self.advices.get(reason.value, reason.advice)
 
     def ms(self) -> list[float]:
-        """Milliseconds of each call; empty when they were not timed."""
+        """Return the milliseconds of each call; empty if they were not timed."""
         return self.times.ms() if self.times is not None else []
 
     def to_json(self) -> dict:
@@ -263,7 +266,7 @@ _ever_uncompiled: set[tuple[str, UncoveredCall]] = set()
 
 
 def ever_uncompiled() -> int:
-    """How many sizes of calls, counted for each node, ever ran without a compiled file or an engine of their size."""
+    """Return the number of call sizes, per node, that ever ran without a compiled file or an engine of their size."""
     return len(_ever_uncompiled)
 
 
@@ -273,7 +276,7 @@ _prompts: OrderedDict[str, dict[tuple[str, str, str], CallStats]] = OrderedDict(
 def open_stats(
     kind: str, name: str, engine_node: str, node_key: str = "", device: torch.device | None = None
 ) -> CallStats:
-    """The stats for a network in the node execution that the caller runs in; ``device`` is where its calls run."""
+    """Return the stats of a network in the caller's node execution; its calls run on ``device``."""
     context = executing()
     prompt, sampler = (context.prompt_id, context.node_id) if context else ("", "")
     rows = _prompts.setdefault(prompt, {})
@@ -288,13 +291,13 @@ def open_stats(
 
 
 def tallies(prompt_id: str, sampler_nodes: Collection[str] | None = None) -> list[CallStats]:
-    """The tallies of a prompt, of all its sampling nodes or of some, in the order in which they were opened."""
+    """Return the stats of a prompt, of all its sampling nodes or of some, in the order of their first calls."""
     rows = _prompts.get(prompt_id, {}).values()
     return [row for row in rows if sampler_nodes is None or row.sampler_node in sampler_nodes]
 
 
 def last_run(node_key: str) -> tuple[str, list[CallStats]] | None:
-    """The latest prompt in which a network was called for an engine node with this key, and its tallies there."""
+    """Return the latest prompt with calls for an engine node with this key, and their stats, or None."""
     for prompt_id in reversed(list(_prompts)):
         if rows := [row for row in list(_prompts.get(prompt_id, {}).values()) if row.node_key == node_key]:
             return prompt_id, rows
@@ -302,7 +305,7 @@ def last_run(node_key: str) -> tuple[str, list[CallStats]] | None:
 
 
 def slow_sentences(rows: Sequence[CallStats]) -> list[str]:
-    """What was slow in a run, a line each, with what to report; empty where all was as fast as it should be."""
+    """Return what was slow in a run, a sentence each, with what to report; empty if nothing was."""
     found = [APART.format(name=row.name) for row in rows if row.apart]
     found += [OPENED.format(name=row.name) for row in rows if row.reopened]
     found += [PLAIN.format(name=row.name, why=row.why_plain) for row in rows if row.plain]

@@ -1,4 +1,4 @@
-"""The sampler patch: routes the calls of a MODEL's backbone into an engine, call by call, or leaves them to native."""
+"""The sampler patch: routes each call of a MODEL's backbone to an engine, or leaves it to native."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ if TYPE_CHECKING:
 KEY = "hybrid_trt"
 
 STRANGER = "a second model without TRT Sampler Patch"
-"""Under this name calls are counted that a patched model's sampling makes of a model that is not its own."""
+"""Name for counted calls of another model within the sampling of a patched one."""
 
 FUNCTION = "model_function_wrapper"
-"""Under this name model_options have the function of another node that ComfyUI calls in the place of a model."""
+"""Key in model_options of another node's function that ComfyUI calls in the place of a model."""
 
 _PACK = re.compile(r".*[\\/]custom_nodes[\\/]([^\\/]+)")
 
 _bases: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[BaseModel]] = weakref.WeakKeyDictionary()
-"""UNet -> the model that it belongs to, of all models that were patched."""
+"""UNet -> the model that it belongs to, for all patched models."""
 
 
 def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | None = None) -> ModelPatcher:
-    """A clone of ``model`` whose UNet calls go to the handle's engine whenever it can serve them.
+    """Return a clone of ``model`` whose UNet calls go to the handle's engine whenever it can serve them.
 
     Args:
-        refusal: a reason that holds for all calls, for example that the engine is another model's.
+        refusal: a reason against the engine in all calls, for example that it is another model's.
     """
     patched = model.clone()
     patched.remove_wrappers_with_key(WrappersMP.DIFFUSION_MODEL, KEY)
@@ -75,7 +75,7 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
 
 
 def _wrap_steps(patched: ModelPatcher, handle: EngineHandle, reached: Reached) -> None:
-    """Take part in how ComfyUI computes the conditionings of a step."""
+    """Add the wrappers around the computation of a step's conditionings."""
     on_device, stacks = works(Feature.ON_DEVICE), works(Feature.STACKS)
     if on_device or stacks:
         patched.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, KEY)
@@ -88,7 +88,7 @@ def _wrap_steps(patched: ModelPatcher, handle: EngineHandle, reached: Reached) -
 
 
 def count_as_native(model: ModelPatcher, label: str, node_id: str, fallback: Fallback) -> ModelPatcher:
-    """A clone of ``model`` that no engine serves, whose calls are counted as native for a reason."""
+    """Return a clone of ``model`` that no engine serves, whose calls are counted as native for a reason."""
 
     def counted(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> torch.Tensor:
         stats = open_stats(Role.BACKBONE.value, label, node_id, device=model.load_device)
@@ -109,14 +109,14 @@ def has_engine(model: ModelPatcher) -> bool:
 class BackboneRouter(Shared):
     """A DIFFUSION_MODEL wrapper that puts the engine in the place of the native forward.
 
-    It replaces ``executor.original`` and goes on, instead of answering itself: so wrappers that other nodes added,
-    before or after, still run around the engine (EasyCache decides whether the engine is called at all).
+    It replaces ``executor.original`` and goes on. So wrappers of other nodes still run around the engine, for example
+    EasyCache, which decides if the engine is called at all.
     """
 
     def __init__(self, model: ModelPatcher, handle: EngineHandle, refusal: Fallback | None):
         self._base = model.model
         _bases[_uncompiled(self._base.diffusion_model)] = weakref.ref(self._base)
-        # an engine has the weights of the node that made it, and not those of a model that was patched on the way here
+        # an engine has the weights of its own node, not those of a model that was patched on the way here
         theirs = handle.network.patcher
         self._weight_patches = WeightPatches(theirs if theirs.model is self._base else model)
         self._handle = handle
@@ -127,7 +127,7 @@ class BackboneRouter(Shared):
         self.reached = Reached(handle)
 
     def begin_run(self, patcher: ModelPatcher) -> None:
-        """An ON_PRE_RUN callback: ComfyUI has loaded the weights, wherever they are now."""
+        """Tell the session that ComfyUI has loaded the weights; an ON_PRE_RUN callback."""
         if patcher.model is self._base and self._handle.session is not None:
             self._handle.session.begin_run(patcher)
 
@@ -143,12 +143,12 @@ class BackboneRouter(Shared):
         return executor(*args, **kwargs)
 
     def _route(self, native: Callable[..., torch.Tensor], /, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """A call of our backbone: its forward's arguments and result."""
+        """Serve a call of our backbone: its forward's arguments and result."""
         handle, patcher = self._handle, self._base.current_patcher
         self.reached.calls += 1
         given = by_name(self._arguments, args, kwargs)
         with outside_recording():
-            handle.begin_run(patcher)  # first: which engine serves decides what it may not serve
+            handle.begin_run(patcher)  # first: the refusal depends on the engine
             refusal = self._refusal or self._why_native(patcher, given.get("transformer_options") or {})
             served, result = handle.serve(refusal, lambda: self._bound(given), patcher)
             if served:
@@ -166,7 +166,7 @@ class BackboneRouter(Shared):
         return self._handle.bind(given)
 
     def _pass_by(self, native: Callable[..., torch.Tensor], called_on: object, /, *args: Any, **kwargs: Any) -> Any:
-        """A call of a backbone that is not ours: native serves it, and it is counted for itself."""
+        """Serve a call of another backbone with native, and count it by itself."""
         handle = self._handle
         self.reached.calls += 1
         given = by_name(forward_arguments(type(_uncompiled(called_on))), args, kwargs)
@@ -181,7 +181,7 @@ class BackboneRouter(Shared):
         return result
 
     def _why_native(self, patcher: ModelPatcher | None, options: Mapping) -> Fallback | None:
-        """The reason why native has to serve a call, whatever its tensors, or None."""
+        """Return the reason why native has to serve a call, whatever its tensors, or None."""
         if patcher is None:
             return Fallback(Reason.OTHER_MODEL, "the call comes from outside of sampling")
         if _on_several_gpus(options):
@@ -193,7 +193,7 @@ class BackboneRouter(Shared):
         return None
 
     def _as_compiled(self, native: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Native's forward, compiled if another node compiles the UNet around this call and so does not see inside."""
+        """Return native's forward, compiled if another node compiles the UNet, because that cannot trace through us."""
         patcher = self._base.current_patcher
         if patcher is None or not hasattr(self._base.diffusion_model, "_orig_mod"):
             return native
@@ -210,13 +210,12 @@ class BackboneRouter(Shared):
 
 
 class Reached(Shared):
-    """Counts the sampling steps in which a patched model's UNet was not called.
+    """Counts the sampling steps in which a patched model's UNet was not called, because another node computes it.
 
-    Step caches leave some steps out, which is right: they call the UNet at least once, and not from a function that
-    takes the model's place.
+    Step caches leave out steps too, but they call the UNet at least once, and do not take the model's place.
 
     Attributes:
-        calls: how many calls of the UNet came so far.
+        calls: number of calls of the UNet so far.
     """
 
     def __init__(self, handle: EngineHandle):
@@ -225,7 +224,7 @@ class Reached(Shared):
         self.calls = 0
 
     def sample(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
-        """An OUTER_SAMPLE wrapper: afterwards the steps that did not call the UNet are counted as native."""
+        """Sample, then count the steps that did not call the UNet as native; an OUTER_SAMPLE wrapper."""
         before, self._left_out = self.calls, 0
         result = executor(*args, **kwargs)
         steps = self._left_out
@@ -237,7 +236,7 @@ class Reached(Shared):
         return result
 
     def step(self, executor: WrapperExecutor, model: Any, conds: Any, x: Any, timestep: Any, options: dict) -> Any:
-        """A CALC_COND_BATCH wrapper: notices a function in the model's place that did not call the UNet."""
+        """Notice a function in the model's place that did not call the UNet; a CALC_COND_BATCH wrapper."""
         if FUNCTION not in options:
             return executor(model, conds, x, timestep, options)
         before = self.calls
@@ -253,7 +252,7 @@ class Reached(Shared):
 
 
 def _who(function: Any) -> str:
-    """The words for who computes instead, with the folder of its pack where that is known."""
+    """Return words for the code that computes instead, with the folder of its pack if known."""
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     found = _PACK.match(getattr(module, "__file__", None) or "")
     pack = f" ({found[1]})" if found else ""
@@ -262,7 +261,7 @@ def _who(function: Any) -> str:
 
 @functools.cache
 def _compile_key() -> str | None:
-    """Where ComfyUI's node keeps the options with which it compiles a UNet."""
+    """Return the key of the options with which ComfyUI's node compiles a UNet."""
     if not works(Feature.COMPILED_NATIVE):
         return None
     from comfy_api.torch_helpers.torch_compile import TORCH_COMPILE_KWARGS
@@ -283,17 +282,17 @@ SEVERAL_GPUS = Fallback(
 
 
 def _on_several_gpus(options: Mapping) -> bool:
-    """Whether a call is one of several that ComfyUI makes at once, each in a thread and on a GPU of its own."""
+    """Tell whether ComfyUI makes several calls at once, each in a thread and on a GPU of its own."""
     return options.get("multigpu_thread_device") is not None
 
 
 def _uncompiled(unet: torch.nn.Module) -> torch.nn.Module:
-    """The UNet itself where torch.compile's stands."""
+    """Return the UNet inside of torch.compile's wrapper."""
     return getattr(unet, "_orig_mod", unet)
 
 
 def _router_of(unet: object) -> BackboneRouter | None:
-    """The router of the patched model that a UNet is being sampled for, if it is one."""
+    """Return the router of the patched model that a UNet is being sampled for, or None."""
     known = _bases.get(unet) if isinstance(unet, torch.nn.Module) else None
     base = known() if known is not None else None
     patcher = getattr(base, "current_patcher", None)
@@ -308,9 +307,9 @@ def _plan(
     patcher: ModelPatcher,
     options: Mapping,
 ) -> bool:
-    """Look the engine up for a run that ComfyUI plans; whether native weights beside it would lie there unused.
+    """Look the engine up for a run that ComfyUI plans. True if native's weights would not be used in it.
 
-    Told as far as can be before the first call: an engine with weights of its own is expected to serve all calls.
+    This is a forecast before the first call: an engine with weights of its own is expected to serve all calls.
     """
     handle.plan(patcher)
     serves = refusal is None and handle.fallback is None
@@ -320,7 +319,7 @@ def _plan(
 
 
 def _why_not_patched_so(patcher: ModelPatcher, weight_patches: WeightPatches, handle: EngineHandle) -> Fallback | None:
-    """The reason why a model that is patched in this way is no longer the engine's, or None."""
+    """Return the reason why the engine is not valid for a model with these patches, or None."""
     if patcher.hook_patches or patcher.current_hooks or patcher.forced_hooks:
         return Fallback(Reason.HOOKS, "the conditioning or the model carries weight hooks")
     if (fallback := handle.network.other_dtype(patcher)) is not None:
@@ -339,7 +338,7 @@ def _why_not_patched_so(patcher: ModelPatcher, weight_patches: WeightPatches, ha
 
 
 def _active_patch(options: Mapping) -> str | None:
-    """The name of a patch inside the UNet that another node set for this call, or None."""
+    """Return the name of a patch inside the UNet that another node set for this call, or None."""
     for name, patches in options.get("patches", {}).items():
         if patches:
             return name

@@ -1,4 +1,4 @@
-"""A native network in a run: its calls, read by the names of their arguments, and changes that other nodes make to it.
+"""A native network in a run: the arguments of its calls by name, and changes that other nodes make to it.
 
 Changes are looked for once per run, and in each call as far as that is quick.
 """
@@ -18,7 +18,7 @@ from .run_context import SamplingRun, current_run
 
 
 class NetworkWatch:
-    """Watches a network from run to run.
+    """Watch of a network from run to run.
 
     Attributes:
         layers: the watch of its layers.
@@ -27,18 +27,20 @@ class NetworkWatch:
     def __init__(self, network: NativeNetwork):
         self.layers = LayerWatch(network.module)
         self._patcher = network.patcher
-        self._run: SamplingRun | None = None  # the one in which it was looked at last
-        self._changed: Fallback | None = None  # what was found then
-        self._edition = 0  # of the weights, when the engine was looked up
+        self._run: SamplingRun | None = None  # the last run in which the network was checked
+        self._changed: Fallback | None = None  # the result of that check
+        self._edition = 0  # edition of the weights when the engine was looked up
 
     def begin(self) -> None:
-        """The engine is being looked up, for which its layers are looked at: the weights are too."""
+        """Remember the state of the weights while the engine is looked up, which has checked the layers."""
         self._run, self._changed = current_run(), None
         self._edition = look_for_edits(self._patcher)
 
     def weights_edited(self) -> bool:
-        """Look at the network once per run: an execution of a node may have several. Whether its weights are others
-        since the engine was looked up. Cheap in all calls but a run's first."""
+        """Check the network once per run, and tell whether its weights changed since the engine was looked up.
+
+        Cheap in all calls but the first of a run. One execution of a node may have several runs.
+        """
         run = current_run()
         if run is self._run:
             return False
@@ -47,7 +49,7 @@ class NetworkWatch:
         return look_for_edits(self._patcher) != self._edition
 
     def changed(self) -> Fallback | None:
-        """The reason why this call's network is no longer the engine's, or None. Quick."""
+        """Return the reason why the network of this call is no longer the engine's, or None. Quick."""
         if self._changed is not None:
             return self._changed
         what = self.layers.look_again(methods=self._run is None or not self._run.comfyuis_alone)
@@ -55,29 +57,29 @@ class NetworkWatch:
 
 
 def arguments_of(network: NativeNetwork) -> Sequence[str]:
-    """The positional arguments of a network's forward, in order."""
+    """Return the names of the positional arguments of a network's forward, in order."""
     try:
         return network.architecture().arguments
-    except Unavailable:  # it is never served, but its residuals are copied and its options read
+    except Unavailable:  # no engine serves it, but its residuals are copied and its options read
         return forward_arguments(type(network.module))
 
 
 @functools.cache
 def forward_arguments(kind: type) -> tuple[str, ...]:
-    """The same as a class tells them, which other packs may have changed."""
+    """Return the same from the signature of a class, which other packs may have changed."""
     parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
     return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
 
 def by_name(names: Sequence[str], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name."""
+    """Return the arguments of a call by name."""
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def with_residuals_copied(
     forward: Callable[..., Any], names: Sequence[str], args: tuple, kwargs: Mapping[str, Any]
 ) -> Any:
-    """``forward(*args, **kwargs)`` with lists of residuals of its own: native takes them out of the lists."""
+    """Call ``forward`` with copies of the lists of residuals, because native empties the lists."""
     known = dict(enumerate(names))
     args = [_copied(value) if known.get(i) == "control" else value for i, value in enumerate(args)]
     return forward(*args, **{name: _copied(v) if name == "control" else v for name, v in kwargs.items()})

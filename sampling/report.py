@@ -1,4 +1,9 @@
-"""What a run's counts read like: a verdict, then one short line per network. Names of files, never paths."""
+"""The report: a verdict, then one short line per network, with file names but no paths; and the same as a picture.
+
+In the picture each call is a cell: green on an engine, amber with dark lines native. The first call, which may load
+models, stands apart. Where calls were timed, a cell's height is the call's time. The type is large, because the page
+shows the picture at a third of its size.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +25,9 @@ NOTHING = (
     "ComfyUI's cache."
 )
 BUILDABLE = (Reason.NO_ENGINE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
-"""Reasons that a build takes away, with the settings as they are."""
+"""Reasons that a build with the present settings removes."""
 SLOW_START = 3
-"""A first call that took more than this times the usual one is told apart: it loaded the engine or the model."""
+"""A first call slower than this many usual ones is shown apart: it loaded the engine or the model."""
 MAX_DETAIL = 90
 _PATH = re.compile(r"(?:[A-Za-z]:[\\/]|\\\\|(?<![\w./])/)[^\s;,:()\"']*[\\/]([^\s;,:()\"'\\/]+)")
 
@@ -31,21 +36,24 @@ WIDTH, MARGIN = 900, 28
 BACK, TEXT, QUIET, LINES = "#1e1f22", "#f2f2f2", "#bdbdbd", "#3a2600"
 ENGINE_COLOUR, NATIVE_COLOUR = "#4caf6a", "#f0b13c"
 TITLE, NAME, WORDS, SMALL = 46, 36, 28, 24
-"""Sizes of the type."""
+"""Font sizes."""
 CELL, LOWEST, FIRST, APART = 64, 4, 56, 26
-"""Pixels: the highest and the lowest cell, the width of the first call's and what parts it from the others."""
+"""Pixels: the highest and the lowest cell, the first call's width, and the gap after it."""
 ROOM = 1.25
-"""The highest cell stands for this times the slowest network's usual call: calls that load are cut off."""
+"""The highest cell is this many usual calls of the slowest network: calls that load are cut off."""
 HATCH = 8
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 def as_drawn(rows: Iterable[CallStats], drawn: Callable[[str], str]) -> list[CallStats]:
-    """One stats for each network and each sampling node of the user's graph, in the order in which they were opened.
+    """Merge the stats of nodes that ComfyUI copied, for example one per iteration of a loop, into those of one node.
 
     Args:
-        drawn: id of a node -> id of the node in the user's graph that it stands for.
+        drawn: id of a node -> id of its node in the user's graph.
+
+    Returns:
+        One for each network and sampling node of the user's graph, in the order of their first calls.
     """
     found: dict[tuple[str, ...], list[CallStats]] = {}
     for row in rows:
@@ -88,14 +96,14 @@ class Verdict:
     """A run in one line.
 
     Attributes:
-        networks: how many were called.
-        on_engines: how many of them had every call on an engine.
-        missing: the engine nodes whose engines a build would bring.
-        ms: what their calls took, added up, so more than was waited for where some ran side by side; of the native ones
-            alone where there are some. 0 when they were not timed.
-        native: how many calls ran native.
-        advice: what to do where no build helps; empty when there is nothing to do.
-        uncompiled: what engines were called with and not compiled for, in words.
+        networks: number of networks that were called.
+        on_engines: number of networks with every call on an engine.
+        missing: engine nodes whose engines are missing.
+        ms: time of the native calls, or of all calls if none was native, added up; 0 if they were not timed. Calls
+            that run side by side make it longer than the sampling.
+        native: number of native calls.
+        advice: advice where no build helps, or empty.
+        uncompiled: sizes that engines were called with but not compiled for, in words.
     """
 
     networks: int
@@ -117,7 +125,7 @@ class Verdict:
 
 
 def verdict(rows: Sequence[CallStats]) -> Verdict:
-    """Sum up what was called; a network that several samplers called counts once."""
+    """Sum up the calls; a network that several samplers called counts once."""
     networks: dict[tuple[str, str], list[CallStats]] = {}
     for row in rows:
         if row.calls:
@@ -135,12 +143,12 @@ def verdict(rows: Sequence[CallStats]) -> Verdict:
 
 
 def report_text(rows: Sequence[CallStats]) -> str:
-    """The counts as a short text for people: the verdict first."""
+    """Return the stats as a short text, the verdict first."""
     if not rows:
         return NOTHING
     remarks = dict.fromkeys(f"{row.remark}." for row in rows if row.remark and row.engine)
     slow = slow_sentences(rows)
-    return "\n".join([str(verdict(rows)), *(line(row) for row in rows), *_bound(rows), *remarks, *slow])
+    return "\n".join([str(verdict(rows)), *(line(row) for row in rows), *_slowest(rows), *remarks, *slow])
 
 
 def line(row: CallStats) -> str:
@@ -149,7 +157,7 @@ def line(row: CallStats) -> str:
 
 
 def served(row: CallStats) -> str:
-    """Who served a network's calls, how long they took, and why some ran native."""
+    """Return in words who served a network's calls, their times, and why some ran native."""
     if not row.calls:
         return "not called"
     parts = []
@@ -163,12 +171,12 @@ def served(row: CallStats) -> str:
 
 
 def slow_start(ms: Sequence[float]) -> bool:
-    """Whether the first call loaded something."""
+    """Tell whether the first call loaded something."""
     return len(ms) > 1 and ms[0] > SLOW_START * median(ms)
 
 
 def of_kind(row: CallStats, kind: str) -> list[float]:
-    """The milliseconds of a network's calls on its engine, or of its native ones."""
+    """Return the milliseconds of a network's calls of a kind, ``engine`` or ``native``."""
     ms = row.ms()
     if len(ms) != len(row.calls):
         return ms if not (row.engine and row.native) and getattr(row, kind) else []
@@ -176,7 +184,7 @@ def of_kind(row: CallStats, kind: str) -> list[float]:
 
 
 def times(ms: float) -> str:
-    """Milliseconds as people say them."""
+    """Return milliseconds in words."""
     if ms >= 9950:
         return f"{ms / 1000:.0f} s"
     if ms >= 995:
@@ -185,17 +193,17 @@ def times(ms: float) -> str:
 
 
 def plural(count: int, word: str) -> str:
-    """A number with its word: "1 call", "2 calls"."""
+    """Return a number with its noun: "1 call", "2 calls"."""
     return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def short_name(name: str) -> str:
-    """A model's file name without folders and ending."""
+    """Return a model's file name without folders and ending."""
     return re.sub(r"\.(safetensors|ckpt|pth?|bin|gguf)$", "", re.split(r"[\\/]", name)[-1])
 
 
 def without_paths(text: str) -> str:
-    """A text in which paths are names of files."""
+    """Replace the paths in a text by file names."""
     return _PATH.sub(r"\1", text)
 
 
@@ -205,12 +213,12 @@ def _each(row: CallStats, kind: str) -> str:
 
 
 def _beside(row: CallStats) -> str:
-    """Whose time has in it what a call waited for ControlNets."""
+    """Return words for times that include waiting for the ControlNets."""
     return " beside its ControlNets" if row.beside and of_kind(row, "engine") else ""
 
 
 def _uncompiled(row: CallStats) -> str:
-    """Which calls no compiled file was for, and how they ran."""
+    """Return words for calls without a compiled file, and how they ran."""
     if not row.uncompiled:
         return ""
     several = len(row.uncompiled) > 1 or sum(row.uncompiled.values()) < row.engine
@@ -228,10 +236,10 @@ def _reasons(row: CallStats) -> list[str]:
     return found
 
 
-def _bound(rows: Sequence[CallStats]) -> list[str]:
-    """Which of several networks the sampling waits for most, as a line; usual times, so loading does not count.
+def _slowest(rows: Sequence[CallStats]) -> list[str]:
+    """Return a line with the slowest of several networks, by usual times, so that loading does not count.
 
-    Where a UNet runs beside its ControlNets its time is the whole step's, and says nothing of the kind.
+    It is left out where a UNet runs beside its ControlNets: its time is then the whole step's.
     """
     if any(row.beside for row in rows):
         return []
@@ -242,11 +250,11 @@ def _bound(rows: Sequence[CallStats]) -> list[str]:
     if len(usual) < 2:
         return []
     name = max(usual, key=usual.get)
-    return [f"{short_name(name)} bounds the step: {usual[name] / sum(usual.values()):.0%} of the networks' time"]
+    return [f"Slowest part: {short_name(name)} ({usual[name] / sum(usual.values()):.0%})"]
 
 
 def plot(rows: Sequence[CallStats]) -> torch.Tensor:
-    """An IMAGE (1, height, width, 3) of the calls, in the order in which they were made."""
+    """Draw the calls in order: an IMAGE, float32 (1, height, width, 3)."""
     heading = _wrapped(str(verdict(rows)) if rows else NOTHING, TITLE)
     words = [_wrapped(served(row), WORDS)[:3] for row in rows]
     height = MARGIN + _height(heading, TITLE) + (SMALL + 26 if rows else 0) + MARGIN
@@ -263,7 +271,7 @@ def plot(rows: Sequence[CallStats]) -> torch.Tensor:
 
 
 def cells(count: int) -> list[tuple[float, float]]:
-    """Left and right of each call's cell: the first apart, the others in what is left of the width."""
+    """Return left and right of each call's cell: the first apart, the others in the rest of the width."""
     if count == 0:
         return []
     start = MARGIN + FIRST + APART
@@ -273,7 +281,7 @@ def cells(count: int) -> list[tuple[float, float]]:
 
 
 def _row(draw: ImageDraw.ImageDraw, row: CallStats, lines: list[str], top: int, full: float) -> int:
-    """A network; where the next one begins."""
+    """Draw a network; return the top of the next one."""
     top = _write(draw, [_fitted(short_name(row.name), row)], top, NAME, TEXT)
     ms = row.ms()
     if ms:
@@ -309,7 +317,7 @@ def _legend(draw: ImageDraw.ImageDraw, rows: Sequence[CallStats], top: int, full
 
 
 def _fitted(name: str, row: CallStats) -> str:
-    """A name cut to the room that the total time leaves."""
+    """Cut a name to the width that the total time leaves."""
     room = WIDTH - 2 * MARGIN - (190 if row.ms() else 0)
     if _font(NAME).getlength(name) <= room:
         return name
@@ -319,7 +327,7 @@ def _fitted(name: str, row: CallStats) -> str:
 
 
 def _wrapped(text: str, size: int) -> list[str]:
-    """A text in lines that fit the picture."""
+    """Break a text into lines that fit the picture."""
     font, lines = _font(size), [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()
@@ -342,5 +350,5 @@ def _height(lines: list[str], size: int) -> int:
 
 @functools.cache
 def _font(size: int) -> Font:
-    """Pillow's own font, which it would unpack anew for each word."""
+    """Return Pillow's own font, which it would unpack again for each word."""
     return ImageFont.load_default(size)

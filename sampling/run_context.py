@@ -27,9 +27,9 @@ _latest: ExecutionContext | None = None
 
 
 def executing() -> ExecutionContext | None:
-    """The node execution that the caller runs in: one object during one execution of a node, another in the next.
+    """Return the node execution that the caller runs in: one object for each execution of a node.
 
-    ComfyUI tells it the thread that it calls the node in; one that the node starts is in the node that runs meanwhile.
+    ComfyUI sets it in the thread that it calls a node in. For threads that a node starts it is the node that runs now.
     """
     global _latest
     context = get_executing_context() or _lent or _running_node(_latest)
@@ -40,7 +40,7 @@ def executing() -> ExecutionContext | None:
 
 @contextlib.contextmanager
 def lent_context() -> Iterator[None]:
-    """Inside, threads that ComfyUI has not told the node execution count as being in the caller's."""
+    """Let threads without a node execution of their own count as part of the caller's."""
     global _lent
     before, _lent = _lent, executing()
     try:
@@ -50,10 +50,10 @@ def lent_context() -> Iterator[None]:
 
 
 def _running_node(known: ExecutionContext | None) -> ExecutionContext | None:
-    """The execution of the node that runs, the latest of several; None where none does.
+    """Return the execution of the node that runs now, the latest of several, or None.
 
     Args:
-        known: an execution that is given again while its node runs. Executions are told apart by their objects.
+        known: an execution that is returned again while its node runs, because executions are compared by identity.
     """
     if not works(Feature.QUEUE):
         return None
@@ -64,7 +64,7 @@ def _running_node(known: ExecutionContext | None) -> ExecutionContext | None:
         return None
     nodes = registry.nodes.copy()  # the thread that runs the nodes adds some
     running = [name for name, node in nodes.items() if name and node["state"] is progress.NodeState.Running]
-    # known first: what samples in such a thread reports its progress under the id that the page shows
+    # known first: a sampling in such a thread reports its progress under the id that the page shows
     if known is not None and known.prompt_id == registry.prompt_id and known.node_id in running:
         return known
     return ExecutionContext(registry.prompt_id, running[-1], None) if running else None
@@ -72,10 +72,10 @@ def _running_node(known: ExecutionContext | None) -> ExecutionContext | None:
 
 @dataclass(frozen=True, eq=False)
 class SamplingRun:
-    """One run of a sampler: an object of its own.
+    """One run of a sampler, compared by identity.
 
     Attributes:
-        comfyuis_alone: whether no other pack's code was seen to take part.
+        comfyuis_alone: True if no other pack's code was found to take part.
     """
 
     comfyuis_alone: bool
@@ -85,12 +85,12 @@ _current: ContextVar[SamplingRun | None] = ContextVar("sampling run", default=No
 
 
 def current_run() -> SamplingRun | None:
-    """The run that the caller is part of; None outside of runs, and in those of models without a sampler patch."""
+    """Return the sampling run that the caller is part of; None outside, and for models without a sampler patch."""
     return _current.get()
 
 
 def as_run(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
-    """An OUTER_SAMPLE wrapper: all calls inside belong to one run."""
+    """Make all calls of a sampling belong to one run; an OUTER_SAMPLE wrapper."""
     others = _others_take_part(executor.class_obj, (*args, *kwargs.values()))
     with inside(SamplingRun(comfyuis_alone=not others)):
         return executor(*args, **kwargs)
@@ -98,7 +98,7 @@ def as_run(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def inside(run: SamplingRun) -> Iterator[None]:
-    """Inside, calls are part of a run."""
+    """Make the calls inside part of a run."""
     token = _current.set(run)
     try:
         yield
@@ -124,7 +124,7 @@ def _others_take_part(guider: Any, given: Iterable[Any]) -> bool:
 
 
 def _controls(guider: Any) -> list[Any]:
-    """The controls and hooks of a run's conditionings."""
+    """Return the controls and hooks of a run's conditionings."""
     conds = [cond for group in guider.conds.values() for cond in group or ()]
     return [part for cond in conds for part in (cond.get("control"), cond.get("hooks")) if part is not None]
 

@@ -205,7 +205,7 @@ def test_what_bounds_the_step_counts_all_samplers_of_a_network() -> None:
             row.count_engine("onnxruntime")
         row.times = Clock(*[ms] * 4)
         rows.append(row)
-    assert report_text(rows).splitlines()[-1] == "a bounds the step: 69% of the networks' time"
+    assert report_text(rows).splitlines()[-1] == "Slowest part: a (69%)"
 
 
 def test_a_unet_that_ran_beside_its_controlnets_is_told_so_and_none_is_said_to_bound_the_step() -> None:
@@ -261,7 +261,7 @@ def test_each_call_has_its_time_and_together_they_are_the_sampling(timed_and_not
     total = sum(row["ms"]["total"] for row in report["rows"])
     assert 0.5 * prompt_ms < total < prompt_ms
     usual = {row["name"]: row["ms"]["median"] for row in report["rows"]}
-    assert f"{max(usual, key=usual.get).removesuffix('.safetensors')} bounds the step" in text
+    assert f"Slowest part: {max(usual, key=usual.get).removesuffix('.safetensors')} (" in text
     assert text.startswith("3 of 3 networks on engines: ")
     assert text.count(" each") == 3
     assert (report["networks"], report["on_engines"], report["missing"]) == (3, 3, [])
