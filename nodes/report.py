@@ -12,7 +12,7 @@ from server import PromptServer
 
 from ..comfy_model.comfyui_internals import Feature, works
 from ..page_api.workflow_graph import drawn_id, drawn_upstream, upstream
-from ..sampling.call_stats import CallStats, tallies, want_times
+from ..sampling.call_stats import CallStats, prompt_stats, want_times
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.report import as_drawn, plot, report_text, verdict
 from ..sampling.run_context import executing
@@ -51,12 +51,12 @@ class TRTReport(io.ComfyNode):
 
 
 def _rows_before(prompt: DynamicPrompt, node_id: str) -> tuple[list[CallStats], int]:
-    """The tallies of all sampling before a report, and how many sampling nodes among them other nodes made.
+    """Return the stats of all sampling before a report, and the number of sampling nodes that other nodes made.
 
     Those are no part of the user's graph. Inside a loop a report finds its own by its links; behind one by what they
     are copies of.
     """
-    original, everything = prompt.get_original_prompt(), tallies(executing().prompt_id)
+    original, everything = prompt.get_original_prompt(), prompt_stats(executing().prompt_id)
     linked = set(upstream(prompt, node_id))
     rows = [row for row in everything if row.sampler_node in linked]
     if node_id in original or not rows:

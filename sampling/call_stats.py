@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -65,6 +65,13 @@ class CallTimes:
         self._cuda = device.type == "cuda"
         self._spans: list[tuple] = []
 
+    @classmethod
+    def together(cls, parts: Iterable[CallTimes]) -> CallTimes:
+        """Return the times of several networks, one after another."""
+        all_times = cls(torch.device("cpu"))
+        all_times._spans = [span for part in parts for span in part._spans]
+        return all_times
+
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """Time the code inside; a call that raises is not counted."""
@@ -74,7 +81,7 @@ class CallTimes:
 
     def ms(self) -> list[float]:
         """Return the milliseconds of each call. On CUDA this waits for the last call to end."""
-        return [self._between(*span) for span in self._spans]
+        return [_ms_between(*span) for span in self._spans]
 
     def _now(self) -> float | torch.cuda.Event:
         if not self._cuda:
@@ -83,22 +90,12 @@ class CallTimes:
         event.record()
         return event
 
-    def _between(self, start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-        if not self._cuda:
-            return 1000 * (end - start)
-        end.synchronize()
-        return start.elapsed_time(end)
 
-
-class TimesTogether:
-    """Times of several networks, one after another."""
-
-    def __init__(self, parts: Sequence[CallTimes]):
-        self._parts = parts
-
-    def ms(self) -> list[float]:
-        """Return the milliseconds of each call."""
-        return [ms for part in self._parts for ms in part.ms()]
+def _ms_between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    if isinstance(start, float):
+        return 1000 * (end - start)
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 def timed(times: CallTimes | None) -> contextlib.AbstractContextManager[None]:
@@ -169,7 +166,7 @@ class CallStats:
     details: dict[str, str] = field(default_factory=dict)
     node_key: str = ""
     calls: bytearray = field(default_factory=bytearray)
-    times: CallTimes | TimesTogether | None = None
+    times: CallTimes | None = None
     opened: float = field(default_factory=time.time)
     beyond: dict[str, int] = field(default_factory=dict)
     uncompiled: dict[UncoveredCall, int] = field(default_factory=dict)
@@ -290,7 +287,7 @@ def open_stats(
     return stats
 
 
-def tallies(prompt_id: str, sampler_nodes: Collection[str] | None = None) -> list[CallStats]:
+def prompt_stats(prompt_id: str, sampler_nodes: Collection[str] | None = None) -> list[CallStats]:
     """Return the stats of a prompt, of all its sampling nodes or of some, in the order of their first calls."""
     rows = _prompts.get(prompt_id, {}).values()
     return [row for row in rows if sampler_nodes is None or row.sampler_node in sampler_nodes]

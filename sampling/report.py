@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -18,7 +19,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from ..engine_library import Reason
-from .call_stats import ON_ENGINE, CallStats, TimesTogether, slow_sentences
+from .call_stats import ON_ENGINE, CallStats, CallTimes, slow_sentences
 
 NOTHING = (
     "No engine was asked for in this prompt: no TRT node lies before this one, or the sampler's result came from "
@@ -62,32 +63,24 @@ def as_drawn(rows: Iterable[CallStats], drawn: Callable[[str], str]) -> list[Cal
 
 
 def _together(key: tuple[str, ...], rows: Sequence[CallStats]) -> CallStats:
-    if len(rows) == 1 and (rows[0].engine_node, rows[0].sampler_node) == key[2:]:
-        return rows[0]
-    total = CallStats(*key, node_key=rows[0].node_key, opened=rows[0].opened)
+    first = rows[0]
+    if len(rows) == 1 and (first.engine_node, first.sampler_node) == key[2:]:
+        return first
+    total = CallStats(*key, node_key=first.node_key, opened=first.opened)
     for row in rows:
-        total.backend = row.backend or total.backend
-        total.engine_name = row.engine_name or total.engine_name
-        total.remark = row.remark or total.remark
-        total.engine += row.engine
-        total.native += row.native
-        total.beside += row.beside
-        total.late += row.late
-        total.apart += row.apart
-        total.reopened += row.reopened
-        total.plain += row.plain
+        for name in ("engine", "native", "calls", "beside", "late", "apart", "reopened", "plain"):
+            setattr(total, name, getattr(total, name) + getattr(row, name))
+        for name in ("backend", "engine_name", "remark"):  # the latest
+            setattr(total, name, getattr(row, name) or getattr(total, name))
         total.why_plain = total.why_plain or row.why_plain
-        total.calls += row.calls
         total.details = {**row.details, **total.details}
         total.advices = {**row.advices, **total.advices}
-        for counts, more in ((total.reasons, row.reasons), (total.uncompiled, row.uncompiled),
-                             (total.unserved, row.unserved)):  # fmt: skip
-            for what, count in more.items():
-                counts[what] = counts.get(what, 0) + count
+        for name in ("reasons", "uncompiled", "unserved"):
+            setattr(total, name, dict(Counter(getattr(total, name)) + Counter(getattr(row, name))))
         for symbol, size in row.beyond.items():
             total.beyond[symbol] = max(size, total.beyond.get(symbol, 0))
     if all(row.times is not None for row in rows):
-        total.times = TimesTogether([row.times for row in rows])
+        total.times = CallTimes.together(row.times for row in rows)
     return total
 
 

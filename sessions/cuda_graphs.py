@@ -169,7 +169,7 @@ class GraphCache:
         own: Callable[[], Function] | None = None,
         late: AsyncInputs | None = None,
     ) -> Tensors:
-        """Return ``function(prepare(inputs))``: the same values, in fresh tensors unless they are lent (see ``stream``).
+        """Return ``function(prepare(inputs))``: the same values, in new tensors unless they are lent (see ``stream``).
 
         Args:
             function: launches work on the current stream and nothing else, always the same work for the same key.

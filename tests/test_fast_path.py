@@ -165,7 +165,7 @@ def test_an_engine_that_is_opened_again_within_a_run_is_said_and_pictures_are_ri
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_calls_that_could_not_be_recorded_are_said_and_pictures_are_right(
+def test_calls_that_could_not_be_captured_are_said_and_pictures_are_right(
     stacks: Stacks, fails: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     native, backed = stacks.chain(False, 1), stacks.chain(True, 1)

@@ -112,10 +112,10 @@ class Runs:
     @property
     def all_done(self) -> Counter:
         sessions: list[LiveSession] = [handle.session for handle in self.handles]
-        recorded = sum(recorder.recorded for recorder in self.recorders)
+        captured = sum(recorder.captured for recorder in self.recorders)
         replayed = sum(recorder.replayed for recorder in self.recorders)
         encoded = sum(session.live.passes.computed for session in sessions)
-        return self.done + Counter({"recorded": recorded, "replayed": replayed, "encoded": encoded})
+        return self.done + Counter({"captured": captured, "replayed": replayed, "encoded": encoded})
 
     def each(self, what: str) -> list[int]:
         return [counts[what] for counts in self.counts]
@@ -151,12 +151,12 @@ def test_a_control_image_is_encoded_once_and_not_again_in_the_next_prompt(runs: 
     assert runs.each("encoded") == [3, 0], "ComfyUI's first hint, its copy that is kept, and the one that was copied"
 
 
-def test_calls_are_recorded_once_and_replayed(runs: Runs) -> None:
-    assert runs.each("recorded") == [3, 0]
+def test_calls_are_captured_once_and_replayed(runs: Runs) -> None:
+    assert runs.each("captured") == [3, 0]
     assert runs.each("replayed") == [3 * (STEPS - 1), 3 * STEPS]
 
 
-def test_the_unet_starts_beside_its_controlnets_as_soon_as_it_is_recorded(runs: Runs) -> None:
+def test_the_unet_starts_beside_its_controlnets_as_soon_as_it_is_captured(runs: Runs) -> None:
     assert [rows[0].beside for rows in runs.tallies] == [STEPS - 2, STEPS]
     assert [rows[2].late for rows in runs.tallies] == [STEPS - 2, STEPS]
 

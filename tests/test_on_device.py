@@ -1,4 +1,4 @@
-"""Prompts lie on the sampling device for a whole run: same values, nobody's dicts changed, nothing kept, same pace.
+"""Prompts stay on the device for a whole run: same values, dicts unchanged, nothing kept, the host one call ahead.
 
 On a machine without a GPU the device that is not the CPU is ``meta``, whose tensors have no values. Whole runs move
 all that can be moved from the CPU to the CPU, as copies, and events are doubles.
@@ -177,7 +177,7 @@ class FakeGPU:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.given = self.done = self.events = 0
-        self.recording = False
+        self.capturing = False
         gpu = self
 
         class Event:
@@ -186,16 +186,16 @@ class FakeGPU:
 
             def record(self, stream: object) -> None:
                 assert stream == f"stream of {GPU}"
-                assert not gpu.recording
+                assert not gpu.capturing
                 self.after = gpu.given
 
             def synchronize(self) -> None:
-                assert not gpu.recording
+                assert not gpu.capturing
                 gpu.done = max(gpu.done, self.after)
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.recording)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
 
     def call(self, run: RunInputs, device: torch.device = GPU) -> None:
         def executor(*_: object) -> None:
@@ -226,13 +226,13 @@ def test_two_runs_at_once_wait_for_their_own_calls_alone(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("device", [CPU, META])
-def test_nothing_is_waited_for_off_the_gpu_nor_while_its_stream_is_recorded(
+def test_nothing_is_waited_for_off_the_gpu_nor_while_its_stream_is_captured(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu, run = FakeGPU(monkeypatch), RunInputs()
     for _ in range(3):
         gpu.call(run, device)
-    gpu.recording = True
+    gpu.capturing = True
     for _ in range(3):
         gpu.call(run)
     assert (gpu.events, gpu.done) == (0, 0)

@@ -1,4 +1,4 @@
-"""What opening an engine costs, and what using it leaves behind: hashed once per machine, a time of last use."""
+"""Opening an engine: its files are hashed once per machine, and its last use is remembered."""
 
 from __future__ import annotations
 
@@ -14,20 +14,15 @@ from fake_engine import publish_engine
 
 pack.import_comfy()
 
-import torch
-from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model.hash_cache import source_changed
-from hybrid_trt.engine_library import Engine, Library, Unavailable, last_use, local_key, verified
+from hybrid_trt.engine_library import Library, Unavailable, last_use, local_key, verified
 from hybrid_trt.engine_library import engine as engine_module
-from hybrid_trt.engine_library.archive import export_engine, import_engine
-from hybrid_trt.engine_library.inventory import delete_unused, entries
-from hybrid_trt.sessions.file_session import file_session
-from hybrid_trt.sessions.session import open_engines
+from hybrid_trt.engine_library.inventory import entries
 
 
 @pytest.fixture(autouse=True)
 def hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that were hashed; the machine is a new one."""
+    """Return the files that were hashed, on a new machine."""
     names: list[str] = []
     real = engine_module.file_sha256
 
@@ -43,7 +38,7 @@ def hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def restart() -> None:
-    """What a process remembers is gone."""
+    """Forget what a process remembers."""
     verified._here.clear()
 
 
@@ -72,15 +67,6 @@ def test_an_engine_is_hashed_once_per_machine_and_again_when_it_changed(
     monkeypatch.setenv(local_key.FOLDER_VARIABLE, str(tmp_path / "another machine"))
     verified.check_contents(engine)
     assert len(hashed) == 2
-
-
-def test_what_was_just_imported_is_not_read_a_second_time(tmp_path: Path, hashed: list[str]) -> None:
-    file = export_engine(publish_engine(tmp_path / "one"), tmp_path)
-    engine = import_engine(Library([tmp_path / "other"]), file)
-    hashed.clear()
-    restart()
-    verified.check_contents(engine)
-    assert hashed == []
 
 
 def test_gigabytes_open_in_no_time_when_warm(tmp_path: Path) -> None:
@@ -114,25 +100,3 @@ def test_a_use_is_remembered_once_a_minute_and_costs_nothing_where_it_cannot_be(
         last_use.mark([engine])
     (entry,) = entries(Library([tmp_path / "library"]), lambda _: None, source_changed)
     assert entry.to_json()["last_used"] == last_use.last_used(engine).isoformat(timespec="seconds")
-
-
-def use(engine: Engine, days_ago: float) -> None:
-    (engine.folder / "last_used").touch()
-    os.utime(engine.folder / "last_used", (time.time() - days_ago * 86400,) * 2)
-
-
-def test_only_what_was_not_used_for_long_and_serves_nobody_now_is_deleted(tmp_path: Path) -> None:
-    library = Library([tmp_path])
-    old, young, serving, arrived = (
-        publish_engine(tmp_path, weights=letter * 64, made_here=letter != "d") for letter in "abcd"
-    )
-    for engine, days in ((old, 31), (young, 29), (serving, 31)):
-        use(engine, days)
-    held = file_session(serving, backends()["onnxruntime"].load, torch.device("cpu"))
-    in_use = {engine.folder for engine in open_engines()}
-    removed, kept = delete_unused(entries(library, lambda _: None, source_changed), 30, in_use)
-    assert ([entry.folder for entry in removed], kept) == ([old.folder], [])
-    del held
-    in_use = {engine.folder for engine in open_engines()}
-    delete_unused(entries(library, lambda _: None, source_changed), 30, in_use)
-    assert {e.folder for e in library.engines()} == {young.folder, arrived.folder}

@@ -248,14 +248,14 @@ def test_what_cannot_be_recorded_runs_plainly_and_says_why() -> None:
 @pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync"])
 def test_a_failed_recording_gives_its_memory_back(allocator: str) -> None:
     """In a process of its own: the allocator is chosen once, and with ComfyUI's own a wrong free ends the process."""
-    script = Path(__file__).parent / "support" / "failed_recording_on_gpu.py"
+    script = Path(__file__).parent / "support" / "failed_capture_on_gpu.py"
     ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False,
                            env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"backend:{allocator}"})
     assert ended.returncode == 0, ended.stderr[:1000] + ended.stderr[-1000:]
     backend, *later, gone = ended.stdout.split()
     assert (backend, gone) == (allocator, "True"), ended.stdout
     # cudaMallocAsync gives a later recording the very addresses of the failed one, which torch refuses: it runs plainly
-    assert later == ["recorded"] or (allocator == "cudaMallocAsync" and "ptr_info" in ended.stdout), ended.stdout
+    assert later == ["captured"] or (allocator == "cudaMallocAsync" and "ptr_info" in ended.stdout), ended.stdout
 
 
 @pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync"])

@@ -30,7 +30,7 @@ class Stream:
 
 
 def gpu_recorder(wait_point: bool) -> Recorder:
-    """A recorder as a GPU's: with a stream of its own, and where wanted a network that waits in its midst."""
+    """Return a capture as on a GPU: with a stream of its own and, if wanted, a network that waits in its midst."""
     recorder = Recorder()
     recorder.stream = Stream()
     if wait_point:
