@@ -79,7 +79,7 @@ class EnginePatcher(Shared, ModelPatcher):
         return super().is_clone(other)
 
     def current_loaded_device(self) -> torch.device:
-        """Return the device of an open engine, also if another node's patcher opened it: ComfyUI frees nothing for it."""
+        """Return the device of an open engine, also one that another node opened: ComfyUI frees nothing for it."""
         return self.load_device if self.loaded_size() else super().current_loaded_device()
 
     def model_patches_models(self) -> list[ModelPatcher]:

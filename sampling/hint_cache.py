@@ -62,7 +62,7 @@ class KeptHints:
             hint = counting_versions(hint)
             give_hint(control, x_noisy, hint)
         repeated = hint.shape[0] != image.shape[0]  # for this batch
-        if repeated or max(_bytes(hint), _bytes(image)) > LARGEST:
+        if repeated or max(hint.nbytes, image.nbytes) > LARGEST:
             return
         self._of[image] = _Kept(_made_with(control, x_noisy), image.clone(), hint, hint._version)
 
@@ -188,7 +188,3 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     bits = _BITS[one.dtype.itemsize]
     return numpy.array_equal(one.view(bits).numpy(), other.detach().view(bits).numpy())
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

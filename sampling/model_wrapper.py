@@ -58,33 +58,28 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
         refusal: a reason against the engine in all calls, for example that it is another model's.
     """
     patched = model.clone()
-    patched.remove_wrappers_with_key(WrappersMP.DIFFUSION_MODEL, KEY)
     router = BackboneRouter(patched, handle, refusal)
-    patched.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, router)
+    on_device, stacks = works(Feature.ON_DEVICE), works(Feature.STACKS)
+    wrappers: dict[str, list[Callable[..., Any]]] = {
+        WrappersMP.DIFFUSION_MODEL: [router],
+        WrappersMP.OUTER_SAMPLE: [as_run, router.reached.sample, redo_unless_finite],
+        WrappersMP.CALC_COND_BATCH: [router.reached.step] if on_device or stacks else [],
+    }
+    if on_device:
+        wrappers[WrappersMP.CALC_COND_BATCH].append(call_on_device)
+        wrappers[WrappersMP.OUTER_SAMPLE].append(sample_on_device)
+    if stacks:
+        wrappers[WrappersMP.CALC_COND_BATCH].append(partial(run_stacks_at_once, backbone=handle))
+    for place, ours in wrappers.items():
+        patched.remove_wrappers_with_key(place, KEY)
+        for wrapper in ours:
+            patched.add_wrapper_with_key(place, KEY, wrapper)
     patched.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
     patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, router.begin_run)
     if works(Feature.STAGING):
         router.native_weights.attach(patched, KEY)
-    patched.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
-    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, as_run)
-    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, router.reached.sample)
-    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, redo_unless_finite)
-    _wrap_steps(patched, handle, router.reached)
     patched.set_additional_models(KEY, [handle.patcher])
     return patched
-
-
-def _wrap_steps(patched: ModelPatcher, handle: EngineHandle, reached: Reached) -> None:
-    """Add the wrappers around the computation of a step's conditionings."""
-    on_device, stacks = works(Feature.ON_DEVICE), works(Feature.STACKS)
-    if on_device or stacks:
-        patched.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, KEY)
-        patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, reached.step)
-    if on_device:
-        patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, call_on_device)
-        patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, sample_on_device)
-    if stacks:
-        patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, partial(run_stacks_at_once, backbone=handle))
 
 
 def count_as_native(model: ModelPatcher, label: str, node_id: str, fallback: Fallback) -> ModelPatcher:

@@ -242,7 +242,7 @@ class GraphCache:
             self.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             log.warning("Hybrid TRT: no CUDA graph for these shapes, they run plainly (%s)", self.failure)
             return None
-        held = sum(t.numel() * t.element_size() for t in (*graph.inputs.values(), *graph.block.values()))
+        held = sum(t.nbytes for t in (*graph.inputs.values(), *graph.block.values()))
         graph.bytes = max(_reserved(self.device) - before, held)
         self._captured[key] = graph
         return graph
