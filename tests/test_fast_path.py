@@ -1,4 +1,4 @@
-"""What makes runs fast still does on newer ComfyUIs; where it does not, the log and the report say so once."""
+"""Runs stay fast on newer ComfyUIs; where they do not, the log and the report say so once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stacks:
 
 
 def sampled(stacks: Stacks, prepare: object = lambda control: None) -> list[CallStats]:
-    """What the two of a chain counted in some steps; each step has native's values."""
+    """Return the stats of a chain of two after some steps; each step has native's values."""
     native, backed = stacks.chain(False), stacks.chain(True)
     for chain in (native, backed):
         prepare(chain)

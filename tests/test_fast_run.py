@@ -75,7 +75,7 @@ class Runs:
         for handle, recorder in zip(self.handles, self.recorders, strict=True):
             handle.session.graphs._capture = recorder
         self._count()
-        self.latents, self.counts, self.tallies = [], [], []
+        self.latents, self.counts, self.stats = [], [], []
         for seed in (1, 2):
             self._run(seed)
 
@@ -107,7 +107,7 @@ class Runs:
         before = Counter(self.all_done)
         self.latents.append(self.patched.sample(seed, control=self.control))
         self.counts.append(self.all_done - before)
-        self.tallies.append([handle.stats for handle in self.handles])
+        self.stats.append([handle.stats for handle in self.handles])
 
     @property
     def all_done(self) -> Counter:
@@ -136,7 +136,7 @@ def test_the_picture_is_natives(runs: Runs, native: list[torch.Tensor]) -> None:
     *references, uncontrolled = native
     assert all(error(*both) <= LIMIT for both in zip(runs.latents, references, strict=True))
     assert error(runs.latents[0], uncontrolled) > 100 * LIMIT, "the ControlNets act"
-    assert [[row.native for row in rows] for rows in runs.tallies] == [[0, 0, 0]] * 2
+    assert [[row.native for row in rows] for rows in runs.stats] == [[0, 0, 0]] * 2
 
 
 def test_controlnets_are_joined_in_all_steps_but_the_very_first(runs: Runs) -> None:
@@ -157,8 +157,8 @@ def test_calls_are_captured_once_and_replayed(runs: Runs) -> None:
 
 
 def test_the_unet_starts_beside_its_controlnets_as_soon_as_it_is_captured(runs: Runs) -> None:
-    assert [rows[0].beside for rows in runs.tallies] == [STEPS - 2, STEPS]
-    assert [rows[2].late for rows in runs.tallies] == [STEPS - 2, STEPS]
+    assert [rows[0].beside for rows in runs.stats] == [STEPS - 2, STEPS]
+    assert [rows[2].late for rows in runs.stats] == [STEPS - 2, STEPS]
 
 
 def test_engines_are_looked_up_once_for_each_run_and_opened_for_the_first(runs: Runs) -> None:
@@ -171,7 +171,7 @@ def test_prompts_are_copied_to_the_device_once_for_each_run(runs: Runs) -> None:
 
 
 def test_nothing_is_said_to_be_slow(runs: Runs) -> None:
-    assert [call_stats.slow_sentences(rows) for rows in runs.tallies] == [[], []]
+    assert [call_stats.slow_sentences(rows) for rows in runs.stats] == [[], []]
     assert call_stats._told == set()
 
 

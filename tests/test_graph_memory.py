@@ -1,4 +1,4 @@
-"""What CUDA graphs keep on a GPU is given to others at a run's end, and only where there is such memory.
+"""Memory that CUDA graphs keep on a GPU is freed at a run's end, and only where there is such memory.
 
 There is no GPU here: the driver is a double that counts. With a real one: ``test_torch_gpu.py``.
 """

@@ -138,7 +138,7 @@ class Stream:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tensors each wait was for."""
+    """Return the number of tensors of each wait."""
     found: list[int] = []
     monkeypatch.setattr(control_stack, "wait_for", lambda _ready, _stream, tensors: found.append(len(list(tensors))))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: "here")

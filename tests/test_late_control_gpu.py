@@ -76,7 +76,7 @@ def stack(tmp_path: Path) -> Callable[[int], ControlNet]:
 def steps(
     unet: tuple[NativeNetwork, LiveSession], chain: ControlNet, late: bool, look: bool = False
 ) -> tuple[list[torch.Tensor], int]:
-    """What a UNet gives in some steps, and in how many of them its residuals came late."""
+    """Return a UNet's results of some steps, and the number of steps whose residuals came late."""
     net, session = unet
     bind, unread = net.architecture().binding(net.module), bound_unread
     came_late = 0
@@ -117,7 +117,7 @@ def test_a_unet_beside_its_controlnets_computes_the_same_bits(
     count: int, slow: bool, look: bool, unet: Any, stack: Callable[[int], ControlNet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chain = stack(count)
-    steps(unet, chain, late=False)  # opens and records
+    steps(unet, chain, late=False)  # opens and captures
     expected, _ = steps(unet, chain, late=False)
     if slow:
         merged = control_stack._merged
