@@ -63,8 +63,9 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
     wrappers: dict[str, list[Callable[..., Any]]] = {
         WrappersMP.DIFFUSION_MODEL: [router],
         WrappersMP.OUTER_SAMPLE: [as_run, router.reached.sample, redo_unless_finite],
-        WrappersMP.CALC_COND_BATCH: [router.reached.step] if on_device or stacks else [],
     }
+    if on_device or stacks:  # a ComfyUI without these features may not have this place
+        wrappers[WrappersMP.CALC_COND_BATCH] = [router.reached.step]
     if on_device:
         wrappers[WrappersMP.CALC_COND_BATCH].append(call_on_device)
         wrappers[WrappersMP.OUTER_SAMPLE].append(sample_on_device)
