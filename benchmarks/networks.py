@@ -218,9 +218,9 @@ def network_rows(bench: Bench, tflops: float, batches: tuple[int, ...]) -> list[
 
 
 def replay_ms(session: Any) -> float:
-    """The latest recording's replay without copies in and out: what the kernels take."""
-    recording = next(reversed(session.graphs._recordings.values()), None)
-    return gpu_ms(recording.replay.replay)["median"] if recording else 0.0
+    """The latest graph's replay without copies in and out: what the kernels take."""
+    graph = next(reversed(session.graphs._captured.values()), None)
+    return gpu_ms(graph.replay.replay)["median"] if graph else 0.0
 
 
 def step_rows(bench: Bench, counts: list[int]) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from hybrid_trt.sampling import nan_guard
 from hybrid_trt.sampling.controlnet import EngineControlModel
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.model_wrapper import BackboneRouter
-from hybrid_trt.sampling.sampling_runs import SamplingRun, inside
+from hybrid_trt.sampling.run_context import SamplingRun, inside
 from profiles import profile_of
 
 CALLS, TURNS = 3000, 15

@@ -13,11 +13,11 @@ from server import PromptServer
 
 from ..comfy_model.comfyui_internals import Feature, works
 from ..page_api.workflow_graph import drawn_id, drawn_upstream, upstream
-from ..sampling.call_stats import CallStats, executing, tallies, want_times
+from ..sampling.call_stats import CallStats, prompt_stats, want_times
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import status
-from ..sampling.report import as_drawn, report_text, verdict
-from ..sampling.report_plot import plot
+from ..sampling.report import as_drawn, plot, report_text, verdict
+from ..sampling.run_context import executing
 from . import schemas
 from .schemas import REPORT as NODE_ID
 
@@ -36,7 +36,7 @@ class TRTReport(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **_: Any) -> bool:
-        """Return another value when the plot is newly connected, so that the node runs again."""
+        """Who links the plot in a graph that was run without it does not get what is kept of that run."""
         return _wants_plot(cls.hidden.unique_id)
 
     @classmethod
@@ -54,12 +54,12 @@ class TRTReport(io.ComfyNode):
 
 
 def _rows_before(prompt: DynamicPrompt, node_id: str) -> tuple[list[CallStats], int]:
-    """The tallies of all sampling before a report, and how many sampling nodes among them other nodes made.
+    """Return the stats of all sampling before a report, and the number of sampling nodes that other nodes made.
 
     Those are no part of the user's graph. Inside a loop a report finds its own by its links; behind one by what they
     are copies of.
     """
-    original, everything = prompt.get_original_prompt(), tallies(executing().prompt_id)
+    original, everything = prompt.get_original_prompt(), prompt_stats(executing().prompt_id)
     linked = set(upstream(prompt, node_id))
     rows = [row for row in everything if row.sampler_node in linked]
     if node_id in original or not rows:
@@ -90,13 +90,13 @@ def report_json(rows: list[CallStats]) -> dict:
 
 
 def _wants_times(prompt_id: str) -> bool:
-    """Tell whether a prompt that is being executed has a report that times calls."""
+    """Whether a prompt that is being executed has a report that times calls."""
     nodes = _running().get(prompt_id, {}).values()
     return any(n["class_type"] == NODE_ID and n["inputs"].get("time_calls", True) is not False for n in nodes)
 
 
 def _wants_plot(node_id: str) -> bool:
-    """Tell whether the plot of a report in a prompt that is being executed goes anywhere, or may."""
+    """Whether the plot of a report in a prompt that is being executed goes anywhere, or may."""
     node_id = drawn_id(get_progress_state().dynprompt, node_id)  # in a loop it is a copy
     nodes = next((nodes for nodes in _running().values() if node_id in nodes), None)
     if nodes is None or nodes[node_id]["class_type"] != NODE_ID:  # a node that another one put there

@@ -1,4 +1,15 @@
-"""The run side: engines from the library serve a sampler's calls, or native does and the call_stats says why.
+"""The run side: engines from the library serve a sampler's calls, or native does and the stats say why.
 
 It knows architectures, backends and the library, never the nodes.
 """
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Shared:
+    """Is its own deep copy: sessions, graphs and streams exist once, and who copies what holds them shares them."""
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Shared:
+        return self

@@ -1,63 +1,89 @@
-"""What ran: per prompt, sampling node and network, how many calls ran on the engine and how many native, and why."""
+"""Stats of calls per prompt, sampling node and network: the number on the engine and native, the reasons, the times.
+
+On the CPU a call's time is the difference of two looks at the clock. On CUDA it lies between two events on the call's
+stream, read only when the report is made, so nothing waits for the GPU while sampling.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
-from comfy_execution.utils import ExecutionContext, get_executing_context
 
 from ..architectures.calls import UncoveredCall
-from ..comfy_model.comfyui_internals import Feature, works
+from ..comfy_model.comfyui_internals import switched_off
 from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback, Reason
-from . import fast_path
-
-if TYPE_CHECKING:
-    from comfy_execution.utils import ExecutionContext
+from ..engine_library.manifest import PACK_VERSION
+from .run_context import executing
 
 log = logging.getLogger(__name__)
+
+NATIVE, ON_ENGINE = 0, 1
+
+_counting = threading.Lock()
+"""Held while counting: ComfyUI calls a network from several threads when it shares a step among GPUs."""
+
+MAX_PROMPTS = 64
+"""Prompts remembered; the oldest is forgotten first."""
+
+APART = "{name} did not run side by side with other ControlNets: this ComfyUI handles them in a way that is not known"
+OPENED = "The engine of {name} was opened more than once in a run: ComfyUI closed it in between"
+PLAIN = "Calls of {name} could not be captured as a CUDA graph and run kernel by kernel ({why})"
+WAITED = "{name} waited for its ControlNets in each step: their results were read before it started"
+REPORT = "The picture is right, only slower. If it stays so, please report it with {versions}."
+
+_told: set[str] = set()
+"""Messages that the log of this server has had."""
+
 
 def _nobody(prompt_id: str) -> bool:
     return False
 
 
 wanted: Callable[[str], bool] = _nobody
-"""Whether the calls of a prompt, by its id, are to be timed. Asked once per network and sampling run."""
+"""Prompt id -> True if its calls are to be timed. Asked once per network and sampling run."""
 
 
 def want_times(ask: Callable[[str], bool]) -> None:
-    """Let ``ask`` decide whose calls are timed."""
+    """Let ``ask`` decide which prompts are timed."""
     global wanted
     wanted = ask
 
 
 class CallTimes:
-    """The times of one network's calls on one device, in the order in which the calls ended well."""
+    """Times of one network's successful calls on one device, in order."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
         self._spans: list[tuple] = []
 
+    @classmethod
+    def together(cls, parts: Iterable[CallTimes]) -> CallTimes:
+        """Return the times of several networks, one after another."""
+        all_times = cls(torch.device("cpu"))
+        all_times._spans = [span for part in parts for span in part._spans]
+        return all_times
+
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Times what is done inside; a call that raises is not counted."""
+        """Time the code inside; a call that raises is not counted."""
         start = self._now()
         yield
         self._spans.append((start, self._now()))
 
     def ms(self) -> list[float]:
-        """Milliseconds of each call. On CUDA this waits for the last of them to end."""
-        return [self._between(*span) for span in self._spans]
+        """Return the milliseconds of each call. On CUDA this waits for the last call to end."""
+        return [_ms_between(*span) for span in self._spans]
 
     def _now(self) -> float | torch.cuda.Event:
         if not self._cuda:
@@ -66,26 +92,16 @@ class CallTimes:
         event.record()
         return event
 
-    def _between(self, start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-        if not self._cuda:
-            return 1000 * (end - start)
-        end.synchronize()
-        return start.elapsed_time(end)
 
-
-class TimesTogether:
-    """The times of several, one after another."""
-
-    def __init__(self, parts: Sequence[CallTimes]):
-        self._parts = parts
-
-    def ms(self) -> list[float]:
-        """Milliseconds of each call."""
-        return [ms for part in self._parts for ms in part.ms()]
+def _ms_between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    if isinstance(start, float):
+        return 1000 * (end - start)
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 def timed(times: CallTimes | None) -> contextlib.AbstractContextManager[None]:
-    """Times what is done inside, if there is something to put the time into."""
+    """Time the code inside, unless ``times`` is None."""
     return _NOTHING if times is None else times.call()
 
 
@@ -98,7 +114,7 @@ def range_of(network: NativeNetwork) -> Callable[[], contextlib.AbstractContextM
 
 @contextlib.contextmanager
 def named_range(name: str) -> Iterator[None]:
-    """Names what is done inside for NVIDIA's profilers; for CUDA devices only."""
+    """Name the code inside for NVIDIA's profilers; for CUDA devices only."""
     torch.cuda.nvtx.range_push(name)
     try:
         yield
@@ -109,34 +125,11 @@ def named_range(name: str) -> Iterator[None]:
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
-def running_node(known: ExecutionContext | None) -> ExecutionContext | None:
-    """The execution of the node that runs, the latest of several; None where none does.
-
-    Args:
-        known: an execution that is given again while its node runs. Executions are told apart by their objects.
-    """
-    if not works(Feature.QUEUE):
-        return None
-    from comfy_execution import progress
-
-    registry = progress.global_progress_registry
-    if registry is None:
-        return None
-    nodes = registry.nodes.copy()  # the thread that runs the nodes adds some
-    running = [name for name, node in nodes.items() if name and node["state"] is progress.NodeState.Running]
-    # known first: what samples in such a thread reports its progress under the id that the page shows
-    if known is not None and known.prompt_id == registry.prompt_id and known.node_id in running:
-        return known
-    return ExecutionContext(registry.prompt_id, running[-1], None) if running else None
-
-
-NATIVE, ON_ENGINE = 0, 1
-
-_counting = threading.Lock()
-"""ComfyUI calls a network from several threads when it shares a step among GPUs."""
-
-MAX_PROMPTS = 64
-"""Prompts remembered; the oldest is forgotten first."""
+def log_once(what: str, name: str, why: str = "") -> None:
+    """Log what is slow, once per server."""
+    if what not in _told:
+        _told.add(what)
+        log.warning("Hybrid TRT: %s. %s", what.format(name=name, why=why), _report())
 
 
 @dataclass
@@ -148,25 +141,25 @@ class CallStats:
         name: the model's name as the user knows it.
         engine_node: id of the engine node in the graph.
         sampler_node: id of the node that sampled.
-        backend: name of the backend that served, or None while none did.
-        engine_name: the engine's folder in the library, or None while none served.
-        engine, native: calls so far.
-        calls: the same in their order, a byte each: ON_ENGINE or NATIVE.
-        reasons: fallback reason -> how many native calls had it.
-        details: fallback reason -> the particulars of its first call.
-        advices: fallback reason -> what to do, where its first call knew better than the reason.
-        node_key: what the engine node stands for, see ``nodes.node_key``; ids say that within one prompt only.
-        times: how long the calls took, in the order of ``calls``, or None when nobody wants to know.
-        uncovered: calls that had no engine or compiled file of their size -> how many they were.
+        backend: name of the backend that served, or None.
+        engine_name: the engine's folder in the library, or None.
+        engine, native: numbers of calls.
+        calls: the calls in order, a byte each: ON_ENGINE or NATIVE.
+        reasons: fallback reason -> number of native calls.
+        details: fallback reason -> details of its first call.
+        advices: fallback reason -> advice of its first call, where that is better than the reason's.
+        node_key: key of the engine node, the same from prompt to prompt, unlike its id.
+        times: times of the calls, in the order of ``calls``, or None if they are not timed.
+        uncovered: calls that had no engine or compiled file of their size -> their number.
         beyond: symbol -> the largest size of calls that the engine was not built for.
-        opened: when the first call was counted, as ``time.time``.
+        opened: ``time.time`` of the first call.
         beside: engine calls that started beside ControlNets and waited for them on the way.
-        remark: what the user should know of the engine's picture beside native's; mostly empty.
+        remark: note on the engine's picture compared with native's; mostly empty.
         late: engine calls of a ControlNet whose result a UNet's engine may wait for on the way.
-        apart: engine calls of a ControlNet that ComfyUI ran by themselves, for no reason of the graph's.
+        apart: engine calls of a ControlNet that ran alone, although the graph lets it join a stack.
         reopened: calls that found their engine closed after it had served.
-        plain: engine calls that could not be recorded as a CUDA graph, although such calls are.
-        why_plain: why the first of them could not.
+        plain: engine calls whose capture as a CUDA graph failed.
+        why_plain: reason of the first such failure.
     """
 
     kind: str
@@ -181,7 +174,7 @@ class CallStats:
     details: dict[str, str] = field(default_factory=dict)
     node_key: str = ""
     calls: bytearray = field(default_factory=bytearray)
-    times: CallTimes | TimesTogether | None = None
+    times: CallTimes | None = None
     opened: float = field(default_factory=time.time)
     beyond: dict[str, int] = field(default_factory=dict)
     uncovered: dict[UncoveredCall, int] = field(default_factory=dict)
@@ -212,7 +205,7 @@ class CallStats:
 
     @property
     def uncompiled(self) -> dict[UncoveredCall, int]:
-        """Calls that live weights ran without a compiled file -> how many they were."""
+        """Calls that live weights ran without a compiled file -> their number."""
         return {call: count for call, count in list(self.uncovered.items()) if call.ran != "native"}
 
     def count_native(self, fallback: Fallback, uncovered: UncoveredCall | None = None) -> None:
@@ -238,30 +231,30 @@ class CallStats:
     def count_apart(self) -> None:
         """Count a call that did not join its stack although the graph lets it; the server's first one is logged."""
         self.apart += 1
-        fast_path.log_once(fast_path.APART, self.name)
+        log_once(APART, self.name)
 
     def count_opening(self) -> None:
-        """A call has to open its engine: count it unless it is a run's first; the server's first such is logged."""
+        """Count a call that has to open its engine again; the server's first one is logged."""
         if self.engine:
             self.reopened += 1
-            fast_path.log_once(fast_path.OPENED, self.name)
+            log_once(OPENED, self.name)
 
     def count_plain(self, why: str) -> None:
-        """Count a call whose recording as a CUDA graph failed; the server's first one is logged."""
+        """Count a call whose capture as a CUDA graph failed; the server's first one is logged."""
         if not self.plain:
             self.why_plain = why
-            fast_path.log_once(fast_path.PLAIN, self.name, why)
+            log_once(PLAIN, self.name, why)
         self.plain += 1
 
     def advice(self, reason: Reason) -> str:
-        """What to do about the native calls that had a reason."""
+        """Return the advice for native calls with this reason."""
         unserved = [call.words for call in list(self.uncovered) if call.ran == "native"]
         if reason is Reason.SHAPE_OUTSIDE_PROFILE and unserved:
             return f"build again for {'; '.join(unserved)}"
         return self.advices.get(reason.value, reason.advice)
 
     def ms(self) -> list[float]:
-        """Milliseconds of each call; empty when they were not timed."""
+        """Return the milliseconds of each call; empty if they were not timed."""
         return self.times.ms() if self.times is not None else []
 
     def to_json(self) -> dict:
@@ -283,45 +276,17 @@ _ever_uncovered: set[tuple[str, UncoveredCall]] = set()
 
 
 def ever_uncovered() -> int:
-    """How many sizes of calls, counted for each node, ever ran without a compiled file or an engine of their size."""
+    """Return the number of call sizes, per node, that ever ran without a compiled file or an engine of their size."""
     return len(_ever_uncovered)
 
 
 _prompts: OrderedDict[str, dict[tuple[str, str, str], CallStats]] = OrderedDict()
 
 
-_lent: ExecutionContext | None = None
-_latest: ExecutionContext | None = None
-"""The last result of ``executing``."""
-
-
-def executing() -> ExecutionContext | None:
-    """The node execution that the caller runs in: one object during one execution of a node, another in the next.
-
-    ComfyUI tells it the thread that it calls the node in; one that the node starts is in the node that runs meanwhile.
-    """
-    global _latest
-    context = get_executing_context() or _lent or running_node(_latest)
-    if context is not None:
-        _latest = context
-    return context
-
-
-@contextlib.contextmanager
-def lent_context() -> Iterator[None]:
-    """Inside, threads that ComfyUI has not told the node execution count as being in the caller's."""
-    global _lent
-    before, _lent = _lent, executing()
-    try:
-        yield
-    finally:
-        _lent = before
-
-
 def open_stats(
     kind: str, name: str, engine_node: str, node_key: str = "", device: torch.device | None = None
 ) -> CallStats:
-    """The stats for a network in the node execution that the caller runs in; ``device`` is where its calls run."""
+    """Return the stats of a network in the caller's node execution; its calls run on ``device``."""
     context = executing()
     prompt, sampler = (context.prompt_id, context.node_id) if context else ("", "")
     rows = _prompts.setdefault(prompt, {})
@@ -335,15 +300,35 @@ def open_stats(
     return stats
 
 
-def tallies(prompt_id: str, sampler_nodes: Collection[str] | None = None) -> list[CallStats]:
-    """The tallies of a prompt, of all its sampling nodes or of some, in the order in which they were opened."""
+def prompt_stats(prompt_id: str, sampler_nodes: Collection[str] | None = None) -> list[CallStats]:
+    """Return the stats of a prompt, of all its sampling nodes or of some, in the order of their first calls."""
     rows = _prompts.get(prompt_id, {}).values()
     return [row for row in rows if sampler_nodes is None or row.sampler_node in sampler_nodes]
 
 
 def last_run(node_key: str) -> tuple[str, list[CallStats]] | None:
-    """The latest prompt in which a network was called for an engine node with this key, and its tallies there."""
+    """Return the latest prompt with calls for an engine node with this key, and their stats, or None."""
     for prompt_id in reversed(list(_prompts)):
         if rows := [row for row in list(_prompts.get(prompt_id, {}).values()) if row.node_key == node_key]:
             return prompt_id, rows
     return None
+
+
+def slow_sentences(rows: Sequence[CallStats]) -> list[str]:
+    """Return what was slow in a run, a sentence each, with what to report; empty if nothing was."""
+    found = [APART.format(name=row.name) for row in rows if row.apart]
+    found += [OPENED.format(name=row.name) for row in rows if row.reopened]
+    found += [PLAIN.format(name=row.name, why=row.why_plain) for row in rows if row.plain]
+    if any(row.late for row in rows):
+        unets = [row for row in rows if row.kind == "unet" and row.engine and not row.native]
+        found += [WAITED.format(name=row.name) for row in unets if not row.beside]
+    found = [f"{what}." for what in dict.fromkeys(found)]
+    return [*found, *switched_off(), *([_report()] if found else [])]
+
+
+def _report() -> str:
+    try:
+        comfyui = f"ComfyUI {importlib.import_module('comfyui_version').__version__}"
+    except (ImportError, AttributeError):
+        comfyui = "your version of ComfyUI"
+    return REPORT.format(versions=f"{comfyui} and Hybrid TRT {PACK_VERSION}")

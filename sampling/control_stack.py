@@ -1,13 +1,13 @@
 """A stack of engine-backed ControlNets as one: run side by side on streams of their own, merged in a few launches.
 
-ComfyUI asks one ControlNet after the other, waits for the GPU before each to compare a timestep, and scales and adds
-every residual by itself. For a stack of sessions that may run at once the same result needs none of this. Anything else
-in the stack goes ComfyUI's own way, and so does a call that opens engines or has a hint to make. It finds those hints
-made that are known or need only be copied; see ``hint_cache``.
+ComfyUI runs one ControlNet after the other. Before each it waits for the GPU to compare a timestep, and it scales and
+adds every residual by itself. A stack of sessions that may run at once gives the same result without this. Any other
+stack goes ComfyUI's own way, and so does a call that opens engines or has a hint to make. Hints that are known or only
+copied are made before (see ``hint_cache``).
 
-Other packs act on the ControlNets of a step: they put a crop in the place of a hint, change a strength or replace a
-method, and ask for the residuals themselves. So nobody but ComfyUI's own function gets to see a stack; all others have
-the ControlNets of the graph, and a stack reads those at each call.
+Other packs act on the ControlNets of a step: they crop a hint, change a strength or replace a method, and ask for the
+residuals themselves. So only ComfyUI's own function sees a stack. All others see the ControlNets of the graph, and a
+stack reads those at each call.
 """
 
 from __future__ import annotations
@@ -23,19 +23,23 @@ from comfy.controlnet import ControlBase, ControlNet
 
 from ..architectures.calls import AsyncInputs, Binding, Control, EngineCall
 from ..comfy_model.whose_code import another_pack_asks, computes_as_comfyui, is_another_packs, is_comfyuis_alone
-from ..sessions.async_inputs import wait_for
+from ..sessions.cuda_capture import wait_for
 from ..sessions.session import Session
-from .call_stats import lent_context
 from .controlnet import EngineControlModel
 from .hint_cache import has_hint, hint_for, keep_hints, lacks_hint, make_hints
+from .run_context import lent_context
 
 if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor
 
     from .engine_handle import EngineHandle
 
+ALWAYS = 999999999.0
+"""ComfyUI's sigma for "from the first step on" is above this."""
+
+
 def _looking(name: str) -> Callable[..., Any]:
-    """A dict's method that first waits for all tensors."""
+    """Return a method of dict that first waits for all tensors."""
     method = getattr(dict, name)
     return lambda self, *given: method(self._seen(), *given)
 
@@ -43,14 +47,14 @@ def _looking(name: str) -> Callable[..., Any]:
 class LateControl(dict):
     """A ``Control`` whose tensors are computed on a stream that nobody has waited for yet.
 
-    To look at it is to wait, on the current stream: for other nodes and for native it is the dict that it seems to be.
+    Reading it makes the current stream wait, so other nodes and native can use it as a plain dict.
     """
 
     def __init__(self, control: Control, stream: torch.cuda.Stream, reads: object):
         """
         Args:
-            stream: the current one; all that ``control`` depends on is behind it.
-            reads: what is read there, of other streams' memory; kept as long as this is.
+            stream: the current stream, which computes ``control``.
+            reads: tensors of other streams that are read there; kept as long as this object.
         """
         super().__init__(control)
         self.stream = stream
@@ -59,11 +63,11 @@ class LateControl(dict):
         self._waited: set[torch.cuda.Stream] = set()
 
     def end(self) -> None:
-        """What the current stream does from here on comes after all this: memory that was read may have other uses."""
+        """Let the current stream wait: from here on the memory that was read may have other uses."""
         wait_for(self.ready, self.stream, ())
 
     def unread(self) -> Control:
-        """The same lists for who does not read their tensors yet."""
+        """Return the same lists without waiting, for a caller that does not read the tensors yet."""
         return dict(super().items())
 
     def _seen(self) -> LateControl:
@@ -86,15 +90,11 @@ class LateControl(dict):
 
 
 def bound_unread(bind: Binding, given: Mapping[str, Any]) -> EngineCall:
-    """A call with residuals that its engine need not wait for at once."""
+    """Bind a call whose engine need not wait for the residuals at once."""
     control = given["control"]
     call = bind({**given, "control": control.unread()})
     call.late = AsyncInputs(call.residuals, control.stream, control.ready)
     return call
-
-
-ALWAYS = 999999999.0
-"""ComfyUI's sigma for "from the first step on" is above this."""
 
 
 def run_stacks_at_once(
@@ -106,12 +106,12 @@ def run_stacks_at_once(
     model_options: dict,
     backbone: EngineHandle | None = None,
 ) -> Any:
-    """A CALC_COND_BATCH wrapper: inside, stacks of engine-backed ControlNets run as one.
+    """Run stacks of engine-backed ControlNets as one; a CALC_COND_BATCH wrapper.
 
-    It puts stacks into the conditionings behind all wrappers, those that come after it too.
+    The stacks are put into the conditionings behind all wrappers, also those that come after this one.
 
     Args:
-        backbone: whose engine, if it can, starts beside them; see ``LateControl``.
+        backbone: its engine starts beside the ControlNets if it can; see ``LateControl``.
     """
     if "multigpu_clones" in model_options:
         with lent_context():
@@ -129,7 +129,7 @@ def _with_stacks(
     timestep: torch.Tensor,
     model_options: dict,
 ) -> Any:
-    """Call the function that computes the conditionings of a step: with stacks if it is ComfyUI's own."""
+    """Call the function that computes the conditionings of a step, with stacks if it is ComfyUI's own."""
     if not is_comfyuis_alone(function):
         return function(model, conds, x_in, timestep, model_options)
     stacks: dict[int, ControlStack] = {}
@@ -151,12 +151,12 @@ def _with_stacks(
 
 
 class ControlStack:
-    """Stands for a chain of ControlNets in ComfyUI's own function; all but the residuals is asked of the chain."""
+    """Stands for a chain of ControlNets in ComfyUI's own function; all but the residuals comes from the chain."""
 
     def __init__(self, control: ControlBase, late: list[LateControl] | None = None):
         """
         Args:
-            late: takes results that nobody has waited for, until somebody has; None where all are waited for.
+            late: list that takes results that nobody has waited for yet; None if all are waited for at once.
         """
         self._control = control
         self._late = late
@@ -167,10 +167,10 @@ class ControlStack:
     def get_control(
         self, x_noisy: torch.Tensor, t: torch.Tensor, cond: Mapping, batched_number: int, transformer_options: dict
     ) -> Control | None:
-        """The chain's residuals, as ComfyUI's own ``get_control`` of its last ControlNet."""
+        """Return the chain's residuals, as ComfyUI's ``get_control`` of its last ControlNet does."""
         chain = list(_chain(self._control))
         lacking = [control for control in chain if lacks_hint(control, x_noisy)]
-        if lacking and any(map(another_pack_asks, chain)):  # whose code may want another hint than this
+        if lacking and any(map(another_pack_asks, chain)):  # that code may want another hint
             lacking = []
         new = make_hints(_active(lacking, t), x_noisy) if lacking else []
         if new or not all(_can_join(control, x_noisy, batched_number) for control in chain):
@@ -183,7 +183,7 @@ class ControlStack:
 
 
 def _chain(control: ControlBase | None) -> Iterator[ControlBase]:
-    """The ControlNets of a chain, the first to act first."""
+    """Iterate over the ControlNets of a chain, the first to act first."""
     if control is not None:
         yield from _chain(control.previous_controlnet)
         yield control
@@ -194,7 +194,7 @@ def _has_engine(control: ControlBase) -> bool:
 
 
 def _can_join(control: ControlBase, x_noisy: torch.Tensor, batched_number: int) -> bool:
-    """Whether a ControlNet does nothing but what ``_run`` does, and its hint is made."""
+    """Tell whether ``_run`` does all that a ControlNet does, and its hint is made."""
     if not _may_join(control) or type(control) is not ControlNet or not computes_as_comfyui(control):
         return False
     if control.model_sampling_current is None or control.timestep_range is None or not has_hint(control, x_noisy):
@@ -203,7 +203,7 @@ def _can_join(control: ControlBase, x_noisy: torch.Tensor, batched_number: int) 
 
 
 def _may_join(control: ControlBase) -> bool:
-    """Whether a ControlNet's settings and its engine let it join. The rest is what ComfyUI makes of it in a run."""
+    """Tell whether the settings and the engine of a ControlNet let it join; the rest depends on the run."""
     if not _has_engine(control):
         return False
     session = control.control_model.handle.session
@@ -216,7 +216,7 @@ def _may_join(control: ControlBase) -> bool:
 
 
 def _count_apart(chain: list[ControlBase], x_noisy: torch.Tensor, t: torch.Tensor, batched_number: int) -> None:
-    """Count the ControlNets that still cannot join after a call of ComfyUI's own, where only that can be the reason."""
+    """Count ControlNets that cannot join even after ComfyUI's own call, if nothing of the graph's is the reason."""
     for control in filter(_may_join, chain):
         if _can_join(control, x_noisy, batched_number) or is_another_packs(control):
             continue
@@ -225,7 +225,7 @@ def _count_apart(chain: list[ControlBase], x_noisy: torch.Tensor, t: torch.Tenso
 
 
 def _active(chain: list[ControlNet], t: torch.Tensor) -> list[ControlNet]:
-    """Those whose range holds the timestep. Looks at its value, which waits for the GPU, only when it has to."""
+    """Return those whose range holds the timestep. Reads its value, which waits for the GPU, only if it has to."""
     if all(c.timestep_range[0] > ALWAYS and c.timestep_range[1] <= 0 for c in chain):
         return chain
     now = t[0].cpu()  # a tensor: ComfyUI compares one, which rounds the bounds to its precision
@@ -280,7 +280,7 @@ def _run(
 
 
 def _joined(chain: list[ControlNet], results: list[Control], joins: Sequence[tuple]) -> Control:
-    """``_merged`` on the current stream, once it is there: what ran elsewhere has an event, a stream and tensors."""
+    """Merge on the current stream, after the given (event, stream, tensors) of other streams."""
     for event, stream, tensors in joins:
         wait_for(event, stream, tensors)
     return _merged(chain, results)
@@ -292,10 +292,10 @@ def _takes_late(backbone: EngineHandle | None) -> bool:
 
 
 def _start(sessions: list[Session], x_noisy: torch.Tensor, at_least: int = 2) -> torch.cuda.Event | None:
-    """Where the current stream is, for sessions that run side by side from there on; None where one follows the other.
+    """Return an event on the current stream from which sessions run side by side; None if they run in turn.
 
-    So do those that come twice, by themselves or as a part of another: they have one set of buffers. Fewer than
-    ``at_least`` have nobody to run beside.
+    They run in turn if a session comes twice, also as a part of another, because it has one set of buffers; and if
+    there are fewer than ``at_least``.
     """
     parts = [part for session in sessions for part in session.parts]
     if not x_noisy.is_cuda or len(sessions) < at_least or len(set(parts)) < len(parts):
@@ -305,7 +305,7 @@ def _start(sessions: list[Session], x_noisy: torch.Tensor, at_least: int = 2) ->
 
 @contextlib.contextmanager
 def _own_stream(session: Session, start: torch.cuda.Event | None) -> Iterator[torch.cuda.Stream | None]:
-    """The session's stream, from ``start`` on; the current one when there is no start.
+    """Use the session's stream from ``start`` on; without a start, stay on the current stream.
 
     Inputs need no further care: the current stream goes on after the end of this one.
     """
@@ -319,8 +319,8 @@ def _own_stream(session: Session, start: torch.cuda.Event | None) -> Iterator[to
 
 
 def _merged(chain: list[ControlNet], results: list[Control]) -> Control:
-    """The residuals scaled by their strengths and summed, in tensors that no session writes to."""
-    if len({_layout(result) for result in results}) > 1:  # unlike ControlNets: as ComfyUI does it, one by one
+    """Return the residuals scaled by their strengths and summed, in tensors that no session writes to."""
+    if len({_layout(result) for result in results}) > 1:  # different kinds: one by one, as ComfyUI does
         merged = None
         for control, result in zip(chain, results, strict=True):
             merged = control.control_merge(_with(result, [t.clone() for t in _flat(result)]), merged, None)
@@ -329,7 +329,7 @@ def _merged(chain: list[ControlNet], results: list[Control]) -> Control:
     for control, tensors in zip(chain, flat, strict=True):
         if control.strength != 1.0:
             torch._foreach_mul_(tensors, control.strength)
-    # one alone is its caller's; of several each may be lent by its session
+    # a single result may be written to; each of several may be lent by its session
     total = flat[0] if len(flat) == 1 else torch._foreach_add(flat[0], flat[1])
     for tensors in flat[2:]:
         torch._foreach_add_(total, tensors)
@@ -337,18 +337,18 @@ def _merged(chain: list[ControlNet], results: list[Control]) -> Control:
 
 
 def _with(result: Control, tensors: list[torch.Tensor]) -> Control:
-    """The same residuals with other tensors in the place of those that ``_flat`` tells, in its order."""
+    """Return the same residuals with other tensors, given in the order of ``_flat``."""
     instead = {id(tensor): other for tensor, other in zip(_flat(result), tensors, strict=True)}
     return {kind: [instead[id(tensor)] for tensor in places] for kind, places in result.items()}
 
 
 def _flat(result: Control) -> list[torch.Tensor]:
-    """The residuals of a ControlNet, each once: one tensor may stand in several places."""
+    """Return the residuals of a ControlNet, each once: one tensor may be in several places."""
     return list({id(tensor): tensor for places in result.values() for tensor in places}.values())
 
 
 def _layout(result: Control) -> tuple:
-    """What two ControlNets have to have in common so that their residuals can be added one by one."""
+    """Return the structure of a result: residuals with the same structure can be added one by one."""
     numbers = {id(tensor): number for number, tensor in enumerate(_flat(result))}
     return tuple(
         (kind, *((numbers[id(tensor)], tensor.shape, tensor.dtype) for tensor in places))

@@ -18,14 +18,14 @@ from ..comfy_model.network import NativeNetwork
 from .engine_handle import EngineHandle
 from .hint_cache import KeptHints
 from .nan_guard import watched
-from .native_call import arguments_of, by_name, run_native
+from .native_network import arguments_of, by_name, run_native
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 
 def native_controlnet(controlnet: ControlNet) -> ControlNet:
-    """The native CONTROL_NET behind an engine-backed one, or the one given."""
+    """Return the native CONTROL_NET behind an engine-backed one, or the given one."""
     if isinstance(getattr(controlnet, "control_model", None), EngineControlModel):
         native = controlnet.copy()
         native.control_model = controlnet.control_model.native
@@ -35,10 +35,10 @@ def native_controlnet(controlnet: ControlNet) -> ControlNet:
 
 
 def back_with_engine(controlnet: ControlNet, handle: EngineHandle) -> ControlNet:
-    """A copy of a native CONTROL_NET that runs on the handle's engine whenever it can serve a call."""
+    """Return a copy of a native CONTROL_NET that runs on the handle's engine whenever that can serve a call."""
     backed = controlnet.copy()
     backed.control_model = EngineControlModel(handle, controlnet)
-    # what get_models() tells ComfyUI to load: the engine, or native in its place, as it turns out when ComfyUI plans
+    # get_models() has ComfyUI load this: the engine, or native in its place, as decided when ComfyUI plans
     backed.control_model_wrapped = handle.patcher
     return backed
 
@@ -59,15 +59,15 @@ class EngineControlModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What ComfyUI casts inputs to: native's, so that a fallback gets what native expects."""
+        """Dtype that ComfyUI casts inputs to: native's, so that a fallback gets the dtype it expects."""
         return self.native.dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Control:
-        """One call of the ControlNet, with native's arguments.
+        """Compute the residuals of one call, with native's arguments.
 
         Returns:
-            Residuals as native gives them, in tensors that may be written to: ComfyUI multiplies them by the strength
-            in place. On its session's own stream they are lent until the next call.
+            Residuals as native gives them. ComfyUI may write to them: it multiplies them by the strength in place. On
+            the session's own stream they are lent until the next call.
         """
         call = by_name(self._arguments, args, kwargs)
         served, residuals = self.handle.serve(None, lambda: watched(self.handle.bind(call)))
@@ -77,16 +77,16 @@ class EngineControlModel:
         return run_native(lambda: self.native(*args, **kwargs), self.handle.stats, self.handle.network.device)
 
     def _make_native_resident(self) -> None:
-        """Have native weights loaded, beside all that is in use: ComfyUI loaded the engine in their place.
+        """Load native's weights beside all that is in use: ComfyUI loaded the engine in their place.
 
-        Looked at in every call: ComfyUI may take them again between two sampling runs of one node, or within one.
+        Checked in every call: ComfyUI may unload them between two runs of one node, or within a run.
         """
         if not any(loaded is self.native_patcher for loaded in model_management.loaded_models()):
             in_use = model_management.loaded_models(only_currently_used=True)
             model_management.load_models_gpu([*in_use, self.native_patcher])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module | EngineControlModel:
-        if memo:  # a part of what is copied: other packs copy whole conditionings, whose ControlNets share the engine
+        if memo:  # copied as a part: other packs copy whole conditionings, whose ControlNets share the engine
             return self
         # ComfyUI copies a network by itself to run it on a second GPU; an engine is on one device, so native goes there
         return copy.deepcopy(self.native)

@@ -1,11 +1,10 @@
-"""What a run's conditionings give the model, on the sampling device for the whole run.
+"""The conditionings of a run on the sampling device, copied once for the whole run.
 
-ComfyUI keeps prompts in main memory and copies them to the device in each step, which waits there for all that the GPU
-still has to do: it then idles until the next network has been started. Here a run copies them once.
+ComfyUI keeps prompts in main memory and copies them to the device in each step. Each copy waits until the GPU is idle,
+and the GPU then rests until the next network has been started.
 
-Those waits were also what kept a step's progress, preview and interrupt close to what the GPU does. In their place a
-call returns when the call before it has ended on the GPU, which then has one whole call to do: never idle, and the host
-is as far ahead of it as before.
+Those waits also kept progress, preview and interrupt close to the GPU's work. Here a call returns when the call before
+it has ended on the GPU instead. The GPU then always has one whole call to do, and the host is no further ahead.
 """
 
 from __future__ import annotations
@@ -18,30 +17,30 @@ import comfy.conds
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..sessions import graph_memory
-from .engine_patcher import Shared
+from ..sessions.cuda_capture import give_back_graph_memory
+from . import Shared
 
 if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor
 
 RUN = "hybrid_trt_run"
-"""Key of a run's ``SamplingRun`` in the model_options that ComfyUI makes for this run alone."""
+"""Key of a run's ``RunInputs`` in the model_options, which ComfyUI makes for each run."""
 
 Conds = Sequence[Sequence[dict] | None]
 
 
-class SamplingRun(Shared):
-    """What one run of a sampler keeps: copies of tensors on the device, and the end of its latest call there."""
+class RunInputs(Shared):
+    """Copies of a run's tensors on the device, and the end of its latest call there."""
 
     def __init__(self) -> None:
-        # by the tensor: conditionings that are made anew in each step hold the same prompt
+        # by tensor: conditionings that are made anew in each step hold the same prompt
         self._copies: Any = WeakTensorKeyDictionary()  # source -> (its version, its copy)
         self._ends: dict[torch.device, torch.cuda.Event] = {}
 
     def on_device(self, conds: Conds, device: torch.device) -> Conds:
-        """The conditionings with their tensors on the device, bit for bit and of the same dtypes.
+        """Return the conditionings with their tensors on the device, bit for bit and of the same dtypes.
 
-        The dicts given stay as they are, and so do the objects in them: some belong to a node's cached output.
+        The given dicts and their objects are not changed: some belong to a node's cached output.
         """
         names = _names_elsewhere(conds, device)
         if not names:
@@ -61,8 +60,8 @@ class SamplingRun(Shared):
             known = self._copies[source] = (written, source.to(device))
         return known[1]
 
-    def pace(self, device: torch.device) -> None:
-        """A call was given to the device: wait there for the call before it to end."""
+    def wait_for_previous_call(self, device: torch.device) -> None:
+        """Wait until the call before the one that was just started has ended on the device."""
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
         end = self._ends.get(device)
@@ -73,20 +72,20 @@ class SamplingRun(Shared):
         end.record(torch.cuda.current_stream(device))
 
     def give_back_graph_memory(self) -> None:
-        """The run is over: what comes after it, the VAE most of all, may have what its graphs took."""
+        """Free the memory of the run's graphs, for the VAE above all."""
         for device in self._ends:
-            graph_memory.give_back(device)
+            give_back_graph_memory(device)
 
     def release(self) -> None:
-        """Keep nothing any more, whoever still holds the run's options."""
+        """Drop everything, although somebody may still hold the run's options."""
         self._copies.clear()
         self._ends.clear()
 
 
 def sample_on_device(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
-    """An OUTER_SAMPLE wrapper: gives the run a ``SamplingRun``, which ends with it."""
+    """Give the run its ``RunInputs``, which end with it; an OUTER_SAMPLE wrapper."""
     options = executor.class_obj.model_options
-    run = options[RUN] = SamplingRun()
+    run = options[RUN] = RunInputs()
     try:
         result = executor(*args, **kwargs)
         run.give_back_graph_memory()
@@ -99,19 +98,19 @@ def sample_on_device(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> An
 def call_on_device(
     executor: WrapperExecutor, model: Any, conds: Conds, x_in: torch.Tensor, timestep: torch.Tensor, model_options: dict
 ) -> Any:
-    """A CALC_COND_BATCH wrapper: inside, conditionings are where the call computes, and the host keeps pace with it."""
-    run: SamplingRun | None = model_options.get(RUN)
+    """Put conditionings where the call computes, and keep the host one call ahead; a CALC_COND_BATCH wrapper."""
+    run: RunInputs | None = model_options.get(RUN)
     if run is None or "multigpu_clones" in model_options:
         return executor(model, conds, x_in, timestep, model_options)
     result = executor(model, run.on_device(conds, x_in.device), x_in, timestep, model_options)
-    run.pace(x_in.device)
+    run.wait_for_previous_call(x_in.device)
     return result
 
 
 def _names_elsewhere(conds: Conds, device: torch.device) -> set[str]:
-    """Names of conditions that are on another device in all conditionings of a call.
+    """Return the names of conditions that are on another device in all conditionings of a call.
 
-    Where they differ, ComfyUI does not batch these conditionings, which it would if all were on one device.
+    Where devices differ ComfyUI does not batch these conditionings; moved ones would be batched.
     """
     places: dict[str, set[torch.device]] = {}
     for group in conds:
@@ -125,10 +124,10 @@ def _names_elsewhere(conds: Conds, device: torch.device) -> set[str]:
 
 @functools.cache
 def _moved_kinds() -> tuple[type, ...]:
-    """What is joined by ``torch.cat``. The values of a CONDConstant are compared, which would wait for a GPU."""
+    """Return the classes that use ``torch.cat``. CONDConstant compares values, which would wait for a GPU."""
     return comfy.conds.CONDRegular, comfy.conds.CONDNoiseShape, comfy.conds.CONDCrossAttn
 
 
 def _movable(value: Any) -> bool:
-    """Whether it is ComfyUI's own kind of condition with a plain tensor, not one that gradients are wanted of."""
+    """Tell whether it is a condition of ComfyUI's own class with a plain tensor that needs no gradient."""
     return type(value) in _moved_kinds() and type(value.cond) is torch.Tensor and not value.cond.requires_grad

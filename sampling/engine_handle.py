@@ -14,10 +14,12 @@ from ..comfy_model.attention import remark
 from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback, Library, Reason, Unavailable, inventory
 from ..sessions.session import Active, Session
-from .call_stats import CallStats, executing, open_stats, range_of, timed
-from .engine_patcher import EnginePatcher, Shared, keep, keep_beside
+from . import Shared
+from .call_stats import CallStats, open_stats, range_of, timed
+from .engine_patcher import EnginePatcher, keep, keep_beside
 from .nan_guard import why_again
-from .sampling_runs import NetworkWatch
+from .native_network import NetworkWatch
+from .run_context import executing
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher

@@ -1,8 +1,8 @@
 """Engines in ComfyUI's memory management: it sees their size, loads them before sampling, and may evict them.
 
-ComfyUI plans memory before each run (``load_models_gpu``). It asks each patcher which models go with it, which is when
-an engine is looked up; makes room for their sizes; and loads them one after the other, which is when an engine opens:
-so the models that are loaded after it find that memory taken, instead of taking it first.
+ComfyUI plans memory before each run (``load_models_gpu``). It asks each patcher for the models that go with it: then an
+engine is looked up. It frees memory for their sizes and loads them in turn: then an engine opens. So models that are
+loaded later find that memory taken.
 """
 
 from __future__ import annotations
@@ -16,37 +16,31 @@ from comfy.model_patcher import ModelPatcher
 
 from ..engine_library import Fallback
 from ..sessions.gpu_memory import no_room
+from . import Shared
 
 if TYPE_CHECKING:
     from ..sessions.session import Session
 
-class Shared:
-    """Is its own deep copy: sessions, graphs and streams exist once, and who copies what holds them shares them."""
-
-    def __deepcopy__(self, _memo: dict[int, Any]) -> Shared:
-        return self
-
-
 KEPT_PROMPTS = 2
-"""Engines that the latest prompts used stay open although the nodes that held them were replaced."""
+"""Number of the latest prompts whose engines stay open, although the nodes that held them were replaced."""
 
 _kept: OrderedDict[str, set[EnginePatcher]] = OrderedDict()
 _beside: weakref.WeakKeyDictionary[torch.nn.Module, EnginePatcher] = weakref.WeakKeyDictionary()
 
 
 class Owner(Protocol):
-    """Whose engine it is; see ``engine_handle``."""
+    """Owner of the engine; see ``engine_handle``."""
 
     def models_beside(self) -> list[ModelPatcher]:
-        """Look the engine up for a run that ComfyUI plans; the models that it needs besides."""
+        """Look the engine up for a run that ComfyUI plans; return the models to load beside it."""
         ...
 
     def open(self) -> None:
-        """Open the engine; a failure is no error here, native serves then."""
+        """Open the engine; if that fails native serves, without an error."""
         ...
 
     def give_up(self, fallback: Fallback) -> None:
-        """Native serves the rest of the run."""
+        """Let native serve the rest of the run."""
         ...
 
 
@@ -55,7 +49,7 @@ class EngineModule(Shared, torch.nn.Module):
 
     Attributes:
         session: the engine that serves now, or None.
-        expected: whether the run that ComfyUI plans is going to call it.
+        expected: True if the run that ComfyUI plans will call it.
     """
 
     def __init__(self, owner: Owner | None = None) -> None:
@@ -71,32 +65,32 @@ class EngineModule(Shared, torch.nn.Module):
 
 
 class EnginePatcher(Shared, ModelPatcher):
-    """A patcher whose size is that of an engine; it loads whole or not at all. Clones share the engine."""
+    """A patcher with the size of an engine, loaded as a whole or not at all. Clones share the engine."""
 
     @classmethod
     def on(cls, device: torch.device, owner: Owner | None = None) -> EnginePatcher:
-        """A patcher without an engine yet; it refers weakly to its owner."""
+        """Return a patcher without an engine yet; it refers weakly to its owner."""
         return cls(EngineModule(owner), load_device=device, offload_device=torch.device("cpu"))
 
     def is_clone(self, other: object) -> bool:
-        """Whether both stand for one engine, or the same ones: ComfyUI then counts their memory once."""
+        """Tell whether both stand for the same engines: ComfyUI then counts their memory once."""
         if isinstance(other, EnginePatcher) and self.model.session is not None:
             return other.model.session is not None and self.model.session.parts == other.model.session.parts
         return super().is_clone(other)
 
     def current_loaded_device(self) -> torch.device:
-        """ComfyUI makes no room for what is there, also where the patcher of another node has brought it."""
+        """Return the device of an open engine, also one that another node opened: ComfyUI frees nothing for it."""
         return self.load_device if self.loaded_size() else super().current_loaded_device()
 
     def model_patches_models(self) -> list[ModelPatcher]:
-        """ComfyUI asks at the start of its planning, before it asks for sizes."""
+        """Look the engine up: ComfyUI calls this at the start of its planning, before it asks for sizes."""
         owner = self.model.owner
         return [] if owner is None else owner.models_beside()
 
     def deepclone_multigpu(self, new_load_device: torch.device | None = None, **_: Any) -> EnginePatcher:
-        """What stands for the engine on a second GPU: nothing. An engine is on one device, so native serves there."""
+        """Return a patcher without an engine for a second GPU, where native serves."""
         clone = EnginePatcher.on(new_load_device or self.load_device)
-        clone.clone_base_uuid = self.clone_base_uuid  # by which ComfyUI knows that this one is cared for
+        clone.clone_base_uuid = self.clone_base_uuid  # so ComfyUI does not clone this one again
         return clone
 
     def model_size(self) -> int:
@@ -110,7 +104,7 @@ class EnginePatcher(Shared, ModelPatcher):
         return session.bytes if session is not None and session.loaded else 0
 
     def load(self, device_to: torch.device | None = None, *_: Any, **__: Any) -> None:
-        """Open the engine and mark it as on the device; one that could not be opened has no size."""
+        """Open the engine and mark it as on the device; one that cannot be opened has no size."""
         owner = self.model.owner
         if owner is not None and self.model.expected:
             owner.open()
@@ -147,9 +141,9 @@ class EnginePatcher(Shared, ModelPatcher):
 
 
 def keep(patcher: EnginePatcher, prompt_id: str) -> None:
-    """Keep an engine open, where ComfyUI sees and may evict it, until two more prompts have used engines.
+    """Keep an engine open until two more prompts have used engines; ComfyUI sees it and may evict it.
 
-    ComfyUI drops a node's output before the node runs again; without this, a changed setting would reload the engine.
+    ComfyUI drops a node's output before the node runs again. Without this a changed setting would reload the engine.
     """
     _kept.setdefault(prompt_id, set()).add(patcher)
     _kept.move_to_end(prompt_id)
@@ -158,8 +152,8 @@ def keep(patcher: EnginePatcher, prompt_id: str) -> None:
 
 
 def keep_beside(module: torch.nn.Module, patcher: EnginePatcher) -> None:
-    """Keep a live network's session in the same way, as long as the native module lives: it needs that one's weights.
+    """Keep the session of a live network, which uses the native module's weights, as long as the module lives.
 
-    Nothing here refers to the module, so ComfyUI may free the model whenever it likes.
+    Nothing here refers to the module, so ComfyUI may free the model at any time.
     """
     _beside[module] = patcher

@@ -1,8 +1,8 @@
-"""Hints: control images as ControlNets take them, of the picture's size, made as ComfyUI does and kept for later runs.
+"""Hints: control images of the picture's size, made as ComfyUI does and kept for later runs.
 
-ComfyUI resizes and converts each control image on the CPU at the first step of every prompt, also where only the seed
-is another; the GPU rests meanwhile. Here an image of the right size is only copied, and a hint stays for as long as the
-node's image does: the next prompt with the same values finds it, and with it what the network made of it.
+ComfyUI resizes and converts each control image on the CPU at the first step of every prompt, even if only the seed
+changed; the GPU rests meanwhile. Here an image of the right size is only copied. A hint is kept as long as the node's
+image: the next prompt with the same values finds it, and with it the result of the hint encoder.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ..comfy_model.comfyui_shims import give_hint, hint_of, hints_by_size
 from ..comfy_model.whose_code import makes_hints_as_comfyui
 
 LARGEST = 32 << 20
-"""Bytes of the largest hint that is kept, as of the largest image: 20 and 10 pictures of 512 by 512 pixels."""
+"""Bytes of the largest hint that is kept, and of the largest image: 20 and 10 pictures of 512 by 512 pixels."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """A hint with all that it was made of, and its version: what somebody has written to since is not to be used."""
+    """A hint with all that it was made of, and its version: one that was written to since is not used."""
 
     made_with: Hashable
     image: torch.Tensor
@@ -42,19 +42,19 @@ class KeptHints:
 
     def __init__(self) -> None:
         self._of: Any = WeakTensorKeyDictionary()  # an entry goes when the node's output does
-        self._repeated: Any = WeakTensorKeyDictionary()  # hint -> (its version and the batches, it repeated for them)
+        self._repeated: Any = WeakTensorKeyDictionary()  # hint -> ((its version, batch, batched_number), repeated hint)
 
     def find(self, control: ControlNet, x_noisy: torch.Tensor) -> torch.Tensor | None:
-        """The hint that ComfyUI would make of a control's image, value for value; None if it is not known."""
+        """Return the hint that ComfyUI would make of a control's image, value for value; None if unknown."""
         image = control.cond_hint_original
         kept: _Kept | None = self._of.get(image)
         if kept is None or kept.made_with != _made_with(control, x_noisy) or kept.hint._version != kept.version:
             return None
-        # nodes' tensors count no versions: only their values tell whether somebody wrote to one
+        # nodes' tensors have no versions: only their values show a change
         return kept.hint if _same_bits(kept.image, image) else None
 
     def keep(self, control: ControlNet, x_noisy: torch.Tensor) -> None:
-        """Remember a control's hint, which has just been made; the control gets one that tells who writes to it."""
+        """Keep a control's new hint; the control gets a copy with a version if the hint has none."""
         image, hint = control.cond_hint_original, hint_of(control, x_noisy)
         if hint is None or not _fits(hint, control, x_noisy):
             return
@@ -62,14 +62,16 @@ class KeptHints:
             hint = counting_versions(hint)
             give_hint(control, x_noisy, hint)
         repeated = hint.shape[0] != image.shape[0]  # for this batch
-        if repeated or max(_bytes(hint), _bytes(image)) > LARGEST:
+        if repeated or max(hint.nbytes, image.nbytes) > LARGEST:
             return
         self._of[image] = _Kept(_made_with(control, x_noisy), image.clone(), hint, hint._version)
 
     def repeated(self, hint: torch.Tensor, batch: int, batched_number: int) -> torch.Tensor:
-        """A hint of several images for a batch, as ComfyUI repeats it; one tensor from call to call, if that tells by
-        its version whether somebody wrote to it."""
-        if hint.is_inference():  # what was made of it may be of what it was
+        """Return a hint of several images, repeated for a batch as ComfyUI does.
+
+        It is the same tensor from call to call if the hint has versions, which show changes.
+        """
+        if hint.is_inference():  # a kept repetition may be of older values
             return comfy.controlnet.broadcast_image_to(hint, batch, batched_number)
         made_for = (hint._version, batch, batched_number)
         known = self._repeated.get(hint)
@@ -80,14 +82,16 @@ class KeptHints:
 
 
 def counting_versions(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the same memory layout that tells by its version whether somebody wrote to it."""
+    """Return a copy in the same memory layout that has versions, which show changes."""
     with torch.inference_mode(False):
         return tensor.clone()
 
 
 def lacks_hint(control: ControlNet, x_noisy: torch.Tensor) -> bool:
-    """Whether an engine-backed control has no hint of the picture's size yet, and one that is its image resized,
-    preprocessed and converted by ComfyUI's code alone is what it needs."""
+    """Tell whether an engine-backed control still needs a hint of the picture's size that only ComfyUI's code makes.
+
+    That is its image resized, preprocessed and converted.
+    """
     if type(control) is not ControlNet or not isinstance(getattr(control.control_model, "hints", None), KeptHints):
         return False
     if not works(Feature.HINTS):
@@ -102,20 +106,20 @@ def lacks_hint(control: ControlNet, x_noisy: torch.Tensor) -> bool:
 
 
 def make_hints(controls: Iterable[ControlNet], x_noisy: torch.Tensor) -> list[ControlNet]:
-    """Give these controls, which lack one, the hints that are known or only copies of their images.
+    """Give these controls without a hint the hints that are known or plain copies of their images.
 
     Returns:
-        Those whose hint is new or still to be made by ComfyUI in this call; ``keep_hints`` takes it after that.
+        Controls whose hint is new, or made by ComfyUI in this call: to be given to ``keep_hints`` afterwards.
     """
     new = []
     for control in controls:
-        give_hint(control, x_noisy, None)  # first, as ComfyUI: both need not be there at once
+        give_hint(control, x_noisy, None)  # first, as ComfyUI does: frees the old hint
         hint = control.control_model.hints.find(control, x_noisy)
         if hint is None:
             new.append(control)
             if _only_copies(control, x_noisy):
                 image = control.preprocess_image(control.cond_hint_original)
-                with torch.inference_mode(False):  # as ``counting_versions``: it is going to be kept as it is
+                with torch.inference_mode(False):  # as in ``counting_versions``: it is kept as it is
                     hint = image.to(device=x_noisy.device, dtype=_dtype(control), copy=True)
         give_hint(control, x_noisy, hint)
     return new
@@ -128,17 +132,17 @@ def keep_hints(controls: Iterable[ControlNet], x_noisy: torch.Tensor) -> None:
 
 
 def has_hint(control: ControlNet, x_noisy: torch.Tensor) -> bool:
-    """Whether a control's hint is made, of the picture's size."""
+    """Tell whether a control has a hint of the picture's size."""
     return _fits(hint_of(control, x_noisy), control, x_noisy)
 
 
 def hint_for(control: ControlNet, x_noisy: torch.Tensor, batched_number: int) -> torch.Tensor | None:
-    """The hint that ComfyUI would hand to the network in this call; None where that is still to be made."""
+    """Return the hint that ComfyUI would give to the network in this call; None if it is not made yet."""
     hint, batch = hint_of(control, x_noisy), x_noisy.shape[0]
     if hint is None or hint.shape[0] in (1, batch):
         return hint
     if hints_by_size(control) is None:
-        return None  # ComfyUI repeats what lies in the slot, and leaves it there
+        return None  # ComfyUI repeats the hint in its slot, and leaves it there
     return control.control_model.hints.repeated(hint, batch, batched_number)
 
 
@@ -158,7 +162,7 @@ def _is_plain_image(image: Any) -> bool:
 
 
 def _only_copies(control: ControlNet, x_noisy: torch.Tensor) -> bool:
-    """Whether resizing an image to its own size, by the nearest pixels, gives the same in the same memory layout."""
+    """Tell whether the hint is a copy: the image has the size, and nearest-pixel resizing keeps its memory layout."""
     image = control.cond_hint_original
     if control.upscale_algorithm != "nearest-exact" or not _fits(image, control, x_noisy):
         return False
@@ -166,7 +170,7 @@ def _only_copies(control: ControlNet, x_noisy: torch.Tensor) -> bool:
 
 
 def _made_with(control: ControlNet, x_noisy: torch.Tensor) -> Hashable:
-    """All that a hint depends on besides the image."""
+    """Return all that a hint depends on besides the image."""
     size, device = _size(control, x_noisy), x_noisy.device
     return size, control.upscale_algorithm, control.preprocess_image, _dtype(control), device
 
@@ -176,15 +180,11 @@ def _dtype(control: ControlNet) -> torch.dtype:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of main memory are equal bit by bit, found by one thread.
+    """Compare two tensors in main memory bit by bit, in one thread.
 
-    The GPU rests meanwhile: with torch.equal, on a host of sixteen cores, for 11 ms.
+    The GPU rests meanwhile; torch.equal takes 11 ms on a host with sixteen cores.
     """
     if one.dtype != other.dtype:
         return False
     bits = _BITS[one.dtype.itemsize]
     return numpy.array_equal(one.view(bits).numpy(), other.detach().view(bits).numpy())
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

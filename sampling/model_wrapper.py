@@ -1,8 +1,10 @@
-"""The sampler patch: routes the calls of a MODEL's backbone into an engine, call by call, or leaves them to native."""
+"""The sampler patch: routes each call of a MODEL's backbone to an engine, or leaves it to native."""
 
 from __future__ import annotations
 
 import functools
+import re
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,16 +22,15 @@ from ..comfy_model.network import replaced_part
 from ..comfy_model.weight_formats import rounded_unlike
 from ..comfy_model.weight_patches import WeightPatches
 from ..engine_library import Fallback, Reason
+from . import Shared
 from .call_stats import open_stats, timed
 from .control_stack import LateControl, bound_unread, run_stacks_at_once
 from .device_inputs import call_on_device, sample_on_device
 from .engine_handle import EngineHandle
-from .engine_patcher import Shared
 from .nan_guard import redo_unless_finite, watch
-from .native_call import arguments_of, by_name, forward_arguments, run_native, with_residuals_copied
+from .native_network import arguments_of, by_name, forward_arguments, run_native, with_residuals_copied
 from .native_weights import NativeWeights
-from .not_reached import Reached
-from .sampling_runs import as_run
+from .run_context import as_run
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
@@ -39,50 +40,51 @@ if TYPE_CHECKING:
 KEY = "hybrid_trt"
 
 STRANGER = "a second model without TRT Sampler Patch"
-"""Under this name calls are counted that a patched model's sampling makes of a model that is not its own."""
+"""Name for counted calls of another model within the sampling of a patched one."""
+
+FUNCTION = "model_function_wrapper"
+"""Key in model_options of another node's function that ComfyUI calls in the place of a model."""
+
+_PACK = re.compile(r".*[\\/]custom_nodes[\\/]([^\\/]+)")
 
 _bases: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[BaseModel]] = weakref.WeakKeyDictionary()
-"""UNet -> the model that it belongs to, of all models that were patched."""
+"""UNet -> the model that it belongs to, for all patched models."""
 
 
 def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | None = None) -> ModelPatcher:
-    """A clone of ``model`` whose UNet calls go to the handle's engine whenever it can serve them.
+    """Return a clone of ``model`` whose UNet calls go to the handle's engine whenever it can serve them.
 
     Args:
-        refusal: a reason that holds for all calls, for example that the engine is another model's.
+        refusal: a reason against the engine in all calls, for example that it is another model's.
     """
     patched = model.clone()
-    patched.remove_wrappers_with_key(WrappersMP.DIFFUSION_MODEL, KEY)
     router = BackboneRouter(patched, handle, refusal)
-    patched.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, router)
+    on_device, stacks = works(Feature.ON_DEVICE), works(Feature.STACKS)
+    wrappers: dict[str, list[Callable[..., Any]]] = {
+        WrappersMP.DIFFUSION_MODEL: [router],
+        WrappersMP.OUTER_SAMPLE: [as_run, router.reached.sample, redo_unless_finite],
+    }
+    if on_device or stacks:  # a ComfyUI without these features may not have this place
+        wrappers[WrappersMP.CALC_COND_BATCH] = [router.reached.step]
+    if on_device:
+        wrappers[WrappersMP.CALC_COND_BATCH].append(call_on_device)
+        wrappers[WrappersMP.OUTER_SAMPLE].append(sample_on_device)
+    if stacks:
+        wrappers[WrappersMP.CALC_COND_BATCH].append(partial(run_stacks_at_once, backbone=handle))
+    for place, ours in wrappers.items():
+        patched.remove_wrappers_with_key(place, KEY)
+        for wrapper in ours:
+            patched.add_wrapper_with_key(place, KEY, wrapper)
     patched.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
     patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, router.begin_run)
     if works(Feature.STAGING):
         router.native_weights.attach(patched, KEY)
-    patched.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
-    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, as_run)
-    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, router.reached.sample)
-    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, redo_unless_finite)
-    _wrap_steps(patched, handle, router.reached)
     patched.set_additional_models(KEY, [handle.patcher])
     return patched
 
 
-def _wrap_steps(patched: ModelPatcher, handle: EngineHandle, reached: Reached) -> None:
-    """Take part in how ComfyUI computes the conditionings of a step."""
-    on_device, stacks = works(Feature.ON_DEVICE), works(Feature.STACKS)
-    if on_device or stacks:
-        patched.remove_wrappers_with_key(WrappersMP.CALC_COND_BATCH, KEY)
-        patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, reached.step)
-    if on_device:
-        patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, call_on_device)
-        patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, sample_on_device)
-    if stacks:
-        patched.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, partial(run_stacks_at_once, backbone=handle))
-
-
 def count_as_native(model: ModelPatcher, label: str, node_id: str, fallback: Fallback) -> ModelPatcher:
-    """A clone of ``model`` that no engine serves, whose calls are counted as native for a reason."""
+    """Return a clone of ``model`` that no engine serves, whose calls are counted as native for a reason."""
 
     def counted(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> torch.Tensor:
         stats = open_stats(Role.BACKBONE.value, label, node_id, device=model.load_device)
@@ -103,14 +105,14 @@ def has_engine(model: ModelPatcher) -> bool:
 class BackboneRouter(Shared):
     """A DIFFUSION_MODEL wrapper that puts the engine in the place of the native forward.
 
-    It replaces ``executor.original`` and goes on, instead of answering itself: so wrappers that other nodes added,
-    before or after, still run around the engine (EasyCache decides whether the engine is called at all).
+    It replaces ``executor.original`` and goes on. So wrappers of other nodes still run around the engine, for example
+    EasyCache, which decides if the engine is called at all.
     """
 
     def __init__(self, model: ModelPatcher, handle: EngineHandle, refusal: Fallback | None):
         self._base = model.model
         _bases[_uncompiled(self._base.diffusion_model)] = weakref.ref(self._base)
-        # an engine has the weights of the node that made it, and not those of a model that was patched on the way here
+        # an engine has the weights of its own node, not those of a model that was patched on the way here
         theirs = handle.network.patcher
         self._weight_patches = WeightPatches(theirs if theirs.model is self._base else model)
         self._handle = handle
@@ -121,7 +123,7 @@ class BackboneRouter(Shared):
         self.reached = Reached(handle)
 
     def begin_run(self, patcher: ModelPatcher) -> None:
-        """An ON_PRE_RUN callback: ComfyUI has loaded the weights, wherever they are now."""
+        """Tell the session that ComfyUI has loaded the weights; an ON_PRE_RUN callback."""
         if patcher.model is self._base and self._handle.session is not None:
             self._handle.session.begin_run(patcher)
 
@@ -137,12 +139,12 @@ class BackboneRouter(Shared):
         return executor(*args, **kwargs)
 
     def _route(self, native: Callable[..., torch.Tensor], /, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """A call of our backbone: its forward's arguments and result."""
+        """Serve a call of our backbone: its forward's arguments and result."""
         handle, patcher = self._handle, self._base.current_patcher
         self.reached.calls += 1
         given = by_name(self._arguments, args, kwargs)
         with outside_recording():
-            handle.begin_run(patcher)  # first: which engine serves decides what it may not serve
+            handle.begin_run(patcher)  # first: the refusal depends on the engine
             refusal = self._refusal or self._why_native(patcher, given.get("transformer_options") or {})
             served, result = handle.serve(refusal, lambda: self._bound(given), patcher)
             if served:
@@ -162,7 +164,7 @@ class BackboneRouter(Shared):
         return self._handle.bind(given)
 
     def _pass_by(self, native: Callable[..., torch.Tensor], called_on: object, /, *args: Any, **kwargs: Any) -> Any:
-        """A call of a backbone that is not ours: native serves it, and it is counted for itself."""
+        """Serve a call of another backbone with native, and count it by itself."""
         handle = self._handle
         self.reached.calls += 1
         given = by_name(forward_arguments(type(_uncompiled(called_on))), args, kwargs)
@@ -177,7 +179,7 @@ class BackboneRouter(Shared):
         return result
 
     def _why_native(self, patcher: ModelPatcher | None, options: Mapping) -> Fallback | None:
-        """The reason why native has to serve a call, whatever its tensors, or None."""
+        """Return the reason why native has to serve a call, whatever its tensors, or None."""
         if patcher is None:
             return Fallback(Reason.OTHER_MODEL, "the call comes from outside of sampling")
         if _on_several_gpus(options):
@@ -189,7 +191,7 @@ class BackboneRouter(Shared):
         return None
 
     def _as_compiled(self, native: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Native's forward, compiled if another node compiles the UNet around this call and so does not see inside."""
+        """Return native's forward, compiled if another node compiles the UNet, because that cannot trace through us."""
         patcher = self._base.current_patcher
         if patcher is None or not hasattr(self._base.diffusion_model, "_orig_mod"):
             return native
@@ -205,9 +207,59 @@ class BackboneRouter(Shared):
         return called_on is unet or called_on is _uncompiled(unet)
 
 
+class Reached(Shared):
+    """Counts the sampling steps in which a patched model's UNet was not called, because another node computes it.
+
+    Step caches leave out steps too, but they call the UNet at least once, and do not take the model's place.
+
+    Attributes:
+        calls: number of calls of the UNet so far.
+    """
+
+    def __init__(self, handle: EngineHandle):
+        self._handle = handle
+        self._left_out = 0
+        self.calls = 0
+
+    def sample(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
+        """Sample, then count the steps that did not call the UNet as native; an OUTER_SAMPLE wrapper."""
+        before, self._left_out = self.calls, 0
+        result = executor(*args, **kwargs)
+        steps = self._left_out
+        if self.calls == before:
+            sigmas = kwargs["sigmas"] if "sigmas" in kwargs else args[3]
+            steps = len(sigmas) - 1
+        if steps > 0:
+            self._count(steps, executor.class_obj.model_options.get(FUNCTION))
+        return result
+
+    def step(self, executor: WrapperExecutor, model: Any, conds: Any, x: Any, timestep: Any, options: dict) -> Any:
+        """Notice a function in the model's place that did not call the UNet; a CALC_COND_BATCH wrapper."""
+        if FUNCTION not in options:
+            return executor(model, conds, x, timestep, options)
+        before = self.calls
+        result = executor(model, conds, x, timestep, options)
+        self._left_out += self.calls == before
+        return result
+
+    def _count(self, steps: int, function: Any) -> None:
+        network = self._handle.network
+        stats = open_stats(network.role.value, network.label, self._handle.node_id, self._handle.node_key)
+        for _ in range(steps):
+            stats.count_native(Fallback(Reason.NOT_REACHED, _who(function)))
+
+
+def _who(function: Any) -> str:
+    """Return words for the code that computes instead, with the folder of its pack if known."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    found = _PACK.match(getattr(module, "__file__", None) or "")
+    pack = f" ({found[1]})" if found else ""
+    return f"another node{pack} computes the UNet by itself"
+
+
 @functools.cache
 def _compile_key() -> str | None:
-    """Where ComfyUI's node keeps the options with which it compiles a UNet."""
+    """Return the key of the options with which ComfyUI's node compiles a UNet."""
     if not works(Feature.COMPILED_NATIVE):
         return None
     from comfy_api.torch_helpers.torch_compile import TORCH_COMPILE_KWARGS
@@ -228,17 +280,17 @@ SEVERAL_GPUS = Fallback(
 
 
 def _on_several_gpus(options: Mapping) -> bool:
-    """Whether a call is one of several that ComfyUI makes at once, each in a thread and on a GPU of its own."""
+    """Tell whether ComfyUI makes several calls at once, each in a thread and on a GPU of its own."""
     return options.get("multigpu_thread_device") is not None
 
 
 def _uncompiled(unet: torch.nn.Module) -> torch.nn.Module:
-    """The UNet itself where torch.compile's stands."""
+    """Return the UNet inside of torch.compile's wrapper."""
     return getattr(unet, "_orig_mod", unet)
 
 
 def _router_of(unet: object) -> BackboneRouter | None:
-    """The router of the patched model that a UNet is being sampled for, if it is one."""
+    """Return the router of the patched model that a UNet is being sampled for, or None."""
     known = _bases.get(unet) if isinstance(unet, torch.nn.Module) else None
     base = known() if known is not None else None
     patcher = getattr(base, "current_patcher", None)
@@ -253,9 +305,9 @@ def _plan(
     patcher: ModelPatcher,
     options: Mapping,
 ) -> bool:
-    """Look the engine up for a run that ComfyUI plans; whether native weights beside it would lie there unused.
+    """Look the engine up for a run that ComfyUI plans. True if native's weights would not be used in it.
 
-    Told as far as can be before the first call: an engine with weights of its own is expected to serve all calls.
+    This is a forecast before the first call: an engine with weights of its own is expected to serve all calls.
     """
     handle.plan(patcher)
     serves = refusal is None and handle.fallback is None
@@ -265,7 +317,7 @@ def _plan(
 
 
 def _why_not_patched_so(patcher: ModelPatcher, weight_patches: WeightPatches, handle: EngineHandle) -> Fallback | None:
-    """The reason why a model that is patched in this way is no longer the engine's, or None."""
+    """Return the reason why the engine is not valid for a model with these patches, or None."""
     if patcher.hook_patches or patcher.current_hooks or patcher.forced_hooks:
         return Fallback(Reason.HOOKS, "the conditioning or the model carries weight hooks")
     if (fallback := handle.network.other_dtype(patcher)) is not None:
@@ -284,7 +336,7 @@ def _why_not_patched_so(patcher: ModelPatcher, weight_patches: WeightPatches, ha
 
 
 def _active_patch(options: Mapping) -> str | None:
-    """The name of a patch inside the UNet that another node set for this call, or None."""
+    """Return the name of a patch inside the UNet that another node set for this call, or None."""
     for name, patches in options.get("patches", {}).items():
         if patches:
             return name

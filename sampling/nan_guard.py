@@ -1,9 +1,9 @@
-"""Engines whose results stop being numbers: the picture is native's, whoever took the results.
+"""NaN guard: where an engine gives values that are not finite, native makes the picture.
 
-A run of a patched model is looked at in its end, without waiting for the GPU at any step, and native samples again.
-What is no number in a ControlNet's residuals is none in what a UNet makes of them, on an engine or native. Without a
-sampler patch nothing of ours has a run in its hands: there each call of a ControlNet is looked at before ComfyUI gets
-its result, which waits for the GPU, and native answers in its place.
+A run of a patched model is checked at its end, so no step waits for the GPU; if it fails, native samples again. A NaN
+in a ControlNet's residuals shows in the UNet's result, on an engine or native. Without a sampler patch there is no end
+of a run to check. There each call of a ControlNet is checked before ComfyUI gets its result, which waits for the GPU,
+and native does the call again.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _again: ContextVar[Fallback | None] = ContextVar("why native does the run again"
 
 
 class _Watch:
-    """The sum of a run's results on each device: it is not finite where one of them is not.
+    """Sum of a run's results on each device: not finite if one result is not.
 
     Attributes:
-        engines: whether an engine gave one of them, or of what they were made of.
+        engines: True if an engine computed a result or a part of its inputs.
     """
 
     def __init__(self) -> None:
@@ -47,17 +47,17 @@ class _Watch:
         self._sums: dict[torch.device, torch.Tensor] = {}
 
     def see(self, result: torch.Tensor) -> None:
-        total = result.sum(dtype=torch.float32)  # which no sum of half precision numbers leaves
+        total = result.sum(dtype=torch.float32)  # no sum of half precision numbers overflows it
         known = self._sums.get(result.device)
         self._sums[result.device] = total if known is None else known.add_(total)
 
     def finite(self) -> bool:
-        """Waits for the GPU: to be asked once, at the end."""
+        """Tell whether all results were finite. Waits for the GPU: to be asked once, at the end."""
         return all(bool(torch.isfinite(total)) for total in self._sums.values())
 
 
 def watch(result: torch.Tensor, by_engine: bool = True) -> None:
-    """A backbone gave this, native or by an engine; cheap, and nothing is waited for."""
+    """Add a backbone's result, by native or an engine, to the run's sum. Does not wait for the GPU."""
     run = _watch.get()
     if run is not None and isinstance(result, torch.Tensor):
         with outside_recording():
@@ -66,7 +66,7 @@ def watch(result: torch.Tensor, by_engine: bool = True) -> None:
 
 
 def watched(call: EngineCall) -> EngineCall:
-    """A call of a ControlNet that gives numbers, or is of a run that is looked at in its end."""
+    """Have a ControlNet's call checked: at the end of the run, or at once outside of a watched run."""
     run = _watch.get()
     if run is None:
         call.finish = partial(_numbers, call.finish)
@@ -76,10 +76,10 @@ def watched(call: EngineCall) -> EngineCall:
 
 
 def _numbers(finish: Callable[[Mapping[str, torch.Tensor]], Control], results: Mapping[str, torch.Tensor]) -> Control:
-    """Return ``finish(results)`` if all of them are numbers; waits for the GPU.
+    """Return ``finish(results)`` if all results are finite; waits for the GPU.
 
     Raises:
-        Unavailable: they are no numbers.
+        Unavailable: a result is not finite.
     """
     if not _all_finite(results.values()):
         raise Unavailable(Reason.ENGINE_FAILED, NOT_FINITE_HERE)
@@ -92,12 +92,12 @@ def _all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def why_again() -> Fallback | None:
-    """Why every call of this run goes to native, or None."""
+    """Return the reason why every call of this run goes to native, or None."""
     return _again.get()
 
 
 def redo_unless_finite(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
-    """An OUTER_SAMPLE wrapper: samples, and once more with native alone when an engine gave what is no number."""
+    """Sample, and once more with native alone if an engine gave a NaN; an OUTER_SAMPLE wrapper."""
     if _watch.get() is not None:  # a sampling inside of another one
         return executor(*args, **kwargs)
     guider, run = executor.class_obj, _Watch()

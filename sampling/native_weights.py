@@ -1,16 +1,16 @@
-"""Native UNet weights wait in main memory while an engine serves; the first native call of a run brings them.
+"""Native UNet weights wait in main memory while an engine serves; the first native call of a run loads them.
 
-Two ways, as ComfyUI has two ways of loading:
+ComfyUI has two ways of loading:
 
-* *Dynamic VRAM* (ComfyUI's default on NVIDIA cards): loading only stages weights, each layer fetches its own when it is
-  called, and gives them up when memory is wanted. Native layers that are not called hold nothing. But beside an engine
-  ComfyUI would make room for all of them, by evicting the text encoder and the VAE: here it hears that they need none.
-  And it would stage them anew for each run, layer by layer: here what is staged already stays.
+* *Dynamic VRAM* (the default on NVIDIA cards): loading only stages weights. Each layer fetches its own when it is
+  called, and gives them up when memory is short. Layers that are not called hold nothing. But beside an engine ComfyUI
+  would free memory for all of them and evict the text encoder and the VAE: here it is told that they need none. It
+  would also stage them again for each run, layer by layer: here staged weights stay.
 * *Otherwise* ComfyUI would load all weights before each run. Here it loads them in its own low-memory way, with no
-  bytes on the GPU: in that state native works at once, only slowly, since each layer's weights travel with each call.
-  So whoever calls native, a call of ours or somebody else's, gets native's result; a call of ours first has the weights
-  loaded as ComfyUI would have. Where native runs again and again, weights are not moved each time: the run after a call
-  of ours has them from its start, and those that others fetched again stay until ComfyUI wants the room.
+  bytes on the GPU. Native works in that state, only slowly, because each layer's weights are copied in each call. So
+  anybody may call native; a call of ours first has the weights loaded as usual. Where native runs repeatedly, weights
+  are not moved each time: the run after such a call loads them at its start, and weights that others loaded again stay
+  until ComfyUI needs the memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import knows_pins
 from ..comfy_model.weight_formats import patches_fp8
-from .engine_patcher import Shared
+from . import Shared
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase
@@ -39,41 +39,42 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ALMOST_NOTHING = 0.1
-"""Bytes that a model may take; 0 would mean all of it to ComfyUI."""
+"""Bytes that a model may take; to ComfyUI 0 means all of it."""
 EVERYTHING = 1e32
 
 _staged: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
-"""Model -> the weight patches (``patches_uuid``) that ``stage`` staged it with, where nothing else was patched."""
+"""Model -> the weight patches (``patches_uuid``) that it was staged with, if nothing else was patched."""
 
 
 class OffloadedPatcher:
-    """Stands for a patcher where ComfyUI loads models: its model gets ready to run, with its weights off the device.
+    """Stands for a patcher while ComfyUI loads models: makes the model ready to run with its weights off the device.
 
-    All else is the patcher's own, so ComfyUI's memory management sees and may take whatever is on the device.
+    All else is the patcher's own, so ComfyUI sees and may free what is on the device.
     """
 
     def __init__(self, native: ModelPatcher):
         self.native = native
-        self.parent = native  # ComfyUI goes on with this one when the stand-in is gone
+        self.parent = native  # ComfyUI uses this one when the stand-in is gone
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.native, name)
 
     def model_size(self) -> int:
-        """Room that loading will take: none, and less than that when there are weights to give back."""
+        """Return the bytes that loading takes: none, and less if there are weights to give back."""
         return self.native.loaded_size() if self.native.is_dynamic() else 0
 
     def partially_load(self, device_to: torch.device, *_: Any, **__: Any) -> int | None:
-        """Patch the model as loading does, and take its weights off the device; the bytes gained, so 0 or less.
+        """Patch the model as loading does, and take its weights off the device.
 
-        Under dynamic VRAM this stages them, as ComfyUI does, and tells nothing.
+        Returns:
+            The bytes that the device gained or lost, 0 or less. None under dynamic VRAM, which stages the weights.
         """
         native, model = self.native, self.native.model
         if native.is_dynamic():
             return stage(native, device_to)
         before = native.loaded_size()
         if before == 0 and model.model_lowvram and model.current_weight_patches_uuid == native.patches_uuid:
-            # all is off the device already, and finding that out layer by layer would take longer than a step
+            # all is off the device already; to check each layer would take longer than a step
             _patch_objects(native)
         else:
             native.partially_load(device_to, -EVERYTHING if before else ALMOST_NOTHING)
@@ -84,9 +85,9 @@ class OffloadedPatcher:
 
 
 def stage(native: ModelPatcher, device: torch.device) -> None:
-    """Stage a model's weights as loading does under dynamic VRAM; what was staged so and stayed is left as it is.
+    """Stage a model's weights as loading does under dynamic VRAM, unless they are still staged.
 
-    ComfyUI visits every layer and copies small weights (norms, biases) to the device one by one, in each run anew.
+    ComfyUI visits every layer and copies small weights (norms, biases) to the device one by one, in each run.
     """
     if not works(Feature.STAGED_ONCE):
         native.partially_load(device)
@@ -103,7 +104,7 @@ def stage(native: ModelPatcher, device: torch.device) -> None:
 
 
 def _is_staged(native: ModelPatcher, device: torch.device) -> bool:
-    """Whether a model is as ``stage`` left it for the same weight patches: of small weights each is asked."""
+    """Tell whether a model is as ``stage`` left it for the same weight patches; checks each small weight."""
     model = native.model
     if _staged.get(model) != native.patches_uuid or not _patches_nothing_but_weights(native):
         return False
@@ -116,40 +117,43 @@ def _is_staged(native: ModelPatcher, device: torch.device) -> bool:
 
 
 def _patches_nothing_but_weights(native: ModelPatcher) -> bool:
-    """Whether nobody else changes the model, its layers or what loading does."""
+    """Tell whether nothing else changes the model, its layers or how it is loaded."""
     if native.object_patches or native.object_patches_backup or native.injections or native.forced_hooks is not None:
         return False
     return not native.get_all_callbacks(CallbacksMP.ON_LOAD)
 
 
 def _patch_objects(native: ModelPatcher) -> None:
-    """What loading does beside moving weights."""
+    """Do what loading does beside moving weights."""
     with native.use_ejected(skip_and_inject_on_exit_only=True):
         native.unpatch_model(native.offload_device, unpatch_weights=False)
         native.patch_model(load_weights=False)
 
 
 def _mark_in_use(native: ModelPatcher) -> None:
-    """Pinned memory of a model that runs is the last that ComfyUI takes."""
+    """Mark the model as running: ComfyUI then frees its pinned memory last."""
     _pinned_memory(native).update(failed=False, active=True)
     if (weights := native._vbar_get()) is not None:
         weights.prioritize()
 
 
 def _pinned_memory(native: ModelPatcher) -> dict | None:
-    """ComfyUI's record of a model's pinned memory; None where this ComfyUI has no such."""
+    """Return ComfyUI's record of a model's pinned memory; None if this ComfyUI has none."""
     return getattr(native.model, "dynamic_pins", {}).get(native.load_device)
 
 
 class NativeWeights(Shared):
-    """Where one sampler patch's native weights are, run by run.
+    """Place of one sampler patch's native weights, run by run.
 
-    It refers to patchers during a run only: they refer to it, and ComfyUI counts on references to free models.
+    It refers to patchers only during a run: they refer to it, and ComfyUI counts references to free models.
     """
 
     def __init__(self, plan: Callable[[ModelPatcher, Mapping], bool]):
-        """``plan``: told of a run's patcher and transformer options; whether an engine is expected to serve its calls
-        without the native weights."""
+        """
+        Args:
+            plan: takes a run's patcher and transformer options; True if an engine is expected to serve its calls
+                without the native weights.
+        """
         self._plan = plan
         self._stand_in: OffloadedPatcher | None = None  # ComfyUI refers to it weakly
         self._memory = (0.0, 0.0)
@@ -157,7 +161,7 @@ class NativeWeights(Shared):
         self._gave_back = False
 
     def attach(self, patcher: ModelPatcher, key: str) -> None:
-        """Take part in the runs of a patcher and its clones, in the place of whoever had the key before."""
+        """Take part in the runs of a patcher and its clones, instead of an earlier object with this key."""
         patcher.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, key)
         patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, key, self.prepare)
         patcher.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, key)
@@ -173,7 +177,7 @@ class NativeWeights(Shared):
         force_full_load: bool = False,
         force_offload: bool = False,
     ) -> Any:
-        """A PREPARE_SAMPLING wrapper: ComfyUI loads models for a run."""
+        """Have ComfyUI load models for a run, native's weights only if needed; a PREPARE_SAMPLING wrapper."""
         rest = {"model_options": model_options, "force_full_load": force_full_load, "force_offload": force_offload}
         wanted, self._wanted, self._stand_in = self._wanted, False, None
         options = model_options or {}
@@ -182,7 +186,7 @@ class NativeWeights(Shared):
             return executor(model, noise_shape, conds, **rest)
         if not model.is_dynamic():
             loaded = model.loaded_size() > 0
-            if loaded and self._gave_back:  # others fetched them again: then they stay until ComfyUI wants the room
+            if loaded and self._gave_back:  # others loaded them again: they stay until ComfyUI needs the memory
                 return executor(model, noise_shape, conds, **rest)
             self._gave_back = loaded
         self._memory = _memory_for(model, noise_shape, conds)
@@ -192,7 +196,7 @@ class NativeWeights(Shared):
         return executor(self._stand_in, noise_shape, conds, **rest)
 
     def bring(self) -> None:
-        """Native serves a call: have its weights loaded for the rest of this run, and at the start of the next."""
+        """Load native's weights for a call, the rest of this run, and from the start of the next run."""
         self._wanted = True
         if self._stand_in is None:
             return
@@ -206,12 +210,12 @@ class NativeWeights(Shared):
         model_management.load_models_gpu([native, *others], memory_required=memory, minimum_memory_required=least)
 
     def end_run(self, _patcher: ModelPatcher) -> None:
-        """An ON_CLEANUP callback: ComfyUI keeps the patcher itself from now on."""
+        """Drop the stand-in, because ComfyUI uses the patcher itself again; an ON_CLEANUP callback."""
         self._stand_in = None
 
 
 def _may_wait(model: ModelPatcher, conds: dict[str, list], model_options: Mapping) -> bool:
-    """Whether nothing but the engine's refusal would have native called in this run."""
+    """Tell whether this run calls native only if the engine refuses a call."""
     if not has_memory_of_its_own(model.load_device):
         return False
     if model.model.current_patcher is not None:  # another guider is sampling with these weights
@@ -225,18 +229,18 @@ def _may_wait(model: ModelPatcher, conds: dict[str, list], model_options: Mappin
 
 
 def has_memory_of_its_own(device: torch.device) -> bool:
-    """Whether weights that are off a device leave room on it."""
+    """Tell whether a device has memory apart from main memory."""
     return not model_management.is_device_cpu(device)
 
 
 def _borrows_weights(control: ControlBase | None) -> bool:
-    """Whether a ControlNet of the chain computes with the UNet's own weights."""
+    """Tell whether a ControlNet of the chain computes with the UNet's own weights."""
     lora = comfy.controlnet.ControlLora
     return control is not None and (isinstance(control, lora) or _borrows_weights(control.previous_controlnet))
 
 
 def _memory_for(model: ModelPatcher, noise_shape: Any, conds: dict[str, list]) -> tuple[float, float]:
-    """What ComfyUI keeps free for a run's activations, in bytes, and the least of it."""
+    """Return the bytes that ComfyUI keeps free for a run's activations, and the minimum."""
     memory, least = sampler_helpers.estimate_memory(model, noise_shape, conds)
     controls = sampler_helpers.get_additional_models(conds, model.model_dtype())[1]
     return memory + controls, least + controls

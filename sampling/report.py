@@ -1,22 +1,60 @@
-"""What a run's counts read like: a verdict, then one short line per network. Names of files, never paths."""
+"""The report: a verdict, then one short line per network, with file names but no paths; and the same as a picture.
+
+In the picture each call is a cell: green on an engine, amber with dark lines native. The first call, which may load
+models, stands apart. Where calls were timed, a cell's height is the call's time. The type is large, because the page
+shows the picture at a third of its size.
+"""
 
 from __future__ import annotations
 
+import functools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import numpy
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
 from ..engine_library import Reason
-from . import fast_path
-from .call_stats import ON_ENGINE, CallStats, TimesTogether
+from .call_stats import ON_ENGINE, CallStats, CallTimes, slow_sentences
+
+NOTHING = (
+    "No engine was asked for in this prompt: no TRT node lies before this one, or the sampler's result came from "
+    "ComfyUI's cache."
+)
+BUILDABLE = (Reason.NO_ENGINE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
+"""Reasons that a build with the present settings removes."""
+SLOW_START = 3
+"""A first call slower than this many usual ones is shown apart: it loaded the engine or the model."""
+MAX_DETAIL = 90
+_PATH = re.compile(r"(?:[A-Za-z]:[\\/]|\\\\|(?<![\w./])/)[^\s;,:()\"']*[\\/]([^\s;,:()\"'\\/]+)")
+
+
+WIDTH, MARGIN = 900, 28
+BACK, TEXT, QUIET, LINES = "#1e1f22", "#f2f2f2", "#bdbdbd", "#3a2600"
+ENGINE_COLOUR, NATIVE_COLOUR = "#4caf6a", "#f0b13c"
+TITLE, NAME, WORDS, SMALL = 46, 36, 28, 24
+"""Font sizes."""
+CELL, LOWEST, FIRST, APART = 64, 4, 56, 26
+"""Pixels: the highest and the lowest cell, the first call's width, and the gap after it."""
+ROOM = 1.25
+"""The highest cell is this many usual calls of the slowest network: calls that load are cut off."""
+HATCH = 8
+
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 def as_drawn(rows: Iterable[CallStats], drawn: Callable[[str], str]) -> list[CallStats]:
-    """One stats for each network and each sampling node of the user's graph, in the order in which they were opened.
+    """Merge the stats of nodes that ComfyUI copied, for example one per iteration of a loop, into those of one node.
 
     Args:
-        drawn: id of a node -> id of the node in the user's graph that it stands for.
+        drawn: id of a node -> id of its node in the user's graph.
+
+    Returns:
+        One for each network and sampling node of the user's graph, in the order of their first calls.
     """
     found: dict[tuple[str, ...], list[CallStats]] = {}
     for row in rows:
@@ -25,44 +63,25 @@ def as_drawn(rows: Iterable[CallStats], drawn: Callable[[str], str]) -> list[Cal
 
 
 def _together(key: tuple[str, ...], rows: Sequence[CallStats]) -> CallStats:
-    if len(rows) == 1 and (rows[0].engine_node, rows[0].sampler_node) == key[2:]:
-        return rows[0]
-    total = CallStats(*key, node_key=rows[0].node_key, opened=rows[0].opened)
+    first = rows[0]
+    if len(rows) == 1 and (first.engine_node, first.sampler_node) == key[2:]:
+        return first
+    total = CallStats(*key, node_key=first.node_key, opened=first.opened)
     for row in rows:
-        total.backend = row.backend or total.backend
-        total.engine_name = row.engine_name or total.engine_name
-        total.remark = row.remark or total.remark
-        total.engine += row.engine
-        total.native += row.native
-        total.beside += row.beside
-        total.late += row.late
-        total.apart += row.apart
-        total.reopened += row.reopened
-        total.plain += row.plain
+        for name in ("engine", "native", "calls", "beside", "late", "apart", "reopened", "plain"):
+            setattr(total, name, getattr(total, name) + getattr(row, name))
+        for name in ("backend", "engine_name", "remark"):  # the latest
+            setattr(total, name, getattr(row, name) or getattr(total, name))
         total.why_plain = total.why_plain or row.why_plain
-        total.calls += row.calls
         total.details = {**row.details, **total.details}
         total.advices = {**row.advices, **total.advices}
-        for counts, more in ((total.reasons, row.reasons), (total.uncovered, row.uncovered)):  # fmt: skip
-            for what, count in more.items():
-                counts[what] = counts.get(what, 0) + count
+        for name in ("reasons", "uncovered"):
+            setattr(total, name, dict(Counter(getattr(total, name)) + Counter(getattr(row, name))))
         for symbol, size in row.beyond.items():
             total.beyond[symbol] = max(size, total.beyond.get(symbol, 0))
     if all(row.times is not None for row in rows):
-        total.times = TimesTogether([row.times for row in rows])
+        total.times = CallTimes.together(row.times for row in rows)
     return total
-
-
-NOTHING = (
-    "No engine was asked for in this prompt: no TRT node lies before this one, or the sampler's result came from "
-    "ComfyUI's cache."
-)
-BUILDABLE = (Reason.NO_ENGINE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
-"""Reasons that a build takes away, with the settings as they are."""
-SLOW_START = 3
-"""A first call that took more than this times the usual one is told apart: it loaded the engine or the model."""
-MAX_DETAIL = 90
-_PATH = re.compile(r"(?:[A-Za-z]:[\\/]|\\\\|(?<![\w./])/)[^\s;,:()\"']*[\\/]([^\s;,:()\"'\\/]+)")
 
 
 @dataclass(frozen=True)
@@ -70,14 +89,14 @@ class Verdict:
     """A run in one line.
 
     Attributes:
-        networks: how many were called.
-        on_engines: how many of them had every call on an engine.
-        missing: the engine nodes whose engines a build would bring.
-        ms: what their calls took, added up, so more than was waited for where some ran side by side; of the native ones
-            alone where there are some. 0 when they were not timed.
-        native: how many calls ran native.
-        advice: what to do where no build helps; empty when there is nothing to do.
-        uncompiled: what engines were called with and not compiled for, in words.
+        networks: number of networks that were called.
+        on_engines: number of networks with every call on an engine.
+        missing: engine nodes whose engines are missing.
+        ms: time of the native calls, or of all calls if none was native, added up; 0 if they were not timed. Calls
+            that run side by side make it longer than the sampling.
+        native: number of native calls.
+        advice: advice where no build helps, or empty.
+        uncompiled: sizes that engines were called with but not compiled for, in words.
     """
 
     networks: int
@@ -99,7 +118,7 @@ class Verdict:
 
 
 def verdict(rows: Sequence[CallStats]) -> Verdict:
-    """Sum up what was called; a network that several samplers called counts once."""
+    """Sum up the calls; a network that several samplers called counts once."""
     networks: dict[tuple[str, str], list[CallStats]] = {}
     for row in rows:
         if row.calls:
@@ -117,12 +136,12 @@ def verdict(rows: Sequence[CallStats]) -> Verdict:
 
 
 def report_text(rows: Sequence[CallStats]) -> str:
-    """The counts as a short text for people: the verdict first."""
+    """Return the stats as a short text, the verdict first."""
     if not rows:
         return NOTHING
     remarks = dict.fromkeys(f"{row.remark}." for row in rows if row.remark and row.engine)
-    slow = fast_path.sentences(rows)
-    return "\n".join([str(verdict(rows)), *(line(row) for row in rows), *_bound(rows), *remarks, *slow])
+    slow = slow_sentences(rows)
+    return "\n".join([str(verdict(rows)), *(line(row) for row in rows), *_slowest(rows), *remarks, *slow])
 
 
 def line(row: CallStats) -> str:
@@ -131,7 +150,7 @@ def line(row: CallStats) -> str:
 
 
 def served(row: CallStats) -> str:
-    """Who served a network's calls, how long they took, and why some ran native."""
+    """Return in words who served a network's calls, their times, and why some ran native."""
     if not row.calls:
         return "not called"
     parts = []
@@ -145,12 +164,12 @@ def served(row: CallStats) -> str:
 
 
 def slow_start(ms: Sequence[float]) -> bool:
-    """Whether the first call loaded something."""
+    """Tell whether the first call loaded something."""
     return len(ms) > 1 and ms[0] > SLOW_START * median(ms)
 
 
 def of_kind(row: CallStats, kind: str) -> list[float]:
-    """The milliseconds of a network's calls on its engine, or of its native ones."""
+    """Return the milliseconds of a network's calls of a kind, ``engine`` or ``native``."""
     ms = row.ms()
     if len(ms) != len(row.calls):
         return ms if not (row.engine and row.native) and getattr(row, kind) else []
@@ -158,7 +177,7 @@ def of_kind(row: CallStats, kind: str) -> list[float]:
 
 
 def times(ms: float) -> str:
-    """Milliseconds as people say them."""
+    """Return milliseconds in words."""
     if ms >= 9950:
         return f"{ms / 1000:.0f} s"
     if ms >= 995:
@@ -167,17 +186,17 @@ def times(ms: float) -> str:
 
 
 def plural(count: int, word: str) -> str:
-    """A number with its word: "1 call", "2 calls"."""
+    """Return a number with its noun: "1 call", "2 calls"."""
     return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def short_name(name: str) -> str:
-    """A model's file name without folders and ending."""
+    """Return a model's file name without folders and ending."""
     return re.sub(r"\.(safetensors|ckpt|pth?|bin|gguf)$", "", re.split(r"[\\/]", name)[-1])
 
 
 def without_paths(text: str) -> str:
-    """A text in which paths are names of files."""
+    """Replace the paths in a text by file names."""
     return _PATH.sub(r"\1", text)
 
 
@@ -187,12 +206,12 @@ def _each(row: CallStats, kind: str) -> str:
 
 
 def _beside(row: CallStats) -> str:
-    """Whose time has in it what a call waited for ControlNets."""
+    """Return words for times that include waiting for the ControlNets."""
     return " beside its ControlNets" if row.beside and of_kind(row, "engine") else ""
 
 
 def _uncompiled(row: CallStats) -> str:
-    """Which calls no compiled file was for, and how they ran."""
+    """Return words for calls without a compiled file, and how they ran."""
     if not row.uncompiled:
         return ""
     several = len(row.uncompiled) > 1 or sum(row.uncompiled.values()) < row.engine
@@ -210,10 +229,10 @@ def _reasons(row: CallStats) -> list[str]:
     return found
 
 
-def _bound(rows: Sequence[CallStats]) -> list[str]:
-    """Which of several networks the sampling waits for most, as a line; usual times, so loading does not count.
+def _slowest(rows: Sequence[CallStats]) -> list[str]:
+    """Return a line with the slowest of several networks, by usual times, so that loading does not count.
 
-    Where a UNet runs beside its ControlNets its time is the whole step's, and says nothing of the kind.
+    It is left out where a UNet runs beside its ControlNets: its time is then the whole step's.
     """
     if any(row.beside for row in rows):
         return []
@@ -224,4 +243,105 @@ def _bound(rows: Sequence[CallStats]) -> list[str]:
     if len(usual) < 2:
         return []
     name = max(usual, key=usual.get)
-    return [f"{short_name(name)} bounds the step: {usual[name] / sum(usual.values()):.0%} of the networks' time"]
+    return [f"Slowest part: {short_name(name)} ({usual[name] / sum(usual.values()):.0%})"]
+
+
+def plot(rows: Sequence[CallStats]) -> torch.Tensor:
+    """Draw the calls in order: an IMAGE, float32 (1, height, width, 3)."""
+    heading = _wrapped(str(verdict(rows)) if rows else NOTHING, TITLE)
+    words = [_wrapped(served(row), WORDS)[:3] for row in rows]
+    height = MARGIN + _height(heading, TITLE) + (SMALL + 26 if rows else 0) + MARGIN
+    height += sum(_height([""], NAME) + _height(lines, WORDS) + CELL + 44 for lines in words)
+    image = Image.new("RGB", (WIDTH, height), BACK)
+    draw = ImageDraw.Draw(image)
+    top = _write(draw, heading, MARGIN, TITLE, TEXT)
+    full = ROOM * max((median(row.ms()) for row in rows if row.ms()), default=0.0)
+    if rows:
+        top = _legend(draw, rows, top + 6, full)
+    for row, lines in zip(rows, words, strict=True):
+        top = _row(draw, row, lines, top, full)
+    return torch.from_numpy(numpy.asarray(image, dtype=numpy.float32) / 255).unsqueeze(0)
+
+
+def cells(count: int) -> list[tuple[float, float]]:
+    """Return left and right of each call's cell: the first apart, the others in the rest of the width."""
+    if count == 0:
+        return []
+    start = MARGIN + FIRST + APART
+    step = (WIDTH - MARGIN - start) / max(count - 1, 1)
+    gap = 2 if step >= 6 else 0
+    return [(MARGIN, MARGIN + FIRST), *((start + i * step, start + (i + 1) * step - gap) for i in range(count - 1))]
+
+
+def _row(draw: ImageDraw.ImageDraw, row: CallStats, lines: list[str], top: int, full: float) -> int:
+    """Draw a network; return the top of the next one."""
+    top = _write(draw, [_fitted(short_name(row.name), row)], top, NAME, TEXT)
+    ms = row.ms()
+    if ms:
+        total = times(sum(ms))
+        draw.text((WIDTH - MARGIN - _font(NAME).getlength(total), top - NAME - 10), total, TEXT, _font(NAME))
+    bottom = _write(draw, lines, top, WORDS, QUIET) + 8 + CELL
+    timed = len(ms) == len(row.calls) and full > 0
+    for (left, right), call, i in zip(cells(len(row.calls)), bytes(row.calls), range(len(row.calls)), strict=True):
+        height = max(LOWEST, round(CELL * min(1.0, ms[i] / full))) if timed else CELL
+        _cell(draw, (left, bottom - height, max(left, right - 1), bottom), call == ON_ENGINE)
+    return bottom + 36
+
+
+def _cell(draw: ImageDraw.ImageDraw, box: tuple[float, float, float, float], engine: bool) -> None:
+    draw.rectangle(box, ENGINE_COLOUR if engine else NATIVE_COLOUR)
+    if not engine:
+        left, top, right, bottom = box
+        for y in range(int(bottom) - HATCH, int(top), -HATCH):
+            draw.line((left, y, right, y), LINES)
+
+
+def _legend(draw: ImageDraw.ImageDraw, rows: Sequence[CallStats], top: int, full: float) -> int:
+    font, x = _font(SMALL), MARGIN
+    kinds = [(True, "engine")] if any(row.engine for row in rows) else []
+    kinds += [(False, "native")] if any(row.native for row in rows) else []
+    for engine, text in kinds:
+        _cell(draw, (x, top, x + 28, top + 24), engine)
+        draw.text((x + 38, top - 2), text, QUIET, font)
+        x += 62 + int(font.getlength(text))
+    scale = f"; full height: {times(full)}" if full else ""
+    draw.text((x, top - 2), f"calls in turn, the first apart{scale}", QUIET, font)
+    return top + SMALL + 26
+
+
+def _fitted(name: str, row: CallStats) -> str:
+    """Cut a name to the width that the total time leaves."""
+    room = WIDTH - 2 * MARGIN - (190 if row.ms() else 0)
+    if _font(NAME).getlength(name) <= room:
+        return name
+    while name and _font(NAME).getlength(name + "...") > room:
+        name = name[:-1]
+    return name + "..."
+
+
+def _wrapped(text: str, size: int) -> list[str]:
+    """Break a text into lines that fit the picture."""
+    font, lines = _font(size), [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if font.getlength(longer) <= WIDTH - 2 * MARGIN or not lines[-1]:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
+
+
+def _write(draw: ImageDraw.ImageDraw, lines: list[str], top: int, size: int, colour: str) -> int:
+    for number, text in enumerate(lines):
+        draw.text((MARGIN, top + number * (size + 10)), text, colour, _font(size))
+    return top + _height(lines, size)
+
+
+def _height(lines: list[str], size: int) -> int:
+    return len(lines) * (size + 10)
+
+
+@functools.cache
+def _font(size: int) -> Font:
+    """Return Pillow's own font, which it would unpack again for each word."""
+    return ImageFont.load_default(size)

@@ -16,7 +16,8 @@ from ..architectures.calls import AsyncInputs
 from ..architectures.shapes import Profile, Shape, ShapeMismatch, bind, outside
 from ..comfy_model.module_copy import ReplacedForward
 from ..engine_library import Engine, Fallback, Reason, Unavailable, trust
-from .cuda_graphs import GraphCache, Recorder
+from .cuda_capture import Capture
+from .cuda_graphs import GraphCache
 from .gpu_memory import EVERYTHING, is_out_of_memory, make_room, no_room, with_room
 from .per_image_cache import LivePerImagePasses
 from .refit import EngineWeights
@@ -68,7 +69,7 @@ class FileSession:
         engine: Engine,
         load: Load,
         device: torch.device,
-        recorder: Recorder | None = None,
+        recorder: Capture | None = None,
         weights: EngineWeights | None = None,
     ):
         """``weights``: those of an engine that takes any."""
@@ -275,7 +276,7 @@ class FileSession:
             return plan.run(runner, prepared(given))
         if self.graphs is None:
             steady = () if self._current is None else self._current.passes.steady
-            self.graphs = GraphCache(self.device, recorder=self._recorder, steady=steady)
+            self.graphs = GraphCache(self.device, capture=self._recorder, steady=steady)
         return dict(self.graphs.run(on(runner), given, prepare=prepared, own=lambda: on(runner.new_context())))
 
     def _take_weights(self) -> None:

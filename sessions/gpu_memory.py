@@ -1,4 +1,4 @@
-"""Room on the device for an engine that opens: ComfyUI gives up what no model of the running node needs."""
+"""GPU memory for an engine that opens: ComfyUI frees what no model of the running node needs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Opened = TypeVar("Opened")
 
 EVERYTHING = 1e30
 MAKE_ROOM = "close what else uses the GPU, or choose smaller pictures; another build needs as much"
-"""Advice for a user whose GPU memory is too small for an engine."""
+"""Advice for a user without enough GPU memory."""
 
 
 def make_room(size: float, device: torch.device) -> None:
-    """Have ComfyUI free ``size`` bytes and what it keeps free for computing, as far as models not in use hold them."""
+    """Have ComfyUI free ``size`` bytes and its reserve for computing, as far as models not in use hold them."""
     if model_management.is_device_cpu(device):
         return
     in_use = [model for model in model_management.current_loaded_models if model.currently_used]
@@ -32,13 +32,13 @@ def make_room(size: float, device: torch.device) -> None:
 
 
 def with_room(size: int, device: torch.device, start: Callable[[], Opened]) -> Opened:
-    """``start()`` with room for ``size`` bytes; where memory lacks nevertheless, once more with all that can be had.
+    """Return ``start()`` with ``size`` bytes free; if memory is short, try once more with all that can be freed.
 
     Raises:
-        Unavailable: there is no room, also when ComfyUI gives up all that is not in use.
+        Unavailable: memory is short, even after ComfyUI freed all that is not in use.
     """
     need_room(size, device)
-    model_management.soft_empty_cache()  # other libraries cannot have the blocks that torch keeps
+    model_management.soft_empty_cache()  # other libraries cannot use the blocks that torch keeps
     try:
         return start()
     except Exception as error:
@@ -58,10 +58,10 @@ def with_room(size: int, device: torch.device, start: Callable[[], Opened]) -> O
 
 
 def need_room(size: int, device: torch.device) -> None:
-    """Make room for ``size`` bytes that stay, and something to compute in.
+    """Free ``size`` bytes that stay in use, and some to compute in.
 
     Raises:
-        Unavailable: there is none, also when ComfyUI gives up all that is not in use.
+        Unavailable: memory is short, even after ComfyUI freed all that is not in use.
     """
     make_room(size, device)
     if lacks_room(size, device):
@@ -71,19 +71,19 @@ def need_room(size: int, device: torch.device) -> None:
 
 
 def no_room(why: str) -> Unavailable:
-    """Return what is said of an engine that has no room, here as everywhere."""
+    """Return the error for an engine without enough memory."""
     return Unavailable(Reason.ENGINE_FAILED, f"not enough GPU memory ({why}); {MAKE_ROOM}")
 
 
 def lacks_room(size: int, device: torch.device) -> bool:
-    """Tell whether a device has not ``size`` bytes, and what ComfyUI reserves besides, to give."""
+    """Tell whether a device has less than ``size`` bytes and ComfyUI's reserve free."""
     if model_management.is_device_cpu(device):
         return False
     return free_memory(device) < size + model_management.extra_reserved_memory()
 
 
 def close_engines(device: torch.device) -> None:
-    """Close every engine on a device, also those in use: native serves the rest of the run in their place."""
+    """Close every engine on a device, also those in use: native serves the rest of the run."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # ControlNets of a stack may run beside the call that lacked memory
     for patcher in model_management.loaded_models():
@@ -93,7 +93,7 @@ def close_engines(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether memory lacked; libraries other than torch say so in words alone."""
+    """Tell whether an error means that memory was short; libraries other than torch only say so in words."""
     words = str(error).lower()
     said = any(phrase in words for phrase in ("out of memory", "outofmemory", "no room for the engine"))
     return said or isinstance(error, MemoryError) or model_management.is_oom(error)

@@ -1,4 +1,4 @@
-"""Times of calls on a GPU, for the figures of an engine's build or check."""
+"""Time of calls on a GPU, for the figures of an engine's build or check."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Callable
 import torch
 
 WARM, TIMED = 3, 10
-"""Calls before the clock is looked at, and calls of which the median counts."""
+"""Calls that are not timed, and calls of which the median counts."""
 
 
 def milliseconds(call: Callable[[], object]) -> float:
-    """Median time of a call on the GPU, the host's part in it."""
+    """Return the median milliseconds of a call on the GPU, the host's part included."""
     return statistics.median(each(call, WARM, TIMED))
 
 
 def each(call: Callable[[], object], warm: int, timed: int) -> list[float]:
-    """Milliseconds of some calls by CUDA events, each call alone, after some that do not count."""
+    """Return the milliseconds of ``timed`` calls by CUDA events, each call alone, after ``warm`` calls."""
     for _ in range(warm):
         call()
     times = []
@@ -34,7 +34,7 @@ def each(call: Callable[[], object], warm: int, timed: int) -> list[float]:
 
 
 def driver_version() -> str:
-    """The version of NVIDIA's driver; ``""`` where its tool does not tell."""
+    """Return the version of NVIDIA's driver, or ``""`` if its tool does not tell."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout

@@ -1,9 +1,10 @@
-"""Per-image passes: parts of a network that run once per control image and not in every step."""
+"""Per-image passes: the part of a network that works on its control image, run once per image, not in every step."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ Results = tuple[torch.Tensor, ...]
 
 @dataclass
 class _Entry:
-    """The results for a source, with its version then, or its values where torch counts no versions."""
+    """The results for a source, with its version then, or its values if it has no versions."""
 
     source: weakref.ref[torch.Tensor]
     version: int | None
@@ -37,7 +38,7 @@ class _Entry:
     results: Results
 
     def holds(self) -> bool:
-        """True while the source lives and nobody has written to it."""
+        """Return True while the source lives and is unchanged."""
         source = self.source()
         if source is None:
             return False
@@ -45,10 +46,10 @@ class _Entry:
 
 
 class ResultCache:
-    """Remembers what became of the latest sources, for example control images.
+    """Cache of the results for the latest sources, for example control images.
 
-    ComfyUI makes one tensor per image and size and hands the same object to every step, so the object is the key: while
-    it lives nobody else has its place, and in-place changes show in its version (where torch counts one).
+    ComfyUI makes one tensor per image and size and gives the same object to every step, so the object is the key. An
+    in-place change shows in its version, or in its values if it has no version.
     """
 
     def __init__(self, compute: Callable[[torch.Tensor, Hashable], Results]):
@@ -57,11 +58,11 @@ class ResultCache:
         self.computed = 0
 
     def get(self, source: torch.Tensor, extra: Hashable, weights: int) -> Results:
-        """Return what became of a source.
+        """Return the results for a source, computed if they are not known.
 
         Args:
-            extra: what the results depend on besides.
-            weights: version of the weights; another one computes anew.
+            extra: value that the results also depend on.
+            weights: version of the weights; another version computes the results again.
         """
         for entry in self._entries:
             if entry.source() is source and entry.weights == weights and entry.extra == extra and entry.holds():
@@ -81,10 +82,10 @@ class ResultCache:
 
 
 class PerImagePasses:
-    """The per-image passes of one network, on weights that somebody else follows.
+    """The per-image passes of one network, on weights that another object keeps up to date.
 
     Attributes:
-        steady: names of the engine's inputs that they give: always the same tensors for the same image.
+        steady: names of the engine inputs that the passes give: the same tensor objects for the same image.
     """
 
     def __init__(
@@ -94,7 +95,10 @@ class PerImagePasses:
         dtype: torch.dtype,
         layout: Callable[[torch.Tensor], torch.Tensor] = laid_out,
     ):
-        """``layout``: puts results into the memory layout that the engine takes."""
+        """
+        Args:
+            layout: puts results into the memory layout that the engine takes.
+        """
         self._parts = list(passes)
         self._device, self._dtype, self._layout = device, dtype, layout
         self._caches = {part.name: ResultCache(self._computing(part)) for part in self._parts}
@@ -105,7 +109,7 @@ class PerImagePasses:
 
     @property
     def computed(self) -> int:
-        """Return how often any of them ran."""
+        """Number of passes that ran."""
         return sum(cache.computed for cache in self._caches.values())
 
     def clear(self) -> None:
@@ -116,10 +120,10 @@ class PerImagePasses:
     def run(
         self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable], weights: int
     ) -> dict[str, torch.Tensor]:
-        """A call's tensors with what the per-image passes give in the place of what they take.
+        """Return a call's tensors, with the results of the passes in the place of their sources.
 
         Raises:
-            Unavailable: a source has another form than native takes.
+            Unavailable: a source has a shape that native does not take.
         """
         found = dict(given)
         for part in self._parts:
@@ -143,7 +147,7 @@ class PerImagePasses:
 
 
 class LivePerImagePasses:
-    """The per-image passes of a network whose engine has weights of its own, run by torch from the live ones."""
+    """The per-image passes of a network whose engine has weights of its own, run by torch with the live weights."""
 
     def __init__(self, network: NativeNetwork, precision: str):
         """
@@ -157,35 +161,33 @@ class LivePerImagePasses:
         self._weights.only(torch.nn.ModuleList(part.function for part in self.passes))
 
     def release(self) -> None:
-        """Give weights and results back; the next call takes them anew."""
+        """Free weights and results; the next call makes them again."""
         self.passes.clear()
         self._weights.release()
 
     def follow(self, patcher: ModelPatcher) -> None:
-        """Compute with a patcher's weights; cheap, as long as its patches are those of the last call.
+        """Compute with a patcher's weights; cheap if its patches are those of the last call.
 
         Raises:
-            Unavailable: there is no memory for them.
+            Unavailable: memory is short.
         """
         with _explained():
             self._weights.follow(patcher)
 
     def run(self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable]) -> dict[str, torch.Tensor]:
-        """As ``PerImagePasses.run``.
+        """Run as ``PerImagePasses.run``.
 
         Raises:
-            Unavailable: also where there is no memory.
+            Unavailable: also if memory is short.
         """
         with _explained():
             return self.passes.run(given, extras, self._weights.version)
 
 
-class _explained:
-    """Says in words that memory lacked."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise no_room("to encode the control image") from error
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Raise Unavailable for torch's error of memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise no_room("to encode the control image") from error

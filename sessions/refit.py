@@ -1,4 +1,4 @@
-"""The weights of an engine that takes any: those that ComfyUI samples with, put into it when they change."""
+"""Refit: an engine with replaceable weights is given the weights that ComfyUI samples with, when they change."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ log = logging.getLogger(__name__)
 
 
 class EngineWeights:
-    """Follows the patchers of one native module, for one engine. It keeps neither.
+    """Weights of one native module for one engine, refitted from patcher to patcher. It keeps neither alive.
 
-    What is in the engine is known by the patches of each parameter, so a LoRA at another strength changes only what
-    that LoRA changes. One that was opened with the weights of this very model is given only what patches change.
+    It knows the patches of each parameter in the engine, so a LoRA at another strength refits only the parameters of
+    that LoRA. An engine that was built with the weights of this very model is given only the patched ones.
     """
 
     def __init__(self, network: NativeNetwork, engine: Engine, keeps: bool = False):
         """
         Args:
-            keeps: whether the engine has the weights that it was built with when it is opened.
+            keeps: True if the engine has the weights that it was built with when it is opened.
 
         Raises:
             Unavailable: the engine is not one of this network.
@@ -53,11 +53,11 @@ class EngineWeights:
         if strange or not self._initialisers:
             what = f"wants a weight {min(strange)}" if strange else "takes no weights"
             raise Unavailable(Reason.BROKEN_ENGINE, f"{engine.folder.name} {what}, unlike {network.label}")
-        # another machine's word for what is inside is not taken
+        # what another machine says of its engine is not believed
         self._built_with = engine.manifest.built_with if keeps and trust.built_here(engine) else ""
         self._patcher: weakref.ref[ModelPatcher] | None = None
-        self._inside: dict[str, list] | None = None  # parameter -> its patches; None: the engine has another's weights
-        self._as_opened = True  # nothing was put into the engine yet
+        self._inside: dict[str, list] | None = None  # parameter -> its patches; None: the weights are unknown
+        self._as_opened = True  # no weights were put into the engine yet
         self._version: tuple = (None, 0)
 
     def belong_to(self, module: torch.nn.Module) -> bool:
@@ -65,25 +65,25 @@ class EngineWeights:
         return self._module() is module
 
     def follow(self, patcher: ModelPatcher) -> None:
-        """From the next ``refit`` on the weights are a patcher's. Cheap."""
+        """Use a patcher's weights from the next ``refit`` on. Cheap."""
         self._patcher = weakref.ref(patcher)
 
     def forget(self) -> None:
-        """The engine was closed: one that is opened has weights of its own."""
+        """Forget the weights of an engine that was closed: opened again it has its own."""
         self._inside, self._as_opened = None, True
 
     @property
     def changed(self) -> bool:
-        """Tell whether the engine has to be given some. Cheap, unless the patcher's LoRAs are new."""
+        """True if the engine needs a refit. Cheap, unless the patcher's LoRAs are new."""
         return self._inside is None or self._state() != self._version
 
     def _state(self) -> tuple:
-        """A value that changes with the patcher's weights."""
+        """Return a value that changes with the patcher's weights."""
         patcher = self._patcher()
         return version_of(patcher), edition_of(patcher)
 
     def refit(self, runner: Runner) -> None:
-        """Give a runner what differs from what it has."""
+        """Put the weights that differ into a runner's engine."""
         started = time.perf_counter()
         patcher = self._patcher()
         version, entries = self._state(), patcher.get_key_patches(self._prefix or None)
@@ -91,7 +91,7 @@ class EngineWeights:
         wanted = {name: acting(entries[self._prefix + name][1:]) for name in self._initialisers}
         edited = self._inside is not None and self._version[1] != version[1]
         inside = self._models_own() if self._as_opened else None if edited else self._inside
-        self._inside, self._as_opened = None, False  # whatever happens, the old ones are not all there any more
+        self._inside, self._as_opened = None, False  # even if this fails, the old weights are no longer complete
         changed = {
             initialiser
             for name, initialiser in self._initialisers.items()
@@ -104,14 +104,14 @@ class EngineWeights:
         self._inside, self._version = wanted, version
 
     def _models_own(self) -> dict[str, list] | None:
-        """Return what is in an engine that was just opened, if it was built with this model's own weights."""
+        """Return the patches in an engine that was just opened: none, if it was built with this model's own weights."""
         patcher = self._patcher()
         if not self._built_with or own_hash(patcher, self._prefix) != self._built_with:
             return None
         return {name: [] for name in self._initialisers}
 
     def _value(self, key: str, entry: list) -> torch.Tensor:
-        """A weight in the engine's dtype, in main memory, of nobody else."""
+        """Return a copy of a weight in the engine's dtype, in main memory."""
         original, *patches = entry
         cast = cast_when_called(self._patcher()).get(key)
         value = value_of(key, original, acting(patches), self._device, cast)
@@ -119,7 +119,7 @@ class EngineWeights:
 
 
 class _Values(Mapping[str, torch.Tensor]):
-    """Initialiser -> the value that it has to have, computed when it is asked for."""
+    """Mapping of initialiser -> its value, computed when it is read."""
 
     def __init__(self, entries: Mapping[str, list], keys: Mapping[str, str], weights: EngineWeights):
         self._entries, self._keys, self._weights = entries, keys, weights

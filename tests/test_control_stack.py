@@ -34,7 +34,7 @@ def test_a_stack_gives_what_the_chain_gives(stacks: Stacks, count: int) -> None:
         assert same(call(stack, step), call(native, step))
     for step in range(3):
         assert same(call(stack, step, batch=1), call(native, step, batch=1))
-    assert stacks.runs == 7, "all calls but the first, which opens and records engines"
+    assert stacks.runs == 7, "all calls but the first, which opens engines"
 
 
 def test_results_of_one_step_are_not_touched_by_the_next(stacks: Stacks) -> None:

@@ -1,4 +1,4 @@
-"""The graph component's promises, with a recorder that needs no GPU: it runs the recorded function again on demand."""
+"""The graph component's promises, with a capture that needs no GPU: it runs the captured function again on demand."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from small_networks import CPU
 import_comfy()
 
 from comfy import model_management
-from hybrid_trt.sessions import cuda_graphs
-from hybrid_trt.sessions import graph_memory as failed_capture
+from hybrid_trt.sessions import cuda_capture, cuda_graphs
 from hybrid_trt.sessions.cuda_graphs import GraphCache
 
 Tensors = Mapping[str, torch.Tensor]
@@ -38,18 +37,18 @@ def check(cache: GraphCache, token: object = None, **inputs: torch.Tensor) -> No
         assert results[name].stride() == value.stride()
 
 
-def test_plain_first_recorded_at_the_second_call_and_replayed_after() -> None:
+def test_plain_first_captured_at_the_second_call_and_replayed_after() -> None:
     recorder = Recorder()
-    cache = GraphCache(CPU, recorder=recorder)
+    cache = GraphCache(CPU, capture=recorder)
     counts = []
     for _ in range(4):
         check(cache, x=random(2, 3), y=random(4))
-        counts.append((recorder.recorded, recorder.replayed))
+        counts.append((recorder.captured, recorder.replayed))
     assert counts == [(0, 0), (1, 1), (1, 2), (1, 3)]
 
 
 def test_results_belong_to_the_caller() -> None:
-    cache = GraphCache(CPU, recorder=Recorder())
+    cache = GraphCache(CPU, capture=Recorder())
     x = random(2, 3)
     first = [cache.run(double_and_sum, {"x": x})["double"] for _ in range(3)]
     for result in first:
@@ -62,7 +61,7 @@ def test_results_belong_to_the_caller() -> None:
 def test_results_are_lent_on_the_caches_own_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, here = Recorder(), []
     recorder.stream = object()
-    cache = GraphCache(CPU, recorder=recorder)
+    cache = GraphCache(CPU, capture=recorder)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: here[-1])
     places: dict[bool, set[int]] = {False: set(), True: set()}
     kept = []
@@ -80,9 +79,9 @@ def test_results_are_lent_on_the_caches_own_stream_alone(monkeypatch: pytest.Mon
     assert not places[True] & places[False]
 
 
-def test_every_shape_dtype_and_set_of_inputs_has_a_recording_of_its_own() -> None:
+def test_every_shape_dtype_and_set_of_inputs_has_a_graph_of_its_own() -> None:
     recorder = Recorder()
-    cache = GraphCache(CPU, recorder=recorder)
+    cache = GraphCache(CPU, capture=recorder)
     calls: list[dict[str, torch.Tensor]] = [
         {"x": random(2, 3)}, {"x": random(1, 3)}, {"x": random(3, 2)}, {"x": random(2, 3, dtype=torch.float64)},
         {"x": random(2, 3), "residual": random(2, 3)}, {"x": random(2, 3), "residual": random(2, 4)},
@@ -90,58 +89,50 @@ def test_every_shape_dtype_and_set_of_inputs_has_a_recording_of_its_own() -> Non
     for _ in range(3):
         for call in calls:
             check(cache, **{name: torch.randn_like(t) for name, t in call.items()})
-    assert recorder.recorded == len(cache) == len(calls)
+    assert recorder.captured == len(cache) == len(calls)
 
 
-def test_switching_between_batch_one_and_two_records_each_once() -> None:
+def test_the_least_recently_used_graph_goes_first() -> None:
     recorder = Recorder()
-    cache = GraphCache(CPU, recorder=recorder)
-    for batch in (2, 1, 2, 1, 2, 2, 1, 1):
-        check(cache, x=random(batch, 4, 8, 8))
-    assert recorder.recorded == 2
-
-
-def test_the_least_recently_used_recording_goes_first() -> None:
-    recorder = Recorder()
-    cache = GraphCache(CPU, limit=2, recorder=recorder)
+    cache = GraphCache(CPU, limit=2, capture=recorder)
     for size in (1, 1, 2, 2, 1, 3, 3):
         check(cache, x=random(size))
-    assert (recorder.recorded, len(cache)) == (3, 2)
+    assert (recorder.captured, len(cache)) == (3, 2)
     check(cache, x=random(1))
-    assert recorder.recorded == 3, "1 was used after 2, so 2 went"
+    assert recorder.captured == 3, "1 was used after 2, so 2 went"
     for _ in range(2):
         check(cache, x=random(2))
-    assert (recorder.recorded, len(cache)) == (4, 2)
+    assert (recorder.captured, len(cache)) == (4, 2)
 
 
 @pytest.mark.parametrize("sets", [9, 12, 40, 100])
-def test_more_sets_of_shapes_in_each_step_than_recordings_are_not_recorded_anew_in_each_step(sets: int) -> None:
+def test_more_sets_of_shapes_in_each_step_than_graphs_are_not_captured_anew_in_each_step(sets: int) -> None:
     recorder = Recorder()
-    cache = GraphCache(CPU, recorder=recorder)
+    cache = GraphCache(CPU, capture=recorder)
     for _ in range(6):
         for size in range(1, sets + 1):
             check(cache, x=random(size))
-    assert recorder.recorded == len(cache) == (8 if sets <= 64 else 0)
-    assert recorder.replayed == 5 * len(cache), "the recordings that there is room for serve in every step"
+    assert recorder.captured == len(cache) == (8 if sets <= 64 else 0)
+    assert recorder.replayed == 5 * len(cache), "the graphs that there is room for serve in every step"
 
 
 def test_other_shapes_take_the_place_of_those_that_are_no_longer_called() -> None:
     recorder = Recorder()
-    cache = GraphCache(CPU, recorder=recorder)
+    cache = GraphCache(CPU, capture=recorder)
     for sizes in (range(1, 13), range(20, 24)):
         for _ in range(8):
             for size in sizes:
                 check(cache, x=random(size))
-    assert (recorder.recorded, len(cache)) == (12, 8)
+    assert (recorder.captured, len(cache)) == (12, 8)
     before = recorder.replayed
     for size in range(20, 24):
         check(cache, x=random(size))
     assert recorder.replayed == before + 4
 
 
-def test_recordings_are_replayed_outside_of_inference_mode_too() -> None:
+def test_graphs_are_replayed_outside_of_inference_mode_too() -> None:
     """ComfyUI's threads for several GPUs are outside of it."""
-    cache = GraphCache(CPU, recorder=Recorder())
+    cache = GraphCache(CPU, capture=Recorder())
     with torch.inference_mode():
         for _ in range(2):
             check(cache, x=random(2))
@@ -150,20 +141,20 @@ def test_recordings_are_replayed_outside_of_inference_mode_too() -> None:
     assert len(cache) == 1
 
 
-def test_another_token_drops_all_recordings() -> None:
+def test_another_token_drops_all_graphs() -> None:
     recorder = Recorder()
-    cache = GraphCache(CPU, recorder=recorder)
+    cache = GraphCache(CPU, capture=recorder)
     for token in (1, 1, 1, 2, 2):
         check(cache, token, x=random(2))
-    assert recorder.recorded == 2
+    assert recorder.captured == 2
 
 
 @pytest.mark.parametrize("error", [RuntimeError("operation not permitted when stream is capturing\nmore"),
                                    torch.OutOfMemoryError("CUDA out of memory")])
-def test_a_recording_that_fails_runs_plainly_and_says_why(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_capture_that_fails_runs_plainly_and_says_why(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder()
     recorder.error = error
-    cache = GraphCache(CPU, recorder=recorder)
+    cache = GraphCache(CPU, capture=recorder)
     for _ in range(4):
         check(cache, x=random(2))
     assert len(cache) == 0
@@ -172,11 +163,11 @@ def test_a_recording_that_fails_runs_plainly_and_says_why(error: Exception, capl
     recorder.error = None
     check(cache, x=random(3))
     check(cache, x=random(3))
-    assert recorder.recorded == 1, "other shapes are not concerned"
+    assert recorder.captured == 1, "other shapes are not concerned"
 
 
 class Network:
-    """Makes a tensor and keeps another, as a network that is recorded does; ``fail`` is called before it returns."""
+    """Makes a tensor and keeps another, as a captured network does; ``fail`` is called before it returns."""
 
     def __init__(self) -> None:
         self.weight, self.fail = random(2), lambda: None
@@ -189,11 +180,11 @@ class Network:
         return {"out": activation[0] + 0}
 
 
-def failed(network: Network, error: Exception, while_recording: bool) -> GraphCache:
-    """A cache whose recording of a network has failed with an error that has another for its cause."""
+def failed(network: Network, error: Exception, while_capturing: bool) -> GraphCache:
+    """Return a cache whose capture of a network has failed with an error that has another for its cause."""
     def fail() -> None:
         calls.append(True)
-        if len(calls) == (3 if while_recording else 2):  # plainly, to learn the shapes, while recording
+        if len(calls) == (3 if while_capturing else 2):  # plainly, to learn the shapes, while capturing
             try:
                 raise ValueError("the cause")
             except ValueError as cause:
@@ -201,7 +192,7 @@ def failed(network: Network, error: Exception, while_recording: bool) -> GraphCa
 
     calls: list[bool] = []
     network.fail = fail
-    cache = GraphCache(CPU, recorder=Recorder())
+    cache = GraphCache(CPU, capture=Recorder())
     for _ in range(2):
         cache.run(network, {"x": random(2)})
     network.fail = lambda: None
@@ -209,12 +200,12 @@ def failed(network: Network, error: Exception, while_recording: bool) -> GraphCa
     return cache
 
 
-@pytest.mark.parametrize("while_recording", [False, True])
-def test_what_a_failed_recording_held_goes_at_once(while_recording: bool) -> None:
+@pytest.mark.parametrize("while_capturing", [False, True])
+def test_what_a_failed_capture_held_goes_at_once(while_capturing: bool) -> None:
     network, error = Network(), RuntimeError("operation not permitted")
     weight, alive = weakref.ref(network.weight), weakref.ref(network)
-    cache = failed(network, error, while_recording)
-    assert len(network.made) == (4 if while_recording else 3)
+    cache = failed(network, error, while_capturing)
+    assert len(network.made) == (4 if while_capturing else 3)
     assert [made() for made in network.made] == [None] * len(network.made)
     del network
     assert error.__traceback__ is None
@@ -222,15 +213,15 @@ def test_what_a_failed_recording_held_goes_at_once(while_recording: bool) -> Non
     assert len(cache) == 0
 
 
-def test_where_freeing_is_fatal_only_the_tensors_that_were_made_while_recording_stay(
+def test_where_freeing_is_fatal_only_the_tensors_that_were_made_while_capturing_stay(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A double of cudaMallocAsync's rule. What stays holds no memory there."""
-    monkeypatch.setattr(failed_capture, "_frees_are_fatal", lambda _device: True)
-    monkeypatch.setattr(failed_capture, "_never_freed", stayed := [])
+    monkeypatch.setattr(cuda_capture, "_frees_are_fatal", lambda _device: True)
+    monkeypatch.setattr(cuda_capture, "_never_freed", stayed := [])
     network = Network()
     weight, alive = weakref.ref(network.weight), weakref.ref(network)
-    failed(network, RuntimeError("operation not permitted"), while_recording=True)
+    failed(network, RuntimeError("operation not permitted"), while_capturing=True)
     made = network.made
     assert [m() is not None for m in made] == [False, False, True, False]
     assert len(stayed) == 1
@@ -240,14 +231,14 @@ def test_where_freeing_is_fatal_only_the_tensors_that_were_made_while_recording_
 
 
 def test_layouts_of_inputs_and_results_are_kept() -> None:
-    cache = GraphCache(CPU, recorder=Recorder())
+    cache = GraphCache(CPU, capture=Recorder())
     for _ in range(3):
         check(cache, x=random(2, 4, 6, 6).contiguous(memory_format=torch.channels_last))
     check(cache, x=random(2, 4, 6, 6).contiguous(memory_format=torch.channels_last))
 
 
 def test_a_steady_input_is_copied_only_when_another_tensor_comes() -> None:
-    cache = GraphCache(CPU, recorder=Recorder(), steady=["hint"])
+    cache = GraphCache(CPU, capture=Recorder(), steady=["hint"])
     x, hint = random(2), random(3)
     for _ in range(3):
         cache.run(double_and_sum, {"x": x, "hint": hint})
@@ -257,7 +248,7 @@ def test_a_steady_input_is_copied_only_when_another_tensor_comes() -> None:
     check(cache, x=x, hint=hint.clone())
 
 
-def test_without_a_recorder_everything_runs_plainly() -> None:
+def test_without_a_capture_everything_runs_plainly() -> None:
     cache = GraphCache(CPU)
     for _ in range(3):
         check(cache, x=random(2))
@@ -265,7 +256,7 @@ def test_without_a_recorder_everything_runs_plainly() -> None:
     assert cache.bytes == 0
 
 
-def test_a_recording_that_the_user_interrupts_is_cleaned_up_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_the_user_interrupts_is_cleaned_up_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[BaseException] = []
     monkeypatch.setattr(cuda_graphs, "release_failed_capture", lambda error, _device: released.append(error))
     interrupted, recorder = [True], Recorder()
@@ -275,15 +266,11 @@ def test_a_recording_that_the_user_interrupts_is_cleaned_up_and_tried_again(monk
             raise model_management.InterruptProcessingException
         return recorder(body)
 
-    graphs = GraphCache(CPU, recorder=record)
+    graphs = GraphCache(CPU, capture=record)
     given = {"x": torch.ones(1, 64)}
-    graphs.run(double, given)
+    graphs.run(double_and_sum, given)
     with pytest.raises(model_management.InterruptProcessingException):
-        graphs.run(double, given)
+        graphs.run(double_and_sum, given)
     assert len(released) == 1
-    assert torch.equal(graphs.run(double, given)["out"], 2 * given["x"])
+    assert torch.equal(graphs.run(double_and_sum, given)["double"], 2 * given["x"])
     assert len(graphs) == 1
-
-
-def double(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {"out": 2 * tensors["x"]}

@@ -1,4 +1,4 @@
-"""What makes runs fast still does on newer ComfyUIs; where it does not, the log and the report say so once."""
+"""Runs stay fast on newer ComfyUIs; where they do not, the log and the report say so once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from comfy.controlnet import ControlBase, ControlNet, StrengthType
 from control_stacks import Stacks, call, same
 from hybrid_trt.comfy_model import comfyui_internals
 from hybrid_trt.comfy_model.comfyui_internals import Feature
-from hybrid_trt.sampling import call_stats, fast_path
+from hybrid_trt.sampling import call_stats
 from hybrid_trt.sampling.call_stats import CallStats
 from hybrid_trt.sampling.control_stack import ControlStack
 from hybrid_trt.sampling.report import report_text
@@ -31,7 +31,7 @@ STEPS = 4
 
 @pytest.fixture(autouse=True)
 def new_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_path, "_told", set())
+    monkeypatch.setattr(call_stats, "_told", set())
     monkeypatch.setattr(call_stats, "_prompts", OrderedDict())
 
 
@@ -41,7 +41,7 @@ def stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stacks:
 
 
 def sampled(stacks: Stacks, prepare: object = lambda control: None) -> list[CallStats]:
-    """What the two of a chain counted in some steps; each step has native's values."""
+    """Return the stats of a chain of two after some steps; each step has native's values."""
     native, backed = stacks.chain(False), stacks.chain(True)
     for chain in (native, backed):
         prepare(chain)
@@ -59,7 +59,7 @@ def test_a_stack_is_joined_from_the_second_step_on_and_nothing_is_said(
     counted = sampled(stacks)
     assert stacks.runs == STEPS - 1
     assert [row.apart for row in counted] == [0, 0]
-    assert fast_path.sentences(counted) == []
+    assert call_stats.slow_sentences(counted) == []
     assert "slower" not in caplog.text
 
 
@@ -91,7 +91,7 @@ def test_a_comfyui_whose_code_lies_in_another_file_of_its_own_is_said(
     counted = sampled(stacks)
     assert stacks.runs == 0
     assert [row.apart for row in counted] == [STEPS, STEPS]
-    assert "The picture is right" in fast_path.sentences(counted)[-1]
+    assert "The picture is right" in call_stats.slow_sentences(counted)[-1]
 
 
 def test_values_that_a_comfyui_keeps_on_its_class_do_not_part_a_stack(
@@ -112,7 +112,7 @@ def test_a_stack_that_this_comfyui_does_not_let_join_is_said_once_with_what_to_r
     assert [row.apart for row in counted] == [STEPS, STEPS]
     warnings = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
     assert len([text for text in warnings if "side by side" in text]) == 1
-    *told, report = fast_path.sentences(counted)
+    *told, report = call_stats.slow_sentences(counted)
     assert len(told) == 1, "both have one name"
     assert "The picture is right" in report
     assert "ComfyUI 0." in report
@@ -145,7 +145,7 @@ def _by_another_packs_class(control: ControlBase) -> None:
 def test_reasons_of_the_graph_or_of_another_pack_are_no_complaint(stacks: Stacks, prepare: object) -> None:
     counted = sampled(stacks, prepare)
     assert stacks.runs == 0
-    assert fast_path.sentences(counted) == []
+    assert call_stats.slow_sentences(counted) == []
 
 
 @pytest.mark.parametrize(("closed_before", "reopened"), [((), 0), ((2,), 1), ((1, 3), 2)])
@@ -159,24 +159,24 @@ def test_an_engine_that_is_opened_again_within_a_run_is_said_and_pictures_are_ri
             handle.session.unload()
         assert same(call(ControlStack(backed), step), call(native, step))
     assert handle.stats.reopened == reopened
-    said = [text for text in fast_path.sentences([handle.stats]) if "opened more than once" in text]
+    said = [text for text in call_stats.slow_sentences([handle.stats]) if "opened more than once" in text]
     assert len(said) == (reopened > 0)
     assert caplog.text.count("opened more than once") == (reopened > 0)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_calls_that_could_not_be_recorded_are_said_and_pictures_are_right(
+def test_calls_that_could_not_be_captured_are_said_and_pictures_are_right(
     stacks: Stacks, fails: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     native, backed = stacks.chain(False, 1), stacks.chain(True, 1)
     handle, recorder = backed.control_model.handle, Recorder()
     recorder.error = RuntimeError("not while it captures") if fails else None
-    handle.session.graphs._record = recorder
+    handle.session.graphs._capture = recorder
     for step in range(STEPS):
         assert same(call(ControlStack(backed), step), call(native, step))
     assert handle.stats.plain == (STEPS - 1 if fails else 0), "the first call is for learning the shapes"
-    said = [text for text in fast_path.sentences([handle.stats]) if "could not be recorded" in text]
-    assert len(said) == caplog.text.count("could not be recorded") == int(fails)
+    said = [text for text in call_stats.slow_sentences([handle.stats]) if "could not be captured" in text]
+    assert len(said) == caplog.text.count("could not be captured") == int(fails)
     assert all("not while it captures" in text for text in said)
 
 
@@ -184,7 +184,7 @@ def test_calls_that_could_not_be_recorded_are_said_and_pictures_are_right(
 def test_a_unet_that_waits_for_its_controlnets_is_said(late: int, beside: int, said: bool) -> None:
     unet = CallStats("unet", "model", "1", "9", engine=3, beside=beside)
     net = CallStats("controlnet", "net", "2", "9", engine=3, late=late)
-    assert any("waited for its ControlNets" in text for text in fast_path.sentences([net, unet])) == said
+    assert any("waited for its ControlNets" in text for text in call_stats.slow_sentences([net, unet])) == said
 
 
 def test_the_report_says_what_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:

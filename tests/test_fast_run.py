@@ -27,7 +27,7 @@ from hybrid_trt.comfy_model.comfyui_internals import Feature, switched_off
 from hybrid_trt.comfy_model.live_weights import LiveWeights
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library
-from hybrid_trt.sampling import control_stack, device_inputs, fast_path
+from hybrid_trt.sampling import call_stats, control_stack, device_inputs
 from hybrid_trt.sampling.controlnet import back_with_engine
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from memory_fixtures import CONTROLNET, device, file, files, library, nothing_loaded
@@ -71,11 +71,11 @@ class Runs:
         self.patched = Patched(load(next(iter(files.values()))), Library([folder]), "torch")
         self.handles = [self.patched.handle]
         self.control = chain(files, lambda net, number: self._backed(net, number, Library([folder])))
-        self.recorders = [gpu_recorder(gate=not number) for number, _ in enumerate(self.handles)]
+        self.recorders = [gpu_recorder(wait_point=not number) for number, _ in enumerate(self.handles)]
         for handle, recorder in zip(self.handles, self.recorders, strict=True):
-            handle.session.graphs._record = recorder
+            handle.session.graphs._capture = recorder
         self._count()
-        self.latents, self.counts, self.tallies = [], [], []
+        self.latents, self.counts, self.stats = [], [], []
         for seed in (1, 2):
             self._run(seed)
 
@@ -90,7 +90,7 @@ class Runs:
         self._spy(EngineHandle, "refresh", "looked up", lambda *_: True)
         self._spy(LiveWeights, "_bind", "opened", lambda *_: True)
         self._spy(
-            device_inputs.SamplingRun, "_copy", "copied prompts", lambda run, source, _: source not in run._copies
+            device_inputs.RunInputs, "_copy", "copied prompts", lambda run, source, _: source not in run._copies
         )
         self._patch.setattr(device_inputs, "_names_elsewhere", lambda *_: {"c_crossattn"})
 
@@ -107,15 +107,15 @@ class Runs:
         before = Counter(self.all_done)
         self.latents.append(self.patched.sample(seed, control=self.control))
         self.counts.append(self.all_done - before)
-        self.tallies.append([handle.stats for handle in self.handles])
+        self.stats.append([handle.stats for handle in self.handles])
 
     @property
     def all_done(self) -> Counter:
         sessions: list[LiveSession] = [handle.session for handle in self.handles]
-        recorded = sum(recorder.recorded for recorder in self.recorders)
+        captured = sum(recorder.captured for recorder in self.recorders)
         replayed = sum(recorder.replayed for recorder in self.recorders)
         encoded = sum(session.live.passes.computed for session in sessions)
-        return self.done + Counter({"recorded": recorded, "replayed": replayed, "encoded": encoded})
+        return self.done + Counter({"captured": captured, "replayed": replayed, "encoded": encoded})
 
     def each(self, what: str) -> list[int]:
         return [counts[what] for counts in self.counts]
@@ -127,7 +127,7 @@ def runs(
 ) -> Iterator[Runs]:
     with pytest.MonkeyPatch.context() as patch:
         emulate(request.param, patch)
-        patch.setattr(fast_path, "_told", set())
+        patch.setattr(call_stats, "_told", set())
         play_gpu(patch)
         yield Runs(files, tmp_path_factory.mktemp("library"), patch)
 
@@ -136,7 +136,7 @@ def test_the_picture_is_natives(runs: Runs, native: list[torch.Tensor]) -> None:
     *references, uncontrolled = native
     assert all(error(*both) <= LIMIT for both in zip(runs.latents, references, strict=True))
     assert error(runs.latents[0], uncontrolled) > 100 * LIMIT, "the ControlNets act"
-    assert [[row.native for row in rows] for rows in runs.tallies] == [[0, 0, 0]] * 2
+    assert [[row.native for row in rows] for rows in runs.stats] == [[0, 0, 0]] * 2
 
 
 def test_controlnets_are_joined_in_all_steps_but_the_very_first(runs: Runs) -> None:
@@ -151,14 +151,14 @@ def test_a_control_image_is_encoded_once_and_not_again_in_the_next_prompt(runs: 
     assert runs.each("encoded") == [3, 0], "ComfyUI's first hint, its copy that is kept, and the one that was copied"
 
 
-def test_calls_are_recorded_once_and_replayed(runs: Runs) -> None:
-    assert runs.each("recorded") == [3, 0]
+def test_calls_are_captured_once_and_replayed(runs: Runs) -> None:
+    assert runs.each("captured") == [3, 0]
     assert runs.each("replayed") == [3 * (STEPS - 1), 3 * STEPS]
 
 
-def test_the_unet_starts_beside_its_controlnets_as_soon_as_it_is_recorded(runs: Runs) -> None:
-    assert [rows[0].beside for rows in runs.tallies] == [STEPS - 2, STEPS]
-    assert [rows[2].late for rows in runs.tallies] == [STEPS - 2, STEPS]
+def test_the_unet_starts_beside_its_controlnets_as_soon_as_it_is_captured(runs: Runs) -> None:
+    assert [rows[0].beside for rows in runs.stats] == [STEPS - 2, STEPS]
+    assert [rows[2].late for rows in runs.stats] == [STEPS - 2, STEPS]
 
 
 def test_engines_are_looked_up_once_for_each_run_and_opened_for_the_first(runs: Runs) -> None:
@@ -171,8 +171,8 @@ def test_prompts_are_copied_to_the_device_once_for_each_run(runs: Runs) -> None:
 
 
 def test_nothing_is_said_to_be_slow(runs: Runs) -> None:
-    assert [fast_path.sentences(rows) for rows in runs.tallies] == [[], []]
-    assert fast_path._told == set()
+    assert [call_stats.slow_sentences(rows) for rows in runs.stats] == [[], []]
+    assert call_stats._told == set()
 
 
 PROMPTS = {f"{name}-{'dynamic VRAM' if dynamic else 'loaded'}": (name, dynamic)

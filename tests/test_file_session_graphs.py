@@ -1,4 +1,4 @@
-"""A session of engine files whose backend can be recorded: same numbers as plain calls, a runner to each recording."""
+"""A session of engine files whose backend can be captured: same numbers as plain calls, a runner to each graph."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from hybrid_trt.sessions.file_session import FileSession
 CPU = torch.device("cpu")
 
 
-class RecordableRunner:
+class CapturableRunner:
     """Stands for TensorRT's: it doubles what it is given, and remembers of which shapes it was asked last."""
 
     device, bytes, capturable = CPU, 1000, True
 
-    def __init__(self, made: list[RecordableRunner]):
+    def __init__(self, made: list[CapturableRunner]):
         self.shapes: list[tuple[int, ...]] = []
         self._made = made
         made.append(self)
 
-    def new_context(self) -> RecordableRunner:
-        return RecordableRunner(self._made)
+    def new_context(self) -> CapturableRunner:
+        return CapturableRunner(self._made)
 
     def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
         (given,) = inputs.values()
@@ -40,40 +40,40 @@ class RecordableRunner:
             torch.mul(given, 2, out=outputs[name])
 
 
-def session(folder: Path) -> tuple[FileSession, list[RecordableRunner]]:
+def session(folder: Path) -> tuple[FileSession, list[CapturableRunner]]:
     fake_engine.publish(folder, b"engine", largest=8)
     (engine,) = Library([folder]).engines()
     made: list[Any] = []
-    return FileSession(engine, lambda *_: RecordableRunner(made), CPU, recorder=Recorder()), made
+    return FileSession(engine, lambda *_: CapturableRunner(made), CPU, recorder=Recorder()), made
 
 
-def test_each_recording_has_a_runner_of_its_own_that_never_meets_other_shapes(tmp_path: Path) -> None:
+def test_each_graph_has_a_runner_of_its_own_that_never_meets_other_shapes(tmp_path: Path) -> None:
     opened, made = session(tmp_path)
     for batch in (1, 2, 3, 1, 2, 3, 3, 1, 2):
         x = torch.randn(batch, 4)
         assert torch.equal(opened.run({"x": x})["x"], x * 2)
     assert len(opened.graphs) == 3
-    plain, *recorded = made
+    plain, *captured = made
     assert plain.shapes == [(1, 4), (2, 4), (3, 4)]
-    assert [set(runner.shapes) for runner in recorded] == [{(1, 4)}, {(2, 4)}, {(3, 4)}]
+    assert [set(runner.shapes) for runner in captured] == [{(1, 4)}, {(2, 4)}, {(3, 4)}]
 
 
-def test_unloading_lets_recordings_and_their_runners_go(tmp_path: Path) -> None:
+def test_unloading_lets_graphs_and_their_runners_go(tmp_path: Path) -> None:
     opened, made = session(tmp_path)
     for _ in range(3):
         opened.run({"x": torch.ones(2, 4)})
     held = opened.bytes
-    assert held > 1000, "what recordings take counts"
+    assert held > 1000, "what graphs take counts"
     opened.unload()
     assert opened.graphs is None
     assert not opened.loaded
     x = torch.randn(2, 4)
     assert torch.equal(opened.run({"x": x})["x"], x * 2)
-    assert len(made) == 3, "one that was open, its recording, and one that is opened again"
+    assert len(made) == 3, "one that was open, its graph's, and one that is opened again"
 
 
-def test_a_backend_that_cannot_be_recorded_runs_plainly(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(RecordableRunner, "capturable", False)
+def test_a_backend_that_cannot_be_captured_runs_plainly(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(CapturableRunner, "capturable", False)
     opened, made = session(tmp_path)
     for _ in range(3):
         opened.run({"x": torch.ones(2, 4)})

@@ -143,7 +143,7 @@ def test_residuals_that_come_late_are_looked_at_with_the_run(graphs: Graphs, mon
     play_gpu(monkeypatch)
     made, control = graphs.patched(), graphs.controls(True, True)
     for number, handle in enumerate(graphs.handles):
-        handle.session.graphs._record = gpu_recorder(gate=not number)
+        handle.session.graphs._capture = gpu_recorder(wait_point=not number)
     assert error(graphs.sampled(made.model, control), graphs.native()) <= LIMIT
     assert error(graphs.sampled(made.model, control), graphs.native()) <= LIMIT
     assert graphs.handles[0].stats.beside == STEPS, "they come late"

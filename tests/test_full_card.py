@@ -73,7 +73,7 @@ def test_an_engine_that_finds_no_memory_twice_leaves_the_run_to_native(
 def test_an_engine_that_cannot_be_opened_is_told_from_one_that_finds_no_memory(
     patched: Patched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What to do differs: another build mends nothing where memory lacks."""
+    """Another build does not help where memory is short."""
 
     def unreadable(_self: Any, *_arguments: Any) -> None:
         raise RuntimeError("Unsupported model IR version: 99")

@@ -1,4 +1,4 @@
-"""What CUDA graphs keep on a GPU is given to others at a run's end, and only where there is such memory.
+"""Memory that CUDA graphs keep on a GPU is freed at a run's end, and only where there is such memory.
 
 There is no GPU here: the driver is a double that counts. With a real one: ``test_torch_gpu.py``.
 """
@@ -16,7 +16,7 @@ pack.import_comfy()
 
 from comfy.patcher_extension import WrapperExecutor
 from hybrid_trt.sampling import device_inputs
-from hybrid_trt.sessions import graph_memory
+from hybrid_trt.sessions import cuda_capture
 
 GPU = torch.device("cuda", 1)
 
@@ -32,7 +32,7 @@ class Driver:
         return 0
 
     def cuDeviceGetGraphMemAttribute(self, handle: int, attribute: int, value: object) -> int:
-        assert (handle, attribute, type(value._obj)) == (7, graph_memory.RESERVED, ctypes.c_uint64)
+        assert (handle, attribute, type(value._obj)) == (7, cuda_capture.RESERVED, ctypes.c_uint64)
         value._obj.value = self.kept
         return 100 if self.fails == "asking" else 0
 
@@ -52,44 +52,43 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     def synchronize() -> None:
         found.synchronized += 1
 
-    monkeypatch.setattr(graph_memory, "_driver", lambda: found)
+    monkeypatch.setattr(cuda_capture, "_driver", lambda: found)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=synchronize))
-    graph_memory._handle.cache_clear()
+    cuda_capture._handle.cache_clear()
     yield found
-    graph_memory._handle.cache_clear()
+    cuda_capture._handle.cache_clear()
 
 
 def test_what_graphs_keep_is_given_back_once_the_gpu_is_done(driver: Driver) -> None:
-    assert graph_memory.give_back(GPU) == 64
+    assert cuda_capture.give_back_graph_memory(GPU) == 64
     assert (driver.trimmed, driver.synchronized) == ([7], 1)
 
 
 def test_nothing_is_waited_for_where_graphs_keep_nothing(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     driver.kept = 0
-    assert graph_memory.give_back(GPU) == 0
+    assert cuda_capture.give_back_graph_memory(GPU) == 0
     driver.kept = 96
-    assert graph_memory.give_back(torch.device("cpu")) == 0
+    assert cuda_capture.give_back_graph_memory(torch.device("cpu")) == 0
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    assert graph_memory.give_back(GPU) == 0
+    assert cuda_capture.give_back_graph_memory(GPU) == 0
     assert (driver.trimmed, driver.synchronized) == ([], 0)
 
 
-@pytest.mark.parametrize("fails", ["asking", "giving back"])
-def test_a_driver_that_fails_leaves_the_memory_where_it_is(driver: Driver, fails: str) -> None:
+@pytest.mark.parametrize("fails", ["asking", "giving back", "no driver"])
+def test_a_driver_that_fails_or_is_not_there_leaves_the_memory_where_it_is(
+    driver: Driver, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver.fails = fails
-    assert graph_memory.give_back(GPU) == 0
-
-
-def test_without_nvidias_driver_nothing_happens(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
-    monkeypatch.setattr(graph_memory, "_driver", lambda: None)
-    assert graph_memory.give_back(GPU) == 0
+    if fails == "no driver":
+        monkeypatch.setattr(cuda_capture, "_driver", lambda: None)
+    assert cuda_capture.give_back_graph_memory(GPU) == 0
 
 
 @pytest.mark.parametrize("ends", ["well", "interrupted"])
 def test_a_run_gives_it_back_at_its_end_on_each_gpu_that_it_used(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
     given_back = []
-    monkeypatch.setattr(graph_memory, "give_back", given_back.append)
+    monkeypatch.setattr(device_inputs, "give_back_graph_memory", given_back.append)
     guider = SimpleNamespace(model_options={})
 
     def sample() -> str:

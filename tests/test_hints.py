@@ -19,21 +19,17 @@ def hint_of(net: NativeNetwork, seed: int = 1, **sizes: int) -> torch.Tensor:
     return sample_inputs(specs, {"HB": 1, "H": 9, "W": 12} | sizes, seed)["hint"]
 
 
-def encoder_of(net: NativeNetwork) -> HintEncoder:
-    return HintEncoder(net)
-
-
 @pytest.mark.parametrize("sizes", [{}, {"H": 8, "W": 8}, {"HB": 2}])
 def test_the_encoded_hint_is_natives_bit_for_bit(sizes: dict[str, int]) -> None:
     net = network("controlnet", "unlike_levels")
     hint = hint_of(net, **sizes)
     with torch.inference_mode():
-        assert torch.equal(encoder_of(net)(hint), net.module.input_hint_block(hint, None, None))
+        assert torch.equal(HintEncoder(net)(hint), net.module.input_hint_block(hint, None, None))
 
 
 def test_the_encoder_holds_its_own_layers_only_and_takes_nothing_from_the_native_module() -> None:
     net = network("controlnet", "unlike_levels")
-    encoder = encoder_of(net)
+    encoder = HintEncoder(net)
     with torch.inference_mode():
         encoder(hint_of(net))
     own = sum(p.numel() * p.element_size() for p in net.module.input_hint_block.parameters())
@@ -47,7 +43,7 @@ def test_the_encoder_holds_its_own_layers_only_and_takes_nothing_from_the_native
 
 def test_an_image_is_encoded_once_and_another_one_anew() -> None:
     net = network("controlnet", "unlike_levels")
-    encoder, first, second = encoder_of(net), hint_of(net, 1), hint_of(net, 2)
+    encoder, first, second = HintEncoder(net), hint_of(net, 1), hint_of(net, 2)
     with torch.inference_mode():
         results = [encoder(hint) for hint in (first, first, second, first, second)]
     assert encoder.live.passes.computed == 2
@@ -63,14 +59,14 @@ def test_a_weight_patch_on_these_layers_is_seen_at_the_next_run() -> None:
     patched = NativeNetwork(patcher, plain.module, plain.prefix, plain.dtype, plain.label)
     hint = hint_of(plain)
     with torch.inference_mode():
-        before, after = encoder_of(plain)(hint), encoder_of(patched)(hint)
+        before, after = HintEncoder(plain)(hint), HintEncoder(patched)(hint)
         patcher.patch_model(torch.device("cpu"))
         assert torch.allclose(after, plain.module.input_hint_block(hint, None, None), atol=1e-5)
     assert not torch.allclose(before, after, atol=1e-3)
 
 
 def test_a_hint_of_another_form_is_refused_with_a_reason() -> None:
-    encoder = encoder_of(network("controlnet", "unlike_levels"))
+    encoder = HintEncoder(network("controlnet", "unlike_levels"))
     for shape in ((1, 4, 64, 64), (1, 3, 64)):
         with pytest.raises(Unavailable) as refused:
             encoder(torch.zeros(shape))
@@ -81,4 +77,4 @@ def test_a_lora_of_other_layers_changes_nothing() -> None:
     plain = network("controlnet", "unlike_levels")
     hint = hint_of(plain)
     with torch.inference_mode():
-        assert torch.equal(encoder_of(plain)(hint), encoder_of(with_lora(plain))(hint))
+        assert torch.equal(HintEncoder(plain)(hint), HintEncoder(with_lora(plain))(hint))

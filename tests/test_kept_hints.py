@@ -38,7 +38,7 @@ def ready(control: ControlNet) -> ControlNet:
 
 
 def make(control: ControlNet, x: torch.Tensor, sigma: float = 3.0) -> None:
-    """What happens to hints before ComfyUI's part of a first call."""
+    """Make hints as before ComfyUI's part of a first call."""
     lacking = [control] if hint_cache.lacks_hint(control, x) else []
     hint_cache.make_hints(control_stack._active(lacking, torch.full((2,), sigma)), x)
 

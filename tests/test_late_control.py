@@ -24,13 +24,13 @@ from hybrid_trt.backends.torch_inductor import compiled, late_inputs
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.engine_builder.worker_tasks import _spec_json
 from hybrid_trt.engine_library import Library
-from hybrid_trt.sampling import control_stack as late_control
+from hybrid_trt.sampling import control_stack
 from hybrid_trt.sampling.control_stack import LateControl, bound_unread
 from hybrid_trt.sampling.controlnet import EngineControlModel
 from hybrid_trt.sampling.engine_handle import EngineHandle
 from hybrid_trt.sampling.model_wrapper import BackboneRouter
 from hybrid_trt.sessions import cuda_graphs
-from hybrid_trt.sessions.async_inputs import WaitPoint, at_gate
+from hybrid_trt.sessions.cuda_capture import WaitPoint, with_wait_point
 from hybrid_trt.sessions.cuda_graphs import GraphCache
 
 ARRIVED = torch.ops.hybrid_trt.arrived.default
@@ -64,7 +64,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Network, C
         yield made, lambda *given: run(*weights, *given)
 
 
-class CountedGate(WaitPoint):
+class CountedWaitPoint(WaitPoint):
     def __init__(self) -> None:
         super().__init__(None)
         self.waits = 0
@@ -103,13 +103,13 @@ def test_a_network_that_has_nothing_to_do_meanwhile_does_not_wait(function: Call
 def test_a_compiled_file_waits_once_and_computes_what_the_network_does(built: tuple[Network, Callable]) -> None:
     made, run = built
     for seed in range(3):
-        gate = CountedGate()
-        with at_gate(gate):
+        wait_point = CountedWaitPoint()
+        with with_wait_point(wait_point):
             (result,) = run(*inputs(seed))
-        assert gate.waits == 1
+        assert wait_point.waits == 1
         assert torch.allclose(result, made(*inputs(seed))[0], atol=1e-6)
     (result,) = run(*inputs())
-    assert torch.allclose(result, made(*inputs())[0], atol=1e-6), "without a gate nobody waits"
+    assert torch.allclose(result, made(*inputs())[0], atol=1e-6), "without a wait point nobody waits"
 
 
 def test_a_unets_residuals_are_late_and_its_adapters_are_not() -> None:
@@ -138,9 +138,9 @@ class Stream:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tensors each wait was for."""
+    """Return the number of tensors of each wait."""
     found: list[int] = []
-    monkeypatch.setattr(late_control, "wait_for", lambda _ready, _stream, tensors: found.append(len(list(tensors))))
+    monkeypatch.setattr(control_stack, "wait_for", lambda _ready, _stream, tensors: found.append(len(list(tensors))))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: "here")
     return found
 
@@ -247,7 +247,7 @@ def test_what_was_read_is_kept_until_the_step_has_waited(fails: bool, waits: lis
     given = [[{"control": SimpleNamespace()}]]
     given[0][0]["control"] = _control()
     try:
-        step_of_comfyui(step, SimpleNamespace(session=SimpleNamespace(takes_late=True)))(None, given, None, None, {})
+        step_of_comfyui(step, SimpleNamespace(takes_late=True))(None, given, None, None, {})
     except RuntimeError:
         assert fails
     assert waits == [0], "the current stream comes after it; nothing is read"
@@ -259,7 +259,7 @@ def test_residuals_are_waited_for_where_the_backbone_cannot_start_without_them(w
     def step(_model: Any, conds: list, *_: Any) -> None:
         kept.append(conds[0][0]["control"]._late)
 
-    for backbone in (None, SimpleNamespace(session=SimpleNamespace(takes_late=False))):
+    for backbone in (None, SimpleNamespace(takes_late=False)):
         step_of_comfyui(step, backbone)(None, [[{"control": _control()}]], None, None, {})
     assert kept == [None, None]
 
@@ -277,37 +277,37 @@ class Event:
         self.journal = journal
 
     def record(self) -> None:
-        self.journal.append("opens the gate")
+        self.journal.append("records the event")
 
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> tuple[GraphCache, list[str]]:
-    """A cache whose recorder makes gates, and what happens in order."""
+    """A cache whose captures have wait points, and the events in order."""
     journal: list[str] = []
 
-    class JournalGate(WaitPoint):
+    class JournalWaitPoint(WaitPoint):
         def wait(self) -> None:
             self.passed = True
-            journal.append("passes the gate")
+            journal.append("passes the wait point")
 
     recorder = Recorder()
-    recorder.gate = lambda: JournalGate(Event(journal))
+    recorder.new_wait_point = lambda: JournalWaitPoint(Event(journal))
     monkeypatch.setattr(cuda_graphs, "wait_for", lambda *_: journal.append("waits for all"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device=None: "here")
-    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: at_gate(None))  # any context
-    return GraphCache(CPU, recorder=recorder), journal
+    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: with_wait_point(None))  # any context
+    return GraphCache(CPU, capture=recorder), journal
 
 
 def late_call(journal: list[str]) -> AsyncInputs:
     return AsyncInputs(frozenset({"first", "second"}), Stream(journal), "ready")
 
 
-def test_a_recording_waits_in_its_midst_and_one_that_cannot_before_it_starts(
+def test_a_graph_waits_in_its_midst_and_one_that_cannot_before_it_starts(
     graphs: tuple[GraphCache, list[str]], built: tuple[Network, Callable]
 ) -> None:
     cache, journal = graphs
     made, run = built
-    both = {"gated": run, "plain": made}
+    both = {"waits": run, "plain": made}
     for token, function in both.items():
         for seed in range(5):
             del journal[:]
@@ -315,12 +315,12 @@ def test_a_recording_waits_in_its_midst_and_one_that_cannot_before_it_starts(
             result = cache.run(lambda t: {"out": function(*t.values())[0]}, given, token, late=late_call(journal))  # noqa: B023
             assert torch.allclose(result["out"], made(*inputs(seed))[0], atol=1e-6)
             if seed < 2:
-                assert journal[0] == "waits for all", "not recorded yet"
-            elif token == "gated":
-                assert journal == ["waits for the replay before", "opens the gate"]
+                assert journal[0] == "waits for all", "not captured yet"
+            elif token == "waits":
+                assert journal == ["waits for the replay before", "records the event"]
             else:
                 assert journal == ["waits for all"]
-        assert cache.takes_late is (token == "gated")
+        assert cache.takes_late is (token == "waits")
 
 
 def test_buffers_of_a_replay_that_fails_are_nobodys_before_late_inputs_were_copied_there(
@@ -342,12 +342,12 @@ def test_buffers_of_a_replay_that_fails_are_nobodys_before_late_inputs_were_copi
         del journal[:]
         with pytest.raises(IndexError):
             call(late)
-        expected = ["waits for the replay before", "opens the gate", "the current stream waits"]
+        expected = ["waits for the replay before", "records the event", "the current stream waits"]
         assert journal == (expected if late else [])
     assert len(replays) == 2
 
 
-def test_residuals_that_are_there_pass_a_gate_that_stays_open(
+def test_residuals_that_are_there_pass_a_wait_point_that_has_come(
     graphs: tuple[GraphCache, list[str]], built: tuple[Network, Callable]
 ) -> None:
     cache, journal = graphs
@@ -359,9 +359,9 @@ def test_residuals_that_are_there_pass_a_gate_that_stays_open(
         assert torch.allclose(result["out"], made(*inputs(seed))[0], atol=1e-6)
 
 
-def test_a_recorder_without_gates_records_networks_that_would_wait(built: tuple[Network, Callable]) -> None:
+def test_without_wait_points_networks_that_would_wait_are_captured(built: tuple[Network, Callable]) -> None:
     made, run = built
-    cache = GraphCache(CPU, recorder=Recorder())
+    cache = GraphCache(CPU, capture=Recorder())
     for seed in range(4):
         given = dict(zip(("x", "first", "second"), inputs(seed), strict=True))
         result = cache.run(lambda t: {"out": run(*t.values())[0]}, given)

@@ -76,7 +76,7 @@ def stack(tmp_path: Path) -> Callable[[int], ControlNet]:
 def steps(
     unet: tuple[NativeNetwork, LiveSession], chain: ControlNet, late: bool, look: bool = False
 ) -> tuple[list[torch.Tensor], int]:
-    """What a UNet gives in some steps, and in how many of them its residuals came late."""
+    """Return a UNet's results of some steps, and the number of steps whose residuals came late."""
     net, session = unet
     bind, unread = net.architecture().binding(net.module), bound_unread
     came_late = 0
@@ -117,7 +117,7 @@ def test_a_unet_beside_its_controlnets_computes_the_same_bits(
     count: int, slow: bool, look: bool, unet: Any, stack: Callable[[int], ControlNet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chain = stack(count)
-    steps(unet, chain, late=False)  # opens and records
+    steps(unet, chain, late=False)  # opens and captures
     expected, _ = steps(unet, chain, late=False)
     if slow:
         merged = control_stack._merged
@@ -129,18 +129,18 @@ def test_a_unet_beside_its_controlnets_computes_the_same_bits(
     assert not torch.equal(found[0], found[1])
 
 
-def test_a_replay_ends_behind_its_gate(unet: Any, stack: Callable[[int], ControlNet]) -> None:
+def test_a_replay_ends_behind_its_wait_point(unet: Any, stack: Callable[[int], ControlNet]) -> None:
     _, session = unet
     steps(unet, stack(1), late=True)
-    (recording,) = session.graphs._recordings.values()
+    (graph,) = session.graphs._captured.values()
     opened, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     side = torch.cuda.Stream(GPU)
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(CYCLES)
         opened.record()
-        recording.gate.event.record()
-    recording.replay.replay()
+        graph.wait_point.event.record()
+    graph.replay.replay()
     ended.record()
     torch.cuda.synchronize()
     assert opened.elapsed_time(ended) > 0

@@ -222,7 +222,7 @@ def test_comfyui_goes_on_with_the_patcher_itself_after_a_run(patched: Patched, d
 
 
 def prepared_with(patched: Patched, conds: dict | None = None, **model_options: Any) -> object:
-    """What ComfyUI is given to load when it gets ready to sample."""
+    """Return the model that ComfyUI is given to load when it prepares a sampling."""
     given = []
     weights = patched.model.get_wrappers("prepare_sampling", "hybrid_trt")[0].__self__
     conds = {"positive": [{"cross_attn": torch.zeros(1, 77, 768), "model_conds": {}}]} if conds is None else conds

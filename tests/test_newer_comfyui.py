@@ -317,7 +317,7 @@ def test_our_own_recordings_are_made_outside_of_comfyuis(recording: Recording) -
             body()
             return type("Replay", (), {"replay": staticmethod(body)})()
 
-    cache = GraphCache(CPU, recorder=Recorder())
+    cache = GraphCache(CPU, capture=Recorder())
     with recording.record():
         for _ in range(3):
             results = cache.run(lambda given: {"y": 2 * given["x"]}, {"x": torch.ones(3)})

@@ -1,4 +1,4 @@
-"""Prompts lie on the sampling device for a whole run: same values, nobody's dicts changed, nothing kept, same pace.
+"""Prompts stay on the device for a whole run: same values, dicts unchanged, nothing kept, the host one call ahead.
 
 On a machine without a GPU the device that is not the CPU is ``meta``, whose tensors have no values. Whole runs move
 all that can be moved from the CPU to the CPU, as copies, and events are doubles.
@@ -27,7 +27,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from hybrid_trt.engine_library import Library
 from hybrid_trt.sampling import device_inputs
-from hybrid_trt.sampling.device_inputs import RUN, SamplingRun, call_on_device, sample_on_device
+from hybrid_trt.sampling.device_inputs import RUN, RunInputs, call_on_device, sample_on_device
 from memory_fixtures import file, nothing_loaded
 from patched import CPU, Patched, load, sampling_node
 
@@ -41,7 +41,7 @@ class OfAnotherPack(CONDRegular):
     pass
 
 
-def moved(run: SamplingRun, *conditions: CONDRegular) -> list[CONDRegular]:
+def moved(run: RunInputs, *conditions: CONDRegular) -> list[CONDRegular]:
     """Conditions as a call gets them, each from a conditioning of its own, on another device."""
     (group,) = run.on_device([[{"model_conds": {"a": condition}} for condition in conditions]], META)
     return [cond["model_conds"]["a"] for cond in group]
@@ -57,7 +57,7 @@ def test_conditions_of_a_run_are_on_its_device_with_their_kind_shape_layout_and_
     kind: type[CONDRegular], dtype: torch.dtype
 ) -> None:
     source = torch.zeros(2, 6, 4, 3, dtype=dtype).movedim(-1, 1)
-    (value,) = moved(SamplingRun(), kind(source))
+    (value,) = moved(RunInputs(), kind(source))
     assert type(value) is kind
     assert value.cond.device == META
     assert (value.cond.dtype, value.cond.shape, value.cond.stride()) == (dtype, source.shape, source.stride())
@@ -69,7 +69,7 @@ def test_what_is_compared_or_listed_or_is_not_comfyuis_own_stays_where_it_is() -
             "other": OfAnotherPack(tensor), "wanted": CONDRegular(tensor.clone().requires_grad_()),
             "parameter": CONDRegular(torch.nn.Parameter(tensor, requires_grad=False)), "no_tensor": CONDRegular(5)}
     conds = [[{"model_conds": held}], None, []]
-    assert SamplingRun().on_device(conds, META) is conds
+    assert RunInputs().on_device(conds, META) is conds
     known = {CONDRegular, CONDNoiseShape, CONDCrossAttn, CONDConstant, CONDList}
     theirs = {value for value in vars(kinds).values() if isinstance(value, type) and issubclass(value, CONDRegular)}
     assert theirs == known, "ComfyUI has a kind of condition that nobody has looked at"
@@ -79,7 +79,7 @@ def test_the_dicts_given_and_what_they_hold_stay_as_they_are() -> None:
     held = {"c_crossattn": prompt(), "number": CONDConstant(3)}
     cond = {"model_conds": held, "control": object(), "uuid": 5}
     before, held_before, tensor = dict(cond), dict(held), held["c_crossattn"].cond
-    (own,), nothing = SamplingRun().on_device([[cond], None], META)
+    (own,), nothing = RunInputs().on_device([[cond], None], META)
     assert nothing is None
     assert cond == before
     assert cond["model_conds"] is held
@@ -92,7 +92,7 @@ def test_the_dicts_given_and_what_they_hold_stay_as_they_are() -> None:
 
 
 def test_a_prompt_is_copied_once_in_a_run_also_where_conditionings_are_made_anew_in_each_step() -> None:
-    run, tensor = SamplingRun(), torch.randn(1, 77, 8)
+    run, tensor = RunInputs(), torch.randn(1, 77, 8)
     copies = [value.cond for _ in range(3) for value in moved(run, CONDCrossAttn(tensor), CONDCrossAttn(tensor))]
     assert all(copy is copies[0] for copy in copies)
 
@@ -102,7 +102,7 @@ def test_another_tensor_in_the_same_condition_and_one_written_to_are_copied_anew
 ) -> None:
     monkeypatch.setattr(device_inputs, "_names_elsewhere", lambda *_: {"a"})
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self.clone())
-    run, condition = SamplingRun(), CONDCrossAttn(torch.zeros(1, 2, 3))
+    run, condition = RunInputs(), CONDCrossAttn(torch.zeros(1, 2, 3))
 
     def value() -> float:
         return float(run.on_device([[{"model_conds": {"a": condition}}]], CPU)[0][0]["model_conds"]["a"].cond.sum())
@@ -119,7 +119,7 @@ def test_conditions_on_several_devices_stay_there_since_comfyui_does_not_batch_t
     assert not here.can_concat(there)
     positive, negative = ({"model_conds": {"c_crossattn": held, "y": CONDRegular(torch.zeros(1, 4))}}
                           for held in (here, there))  # fmt: skip
-    found = [group[0]["model_conds"] for group in SamplingRun().on_device([[positive], [negative]], META)]
+    found = [group[0]["model_conds"] for group in RunInputs().on_device([[positive], [negative]], META)]
     assert [held["c_crossattn"] for held in found] == [here, there]
     assert [held["y"].cond.device for held in found] == [META, META]
     elsewhere = device_inputs._names_elsewhere([[positive], [negative]], GPU)
@@ -127,7 +127,7 @@ def test_conditions_on_several_devices_stay_there_since_comfyui_does_not_batch_t
 
 
 def test_copies_go_with_a_tensor_that_nobody_has_any_more_and_all_at_the_end_of_a_run() -> None:
-    run, kept = SamplingRun(), torch.zeros(1, 2)
+    run, kept = RunInputs(), torch.zeros(1, 2)
     copies = [weakref.ref(moved(run, CONDRegular(tensor))[0].cond) for tensor in (torch.zeros(1, 2), kept)]
     gc.collect()
     assert [copy() is not None for copy in copies] == [False, True]
@@ -162,7 +162,7 @@ def test_a_run_has_its_own_and_leaves_nothing_in_the_options(fails: bool) -> Non
     assert [len(run._copies) for run in seen] == [0, 0]
 
 
-@pytest.mark.parametrize("options", [{}, {RUN: SamplingRun(), "multigpu_clones": {}}], ids=["no run", "several GPUs"])
+@pytest.mark.parametrize("options", [{}, {RUN: RunInputs(), "multigpu_clones": {}}], ids=["no run", "several GPUs"])
 def test_without_a_run_or_on_several_gpus_a_call_is_comfyuis_own(options: dict) -> None:
     conds, seen = [[{"model_conds": {"c_crossattn": prompt()}}]], []
     x = torch.zeros(1, 4, 8, 8, device=META)
@@ -177,7 +177,7 @@ class FakeGPU:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.given = self.done = self.events = 0
-        self.recording = False
+        self.capturing = False
         gpu = self
 
         class Event:
@@ -186,18 +186,18 @@ class FakeGPU:
 
             def record(self, stream: object) -> None:
                 assert stream == f"stream of {GPU}"
-                assert not gpu.recording
+                assert not gpu.capturing
                 self.after = gpu.given
 
             def synchronize(self) -> None:
-                assert not gpu.recording
+                assert not gpu.capturing
                 gpu.done = max(gpu.done, self.after)
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.recording)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
 
-    def call(self, run: SamplingRun, device: torch.device = GPU) -> None:
+    def call(self, run: RunInputs, device: torch.device = GPU) -> None:
         def executor(*_: object) -> None:
             self.given += 1
 
@@ -207,7 +207,7 @@ class FakeGPU:
 def test_a_call_returns_when_the_one_before_has_ended_on_the_gpu_which_has_one_more_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gpu, run = FakeGPU(monkeypatch), SamplingRun()
+    gpu, run = FakeGPU(monkeypatch), RunInputs()
     for call in range(1, 30):
         gpu.call(run)
         assert (gpu.given, gpu.done) == (call, call - 1)
@@ -215,7 +215,7 @@ def test_a_call_returns_when_the_one_before_has_ended_on_the_gpu_which_has_one_m
 
 
 def test_two_runs_at_once_wait_for_their_own_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, one, other = FakeGPU(monkeypatch), SamplingRun(), SamplingRun()
+    gpu, one, other = FakeGPU(monkeypatch), RunInputs(), RunInputs()
     gpu.call(one)
     for _ in range(3):
         gpu.call(other)
@@ -226,13 +226,13 @@ def test_two_runs_at_once_wait_for_their_own_calls_alone(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("device", [CPU, META])
-def test_nothing_is_waited_for_off_the_gpu_nor_while_its_stream_is_recorded(
+def test_nothing_is_waited_for_off_the_gpu_nor_while_its_stream_is_captured(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu, run = FakeGPU(monkeypatch), SamplingRun()
+    gpu, run = FakeGPU(monkeypatch), RunInputs()
     for _ in range(3):
         gpu.call(run, device)
-    gpu.recording = True
+    gpu.capturing = True
     for _ in range(3):
         gpu.call(run)
     assert (gpu.events, gpu.done) == (0, 0)
@@ -343,9 +343,9 @@ class Watched:
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Every run moves all that can be moved, to copies on the CPU; the tensors that were copied."""
-    made, copy = [], SamplingRun._copy
+    made, copy = [], RunInputs._copy
 
-    def to_a_copy(self: SamplingRun, source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def to_a_copy(self: RunInputs, source: torch.Tensor, device: torch.device) -> torch.Tensor:
         if source not in self._copies:
             made.append(source)
             copy(self, source, device)
@@ -356,7 +356,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         held = [cond["model_conds"] for group in conds for cond in group or ()]
         return {name for conditions in held for name, value in conditions.items() if device_inputs._movable(value)}
 
-    monkeypatch.setattr(SamplingRun, "_copy", to_a_copy)
+    monkeypatch.setattr(RunInputs, "_copy", to_a_copy)
     monkeypatch.setattr(device_inputs, "_names_elsewhere", all_names)
     return made
 

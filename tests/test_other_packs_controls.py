@@ -23,7 +23,7 @@ import comfy.samplers
 from comfy.controlnet import ControlNet
 from comfy.patcher_extension import WrappersMP
 from controlled import STEPS, Graphs, graphs
-from hybrid_trt.sampling import control_stack, fast_path
+from hybrid_trt.sampling import call_stats, control_stack
 from hybrid_trt.sampling.model_wrapper import patch_model
 from memory_fixtures import files, nothing_loaded
 from patched import LIMIT, sampling_node
@@ -154,7 +154,7 @@ def test_a_function_in_the_place_of_comfyuis_sees_the_controls_of_the_graph_too(
     assert seen
     assert all(one is control for one in seen)
     assert joined == []
-    assert fast_path.sentences([handle.stats for handle in graphs.handles]) == [], "another pack is the reason"
+    assert call_stats.slow_sentences([handle.stats for handle in graphs.handles]) == [], "another pack is the reason"
 
 
 def _controls(held: Any) -> list[Any]:

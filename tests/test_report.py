@@ -1,4 +1,4 @@
-"""The report's picture and the call_stats behind it."""
+"""The report in words and as a picture, and the stats behind it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,18 @@ from hybrid_trt.engine_library import Fallback, Reason
 from hybrid_trt.page_api.node_states import run_of
 from hybrid_trt.sampling import call_stats
 from hybrid_trt.sampling.call_stats import CallStats, CallTimes, last_run, named_range, open_stats, timed
-from hybrid_trt.sampling.report import report_text, times, verdict, without_paths
-from hybrid_trt.sampling.report_plot import CELL, ENGINE_COLOUR, NATIVE_COLOUR, WIDTH, cells, plot
+from hybrid_trt.sampling.report import (
+    CELL,
+    ENGINE_COLOUR,
+    NATIVE_COLOUR,
+    WIDTH,
+    cells,
+    plot,
+    report_text,
+    times,
+    verdict,
+    without_paths,
+)
 
 CPU = torch.device("cpu")
 
@@ -33,20 +43,6 @@ def stats(calls: str) -> CallStats:
         else:
             row.count_native(Fallback(Reason.NO_ENGINE))
     return row
-
-
-def colours(calls: str, row: int = 0, rows: int = 1) -> list[str]:
-    """The colour near the foot of each call's cell."""
-    image = plot([stats(calls)] * rows)[0]
-    left = int(cells(len(calls))[0][0]) + 2
-    names = {ENGINE_COLOUR: "e", NATIVE_COLOUR: "n"}
-    column = [names.get(colour(pixel), "") for pixel in image[:, left]]
-    feet = [y for y in range(150, len(column)) if column[y - 1] and not any(column[y : y + 20])]
-    return [names.get(colour(image[feet[row] - 4, int((a + b) / 2)]), "?") for a, b in cells(len(calls))]
-
-
-def colour(pixel: torch.Tensor) -> str:
-    return "#" + "".join(f"{round(float(c) * 255):02x}" for c in pixel)
 
 
 def test_a_plot_of_nothing_and_of_very_many_calls_is_an_image() -> None:
@@ -195,7 +191,7 @@ def test_what_bounds_the_step_counts_all_samplers_of_a_network() -> None:
             row.count_engine("onnxruntime")
         row.times = Clock(*[ms] * 4)
         rows.append(row)
-    assert report_text(rows).splitlines()[-1] == "a bounds the step: 69% of the networks' time"
+    assert report_text(rows).splitlines()[-1] == "Slowest part: a (69%)"
 
 
 def test_a_unet_that_ran_beside_its_controlnets_is_told_so_and_none_is_said_to_bound_the_step() -> None:
@@ -251,7 +247,7 @@ def test_each_call_has_its_time_and_together_they_are_the_sampling(timed_and_not
     total = sum(row["ms"]["total"] for row in report["rows"])
     assert 0.5 * prompt_ms < total < prompt_ms
     usual = {row["name"]: row["ms"]["median"] for row in report["rows"]}
-    assert f"{max(usual, key=usual.get).removesuffix('.safetensors')} bounds the step" in text
+    assert f"Slowest part: {max(usual, key=usual.get).removesuffix('.safetensors')} (" in text
     assert text.startswith("3 of 3 networks on engines: ")
     assert text.count(" each") == 3
     assert (report["networks"], report["on_engines"], report["missing"]) == (3, 3, [])
@@ -262,7 +258,7 @@ def test_with_timing_off_nothing_is_measured(timed_and_not: list) -> None:
     assert [row["ms"] for row in report["rows"]] == [None] * 3
     assert all(row["engine"] == 4 for row in report["rows"])
     assert " ms" not in text
-    assert "bounds" not in text
+    assert "Slowest" not in text
 
 
 def test_a_plot_that_goes_nowhere_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,13 +286,3 @@ def test_a_plot_that_is_linked_after_a_run_without_it_is_drawn(sd15: ComfyProces
     history = sd15.queue(linked)
     assert history.ok, history.error
     assert history.output("picture", "images")
-
-
-def test_native_calls_are_timed_too(sd15: ComfyProcess) -> None:
-    """The engines are for smaller images than this one."""
-    graph = prompt_of(Scenario(seed=604, width=576, height=64, steps=2), True, "timed")
-    history = sd15.queue(graph)
-    assert history.ok, history.error
-    for row in history.output("report", "report")[0]["rows"]:
-        assert (row["engine"], row["native"]) == (0, 2)
-        assert min(row["ms"]["calls"]) > 1

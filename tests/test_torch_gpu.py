@@ -43,7 +43,7 @@ from hybrid_trt.engine_library import Library, Unavailable, trust
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling import hint_cache
 from hybrid_trt.sampling.controlnet import EngineControlModel
-from hybrid_trt.sampling.device_inputs import RUN, SamplingRun, call_on_device
+from hybrid_trt.sampling.device_inputs import RUN, RunInputs, call_on_device
 from hybrid_trt.sessions.cuda_graphs import GraphCache
 from small_networks import control_of
 
@@ -247,14 +247,14 @@ def test_what_cannot_be_recorded_runs_plainly_and_says_why() -> None:
 @pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync"])
 def test_a_failed_recording_gives_its_memory_back(allocator: str) -> None:
     """In a process of its own: the allocator is chosen once, and with ComfyUI's own a wrong free ends the process."""
-    script = Path(__file__).parent / "support" / "failed_recording_on_gpu.py"
+    script = Path(__file__).parent / "support" / "failed_capture_on_gpu.py"
     ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False,
                            env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"backend:{allocator}"})
     assert ended.returncode == 0, ended.stderr[:1000] + ended.stderr[-1000:]
     backend, *later, gone = ended.stdout.split()
     assert (backend, gone) == (allocator, "True"), ended.stdout
     # cudaMallocAsync gives a later recording the very addresses of the failed one, which torch refuses: it runs plainly
-    assert later == ["recorded"] or (allocator == "cudaMallocAsync" and "ptr_info" in ended.stdout), ended.stdout
+    assert later == ["captured"] or (allocator == "cudaMallocAsync" and "ptr_info" in ended.stdout), ended.stdout
 
 
 @pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync"])
@@ -365,7 +365,7 @@ def test_prompts_that_stay_on_the_gpu_reach_the_network_bit_for_bit_as_those_cop
         batched = [{name: cond["model_conds"][name].process_cond(batch_size=2, area=None)} for (cond,) in run_conds]
         return cast_to_device(cond_cat(batched)[name], GPU, dtype)
 
-    run = SamplingRun()
+    run = RunInputs()
     as_numbers = torch.int32 if dtype is torch.float32 else torch.int16
     for _step in range(2):
         moved = run.on_device(conds, GPU)
@@ -406,7 +406,7 @@ def test_hints_made_for_the_first_call_are_comfyuis_own_on_the_gpu(stored: torch
 
 
 def test_the_host_is_one_call_ahead_of_the_gpu_and_no_more_and_the_gpu_always_has_one_to_do() -> None:
-    run, ends, ahead = SamplingRun(), [], []
+    run, ends, ahead = RunInputs(), [], []
     x = torch.zeros(1, device=GPU)
 
     def executor(*_: object) -> None:
@@ -426,7 +426,7 @@ def test_the_host_is_one_call_ahead_of_the_gpu_and_no_more_and_the_gpu_always_ha
 
 
 def test_a_call_inside_of_a_recording_waits_for_nothing() -> None:
-    run, x, graph = SamplingRun(), torch.zeros(4, device=GPU), torch.cuda.CUDAGraph()
+    run, x, graph = RunInputs(), torch.zeros(4, device=GPU), torch.cuda.CUDAGraph()
     call_on_device(lambda *_: x.add_(1), None, [], x, None, {RUN: run})
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):

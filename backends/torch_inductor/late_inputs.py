@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...sessions.async_inputs import wait_at_gate
+from ...sessions.cuda_capture import wait_at_point
 
 if not hasattr(torch.ops.hybrid_trt, "arrived"):  # a module that is loaded twice finds it there
     _library = torch.library.Library("hybrid_trt", "FRAGMENT")
@@ -15,7 +15,7 @@ if not hasattr(torch.ops.hybrid_trt, "arrived"):  # a module that is loaded twic
 
     @torch.library.impl(_library, "arrived", "CompositeExplicitAutograd")
     def _arrived(before: torch.Tensor, late: list[torch.Tensor]) -> list[torch.Tensor]:
-        wait_at_gate()
+        wait_at_point()
         copies = [torch.empty_like(tensor) for tensor in late]
         torch._foreach_copy_(copies, late)
         return copies

@@ -18,7 +18,8 @@ from ...comfy_model.module_copy import ReplacedForward
 from ...comfy_model.network import NativeNetwork
 from ...comfy_model.torch_kernels import laid_out
 from ...engine_library import Engine, Fallback, Reason, Unavailable
-from ...sessions.cuda_graphs import GraphCache, Recorder
+from ...sessions.cuda_capture import Capture
+from ...sessions.cuda_graphs import GraphCache
 from ...sessions.gpu_memory import EVERYTHING, is_out_of_memory, make_room, need_room, no_room
 from ...sessions.session import first_line, misfit, refusal_of, refuse, shared
 from .compiled import Compiled
@@ -68,7 +69,7 @@ class LiveSession:
 
     follows_patches = True
 
-    def __init__(self, network: NativeNetwork, backend: Compiler, precision: str, recorder: Recorder | None = None):
+    def __init__(self, network: NativeNetwork, backend: Compiler, precision: str, recorder: Capture | None = None):
         self.label = network.label
         self.backend = backend
         self.backend_name = backend.name
@@ -81,7 +82,7 @@ class LiveSession:
         self._sampled_with = weakref.ref(network.patcher)
         self._parameters = sum(p.numel() for p in network.module.parameters())
         self._specs = {spec.name: spec for spec in self._live.inputs}
-        self.graphs = GraphCache(self.device, recorder=recorder, steady=self._live.passes.steady)
+        self.graphs = GraphCache(self.device, capture=recorder, steady=self._live.passes.steady)
         self._zeros: dict[tuple, torch.Tensor] = {}
         self._plans: dict[tuple, _Plan] = {}
         self._files: dict[Sizes, Engine] = {}  # to be opened at the first call of their sizes

@@ -1,4 +1,4 @@
-"""CUDA graphs without CUDA: records by keeping the function, replays by running it again."""
+"""CUDA graphs without CUDA: captures by keeping the function, replays by running it again."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 
 class Recorder:
-    """Counts recordings and replays; a replay is the recorded body on the buffers that it closed over."""
+    """Counts captures and replays; a replay runs the captured body on the buffers that it closed over."""
 
     def __init__(self) -> None:
-        self.recorded = 0
+        self.captured = 0
         self.replayed = 0
         self.error: Exception | None = None
 
     def __call__(self, body: Callable[[], None]) -> Recorder.Replay:
         if self.error is not None:
             raise self.error
-        self.recorded += 1
+        self.captured += 1
         body()
         return self.Replay(self, body)
 

@@ -1,4 +1,4 @@
-"""Doubles of a GPU's streams and recorded graphs, for whole runs on a CPU."""
+"""Doubles of a GPU's streams and captured graphs, for whole runs on a CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pack import import_comfy
 import_comfy()
 
 from hybrid_trt.sampling import control_stack
-from hybrid_trt.sampling import control_stack as late_control
 from hybrid_trt.sessions import cuda_graphs
 
 
@@ -30,18 +29,18 @@ class Stream:
         return "ready"
 
 
-def gpu_recorder(gate: bool) -> Recorder:
-    """A recorder as a GPU's: with a stream of its own, and where wanted a network that waits in its midst."""
+def gpu_recorder(wait_point: bool) -> Recorder:
+    """Return a capture as on a GPU: with a stream of its own and, if wanted, a network that waits in its midst."""
     recorder = Recorder()
     recorder.stream = Stream()
-    if gate:
-        recorder.gate = lambda: SimpleNamespace(passed=True, event=SimpleNamespace(record=lambda: None))
+    if wait_point:
+        recorder.new_wait_point = lambda: SimpleNamespace(passed=True, event=SimpleNamespace(record=lambda: None))
     return recorder
 
 
 def play_gpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "current_stream", lambda _device=None: Stream)
     patch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
-    for module in (control_stack, late_control, cuda_graphs):
+    for module in (control_stack, cuda_graphs):
         patch.setattr(module, "wait_for", lambda _ready, _stream, tensors: list(tensors))
     patch.setattr(control_stack, "_start", lambda sessions, *_, at_least: "now" if len(sessions) >= at_least else None)

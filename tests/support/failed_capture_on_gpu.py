@@ -1,4 +1,4 @@
-"""Records what cannot be recorded, in a process of its own: prints the allocator, what a later recording came to, and
+"""Captures what cannot be captured, in a process of its own: prints the allocator, what a later capture came to, and
 whether the failed one's memory was given back (or how much was not)."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROWS, COLUMNS = 64, 1 << 20
 
 
 class Network:
-    """Waits for the GPU in the middle, which nothing may while it is recorded."""
+    """Waits for the GPU in the middle, which nothing may while it is captured."""
 
     def __init__(self) -> None:
         self.weight = torch.ones(ROWS, COLUMNS, device=GPU)
@@ -33,13 +33,13 @@ class Network:
         activations = [self.weight * inputs["x"]]
         activations.append(activations[0] + 1)
         activations.append(activations[1].sum().reshape(1))
-        # nothing but names holds a tensor here: torch ends the process when an error frees one in a broken recording
+        # nothing but names holds a tensor here: torch ends the process when an error frees one in a broken capture
         factor = float(inputs["x"])
         return {"out": activations[2] * factor}
 
 
-def held_by_a_failed_recording(graphs: GraphCache) -> int:
-    """Bytes of the device that are not free again when the network and the failed recording are gone."""
+def held_by_a_failed_capture(graphs: GraphCache) -> int:
+    """Bytes of the device that are not free again when the network and the failed capture are gone."""
     network = Network()
     alive = weakref.ref(network)
     for _ in range(3):
@@ -58,8 +58,8 @@ small = torch.ones(8, 8, device=GPU)
 small @ small  # makes the library's work space
 free = torch.cuda.mem_get_info()[0]
 graphs = GraphCache(GPU)
-held = held_by_a_failed_recording(graphs)
+held = held_by_a_failed_capture(graphs)
 for _ in range(3):
     assert graphs.run(lambda t: {"out": t["x"] + 1}, {"x": torch.zeros(4, device=GPU)})["out"].tolist() == [1.0] * 4
 torch.randn(8, device=GPU)
-print(torch.cuda.get_allocator_backend(), "recorded" if len(graphs) == 1 else graphs.failure, held < 200 << 20 or held)
+print(torch.cuda.get_allocator_backend(), "captured" if len(graphs) == 1 else graphs.failure, held < 200 << 20 or held)

@@ -1,7 +1,7 @@
-"""One sampling run: what tells it from the next one, and whether other packs' code takes part in it.
+"""The node execution and the sampling run that a call is part of.
 
-Code that runs between two steps can change the layers of a network there. Where ComfyUI samples by itself nobody can,
-and engines need not look for that in each call.
+Other packs' code that runs between two steps can change the layers of a network. Where ComfyUI samples alone nobody
+can, and engines need not check for it in each call.
 """
 
 from __future__ import annotations
@@ -13,22 +13,69 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from comfy_execution.utils import ExecutionContext, get_executing_context
 
-from ..comfy_model.changed_layers import LayerWatch
-from ..comfy_model.network import NativeNetwork
-from ..comfy_model.weight_hash import look_for_edits
+from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.whose_code import is_known
-from ..engine_library import Fallback, Reason
 
 if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor
 
+_lent: ExecutionContext | None = None
+_latest: ExecutionContext | None = None
+"""The last result of ``executing``."""
+
+
+def executing() -> ExecutionContext | None:
+    """Return the node execution that the caller runs in: one object for each execution of a node.
+
+    ComfyUI sets it in the thread that it calls a node in. For threads that a node starts it is the node that runs now.
+    """
+    global _latest
+    context = get_executing_context() or _lent or _running_node(_latest)
+    if context is not None:
+        _latest = context
+    return context
+
+
+@contextlib.contextmanager
+def lent_context() -> Iterator[None]:
+    """Let threads without a node execution of their own count as part of the caller's."""
+    global _lent
+    before, _lent = _lent, executing()
+    try:
+        yield
+    finally:
+        _lent = before
+
+
+def _running_node(known: ExecutionContext | None) -> ExecutionContext | None:
+    """Return the execution of the node that runs now, the latest of several, or None.
+
+    Args:
+        known: an execution that is returned again while its node runs, because executions are compared by identity.
+    """
+    if not works(Feature.QUEUE):
+        return None
+    from comfy_execution import progress
+
+    registry = progress.global_progress_registry
+    if registry is None:
+        return None
+    nodes = registry.nodes.copy()  # the thread that runs the nodes adds some
+    running = [name for name, node in nodes.items() if name and node["state"] is progress.NodeState.Running]
+    # known first: a sampling in such a thread reports its progress under the id that the page shows
+    if known is not None and known.prompt_id == registry.prompt_id and known.node_id in running:
+        return known
+    return ExecutionContext(registry.prompt_id, running[-1], None) if running else None
+
+
 @dataclass(frozen=True, eq=False)
 class SamplingRun:
-    """One run of a sampler: an object of its own.
+    """One run of a sampler, compared by identity.
 
     Attributes:
-        comfyuis_alone: whether no other pack's code was seen to take part.
+        comfyuis_alone: True if no other pack's code was found to take part.
     """
 
     comfyuis_alone: bool
@@ -38,12 +85,12 @@ _current: ContextVar[SamplingRun | None] = ContextVar("sampling run", default=No
 
 
 def current_run() -> SamplingRun | None:
-    """The run that the caller is part of; None outside of runs, and in those of models without a sampler patch."""
+    """Return the sampling run that the caller is part of; None outside, and for models without a sampler patch."""
     return _current.get()
 
 
 def as_run(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
-    """An OUTER_SAMPLE wrapper: all calls inside belong to one run."""
+    """Make all calls of a sampling belong to one run; an OUTER_SAMPLE wrapper."""
     others = _others_take_part(executor.class_obj, (*args, *kwargs.values()))
     with inside(SamplingRun(comfyuis_alone=not others)):
         return executor(*args, **kwargs)
@@ -51,7 +98,7 @@ def as_run(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def inside(run: SamplingRun) -> Iterator[None]:
-    """Inside, calls are part of a run."""
+    """Make the calls inside part of a run."""
     token = _current.set(run)
     try:
         yield
@@ -77,7 +124,7 @@ def _others_take_part(guider: Any, given: Iterable[Any]) -> bool:
 
 
 def _controls(guider: Any) -> list[Any]:
-    """The controls and hooks of a run's conditionings."""
+    """Return the controls and hooks of a run's conditionings."""
     conds = [cond for group in guider.conds.values() for cond in group or ()]
     return [part for cond in conds for part in (cond.get("control"), cond.get("hooks")) if part is not None]
 
@@ -92,40 +139,3 @@ def _has_stranger(value: Any, seen: set[int]) -> bool:
     if isinstance(value, list | tuple | set | frozenset):
         return any(_has_stranger(one, seen) for one in value)
     return not is_known(value)
-
-
-class NetworkWatch:
-    """Watches a network from run to run.
-
-    Attributes:
-        layers: the watch of its layers.
-    """
-
-    def __init__(self, network: NativeNetwork):
-        self.layers = LayerWatch(network.module)
-        self._patcher = network.patcher
-        self._run: SamplingRun | None = None  # the one in which it was looked at last
-        self._changed: Fallback | None = None  # what was found then
-        self._edition = 0  # of the weights, when the engine was looked up
-
-    def begin(self) -> None:
-        """The engine is being looked up, for which its layers are looked at: the weights are too."""
-        self._run, self._changed = current_run(), None
-        self._edition = look_for_edits(self._patcher)
-
-    def weights_edited(self) -> bool:
-        """Look at the network once per run: an execution of a node may have several. Whether its weights are others
-        since the engine was looked up. Cheap in all calls but a run's first."""
-        run = current_run()
-        if run is self._run:
-            return False
-        self._run, what = run, self.layers.look()
-        self._changed = None if what is None else Fallback(Reason.MODEL_PATCHED, what)
-        return look_for_edits(self._patcher) != self._edition
-
-    def changed(self) -> Fallback | None:
-        """The reason why this call's network is no longer the engine's, or None. Quick."""
-        if self._changed is not None:
-            return self._changed
-        what = self.layers.look_again(methods=self._run is None or not self._run.comfyuis_alone)
-        return None if what is None else Fallback(Reason.MODEL_PATCHED, what)

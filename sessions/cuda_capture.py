@@ -1,0 +1,248 @@
+"""CUDA graph capture: the capture itself, its wait points, what a failed one leaves, and the memory that graphs keep.
+
+*Wait points.* Residuals are needed in a UNet's second half alone. A network that was compiled to say where it needs
+them is captured with a wait point there. The first half then runs beside the ControlNets that compute them.
+
+*Failed captures.* The frames of their error hold tensors. With torch's own allocator all of them may go. With
+cudaMallocAsync, which ComfyUI prefers, a tensor made during the capture has an address that only the graph could have
+given memory. It holds none, and freeing it ends the process. So such tensors stay for good, and all else in the frames
+goes. Later captures may get the same addresses and fail as well: those shapes run plainly.
+
+*Graph memory.* A graph that was captured under cudaMallocAsync allocates as it runs. The driver keeps that memory for
+the next replay, and nobody else on the GPU can have it. torch's own allocator keeps it in pools instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import logging
+import os
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+import torch
+
+log = logging.getLogger(__name__)
+
+_never_freed: list[torch.Tensor] = []
+
+OURS = 3
+"""References to an object that is in one list alone: the list's, the loop's and the argument's."""
+
+RESERVED = 2
+"""CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT of the driver's API."""
+
+_idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
+"""Streams to use again: each keeps tens of megabytes of work space for good."""
+
+
+class Replay(Protocol):
+    """A captured run: ``replay`` does it again on the same buffers."""
+
+    def replay(self) -> None: ...
+
+
+Capture = Callable[[Callable[[], None]], Replay]
+"""Runs a function once while capturing it."""
+
+
+def wait_for(ready: torch.cuda.Event, stream: torch.cuda.Stream, tensors: Iterable[torch.Tensor]) -> None:
+    """Let the current stream wait for an event of another stream, and read these tensors of that stream."""
+    here = torch.cuda.current_stream(stream.device)
+    here.wait_event(ready)
+    for tensor in tensors:
+        tensor.record_stream(here)
+
+
+class WaitPoint:
+    """The place in a graph where it waits for late inputs: each replay waits for the latest record of the event.
+
+    Attributes:
+        passed: True if the captured network has such a place.
+    """
+
+    def __init__(self, event: torch.cuda.Event):
+        self.event = event
+        self.passed = False
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+        self.passed = True
+
+
+_wait_point: ContextVar[WaitPoint | None] = ContextVar("hybrid_trt_wait_point", default=None)
+
+
+@contextmanager
+def with_wait_point(wait_point: WaitPoint | None) -> Iterator[None]:
+    """Let networks of this thread wait at a wait point where they need late inputs."""
+    token = _wait_point.set(wait_point)
+    try:
+        yield
+    finally:
+        _wait_point.reset(token)
+
+
+def wait_at_point() -> None:
+    """Wait for late inputs, which are needed from here on; without a wait point they are there already."""
+    wait_point = _wait_point.get()
+    if wait_point is not None:
+        wait_point.wait()
+
+
+class CudaCapture:
+    """Captures on CUDA. All its graphs share a pool of memory, because they never run at once.
+
+    Attributes:
+        stream: a stream to capture on, of this object alone. torch keeps one work space for matrix products per
+            stream, a graph has its address, and graphs of several such objects do run at once.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        idle = _idle_streams.setdefault(device, [])
+        self.stream = idle.pop() if idle else torch.cuda.Stream(device)
+        weakref.finalize(self, idle.append, self.stream)
+
+    def __call__(self, body: Callable[[], None]) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        here = torch.cuda.current_stream(self._device)
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            body()  # makes the work space now: made in the capture, it would belong to this graph alone
+        here.wait_stream(self.stream)
+        try:
+            # thread_local: other threads of ComfyUI may use CUDA while this one captures
+            with torch.cuda.device(self._device), torch.cuda.graph(
+                graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
+            ):
+                body()
+        except BaseException:
+            self._leave_pool()
+            self._leave_capture()
+            raise
+        torch.cuda.empty_cache()  # what earlier runs took outside the graph
+        return graph
+
+    def new_wait_point(self) -> WaitPoint:
+        """Return a wait point for one graph, whose event has already come."""
+        event = torch.cuda.Event(external=True)
+        event.record(torch.cuda.current_stream(self._device))  # a replay does not wait for an event without a record
+        return WaitPoint(event)
+
+    def _leave_pool(self) -> None:
+        """Leave the pool: after a failed capture torch still allocates to it, and it can neither be used nor freed."""
+        index = torch.device(self._device).index or 0
+        for leave in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            try:
+                leave(index, self._pool)
+            except Exception as error:  # where this torch has left it by itself
+                log.debug("Hybrid TRT: %s: %s", leave.__name__, error)
+        self._pool = torch.cuda.graph_pool_handle()  # graphs that were made before keep theirs
+
+    def _leave_capture(self) -> None:
+        """Take torch's random numbers out of capture mode, where a failed capture leaves them, by one that succeeds."""
+        try:
+            torch.cuda.synchronize(self._device)
+            with torch.cuda.device(self._device), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream):
+                torch.zeros(1, device=self._device)
+        except Exception as error:
+            log.warning("Hybrid TRT: random numbers on %s may fail until ComfyUI restarts (%s)", self._device, error)
+
+
+def release_failed_capture(error: BaseException, device: torch.device) -> None:
+    """Empty the frames of a failed capture's error. The caller's own frame keeps what it holds."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    tensors = _tensors_on(device) if _frees_are_fatal(device) else []
+    for link in _chain(error):
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = None
+    for tensor in tensors:
+        if sys.getrefcount(tensor) == OURS:  # it would have died with the frames
+            _never_freed.append(tensor)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))  # not even when the process ends
+
+
+def _frees_are_fatal(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_allocator_backend() == "cudaMallocAsync"
+
+
+def _tensors_on(device: torch.device) -> list[torch.Tensor]:
+    """Return all tensors of this process on devices of this type."""
+    every = (found for found in gc.get_objects() if issubclass(type(found), torch.Tensor))
+    return [tensor for tensor in every if tensor.device.type == device.type]
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Iterate over an error and its causes."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        link = waiting.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            waiting += [link.__cause__, link.__context__]
+            yield link
+
+
+def give_back_graph_memory(device: torch.device) -> int:
+    """Wait for the current stream, then free the memory that idle graphs keep; the next replays allocate it anew.
+
+    Returns:
+        The bytes that were freed; 0 where there are no such graphs.
+    """
+    if device.type != "cuda" or torch.cuda.get_allocator_backend() != "cudaMallocAsync":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    before = graph_memory(index)
+    if not before:
+        return 0
+    torch.cuda.current_stream(device).synchronize()
+    _driver_call("cuDeviceGraphMemTrim", _handle(index))
+    return before - graph_memory(index)
+
+
+def graph_memory(index: int) -> int:
+    """Return the bytes that graphs keep on the GPU with this number."""
+    value = ctypes.c_uint64()
+    handle = _handle(index)
+    if handle is None or not _driver_call("cuDeviceGetGraphMemAttribute", handle, RESERVED, ctypes.byref(value)):
+        return 0
+    return value.value
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL | None:
+    """Return NVIDIA's driver, which torch has loaded already; None on other GPUs."""
+    try:
+        return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    except OSError as error:
+        log.info("Hybrid TRT: CUDA graphs keep their memory between prompts (%s)", error)
+        return None
+
+
+@functools.cache
+def _handle(index: int) -> int | None:
+    """Return the driver's handle of a GPU."""
+    handle = ctypes.c_int()
+    return handle.value if _driver_call("cuDeviceGet", ctypes.byref(handle), index) else None
+
+
+def _driver_call(name: str, *arguments: object) -> bool:
+    """Call a function of the driver; False if it failed, which only means that memory stays where it is."""
+    call = getattr(_driver(), name, None)
+    if call is None:
+        return False
+    code = call(*arguments)
+    if code:
+        log.debug("Hybrid TRT: %s gave %s", name, code)
+    return code == 0
