@@ -36,7 +36,7 @@ class TRTReport(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **_: Any) -> bool:
-        """Who links the plot in a graph that was run without it does not get what is kept of that run."""
+        """Re-run when the plot is newly connected: the kept result of the run before has none."""
         return _wants_plot(cls.hidden.unique_id)
 
     @classmethod
@@ -90,13 +90,13 @@ def report_json(rows: list[CallStats]) -> dict:
 
 
 def _wants_times(prompt_id: str) -> bool:
-    """Whether a prompt that is being executed has a report that times calls."""
+    """Tell whether a prompt that is being executed has a report that times calls."""
     nodes = _running().get(prompt_id, {}).values()
     return any(n["class_type"] == NODE_ID and n["inputs"].get("time_calls", True) is not False for n in nodes)
 
 
 def _wants_plot(node_id: str) -> bool:
-    """Whether the plot of a report in a prompt that is being executed goes anywhere, or may."""
+    """Tell whether the plot of a report in a prompt that is being executed goes anywhere, or may."""
     node_id = drawn_id(get_progress_state().dynprompt, node_id)  # in a loop it is a copy
     nodes = next((nodes for nodes in _running().values() if node_id in nodes), None)
     if nodes is None or nodes[node_id]["class_type"] != NODE_ID:  # a node that another one put there

@@ -1,4 +1,4 @@
-"""What an engine node hands on: which engine a network wants, looked up anew for every sampling run."""
+"""Handle that an engine node hands on: the engine of a network, looked up anew for every sampling run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node's engine lacks for the calls that the graph and the last run ask for, and its status in words."""
+"""Status of a node's engine in words, and what it lacks for the calls that the graph and the last run ask for."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def to_build(handle: EngineHandle, builder: Backend, rebuild: Sequence[Engine] =
 
 
 def _beyond(part: BuildSizes, engine: Engine, calls: RequestedCalls) -> BuildSizes | None:
-    """What of a part an engine of another backend does not serve, or None."""
+    """Return what of a part an engine of another backend does not serve, or None."""
     identity = engine.manifest.identity
     profile, symbols = identity.profile, symbols_of(identity.architecture)
     if part.again:
@@ -91,7 +91,7 @@ def status(handle: EngineHandle) -> str:
 
 
 def _not_compiled(handle: EngineHandle) -> str:
-    """What the graph or the last run asks for and no file is for, in words."""
+    """Name the calls that are asked for and that no file is for."""
     builder = usable_backends(handle.choice.backend, handle.network.device)[0]
     calls = [call for part in to_build(handle, builder) for call in part.calls]
     words = dict.fromkeys(map(handle.network.architecture().call_words, calls))
