@@ -150,8 +150,8 @@ def test_a_python_without_torch_is_told_in_a_sentence(tmp_path: Path) -> None:
     assert re.fullmatch("torch is not installed for .* run this with the Python that runs ComfyUI.*\n", ended.stderr)
 
 
-def test_the_commands_in_the_readme_are_ones_that_the_command_line_takes() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_documented_commands_are_ones_that_the_command_line_takes() -> None:
+    text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
     commands = re.findall(r"^python -m engine_builder ([^#\n]+)", text, re.M)
     assert len(commands) >= 4
     for command in commands:
