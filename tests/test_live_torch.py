@@ -351,6 +351,9 @@ class Trap:
         return Path.touch, (self.mark,)
 
 
+FOREIGN = '{"verdict": "built", "why": "", "parity": {}, "gpu": "", "signature": "0000"}'
+
+
 def test_a_file_that_was_not_made_here_is_never_opened(tmp_path: Path, key_folder: Path) -> None:
     net = network("unet", "unlike_levels")
     library = Library([tmp_path / "library"])
@@ -358,21 +361,21 @@ def test_a_file_that_was_not_made_here_is_never_opened(tmp_path: Path, key_folde
     sizes = {name: size for name, size in SIZES.items() if name != "HB"}
     name = file_name(sizes)
     (folder / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
-    (folder / RECORD_NAME).write_text('{"verdict": "built", "why": "", "parity": {}, "gpu": "", "signature": "0000"}')
     identity = EngineIdentity("sd15_unet", TORCH.weights(net), "float32", PROFILE.only("BHWT"), "torch",
                               TORCH.version(), TORCH.target(CPU))
     specs = architecture_of(net.module)
     manifest = Manifest(identity, "unet", "foreign", tuple(specs.inputs(net.module, "float32")),
                         tuple(specs.outputs(net.module, "float32")),
                         describe_files(folder, [name]))
-    engine: Engine = library.publish(folder, manifest, record=None)
+    engine: Engine = library.publish(folder, manifest)
+    (engine.folder / RECORD_NAME).write_text(FOREIGN)
     (found,) = entries(library, lambda _: None, source_changed)
-    assert (found.state, "not compiled on this machine" in found.reason) == ("stale", True)
+    assert (found.state, "not built on this machine" in found.reason) == ("stale", True)
     session = opened(net)
     session.use([engine])
     given = given_for(net, 9)
     assert error(session, net, given) <= 1e-5, "it runs uncompiled"
-    assert "not compiled on this machine" in session.refusal
+    assert "not built on this machine" in session.refusal
     assert not (tmp_path / "sprung").exists()
 
 
