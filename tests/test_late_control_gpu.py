@@ -103,7 +103,7 @@ def steps(
             x = torch.randn(2, 4, 64, 64, generator=generator).to(GPU)
             prompt = torch.randn(2, 77, 768, generator=generator).to(GPU, HALF)
             conds = [[{"control": chain, "prompt": prompt}]]
-            backbone = SimpleNamespace(takes_late=late and session.takes_late)
+            backbone = SimpleNamespace(session=SimpleNamespace(takes_late=late and session.takes_late))
             t = torch.full((2,), 3.0 + number, device=GPU)
             found.append(step_of_comfyui(step, backbone)(None, conds, x, t, {}).clone())
     torch.cuda.synchronize()

@@ -44,6 +44,7 @@ class Net:
         return {"output": [results["out"]]}
 
 
+control_stack.hint_for = lambda control, *_: control.cond_hint  # the stand-ins have theirs already
 chain, end, reserved = [Net(1.0), Net(2.0)], None, 0
 wrong = torch.zeros((), device=GPU)
 with torch.inference_mode():
