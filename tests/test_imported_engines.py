@@ -28,11 +28,11 @@ def ask(comfy: ComfyProcess, method: str, path: str, body: bytes | None = None) 
         connection.close()
 
 
-def press_build(comfy: ComfyProcess, scenario: Scenario, request: str) -> dict[str, Any]:
+def press_build(comfy: ComfyProcess, scenario: Scenario) -> dict[str, Any]:
     """As the page's button does; the job when it has ended."""
     graph = prompt(scenario, engines=True, name="button")
-    graph["unet_engine"]["inputs"] |= {"when_missing": "build in background", "build_request": request}
-    assert comfy.queue(graph).ok
+    graph["unet_engine"]["inputs"] |= {"when_missing": "build in background"}
+    assert comfy.queue(graph, extra_data={"hybrid_trt_build": {"nodes": ["unet_engine"]}}).ok
     job = ask(comfy, "GET", "/builds")[1][-1]
     assert until(lambda: ask(comfy, "GET", f"/builds/{job['id']}")[1]["state"] not in ("queued", "running"), 120)
     return ask(comfy, "GET", f"/builds/{job['id']}")[1]
@@ -60,7 +60,7 @@ def test_an_engine_from_elsewhere_never_serves_and_a_press_on_build_replaces_it(
     body = json.dumps({"prompt": graph, "nodes": ["unet_engine"]}).encode()
     assert ask(comfy, "POST", "/nodes", body)[1]["nodes"]["unet_engine"]["state"] == "stale"
 
-    job = press_build(comfy, UNET.but(seed=71), f"r{record is None}")
+    job = press_build(comfy, UNET.but(seed=71))
     assert (job["state"], job["engine"]) == ("done", name)
     assert "exporting" in " ".join(job["log"]), "built anew, not only compared"
     result = compare(comfy, UNET.but(seed=72))
