@@ -34,8 +34,7 @@ FOR_THE_RUN = (Reason.ENGINE_FAILED, Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
 class EngineHandle(Shared):
     """Stands for "the engine of this network" until a call needs it.
 
-    The library is asked again at the start of every sampling run, so changes since the node ran are noticed. Methods
-    take the patcher that ComfyUI samples with; by default it is the network's own.
+    The library is asked again at the start of every run. Methods take ComfyUI's patcher, by default the network's own.
 
     Attributes:
         patcher: by which ComfyUI's memory management sees the engine.
