@@ -403,7 +403,7 @@ def test_an_engine_that_is_not_used_is_told_on_the_node_and_built_anew(tmp_path:
     shutil.rmtree(key_folder)
     handle.refresh()
     assert handle.session.engines == []
-    assert re.search(rf"not used.*not compiled on this machine.*{trust.FOLDER_VARIABLE}", status(handle))
+    assert re.search(rf"not used.*not built on this machine.*{trust.FOLDER_VARIABLE}", status(handle))
     assert lacks_engine(handle)
     build()
     assert steps == ["compile", "compile"]
