@@ -170,7 +170,6 @@ def test_other_sites_can_change_nothing(
 
 @pytest.mark.parametrize(("method", "path"), [
     ("GET", "/engines/{}/verify"), ("GET", "/engines/{}"), ("POST", "/engines"),
-    ("POST", "/engines/import"), ("POST", "/engines/{}/export"),
     ("GET", "/builds/x/cancel"), ("GET", "/nodes"), ("DELETE", "/builds"),
 ])
 def test_wrong_methods_are_refused(comfy: ComfyProcess, engine: Path, method: str, path: str) -> None:
