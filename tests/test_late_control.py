@@ -247,7 +247,7 @@ def test_what_was_read_is_kept_until_the_step_has_waited(fails: bool, waits: lis
     given = [[{"control": SimpleNamespace()}]]
     given[0][0]["control"] = _control()
     try:
-        step_of_comfyui(step, SimpleNamespace(takes_late=True))(None, given, None, None, {})
+        step_of_comfyui(step, SimpleNamespace(session=SimpleNamespace(takes_late=True)))(None, given, None, None, {})
     except RuntimeError:
         assert fails
     assert waits == [0], "the current stream comes after it; nothing is read"
@@ -259,7 +259,7 @@ def test_residuals_are_waited_for_where_the_backbone_cannot_start_without_them(w
     def step(_model: Any, conds: list, *_: Any) -> None:
         kept.append(conds[0][0]["control"]._late)
 
-    for backbone in (None, SimpleNamespace(takes_late=False)):
+    for backbone in (None, SimpleNamespace(session=SimpleNamespace(takes_late=False))):
         step_of_comfyui(step, backbone)(None, [[{"control": _control()}]], None, None, {})
     assert kept == [None, None]
 
