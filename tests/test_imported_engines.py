@@ -49,7 +49,7 @@ def test_an_engine_from_elsewhere_never_serves_and_a_press_on_build_replaces_it(
     (folder / "checked_here.json").unlink()
     if record is not None:
         (folder / "checked_here.json").write_text(record)
-    (engine,) = ask(comfy, "GET", "/engines")[1]["engines"]
+    (engine,) = (e for e in ask(comfy, "GET", "/engines")[1]["engines"] if e["name"] == name)
     assert engine["state"] == "stale"
 
     result = compare(comfy, UNET.but(seed=71))
