@@ -31,12 +31,15 @@ def nodes() -> list[type[io.ComfyNode]]:
     """Return all nodes; where this ComfyUI lacks what every engine needs, those of the same names that run native."""
     if works(Feature.ENGINES):
         try:
+            from .accelerate import TRTAccelerate
             from .apply_controlnet import TRTApplyControlNet
             from .engine_nodes import TRTControlNetEngine, TRTUNetEngine
             from .report import TRTReport
             from .sampler_patch import TRTSamplerPatch
 
-            return [TRTUNetEngine, TRTControlNetEngine, TRTApplyControlNet, TRTSamplerPatch, TRTReport]
+            return [
+                TRTAccelerate, TRTUNetEngine, TRTControlNetEngine, TRTApplyControlNet, TRTSamplerPatch, TRTReport
+            ]
         except (ImportError, AttributeError) as error:  # of what the table of internals does not name
             log.debug("Hybrid TRT: the nodes cannot be loaded", exc_info=True)
             switch_off(Feature.ENGINES, f"this ComfyUI is not as expected ({type(error).__name__}: {error})")

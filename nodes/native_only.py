@@ -22,6 +22,19 @@ def why() -> str:
     return f"Native: {' '.join(switched_off([Feature.ENGINES]))}"
 
 
+class TRTAccelerate(io.ComfyNode):
+    """MODEL, VAE and ControlNets -> themselves."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schemas.accelerate()
+
+    @classmethod
+    def execute(cls, model: Any, vae: Any = None, **given: Any) -> io.NodeOutput:
+        controls = [given.get(name) for name in schemas.CONTROL_INPUTS]
+        return io.NodeOutput(model, vae, *controls, ui=ui.PreviewText(why()))
+
+
 class TRTUNetEngine(io.ComfyNode):
     """MODEL -> no engine."""
 
@@ -71,4 +84,4 @@ class TRTReport(io.ComfyNode):
         return io.NodeOutput(after, why(), None, ui={"text": [why()], "native": [True]})
 
 
-NODES = [TRTUNetEngine, TRTControlNetEngine, TRTApplyControlNet, TRTSamplerPatch, TRTReport]
+NODES = [TRTAccelerate, TRTUNetEngine, TRTControlNetEngine, TRTApplyControlNet, TRTSamplerPatch, TRTReport]

@@ -18,10 +18,38 @@ UNetEngine = io.Custom("TRT_UNET_ENGINE")
 
 CATEGORY = "Hybrid TRT"
 SEARCHED_FOR = ["tensorrt", "speed", "speed up", "fast", "faster", "accelerate", "optimize", "compile", "engine"]
-"""Words that people search for who want what the engine nodes do."""
+"""Words that people search for who want a faster workflow: they find TRT Accelerate."""
+
+CONTROL_INPUTS = ("control_net_1", "control_net_2", "control_net_3", "control_net_4")
+"""The ControlNets of TRT Accelerate."""
 
 BUILT_IN, REPLACEABLE = "built in", "replaceable"
 """Weights that an engine has: one model's with its LoRAs, or those of whatever is sampled."""
+
+
+def accelerate() -> io.Schema:
+    """TRT Accelerate."""
+    control = "Runs on an engine of its own and comes out of the output of the same name."
+    return io.Schema(
+        node_id="TRTAccelerate",
+        display_name="TRT Accelerate",
+        category=CATEGORY,
+        description="Makes a workflow faster: the model and its ControlNets run on compiled engines, with the same "
+        "picture. Wire it behind the model loader and its LoRAs, then press Build engines.",
+        search_aliases=SEARCHED_FOR,
+        inputs=[
+            io.Model.Input("model", tooltip="Behind the loader and its LoRAs."),
+            *_settings(),
+            io.Vae.Input("vae", optional=True, tooltip="Handed on as it is: there are no engines for VAEs yet."),
+            *(io.ControlNet.Input(name, optional=True, tooltip=control) for name in CONTROL_INPUTS),
+        ],
+        outputs=[
+            io.Model.Output("model_out", display_name="model"),
+            io.Vae.Output("vae_out", display_name="vae"),
+            *(io.ControlNet.Output(f"{name}_out", display_name=name) for name in CONTROL_INPUTS),
+        ],
+        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
+    )
 
 
 def unet_engine() -> io.Schema:
@@ -32,7 +60,7 @@ def unet_engine() -> io.Schema:
         category=CATEGORY,
         description="Finds the compiled engine for this model's UNet in models/trt_engines, or builds it. LoRAs "
         "before this node are built into the engine. Wire the engine into TRT Sampler Patch.",
-        search_aliases=[*SEARCHED_FOR, "tensorrt unet", "compile unet", "trt model"],
+        search_aliases=["tensorrt unet", "compile unet", "trt model"],
         inputs=[io.Model.Input("model"), *_settings()],
         outputs=[UNetEngine.Output("engine", display_name="engine")],
         hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
@@ -47,7 +75,7 @@ def controlnet_engine() -> io.Schema:
         category=CATEGORY,
         description="Finds the compiled engine for this ControlNet in models/trt_engines, or builds it. The output "
         "works in TRT Apply ControlNet and in ComfyUI's own Apply ControlNet nodes.",
-        search_aliases=[*SEARCHED_FOR, "tensorrt controlnet", "compile controlnet", "trt control"],
+        search_aliases=["tensorrt controlnet", "compile controlnet", "trt control"],
         inputs=[io.ControlNet.Input("control_net"), *_settings()],
         outputs=[io.ControlNet.Output("control_net_out", display_name="control_net")],
         hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],

@@ -5,6 +5,7 @@ ComfyUI hands ``extra_data`` from the request to the queue as it is; its history
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from comfy_execution.graph import DynamicPrompt
 from server import PromptServer
 
 from ..comfy_model.comfyui_internals import Feature, works
-from .workflow_graph import ENGINE_NODES, BadPrompt, node_key, picture_of, upstream
+from .workflow_graph import BadPrompt, alone, network_inputs, node_key, picture_of, upstream
 
 ORDER = "hybrid_trt_build"
 """Key of the order in ``extra_data``: ``{"nodes": [ids], "missing_only": bool, "graph": API prompt}``.
@@ -109,10 +110,7 @@ def _ordered(prompt: Mapping[str, Any], extra: Any, outputs: Iterable[str]) -> s
     graph, keys = DynamicPrompt(dict(prompt)), set()
     runs = {node for output in outputs for node in upstream(graph, output)}
     for node in order.nodes & runs:
-        if prompt[node].get("class_type") not in ENGINE_NODES:
-            continue
-        try:
-            keys.add(node_key(prompt, node))
-        except BadPrompt:  # nobody can ask for it by a key
-            continue
+        for name in network_inputs(prompt, node):
+            with contextlib.suppress(BadPrompt):  # nobody can ask for it by a key
+                keys.add(node_key(alone(prompt, node, name), node))
     return keys

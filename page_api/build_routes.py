@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import Any
 
 from aiohttp import web
 from server import PromptServer
@@ -12,7 +14,7 @@ from . import library_routes
 from .builds import builds, node_states, pending_orders
 from .http import PREFIX, Refused, changes, read_json, reads
 from .outlook import wish_of
-from .workflow_graph import ENGINE_NODES, BadPrompt, node_key
+from .workflow_graph import ENGINE_NODES, BadPrompt, alone, network_inputs, node_key
 
 MAX_NODES = 500
 
@@ -79,10 +81,16 @@ def _states(prompt: dict, nodes: list) -> dict[str, dict]:
         if not isinstance(entry, dict) or entry.get("class_type") not in ENGINE_NODES:
             raise Refused(400, f"{str(node)[:80]!r} is no engine node of the prompt; nothing was done.")
         try:
-            states[node] = node_states.state(node_key(prompt, node), wish_of(prompt, node))
+            each = [_state(alone(prompt, node, name), node, name) for name in network_inputs(prompt, node)]
+            states[node] = {**each[0], **({"others": each[1:]} if each[1:] else {})}
         except BadPrompt as error:
             raise Refused(400, f"No state can be told: {error}.") from None
     return states
+
+
+def _state(prompt: Mapping[str, Any], node: str, input_name: str) -> dict:
+    """Return the state of a node for one network."""
+    return {**node_states.state(node_key(prompt, node), wish_of(prompt, node)), "input": input_name}
 
 
 def _job(request: web.Request) -> Job:

@@ -16,10 +16,8 @@ from ..architectures import Role
 from ..backends.lookup import usable_backends
 from ..engine_builder.expected_time import expected
 from ..engine_library import Library, Unavailable
-from .workflow_graph import inputs_of, model_name, upstream
+from .workflow_graph import NETWORK_INPUTS, inputs_of, model_name, upstream
 
-MODEL_INPUTS = {"TRTUNetEngine": "model", "TRTControlNetEngine": "control_net"}
-"""Engine node -> its model input."""
 KINDS = {"TRTUNetEngine": Role.BACKBONE.value, "TRTControlNetEngine": Role.CONTROLNET.value}
 
 
@@ -41,10 +39,11 @@ class NodeRequest:
 
 
 def wish_of(prompt: Mapping[str, Any], node_id: str) -> NodeRequest:
-    """Return what a node of an API prompt asks for. The prompt has been checked: its nodes have a key."""
+    """Return what a node of an API prompt asks for. The node is one for a single network, and the prompt has
+    been checked: its nodes have a key."""
     graph = DynamicPrompt(dict(prompt))
     kind = str(prompt[node_id]["class_type"])
-    name = MODEL_INPUTS[kind]
+    name = NETWORK_INPUTS[kind][0]
     above = [inputs_of(graph, node) for node in upstream(graph, node_id, (name,))]
     inputs = inputs_of(graph, node_id)
     lora = any("lora" in str(key).lower() for inputs in above for key in inputs)

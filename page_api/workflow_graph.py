@@ -19,7 +19,10 @@ from comfy_execution.graph import DynamicPrompt, NodeNotFoundError
 from ..architectures.shapes import Picture
 
 MODEL_NAME_INPUTS = ("unet_name", "ckpt_name", "control_net_name", "model_name")
-ENGINE_NODES = ("TRTUNetEngine", "TRTControlNetEngine")
+ACCELERATE = "TRTAccelerate"
+ENGINE_NODES = ("TRTUNetEngine", "TRTControlNetEngine", ACCELERATE)
+NETWORK_INPUTS = {"TRTUNetEngine": ("model",), "TRTControlNetEngine": ("control_net",)}
+"""The inputs by which networks come into nodes for one network."""
 
 MAX_PICTURES, MAX_NUMBER = 16, 100_000
 _EMPTY = re.compile("empty.*latent", re.IGNORECASE)
@@ -148,6 +151,27 @@ def picture_of(prompt: Mapping[str, Any], sampler: str) -> Picture | None:
     known = isinstance(cfg, int | float) and math.isfinite(cfg)
     batches = (2 * images, images) if not known else (images,) if cfg == 1 else (2 * images,)
     return Picture(width, height, batches)
+
+
+def network_inputs(prompt: Mapping[str, Any], node_id: str) -> list[str]:
+    """Return the inputs of an engine node that bring a network: one, or several of TRT Accelerate."""
+    kind, inputs = _node(prompt, node_id).get("class_type"), _inputs(prompt, node_id)
+    if kind != ACCELERATE:
+        return list(NETWORK_INPUTS.get(kind, ()))
+    wired = (name for name, value in inputs.items() if name.startswith("control_net_") and is_link(value))
+    return ["model", *sorted(wired)]
+
+
+def alone(prompt: Mapping[str, Any], node_id: str, input_name: str) -> Mapping[str, Any]:
+    """Return a prompt in which an engine node stands for the network of one input alone, as a node for that would."""
+    node = _node(prompt, node_id)
+    if node.get("class_type") != ACCELERATE:
+        return prompt
+    settings = {name: value for name, value in _inputs(prompt, node_id).items()
+                if name not in ("model", "vae") and not name.startswith("control_net_")}  # fmt: skip
+    kind = "TRTUNetEngine" if input_name == "model" else "TRTControlNetEngine"
+    inputs = {NETWORK_INPUTS[kind][0]: _inputs(prompt, node_id).get(input_name), **settings}
+    return {**prompt, node_id: {"class_type": kind, "inputs": inputs}}
 
 
 def _node(prompt: Mapping[str, Any], node_id: str) -> Mapping[str, Any]:

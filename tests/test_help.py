@@ -11,7 +11,7 @@ import pytest
 from comfy_process import ComfyProcess
 
 ROOT = Path(__file__).resolve().parent.parent
-NODES = ("TRTUNetEngine", "TRTControlNetEngine", "TRTApplyControlNet", "TRTSamplerPatch", "TRTReport")
+NODES = ("TRTAccelerate", "TRTUNetEngine", "TRTControlNetEngine", "TRTApplyControlNet", "TRTSamplerPatch", "TRTReport")
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
@@ -43,7 +43,7 @@ def test_help_names_settings_by_the_labels_that_the_node_shows(comfy: ComfyProce
         chinese = comfy.get("/i18n")["zh"]["nodeDefs"][node]["inputs"][name]["name"]
         shown.add(chinese if language == "zh" else options.get("display_name", name))
     assert set(named) <= shown, set(named) - shown
-    if node.endswith("Engine"):
+    if node.endswith("Engine") or node == "TRTAccelerate":
         assert len(named) == 10
 
 

@@ -43,6 +43,14 @@ WIRING = {
         (("checkpoint", 0, "sampler", "model"), ("net", 0, "apply", "control_net"),
          ("apply", 0, "sampler", "positive"), ("apply", 1, "sampler", "negative")),
     ),
+    "accelerate": (
+        {"checkpoint": ("CheckpointLoaderSimple", 0, 0), "net": ("ControlNetLoader", 0, 200),
+         "accelerate": ("TRTAccelerate", 380, 60), "apply": ("ControlNetApplyAdvanced", 790, 240),
+         "sampler": ("KSampler", 1180, 0)},
+        (("checkpoint", 0, "accelerate", "model"), ("net", 0, "accelerate", "control_net_1"),
+         ("accelerate", 0, "sampler", "model"), ("accelerate", 2, "apply", "control_net"),
+         ("apply", 0, "sampler", "positive"), ("apply", 1, "sampler", "negative")),
+    ),
     "after": (
         {"checkpoint": ("CheckpointLoaderSimple", 0, 0), "net": ("ControlNetLoader", 0, 480),
          "unet": ("TRTUNetEngine", 380, 140), "engine": ("TRTControlNetEngine", 380, 480),
@@ -118,7 +126,7 @@ def take_wiring(page: ComfyPage) -> None:
         page.page.wait_for_timeout(1500)
         left, top, right, bottom = page.page.evaluate(CORNERS)
         folder = IMAGES if name == "before" else ROOT / "js" / "docs"
-        save(page, folder / ("before.png" if name == "before" else "wiring.png"),
+        save(page, folder / f"{'wiring' if name == 'after' else name}.png",
              (left - 16, top - 24, right + 16, bottom + 16))
 
 

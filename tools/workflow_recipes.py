@@ -7,7 +7,7 @@ from typing import Any
 
 from workflow_parts import ENGINE, LOADER, SD15, SDXL, Family, Recipe, group, node, with_downloads
 from workflow_to_prompt import ObjectInfo, Workflow, set_widget
-from workflow_variants import build_only, compare, img2img, stack
+from workflow_variants import build_only, compare, img2img, stack, text_to_image
 
 NOTE = """# {title} with two ControlNets on engines
 
@@ -77,6 +77,7 @@ def two_controlnets(name: str, family: Family) -> Recipe:
 
 
 RECIPES = (
+    text_to_image(),
     two_controlnets("sd15_two_controlnets", SD15),
     two_controlnets("sdxl_two_controlnets", SDXL),
     img2img(),
@@ -106,7 +107,7 @@ def with_tiny_models(workflow: Workflow, object_info: ObjectInfo, nets: tuple[st
             put(title, control_net_name=f"{nets[(number - 1) % 2]}.safetensors")
         elif title.startswith(("Control image", "Picture")):
             put(title, image=("control_a.png", "control_b.png")[(number - 1) % 2])
-    for engine in ("TRTUNetEngine", "TRTControlNetEngine"):
+    for engine in {"TRTAccelerate", "TRTUNetEngine", "TRTControlNetEngine"} & types:
         put(engine, min_size=64, opt_size=128, max_size=512, max_images=4, max_tokens=616)
     if "EmptyLatentImage" in types:
         put("EmptyLatentImage", width=128, height=128)

@@ -56,6 +56,14 @@ def _four(image: Image.Image) -> None:
     image.paste(_scene("picture", 232), (344, TOP + 34))
 
 
+def _prompt(image: Image.Image) -> None:
+    draw = ImageDraw.Draw(image)
+    for number, words in enumerate(("a house", "by a lake,", "morning light")):
+        draw.text((MARGIN, TOP + 80 + number * 50), words, TEXT, _font(36))
+    _arrow(image, 264, 300)
+    image.paste(_scene("picture", 232), (344, TOP + 34))
+
+
 def _repaint(image: Image.Image) -> None:
     image.paste(_scene("winter", 232), (MARGIN, TOP + 34))
     _arrow(image, 264, 300)
@@ -83,7 +91,8 @@ def _compare(image: Image.Image) -> None:
 
 
 DRAWN: dict[str, Callable[[Image.Image], None]] = {
-    "sd15_two_controlnets": _two, "sdxl_two_controlnets": _two, "sd15_controlnet_stack": _four,
+    "sd15_text_to_image": _prompt, "sd15_two_controlnets": _two, "sdxl_two_controlnets": _two,
+    "sd15_controlnet_stack": _four,
     "sd15_img2img_controlnet": _repaint, "sd15_build_engines": _build, "sd15_compare_native_and_engines": _compare,
 }  # fmt: skip
 

@@ -20,6 +20,34 @@ RANGES = ((0.8, 0.0, 1.0), (0.6, 0.0, 0.7), (0.7, 0.1, 0.9), (0.4, 0.3, 1.0))
 DOWNLOADS = SD15.downloads | {file: "comfyanonymous/ControlNet-v1-1_fp16_safetensors" for _, file in NETS}
 
 
+def text_to_image() -> Recipe:
+    """A prompt becomes a picture, by one node more than without engines."""
+    note = """# Text to image, accelerated
+
+1. **1 Model**: choose your checkpoint.
+2. Press **Run**. The first run builds the engine, which takes minutes. Later runs find it.
+
+*TRT Accelerate* is the only node more than in the workflow that you know. The model goes through it on its way to \
+the sampler. ControlNets may go through it too.
+"""
+    accelerate = node("TRTAccelerate", None, SETTINGS, {"model": "checkpoint.MODEL", "vae": "checkpoint.VAE"}, ENGINE)
+    nodes = {
+        "note": node("MarkdownNote", "How to use this workflow", {"text": note}, size=(330, 260)),
+        "checkpoint": node("CheckpointLoaderSimple", widgets={"ckpt_name": SD15.checkpoint}, size=LOADER),
+        "accelerate": accelerate, "latent": _latent(),
+    } | _prompts() | _sampling("latent.LATENT")
+    del nodes["patch"]
+    nodes["sampler"]["inputs"] |= {
+        "model": "accelerate.model", "positive": "positive.CONDITIONING", "negative": "negative.CONDITIONING"}
+    nodes["decode"]["inputs"] |= {"vae": "accelerate.vae"}
+    return _recipe("sd15_text_to_image", "text to image", nodes, [
+        group("1 Model", MODELS, ["note", "checkpoint"]),
+        group("2 Accelerate", ENGINES, ["accelerate"]),
+        group("3 Prompt", CONTROLS, ["positive", "negative", "latent"]),
+        group("4 Sample", SAMPLE, ["sampler", "report", "decode"], ["ran", "save"]),
+    ])
+
+
 def img2img() -> Recipe:
     """A picture is repainted, held by one ControlNet."""
     note = """# SD 1.5, image to image with a ControlNet on engines

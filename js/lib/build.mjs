@@ -1,12 +1,12 @@
 // The Build button: orders a build by a small prompt of its own, follows it, cancels it.
 
 import { widened } from "./fit.mjs";
-import { buildPrompt, engineNodes, isWired, upstreamOf } from "./graph.mjs";
+import { ACCELERATE, buildPrompt, engineNodes, isWired, upstreamOf } from "./graph.mjs";
 import { Look } from "./look.mjs";
 import { applyPreset, sizesOf } from "./presets.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
-import { changedUses, usesOf, wantedUses } from "./uses.mjs";
+import { changedUses, isSame, usesOf, wantedUses } from "./uses.mjs";
 import { isMissing } from "./workflow.mjs";
 import { BUSY, duration, error, lacksSizes, size } from "./words.mjs";
 
@@ -77,9 +77,9 @@ export class Builder {
     async rebuild(engine) {
         const type = engine.kind === "unet" ? "TRTUNetEngine" : "TRTControlNetEngine";
         const views = engineNodes(this.tracker.root()).map(({ node }) => this.tracker.views.get(node))
-            .filter((view) => view?.node.comfyClass === type);
+            .filter((view) => [type, ACCELERATE].includes(view?.node.comfyClass));
         const view = views.find(({ state }) => usesOf(state).some((use) => use.engine?.names?.includes(engine.name)))
-            ?? views.find(({ state }) => !state.engine && state.label === engine.label);
+            ?? views.find(({ state }) => usesOf(state).some((use) => !use.engine && use.label === engine.label));
         if (!view) return false;
         if (!view.busy) await this.press(view);
         return true;
@@ -92,9 +92,9 @@ export class Builder {
      */
     async build(views, missingOnly = false) {
         const { api, asked } = this.tracker, { sent } = this;
-        const wanted = new Map(views.map(({ node, state }) => [node, wantedUses(state).map(({ id }) => id)]));
+        const wanted = new Map(views.map(({ node, state }) => [node, wantedUses(state)]));
         for (const view of views) {
-            const asks = ({ id }) => wanted.get(view.node).includes(id);
+            const asks = (use) => wanted.get(view.node).some((one) => isSame(one, use));
             view.show(changedUses(view.state, (use) => (asks(use) ? { ...use, state: "asked", job: null } : use)));
             for (const { key } of usesOf(view.state).filter(asks)) if (key) this.ours.add(key);
             this.tracker.failures.delete(view.node);
@@ -157,14 +157,14 @@ export class Builder {
 
     /**
      * The prompt that orders the engines of nodes, the ids of each in it, and the order. Only what they depend on is serialised.
-     * @param {Map<any, string[]>} wanted node -> the ids of its uses, as of the last look
+     * @param {Map<any, {id: string}[]>} wanted node -> its uses, as of the last look
      */
     async #prompt(wanted, missingOnly) {
         const { app } = this.tracker;
         const look = new Look(this.tracker.root());
         const whole = look.prompt([]);
         const found = engineNodes(this.tracker.root()).filter(({ node }) => wanted.has(node)).map(({ node, ids }) => {
-            const there = ids.filter((id) => whole[id]), known = there.filter((id) => wanted.get(node).includes(id));
+            const there = ids.filter((id) => whole[id]), known = there.filter((id) => wanted.get(node).some((use) => use.id === id));
             return [node, known.length ? known : there];
         });
         const ids = found.flatMap(([, its]) => its);

@@ -1,6 +1,7 @@
 // Finding engine nodes in the graph, subgraphs included, and cutting a prompt down to what a build needs.
 
-export const ENGINE_NODES = ["TRTUNetEngine", "TRTControlNetEngine"];
+export const ACCELERATE = "TRTAccelerate";
+export const ENGINE_NODES = ["TRTUNetEngine", "TRTControlNetEngine", ACCELERATE];
 export const REPORT = "hybrid_trt_build";
 
 /**

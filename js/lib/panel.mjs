@@ -5,7 +5,7 @@ import { confirm, showText } from "./dialog.mjs";
 import { arrange, button, make } from "./dom.mjs";
 import { openMenu } from "./menu.mjs";
 import {
-    anyEnded, deleteQuestion, engineRow, grouped, jobLines, matching, shortName, shownJobs, SORT_KEYS, tone, withJob,
+    anyEnded, deleteQuestion, engineRow, grouped, jobLines, matching, shownJobs, SORT_KEYS, tone, withJob,
 } from "./panel_words.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";

@@ -71,11 +71,6 @@ export function engineRow(engine, order = "") {
     };
 }
 
-/** A model's file without its ending. */
-export function shortName(label) {
-    return label.replace(/\.(safetensors|ckpt|pth?|bin|gguf)$/, "");
-}
-
 /** When an engine served last: the day in a row, the minute where there is room. */
 function used({ last_used: last }, key) {
     const style = { dateStyle: "short", ...(key === "usedOn" ? {} : { timeStyle: "short" }) };

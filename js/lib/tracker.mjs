@@ -6,7 +6,7 @@ import { ancestors, engineNodes, isLink, isWired } from "./graph.mjs";
 import { Look } from "./look.mjs";
 import { numbersFromOutside } from "./presets.mjs";
 import { request } from "./server.mjs";
-import { changedUses, together, usesOf } from "./uses.mjs";
+import { changedUses, isSame, together, usesOf } from "./uses.mjs";
 
 const PATIENCE = 250;
 
@@ -102,12 +102,12 @@ export class Tracker {
             if (this.heard.get(node) > started) continue; // the answer is older than the event
             const told = (ids.get(node) ?? []).filter((id) => answer[id]);
             const latents = told.flatMap((id) => latentsFor(prompt, id)); // its settings are for all of them
-            const uses = told.map((id) => ({
-                ...answer[id], id, whenMissing: prompt[id].inputs.when_missing, latents,
+            const uses = told.flatMap((id) => usesOf(answer[id]).map((use) => ({
+                ...use, id, whenMissing: prompt[id].inputs.when_missing, latents,
                 outside: numbersFromOutside(node, prompt[id].inputs),
-                misfit: misfitOf(prompt, id, answer[id]), uncompiled: uncompiledOf(prompt, id, answer[id]),
-                orders: Object.keys(orders).filter((one) => orders[one].includes(answer[id].key)),
-            }));
+                misfit: misfitOf(prompt, id, use), uncompiled: uncompiledOf(prompt, id, use),
+                orders: Object.keys(orders).filter((one) => orders[one].includes(use.key)),
+            })));
             this.#apply(node, uses.length ? uses : [{ state: off.has(node) ? "off" : "unwired", key: "" }]);
         }
         this.tell();
@@ -169,7 +169,7 @@ export class Tracker {
 
     #apply(node, uses) {
         const view = this.views.get(node), failure = this.failures.get(node);
-        const pressed = (use) => this.asked.has(node) && usesOf(view.state).some(({ id, state }) => id === use.id && state === "asked");
+        const pressed = (use) => this.asked.has(node) && usesOf(view.state).some((one) => isSame(one, use) && one.state === "asked");
         const failed = (use) => failure?.keys.includes(use.key) && ["unknown", "none"].includes(use.state);
         const waits = (use) => (pressed(use) || use.orders?.length) && !["queued", "building"].includes(use.state);
         if (!uses.some(failed)) this.failures.delete(node);

@@ -1,4 +1,5 @@
-// An engine node in a subgraph that is used twice stands for two engines: what its uses show together, the worst first.
+// A node may want several engines: TRT Accelerate has one for each network, and a node in a subgraph that is used twice is there
+// twice. What these uses show together, the worst first.
 
 import { isMissing } from "./workflow.mjs";
 
@@ -17,6 +18,11 @@ export function together(uses) {
     const sorted = [...uses].sort((a, b) => rank(a) - rank(b));
     const [worst, ...others] = sorted.filter((use, i) => sorted.findIndex(({ key }) => key === use.key) === i);
     return others.length ? { ...worst, others } : worst;
+}
+
+/** Whether two uses are of the same network at the same place. */
+export function isSame(one, other) {
+    return one.id === other.id && one.input === other.input;
 }
 
 /** A node's state after each use's has changed. */

@@ -92,11 +92,17 @@ export function outlookWords({ outlook, whenMissing }) {
 }
 
 /**
- * Everything that a node shows.
+ * Everything that a node shows; for TRT Accelerate that is how its worst network stands, and a line for each.
  * @param {any} state the server's answer for the node, or {state: "off" | "unwired" | "asked"}
  * @returns {View}
  */
 export function describe(state) {
+    const view = ofOne(state), networks = networkLines(state);
+    const first = state.state === "ready" ? 0 : 1; // what is amiss comes first
+    return { ...view, lines: [...view.lines.slice(0, first), ...networks, ...view.lines.slice(first)] };
+}
+
+function ofOne(state) {
     const { lines: ran, badge } = runWords(BUSY.includes(state.state) ? null : state.run);
     const view = { tone: state.tone ?? TONES[state.state] ?? "idle", title: t(state.state), lines: [], fraction: null, badge, log: null, offer: "", hint: "" };
     if (BUSY.includes(state.state)) {
@@ -140,6 +146,24 @@ export function describe(state) {
     }
     return view;
 }
+
+/** A line for each network of TRT Accelerate: its file, and how it stands. Empty for a node with one network. */
+function networkLines({ others = [], ...state }) {
+    const networks = [state, ...others].filter(({ id }) => id === state.id).sort((a, b) => order(a) - order(b));
+    return networks.length < 2 ? [] : networks.map((one) => `${nameOf(one)}: ${ofOne(one).title}`);
+}
+
+/** A model's file without its ending. */
+export function shortName(label) {
+    return label.replace(/\.(safetensors|ckpt|pth?|bin|gguf)$/, "");
+}
+
+function nameOf({ label, input }) {
+    return label ? shortName(label) : t(input === "model" ? "unet" : "controlnet");
+}
+
+/** The model comes first, then the ControlNets by number. */
+const order = ({ input = "" }) => (input === "model" ? 0 : Number(/\d+$/.exec(input)?.[0] ?? 0));
 
 /** A latent's size as people say it, with the batch when it is one. */
 export function pixels({ width, height, images }) {

@@ -1,11 +1,10 @@
 // The engines of the open workflow in one place: what is missing, one button that builds it all, one bar, one cancel.
 
 import { arrange, make } from "./dom.mjs";
-import { shortName } from "./panel_words.mjs";
 import { t } from "./texts.mjs";
 import { usesOf } from "./uses.mjs";
 import { needs, progress } from "./workflow.mjs";
-import { about, BUSY } from "./words.mjs";
+import { about, BUSY, shortName } from "./words.mjs";
 
 /** Shown in the panel, with a line for each node, and on report nodes, without. */
 export class WorkflowView {

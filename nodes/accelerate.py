@@ -1,0 +1,68 @@
+"""TRT Accelerate: one node that runs a MODEL and up to four ControlNets on engines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from comfy.model_patcher import ModelPatcher
+from comfy_api.latest import io, ui
+
+from ..comfy_model.network import NativeNetwork
+from ..engine_library import Fallback
+from ..sampling.controlnet import back_with_engine, native_controlnet
+from ..sampling.engine_handle import EngineHandle
+from ..sampling.engine_status import status
+from ..sampling.model_wrapper import patch_model
+from . import building, schemas
+from .engines import Place, build, controlnet_network, engine_choice, find
+from .schemas import CONTROL_INPUTS
+
+if TYPE_CHECKING:
+    from comfy.controlnet import ControlBase
+
+
+class TRTAccelerate(io.ComfyNode):
+    """MODEL, VAE and ControlNets -> the same, run by engines where these serve; native computes the rest."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schemas.accelerate()
+
+    @classmethod
+    def fingerprint_inputs(cls, when_missing: str, **_: object) -> str:
+        return building.generation(when_missing)
+
+    @classmethod
+    def execute(cls, model: ModelPatcher, when_missing: str, vae: Any = None, **given: Any) -> io.NodeOutput:
+        controls = {name: given.pop(name, None) for name in CONTROL_INPUTS}
+        place = Place(cls.hidden.dynprompt, cls.hidden.unique_id, "model")
+        network = NativeNetwork.of_model(model, place.label("UNet"))
+        handles = {"model": find(network, engine_choice(network, **given), place)}
+        lines = {}
+        for name, control in controls.items():
+            found = None if control is None else _find(control, cls._place(name), given)
+            if isinstance(found, EngineHandle):
+                handles[name] = found
+            elif found is not None:
+                lines[name] = found.sentence()
+        build(list(handles.values()), when_missing, place.order)
+        lines = {name: f"{handle.network.label}: {status(handle)}" for name, handle in handles.items()} | lines
+        backed = [_backed(control, handles.get(name)) for name, control in controls.items()]
+        text = "\n".join(lines.values())
+        return io.NodeOutput(patch_model(model, handles["model"]), vae, *backed, ui=ui.PreviewText(text))
+
+    @classmethod
+    def _place(cls, name: str) -> Place:
+        return Place(cls.hidden.dynprompt, cls.hidden.unique_id, name)
+
+
+def _find(control: ControlBase, place: Place, settings: dict[str, Any]) -> EngineHandle | Fallback:
+    network = controlnet_network(control, place)
+    if isinstance(network, Fallback):
+        return network
+    return find(network, engine_choice(network, **settings), place)
+
+
+def _backed(control: ControlBase | None, handle: EngineHandle | None) -> ControlBase | None:
+    """Return a ControlNet with its engine; as it came where it can have none."""
+    return control if handle is None else back_with_engine(native_controlnet(control), handle)

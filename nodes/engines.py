@@ -1,0 +1,150 @@
+"""Engines of the nodes: looked up, built where the user wants that, and told to the page."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from comfy.controlnet import ControlNet
+from comfy_execution.graph import DynamicPrompt
+
+from ..architectures.image_latent import ANY
+from ..architectures.shapes import RequestedSizes
+from ..backends.lookup import EngineChoice
+from ..comfy_model.network import NativeNetwork
+from ..engine_library import Fallback, Reason, Unavailable
+from ..page_api.build_orders import Order, order_of
+from ..page_api.builds import node_states, pending_orders
+from ..page_api.library_folder import library
+from ..page_api.workflow_graph import (
+    BadPrompt,
+    all_nodes,
+    alone,
+    asked_pictures,
+    drawn_id,
+    model_name,
+    node_key,
+    whole_prompt,
+)
+from ..sampling.call_stats import executing
+from ..sampling.controlnet import native_controlnet
+from ..sampling.engine_handle import EngineHandle
+from ..sampling.engine_status import lacks_engine, status
+from . import building
+from .schemas import BUILT_IN, REPLACEABLE, USE_NATIVE
+
+if TYPE_CHECKING:
+    from comfy.controlnet import ControlBase
+
+log = logging.getLogger(__name__)
+
+WITHOUT_ENGINE = {
+    "T2IAdapter": "a T2I-adapter computes once per picture, and the UNet's engine takes what it gives",
+    "ControlLora": "a Control-LoRA takes the model's own weights each time that sampling starts",
+}
+"""Classes of controls that no engine is built for, and why."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One network of an engine node: the running prompt, the node's id, and the input that the network comes in by."""
+
+    prompt: DynamicPrompt
+    node_id: str
+    input_name: str
+
+    def label(self, default: str) -> str:
+        """Return the file that the network was loaded from, or ``default``."""
+        return model_name(self.prompt, self.node_id, self.input_name, default)
+
+    @property
+    def key(self) -> str:
+        """The key under which the page knows it: in a loop that of the node in the user's graph."""
+        prompt, node_id = self.prompt, self.node_id
+        original, drawn = prompt.get_original_prompt(), drawn_id(prompt, node_id)
+        if drawn in original and original[drawn]["class_type"] == prompt.get_node(node_id)["class_type"]:
+            prompt, node_id = DynamicPrompt(original), drawn
+        try:
+            return node_key(alone(whole_prompt(prompt, node_id), node_id, self.input_name), node_id)
+        except BadPrompt as error:  # for example nodes that expand while they run
+            log.debug("Hybrid TRT: node %s has no key (%s)", node_id, error)
+            return ""
+
+    @property
+    def order(self) -> Order | None:
+        """The order that the running prompt carries for the node, or for the node of the user's graph behind it."""
+        context = executing()
+        order = order_of(context.prompt_id) if context is not None else None
+        drawn = drawn_id(self.prompt, self.node_id)
+        return order if order is not None and {self.node_id, drawn} & order.nodes else None
+
+
+def engine_choice(
+    network: NativeNetwork, precision: str, backend: str, weights: str = BUILT_IN, **sizes: int
+) -> EngineChoice:
+    """Return the engine node's settings as a profile in latent elements, a precision, a backend and whose weights.
+
+    Args:
+        weights: ``"built in"`` or ``"replaceable"``.
+        sizes: those of ``RequestedSizes``; 0 is what fits the network's family.
+
+    Raises:
+        ValueError: sizes in the wrong order; the text is for the user.
+    """
+    try:
+        family = network.architecture()
+    except Unavailable:  # it gets no engine, and the handle says why
+        family = ANY
+    return EngineChoice(family.profile(RequestedSizes(**sizes)), precision, backend, weights == REPLACEABLE)
+
+
+def find(network: NativeNetwork, choice: EngineChoice, place: Place) -> EngineHandle:
+    """Return the handle for a network's engine, which the page knows of from then on."""
+    key, order = place.key, place.order
+    pictures = asked_pictures(order.graph, drawn_id(place.prompt, place.node_id)) if order is not None else ()
+    pictures = pictures or asked_pictures(all_nodes(place.prompt), place.node_id)
+    handle = EngineHandle(network, replace(choice, pictures=pictures), library(), place.node_id, key)
+    node_states.learn(key, handle)
+    return handle
+
+
+def build(handles: Sequence[EngineHandle], when_missing: str, order: Order | None) -> None:
+    """Order or do the builds that a node's handles need, where the user wants that.
+
+    A press on Build builds again what is there only where nothing is missing. A build that fails is told on the node
+    and leaves native to serve.
+    """
+    again = order is not None and not order.missing_only
+    if again and len(handles) > 1:
+        again = not any(map(lacks_engine, handles))
+    for handle in handles:
+        if order is not None:
+            building.build_as_requested(handle, again)
+        elif when_missing != USE_NATIVE:
+            building.build_if_missing(handle, when_missing)
+        node_states.learn(handle.node_key, handle)
+        _order_given(handle.node_key)
+        building.remember(handle)
+        log.info("Hybrid TRT: %s: %s", handle.network.label, status(handle))
+
+
+def controlnet_network(control_net: ControlBase, place: Place) -> NativeNetwork | Fallback:
+    """Return the network of a CONTROL_NET, or why it can have no engine, which the page knows from then on."""
+    label = place.label("ControlNet")
+    if type(control_net) is ControlNet:
+        return NativeNetwork.of_controlnet(native_controlnet(control_net), label)
+    kinds = [kind.__name__ for kind in type(control_net).__mro__]
+    why = next((words for kind, words in WITHOUT_ENGINE.items() if kind in kinds), f"it is a {kinds[0]}")
+    refusal = Fallback(Reason.UNSUPPORTED_MODEL, f"{label} runs without one: {why}")
+    node_states.refused(place.key, label, refusal)
+    _order_given(place.key)
+    log.info("Hybrid TRT: %s", refusal.sentence())
+    return refusal
+
+
+def _order_given(key: str) -> None:
+    """Note that the running prompt has ordered a network's build, or that there is nothing to build."""
+    if (context := executing()) is not None:
+        pending_orders.given(context.prompt_id, key)
