@@ -2,8 +2,10 @@
 
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
+import { accelerate, removeAcceleration } from "./lib/accelerate.mjs";
 import { Builder } from "./lib/build.mjs";
 import { showText } from "./lib/dialog.mjs";
+import { button } from "./lib/dom.mjs";
 import { sameSampler } from "./lib/fit.mjs";
 import { ENGINE_NODES } from "./lib/graph.mjs";
 import { labelValues } from "./lib/labels.mjs";
@@ -30,6 +32,7 @@ const COLOURS = {
 };
 const toast = (severity, summary, detail) =>
     app.extensionManager.toast.add({ severity, summary, detail, life: severity === "error" ? 20000 : 8000 });
+const SIDEBAR = "hybrid_trt.engines";
 const tracker = new Tracker(app, api);
 const followed = new Map(); // what Auto's sizes are on the nodes of open workflows
 const builder = new Builder(tracker, toast, (node) => inSight(app.canvas, node));
@@ -63,19 +66,56 @@ function jump(node) {
     app.canvas.centerOnNode(node);
 }
 
+/** Change the workflow as one step of undo, and show the panel with its button for all engines. */
+function changeWorkflow(change) {
+    const root = tracker.root();
+    root.beforeChange?.();
+    const count = change(root);
+    root.afterChange?.();
+    app.canvas.setDirty(true, true);
+    const changes = app.extensionManager.workflow?.activeWorkflow?.changeTracker;
+    (changes?.captureCanvasState ?? changes?.checkState)?.call(changes);
+    tracker.changed();
+    return count;
+}
+
+function accelerateWorkflow() {
+    const { length: count } = changeWorkflow((root) => accelerate(root, (type) => window.LiteGraph.createNode(type)));
+    if (!count) return toast("info", t("accelerate"), t("accelerateNothing"));
+    toast("success", t("accelerate"), t("accelerateDone"));
+    const { sidebarTab } = app.extensionManager;
+    if (sidebarTab.activeSidebarTabId !== SIDEBAR) sidebarTab.toggleSidebarTab(SIDEBAR);
+}
+
+function removeFromWorkflow() {
+    const count = changeWorkflow(removeAcceleration);
+    toast("info", t("accelerateRemove"), t(count ? "accelerateRemoved" : "accelerateNone", { count }));
+}
+
+/** Whether a node's menu offers acceleration: loaders and samplers. */
+const leadsTo = (node) => [...(node.inputs ?? []), ...(node.outputs ?? [])].some(({ type }) => type === "MODEL");
+const accelerateEntries = () => [
+    { content: t("accelerate"), callback: accelerateWorkflow }, { content: t("accelerateRemove"), callback: removeFromWorkflow },
+];
+
 let sidebar = null;
 
 function openSidebar(element) {
-    sidebar?.close();
+    closeSidebar();
     sidebar = workflowView({ jump });
-    const engines = document.createElement("div");
+    const engines = document.createElement("div"), offer = button("accelerate", accelerateWorkflow);
+    const offerOrNot = () => { offer.hidden = tracker.present.length > 0; };
+    tracker.watchers.add(offerOrNot);
+    sidebar.left = () => tracker.watchers.delete(offerOrNot);
+    offerOrNot();
     element.classList.add("hybrid-trt-sidebar");
-    element.replaceChildren(sidebar.element, engines);
+    element.replaceChildren(offer, sidebar.element, engines);
     panel.open(engines);
 }
 
 function closeSidebar() {
     sidebar?.close();
+    sidebar?.left();
     sidebar = null;
     panel.close();
 }
@@ -127,6 +167,12 @@ function hearServer() {
 
 app.registerExtension({
     name: "hybrid_trt.page",
+    commands: [
+        { id: "HybridTRT.Accelerate", label: t("accelerate"), icon: "pi pi-bolt", function: accelerateWorkflow },
+        { id: "HybridTRT.RemoveAcceleration", label: t("accelerateRemove"), icon: "pi pi-times", function: removeFromWorkflow },
+    ],
+    menuCommands: [{ path: ["Hybrid TRT"], commands: ["HybridTRT.Accelerate", "HybridTRT.RemoveAcceleration"] }],
+    getCanvasMenuItems: accelerateEntries,
     settings: [...settings, ...librarySettings(api)],
     setup() {
         for (const file of ["./style.css", "./panel.css"]) {
@@ -137,7 +183,7 @@ app.registerExtension({
         setLanguage(app.extensionManager.setting.get("Comfy.Locale"));
         hearServer();
         app.extensionManager.registerSidebarTab({
-            id: "hybrid_trt.engines", icon: "pi pi-bolt", title: t("panel"), tooltip: t("panel"), type: "custom",
+            id: SIDEBAR, icon: "pi pi-bolt", title: t("panel"), tooltip: t("panel"), type: "custom",
             render: openSidebar, destroy: closeSidebar,
         });
     },
@@ -156,7 +202,8 @@ app.registerExtension({
         tracker.changed();
     },
     getNodeMenuItems(node) {
-        return ENGINE_NODES.includes(node.comfyClass) ? [tracker.views.get(node)?.actions.sizes.menu()].filter(Boolean) : [];
+        if (ENGINE_NODES.includes(node.comfyClass)) return [tracker.views.get(node)?.actions.sizes.menu()].filter(Boolean);
+        return leadsTo(node) ? accelerateEntries().slice(0, 1) : [];
     },
     onNodeOutputsUpdated(outputs) { // all at once, as after another tab; what one node puts out it hears itself
         showKept(tracker.root(), outputs);

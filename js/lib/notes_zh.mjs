@@ -9,6 +9,12 @@ const MORE = (least, most) => `*更多 ControlNet*：增大 *TRT 应用 ControlN
 
 /** First line of an English note -> the whole note in Chinese. */
 export const NOTES = {
+    "# Text to image, accelerated": `# 文生图，已加速
+
+1. **1 Model**：选择您的 checkpoint。
+2. 点击 **运行**。第一次运行会构建引擎，需要几分钟；以后的运行会直接找到它。
+
+与您熟悉的工作流相比，只多了一个 *TRT Accelerate* 节点：模型经过它再到采样器。ControlNet 也可以经过它。`,
     "# SD 1.5 with two ControlNets on engines": `# SD 1.5，两个 ControlNet 在引擎上运行\n\n${TWO}\n\n${MORE(256, 1024)}`,
     "# SDXL with two ControlNets on engines": `# SDXL，两个 ControlNet 在引擎上运行\n\n${TWO}
 

@@ -9,7 +9,7 @@ import {
 } from "./panel_words.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
-import { size } from "./words.mjs";
+import { shortName, size } from "./words.mjs";
 
 const PATIENCE = 300;
 const LIVE = ["running", "queued"];

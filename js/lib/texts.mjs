@@ -3,6 +3,10 @@
 /** @type {Record<string, Record<string, string>>} */
 const TEXTS = {
     en: {
+        accelerate: "Accelerate this workflow", accelerateRemove: "Remove acceleration",
+        accelerateDone: "TRT Accelerate is in your workflow now. Build its engines in the panel, then press Run.",
+        accelerateNothing: "Nothing to accelerate: this workflow has no model loader without an engine.",
+        accelerateRemoved: "Nodes taken out: {count}. The workflow is wired as before.", accelerateNone: "This workflow has no such nodes.",
         build: "Build engine", rebuild: "Build again", cancel: "Cancel build",
         unknown: "Not looked up yet", unknownHint: "Press Build engine, or run once: then the node knows its engine.",
         unwired: "No model connected", unwiredHint: "Connect a model to build its engine.",
@@ -51,7 +55,7 @@ const TEXTS = {
         checked: "matches native (checked)", checkedHint: "Largest difference from native when it was built: {error} of the largest value.",
         readyNext: "Ready, used from the next run", buildUnwired: "Connect a model to build",
         sizesWrong: "{low} {above} is above {high} {below}.", sizeKept: "{name} stays {value}.",
-        noMatch: "No engine matches the filter.", begin1: "Open a template, or add TRT UNet Engine and TRT ControlNet Engine nodes.",
+        noMatch: "No engine matches the filter.", begin1: "Press Accelerate this workflow, or open a template.",
         begin2: "Connect your models.", begin3: "Press Build engine on a node, or Run.", beginTemplates: "Open the templates", builds: "Builds", engines: "Engines",
         use: "{count} engines, {size}; {free} free", delete: "Delete", verify: "Verify", rowDetails: "Details …", deleteEngine: "Delete …",
         deleteOne: "Delete engine?", deleteMany: "Delete {count} engines?", deleteSelected: "Delete selected …",
@@ -90,6 +94,10 @@ const TEXTS = {
         presetSdxl: "SDXL, all usual formats", presetSd15: "SD 1.5, all usual formats", sizesToAll: "Apply to all engine nodes",
     },
     zh: {
+        accelerate: "加速此工作流", accelerateRemove: "移除加速",
+        accelerateDone: "“TRT 加速”已加入您的工作流。在面板中构建它的引擎，然后点击运行。",
+        accelerateNothing: "没有可加速的内容：此工作流中没有尚无引擎的模型加载器。",
+        accelerateRemoved: "移除了 {count} 个节点，连线已恢复原样。", accelerateNone: "此工作流中没有这样的节点。",
         build: "构建引擎", rebuild: "重新构建", cancel: "取消构建",
         unknown: "尚未查找", unknownHint: "点击“构建引擎”，或运行一次，节点就知道自己的引擎。",
         unwired: "未连接模型", unwiredHint: "连接模型后才能构建引擎。",
@@ -137,7 +145,7 @@ const TEXTS = {
         checked: "与原生一致（已检验）", checkedHint: "构建时与原生的最大差异：最大值的 {error}。",
         readyNext: "就绪，从下一次运行起使用", buildUnwired: "连接模型后才能构建",
         sizesWrong: "{low} {above} 大于{high} {below}。", sizeKept: "{name}仍为 {value}。",
-        noMatch: "没有符合筛选条件的引擎。", begin1: "打开一个模板，或添加 TRT UNet 引擎和 TRT ControlNet 引擎节点。",
+        noMatch: "没有符合筛选条件的引擎。", begin1: "点击“加速此工作流”，或打开一个模板。",
         begin2: "连接你的模型。", begin3: "点击节点上的“构建引擎”，或直接运行。", beginTemplates: "打开模板", builds: "构建任务", engines: "引擎",
         use: "{count} 个引擎，{size}；剩余 {free}", delete: "删除", verify: "校验", rowDetails: "详情…", deleteEngine: "删除…",
         deleteOne: "删除引擎？", deleteMany: "删除 {count} 个引擎？", deleteSelected: "删除所选…",

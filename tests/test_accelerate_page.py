@@ -1,0 +1,142 @@
+"""A stock workflow in the page: one menu entry accelerates it, one press builds, and the picture stays the same."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import slow
+from browser import ComfyPage, chromium, comfy_page
+from comfy_process import ComfyProcess
+from engine_page import EnginePage
+from PIL import Image
+
+pytestmark = pytest.mark.browser
+
+#: Stock workflows as type, position and widgets of each node, and links as [from, output, to, input].
+PROMPTS = {
+    "checkpoint": ("CheckpointLoaderSimple", 0, 0, {"ckpt_name": "tiny_sd15.safetensors"}),
+    "positive": ("CLIPTextEncode", 380, 0, {"text": "a house"}),
+    "negative": ("CLIPTextEncode", 380, 260, {"text": "blurry"}),
+    "latent": ("EmptyLatentImage", 380, 520, {"width": 128, "height": 128}),
+    "sampler": ("KSampler", 820, 0, {"seed": 3, "control_after_generate": "fixed", "steps": 2, "cfg": 5.0}),
+    "decode": ("VAEDecode", 1500, 0, {}),
+    "save": ("SaveImage", 1760, 0, {"filename_prefix": "accelerate"}),
+}
+PLAIN = (PROMPTS, [
+    ["checkpoint", 0, "sampler", "model"], ["checkpoint", 1, "positive", "clip"], ["checkpoint", 1, "negative", "clip"],
+    ["positive", 0, "sampler", "positive"], ["negative", 0, "sampler", "negative"],
+    ["latent", 0, "sampler", "latent_image"], ["sampler", 0, "decode", "samples"],
+    ["checkpoint", 2, "decode", "vae"], ["decode", 0, "save", "images"],
+])  # fmt: skip
+LARGE = (PROMPTS | {
+    "lora": ("LoraLoader", 380, -260, {"lora_name": "tiny_sd15_lora.safetensors"}),
+    "net_1": ("ControlNetLoader", 0, 260, {"control_net_name": "tiny_sd15_a.safetensors"}),
+    "net_2": ("ControlNetLoader", 0, 400, {"control_net_name": "tiny_sd15_b.safetensors"}),
+    "image": ("LoadImage", 0, 540, {"image": "control_a.png"}),
+    "apply_1": ("ControlNetApplyAdvanced", 820, 300, {"strength": 0.7}),
+    "apply_2": ("ControlNetApplyAdvanced", 820, 560, {"strength": 0.4}),
+    "second": ("KSampler", 1160, 340, {"seed": 4, "control_after_generate": "fixed", "steps": 2, "denoise": 0.5}),
+}, [
+    ["checkpoint", 0, "lora", "model"], ["checkpoint", 1, "lora", "clip"], ["lora", 1, "positive", "clip"],
+    ["lora", 1, "negative", "clip"], ["lora", 0, "sampler", "model"], ["lora", 0, "second", "model"],
+    ["positive", 0, "apply_1", "positive"], ["negative", 0, "apply_1", "negative"],
+    ["net_1", 0, "apply_1", "control_net"], ["image", 0, "apply_1", "image"],
+    ["apply_1", 0, "apply_2", "positive"], ["apply_1", 1, "apply_2", "negative"],
+    ["net_2", 0, "apply_2", "control_net"], ["image", 0, "apply_2", "image"],
+    ["apply_2", 0, "sampler", "positive"], ["apply_2", 1, "sampler", "negative"],
+    ["apply_2", 0, "second", "positive"], ["apply_2", 1, "second", "negative"],
+    ["latent", 0, "sampler", "latent_image"], ["sampler", 0, "second", "latent_image"],
+    ["second", 0, "decode", "samples"], ["checkpoint", 2, "decode", "vae"], ["decode", 0, "save", "images"],
+])  # fmt: skip
+DRAW = """([nodes, links]) => { app.graph.clear(); const made = {};
+    for (const [key, [type, x, y, widgets]] of Object.entries(nodes)) {
+        const node = LiteGraph.createNode(type); node.pos = [x, y]; app.graph.add(node); made[key] = node;
+        for (const [name, value] of Object.entries(widgets)) node.widgets.find(w => w.name === name).value = value; }
+    for (const [from, output, to, input] of links)
+        made[from].connect(output, made[to], made[to].findInputSlot(input));
+    const tracker = app.extensionManager.workflow.activeWorkflow.changeTracker;
+    tracker.captureCanvasState(); tracker.reset?.(); }"""
+#: Who is wired to whom, by titles, without what stands where.
+WIRES = """() => { const graph = app.rootGraph ?? app.graph, title = id => graph.getNodeById(id).title;
+    return [...graph.links.values()].map(l =>
+        [title(l.origin_id), l.origin_slot, title(l.target_id), l.target_slot].join(' ')).sort(); }"""
+OVERLAPS = """() => { const boxes = app.graph.nodes.map(n => [n.title, ...n.getBounding()]);
+    return boxes.flatMap(([a, x, y, w, h], i) => boxes.slice(i + 1).filter(([, u, v, p, q]) =>
+        x < u + p && u < x + w && y < v + q && v < y + h).map(([b]) => `${a} / ${b}`)); }"""
+#: A free place of the canvas, in the middle of its lower edge.
+FREE = "() => { const r = app.canvas.canvas.getBoundingClientRect(); return [r.left + r.width / 2, r.bottom - 90]; }"
+MARGINS = {"left": 420, "top": 112, "right": 12, "bottom": 160}
+
+
+@pytest.fixture(scope="module", params=slow.cases({"litegraph": False, "vue": True}, ["vue"]))
+def opened(request: pytest.FixtureRequest, comfy: ComfyProcess) -> Iterator[ComfyPage]:
+    with chromium() as browser, comfy_page(browser, comfy.url, vue=request.param) as page:
+        yield page
+
+
+@pytest.fixture
+def page(opened: ComfyPage, comfy: ComfyProcess, request: pytest.FixtureRequest) -> EnginePage:
+    shutil.rmtree(comfy.base / "models" / "trt_engines", ignore_errors=True)
+    opened.page.evaluate("() => app.extensionManager.command.execute('Comfy.NewBlankWorkflow')")
+    return EnginePage(opened, request.node.originalname.removeprefix("test_"))
+
+
+def picture(page: EnginePage, comfy: ComfyProcess) -> numpy.ndarray:
+    """Run the workflow and return its picture."""
+    page.page.queue()
+    outputs = page.page.page.evaluate("() => Object.values(app.nodeOutputs).find(o => o.images).images")
+    with Image.open(comfy.base / "output" / outputs[0]["subfolder"] / outputs[0]["filename"]) as image:
+        return numpy.asarray(image.convert("RGB")).astype(int)
+
+
+def choose(page: EnginePage, entry: str) -> None:
+    """Right click on the canvas, then click an entry of its menu."""
+    raw = page.page.page
+    raw.mouse.click(*raw.evaluate(FREE), button="right")
+    raw.get_by_text(entry, exact=True).last.click()
+
+
+@pytest.mark.parametrize("drawn", [PLAIN, LARGE], ids=["plain", "lora, two ControlNets, two passes"])
+def test_a_stock_workflow_runs_on_engines_after_four_clicks(page: EnginePage, comfy: ComfyProcess, drawn: Any) -> None:
+    raw = page.page.page
+    raw.evaluate(DRAW, drawn)
+    page.page.fit(**MARGINS)
+    before, native = raw.evaluate(WIRES), picture(page, comfy)
+    choose(page, "Accelerate this workflow")
+    page.page.fit(**MARGINS)
+    page.shot("inserted")
+    assert raw.evaluate(OVERLAPS) == []
+    node = page.node("TRTAccelerate")
+    names = raw.evaluate("id => app.graph.getNodeById(id).inputs.filter(i => i.link != null).map(i => i.name)", node)
+    nets = ["control_net_1", "control_net_2"] if drawn is LARGE else []
+    assert [name for name in names if name != "vae"] == ["model", *nets]
+    raw.evaluate("""id => { for (const [name, value] of Object.entries({ min_size: 64, opt_size: 128, max_size: 512 }))
+        app.graph.getNodeById(id).widgets.find(w => w.name === name).value = value; }""", node)
+    raw.locator(".hybrid-trt-workflow button", has_text="Build").first.click()
+    page.wait_for(node, "building", "queued", timeout=60)
+    page.shot("building")
+    page.wait_for(node, "ready", timeout=240)
+    accelerated = picture(page, comfy)
+    assert abs(accelerated - native).max() <= 1
+    status = page.wait_until(node, lambda shown: "Last run" in shown["text"], "a last run")
+    assert "native" not in status["text"].lower().split("details")[0].replace("matches native", "")
+    page.shot("ran")
+    choose(page, "Remove acceleration")
+    assert raw.evaluate(WIRES) == before
+
+
+def test_one_undo_takes_acceleration_out_again(page: EnginePage) -> None:
+    raw = page.page.page
+    raw.evaluate(DRAW, LARGE)
+    page.page.fit(**MARGINS)
+    before = raw.evaluate(WIRES)
+    choose(page, "Accelerate this workflow")
+    raw.wait_for_function("() => app.graph.findNodesByType('TRTAccelerate').length === 1")
+    assert raw.evaluate(WIRES) != before
+    raw.evaluate("() => app.extensionManager.workflow.activeWorkflow.changeTracker.undo()")
+    raw.wait_for_function("() => app.graph.findNodesByType('TRTAccelerate').length === 0")
+    assert raw.evaluate(WIRES) == before
