@@ -11,8 +11,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
+from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 from .calls import Binding, PerImagePass
@@ -138,13 +139,25 @@ class Architecture(Protocol):
         ...
 
 
-def architectures() -> dict[str, Architecture]:
-    """Every architecture of this folder by name."""
-    found = {}
+def _families() -> Iterator[ModuleType]:
     for entry in pkgutil.iter_modules(__path__):
         family = importlib.import_module(f".{entry.name}", __name__)
-        found.update((architecture.name, architecture) for architecture in getattr(family, "ARCHITECTURES", ()))
-    return found
+        if hasattr(family, "ARCHITECTURES"):
+            yield family
+
+
+def architectures() -> dict[str, Architecture]:
+    """Every architecture of this folder by name."""
+    return {architecture.name: architecture for family in _families() for architecture in family.ARCHITECTURES}
+
+
+def may_be_served(tensors: Iterable[str]) -> bool:
+    """Tell whether a file with tensors of these names may hold a network of a family here. False is certain.
+
+    A family says in ``FILE_MARKS`` which parts of names its files have; one that does not may be in any file.
+    """
+    marks = [getattr(family, "FILE_MARKS", ("",)) for family in _families()]
+    return any(mark in name for name in tensors for part in marks for mark in part)
 
 
 def architecture_of(module: torch.nn.Module) -> Architecture | None:

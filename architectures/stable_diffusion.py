@@ -11,6 +11,11 @@ from .shapes import Sizes
 SD15 = Sizes("SD1.5", 256, 512, 1024)
 SDXL = Sizes("SDXL", 512, 1024, 1536)
 
+FILE_MARKS = (
+    "input_blocks.0.0.weight", "input_hint_block.0.weight", "down_blocks.0.resnets.0.", "controlnet_cond_embedding.",
+)
+"""Parts of tensors' names in the files of these families, in Stability's layout and in that of Diffusers."""
+
 ARCHITECTURES = (
     UNetArchitecture(SD15, "sd15_unet", takes_y=False, adapter_blocks=(2, 5, 8, 11)),
     ControlNetArchitecture(SD15, "sd15_controlnet", takes_y=False),

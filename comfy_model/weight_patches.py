@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from ..engine_library import Fallback, Reason
+
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
@@ -17,14 +19,18 @@ class WeightPatches:
     """
 
     def __init__(self, patcher: ModelPatcher):
-        self._judged = (patcher.patches_uuid, True)
+        self._judged: tuple[object, Fallback | None] = (patcher.patches_uuid, None)
         self._patches = _patches_of(patcher)
 
     def same_on(self, patcher: ModelPatcher) -> bool:
-        """Tell whether that patcher's weights are patched like these, hooks aside. Cheap unless its uuid is new."""
+        """Tell whether weights of that patcher are patched like these, hooks aside."""
+        return self.difference_on(patcher) is None
+
+    def difference_on(self, patcher: ModelPatcher) -> Fallback | None:
+        """Return why weights of that patcher are not patched like these, hooks aside. Cheap unless its uuid is new."""
         uuid = patcher.patches_uuid
         if uuid != self._judged[0]:
-            self._judged = (uuid, _alike(self._patches, _patches_of(patcher)))
+            self._judged = (uuid, _difference(self._patches, _patches_of(patcher)))
         return self._judged[1]
 
 
@@ -71,9 +77,19 @@ def _patches_of(patcher: ModelPatcher) -> dict[str, list]:
     return every
 
 
-def _alike(one: dict[str, list], other: dict[str, list]) -> bool:
-    """Tell whether both hold the very same objects: clones of a patcher share them. Comparing tensors is slow."""
-    return one.keys() == other.keys() and all(all_same(patches, other[key]) for key, patches in one.items())
+def _difference(engines: dict[str, list], models: dict[str, list]) -> Fallback | None:
+    """Return why an engine with these patches built in is not the sampled model's, or None.
+
+    The very same objects are compared: clones of a patcher share them. Comparing tensors is slow.
+    """
+    if engines.keys() == models.keys() and all(all_same(patches, models[key]) for key, patches in engines.items()):
+        return None
+    if all(all_same(patches, engines.get(key, [])[: len(patches)]) for key, patches in models.items()):
+        return Fallback(
+            Reason.WEIGHTS_PATCHED, "a LoRA before the engine node is missing on the model that is sampled",
+            advice="wire the model behind the LoRA into TRT Sampler Patch too, as into the engine node",
+        )  # fmt: skip
+    return Fallback(Reason.WEIGHTS_PATCHED, "a LoRA or another weight patch was added after the engine node")
 
 
 def all_same(one: list, other: list) -> bool:

@@ -78,6 +78,6 @@ def _patch_between(model: ModelPatcher, engine: EngineHandle) -> Fallback | None
     if (fallback := engine.network.other_dtype(model)) is not None:
         return fallback
     theirs = engine.network.patcher
-    if engine.follows_patches or theirs.model is not model.model or WeightPatches(theirs).same_on(model):
+    if engine.follows_patches or theirs.model is not model.model:
         return None
-    return Fallback(Reason.WEIGHTS_PATCHED, "a LoRA stands between the engine node and this node")
+    return WeightPatches(theirs).difference_on(model)

@@ -32,7 +32,7 @@ from ..sampling.call_stats import CallStats, last_run
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import status
 from ..sessions.session import refusal_of
-from .outlook import NodeRequest, parameters_of, seconds, serves_any_size
+from .outlook import NodeRequest, parameters_of, refused_by_file, seconds, serves_any_size
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +143,8 @@ class NodeStates:
             answer |= {"state": "queued" if job.state is State.QUEUED else "building", "job": job.to_json()}
             return answer | {"fits": _fits(self._known.get(key))}
         known = self._known.get(key)
+        if known is None and (refusal := refused_by_file(wish)) is not None:
+            return answer | {"state": "unavailable", "text": refusal.sentence()}
         if known is None or _changed(known.source):
             like = known or self._like(wish)
             answer["fits"] = _fits(like) if like and like.label == wish.label else None

@@ -6,16 +6,18 @@ import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import folder_paths
 import torch
 from comfy_execution.graph import DynamicPrompt
+from safetensors import SafetensorError, safe_open
 
-from ..architectures import Role
+from ..architectures import Role, may_be_served
 from ..backends.lookup import usable_backends
 from ..engine_builder.expected_time import expected
-from ..engine_library import Library, Unavailable
+from ..engine_library import Fallback, Library, Reason, Unavailable
 from .workflow_graph import NETWORK_INPUTS, inputs_of, model_name, upstream
 
 KINDS = {"TRTUNetEngine": Role.BACKBONE.value, "TRTControlNetEngine": Role.CONTROLNET.value}
@@ -61,12 +63,40 @@ def parameters_of(wish: NodeRequest, like: int, like_bytes: int) -> int:
     Args:
         like, like_bytes: that model's parameters and the size of its file.
     """
+    with contextlib.suppress(OSError):
+        if like_bytes and (path := _file_of(wish)) is not None:
+            return round(like * os.path.getsize(path) / like_bytes)
+    return 0
+
+
+def refused_by_file(wish: NodeRequest) -> Fallback | None:
+    """Return why a model can have no engine, as far as the names in its file tell; None where that is not certain."""
+    path = _file_of(wish)
+    if path is None or not path.endswith(".safetensors"):
+        return None
+    with contextlib.suppress(OSError):
+        stat = os.stat(path)
+        if not _may_be_served(path, stat.st_size, stat.st_mtime_ns):
+            return Fallback(Reason.UNSUPPORTED_MODEL, f"{wish.label} is a model of a family without engines")
+    return None
+
+
+@lru_cache(maxsize=256)
+def _may_be_served(path: str, _size: int, _mtime_ns: int) -> bool:
+    try:
+        with safe_open(path, "pt") as file:
+            return may_be_served(file.keys())
+    except (OSError, SafetensorError):  # the loader will say what is wrong with it
+        return True
+
+
+def _file_of(wish: NodeRequest) -> str | None:
+    """Return the path of the file that a loader names, or None."""
     for folder in ("checkpoints", "diffusion_models") if wish.kind == Role.BACKBONE else ("controlnet",):
         with contextlib.suppress(OSError, ValueError):  # Windows refuses some names
-            path = folder_paths.get_full_path(folder, wish.label) if wish.label else None
-            if path is not None and like_bytes:
-                return round(like * os.path.getsize(path) / like_bytes)
-    return 0
+            if wish.label and (path := folder_paths.get_full_path(folder, wish.label)) is not None:
+                return path
+    return None
 
 
 def seconds(

@@ -327,8 +327,8 @@ def _why_not_patched_so(patcher: ModelPatcher, weight_patches: WeightPatches, ha
             return Fallback(Reason.MODEL_PATCHED, "another node wraps the weights")
         if patcher.model is not handle.network.patcher.model:
             return Fallback(Reason.OTHER_MODEL, f"it computes with the weights of {handle.network.label}")
-    elif not weight_patches.same_on(patcher):
-        return Fallback(Reason.WEIGHTS_PATCHED, "a LoRA or another weight patch was added after the engine node")
+    elif (fallback := weight_patches.difference_on(patcher)) is not None:
+        return fallback
     if patcher.injections:
         return Fallback(Reason.MODEL_PATCHED, "another node has put parts into the UNet")
     what = replaced_part(patcher) or rounded_unlike(patcher)

@@ -12,11 +12,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from comfy_process import ComfyProcess
 from fake_engine import publish
 from hybrid_trt.engine_library import Library, LibraryError
 from hybrid_trt.engine_library.disk import check_limit
+from safetensors.numpy import save_file
 from scenarios import Scenario
 from scenarios import prompt as scenario_prompt
 
@@ -225,6 +227,24 @@ def test_a_node_that_never_ran_is_unknown(comfy: ComfyProcess) -> None:
     assert status == 200
     assert answer["nodes"]["2"].items() >= {"state": "unknown", "run": None, "engine": None, "job": None}.items()
     assert answer["orders"] == {}
+
+
+@pytest.mark.parametrize(("tensors", "state"), [
+    (("double_blocks.0.img_attn.qkv.weight", "img_in.weight"), "unavailable"),
+    (("model.diffusion_model.input_blocks.0.0.weight",), "unknown"),
+    (("down_blocks.0.resnets.0.conv1.weight",), "unknown"),
+])  # fmt: skip
+def test_a_model_of_another_family_is_told_before_anybody_presses_build(
+    comfy: ComfyProcess, tensors: tuple[str, ...], state: str
+) -> None:
+    path = comfy.base / "models" / "diffusion_models" / f"told {hash(tensors)}.safetensors"
+    path.parent.mkdir(exist_ok=True)
+    save_file({name: numpy.zeros(1, "float32") for name in tensors}, path)
+    loader = {"class_type": "UNETLoader", "inputs": {"unet_name": path.name, "weight_dtype": "default"}}
+    told = post(comfy, "/nodes", {"prompt": PROMPT | {"1": loader}, "nodes": ["2"]})[1]["nodes"]["2"]
+    path.unlink()
+    assert told["state"] == state
+    assert ("a family without engines" in told["text"]) == (state == "unavailable")
 
 
 def test_the_key_of_a_node_is_what_it_stands_for(comfy: ComfyProcess) -> None:

@@ -113,6 +113,11 @@ def test_patches_of_strength_0_are_no_patches(tmp_path: Path) -> None:
     both = with_lora(weak)
     assert WeightPatches(with_lora(plain).patcher)._patches.keys() == WeightPatches(both.patcher)._patches.keys()
     assert not WeightPatches(plain.patcher).same_on(both.patcher)
+    more = WeightPatches(plain.patcher).difference_on(both.patcher)
+    fewer = WeightPatches(both.patcher).difference_on(plain.patcher)
+    assert (more.detail, more.advice) == ("a LoRA or another weight patch was added after the engine node", "")
+    assert "before the engine node is missing" in fewer.detail, "the other direction has another cure"
+    assert "wire the model behind the LoRA" in fewer.advice
     live = LiveSession(plain, TORCH, "float32", Recorder())
     with torch.inference_mode():
         live.run(inputs_of(plain))
