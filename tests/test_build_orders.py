@@ -165,7 +165,7 @@ def test_what_the_server_leaves_out_of_the_builds_of_a_workflow_is_told(
     page.page.page.evaluate(PRESS_IN_REPORT)
     refused = page.wait_for(lost, "failed", timeout=30)
     page.shot("refused")
-    assert "gone.safetensors" in refused["text"]
+    assert "Missing file gone.safetensors: choose or download it in Load ControlNet 2" in refused["text"]
     assert refused["tone"] == "bad"
     page.wait_for(net, "asked", "queued", "building", timeout=30)
     page.page.page.evaluate(PRESS_IN_REPORT)

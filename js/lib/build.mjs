@@ -101,7 +101,7 @@ export class Builder {
         }
         for (const { node } of views) asked.set(node, "");
         this.tracker.tell();
-        const { prompt, ids, order } = await this.#prompt(wanted, missingOnly);
+        const { prompt, ids, order, titles } = await this.#prompt(wanted, missingOnly);
         const response = await api.fetchApi("/prompt", {
             method: "POST", headers: { "Content-Type": "application/json" },
             body: JSON.stringify({ prompt, client_id: api.clientId, extra_data: { [ORDER]: order } }),
@@ -109,7 +109,7 @@ export class Builder {
         const answer = await response.json().catch(() => ({}));
         const refused = new Map(); // why -> the views that the server leaves out, which need not be all
         for (const view of views) {
-            const why = refusal(prompt, ids.get(view.node), answer) || (response.ok ? "" : promptError(answer));
+            const why = refusal(prompt, ids.get(view.node), answer, titles) || (response.ok ? "" : promptError(answer, titles));
             if (why) refused.set(why, [...(refused.get(why) ?? []), view]);
             if (why) asked.delete(view.node);
             else for (const known of [asked, sent]) known.set(view.node, answer.prompt_id);
@@ -172,7 +172,8 @@ export class Builder {
         // other packs may wire a node while ComfyUI serialises, and only then
         const part = [...wanted.keys()].every(isWired) ? await look.serialised(ids) : (await app.graphToPrompt()).output;
         const order = { nodes: ids, missing_only: missingOnly, graph: whole }; // the server finds the pictures in it
-        return { prompt: buildPrompt(part, ids), ids: new Map(found), order };
+        const titles = (id) => look.places.get(id)?.node.title;
+        return { prompt: buildPrompt(part, ids), ids: new Map(found), order, titles };
     }
 
     #failed(views, text) {
@@ -233,17 +234,20 @@ export class Builder {
  * @param {Record<string, any>} prompt
  * @param {string[]} ids the node's, of each of its uses
  * @param {{node_errors?: Record<string, any>}} answer
+ * @param {(id: string) => string | undefined} [titles] what a node is called
  */
-export function refusal(prompt, ids = [], answer) {
+export function refusal(prompt, ids = [], answer, titles) {
     const above = upstreamOf(prompt, ids);
     const errors = Object.entries(answer.node_errors ?? {}).filter(([other]) => above.has(other));
-    return errors.length ? promptError({ node_errors: Object.fromEntries(errors) }) : "";
+    return errors.length ? promptError({ node_errors: Object.fromEntries(errors) }, titles) : "";
 }
 
 /** The server's refusal of a prompt as one sentence. */
-export function promptError(answer) {
-    const node = Object.values(answer.node_errors ?? {})[0];
-    const first = node?.errors?.[0];
+export function promptError(answer, titles = () => undefined) {
+    const [id, node] = Object.entries(answer.node_errors ?? {})[0] ?? [];
+    const first = node?.errors?.[0], { input_name: input = "", received_value: file } = first?.extra_info ?? {};
+    if (first?.type === "value_not_in_list" && /_name$/.test(input) && typeof file === "string")
+        return t("missingFile", { file, node: titles(id) ?? node.class_type });
     if (first) return `${node.class_type}: ${[first.message, first.details].filter(Boolean).join(": ")}.`;
     return answer.error?.message ?? "The server refused the build; see its log.";
 }

@@ -114,6 +114,9 @@ test("a refused prompt is told by its first node's error", () => {
     const errors = { 4: { class_type: "CheckpointLoaderSimple", errors: [{ message: "Value not in list", details: "ckpt_name: 'x'" }] } };
     assert.equal(promptError({ node_errors: errors }), "CheckpointLoaderSimple: Value not in list: ckpt_name: 'x'.");
     assert.equal(promptError({ error: { message: "No prompt" } }), "No prompt");
+    const gone = { type: "value_not_in_list", message: "Value not in list", extra_info: { input_name: "ckpt_name", received_value: "x.ckpt" } };
+    const missing = { node_errors: { 4: { class_type: "CheckpointLoaderSimple", errors: [gone] } } };
+    assert.equal(promptError(missing, (id) => id === "4" && "Load Checkpoint"), "Missing file x.ckpt: choose or download it in Load Checkpoint.");
     assert.ok(promptError({}).includes("log"));
 });
 
