@@ -22,9 +22,30 @@ class HybridTRT(ComfyExtension):
             from ..page_api import build_routes
 
             build_routes.register()
+            log.info("Hybrid TRT %s", _in_short())
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return self._nodes
+
+
+def _in_short() -> str:
+    """Return this version, the device, the backend that ``auto`` takes on it, and those that do not run here."""
+    import torch
+    from comfy import model_management
+
+    from ..backends import AUTO, backends
+    from ..backends.lookup import usable_backends
+    from ..engine_library import Unavailable
+    from ..engine_library.manifest import PACK_VERSION
+
+    device = model_management.get_torch_device()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    try:
+        chosen = f"backend {usable_backends(AUTO, device)[0].name}"
+    except Unavailable as unavailable:
+        chosen = f"no backend ({unavailable})"
+    missing = [backend.name for backend in backends().values() if backend.unavailable(device) is not None]
+    return f"{PACK_VERSION}: {name}, {chosen}" + (f"; not usable here: {', '.join(missing)}" if missing else "")
 
 
 def nodes() -> list[type[io.ComfyNode]]:

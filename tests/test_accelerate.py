@@ -93,3 +93,9 @@ def test_without_engines_the_picture_is_natives_and_the_node_says_why(comfy: Com
     assert (latent_of(history) == native_latent(comfy, scenario)).all()
     assert [row["engine"] for row in history.output("report", "report")[0]["rows"]] == [0, 0, 0]
     assert history.output(NODE, "text")[0].count("no engine") == 3
+
+
+def test_the_log_says_at_the_start_what_runs_here(comfy: ComfyProcess) -> None:
+    (line,) = [line for line in comfy.log_text().splitlines() if "Hybrid TRT 0." in line]
+    assert "CPU, backend onnxruntime; not usable here: " in line
+    assert "tensorrt" in line
