@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -121,6 +121,13 @@ def figures(engine: Engine) -> Mapping:
     return record.parity if record is not None and record.parity else engine.manifest.parity
 
 
+def call_times(engines: Sequence[Engine]) -> tuple[float, float] | None:
+    """Return the milliseconds of one call, on the first of some engines and native, as timed on a GPU here, or None."""
+    found = figures(engines[0]) if engines else {}
+    took, native = found.get("engine_ms"), found.get("native_ms")
+    return (took, native) if took and native else None
+
+
 def built_here(engine: Engine) -> bool:
     """Tell whether this machine built an engine, and nobody has changed what its manifest says since."""
     record = record_of(engine)
@@ -137,8 +144,8 @@ def pace(engine: Engine, gpu: str) -> float | None:
     record = record_of(engine)
     if not gpu or record is None or record.gpu != gpu:
         return None
-    took, native = figures(engine).get("engine_ms"), figures(engine).get("native_ms")
-    return took / native if took and native else None
+    times = call_times([engine])
+    return None if times is None else times[0] / times[1]
 
 
 def is_slow(engine: Engine, gpu: str) -> bool:

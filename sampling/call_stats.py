@@ -148,6 +148,7 @@ class CallStats:
         reasons: fallback reason -> number of native calls.
         details: fallback reason -> details of its first call.
         advices: fallback reason -> advice of its first call, where that is better than the reason's.
+        proof: milliseconds of one call on the engine and of one native call, as timed on this GPU; None if unknown.
         node_key: key of the engine node, the same from prompt to prompt, unlike its id.
         times: times of the calls, in the order of ``calls``, or None if they are not timed.
         uncovered: calls that had no engine or compiled file of their size -> their number.
@@ -186,6 +187,7 @@ class CallStats:
     plain: int = 0
     why_plain: str = ""
     advices: dict[str, str] = field(default_factory=dict)
+    proof: tuple[float, float] | None = None
 
     def count_engine(self, backend: str, uncovered: UncoveredCall | None = None, beside: bool = False) -> None:
         """Count a call that an engine served, or live weights without a compiled file."""
@@ -259,7 +261,7 @@ class CallStats:
 
     def to_json(self) -> dict:
         left_out = ("times", "opened", "beyond", "uncovered", "beside", "late", "apart", "reopened",
-                    "plain", "why_plain", "advices")  # fmt: skip
+                    "plain", "why_plain", "advices", "proof")  # fmt: skip
         fields = {name: value for name, value in self.__dict__.items() if name not in left_out}
         uncompiled = {call.words: count for call, count in self.uncompiled.items()}
         calls = "".join("ne"[call] for call in self.calls)

@@ -12,7 +12,7 @@ from ..architectures.calls import Binding, EngineCall, OtherKind, Unsupported
 from ..backends.lookup import EngineChoice, Found, look_up, open_session
 from ..comfy_model.attention import remark
 from ..comfy_model.network import NativeNetwork
-from ..engine_library import Fallback, Library, Reason, Unavailable, inventory
+from ..engine_library import Fallback, Library, Reason, Unavailable, inventory, trust
 from ..sessions.session import Active, Session
 from . import Shared
 from .call_stats import CallStats, open_stats, range_of, timed
@@ -199,6 +199,7 @@ def _count(stats: CallStats, served: Active, beside: bool) -> None:
         stats.count_plain(why)
     if stats.engine_name != served.name:  # the first call of a run
         inventory.mark_used(served.serving)
+        stats.proof = trust.call_times(served.serving)
     stats.engine_name = served.name
 
 

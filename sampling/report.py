@@ -97,6 +97,7 @@ class Verdict:
         native: number of native calls.
         advice: advice where no build helps, or empty.
         uncompiled: sizes that engines were called with but not compiled for, in words.
+        faster: native's time as a multiple of the engines', by what was timed when they were built; 0 if not known.
     """
 
     networks: int
@@ -106,15 +107,19 @@ class Verdict:
     native: int
     advice: str
     uncompiled: list[str]
+    faster: float = 0.0
 
     def __str__(self) -> str:
-        told = f"{self.on_engines} of {plural(self.networks, 'network')} on engines"
+        told = f"Accelerated: {self.on_engines} of {plural(self.networks, 'model')}"
         if not self.native:
-            told = f"{told}: {times(self.ms)}, calls added up" if self.ms else told
+            if self.faster:
+                told = f"{told}, about {self.faster:.1f}x faster than without"
+            elif self.ms:
+                told = f"{told}, {times(self.ms)} in all"
             return f"{told}. -> Build for {'; '.join(self.uncompiled)}" if self.uncompiled else told
-        took = f"about {times(self.ms)} native" if self.ms else f"{plural(self.native, 'call')} native"
+        took = f"about {times(self.ms)}" if self.ms else plural(self.native, "call")
         todo = f"Build {plural(len(self.missing), 'missing engine')}" if self.missing else self.advice
-        return f"{told}: {took}." + (f" -> {todo}" if todo else "")
+        return f"{told}; {took} at normal speed." + (f" -> {todo}" if todo else "")
 
 
 def verdict(rows: Sequence[CallStats]) -> Verdict:
@@ -132,7 +137,16 @@ def verdict(rows: Sequence[CallStats]) -> Verdict:
     count = sum(row.native for row in rows)
     sizes = list(dict.fromkeys(call.words for row in rows for call in row.uncompiled))
     missing = list(dict.fromkeys(missing))
-    return Verdict(len(networks), len(networks) - len(native), missing, spent, count, next(iter(advice), ""), sizes)
+    faster = _faster([row for row in rows if row.calls])
+    on_engines = len(networks) - len(native)
+    return Verdict(len(networks), on_engines, missing, spent, count, next(iter(advice), ""), sizes, faster)
+
+
+def _faster(rows: Sequence[CallStats]) -> float:
+    """Return native's time as a multiple of the engines', where both were timed for all models; else 0."""
+    if not rows or not all(row.proof for row in rows):
+        return 0.0
+    return sum(row.engine * row.proof[1] for row in rows) / max(1e-9, sum(row.engine * row.proof[0] for row in rows))
 
 
 def report_text(rows: Sequence[CallStats]) -> str:

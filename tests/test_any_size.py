@@ -202,7 +202,7 @@ def test_calls_that_no_file_is_for_are_counted_and_told_in_the_report(built: Cal
             row.count_engine(session.backend_name, session.uncovered)
     assert row.to_json()["uncompiled"] == {"64x96, 154 tokens": 2, "64x64, batch 3, 77 tokens": 1}
     head, line = report_text([row]).splitlines()
-    assert head == "1 of 1 network on engines. -> Build for 64x96, 154 tokens; 64x64, batch 3, 77 tokens"
+    assert head == "Accelerated: 1 of 1 model. -> Build for 64x96, 154 tokens; 64x64, batch 3, 77 tokens"
     assert line == "a: 3 on torch (not compiled for 2 x 64x96, 154 tokens; 1 x 64x64, batch 3, 77 tokens: ran eagerly)"
 
 

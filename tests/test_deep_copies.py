@@ -170,4 +170,4 @@ def test_two_prompts_with_copies_of_conditionings_run_on_engines(sd15: ComfyProc
         report = history.output("report", "report")[0]
         assert [(row["kind"], row["native"]) for row in report["rows"]] == [("controlnet", 0)] * 2 + [("unet", 0)]
         assert all(row["engine"] > 0 for row in report["rows"])
-        assert "3 of 3 networks on engines" in history.output("report", "text")[0]
+        assert "Accelerated: 3 of 3 models" in history.output("report", "text")[0]

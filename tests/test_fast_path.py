@@ -196,6 +196,6 @@ def test_a_prompt_of_this_comfyui_has_no_complaint(sd15: ComfyProcess) -> None:
     history = sd15.queue(prompt(Scenario(controls=(A, B), steps=STEPS, seed=35), True, "fast"))
     latent_of(history)
     text = history.output("report", "text")[0]
-    assert "3 of 3 networks on engines" in text
+    assert "Accelerated: 3 of 3 models" in text
     assert "slower" not in text
     assert "please report" not in sd15.log_text()

@@ -61,7 +61,7 @@ def test_a_report_behind_a_loop_counts_all_iterations(sd15: ComfyProcess) -> Non
     assert report["unet"] == {"engine": 2 * STEPS, "native": 0, "reasons": {}}
     (row,) = report["rows"]
     assert (row["sampler_node"], row["calls"], len(row["ms"]["calls"])) == ("sampler", "eeee", 2 * STEPS)
-    assert text.startswith("1 of 1 network on engines")
+    assert text.startswith("Accelerated: 1 of 1 model")
     assert text.endswith("Counted over 2 samplings that a loop or another node started.")
 
 
@@ -75,7 +75,7 @@ def test_an_engine_node_inside_a_loop_is_one_network_and_finds_its_pictures(sd15
     (row,) = report["rows"]
     assert (row["engine_node"], row["engine"], row["native"]) == ("unet_engine", 2 * STEPS, 0)
     assert row["node_key"] == node_key(built, "unet_engine"), "by which the page knows it"
-    assert text.startswith("1 of 1 network on engines")
+    assert text.startswith("Accelerated: 1 of 1 model")
 
 
 def test_what_a_loop_has_no_engine_for_is_said_of_the_node_in_the_users_graph(sd15: ComfyProcess) -> None:

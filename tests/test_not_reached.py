@@ -30,7 +30,7 @@ def test_a_unet_that_another_node_computes_by_itself_is_not_said_to_be_on_its_en
     assert relative_difference(latent, native_latent(sd15, PLAIN)) <= LIMIT
     assert (report["unet"]["engine"], report["unet"]["native"]) == (engine, native)
     assert report["unet"]["reasons"] == {"not called through TRT Sampler Patch": native}
-    assert text.startswith("0 of 1 network on engines")
+    assert text.startswith("Accelerated: 0 of 1 model")
     assert "another node" in text
     assert "computes the UNet by itself" in text
     if "replaced" not in inputs:
@@ -68,7 +68,7 @@ def test_a_report_counts_what_a_node_samples_in_a_thread_of_its_own(sd15: ComfyP
         assert relative_difference(latent, native_latent(sd15, scenario)) <= LIMIT
         assert {row["sampler_node"] for row in report["rows"]} == {"sampler"}
         assert [(row["engine"], row["native"]) for row in report["rows"]] == [(STEPS, 0)] * 2
-        assert text.startswith("2 of 2 networks on engines")
+        assert text.startswith("Accelerated: 2 of 2 models")
 
 
 @pytest.mark.parametrize("controls", [(), (Control("tiny_sd15_a", 1, 0.7),)], ids=["alone", "with_a_controlnet"])

@@ -156,12 +156,12 @@ NONE = (Reason.NO_ENGINE, "none for this model")
 
 
 @pytest.mark.parametrize(("rows", "first"), [
-    (two("eeee"), "1 of 1 network on engines"),
-    (two("eeee", NONE, NONE), "1 of 3 networks on engines: about 4.6 s native. -> Build 2 missing engines"),
-    (two("eeee", NONE), "1 of 2 networks on engines: about 2.3 s native. -> Build 1 missing engine"),
-    (two("nn"), "0 of 1 network on engines: 2 calls native. -> Build 1 missing engine"),
-    (two("eeee", (Reason.HOOKS, "")), "1 of 2 networks on engines: about 2.3 s native. -> remove the hooks from the "
-     "conditioning if you want the engine"),
+    (two("eeee"), "Accelerated: 1 of 1 model"),
+    (two("eeee", NONE, NONE), "Accelerated: 1 of 3 models; about 4.6 s at normal speed. -> Build 2 missing engines"),
+    (two("eeee", NONE), "Accelerated: 1 of 2 models; about 2.3 s at normal speed. -> Build 1 missing engine"),
+    (two("nn"), "Accelerated: 0 of 1 model; 2 calls at normal speed. -> Build 1 missing engine"),
+    (two("eeee", (Reason.HOOKS, "")), "Accelerated: 1 of 2 models; about 2.3 s at normal speed. -> remove the hooks "
+     "from the conditioning if you want the engine"),
 ])  # fmt: skip
 def test_the_first_line_says_how_many_networks_ran_on_engines_and_what_to_do(rows: list[CallStats], first: str) -> None:
     assert report_text(rows).splitlines()[0] == first
@@ -171,7 +171,17 @@ def test_a_run_that_was_all_on_engines_says_how_long_they_took() -> None:
     rows = two("eeee", NONE)[:1]
     rows[0].times = Clock(1400.0, 100.0, 100.0, 100.0)
     assert report_text(rows).splitlines() == [
-        "1 of 1 network on engines: 1.7 s, calls added up", "a: 4 on onnxruntime, 100 ms each, first 1.4 s"]
+        "Accelerated: 1 of 1 model, 1.7 s in all", "a: 4 on onnxruntime, 100 ms each, first 1.4 s"]
+
+
+def test_engines_that_were_timed_when_they_were_built_say_how_much_faster_they_are() -> None:
+    unet, net = two("eeee", NONE)[0], CallStats("controlnet", "net.safetensors", "3", "2")
+    for _ in range(2):
+        net.count_engine("torch")
+    unet.proof, net.proof = (10.0, 30.0), (5.0, 5.0)
+    assert str(verdict([unet, net])) == "Accelerated: 2 of 2 models, about 2.6x faster than without"
+    net.proof = None
+    assert "faster" not in str(verdict([unet, net])), "nobody timed one of them"
 
 
 def test_a_network_that_two_samplers_call_counts_once_and_one_that_none_calls_not_at_all() -> None:
@@ -201,7 +211,7 @@ def test_a_unet_that_ran_beside_its_controlnets_is_told_so_and_none_is_said_to_b
             row.count_engine("torch", beside=not number and call > 1)
         row.times = Clock(*[8.9 - 5 * number] * 4)
     assert report_text(rows).splitlines() == [
-        "2 of 2 networks on engines: 51 ms, calls added up",
+        "Accelerated: 2 of 2 models, 51 ms in all",
         "a: 4 on torch, 8.9 ms each beside its ControlNets",
         "net: 4 on torch, 3.9 ms each"]
 
@@ -248,7 +258,7 @@ def test_each_call_has_its_time_and_together_they_are_the_sampling(timed_and_not
     assert 0.5 * prompt_ms < total < prompt_ms
     usual = {row["name"]: row["ms"]["median"] for row in report["rows"]}
     assert f"Slowest part: {max(usual, key=usual.get).removesuffix('.safetensors')} (" in text
-    assert text.startswith("3 of 3 networks on engines: ")
+    assert text.startswith("Accelerated: 3 of 3 models")
     assert text.count(" each") == 3
     assert (report["networks"], report["on_engines"], report["missing"]) == (3, 3, [])
 

@@ -69,7 +69,7 @@ def test_runs_on_engines(comfy: ComfyProcess, object_info: dict[str, Any]) -> No
         ("tiny_sd15_a.safetensors", 4, 0), ("tiny_sd15_b.safetensors", 4, 0)]
     assert history.output(ids["SaveImage"], "images")
     assert history.output(ids["PreviewImage"], "images"), "the plot"
-    assert history.output(ids["TRTReport"], "text")[0].startswith("3 of 3 networks on engines")
+    assert history.output(ids["TRTReport"], "text")[0].startswith("Accelerated: 3 of 3 models")
 
 
 @pytest.mark.parametrize("name", CALLS)
