@@ -1,29 +1,33 @@
 // What of a status stands in its box, and what is folded away under "Details".
 
-const LINES = 2, WIDTH = 84;
+/** Rows of the box, and letters of a row in a node of the usual width. */
+const ROWS = 5, WIDTH = 42;
 
 /** Han and its like are twice as wide as letters. */
-const width = (letter) => (letter.codePointAt(0) > 0x2e7f ? 2 : 1);
+const widthOf = (text) => [...text].reduce((sum, letter) => sum + (letter.codePointAt(0) > 0x2e7f ? 2 : 1), 0);
 
-/** The start of a text that is too long for two rows, cut between words; a shorter text as it is. */
-function start(text) {
-    let room = WIDTH, end = 0;
+/** The start of a text that has no room, cut between words. */
+function start(text, room) {
+    let end = 0, left = room;
     for (const letter of text) {
-        room -= width(letter);
-        if (room < 0) break;
+        left -= widthOf(letter);
+        if (left < 0) break;
         end += letter.length;
     }
-    if (room >= 0) return text;
     const space = text.lastIndexOf(" ", end);
     return `${text.slice(0, space > end / 2 ? space : end).trimEnd()} …`;
 }
 
 /**
- * The lines that are shown, and all that these do not say in full.
+ * The lines that have room in the box, and the others. A line is cut only where it is the first and has no room alone.
  * @param {string[]} lines
  * @returns {{shown: string[], rest: string[]}}
  */
 export function fold(lines) {
-    const shown = lines.slice(0, LINES).map(start);
-    return { shown, rest: [...lines.slice(0, LINES).filter((line, i) => line !== shown[i]), ...lines.slice(LINES)] };
+    let room = ROWS;
+    const rowsOf = (line) => Math.max(1, Math.ceil(widthOf(line) / WIDTH));
+    const fits = (line) => (room -= rowsOf(line)) >= 0;
+    const last = lines.findIndex((line) => !fits(line));
+    if (last < 0) return { shown: lines, rest: [] };
+    return last === 0 ? { shown: [start(lines[0], ROWS * WIDTH)], rest: lines } : { shown: lines.slice(0, last), rest: lines.slice(last) };
 }

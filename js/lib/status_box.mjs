@@ -1,4 +1,4 @@
-// The box in which a node says how things stand: a headline, two lines, and the rest under "Details". It is as high as what
+// The box in which a node says how things stand: a headline, what has room, and the rest under "Details". It is as high as what
 // it says, up to a limit, and its node grows and shrinks with it.
 
 import { fold } from "./fold.mjs";

@@ -11,14 +11,16 @@ import { buttonLabel, describe } from "../../js/lib/words.mjs";
 const ENGINE = { backend: "onnxruntime", precision: "float16", profile: "64 to 512 px", bytes: 3.2e6, covers: true };
 const NATIVE = { engine: 0, native: 4, backend: null, reasons: [{ reason: "shape", count: 4, text: "too large", advice: "widen" }] };
 
-test("a box shows two lines of two rows each, and nothing is lost", () => {
+test("a box shows the sentences that have room, whole, and nothing is lost", () => {
     assert.deepEqual(fold(["a", "b"]), { shown: ["a", "b"], rest: [] });
-    assert.deepEqual(fold(["a", "b", "c"]), { shown: ["a", "b"], rest: ["c"] });
-    const long = "word ".repeat(40).trim(), folded = fold([long, "b", "c"]);
-    assert.ok(folded.shown[0].length < 90 && folded.shown[0].endsWith("word …"));
-    assert.deepEqual(folded.rest, [long, "c"]);
-    const han = "引".repeat(60);
-    assert.ok(fold([han]).shown[0].length < 50, "they are twice as wide");
+    assert.deepEqual(fold([..."abcdefg"]), { shown: [..."abcde"], rest: ["f", "g"] });
+    const two = "word ".repeat(14).trim(); // rows
+    assert.deepEqual(fold([two, two, two, "b"]), { shown: [two, two], rest: [two, "b"] }, "no sentence is cut for the sake of its start");
+    const long = "word ".repeat(80).trim(), folded = fold([long, "b"]);
+    assert.ok(folded.shown[0].length < 215 && folded.shown[0].endsWith("word …"));
+    assert.deepEqual(folded.rest, [long, "b"]);
+    const han = "引".repeat(150);
+    assert.ok(fold([han]).shown[0].length < 110, "they are twice as wide");
     assert.deepEqual(fold([]), { shown: [], rest: [] });
 });
 
