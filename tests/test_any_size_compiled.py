@@ -25,7 +25,7 @@ def state(comfy: ComfyProcess, graph: dict[str, Any]) -> dict[str, Any]:
 
 
 def press_build(comfy: ComfyProcess, graph: dict[str, Any]) -> None:
-    """What the page's button does, until the build has ended."""
+    """Press the page's button and wait until the build has ended."""
     part = {name: graph[name] for name in ("unet", ENGINE)}
     part["end"] = {"class_type": "TRTReport", "inputs": {"after": [ENGINE, 0]}}
     assert comfy.queue(part, extra_data={"hybrid_trt_build": {"nodes": [ENGINE], "graph": graph}}).ok

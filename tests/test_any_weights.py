@@ -34,7 +34,7 @@ GROUP = 16
 
 @pytest.fixture
 def refits(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
-    """What was put into engines, each time."""
+    """List what was put into engines, each time."""
     put: list[set[str]] = []
     refit = RefittableRunner.refit
 
@@ -175,7 +175,7 @@ def test_a_backend_that_cannot_replace_weights_says_so_on_the_node(
 
 
 def told(handle: EngineHandle) -> dict[str, Any]:
-    """What the page says of a handle's node."""
+    """Return the page's words for a handle's node."""
     states = NodeStates(handle.library, BuildQueue())
     states.learn("key", handle)
     return states.state("key", NodeRequest("unet", handle.network.label, False, "onnxruntime"))

@@ -36,7 +36,7 @@ ON_A_GPU = SimpleNamespace(device=torch.device("cuda", 0))
 def test_the_fastest_is_taken_unless_the_usual_one_is_as_fast(
     usual: str, milliseconds: dict[str, float], chosen: str
 ) -> None:
-    """What is not among the milliseconds fails when it is timed."""
+    """Time by given milliseconds: what is not among them fails."""
     assert attention.fastest(usual, milliseconds.__getitem__) == (chosen, milliseconds)
 
 

@@ -1,4 +1,4 @@
-"""Who chose the attention: engines take the place of exact attention alone, and say where native's is coarser."""
+"""The choice of attention: engines take the place of exact attention alone, and say where native's is coarser."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REMARK = "Native computes some attention in INT8; the engine is exact"
 
 @pytest.fixture(scope="module")
 def exact(file: Path) -> torch.Tensor:
-    """What native samples with exact attention."""
+    """Return native's latent with exact attention."""
     return sample(load(file))
 
 
@@ -200,7 +200,7 @@ def with_a_switch(attention: ModuleType, monkeypatch: pytest.MonkeyPatch, name: 
 
 
 def said(patched: Patched) -> tuple[int, int]:
-    """How often the remark is on the node and in the report."""
+    """Count the remark on the node and in the report."""
     return status(patched.handle).count(REMARK), report_text([patched.handle.stats]).count(REMARK)
 
 
@@ -309,7 +309,7 @@ def a_call(net: Any) -> dict[str, torch.Tensor]:
 
 
 def graph_of(net: Any) -> torch.fx.GraphModule:
-    """What the torch backend compiles of a network."""
+    """Return the graph that the torch backend compiles of a network."""
     function = architecture_of(net.module).function(net.module)
     names = sorted(name for name, _ in function.named_parameters())
     weights = [function.get_parameter(name).data for name in names]

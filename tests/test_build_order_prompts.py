@@ -1,4 +1,4 @@
-"""Which prompts of ComfyUI's queue are still to order a node's build: what the page shows between press and job."""
+"""Prompts of ComfyUI's queue that are still to order a node's build: the page shows them between press and job."""
 
 from __future__ import annotations
 

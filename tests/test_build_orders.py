@@ -1,4 +1,4 @@
-"""What the Build buttons order: each use of a node, as long as its prompt is queued, and told where it is refused."""
+"""Orders of the Build buttons: each use of a node, as long as its prompt is queued, and told where it is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other nodes leave on a model, or put on it without a patch: never a wrong image, nor native for longer."""
+"""Changes that other nodes make to a model, with or without a patch: never a wrong image, nor native for longer."""
 
 from __future__ import annotations
 

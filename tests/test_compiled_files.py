@@ -90,5 +90,5 @@ def test_opening_reads_none_of_the_sources_of_torch(file: Path, monkeypatch: pyt
 
 
 def checksum(data: bytes) -> bytes:
-    """What torch puts before all else that it keeps."""
+    """The prefix that torch puts before all else that it keeps."""
     return zlib.crc32(data).to_bytes(4, "big")

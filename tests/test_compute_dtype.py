@@ -1,4 +1,4 @@
-"""What ComfyUI's ModelComputeDtype asks for is what an engine computes in, or native serves."""
+"""An engine computes in the type that ComfyUI's ModelComputeDtype asks for, or native serves."""
 
 from __future__ import annotations
 

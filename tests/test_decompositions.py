@@ -1,4 +1,4 @@
-"""What we write out for Inductor computes what torch computes, and only where it was measured to help."""
+"""Our decompositions for Inductor compute what torch computes, and only where it was measured to help."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_weights_kept_in_fp16_and_cast_at_every_call_export_as_they_compute(tmp_
 
 
 def loading_flags(net: NativeNetwork) -> list[tuple]:
-    """What ComfyUI's loading leaves on each layer."""
+    """Put on each layer what ComfyUI's loading leaves there."""
     return [(getattr(m, "comfy_cast_weights", None), getattr(m, "weight_function", None)) for m in net.module.modules()]
 
 

@@ -49,7 +49,7 @@ class QueueDouble:
         return self.tasks
 
     def between_prompts(self) -> None:
-        """What ComfyUI's thread does after each prompt, and when it is woken while idle."""
+        """Do what ComfyUI's thread does after each prompt, and when it is woken while idle."""
         if self.get_flags().get("unload_models"):
             model_management.unload_all_models()
 

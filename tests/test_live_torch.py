@@ -298,7 +298,7 @@ def test_a_compiled_file_that_lacks_memory_is_not_given_up(tmp_path: Path) -> No
 def test_a_graph_that_finds_no_room_for_its_memory_computes_once_comfyui_has_freed_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What it took is others' between runs; CUDA says that it is gone by an error of no class of its own."""
+    """Its memory is others' between runs; CUDA says that it is gone by an error of no class of its own."""
     net = network("unet", "unlike_levels")
     session, given, freed = opened(net), given_for(net, 4), []
     for _ in range(3):

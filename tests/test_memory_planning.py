@@ -1,4 +1,4 @@
-"""What ComfyUI plans memory for: the engines and native weights that a run is going to use, looked up before it plans.
+"""ComfyUI plans memory for the engines and native weights that a run is going to use, looked up before it plans.
 
 In this process and on the CPU, with ComfyUI's own ``load_models_gpu``; doubles of what a GPU alone has are named so.
 """

@@ -1,4 +1,4 @@
-"""What ComfyUI does since 0.30.0, one change after another: pictures stay native's, and what is fast stays fast."""
+"""ComfyUI's changes since 0.30.0, one after another: pictures stay native's, and what is fast stays fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pack's page costs the browser: measured by Chromium's own profiler, in milliseconds of each second."""
+"""The cost of the pack's page in the browser: measured by Chromium's own profiler, in milliseconds of each second."""
 
 from __future__ import annotations
 

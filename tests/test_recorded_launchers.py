@@ -23,7 +23,7 @@ STREAM, SIZE = 7, 100
 
 
 class MockKernel:
-    """What both launchers ask of a kernel ``(in_ptr, out_ptr, xnumel, XBLOCK)``; keeps what it is launched with."""
+    """A kernel as both launchers call it, ``(in_ptr, out_ptr, xnumel, XBLOCK)``; keeps what it is launched with."""
 
     cubin_path, hash, shared, num_warps, n_regs, n_spills = "a.cubin", "0" * 64, 0, 4, 16, 0
     function, packed_metadata, num_ctas, cluster_dims = 1, (), 1, (1, 1, 1)

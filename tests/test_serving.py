@@ -1,4 +1,4 @@
-"""What serves a call is right: the weights of this call's patcher, the engine that is on disk now, or native."""
+"""The right thing serves a call: the weights of this call's patcher, the engine that is on disk now, or native."""
 
 from __future__ import annotations
 

@@ -147,5 +147,5 @@ def test_notes_name_what_is_visible_in_the_workflow(name: str) -> None:
 
 PAGE = {"TRTReport": "TRT Report", "TRTApplyControlNet": "TRT Apply ControlNet", "SaveImage": "Save Image",
         "KSampler": "KSampler", "TRTUNetEngine": "TRT UNet Engine"}  # fmt: skip
-"""How nodes without a title of their own are called on the page."""
+"""Return the names of nodes without a title of their own on the page."""
 WIDGETS = {"strength", "start", "end", "rows", "denoise", "sizes"}

@@ -1,4 +1,4 @@
-"""What is made otherwise for TensorRT 8.6, as far as it can be tried without it. The rest: test_tensorrt_gpu.py."""
+"""TensorRT 8.6's differences, as far as they can be tried without it. The rest: test_tensorrt_gpu.py."""
 
 from __future__ import annotations
 

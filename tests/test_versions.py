@@ -1,4 +1,4 @@
-"""What the tests say at their start about the versions that they run on, and what `make test-newest` installs."""
+"""The header of a test run names its versions; `make test-newest` installs the newest."""
 
 from __future__ import annotations
 
