@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slow
 import torch
 from pack import import_comfy
 from small_networks import CPU, native_call, network, with_lora
@@ -45,7 +46,7 @@ FASTER, SLOWER = {"native_ms": 8.0, "engine_ms": 2.5}, {"native_ms": 8.0, "engin
 LIMIT = 1e-5
 
 
-@pytest.fixture(scope="module", params=["unet", "controlnet"])
+@pytest.fixture(scope="module", params=slow.cases({"unet": "unet", "controlnet": "controlnet"}, ["controlnet"]))
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

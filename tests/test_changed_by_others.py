@@ -63,17 +63,6 @@ def with_an_injected_part(model: Any) -> Any:
 BEFORE = (with_another_part, with_a_bypassed_lora, with_an_injected_part)
 
 
-@pytest.mark.parametrize("before", BEFORE)
-def test_what_a_node_of_the_prompt_before_left_is_taken_back(file: Path, tmp_path: Path, before: Any) -> None:
-    reference, model = sample(load(file)), load(file)
-    assert error(sample(before(model)), reference) > 1e-2
-    patched = Patched(model, Library([tmp_path]), "torch")
-    assert error(patched.sample(), reference) <= LIMIT
-    assert patched.counts == (STEPS, 0)
-    other = before(model)
-    assert error(sample(other), reference) > 1e-2, "it has its own again"
-
-
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
 @pytest.mark.parametrize("before", BEFORE)
 def test_it_is_taken_back_as_long_as_the_node_is_there_too(

@@ -1,4 +1,4 @@
-"""Names of ComfyUI that the pack relies on: a name that is gone or takes other arguments costs a feature, never the picture.
+"""Names of ComfyUI that the pack relies on: one that is gone or takes other arguments costs a feature, no picture.
 
 Names are renamed for the pack alone, see ``renamed``: ComfyUI itself goes on as it would with its new ones.
 """

@@ -159,9 +159,8 @@ def copied(scenario: Scenario, how: str, name: str, engines: bool = True) -> dic
     return made
 
 
-@pytest.mark.parametrize("apply", ["trt", "stock"])
-def test_two_prompts_with_copies_of_conditionings_run_on_engines(sd15: ComfyProcess, apply: str) -> None:
-    scenario = Scenario(controls=(A, B), width=64, height=64, steps=2, apply=apply, seed=51)
+def test_two_prompts_with_copies_of_conditionings_run_on_engines(sd15: ComfyProcess) -> None:
+    scenario = Scenario(controls=(A, B), width=64, height=64, steps=2, seed=51)
     scenario = scenario.but(patches=(("TestCopiedOptions", {}),))
     for seed, how in ((51, "deep copy"), (52, "deep copy"), (53, "copied dicts")):
         now = scenario.but(seed=seed)

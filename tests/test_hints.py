@@ -51,20 +51,6 @@ def test_an_image_is_encoded_once_and_another_one_anew() -> None:
     assert not torch.equal(results[0], results[2])
 
 
-def test_a_weight_patch_on_these_layers_is_seen_at_the_next_run() -> None:
-    plain = network("controlnet", "unlike_levels")
-    patcher = plain.patcher.clone()
-    name = "input_hint_block.0.weight"
-    patcher.add_patches({name: ("diff", (torch.ones_like(plain.module.input_hint_block[0].weight),))}, 0.5)
-    patched = NativeNetwork(patcher, plain.module, plain.prefix, plain.dtype, plain.label)
-    hint = hint_of(plain)
-    with torch.inference_mode():
-        before, after = HintEncoder(plain)(hint), HintEncoder(patched)(hint)
-        patcher.patch_model(torch.device("cpu"))
-        assert torch.allclose(after, plain.module.input_hint_block(hint, None, None), atol=1e-5)
-    assert not torch.allclose(before, after, atol=1e-3)
-
-
 def test_a_hint_of_another_form_is_refused_with_a_reason() -> None:
     encoder = HintEncoder(network("controlnet", "unlike_levels"))
     for shape in ((1, 4, 64, 64), (1, 3, 64)):

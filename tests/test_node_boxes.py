@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import slow
-from browser import ComfyPage, comfy_page
 from build_page import NAME, browser, page
 from build_page import NET_1 as NET
+from build_page import opened_in_both as opened
 from comfy_process import ComfyProcess
 from engine_page import EnginePage, reload
 from node_boxes import STATES, close_up, contrast, measured, server_says, whole
-from playwright.sync_api import Browser
 from shipped_workflows import shipped
 from workflow_recipes import with_tiny_models
 
 pytestmark = pytest.mark.browser
 
-__all__ = ["browser", "page"]  # fixtures: pytest finds them by name
+__all__ = ["browser", "opened", "page"]  # fixtures: pytest finds them by name
 
 PANEL = "open => app.extensionManager.setting.set('Comfy.RightSidePanel.IsOpen', open)"
 RAN = """([id, text, native]) => app.graph.getNodeById(id).onExecuted({ text: [text], native: [native] })"""
@@ -36,13 +34,6 @@ HEADS = """() => ['TRTSamplerPatch', 'TRTReport'].map(type => app.graph.nodes.fi
 REPORT = ("tiny.safetensors: 8 calls on onnxruntime, 8 native, 12.3 ms per engine call, 40.1 ms per native call\n"
           "    8 x size the engine was not built for: width 768 px is outside the engine's 64 to 512 px\n"
           "canny.safetensors: 0 calls on an engine, 16 native\n    16 x no engine")
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
-def opened(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
-    """Both kinds of nodes, in a run of the quick tests too."""
-    with comfy_page(browser, comfy.url, vue=request.param) as page:
-        yield page
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +134,7 @@ def test_new_nodes_hold_their_text_and_their_title(page: EnginePage) -> None:
         assert "16 x no engine" in said
 
 
+@slow.when("vue")
 def test_what_a_run_said_outlives_another_tab_and_undo(page: EnginePage, tiny: dict[str, Any]) -> None:
     """The page makes all nodes anew for both; what they put out it keeps."""
     raw = page.page.page
@@ -192,6 +184,7 @@ def test_a_native_run_puts_a_badge_on_the_node(page: EnginePage, tiny: dict[str,
     assert "TRT: partly native" in badges
 
 
+@slow.when("vue")
 def test_the_properties_panel_leaves_the_status_box_as_it_is(page: EnginePage, tiny: dict[str, Any]) -> None:
     raw = page.page.page
     server_says(page, STATES["native"])
@@ -264,10 +257,9 @@ def test_build_says_that_a_model_is_missing_and_does_nothing(page: EnginePage, t
     assert page.status(net)["state"] == "unwired"
 
 
+@slow.when("vue")
 @pytest.mark.parametrize("word", ["speed", "faster", "accelerate", "optimize", "compile", "tensorrt"])
 def test_the_engine_nodes_are_found_by_what_they_are_for(page: EnginePage, word: str) -> None:
-    if page.page.vue:
-        pytest.skip("The same search in both modes.")
     raw = page.page.page
     raw.evaluate("() => { app.extensionManager.command.execute('Workspace.SearchBox.Toggle') }")
     field = raw.get_by_role("dialog").last.locator("input").first

@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import patched as patched_models
 import pytest
+import slow
 import torch
 from fake_engine import publish_engine
 from one_size import BEST, OF_PORTRAIT, PORTRAIT, PROFILE, build, handle_of, of_one_size, only, serve
@@ -45,7 +46,7 @@ ORT, FULL = backends()["onnxruntime"], backends()["tensorrt"]
 __all__ = ["of_one_size"]  # a fixture
 
 
-@pytest.fixture(params=["unet", "controlnet"])
+@pytest.fixture(params=slow.cases({"unet": "unet", "controlnet": "controlnet"}, ["controlnet"]))
 def net(request: pytest.FixtureRequest) -> NativeNetwork:
     return network(request.param, "unlike_levels")
 

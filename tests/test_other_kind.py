@@ -10,7 +10,7 @@ import tiny_models
 import torch
 from comfy_process import ComfyProcess
 from pack import import_comfy
-from scenarios import Control, Scenario, compare, prompt
+from scenarios import Control, Scenario, compare
 
 import_comfy()
 
@@ -95,10 +95,3 @@ def test_a_prompt_with_such_a_controlnet_says_so(sd15: ComfyProcess, engine: boo
     text = result.history.output("report", "text")[0]
     assert "made for another kind of model" in text
     assert "wider" not in text
-
-
-def test_a_prompt_with_one_of_another_family_ends_as_natively(sd15: ComfyProcess) -> None:
-    scenario = Scenario(controls=(Control("tiny_sdxl_a"),), steps=2, seed=932)
-    natively, ours = (sd15.queue(prompt(scenario, engines, "bad")) for engines in (False, True))
-    assert (natively.status, ours.status) == ("error", "error")
-    assert ours.error == natively.error

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from comfy_process import ComfyProcess
 from pack import import_comfy
 
 import_comfy()
@@ -28,7 +27,6 @@ from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Unavailable
 from memory_fixtures import Controlled, controlled, controlnet, file, files, library
 from patched import LIMIT, NAME, PROFILE, Patched, load
-from scenarios import A, B, Control, Scenario, compare, latent_of, native_latent, prompt, relative_difference
 
 from sampling import STEPS, error, sample
 
@@ -383,63 +381,3 @@ def test_a_controlnet_that_a_pack_changes_acts_as_in_native(controlled: Controll
             back()
     assert error(controlled.sample(), reference) <= LIMIT
     assert controlled.handle.stats.engine == STEPS
-
-
-PLAIN = Scenario(controls=(Control(A.file, 1, 0.7, engine=False), Control(B.file, 2, 0.4, engine=False)))
-
-
-def code(place: str, how: str) -> tuple[tuple[str, dict[str, Any]], ...]:
-    return (("TestReplaceCode", {"place": place, "how": how}),)
-
-
-@pytest.fixture
-def put_back(sd15: ComfyProcess) -> Iterator[None]:
-    """ComfyUI's own code is in its place again afterwards."""
-    yield
-    for place in ("openaimodel.apply_control", "openaimodel.forward_timestep_embed"):
-        sd15.queue(prompt(PLAIN.but(loras_before=code(place, "ComfyUI's"), controls=()), False, "back"))
-
-
-@pytest.mark.usefixtures("put_back")
-def test_a_server_whose_code_another_pack_replaces_gives_natives_picture_and_says_whose_it_is(
-    sd15: ComfyProcess
-) -> None:
-    plain = native_latent(sd15, PLAIN)
-    scaled = compare(sd15, PLAIN.but(loras_before=code("openaimodel.apply_control", "scaled")))
-    assert scaled.error == 0
-    assert relative_difference(plain, latent_of(scaled.history)) > 1e-3
-    assert scaled.unet["engine"] == 0
-    assert "comfy_test_nodes" in str(scaled.report["rows"])
-    resized = compare(sd15, PLAIN.but(loras_before=code("openaimodel.apply_control", "resizing")))
-    assert 0 < resized.error <= LIMIT
-    assert resized.unet["native"] == 0
-    embed = Scenario(loras_before=code("openaimodel.forward_timestep_embed", "scaled"))
-    both = compare(sd15, embed.but(settings={"when_missing": "build now"}))
-    assert both.error == 0
-    assert all(row["engine"] == 0 for row in both.report["rows"])
-    back = compare(sd15, Scenario(loras_before=code("openaimodel.forward_timestep_embed", "ComfyUI's")))
-    assert 0 < back.error <= LIMIT
-    assert back.all_on_engines()
-
-
-@pytest.mark.parametrize("what", ["hook", "method"])
-def test_a_server_sees_a_layer_that_is_changed_in_some_steps(sd15: ComfyProcess, what: str) -> None:
-    scenario = PLAIN.but(patches=(("TestChangeInSteps", {"what": what, "above": 1.0}),), controls=())
-    result = compare(sd15, scenario)
-    assert 0 < result.error <= LIMIT
-    assert min(result.unet["engine"], result.unet["native"]) > 0
-    assert relative_difference(native_latent(sd15, PLAIN.but(controls=())), latent_of(result.history)) > 1e-3
-
-
-@pytest.mark.parametrize("how", ["in place", "others"])
-def test_a_server_sees_weights_that_a_node_writes_to(sd15: ComfyProcess, how: str) -> None:
-    plain = PLAIN.but(controls=())
-    sd15.free()
-    native = latent_of(sd15.queue(prompt(plain.but(patches=(("TestEditWeights", {"how": how}),)), False, "edited")))
-    sd15.free()
-    first = compare(sd15, plain)
-    assert 0 < first.error <= LIMIT
-    assert relative_difference(native, latent_of(first.history)) > 1e-3
-    history = sd15.queue(prompt(plain.but(patches=(("TestEditWeights", {"how": how}),)), True, "edited"))
-    assert relative_difference(latent_of(history), native) == 0
-    sd15.free()

@@ -15,11 +15,8 @@ import pytest
 import tiny_models
 import torch
 from any_weights import built, handle_of
-from comfy_process import ComfyProcess
 from dynamic_vram import on_cpu
-from fake_engine import publish_engine
 from pack import import_comfy
-from scenarios import Scenario, compare
 from small_networks import CPU, network
 from tiny_networks import SAME_WEIGHTS, TINY
 
@@ -32,7 +29,7 @@ import comfy.sd
 from comfy import model_management
 from hybrid_trt.comfy_model import structure_hash
 from hybrid_trt.comfy_model.comfyui_shims import is_of_loading
-from hybrid_trt.engine_library import Library, Reason
+from hybrid_trt.engine_library import Reason
 from hybrid_trt.engine_library.inventory import STALE, entries
 from hybrid_trt.sampling.engine_status import status
 
@@ -241,15 +238,3 @@ def test_an_engine_of_a_layout_before_says_build_again(tmp_path: Path, monkeypat
     again = built(net, tmp_path)
     handle.refresh()
     assert handle.session.engines == [again]
-
-
-def test_a_server_with_an_engine_of_a_layout_before_says_so(comfy: ComfyProcess) -> None:
-    library = comfy.base / "models" / "trt_engines"
-    old = publish_engine(library, weights=f"layout-{'0' * 60}", precision="float32")
-    settings = {"backend": "onnxruntime", "weights": "replaceable"}
-    try:
-        result = compare(comfy, Scenario(unet=NAME, controls=(), settings=settings, seed=44))
-    finally:
-        Library.remove(old.folder)
-    assert result.error == 0
-    assert result.unet == {"engine": 0, "native": 4, "reasons": {"stale engine": 4}}

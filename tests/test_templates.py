@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import slow
-from browser import ComfyPage, chromium, comfy_page
+from browser import ComfyPage, comfy_page
+from build_page import browser
 from comfy_process import ComfyProcess
 from engine_page import EnginePage, reload
 from PIL import Image
@@ -16,6 +17,8 @@ from playwright.sync_api import Browser
 from shipped_workflows import FOLDER, NAMES, TITLES, shipped
 from workflow_recipes import RECIPES
 from workflow_thumbnails import thumbnail
+
+__all__ = ["browser"]  # a fixture
 
 WIDTH, HEIGHT = 1366, 768
 #: What of the window the page's own furniture leaves: sidebar, tabs.
@@ -29,12 +32,6 @@ VIEW = """() => { const { scale, offset } = app.canvas.ds;
              nodes: app.graph.nodes.map(n => ({ type: n.type, title: n.title, at: at(n) })),
              dom: [...document.querySelectorAll('.lg-node')].map(e => e.getBoundingClientRect())
                  .map(r => [r.x, r.y, r.width, r.height]) }; }"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
@@ -147,5 +144,5 @@ def test_notes_name_what_is_visible_in_the_workflow(name: str) -> None:
 
 PAGE = {"TRTReport": "TRT Report", "TRTApplyControlNet": "TRT Apply ControlNet", "SaveImage": "Save Image",
         "KSampler": "KSampler", "TRTUNetEngine": "TRT UNet Engine"}  # fmt: skip
-"""Return the names of nodes without a title of their own on the page."""
+"""Names of nodes without a title of their own on the page."""
 WIDGETS = {"strength", "start", "end", "rows", "denoise", "sizes"}

@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tiny_models
 import torch
-from comfy_process import ComfyProcess
 from pack import import_comfy
-from scenarios import Scenario, compare
 
 import_comfy()
 
@@ -24,18 +21,7 @@ from profiles import profile_of
 
 from sampling import STEPS, error, sample
 
-COMPILED = ("TorchCompileModel", {"backend": "cudagraphs"})  # the node's one backend that needs no compiler on a CPU
 NAME = "tiny_sd15_flat_unet"
-
-
-@pytest.mark.parametrize("place", [
-    pytest.param("patches", id="after_the_sampler_patch", marks=pytest.mark.slow),
-    pytest.param("loras_before", id="before_the_engine", marks=pytest.mark.slow),
-])  # fmt: skip
-def test_a_compiled_model_runs_on_its_engine(sd15: ComfyProcess, place: str) -> None:
-    result = compare(sd15, Scenario(**{place: (COMPILED,)}))
-    assert result.error <= 1e-5
-    assert result.all_on_engines()
 
 
 def test_without_an_engine_native_is_compiled_as_the_node_asks(environment: Any, tmp_path: Path) -> None:

@@ -57,21 +57,6 @@ def test_files_name_nothing_of_the_machine_that_made_them(name: str, text: str) 
     assert text not in (FOLDER / f"{TITLES[name]}.json").read_text(encoding="utf-8")
 
 
-def test_runs_on_engines(comfy: ComfyProcess, object_info: dict[str, Any]) -> None:
-    """As shipped, with the tiny models: the engines that are missing get built, and nothing runs native."""
-    workflow = with_tiny_models(shipped("sd15_two_controlnets"), object_info)
-    prompt = to_prompt(workflow, object_info)
-    history = comfy.queue(prompt, timeout=300)
-    ids = {entry["class_type"]: node for node, entry in prompt.items()}
-    report = history.output(ids["TRTReport"], "report")[0]
-    assert (report["unet"]["engine"], report["unet"]["native"]) == (4, 0)
-    assert [(row["name"], row["engine"], row["native"]) for row in report["controlnets"]] == [
-        ("tiny_sd15_a.safetensors", 4, 0), ("tiny_sd15_b.safetensors", 4, 0)]
-    assert history.output(ids["SaveImage"], "images")
-    assert history.output(ids["PreviewImage"], "images"), "the plot"
-    assert history.output(ids["TRTReport"], "text")[0].startswith("3 of 3 networks on engines")
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_the_others_run_on_engines_too(comfy: ComfyProcess, object_info: dict[str, Any], name: str) -> None:
     prompt = to_prompt(with_tiny_models(shipped(name), object_info), object_info)

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 import slow
-from browser import ComfyPage, chromium, comfy_page
+from browser import ComfyPage
+from build_page import browser
+from build_page import opened_in_both as opened
 from comfy_process import ComfyProcess
 from engine_page import STACK_MEASURED, EnginePage
 from make_workflows import build
 from node_boxes import overlaps
-from playwright.sync_api import Browser
 from shipped_workflows import NAMES, TITLES, Workflow, object_info, shipped
 from workflow_recipes import RECIPES, with_tiny_models
 from workflow_to_prompt import bypass, set_widget, to_prompt
 
-__all__ = ["object_info"]  # a fixture: pytest finds it by name
+__all__ = ["browser", "object_info", "opened"]  # fixtures: pytest finds them by name
 
 SD15_NETS, SDXL_NETS = ("tiny_sd15_a", "tiny_sd15_b"), ("tiny_sdxl_a", "tiny_sdxl_b")
 NETS = {name: SDXL_NETS if name.startswith("sdxl") else SD15_NETS for name in NAMES}
@@ -119,19 +120,6 @@ TINY_SDXL = """() => {
     set(all('KSampler')[0], { steps: 3 }); }"""
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
-def opened(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
-    """One page for all tests of a mode: opening one takes longer than most tests."""
-    with comfy_page(browser, comfy.url, vue=request.param) as page:
-        yield page
-
-
 @pytest.fixture
 def page(opened: ComfyPage) -> Iterator[ComfyPage]:
     """The mode's page, with no JavaScript error on record before the test and none allowed after it."""
@@ -140,21 +128,17 @@ def page(opened: ComfyPage) -> Iterator[ComfyPage]:
     assert not opened.errors
 
 
+@slow.when("vue")
 @pytest.mark.browser
 @pytest.mark.parametrize("name", NAMES)
-def test_opens_without_problems(page: ComfyPage, object_info: dict[str, Any], name: str) -> None:
+def test_opens_without_problems_and_converts_as_the_page_does(
+    page: ComfyPage, object_info: dict[str, Any], name: str
+) -> None:
     """With models that exist here: without them ComfyUI marks the loaders, as it should."""
-    page.load(with_tiny_models(shipped(name), object_info, NETS[name]))
-    page.page.wait_for_timeout(1000)  # the error panel takes its time
-    assert page.problems() == []
-    assert overlaps(page.boxes()) == []
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("name", NAMES)
-def test_converts_as_the_page_does(page: ComfyPage, object_info: dict[str, Any], name: str) -> None:
-    workflow = shipped(name)
+    workflow = with_tiny_models(shipped(name), object_info, NETS[name])
     page.load(workflow)
+    page.page.wait_for_timeout(600)  # the error panel takes its time
+    assert page.problems() == []
     prompt = page.prompt()
     assert prompt == to_prompt(workflow, object_info)
     assert prompt == to_prompt(page.workflow(), object_info)  # a saved file lists widgets as sockets too
@@ -162,6 +146,7 @@ def test_converts_as_the_page_does(page: ComfyPage, object_info: dict[str, Any],
     assert looked == serialised
 
 
+@slow.when("vue")
 @pytest.mark.browser
 @pytest.mark.parametrize("name", NAMES)
 def test_files_are_what_the_recipes_make(page: ComfyPage, object_info: dict[str, Any], name: str) -> None:
@@ -194,6 +179,7 @@ def _random_seed(workflow: Workflow, info: dict[str, Any]) -> None:
     set_widget(workflow, "KSampler", "denoise", 0.5, info)
 
 
+@slow.when("vue")
 @pytest.mark.browser
 @pytest.mark.parametrize("change", [_engines_bypassed, _apply_bypassed, _net_muted, _third_row, _random_seed])
 def test_changes_convert_as_the_page_does(
@@ -206,6 +192,7 @@ def test_changes_convert_as_the_page_does(
     assert page.prompt() == to_prompt(workflow, object_info) != before
 
 
+@slow.when("vue")
 @pytest.mark.browser
 def test_nodes_of_the_page_alone_convert(page: ComfyPage, object_info: dict[str, Any]) -> None:
     page.load(shipped("sd15_two_controlnets"))
@@ -215,6 +202,7 @@ def test_nodes_of_the_page_alone_convert(page: ComfyPage, object_info: dict[str,
     assert next(entry for entry in prompt.values() if entry["class_type"] == "KSampler")["inputs"]["seed"] == 4711
 
 
+@slow.when("vue")
 @pytest.mark.browser
 def test_a_look_at_the_graph_finds_what_serialising_it_gives(page: ComfyPage, object_info: dict[str, Any]) -> None:
     """Through subgraphs, widgets that they show, reroutes, primitives, bypassed and muted nodes."""
