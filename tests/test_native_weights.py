@@ -44,16 +44,6 @@ def test_while_an_engine_serves_no_native_weights_are_on_the_device(patched: Pat
     assert error(latent, native) <= LIMIT
 
 
-def test_native_weights_that_were_loaded_make_room_for_the_engine(patched: Patched, device: None) -> None:
-    native = sample(patched.native)
-    assert on_device(patched.native) > 0
-    held = []
-    latent = patched.sample(step=lambda _i: held.append(on_device(patched.model)))
-    assert held == [0] * STEPS
-    assert error(latent, native) <= LIMIT
-    assert torch.equal(sample(patched.native), native)
-
-
 def test_a_run_that_falls_back_from_its_first_call_is_natives_to_the_bit(
     patched: Patched, device: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

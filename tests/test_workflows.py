@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from comfy_process import ComfyProcess
 from make_workflows import pack_version
-from shipped_workflows import FOLDER, NAMES, TITLES, Workflow, object_info, shipped
+from shipped_workflows import FOLDER, NAMES, TITLES, object_info, shipped
 from workflow_recipes import with_tiny_models
-from workflow_to_prompt import VIRTUAL, WorkflowError, bypass, set_widget, to_prompt
+from workflow_to_prompt import VIRTUAL, to_prompt
 
 __all__ = ["object_info"]  # a fixture: pytest finds it by name
 
@@ -77,30 +75,3 @@ def test_engines_are_built_without_sampling(comfy: ComfyProcess, object_info: di
     assert len(reports) == 3
     for node in reports:
         assert "64 to 512 px" in history.output(node, "text")[0]
-
-
-@pytest.mark.parametrize(
-    ("spoil", "text"),
-    [
-        (lambda w: w.pop("links"), "no workflow in UI format"),
-        (lambda w: w.update(version=1), "version 0.4"),
-        (lambda w: w["nodes"][-1].update(type="NoSuchNode"), "NoSuchNode"),
-        (lambda w: w["links"].clear(), "a link that does not exist"),
-        (lambda w: w.update(definitions={"subgraphs": [{}]}), "subgraphs"),
-    ],
-)
-def test_workflows_that_cannot_be_converted_say_why(
-    object_info: dict[str, Any], spoil: Callable[[Workflow], Any], text: str
-) -> None:
-    workflow = copy.deepcopy(shipped("sd15_two_controlnets"))
-    spoil(workflow)
-    with pytest.raises(WorkflowError, match=text):
-        to_prompt(workflow, object_info)
-
-
-def test_widgets_and_nodes_that_are_not_there_are_refused(object_info: dict[str, Any]) -> None:
-    workflow = shipped("sd15_two_controlnets")
-    with pytest.raises(WorkflowError, match="no widget 'nothing'; it has seed"):
-        set_widget(workflow, "KSampler", "nothing", 1, object_info)
-    with pytest.raises(WorkflowError, match="no node of type or title 'Nobody'"):
-        bypass(workflow, ["Nobody"])
