@@ -78,22 +78,6 @@ def orders(network: NativeNetwork, count: int) -> list[BuildOrder]:
     ]
 
 
-def test_fifty_queued_builds_are_cancelled_at_once(
-    queue: BuildQueue, network: NativeNetwork, idle_builds: list[str], tmp_path: Path
-) -> None:
-    queued = [queue.submit(one, Library([tmp_path])) for one in orders(network, 50)]
-    assert len({job.id for job in queued}) == 50
-    assert until(lambda: idle_builds, LIMIT)
-    begun = time.monotonic()
-    for job in queued:
-        assert queue.cancel(job)
-    assert all(job.wait(0) and job.state is State.CANCELLED for job in queued)
-    queue.close()
-    assert time.monotonic() - begun < LIMIT
-    assert len(idle_builds) == 1, "the others never began"
-    assert contents(tmp_path) == []
-
-
 def test_only_jobs_that_have_ended_are_cleared_and_they_can_still_be_looked_at(
     queue: BuildQueue, network: NativeNetwork, idle_builds: list[str], tmp_path: Path
 ) -> None:

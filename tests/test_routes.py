@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
@@ -17,8 +16,6 @@ from comfy_process import ComfyProcess
 from fake_engine import publish
 from hybrid_trt.engine_library import Library, LibraryError
 from hybrid_trt.engine_library.disk import check_limit
-from scenarios import Scenario
-from scenarios import prompt as scenario_prompt
 
 OURS = {"X-Hybrid-TRT": "1"}
 PROMPT = {
@@ -310,16 +307,3 @@ def test_a_strangers_name_for_this_computer_changes_nothing(
         headers |= {"Origin": origin.format(comfy.port), "Sec-Fetch-Site": "same-origin"}
     assert ask(comfy, "POST", "/settings", b'{"limit_gb": 1}', headers)[0] == status
     assert settings_file.exists() == (status == 200)
-
-
-def test_a_build_above_the_limit_is_refused_with_a_sentence(comfy: ComfyProcess, settings_file: Path) -> None:
-    shutil.rmtree(settings_file.parent, ignore_errors=True)  # engines that other modules built would serve
-    settings_file.parent.mkdir(parents=True)
-    settings_file.write_text('{"limit_gb": 0.001}')
-    settings = {"when_missing": "build now", "max_size": 192}  # a profile of its own
-    graph = scenario_prompt(Scenario(controls=[], steps=1, seed=905, settings=settings), True, "x")
-    history = comfy.queue(graph)
-    assert history.ok, history.error
-    row = history.output("report", "report")[0]["rows"][0]
-    assert (row["engine"], row["native"]) == (0, 1)
-    assert "the settings allow 1.0 MB in all" in history.output("unet_engine", "text")[0]

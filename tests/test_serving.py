@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from hybrid_trt.engine_builder.jobs import BuildQueue
 from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason, Unavailable
 from hybrid_trt.engine_library.engine import describe_files, relative_error
 from hybrid_trt.engine_library.manifest import MANIFEST_NAME
-from hybrid_trt.nodes import sampler_patch
 from hybrid_trt.page_api import node_states, outlook
 from hybrid_trt.sampling.call_stats import CallStats
 from hybrid_trt.sampling.controlnet import back_with_engine
@@ -386,11 +384,3 @@ def test_auto_on_cuda_serves_without_an_engine_and_never_hashes_a_checkpoint(
         told = states.state("key", outlook.NodeRequest("unet", net.label, False, AUTO))
         assert (told["state"], told["any_size"]) == ("none", True)
         assert "build an engine" in told["text"]
-
-
-def test_a_handle_for_another_network_keeps_the_nodes_settings(tmp_path: Path) -> None:
-    handle = handle_of(network("unet", "unlike_levels"), tmp_path)
-    other = sampler_patch._handle_of(network("unet", "unlike_levels"), handle)
-    assert other.network is not handle.network
-    assert replace(other.choice) == handle.choice
-    assert other.session is not handle.session

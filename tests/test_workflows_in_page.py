@@ -11,10 +11,10 @@ from browser import ComfyPage
 from build_page import browser
 from build_page import opened_in_both as opened
 from comfy_process import ComfyProcess
-from engine_page import STACK_MEASURED, EnginePage
+from engine_page import STACK_MEASURED
 from make_workflows import build
 from node_boxes import overlaps
-from shipped_workflows import NAMES, TITLES, Workflow, object_info, shipped
+from shipped_workflows import NAMES, Workflow, object_info, shipped
 from workflow_recipes import RECIPES, with_tiny_models
 from workflow_to_prompt import bypass, set_widget, to_prompt
 
@@ -91,33 +91,6 @@ SET_OUTSIDE = """value => { const outer = app.graph.nodes.find(n => n.isSubgraph
     app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
 SIZES_INSIDE = """() => app.graph.nodes.find(n => n.isSubgraphNode?.()).subgraph.nodes
     .find(n => n.type === 'TRTUNetEngine').widgets.find(w => w.name === 'size_preset').value"""
-
-#: The tiny SDXL models in the opened template: a UNet and a VAE in the checkpoint's place, and conditioning
-#: without text encoders, which would outweigh all else.
-TINY_SDXL = """() => {
-    const all = type => app.graph.nodes.filter(n => n.type === type), loader = all('CheckpointLoaderSimple')[0];
-    const set = (node, values) => Object.entries(values).forEach(([name, value]) => {
-        node.widgets.find(w => w.name === name).value = value; });
-    const replace = (from, slot, type, values) => {
-        const node = LiteGraph.createNode(type);
-        node.pos = [...from.pos];
-        app.graph.add(node);
-        set(node, values);
-        for (const link of (from.outputs[slot].links ?? []).map(id => app.graph.getLink(id)))
-            node.connect(0, app.graph.getNodeById(link.target_id), link.target_slot); };
-    replace(loader, 0, 'UNETLoader', { unet_name: 'tiny_sdxl_unet.safetensors' });
-    replace(loader, 2, 'VAELoader', { vae_name: 'tiny_sdxl_taesd.safetensors' });
-    for (const [seed, text] of all('CLIPTextEncode').entries()) {
-        replace(text, 0, 'TestConditioning', { width: 2048, pooled: 1280, seed });
-        app.graph.remove(text); }
-    app.graph.remove(loader);
-    for (const [i, letter] of ['a', 'b'].entries()) {
-        set(all('ControlNetLoader')[i], { control_net_name: `tiny_sdxl_${letter}.safetensors` });
-        set(all('LoadImage')[i], { image: `control_${letter}.png` }); }
-    for (const node of [...all('TRTUNetEngine'), ...all('TRTControlNetEngine')])
-        set(node, { when_missing: 'use native', min_size: 64, opt_size: 64, max_size: 128 });
-    set(all('EmptyLatentImage')[0], { width: 128, height: 128 });
-    set(all('KSampler')[0], { steps: 3 }); }"""
 
 
 @pytest.fixture
@@ -297,31 +270,3 @@ def test_runs_in_the_page(page: ComfyPage, comfy: ComfyProcess, object_info: dic
     assert len(report["rows"]) == 3
     assert page.problems() == []
     assert overlaps(page.boxes()) == []
-
-
-@pytest.mark.browser
-@slow.SLOW
-def test_sdxl_with_two_controlnets_is_built_by_clicks_and_runs_on_its_engines(page: ComfyPage) -> None:
-    if page.vue:
-        pytest.skip("The buttons are clicked in both modes elsewhere; three builds are enough.")
-    raw, nodes = page.page, EnginePage(page, "sdxl")
-    raw.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
-    raw.get_by_role("dialog").last.get_by_text("hybrid-trt", exact=True).first.click()
-    raw.get_by_test_id(f"template-workflow-{TITLES['sdxl_two_controlnets']}").click()
-    raw.wait_for_function("() => app.graph.nodes.filter(n => n.type === 'TRTControlNetEngine').length === 2")
-    page.settle()
-    raw.evaluate(TINY_SDXL)
-    page.fit(left=72, top=112, right=12, bottom=60)
-    engines = [nodes.node(name) for name in ("TRTUNetEngine", "TRT ControlNet Engine 1", "TRT ControlNet Engine 2")]
-    for node in engines:
-        nodes.click(node)
-        nodes.wait_for(node, "queued", "building", "ready", timeout=60)
-    for node in engines:
-        assert nodes.wait_for(node, "ready", "failed", timeout=240)["state"] == "ready"
-    outputs = page.queue()
-    nodes.shot("ran")
-    (report,) = [output["report"][0] for output in outputs.values() if output.get("report", [{}])[0].get("rows")]
-    assert {row["name"]: (row["engine"], row["native"]) for row in report["rows"]} == {
-        f"tiny_sdxl_{name}.safetensors": (3, 0) for name in ("unet", "a", "b")}
-    assert "Last run: 3 calls on onnxruntime" in nodes.wait_until(
-        engines[0], lambda status: "Last run" in status["text"], "run", 10)["text"]
