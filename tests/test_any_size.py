@@ -12,11 +12,6 @@ from typing import Any
 import pytest
 import torch
 from fake_recorder import Recorder
-from pack import import_comfy
-from small_networks import native_call, network
-
-import_comfy()
-
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.calls import RequestedCalls, UncoveredCall, calls_to_compile
 from hybrid_trt.architectures.image_latent import ANY
@@ -34,6 +29,7 @@ from hybrid_trt.page_api.workflow_graph import asked_pictures
 from hybrid_trt.sampling import engine_status
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.engine_status import status
+from small_networks import native_call, network
 
 TORCH = backends()["torch"]
 PROFILE = ANY.profile(RequestedSizes()).only("BHWT")

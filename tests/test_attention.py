@@ -10,10 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compiling import COMPILES
-from pack import import_comfy
-
-import_comfy()
-
 from hybrid_trt.architectures.shapes import Dim, TensorSpec
 from hybrid_trt.backends import LiveTask
 from hybrid_trt.backends.torch_inductor import attention, compiled

@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from pack import import_comfy
-
-import_comfy()
-
 from builds import small_network
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.shapes import sample_inputs

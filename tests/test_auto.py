@@ -11,12 +11,6 @@ from typing import Any
 import pytest
 import slow
 import torch
-from pack import import_comfy
-from small_networks import CPU, native_call, network, with_lora
-from trt_backends import ADA, TURING, gpu
-
-import_comfy()
-
 from comfy.model_patcher import ModelPatcher
 from hybrid_trt.architectures.calls import EngineCall
 from hybrid_trt.architectures.shapes import Profile, Range, sample_inputs
@@ -34,6 +28,8 @@ from hybrid_trt.page_api.outlook import NodeRequest
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.engine_patcher import EnginePatcher
 from hybrid_trt.sampling.engine_status import status
+from small_networks import CPU, native_call, network, with_lora
+from trt_backends import ADA, TURING, gpu
 
 HERE, ELSEWHERE = f"{ADA.sm} {ADA.name}", f"{TURING.sm} {TURING.name}"
 TORCH, ORT = backends()["torch"], backends()["onnxruntime"]

@@ -8,9 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
-from pack import ROOT, import_comfy
-
-import_comfy()
+from pack import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 

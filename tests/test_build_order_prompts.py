@@ -7,10 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pack import import_comfy
-
-import_comfy()
-
 from execution import PromptQueue
 from hybrid_trt.page_api import build_orders
 from hybrid_trt.page_api.build_orders import ORDER, PendingOrders, order_of, running_orders

@@ -6,14 +6,10 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from pack import import_comfy
-
-import_comfy()
-
 import comfy.samplers
 import comfy.sd
+import pytest
+import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import PatcherInjection
 from hybrid_trt.backends import backends

@@ -13,14 +13,10 @@ import pytest
 import sympy
 import torch
 import torch._inductor.config
-from pack import import_comfy
+from hybrid_trt.backends.torch_inductor.compiled import can_compile, compile_to_file
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.virtualized import V
-
-import_comfy()
-
-from hybrid_trt.backends.torch_inductor.compiled import can_compile, compile_to_file
 
 if not can_compile():
     pytest.skip("this torch is too old to compile to a file", allow_module_level=True)

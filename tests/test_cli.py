@@ -15,14 +15,10 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import folder_paths  # noqa: F401  (a command finds ComfyUI by it)
 import pytest
 from builds import ROOT, children, contents, gone
 from fake_engine import publish
-from pack import import_comfy
-
-import_comfy()
-
-import folder_paths  # noqa: F401  (a command finds ComfyUI by it)
 from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model import hash_cache
 from hybrid_trt.engine_builder.command_line import main as cli_module

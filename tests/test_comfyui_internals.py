@@ -14,15 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from pack import import_comfy
-
-import_comfy()
-
 import comfy.controlnet
 import comfy.model_patcher
 import execution
+import pytest
+import torch
 from comfy import model_management
 from comfy.controlnet import ControlNet
 from comfy_execution.utils import CurrentNodeContext

@@ -8,10 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pack import import_comfy
-
-import_comfy()
-
 from hybrid_trt.backends.torch_inductor import compiled
 
 if not compiled.can_compile():

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import comfy.sd
 import pytest
 import torch
-from memory_fixtures import file, library
-from pack import import_comfy
-from patched import LIMIT, Patched, sampling_node
-
-from sampling import error, sample
-
-import_comfy()
-
-import comfy.sd
 from comfy.model_patcher import ModelPatcher
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.nodes.sampler_patch import TRTSamplerPatch, _for_model
 from hybrid_trt.sampling.model_wrapper import patch_model
+from memory_fixtures import file, library
+from patched import LIMIT, Patched, sampling_node
+
+from sampling import error, sample
 
 __all__ = ["file", "library"]  # fixtures: pytest finds them by name
 

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pack import import_comfy
-
-import_comfy()
-
 from hybrid_trt.backends.torch_inductor import inductor_tuning
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx

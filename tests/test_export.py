@@ -8,17 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import comfy.ops
 import pytest
 import slow
 import tiny_models
 import torch
 from built_once import built_once
-from pack import import_comfy
-from small_networks import CPU, LAYOUTS, HintEncoder, native_call, network, with_lora
-
-import_comfy()
-
-import comfy.ops
 from comfy.ldm.modules import attention
 from hybrid_trt.architectures import Role, architecture_of
 from hybrid_trt.architectures.shapes import Profile, Range, sample_inputs
@@ -32,6 +27,7 @@ from hybrid_trt.engine_builder.worker.onnx_export import export_onnx
 from hybrid_trt.engine_library import BuildError, Engine, Fallback, Library, Reason, Unavailable
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sessions.file_session import FileSession
+from small_networks import CPU, LAYOUTS, HintEncoder, native_call, network, with_lora
 
 PROFILE = Profile({"B": Range(1, 2, 4), "H": Range(4, 16, 40), "W": Range(4, 16, 40), "T": Range(77, 77, 231),
                    "HB": Range(1, 1, 4)})

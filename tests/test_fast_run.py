@@ -11,16 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import comfy.controlnet
 import pytest
 import slow
 import torch
-from gpu_doubles import gpu_recorder, play_gpu
-from pack import import_comfy
-
-import_comfy()
-
-import comfy.controlnet
 from dynamic_vram import on_cpu
+from gpu_doubles import gpu_recorder, play_gpu
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.comfyui_internals import Feature, switched_off

@@ -6,30 +6,20 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import comfy.float
+import comfy.ops
+import comfy.sd
+import comfy.utils
 import patched as patched_model
 import pytest
 import tiny_models
 import torch
 from any_weights import another, built, error, handle_of, inputs_of, lora, native, patched, served
+from comfy import model_management
+from comfy.model_patcher import ModelPatcher
 from comfy_process import ComfyProcess
 from dynamic_vram import on_cpu
 from fake_recorder import Recorder
-from memory_fixtures import device
-from pack import import_comfy
-from scenarios import Scenario, compare, native_latent, relative_difference
-from small_networks import CPU, native_call, network
-
-from sampling import error as sampling_error
-from sampling import sample
-
-import_comfy()
-
-import comfy.float
-import comfy.ops
-import comfy.sd
-import comfy.utils
-from comfy import model_management
-from comfy.model_patcher import ModelPatcher
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model import weight_hash
@@ -38,6 +28,12 @@ from hybrid_trt.comfy_model.weight_hash import current_weights
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Reason, Unavailable
+from memory_fixtures import device
+from scenarios import Scenario, compare, native_latent, relative_difference
+from small_networks import CPU, native_call, network
+
+from sampling import error as sampling_error
+from sampling import sample
 
 __all__ = ["device"]  # a fixture: pytest finds it by name
 

@@ -14,17 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pack
 import pytest
 import torch
 from builds import order, slow_backend, small_network, until
+from comfy import model_management
 from hybrid_trt.engine_builder import build as build_module
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library
-
-pack.import_comfy()
-
-from comfy import model_management
 
 GPU = torch.device("cuda", 0)
 

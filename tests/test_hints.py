@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pack import import_comfy
-from small_networks import HintEncoder, network, with_lora
-
-import_comfy()
-
 from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Reason, Unavailable
+from small_networks import HintEncoder, network, with_lora
 
 
 def hint_of(net: NativeNetwork, seed: int = 1, **sizes: int) -> torch.Tensor:

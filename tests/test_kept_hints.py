@@ -7,21 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
 
-import pytest
-import torch
-from pack import import_comfy
-from small_networks import CPU
-
-import_comfy()
-
 import comfy.controlnet
 import comfy.latent_formats
 import comfy.utils
+import pytest
+import torch
 from comfy.controlnet import ControlNet
 from control_stacks import SAMPLING, Stacks, call, hint_in, same
 from hybrid_trt.sampling import control_stack, hint_cache
 from hybrid_trt.sampling.control_stack import ControlStack
 from newer_comfyui import emulate
+from small_networks import CPU
 
 
 @pytest.fixture(params=["as it is", "hint map"])

@@ -15,11 +15,6 @@ import pytest
 import torch
 from compiling import COMPILES
 from fake_recorder import Recorder
-from pack import import_comfy
-from small_networks import CPU, native_call, network, with_lora
-
-import_comfy()
-
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.calls import RequestedCalls
 from hybrid_trt.architectures.image_latent import ANY
@@ -44,6 +39,7 @@ from hybrid_trt.sampling.engine_status import lacks_engine, status
 from hybrid_trt.sessions import gpu_timing
 from hybrid_trt.sessions.gpu_memory import EVERYTHING
 from hybrid_trt.sessions.per_image_cache import ResultCache
+from small_networks import CPU, native_call, network, with_lora
 
 TORCH = backends()["torch"]
 SIZES = {"B": 2, "H": 9, "W": 12, "T": 77, "HB": 1}

@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from pack import import_comfy
-
-import_comfy()
-
 from comfy import model_management
 from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher

@@ -9,14 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from pack import import_comfy
-
-import_comfy()
-
 import comfy.hooks
 import comfy.sd
+import pytest
+import torch
 from comfy import model_management
 from comfy.controlnet import ControlLora
 from comfy.model_patcher import ModelPatcher

@@ -8,16 +8,11 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from pack import import_comfy
-from small_networks import CPU, network
-
-import_comfy()
-
 import comfy.controlnet
 import comfy.model_management
 import comfy.utils
+import pytest
+import torch
 from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher
 from control_stacks import SAMPLING, Stacks, call, same
@@ -46,6 +41,7 @@ from newer_comfyui import (
     recording,
 )
 from patched import LIMIT, Patched, load
+from small_networks import CPU, network
 
 from sampling import STEPS, error, sample
 

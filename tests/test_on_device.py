@@ -13,14 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-import torch
-from pack import import_comfy
-
-import_comfy()
-
 import comfy.hooks
 import comfy.samplers
+import pytest
+import torch
 from comfy import conds as kinds
 from comfy.conds import CONDConstant, CONDCrossAttn, CONDList, CONDNoiseShape, CONDRegular
 from comfy.model_patcher import ModelPatcher

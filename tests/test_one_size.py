@@ -14,12 +14,6 @@ import pytest
 import slow
 import torch
 from fake_engine import publish_engine
-from one_size import BEST, OF_PORTRAIT, PORTRAIT, PROFILE, build, handle_of, of_one_size, only, serve
-from pack import import_comfy
-from small_networks import network
-
-import_comfy()
-
 from hybrid_trt.architectures.shapes import Picture, Profile, Range
 from hybrid_trt.backends import AUTO, backends, lookup
 from hybrid_trt.backends.tensorrt import version8
@@ -39,6 +33,8 @@ from hybrid_trt.sampling.call_stats import ever_uncovered
 from hybrid_trt.sampling.engine_status import lacks_engine, requested_calls, status
 from hybrid_trt.sampling.report import report_text
 from hybrid_trt.sessions.session import refuse
+from one_size import BEST, OF_PORTRAIT, PORTRAIT, PROFILE, build, handle_of, of_one_size, only, serve
+from small_networks import network
 
 MEASURED = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "tensorrt86_h200.json"
 ORT, FULL = backends()["onnxruntime"], backends()["tensorrt"]

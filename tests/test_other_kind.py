@@ -5,22 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import comfy.controlnet
 import pytest
 import tiny_models
 import torch
 from comfy_process import ComfyProcess
-from pack import import_comfy
-from scenarios import Control, Scenario, compare
-
-import_comfy()
-
-import comfy.controlnet
 from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.sampling.controlnet import back_with_engine
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from patched import NAME, Patched, library_of, load, sampling_node
+from scenarios import Control, Scenario, compare
 
 from sampling import STEPS, error, sample
 

@@ -10,22 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import comfy.samplers
 import pytest
 import torch
-from comfy_process import ComfyProcess
-from pack import import_comfy
-from scenarios import A, B, Scenario, compare, native_latent, relative_difference
-
-import_comfy()
-
-import comfy.samplers
 from comfy.controlnet import ControlNet
 from comfy.patcher_extension import WrappersMP
+from comfy_process import ComfyProcess
 from controlled import STEPS, Graphs, graphs
 from hybrid_trt.sampling import call_stats, control_stack
 from hybrid_trt.sampling.model_wrapper import patch_model
 from memory_fixtures import files, nothing_loaded
 from patched import LIMIT, sampling_node
+from scenarios import A, B, Scenario, compare, native_latent, relative_difference
 
 from sampling import error
 

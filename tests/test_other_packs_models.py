@@ -7,13 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import comfy.samplers
 import pytest
 import torch
-from pack import import_comfy
-
-import_comfy()
-
-import comfy.samplers
 from comfy.cldm import cldm
 from comfy.ldm.modules import attention
 from comfy.ldm.modules.diffusionmodules import openaimodel

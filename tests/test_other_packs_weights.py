@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from pack import ROOT, import_comfy
-
-import_comfy()
-
 from hybrid_trt.backends import AUTO
 from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.sampling.engine_status import status
+from pack import ROOT
 from patched import NAME, Patched, library_of, load
 
 from sampling import STEPS, error, sample

@@ -7,10 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from pack import import_comfy
-
-import_comfy()
-
 from hybrid_trt.backends.torch_inductor import compiled
 
 if not compiled.can_compile():

@@ -9,14 +9,9 @@ from typing import Any
 import fake_engine
 import pytest
 import torch
-from fake_recorder import Recorder
-from pack import import_comfy
-from small_networks import CPU, HintEncoder, lora_for, native_call, network, with_lora
-
-import_comfy()
-
 from comfy import model_management
 from comfy.controlnet import ControlNet
+from fake_recorder import Recorder
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.calls import EngineCall, RequestedCalls
 from hybrid_trt.architectures.shapes import Profile, Range, sample_inputs
@@ -37,6 +32,7 @@ from hybrid_trt.sampling.controlnet import back_with_engine
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.engine_status import lacks_engine, status
 from hybrid_trt.sessions.file_session import FileSession, file_session
+from small_networks import CPU, HintEncoder, lora_for, native_call, network, with_lora
 
 TORCH = backends()["torch"]
 CUDA = torch.device("cuda", 0)

@@ -10,28 +10,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import comfy.ops
+import comfy.sd
 import numpy
 import pytest
 import tiny_models
 import torch
 from any_weights import built, handle_of
-from dynamic_vram import on_cpu
-from pack import import_comfy
-from small_networks import CPU, network
-from tiny_networks import SAME_WEIGHTS, TINY
-
-from sampling import sample
-
-import_comfy()
-
-import comfy.ops
-import comfy.sd
 from comfy import model_management
+from dynamic_vram import on_cpu
 from hybrid_trt.comfy_model import structure_hash
 from hybrid_trt.comfy_model.comfyui_shims import is_of_loading
 from hybrid_trt.engine_library import Reason
 from hybrid_trt.engine_library.inventory import STALE, entries
 from hybrid_trt.sampling.engine_status import status
+from small_networks import CPU, network
+from tiny_networks import SAME_WEIGHTS, TINY
+
+from sampling import sample
 
 NAME = "tiny_sd15_flat_unet"
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import comfy.sd
 import tiny_models
 import torch
-from pack import import_comfy
-
-import_comfy()
-
-import comfy.sd
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library

@@ -12,19 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
-from pack import ROOT, import_comfy
-
-import_comfy()
-
 import comfy.model_patcher
 import comfy.ops
+import psutil
 import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from hybrid_trt import backends
 from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.comfy_model.network import UNET_PREFIX, NativeNetwork
 from hybrid_trt.engine_builder.order import BuildOrder
+from pack import ROOT
 
 CPU = torch.device("cpu")
 PROFILE = Profile({"B": Range(1, 2, 4), "H": Range(4, 16, 40), "W": Range(4, 16, 40), "T": Range(77, 77, 154)})

@@ -14,21 +14,17 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
-import torch
-from pack import import_comfy
-from torch.utils._python_dispatch import TorchDispatchMode
-
-import_comfy()
-
 import comfy.controlnet
 import comfy.model_patcher
 import comfy.model_prefetch
+import pytest
+import torch
 from comfy.controlnet import ControlBase, ControlNet
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy.model_patcher import ModelPatcher, ModelPatcherDynamic
 from dynamic_vram import DynamicOnCPU
 from hybrid_trt.comfy_model import comfyui_internals
+from torch.utils._python_dispatch import TorchDispatchMode
 
 MOST_HINTS = 2
 

@@ -6,12 +6,8 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import torch
-from pack import import_comfy
-
-import_comfy()
-
 import comfy.sd
+import torch
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from comfy_execution.utils import CurrentNodeContext

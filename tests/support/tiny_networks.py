@@ -6,12 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from pack import import_comfy
-
-import_comfy()
-
 import comfy.ops
+import torch
 from comfy.cldm.cldm import ControlNet
 from comfy.ldm.flux.model import Flux
 from comfy.ldm.lumina.model import NextDiT
