@@ -37,16 +37,6 @@ def test_the_encoder_holds_its_own_layers_only_and_takes_nothing_from_the_native
         assert encoder(hint).isfinite().all()
 
 
-def test_an_image_is_encoded_once_and_another_one_anew() -> None:
-    net = network("controlnet", "unlike_levels")
-    encoder, first, second = HintEncoder(net), hint_of(net, 1), hint_of(net, 2)
-    with torch.inference_mode():
-        results = [encoder(hint) for hint in (first, first, second, first, second)]
-    assert encoder.live.passes.computed == 2
-    assert results[0] is results[1] is results[3]
-    assert not torch.equal(results[0], results[2])
-
-
 def test_a_hint_of_another_form_is_refused_with_a_reason() -> None:
     encoder = HintEncoder(network("controlnet", "unlike_levels"))
     for shape in ((1, 4, 64, 64), (1, 3, 64)):
