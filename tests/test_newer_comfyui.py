@@ -40,7 +40,7 @@ from newer_comfyui import (
     put_on_layers,
     recording,
 )
-from patched import LIMIT, Patched, load
+from patched import LIMIT, Patched, load, natively
 from small_networks import CPU, network
 
 from sampling import STEPS, error, sample
@@ -186,7 +186,7 @@ def test_attributes_of_loading_are_told_by_name_or_by_what_they_hold() -> None:
 def test_models_with_such_attributes_are_served(
     foreign_attributes: None, file: Path, library: Library, backend: str
 ) -> None:
-    reference, patched = sample(load(file)), Patched(load(file), library, backend)
+    reference, patched = natively(file), Patched(load(file), library, backend)
     put_on_layers(patched.native.model)
     for _ in range(2):
         assert error(patched.sample(), reference) <= LIMIT
@@ -212,7 +212,7 @@ def test_patchers_with_one_keyword_more_are_sampled_on_engines(
     fast_disk: None, file: Path, library: Library, backend: str
 ) -> None:
     patched = Patched(load(file), library, backend)
-    assert error(patched.sample(), sample(load(file))) <= LIMIT
+    assert error(patched.sample(), natively(file)) <= LIMIT
     assert patched.counts == (STEPS, 0)
 
 
@@ -254,7 +254,7 @@ def test_weights_are_staged_for_each_run_while_there_are_pins_that_nobody_here_k
     assert set(FAST_PINS) <= set(native.pins)
     patched = Patched(native, library)
     for times in (1, 2, 3):
-        assert error(patched.sample(), sample(load(file))) <= LIMIT
+        assert error(patched.sample(), natively(file)) <= LIMIT
         assert (patched.counts, native.times_staged) == ((STEPS, 0), times)
     said = [record.message for record in caplog.records if "dynamic_pins" in record.message]
     assert len(said) == 1
@@ -301,7 +301,7 @@ def test_an_engine_inside_a_recording_pauses_it(
     assert (patched.counts, recording.calls) == ((STEPS, 0), STEPS)
     assert made == []
     assert recording.open == 0
-    assert error(latent, sample(load(file))) <= LIMIT
+    assert error(latent, natively(file)) <= LIMIT
 
 
 def test_our_own_recordings_are_made_outside_of_comfyuis(recording: Recording) -> None:

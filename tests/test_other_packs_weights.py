@@ -14,7 +14,7 @@ from hybrid_trt.backends import AUTO
 from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.sampling.engine_status import status
 from pack import ROOT
-from patched import NAME, Patched, library_of, load
+from patched import NAME, Patched, library_of, natively
 
 from sampling import STEPS, error, sample
 
@@ -51,7 +51,7 @@ def test_native_serves_it_and_the_reason_says_what_its_weights_are(
         model = _stand_in().load(str(file), kind)
         reference = sample(model)
         if kind != "another patcher":
-            assert error(sample(load(file)), reference) > 1e-4, "its weights are rounded"
+            assert error(natively(file), reference) > 1e-4, "its weights are rounded"
         with caplog.at_level(logging.WARNING):
             patched = Patched(model, library, backend)
     assert error(patched.sample(), reference) == 0

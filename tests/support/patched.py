@@ -29,6 +29,7 @@ PROFILE = profile_of(64, 64, 256, 2, 77)
 LIMIT = 1e-5
 prompt_numbers = itertools.count()
 _libraries: dict[Path, Library] = {}
+_latents: dict[Path, torch.Tensor] = {}
 
 
 def load(file: Path) -> ModelPatcher:
@@ -45,6 +46,13 @@ def library_of(file: Path, folder: Path) -> Library:
         build_engine(order, library, lambda _phase, _fraction: None, run=run_here)
         _libraries[file] = library
     return _libraries[file]
+
+
+def natively(file: Path) -> torch.Tensor:
+    """Native's latent of the file's model, sampled once per process."""
+    if file not in _latents:
+        _latents[file] = sample(load(file))
+    return _latents[file]
 
 
 class Patched:
