@@ -69,6 +69,8 @@ DRAWS_CHINESE = """() => { const drawn = character => { const c = document.creat
 def test_every_status_is_drawn_whole_inside_its_node_and_readable(
     page: EnginePage, tiny: dict[str, Any], palette: str, width: int
 ) -> None:
+    if page.page.vue and palette == "light":
+        pytest.skip("The box and its colours are the same in both kinds of nodes.")
     look(page, palette, width)
     symbols = {}
     try:

@@ -145,31 +145,31 @@ PAIRS: dict[str, tuple[object, object]] = {
 @pytest.mark.parametrize("kind", PAIRS)
 def test_settings_of_any_kind_count(kind: str) -> None:
     name = "_video_length" if kind.startswith("a number that begins") else "setting"
-    module = TINY["WAN"].network()
+    module = TINY["unet"].network()
     hashes = []
     for value in PAIRS[kind]:
-        setattr(module.blocks[0], name, value)
+        setattr(module.middle_block[0], name, value)
         hashes.append(told(module))
         assert told(module) == hashes[-1]
     assert hashes[0] != hashes[1]
 
 
 def test_buffers_count_with_their_values_and_a_layer_with_its_class() -> None:
-    module = TINY["WAN"].network()
+    module = TINY["unet"].network()
     hashes = {told(module)}
     for values in (torch.zeros(2), torch.ones(2), torch.zeros(0)):
-        module.blocks[0].register_buffer("table", values, persistent=False)
+        module.middle_block[0].register_buffer("table", values, persistent=False)
         hashes.add(told(module))
-    module.text_embedding[1] = torch.nn.SiLU()
+    module.time_embed[1] = torch.nn.GELU()
     hashes.add(told(module))
     assert len(hashes) == 5
 
 
 def test_objects_that_hold_each_other_and_the_network_end() -> None:
-    module = TINY["WAN"].network()
+    module = TINY["unet"].network()
     one, other = SimpleNamespace(), SimpleNamespace(network=module)
     one.other, other.one = other, one
-    module.blocks[0].setting = one
+    module.middle_block[0].setting = one
     assert told(module) == told(module)
 
 
