@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from typing import Any
 
 import pytest
 import slow
 from build_page import NET_1 as NET
-from build_page import WORKFLOW, browser, load, no_engines, page
+from build_page import TITLE, WORKFLOW, browser, load, no_engines, page
 from build_page import opened_in_both as opened
 from comfy_process import ComfyProcess
 from engine_page import STACK_MEASURED, EnginePage, reload
 from fake_engine import publish
-from node_boxes import close_up
+from node_boxes import DRAWS_CHINESE, STATES, close_up, drawn, whole
 from workflow_recipes import with_tiny_models
 from workflow_to_prompt import set_widget
 
@@ -257,7 +258,7 @@ def test_the_limit_is_set_in_the_settings_dialog(page: EnginePage, comfy: ComfyP
 
 
 @slow.when("litegraph")
-def test_chinese_is_on_nodes_panel_and_settings(page: EnginePage, comfy: ComfyProcess, tiny: dict[str, Any]) -> None:
+def test_chinese_is_on_templates_nodes_panel_and_settings_and_fits(page: EnginePage, tiny: dict[str, Any]) -> None:
     raw = page.page.page
 
     def speak(language: str) -> None:
@@ -266,6 +267,12 @@ def test_chinese_is_on_nodes_panel_and_settings(page: EnginePage, comfy: ComfyPr
 
     try:
         speak("zh")
+        raw.evaluate("() => { app.graph.clear(); app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
+        raw.get_by_role("dialog").last.get_by_text("hybrid-trt", exact=True).first.click()
+        raw.get_by_test_id(f"template-workflow-{TITLE}").click()
+        raw.wait_for_function("count => app.graph.nodes.length === count", arg=len(tiny["nodes"]))
+        (note,) = (node for node in page.page.workflow()["nodes"] if node["type"] == "MarkdownNote")
+        assert note["widgets_values"][0].startswith("# SD 1.5，两个 ControlNet")
         load(page, tiny)
         net = page.node(NET)
         close_up(page, net)
@@ -289,6 +296,11 @@ def test_chinese_is_on_nodes_panel_and_settings(page: EnginePage, comfy: ComfyPr
         panel.get_by_placeholder("筛选").wait_for(state="attached")  # seen where there are engines
         assert panel.get_by_text("刷新").is_visible()
         page.shot("node-and-panel")
+        raw.get_by_role("button", name="TRT 引擎").click()
+        for name, state in STATES.items() if raw.evaluate(DRAWS_CHINESE) else ():
+            net = drawn(page, tiny, state)
+            assert 60 <= whole(page, net)["height"] <= 161
+            assert re.search("[\u4e00-\u9fff]", page.status(net)["title"]), name
         raw.evaluate("() => { app.extensionManager.command.execute('Comfy.ShowSettingsDialog') }")
         raw.get_by_text("Hybrid TRT", exact=True).first.click()
         raw.get_by_text("没有引擎时").first.wait_for()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from build_page import NAME, browser, page
 from build_page import NET_1 as NET
 from build_page import opened_in_both as opened
 from comfy_process import ComfyProcess
-from engine_page import EnginePage, reload
-from node_boxes import STATES, close_up, contrast, measured, server_says, whole
+from engine_page import EnginePage
+from node_boxes import STATES, close_up, contrast, drawn, measured, server_says, whole
 from shipped_workflows import shipped
 from workflow_recipes import with_tiny_models
 
@@ -46,23 +45,8 @@ def look(page: EnginePage, palette: str, width: int) -> None:
     page.page.page.evaluate("v => app.extensionManager.setting.set('Comfy.ColorPalette', v)", palette)
 
 
-def drawn(page: EnginePage, tiny: dict[str, Any], state: dict[str, Any]) -> int:
-    """A node in this state, drawn in its real size."""
-    server_says(page, state)
-    page.page.load(copy.deepcopy(tiny), NAME)
-    net = page.node(NET)
-    close_up(page, net)
-    page.wait_for(net, state["state"], timeout=30)
-    page.page.settle()
-    return net
-
-
 PAIRS = {"dark-1600": ("dark", 1600), "light-1366": ("light", 1366), "light-1600": ("light", 1600),
          "dark-1366": ("dark", 1366)}
-#: Whether two Chinese characters are drawn as two pictures: without a font every one is the same box.
-DRAWS_CHINESE = """() => { const drawn = character => { const c = document.createElement('canvas').getContext('2d');
-    c.font = '20px sans-serif'; c.fillText(character, 5, 25); return c.canvas.toDataURL(); };
-    return drawn('构') !== drawn('引'); }"""
 
 
 @pytest.mark.parametrize(("palette", "width"), slow.cases(PAIRS, ["light-1600", "dark-1366"]))
@@ -89,30 +73,6 @@ def test_every_status_is_drawn_whole_inside_its_node_and_readable(
         box = measured(page, net)
         assert box["inside"], box
     finally:
-        look(page, "dark", 1600)
-
-
-@slow.when("litegraph")
-def test_chinese_is_drawn_whole_in_its_boxes(page: EnginePage, tiny: dict[str, Any]) -> None:
-    raw = page.page.page
-    if not raw.evaluate(DRAWS_CHINESE):
-        pytest.skip("There is no Chinese font, and nobody may install one.")
-
-    def speak(language: str) -> None:
-        raw.evaluate("v => app.extensionManager.setting.set('Comfy.Locale', v)", language)
-        reload(page)
-
-    try:
-        speak("zh")
-        look(page, "light", 1366)
-        for name, state in STATES.items():
-            net = drawn(page, tiny, state)
-            page.shot(f"zh-{name}")
-            box = whole(page, net)
-            assert 60 <= box["height"] <= 161
-            assert re.search("[\u4e00-\u9fff]", page.status(net)["title"]), name
-    finally:
-        speak("en")
         look(page, "dark", 1600)
 
 

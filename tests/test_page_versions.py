@@ -91,10 +91,11 @@ def test_a_template_opens_converts_and_is_saved_on_the_oldest_page(
 
 @slow.when("vue")  # the pictures come from the same server
 def test_engines_are_built_by_a_click_and_run_on_the_oldest_page(
-    oldest_page: ComfyPage, comfy: ComfyProcess
+    oldest_page: ComfyPage, sd15: ComfyProcess
 ) -> None:
-    info, nodes = comfy.object_info(), EnginePage(oldest_page, "oldest")
-    shutil.rmtree(comfy.base / "models" / "trt_engines", ignore_errors=True)
+    info, nodes = sd15.object_info(), EnginePage(oldest_page, "oldest")
+    (unets,) = (sd15.base / "models" / "trt_engines").glob("sd15_unet-*")
+    shutil.rmtree(unets)
     oldest_page.load(with_tiny_models(shipped("sd15_two_controlnets"), info))
     oldest_page.fit(left=72, top=112, right=12, bottom=60)
     engine = nodes.node("TRTUNetEngine")

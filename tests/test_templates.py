@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import slow
 from browser import ComfyPage, comfy_page
 from build_page import browser
 from comfy_process import ComfyProcess
-from engine_page import EnginePage, reload
+from engine_page import EnginePage
 from PIL import Image
 from playwright.sync_api import Browser
 from shipped_workflows import FOLDER, NAMES, TITLES, shipped
@@ -80,26 +79,6 @@ def test_a_template_opens_readable_in_a_small_window(small: ComfyPage, name: str
     engines = sum(node["type"] in ("TRTUNetEngine", "TRTControlNetEngine") for node in view["nodes"])
     raw.get_by_text(f"{engines} of {engines} engines are missing").first.wait_for(state="attached")
     assert not small.errors
-
-
-@slow.when("vue")
-@pytest.mark.browser
-def test_a_templates_note_is_in_the_pages_language(small: ComfyPage) -> None:
-    page, raw, name = EnginePage(small, "template-zh"), small.page, "sd15_two_controlnets"
-    try:
-        raw.evaluate("() => app.extensionManager.setting.set('Comfy.Locale', 'zh')")
-        reload(page)
-        raw.evaluate("() => { app.graph.clear(); app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
-        raw.get_by_role("dialog").last.get_by_text("hybrid-trt", exact=True).first.click()
-        raw.get_by_test_id(f"template-workflow-{TITLES[name]}").click()
-        raw.wait_for_function("count => app.graph.nodes.length === count", arg=len(shipped(name)["nodes"]))
-        raw.get_by_text("第一次运行会构建").first.wait_for()
-        page.shot("open")
-        (note,) = (node for node in small.workflow()["nodes"] if node["type"] == "MarkdownNote")
-        assert note["widgets_values"][0].startswith("# SD 1.5，两个 ControlNet")
-    finally:
-        raw.evaluate("() => app.extensionManager.setting.set('Comfy.Locale', 'en')")
-        reload(page)
 
 
 def overlaps(places: list[list[float]]) -> list[tuple[int, int]]:

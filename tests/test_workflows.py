@@ -56,9 +56,9 @@ def test_files_name_nothing_of_the_machine_that_made_them(name: str, text: str) 
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_others_run_on_engines_too(comfy: ComfyProcess, object_info: dict[str, Any], name: str) -> None:
+def test_they_run_on_engines(sd15: ComfyProcess, object_info: dict[str, Any], name: str) -> None:
     prompt = to_prompt(with_tiny_models(shipped(name), object_info), object_info)
-    history = comfy.queue(prompt, timeout=300)
+    history = sd15.queue(prompt, timeout=300)
     ids = {entry["class_type"]: node for node, entry in prompt.items()}
     report = history.output(ids["TRTReport"], "report")[0]
     unet, nets = CALLS[name]
@@ -68,9 +68,9 @@ def test_the_others_run_on_engines_too(comfy: ComfyProcess, object_info: dict[st
     assert history.output(ids["SaveImage"], "images")
 
 
-def test_engines_are_built_without_sampling(comfy: ComfyProcess, object_info: dict[str, Any]) -> None:
+def test_engines_are_built_without_sampling(sd15: ComfyProcess, object_info: dict[str, Any]) -> None:
     prompt = to_prompt(with_tiny_models(shipped("sd15_build_engines"), object_info), object_info)
-    history = comfy.queue(prompt, timeout=300)
+    history = sd15.queue(prompt, timeout=300)
     reports = [node for node, entry in prompt.items() if entry["class_type"] == "TRTReport"]
     assert len(reports) == 3
     for node in reports:

@@ -258,11 +258,11 @@ def test_undo_and_redo_go_through_every_edit_of_the_stack(page: ComfyPage) -> No
 
 
 @pytest.mark.browser
-def test_runs_in_the_page(page: ComfyPage, comfy: ComfyProcess, object_info: dict[str, Any]) -> None:
+def test_runs_in_the_page(page: ComfyPage, sd15: ComfyProcess, object_info: dict[str, Any]) -> None:
     """All engines serve, and the status texts that the nodes then show make no node grow over another."""
     workflow = with_tiny_models(shipped("sd15_two_controlnets"), object_info)
     page.load(workflow)
-    comfy.free()  # cached nodes are not run again and would show no status
+    sd15.free()  # cached nodes are not run again and would show no status
     outputs = page.queue()
     page.settle()
     report = outputs[str(next(node["id"] for node in workflow["nodes"] if node["type"] == "TRTReport"))]["report"][0]
