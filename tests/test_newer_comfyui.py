@@ -15,11 +15,10 @@ import pytest
 import torch
 from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher
-from control_stacks import SAMPLING, Stacks, call, same
+from control_stacks import Stacks, call, same
 from hybrid_trt.comfy_model import comfyui_internals, comfyui_shims
 from hybrid_trt.comfy_model.comfyui_internals import Feature
 from hybrid_trt.comfy_model.module_copy import plain_copy
-from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.comfy_model.snapshot import without_weights, write_structure
 from hybrid_trt.engine_library import Library, Reason, Unavailable
 from hybrid_trt.sampling import native_weights
@@ -138,20 +137,6 @@ def test_two_images_in_a_batch_join_and_what_the_network_makes_of_them_is_kept(
     repeated = comfy.controlnet.broadcast_image_to(native.cond_hints[9, 12], 4, 2)
     assert torch.equal(seen[1], repeated)
     assert backed.control_model.handle.session.live.passes.computed == 2, "ComfyUI's first call, and all after"
-
-
-def test_the_next_prompt_finds_the_hints_of_the_last_one(stacks: Stacks, resized: list) -> None:
-    native, stack, backed = both(stacks, image(2))
-    for step in range(2):
-        call(stack, step, batch=4)
-    backed.cleanup()
-    assert backed.cond_hints == {}
-    backed.timestep_range, backed.model_sampling_current = (999999999.9, 0.0), SAMPLING
-    runs = stacks.runs
-    resized.clear()
-    assert same(call(stack, 5, batch=4), call(native, 5, batch=4))
-    assert stacks.runs == runs + 1
-    assert resized == [(72, 96)], "native's alone"
 
 
 # -- attributes on layers
@@ -326,11 +311,3 @@ def test_nothing_is_paused_where_nothing_records() -> None:
     with comfyui_shims.outside_recording(), comfyui_shims.outside_recording():
         pass
     assert comfyui_internals.works(Feature.GRAPHS)
-
-
-def test_networks_of_controlnets_have_no_attributes_of_loading_that_tell_them_apart() -> None:
-    plain, marked = network("controlnet", "unlike_levels"), network("controlnet", "unlike_levels")
-    put_on_layers(marked.module)
-    structures = [write_structure(net, torch.float32) for net in (plain, marked)]
-    assert structures[0] == structures[1]
-    assert isinstance(marked, NativeNetwork)
