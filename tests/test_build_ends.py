@@ -5,23 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from builds import (
-    children,
-    contents,
-    gone,
-    order,
-    read_only,
-    slow_backend,
-    small_disk,
-    small_network,
-    until,
-)
+from builds import backend, children, contents, gone, network, order, queue, read_only, small_disk, until
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as build_module
 from hybrid_trt.engine_builder.jobs import BuildQueue, State
@@ -29,26 +18,10 @@ from hybrid_trt.engine_library import BuildError, Library, LibraryError
 from hybrid_trt.engine_library.disk import Settings, write_settings
 from windows_rules import windows_rules
 
+__all__ = ["backend", "network", "queue"]  # fixtures: pytest finds them by name
+
 LIMIT = 2.0
 """Seconds in which a cancel has to take effect."""
-
-
-@pytest.fixture
-def queue() -> Iterator[BuildQueue]:
-    made = BuildQueue()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def network() -> NativeNetwork:
-    return small_network()
-
-
-@pytest.fixture
-def backend() -> Iterator[Any]:
-    with slow_backend() as slow:
-        yield slow
 
 
 PHASES = ["exporting", "slow: compiling"]

@@ -278,34 +278,15 @@ def emulate(name: str, patch: pytest.MonkeyPatch) -> Any:
     return EMULATIONS[name](patch) if name in EMULATIONS else None
 
 
-@pytest.fixture
-def hint_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    hint_map_on(monkeypatch)
+def _fixture(name: str) -> Any:
+    @pytest.fixture
+    def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
+        return emulate(name, monkeypatch)
+
+    return emulated
 
 
-@pytest.fixture
-def foreign_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
-    foreign_attributes_on(monkeypatch)
-
-
-@pytest.fixture
-def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    fast_disk_on(monkeypatch)
-
-
-@pytest.fixture
-def free_memory_of_a_patcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    free_memory_of_a_patcher_on(monkeypatch)
-
-
-@pytest.fixture
-def more_pins(monkeypatch: pytest.MonkeyPatch) -> None:
-    more_pins_on(monkeypatch)
-
-
-@pytest.fixture
-def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
-    return recording_on(monkeypatch)
+hint_map, foreign_attributes, fast_disk, free_memory_of_a_patcher, more_pins, recording = map(_fixture, EMULATIONS)
 
 
 def _as_comfyuis(function: types.FunctionType) -> types.FunctionType:
