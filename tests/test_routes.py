@@ -152,15 +152,6 @@ def test_other_sites_can_change_nothing(
     assert engine.is_dir()
 
 
-@pytest.mark.parametrize(("method", "path"), [
-    ("GET", "/engines/{}/verify"), ("GET", "/engines/{}"), ("POST", "/engines"),
-    ("GET", "/builds/x/cancel"), ("GET", "/nodes"), ("DELETE", "/builds"),
-])
-def test_wrong_methods_are_refused(comfy: ComfyProcess, engine: Path, method: str, path: str) -> None:
-    assert ask(comfy, method, path.format(engine.name))[0] in (404, 405)
-    assert engine.is_dir()
-
-
 def test_builds_that_have_ended_are_cleared_from_the_list(comfy: ComfyProcess) -> None:
     assert ask(comfy, "POST", "/builds/clear")[0] == 200
     assert all(job["state"] in ("queued", "running") for job in ask(comfy, "GET", "/builds")[1])
