@@ -1,4 +1,4 @@
-"""The command line: what it prints, how it ends, and two processes of it at one engine."""
+"""The command line: what it prints, and how it ends."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,9 @@ class CommandLine:
                 ended = cli_module.main([command, *folders, *arguments])
             except SystemExit as wrong_usage:
                 ended = wrong_usage.code
-        assert ended == status, error.getvalue()
-        return error.getvalue() if status else out.getvalue()
+        self.told = error.getvalue()
+        assert ended == status, self.told
+        return self.told if status else out.getvalue()
 
 
 @pytest.fixture(autouse=True)
@@ -61,22 +63,14 @@ def build(models: dict[str, Path]) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def built(
-    environment: Any, build: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[CommandLine, list[subprocess.CompletedProcess[str]]]:
-    """A library after two processes built the same engine at the same time, and how these ended."""
-    cli = CommandLine(tmp_path_factory.mktemp("cli") / "library", environment.comfyui)
-    both = [cli.start(*build, "--json") for _ in range(2)]
-    ended = []
-    for process in both:
-        out, error = process.communicate(timeout=200)
-        ended.append(subprocess.CompletedProcess(process.args, process.returncode, out, error))
-    return cli, ended
-
-
-@pytest.fixture
-def cli(built: tuple[CommandLine, list]) -> CommandLine:
-    return built[0]
+def cli(environment: Any, build: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandLine]:
+    """A library with an engine: ``result`` and ``progress`` are what its build said."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hash_cache, "_folder", None)
+        made = CommandLine(tmp_path_factory.mktemp("cli") / "library", environment.comfyui)
+        made.result = json.loads(made(*build, "--json"))
+        made.progress = made.told
+        yield made
 
 
 @pytest.fixture
@@ -85,20 +79,9 @@ def engine(cli: CommandLine) -> str:
     return name
 
 
-def test_two_processes_build_one_engine_once(built: tuple[CommandLine, list], engine: str) -> None:
-    _, ended = built
-    assert [e.returncode for e in ended] == [0, 0], ended[0].stderr + ended[1].stderr
-    results = [json.loads(e.stdout) for e in ended]
-    assert results[0] == results[1]
-    assert results[0]["folder"].endswith(engine)
-    assert sorted("exporting" in e.stderr for e in ended) == [False, True]
-    waited = next(e.stderr for e in ended if "exporting" not in e.stderr)
-    assert "waiting for the same engine that process" in waited
-
-
-def test_progress_is_told_on_stderr(built: tuple[CommandLine, list]) -> None:
-    builder = next(e.stderr for e in built[1] if "exporting" in e.stderr)
-    phases = re.findall(r"^ *[\d.]+ s +(\d+)%  (.+)$", builder, re.M)
+def test_a_build_gives_its_engine_and_tells_its_progress_on_stderr(cli: CommandLine, engine: str) -> None:
+    assert cli.result["folder"].endswith(engine)
+    phases = re.findall(r"^ *[\d.]+ s +(\d+)%  (.+)$", cli.progress, re.M)
     assert [phase for _, phase in phases][:1] == ["loading the model"]
     assert "building with onnxruntime" in [phase for _, phase in phases]
     percents = [int(percent) for percent, _ in phases]
