@@ -57,6 +57,16 @@ def pytest_report_header() -> list[str]:
     return versions.header(Path(comfyui) if comfyui else None, COMFYUI_VERSION, pins)
 
 
+def pytest_collection(session: pytest.Session) -> None:
+    """Make ``comfy`` and ``hybrid_trt`` importable for the tests, but not where others run them."""
+    if getattr(session.config.option, "numprocesses", None):
+        return
+    import pack
+
+    if "HYBRID_TRT_COMFYUI" in os.environ:
+        pack.import_comfy()
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Modules that say so try what they promise of files under Windows' rules too."""
     if getattr(metafunc.module, "UNDER_WINDOWS_RULES_TOO", False) and "tmp_path" in metafunc.fixturenames:

@@ -12,11 +12,6 @@ from typing import Any
 import pytest
 import torch
 from fake_recorder import Recorder
-from pack import import_comfy
-from small_networks import native_call, network
-
-import_comfy()
-
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.calls import RequestedCalls, UncoveredCall, calls_to_compile
 from hybrid_trt.architectures.image_latent import ANY
@@ -32,10 +27,9 @@ from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.nodes import building
 from hybrid_trt.page_api.workflow_graph import asked_pictures
 from hybrid_trt.sampling import engine_status
-from hybrid_trt.sampling.call_stats import CallStats
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.engine_status import status
-from hybrid_trt.sampling.report import report_text
+from small_networks import native_call, network
 
 TORCH = backends()["torch"]
 PROFILE = ANY.profile(RequestedSizes()).only("BHWT")
@@ -190,20 +184,6 @@ def test_one_more_size_stands_beside_the_others_and_nothing_is_lost_or_opened_ag
     session.use([third, second])
     assert [run(A), run(B)] == [None, None]
     assert opened[2:] == [(first.folder.name, 77)], "only what was built again"
-
-
-def test_calls_that_no_file_is_for_are_counted_and_told_in_the_report(built: Callable[..., Engine]) -> None:
-    net = network("unet", "unlike_levels")
-    session = LiveSession(net, TORCH, "float32", Recorder())
-    row = CallStats("unet", "a.safetensors", "1", "2")
-    with torch.inference_mode():
-        for sizes in (B, B, A | {"B": 3}):
-            session.run(given_for(net, sizes))
-            row.count_engine(session.backend_name, session.uncovered)
-    assert row.to_json()["uncompiled"] == {"64x96, 154 tokens": 2, "64x64, batch 3, 77 tokens": 1}
-    head, line = report_text([row]).splitlines()
-    assert head == "Accelerated: 1 of 1 model. -> Build for 64x96, 154 tokens; 64x64, batch 3, 77 tokens"
-    assert line == "a: 3 on torch (not compiled for 2 x 64x96, 154 tokens; 1 x 64x64, batch 3, 77 tokens: ran eagerly)"
 
 
 def test_a_build_orders_what_is_lacking_and_anew_only_what_is_there_or_was_not_opened(

@@ -1,4 +1,4 @@
-"""Any size that a graph asks for is compiled, in a real ComfyUI and by Inductor: a button and *build now* add one."""
+"""Any size that a graph asks for is compiled by Inductor in a real ComfyUI, by a press on Build and by *build now*."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def state(comfy: ComfyProcess, graph: dict[str, Any]) -> dict[str, Any]:
 
 
 def press_build(comfy: ComfyProcess, graph: dict[str, Any]) -> None:
-    """What the page's button does, until the build has ended."""
+    """Press the page's button and wait until the build has ended."""
     part = {name: graph[name] for name in ("unet", ENGINE)}
     part["end"] = {"class_type": "TRTReport", "inputs": {"after": [ENGINE, 0]}}
     assert comfy.queue(part, extra_data={"hybrid_trt_build": {"nodes": [ENGINE], "graph": graph}}).ok
@@ -33,10 +33,12 @@ def press_build(comfy: ComfyProcess, graph: dict[str, Any]) -> None:
     assert state(comfy, graph)["job"]["state"] == "done"
 
 
-def test_a_graphs_own_picture_and_prompt_are_compiled_one_build_after_the_other(comfy: ComfyProcess) -> None:
+def test_a_press_compiles_the_graphs_picture_and_build_now_a_longer_prompt_before_its_next_run(
+    comfy: ComfyProcess,
+) -> None:
     there = files(comfy)
     short = prompt(TALL, engines=True, name="size")
-    long_prompt = TALL.but(tokens=(154, 77), seed=8)
+    long_prompt = TALL.but(tokens=(154, 77), seed=8, settings={**SETTINGS, "when_missing": "build now"})
     long = prompt(long_prompt, engines=True, name="size")
 
     def run(graph: dict[str, Any]) -> tuple[Any, dict[str, int], str]:
@@ -53,7 +55,7 @@ def test_a_graphs_own_picture_and_prompt_are_compiled_one_build_after_the_other(
 
     history, uncompiled, text = run(long)
     calls = sum(uncompiled.values())
-    assert uncompiled == {"64x96, 154 tokens": calls}
+    assert uncompiled == {"64x96, 154 tokens": calls}, "how long a prompt is nobody knows before it runs"
     assert "not compiled for 64x96, 154 tokens: ran eagerly" in text
     assert "Build for 64x96, 154 tokens" in text.splitlines()[0]
     assert relative_difference(latent_of(history), native_latent(comfy, long_prompt)) <= 1e-5
@@ -61,42 +63,18 @@ def test_a_graphs_own_picture_and_prompt_are_compiled_one_build_after_the_other(
     assert told["state"] == "ready"
     assert told["run"]["uncompiled"] == [{"size": "64x96, 154 tokens", "graph": False, "native": False, "count": calls}]
 
-    press_build(comfy, long)
+    again = {**long, "sampler": {**long["sampler"], "inputs": {**long["sampler"]["inputs"], "seed": 9}}}
+    history, uncompiled, _ = run(again)
+    assert ENGINE not in history.cached, "although nothing before the node has changed"
+    assert uncompiled == {}
+    assert set(comfy.queue(again).cached) == set(again), "nothing runs again without need"
+    assert relative_difference(latent_of(history), native_latent(comfy, long_prompt.but(seed=9))) <= 1e-5
     now = {name: made for name, made in files(comfy).items() if name not in there}
     assert set(now) == {"B2-H12-T77-W8.bin", "B2-H12-T154-W8.bin"}
     assert now["B2-H12-T77-W8.bin"] == first["B2-H12-T77-W8.bin"], "not compiled again"
     told = state(comfy, long)
-    assert (told["run"], len(told["engine"]["names"])) == (None, 2)
     assert set(told["engine"]["profile"].split("; ")) == {"64x96, 77 tokens", "64x96, 154 tokens"}
     listed = {e["name"]: e["profile"] for e in comfy.get("/hybrid_trt/engines")["engines"]}
     assert {listed[name] for name in told["engine"]["names"]} == {
         "batch 2, 64 x 96 px, 77 tokens", "batch 2, 64 x 96 px, 154 tokens"}, "the panel shows what the library holds"
-    again = {**long, "sampler": {**long["sampler"], "inputs": {**long["sampler"]["inputs"], "seed": 9}}}
-    history, uncompiled, _ = run(again)
-    assert uncompiled == {}
-    assert relative_difference(latent_of(history), native_latent(comfy, long_prompt.but(seed=9))) <= 1e-5
     assert run({**short, "sampler": {**short["sampler"], "inputs": {**short["sampler"]["inputs"], "seed": 9}}})[1] == {}
-
-
-def test_build_now_builds_the_graphs_picture_first_and_a_longer_prompt_before_the_next_run(comfy: ComfyProcess) -> None:
-    scenario = TALL.but(width=96, height=64, settings={**SETTINGS, "when_missing": "build now"})
-    there = set(files(comfy))
-    graph = prompt(scenario, engines=True, name="size_now")
-    history = comfy.queue(graph, timeout=300)
-    assert set(files(comfy)) - there == {"B2-H8-T77-W12.bin"}
-    assert history.output("report", "report")[0]["rows"][0]["uncompiled"] == {}
-    assert set(comfy.queue(graph).cached) == set(graph), "nothing runs again without need"
-
-    wider = prompt(scenario.but(width=128), engines=True, name="size_now")
-    history = comfy.queue(wider, timeout=300)
-    assert ENGINE not in history.cached, "although nothing before the node has changed"
-    assert history.output("report", "report")[0]["rows"][0]["uncompiled"] == {}
-
-    long = prompt(scenario.but(tokens=(154, 154)), engines=True, name="size_now")
-    assert comfy.queue(graph, timeout=300).ok
-    (row,) = comfy.queue(long, timeout=300).output("report", "report")[0]["rows"]
-    assert row["uncompiled"] == {"96x64, 154 tokens": row["engine"]}, "how long a prompt is nobody knows before it runs"
-    history = comfy.queue(long, timeout=300)
-    assert set(files(comfy)) - there == {"B2-H8-T77-W12.bin", "B2-H8-T77-W16.bin", "B2-H8-T154-W12.bin"}
-    assert history.output("report", "report")[0]["rows"][0]["uncompiled"] == {}
-    assert set(comfy.queue(long).cached) == set(long)

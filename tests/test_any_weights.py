@@ -25,7 +25,6 @@ from hybrid_trt.page_api.node_states import NodeStates
 from hybrid_trt.page_api.outlook import NodeRequest
 from hybrid_trt.sampling.engine_handle import EngineHandle
 from hybrid_trt.sampling.engine_status import status
-from hybrid_trt.sessions.session import Session
 from small_networks import CPU, HintEncoder, native_call, network
 
 GROUP = 16
@@ -34,7 +33,7 @@ GROUP = 16
 
 @pytest.fixture
 def refits(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
-    """What was put into engines, each time."""
+    """List what was put into engines, each time."""
     put: list[set[str]] = []
     refit = RefittableRunner.refit
 
@@ -175,7 +174,7 @@ def test_a_backend_that_cannot_replace_weights_says_so_on_the_node(
 
 
 def told(handle: EngineHandle) -> dict[str, Any]:
-    """What the page says of a handle's node."""
+    """Return the page's words for a handle's node."""
     states = NodeStates(handle.library, BuildQueue())
     states.learn("key", handle)
     return states.state("key", NodeRequest("unet", handle.network.label, False, "onnxruntime"))
@@ -272,16 +271,3 @@ def test_it_does_not_grow_stale_with_the_file_that_it_was_built_from(tmp_path: P
     fixed, replaceable = (publish_engine(tmp_path, weights=w, source=source) for w in ("f" * 64, f"{LAYOUT_PREFIX}f"))
     assert source_changed(fixed).reason is Reason.STALE_ENGINE
     assert source_changed(replaceable) is None
-
-
-def session_of(handle: EngineHandle) -> Session:
-    assert handle.session is not None
-    return handle.session
-
-
-def test_a_lora_after_the_engine_node_needs_no_other_place(tmp_path: Path) -> None:
-    net = network("unet", "unlike_levels")
-    built(net, tmp_path)
-    handle = handle_of(net, tmp_path)
-    assert session_of(handle).follows_patches
-    assert handle.follows_patches

@@ -10,10 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compiling import COMPILES
-from pack import import_comfy
-
-import_comfy()
-
 from hybrid_trt.architectures.shapes import Dim, TensorSpec
 from hybrid_trt.backends import LiveTask
 from hybrid_trt.backends.torch_inductor import attention, compiled
@@ -36,7 +32,7 @@ ON_A_GPU = SimpleNamespace(device=torch.device("cuda", 0))
 def test_the_fastest_is_taken_unless_the_usual_one_is_as_fast(
     usual: str, milliseconds: dict[str, float], chosen: str
 ) -> None:
-    """What is not among the milliseconds fails when it is timed."""
+    """Time by given milliseconds: what is not among them fails."""
     assert attention.fastest(usual, milliseconds.__getitem__) == (chosen, milliseconds)
 
 

@@ -1,4 +1,4 @@
-"""Who chose the attention: engines take the place of exact attention alone, and say where native's is coarser."""
+"""The choice of attention: engines take the place of exact attention alone, and say where native's is coarser."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from pack import import_comfy
-
-import_comfy()
-
 from builds import small_network
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.shapes import sample_inputs
@@ -20,7 +16,7 @@ from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.compiled import traced
 from hybrid_trt.comfy_model import attention as looked_at
 from hybrid_trt.comfy_model.structure_hash import structure_hash
-from hybrid_trt.engine_builder.build import build_engine
+from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library
 from hybrid_trt.engine_library.engine import relative_error
@@ -41,7 +37,7 @@ REMARK = "Native computes some attention in INT8; the engine is exact"
 
 @pytest.fixture(scope="module")
 def exact(file: Path) -> torch.Tensor:
-    """What native samples with exact attention."""
+    """Return native's latent with exact attention."""
     return sample(load(file))
 
 
@@ -200,7 +196,7 @@ def with_a_switch(attention: ModuleType, monkeypatch: pytest.MonkeyPatch, name: 
 
 
 def said(patched: Patched) -> tuple[int, int]:
-    """How often the remark is on the node and in the report."""
+    """Count the remark on the node and in the report."""
     return status(patched.handle).count(REMARK), report_text([patched.handle.stats]).count(REMARK)
 
 
@@ -309,7 +305,7 @@ def a_call(net: Any) -> dict[str, torch.Tensor]:
 
 
 def graph_of(net: Any) -> torch.fx.GraphModule:
-    """What the torch backend compiles of a network."""
+    """Return the graph that the torch backend compiles of a network."""
     function = architecture_of(net.module).function(net.module)
     names = sorted(name for name, _ in function.named_parameters())
     weights = [function.get_parameter(name).data for name in names]
@@ -347,6 +343,6 @@ def test_later_layers_are_the_same_network_to_hashes_builds_and_compilers(
     assert net.weights_hash() == plain.weights_hash()
     assert graph_of(net).code == graph.code
     order = BuildOrder(net, "float32", PROFILE, backends()["onnxruntime"])
-    engine = build_engine(order, Library([tmp_path]), lambda *_: None)  # in a child, which has to know their class
+    engine = build_engine(order, Library([tmp_path]), lambda *_: None, run=run_here)
     assert engine.manifest.identity.weights == plain.weights_hash()
     assert engine.manifest.parity["rel_err"] <= 1e-5

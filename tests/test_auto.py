@@ -9,13 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slow
 import torch
-from pack import import_comfy
-from small_networks import CPU, native_call, network, with_lora
-from trt_backends import ADA, TURING, gpu
-
-import_comfy()
-
 from comfy.model_patcher import ModelPatcher
 from hybrid_trt.architectures.calls import EngineCall
 from hybrid_trt.architectures.shapes import Profile, Range, sample_inputs
@@ -33,6 +28,8 @@ from hybrid_trt.page_api.outlook import NodeRequest
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.engine_patcher import EnginePatcher
 from hybrid_trt.sampling.engine_status import status
+from small_networks import CPU, native_call, network, with_lora
+from trt_backends import ADA, TURING, gpu
 
 HERE, ELSEWHERE = f"{ADA.sm} {ADA.name}", f"{TURING.sm} {TURING.name}"
 TORCH, ORT = backends()["torch"], backends()["onnxruntime"]
@@ -45,7 +42,7 @@ FASTER, SLOWER = {"native_ms": 8.0, "engine_ms": 2.5}, {"native_ms": 8.0, "engin
 LIMIT = 1e-5
 
 
-@pytest.fixture(scope="module", params=["unet", "controlnet"])
+@pytest.fixture(scope="module", params=slow.cases({"unet": "unet", "controlnet": "controlnet"}, ["controlnet"]))
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import slow
 from comfy_process import ComfyProcess
-from scenarios import A, B, Control, Scenario, compare, latent_of, native_latent, node, prompt, relative_difference
+from scenarios import A, B, Control, Scenario, compare, latent_of, native_latent, prompt, relative_difference
 
 LIMIT = 1e-5
 ENGINES = Scenario()
@@ -72,31 +71,18 @@ def flip_a_byte(path: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "engine_file_missing": (lambda f: (f / "model.onnx").unlink(), "broken engine", "missing"),
-    "engine_file_empty": (lambda f: (f / "model.onnx").write_bytes(b""), "broken engine", "0 bytes"),
     "engine_file_truncated": (
         lambda f: (f / "model.onnx").open("r+b").truncate(5000), "broken engine", "5000 bytes"),
-    "engine_file_renamed": (lambda f: (f / "model.onnx").rename(f / "other.onnx"), "broken engine", "missing"),
     "engine_file_flipped": (lambda f: flip_a_byte(f / "model.onnx"), "broken engine", "damaged"),
-    "manifest_missing": (lambda f: (f / "manifest.json").unlink(), "no engine", "none for this model"),
-    "manifest_garbage": (lambda f: (f / "manifest.json").write_text("{"), "no engine", "cannot be read"),
     "manifest_of_another_version": (
         lambda f: edit(f / "manifest.json", as_another_version), "stale engine", "export format 0"),
     "manifest_edited": (
         lambda f: edit(f / "manifest.json", lambda d: d["identity"].update(precision="float16")), "no engine",
         "changed after the build"),
-    "manifest_of_no_known_type": (
-        lambda f: edit(f / "manifest.json", lambda d: d["inputs"][0].update(dtype="evil")), "no engine",
-        "inputs[0].dtype is 'evil'"),
-    "manifest_pointing_outside": (
-        lambda f: edit(f / "manifest.json", lambda d: d["files"].update({"../x": d["files"]["model.onnx"]})),
-        "no engine", "outside its folder"),
 }
 
 
-SLOW = ("engine_file_empty", "engine_file_renamed", "manifest_garbage")
-
-
-@pytest.mark.parametrize(("damage", "reason", "word"), slow.cases(DAMAGE, SLOW))
+@pytest.mark.parametrize(("damage", "reason", "word"), DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_engine_means_natives_image_and_a_reason(
     sd15: ComfyProcess, library: Path, damage: Callable[[Path], object], reason: str, word: str
 ) -> None:
@@ -127,28 +113,6 @@ def test_an_engine_damaged_while_in_use_is_noticed_at_the_next_prompt(sd15: Comf
     assert second.unet["reasons"] == {"broken engine": 4}
 
 
-def test_a_broken_engine_is_replaced_by_build_now(sd15: ComfyProcess, library: Path) -> None:
-    (unets_engine(library) / "model.onnx").write_bytes(b"")
-    result = compare(sd15, UNET_ONLY.but(settings={"when_missing": "build now"}))
-    assert result.error <= LIMIT
-    assert result.unet["engine"] == 4
-    assert not list(library.glob(".building-*"))
-
-
-def test_a_renamed_engine_folder_is_still_found(sd15: ComfyProcess, library: Path) -> None:
-    folder = unets_engine(library)
-    folder.rename(folder.with_name("my favourite engine"))
-    assert compare(sd15, UNET_ONLY).unet["engine"] == 4
-
-
-def test_an_empty_library_is_no_error(sd15: ComfyProcess, library: Path) -> None:
-    shutil.rmtree(library)
-    result = compare(sd15, ENGINES.but(seed=43))  # the prompt of the fixture would come from ComfyUI's cache
-    library.mkdir(exist_ok=True)
-    assert result.error == 0
-    assert all(row["reasons"] == {"no engine": 4} for row in result.report["rows"])
-
-
 def failure(comfy: ComfyProcess, scenario: Scenario) -> tuple[str, str]:
     """(class of the failing node, message) of a prompt that must fail; afterwards the server still samples."""
     history = comfy.queue(prompt(scenario, engines=True, name="bad"))
@@ -161,12 +125,6 @@ def test_start_after_end_is_told_on_the_node(sd15: ComfyProcess) -> None:
     where, message = failure(sd15, ENGINES.but(controls=(A, Control(B.file, 2, 0.4, 0.8, 0.3))))
     assert where == "TRTApplyControlNet"
     assert "Row 2 starts at 0.8 and ends at 0.3" in message
-
-
-def test_sizes_in_the_wrong_order_are_told_on_the_node(sd15: ComfyProcess) -> None:
-    where, message = failure(sd15, UNET_ONLY.but(settings={"min_size": 512, "opt_size": 256}))
-    assert where == "TRTUNetEngine"
-    assert "smallest (512), best (256)" in message
 
 
 def test_a_row_without_an_image_is_told_on_the_node(sd15: ComfyProcess) -> None:
@@ -205,7 +163,7 @@ def test_grey_and_alpha_images_act_as_their_rgb(sd15: ComfyProcess, channels: in
     assert relative_difference(latent_of(history), native_latent(sd15, UNET_ONLY)) > 0.01
 
 
-@pytest.mark.parametrize("rows", [17, "17", 0, -1, "abc", 1.5, None])
+@pytest.mark.parametrize("rows", [17, 0, "abc", None])
 def test_an_unknown_number_of_rows_is_told_on_the_node(sd15: ComfyProcess, rows: object) -> None:
     graph = prompt(ENGINES, engines=True, name="bad")
     graph["apply"]["inputs"]["rows"] = rows
@@ -215,10 +173,10 @@ def test_an_unknown_number_of_rows_is_told_on_the_node(sd15: ComfyProcess, rows:
     assert (history.status, history.error_type) == ("error", "TRTApplyControlNet")
     given = "rows is not given" if rows is None else f"rows is {rows!r}"
     assert f'{given}; it has to be the text "1" to "16"' in history.error
-    assert ("chain a second" in history.error) == (rows in (17, "17"))
+    assert ("chain a second" in history.error) == (rows == 17)
 
 
-@pytest.mark.parametrize("rows", [2, 2.0, " 2"])
+@pytest.mark.parametrize("rows", [2.0, " 2"])
 def test_a_number_of_rows_that_is_no_text_is_taken_as_it_is_meant(sd15: ComfyProcess, rows: object) -> None:
     graph = prompt(ENGINES, engines=True, name="engine")
     graph["apply"]["inputs"]["rows"] = rows
@@ -243,10 +201,3 @@ def test_an_engine_backed_controlnet_may_pass_an_engine_node_again(sd15: ComfyPr
     assert relative_difference(latent_of(history), native_latent(sd15, ENGINES.but(seed=51))) <= LIMIT
     rows = history.output("report", "report")[0]["controlnets"]
     assert {row["engine_node"]: row["engine"] for row in rows} == {"again": 4, f"engine_{B.file}": 4}
-
-
-def test_a_report_without_engines_says_so(sd15: ComfyProcess) -> None:
-    graph = prompt(Scenario(seed=61), engines=False, name="native")
-    graph["report"] = node("TRTReport", after=["sampler", 0])
-    history = sd15.queue(graph)
-    assert history.output("report", "text")[0].startswith("No engine was asked for")

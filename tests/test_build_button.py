@@ -26,7 +26,6 @@ from build_page import (
 )
 from comfy_process import ComfyProcess
 from engine_page import EnginePage, choose
-from fake_engine import publish
 from node_boxes import close_up
 from playwright.sync_api import Browser
 from workflow_to_prompt import set_widget
@@ -218,8 +217,6 @@ def test_a_size_that_will_not_fit_is_told_before_the_run_and_built_for(
 def test_a_build_inside_a_subgraph_is_seen_in_a_second_tab(
     page: EnginePage, browser: Browser, comfy: ComfyProcess, object_info: dict[str, Any]
 ) -> None:
-    if page.page.vue:
-        pytest.skip("The tab asks the server the same in both modes; opening one more page takes seconds.")
     no_engines(comfy)
     made, raw = workflow(object_info, max_size=320), page.page.page
     load(page, made)
@@ -276,8 +273,6 @@ def test_a_build_that_fails_says_why(
 def test_the_log_of_a_failed_build_is_shown(
     page: EnginePage, comfy: ComfyProcess, broken_net: str, object_info: dict[str, Any]
 ) -> None:
-    if page.page.vue:
-        pytest.skip("The same dialog in both modes; one build of half a minute is enough.")
     made = workflow(comfy.object_info())
     set_widget(made, "Load ControlNet 1 (edges)", "control_net_name", broken_net, comfy.object_info())
     load(page, made)
@@ -317,34 +312,3 @@ def broken_net(comfy: ComfyProcess) -> Iterator[str]:
     save_file(weights, path)
     yield path.name
     path.unlink()
-
-
-def test_the_panel_lists_filters_verifies_and_deletes(page: EnginePage, comfy: ComfyProcess) -> None:
-    """The engine stands in for real ones: the panel reads manifests only."""
-    root = comfy.base / "models" / "trt_engines"
-    name = publish(root)
-    raw = page.page.page
-    raw.get_by_role("button", name="TRT engines").click()
-    panel = raw.locator(".hybrid-trt-panel")
-    group = panel.get_by_role("region", name="routes.safetensors")
-    group.wait_for()
-    assert "free" in panel.inner_text()
-    page.shot("panel")
-    panel.get_by_placeholder("Filter").fill("no such engine")
-    panel.get_by_text("No engine matches").wait_for()
-    panel.get_by_placeholder("Filter").fill("ROUTES onnx")
-    choose(page, group, "Verify")
-    page.toast("is as it was built")
-    choose(page, group, "Build again")
-    page.toast("Add a TRT UNet Engine node with routes.safetensors")
-    choose(page, group, "Delete …")
-    dialog = raw.get_by_role("dialog", name="Delete engine?")
-    page.shot("confirm")
-    dialog.get_by_role("button", name="Cancel").click()
-    assert (root / name).is_dir()
-    choose(page, group, "Delete …")
-    dialog.get_by_role("button", name="Delete").click()
-    page.toast("was deleted")
-    group.wait_for(state="detached")
-    assert not (root / name).exists()
-    raw.get_by_role("button", name="TRT engines").click()

@@ -6,21 +6,13 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from builds import (
-    children,
-    contents,
-    gone,
-    order,
-    slow_backend,
-    small_network,
-    until,
-)
+from builds import backend, children, contents, gone, network, order, pretend, queue, small_network, until
 from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as build_module
@@ -31,27 +23,11 @@ from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import BuildError, EngineIdentity, Library, LibraryError, Manifest
 from hybrid_trt.engine_library.engine import describe_files
 
+__all__ = ["backend", "network", "queue"]  # fixtures: pytest finds them by name
+
 UNDER_WINDOWS_RULES_TOO = True
 LIMIT = 2.0
 """Seconds in which a cancel has to take effect."""
-
-
-@pytest.fixture
-def queue() -> Iterator[BuildQueue]:
-    made = BuildQueue()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def network() -> NativeNetwork:
-    return small_network()
-
-
-@pytest.fixture
-def backend() -> Iterator[Any]:
-    with slow_backend() as slow:
-        yield slow
 
 
 @pytest.fixture
@@ -76,22 +52,6 @@ def orders(network: NativeNetwork, count: int) -> list[BuildOrder]:
         BuildOrder(network, precision, first.profile.only("BHWT"[: 1 + n % 4]), first.backend, first.device)
         for n, precision in enumerate(f"float{bits}" for bits in range(count))
     ]
-
-
-def test_fifty_queued_builds_are_cancelled_at_once(
-    queue: BuildQueue, network: NativeNetwork, idle_builds: list[str], tmp_path: Path
-) -> None:
-    queued = [queue.submit(one, Library([tmp_path])) for one in orders(network, 50)]
-    assert len({job.id for job in queued}) == 50
-    assert until(lambda: idle_builds, LIMIT)
-    begun = time.monotonic()
-    for job in queued:
-        assert queue.cancel(job)
-    assert all(job.wait(0) and job.state is State.CANCELLED for job in queued)
-    queue.close()
-    assert time.monotonic() - begun < LIMIT
-    assert len(idle_builds) == 1, "the others never began"
-    assert contents(tmp_path) == []
 
 
 def test_only_jobs_that_have_ended_are_cleared_and_they_can_still_be_looked_at(
@@ -237,16 +197,6 @@ def test_a_job_that_ended_holds_no_model(
         return alive() is None
 
     assert until(freed, 15)
-
-
-def pretend(task: dict, *_: Any) -> dict:
-    """Both steps without their work."""
-    folder = Path(task["folder"])
-    if task["step"] == "export":
-        (folder / "parameters.json").write_text("{}")
-        return {"onnx": "model.onnx", "parity": {"rel_err": 0.0}, "seconds": {}}
-    (folder / "engine.slow").write_bytes(b"slow")
-    return {"files": ["engine.slow"], "seconds": {}}
 
 
 def test_weights_that_change_while_they_are_read_are_read_again(

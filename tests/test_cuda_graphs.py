@@ -7,15 +7,11 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
-from fake_recorder import Recorder
-from pack import import_comfy
-from small_networks import CPU
-
-import_comfy()
-
 from comfy import model_management
+from fake_recorder import Recorder
 from hybrid_trt.sessions import cuda_capture, cuda_graphs
 from hybrid_trt.sessions.cuda_graphs import GraphCache
+from small_networks import CPU
 
 Tensors = Mapping[str, torch.Tensor]
 

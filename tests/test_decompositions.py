@@ -1,13 +1,9 @@
-"""What we write out for Inductor computes what torch computes, and only where it was measured to help."""
+"""Our decompositions for Inductor compute what torch computes, and only where it was measured to help."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from pack import import_comfy
-
-import_comfy()
-
 from hybrid_trt.backends.torch_inductor import inductor_tuning
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx

@@ -9,22 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from comfy_process import ComfyProcess
-from controlled import STEPS, Graphs, graphs
-from memory_fixtures import files, nothing_loaded
-from pack import import_comfy
-from scenarios import A, B, Scenario, latent_of, native_latent, node, prompt, relative_difference
-
-import_comfy()
-
 from comfy.controlnet import ControlNet
 from comfy.patcher_extension import WrappersMP
+from comfy_process import ComfyProcess
+from controlled import STEPS, Graphs, graphs
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.sampling.controlnet import EngineControlModel
 from hybrid_trt.sampling.model_wrapper import patch_model
 from hybrid_trt.sessions.cuda_graphs import GraphCache
 from hybrid_trt.sessions.file_session import FileSession
+from memory_fixtures import files, nothing_loaded
 from patched import LIMIT, Patched, library_of, load, sampling_node
+from scenarios import A, B, Scenario, latent_of, native_latent, node, prompt, relative_difference
 
 from sampling import error, sample
 
@@ -159,9 +155,8 @@ def copied(scenario: Scenario, how: str, name: str, engines: bool = True) -> dic
     return made
 
 
-@pytest.mark.parametrize("apply", ["trt", "stock"])
-def test_two_prompts_with_copies_of_conditionings_run_on_engines(sd15: ComfyProcess, apply: str) -> None:
-    scenario = Scenario(controls=(A, B), width=64, height=64, steps=2, apply=apply, seed=51)
+def test_two_prompts_with_copies_of_conditionings_run_on_engines(sd15: ComfyProcess) -> None:
+    scenario = Scenario(controls=(A, B), width=64, height=64, steps=2, seed=51)
     scenario = scenario.but(patches=(("TestCopiedOptions", {}),))
     for seed, how in ((51, "deep copy"), (52, "deep copy"), (53, "copied dicts")):
         now = scenario.but(seed=seed)

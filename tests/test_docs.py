@@ -9,13 +9,9 @@ import sys
 import types
 from pathlib import Path
 
+import onnx
 import pack
 import pytest
-from pack import import_comfy
-
-import_comfy()
-
-import onnx
 import torch
 
 ROOT: Path = pack.ROOT

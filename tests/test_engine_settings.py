@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+import re
 from typing import Any
 
 import pytest
 import slow
-from browser import ComfyPage, comfy_page
 from build_page import NET_1 as NET
-from build_page import WORKFLOW, browser, load, no_engines, page
+from build_page import TITLE, WORKFLOW, browser, load, no_engines, page
+from build_page import opened_in_both as opened
 from comfy_process import ComfyProcess
 from engine_page import STACK_MEASURED, EnginePage, reload
 from fake_engine import publish
-from playwright.sync_api import Browser
+from node_boxes import DRAWS_CHINESE, STATES, close_up, drawn, whole
 from workflow_recipes import with_tiny_models
 from workflow_to_prompt import set_widget
 
 pytestmark = pytest.mark.browser
 
-__all__ = ["browser", "page"]  # fixtures: pytest finds them by name
+__all__ = ["browser", "opened", "page"]  # fixtures: pytest finds them by name
 
 SIZES = ("min_size", "opt_size", "max_size", "max_images", "max_tokens")
 PRESET = "id => app.graph.getNodeById(id).widgets.find(w => w.name === 'size_preset').value"
@@ -60,13 +60,6 @@ WIDGETS = """id => { const node = app.graph.getNodeById(id); return Object.fromE
     { value: w.value, seen: node.isWidgetVisible(w) }])); }"""
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
-def opened(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
-    """Both kinds of nodes, in a run of the quick tests too."""
-    with comfy_page(browser, comfy.url, vue=request.param) as page:
-        yield page
-
-
 @pytest.fixture(scope="module")
 def tiny(comfy: ComfyProcess) -> dict[str, Any]:
     return with_tiny_models(json.loads(WORKFLOW.read_text(encoding="utf-8")), comfy.object_info())
@@ -81,13 +74,6 @@ def choose(page: EnginePage, node: int, now: str, entry: str) -> None:
     else:
         page.click(node, "size_preset")
         raw.locator(".litecontextmenu").get_by_text(entry).click()
-    page.page.settle()
-
-
-def close_up(page: EnginePage, node: int) -> None:
-    """One node in its real size."""
-    page.page.page.evaluate("""id => { const node = app.graph.getNodeById(id); app.canvas.ds.scale = 1;
-        app.canvas.ds.offset = [500 - node.pos[0], 200 - node.pos[1]]; app.canvas.setDirty(true, true); }""", node)
     page.page.settle()
 
 
@@ -136,6 +122,7 @@ def test_a_person_sees_one_preset_and_the_numbers_on_demand(page: EnginePage, ti
     assert page.page.prompt() == before
 
 
+@slow.when("vue")
 def test_auto_follows_the_workflows_picture_and_goes_to_the_samplers_other_nodes(
     page: EnginePage, comfy: ComfyProcess, tiny: dict[str, Any]
 ) -> None:
@@ -197,11 +184,10 @@ def test_what_auto_follows_is_no_edit(page: EnginePage, tiny: dict[str, Any], co
     assert node["widgets_values"][1:6] == [0] * 5
 
 
+@slow.when("vue")
 def test_what_fits_and_what_the_next_run_brings_is_said_before_it(
     page: EnginePage, comfy: ComfyProcess, tiny: dict[str, Any]
 ) -> None:
-    if page.page.vue:
-        pytest.skip("The same words in both modes.")
     no_engines(comfy)
     made, raw, info = copy.deepcopy(tiny), page.page.page, comfy.object_info()
     for widget, value in {**dict.fromkeys(SIZES, 0), "when_missing": "use native"}.items():
@@ -237,6 +223,7 @@ def test_what_fits_and_what_the_next_run_brings_is_said_before_it(
     says("No engine for this LoRA setting yet. The next run starts the build", "build in background")
 
 
+@slow.when("vue")
 def test_the_limit_is_set_in_the_settings_dialog(page: EnginePage, comfy: ComfyProcess) -> None:
     root = comfy.base / "models" / "trt_engines"
     publish(root)
@@ -271,7 +258,7 @@ def test_the_limit_is_set_in_the_settings_dialog(page: EnginePage, comfy: ComfyP
 
 
 @slow.when("litegraph")
-def test_chinese_is_on_nodes_panel_and_settings(page: EnginePage, comfy: ComfyProcess, tiny: dict[str, Any]) -> None:
+def test_chinese_is_on_templates_nodes_panel_and_settings_and_fits(page: EnginePage, tiny: dict[str, Any]) -> None:
     raw = page.page.page
 
     def speak(language: str) -> None:
@@ -280,6 +267,12 @@ def test_chinese_is_on_nodes_panel_and_settings(page: EnginePage, comfy: ComfyPr
 
     try:
         speak("zh")
+        raw.evaluate("() => { app.graph.clear(); app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
+        raw.get_by_role("dialog").last.get_by_text("hybrid-trt", exact=True).first.click()
+        raw.get_by_test_id(f"template-workflow-{TITLE}").click()
+        raw.wait_for_function("count => app.graph.nodes.length === count", arg=len(tiny["nodes"]))
+        (note,) = (node for node in page.page.workflow()["nodes"] if node["type"] == "MarkdownNote")
+        assert note["widgets_values"][0].startswith("# SD 1.5，两个 ControlNet")
         load(page, tiny)
         net = page.node(NET)
         close_up(page, net)
@@ -303,6 +296,11 @@ def test_chinese_is_on_nodes_panel_and_settings(page: EnginePage, comfy: ComfyPr
         panel.get_by_placeholder("筛选").wait_for(state="attached")  # seen where there are engines
         assert panel.get_by_text("刷新").is_visible()
         page.shot("node-and-panel")
+        raw.get_by_role("button", name="TRT 引擎").click()
+        for name, state in STATES.items() if raw.evaluate(DRAWS_CHINESE) else ():
+            net = drawn(page, tiny, state)
+            assert 60 <= whole(page, net)["height"] <= 161
+            assert re.search("[\u4e00-\u9fff]", page.status(net)["title"]), name
         raw.evaluate("() => { app.extensionManager.command.execute('Comfy.ShowSettingsDialog') }")
         raw.get_by_text("Hybrid TRT", exact=True).first.click()
         raw.get_by_text("没有引擎时").first.wait_for()
@@ -314,6 +312,7 @@ def test_chinese_is_on_nodes_panel_and_settings(page: EnginePage, comfy: ComfyPr
         speak("en")
 
 
+@slow.when("vue")
 def test_a_build_that_failed_is_told_after_a_reload_too(
     page: EnginePage, comfy: ComfyProcess, tiny: dict[str, Any]
 ) -> None:
@@ -343,11 +342,10 @@ def test_a_build_that_failed_is_told_after_a_reload_too(
     assert again["button"] == "Build engine"
 
 
+@slow.when("vue")
 def test_a_server_that_restarts_in_a_build_leaves_no_node_waiting(
     page: EnginePage, comfy: ComfyProcess, tiny: dict[str, Any]
 ) -> None:
-    if page.page.vue:
-        pytest.skip("The same code in both modes; one restart is enough.")
     made = copy.deepcopy(tiny)
     no_engines(comfy)
     set_widget(made, "TRTControlNetEngine", "max_size", 600, comfy.object_info())

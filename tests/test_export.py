@@ -8,16 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import comfy.ops
 import pytest
 import slow
 import tiny_models
 import torch
-from pack import import_comfy
-from small_networks import CPU, LAYOUTS, HintEncoder, native_call, network, with_lora
-
-import_comfy()
-
-import comfy.ops
+from built_once import built_once
 from comfy.ldm.modules import attention
 from hybrid_trt.architectures import Role, architecture_of
 from hybrid_trt.architectures.shapes import Profile, Range, sample_inputs
@@ -31,14 +27,22 @@ from hybrid_trt.engine_builder.worker.onnx_export import export_onnx
 from hybrid_trt.engine_library import BuildError, Engine, Fallback, Library, Reason, Unavailable
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sessions.file_session import FileSession
+from small_networks import CPU, LAYOUTS, HintEncoder, native_call, network, with_lora
 
 PROFILE = Profile({"B": Range(1, 2, 4), "H": Range(4, 16, 40), "W": Range(4, 16, 40), "T": Range(77, 77, 231),
                    "HB": Range(1, 1, 4)})
 
 
+def order_of(net: NativeNetwork, precision: str = "float32") -> BuildOrder:
+    return BuildOrder(net, precision, PROFILE, backends()["onnxruntime"])
+
+
 def built(net: NativeNetwork, folder: Path, precision: str = "float32") -> Engine:
-    order = BuildOrder(net, precision, PROFILE, backends()["onnxruntime"])
-    return build_engine(order, Library([folder]), lambda _phase, _fraction: None, run=run_here)
+    return built_once(order_of(net, precision), Library([folder]))
+
+
+def build_anew(net: NativeNetwork, folder: Path) -> Engine:
+    return build_engine(order_of(net), Library([folder]), lambda *_: None, run=run_here)
 
 
 def engine_error(net: NativeNetwork, engine: Engine, symbols: dict[str, int]) -> float:
@@ -103,7 +107,7 @@ def test_weights_kept_in_fp16_and_cast_at_every_call_export_as_they_compute(tmp_
 
 
 def loading_flags(net: NativeNetwork) -> list[tuple]:
-    """What ComfyUI's loading leaves on each layer."""
+    """Put on each layer what ComfyUI's loading leaves there."""
     return [(getattr(m, "comfy_cast_weights", None), getattr(m, "weight_function", None)) for m in net.module.modules()]
 
 
@@ -182,7 +186,7 @@ def test_attention_of_this_comfyui_is_neither_used_nor_changed(tmp_path: Path, m
     monkeypatch.setattr(attention, "optimized_attention_masked", poisoned)
     for kind in ("unet", "controlnet"):
         net = network(kind, "unlike_levels")
-        built(net, tmp_path)
+        build_anew(net, tmp_path)
         assert not any(m._forward_pre_hooks for m in net.module.modules())
     assert attention.optimized_attention is poisoned
 
@@ -233,7 +237,7 @@ def test_a_graph_that_differs_from_native_is_refused_with_the_figures(
 ) -> None:
     monkeypatch.setitem(parity.LIMITS, "float32", 1e-12)
     with pytest.raises(BuildError, match=r"differs from native by \d\.\d+e-\d+ in .* \(limit 1e-12 for float32\)"):
-        built(network("unet", "unlike_levels"), tmp_path)
+        build_anew(network("unet", "unlike_levels"), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -252,9 +256,8 @@ def test_a_build_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
         if phase.startswith("checking"):
             raise Cancelled
 
-    order = BuildOrder(network("unet", "unlike_levels"), "float32", PROFILE, backends()["onnxruntime"])
     with pytest.raises(Cancelled):
-        build_engine(order, Library([tmp_path]), cancel, run=run_here)
+        build_engine(order_of(network("unet", "unlike_levels")), Library([tmp_path]), cancel, run=run_here)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import slow
 from comfy_process import ComfyProcess, History
 from scenarios import (
     A,
@@ -29,24 +28,12 @@ LORA = ("LoraLoaderModelOnly", {"lora_name": "tiny_sd15_lora.safetensors", "stre
 BUILD = {"when_missing": "build now"}
 ON_ENGINE = {"engine": 2, "native": 0, "reasons": {}}
 
-PATCHES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "FreeU": ("FreeU_V2", {"b1": 1.3, "b2": 1.4, "s1": 0.9, "s2": 0.2}, "model patched"),
-    "HyperTile": (
-        "HyperTile", {"tile_size": 64, "swap_size": 2, "max_depth": 0, "scale_depth": False}, "model patched"),
-    "LoRA": (*LORA, "weights patched"),
-}
-
-
-@pytest.mark.parametrize(("class_type", "inputs", "reason"), slow.cases(PATCHES, ("FreeU", "HyperTile")))
-def test_a_patch_after_the_sampler_patch_acts_as_in_native(
-    sd15: ComfyProcess, class_type: str, inputs: dict[str, Any], reason: str
-) -> None:
-    scenario = PLAIN.but(patches=((class_type, inputs),), width=256 if class_type == "HyperTile" else 64)
+def test_a_lora_after_the_sampler_patch_acts_as_in_native(sd15: ComfyProcess) -> None:
+    scenario = PLAIN.but(patches=(LORA,))
     result = compare(sd15, scenario)
     assert result.error == 0
-    assert result.unet == {"engine": 0, "native": 2, "reasons": {reason: 2}}
-    unpatched = native_latent(sd15, scenario.but(patches=()))
-    assert relative_difference(unpatched, native_latent(sd15, scenario)) > 1e-3, "the patch does nothing here"
+    assert result.unet == {"engine": 0, "native": 2, "reasons": {"weights patched": 2}}
+    assert relative_difference(native_latent(sd15, PLAIN), native_latent(sd15, scenario)) > 1e-3, "it does nothing here"
 
 
 def test_controlnets_stay_on_engines_while_the_unet_is_patched(sd15: ComfyProcess) -> None:
@@ -131,23 +118,6 @@ def test_a_lora_before_the_engine_node_needs_an_engine_of_its_own_and_gets_one(s
     assert relative_difference(native_latent(sd15, Scenario()), native_latent(sd15, scenario)) > 0.1
 
 
-@slow.SLOW
-def test_a_model_merged_before_the_engine_node_gets_an_engine_of_its_own(sd15: ComfyProcess) -> None:
-    def graph(scenario: Scenario, engines: bool) -> Prompt:
-        built = prompt(scenario, engines, "merged")
-        built["other"] = node("UNETLoader", unet_name="tiny_sd15_other_unet.safetensors", weight_dtype="default")
-        built["merge"] = node("ModelMergeSimple", model1=["unet", 0], model2=["other", 0], ratio=0.6)
-        for name in ("unet_engine", "patch") if engines else ("sampler",):
-            built[name]["inputs"]["model"] = ["merge", 0]
-        return built
-
-    native = latent_of(sd15.queue(graph(PLAIN, engines=False)))
-    history = sd15.queue(graph(PLAIN.but(settings=BUILD), engines=True))
-    assert unet_row(history)["engine"] == 2
-    assert relative_difference(latent_of(history), native) <= LIMIT
-    assert relative_difference(native, native_latent(sd15, PLAIN)) > 0.1
-
-
 def test_calls_outside_the_profile_run_native_per_net(sd15: ComfyProcess) -> None:
     result = compare(sd15, ENGINES.but(width=520, height=64))
     assert result.error == 0
@@ -178,15 +148,6 @@ def test_an_engine_of_another_model_is_never_used(sd15: ComfyProcess, other: str
     assert unet_row(history)["reasons"] == {"engine of another model": 2}
 
 
-def test_the_same_file_loaded_twice_is_the_same_model(sd15: ComfyProcess) -> None:
-    graph = prompt(PLAIN.but(seed=21), engines=True, name="engine")
-    graph["again"] = node("CheckpointLoaderSimple", ckpt_name="tiny_sd15.safetensors")
-    graph["unet_engine"]["inputs"]["model"] = ["again", 0]
-    history = sd15.queue(graph)
-    assert unet_row(history)["engine"] == 2
-    assert relative_difference(latent_of(history), native_latent(sd15, PLAIN.but(seed=21))) <= LIMIT
-
-
 def test_an_sdxl_controlnet_on_an_sd15_model_fails_as_in_native_and_the_server_lives(sd15: ComfyProcess) -> None:
     wrong = ENGINES.but(controls=(Control("tiny_sdxl_a"),))
     native = sd15.queue(prompt(wrong, engines=False, name="native"))
@@ -194,14 +155,6 @@ def test_an_sdxl_controlnet_on_an_sd15_model_fails_as_in_native_and_the_server_l
     assert native.status == engine.status == "error"
     assert engine.error == native.error
     assert compare(sd15, ENGINES).error <= LIMIT
-
-
-def test_a_t2i_adapter_whose_residuals_do_not_fit_the_unet_acts_as_in_native(sd15: ComfyProcess) -> None:
-    """Native logs that it could not be applied where it does not fit, and goes on."""
-    scenario = ENGINES.but(controls=(Control("tiny_sd15_t2i", 3, 1.0, engine=False),))
-    result = compare(sd15, scenario)
-    assert result.error == 0
-    assert result.unet["native"] == 2
 
 
 def test_a_control_lora_runs_native_beside_the_unet_engine(sd15: ComfyProcess) -> None:

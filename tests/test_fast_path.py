@@ -7,17 +7,12 @@ import types
 from collections import OrderedDict
 from pathlib import Path
 
-import pytest
-from comfy_process import ComfyProcess
-from fake_recorder import Recorder
-from pack import import_comfy
-from scenarios import A, B, Scenario, latent_of, prompt
-
-import_comfy()
-
 import comfy.controlnet
+import pytest
 from comfy.controlnet import ControlBase, ControlNet, StrengthType
+from comfy_process import ComfyProcess
 from control_stacks import Stacks, call, same
+from fake_recorder import Recorder
 from hybrid_trt.comfy_model import comfyui_internals
 from hybrid_trt.comfy_model.comfyui_internals import Feature
 from hybrid_trt.sampling import call_stats
@@ -25,6 +20,7 @@ from hybrid_trt.sampling.call_stats import CallStats
 from hybrid_trt.sampling.control_stack import ControlStack
 from hybrid_trt.sampling.report import report_text
 from newer_comfyui import NAMES, emulate
+from scenarios import A, B, Scenario, latent_of, prompt
 
 STEPS = 4
 

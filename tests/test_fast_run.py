@@ -11,16 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import comfy.controlnet
 import pytest
 import slow
 import torch
-from gpu_doubles import gpu_recorder, play_gpu
-from pack import import_comfy
-
-import_comfy()
-
-import comfy.controlnet
 from dynamic_vram import on_cpu
+from gpu_doubles import gpu_recorder, play_gpu
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.comfyui_internals import Feature, switched_off
@@ -40,6 +36,8 @@ from sampling import STEPS, error, sample
 # fixtures: pytest finds them by name
 __all__ = ["device", "file", "files", "library", "nothing_loaded"]
 
+TRIED_ALONE = ("foreign attributes", "fast_disk", "free memory of a patcher")
+"""Changes of ComfyUI that ``test_newer_comfyui`` samples with too; they touch nothing of what is counted here."""
 SIZES = {"resized": (100, 60), "as large as the picture": (64, 64)}
 """Control images: ComfyUI makes the hint of the first one, the other is copied."""
 
@@ -121,7 +119,7 @@ class Runs:
         return [counts[what] for counts in self.counts]
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=slow.cases({name: name for name in NAMES}, TRIED_ALONE))
 def runs(
     request: pytest.FixtureRequest, files: dict[str, Path], native: list, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Runs]:
@@ -177,7 +175,8 @@ def test_nothing_is_said_to_be_slow(runs: Runs) -> None:
 
 PROMPTS = {f"{name}-{'dynamic VRAM' if dynamic else 'loaded'}": (name, dynamic)
            for name in NAMES for dynamic in (False, True)}  # fmt: skip
-SLOW = [f"{name}-loaded" for name in NAMES if name not in ("as it is", "free memory of a patcher")]
+QUICK = ("as it is-loaded", "as it is-dynamic VRAM", "free memory of a patcher-loaded", "more pins-dynamic VRAM")
+SLOW = [name for name in PROMPTS if name not in QUICK]
 
 
 @pytest.fixture

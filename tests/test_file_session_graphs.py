@@ -10,10 +10,6 @@ import fake_engine
 import pytest
 import torch
 from fake_recorder import Recorder
-from pack import import_comfy
-
-import_comfy()
-
 from hybrid_trt.engine_library import Library, Reason, Unavailable
 from hybrid_trt.sessions.file_session import FileSession
 

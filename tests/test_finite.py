@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import networks  # noqa: F401  (makes ComfyUI importable)
 import pytest
 import torch
 from hybrid_trt.engine_library import Library, Reason

@@ -7,21 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
 from comfy_process import ComfyProcess
 from controlled import STEPS, Graphs, graphs
 from gpu_doubles import gpu_recorder, play_gpu
-from memory_fixtures import files, nothing_loaded
-from pack import import_comfy
-from scenarios import A, B, Scenario, latent_of, native_latent, prompt, relative_difference
-
-import_comfy()
-
-from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP
 from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.sampling import control_stack, nan_guard
 from hybrid_trt.sampling.engine_handle import EngineHandle
+from memory_fixtures import files, nothing_loaded
 from patched import LIMIT, Patched, library_of, load
+from scenarios import A, B, Scenario, latent_of, native_latent, prompt, relative_difference
 
 from sampling import error
 

@@ -6,15 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from fake_recorder import Recorder
-from pack import import_comfy
-from small_networks import CPU, native_call, network, with_lora
-from torch.utils._python_dispatch import TorchDispatchMode
-
-import_comfy()
-
 from comfy.ldm.modules.attention import BasicTransformerBlock
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock
+from fake_recorder import Recorder
 from hybrid_trt.architectures import architecture_of, ldm
 from hybrid_trt.architectures.fused_linear import FusedLinear, fuse
 from hybrid_trt.architectures.shapes import sample_inputs
@@ -22,6 +16,8 @@ from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library.engine import relative_error
+from small_networks import CPU, native_call, network, with_lora
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZES = {"B": 2, "H": 9, "W": 12, "T": 77, "HB": 1}
 LAYOUTS = ["sd15_as_published", "sdxl_as_published", "unlike_levels"]

@@ -14,17 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pack
 import pytest
 import torch
-from builds import order, slow_backend, small_network, until
+from builds import order, pretend, slow_backend, small_network, until
+from comfy import model_management
 from hybrid_trt.engine_builder import build as build_module
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library
-
-pack.import_comfy()
-
-from comfy import model_management
 
 GPU = torch.device("cuda", 0)
 
@@ -49,7 +45,7 @@ class QueueDouble:
         return self.tasks
 
     def between_prompts(self) -> None:
-        """What ComfyUI's thread does after each prompt, and when it is woken while idle."""
+        """Do what ComfyUI's thread does after each prompt, and when it is woken while idle."""
         if self.get_flags().get("unload_models"):
             model_management.unload_all_models()
 
@@ -164,14 +160,9 @@ def test_a_cancelled_build_asks_no_longer(gpu_room: Any, unloaded: list[str]) ->
 def test_only_steps_that_need_the_gpu_ask_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network, asked = small_network(), []
 
-    def pretend(task: dict, *_: Any) -> dict:
+    def run(task: dict, *_: Any) -> dict:
         done.append(task["step"])
-        folder = Path(task["folder"])
-        if task["step"] == "export":
-            (folder / "parameters.json").write_text("{}")
-            return {"onnx": "model.onnx", "parity": {"rel_err": 0.0}, "seconds": {}}
-        (folder / "engine.slow").write_bytes(b"slow")
-        return {"files": ["engine.slow"], "seconds": {}}
+        return pretend(task)
 
     with slow_backend() as backend:
         for on_gpu, device in ((True, GPU), (False, GPU), (True, torch.device("cpu"))):
@@ -187,7 +178,7 @@ def test_only_steps_that_need_the_gpu_ask_for_it(tmp_path: Path, monkeypatch: py
 
             began = time.monotonic()
             engine = build_module.build_engine(
-                wanted, Library([tmp_path]), lambda *_: None, run=pretend, again=True, make_room=make_room
+                wanted, Library([tmp_path]), lambda *_: None, run=run, again=True, make_room=make_room
             )
             if on_gpu and device is GPU:  # what a build takes is told without what it waited for
                 assert sum(engine.manifest.seconds.values()) < time.monotonic() - began - 0.45

@@ -8,12 +8,8 @@ from __future__ import annotations
 import ctypes
 from types import SimpleNamespace
 
-import pack
 import pytest
 import torch
-
-pack.import_comfy()
-
 from comfy.patcher_extension import WrapperExecutor
 from hybrid_trt.sampling import device_inputs
 from hybrid_trt.sessions import cuda_capture

@@ -7,21 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
 
-import pytest
-import torch
-from pack import import_comfy
-from small_networks import CPU
-
-import_comfy()
-
 import comfy.controlnet
 import comfy.latent_formats
 import comfy.utils
+import pytest
+import torch
 from comfy.controlnet import ControlNet
 from control_stacks import SAMPLING, Stacks, call, hint_in, same
 from hybrid_trt.sampling import control_stack, hint_cache
 from hybrid_trt.sampling.control_stack import ControlStack
 from newer_comfyui import emulate
+from small_networks import CPU
 
 
 @pytest.fixture(params=["as it is", "hint map"])
@@ -76,33 +72,34 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_first_call_of_a_run_finds_hints_of_the_right_size_made_bit_for_bit_as_comfyui_makes_them(
-    stacks: Stacks, resized: list, monkeypatch: pytest.MonkeyPatch, layout: str, dtype: torch.dtype
+    stacks: Stacks, resized: list, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     monkeypatch.setattr(control_stack, "_run", lambda *_: pytest.fail("the first call goes ComfyUI's way"))
-    for net in stacks.nets:
-        net.manual_cast_dtype = dtype
-    native, backed = (stacks.chain(with_engines, 1) for with_engines in (False, True))
-    image = LAYOUTS[layout]()
-    for control in (native, backed):
-        control.cond_hint_original = image
-    before, given = image.clone(), []
-    for control in (native, backed):  # what the network makes of such images does not matter here
-        resized.clear()
-        with pytest.MonkeyPatch.context() as instead:
-            kind = type(control.control_model)
-            instead.setattr(kind, "__call__", lambda *_, hint, **__: given.append(hint) or {"output": []})
-            call(control if control is native else ControlStack(control), batch=2)
-        assert bool(resized) == (control is native or layout not in MADE_HERE)
-    reference, made = given
-    assert (made.dtype, made.shape, made.stride()) == (dtype, reference.shape, reference.stride())
-    numbers = ~reference.isnan()
-    assert torch.equal(made.isnan(), ~numbers)
-    assert torch.equal(bits(made)[numbers], bits(reference)[numbers])
-    assert torch.equal(bits(image), bits(before)), "the node's image is as it was"
-    assert made.untyped_storage().data_ptr() != image.untyped_storage().data_ptr()
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for net in stacks.nets:
+            net.manual_cast_dtype = dtype
+        native, backed = (stacks.chain(with_engines, 1) for with_engines in (False, True))
+        image = LAYOUTS[layout]()
+        for control in (native, backed):
+            control.cond_hint_original = image
+        before, given = image.clone(), []
+        for control in (native, backed):  # what the network makes of such images does not matter here
+            resized.clear()
+            with pytest.MonkeyPatch.context() as instead:
+                kind = type(control.control_model)
+                seen = lambda *_, hint, given=given, **__: given.append(hint) or {"output": []}  # noqa: E731
+                instead.setattr(kind, "__call__", seen)
+                call(control if control is native else ControlStack(control), batch=2)
+            assert bool(resized) == (control is native or layout not in MADE_HERE)
+        reference, made = given
+        assert (made.dtype, made.shape, made.stride()) == (dtype, reference.shape, reference.stride())
+        numbers = ~reference.isnan()
+        assert torch.equal(made.isnan(), ~numbers)
+        assert torch.equal(bits(made)[numbers], bits(reference)[numbers])
+        assert torch.equal(bits(image), bits(before)), "the node's image is as it was"
+        assert made.untyped_storage().data_ptr() != image.untyped_storage().data_ptr()
 
 
 OTHERS = {

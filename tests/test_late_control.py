@@ -12,12 +12,6 @@ import pytest
 import torch
 from control_stacks import CHOICE, step_of_comfyui
 from fake_recorder import Recorder
-from pack import import_comfy
-from small_networks import CPU, network
-from torch.fx.experimental.proxy_tensor import make_fx
-
-import_comfy()
-
 from hybrid_trt.architectures.calls import AsyncInputs, EngineCall
 from hybrid_trt.architectures.shapes import TensorSpec
 from hybrid_trt.backends.torch_inductor import compiled, late_inputs
@@ -32,6 +26,8 @@ from hybrid_trt.sampling.model_wrapper import BackboneRouter
 from hybrid_trt.sessions import cuda_graphs
 from hybrid_trt.sessions.cuda_capture import WaitPoint, with_wait_point
 from hybrid_trt.sessions.cuda_graphs import GraphCache
+from small_networks import CPU, network
+from torch.fx.experimental.proxy_tensor import make_fx
 
 ARRIVED = torch.ops.hybrid_trt.arrived.default
 

@@ -15,10 +15,6 @@ from typing import Any
 import networks
 import pytest
 import torch
-from pack import import_comfy
-
-import_comfy()
-
 from comfy.controlnet import ControlNet
 from control_stacks import step_of_comfyui
 from hybrid_trt.backends import backends

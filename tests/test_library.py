@@ -131,6 +131,12 @@ def test_what_is_being_built_is_not_in_the_library(tmp_path: Path) -> None:
     assert library.engines() == []
 
 
+def test_a_renamed_folder_is_still_found(tmp_path: Path) -> None:
+    engine = publish(Library([tmp_path]), identity())
+    engine.folder.rename(tmp_path / "my favourite engine")
+    assert find(Library([tmp_path]), wanted()).folder.name == "my favourite engine"
+
+
 def test_engines_in_further_folders_are_found_and_builds_go_to_the_first(tmp_path: Path) -> None:
     publish(Library([tmp_path / "shared"]), identity())
     library = Library([tmp_path / "own", tmp_path / "shared"])

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import pack
 import pytest
 from builds import contents, read_only
 from fake_engine import publish_engine as publish
@@ -77,7 +76,6 @@ def test_the_same_engine_in_two_folders_is_two_each_with_a_name_of_its_own(tmp_p
 
 
 def test_the_page_reaches_the_same_engine_in_each_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pack.import_comfy()
     from hybrid_trt.page_api import library_routes
 
     roots = [tmp_path / "fast", tmp_path / "slow"]
@@ -237,7 +235,6 @@ def test_leftovers_are_swept_when_the_library_is_next_built_into(tmp_path: Path)
 
 def test_folders_of_the_user_come_before_our_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Builds go to the first folder. ComfyUI reads extra_model_paths.yaml before it loads packs."""
-    pack.import_comfy()
     import folder_paths
 
     own, users = str(Path(folder_paths.models_dir) / "trt_engines"), str(tmp_path / "elsewhere")
@@ -265,7 +262,6 @@ def test_the_limit_counts_what_is_there(tmp_path: Path) -> None:
 
 def test_a_library_whose_drive_is_gone_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Windows there is no such drive then, all the way up."""
-    pack.import_comfy()
     from hybrid_trt.page_api import library_routes
 
     def gone(folder: Path) -> None:

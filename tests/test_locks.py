@@ -7,7 +7,6 @@ import os
 import threading
 from pathlib import Path
 
-import pack  # noqa: F401
 import pytest
 from builds import contents
 from hybrid_trt.engine_library import atomic_files

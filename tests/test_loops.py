@@ -6,20 +6,16 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import pack
 import pytest
-from comfy_process import ComfyProcess, History
-from scenarios import Prompt, Scenario, latent_of, node, prompt, relative_difference
-
-pack.import_comfy()
-
 from comfy_execution.graph import DynamicPrompt
 from comfy_execution.progress import reset_progress_state
 from comfy_execution.utils import CurrentNodeContext
+from comfy_process import ComfyProcess, History
 from hybrid_trt.engine_library import Fallback, Reason
 from hybrid_trt.page_api.workflow_graph import node_key
 from hybrid_trt.sampling import call_stats
 from hybrid_trt.sampling.call_stats import open_stats
+from scenarios import Prompt, Scenario, latent_of, node, prompt, relative_difference
 
 LIMIT = 1e-5
 STEPS = 2

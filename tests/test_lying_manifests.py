@@ -10,13 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pack
 import pytest
-from fake_engine import publish
-
-pack.import_comfy()
-
 import torch
+from fake_engine import publish
 from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model.hash_cache import source_changed
 from hybrid_trt.engine_library import Engine, EngineQuery, Library, Manifest, Reason, Unavailable, schema

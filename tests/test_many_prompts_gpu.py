@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pack  # noqa: F401
 import pytest
 import torch
 from comfy_process import ComfyProcess

@@ -12,10 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from pack import import_comfy
-
-import_comfy()
-
 from comfy import model_management
 from hybrid_trt.backends import backends
 from hybrid_trt.engine_library import Library, Reason, Unavailable

@@ -1,4 +1,4 @@
-"""What ComfyUI plans memory for: the engines and native weights that a run is going to use, looked up before it plans.
+"""ComfyUI plans memory for the engines and native weights that a run is going to use, looked up before it plans.
 
 In this process and on the CPU, with ComfyUI's own ``load_models_gpu``; doubles of what a GPU alone has are named so.
 """
@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from pack import import_comfy
-
-import_comfy()
-
 from comfy import model_management
 from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher

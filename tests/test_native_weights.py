@@ -9,14 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from pack import import_comfy
-
-import_comfy()
-
 import comfy.hooks
 import comfy.sd
+import pytest
+import torch
 from comfy import model_management
 from comfy.controlnet import ControlLora
 from comfy.model_patcher import ModelPatcher
@@ -42,16 +38,6 @@ def test_while_an_engine_serves_no_native_weights_are_on_the_device(patched: Pat
     native = sample(patched.native)
     assert on_device(patched.native) == all_of(patched.native)
     assert error(latent, native) <= LIMIT
-
-
-def test_native_weights_that_were_loaded_make_room_for_the_engine(patched: Patched, device: None) -> None:
-    native = sample(patched.native)
-    assert on_device(patched.native) > 0
-    held = []
-    latent = patched.sample(step=lambda _i: held.append(on_device(patched.model)))
-    assert held == [0] * STEPS
-    assert error(latent, native) <= LIMIT
-    assert torch.equal(sample(patched.native), native)
 
 
 def test_a_run_that_falls_back_from_its_first_call_is_natives_to_the_bit(

@@ -82,12 +82,3 @@ def test_no_room_but_the_families_own_knows_a_family_by_name() -> None:
         if names.search(line)
     ]
     assert found == []
-
-
-def test_the_toy_lives_in_one_file_that_the_pack_does_not_ship() -> None:
-    (file,) = (ROOT / "tests" / "support" / "families").glob("*.py")
-    assert not list((ROOT / "architectures").glob("*toy*"))
-    mentions = [path for path in ROOT.glob("*/**/*.py") if "toy" in path.read_text(encoding="utf-8").lower()
-                and "build" not in path.parts]
-    expected = {file, Path(__file__), ROOT / "tests" / "comfy_test_nodes" / "__init__.py"}
-    assert {path.resolve() for path in mentions} <= {path.resolve() for path in expected}

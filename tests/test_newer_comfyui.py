@@ -1,4 +1,4 @@
-"""What ComfyUI does since 0.30.0, one change after another: pictures stay native's, and what is fast stays fast."""
+"""ComfyUI's changes since 0.30.0, one after another: pictures stay native's, and what is fast stays fast."""
 
 from __future__ import annotations
 
@@ -8,23 +8,17 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from pack import import_comfy
-from small_networks import CPU, network
-
-import_comfy()
-
 import comfy.controlnet
 import comfy.model_management
 import comfy.utils
+import pytest
+import torch
 from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher
-from control_stacks import SAMPLING, Stacks, call, same
+from control_stacks import Stacks, call, same
 from hybrid_trt.comfy_model import comfyui_internals, comfyui_shims
 from hybrid_trt.comfy_model.comfyui_internals import Feature
 from hybrid_trt.comfy_model.module_copy import plain_copy
-from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.comfy_model.snapshot import without_weights, write_structure
 from hybrid_trt.engine_library import Library, Reason, Unavailable
 from hybrid_trt.sampling import native_weights
@@ -45,7 +39,8 @@ from newer_comfyui import (
     put_on_layers,
     recording,
 )
-from patched import LIMIT, Patched, load
+from patched import LIMIT, Patched, load, natively
+from small_networks import CPU, network
 
 from sampling import STEPS, error, sample
 
@@ -144,20 +139,6 @@ def test_two_images_in_a_batch_join_and_what_the_network_makes_of_them_is_kept(
     assert backed.control_model.handle.session.live.passes.computed == 2, "ComfyUI's first call, and all after"
 
 
-def test_the_next_prompt_finds_the_hints_of_the_last_one(stacks: Stacks, resized: list) -> None:
-    native, stack, backed = both(stacks, image(2))
-    for step in range(2):
-        call(stack, step, batch=4)
-    backed.cleanup()
-    assert backed.cond_hints == {}
-    backed.timestep_range, backed.model_sampling_current = (999999999.9, 0.0), SAMPLING
-    runs = stacks.runs
-    resized.clear()
-    assert same(call(stack, 5, batch=4), call(native, 5, batch=4))
-    assert stacks.runs == runs + 1
-    assert resized == [(72, 96)], "native's alone"
-
-
 # -- attributes on layers
 
 
@@ -190,7 +171,7 @@ def test_attributes_of_loading_are_told_by_name_or_by_what_they_hold() -> None:
 def test_models_with_such_attributes_are_served(
     foreign_attributes: None, file: Path, library: Library, backend: str
 ) -> None:
-    reference, patched = sample(load(file)), Patched(load(file), library, backend)
+    reference, patched = natively(file), Patched(load(file), library, backend)
     put_on_layers(patched.native.model)
     for _ in range(2):
         assert error(patched.sample(), reference) <= LIMIT
@@ -216,7 +197,7 @@ def test_patchers_with_one_keyword_more_are_sampled_on_engines(
     fast_disk: None, file: Path, library: Library, backend: str
 ) -> None:
     patched = Patched(load(file), library, backend)
-    assert error(patched.sample(), sample(load(file))) <= LIMIT
+    assert error(patched.sample(), natively(file)) <= LIMIT
     assert patched.counts == (STEPS, 0)
 
 
@@ -258,7 +239,7 @@ def test_weights_are_staged_for_each_run_while_there_are_pins_that_nobody_here_k
     assert set(FAST_PINS) <= set(native.pins)
     patched = Patched(native, library)
     for times in (1, 2, 3):
-        assert error(patched.sample(), sample(load(file))) <= LIMIT
+        assert error(patched.sample(), natively(file)) <= LIMIT
         assert (patched.counts, native.times_staged) == ((STEPS, 0), times)
     said = [record.message for record in caplog.records if "dynamic_pins" in record.message]
     assert len(said) == 1
@@ -305,7 +286,7 @@ def test_an_engine_inside_a_recording_pauses_it(
     assert (patched.counts, recording.calls) == ((STEPS, 0), STEPS)
     assert made == []
     assert recording.open == 0
-    assert error(latent, sample(load(file))) <= LIMIT
+    assert error(latent, natively(file)) <= LIMIT
 
 
 def test_our_own_recordings_are_made_outside_of_comfyuis(recording: Recording) -> None:
@@ -330,11 +311,3 @@ def test_nothing_is_paused_where_nothing_records() -> None:
     with comfyui_shims.outside_recording(), comfyui_shims.outside_recording():
         pass
     assert comfyui_internals.works(Feature.GRAPHS)
-
-
-def test_networks_of_controlnets_have_no_attributes_of_loading_that_tell_them_apart() -> None:
-    plain, marked = network("controlnet", "unlike_levels"), network("controlnet", "unlike_levels")
-    put_on_layers(marked.module)
-    structures = [write_structure(net, torch.float32) for net in (plain, marked)]
-    assert structures[0] == structures[1]
-    assert isinstance(marked, NativeNetwork)

@@ -13,14 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-import torch
-from pack import import_comfy
-
-import_comfy()
-
 import comfy.hooks
 import comfy.samplers
+import pytest
+import torch
 from comfy import conds as kinds
 from comfy.conds import CONDConstant, CONDCrossAttn, CONDList, CONDNoiseShape, CONDRegular
 from comfy.model_patcher import ModelPatcher
@@ -73,28 +69,6 @@ def test_what_is_compared_or_listed_or_is_not_comfyuis_own_stays_where_it_is() -
     known = {CONDRegular, CONDNoiseShape, CONDCrossAttn, CONDConstant, CONDList}
     theirs = {value for value in vars(kinds).values() if isinstance(value, type) and issubclass(value, CONDRegular)}
     assert theirs == known, "ComfyUI has a kind of condition that nobody has looked at"
-
-
-def test_the_dicts_given_and_what_they_hold_stay_as_they_are() -> None:
-    held = {"c_crossattn": prompt(), "number": CONDConstant(3)}
-    cond = {"model_conds": held, "control": object(), "uuid": 5}
-    before, held_before, tensor = dict(cond), dict(held), held["c_crossattn"].cond
-    (own,), nothing = RunInputs().on_device([[cond], None], META)
-    assert nothing is None
-    assert cond == before
-    assert cond["model_conds"] is held
-    assert held == held_before
-    assert held["c_crossattn"].cond is tensor
-    assert tensor.device == CPU
-    assert {name: own[name] for name in ("control", "uuid")} == {name: cond[name] for name in ("control", "uuid")}
-    assert own["model_conds"]["number"] is held["number"]
-    assert own["model_conds"]["c_crossattn"].cond.device == META
-
-
-def test_a_prompt_is_copied_once_in_a_run_also_where_conditionings_are_made_anew_in_each_step() -> None:
-    run, tensor = RunInputs(), torch.randn(1, 77, 8)
-    copies = [value.cond for _ in range(3) for value in moved(run, CONDCrossAttn(tensor), CONDCrossAttn(tensor))]
-    assert all(copy is copies[0] for copy in copies)
 
 
 def test_another_tensor_in_the_same_condition_and_one_written_to_are_copied_anew(

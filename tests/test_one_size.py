@@ -11,14 +11,9 @@ from typing import Any
 import numpy
 import patched as patched_models
 import pytest
+import slow
 import torch
 from fake_engine import publish_engine
-from one_size import BEST, OF_PORTRAIT, PORTRAIT, PROFILE, build, handle_of, of_one_size, only, serve
-from pack import import_comfy
-from small_networks import network
-
-import_comfy()
-
 from hybrid_trt.architectures.shapes import Picture, Profile, Range
 from hybrid_trt.backends import AUTO, backends, lookup
 from hybrid_trt.backends.tensorrt import version8
@@ -26,8 +21,7 @@ from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder import resources
 from hybrid_trt.engine_builder.jobs import BuildQueue
-from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import EngineQuery, Library, Reason, Unavailable
+from hybrid_trt.engine_library import EngineQuery, Reason, Unavailable
 from hybrid_trt.engine_library.library import _rank
 from hybrid_trt.nodes import building
 from hybrid_trt.nodes.sampler_patch import TRTSamplerPatch
@@ -38,6 +32,8 @@ from hybrid_trt.sampling.call_stats import ever_uncovered
 from hybrid_trt.sampling.engine_status import lacks_engine, requested_calls, status
 from hybrid_trt.sampling.report import report_text
 from hybrid_trt.sessions.session import refuse
+from one_size import BEST, OF_PORTRAIT, PORTRAIT, PROFILE, build, handle_of, of_one_size, only, serve
+from small_networks import network
 
 MEASURED = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "tensorrt86_h200.json"
 ORT, FULL = backends()["onnxruntime"], backends()["tensorrt"]
@@ -45,7 +41,7 @@ ORT, FULL = backends()["onnxruntime"], backends()["tensorrt"]
 __all__ = ["of_one_size"]  # a fixture
 
 
-@pytest.fixture(params=["unet", "controlnet"])
+@pytest.fixture(params=slow.cases({"unet": "unet", "controlnet": "controlnet"}, ["controlnet"]))
 def net(request: pytest.FixtureRequest) -> NativeNetwork:
     return network(request.param, "unlike_levels")
 
@@ -96,19 +92,6 @@ def test_an_engine_is_for_the_graphs_picture_and_other_sizes_are_natives(
     served, _ = serve(handle, {**sizes, "B": 1})
     assert not served
     assert list(handle.stats.reasons) == [Reason.SHAPE_OUTSIDE_PROFILE.value]
-
-
-def test_a_node_with_such_an_engine_is_ready_and_asks_for_no_larger_one(tmp_path: Path) -> None:
-    handle = handle_of(network("unet", "unlike_levels"), tmp_path, PORTRAIT)
-    build(handle)
-    handle.refresh()
-    states = NodeStates(handle.library, BuildQueue())
-    states.learn("key", handle)
-    state = states.state("key", NodeRequest("unet", handle.network.label, False, "onnxruntime"))
-    assert state["state"] == "ready"
-    assert state["engine"]["covers"]
-    assert state["engine"]["profile"] == "batch 2, 96 x 128 px, 77 tokens"
-    assert state["engine"]["limits"] is None, "the page would say that a square has to fit"
 
 
 def test_another_picture_wants_an_engine_of_its_own_beside_the_first(tmp_path: Path) -> None:
@@ -239,13 +222,6 @@ def test_the_page_offers_to_build_for_what_ran_native_and_knows_the_pictures_tha
     assert found["covers"]
     by_auto = node_states._union_json(handle.session.engines, replace(states._known["key"], backend=AUTO))
     assert by_auto["compiled"] is None, "what live weights have files for is not known here"
-
-
-def test_the_command_line_builds_for_the_best_size_too(tmp_path: Path) -> None:
-    order = BuildOrder(network("unet", "unlike_levels"), "float32", PROFILE, ORT)
-    engine = builder.build_engine(order, Library([tmp_path]), lambda *_: None, run=builder.run_here)
-    assert engine.manifest.identity.profile == only({s: n for s, n in BEST.items() if s != "HB"})
-    assert "up to" not in order.words()
 
 
 def test_an_engine_of_the_best_size_counts_as_all_that_is_wanted(tmp_path: Path) -> None:

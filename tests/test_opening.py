@@ -7,13 +7,9 @@ import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
-import pack
 import pytest
 from builds import read_only
 from fake_engine import publish_engine
-
-pack.import_comfy()
-
 from hybrid_trt.comfy_model.hash_cache import source_changed
 from hybrid_trt.engine_library import Library, Unavailable, inventory, trust
 from hybrid_trt.engine_library import engine as engine_module

@@ -5,22 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import comfy.controlnet
 import pytest
 import tiny_models
 import torch
 from comfy_process import ComfyProcess
-from pack import import_comfy
-from scenarios import Control, Scenario, compare, prompt
-
-import_comfy()
-
-import comfy.controlnet
 from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.sampling.controlnet import back_with_engine
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from patched import NAME, Patched, library_of, load, sampling_node
+from scenarios import Control, Scenario, compare
 
 from sampling import STEPS, error, sample
 
@@ -95,10 +91,3 @@ def test_a_prompt_with_such_a_controlnet_says_so(sd15: ComfyProcess, engine: boo
     text = result.history.output("report", "text")[0]
     assert "made for another kind of model" in text
     assert "wider" not in text
-
-
-def test_a_prompt_with_one_of_another_family_ends_as_natively(sd15: ComfyProcess) -> None:
-    scenario = Scenario(controls=(Control("tiny_sdxl_a"),), steps=2, seed=932)
-    natively, ours = (sd15.queue(prompt(scenario, engines, "bad")) for engines in (False, True))
-    assert (natively.status, ours.status) == ("error", "error")
-    assert ours.error == natively.error

@@ -42,7 +42,6 @@ def test_files_import_only_the_page_and_one_another(path: Path) -> None:
 
 
 def test_new_nodes_have_the_sizes_of_the_first_preset() -> None:
-    import pack  # noqa: F401
     from hybrid_trt.architectures.shapes import SIZE_NAMES
 
     text = (JS / "lib" / "presets.mjs").read_text(encoding="utf-8")
@@ -53,7 +52,6 @@ def test_new_nodes_have_the_sizes_of_the_first_preset() -> None:
 
 
 def test_the_page_knows_the_numbers_that_nodes_take() -> None:
-    import pack  # noqa: F401
     from hybrid_trt.architectures.shapes import LEAST, MOST
 
     text = (JS / "lib" / "presets.mjs").read_text(encoding="utf-8")

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import slow
-from browser import ComfyPage, chromium, comfy_page
+from browser import ComfyPage, comfy_page
+from build_page import browser
 from comfy_process import ComfyProcess
 from engine_page import EnginePage
 from node_boxes import overlaps
@@ -21,6 +22,7 @@ from workflow_recipes import with_tiny_models
 from workflow_to_prompt import to_prompt
 
 pytestmark = pytest.mark.browser
+__all__ = ["browser"]  # a fixture
 
 NETS = {name: ("tiny_sdxl_a", "tiny_sdxl_b") if name.startswith("sdxl") else ("tiny_sd15_a", "tiny_sd15_b")
         for name in NAMES}
@@ -33,12 +35,6 @@ SET = """values => {
     const set = app.graph.nodes.find(n => n.type === 'TRTUNetEngine').widgets.filter(w => w.name in values);
     for (const widget of set) widget.value = values[widget.name];
     for (const widget of set) widget.callback?.(widget.value); }"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +57,8 @@ def oldest_page(request: pytest.FixtureRequest, browser: Browser, oldest: ComfyP
 
 
 @pytest.fixture(scope="module", params=slow.cases(
-    {f"{age}-{kind}": f"{age}-{kind}" for age in ("oldest", "newest") for kind in VUE}, ["oldest-vue"]))
+    {f"{age}-{kind}": f"{age}-{kind}" for age in ("oldest", "newest") for kind in VUE},
+    ["oldest-vue", "newest-litegraph"]))
 def page(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
     age, kind = request.param.split("-")
     server = comfy if age == "newest" else request.getfixturevalue("oldest")
@@ -78,6 +75,8 @@ def engine_values(page: ComfyPage) -> dict[str, Any]:
 def test_a_template_opens_converts_and_is_saved_on_the_oldest_page(
     oldest_page: ComfyPage, comfy: ComfyProcess, name: str
 ) -> None:
+    if oldest_page.vue and name != NAMES[0]:
+        pytest.skip("How boxes are measured differs between the kinds of nodes, and one template shows it.")
     info = comfy.object_info()
     workflow = with_tiny_models(shipped(name), info, NETS[name])
     oldest_page.load(copy.deepcopy(workflow))
@@ -91,28 +90,22 @@ def test_a_template_opens_converts_and_is_saved_on_the_oldest_page(
 
 
 @slow.when("vue")  # the pictures come from the same server
-def test_engines_are_built_by_a_click_and_each_template_runs_on_them_on_the_oldest_page(
-    oldest_page: ComfyPage, comfy: ComfyProcess
+def test_engines_are_built_by_a_click_and_run_on_the_oldest_page(
+    oldest_page: ComfyPage, sd15: ComfyProcess
 ) -> None:
-    info, nodes = comfy.object_info(), EnginePage(oldest_page, "oldest")
-    names = [name for name in NAMES if name.startswith("sd15")]
-    if oldest_page.vue:
-        names = names[:1]  # the pictures come from the same server
-    else:
-        shutil.rmtree(comfy.base / "models" / "trt_engines", ignore_errors=True)
+    info, nodes = sd15.object_info(), EnginePage(oldest_page, "oldest")
+    (unets,) = (sd15.base / "models" / "trt_engines").glob("sd15_unet-*")
+    shutil.rmtree(unets)
     oldest_page.load(with_tiny_models(shipped("sd15_two_controlnets"), info))
     oldest_page.fit(left=72, top=112, right=12, bottom=60)
     engine = nodes.node("TRTUNetEngine")
     nodes.click(engine)
     assert nodes.wait_for(engine, "ready", "failed", timeout=240)["state"] == "ready"
-    for name in names:
-        oldest_page.load(with_tiny_models(shipped(name), info, NETS[name]))
-        outputs = oldest_page.queue()
-        reports = [output["report"][0] for output in outputs.values() if "report" in output]
-        rows = [row for report in reports for row in report["rows"]]
-        assert rows or name == "sd15_build_engines", outputs
-        assert all(row["engine"] > 0 and row["native"] == 0 for row in rows), (name, rows)
-        nodes.shot(name)
+    outputs = oldest_page.queue()
+    rows = [row for output in outputs.values() if "report" in output for row in output["report"][0]["rows"]]
+    assert all(row["engine"] > 0 and row["native"] == 0 for row in rows), rows
+    assert len({row["name"] for row in rows}) == 3
+    nodes.shot("ran")
     assert not oldest_page.errors
 
 

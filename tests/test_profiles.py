@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pack
 import pytest
-
-pack.import_comfy()
-
 from fake_engine import publish_engine
 from hybrid_trt.architectures import architectures
 from hybrid_trt.architectures.image_latent import ANY

@@ -110,24 +110,17 @@ def test_an_engine_that_differs_from_native_on_its_gpu_is_not_kept(tmp_path: Pat
     assert list(tmp_path.glob("*/manifest.json")) == []
 
 
-def test_an_engine_for_whose_proof_memory_lacks_is_kept_and_waits_for_its_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [
+    Unavailable(Reason.UNCHECKED, "there is not enough GPU memory to compare it with native now"),
+    BuildError("the builder was ended by SIGKILL while running native"),
+], ids=["no memory", "killed"])  # fmt: skip
+def test_an_engine_whose_proof_could_not_end_is_kept_and_waits_for_its_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def full(_task: dict, _progress: Callable) -> dict:
-        raise Unavailable(Reason.UNCHECKED, "there is not enough GPU memory to compare it with native now")
+    def ended(_task: dict, _progress: Callable) -> dict:
+        raise error
 
-    monkeypatch.setitem(builder.STEPS, "check", full)
-    engine, _tasks = build(tmp_path)
-    assert "has not run on a GPU yet" in why_not(engine, HERE)
-
-
-def test_an_engine_whose_proof_was_ended_from_outside_is_kept_and_waits_for_its_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(_task: dict, _progress: Callable) -> dict:
-        raise BuildError("the builder was ended by SIGKILL while running native")
-
-    monkeypatch.setitem(builder.STEPS, "check", killed)
+    monkeypatch.setitem(builder.STEPS, "check", ended)
     engine, _tasks = build(tmp_path)
     assert "has not run on a GPU yet" in why_not(engine, HERE)
 

@@ -7,10 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from pack import import_comfy
-
-import_comfy()
-
 from hybrid_trt.backends.torch_inductor import compiled
 
 if not compiled.can_compile():
@@ -23,7 +19,7 @@ STREAM, SIZE = 7, 100
 
 
 class MockKernel:
-    """What both launchers ask of a kernel ``(in_ptr, out_ptr, xnumel, XBLOCK)``; keeps what it is launched with."""
+    """A kernel as both launchers call it, ``(in_ptr, out_ptr, xnumel, XBLOCK)``; keeps what it is launched with."""
 
     cubin_path, hash, shared, num_warps, n_regs, n_spills = "a.cubin", "0" * 64, 0, 4, 16, 0
     function, packed_metadata, num_ctas, cluster_dims = 1, (), 1, (1, 1, 1)

@@ -6,15 +6,9 @@ import json
 import time
 from types import SimpleNamespace
 
-import pack
 import pytest
 import torch
 from comfy_process import ComfyProcess
-from scenarios import Scenario, node
-from scenarios import prompt as prompt_of
-
-pack.import_comfy()
-
 from hybrid_trt.engine_library import Fallback, Reason
 from hybrid_trt.page_api.node_states import run_of
 from hybrid_trt.sampling import call_stats
@@ -31,6 +25,8 @@ from hybrid_trt.sampling.report import (
     verdict,
     without_paths,
 )
+from scenarios import Scenario, node
+from scenarios import prompt as prompt_of
 
 CPU = torch.device("cpu")
 

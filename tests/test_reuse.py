@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import slow
 from comfy_process import ComfyProcess
-from scenarios import A, B, Prompt, Scenario, compare, node, prompt
-
-ENGINE_NODES = {"unet_engine", "patch", f"engine_{A.file}", f"engine_{B.file}"}
+from scenarios import A, Prompt, Scenario, compare, node, prompt
 
 
 def warm(comfy: ComfyProcess, seed: int) -> Prompt:

@@ -1,4 +1,4 @@
-"""How many sizes are compiled at once: as many as cores, main memory and the GPU have room for."""
+"""The number of sizes compiled at once: as many as cores, main memory and the GPU have room for."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
@@ -19,8 +18,6 @@ from fake_engine import publish
 from hybrid_trt.engine_library import Library, LibraryError
 from hybrid_trt.engine_library.disk import check_limit
 from safetensors.numpy import save_file
-from scenarios import Scenario
-from scenarios import prompt as scenario_prompt
 
 OURS = {"X-Hybrid-TRT": "1"}
 PROMPT = {
@@ -97,24 +94,11 @@ def test_the_list_tells_when_an_engine_was_last_used(comfy: ComfyProcess, engine
     assert listed()[:10] == datetime.now(timezone.utc).isoformat()[:10]
 
 
-LIES = {
-    "source": {"path": "a\0b", "size": 1, "mtime_ns": 1},
-    "label": "\ud800",
-    "seconds": {"build": "long"},
-    "parity": {"rel_err": float("nan")},
-    "created": float("inf"),
-    "parameters": 10**400,
-    "inputs": [{"name": "x", "dtype": "evil", "dims": ["B", 4], "optional": False}],
-    "files": {"nul.onnx": {"bytes": 1, "sha256": "0" * 64}},
-}
-
-
-@pytest.mark.parametrize("field", LIES)
 def test_an_engine_with_a_lying_manifest_is_listed_as_broken_and_can_be_removed(
-    comfy: ComfyProcess, engine: Path, field: str
+    comfy: ComfyProcess, engine: Path
 ) -> None:
     path = engine / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {field: LIES[field]}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"parameters": 10**400, "label": "\ud800"}))
     status, answer = ask(comfy, "GET", "/engines")
     assert status == 200
     json.dumps(answer, allow_nan=False)
@@ -167,15 +151,6 @@ def test_other_sites_can_change_nothing(
 ) -> None:
     status, _ = ask(comfy, method, path.format(engine.name), b"x" if method == "POST" else None, headers)
     assert status == 403
-    assert engine.is_dir()
-
-
-@pytest.mark.parametrize(("method", "path"), [
-    ("GET", "/engines/{}/verify"), ("GET", "/engines/{}"), ("POST", "/engines"),
-    ("GET", "/builds/x/cancel"), ("GET", "/nodes"), ("DELETE", "/builds"),
-])
-def test_wrong_methods_are_refused(comfy: ComfyProcess, engine: Path, method: str, path: str) -> None:
-    assert ask(comfy, method, path.format(engine.name))[0] in (404, 405)
     assert engine.is_dir()
 
 
@@ -343,16 +318,3 @@ def test_a_strangers_name_for_this_computer_changes_nothing(
         headers |= {"Origin": origin.format(comfy.port), "Sec-Fetch-Site": "same-origin"}
     assert ask(comfy, "POST", "/settings", b'{"limit_gb": 1}', headers)[0] == status
     assert settings_file.exists() == (status == 200)
-
-
-def test_a_build_above_the_limit_is_refused_with_a_sentence(comfy: ComfyProcess, settings_file: Path) -> None:
-    shutil.rmtree(settings_file.parent, ignore_errors=True)  # engines that other modules built would serve
-    settings_file.parent.mkdir(parents=True)
-    settings_file.write_text('{"limit_gb": 0.001}')
-    settings = {"when_missing": "build now", "max_size": 192}  # a profile of its own
-    graph = scenario_prompt(Scenario(controls=[], steps=1, seed=905, settings=settings), True, "x")
-    history = comfy.queue(graph)
-    assert history.ok, history.error
-    row = history.output("report", "report")[0]["rows"][0]
-    assert (row["engine"], row["native"]) == (0, 1)
-    assert "the settings allow 1.0 MB in all" in history.output("unet_engine", "text")[0]

@@ -1,23 +1,17 @@
-"""What serves a call is right: the weights of this call's patcher, the engine that is on disk now, or native."""
+"""The right thing serves a call: the weights of this call's patcher, the engine that is on disk now, or native."""
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import fake_engine
 import pytest
 import torch
-from fake_recorder import Recorder
-from pack import import_comfy
-from small_networks import CPU, HintEncoder, lora_for, native_call, network, with_lora
-
-import_comfy()
-
 from comfy import model_management
 from comfy.controlnet import ControlNet
+from fake_recorder import Recorder
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.calls import EngineCall, RequestedCalls
 from hybrid_trt.architectures.shapes import Profile, Range, sample_inputs
@@ -32,13 +26,13 @@ from hybrid_trt.engine_builder.jobs import BuildQueue
 from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason, Unavailable
 from hybrid_trt.engine_library.engine import describe_files, relative_error
 from hybrid_trt.engine_library.manifest import MANIFEST_NAME
-from hybrid_trt.nodes import sampler_patch
 from hybrid_trt.page_api import node_states, outlook
 from hybrid_trt.sampling.call_stats import CallStats
 from hybrid_trt.sampling.controlnet import back_with_engine
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.engine_status import lacks_engine, status
 from hybrid_trt.sessions.file_session import FileSession, file_session
+from small_networks import CPU, HintEncoder, lora_for, native_call, network, with_lora
 
 TORCH = backends()["torch"]
 CUDA = torch.device("cuda", 0)
@@ -391,11 +385,3 @@ def test_auto_on_cuda_serves_without_an_engine_and_never_hashes_a_checkpoint(
         told = states.state("key", outlook.NodeRequest("unet", net.label, False, AUTO))
         assert (told["state"], told["any_size"]) == ("none", True)
         assert "build an engine" in told["text"]
-
-
-def test_a_handle_for_another_network_keeps_the_nodes_settings(tmp_path: Path) -> None:
-    handle = handle_of(network("unet", "unlike_levels"), tmp_path)
-    other = sampler_patch._handle_of(network("unet", "unlike_levels"), handle)
-    assert other.network is not handle.network
-    assert replace(other.choice) == handle.choice
-    assert other.session is not handle.session

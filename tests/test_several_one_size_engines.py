@@ -8,14 +8,6 @@ from pathlib import Path
 import patched as patched_models
 import pytest
 import torch
-from one_size import BEST, OF_PORTRAIT, PORTRAIT, build, handle_of, of_one_size, serve
-from pack import import_comfy
-from small_networks import native_call, network
-
-import sampling
-
-import_comfy()
-
 from hybrid_trt.architectures.shapes import Picture, sample_inputs
 from hybrid_trt.backends import backends, file_backend
 from hybrid_trt.comfy_model.network import NativeNetwork
@@ -26,6 +18,10 @@ from hybrid_trt.nodes import building
 from hybrid_trt.sampling.engine_status import status
 from hybrid_trt.sessions.session import refusal_of
 from hybrid_trt.sessions.with_live_fallback import with_live_fallback
+from one_size import BEST, OF_PORTRAIT, PORTRAIT, build, handle_of, of_one_size, serve
+from small_networks import native_call, network
+
+import sampling
 
 __all__ = ["of_one_size"]  # a fixture
 

@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from pack import import_comfy
-
-import_comfy()
-
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 from dynamic_vram import DynamicOnCPU, on_cpu

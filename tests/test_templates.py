@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import slow
-from browser import ComfyPage, chromium, comfy_page
+from browser import ComfyPage, comfy_page
+from build_page import browser
 from comfy_process import ComfyProcess
-from engine_page import EnginePage, reload
+from engine_page import EnginePage
 from PIL import Image
 from playwright.sync_api import Browser
 from shipped_workflows import FOLDER, NAMES, TITLES, shipped
 from workflow_recipes import RECIPES
 from workflow_thumbnails import thumbnail
+
+__all__ = ["browser"]  # a fixture
 
 WIDTH, HEIGHT = 1366, 768
 #: What of the window the page's own furniture leaves: sidebar, tabs.
@@ -29,12 +31,6 @@ VIEW = """() => { const { scale, offset } = app.canvas.ds;
              nodes: app.graph.nodes.map(n => ({ type: n.type, title: n.title, at: at(n) })),
              dom: [...document.querySelectorAll('.lg-node')].map(e => e.getBoundingClientRect())
                  .map(r => [r.x, r.y, r.width, r.height]) }; }"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
@@ -85,26 +81,6 @@ def test_a_template_opens_readable_in_a_small_window(small: ComfyPage, name: str
     assert not small.errors
 
 
-@slow.when("vue")
-@pytest.mark.browser
-def test_a_templates_note_is_in_the_pages_language(small: ComfyPage) -> None:
-    page, raw, name = EnginePage(small, "template-zh"), small.page, "sd15_two_controlnets"
-    try:
-        raw.evaluate("() => app.extensionManager.setting.set('Comfy.Locale', 'zh')")
-        reload(page)
-        raw.evaluate("() => { app.graph.clear(); app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
-        raw.get_by_role("dialog").last.get_by_text("hybrid-trt", exact=True).first.click()
-        raw.get_by_test_id(f"template-workflow-{TITLES[name]}").click()
-        raw.wait_for_function("count => app.graph.nodes.length === count", arg=len(shipped(name)["nodes"]))
-        raw.get_by_text("第一次运行会构建").first.wait_for()
-        page.shot("open")
-        (note,) = (node for node in small.workflow()["nodes"] if node["type"] == "MarkdownNote")
-        assert note["widgets_values"][0].startswith("# SD 1.5，两个 ControlNet")
-    finally:
-        raw.evaluate("() => app.extensionManager.setting.set('Comfy.Locale', 'en')")
-        reload(page)
-
-
 def overlaps(places: list[list[float]]) -> list[tuple[int, int]]:
     """Pairs of boxes that cover one another by more than a pixel."""
     def cover(a: list[float], b: list[float]) -> bool:
@@ -147,5 +123,5 @@ def test_notes_name_what_is_visible_in_the_workflow(name: str) -> None:
 
 PAGE = {"TRTReport": "TRT Report", "TRTApplyControlNet": "TRT Apply ControlNet", "SaveImage": "Save Image",
         "KSampler": "KSampler", "TRTUNetEngine": "TRT UNet Engine"}  # fmt: skip
-"""How nodes without a title of their own are called on the page."""
+"""Names of nodes without a title of their own on the page."""
 WIDGETS = {"strength", "start", "end", "rows", "denoise", "sizes"}

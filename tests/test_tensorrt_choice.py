@@ -1,4 +1,4 @@
-"""Which TensorRT backend can build and run what, on GPUs and with packages that are not here."""
+"""TensorRT backends that can build and run something, on GPUs and with packages that are not here."""
 
 from __future__ import annotations
 

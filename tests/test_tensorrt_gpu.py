@@ -59,7 +59,7 @@ def build(network: object, precision: str, backend: object, folder: Path) -> Eng
 
 
 def reference(engine: Engine, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the same graph in float32 gives in ONNX Runtime on the CPU."""
+    """Run the same graph in float32 in ONNX Runtime on the CPU."""
     with_cpu = {name: tensor.float().cpu() for name, tensor in given.items()}
     return FileSession(engine, onnxruntime.BACKEND.load, networks.CPU).run(with_cpu)
 
@@ -303,7 +303,7 @@ def test_one_engine_takes_the_weights_of_every_checkpoint_and_lora(backend: obje
 def by_native(
     network: object, patcher: object, engine: Engine, given: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What the network's function gives on the GPU with a patcher's weights."""
+    """Call the network's function on the GPU with a patcher's weights."""
     patcher.patch_model(GPU)
     try:
         with torch.inference_mode():

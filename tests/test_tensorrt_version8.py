@@ -1,4 +1,4 @@
-"""What is made otherwise for TensorRT 8.6, as far as it can be tried without it. The rest: test_tensorrt_gpu.py."""
+"""TensorRT 8.6's differences, as far as they can be tried without it. The rest: test_tensorrt_gpu.py."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import slow
 import torch
 from builds import until
 from hybrid_trt.backends import backends
@@ -50,7 +51,7 @@ def test_written_out_norms_compute_what_instance_normalization_does(dtype: str, 
     assert np.abs(found - expected).max() / np.abs(expected).max() < limit
 
 
-@pytest.mark.parametrize("kind", ["unet", "controlnet"])
+@pytest.mark.parametrize("kind", slow.cases({"unet": "unet", "controlnet": "controlnet"}, ["unet"]))
 def test_the_timesteps_sines_are_kept_in_float32_and_nothing_of_attention(kind: str, tmp_path: Path) -> None:
     """At t = 900 an angle in half precision is off by up to 0.25."""
     net = network(kind, "sd15_as_published", torch.float16)

@@ -20,10 +20,6 @@ import networks
 import pytest
 import torch
 from any_weights import lora, patched
-from pack import import_comfy
-
-import_comfy()
-
 from comfy.conds import CONDCrossAttn, CONDRegular
 from comfy.controlnet import ControlNet
 from comfy.model_management import cast_to_device

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from builds import children, order, read_only, small_network
+from builds import order, read_only, small_network
 from fake_engine import publish_engine
 from hybrid_trt.architectures.image_latent import ANY
 from hybrid_trt.architectures.shapes import Profile, Range
@@ -20,7 +20,6 @@ from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder import check
 from hybrid_trt.engine_builder.build import build_engine, run_here
-from hybrid_trt.engine_builder.worker_process import run_in_worker
 from hybrid_trt.engine_library import BuildError, Engine, EngineQuery, Library, Manifest, Reason, Unavailable, trust
 from hybrid_trt.engine_library.engine import describe_files
 from hybrid_trt.engine_library.inventory import BROKEN, READY, STALE, UNCHECKED, entries
@@ -324,22 +323,3 @@ def test_what_is_found_out_in_a_library_that_became_read_only_counts(tmp_path: P
         assert trust.flaw(engine).reason is Reason.BROKEN_ENGINE
     trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, gpu="sm_80 A"))
     assert trust.flaw(engine, "sm_80 A") is None, "what is written last, wherever"
-
-
-def test_a_check_whose_process_is_killed_says_nothing_of_the_engine(
-    network: NativeNetwork, built: Engine, tmp_path: Path, on_gpu: None
-) -> None:
-    made = order(network, backends()["onnxruntime"], PROFILE)
-    copied(built, tmp_path / "library", lambda _folder: None)
-
-    def run(task: dict, progress: Callable, *rest: object) -> dict:
-        def kill(phase: str, fraction: float) -> None:
-            for child in children() if phase == "running native" else ():
-                child.kill()
-            progress(phase, fraction)
-
-        return run_in_worker(task, kill, *rest)
-
-    with pytest.raises(BuildError, match="was ended by SIGKILL"):
-        build_engine(made, Library([tmp_path / "library"]), lambda *_: None, run=run)
-    assert state(tmp_path / "library", HERE)[0] == UNCHECKED

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 import slow
-from browser import ComfyPage, chromium, comfy_page
+from browser import ComfyPage
+from build_page import browser
+from build_page import opened_in_both as opened
 from comfy_process import ComfyProcess
-from engine_page import STACK_MEASURED, EnginePage
+from engine_page import STACK_MEASURED
 from make_workflows import build
 from node_boxes import overlaps
-from playwright.sync_api import Browser
-from shipped_workflows import NAMES, TITLES, Workflow, object_info, shipped
+from shipped_workflows import NAMES, Workflow, object_info, shipped
 from workflow_recipes import RECIPES, with_tiny_models
 from workflow_to_prompt import bypass, set_widget, to_prompt
 
-__all__ = ["object_info"]  # a fixture: pytest finds it by name
+__all__ = ["browser", "object_info", "opened"]  # fixtures: pytest finds them by name
 
 SD15_NETS, SDXL_NETS = ("tiny_sd15_a", "tiny_sd15_b"), ("tiny_sdxl_a", "tiny_sdxl_b")
 NETS = {name: SDXL_NETS if name.startswith("sdxl") else SD15_NETS for name in NAMES}
@@ -91,46 +92,6 @@ SET_OUTSIDE = """value => { const outer = app.graph.nodes.find(n => n.isSubgraph
 SIZES_INSIDE = """() => app.graph.nodes.find(n => n.isSubgraphNode?.()).subgraph.nodes
     .find(n => n.type === 'TRTUNetEngine').widgets.find(w => w.name === 'size_preset').value"""
 
-#: The tiny SDXL models in the opened template: a UNet and a VAE in the checkpoint's place, and conditioning
-#: without text encoders, which would outweigh all else.
-TINY_SDXL = """() => {
-    const all = type => app.graph.nodes.filter(n => n.type === type), loader = all('CheckpointLoaderSimple')[0];
-    const set = (node, values) => Object.entries(values).forEach(([name, value]) => {
-        node.widgets.find(w => w.name === name).value = value; });
-    const replace = (from, slot, type, values) => {
-        const node = LiteGraph.createNode(type);
-        node.pos = [...from.pos];
-        app.graph.add(node);
-        set(node, values);
-        for (const link of (from.outputs[slot].links ?? []).map(id => app.graph.getLink(id)))
-            node.connect(0, app.graph.getNodeById(link.target_id), link.target_slot); };
-    replace(loader, 0, 'UNETLoader', { unet_name: 'tiny_sdxl_unet.safetensors' });
-    replace(loader, 2, 'VAELoader', { vae_name: 'tiny_sdxl_taesd.safetensors' });
-    for (const [seed, text] of all('CLIPTextEncode').entries()) {
-        replace(text, 0, 'TestConditioning', { width: 2048, pooled: 1280, seed });
-        app.graph.remove(text); }
-    app.graph.remove(loader);
-    for (const [i, letter] of ['a', 'b'].entries()) {
-        set(all('ControlNetLoader')[i], { control_net_name: `tiny_sdxl_${letter}.safetensors` });
-        set(all('LoadImage')[i], { image: `control_${letter}.png` }); }
-    for (const node of [...all('TRTUNetEngine'), ...all('TRTControlNetEngine')])
-        set(node, { when_missing: 'use native', min_size: 64, opt_size: 64, max_size: 128 });
-    set(all('EmptyLatentImage')[0], { width: 128, height: 128 });
-    set(all('KSampler')[0], { steps: 3 }); }"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as started:
-        yield started
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
-def opened(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
-    """One page for all tests of a mode: opening one takes longer than most tests."""
-    with comfy_page(browser, comfy.url, vue=request.param) as page:
-        yield page
-
 
 @pytest.fixture
 def page(opened: ComfyPage) -> Iterator[ComfyPage]:
@@ -140,21 +101,17 @@ def page(opened: ComfyPage) -> Iterator[ComfyPage]:
     assert not opened.errors
 
 
+@slow.when("vue")
 @pytest.mark.browser
 @pytest.mark.parametrize("name", NAMES)
-def test_opens_without_problems(page: ComfyPage, object_info: dict[str, Any], name: str) -> None:
+def test_opens_without_problems_and_converts_as_the_page_does(
+    page: ComfyPage, object_info: dict[str, Any], name: str
+) -> None:
     """With models that exist here: without them ComfyUI marks the loaders, as it should."""
-    page.load(with_tiny_models(shipped(name), object_info, NETS[name]))
-    page.page.wait_for_timeout(1000)  # the error panel takes its time
-    assert page.problems() == []
-    assert overlaps(page.boxes()) == []
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("name", NAMES)
-def test_converts_as_the_page_does(page: ComfyPage, object_info: dict[str, Any], name: str) -> None:
-    workflow = shipped(name)
+    workflow = with_tiny_models(shipped(name), object_info, NETS[name])
     page.load(workflow)
+    page.page.wait_for_timeout(600)  # the error panel takes its time
+    assert page.problems() == []
     prompt = page.prompt()
     assert prompt == to_prompt(workflow, object_info)
     assert prompt == to_prompt(page.workflow(), object_info)  # a saved file lists widgets as sockets too
@@ -162,6 +119,7 @@ def test_converts_as_the_page_does(page: ComfyPage, object_info: dict[str, Any],
     assert looked == serialised
 
 
+@slow.when("vue")
 @pytest.mark.browser
 @pytest.mark.parametrize("name", NAMES)
 def test_files_are_what_the_recipes_make(page: ComfyPage, object_info: dict[str, Any], name: str) -> None:
@@ -194,6 +152,7 @@ def _random_seed(workflow: Workflow, info: dict[str, Any]) -> None:
     set_widget(workflow, "KSampler", "denoise", 0.5, info)
 
 
+@slow.when("vue")
 @pytest.mark.browser
 @pytest.mark.parametrize("change", [_engines_bypassed, _apply_bypassed, _net_muted, _third_row, _random_seed])
 def test_changes_convert_as_the_page_does(
@@ -206,6 +165,7 @@ def test_changes_convert_as_the_page_does(
     assert page.prompt() == to_prompt(workflow, object_info) != before
 
 
+@slow.when("vue")
 @pytest.mark.browser
 def test_nodes_of_the_page_alone_convert(page: ComfyPage, object_info: dict[str, Any]) -> None:
     page.load(shipped("sd15_two_controlnets"))
@@ -215,6 +175,7 @@ def test_nodes_of_the_page_alone_convert(page: ComfyPage, object_info: dict[str,
     assert next(entry for entry in prompt.values() if entry["class_type"] == "KSampler")["inputs"]["seed"] == 4711
 
 
+@slow.when("vue")
 @pytest.mark.browser
 def test_a_look_at_the_graph_finds_what_serialising_it_gives(page: ComfyPage, object_info: dict[str, Any]) -> None:
     """Through subgraphs, widgets that they show, reroutes, primitives, bypassed and muted nodes."""
@@ -297,11 +258,11 @@ def test_undo_and_redo_go_through_every_edit_of_the_stack(page: ComfyPage) -> No
 
 
 @pytest.mark.browser
-def test_runs_in_the_page(page: ComfyPage, comfy: ComfyProcess, object_info: dict[str, Any]) -> None:
+def test_runs_in_the_page(page: ComfyPage, sd15: ComfyProcess, object_info: dict[str, Any]) -> None:
     """All engines serve, and the status texts that the nodes then show make no node grow over another."""
     workflow = with_tiny_models(shipped("sd15_two_controlnets"), object_info)
     page.load(workflow)
-    comfy.free()  # cached nodes are not run again and would show no status
+    sd15.free()  # cached nodes are not run again and would show no status
     outputs = page.queue()
     page.settle()
     report = outputs[str(next(node["id"] for node in workflow["nodes"] if node["type"] == "TRTReport"))]["report"][0]
@@ -309,31 +270,3 @@ def test_runs_in_the_page(page: ComfyPage, comfy: ComfyProcess, object_info: dic
     assert len(report["rows"]) == 3
     assert page.problems() == []
     assert overlaps(page.boxes()) == []
-
-
-@pytest.mark.browser
-@slow.SLOW
-def test_sdxl_with_two_controlnets_is_built_by_clicks_and_runs_on_its_engines(page: ComfyPage) -> None:
-    if page.vue:
-        pytest.skip("The buttons are clicked in both modes elsewhere; three builds are enough.")
-    raw, nodes = page.page, EnginePage(page, "sdxl")
-    raw.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
-    raw.get_by_role("dialog").last.get_by_text("hybrid-trt", exact=True).first.click()
-    raw.get_by_test_id(f"template-workflow-{TITLES['sdxl_two_controlnets']}").click()
-    raw.wait_for_function("() => app.graph.nodes.filter(n => n.type === 'TRTControlNetEngine').length === 2")
-    page.settle()
-    raw.evaluate(TINY_SDXL)
-    page.fit(left=72, top=112, right=12, bottom=60)
-    engines = [nodes.node(name) for name in ("TRTUNetEngine", "TRT ControlNet Engine 1", "TRT ControlNet Engine 2")]
-    for node in engines:
-        nodes.click(node)
-        nodes.wait_for(node, "queued", "building", "ready", timeout=60)
-    for node in engines:
-        assert nodes.wait_for(node, "ready", "failed", timeout=240)["state"] == "ready"
-    outputs = page.queue()
-    nodes.shot("ran")
-    (report,) = [output["report"][0] for output in outputs.values() if output.get("report", [{}])[0].get("rows")]
-    assert {row["name"]: (row["engine"], row["native"]) for row in report["rows"]} == {
-        f"tiny_sdxl_{name}.safetensors": (3, 0) for name in ("unet", "a", "b")}
-    assert "Last run: 3 calls on onnxruntime" in nodes.wait_until(
-        engines[0], lambda status: "Last run" in status["text"], "run", 10)["text"]

@@ -22,7 +22,7 @@ from comfy_execution.graph_utils import GraphBuilder, is_link
 
 import nodes  # ComfyUI's
 
-from . import other_packs_controls, other_packs_models, other_packs_sampling, other_packs_weights
+from . import other_packs_controls, other_packs_sampling
 
 FAMILIES = Path(__file__).resolve().parents[1] / "support" / "families"
 ENGINE = io.Custom("TRT_UNET_ENGINE")
@@ -223,11 +223,6 @@ def models_alive(turn: int, after: dict | None = None) -> io.NodeOutput:
     return io.NodeOutput(ui={"alive": [alive.count("UNetModel"), alive.count("ControlNet")]})
 
 
-def other_packs_model(unet_name: str, kind: str) -> model_patcher.ModelPatcher:
-    """Return a model with weights of another pack."""
-    return other_packs_weights.load(folder_paths.get_full_path_or_raise("diffusion_models", unet_name), kind)
-
-
 NODES = [
     TestEndLoop,
     _node("TestConditioning", conditioning, [
@@ -257,22 +252,11 @@ NODES = [
     _node("TestCopiedOptions", other_packs_controls.with_copied_options, [MODEL], io.Model),
     _node("TestNotANumber", other_packs_controls.not_a_number, [CONTROL, integer("call", 1, 1, 100)], io.ControlNet),
     _node("TestPatchInside", other_packs_controls.patched_inside, [MODEL], io.Model),
-    _node("TestReplaceCode", other_packs_models.replace_code, [
-        MODEL, io.Combo.Input("place", options=list(other_packs_models.PLACES)),
-        io.Combo.Input("how", options=["scaled", "resizing", "ComfyUI's"])], io.Model, always=True),
-    _node("TestChangeInSteps", other_packs_models.changed_in_steps, [
-        MODEL, io.Combo.Input("what", options=["hook", "method"]),
-        io.Float.Input("above", default=1.0, min=0.0, max=1000.0, step=0.1)], io.Model),
-    _node("TestEditWeights", other_packs_models.edit_weights, [
-        MODEL, io.Combo.Input("how", options=["in place", "others"])], io.Model),
     _node("TestOwnForward", other_packs_sampling.with_own_forward, [
         MODEL, integer("every", 0, 0, 9, optional=True), io.Boolean.Input("replaced", default=False, optional=True)],
         io.Model),
     _node("TestSampleInThread", other_packs_sampling.sample_in_thread, [
         MODEL, *CONDITIONINGS, LATENT, SEED, STEPS, io.Combo.Input("way", options=["thread", "executor"])], io.Latent),
-    _node("TestOtherPacksModel", other_packs_model, [
-        io.Combo.Input("unet_name", options=folder_paths.get_filename_list("diffusion_models")),
-        io.Combo.Input("kind", options=["GGUF", "NF4", "whole numbers", "another patcher"])], io.Model),
 ]  # fmt: skip
 
 

@@ -7,11 +7,6 @@ from typing import Any
 
 import torch
 from built_once import built_once
-from pack import import_comfy
-from small_networks import CPU, native_call, network, random_weights
-
-import_comfy()
-
 from comfy.model_patcher import ModelPatcher
 from hybrid_trt.architectures import Role
 from hybrid_trt.architectures.calls import EngineCall
@@ -22,6 +17,7 @@ from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, Library
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
+from small_networks import CPU, native_call, network, random_weights
 
 PROFILE = Profile({"B": Range(1, 2, 2), "H": Range(4, 8, 16), "W": Range(4, 8, 16), "T": Range(77, 77, 77),
                    "HB": Range(1, 1, 2)})

@@ -41,6 +41,13 @@ def opened(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess
         yield page
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
+def opened_in_both(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
+    """Both kinds of nodes, in a run of the quick tests too."""
+    with comfy_page(browser, comfy.url, vue=request.param) as page:
+        yield page
+
+
 @pytest.fixture
 def page(opened: ComfyPage, request: pytest.FixtureRequest) -> Iterator[EnginePage]:
     opened.errors.clear()

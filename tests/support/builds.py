@@ -12,19 +12,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
-from pack import ROOT, import_comfy
-
-import_comfy()
-
 import comfy.model_patcher
 import comfy.ops
+import psutil
+import pytest
 import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from hybrid_trt import backends
 from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.comfy_model.network import UNET_PREFIX, NativeNetwork
+from hybrid_trt.engine_builder.jobs import BuildQueue
 from hybrid_trt.engine_builder.order import BuildOrder
+from pack import ROOT
 
 CPU = torch.device("cpu")
 PROFILE = Profile({"B": Range(1, 2, 4), "H": Range(4, 16, 40), "W": Range(4, 16, 40), "T": Range(77, 77, 154)})
@@ -56,6 +55,34 @@ def slow_backend(name: str = "slow") -> Iterator[Any]:
         yield importlib.import_module(f"{backends.__name__}.{name}_backend").BACKEND
     finally:
         backends.__path__ = paths
+
+
+@pytest.fixture
+def queue() -> Iterator[BuildQueue]:
+    made = BuildQueue()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def network() -> NativeNetwork:
+    return small_network()
+
+
+@pytest.fixture
+def backend() -> Iterator[Any]:
+    with slow_backend() as slow:
+        yield slow
+
+
+def pretend(task: dict, *_: Any) -> dict:
+    """Both steps without their work."""
+    folder = Path(task["folder"])
+    if task["step"] == "export":
+        (folder / "parameters.json").write_text("{}")
+        return {"onnx": "model.onnx", "parity": {"rel_err": 0.0}, "seconds": {}}
+    (folder / "engine.slow").write_bytes(b"slow")
+    return {"files": ["engine.slow"], "seconds": {}}
 
 
 def order(network: NativeNetwork, backend: Any, profile: Profile = PROFILE) -> BuildOrder:

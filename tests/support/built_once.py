@@ -10,10 +10,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from pack import import_comfy
-
-import_comfy()
-
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, Library

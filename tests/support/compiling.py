@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from pack import import_comfy
-
-import_comfy()
-
 from hybrid_trt.backends.torch_inductor.compiled import can_compile
 
 COMPILES = pytest.mark.skipif(not can_compile(), reason="this torch is too old to compile to a file")

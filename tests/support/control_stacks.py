@@ -8,14 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import comfy.samplers
 import pytest
 import torch
-from pack import import_comfy
-from small_networks import CPU, network
-
-import_comfy()
-
-import comfy.samplers
 from comfy.controlnet import ControlNet
 from comfy.patcher_extension import WrapperExecutor
 from hybrid_trt.architectures.shapes import Profile, Range
@@ -25,6 +20,7 @@ from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling import control_stack
 from hybrid_trt.sampling.controlnet import back_with_engine
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
+from small_networks import CPU, network
 
 CHOICE = EngineChoice(Profile({s: Range(1, 16, 64) for s in ("B", "H", "W", "T", "HB")}), "auto", "torch")
 SAMPLING = SimpleNamespace(calculate_input=lambda t, x: x / (t[0] ** 2 + 1) ** 0.5, timestep=lambda t: t * 10)

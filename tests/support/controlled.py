@@ -6,13 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import comfy.controlnet
 import pytest
 import torch
-from pack import import_comfy
-
-import_comfy()
-
-import comfy.controlnet
 from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher
 from hybrid_trt.comfy_model.network import NativeNetwork

@@ -5,10 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pack import import_comfy
-
-import_comfy()
-
 from comfy.model_patcher import ModelPatcher, ModelPatcherDynamic
 
 

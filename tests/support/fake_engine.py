@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pack  # noqa: F401
 from hybrid_trt.architectures.shapes import Dim, Profile, Range, TensorSpec
 from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, trust
 from hybrid_trt.engine_library.engine import describe_files

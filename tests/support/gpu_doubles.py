@@ -8,10 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_recorder import Recorder
-from pack import import_comfy
-
-import_comfy()
-
 from hybrid_trt.sampling import control_stack
 from hybrid_trt.sessions import cuda_graphs
 

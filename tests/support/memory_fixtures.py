@@ -10,14 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import comfy.controlnet
 import pytest
 import tiny_models
 import torch
-from pack import import_comfy
-
-import_comfy()
-
-import comfy.controlnet
 from comfy import model_management
 from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher

@@ -14,21 +14,17 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
-import torch
-from pack import import_comfy
-from torch.utils._python_dispatch import TorchDispatchMode
-
-import_comfy()
-
 import comfy.controlnet
 import comfy.model_patcher
 import comfy.model_prefetch
+import pytest
+import torch
 from comfy.controlnet import ControlBase, ControlNet
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy.model_patcher import ModelPatcher, ModelPatcherDynamic
 from dynamic_vram import DynamicOnCPU
 from hybrid_trt.comfy_model import comfyui_internals
+from torch.utils._python_dispatch import TorchDispatchMode
 
 MOST_HINTS = 2
 
@@ -282,34 +278,15 @@ def emulate(name: str, patch: pytest.MonkeyPatch) -> Any:
     return EMULATIONS[name](patch) if name in EMULATIONS else None
 
 
-@pytest.fixture
-def hint_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    hint_map_on(monkeypatch)
+def _fixture(name: str) -> Any:
+    @pytest.fixture
+    def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
+        return emulate(name, monkeypatch)
+
+    return emulated
 
 
-@pytest.fixture
-def foreign_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
-    foreign_attributes_on(monkeypatch)
-
-
-@pytest.fixture
-def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    fast_disk_on(monkeypatch)
-
-
-@pytest.fixture
-def free_memory_of_a_patcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    free_memory_of_a_patcher_on(monkeypatch)
-
-
-@pytest.fixture
-def more_pins(monkeypatch: pytest.MonkeyPatch) -> None:
-    more_pins_on(monkeypatch)
-
-
-@pytest.fixture
-def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
-    return recording_on(monkeypatch)
+hint_map, foreign_attributes, fast_disk, free_memory_of_a_patcher, more_pins, recording = map(_fixture, EMULATIONS)
 
 
 def _as_comfyuis(function: types.FunctionType) -> types.FunctionType:

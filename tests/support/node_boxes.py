@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+from build_page import NAME, NET_1
 from engine_page import EnginePage
 from playwright.sync_api import Route
 
@@ -35,6 +37,10 @@ STATES: dict[str, dict[str, Any]] = {
 }
 """States that the server may tell of a node."""
 
+#: Whether two Chinese characters are drawn as two pictures: without a font every one is the same box.
+DRAWS_CHINESE = """() => { const drawn = character => { const c = document.createElement('canvas').getContext('2d');
+    c.font = '20px sans-serif'; c.fillText(character, 5, 25); return c.canvas.toDataURL(); };
+    return drawn('构') !== drawn('引'); }"""
 MEASURED = """([id, name]) => {
     const node = app.canvas.graph.getNodeById(id), e = node.widgets.find(w => w.name === name).element;
     const box = e.getBoundingClientRect(), scale = app.canvas.ds.scale;
@@ -63,6 +69,17 @@ def server_says(page: EnginePage, state: dict[str, Any]) -> None:
         route.fulfill(json={"nodes": dict.fromkeys(route.request.post_data_json["nodes"], whole)})
 
     raw.route("**/hybrid_trt/nodes", answer)
+
+
+def drawn(page: EnginePage, tiny: dict[str, Any], state: dict[str, Any]) -> int:
+    """A node in this state, drawn in its real size."""
+    server_says(page, state)
+    page.page.load(copy.deepcopy(tiny), NAME)
+    net = page.node(NET_1)
+    close_up(page, net)
+    page.wait_for(net, state["state"], timeout=30)
+    page.page.settle()
+    return net
 
 
 def measured(page: EnginePage, node: int, widget: str = "engine_status") -> dict[str, Any]:

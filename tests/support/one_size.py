@@ -7,11 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from built_once import built_once
-from pack import import_comfy
-from small_networks import native_call
-
-import_comfy()
-
 from hybrid_trt.architectures.calls import EngineCall
 from hybrid_trt.architectures.shapes import Picture, Profile, Range, sample_inputs
 from hybrid_trt.backends import backends
@@ -20,6 +15,7 @@ from hybrid_trt.engine_library import Engine, Library
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.nodes import building
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
+from small_networks import native_call
 
 ORT = backends()["onnxruntime"]
 PROFILE = Profile({"B": Range(1, 2, 4), "H": Range(4, 8, 20), "W": Range(4, 8, 20), "T": Range(77, 77, 231),

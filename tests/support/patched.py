@@ -6,12 +6,8 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import torch
-from pack import import_comfy
-
-import_comfy()
-
 import comfy.sd
+import torch
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from comfy_execution.utils import CurrentNodeContext
@@ -33,6 +29,7 @@ PROFILE = profile_of(64, 64, 256, 2, 77)
 LIMIT = 1e-5
 prompt_numbers = itertools.count()
 _libraries: dict[Path, Library] = {}
+_latents: dict[Path, torch.Tensor] = {}
 
 
 def load(file: Path) -> ModelPatcher:
@@ -49,6 +46,13 @@ def library_of(file: Path, folder: Path) -> Library:
         build_engine(order, library, lambda _phase, _fraction: None, run=run_here)
         _libraries[file] = library
     return _libraries[file]
+
+
+def natively(file: Path) -> torch.Tensor:
+    """Native's latent of the file's model, sampled once per process."""
+    if file not in _latents:
+        _latents[file] = sample(load(file))
+    return _latents[file]
 
 
 class Patched:

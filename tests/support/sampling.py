@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pack
-import torch
-
-pack.import_comfy()
-
 import comfy.sample
+import torch
 from comfy.controlnet import ControlBase
 from comfy.model_patcher import ModelPatcher
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from pack import import_comfy
-
-import_comfy()
-
 import comfy.model_patcher
 import comfy.ops
+import torch
 from comfy.cldm.cldm import ControlNet
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from hybrid_trt.architectures import Role
