@@ -19,8 +19,8 @@ OTHER_VERSIONS = $(PYTHON) tools/other_versions.py
 # They use torch's internals, and ComfyUI's modules without its server.
 TORCH_TESTS = $(addprefix tests/test_,$(addsuffix .py,\
 	any_size attention choices compiled_files compute_dtype cuda_graphs decompositions export file_session_graphs \
-	graph_memory fused_layers kept_weights large_graphs live_torch memory_layout one_size parts recorded_launchers \
-	side_by_side weights_hashes))
+	fused_layers graph_memory kept_weights large_graphs live_torch memory_layout one_size parallel parts \
+	recorded_launchers weights_hashes))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-newest test-torch benchmark-builds env clean

@@ -12,14 +12,15 @@ import pkgutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..architectures.calls import Call, RequestedCalls
 from ..architectures.shapes import Profile, TensorSpec
 from ..engine_library import Engine, Fallback, Manifest
-from .gpu_lock import GpuLock
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     import torch
 
     from ..comfy_model.network import NativeNetwork
@@ -30,6 +31,9 @@ AUTO = "auto"
 
 Progress = Callable[[str, float], None]
 """Called with a phase in words and the fraction done, 0 to 1; may raise to cancel."""
+
+Submit = Callable[..., "Future[Any]"]
+"""Called with a function and its arguments, which another process then calls; all of that has to be picklable."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,8 @@ class LiveTask:
         sizes: the calls to compile for, symbol -> size.
         precision: what it computes in, torch's name.
         folder: where to put the engine's files.
-        turns: what other processes compile the order's other sizes for the same device meanwhile.
-        part: which of how many parts of its only size this process compiles; the first one puts them together. For
-            the others a function's parameters are on the meta device.
+        processes: how many others may compile parts of it; 0 where this one does all.
+        submit: has one of them do something; not to be called without them.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -76,13 +79,8 @@ class LiveTask:
     precision: str
     device: torch.device
     folder: Path
-    turns: GpuLock = GpuLock()
-    part: tuple[int, int] = (0, 1)
-
-    @property
-    def leads(self) -> bool:
-        """True for the process that puts the parts together and compares; the others need no values of weights."""
-        return self.part[0] == 0
+    processes: int = 0
+    submit: Submit | None = None
 
 
 @dataclass(frozen=True)
@@ -214,20 +212,13 @@ class GraphBuilder(Backend, Protocol):
 
 
 class LiveCompiler(Backend, Protocol):
-    """A backend that compiles live networks; its engines hold no weights.
-
-    Attributes:
-        in_parts: True if several processes may compile a size together, each a part of it; see ``LiveTask``.
-    """
-
-    in_parts: bool
+    """A backend that compiles live networks; its engines hold no weights."""
 
     def compile(self, function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
         """Compile a network for the task's sizes and return ``files``, ``parity`` and ``seconds`` of the manifest.
 
-        There is one file and one of the parity's ``cases`` for each size, in the task's order. Other processes may
-        compile other sizes of the order: what is timed on the device has to hold the GPU lock. A process that compiles
-        a part and is not the first returns its ``seconds`` alone.
+        There is one file and one of the parity's ``cases`` for each size, in the task's order. What it times on the
+        device has to be timed while the other processes have nothing to do.
 
         Args:
             function: the network as a function of its inputs, on the task's device.

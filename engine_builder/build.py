@@ -41,8 +41,8 @@ from ..engine_library.engine import LIMITS, PARAMETERS_NAME, describe_files
 from ..engine_library.manifest import PACK_VERSION
 from .check import check_engine, check_task, unchecked_engine
 from .order import BuildOrder
+from .parallel import run_step
 from .resources import check_memory, hold
-from .side_by_side import run_step
 from .worker.onnx_export import DATA_NAME
 from .worker.steps import STEPS
 from .worker.task import Task

@@ -52,6 +52,8 @@ def take_stack() -> None:
     os.execv(sys.executable, sys.orig_argv)
 
 
+if __name__ == "__mp_main__":  # a process that one of the pack's started, see ``worker.helpers``
+    load_pack()
 if __name__ == "__main__":
     take_stack()
     sys.exit(run(sys.argv[1], sys.argv[2:]))

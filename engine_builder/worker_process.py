@@ -29,10 +29,6 @@ STARTING = "starting"
 """The phase until the child tells one."""
 
 
-class RetryWithOneWorker(BuildError):
-    """The child may have failed for what others had meanwhile, memory most of all: alone it may succeed."""
-
-
 _KINDS = {"build": BuildError, "refuted": ValidationFailed}
 """Word of a worker process for its failure -> our exception."""
 
@@ -170,16 +166,13 @@ def _thread(target: Callable[..., None], *arguments: Any) -> threading.Thread:
 
 def _failure(failed: Mapping, phase: str, folder: Path) -> Exception:
     """Return what a child told of as an exception of ours."""
-    if failed["kind"] == "build" and failed["crowded"]:
-        return RetryWithOneWorker(failed["text"])
     if failed["kind"] in _KINDS:
         return _KINDS[failed["kind"]](failed["text"])
     if failed["kind"] == "unavailable":
         return Unavailable(Reason(failed["reason"]), failed["text"])
     if (full := _full_disk(failed["errno"], folder)) is not None:
         return full
-    kind = RetryWithOneWorker if failed["crowded"] else BuildError
-    return kind(
+    return BuildError(
         f"the builder failed while {phase} ({failed['text']}), so no engine was made and native keeps serving; see the "
         "build's log, and report this model if it happens again"
     )
@@ -198,7 +191,7 @@ def _crashed(status: int, phase: str, words: list[str], folder: Path) -> Excepti
     elif os.name == "nt" and status > 0xFF:
         how = f"crashed with status {status:#x}"
     last = f" Its last words: {' | '.join(words)}" if words else ""
-    return RetryWithOneWorker(  # what lacks memory ends in many ways without a word
+    return BuildError(
         f"the builder {how} while {phase}, so no engine was made and native keeps serving; {advice}.{last}"
     )
 

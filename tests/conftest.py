@@ -75,7 +75,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 BUILD_FOR_MINUTES = ("test_tensorrt.py", "test_live_torch.py", "test_cli.py", "test_export.py", "test_one_size.py",
                      "test_several_one_size_engines.py", "test_any_weights.py", "test_kept_weights.py",
-                     "test_side_by_side.py")
+                     "test_parallel.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

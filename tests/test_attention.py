@@ -71,7 +71,7 @@ def test_each_size_is_compiled_with_what_was_chosen_for_it_and_says_so(
         asked.append(first)
         yield
 
-    monkeypatch.setattr(attention, "choose", lambda _function, given, crowded: of_rows[given[0].shape[2]])
+    monkeypatch.setattr(attention, "choose", lambda _function, given: of_rows[given[0].shape[2]])
     monkeypatch.setattr(compiled, "best_attention", best_attention)
     x, y = (TensorSpec(name, "float32", (Dim("B"), 1, Dim("H"), 8)) for name in "xy")
     sizes = [{"B": 2, "H": rows} for rows in of_rows]

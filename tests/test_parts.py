@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import pickle
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from compiling import COMPILES
 from pack import import_comfy
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import_comfy()
 
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends.torch_inductor import compiled, parts
-from hybrid_trt.backends.torch_inductor.shared_size import SharedSize
 from hybrid_trt.engine_library.engine import relative_error
 from small_networks import network as network_of
 
@@ -58,9 +55,10 @@ def small(request: pytest.FixtureRequest) -> Small:
 def test_parts_one_after_the_other_compute_what_the_whole_does(small: Small, count: int) -> None:
     cut, outputs = parts.in_parts(small.graph, count)
     assert len(cut) == count
-    sizes = [len(part.graph.graph.nodes) - len(part.takes) for part in cut]
+    graphs = [parts.opened(part.contents)[0] for part in cut]
+    sizes = [len(graph.graph.nodes) - len(part.takes) for graph, part in zip(graphs, cut, strict=True)]
     assert max(sizes) < 2 * len(small.graph.graph.nodes) / count
-    together = parts.InParts([part.graph for part in cut], [(part.takes, part.gives) for part in cut], outputs)
+    together = parts.InParts(graphs, [(part.takes, part.gives) for part in cut], outputs)
     with torch.inference_mode():
         small.assert_like_it(together(*small.weights, *small.inputs))
 
@@ -69,8 +67,8 @@ def test_what_crosses_a_cut_crosses_once_and_is_no_view(small: Small) -> None:
     cut, _ = parts.in_parts(small.graph, 3)
     inputs = len(small.weights) + len(small.inputs)
     for part in cut[1:]:
-        crossing = [node for node, number in zip(part.graph.graph.find_nodes(op="placeholder"), part.takes, strict=True)
-                    if number >= inputs]  # fmt: skip
+        taken = parts.opened(part.contents)[0].graph.find_nodes(op="placeholder")
+        crossing = [node for node, number in zip(taken, part.takes, strict=True) if number >= inputs]
         assert crossing
         made = {node.name: node for node in small.graph.graph.nodes}
         assert not [node.name for node in crossing if made[node.name].target in parts.VIEWS]
@@ -81,7 +79,7 @@ def test_what_crosses_a_cut_crosses_once_and_is_no_view(small: Small) -> None:
 def test_a_cut_is_where_inductor_fuses_nothing(small: Small) -> None:
     cut, _ = parts.in_parts(small.graph, 3)
     for part in cut[:-1]:
-        *_, last, _ = part.graph.graph.nodes
+        *_, last, _ = parts.opened(part.contents)[0].graph.nodes
         assert last.target in parts.LIBRARY_CALLS
 
 
@@ -121,55 +119,16 @@ class Plain(torch.nn.Module):
         return (x,)
 
 
-@pytest.fixture
-def plain() -> tuple:
-    """The arguments by which ``SharedSize`` compiles one."""
-    network = Plain().requires_grad_(False)
+@COMPILES
+def test_parts_that_others_compile_are_put_together_in_a_file(tmp_path: Path) -> None:
+    network, x, path = Plain().requires_grad_(False), torch.randn(5, 8), tmp_path / "sizes.bin"
     names = sorted(name for name, _ in network.named_parameters())
-    return network, [network.get_parameter(name) for name in names], names, [torch.randn(5, 8)]
-
-
-def assert_like_it(made: compiled.Compiled, plain: tuple) -> None:
-    network, weights, _, (x,) = plain
-    with torch.inference_mode():
-        assert torch.allclose(made(*weights, x)[0], network(x)[0], atol=1e-6)
-
-
-@COMPILES
-def test_each_process_does_a_part_and_the_first_one_puts_them_together(plain: tuple, tmp_path: Path) -> None:
-    path = tmp_path / "sizes.bin"
-    assert SharedSize(path, 1, 2).compile(*plain) is None
-    made = SharedSize(path, 0, 2).compile(*plain)
+    weights = [network.get_parameter(name) for name in names]
+    with ThreadPoolExecutor(1) as other:
+        finish = compiled.compile_in_parts(other.submit, 2, network, weights, names, [x], path)
+        made = finish()
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
-    assert_like_it(made, plain)
-    assert_like_it(compiled.open_file(path), plain)
-
-
-@COMPILES
-def test_who_does_a_part_needs_shapes_alone(plain: tuple, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    network, weights, names, (x,) = plain
-    path, bare = tmp_path / "sizes.bin", Plain().requires_grad_(False).to("meta")
-    with FakeTensorMode():
-        shapes = [torch.empty(tensor.shape) for tensor in (*weights, x)]
-    assert SharedSize(path, 1, 2).compile(bare, shapes[:-1], names, shapes[-1:]) is None
-    assert_like_it(SharedSize(path, 0, 2).compile(*plain), plain)
-    assert "traced otherwise" not in caplog.text
-
-
-@COMPILES
-def test_a_part_of_another_cut_is_not_taken(plain: tuple, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "sizes.bin"
-    (tmp_path / f"{path.name}.part1").write_bytes(pickle.dumps(("another", b"nothing that could be opened")))
-    assert_like_it(SharedSize(path, 0, 2).compile(*plain), plain)
-    assert "traced otherwise" in caplog.text
-
-
-def test_what_the_first_process_chooses_holds_for_all(tmp_path: Path) -> None:
-    path, heard = tmp_path / "sizes.bin", []
-    others = [threading.Thread(target=lambda: heard.append(SharedSize(path, 1, 2).agreed())) for _ in range(2)]
-    for other in others:
-        other.start()
-    assert SharedSize(path, 0, 2).agreed("cudnn") == "cudnn"
-    for other in others:
-        other.join(10)
-    assert heard == ["cudnn", "cudnn"]
+    with torch.inference_mode():
+        for function in (made, compiled.open_file(path)):
+            assert isinstance(function, parts.InParts)
+            assert torch.allclose(function(*weights, x)[0], network(x)[0], atol=1e-6)

@@ -32,7 +32,7 @@ from hybrid_trt.backends.torch_inductor.compile_step import compile_network
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.comfy_model.weight_hash import current_weights, look_for_edits
-from hybrid_trt.engine_builder import side_by_side
+from hybrid_trt.engine_builder import parallel
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Unavailable, trust
@@ -93,8 +93,7 @@ def key_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_graphs_and_compiled_files_compute_what_native_does_in_any_order_of_shapes(
     kind: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(side_by_side, "MOST", processes)
-    monkeypatch.setattr(side_by_side, "children_with_room", lambda _task: processes)
+    monkeypatch.setattr(parallel, "room_for_processes", lambda _task: processes)
     net = tiny(kind)
     session = LiveSession(net, TORCH, "float16")
     long = {"H": 33, "T": 154}

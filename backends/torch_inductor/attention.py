@@ -10,7 +10,6 @@ import torch
 from ...comfy_model.torch_kernels import ATTENTION, best_attention, usual_attention
 from ...sessions import gpu_timing
 from ...sessions.cuda_graphs import GraphCache
-from ...sessions.gpu_memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -23,13 +22,8 @@ Time = Callable[[str], float]
 """A kernel's name -> milliseconds of a call with it."""
 
 
-def choose(
-    function: torch.nn.Module, given: Sequence[torch.Tensor], crowded: bool = False
-) -> tuple[str | None, dict[str, float]]:
+def choose(function: torch.nn.Module, given: Sequence[torch.Tensor]) -> tuple[str | None, dict[str, float]]:
     """The kernel for attention of calls like this one, and the milliseconds it was chosen by.
-
-    Args:
-        crowded: others have memory on the device meanwhile; see ``fastest``.
 
     Returns:
         Its name in ``ATTENTION``, None for torch's own choice; the measurement is empty where there was none.
@@ -38,22 +32,16 @@ def choose(
     usual = usual_attention(device)
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in KNOWN:
         return usual, {}
-    return fastest(usual or "flash", lambda name: _milliseconds(function, given, name), crowded)
+    return fastest(usual or "flash", lambda name: _milliseconds(function, given, name))
 
 
-def fastest(usual: str, time: Time, crowded: bool = False) -> tuple[str, dict[str, float]]:
-    """The fastest kernel by ``time``; the usual one unless another is clearly faster. One that fails is left out.
-
-    Args:
-        crowded: what lacked memory is not left out but raised: alone on the device it might have been the fastest.
-    """
+def fastest(usual: str, time: Time) -> tuple[str, dict[str, float]]:
+    """The fastest kernel by ``time``; the usual one unless another is clearly faster. One that fails is left out."""
     found: dict[str, float] = {}
     for name in ATTENTION:
         try:
             found[name] = round(time(name), 3)
         except Exception as error:
-            if crowded and is_out_of_memory(error):
-                raise
             log.info("attention by %s was not timed: %s", name, error)
     if not found:
         return usual, found

@@ -38,7 +38,6 @@ class TorchBackend:
     build_stack = 0
     runs_live_weights = True
     refits = False
-    in_parts = True
     precisions = PRECISIONS
 
     def version(self) -> str:

@@ -1,13 +1,20 @@
-"""A traced network in parts of about the same size, one after the other, so that each can be compiled by itself."""
+"""A traced network in parts of about the same size, one after the other, so that each can be compiled by itself.
+
+A part is plain data, for another process: its operations by name, and shapes of the tensors that it takes.
+"""
 
 from __future__ import annotations
 
 import operator
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate, map_arg
 
 aten = torch.ops.aten
 
@@ -30,18 +37,18 @@ class Part:
     """A part of a network.
 
     Attributes:
-        graph: a function of ``takes``.
+        contents: what ``opened`` makes a function of.
         takes: numbers of the values that it takes; the network's inputs have the first numbers, in order.
         gives: numbers of the values that it gives, in order; those of the network's outputs among them.
     """
 
-    graph: GraphModule
+    contents: bytes
     takes: tuple[int, ...]
     gives: tuple[int, ...]
 
-    def examples(self) -> list[torch.Tensor]:
-        """Fake tensors like those that it takes."""
-        return [node.meta["val"] for node in self.graph.graph.find_nodes(op="placeholder")]
+
+class _Name(str):
+    """Stands for the node of this name among the arguments of another."""
 
 
 def in_parts(network: GraphModule, count: int) -> tuple[list[Part], list[int]]:
@@ -62,7 +69,7 @@ def in_parts(network: GraphModule, count: int) -> tuple[list[Part], list[int]]:
         gives = [node for node in body if where[node] == part and node in wanted]
         for node in gives:
             numbers[node] = len(numbers)
-        parts.append(_part(network, [node for node in body if node in own], takes, gives, numbers))
+        parts.append(_part([node for node in body if node in own], takes, gives, numbers))
     return parts, [numbers[node] for node in outputs]
 
 
@@ -93,18 +100,35 @@ def _is_view(node: Node) -> bool:
     return node.target in VIEWS or (node.target is operator.getitem and _is_view(node.args[0]))
 
 
-def _part(
-    network: GraphModule, own: Sequence[Node], takes: set[Node], gives: Sequence[Node], numbers: Mapping[Node, int]
-) -> Part:
-    graph, copies = Graph(), {}
+def _part(own: Sequence[Node], takes: set[Node], gives: Sequence[Node], numbers: Mapping[Node, int]) -> Part:
     taken = sorted(takes, key=numbers.__getitem__)
-    for node in taken:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = {"val": node.meta["val"]}
+    tensors = [(node.name, node.meta["val"]) for node in taken]
+    inputs = [(name, tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for name, tensor in tensors]
+    calls = []
     for node in own:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in gives))
-    return Part(GraphModule(network, graph), *(tuple(numbers[node] for node in nodes) for nodes in (taken, gives)))
+        target = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.target
+        calls.append((node.name, target, map_arg((node.args, node.kwargs), lambda given: _Name(given.name))))
+    contents = inputs, calls, tuple(_Name(node.name) for node in gives)
+    return Part(pickle.dumps(contents), *(tuple(numbers[node] for node in nodes) for nodes in (taken, gives)))
+
+
+def opened(contents: bytes) -> tuple[GraphModule, list[torch.Tensor]]:
+    """Return the function of a part, and fake tensors like those that it takes."""
+    inputs, calls, gives = pickle.loads(contents)
+    graph, examples, made = Graph(), [], {}
+
+    def linked(arguments: Any) -> Any:
+        return map_aggregate(arguments, lambda given: made[given] if isinstance(given, _Name) else given)
+
+    with FakeTensorMode():
+        for name, shape, strides, dtype, device in inputs:
+            examples.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
+            made[name] = graph.placeholder(name)
+    for name, target, arguments in calls:
+        function = operator.attrgetter(target)(torch.ops) if isinstance(target, str) else target
+        made[name] = graph.call_function(function, *linked(arguments))
+    graph.output(linked(gives))
+    return GraphModule({}, graph), examples
 
 
 class InParts:

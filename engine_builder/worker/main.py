@@ -13,44 +13,19 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
-from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from typing import Any
 
 from ...engine_library import BuildError, Unavailable, ValidationFailed
 
-WORDS = ("out of memory", "alloc_failed", "bad_alloc", "brokenprocesspool", "terminated abruptly", "killed signal")
-"""Words by which libraries, compilers and process pools say that memory was short."""
-
 
 def in_json(error: Exception) -> dict:
-    """A failure for the server: its ``kind`` and ``text``, and whether it is ``crowded``."""
-    crowded = {"crowded": is_crowded(error)}
+    """A failure for the server: its ``kind`` and ``text``."""
     if isinstance(error, BuildError):
-        return {"kind": "refuted" if isinstance(error, ValidationFailed) else "build", "text": str(error), **crowded}
+        return {"kind": "refuted" if isinstance(error, ValidationFailed) else "build", "text": str(error)}
     if isinstance(error, Unavailable):
-        return {"kind": "unavailable", "reason": error.fallback.reason.value, "text": error.fallback.detail, **crowded}
-    return {"kind": "error", "text": _one_line(error), "errno": getattr(error, "errno", None), **crowded}
-
-
-def is_crowded(error: BaseException) -> bool:
-    """Tell whether a task may have failed because others held something: memory, or on Windows a cache's file."""
-    return any(
-        isinstance(cause, MemoryError | BrokenExecutor | PermissionError | FileExistsError)
-        or any(words in f"{type(cause).__name__} {cause}".lower() for words in WORDS)
-        for cause in _causes(error)
-    )
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and what it came of, the latest first."""
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        yield cause
-        cause = cause.__cause__ or cause.__context__
+        return {"kind": "unavailable", "reason": error.fallback.reason.value, "text": error.fallback.detail}
+    return {"kind": "error", "text": _one_line(error), "errno": getattr(error, "errno", None)}
 
 
 def _one_line(error: BaseException) -> str:

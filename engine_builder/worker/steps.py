@@ -7,13 +7,14 @@ backend that runs live weights has one step instead, its own. An engine is compa
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...architectures.shapes import Profile
 from ...backends import BuildRequest, LiveTask, Progress
-from ...backends.gpu_lock import GpuLock
 from ...comfy_model.comfyui_shims import import_comfyui
+from .helpers import helpers
 from .task import Task, backend_of, function_of, tensors_of
 from .validate import check_engine
 
@@ -76,19 +77,20 @@ def build(task: Task, progress: Progress) -> dict:
 def compile_network(task: Task, progress: Progress) -> dict:
     """Let a backend that runs live weights compile the network for the sizes of ``compiled``.
 
-    The task has the network and the backend (see ``task``), the ``device``: ``cuda`` or ``cpu``, and ``turns`` where
-    other processes compile other sizes, or other parts than ``part``, see ``engine_builder.side_by_side``.
+    The task has the network and the backend (see ``task``) and the ``device``: ``cuda`` or ``cpu``. Where helpers are
+    to compile parts it has their number, ``processes``, and the ``compilers`` of each; see ``engine_builder.parallel``.
     """
     progress("starting the compiler", 0.0)
-    import_comfyui(task["comfyui"])
-    import torch
+    processes = task.get("processes", 0)
+    with helpers(processes, task["compilers"]) if processes else nullcontext() as submit:
+        import_comfyui(task["comfyui"])
+        import torch
 
-    inputs, outputs = tensors_of(task)
-    device, turns = torch.device(task["device"]), GpuLock.from_json(task.get("turns"))
-    part = tuple(task.get("part", (0, 1)))
-    order = LiveTask(inputs, outputs, task["compiled"], task["precision"], device, Path(task["folder"]), turns, part)
-    function = function_of(task, device.type, joined=True, turn=turns.taken(), values=order.leads)[0]
-    return backend_of(task).compile(function, order, progress)
+        inputs, outputs = tensors_of(task)
+        device, folder = torch.device(task["device"]), Path(task["folder"])
+        order = LiveTask(inputs, outputs, task["compiled"], task["precision"], device, folder, processes, submit)
+        function = function_of(task, device.type, joined=True)[0]
+        return backend_of(task).compile(function, order, progress)
 
 
 STEPS = {"export": export, "build": build, "compile": compile_network, "check": check_engine}

@@ -8,7 +8,6 @@ Each has its ``step``, ``folder``, ``precision``, ``inputs`` and ``outputs``. On
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from ...backends import Backend
 
 Task = dict
-NO_TURN = nullcontext()
 
 
 def tensors_of(task: Task) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
@@ -31,7 +29,7 @@ def tensors_of(task: Task) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ..
 
 
 def function_of(
-    task: Task, device: str = "cpu", joined: bool = False, turn: AbstractContextManager = NO_TURN, values: bool = True
+    task: Task, device: str = "cpu", joined: bool = False
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
     """The network as a function of the engine's inputs, and its module, with the weights of the task's file.
 
@@ -39,24 +37,17 @@ def function_of(
 
     Args:
         joined: whether layers that take the same input are computed as one, as on live weights.
-        turn: entered while weights are moved to the device.
-        values: False when shapes are enough: the weights stay in the file and the parameters on the meta device.
     """
     import torch
 
-    from ...comfy_model.snapshot import restore, without_weights
+    from ...comfy_model.snapshot import restore
 
     architectures.__path__ = task["architecture_folders"]
-    dtype, structure = getattr(torch, task["precision"]), task["structure"]
-    if values:
-        module = restore(structure, task["weights"], Path(task["weights_file"]), dtype)
-    else:
-        module, turn = without_weights(structure), NO_TURN
+    dtype = getattr(torch, task["precision"])
+    module = restore(task["structure"], task["weights"], Path(task["weights_file"]), dtype).to(device)
     architecture = architectures.architectures()[task["architecture"]]
-    with turn:
-        module = module.to(device) if values else module
-        if joined:
-            architecture.fuse_layers(module)
+    if joined:
+        architecture.fuse_layers(module)
     function = architecture.function(module)
     return function.eval().requires_grad_(False), module
 

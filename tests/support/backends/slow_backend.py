@@ -25,7 +25,6 @@ class SlowBackend:
     build_stack = 0
     runs_live_weights = False
     refits = False
-    in_parts = False
     precisions = ("float16", "bfloat16", "float32")
 
     def version(self) -> str:

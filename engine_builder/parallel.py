@@ -1,0 +1,109 @@
+"""Compiling with several processes, and with one where that fails.
+
+Inductor is one thread of Python for most of its time: on many cores it takes about as long as on two. So the network
+is cut, and processes compile the parts:
+
+1. ``room_for_processes`` says how many have room. Fewer than two: the worker process compiles all by itself.
+2. The worker starts that many helpers (``worker.helpers``), which import Inductor while it reads the network.
+3. The worker chooses the attention kernel, traces each size, and cuts it into as many parts as there are helpers
+   (``torch_inductor.parts``). A helper takes one part after the other. It gets shapes and no weights, so it is small.
+4. The worker puts each size together, compares it with native and measures the first. The helpers do nothing then.
+5. What fails may have failed for the parts, or for want of memory: one process does all of it again, uncut.
+
+Inductor times a few kernels while it compiles. Helpers may disturb each other there, as a prompt may. It takes the
+least of many times, and results do not depend on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from ..backends import Progress, backends
+from ..engine_library import BuildError
+from .resources import CGROUP, available_bytes, needed_bytes
+from .worker.task import Task, tensors_of
+from .worker_process import Log, run_in_worker
+
+log = logging.getLogger(__name__)
+
+MOST = 8
+"""Processes at once."""
+CORES = 2
+"""For each: Inductor's own thread and a compiler of kernels."""
+COMPILING = 2_000_000_000
+"""Bytes of main memory for each, its compilers included. Measured on 16 cores: 1.2 GB."""
+PART = 800_000_000
+"""Bytes on the GPU for each. Measured on an H200: 0.64 GB."""
+SHARE = 2 / 3
+"""Of the GPU's free memory, for the whole build; the rest is for prompts that begin meanwhile."""
+CONTEXT = 1_500_000_000
+"""Bytes on the GPU for the worker's CUDA, its libraries and their scratch memory."""
+LEAST_ACTIVATIONS = 1_000_000_000
+ACTIVATIONS = 30
+"""Bytes on the GPU while a network computes, in bytes of all that it takes and gives; estimates on the safe side."""
+
+
+def run_step(task: Task, progress: Progress, log_line: Log, environment: Mapping[str, str]) -> dict:
+    """Do a task of ``worker.steps`` as ``run_in_worker`` does, with helpers where it compiles and they have room."""
+    count = room_for_processes(task) if task["step"] == "compile" else 0
+    if count < 2:
+        return run_in_worker(task, progress, log_line, environment)
+    reached = 0.0
+
+    def forward(phase: str, fraction: float) -> None:
+        nonlocal reached
+        reached = max(reached, fraction)
+        progress(phase, reached)
+
+    try:
+        parts = {"processes": count, "compilers": processors() // count}
+        return run_in_worker(task | parts, forward, log_line, environment)
+    except BuildError as failure:
+        log_line(f"compiling with {count} processes: {failure}")
+        log_line("that may be for want of memory, or because the network was cut: now one process compiles all of it")
+    return run_in_worker(task, forward, log_line, environment)
+
+
+def room_for_processes(task: Task) -> int:
+    """Return how many helpers the worker may have that compiles; ``gpu`` is the GPU's number in this process."""
+    weights = Path(task["weights_file"]).stat().st_size
+    main_memory = available_bytes() - needed_bytes(backends()[task["backend"]], weights)
+    counts = processors() // CORES, main_memory // COMPILING, _room_on_gpu(task, weights)
+    log.info("Hybrid TRT: cores, memory and the GPU have room for so many processes: %s", counts)
+    return int(min(MOST, *counts))
+
+
+def processors() -> int:
+    """Return how many cores this process may keep busy: those it may run on, and no more than its container's share."""
+    try:
+        count = len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        count = os.cpu_count() or 1
+    try:
+        quota, period = (CGROUP / "cpu.max").read_text().split()
+        return max(1, min(count, int(quota) // int(period)))
+    except (OSError, ValueError):  # none, "max", or not Linux
+        return count
+
+
+def _room_on_gpu(task: Task, weights: int) -> float:
+    if task["device"] != "cuda":
+        return math.inf
+    try:
+        free, _ = torch.cuda.mem_get_info(task["gpu"])
+    except RuntimeError as error:
+        log.warning("Hybrid TRT: the GPU does not tell its free memory (%s)", error)
+        return 0
+    inputs, outputs = tensors_of(task)
+    largest = max(
+        sum(math.prod(spec.shape(sizes)) * getattr(torch, spec.dtype).itemsize for spec in (*inputs, *outputs))
+        for sizes in task["compiled"]
+    )
+    worker = CONTEXT + weights + max(LEAST_ACTIVATIONS, ACTIVATIONS * largest)
+    return (SHARE * free - worker) // PART
