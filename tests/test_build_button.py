@@ -137,7 +137,7 @@ def test_build_cancel_build_and_run(
         return [type, [element.dataset.tone, element.textContent]]; }))""")
     assert said["TRTSamplerPatch"][0] == said["TRTReport"][0] == "warn"
     assert "no engine" in said["TRTSamplerPatch"][1]
-    assert said["TRTReport"][1].startswith("Accelerated: 1 of 3 models; about ")
+    assert said["TRTReport"][1].startswith("Last run: accelerated 1 of 3 models; about ")
     assert "-> Build 2 missing engines" in said["TRTReport"][1]
     assert "tiny_sd15_a: 4 on onnxruntime" in said["TRTReport"][1]
 

@@ -122,7 +122,7 @@ def test_each_use_of_a_subgraph_is_counted_ordered_and_cancelled(
     view = raw.locator(".hybrid-trt-sidebar .hybrid-trt-workflow")
     with busy(comfy, made, object_info):
         view.get_by_role("button", name="Build 3 missing engines").click()
-        view.get_by_text("Building: 3 of 3 engines left").wait_for()
+        view.get_by_text("Building engine 1 of 3").wait_for()
         (waiting,) = pending(comfy, 1)
         ordered = set(waiting[3]["hybrid_trt_build"]["nodes"])
         assert ordered > set(uses)

@@ -104,7 +104,7 @@ def test_from_an_empty_canvas_to_a_picture_on_three_engines_in_five_clicks(
     (ran,) = full_names.get("/history").keys() - before
     told = full_names.get("/history")[ran]["outputs"][str(report)]
     assert told["text"][0].startswith("Accelerated: 3 of 3 models")
-    raw.locator(".hybrid-trt-status").get_by_text("Accelerated: 3 of 3 models").first.wait_for()
+    raw.locator(".hybrid-trt-status").get_by_text("accelerated 3 of 3 models").first.wait_for()
     rows = told["report"][0]["rows"]
     assert [(row["engine"], row["native"]) for row in rows] == [(2, 0)] * 3
     assert len(clicks) < 6, clicks

@@ -107,14 +107,14 @@ def test_what_a_run_said_outlives_another_tab_and_undo(page: EnginePage, tiny: d
     def said() -> list[str]:
         return raw.evaluate(HEADS)
 
-    raw.wait_for_function(f"() => ({HEADS})().join() === 'Native calls,Native calls'")
+    raw.wait_for_function(f"() => ({HEADS})().join() === 'Not accelerated,Not accelerated'")
     tab = raw.evaluate("() => app.extensionManager.workflow.activeWorkflow.path")
     raw.evaluate("() => app.extensionManager.command.execute('Comfy.NewBlankWorkflow')")
     raw.wait_for_function("() => app.graph.nodes.length === 0")
     raw.locator(".workflow-tabs-container").get_by_text(Path(tab).stem, exact=True).first.click()
     raw.wait_for_function("() => app.graph.nodes.length > 5")
     page.page.settle()
-    assert said() == ["Native calls"] * 2
+    assert said() == ["Not accelerated"] * 2
     page.shot("back")
 
     raw.evaluate("""() => {
@@ -122,7 +122,7 @@ def test_what_a_run_said_outlives_another_tab_and_undo(page: EnginePage, tiny: d
         app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }""")
     raw.evaluate("() => app.extensionManager.command.execute('Comfy.Undo')")
     page.page.settle()
-    assert said() == ["Native calls"] * 2
+    assert said() == ["Not accelerated"] * 2
 
     page.page.load(copy.deepcopy(tiny), "another")
     page.page.settle()

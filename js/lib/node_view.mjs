@@ -41,7 +41,8 @@ export class NodeView {
     show(state) {
         this.state = state;
         this.key = state.key ?? this.key;
-        this.view = describe({ ...state, ...(state.state === "off" && switchedOff(this.node)), note: this.note });
+        const connected = (this.node.outputs ?? []).some(({ links }) => links?.length);
+        this.view = describe({ ...state, connected, ...(state.state === "off" && switchedOff(this.node)), note: this.note });
         this.actions.sizes.know(state.fits, state.latents, state.run?.tokens, state.outside);
         const unwired = state.state === "unwired" && !isWiredLater(this.node.graph);
         const known = unwired || state.state !== "unwired" ? state.state : "unknown";

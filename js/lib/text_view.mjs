@@ -24,7 +24,7 @@ export function showRuns(node, above = []) {
         if (!output?.text?.length) return;
         const tone = toneOf(output), lines = output.text.join("\n").split("\n");
         const answered = output.report && tone !== "idle"; // a report's first line is its answer
-        box.show(tone, answered ? lines.shift() : t(tone === "idle" ? "noCalls" : TITLES[tone]), lines);
+        box.show(tone, answered ? lastRun(lines.shift()) : t(tone === "idle" ? "noCalls" : TITLES[tone]), lines);
     });
     follow(node, "onExecuted", tellers.get(node));
     node.setSize(SIZE.map((size, i) => Math.max(size, node.computeSize()[i])));
@@ -39,6 +39,9 @@ export function showKept(root, outputs) {
     for (const graph of [root, ...(root?.subgraphs?.values() ?? [])])
         for (const node of graph?.nodes ?? []) tellers.get(node)?.(outputs?.[graph === root ? node.id : `${graph.id}:${node.id}`]);
 }
+
+/** A report's first line as what the last run did: since then engines may have come or gone. */
+const lastRun = (line) => t("lastRun", { words: line.replace(/^Accelerated: /, "accelerated ") });
 
 /** Good when all ran on engines, a warning when something ran native. */
 export function toneOf({ native }) {

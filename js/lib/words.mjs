@@ -117,7 +117,14 @@ function ofOne(state) {
         view.lines = [engineLine(state.engine), ...(state.engine.covers ? [] : [t(state.any_size ? "smallerLive" : "smaller")])];
         if (!state.engine.covers) view.tone = "warn";
         else if (!ran.length) view.title = t("readyNext");
-        if (state.job?.state === "failed") view.lines.push(state.job.message);
+        if (state.job?.state === "failed") {
+            view.lines.unshift(state.job.message);
+            Object.assign(view, { title: t("readyOlder"), tone: "warn" });
+        }
+        if (state.connected === false) {
+            view.lines.unshift(t("notConnectedHint"));
+            Object.assign(view, { title: t("notConnected"), tone: "warn" });
+        }
     } else {
         const outlook = ["none", "unknown"].includes(state.state) ? outlookWords(state) : "";
         view.lines = [outlook || (state.state === "none" || !state.text ? t(`${state.state}Hint`) : state.text)];

@@ -46,7 +46,8 @@ export class WorkflowView {
         if (!waiting.length) this.weights.clear();
         this.element.hidden = !found.total;
         this.element.dataset.tone = waiting.length ? "busy" : found.missing ? "warn" : "good";
-        this.head.textContent = headline(found, this.batch.size);
+        const words = headline(found, this.batch.size);
+        this.head.textContent = this.actions.jump ? words : t("now", { words }); // on a report the last run stands above
         this.progress.hidden = !waiting.length;
         this.left.textContent = found.seconds > 0 ? about(found.seconds) : "";
         this.bar.style.width = `${100 * progress([...this.batch].map((key) => uses.get(key)), this.weights)}%`;
@@ -82,8 +83,9 @@ export class WorkflowView {
 
 /** One line for all engines of a workflow. */
 function headline({ ready, missing, busy, total }, batch) {
-    if (busy) return t("allBusy", { busy, batch });
-    return missing ? t("allMissing", { missing, total }) : t("allReady", { ready });
+    if (busy) return t("allBusy", { number: Math.max(1, batch - busy + 1), batch });
+    if (!missing) return t("allReady", { ready });
+    return t(missing === 1 && total > 1 ? "oneMissing" : "allMissing", { missing, total });
 }
 
 function offer({ missing, seconds }) {

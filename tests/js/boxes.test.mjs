@@ -26,7 +26,7 @@ test("a box shows the sentences that have room, whole, and nothing is lost", () 
 
 test("after a build the node is green and says from when on the engine is used", () => {
     const fresh = describe({ state: "ready", engine: ENGINE, run: null });
-    assert.deepEqual([fresh.tone, fresh.title, fresh.badge], ["good", "Ready, used from the next run", ""]);
+    assert.deepEqual([fresh.tone, fresh.title, fresh.badge], ["good", "Ready for the next run", ""]);
     const used = describe({ state: "ready", engine: ENGINE, run: { engine: 4, native: 0, backend: "torch", reasons: [] } });
     assert.deepEqual([used.tone, used.title], ["good", "Ready"]);
 });
