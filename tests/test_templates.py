@@ -76,8 +76,9 @@ def test_a_template_opens_readable_in_a_small_window(small: ComfyPage, name: str
         x, y, width, height = node["at"]
         assert x + width <= WIDTH, node
         assert y + height <= HEIGHT or name == "sd15_controlnet_stack", node
-    engines = sum(node["type"] in ("TRTUNetEngine", "TRTControlNetEngine") for node in view["nodes"])
-    raw.get_by_text(f"{engines} of {engines} engines are missing").first.wait_for(state="attached")
+    engines = sum(node["type"] in ("TRTAccelerate", "TRTUNetEngine", "TRTControlNetEngine") for node in view["nodes"])
+    are = "are" if engines > 1 else "is"
+    raw.get_by_text(f"{engines} of {engines} engines {are} missing").first.wait_for(state="attached")
     assert not small.errors
 
 

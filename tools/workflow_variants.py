@@ -27,8 +27,9 @@ def text_to_image() -> Recipe:
 1. **1 Model**: choose your checkpoint.
 2. Press **Run**. The first run builds the engine, which takes minutes. Later runs find it.
 
-*TRT Accelerate* is the only node more than in the workflow that you know. The model goes through it on its way to \
-the sampler. ControlNets may go through it too.
+*TRT Accelerate* is the only node that you need besides those that you know: the model goes through it on its way to \
+*KSampler*. ControlNets may go through it too. *TRT Report* says what ran, *What ran where* shows every call, and \
+*Save Image* keeps the picture.
 """
     accelerate = node("TRTAccelerate", None, SETTINGS, {"model": "checkpoint.MODEL", "vae": "checkpoint.VAE"}, ENGINE)
     nodes = {

@@ -14,7 +14,7 @@ export const NOTES = {
 1. **1 Model**：选择您的 checkpoint。
 2. 点击 **运行**。第一次运行会构建引擎，需要几分钟；以后的运行会直接找到它。
 
-与您熟悉的工作流相比，只多了一个 *TRT Accelerate* 节点：模型经过它再到采样器。ControlNet 也可以经过它。`,
+除了您熟悉的节点，只需要一个 *TRT Accelerate*：模型经过它再到 *KSampler*。ControlNet 也可以经过它。*TRT Report* 说明运行情况，*What ran where* 显示每一次调用，*Save Image* 保存图片。`,
     "# SD 1.5 with two ControlNets on engines": `# SD 1.5，两个 ControlNet 在引擎上运行\n\n${TWO}\n\n${MORE(256, 1024)}`,
     "# SDXL with two ControlNets on engines": `# SDXL，两个 ControlNet 在引擎上运行\n\n${TWO}
 

@@ -85,7 +85,7 @@ export class WorkflowView {
 function headline({ ready, missing, busy, total }, batch) {
     if (busy) return t("allBusy", { number: Math.max(1, batch - busy + 1), batch });
     if (!missing) return t("allReady", { ready });
-    return t(missing === 1 && total > 1 ? "oneMissing" : "allMissing", { missing, total });
+    return t(missing === 1 ? "oneMissing" : "allMissing", { missing, total });
 }
 
 function offer({ missing, seconds }) {
