@@ -123,6 +123,6 @@ def test_notes_name_what_is_visible_in_the_workflow(name: str) -> None:
 
 
 PAGE = {"TRTReport": "TRT Report", "TRTApplyControlNet": "TRT Apply ControlNet", "SaveImage": "Save Image",
-        "KSampler": "KSampler", "TRTUNetEngine": "TRT UNet Engine"}  # fmt: skip
+        "KSampler": "KSampler", "TRTUNetEngine": "TRT UNet Engine", "TRTAccelerate": "TRT Accelerate"}  # fmt: skip
 """Names of nodes without a title of their own on the page."""
 WIDGETS = {"strength", "start", "end", "rows", "denoise", "sizes"}
