@@ -18,7 +18,7 @@ from ...sessions import gpu_timing
 from ...sessions.cuda_graphs import GraphCache
 from .. import LiveTask, Progress
 from . import attention
-from .compiled import Compiled, compile_in_parts, compile_to_file, file_name
+from .compiled import Compiled, compile_in_parts, compile_to_file, file_name, open_file
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
 
     Weights are inputs of what is compiled, so only their shapes and memory layout count; these make the comparison one
     of real values. Other processes compile parts, where there are some: see ``engine_builder.parallel``. Attention is
-    timed before they begin, and a call when they have nothing to do any more.
+    timed before they begin. All else that is timed here is timed when they have nothing to do any more.
 
     Returns:
         ``files``, ``seconds`` and ``parity``, as a manifest has them.
@@ -55,21 +55,22 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
     with _told():
         begun = [_begin(task, function, weights, names, sizes, kernel)
                  for sizes, (kernel, _) in zip(task.sizes, chosen, strict=True)]  # fmt: skip
+    for i, sizes in enumerate(task.sizes):
+        progress(f"compiling for batch {sizes.get('B', 1)}{among}", 0.05 + 0.8 * i / len(task.sizes))
+        with _told():
+            begun[i]()
+        now = time.perf_counter()
+        seconds[f"compile_{Path(file_name(sizes)).stem}"], started = now - started, now
     first = None
     for i, (sizes, (kernel, timed)) in enumerate(zip(task.sizes, chosen, strict=True)):
-        progress(f"compiling for batch {sizes.get('B', 1)}{among}", 0.05 + 0.95 * i / len(task.sizes))
-        with _told():
-            compiled = begun[i]()
-        seconds[f"compile_{Path(file_name(sizes)).stem}"] = time.perf_counter() - started
-        progress(f"comparing batch {sizes.get('B', 1)} with native", 0.05 + 0.95 * (i + 0.8) / len(task.sizes))
-        given = _inputs(task, sizes)
+        progress(f"comparing batch {sizes.get('B', 1)} with native", 0.85 + 0.12 * i / len(task.sizes))
+        compiled, given = open_file(task.folder / file_name(sizes)), _inputs(task, sizes)
         with torch.inference_mode():
             results = compiled(*weights, *given)
         error = _error(function, given, results, task.outputs, sizes, task.precision)
         record.append({**sizes, "rel_err": error, **({"attention": kernel, "attention_ms": timed} if timed else {})})
         first = first or compiled
         del results, given, compiled
-        started = time.perf_counter()
     figures = {}
     if task.device.type == "cuda":
         progress("measuring", 0.97)
@@ -90,8 +91,8 @@ def _inputs(task: LiveTask, sizes: dict[str, int]) -> list[torch.Tensor]:
 def _begin(
     task: LiveTask, function: torch.nn.Module, weights: list, names: list[str], sizes: dict[str, int],
     kernel: str | None,
-) -> Callable[[], Compiled]:  # fmt: skip
-    """Begin to compile a size and return what ends it: all of it where this process is alone."""
+) -> Callable[[], object]:  # fmt: skip
+    """Begin to compile a size and return what ends with its file: all of it where this process is alone."""
     late = [i for i, spec in enumerate(task.inputs) if spec.late]
     arguments = (function, weights, names), (task.folder / file_name(sizes), kernel, late)
     if task.submit is None:

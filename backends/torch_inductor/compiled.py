@@ -121,11 +121,11 @@ def compile_in_parts(
     path: Path,
     attention: str | None = None,
     late: Collection[int] = (),
-) -> Callable[[], Compiled]:
+) -> Callable[[], None]:
     """Begin ``compile_to_file``, whose arguments these are, in ``count`` parts that other processes compile.
 
     Returns:
-        A function that waits for them and returns what is compiled.
+        A function that waits for them and puts them together.
     """
     with torch.inference_mode(False), torch.no_grad(), best_attention(inputs[0].device, attention):
         graph, _ = traced(function, weights, names, inputs, late, functional=True)
@@ -133,9 +133,8 @@ def compile_in_parts(
     plans = [(part.takes, part.gives) for part in cut]
     running = [submit(compile_part, part.contents, attention) for part in cut]
 
-    def finish() -> Compiled:
+    def finish() -> None:
         path.write_bytes(PARTS_HEADER + pickle.dumps(([part.result() for part in running], plans, outputs)))
-        return open_file(path)
 
     return finish
 
