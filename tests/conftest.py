@@ -73,9 +73,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("system", ["posix", "windows"], indirect=True)
 
 
-BUILD_FOR_MINUTES = ("test_tensorrt.py", "test_live_torch.py", "test_build_ends.py", "test_export.py",
-                     "test_one_size.py", "test_several_one_size_engines.py", "test_any_weights.py",
-                     "test_kept_weights.py", "test_side_by_side.py", "test_parts.py")
+BUILD_FOR_MINUTES = ("test_tensorrt.py", "test_live_torch.py", "test_cli.py", "test_export.py", "test_one_size.py",
+                     "test_several_one_size_engines.py", "test_any_weights.py", "test_kept_weights.py",
+                     "test_side_by_side.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
