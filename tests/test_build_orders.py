@@ -114,6 +114,8 @@ def test_an_order_lasts_as_long_as_its_prompt_in_the_queue_whatever_the_page_sho
 def test_each_use_of_a_subgraph_is_counted_ordered_and_cancelled(
     page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
 ) -> None:
+    if page.page.vue:
+        pytest.skip("The panel is the same in both modes.")
     no_engines(comfy)
     made, raw = workflow(object_info, max_size=536), page.page.page
     load(page, made)

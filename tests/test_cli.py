@@ -107,9 +107,7 @@ def test_list_verify_and_inspect(cli: CommandLine, engine: str) -> None:
     assert json.loads(cli("inspect", engine))["identity"]["architecture"] == "sd15_unet"
 
 
-def test_a_damaged_engine_is_told_deleted_and_built_again(
-    cli: CommandLine, build: tuple[str, ...], engine: str
-) -> None:
+def test_a_damaged_engine_is_told_and_deleted(cli: CommandLine, engine: str) -> None:
     graph = cli.library / engine / "model.onnx"
     data = bytearray(graph.read_bytes())
     data[len(data) // 2] ^= 1
@@ -119,9 +117,6 @@ def test_a_damaged_engine_is_told_deleted_and_built_again(
     assert "its hash differs" in out.getvalue()
     assert "deleted" in cli("delete", engine)
     assert contents(cli.library) == []
-    assert engine in cli(*build)
-    (listed,) = json.loads(cli("list", "--json"))["engines"]
-    assert (listed["state"], listed["last_used"]) == ("ready", None)
 
 
 BARE = (sys.executable, "-S", "-m", "engine_builder")

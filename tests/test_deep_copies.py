@@ -11,7 +11,6 @@ import pytest
 import torch
 from comfy.controlnet import ControlNet
 from comfy.patcher_extension import WrappersMP
-from comfy_process import ComfyProcess
 from controlled import STEPS, Graphs, graphs
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.sampling.controlnet import EngineControlModel
@@ -20,7 +19,6 @@ from hybrid_trt.sessions.cuda_graphs import GraphCache
 from hybrid_trt.sessions.file_session import FileSession
 from memory_fixtures import files, nothing_loaded
 from patched import LIMIT, Patched, library_of, load, sampling_node
-from scenarios import A, B, Scenario, latent_of, native_latent, node, prompt, relative_difference
 
 from sampling import error, sample
 
@@ -143,26 +141,3 @@ def test_copies_of_what_belongs_to_a_patched_model_share_its_engine(
 def _copying_options(apply_model: Callable, args: dict) -> torch.Tensor:
     given = {**args["c"], "transformer_options": copy.deepcopy(args["c"]["transformer_options"])}
     return apply_model(args["input"], args["timestep"], **given)
-
-
-def copied(scenario: Scenario, how: str, name: str, engines: bool = True) -> dict:
-    """The scenario with copies of both conditionings, and of the model's options."""
-    made = prompt(scenario, engines, name)
-    for kind in ("positive", "negative"):
-        given = made["sampler"]["inputs"][kind]
-        made[f"copy_{kind}"] = node("TestCopiedConditioning", conditioning=given, how=how)
-        made["sampler"]["inputs"][kind] = [f"copy_{kind}", 0]
-    return made
-
-
-def test_two_prompts_with_copies_of_conditionings_run_on_engines(sd15: ComfyProcess) -> None:
-    scenario = Scenario(controls=(A, B), width=64, height=64, steps=2, seed=51)
-    scenario = scenario.but(patches=(("TestCopiedOptions", {}),))
-    for seed, how in ((51, "deep copy"), (52, "deep copy"), (53, "copied dicts")):
-        now = scenario.but(seed=seed)
-        history = sd15.queue(copied(now, how, "copied"))
-        assert relative_difference(latent_of(history), native_latent(sd15, now.but(patches=()))) <= LIMIT
-        report = history.output("report", "report")[0]
-        assert [(row["kind"], row["native"]) for row in report["rows"]] == [("controlnet", 0)] * 2 + [("unet", 0)]
-        assert all(row["engine"] > 0 for row in report["rows"])
-        assert "Accelerated: 3 of 3 models" in history.output("report", "text")[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,12 @@ import pytest
 import torch
 from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.sampling import nan_guard
-from patched import LIMIT, NAME, Patched, library_of, load, sampling_node
+from memory_fixtures import file, library
+from patched import LIMIT, Patched, load, sampling_node
 
 from sampling import STEPS, error, sample
 
-
-@pytest.fixture(scope="module")
-def file(models: Mapping[str, Path]) -> Path:
-    return models[NAME]
-
-
-@pytest.fixture(scope="module")
-def library(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Library:
-    return library_of(file, tmp_path_factory.mktemp("engines"))
+__all__ = ["file", "library"]  # fixtures: pytest finds them by name
 
 
 def spoil(patched: Patched, call: int, value: float, monkeypatch: pytest.MonkeyPatch) -> None:

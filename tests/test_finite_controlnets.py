@@ -9,7 +9,6 @@ import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
-from comfy_process import ComfyProcess
 from controlled import STEPS, Graphs, graphs
 from gpu_doubles import gpu_recorder, play_gpu
 from hybrid_trt.engine_library import Library, Reason
@@ -17,7 +16,6 @@ from hybrid_trt.sampling import control_stack, nan_guard
 from hybrid_trt.sampling.engine_handle import EngineHandle
 from memory_fixtures import files, nothing_loaded
 from patched import LIMIT, Patched, library_of, load
-from scenarios import A, B, Scenario, latent_of, native_latent, prompt, relative_difference
 
 from sampling import error
 
@@ -171,19 +169,3 @@ def test_what_native_gives_alone_is_not_sampled_again(graphs: Graphs, monkeypatc
     assert latent.isnan().any(), "a picture of native's own"
     assert len(steps) == STEPS
     assert made.handle.stats.engine == 0
-
-
-@pytest.mark.parametrize("patched", [True, False])
-def test_a_real_prompt_with_an_engine_that_gives_no_numbers_is_natives(sd15: ComfyProcess, patched: bool) -> None:
-    """With the patch the UNet is native for another node's patch."""
-    patches = (("TestPatchInside", {}),)
-    scenario = Scenario(controls=(A, B), width=64, height=64, steps=2, unet_engine=patched, patches=patches, seed=61)
-    made = prompt(scenario, True, "nan")
-    given = made["apply"]["inputs"]["rows.control_net_1"]
-    made["nan"] = {"class_type": "TestNotANumber", "inputs": {"control_net": given, "call": 2}}
-    made["apply"]["inputs"]["rows.control_net_1"] = ["nan", 0]
-    history = sd15.queue(made)
-    assert relative_difference(latent_of(history), native_latent(sd15, scenario)) <= LIMIT
-    rows = {row["name"]: row for row in history.output("report", "report")[0]["controlnets"]}
-    assert rows["tiny_sd15_a.safetensors"]["reasons"] == {Reason.ENGINE_FAILED.value: 2 if patched else 1}
-    assert "NaN" in history.output("report", "text")[0]

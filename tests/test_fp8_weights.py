@@ -17,7 +17,6 @@ import torch
 from any_weights import another, built, error, handle_of, inputs_of, lora, native, patched, served
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
-from comfy_process import ComfyProcess
 from dynamic_vram import on_cpu
 from fake_recorder import Recorder
 from hybrid_trt.backends import backends
@@ -29,7 +28,6 @@ from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Reason, Unavailable
 from memory_fixtures import device
-from scenarios import Scenario, compare, native_latent, relative_difference
 from small_networks import CPU, native_call, network
 
 from sampling import error as sampling_error
@@ -251,18 +249,3 @@ def test_layers_that_multiply_in_fp8_are_no_part_of_an_engine() -> None:
     fast.module.to(FP8[0])
     with pytest.raises(Unavailable, match="fp8_e4m3fn_fast"):
         fast.architecture()
-
-
-LORA_NODE = ("LoraLoaderModelOnly", {"lora_name": f"{LORA}.safetensors", "strength_model": 1.0})
-FLAT = Scenario(unet=NAME, controls=(), weight_dtype="fp8_e4m3fn", seed=43)
-BEFORE, BEHIND = FLAT.but(loras_before=(LORA_NODE,)), FLAT.but(patches=(LORA_NODE,))
-ORT = {"backend": "onnxruntime", "when_missing": "build now"}
-WAYS = {"built in": BEFORE.but(settings=ORT), "torch": BEHIND.but(settings={"backend": "torch"})}
-
-
-def test_a_server_samples_fp8_weights_with_a_lora_as_native_does(comfy: ComfyProcess) -> None:
-    assert relative_difference(native_latent(comfy, BEFORE), native_latent(comfy, FLAT)) > 0.01, "the LoRA acts"
-    for way, scenario in WAYS.items():
-        result = compare(comfy, scenario)
-        assert result.error <= LIMIT, way
-        assert result.unet == {"engine": 4, "native": 0, "reasons": {}}, way

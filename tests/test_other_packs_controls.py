@@ -1,42 +1,30 @@
 """Other packs' changes to ControlNets within a step act on engines as they do on native ControlNets.
 
-ComfyUI samples. The packs are doubles, see ``comfy_test_nodes/other_packs_controls.py``.
+ComfyUI samples. The packs are doubles, see ``support/other_packs_controls.py``.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import comfy.samplers
+import other_packs_controls as others
 import pytest
 import torch
 from comfy.controlnet import ControlNet
 from comfy.patcher_extension import WrappersMP
-from comfy_process import ComfyProcess
 from controlled import STEPS, Graphs, graphs
 from hybrid_trt.sampling import call_stats, control_stack
 from hybrid_trt.sampling.model_wrapper import patch_model
 from memory_fixtures import files, nothing_loaded
 from patched import LIMIT, sampling_node
-from scenarios import A, B, Scenario, compare, native_latent, relative_difference
 
 from sampling import error
 
 __all__ = ["files", "graphs", "nothing_loaded"]  # fixtures: pytest finds them by name
 
 
-def _others() -> Any:
-    file = Path(__file__).parent / "comfy_test_nodes" / "other_packs_controls.py"
-    spec = importlib.util.spec_from_file_location("other_packs_controls", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-others = _others()
 ENGINES = {"both on engines": (True, True), "the first on an engine": (True, False), "plain": (False, False)}
 
 
@@ -176,18 +164,3 @@ def test_hints_of_nodes_and_packs_are_encoded_once_and_anew_when_somebody_wrote_
             assert all(map(torch.allclose, residuals["output"], native["output"], [1e-4] * 99, [1e-5] * 99))
             encoded.append(session.live.passes.computed)
     assert encoded == [1, 1, 2, 2, 3, 3]
-
-
-TILED = Scenario(controls=(A, B), width=128, height=64, steps=2, seed=41)
-GRAPHS = {"held back": {"apply": "stock"}, "hint": {"controls": (A,)}}
-
-
-@pytest.mark.parametrize("way", GRAPHS)
-def test_tiles_of_another_pack_in_a_real_prompt(sd15: ComfyProcess, way: str) -> None:
-    scenario = TILED.but(patches=(("TestTiles", {"way": way}),), **GRAPHS[way])
-    untiled = native_latent(sd15, scenario.but(patches=()))
-    assert relative_difference(untiled, native_latent(sd15, scenario)) > 100 * LIMIT
-    result = compare(sd15, scenario)
-    assert result.error <= LIMIT
-    assert result.all_on_engines()
-    assert result.controlnets

@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from pathlib import Path
-from typing import Any
 
+import other_packs_weights
 import pytest
-import tiny_models
 import torch
 from hybrid_trt.backends import AUTO
 from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.sampling.engine_status import status
-from pack import ROOT
-from patched import NAME, Patched, library_of, natively
+from memory_fixtures import file, library
+from patched import Patched, natively
 
 from sampling import STEPS, error, sample
 
+__all__ = ["file", "library"]  # fixtures: pytest finds them by name
+
 KINDS = {"GGUF": "GGUF weights", "NF4": "bitsandbytes weights", "whole numbers": "Nunchaku weights",
          "another patcher": "GGUF weights"}  # fmt: skip
-
-
-def _stand_in() -> Any:
-    spec = importlib.util.spec_from_file_location(
-        "other_packs_weights", ROOT / "tests" / "comfy_test_nodes" / "other_packs_weights.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def file(environment: Any) -> Path:
-    return tiny_models.make(environment.base / "models", [NAME])[NAME]
-
-
-@pytest.fixture(scope="module")
-def library(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Library:
-    """With an engine of the plain checkpoint, so that the look-up wants to see the weights."""
-    return library_of(file, tmp_path_factory.mktemp("library"))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +29,7 @@ def test_native_serves_it_and_the_reason_says_what_its_weights_are(
     file: Path, library: Library, kind: str, backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with torch.inference_mode():
-        model = _stand_in().load(str(file), kind)
+        model = other_packs_weights.load(str(file), kind)
         reference = sample(model)
         if kind != "another patcher":
             assert error(natively(file), reference) > 1e-4, "its weights are rounded"

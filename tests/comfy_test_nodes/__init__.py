@@ -22,7 +22,7 @@ from comfy_execution.graph_utils import GraphBuilder, is_link
 
 import nodes  # ComfyUI's
 
-from . import other_packs_controls, other_packs_sampling
+from . import other_packs_sampling
 
 FAMILIES = Path(__file__).resolve().parents[1] / "support" / "families"
 ENGINE = io.Custom("TRT_UNET_ENGINE")
@@ -244,14 +244,6 @@ NODES = [
     _node("TestSampler", sampler, [MODEL, *CONDITIONINGS, LATENT, STEPS], io.Latent, enable_expand=True),
     _node("TestPictures", pictures, [ENGINE.Input("engine")], ENGINE),
     _node("TestModelsAlive", models_alive, [integer("turn", 0, 0), io.Latent.Input("after", optional=True)]),
-    _node("TestTiles", other_packs_controls.in_tiles, [
-        MODEL, io.Combo.Input("way", options=other_packs_controls.ALL_WAYS)], io.Model),
-    _node("TestCopiedConditioning", lambda conditioning, how: other_packs_controls.COPIES[how](conditioning), [
-        io.Conditioning.Input("conditioning"), io.Combo.Input("how", options=list(other_packs_controls.COPIES))],
-        io.Conditioning),
-    _node("TestCopiedOptions", other_packs_controls.with_copied_options, [MODEL], io.Model),
-    _node("TestNotANumber", other_packs_controls.not_a_number, [CONTROL, integer("call", 1, 1, 100)], io.ControlNet),
-    _node("TestPatchInside", other_packs_controls.patched_inside, [MODEL], io.Model),
     _node("TestOwnForward", other_packs_sampling.with_own_forward, [
         MODEL, integer("every", 0, 0, 9, optional=True), io.Boolean.Input("replaced", default=False, optional=True)],
         io.Model),

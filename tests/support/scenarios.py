@@ -61,7 +61,6 @@ class Scenario:
 
     family: str = "sd15"
     unet: str | None = None
-    weight_dtype: str = "default"
     controls: Sequence[Control] = (A, B)
     unet_engine: bool = True
     width: int = 128
@@ -98,7 +97,7 @@ def prompt(scenario: Scenario, engines: bool, name: str) -> Prompt:
     s = scenario
     unet = f"{s.unet or f'tiny_{s.family}_unet'}.safetensors"
     built: Prompt = {
-        "unet": node("UNETLoader", unet_name=unet, weight_dtype=s.weight_dtype),
+        "unet": node("UNETLoader", unet_name=unet, weight_dtype="default"),
         "positive": node("TestConditioning", tokens=s.tokens[0], seed=1, **CONDITIONING[s.family]),
         "negative": node("TestConditioning", tokens=s.tokens[1], seed=2, **CONDITIONING[s.family]),
         "latent": node("EmptyLatentImage", width=s.width, height=s.height, batch_size=s.batch),
