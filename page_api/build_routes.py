@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from itertools import chain
 
 from aiohttp import web
 from server import PromptServer
@@ -12,7 +14,7 @@ from . import library_routes
 from .builds import builds, node_states, pending_orders
 from .http import PREFIX, Refused, changes, read_json, reads
 from .outlook import wish_of
-from .workflow_graph import ENGINE_NODES, BadPrompt, node_key
+from .workflow_graph import ENGINE_NODES, BadPrompt, node_key, pictures_of, readers_of, samplers_of
 
 MAX_NODES = 500
 
@@ -58,30 +60,40 @@ async def _cancel(request: web.Request) -> web.Response:
 
 @reads
 async def _nodes(request: web.Request) -> web.Response:
-    """The state of engine nodes: {"prompt": API prompt, "nodes": ids} -> {"nodes": {id: state}, "orders": {prompt id:
-    keys of the nodes whose builds it has yet to order}}."""
+    """The state of engine nodes: {"prompt": API prompt of the whole graph, "nodes": ids} -> {"nodes": {id: state},
+    "orders": {prompt id: keys of the nodes whose builds it has yet to order}}.
+
+    A node of a subgraph that is used several times has a list of ids in the place of one.
+    """
     data = await read_json(request)
     prompt, nodes = data.get("prompt"), data.get("nodes")
-    if not isinstance(prompt, dict) or not isinstance(nodes, list) or len(nodes) > MAX_NODES:
+    nodes = [uses if isinstance(uses, list) else [uses] for uses in nodes] if isinstance(nodes, list) else None
+    if not isinstance(prompt, dict) or nodes is None or sum(map(len, nodes)) > MAX_NODES:
         raise Refused(400, f"The request needs a prompt and a list of at most {MAX_NODES} nodes; nothing was done.")
     return web.json_response(await asyncio.to_thread(_answer, prompt, nodes))
 
 
-def _answer(prompt: dict, nodes: list) -> dict[str, dict]:
+def _answer(prompt: dict, nodes: list[list]) -> dict[str, dict]:
     orders = pending_orders.by_prompt()  # first: an order that is given meanwhile shows as its job
     return {"nodes": _states(prompt, nodes), "orders": orders}
 
 
-def _states(prompt: dict, nodes: list) -> dict[str, dict]:
-    states = {}
-    for node in nodes:
+def _states(prompt: dict, nodes: list[list]) -> dict[str, dict]:
+    for node in chain(*nodes):
         entry = prompt.get(node) if isinstance(node, str) else None
         if not isinstance(entry, dict) or entry.get("class_type") not in ENGINE_NODES:
             raise Refused(400, f"{str(node)[:80]!r} is no engine node of the prompt; nothing was done.")
-        try:
-            states[node] = node_states.state(node_key(prompt, node), wish_of(prompt, node))
-        except BadPrompt as error:
-            raise Refused(400, f"No state can be told: {error}.") from None
+    states, readers = {}, readers_of(prompt)
+    for uses in nodes:
+        samplers = {node: tuple(samplers_of(prompt, node, readers)) for node in uses}
+        every = tuple(dict.fromkeys(chain(*samplers.values())))
+        for node in uses:
+            try:
+                key, wish = node_key(prompt, node), wish_of(prompt, node)
+            except BadPrompt as error:
+                raise Refused(400, f"No state can be told: {error}.") from None
+            own, of_all = pictures_of(prompt, samplers[node]), pictures_of(prompt, every)
+            states[node] = node_states.state(key, replace(wish, pictures=own, of_all_uses=of_all, samplers=every))
     return states
 
 

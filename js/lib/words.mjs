@@ -1,6 +1,5 @@
 // What a node's state reads like: pure functions from the server's answers to words and tones.
 
-import { askable } from "./presets.mjs";
 import { t } from "./texts.mjs";
 
 /** @typedef {{tone: string, title: string, lines: string[], fraction: number | null, badge: string, log: string | null, offer: string, hint: string}} View */
@@ -121,7 +120,7 @@ export function describe(state) {
     if (state.misfit) {
         const words = { size: pixels(state.misfit), images: state.misfit.images };
         view.lines.unshift(t(state.state === "ready" ? "misfit" : "misfitSettings", words));
-        if (askable(state.misfit)) view.offer = t("buildFor", words);
+        if (state.widened) view.offer = t("buildFor", words);
         view.tone = view.tone === "bad" ? "bad" : "warn";
         view.badge ||= t("badgeMisfit");
     }
