@@ -91,7 +91,7 @@ export class Tracker {
         if (this.stale) this.#look();
         const { found, ids, off, prompt } = this.seen;
         if (!found.length) { this.answered = turn; this.tell(); return true; }
-        const nodes = [...ids.values()].filter((uses) => uses.length), queued = [...this.asked].filter(([, id]) => id);
+        const nodes = [...ids.values()], queued = [...this.asked].filter(([, id]) => id);
         const { nodes: answer = {}, orders = {} } = nodes.length || queued.length
             ? await request(this.api, "/nodes", { method: "POST", json: { prompt, nodes } }) : {};
         if (turn !== this.turn) return false;
@@ -115,8 +115,9 @@ export class Tracker {
 
     /** Ask until the nodes show the graph as it is now, Auto's numbers too; a server that does not answer changes nothing. */
     async settle() {
-        for (let tries = 0; tries < 5 && (this.stale || this.answered !== this.turn); tries += 1)
-            await this.refresh().catch(() => false);
+        try {
+            for (let tries = 0; tries < 5 && (this.stale || this.answered !== this.turn); tries += 1) await this.refresh();
+        } catch { /* the page says so itself */ }
     }
 
     /** ComfyUI has queued a prompt: what its serialisers gave is part of the keys from now on. */
