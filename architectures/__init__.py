@@ -120,11 +120,6 @@ class Architecture(Protocol):
         """A profile in a few words for people."""
         ...
 
-    def limits(self, profile: Profile) -> dict[str, int] | None:
-        """Return a profile in the words of the engine node's settings: ``min`` and ``max`` pixels, ``images``; None
-        where these say nothing about it."""
-        ...
-
     def calls(self, profile: Profile, picture: Picture) -> list[dict[str, int]]:
         """The calls that sample a picture, symbol -> size, one for each of its batches; what a picture does not tell,
         such as the tokens of the prompt, is the profile's best."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -174,6 +174,12 @@ class RequestedCalls:
         )
 
 
+def sample_alike(architecture: Architecture, calls: Iterable[Call], others: Iterable[Call]) -> bool:
+    """Tell whether one of some calls has a picture that others have too, whatever the length of its prompt."""
+    there = list(map(architecture.picture_of, others))
+    return any(architecture.picture_of(call) in there for call in calls)
+
+
 def calls_to_compile(
     architecture: Architecture, requested: RequestedCalls, symbols: Collection[str], compiled: Collection[Call]
 ) -> list[list[Call]]:
@@ -190,8 +196,7 @@ def calls_to_compile(
     found = [call for call in seen or () if call not in compiled]
     for picture in requested.pictures:
         calls = architecture.calls(profile, picture)
-        there = [architecture.picture_of(call) for call in (*compiled, *found)]
-        if not any(architecture.picture_of(call) in there for call in calls):
+        if not sample_alike(architecture, calls, (*compiled, *found)):
             found += calls
     if not requested.pictures and seen is None:
         usual = [{s: call[s] for s in profile.ranges} for call in architecture.examples(profile).compiled]

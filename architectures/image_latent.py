@@ -45,17 +45,14 @@ class LatentSizes:
         return []
 
     def profile(self, asked: RequestedSizes) -> Profile:
-        """See ``Architecture``. Where the family's sizes contradict a number that was given, the number wins."""
+        """See ``Architecture``."""
         asked.check()
-        given = [size for size in (asked.min_size, asked.opt_size, asked.max_size) if size]
-        low = asked.min_size or min(self.sizes.min_size, *given, self.sizes.max_size)
-        high = asked.max_size or max(self.sizes.max_size, *given, low)
-        best = asked.opt_size or min(max(self.sizes.opt_size, low), high)
-        images = asked.max_images or self.sizes.max_images
-        size = Range(max(1, low // LATENT), max(1, best // LATENT), math.ceil(high / LATENT))
-        tokens = Range(CHUNK, CHUNK, max(CHUNK, asked.max_tokens or self.sizes.max_tokens))
-        hints = Range(1, 1, 2 * images)
-        return Profile({"B": Range(1, 2, 2 * images), "H": size, "W": size, "T": tokens, "HB": hints})
+        asked = asked.filled(self.sizes)
+        low, best = max(1, asked.min_size // LATENT), max(1, asked.opt_size // LATENT)
+        size = Range(low, best, math.ceil(asked.max_size / LATENT))
+        tokens = Range(CHUNK, CHUNK, max(CHUNK, asked.max_tokens))
+        batch = 2 * asked.max_images
+        return Profile({"B": Range(1, 2, batch), "H": size, "W": size, "T": tokens, "HB": Range(1, 1, batch)})
 
     def examples(self, profile: Profile) -> Examples:
         """See ``Architecture``: odd sizes, another batch, a long prompt; a hint for the whole batch and for each."""
@@ -86,13 +83,6 @@ class LatentSizes:
         if "T" in profile.ranges:
             parts.append(f"{profile.ranges['T'].max} tokens")
         return ", ".join(parts)
-
-    def limits(self, profile: Profile) -> dict[str, int] | None:
-        """See ``Architecture``."""
-        if not {"H", "W", "B"} <= profile.ranges.keys() or profile.ranges["H"] != profile.ranges["W"]:
-            return None  # the node's sizes are those of both sides
-        side, batch = profile.ranges["H"], profile.ranges["B"]
-        return {"min": LATENT * side.min, "max": LATENT * side.max, "images": batch.max // 2}
 
     def calls(self, profile: Profile, picture: Picture) -> list[dict[str, int]]:
         """See ``Architecture``."""

@@ -238,6 +238,14 @@ class RequestedSizes:
     max_images: int = 0
     max_tokens: int = 0
 
+    def filled(self, fits: Sizes) -> RequestedSizes:
+        """Return these sizes with a family's in the place of zeros. A number that was given wins over the family's."""
+        given = [size for size in (self.min_size, self.opt_size, self.max_size) if size]
+        low = self.min_size or min(fits.min_size, *given, fits.max_size)
+        high = self.max_size or max(fits.max_size, *given, low)
+        best = self.opt_size or min(max(fits.opt_size, low), high)
+        return RequestedSizes(low, best, high, self.max_images or fits.max_images, self.max_tokens or fits.max_tokens)
+
     def check(self) -> None:
         """Raise ValueError when no model could have these sizes; the text is for the user."""
         for name, most in MOST.items():
@@ -260,11 +268,13 @@ class Picture:
 
     Attributes:
         batches: of the calls that sample it, the usual one first.
+        images: in the latent; 0 where only a call tells of the picture.
     """
 
     width: int
     height: int
     batches: tuple[int, ...]
+    images: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)

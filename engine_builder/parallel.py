@@ -5,8 +5,8 @@ is cut, and processes compile the parts:
 
 1. ``room_for_processes`` says how many have room. Fewer than two: the worker process compiles all by itself.
 2. The worker starts that many helpers (``worker.helpers``), which import Inductor while it reads the network.
-3. The worker chooses the attention kernel, traces each size, and cuts it into as many parts as there are helpers
-   (``torch_inductor.parts``). A helper takes one part after the other. It gets shapes and no weights, so it is small.
+3. The worker chooses the attention kernel, traces each size and cuts it (``torch_inductor.parts``). All sizes together
+   have as many parts as there are helpers, or one each. A helper takes one part after the other. It gets shapes and no weights, so it is small.
 4. The worker puts each size together, compares it with native and measures the first. The helpers do nothing then.
 5. What fails may have failed for the parts, or for want of memory: one process does all of it again, uncut.
 

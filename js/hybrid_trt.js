@@ -6,7 +6,6 @@ import { accelerate, removeAcceleration } from "./lib/accelerate.mjs";
 import { Builder } from "./lib/build.mjs";
 import { showText } from "./lib/dialog.mjs";
 import { button } from "./lib/dom.mjs";
-import { sameSampler } from "./lib/fit.mjs";
 import { ENGINE_NODES } from "./lib/graph.mjs";
 import { labelValues } from "./lib/labels.mjs";
 import { logLines } from "./lib/log_words.mjs";
@@ -131,11 +130,10 @@ function showRunsOf(node) {
 
 /** Give a node's choice of sizes to all engine nodes of its sampler. */
 function toAll(sizes) {
-    const { ids, prompt } = tracker.seen, { choice } = sizes;
-    const alike = (ids.get(sizes.node) ?? []).flatMap((id) => sameSampler(prompt, id));
-    const numbers = choice === "custom" ? sizesOf(sizes.node) : undefined;
-    for (const [node, uses] of ids)
-        if (node !== sizes.node && uses.some((id) => alike.includes(id))) tracker.views.get(node)?.actions.sizes.choose(choice, numbers);
+    const { choice } = sizes, samplersOf = ({ state }) => state.sizes?.samplers ?? [];
+    const numbers = choice === "custom" ? sizesOf(sizes.node) : undefined, mine = samplersOf(tracker.views.get(sizes.node));
+    for (const view of tracker.present)
+        if (view.node !== sizes.node && samplersOf(view).some((sampler) => mine.includes(sampler))) view.actions.sizes.choose(choice, numbers);
 }
 
 /** What a click on a node's button does; sizes that cannot be built are told instead. */

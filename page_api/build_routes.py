@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from aiohttp import web
@@ -14,7 +16,16 @@ from . import library_routes
 from .builds import builds, node_states, pending_orders
 from .http import PREFIX, Refused, changes, read_json, reads
 from .outlook import wish_of
-from .workflow_graph import ENGINE_NODES, BadPrompt, alone, network_inputs, node_key
+from .workflow_graph import (
+    ENGINE_NODES,
+    BadPrompt,
+    alone,
+    network_inputs,
+    node_key,
+    pictures_of,
+    readers_of,
+    samplers_of,
+)
 
 MAX_NODES = 500
 
@@ -60,37 +71,49 @@ async def _cancel(request: web.Request) -> web.Response:
 
 @reads
 async def _nodes(request: web.Request) -> web.Response:
-    """The state of engine nodes: {"prompt": API prompt, "nodes": ids} -> {"nodes": {id: state}, "orders": {prompt id:
-    keys of the nodes whose builds it has yet to order}}."""
+    """The state of engine nodes: {"prompt": API prompt of the whole graph, "nodes": ids} -> {"nodes": {id: state},
+    "orders": {prompt id: keys of the nodes whose builds it has yet to order}}.
+
+    A node of a subgraph that is used several times has a list of ids in the place of one.
+    """
     data = await read_json(request)
     prompt, nodes = data.get("prompt"), data.get("nodes")
-    if not isinstance(prompt, dict) or not isinstance(nodes, list) or len(nodes) > MAX_NODES:
+    nodes = [uses if isinstance(uses, list) else [uses] for uses in nodes] if isinstance(nodes, list) else None
+    if not isinstance(prompt, dict) or nodes is None or sum(map(len, nodes)) > MAX_NODES:
         raise Refused(400, f"The request needs a prompt and a list of at most {MAX_NODES} nodes; nothing was done.")
     return web.json_response(await asyncio.to_thread(_answer, prompt, nodes))
 
 
-def _answer(prompt: dict, nodes: list) -> dict[str, dict]:
+def _answer(prompt: dict, nodes: list[list]) -> dict[str, dict]:
     orders = pending_orders.by_prompt()  # first: an order that is given meanwhile shows as its job
     return {"nodes": _states(prompt, nodes), "orders": orders}
 
 
-def _states(prompt: dict, nodes: list) -> dict[str, dict]:
-    states = {}
-    for node in nodes:
+def _states(prompt: dict, nodes: list[list]) -> dict[str, dict]:
+    for node in chain(*nodes):
         entry = prompt.get(node) if isinstance(node, str) else None
         if not isinstance(entry, dict) or entry.get("class_type") not in ENGINE_NODES:
             raise Refused(400, f"{str(node)[:80]!r} is no engine node of the prompt; nothing was done.")
-        try:
-            each = [_state(alone(prompt, node, name), node, name) for name in network_inputs(prompt, node)]
-            states[node] = {**each[0], **({"others": each[1:]} if each[1:] else {})}
-        except BadPrompt as error:
-            raise Refused(400, f"No state can be told: {error}.") from None
+    states, readers = {}, readers_of(prompt)
+    for uses in nodes:
+        samplers = {node: tuple(samplers_of(prompt, node, readers)) for node in uses}
+        every = tuple(dict.fromkeys(chain(*samplers.values())))
+        of_all = pictures_of(prompt, every)
+        for node in uses:
+            asked = {"pictures": pictures_of(prompt, samplers[node]), "of_all_uses": of_all, "samplers": every}
+            try:
+                first, *others = (_state(prompt, node, name, asked) for name in network_inputs(prompt, node))
+            except BadPrompt as error:
+                raise Refused(400, f"No state can be told: {error}.") from None
+            states[node] = {**first, **({"others": others} if others else {})}
     return states
 
 
-def _state(prompt: Mapping[str, Any], node: str, input_name: str) -> dict:
-    """Return the state of a node for one network."""
-    return {**node_states.state(node_key(prompt, node), wish_of(prompt, node)), "input": input_name}
+def _state(prompt: Mapping[str, Any], node: str, input_name: str, asked: Mapping[str, Any]) -> dict:
+    """Return the state of a node for the network of one input; ``asked``: fields of ``NodeRequest`` about the graph."""
+    prompt = alone(prompt, node, input_name)
+    wish = replace(wish_of(prompt, node), **asked)
+    return {**node_states.state(node_key(prompt, node), wish), "input": input_name}
 
 
 def _job(request: web.Request) -> Job:

@@ -13,7 +13,6 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -32,6 +31,7 @@ from ..sampling.call_stats import CallStats, last_run
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import status
 from ..sessions.session import refusal_of
+from . import picture_fit
 from .outlook import NodeRequest, parameters_of, refused_by_file, seconds, serves_any_size
 
 log = logging.getLogger(__name__)
@@ -130,27 +130,35 @@ class NodeStates:
         return next((job for job in jobs if not job.state.final), jobs[-1] if jobs else None)
 
     def state(self, key: str, wish: NodeRequest) -> dict:
-        """For the page: ``state``, ``text``, the engine or the job, ``run``: what ran last, ``fits``: the sizes of the
-        model's family, and where there is no engine ``outlook``: why, and how long one takes.
+        """For the page: ``state``, ``text``, the engine or the job, ``run``: what ran last, where there is no engine
+        ``outlook``: why, and how long one takes, and of sizes what ``picture_fit`` tells.
 
         Args:
             wish: what the node asks for as far as its prompt tells; a node that has not run yet is known by it alone.
         """
+        answer, known, engines = self._state(key, wish)
+        family, choice = (known.architecture, known.backend) if known else ("", "")
+        tokens = answer["run"]["tokens"] if answer["run"] else 0
+        engines = engines if answer["state"] == "ready" else ()
+        return answer | picture_fit.told(wish, family, engines, choice, answer.get("any_size", False), tokens)
+
+    def _state(self, key: str, wish: NodeRequest) -> tuple[dict, NodeRecord | None, Sequence[Engine]]:
+        """Return a node's state without its sizes, a node with the same model, and the engines that it uses."""
         answer = {"key": key, "state": "unknown", "label": wish.label, "text": "", "engine": None, "job": None}
         answer["run"] = run_of(key)
         job = self._job(key)
         if job is not None and not job.state.final:
             answer |= {"state": "queued" if job.state is State.QUEUED else "building", "job": job.to_json()}
-            return answer | {"fits": _fits(self._known.get(key))}
+            return answer, self._known.get(key), ()
         known = self._known.get(key)
         if known is None and (refusal := refused_by_file(wish)) is not None:
-            return answer | {"state": "unavailable", "text": refusal.sentence()}
+            return answer | {"state": "unavailable", "text": refusal.sentence()}, None, ()
         if known is None or _changed(known.source):
             like = known or self._like(wish)
-            answer["fits"] = _fits(like) if like and like.label == wish.label else None
             outlook = self._outlook(like, wish, False)
-            return answer | {"outlook": outlook, "any_size": outlook["live"]} | _failure(job)
-        answer |= {"label": known.label, "fits": _fits(known)}
+            answer |= {"outlook": outlook, "any_size": outlook["live"]} | _failure(job)
+            return answer, like if like and like.label == wish.label else None, ()
+        answer["label"] = known.label
         engines, fallback = self._look_up(known)
         if engines:
             answer |= {"state": "ready", "engine": _union_json(engines, known), "job": job.to_json() if job else None}
@@ -164,13 +172,13 @@ class NodeStates:
                     text = (f"It was not opened, so live weights serve in its place: {why}; delete it in the panel, or "
                             f"build it again with the backend {backend}.")
                 answer |= {"state": "stale", "text": text}
-            return answer
+            return answer, known, engines
         text = known.without_engine or fallback.sentence()
         answer |= {"state": MISSING.get(fallback.reason, "unavailable"), "text": text}
         answer["outlook"] = self._outlook(known, wish, True)
         if known.without_engine:
             answer["any_size"] = True  # live weights serve, whatever the profile says
-        return answer | _failure(job)
+        return answer | _failure(job), known, ()
 
     def _like(self, wish: NodeRequest) -> NodeRecord | None:
         """The node that ran last with the same model, or else with one of the same kind."""
@@ -221,17 +229,6 @@ class NodeStates:
             while len(self._known) > MAX_NODES:
                 self._known.popitem(last=False)
             _write(self._path, self._known)
-
-
-def _fits(known: NodeRecord | None) -> dict | None:
-    """The sizes that fit a network's family, in the words of the node's settings; None when that is not known."""
-    return _sizes(known.architecture) if known else None
-
-
-@cache
-def _sizes(architecture: str) -> dict | None:
-    found = architectures().get(architecture)
-    return asdict(found.sizes) if found else None
 
 
 def run_of(key: str) -> dict | None:
@@ -289,7 +286,6 @@ def engine_json(engine: Engine) -> dict:
         "precision": manifest.identity.precision,
         "any_weights": manifest.identity.any_weights,
         "profile": profile_words(manifest.identity.architecture, manifest.identity.profile),
-        "limits": _limits(manifest.identity.architecture, manifest.identity.profile),
         "bytes": manifest.bytes,
         "seconds": round(sum(manifest.seconds.values()), 1),
         "rel_err": here.get("rel_err"),
@@ -302,10 +298,8 @@ def engine_json(engine: Engine) -> dict:
 def _union_json(engines: Sequence[Engine], known: NodeRecord) -> dict:
     """Return what a person wants to know of the engines that a node uses, as if they were one.
 
-    ``compiled``: the pictures that there are files or engines for, with the batch of the call; None where it takes all
-    sizes of its profile. ``covers``: whether that holds what the node asks for.
+    ``covers``: whether that holds what the node asks for.
     """
-    first = engine_json(engines[0])
     identity = engines[0].manifest.identity
     backend, architecture = backends()[identity.backend], architectures()[identity.architecture]
     profiles, wanted = [e.manifest.identity.profile for e in engines], Profile.from_json(known.profile)
@@ -314,14 +308,9 @@ def _union_json(engines: Sequence[Engine], known: NodeRecord) -> dict:
     words = map(architecture.call_words, calls) if live and calls else [
         profile_words(identity.architecture, profile) for profile in profiles
     ]
-    pictures = filter(None, map(architecture.picture_of, calls))
-    drawn = [{"width": p.width, "height": p.height, "batch": p.batches[0]} for p in dict.fromkeys(pictures)]
-    return first | {
+    return engine_json(engines[0]) | {
         "covers": live or any(profile.contains(wanted.only(profile.ranges)) for profile in profiles),
-        # an engine that auto took has live weights behind it, which may have files for more pictures
-        "compiled": drawn if calls and (live or known.backend == backend.name) else None,
         "profile": "; ".join(dict.fromkeys(words)),
-        "limits": first["limits"] if live or not calls else None,  # single pictures are no range
         "bytes": sum(engine.manifest.bytes for engine in engines),
         "names": [engine.folder.name for engine in engines],
     }
@@ -331,12 +320,6 @@ def _speed(parity: Mapping) -> float | None:
     """Return how many times as fast as native an engine was in its check on this GPU."""
     engine, native = parity.get("engine_ms"), parity.get("native_ms")
     return round(native / engine, 2) if engine and native else None
-
-
-def _limits(architecture: str, profile: Profile) -> dict[str, int] | None:
-    """Return what a profile takes in the words of the node's settings: pixels and images."""
-    found = architectures().get(architecture)
-    return found.limits(profile) if found is not None else None
 
 
 def _failure(job: Job | None) -> dict:

@@ -15,6 +15,7 @@ from comfy_execution.graph import DynamicPrompt
 from safetensors import SafetensorError, safe_open
 
 from ..architectures import Role, may_be_served
+from ..architectures.shapes import SIZE_NAMES, Picture, RequestedSizes
 from ..backends.lookup import usable_backends
 from ..engine_builder.expected_time import expected
 from ..engine_library import Fallback, Library, Reason, Unavailable
@@ -32,12 +33,20 @@ class NodeRequest:
         label: the model's file, or ``""``.
         lora: whether a LoRA before the node makes its engine another one.
         backend: the node's choice.
+        sizes: the node's numbers; None where the prompt does not tell them.
+        pictures: those that the graph asks for.
+        of_all_uses: those of all uses of the node, where it stands in a subgraph that is used several times.
+        samplers: the samplers of all its uses.
     """
 
     kind: str
     label: str
     lora: bool
     backend: str
+    sizes: RequestedSizes | None = None
+    pictures: tuple[Picture, ...] = ()
+    of_all_uses: tuple[Picture, ...] = ()
+    samplers: tuple[str, ...] = ()
 
 
 def wish_of(prompt: Mapping[str, Any], node_id: str) -> NodeRequest:
@@ -52,7 +61,9 @@ def wish_of(prompt: Mapping[str, Any], node_id: str) -> NodeRequest:
     lora = lora and inputs.get("weights") != "replaceable"
     backend = inputs.get("backend")
     backend = backend if isinstance(backend, str) else ""
-    return NodeRequest(KINDS[kind], model_name(graph, node_id, name, ""), lora, backend)
+    numbers = {size: inputs.get(size, 0) for size in SIZE_NAMES}
+    sizes = RequestedSizes(**numbers) if all(isinstance(n, int) for n in numbers.values()) else None
+    return NodeRequest(KINDS[kind], model_name(graph, node_id, name, ""), lora, backend, sizes)
 
 
 def parameters_of(wish: NodeRequest, like: int, like_bytes: int) -> int:

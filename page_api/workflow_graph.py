@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from comfy_execution.graph import DynamicPrompt, NodeNotFoundError
@@ -109,20 +109,31 @@ def is_link(value: Any) -> bool:
 
 
 def asked_pictures(prompt: Mapping[str, Any], node_id: str) -> tuple[Picture, ...]:
-    """Return the pictures of the samplers that call a node's network, where these are empty latents of plain numbers.
+    """Return the pictures of the samplers that call a node's network, as ``pictures_of``."""
+    return pictures_of(prompt, samplers_of(prompt, node_id, readers_of(prompt)))
+
+
+def pictures_of(prompt: Mapping[str, Any], samplers: Iterable[str]) -> tuple[Picture, ...]:
+    """Return the pictures of some samplers, where these are empty latents of plain numbers.
 
     They are at most ``MAX_PICTURES``.
     """
-    found = (picture_of(prompt, sampler) for sampler in _samplers(prompt, node_id))
+    found = (picture_of(prompt, sampler) for sampler in samplers)
     return tuple(dict.fromkeys(picture for picture in found if picture is not None))[:MAX_PICTURES]
 
 
-def _samplers(prompt: Mapping[str, Any], node_id: str) -> Iterator[str]:
+def readers_of(prompt: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return node -> the nodes that an output of it leads to."""
     readers: dict[str, list[str]] = {}
     for reader in prompt:
         for value in _inputs(prompt, reader).values():
             if is_link(value):
                 readers.setdefault(value[0], []).append(reader)
+    return readers
+
+
+def samplers_of(prompt: Mapping[str, Any], node_id: str, readers: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield the samplers that call a node's network."""
     seen, queue = {node_id}, [node_id]
     while queue:
         current = queue.pop()
@@ -150,7 +161,7 @@ def picture_of(prompt: Mapping[str, Any], sampler: str) -> Picture | None:
         return None
     known = isinstance(cfg, int | float) and math.isfinite(cfg)
     batches = (2 * images, images) if not known else (images,) if cfg == 1 else (2 * images,)
-    return Picture(width, height, batches)
+    return Picture(width, height, batches, images)
 
 
 def network_inputs(prompt: Mapping[str, Any], node_id: str) -> list[str]:

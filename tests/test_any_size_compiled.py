@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from builds import until
@@ -50,7 +51,10 @@ def test_a_press_compiles_the_graphs_picture_and_build_now_a_longer_prompt_befor
     press_build(comfy, short)
     first = {name: made for name, made in files(comfy).items() if name not in there}
     assert set(first) == {"B2-H12-T77-W8.bin"}, "the picture that was asked for, and not the best size"
-    assert state(comfy, short)["engine"]["compiled"] == [{"width": 64, "height": 96, "batch": 2}]
+    assert state(comfy, short)["uncompiled"] is None
+    larger = copy.deepcopy(short)
+    larger["latent"]["inputs"]["width"] += 64
+    assert state(comfy, larger)["uncompiled"] == {"width": 128, "height": 96, "images": 1}
     assert run(short)[1] == {}
 
     history, uncompiled, text = run(long)

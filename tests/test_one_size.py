@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,7 @@ from hybrid_trt.engine_library import EngineQuery, Reason, Unavailable
 from hybrid_trt.engine_library.library import _rank
 from hybrid_trt.nodes import building
 from hybrid_trt.nodes.sampler_patch import TRTSamplerPatch
-from hybrid_trt.page_api import node_states
+from hybrid_trt.page_api import node_states, picture_fit
 from hybrid_trt.page_api.node_states import NodeStates
 from hybrid_trt.page_api.outlook import NodeRequest
 from hybrid_trt.sampling.call_stats import ever_uncovered
@@ -94,6 +93,20 @@ def test_an_engine_is_for_the_graphs_picture_and_other_sizes_are_natives(
     assert list(handle.stats.reasons) == [Reason.SHAPE_OUTSIDE_PROFILE.value]
 
 
+def test_a_node_with_such_an_engine_is_ready_and_asks_for_no_larger_one(tmp_path: Path) -> None:
+    handle = handle_of(network("unet", "unlike_levels"), tmp_path, PORTRAIT)
+    build(handle)
+    handle.refresh()
+    states = NodeStates(handle.library, BuildQueue())
+    states.learn("key", handle)
+    wish = NodeRequest("unet", handle.network.label, False, "onnxruntime", pictures=(PORTRAIT,))
+    state = states.state("key", wish)
+    assert state["state"] == "ready"
+    assert state["engine"]["covers"]
+    assert state["engine"]["profile"] == "batch 2, 96 x 128 px, 77 tokens"
+    assert state["misfit"] is state["uncompiled"] is None
+
+
 def test_another_picture_wants_an_engine_of_its_own_beside_the_first(tmp_path: Path) -> None:
     net = network("unet", "unlike_levels")
     first = build(handle_of(net, tmp_path))
@@ -157,7 +170,6 @@ def test_the_page_tells_of_all_engines_of_a_node(tmp_path: Path) -> None:
     found = states.state("key", NodeRequest("unet", handle.network.label, False, "onnxruntime"))["engine"]
     assert found["covers"]
     assert found["profile"] == "batch 2, 96 x 128 px, 77 tokens; batch 2, 64 px, 77 tokens"
-    assert found["limits"] is None, "one's would be taken for those of both"
     assert len(found["names"]) == 2
     assert found["bytes"] == sum(engine.manifest.bytes for engine in handle.library.engines())
 
@@ -217,11 +229,13 @@ def test_the_page_offers_to_build_for_what_ran_native_and_knows_the_pictures_tha
     assert lacking == {"size": "96x128, 154 tokens", "graph": False, "native": True, "count": 1}
     states = NodeStates(handle.library, BuildQueue())
     states.learn("key", handle)
-    found = states.state("key", NodeRequest("unet", handle.network.label, False, "onnxruntime"))["engine"]
-    assert found["compiled"] == [{"width": 96, "height": 128, "batch": 2}]
-    assert found["covers"]
-    by_auto = node_states._union_json(handle.session.engines, replace(states._known["key"], backend=AUTO))
-    assert by_auto["compiled"] is None, "what live weights have files for is not known here"
+    pictures = (PORTRAIT, Picture(64, 96, (2,), 1))
+    wish = NodeRequest("unet", handle.network.label, False, "onnxruntime", pictures=pictures)
+    found = states.state("key", wish)
+    assert found["engine"]["covers"]
+    assert (found["misfit"], found["uncompiled"]) == (None, {"width": 64, "height": 96, "images": 1})
+    by_auto = picture_fit.told(wish, net.architecture().name, handle.session.engines, AUTO, any_size=True, tokens=0)
+    assert by_auto["uncompiled"] is None, "what live weights have files for is not known here"
 
 
 def test_an_engine_of_the_best_size_counts_as_all_that_is_wanted(tmp_path: Path) -> None:

@@ -49,13 +49,3 @@ def test_new_nodes_have_the_sizes_of_the_first_preset() -> None:
     found = re.findall(r"(\w+): (\d+)", first[2])
     assert first[1] == "presetFit"
     assert found == [(name, "0") for name in SIZE_NAMES]
-
-
-def test_the_page_knows_the_numbers_that_nodes_take() -> None:
-    from hybrid_trt.architectures.shapes import LEAST, MOST
-
-    text = (JS / "lib" / "presets.mjs").read_text(encoding="utf-8")
-    most = re.search(r"MOST = \{(.*?)\}", text)
-    assert most is not None
-    assert {name: int(number) for name, number in re.findall(r"(\w+): (\d+)", most[1])} == MOST
-    assert f"LEAST = {LEAST};" in text

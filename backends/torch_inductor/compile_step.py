@@ -97,7 +97,8 @@ def _begin(
     arguments = (function, weights, names), (task.folder / file_name(sizes), kernel, late)
     if task.submit is None:
         return lambda: compile_to_file(*arguments[0], _inputs(task, sizes), *arguments[1])
-    return compile_in_parts(task.submit, task.processes, *arguments[0], _inputs(task, sizes), *arguments[1])
+    parts = max(1, task.processes // len(task.sizes))  # each costs some seconds of its own
+    return compile_in_parts(task.submit, parts, *arguments[0], _inputs(task, sizes), *arguments[1])
 
 
 @contextmanager

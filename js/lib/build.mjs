@@ -1,9 +1,8 @@
 // The Build button: orders a build by a small prompt of its own, follows it, cancels it.
 
-import { widened } from "./fit.mjs";
 import { ACCELERATE, buildPrompt, engineNodes, isWired, upstreamOf } from "./graph.mjs";
 import { Look } from "./look.mjs";
-import { applyPreset, sizesOf } from "./presets.mjs";
+import { applyPreset } from "./presets.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
 import { changedUses, isSame, usesOf, wantedUses } from "./uses.mjs";
@@ -42,8 +41,7 @@ export class Builder {
     async buildAll() {
         let views = [];
         try {
-            // nodes may have been replaced since the last look, as by a subgraph: all that are there now are meant
-            if (this.tracker.stale) await this.tracker.refresh();
+            await this.tracker.settle(); // nodes may have been replaced, as by a subgraph: all that are there now are meant
             views = this.tracker.present.filter(({ state }) => isMissing(state));
             if (views.length) await this.build(views, true);
         } catch (failure) {
@@ -64,9 +62,9 @@ export class Builder {
 
     /** Build for what the engine does not take: a node's sizes are widened to a latent that does not fit them. */
     async buildFor(view) {
-        const { misfit, fits } = view.state;
-        if (view.busy || !(misfit || lacksSizes(view.state))) return;
-        if (misfit) applyPreset(view.node, widened(misfit, sizesOf(view.node), fits));
+        const { widened } = view.state;
+        if (view.busy || !(widened || lacksSizes(view.state))) return;
+        applyPreset(view.node, widened ?? {});
         await this.press(view);
     }
 
@@ -96,11 +94,13 @@ export class Builder {
         for (const view of views) {
             const asks = (use) => wanted.get(view.node).some((one) => isSame(one, use));
             view.show(changedUses(view.state, (use) => (asks(use) ? { ...use, state: "asked", job: null } : use)));
-            for (const { key } of usesOf(view.state).filter(asks)) if (key) this.ours.add(key);
             this.tracker.failures.delete(view.node);
         }
         for (const { node } of views) asked.set(node, "");
         this.tracker.tell();
+        await this.tracker.settle(); // the graph may have changed a moment ago, and Auto's sizes follow it
+        for (const { node, state } of views) for (const use of usesOf(state))
+            if (use.key && wanted.get(node).some((one) => isSame(one, use))) this.ours.add(use.key);
         const { prompt, ids, order, titles } = await this.#prompt(wanted, missingOnly);
         const response = await api.fetchApi("/prompt", {
             method: "POST", headers: { "Content-Type": "application/json" },
@@ -118,7 +118,7 @@ export class Builder {
         if (this.ended.has(answer.prompt_id)) await this.promptEnded(answer.prompt_id, this.ended.get(answer.prompt_id));
         else await this.tracker.refresh();
         // a failure is that of a key: it is the one of what was sent only once the nodes know that
-        for (let tries = 0; refused.size && tries < 5 && !(await this.tracker.refresh()); tries += 1);
+        if (refused.size) await this.tracker.settle();
         for (const [why, some] of refused) this.#failed(some, why);
     }
 

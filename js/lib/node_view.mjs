@@ -43,7 +43,7 @@ export class NodeView {
         this.key = state.key ?? this.key;
         const connected = (this.node.outputs ?? []).some(({ links }) => links?.length);
         this.view = describe({ ...state, connected, ...(state.state === "off" && switchedOff(this.node)), note: this.note });
-        this.actions.sizes.know(state.fits, state.latents, state.run?.tokens, state.outside);
+        this.actions.sizes.know(state.sizes, state.outside);
         const unwired = state.state === "unwired" && !isWiredLater(this.node.graph);
         const known = unwired || state.state !== "unwired" ? state.state : "unknown";
         this.button.label = buttonLabel(lacksSizes(state) ? "none" : known); // what it has is not built again

@@ -2,7 +2,7 @@
 // numbers that it sets and that prompts send. Auto keeps them right when the graph's picture changes, and is saved as zeros:
 // the page would take what follows from the graph for edits, which undo takes back and Auto does again.
 
-import { applyPreset, autoSizes, follow, meant, presetName, presetOf, PRESETS, sameSizes, sizesOf } from "./presets.mjs";
+import { applyPreset, follow, presetName, presetOf, PRESETS, sameSizes, sizesOf } from "./presets.mjs";
 import { mendValues, putValues } from "./saved_values.mjs";
 import { t } from "./texts.mjs";
 import { pixels } from "./words.mjs";
@@ -23,9 +23,8 @@ export class PictureSizes {
         this.changed = changed;
         this.toAll = toAll;
         this.followed = followed;
-        this.fits = undefined; // what fits the model
-        this.latents = undefined; // the pictures that the graph asks for
-        this.tokens = 0; // the longest prompt seen that an engine was not built for
+        /** @type {{fits?: any, asked?: any, auto?: any, pictures?: any[]}} what the server last told, see its `picture_fit` */
+        this.told = {};
         this.outside = {}; // numbers that a subgraph's node shows and sends in the place of the node's own
         this.defaults = Object.fromEntries(node.widgets.map(({ name, value }) => [name, value]));
         this.widget = node.addWidget("combo", "size_preset", "", (value) => this.#picked(value), { values: [], serialize: false });
@@ -55,19 +54,17 @@ export class PictureSizes {
     }
 
     /**
-     * Learn what fits the model, which pictures the graph asks for, and how long its prompts are; Auto follows.
+     * Learn what the server tells of the node's sizes; Auto follows it once.
      * The page may change a number without calling its widget, so its value is looked at.
      * @param {Record<string, number>} outside see `numbersFromOutside`
      */
-    know(fits, latents, tokens = 0, outside = {}) {
-        const before = JSON.stringify([this.fits, this.latents, this.outside]);
-        this.fits = fits ?? this.fits;
-        this.latents = latents ?? this.latents;
-        this.tokens = Math.max(this.tokens, tokens);
+    know(told = this.told, outside = {}) {
+        const before = JSON.stringify([this.told, this.outside]), isNew = told !== this.told;
+        this.told = told;
         this.outside = outside;
         if (!sameSizes(sizesOf(this.node), this.known)) this.#typed();
-        else if (this.choice === AUTO) this.#follow();
-        if (before !== JSON.stringify([this.fits, this.latents, this.outside])) this.#show();
+        else if (isNew && this.choice === AUTO && told.auto) this.#follow(told.auto);
+        if (before !== JSON.stringify([told, outside])) this.#show();
     }
 
     /** Choose, as if it had been picked: a key as `choice` gives it, with the numbers of a choice of one's own. */
@@ -75,9 +72,7 @@ export class PictureSizes {
         this.node.properties ??= {};
         if (key === AUTO || key === CUSTOM) this.node.properties[CHOSEN] = key;
         else delete this.node.properties[CHOSEN];
-        this.#set(numbers ?? sizesOf(this.node));
-        this.tokens = 0;
-        if (key === AUTO) this.#follow();
+        this.#set(key === AUTO ? { ...numbers, ...this.told.auto, max_tokens: 0 } : numbers ?? sizesOf(this.node));
         this.#show();
         this.changed();
     }
@@ -103,14 +98,15 @@ export class PictureSizes {
     }
 
     #autoName() {
-        const [latent] = this.latents ?? [];
-        if (latent) return t("sizesAuto", { size: `${pixels({ ...latent, images: 1 })} × ${latent.images}` });
-        return this.fits?.family ? t("presetFitOf", this.fits) : t("sizesAutoFit");
+        const { fits, pictures: [picture] = [] } = this.told;
+        if (picture) return t("sizesAuto", { size: `${pixels({ ...picture, images: 1 })} × ${picture.images}` });
+        return fits?.family ? t("presetFitOf", fits) : t("sizesAutoFit");
     }
 
     #customName() {
         const sizes = { ...sizesOf(this.node), ...this.outside };
-        return t("presetOwn", meant(sizes, this.fits) ?? sizes);
+        const given = Object.entries(sizes).filter(([, size]) => size > 0);
+        return t("presetOwn", { ...sizes, ...this.told.asked, ...Object.fromEntries(given) });
     }
 
     #picked(label) {
@@ -123,15 +119,11 @@ export class PictureSizes {
         this.choose(CUSTOM);
     }
 
-    /** Write Auto's numbers. */
-    #follow() {
-        if (!this.latents?.length) return undefined; // nothing is certain
-        // a prompt that was seen once comes again: the number only grows
-        const wanted = autoSizes(this.latents, this.fits, Math.max(this.tokens, sizesOf(this.node).max_tokens));
-        if (sameSizes(sizesOf(this.node), wanted)) return undefined;
-        this.#write(wanted);
+    #follow(numbers) {
+        if (sameSizes(sizesOf(this.node), numbers)) return;
+        this.#write(numbers);
         this.#show();
-        return this.changed();
+        this.changed();
     }
 
     /** Set numbers that are Auto's. */
@@ -168,8 +160,7 @@ export class PictureSizes {
         this.known = sizesOf(this.node);
         const before = this.followed.get(this.#place);
         if (before && sameSizes(this.known, PRESETS[AUTO]) && this.choice === AUTO) this.#write(before);
-        this.latents = undefined;
-        this.tokens = 0;
+        this.told = { fits: this.told.fits };
         this.#show();
     }
 

@@ -1,8 +1,7 @@
 // Keeps every engine node's view true. It looks at the graph when that may have changed, asks the server after anything
 // that may have changed its answer, and does nothing while nothing happens or nobody sees the page.
 
-import { latentsFor, misfitOf, uncompiledOf } from "./fit.mjs";
-import { ancestors, engineNodes, isLink, isWired } from "./graph.mjs";
+import { engineNodes, isLink, isWired } from "./graph.mjs";
 import { Look } from "./look.mjs";
 import { numbersFromOutside } from "./presets.mjs";
 import { request } from "./server.mjs";
@@ -30,7 +29,8 @@ export class Tracker {
         this.jobs = new Set(); // that events have told of
         /** @type {Set<() => void>} called when nodes may show something else */
         this.watchers = new Set();
-        this.turn = 0;
+        this.turn = 0; // of the last question
+        this.answered = 0; // of the last one whose answer the nodes show
         this.timer = null;
         this.stale = true; // the graph may have changed since the last look at it
         this.waiting = false; // something happened while nobody saw the page
@@ -90,28 +90,34 @@ export class Tracker {
         const started = performance.now();
         if (this.stale) this.#look();
         const { found, ids, off, prompt } = this.seen;
-        if (!found.length) { this.tell(); return true; }
-        const nodes = [...ids.values()].flat(), queued = [...this.asked].filter(([, id]) => id);
+        if (!found.length) { this.answered = turn; this.tell(); return true; }
+        const nodes = [...ids.values()], queued = [...this.asked].filter(([, id]) => id);
         const { nodes: answer = {}, orders = {} } = nodes.length || queued.length
-            ? await request(this.api, "/nodes", { method: "POST", json: { prompt: ancestors(prompt, nodes), nodes } }) : {};
+            ? await request(this.api, "/nodes", { method: "POST", json: { prompt, nodes } }) : {};
         if (turn !== this.turn) return false;
+        this.answered = turn;
         for (const id of this.over) orders[id] ? delete orders[id] : this.over.delete(id);
         // a node that gets its model only as ComfyUI queues has no key: its prompt alone can be looked for
         for (const [node, id] of queued) if (ids.has(node) || !orders[id]) this.asked.delete(node);
         for (const node of found) {
             if (this.heard.get(node) > started) continue; // the answer is older than the event
             const told = (ids.get(node) ?? []).filter((id) => answer[id]);
-            const latents = told.flatMap((id) => latentsFor(prompt, id)); // its settings are for all of them
             const uses = told.flatMap((id) => usesOf(answer[id]).map((use) => ({
-                ...use, id, whenMissing: prompt[id].inputs.when_missing, latents,
+                ...use, id, whenMissing: prompt[id].inputs.when_missing,
                 outside: numbersFromOutside(node, prompt[id].inputs),
-                misfit: misfitOf(prompt, id, use), uncompiled: uncompiledOf(prompt, id, use),
                 orders: Object.keys(orders).filter((one) => orders[one].includes(use.key)),
             })));
             this.#apply(node, uses.length ? uses : [{ state: off.has(node) ? "off" : "unwired", key: "" }]);
         }
         this.tell();
         return true;
+    }
+
+    /** Ask until the nodes show the graph as it is now, Auto's numbers too; a server that does not answer changes nothing. */
+    async settle() {
+        try {
+            for (let tries = 0; tries < 5 && (this.stale || this.answered !== this.turn); tries += 1) await this.refresh();
+        } catch { /* the page says so itself */ }
     }
 
     /** ComfyUI has queued a prompt: what its serialisers gave is part of the keys from now on. */

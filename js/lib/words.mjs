@@ -1,6 +1,5 @@
 // What a node's state reads like: pure functions from the server's answers to words and tones.
 
-import { askable } from "./presets.mjs";
 import { t } from "./texts.mjs";
 
 /** @typedef {{tone: string, title: string, lines: string[], fraction: number | null, badge: string, log: string | null, offer: string, hint: string}} View */
@@ -133,8 +132,8 @@ function ofOne(state) {
     if (state.job?.state === "failed") view.log = state.job.id;
     if (state.misfit) {
         const words = { size: pixels(state.misfit), images: state.misfit.images };
-        view.lines.unshift(t(state.state === "ready" ? "misfit" : "misfitSettings", words));
-        if (askable(state.misfit)) view.offer = t("buildFor", words);
+        view.lines.unshift(t(misfitKey(state), words));
+        if (state.widened) view.offer = t("buildFor", words);
         view.tone = view.tone === "bad" ? "bad" : "warn";
         view.badge ||= t("badgeMisfit");
     }
@@ -152,6 +151,13 @@ function ofOne(state) {
         view.tone = "bad";
     }
     return view;
+}
+
+/** What becomes of a picture that does not fit: "build first" builds for it where the node's own sizes hold it. */
+function misfitKey({ state, engine, widened, whenMissing }) {
+    if (state !== "ready") return "misfitSettings";
+    const builds = whenMissing === "build now" && engine.covers === false && widened && !Object.keys(widened).length;
+    return builds ? "misfitBuilds" : "misfit";
 }
 
 /** A line for each network of TRT Accelerate: its file, and how it stands. Empty for a node with one network. */

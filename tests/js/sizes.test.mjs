@@ -1,13 +1,15 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { sameSampler } from "../../js/lib/fit.mjs";
 import { PictureSizes } from "../../js/lib/picture_sizes.mjs";
-import { applyPreset, autoSizes, meant, presetName, PRESETS, sizesOf } from "../../js/lib/presets.mjs";
+import { applyPreset, presetName, PRESETS, sizesOf } from "../../js/lib/presets.mjs";
 
-const SDXL = { family: "SDXL", min_size: 512, opt_size: 1024, max_size: 1536, max_images: 1, max_tokens: 231 };
 const ZEROS = PRESETS.presetFit;
-const latent = (width, height, images = 1) => ({ width, height, images });
-const AUTO_PORTRAIT = { ...ZEROS, opt_size: 768 };
+const AUTO_PORTRAIT = { ...ZEROS, opt_size: 768 }, AUTO_SQUARE = { ...ZEROS, opt_size: 512 };
+const SDXL = { family: "SDXL", min_size: 512, opt_size: 1024, max_size: 1536, max_images: 1, max_tokens: 231 };
+/** What the server tells of a model's sizes, before and after it knows the graph's picture. */
+const nothing = () => ({ fits: SDXL, asked: SDXL, auto: null, pictures: [] });
+const of = (width, height, auto) => ({ fits: SDXL, asked: SDXL, auto, pictures: [{ width, height, images: 1 }] });
+const portrait = (more = {}) => of(640, 960, { ...AUTO_PORTRAIT, ...more }), square = () => of(512, 512, AUTO_SQUARE);
 
 /** A node with the five numbers, as ComfyUI makes and saves it. */
 function engineNode(values = {}, properties = {}, followed = new Map()) {
@@ -41,76 +43,40 @@ test("the choices rise from min to max, have names, and set the widgets that the
     applyPreset({}, {});
 });
 
-test("Auto is best at the graph's picture, and as wide as usual or as the picture needs", () => {
-    assert.deepEqual(autoSizes([latent(640, 960)], SDXL), AUTO_PORTRAIT);
-    assert.deepEqual(autoSizes([latent(640, 960)], undefined), AUTO_PORTRAIT, "before the model is known");
-    assert.deepEqual(autoSizes([latent(832, 1216)], SDXL), ZEROS, "what fits the model is best at that");
-    assert.deepEqual(autoSizes([latent(512, 512)], undefined), ZEROS, "and may be at that");
-    assert.equal(autoSizes([latent(512, 512)], SDXL).opt_size, 512);
-    assert.deepEqual(autoSizes([latent(2048, 1024, 4)], SDXL), { ...ZEROS, opt_size: 1472, max_size: 2048, max_images: 4 });
-    assert.deepEqual(autoSizes([latent(256, 256)], SDXL), { ...ZEROS, min_size: 256, opt_size: 256 });
-    assert.equal(autoSizes([latent(72, 72)], SDXL).opt_size, 72);
-    for (const one of [latent(2048, 1024), latent(512, 512), latent(64, 4096), latent(1536, 640)]) {
-        const { min_size, opt_size, max_size } = meant(autoSizes([one], SDXL), SDXL);
-        assert.ok(min_size <= Math.min(one.width, one.height) && max_size >= Math.max(one.width, one.height));
-        assert.ok(min_size <= opt_size && opt_size <= max_size);
-    }
-});
-
-test("Auto asks for no numbers that the server refuses a whole prompt for", () => {
-    assert.deepEqual(autoSizes([latent(512, 512, 128)], undefined, 9999), { ...ZEROS, max_images: 64, max_tokens: 4928 });
-    assert.deepEqual(autoSizes([latent(16384, 12288)], SDXL), { ...ZEROS, opt_size: 8192, max_size: 8192 });
-    assert.deepEqual(autoSizes([latent(8, 8)], SDXL), { ...ZEROS, min_size: 16, opt_size: 16 });
-});
-
-test("on Auto the numbers follow the graph's picture, and only then", () => {
-    const { node, sizes, preset, count } = engineNode();
+test("on Auto the numbers follow what the server tells, once", () => {
+    const { node, sizes, preset, count, type } = engineNode(), told = portrait({ max_tokens: 308 });
     assert.equal(preset.value, "Auto (fits the model)");
-    sizes.know(SDXL, []);
+    sizes.know(nothing());
     assert.deepEqual([preset.value, sizesOf(node), count.changed], ["Auto (fits SDXL: 512 to 1536 px)", ZEROS, 0]);
-    sizes.know(SDXL, [latent(640, 960)]);
-    assert.deepEqual([preset.value, sizesOf(node), count.changed], ["Auto (this workflow: 640×960 × 1)", AUTO_PORTRAIT, 1]);
-    sizes.know(SDXL, [latent(640, 960)]);
+    sizes.know(told);
+    assert.deepEqual([preset.value, sizesOf(node), count.changed], ["Auto (this workflow: 640×960 × 1)", told.auto, 1]);
+    sizes.know(portrait({ max_tokens: 308 }));
     assert.equal(count.changed, 1, "nothing is written twice");
-    sizes.know(SDXL, [latent(2048, 2048, 2)]);
-    assert.deepEqual([sizes.choice, sizesOf(node)], ["presetFit", { ...ZEROS, opt_size: 2048, max_size: 2048, max_images: 2 }]);
-    sizes.know(undefined, undefined);
-    assert.equal(sizes.choice, "presetFit", "a node that is switched off keeps what it knew");
-});
-
-test("on Auto the tokens grow when a longer prompt was seen, and do not shrink until sizes are chosen anew", () => {
-    const { node, sizes } = engineNode();
-    sizes.know(SDXL, [latent(640, 960)], 231);
-    assert.deepEqual(sizesOf(node), AUTO_PORTRAIT, "what is usual fits already");
-    sizes.know(SDXL, [latent(640, 960)], 300);
-    assert.deepEqual(sizesOf(node), { ...AUTO_PORTRAIT, max_tokens: 308 }, "a whole number of steps");
-    sizes.know(SDXL, [latent(640, 960)]);
-    assert.equal(sizesOf(node).max_tokens, 308, "the run with the long prompt is forgotten once there is another engine");
-    node.onConfigure();
-    sizes.know(SDXL, [latent(640, 960)], 154);
-    assert.equal(sizesOf(node).max_tokens, 308, "a reload too");
+    sizes.know(undefined);
+    assert.deepEqual([sizes.choice, preset.value], ["presetFit", "Auto (this workflow: 640×960 × 1)"], "a node that is switched off keeps what it knew");
     sizes.choose("presetFit");
-    assert.equal(sizesOf(node).max_tokens, 0);
-    sizes.choose("custom");
-    sizes.know(SDXL, [latent(640, 960)], 616);
-    assert.equal(sizesOf(node).max_tokens, 0, "numbers of one's own stay");
+    sizes.know(sizes.told);
+    assert.deepEqual(sizesOf(node), AUTO_PORTRAIT, "tokens of a long prompt are forgotten, until the server tells of them anew");
+    type("opt_size", 640);
+    sizes.know(square());
+    assert.equal(sizesOf(node).opt_size, 640);
 });
 
 test("numbers of one's own stay, whether typed, saved or written by others", () => {
     const typed = engineNode();
-    typed.sizes.know(SDXL, [latent(640, 960)]);
+    typed.sizes.know(portrait());
     typed.type("max_size", 1280);
-    typed.sizes.know(SDXL, [latent(512, 512)]);
+    typed.sizes.know(square());
     assert.deepEqual([typed.sizes.choice, sizesOf(typed.node).max_size, sizesOf(typed.node).opt_size], ["custom", 1280, 768]);
     assert.equal(typed.preset.value, "Custom: 512 to 1280 px × 1");
     const saved = engineNode({ min_size: 64, opt_size: 128, max_size: 512, max_images: 4, max_tokens: 616 });
-    saved.sizes.know(SDXL, [latent(640, 960)]);
+    saved.sizes.know(portrait());
     assert.deepEqual([saved.sizes.choice, sizesOf(saved.node).opt_size, saved.preset.value],
         ["custom", 128, "Custom: 64 to 512 px × 4"]);
     const written = engineNode();
-    written.sizes.know(SDXL, [latent(640, 960)]);
+    written.sizes.know(portrait());
     written.node.widgets.find(({ name }) => name === "max_size").value = 900;
-    written.sizes.know(SDXL, [latent(512, 512)]);
+    written.sizes.know(square());
     assert.deepEqual([written.sizes.choice, sizesOf(written.node).max_size], ["custom", 900]);
 });
 
@@ -118,7 +84,7 @@ test("what Auto wrote is Auto's after a reload too", () => {
     const { node, sizes } = engineNode(AUTO_PORTRAIT, { picture_sizes: "presetFit" });
     node.onConfigure();
     assert.equal(sizes.choice, "presetFit");
-    sizes.know(SDXL, [latent(512, 512)]);
+    sizes.know(square());
     assert.equal(sizesOf(node).opt_size, 512);
 });
 
@@ -132,7 +98,7 @@ function saved({ node }) {
 test("what Auto follows is no edit: it is saved as zeros, whatever the picture", () => {
     const followed = new Map(), one = engineNode({}, {}, followed), before = saved(one);
     assert.deepEqual(before, { widgets_values: ["use native", 0, 0, 0, 0, 0], properties: {} });
-    one.sizes.know(SDXL, [latent(640, 960)], 300);
+    one.sizes.know(portrait({ max_tokens: 308 }));
     assert.deepEqual(sizesOf(one.node), { ...AUTO_PORTRAIT, max_tokens: 308 }, "prompts have the numbers");
     assert.deepEqual(saved(one), before);
     assert.equal(one.node.properties.picture_sizes, "presetFit", "the node itself keeps its choice");
@@ -142,7 +108,7 @@ test("what Auto follows is no edit: it is saved as zeros, whatever the picture",
     const again = engineNode({}, {}, followed); // the page makes the node anew when something is undone
     again.node.onConfigure();
     assert.deepEqual([again.sizes.choice, sizesOf(again.node), again.count.changed], ["presetFit", { ...AUTO_PORTRAIT, max_tokens: 308 }, 0]);
-    again.sizes.know(SDXL, [latent(512, 512)]);
+    again.sizes.know(of(512, 512, { ...AUTO_SQUARE, max_tokens: 308 }));
     assert.deepEqual(sizesOf(again.node), { ...ZEROS, opt_size: 512, max_tokens: 308 });
     const own = engineNode({ ...ZEROS }, { picture_sizes: "custom" }, followed);
     own.node.onConfigure();
@@ -151,7 +117,7 @@ test("what Auto follows is no edit: it is saved as zeros, whatever the picture",
 
 test("numbers that somebody wrote over Auto's are saved as they are", () => {
     const written = engineNode();
-    written.sizes.know(SDXL, [latent(640, 960)]);
+    written.sizes.know(portrait());
     written.node.widgets.find(({ name }) => name === "max_size").value = 900;
     assert.deepEqual(saved(written), { widgets_values: ["use native", 0, 768, 900, 0, 0], properties: { picture_sizes: "custom" } });
 });
@@ -174,13 +140,13 @@ test("a choice sets the numbers, Custom shows them, and that can be undone", () 
 });
 
 test("a number from outside the subgraph is shown, and Auto is Auto again without it", () => {
-    const { sizes, preset } = engineNode();
-    sizes.know(SDXL, [latent(1024, 1024)], 0, { max_size: 768 });
+    const { sizes, preset } = engineNode(), fits = of(1024, 1024, ZEROS);
+    sizes.know(fits, { max_size: 768 });
     assert.equal(preset.value, preset.options.values[3]);
     assert.match(preset.value, /512.*768/, preset.value);
-    sizes.know(SDXL, [latent(1024, 1024)], 0, { max_size: 640 });
+    sizes.know(fits, { max_size: 640 });
     assert.match(preset.value, /640/, "it follows the value");
-    sizes.know(SDXL, [latent(1024, 1024)]);
+    sizes.know(of(1024, 1024, ZEROS));
     assert.deepEqual([sizes.choice, preset.value], ["presetFit", preset.options.values[0]]);
 });
 
@@ -188,7 +154,7 @@ test("a number that the page writes without telling its widget is of one's own",
     const { node, sizes } = engineNode();
     sizes.choose("presetSdxl");
     node.widgets.find(({ name }) => name === "max_size").value = 2048;
-    sizes.know(SDXL, [latent(1024, 1024)]);
+    sizes.know(of(1024, 1024, ZEROS));
     assert.equal(sizes.choice, "custom");
 });
 
@@ -201,15 +167,4 @@ test("the choice stands above the numbers, and is saved nowhere", () => {
     const saved = { widgets_values: holes };
     node.onSerialize(saved);
     assert.deepEqual(saved.widgets_values, ["use native", 0, 512, 0, 0, 0], "as it was saved before there was a choice");
-});
-
-test("engine nodes of the same sampler are found, others are not", () => {
-    const prompt = {
-        1: { class_type: "TRTUNetEngine", inputs: {} }, 2: { class_type: "TRTControlNetEngine", inputs: {} },
-        3: { class_type: "KSampler", inputs: { model: ["1", 0], positive: ["2", 0], latent_image: ["5", 0] } },
-        4: { class_type: "TRTUNetEngine", inputs: {} },
-        5: { class_type: "EmptyLatentImage", inputs: {} },
-        6: { class_type: "KSampler", inputs: { model: ["4", 0], latent_image: ["3", 0] } },
-    };
-    assert.deepEqual([sameSampler(prompt, "1"), sameSampler(prompt, "4"), sameSampler(prompt, "9")], [["1", "2"], ["4"], []]);
 });

@@ -116,14 +116,46 @@ test("the progress of a build for nobody here asks once, its end once more", asy
 test("what was ordered is what the server's queue says, once a prompt is in it", async () => {
     const { tracker, shown, server } = tracked(), builder = new Builder(tracker, () => {});
     const [view] = tracker.views.values();
+    await tracker.refresh();
     server.orders = { p: ["k"] };
     await builder.press(view);
     assert.deepEqual([view.state.state, tracker.asked.size], ["asked", 0]);
     server.orders = {}; // taken out of the queue, or the server has restarted
     await tracker.refresh();
-    assert.deepEqual(shown, ["asked", "asked", "none"]);
+    assert.deepEqual(shown, ["none", "asked", "asked", "none"]);
     await builder.press(view); // in no queue when the page asks: it was quick
     assert.deepEqual([view.state.state, tracker.asked.size], ["none", 0]);
+});
+
+test("a press right after the graph has changed orders the size that the server then tells", async () => {
+    const { tracker, server, root } = tracked(), builder = new Builder(tracker, () => {}), [view] = tracker.views.values(), sent = [];
+    const size = { name: "opt_size", value: 0 }, picture = { name: "width", value: 512 }, { fetchApi } = tracker.api;
+    view.node.widgets = [size];
+    root.found.push({ id: 3, comfyClass: "EmptyLatentImage", inputs: [], widgets: [picture] });
+    view.show = function (state) {
+        this.state = state;
+        if (state.sizes && size.value !== state.sizes.opt_size) {
+            size.value = state.sizes.opt_size;
+            tracker.changed();
+        }
+    };
+    tracker.api.fetchApi = async (path, options) => {
+        const { prompt } = JSON.parse(options.body);
+        if (path === "/prompt") sent.push(prompt[2].inputs.opt_size);
+        else server.node = { ...server.node, sizes: { opt_size: prompt[3].inputs.width } };
+        return fetchApi(path, options);
+    };
+    await tracker.settle();
+    assert.equal(size.value, 512);
+    picture.value = 768;
+    tracker.changed();
+    const asking = tracker.refresh(); // its answer is still to come
+    await builder.press(view);
+    picture.value = 640;
+    tracker.changed();
+    await builder.press(view);
+    assert.deepEqual(sent, [768, 640]);
+    await asking;
 });
 
 test("what another tab ordered is seen, and cancelled at once although the queue holds its prompt a while", async () => {
@@ -168,7 +200,7 @@ test("a node of a subgraph that is used twice shows the worse of its two engines
     const states = () => usesOf(view.state).map(({ state, key }) => `${key} ${state}`);
     tracker.views.set(node, view);
     await tracker.refresh();
-    assert.deepEqual([posts.pop(), states()], [["7:2", "8:2"], ["b none", "a ready"]]);
+    assert.deepEqual([posts.pop(), states()], [[["7:2", "8:2"]], ["b none", "a ready"]]);
     assert.deepEqual(needs(usesOf(view.state)), { ready: 1, missing: 1, busy: 0, total: 2, seconds: null });
 
     const builder = new Builder(tracker, () => {});

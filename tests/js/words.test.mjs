@@ -80,6 +80,14 @@ test("a size that no engine is for is told before the run and after it, where en
     assert.ok(!after.lines.some((line) => line.includes("ran uncompiled")), "the reason says that it ran native");
 });
 
+test("a picture that does not fit is told, and offered where a node may ask for it", () => {
+    const misfit = { width: 512, height: 512, images: 64 };
+    const shown = describe({ state: "none", misfit: { ...misfit, images: 65 }, widened: null });
+    assert.match(shown.lines[0], /does not fit/);
+    assert.deepEqual([shown.tone, shown.badge, shown.offer], ["warn", "size", ""]);
+    assert.equal(describe({ state: "none", misfit, widened: { max_images: 64 } }).offer, "Build for 512×512 × 64");
+});
+
 test("each state has a title, a tone and a button", () => {
     const job = { id: "j", state: "running", phase: "exporting", percent: 35, seconds: 70, message: "" };
     const building = describe({ state: "building", job, run: null });

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import chain
 from typing import Any
 
 from build_page import NAME, NET_1
@@ -11,7 +12,7 @@ from playwright.sync_api import Route
 
 ENGINE = {
     "name": "e", "label": "m", "backend": "onnxruntime", "precision": "float16", "bytes": 1.7e9, "covers": True,
-    "profile": "up to 4 images, 64 to 512 px, 616 tokens", "limits": {"min": 64, "max": 512, "images": 4},
+    "profile": "up to 4 images, 64 to 512 px, 616 tokens",
     "rel_err": 1e-3,
 }  # fmt: skip
 JOB = {"id": "j", "state": "running", "phase": "exporting", "percent": 35, "seconds": 12, "expected": 40.3,
@@ -66,7 +67,7 @@ def server_says(page: EnginePage, state: dict[str, Any]) -> None:
 
     def answer(route: Route) -> None:
         whole = {"key": "k", "text": "", "engine": None, "job": None, "run": None, **state}
-        route.fulfill(json={"nodes": dict.fromkeys(route.request.post_data_json["nodes"], whole)})
+        route.fulfill(json={"nodes": dict.fromkeys(chain(*route.request.post_data_json["nodes"]), whole)})
 
     raw.route("**/hybrid_trt/nodes", answer)
 

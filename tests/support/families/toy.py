@@ -114,9 +114,6 @@ class ToySizes:
     def words(self, profile: Profile) -> str:
         return words_for(profile, self.symbols)
 
-    def limits(self, profile: Profile) -> None:
-        return None
-
     def calls(self, profile: Profile, picture: Picture) -> list[dict[str, int]]:
         size = {"R": picture.height // PIXELS, "C": picture.width // PIXELS}
         usual = profile.sizes("opt")
