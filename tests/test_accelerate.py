@@ -69,7 +69,7 @@ def test_a_press_builds_what_is_missing_and_the_next_one_builds_all_again(sd15: 
 
 
 def written(library: Path) -> dict[str, int]:
-    """When each engine was built."""
+    """Return engine folder -> time of its manifest."""
     return {manifest.parent.name: manifest.stat().st_mtime_ns for manifest in library.glob("[!.]*/manifest.json")}
 
 

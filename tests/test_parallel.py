@@ -51,7 +51,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @pytest.fixture
 def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[dict]]:
-    """How sizes were compiled."""
+    """Return how sizes were compiled."""
     file = tmp_path / "journal"
     monkeypatch.setenv("HYBRID_TRT_TEST_JOURNAL", str(file))
     return lambda: [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
@@ -165,11 +165,11 @@ def assert_serves(engine: Engine, net: NativeNetwork, call: dict) -> None:
 
 
 @COMPILES
-def test_two_processes_compile_two_sizes_in_halves(room: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_compile_a_size_in_halves(room: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
     net, phases, lines = network_of("controlnet", "inpainting_channels"), [], []
-    calls = tuple({"B": batch, "H": 6, "W": 8, "T": 77, "HB": 1} for batch in (2, 1))
+    calls = ({"B": 2, "H": 6, "W": 8, "T": 77, "HB": 1},)
     wanted = BuildOrder(net, "float32", PROFILE, backends()["torch"], calls=calls)
     started = time.perf_counter()
     engine = built(wanted, tmp_path / "library", lambda *told: phases.append(told), lines.append)
@@ -179,12 +179,14 @@ def test_two_processes_compile_two_sizes_in_halves(room: Any, tmp_path: Path, mo
     assert not [line for line in lines if "now one process" in line], lines
     assert sum(engine.manifest.seconds.values()) == pytest.approx(took, rel=0.1, abs=0.5)
     cases = engine.manifest.parity["cases"]
-    assert [case["B"] for case in cases] == [2, 1]
+    assert [case["B"] for case in cases] == [2]
     assert max(case["rel_err"] for case in cases) <= 1e-5
     left = {path.name for path in engine.folder.iterdir()}
     assert left == {"manifest.json", "checked_here.json", *engine.manifest.files}
-    for call in calls:  # the file of each size is that size's
-        assert compiled.open_file(engine.folder / compiled.file_name(call)).__class__ is parts.InParts
+    for call in calls:
+        opened = compiled.open_file(engine.folder / compiled.file_name(call))
+        assert opened.__class__ is parts.InParts
+        assert len(opened._steps) == 2
         assert_serves(engine, net, call)
 
 
@@ -194,6 +196,7 @@ def large_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleName
     machine = SimpleNamespace(cores=64, main=1e12, gpu=1e12)
     (tmp_path / "weights").write_bytes(b"")
     monkeypatch.setattr(parallel, "MOST", 99)
+    monkeypatch.setattr(parallel, "MOST_PER_SIZE", 99)
     monkeypatch.setattr(parallel, "processors", lambda: machine.cores)
     monkeypatch.setattr(parallel, "available_bytes", lambda: int(machine.main))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _gpu: (int(machine.gpu), int(2 * machine.gpu)))
@@ -215,6 +218,12 @@ def test_processes_are_as_many_as_each_resource_has_room_for(
     for amount, count in room_for.items():
         setattr(large_machine, what, amount)
         assert parallel.room_for_processes(large_machine.task) == count, amount
+
+
+def test_a_size_is_cut_into_four_parts_at_most(large_machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "MOST_PER_SIZE", 4)
+    assert parallel.room_for_processes(large_machine.task) == 4
+    assert parallel.room_for_processes({**large_machine.task, "compiled": large_machine.task["compiled"] * 2}) == 8
 
 
 def test_the_worker_needs_room_for_the_weights_and_its_largest_size(large_machine: SimpleNamespace) -> None:
