@@ -118,7 +118,7 @@ def network_row(bench: FileBench, name: str, title: str) -> dict[str, Any]:
         reference = bench.native_call(name.split("_")[0], given)
         native = gpu_ms(lambda: bench.native_call(name.split("_")[0], given))
         session = backend.session(network, [engine], network.precision, None)
-        session.follow(network, network.patcher)
+        session.sync_from(network, network.patcher)
         results = list(session.run(given).values())
         graph, host = gpu_ms(lambda: session.run(given)), host_us(lambda: session.run(given))
         runner, inputs = backend.load(engine, session.device), taken(bench, session, name, given)
@@ -149,7 +149,7 @@ def refit_seconds(session: Any, network: Any, given: dict[str, torch.Tensor]) ->
         if strength is not None:
             patcher.add_patches(lora, strength)
         with torch.inference_mode():
-            session.follow(network, patcher)
+            session.sync_from(network, patcher)
             torch.cuda.synchronize()
             started = time.perf_counter()
             session.run(given)

@@ -138,7 +138,7 @@ class LiveWeights:
     def loaded(self) -> bool:
         return self._bound_to is not None
 
-    def follow(self, patcher: ModelPatcher, thorough: bool = True) -> None:
+    def sync_from(self, patcher: ModelPatcher, thorough: bool = True) -> None:
         """Make the weights those that a patcher stands for: its file's, with its LoRAs.
 
         Args:
@@ -153,7 +153,7 @@ class LiveWeights:
         self.version += 1
 
     def missing(self, patcher: ModelPatcher) -> int:
-        """Bytes that ``follow`` would have to take for weights of its own."""
+        """Bytes that ``sync_from`` would have to take for weights of its own."""
         shareable = self._shareable(patcher)
         size = 0
         for name, parameter in self._parameters():
@@ -162,7 +162,7 @@ class LiveWeights:
         return size
 
     def release(self) -> None:
-        """Give the owned memory back and let go of shared tensors; the next ``follow`` starts anew."""
+        """Give the owned memory back and let go of shared tensors; the next ``sync_from`` starts anew."""
         for name, parameter in list(self._parameters()):
             self._put(name, torch.empty(parameter.shape, dtype=self.dtype, device="meta"))
         for whole in self._wholes():

@@ -89,7 +89,7 @@ def _entry(path: Path, name: str, usable: Usable, stale: Stale, gpu: str) -> Ent
     folder, engine = path.parent, None
     try:
         engine = Engine(folder, Manifest.read(path))
-        flaw = Library.flaw(engine, usable, gpu) or stale(engine)
+        flaw = Library.why_unusable(engine, usable, gpu) or stale(engine)
     except ManifestError as error:
         flaw = Fallback(Reason.BROKEN_ENGINE, str(error))
     state = READY if flaw is None else _STATES.get(flaw.reason, STALE)

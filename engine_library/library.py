@@ -44,7 +44,8 @@ class EngineQuery:
             serves any.
         backends: names, the most wanted first.
         gpu: where it is to run; ``""`` is the CPU.
-        fastest: whether the engine that was the fastest on this GPU is the best one, whoever built it; see ``pace``.
+        fastest: whether the engine that was the fastest on this GPU is the best one, whoever built it; see
+            ``trust.relative_time``.
         only_timed: those of the backends of which only engines will do that were timed on this GPU.
         covers: tells whether an engine takes all calls of the profile; by default its own profile has to hold it.
         layout: that of the network; ``""`` where it does not matter.
@@ -113,10 +114,10 @@ class Library:
                 continue
             if identity.precision != wanted.precision or identity.backend not in wanted.backends:
                 continue
-            pace = trust.pace(engine, wanted.gpu)
+            pace = trust.relative_time(engine, wanted.gpu)
             if pace is None and identity.backend in wanted.only_timed:
                 continue
-            if (refusal := self.flaw(engine, usable, wanted.gpu)) is not None:
+            if (refusal := self.why_unusable(engine, usable, wanted.gpu)) is not None:
                 refusals.append(Unavailable(refusal.reason, refusal.detail))
                 continue
             rank = _rank(engine, wanted, pace if wanted.fastest else None)
@@ -134,7 +135,7 @@ class Library:
             identity = engine.manifest.identity
             same = identity.architecture == wanted.architecture and _fits(identity, wanted)
             if same and identity.precision == wanted.precision and identity.backend in wanted.backends:
-                fallback = self.flaw(engine, usable, wanted.gpu)
+                fallback = self.why_unusable(engine, usable, wanted.gpu)
                 unchecked = fallback is not None and fallback.reason is Reason.UNCHECKED
                 if unchecked and identity.profile.contains(wanted.profile):
                     found.append((identity.profile.volume(), len(found), engine))
@@ -165,15 +166,15 @@ class Library:
     def timed_on(self, gpu: str, architecture: str) -> set[str]:
         """Return the backends with an engine of an architecture that this machine has timed on a GPU."""
         engines = [e for e in self.engines() if e.manifest.identity.architecture == architecture]
-        return {e.manifest.identity.backend for e in engines if trust.pace(e, gpu) is not None}
+        return {e.manifest.identity.backend for e in engines if trust.relative_time(e, gpu) is not None}
 
     def exact(self, identity: EngineIdentity, usable: Usable, gpu: str = "") -> Engine | None:
         """Return the engine with this very key, if it is there and nothing is wrong with it."""
         same = (e for e in self.engines() if e.manifest.identity == identity)
-        return next((e for e in same if self.flaw(e, usable, gpu) is None), None)
+        return next((e for e in same if self.why_unusable(e, usable, gpu) is None), None)
 
     @staticmethod
-    def flaw(engine: Engine, usable: Usable, gpu: str = "") -> Fallback | None:
+    def why_unusable(engine: Engine, usable: Usable, gpu: str = "") -> Fallback | None:
         """Return why an engine cannot be used (stale, broken, unchecked ...), without reading its files, or None."""
         made_with = engine.manifest.identity.export_format
         if made_with != EXPORT_FORMAT:
@@ -188,7 +189,7 @@ class Library:
             engine.check_sizes()
         except Unavailable as broken:
             return broken.fallback
-        return usable(engine.manifest) or trust.flaw(engine, gpu)
+        return usable(engine.manifest) or trust.why_unusable(engine, gpu)
 
     @staticmethod
     def _load(path: Path) -> Engine | None:
@@ -278,7 +279,7 @@ def _fits(identity: EngineIdentity, wanted: EngineQuery) -> bool:
 
 
 def _rank(engine: Engine, wanted: EngineQuery, pace: float | None) -> tuple:
-    """Return the sort key of an engine that serves a node, the best first; ``pace``: see ``trust``, or None."""
+    """Return the sort key of an engine that serves a node, the best first; ``pace``: its relative time, or None."""
     identity = engine.manifest.identity
     slow, profile = pace is not None and pace >= 1, identity.profile
     # a UNet's has no sizes of hints

@@ -134,7 +134,7 @@ def built_here(engine: Engine) -> bool:
     return record is not None and record.verdict == BUILT
 
 
-def pace(engine: Engine, gpu: str) -> float | None:
+def relative_time(engine: Engine, gpu: str) -> float | None:
     """Return the part of native's time that a call takes, as measured on this GPU: 0.5 is twice as fast.
 
     None without such figures. Engines are timed at their own best sizes, so their milliseconds cannot be compared and
@@ -150,11 +150,11 @@ def pace(engine: Engine, gpu: str) -> float | None:
 
 def is_slow(engine: Engine, gpu: str) -> bool:
     """Tell whether an engine was no faster than native on this GPU."""
-    found = pace(engine, gpu)
+    found = relative_time(engine, gpu)
     return found is not None and found >= 1
 
 
-def flaw(engine: Engine, gpu: str = "") -> Fallback | None:
+def why_unusable(engine: Engine, gpu: str = "") -> Fallback | None:
     """Return why an engine must not serve on this machine, or None.
 
     Args:

@@ -169,7 +169,7 @@ class EngineHandle(Shared):
                     session = self.session
                     if not session.loaded:
                         stats.count_opening()
-                    session.follow(self.network, patcher or self.network.patcher)
+                    session.sync_from(self.network, patcher or self.network.patcher)
                     bound = call()
                     result = bound.finish(session.run(bound.inputs, bound.extras, bound.late))
             except (Unsupported, Unavailable) as error:

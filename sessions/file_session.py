@@ -120,17 +120,17 @@ class FileSession:
     def owns_weights(self, patcher: ModelPatcher) -> bool:
         return True
 
-    def follow(self, network: NativeNetwork, patcher: ModelPatcher) -> None:
+    def sync_from(self, network: NativeNetwork, patcher: ModelPatcher) -> None:
         if network.module not in self._passes:
             self._passes[network.module] = _live_passes(network, self.engine)
         found = self._passes[network.module]
         if isinstance(found, Fallback):
             raise Unavailable(found.reason, found.detail)
         if found is not None:
-            found.follow(patcher)
+            found.sync_from(patcher)
         self._current = found
         if self._weights is not None:
-            self._weights.follow(patcher)
+            self._weights.sync_from(patcher)
 
     @property
     def loaded(self) -> bool:

@@ -165,14 +165,14 @@ class LivePerImagePasses:
         self.passes.clear()
         self._weights.release()
 
-    def follow(self, patcher: ModelPatcher) -> None:
+    def sync_from(self, patcher: ModelPatcher) -> None:
         """Compute with a patcher's weights; cheap if its patches are those of the last call.
 
         Raises:
             Unavailable: memory is short.
         """
         with _explained():
-            self._weights.follow(patcher)
+            self._weights.sync_from(patcher)
 
     def run(self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable]) -> dict[str, torch.Tensor]:
         """Run as ``PerImagePasses.run``.

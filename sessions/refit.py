@@ -64,7 +64,7 @@ class EngineWeights:
         """Tell whether these are the weights of that native module."""
         return self._module() is module
 
-    def follow(self, patcher: ModelPatcher) -> None:
+    def sync_from(self, patcher: ModelPatcher) -> None:
         """Use a patcher's weights from the next ``refit`` on. Cheap."""
         self._patcher = weakref.ref(patcher)
 

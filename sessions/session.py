@@ -142,7 +142,7 @@ class Session(HoldsMemory, RunsBeside, Protocol):
         """Start a sampling run with a patcher: ComfyUI may have moved weights."""
         ...
 
-    def follow(self, network: NativeNetwork, patcher: ModelPatcher) -> None:
+    def sync_from(self, network: NativeNetwork, patcher: ModelPatcher) -> None:
         """Serve this network with a patcher's weights from the next call on. Called before every call, so it is cheap.
 
         Raises:

@@ -88,11 +88,11 @@ class WithLiveFallback:
         self._engine.begin_run(patcher)
         self._live.begin_run(patcher)
 
-    def follow(self, network: NativeNetwork, patcher: ModelPatcher) -> None:
+    def sync_from(self, network: NativeNetwork, patcher: ModelPatcher) -> None:
         self._choose(patcher)
-        self._live.follow(network, patcher)
+        self._live.sync_from(network, patcher)
         if self._chosen is self._engine:
-            self._engine.follow(network, patcher)
+            self._engine.sync_from(network, patcher)
 
     def _choose(self, patcher: ModelPatcher) -> None:
         has_its_weights = self._engine.follows_patches or self._patches.same_on(patcher)

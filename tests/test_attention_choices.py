@@ -320,7 +320,7 @@ def test_live_weights_of_later_layers_compute_what_native_does(newer: ModuleType
     session = backends()["torch"].session(net, [], "float32", None)
     session.begin_run(net.patcher)
     session.load()
-    session.follow(net, net.patcher)
+    session.sync_from(net, net.patcher)
     with torch.inference_mode():
         results = session.run(call, {}).values()
         expected = native_call(net, call)

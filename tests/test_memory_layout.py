@@ -57,7 +57,7 @@ def test_weights_lie_as_they_were_compiled(kind: str, share: bool, channels_last
     when_compiled = {name: laid_out(value).stride() for name, value in values.items()}
     network.patcher.patch_model(networks.CPU)
     weights = LiveWeights(network, torch.float32, share)
-    weights.follow(network.patcher)
+    weights.sync_from(network.patcher)
     live = dict(weights.module.named_parameters())
     shared = sum(live[name].data_ptr() == p.data_ptr() for name, p in network.module.named_parameters())
     assert shared == (len(live) if share else 0)

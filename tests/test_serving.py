@@ -116,7 +116,7 @@ def test_patches_of_strength_0_are_no_patches(tmp_path: Path) -> None:
     with torch.inference_mode():
         live.run(inputs_of(plain))
         version = live.live.weights.version
-        live.follow(weak, weak.patcher)
+        live.sync_from(weak, weak.patcher)
         live.run(inputs_of(plain))
     assert live.live.weights.version == version
 

@@ -68,7 +68,7 @@ def test_with_live_weights_behind_them_each_engine_serves_its_size_and_one_that_
         session.begin_run(net.patcher)
         for sizes in all_sizes:
             given = sample_inputs(net.architecture().inputs(net.module, "float32"), sizes, seed=3)
-            session.follow(net, net.patcher)
+            session.sync_from(net, net.patcher)
             with torch.inference_mode():
                 (result,), (expected,) = session.run(given).values(), native_call(net, given)
             assert relative_error(result, expected) <= 1e-5

@@ -144,7 +144,7 @@ def test_an_engine_that_is_built_here_has_proven_itself_on_this_gpu(backend: obj
         assert record.gpu == gpu_of(GPU)
         assert 0 < record.parity["rel_err"] <= LIMITS[engine.manifest.identity.precision]
         assert {"native_ms", "engine_ms", "driver"} <= record.parity.keys()
-        assert Library([engine.folder.parent]).flaw(engine, lambda _: None, gpu_of(GPU)) is None
+        assert Library([engine.folder.parent]).why_unusable(engine, lambda _: None, gpu_of(GPU)) is None
 
 
 @pytest.mark.parametrize("own_stream", [False, True])
@@ -296,7 +296,7 @@ def test_one_engine_takes_the_weights_of_every_checkpoint_and_lora(backend: obje
         session = backend.session(network, [engine], "float16", None)
         for seed, symbols in enumerate(calls_of(engine)[:2]):
             given = inputs_of(engine, symbols, seed)
-            session.follow(network, patcher)
+            session.sync_from(network, patcher)
             assert worst(session.run(given), by_native(network, patcher, engine, given)) <= LIMITS["float16"], symbols
 
 

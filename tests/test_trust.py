@@ -140,15 +140,15 @@ def test_records_find_a_place_when_the_library_is_read_only_and_last_as_long_as_
     engine = publish_engine(tmp_path / "library", made_here=False)
     with read_only(tmp_path / "library"):
         trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT))
-        assert trust.flaw(engine) is None
+        assert trust.why_unusable(engine) is None
     assert not (engine.folder / RECORD_NAME).exists()
     (tmp_path / "a file").write_text("")
     monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "a file"))
-    assert trust.flaw(engine).reason is Reason.STALE_ENGINE, "another machine"
+    assert trust.why_unusable(engine).reason is Reason.STALE_ENGINE, "another machine"
     with caplog.at_level(logging.WARNING):
         trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT))
     assert trust.FOLDER_VARIABLE in caplog.text
-    assert trust.flaw(engine) is None, "until this process ends"
+    assert trust.why_unusable(engine) is None, "until this process ends"
 
 
 def test_a_path_from_elsewhere_is_never_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,8 +318,8 @@ def test_what_is_found_out_in_a_library_that_became_read_only_counts(tmp_path: P
     trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, gpu="sm_80 A"))
     with read_only(tmp_path / "library"):
         trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, gpu="sm_89 B"))
-        assert trust.flaw(engine, "sm_89 B") is None
+        assert trust.why_unusable(engine, "sm_89 B") is None
         trust.keep(engine.folder, engine.manifest, trust.Record(trust.REFUSED, "it differs from native by 2.0"))
-        assert trust.flaw(engine).reason is Reason.BROKEN_ENGINE
+        assert trust.why_unusable(engine).reason is Reason.BROKEN_ENGINE
     trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, gpu="sm_80 A"))
-    assert trust.flaw(engine, "sm_80 A") is None, "what is written last, wherever"
+    assert trust.why_unusable(engine, "sm_80 A") is None, "what is written last, wherever"

@@ -88,9 +88,9 @@ class OneSizeSession:
         for session in self.sessions:
             session.begin_run(patcher)
 
-    def follow(self, network: NativeNetwork, patcher: ModelPatcher) -> None:
+    def sync_from(self, network: NativeNetwork, patcher: ModelPatcher) -> None:
         self._of = weakref.ref(network), weakref.ref(patcher)
-        self.active.follow(network, patcher)
+        self.active.sync_from(network, patcher)
         self._following = self.active
 
     def owns_weights(self, patcher: ModelPatcher) -> bool:
@@ -147,7 +147,7 @@ class OneSizeSession:
 
     def _follow(self, session: FileSession) -> None:
         network, patcher = (reference() for reference in self._of)
-        session.follow(network, patcher)
+        session.sync_from(network, patcher)
         self._following = session
 
     def _use(self, session: FileSession) -> None:

@@ -97,7 +97,8 @@ class TorchBackend:
         found, gpu = live_session(network, self, precision), gpu_of(network.device)
         for engine in engines:
             if trust.is_slow(engine, gpu):
-                refuse(engine, f"compiled it took {trust.pace(engine, gpu):.2f} times as long as native on this GPU")
+                times = trust.relative_time(engine, gpu)
+                refuse(engine, f"compiled it took {times:.2f} times as long as native on this GPU")
         found.use(engines, passed_over)
         return found
 
@@ -136,7 +137,7 @@ class TorchBackend:
         Raises:
             Unavailable: the files were not made on this machine, or have changed.
         """
-        if (refusal := trust.flaw(engine)) is not None:
+        if (refusal := trust.why_unusable(engine)) is not None:
             raise Unavailable(refusal.reason, refusal.detail)
         engine.check_sizes()
         trust.check_contents(engine)

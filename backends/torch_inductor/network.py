@@ -55,12 +55,12 @@ class LiveNetwork:
         self._flat: list[torch.Tensor] = []
         self._flat_of = -1
 
-    def follow(self, patcher: ModelPatcher, thorough: bool = True) -> None:
-        """Make the weights those of a patcher; see ``LiveWeights.follow``."""
-        self.weights.follow(patcher, thorough)
+    def sync_from(self, patcher: ModelPatcher, thorough: bool = True) -> None:
+        """Make the weights those of a patcher; see ``LiveWeights.sync_from``."""
+        self.weights.sync_from(patcher, thorough)
 
     def release(self) -> None:
-        """Give the weights' memory back; the next ``follow`` starts anew."""
+        """Give the weights' memory back; the next ``sync_from`` starts anew."""
         self.weights.release()
         self._flat = []
 

@@ -190,7 +190,7 @@ class LiveSession:
         self._new_run = True
         self._sampled_with = weakref.ref(patcher)
 
-    def follow(self, network: NativeNetwork, patcher: ModelPatcher) -> None:
+    def sync_from(self, network: NativeNetwork, patcher: ModelPatcher) -> None:
         """Compute with a patcher's weights from the next call on; as good as free when it is that of the last."""
         if patcher is not self._sampled_with():
             self.begin_run(patcher)
@@ -259,7 +259,7 @@ class LiveSession:
         weights, patcher = self._live.weights, self._sampled_with()
         if not weights.loaded and (size := weights.missing(patcher)):
             need_room(size, self.device)  # where ComfyUI loaded the model in part the rest has no room either
-        self._live.follow(patcher, thorough=self._new_run)
+        self._live.sync_from(patcher, thorough=self._new_run)
 
     def _call(
         self, given: Mapping[str, torch.Tensor], extras: Mapping[str, Hashable], late: AsyncInputs | None

@@ -74,7 +74,7 @@ class HintEncoder:
         self.live = LivePerImagePasses(net, precision)
 
     def __call__(self, hint: torch.Tensor) -> torch.Tensor:
-        self.live.follow(self.net.patcher)
+        self.live.sync_from(self.net.patcher)
         return self.live.run({"hint": hint}, {})["hint"]
 
 
