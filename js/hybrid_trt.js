@@ -5,7 +5,6 @@ import { api } from "../../scripts/api.js";
 import { accelerate, removeAcceleration } from "./lib/accelerate.mjs";
 import { Builder } from "./lib/build.mjs";
 import { showText } from "./lib/dialog.mjs";
-import { button } from "./lib/dom.mjs";
 import { ENGINE_NODES } from "./lib/graph.mjs";
 import { labelValues } from "./lib/labels.mjs";
 import { logLines } from "./lib/log_words.mjs";
@@ -37,6 +36,7 @@ const followed = new Map(); // what Auto's sizes are on the nodes of open workfl
 const builder = new Builder(tracker, toast, (node) => inSight(app.canvas, node));
 const panel = new Panel(api, {
     toast, showLog, rebuild: (engine) => builder.rebuild(engine),
+    accelerate: () => accelerateWorkflow(), offers: () => !tracker.present.length,
     asked: () => tracker.present.filter(({ state }) => state.state === "asked").map(({ node }) => node.title ?? node.type),
     templates: () => app.extensionManager.command.execute("Comfy.BrowseTemplates"),
 });
@@ -102,19 +102,14 @@ let sidebar = null;
 function openSidebar(element) {
     closeSidebar();
     sidebar = workflowView({ jump });
-    const engines = document.createElement("div"), offer = button("accelerate", accelerateWorkflow);
-    const offerOrNot = () => { offer.hidden = tracker.present.length > 0; };
-    tracker.watchers.add(offerOrNot);
-    sidebar.left = () => tracker.watchers.delete(offerOrNot);
-    offerOrNot();
+    const engines = document.createElement("div");
     element.classList.add("hybrid-trt-sidebar");
-    element.replaceChildren(offer, sidebar.element, engines);
+    element.replaceChildren(sidebar.element, engines);
     panel.open(engines);
 }
 
 function closeSidebar() {
     sidebar?.close();
-    sidebar?.left();
     sidebar = null;
     panel.close();
 }

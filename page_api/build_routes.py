@@ -112,8 +112,8 @@ def _states(prompt: dict, nodes: list[list]) -> dict[str, dict]:
 def _state(prompt: Mapping[str, Any], node: str, input_name: str, asked: Mapping[str, Any]) -> dict:
     """Return the state of a node for the network of one input; ``asked``: fields of ``NodeRequest`` about the graph."""
     prompt = alone(prompt, node, input_name)
-    wish = replace(wish_of(prompt, node), **asked)
-    return {**node_states.state(node_key(prompt, node), wish), "input": input_name}
+    key = node_key(prompt, node)  # first: it refuses what no node is
+    return {**node_states.state(key, replace(wish_of(prompt, node), **asked)), "input": input_name}
 
 
 def _job(request: web.Request) -> Job:

@@ -43,7 +43,7 @@ export class Panel {
         this.selected.clear();
         const { actions } = this;
         this.header = new PanelHeader({
-            draw: () => this.draw(), refresh: () => this.load(),
+            draw: () => this.draw(), refresh: () => this.load(), accelerate: () => this.page.accelerate(),
             deleteSelected: () => actions.delete(this.#chosen()),
             selectShown: (on) => this.#select(this.#shown().map(({ name }) => name), on),
         });
@@ -57,6 +57,7 @@ export class Panel {
         this.root = make("div", "hybrid-trt-panel");
         this.root.append(this.header.element, this.builds.element, this.rows.element, this.none);
         element.replaceChildren(this.root);
+        this.#offer();
         for (const [event, act] of Object.entries(this.heard)) this.api.addEventListener(event, act);
         document.addEventListener("visibilitychange", this.seen);
         this.load();
@@ -90,7 +91,14 @@ export class Panel {
 
     /** The nodes that wait for their models may be others. */
     waiting() {
-        if (this.root) this.#drawJobs();
+        if (!this.root) return;
+        this.#drawJobs();
+        this.#offer();
+    }
+
+    /** Offer to accelerate a workflow that has no engine node. */
+    #offer() {
+        this.header.offer.hidden = !this.page.offers?.();
     }
 
     /** Ask the server for everything and draw it. */
@@ -223,7 +231,7 @@ class PanelActions {
 /** The head, which stays while the list scrolls: totals, filter and order, and actions on many engines. */
 class PanelHeader {
     /**
-     * @param {{draw: () => void, refresh: () => void, deleteSelected: () => void, selectShown: (on: boolean) => void}} actions
+     * @param {{draw: () => void, refresh: () => void, accelerate: () => void, deleteSelected: () => void, selectShown: (on: boolean) => void}} actions
      */
     constructor(actions) {
         this.use = make("div", "hybrid-trt-quiet");
@@ -239,7 +247,8 @@ class PanelHeader {
         this.find = make("div", "hybrid-trt-row");
         this.find.append(this.filter, this.sort);
         const tools = make("div", "hybrid-trt-row");
-        tools.append(button("refresh", actions.refresh));
+        this.offer = button("accelerate", actions.accelerate);
+        tools.append(button("refresh", actions.refresh), this.offer);
         this.element = make("header", "hybrid-trt-panel-head");
         this.element.append(make("h3", "", t("panel")), this.use, this.find, tools, this.#selection(actions));
         this.bar.hidden = true; // until it is known what there is
