@@ -4,9 +4,7 @@
 import { confirm, showText } from "./dialog.mjs";
 import { arrange, button, make } from "./dom.mjs";
 import { openMenu } from "./menu.mjs";
-import {
-    anyEnded, deleteQuestion, engineRow, grouped, jobLines, matching, shownJobs, SORT_KEYS, tone, withJob,
-} from "./panel_words.mjs";
+import { anyEnded, deleteQuestion, engineRow, grouped, jobLines, matching, shownJobs, SORT_KEYS, tone, withJob } from "./panel_words.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
 import { shortName, size } from "./words.mjs";
@@ -57,7 +55,7 @@ export class Panel {
         this.root = make("div", "hybrid-trt-panel");
         this.root.append(this.header.element, this.builds.element, this.rows.element, this.none);
         element.replaceChildren(this.root);
-        this.#offer();
+        this.waiting();
         for (const [event, act] of Object.entries(this.heard)) this.api.addEventListener(event, act);
         document.addEventListener("visibilitychange", this.seen);
         this.load();
@@ -89,16 +87,10 @@ export class Panel {
         this.#drawJobs();
     }
 
-    /** The nodes that wait for their models may be others. */
+    /** The workflow's nodes, or those that wait for their models, may be others. */
     waiting() {
-        if (!this.root) return;
-        this.#drawJobs();
-        this.#offer();
-    }
-
-    /** Offer to accelerate a workflow that has no engine node. */
-    #offer() {
-        this.header.offer.hidden = !this.page.offers?.();
+        if (this.root) this.#drawJobs();
+        if (this.root) this.header.offer.hidden = !this.page.offers?.(); // for a workflow that has an engine node
     }
 
     /** Ask the server for everything and draw it. */
