@@ -1,7 +1,7 @@
 // What of a status stands in its box, and what is folded away under "Details".
 
-/** Rows of the box, and letters of a row in a node of the usual width. */
-const ROWS = 5, WIDTH = 42;
+/** Rows of the box, "Details" among them, and letters of a row in a node of the usual width. */
+const ROWS = 4, WIDTH = 42;
 
 /** Han and its like are twice as wide as letters. */
 const widthOf = (text) => [...text].reduce((sum, letter) => sum + (letter.codePointAt(0) > 0x2e7f ? 2 : 1), 0);
@@ -24,10 +24,10 @@ function start(text, room) {
  * @returns {{shown: string[], rest: string[]}}
  */
 export function fold(lines) {
-    let room = ROWS;
-    const rowsOf = (line) => Math.max(1, Math.ceil(widthOf(line) / WIDTH));
-    const fits = (line) => (room -= rowsOf(line)) >= 0;
-    const last = lines.findIndex((line) => !fits(line));
-    if (last < 0) return { shown: lines, rest: [] };
-    return last === 0 ? { shown: [start(lines[0], ROWS * WIDTH)], rest: lines } : { shown: lines.slice(0, last), rest: lines.slice(last) };
+    const rows = lines.map((line) => Math.max(1, Math.ceil(widthOf(line) / WIDTH)));
+    let room = ROWS - rows.reduce((sum, count) => sum + count, 0);
+    if (room >= 0) return { shown: lines, rest: [] };
+    room = ROWS - 1;
+    const last = rows.findIndex((count) => (room -= count) < 0);
+    return last === 0 ? { shown: [start(lines[0], (ROWS - 1) * WIDTH)], rest: lines } : { shown: lines.slice(0, last), rest: lines.slice(last) };
 }
