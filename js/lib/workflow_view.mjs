@@ -46,8 +46,9 @@ export class WorkflowView {
         if (!waiting.length) this.weights.clear();
         this.element.hidden = !found.total;
         this.element.dataset.tone = waiting.length ? "busy" : found.missing ? "warn" : "good";
-        const words = headline(found, this.batch.size);
-        this.head.textContent = this.actions.jump ? words : t("now", { words }); // on a report the last run stands above
+        const { jump } = this.actions; // without it the last run stands above, on a report
+        const words = !jump && !found.missing && !found.busy ? t("nowReady", found) : headline(found, this.batch.size);
+        this.head.textContent = jump ? words : t("now", { words });
         this.progress.hidden = !waiting.length;
         this.left.textContent = found.seconds > 0 ? about(found.seconds) : "";
         this.bar.style.width = `${100 * progress([...this.batch].map((key) => uses.get(key)), this.weights)}%`;
