@@ -94,7 +94,7 @@ def test_from_an_empty_canvas_to_a_picture_on_three_engines_in_five_clicks(
     page.shot("building")
     for node in engines:
         assert page.wait_for(node, "ready", "failed", timeout=240)["state"] == "ready"
-    workflow.get_by_text("All engines of this workflow are ready").wait_for()
+    workflow.get_by_text("Now: 3 engines ready").wait_for()
     before = full_names.get("/history").keys()  # a press on Build is a prompt that the history shows
     raw.evaluate("() => { window.__banners = [] }")
     click(raw.get_by_test_id("queue-button"), "Run")
