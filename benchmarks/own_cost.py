@@ -20,6 +20,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "support")]
 
+from pack import import_comfy
+
+import_comfy()
+
 import small_networks
 import torch
 from comfy_execution.utils import CurrentNodeContext
