@@ -147,7 +147,7 @@ class NativeNetwork:
         return Fallback(Reason.MODEL_PATCHED, f"the model computes in {where}")
 
     def weights_hash(self, check: Check | None = None) -> str:
-        """Hash of the weights with the patcher's LoRAs in; cached, see ``weights.weights_hash``."""
+        """Hash of the weights with the patcher's LoRAs in; cached, see ``weight_hash.weights_hash``."""
         return weights_hash(self.patcher, self.prefix, check)
 
     def known_hash(self) -> str:
@@ -163,7 +163,7 @@ class NativeNetwork:
         forget_hash(self.patcher)
 
     def fingerprint(self) -> str:
-        """Quick hash of a part of the weights, see ``weights.fingerprint``."""
+        """Quick hash of a part of the weights, see ``weight_hash.fingerprint``."""
         return fingerprint(self.patcher, self.prefix)
 
 

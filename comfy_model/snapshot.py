@@ -41,7 +41,7 @@ def write_weights(
         hashed: whether their hash is wanted, which takes longer than all the rest.
 
     Returns:
-        Their hash, as ``weights.weights_hash`` makes it, or ""; and name -> (shape, offset in the file).
+        Their hash, as ``weight_hash.weights_hash`` makes it, or ""; and name -> (shape, offset in the file).
     """
     total = max(1, sum(p.numel() for p in network.module.parameters()))
     index, digests, done = {}, {}, 0

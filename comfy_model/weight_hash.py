@@ -83,7 +83,7 @@ def value_of(
     Args:
         original: the weight and how to convert it, as ``get_key_patches`` gives them.
         patches: those that act, see ``acting``.
-        cast: the dtype that ComfyUI casts it to before it computes, see ``fp8.cast_when_called``.
+        cast: the dtype that ComfyUI casts it to before it computes, see ``weight_formats.cast_when_called``.
     """
     weight, convert = original
     weight = plain(weight)

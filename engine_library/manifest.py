@@ -49,7 +49,7 @@ class EngineIdentity:
 
     Attributes:
         architecture: name of the architecture.
-        weights: hash of the weights, see ``weights.weights_hash``, or their layout, see ``any_weights``.
+        weights: hash of the weights, see ``weight_hash.weights_hash``, or their layout, see ``any_weights``.
         precision: ``float16``, ``bfloat16`` or ``float32``: what the engine computes in.
         profile: the shapes it accepts.
         backend, backend_version: who built it.
@@ -108,11 +108,11 @@ class Manifest:
     Attributes:
         label: the model's name as the user knows it; not part of the identity.
         files: file name -> size and hash. The first one is what the backend opens.
-        parity: relative error to the native module, measured when it was built (see ``engine_builder.parity``).
+        parity: relative error to the native module, measured when it was built (see ``worker.parity``).
         seconds: how long each part of the build took; together all of it.
-        fingerprint: quick hash of a part of the weights, see ``weights.fingerprint``; ``""`` when not known.
-        source: the file that the weights came from (``path``, ``size``, ``mtime_ns``), where it is known; only its
-            ``name`` in an engine that an earlier version imported.
+        fingerprint: quick hash of a part of the weights, see ``weight_hash.fingerprint``; ``""`` when not known.
+        source: the file that the weights came from (``path``, ``size``, ``mtime_ns``), where it is known; some engines
+            have its ``name`` alone.
         parameters: how many numbers the network's weights are; 0 when not known.
         built_with: hash of the weights that an engine for any weights was built with; ``""`` when not known.
     """

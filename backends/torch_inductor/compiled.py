@@ -203,7 +203,7 @@ def by_inductor(graph: torch.fx.GraphModule, given: Sequence[torch.Tensor]) -> A
 
 
 def _choices() -> AbstractContextManager[None]:
-    """``choices.our_rows``, or nothing with a torch that makes these choices elsewhere: they only cost time."""
+    """``inductor_tuning.our_rows``, or nothing with a torch that makes these choices elsewhere: they only cost time."""
     try:
         from .inductor_tuning import our_rows
     except ImportError as error:

@@ -48,8 +48,8 @@ export function removeAcceleration(root) {
         graph.remove(node);
         count += 1;
     }
-    for (const graph of graphsOf(root)) for (const node of [...graph.nodes])
-        if (typeOf(node) === UNET_ENGINE && !linksOf(graph, { node, slot: 0 }).length) graph.remove(node);
+    if (count) for (const graph of graphsOf(root)) for (const node of [...graph.nodes])
+        if (typeOf(node) === UNET_ENGINE && !linksOf(graph, { node, slot: 0 }).length) graph.remove(node); // served a patch
     return count;
 }
 
