@@ -214,4 +214,6 @@ class _ControlNet(torch.nn.Module):
         return tuple(self.net(x, hint, None, None)["output"][::2])
 
 
+FILE_MARKS = ("toy.",)
+
 ARCHITECTURES = (ToyBackbone(), ToyControlNet())
