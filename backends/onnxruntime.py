@@ -71,7 +71,7 @@ class OnnxRuntimeBackend(FileBackend):
             return Fallback(Reason.BACKEND_MISSING, f"onnxruntime is installed and cannot be loaded ({error})")
         if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST:
             newer = ".".join(map(str, OLDEST))
-            why = f"onnxruntime {version} is too old, {newer} or newer serves (update its package)"
+            why = f"onnxruntime {version} is too old, {newer} or newer is needed (update its package)"
             return Fallback(Reason.BACKEND_MISSING, why)
         return None
 

@@ -72,7 +72,7 @@ def _told(row: dict[str, Any], column: str) -> str:
 def for_readme(data: dict[str, Any]) -> str:
     """Return the three rows of README.md."""
     rows = {name(row): row for row in data["rows"]}
-    lines = [f"| {data['meta']['gpu']}, milliseconds | native | `torch` engine | faster |", "|---" * 4 + "|"]
+    lines = [f"| {data['meta']['gpu']}, milliseconds | normal | `torch` engine | faster |", "|---" * 4 + "|"]
     for case in README_ROWS:
         row = rows[case]
         times = f"{cell(row['native_ms'])} | {cell(row['engine_ms'])}"
@@ -85,9 +85,9 @@ def for_page(data: dict[str, Any]) -> str:
     meta, rows = data["meta"], {name(row): row for row in data["rows"]}
     said = (f"Milliseconds on an {meta['gpu']}, torch {meta['torch']}, ComfyUI {meta['comfyui']}. Half precision, one "
             "image with CFG (batch 2), random weights, medians. Native and engine were measured in one run. Networks "
-            "and steps are measured with `--disable-dynamic-vram`, which is native's faster way.")
+            "and steps are measured with `--disable-dynamic-vram`, which is the normal model's faster way.")
     lines = [*textwrap.wrap(said, 118, break_on_hyphens=False), "",
-             "| measured | native | CUDA graph, no build | `torch` engine | faster than native | than the graph | "
+             "| measured | normal | CUDA graph, no build | `torch` engine | faster than normal | than the graph | "
              "relative error |", "|---" * 7 + "|"]
     for case, words in WORDS.items():
         row = rows[case]
@@ -131,7 +131,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     found = {name(row): row for row in rows}
     shown = [found[case] for case in PLOTTED]
     figure, axes = plt.subplots(figsize=(9, 0.62 * len(shown) + 1.3))
-    columns = (("native_ms", "#a5a5a5", "ComfyUI alone (native)"),
+    columns = (("native_ms", "#a5a5a5", "ComfyUI alone (normal)"),
                ("graph_ms", "#5b9bd5", "torch at once: a CUDA graph, no build"),
                ("engine_ms", "#4caf6a", "torch after a build"))
     for column, colour, label in columns:

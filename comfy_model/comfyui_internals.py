@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 class Feature(Enum):
     """A feature that can be switched off: its name, and what happens without it."""
 
-    ENGINES = "engines", "everything runs native"
+    ENGINES = "engines", "everything runs at normal speed"
     STACKS = "ControlNets side by side", "they run one after another"
     HINTS = "kept control images", "ComfyUI makes them anew in each run"
-    STAGING = "native weights that wait in main memory", "ComfyUI loads them before each run"
-    STAGED_ONCE = "native weights that are staged once for many runs", "they are staged for each run"
+    STAGING = "model weights that wait in main memory", "ComfyUI loads them before each run"
+    STAGED_ONCE = "model weights that are staged once for many runs", "they are staged for each run"
     ON_DEVICE = "prompts that are copied to the GPU once", "they are copied in each step"
     GRAPHS = "CUDA graphs", "networks are launched kernel by kernel"
-    COMPILED_NATIVE = "native calls compiled by another node", "they run as they are"
+    COMPILED_NATIVE = "normal models compiled by another node", "they run as they are"
     QUEUE = "readings of ComfyUI's queue", "nothing is known of prompts that wait or run"
     BUILDS = "builds in ComfyUI", "engines are built by the command line alone"
 

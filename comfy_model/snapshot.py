@@ -81,14 +81,14 @@ def write_structure(network: NativeNetwork, dtype: torch.dtype) -> str:
         copy = plain_copy(copy, dtype, lambda _, p: p, lambda _, b: b, _known_class)
     except ReplacedForward as error:
         raise BuildError(
-            f"{error}, so none was made and native keeps serving; remove the node that replaced it"
+            f"{error}, so none was made and the normal model keeps running; remove the node that replaced it"
         ) from error
     try:
         return base64.b64encode(_pickled(copy)).decode("ascii")
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise BuildError(
             f"{network.label} has a part that cannot be handed to the builder ({error}), so no engine was made and "
-            "native keeps serving; remove the node that changes this model, or report it"
+            "the normal model keeps running; remove the node that changes this model, or report it"
         ) from error
 
 
@@ -110,8 +110,8 @@ def restore(structure: str, index: dict, path: Path, dtype: torch.dtype) -> torc
         layer = module.get_submodule(owner)
         if name not in weights or tuple(parameter.shape) != tuple(weights[name].shape):
             raise BuildError(
-                f"the weights of {name} have another form than its layer, so no engine was made and native keeps "
-                "serving; report this model"
+                f"the weights of {name} have another form than its layer, so no engine was made and the normal "
+                "model keeps running; report this model"
             )
         layer._parameters[last] = torch.nn.Parameter(weights[name], requires_grad=False)
     return module
@@ -155,6 +155,6 @@ def _known_class(kind: type) -> type:
         if found is base:
             return base
     raise BuildError(
-        f"{kind.__qualname__} is a part of another pack's own, which no engine knows, so none was made and native "
-        "keeps serving; remove the node that puts it in"
+        f"{kind.__qualname__} is a part of another pack's own, which no engine knows, so none was made and the "
+        "normal model keeps running; remove the node that puts it in"
     )

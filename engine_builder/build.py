@@ -118,7 +118,7 @@ def build_engine(
             order.network.forget_hash()
     raise BuildError(
         f"the weights of {order.network.label} changed again and again while they were read, so no engine was made "
-        "and native keeps serving; build while nothing samples"
+        "and the normal model keeps running; build while nothing samples"
     )
 
 
@@ -174,7 +174,8 @@ def _check_precision(order: BuildOrder) -> None:
     if order.precision not in order.backend.precisions:
         raise BuildError(
             f"{order.backend.name} {order.backend.version()} has no {order.precision}, so no engine was made and "
-            f"native keeps serving; choose {' or '.join(order.backend.precisions)} as the engine node's precision"
+            f"the normal model keeps running; choose {' or '.join(order.backend.precisions)} as the engine node's "
+            "precision"
         )
 
 
@@ -216,7 +217,7 @@ class _Build:
         finally:
             self.library.discard(folder)
         log.info(
-            "Hybrid TRT: built %s for %s in %.1f s, error to native %.1e",
+            "Hybrid TRT: built %s for %s in %.1f s, difference from the normal model %.1e",
             engine.folder.name,
             network.label,
             sum(manifest.seconds.values()),
@@ -286,7 +287,7 @@ class _Build:
             if isinstance(failure, Unavailable) and failure.fallback.reason is not Reason.UNCHECKED:
                 raise
             # what took minutes is not thrown away because of what says nothing about it
-            log.warning("Hybrid TRT: %s; it is kept, and serves once it was checked", failure)
+            log.warning("Hybrid TRT: %s; it is kept, and used once it was checked", failure)
             return trust.BUILT_HERE, {}
         return trust.Record(trust.BUILT, parity=done["parity"], gpu=gpu), {"proof": sum(done["seconds"].values())}
 
@@ -337,8 +338,8 @@ class _Build:
             if minutes and time.perf_counter() - began > 60 * minutes:
                 raise BuildError(
                     f"{name} took longer than the {minutes:g} minutes that the settings allow, so no engine was made "
-                    "and native keeps serving; raise that limit in Settings > Hybrid TRT, or choose fewer sizes on the "
-                    "engine node"
+                    "and the normal model keeps running; raise that limit in Settings > Hybrid TRT, or choose fewer "
+                    "sizes on the engine node"
                 )
             if task["step"] == "build":
                 phase = f"building with {name}" if phase == STARTING else f"{name}: {phase}"

@@ -75,7 +75,8 @@ def check_engine(
             _refuse(engine, failure.fallback.detail)
         raise
     trust.keep(engine.folder, engine.manifest, record)
-    log.info("Hybrid TRT: checked %s, error to native %.1e", engine.folder.name, record.parity["rel_err"])
+    told = "Hybrid TRT: checked %s, difference from the normal model %.1e"
+    log.info(told, engine.folder.name, record.parity["rel_err"])
     return engine
 
 

@@ -322,6 +322,6 @@ def _sentence(error: Exception) -> str:
         text = str(error)
         return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
     return (
-        f"The build stopped with {type(error).__name__} ({error}), so no engine was made and native keeps serving; see "
-        "the server's log."
+        f"The build stopped with {type(error).__name__} ({error}), so no engine was made and the normal model keeps "
+        "running; see the server's log."
     )

@@ -81,8 +81,8 @@ def check_memory(backend: Backend, weights: int, label: str) -> None:
         other = f", or choose the backend onnxruntime, which needs {gigabytes(least)}" if least < needed else ""
         raise BuildError(
             f"building the engine of {label} with {backend.name} needs about {gigabytes(needed)} of main memory and "
-            f"{gigabytes(available)} are available, so it was not started and native keeps serving; close other "
-            f"programs or unload ComfyUI's models, then build again{other}"
+            f"{gigabytes(available)} are available, so it was not started and the normal model keeps running; "
+            f"close other programs or unload ComfyUI's models, then build again{other}"
         )
 
 

@@ -173,8 +173,8 @@ def _failure(failed: Mapping, phase: str, folder: Path) -> Exception:
     if (full := _full_disk(failed["errno"], folder)) is not None:
         return full
     return BuildError(
-        f"the builder failed while {phase} ({failed['text']}), so no engine was made and native keeps serving; see the "
-        "build's log, and report this model if it happens again"
+        f"the builder failed while {phase} ({failed['text']}), so no engine was made and the normal model keeps "
+        "running; see the build's log, and report this model if it happens again"
     )
 
 
@@ -192,7 +192,7 @@ def _crashed(status: int, phase: str, words: list[str], folder: Path) -> Excepti
         how = f"crashed with status {status:#x}"
     last = f" Its last words: {' | '.join(words)}" if words else ""
     return BuildError(
-        f"the builder {how} while {phase}, so no engine was made and native keeps serving; {advice}.{last}"
+        f"the builder {how} while {phase}, so no engine was made and the normal model keeps running; {advice}.{last}"
     )
 
 

@@ -51,7 +51,7 @@ def check_room(folder: Path, needed: int, what: str) -> None:
     if free < needed:
         raise LibraryError(
             f"{what} needs about {gigabytes(needed)} in {folder} and its disk has {gigabytes(free)} free. Nothing was "
-            f"changed and native keeps serving; delete engines that you no longer use, or {_MOVE}"
+            f"changed and the normal model keeps running; delete engines that you no longer use, or {_MOVE}"
         )
 
 
@@ -59,23 +59,23 @@ def readable(error: OSError, folder: Path) -> LibraryError:
     """Turn the system's refusal to write to the library into a sentence."""
     if error.errno in _FULL:
         return LibraryError(
-            f"the disk of {folder} is full. Nothing was changed in the library and native keeps serving; delete "
-            f"engines that you no longer use, or {_MOVE}"
+            f"the disk of {folder} is full. Nothing was changed in the library and the normal model keeps running; "
+            f"delete engines that you no longer use, or {_MOVE}"
         )
     if error.errno == errno.EACCES and atomic_files.WINDOWS:
         return LibraryError(
             f"{folder} could not be changed ({error.strerror}): one of its files is in use, or ComfyUI may not write "
-            "there. Nothing was changed in the library and native keeps serving; press 'Free model and node cache', "
-            "end other programs that use these engines, and try again"
+            "there. Nothing was changed in the library and the normal model keeps running; press 'Free model and "
+            "node cache', end other programs that use these engines, and try again"
         )
     if error.errno in _FORBIDDEN:
         return LibraryError(
-            f"{folder} cannot be written ({error.strerror}). Nothing was changed in the library and native keeps "
-            f"serving; give ComfyUI the right to write there, or {_MOVE}"
+            f"{folder} cannot be written ({error.strerror}). Nothing was changed in the library and the normal "
+            f"model keeps running; give ComfyUI the right to write there, or {_MOVE}"
         )
     return LibraryError(
-        f"the library {folder} could not be used ({error}). Nothing was changed in it and native keeps serving; check "
-        "this folder and its disk"
+        f"the library {folder} could not be used ({error}). Nothing was changed in it and the normal model keeps "
+        "running; check this folder and its disk"
     )
 
 
@@ -160,6 +160,6 @@ def check_limit(library: Library, more: int, what: str, replaced: Path | None = 
     if limit and used + more > limit:
         raise LibraryError(
             f"{what} needs about {gigabytes(more)}, the engines take {gigabytes(used)}, and the settings allow "
-            f"{gigabytes(limit)} in all. Nothing was changed and native keeps serving; delete engines that you no "
-            "longer use, or raise the limit in Settings > Hybrid TRT"
+            f"{gigabytes(limit)} in all. Nothing was changed and the normal model keeps running; delete engines "
+            "that you no longer use, or raise the limit in Settings > Hybrid TRT"
         )

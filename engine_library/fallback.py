@@ -39,34 +39,35 @@ class Reason(str, Enum):
     @property
     def meaning(self) -> str:
         """The effect on the image, in words."""
-        return _MEANING.get(self, "The image is native's, only slower")
+        return _MEANING.get(self, "Same picture, normal speed")
 
 
 _ADVICE = {
-    Reason.NO_ENGINE: "press Build engine, or choose 'build now' or 'build in background' on its node, and queue",
+    Reason.NO_ENGINE: "press Build engine, or choose 'build first' or 'build meanwhile' on its node, and run",
     Reason.NOT_WIRED: "switch TRT UNet Engine on again, or wire its engine into TRT Sampler Patch",
-    Reason.BUILD_FAILED: "fix what the message names and queue again",
+    Reason.BUILD_FAILED: "fix what the message names and run again",
     Reason.STALE_ENGINE: "build it again: it was made by another version, on another machine or for another GPU",
     Reason.BROKEN_ENGINE: "build it again: its files are missing or damaged",
-    Reason.UNCHECKED: "press Check engine, or choose 'build now' on the engine node, to have it compared with native",
+    Reason.UNCHECKED: "press Check engine, or choose 'build first' on the engine node, to have it compared with the "
+    "normal model",
     Reason.BACKEND_MISSING: "install the backend that the message names, or choose another on the engine node",
     Reason.WRONG_GPU: "build an engine for this GPU, or choose a backend that supports it",
     Reason.OTHER_MODEL: "wire the same model into the engine node and the sampler patch",
-    Reason.UNSUPPORTED_MODEL: "nothing to do: this kind of network has no engine yet and always runs native",
+    Reason.UNSUPPORTED_MODEL: "nothing to do: this kind of network has no engine yet and always runs at normal speed",
     Reason.SHAPE_OUTSIDE_PROFILE: "choose wider picture sizes on the engine node and build again",
-    Reason.WEIGHTS_PATCHED: "put the LoRA before the engine node and build again, or build with replaceable weights, "
-    "or leave it: native applies it",
+    Reason.WEIGHTS_PATCHED: "put the LoRA before the engine node and build again, or set 'Engine is for' to any "
+    "checkpoint and LoRA, or leave it: the normal model applies it",
     Reason.MODEL_PATCHED: "remove the patch node (FreeU, PAG, HyperTile, IPAdapter ...) if you want the engine",
     Reason.HOOKS: "remove the hooks from the conditioning if you want the engine",
     Reason.NOT_REACHED: "remove the node that computes the UNet by itself (DeepCache ...) if you want the engine",
     Reason.OTHER_KIND: "choose a ControlNet, or a prompt, for the kind of model that is sampled",
     Reason.UNSUPPORTED_INPUT: "remove the input that the message names if you want the engine",
-    Reason.ENGINE_FAILED: "see the log for the error; queue again to retry the engine",
+    Reason.ENGINE_FAILED: "see the log for the error; run again to retry the engine",
 }
 
 _MEANING = {
-    Reason.NOT_REACHED: "The image is what that node makes on native too",
-    Reason.OTHER_KIND: "The call goes to native, which leaves out what does not fit, or ends the prompt",
+    Reason.NOT_REACHED: "Same picture as that node makes without engines",
+    Reason.OTHER_KIND: "The normal model runs: it leaves out what does not fit, or ends the prompt",
 }
 
 

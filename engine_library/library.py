@@ -241,7 +241,8 @@ class Library:
         try:
             manifest = Manifest.parse(text, f"the manifest for {manifest.identity.folder_name}")
         except ManifestError as error:
-            raise LibraryError(f"{error}, so the engine was not kept and native keeps serving; report this") from error
+            text = f"{error}, so the engine was not kept and the normal model keeps running; report this"
+            raise LibraryError(text) from error
         target = self.roots[0] / manifest.identity.folder_name
         (building / MANIFEST_NAME).write_bytes(text)
         trust.keep(building, manifest, record, target)

@@ -171,7 +171,8 @@ def why_unusable(engine: Engine, gpu: str = "") -> Fallback | None:
         return Fallback(Reason.BROKEN_ENGINE, record.why)
     if gpu and record.gpu != gpu:
         elsewhere = f"has run on {record.gpu}" if record.gpu else "has not run on a GPU yet"
-        return Fallback(Reason.UNCHECKED, f"{engine.folder.name} {elsewhere} and was not compared with native on {gpu}")
+        text = f"{engine.folder.name} {elsewhere} and was not compared with the normal model on {gpu}"
+        return Fallback(Reason.UNCHECKED, text)
     return None
 
 

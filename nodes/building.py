@@ -137,10 +137,10 @@ def _build_in_background(order: BuildOrder, handle: EngineHandle) -> None:
     if last is not None and last.state is State.FAILED:
         _tell_failure(last, handle)  # it would fail again, at every prompt; 'build now' tries anew
     elif last is not None and last.state is State.CANCELLED and not last.attended:
-        handle.note = "Its build was cancelled; 'build now' starts it again."
+        handle.note = "Its build was cancelled; 'build first' starts it again."
     else:
         job = _submit(order, handle)
-        handle.note = f"An engine is being built in the background ({job.phase}) and serves from the next prompt on."
+        handle.note = f"An engine is being built in the background ({job.phase}) and used from the next prompt on."
 
 
 def _submit(order: BuildOrder, handle: EngineHandle, again: bool = False, waits: bool = False) -> Job:

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 def why() -> str:
     """Return for people why everything runs native."""
-    return f"Native: {' '.join(switched_off([Feature.ENGINES]))}"
+    return f"Not accelerated: {' '.join(switched_off([Feature.ENGINES]))}"
 
 
 class TRTAccelerate(io.ComfyNode):

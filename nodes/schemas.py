@@ -88,13 +88,13 @@ def sampler_patch() -> io.Schema:
         node_id="TRTSamplerPatch",
         display_name="TRT Sampler Patch",
         category=CATEGORY,
-        description="Routes the UNet, ControlNet residuals included, into its engine. Every call that the engine "
-        "cannot serve runs native. Wire the model into any sampler.",
+        description="Routes the UNet, ControlNet residuals included, into its engine. Every step that the engine "
+        "cannot take runs at normal speed. Wire the model into any sampler.",
         search_aliases=["tensorrt sampler", "trt model patch"],
         inputs=[
             io.Model.Input("model"),
             UNetEngine.Input(
-                "engine", optional=True, tooltip="From TRT UNet Engine. Without it the model runs native."
+                "engine", optional=True, tooltip="From TRT UNet Engine. Without it the model runs at normal speed."
             ),
         ],
         outputs=[io.Model.Output("model_out", display_name="model")],
@@ -136,23 +136,31 @@ def report() -> io.Schema:
         node_id=REPORT,
         display_name="TRT Report",
         category=CATEGORY,
-        description="Place it after the sampler: it passes its input on and says how many calls each network ran "
-        "on its engine, how many native and why, and how long they took.",
+        description="Place it after the sampler: it passes its input on and says how many steps of each model were "
+        "accelerated, how many ran at normal speed and why, and how long they took.",
         search_aliases=["engine statistics", "fallback reasons", "what ran where"],
         inputs=[
-            io.MatchType.Input("after", template=anything, tooltip="The sampler's latent, or any later value."),
+            io.MatchType.Input(
+                "after",
+                display_name="latent or any",
+                template=anything,
+                tooltip="The sampler's latent, or any later value.",
+            ),
             io.Boolean.Input(
                 "time_calls",
+                display_name="measure times",
                 default=True,
                 optional=True,  # prompts of before there was this input stay valid
-                tooltip="Measure how long each call takes. On a GPU two events per call do it, and nothing waits.",
+                tooltip="Measure how long each step takes. On a GPU two events per step do it, and nothing waits.",
             ),
         ],
         outputs=[
-            io.MatchType.Output(template=anything, id="after_out", display_name="after"),
+            io.MatchType.Output(template=anything, id="after_out", display_name="latent or any"),
             io.String.Output("report", display_name="report"),
             io.Image.Output(
-                "plot", display_name="plot", tooltip="Each call of each network: engine or native, and how long."
+                "plot",
+                display_name="chart",
+                tooltip="Each step of each model: accelerated or at normal speed, and how long.",
             ),
         ],
         hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
@@ -165,11 +173,11 @@ def _settings() -> list[io.Input]:
     return [
         io.Combo.Input(
             "when_missing",
-            display_name="Without an engine",
+            display_name="If there is no engine yet",
             options=list(WHEN_MISSING),
             default=USE_NATIVE,
-            tooltip="What to do when the library has no engine for this model: run native; build one first; or run "
-            "native now and build one meanwhile, which serves from the next prompt on.",
+            tooltip="What to do when the library has no engine for this model: run at normal speed; build one "
+            "first; or run at normal speed and build one meanwhile, which the next prompt uses.",
         ),
         _size("min_size", "Smallest size", "Smallest width or height in pixels."),
         _size("opt_size", "Best size", "Size in pixels to be fastest at."),
@@ -208,18 +216,17 @@ def _settings() -> list[io.Input]:
             display_name="Backend",
             options=[AUTO, *backends()],
             default=AUTO,
-            tooltip="Who builds and runs the engine; auto takes the one that was the fastest when it was compared with "
-            "native on this GPU, else torch on NVIDIA GPUs and onnxruntime on the CPU, with which it also builds.",
+            tooltip="Who builds and runs the engine; auto takes the one that was the fastest on this GPU, "
+            "else torch on NVIDIA GPUs and onnxruntime on the CPU, with which it also builds.",
             advanced=True,
         ),
         io.Combo.Input(
             "weights",
-            display_name="LoRAs and checkpoints",
+            display_name="Engine is for",
             options=[BUILT_IN, REPLACEABLE],
             default=BUILT_IN,
-            tooltip="built in: an engine for this model with the LoRAs before the node, and for no other. replaceable: "
-            "one engine for every checkpoint of this kind with any LoRA at any strength; a change needs no build. "
-            "The torch backend always is that way.",
+            tooltip="This model only, with the LoRAs before the node; or every model of this kind with any LoRA at any "
+            "strength: then a change needs no build. The torch backend always is that way.",
             advanced=True,
             optional=True,  # prompts that were saved before have none
         ),

@@ -167,9 +167,9 @@ class NodeStates:
             answer["any_size"] = serves_any_size(known.backend, known.device)
             if (why := next(filter(None, map(refusal_of, engines)), None)) is not None:
                 backend = engines[0].manifest.identity.backend
-                text = f"It was not opened, so calls run uncompiled: {why}; build it again."
+                text = f"It was not opened, so steps run uncompiled: {why}; build it again."
                 if not backends()[backend].runs_live_weights:
-                    text = (f"It was not opened, so live weights serve in its place: {why}; delete it in the panel, or "
+                    text = (f"It was not opened, so torch runs in its place: {why}; delete it in the panel, or "
                             f"build it again with the backend {backend}.")
                 answer |= {"state": "stale", "text": text}
             return answer, known, engines

@@ -224,7 +224,8 @@ class CallStats:
             if reason not in self.reasons:
                 if fallback.advice:
                     self.advices[reason] = fallback.advice
-                log.warning("Hybrid TRT: %s ran native. %s", self.name, fallback.sentence(self.advice(fallback.reason)))
+                sentence = fallback.sentence(self.advice(fallback.reason))
+                log.warning("Hybrid TRT: %s ran at normal speed. %s", self.name, sentence)
                 self.details[reason] = str(fallback)
             self.native += 1
             self.calls.append(NATIVE)

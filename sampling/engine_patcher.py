@@ -131,7 +131,7 @@ class EnginePatcher(Shared, ModelPatcher):
         """Give the engine's memory back to native for the rest of the run."""
         self._release()
         if (owner := self.model.owner) is not None:
-            owner.give_up(no_room("native needed what it had").fallback)
+            owner.give_up(no_room("the normal model needed what it had").fallback)
 
     def _release(self) -> None:
         if self.model.session is not None:

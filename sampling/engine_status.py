@@ -85,7 +85,7 @@ def status(handle: EngineHandle) -> str:
         wants_any = handle.choice.replaceable and not session.follows_patches
         if wants_any and not takes_any_weights(handle.choice, network.device):
             name = session.engines[0].manifest.identity.backend
-            text += f". {name} has no engines with replaceable weights: this one is for these alone"
+            text += f". {name} has no engines for any checkpoint and LoRA: this one is for this model only"
     its = remark(network.module, network.patcher, network.prefix)
     return ". ".join(filter(None, (text, its, handle.note)))
 

@@ -29,7 +29,7 @@ NOT_FINITE = Fallback(
     Reason.ENGINE_FAILED, "an engine of this run gave values that are no numbers (NaN), so the whole run was done again"
 )
 
-NOT_FINITE_HERE = "it gave values that are no numbers (NaN), so native did this call and does the rest of the run"
+NOT_FINITE_HERE = "it gave values that are no numbers (NaN), so the normal model does this step and the rest of the run"
 
 _watch: ContextVar[_Watch | None] = ContextVar("watch of the run", default=None)
 _again: ContextVar[Fallback | None] = ContextVar("why native does the run again", default=None)
@@ -110,7 +110,7 @@ def redo_unless_finite(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> 
         _watch.reset(token)
     if not run.engines or (run.finite() and (not isinstance(result, torch.Tensor) or _all_finite([result]))):
         return result
-    log.error("Hybrid TRT: %s; native's image takes its place", NOT_FINITE.detail)
+    log.error("Hybrid TRT: %s; the normal model's image takes its place", NOT_FINITE.detail)
     guider.conds = conds
     _restore(random)
     token = _again.set(NOT_FINITE)

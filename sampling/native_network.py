@@ -106,7 +106,7 @@ def run_native(call: Callable[[], Any], stats: CallStats, device: torch.device) 
         try:
             return call()
         except torch.OutOfMemoryError:
-            log.warning("Hybrid TRT: %s lacks memory on native, engines make room", stats.name)
+            log.warning("Hybrid TRT: %s lacks memory at normal speed, engines make room", stats.name)
         # outside the handler: the error's frames hold what was allocated until then
         close_engines(device)
         return call()

@@ -203,7 +203,7 @@ class NativeWeights(Shared):
         native, self._stand_in = self._stand_in.native, None
         if native.is_dynamic():
             return  # each layer fetches its own
-        log.info("Hybrid TRT: loading native weights for calls that the engine does not serve")
+        log.info("Hybrid TRT: loading the normal model for steps that the engine does not take")
         in_use = model_management.loaded_models(only_currently_used=True)
         others = [model for model in in_use if not native.is_clone(model)]
         memory, least = self._memory

@@ -117,7 +117,7 @@ class Verdict:
             elif self.ms:
                 told = f"{told}, {times(self.ms)} in all"
             return f"{told}. -> Build for {'; '.join(self.uncompiled)}" if self.uncompiled else told
-        took = f"about {times(self.ms)}" if self.ms else plural(self.native, "call")
+        took = f"about {times(self.ms)}" if self.ms else plural(self.native, "step")
         todo = f"Build {plural(len(self.missing), 'missing engine')}" if self.missing else self.advice
         return f"{told}; {took} at normal speed." + (f" -> {todo}" if todo else "")
 
@@ -166,12 +166,12 @@ def line(row: CallStats) -> str:
 def served(row: CallStats) -> str:
     """Return in words who served a network's calls, their times, and why some ran native."""
     if not row.calls:
-        return "not called"
+        return "did not run"
     parts = []
     if row.engine:
         parts.append(f"{row.engine} on {row.backend}{_each(row, 'engine')}{_beside(row)}{_uncompiled(row)}")
     if row.native:
-        parts.append(f"{row.native} native{_each(row, 'native')} ({'; '.join(_reasons(row))})")
+        parts.append(f"{row.native} at normal speed{_each(row, 'native')} ({'; '.join(_reasons(row))})")
     ms = row.ms()
     first = f", first {times(ms[0])}" if ms and slow_start(ms) else ""
     return ", ".join(parts) + first
@@ -257,7 +257,7 @@ def _slowest(rows: Sequence[CallStats]) -> list[str]:
     if len(usual) < 2:
         return []
     name = max(usual, key=usual.get)
-    return [f"Slowest part: {short_name(name)} ({usual[name] / sum(usual.values()):.0%})"]
+    return [f"Slowest part: {short_name(name)} ({100 * usual[name] / sum(usual.values()):.0f} %)"]
 
 
 def plot(rows: Sequence[CallStats]) -> torch.Tensor:
@@ -313,13 +313,13 @@ def _cell(draw: ImageDraw.ImageDraw, box: tuple[float, float, float, float], eng
 def _legend(draw: ImageDraw.ImageDraw, rows: Sequence[CallStats], top: int, full: float) -> int:
     font, x = _font(SMALL), MARGIN
     kinds = [(True, "engine")] if any(row.engine for row in rows) else []
-    kinds += [(False, "native")] if any(row.native for row in rows) else []
+    kinds += [(False, "normal speed")] if any(row.native for row in rows) else []
     for engine, text in kinds:
         _cell(draw, (x, top, x + 28, top + 24), engine)
         draw.text((x + 38, top - 2), text, QUIET, font)
         x += 62 + int(font.getlength(text))
     scale = f"; full height: {times(full)}" if full else ""
-    draw.text((x, top - 2), f"calls in turn, the first apart{scale}", QUIET, font)
+    draw.text((x, top - 2), f"steps in turn, the first apart{scale}", QUIET, font)
     return top + SMALL + 26
 
 

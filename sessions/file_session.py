@@ -220,7 +220,7 @@ class FileSession:
             return False
         return self.serves(sizes) is None
 
-    def status(self, wanted: Profile, beyond: str = "run native") -> str:
+    def status(self, wanted: Profile, beyond: str = "run at normal speed") -> str:
         manifest = self.engine.manifest
         identity = manifest.identity
         words = profile_words(identity.architecture, identity.profile)
@@ -229,7 +229,7 @@ class FileSession:
             text += ", takes any LoRA"
         if not identity.profile.contains(wanted.only(identity.profile.ranges)):
             words = profile_words(identity.architecture, wanted)
-            text += f". It is smaller than this node's profile ({words}): larger calls {beyond}"
+            text += f". It is smaller than this node's profile ({words}): larger pictures {beyond}"
         return text
 
     def run(

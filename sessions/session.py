@@ -176,7 +176,7 @@ class Session(HoldsMemory, RunsBeside, Protocol):
         """
         ...
 
-    def status(self, wanted: Profile, beyond: str = "run native") -> str:
+    def status(self, wanted: Profile, beyond: str = "run at normal speed") -> str:
         """Describe the session in one sentence for the node, which wants a profile.
 
         Args:

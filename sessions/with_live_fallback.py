@@ -116,7 +116,7 @@ class WithLiveFallback:
             refuse(engine, unavailable.fallback.detail)
         self._given_up, self._chosen = True, self._live
         self._engine.unload()
-        log.warning("Hybrid TRT: %s: %s; live weights serve in its place", self._engine.active.name, unavailable)
+        log.warning("Hybrid TRT: %s: %s; torch runs in its place", self._engine.active.name, unavailable)
 
     def unload(self) -> None:
         self._engine.unload()
@@ -142,7 +142,7 @@ class WithLiveFallback:
         self._served = self._live
         return self._live.run(given, extras)
 
-    def status(self, wanted: Profile, beyond: str = "run native") -> str:
+    def status(self, wanted: Profile, beyond: str = "run at normal speed") -> str:
         if self.refusal is not None:
             engine = self._engine.active
             text = f"{engine.name} is not used: {self.refusal}; delete it, or build it again with {engine.backend_name}"

@@ -296,7 +296,7 @@ def test_calls_of_other_sizes_than_the_engines_run_on_live_weights_and_not_nativ
     by_name = handle_of(net, tmp_path, profile=WIDE, backend="onnxruntime")
     with pytest.raises(AssertionError, match="height 160 px is outside"):
         serve(by_name, BEYOND)
-    assert "larger calls run native" in status(by_name)
+    assert "larger pictures run at normal speed" in status(by_name)
 
 
 def test_calls_with_a_lora_that_the_engine_has_not_run_on_live_weights(

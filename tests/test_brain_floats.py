@@ -63,7 +63,7 @@ def test_a_graph_that_computes_something_else_is_refused(tmp_path: Path, monkeyp
         return attach(graph, *rest)
 
     monkeypatch.setattr(onnx_export, "_attach_weights", wrong)
-    with pytest.raises(BuildError, match=r"differs from native by 2\.00e\+00"):
+    with pytest.raises(BuildError, match=r"differs from the normal model by 2\.00e\+00"):
         build(tmp_path)
 
 

@@ -111,7 +111,7 @@ def test_build_cancel_build_and_run(
     assert ready["state"] == "ready", ready
     assert ready["button"] == "Build again"
     assert "onnxruntime, float32" in ready["text"]
-    assert "matches native (checked, error" in page.toast("Engine built").inner_text()
+    assert "same picture as without (checked, error" in page.toast("Engine built").inner_text()
     assert page.wait_for(page.node("copy"), "ready", timeout=30)["state"] == "ready"
 
     load(page, made)
@@ -122,11 +122,11 @@ def test_build_cancel_build_and_run(
     comfy.free()
     raw.get_by_test_id("queue-button").click()
     # other tests may have run this ControlNet before
-    page.wait_until(net, lambda s: "Last run: 4 calls on onnxruntime" in s["text"], "run")
+    page.wait_until(net, lambda s: "Last run: 4 of 4 steps accelerated" in s["text"], "run")
     page.page.settle()
     page.shot("ran")
     native = page.wait_until(
-        page.node("TRTUNetEngine"), lambda s: "Last run: all 4 calls native" in s["text"], "run")
+        page.node("TRTUNetEngine"), lambda s: "Last run: not accelerated" in s["text"], "run")
     assert "4 × no engine" in native["text"]
     assert native["tone"] == "warn"
     assert page.page.problems() == []
@@ -143,7 +143,7 @@ def test_build_cancel_build_and_run(
 
     # cached nodes and a new page know it too
     load(page, made)
-    assert "4 calls" in page.wait_until(net, lambda s: "Last run" in s["text"], "run", 15)["text"]
+    assert "4 of 4 steps" in page.wait_until(net, lambda s: "Last run" in s["text"], "run", 15)["text"]
 
     raw.get_by_role("button", name="TRT engines").click()
     choose(page, raw.get_by_role("region", name="tiny_sd15_a.safetensors"), "Build again")
@@ -269,7 +269,7 @@ def test_a_build_that_fails_says_why(
     refused = page.wait_for(net, "unavailable", timeout=30)
     page.shot("unsupported")
     assert "unsupported model" in refused["text"]
-    assert "always runs native" in refused["text"]
+    assert "always runs at normal speed" in refused["text"]
 
 
 def test_the_log_of_a_failed_build_is_shown(
@@ -285,8 +285,8 @@ def test_the_log_of_a_failed_build_is_shown(
     close_up(page, net)
     failed = page.wait_for(net, "failed", "ready")
     page.shot("failed")
-    assert "differs from native" in failed["text"]
-    toasts = page.page.page.locator(TOAST).filter(has_text="differs from native")
+    assert "differs from the normal model" in failed["text"]
+    toasts = page.page.page.locator(TOAST).filter(has_text="differs from the normal model")
     assert toasts.count() == 0, "one place tells it: the node, which is in sight"
     page.page.page.locator(".hybrid-trt-log:visible").first.click()
     dialog = page.page.page.get_by_role("dialog", name="Log of the build")
@@ -296,7 +296,7 @@ def test_the_log_of_a_failed_build_is_shown(
     page.page.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     dialog.get_by_role("button", name="Copy").click()
     dialog.get_by_role("button", name="Copied").wait_for()
-    assert "differs from native" in page.page.page.evaluate("() => navigator.clipboard.readText()")
+    assert "differs from the normal model" in page.page.page.evaluate("() => navigator.clipboard.readText()")
     dialog.get_by_role("button", name="Close").click()
     dialog.wait_for(state="detached")
     load(page, made)  # failed survives a new graph

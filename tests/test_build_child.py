@@ -158,7 +158,7 @@ def test_a_crash_is_told_in_a_sentence(build: Build, behaviour: str, says: str) 
         build(behaviour)
     text = str(failed.value)
     assert re.search(says, text), text
-    assert "native keeps serving" in text
+    assert "the normal model keeps running" in text
     assert children() == []
 
 
@@ -166,7 +166,7 @@ def test_a_disk_that_the_backend_fills_is_told_as_such(build: Build, task: dict,
     with small_disk(tmp_path / "disk", 20 << 10) as disk:
         task["folder"] = str(disk / "work")
         (disk / "work").mkdir()
-        with pytest.raises(LibraryError, match=r"disk of .* is full.*native keeps serving; delete engines"):
+        with pytest.raises(LibraryError, match=r"disk of .* is full.*the normal model keeps running; delete engines"):
             build("disk")
 
 

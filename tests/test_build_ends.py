@@ -61,7 +61,7 @@ def test_a_builder_that_is_killed_fails_the_job_and_the_next_one_succeeds(
         assert job.wait(5)
         assert job.state is State.FAILED
         assert "SIGKILL" in job.message
-        assert "native keeps serving" in job.message
+        assert "the normal model keeps running" in job.message
         assert contents(tmp_path) == []
         if phase != PHASES[-1]:
             return
@@ -80,7 +80,7 @@ def test_a_build_that_takes_longer_than_the_settings_allow_is_given_up(
 ) -> None:
     monkeypatch.setenv("HYBRID_TRT_TEST_BUILD", "silence")
     write_settings(tmp_path, Settings(build_minutes=0.05))
-    with pytest.raises(BuildError, match=r"longer than the 0.05 minutes .* native keeps serving; raise that limit"):
+    with pytest.raises(BuildError, match=r"longer than the 0.05 minutes .* normal model keeps running; raise"):
         build_module.build_engine(order(network, backend), Library([tmp_path]), lambda *_: None)
     assert children() == []
     assert contents(tmp_path) == []

@@ -164,7 +164,7 @@ def test_a_failure_is_told_and_the_next_build_runs(
     assert second.wait(5)
     assert first.state is second.state is State.FAILED
     assert "MemoryError (no room)" in first.message
-    assert "native keeps serving" in first.message
+    assert "the normal model keeps running" in first.message
     assert second.message == "The disk of x is full. Delete something."
     assert second.to_json()["state"] == "failed"
     assert "The disk of x is full. Delete something." in second.log[-1]

@@ -161,11 +161,11 @@ def test_an_engine_node_that_is_switched_off_says_what_becomes_of_the_picture(
     load(page, workflow(object_info))
     unet, net, patch = page.node("TRTUNetEngine"), page.node(NET_1), page.node("TRTSamplerPatch")
     cases = [
-        ({net: BYPASSED}, net, "runs native", "idle"),
+        ({net: BYPASSED}, net, "runs at normal speed", "idle"),
         ({net: MUTED}, net, "leaves its row out", "warn"),
-        ({unet: MUTED}, unet, "runs native", "idle"),
-        ({unet: BYPASSED}, unet, "runs native", "idle"),
-        ({unet: BYPASSED, patch: BYPASSED}, unet, "runs native", "idle"),
+        ({unet: MUTED}, unet, "runs at normal speed", "idle"),
+        ({unet: BYPASSED}, unet, "runs at normal speed", "idle"),
+        ({unet: BYPASSED, patch: BYPASSED}, unet, "runs at normal speed", "idle"),
     ]
     for modes, node, words, tone in cases:
         page.page.page.evaluate(SET_MODES, [list(modes), list(modes.values())])

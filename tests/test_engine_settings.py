@@ -134,10 +134,10 @@ def test_auto_follows_the_workflows_picture_and_goes_to_the_samplers_other_nodes
     net, unet = page.node(NET), page.node("TRTUNetEngine")
     before = raw.evaluate(SIZES_OF, net)
     close_up(page, net)
-    choose(page, net, "Custom", "Auto (this workflow: 576×320 × 1)")
+    choose(page, net, "Custom", "Auto: 576×320, 1 image")
     zeros = dict.fromkeys(SIZES, 0)
     assert raw.evaluate(SIZES_OF, net) == zeros | {"opt_size": 448}
-    assert raw.evaluate(PRESET, net) == "Auto (this workflow: 576×320 × 1)"
+    assert raw.evaluate(PRESET, net) == "Auto: 576×320, 1 image"
     page.shot("auto")
     raw.evaluate("""() => { app.graph.nodes.find(n => n.type === 'EmptyLatentImage').widgets[0].value = 320;
         app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }""")
@@ -150,7 +150,7 @@ def test_auto_follows_the_workflows_picture_and_goes_to_the_samplers_other_nodes
     saved = page.page.workflow()
     load(page, saved)
     assert raw.evaluate(SIZES_OF, unet) == zeros | {"opt_size": 320}
-    raw.wait_for_function(f"id => ({PRESET})(id) === 'Auto (this workflow: 320×320 × 1)'", arg=unet)
+    raw.wait_for_function(f"id => ({PRESET})(id) === 'Auto: 320×320, 1 image'", arg=unet)
 
 
 def test_what_auto_follows_is_no_edit(page: EnginePage, tiny: dict[str, Any], comfy: ComfyProcess) -> None:
@@ -204,7 +204,7 @@ def test_what_fits_and_what_the_next_run_brings_is_said_before_it(
     page.wait_for(unet, "none", "unknown", timeout=30)
     raw.wait_for_function(f"id => ({SIZES_OF})(id).max_size === 1088", arg=unet)
     told = page.wait_until(unet, lambda s: "does not fit" not in s["text"], "sizes that fit", 15)
-    assert raw.evaluate(PRESET, unet) == "Auto (this workflow: 1088×512 × 1)"
+    assert raw.evaluate(PRESET, unet) == "Auto: 1088×512, 1 image"
     assert raw.evaluate(SIZES_OF, unet) == dict.fromkeys(SIZES, 0) | {"opt_size": 768, "max_size": 1088}
     assert told["tone"] != "warn"
     page.click(unet)
@@ -233,7 +233,7 @@ def test_the_limit_is_set_in_the_settings_dialog(page: EnginePage, comfy: ComfyP
     raw = page.page.page
     raw.evaluate("() => { app.extensionManager.command.execute('Comfy.ShowSettingsDialog') }")
     raw.get_by_text("Hybrid TRT", exact=True).first.click()
-    field = raw.get_by_role("spinbutton", name="Largest size of all engines (GB)")
+    field = raw.get_by_role("spinbutton", name="Disk space limit (GB)")
     field.wait_for()
     raw.wait_for_function("e => !e.disabled", arg=field.element_handle())
     assert field.input_value() == "0"

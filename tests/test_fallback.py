@@ -134,7 +134,7 @@ def test_without_an_engine_native_serves_and_says_how_to_get_one(sd15: ComfyProc
     assert result.unet["reasons"] == {"no engine": 2}
     (status,) = result.history.output("unet_engine", "text")
     assert "no engine" in status
-    assert "build now" in status
+    assert "build first" in status
 
 
 @pytest.mark.parametrize("other", ["tiny_sd15_unet", "tiny_sdxl_unet"], ids=["other_checkpoint", "other_family"])

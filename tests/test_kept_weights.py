@@ -137,7 +137,7 @@ def test_a_build_proves_on_its_gpu_that_the_engine_takes_other_weights(
     order = BuildOrder(net, "float32", PROFILE, ORT, torch.device("cuda", 0), replaceable=True)
     monkeypatch.setattr(type(ORT), "keeps_weights", issubclass(runner, Keeping))
     if runner not in (RefittableRunner, Keeping):
-        with pytest.raises(BuildError, match="differs from native"):
+        with pytest.raises(BuildError, match="differs from the normal model"):
             builder.build_engine(order, Library([tmp_path]), lambda *_: None, run=run)
     else:
         engine = builder.build_engine(order, Library([tmp_path]), lambda *_: None, run=run)

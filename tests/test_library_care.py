@@ -254,7 +254,7 @@ def test_the_limit_counts_what_is_there(tmp_path: Path) -> None:
     publish(tmp_path, b"x" * 600)
     used = library.engines()[0].manifest.bytes
     check_limit(library, 1000 - used, "It")
-    with pytest.raises(LibraryError, match=r"It needs about .* settings allow .* native keeps serving"):
+    with pytest.raises(LibraryError, match=r"It needs about .* settings allow .* the normal model keeps running"):
         check_limit(library, 1001 - used, "It")
     (tmp_path / ".settings.json").write_text("{")
     assert read_settings(tmp_path) == Settings()

@@ -29,8 +29,8 @@ def test_a_build_without_room_in_main_memory_is_refused_before_it_starts(
         build_engine(order(small_network(), backends()["onnxruntime"]), Library([tmp_path]), lambda *_: None, run=run)
     text = str(refused.value)
     assert "small_1.safetensors with onnxruntime needs about 1.0 GB of main memory and 0.7 GB are available" in text
-    assert text.endswith("not started and native keeps serving; close other programs or unload ComfyUI's models, then "
-                         "build again")  # fmt: skip
+    assert text.endswith("not started and the normal model keeps running; close other programs or unload ComfyUI's "
+                         "models, then build again")  # fmt: skip
     assert contents(tmp_path) == []
 
 

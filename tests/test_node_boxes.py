@@ -30,9 +30,9 @@ KEPT_RUN = """([ids, text]) => { for (const id of ids) {
     app.graph.getNodeById(id).onExecuted(output); } }"""
 HEADS = """() => ['TRTSamplerPatch', 'TRTReport'].map(type => app.graph.nodes.find(n => n.type === type).widgets
     .find(w => w.name === 'run_text').element.querySelector('.hybrid-trt-head').textContent)"""
-REPORT = ("tiny.safetensors: 8 calls on onnxruntime, 8 native, 12.3 ms per engine call, 40.1 ms per native call\n"
-          "    8 x size the engine was not built for: width 768 px is outside the engine's 64 to 512 px\n"
-          "canny.safetensors: 0 calls on an engine, 16 native\n    16 x no engine")
+REPORT = ("tiny: 8 on onnxruntime, 12.3 ms each, 8 at normal speed, 40.1 ms each (size the engine was not built for)\n"
+          "    8 x width 768 px is outside the engine's 64 to 512 px\n"
+          "canny: 16 at normal speed, 40.1 ms each (no engine)")
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +141,9 @@ def test_a_native_run_puts_a_badge_on_the_node(page: EnginePage, tiny: dict[str,
     page.page.settle()
     page.shot("badge")
     if page.page.vue:
-        assert raw.locator(f"[data-node-id='{net}']").get_by_text("TRT: partly native").is_visible()
+        assert raw.locator(f"[data-node-id='{net}']").get_by_text("TRT: partly accelerated").is_visible()
     badges = raw.evaluate("id => app.graph.getNodeById(id).badges.map(b => (b.text === undefined ? b() : b).text)", net)
-    assert "TRT: partly native" in badges
+    assert "TRT: partly accelerated" in badges
 
 
 @slow.when("vue")

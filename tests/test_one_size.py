@@ -133,7 +133,7 @@ def test_a_graph_whose_picture_has_no_engine_is_not_said_to_be_all_on_engines(
     portrait = handle_of(handle.network, tmp_path, PORTRAIT)
     said = TRTSamplerPatch.execute(native, portrait).ui
     assert said["native"] == [True]
-    assert "Each engine takes one size: calls of other sizes run native" in said["text"][0]
+    assert "Each engine takes one size: pictures of other sizes run at normal speed" in said["text"][0]
     build(portrait)
     portrait.refresh()
     assert TRTSamplerPatch.execute(native, portrait).ui["native"] == [False]
@@ -223,8 +223,8 @@ def test_the_page_offers_to_build_for_what_ran_native_and_knows_the_pictures_tha
     build(handle)
     handle.refresh()
     serve(handle, {**OF_PORTRAIT, "T": 154})
-    (told,) = [record.getMessage() for record in caplog.records if "ran native" in record.getMessage()]
-    assert told.endswith("The image is native's, only slower; build again for 96x128, 154 tokens.")
+    (told,) = [record.getMessage() for record in caplog.records if "ran at normal speed" in record.getMessage()]
+    assert told.endswith("Same picture, normal speed; build again for 96x128, 154 tokens.")
     (lacking,) = node_states._uncovered([handle.stats])
     assert lacking == {"size": "96x128, 154 tokens", "graph": False, "native": True, "count": 1}
     states = NodeStates(handle.library, BuildQueue())

@@ -145,10 +145,10 @@ def test_a_damaged_engine_says_so_and_what_to_do_with_the_details_for_who_asks(p
     page.shot("damaged")
     dialog.get_by_role("button", name="Close").click()
     choose(page, panel.locator(".hybrid-trt-engine").first, "Verify")
-    page.toast("is as it was built")
+    page.toast("files are intact")
     choose(page, damaged, "Delete …")
     dialog = page.page.page.get_by_role("dialog", name="Delete engine?")
-    assert "is damaged and serves nobody" in dialog.inner_text()
+    assert "is damaged and is not used" in dialog.inner_text()
     dialog.get_by_role("button", name="Delete").click()
     damaged.wait_for(state="detached")
 

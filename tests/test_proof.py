@@ -105,14 +105,14 @@ def test_native_computes_exactly_while_an_engine_is_held_against_it(
 
 
 def test_an_engine_that_differs_from_native_on_its_gpu_is_not_kept(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match="onnxruntime made of .* differs from native by .* so it does not serve"):
+    with pytest.raises(BuildError, match="made of .* differs from the normal model by .* so it is not used"):
         build(tmp_path, limit=0.0)
     assert list(tmp_path.glob("*/manifest.json")) == []
 
 
 @pytest.mark.parametrize("error", [
     Unavailable(Reason.UNCHECKED, "there is not enough GPU memory to compare it with native now"),
-    BuildError("the builder was ended by SIGKILL while running native"),
+    BuildError("the builder was ended by SIGKILL while timing the normal model"),
 ], ids=["no memory", "killed"])  # fmt: skip
 def test_an_engine_whose_proof_could_not_end_is_kept_and_waits_for_its_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -128,14 +128,14 @@ def test_an_engine_whose_proof_could_not_end_is_kept_and_waits_for_its_check(
 def test_another_gpu_is_another_matter(tmp_path: Path) -> None:
     engine, _tasks = build(tmp_path)
     detail = why_not(engine, ELSEWHERE)
-    assert detail == f"{engine.folder.name} has run on {HERE} and was not compared with native on {ELSEWHERE}"
+    assert detail == f"{engine.folder.name} has run on {HERE} and was not compared with the normal model on {ELSEWHERE}"
     assert Library([tmp_path]).find(wanted(engine, ""), lambda _: None) == engine, "the graph was compared on the CPU"
 
 
 def test_what_was_built_without_a_gpu_is_checked_on_one_before_it_serves_there(tmp_path: Path) -> None:
     engine = publish_engine(tmp_path)
     assert Library([tmp_path]).find(wanted(engine, ""), lambda _: None) == engine
-    assert "has not run on a GPU yet and was not compared with native on" in why_not(engine, HERE)
+    assert "has not run on a GPU yet and was not compared with the normal model on" in why_not(engine, HERE)
     assert Library([tmp_path]).unchecked(wanted(engine, HERE), lambda _: None) == engine, "Check engine finds it"
 
 

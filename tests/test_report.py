@@ -155,7 +155,7 @@ NONE = (Reason.NO_ENGINE, "none for this model")
     (two("eeee"), "Accelerated: 1 of 1 model"),
     (two("eeee", NONE, NONE), "Accelerated: 1 of 3 models; about 4.6 s at normal speed. -> Build 2 missing engines"),
     (two("eeee", NONE), "Accelerated: 1 of 2 models; about 2.3 s at normal speed. -> Build 1 missing engine"),
-    (two("nn"), "Accelerated: 0 of 1 model; 2 calls at normal speed. -> Build 1 missing engine"),
+    (two("nn"), "Accelerated: 0 of 1 model; 2 steps at normal speed. -> Build 1 missing engine"),
     (two("eeee", (Reason.HOOKS, "")), "Accelerated: 1 of 2 models; about 2.3 s at normal speed. -> remove the hooks "
      "from the conditioning if you want the engine"),
 ])  # fmt: skip
@@ -197,7 +197,7 @@ def test_what_bounds_the_step_counts_all_samplers_of_a_network() -> None:
             row.count_engine("onnxruntime")
         row.times = Clock(*[ms] * 4)
         rows.append(row)
-    assert report_text(rows).splitlines()[-1] == "Slowest part: a (69%)"
+    assert report_text(rows).splitlines()[-1] == "Slowest part: a (69 %)"
 
 
 def test_a_unet_that_ran_beside_its_controlnets_is_told_so_and_none_is_said_to_bound_the_step() -> None:
@@ -218,7 +218,7 @@ def test_each_network_is_one_line_without_a_path(path: str) -> None:
     text = report_text(two("ee", (Reason.BROKEN_ENGINE, f"{path} is damaged")))
     assert text.splitlines()[1] == "a: 2 on onnxruntime"
     assert text.splitlines()[2] == (
-        "net_0: 4 native, 100 ms each (broken engine: b.onnx is damaged), first 2.0 s")
+        "net_0: 4 at normal speed, 100 ms each (broken engine: b.onnx is damaged), first 2.0 s")
     assert without_paths("width 768/8 px and/or 3/4") == "width 768/8 px and/or 3/4"
 
 

@@ -224,7 +224,7 @@ def test_a_bad_graph_is_a_build_error_with_one_sentence(
         RTX.build(replace(request_here, onnx=graph), ignore)
     sentence = str(failed.value)
     assert told in sentence
-    assert "native keeps serving; " in sentence
+    assert "the normal model keeps running; " in sentence
     assert "\n" not in sentence
     assert "Begin node" not in sentence
     assert not (request_here.folder / "engine.trt").exists()

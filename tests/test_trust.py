@@ -247,7 +247,7 @@ def test_a_forged_engine_with_the_true_key_never_runs_and_is_built_anew(
 def test_an_engine_that_computes_something_else_on_its_device_is_refused_with_figures_and_built_anew(
     network: NativeNetwork, built: Engine, tmp_path: Path, on_gpu: None, change: Callable[[Path], None], figure: str
 ) -> None:
-    root, figure = tmp_path / "library", f"differs from native by {figure}"
+    root, figure = tmp_path / "library", f"differs from the normal model by {figure}"
     engine = copied(built, root, change)
     assert state(root, HERE)[0] == UNCHECKED
     steps: list[str] = []
@@ -319,7 +319,7 @@ def test_what_is_found_out_in_a_library_that_became_read_only_counts(tmp_path: P
     with read_only(tmp_path / "library"):
         trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, gpu="sm_89 B"))
         assert trust.why_unusable(engine, "sm_89 B") is None
-        trust.keep(engine.folder, engine.manifest, trust.Record(trust.REFUSED, "it differs from native by 2.0"))
+        trust.keep(engine.folder, engine.manifest, trust.Record(trust.REFUSED, "it differs by 2.0"))
         assert trust.why_unusable(engine).reason is Reason.BROKEN_ENGINE
     trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, gpu="sm_80 A"))
     assert trust.why_unusable(engine, "sm_80 A") is None, "what is written last, wherever"

@@ -269,7 +269,7 @@ def _check_tensors(trt: ModuleType, request: BuildRequest, network: Any) -> list
             found = f"is {read[spec.name]}" if spec.name in read else "does not exist"
             raise BuildError(
                 f"the graph was to have a {spec.dtype} tensor {spec.name}, and in it that {found}; nothing was built "
-                "and native keeps serving; report this model"
+                "and the normal model keeps running; report this model"
             )
     return inputs
 
@@ -283,7 +283,7 @@ def _why(flavour: Flavour, phase: str, errors: str) -> str:
         do = "close other programs, or choose smaller sizes or fewer images on the engine node, and build again"
     else:
         do = "choose another backend, for example onnxruntime, and report this model"
-    return f"{what}; nothing was built and native keeps serving; {do}"
+    return f"{what}; nothing was built and the normal model keeps running; {do}"
 
 
 @contextlib.contextmanager
@@ -309,7 +309,7 @@ def _polygraphy(flavour: Flavour, logger: Any) -> Iterator[ModuleType]:
     if polygraphy.config.USE_TENSORRT_RTX != rtx:
         raise BuildError(
             f"{flavour.title} cannot build in this process, because polygraphy already drives the other TensorRT in "
-            "it; nothing was built and native keeps serving; restart ComfyUI and build again"
+            "it; nothing was built and the normal model keeps running; restart ComfyUI and build again"
         )
     from polygraphy.backend import trt as loaders
     from polygraphy.backend.trt import util

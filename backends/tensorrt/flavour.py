@@ -108,6 +108,6 @@ def _import_once(flavour: Flavour) -> ModuleType | Fallback:
     if not any(oldest <= numbers < beyond for oldest, beyond in flavour.versions):
         return Fallback(
             Reason.BACKEND_MISSING,
-            f"{flavour.title} {version} is installed and does not serve ({flavour.install})",
+            f"{flavour.title} {version} is installed and cannot be used ({flavour.install})",
         )
     return module

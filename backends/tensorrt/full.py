@@ -90,7 +90,8 @@ class FullTensorRTBackend(TensorRTBackend):
         if target not in seen:
             raise BuildError(
                 f"TensorRT builds only on the GPU that the engine is for: that is {target}, and here is "
-                f"{', '.join(seen) or 'none'}; nothing was built and native keeps serving; build it on that machine"
+                f"{', '.join(seen) or 'none'}; nothing was built and the normal model keeps running; build it on "
+                "that machine"
             )
         return seen.index(target)
 

@@ -185,14 +185,14 @@ class OneSizeSession:
         fallback = self._broken[session]
         return Unavailable(fallback.reason, fallback.detail, this_call_only=True)
 
-    def status(self, wanted: Profile, beyond: str = "run native") -> str:
+    def status(self, wanted: Profile, beyond: str = "run at normal speed") -> str:
         identities = [session.engine.manifest.identity for session in self.sessions]
         words = dict.fromkeys(profile_words(identity.architecture, identity.profile) for identity in identities)
         size = sum(session.engine.manifest.bytes for session in self.sessions)
         text = f"{identities[0].backend} {identities[0].precision}, {'; '.join(words)}, {size / 1e6:.0f} MB"
         if identities[0].any_weights:
             text += ", takes any LoRA"
-        return f"{text}. Each engine takes one size: calls of other sizes {beyond}"
+        return f"{text}. Each engine takes one size: pictures of other sizes {beyond}"
 
 
 def one_size_session(sessions: Sequence[FileSession], most_open: int) -> OneSizeSession:

@@ -98,7 +98,7 @@ class TorchBackend:
         for engine in engines:
             if trust.is_slow(engine, gpu):
                 times = trust.relative_time(engine, gpu)
-                refuse(engine, f"compiled it took {times:.2f} times as long as native on this GPU")
+                refuse(engine, f"compiled it took {times:.2f} times as long as the normal model on this GPU")
         found.use(engines, passed_over)
         return found
 

@@ -63,7 +63,7 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
         seconds[f"compile_{Path(file_name(sizes)).stem}"], started = now - started, now
     first = None
     for i, (sizes, (kernel, timed)) in enumerate(zip(task.sizes, chosen, strict=True)):
-        progress(f"comparing batch {sizes.get('B', 1)} with native", 0.85 + 0.12 * i / len(task.sizes))
+        progress(f"comparing batch {sizes.get('B', 1)} with the normal model", 0.85 + 0.12 * i / len(task.sizes))
         compiled, given = open_file(task.folder / file_name(sizes)), _inputs(task, sizes)
         with torch.inference_mode():
             results = compiled(*weights, *given)
@@ -111,7 +111,7 @@ def _told() -> Iterator[None]:
         text = (str(error).strip().splitlines() or [""])[0]
         raise BuildError(
             f"Inductor could not compile the network ({type(error).__name__}: {text}), so no engine was made and "
-            "native keeps serving; the build's log has more"
+            "the normal model keeps running; the build's log has more"
         ) from error
 
 
@@ -143,7 +143,8 @@ def _error(
     worst = max(errors, key=errors.__getitem__)
     if not errors[worst] <= COMPILED_LIMITS[precision]:
         raise BuildError(
-            f"what Inductor compiled differs from native by {errors[worst]:.2e} in {worst} at {sizes} "
-            f"(limit {COMPILED_LIMITS[precision]:.0e} for {precision}), so no engine was made and native keeps serving"
+            f"what Inductor compiled differs from the normal model by {errors[worst]:.2e} in {worst} at {sizes} "
+            f"(limit {COMPILED_LIMITS[precision]:.0e} for {precision}), so no engine was made and the normal model "
+            "keeps running"
         )
     return errors[worst]

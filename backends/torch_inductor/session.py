@@ -354,7 +354,7 @@ class LiveSession:
         self.graphs.clear()
         log.warning("Hybrid TRT: %s runs uncompiled for these sizes (%s)", self.label, first_line(error))
 
-    def status(self, wanted: Profile, beyond: str = "run native") -> str:
+    def status(self, wanted: Profile, beyond: str = "run at normal speed") -> str:
         start = f"torch {self._precision} on live weights"
         if self.refusal is not None:
             return f"{start}, {self._uncompiled}: {self.refusal}; build it again"

@@ -133,7 +133,7 @@ def _build(options: argparse.Namespace) -> int:
             raise
     manifest = engine.manifest
     parity = trust.figures(engine).get("rel_err", 0.0)
-    text = f"{engine.folder}\n{gigabytes(manifest.bytes)}, error to native {parity:.1e}"
+    text = f"{engine.folder}\n{gigabytes(manifest.bytes)}, difference from the normal model {parity:.1e}"
     return _done(options, {"folder": str(engine.folder), **manifest.to_json()}, text)
 
 

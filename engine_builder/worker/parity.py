@@ -131,9 +131,10 @@ def check_parity(
     worst_case = max(record, key=lambda case: case["rel_err"])
     if not worst_case["rel_err"] <= limit:
         raise BuildError(
-            f"the exported graph differs from native by {worst_case['rel_err']:.2e} in {worst_case['worst_output']} at "
-            f"{worst_case['symbols']} (limit {limit:.0e} for {precision}), so no engine was made and native keeps "
-            "serving; try precision float32, and report this model if that fails too"
+            f"the exported graph differs from the normal model by {worst_case['rel_err']:.2e} in "
+            f"{worst_case['worst_output']} at {worst_case['symbols']} (limit {limit:.0e} for {precision}), so no "
+            "engine was made and the normal model keeps running; try precision float32, and report this model if that "
+            "fails too"
         )
     against = "native in float32 on the CPU"
     return {"rel_err": worst_case["rel_err"], "limit": limit, "cases": record, "against": against}

@@ -34,7 +34,7 @@ def export(task: Task, progress: Progress) -> dict:
     outputs = tensors_of(task)[1]
     started = time.perf_counter()
     graph, cases, exported = _graph_and_reference(task, progress)  # with the module gone, its memory is the session's
-    progress("checking against native", 0.7)
+    progress("comparing with the normal model", 0.7)
     parity = check_parity(graph, cases, outputs, task["precision"], task["limit"])
     return {
         "onnx": graph.name,
@@ -56,7 +56,7 @@ def _graph_and_reference(task: Task, progress: Progress) -> tuple[Path, list[Cas
     names = {parameter: name for name, parameter in module.named_parameters()}
     graph = export_onnx(function, inputs, outputs, task["traced"], Path(task["folder"]), offsets, names)
     exported = time.perf_counter()
-    progress("running native", 0.5)
+    progress("running the normal model", 0.5)
     return graph, reference_cases(function, inputs, task["compared"]), exported
 
 

@@ -45,7 +45,7 @@ def check_engine(task: Task, progress: Progress) -> dict:
         Unavailable: this machine has not the memory for a comparison.
         OSError: the comparison could not be made, which says nothing of the engine.
     """
-    progress("running native", 0.0)
+    progress("timing the normal model", 0.0)
     import_comfyui(task["comfyui"])
     import torch
 
@@ -61,7 +61,7 @@ def check_engine(task: Task, progress: Progress) -> dict:
     try:
         stages = _native(task, engine, device, progress)
         compared = time.perf_counter()
-        progress("comparing with native", 0.6)
+        progress("comparing with the normal model", 0.6)
         runner, record, refit_s = backend_of(task).load(engine, device), [], 0.0
         for stage in stages:
             if stage.changed:
@@ -76,7 +76,8 @@ def check_engine(task: Task, progress: Progress) -> dict:
     except Exception as error:
         if is_out_of_memory(error):
             raise Unavailable(
-                Reason.UNCHECKED, f"there is not enough memory to compare {engine.folder.name} with native now"
+                Reason.UNCHECKED,
+                f"there is not enough memory to compare {engine.folder.name} with the normal model now",
             ) from error
         log.exception("%s failed", engine.folder.name)
         text = (str(error).strip().splitlines() or [""])[0]
@@ -85,8 +86,8 @@ def check_engine(task: Task, progress: Progress) -> dict:
     if not worst["rel_err"] <= task["limit"]:
         raise _refused(
             task,
-            f"differs from native by {worst['rel_err']:.2e} in {worst['worst_output']} at {worst['symbols']} (limit "
-            f"{task['limit']:.0e})",
+            f"differs from the normal model by {worst['rel_err']:.2e} in {worst['worst_output']} at {worst['symbols']} "
+            f"(limit {task['limit']:.0e})",
         )
     against = "native in float32 on the CPU" if device.type == "cpu" else "native on the same device"
     parity = {"rel_err": worst["rel_err"], "limit": task["limit"], "cases": record, "against": against}
@@ -102,7 +103,7 @@ def check_engine(task: Task, progress: Progress) -> dict:
 
 
 def _refused(task: Task, why: str) -> ValidationFailed:
-    return ValidationFailed(f"{task['origin']} {why}, so it does not serve and native does; {task['advice']}")
+    return ValidationFailed(f"{task['origin']} {why}, so it is not used and the normal model runs; {task['advice']}")
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def _native(task: Task, engine: Engine, device: torch.device, progress: Progress
         weights = _weights(engine, module, changed) if changed else {}
 
         def so_far(fraction: float) -> None:
-            progress("running native", 0.6 * (len(stages) + fraction) / len(changes))
+            progress("timing the normal model", 0.6 * (len(stages) + fraction) / len(changes))
 
         cases, native_ms = _computed(task, function.to(device), device, so_far)
         stages.append(_Stage(change, cases, weights, native_ms))

@@ -1,4 +1,4 @@
-// Values of combos, and the rows of TRT Apply ControlNet, in the page's language. What is saved and sent stays as it is.
+// Values of combos, and the rows of TRT Apply ControlNet, as people read them. What is saved and sent stays as it is.
 
 import { everywhere, t } from "./texts.mjs";
 
@@ -6,17 +6,21 @@ const VALUES = {
     "use native": "useNative", "build now": "buildNow", "build in background": "buildBackground", auto: "auto",
     "built in": "weightsFixed", replaceable: "weightsAny",
 };
+/** A ControlNet has no LoRAs. */
+const OF_CONTROLNET = { replaceable: "weightsAnyControl" };
 const ROW = /^rows\.(control_net|image|strength|start|end)_(\d+)$/;
 
 /** A combo's value as people read it. */
-export function valueLabel(value) {
-    return value in VALUES ? t(VALUES[value]) : value;
+export function valueLabel(value, node = {}) {
+    const values = node.comfyClass === "TRTControlNetEngine" ? { ...VALUES, ...OF_CONTROLNET } : VALUES;
+    return value in values ? t(values[value]) : value;
 }
 
-/** Show a node's combos in the page's language. */
+/** Show a node's combos in words. */
 export function labelValues(node) {
+    const label = (value) => valueLabel(value, node);
     for (const { type, options } of node.widgets ?? [])
-        if (type === "combo" && options.values?.some?.((value) => valueLabel(value) !== value)) options.getOptionLabel = valueLabel;
+        if (type === "combo" && options.values?.some?.((value) => label(value) !== value)) options.getOptionLabel = label;
 }
 
 /** Name a row's input or widget in the page's language; what the user called it stays. */

@@ -47,8 +47,8 @@ export class Panel {
         });
         this.header.sort.value = this.order;
         this.builds = new JobCards({
-            cancel: (job) => actions.post(`/builds/${job.id}/cancel`), log: (job) => this.page.showLog(job.id),
-            clear: () => actions.post("/builds/clear"),
+            cancel: (job) => actions.post("cancel", `/builds/${job.id}/cancel`), log: (job) => this.page.showLog(job.id),
+            clear: () => actions.post("clearFinished", "/builds/clear"),
         });
         this.rows = new EngineRows({ select: (name, on) => this.#select([name], on), entries: (engine) => actions.entries(engine) });
         this.none = make("div", "hybrid-trt-none");
@@ -95,7 +95,7 @@ export class Panel {
 
     /** Ask the server for everything and draw it. */
     async load() {
-        await this.actions.attempt(async () => {
+        await this.actions.attempt("refresh", async () => {
             [this.data, this.jobs] = await Promise.all([request(this.api, "/engines"), request(this.api, "/builds")]);
             if (this.root) this.draw();
         });
@@ -165,7 +165,7 @@ class PanelActions {
     }
 
     verify({ name, label }) {
-        return this.attempt(async () => {
+        return this.attempt("verify", async () => {
             const { ok, text } = await request(this.api, `${path(name)}/verify`, { method: "POST" });
             this.#tell(ok ? "success" : "error", t(ok ? "verified" : "damaged", { name: label ?? name, text }));
         });
@@ -181,7 +181,7 @@ class PanelActions {
     async delete(engines) {
         if (!engines.length || !(await confirm(deleteQuestion(engines)))) return;
         const gone = [];
-        await this.attempt(async () => {
+        await this.attempt("delete", async () => {
             let failed = null;
             for (const engine of engines) {
                 try {
@@ -197,16 +197,16 @@ class PanelActions {
         await this.load();
     }
 
-    post(route) {
-        return this.attempt(() => request(this.api, route, { method: "POST" }));
+    post(what, route) {
+        return this.attempt(what, () => request(this.api, route, { method: "POST" }));
     }
 
-    /** Do something; what it throws is told. */
-    async attempt(act) {
+    /** Do something, named by a text's key; what it throws is told. */
+    async attempt(what, act) {
         try {
             await act();
         } catch (failure) {
-            this.page.toast("error", t("failedAction"), failure.message);
+            this.#tell("error", t("failedAction", { action: t(what), why: failure.message }));
         }
     }
 

@@ -5,7 +5,7 @@
 import { applyPreset, follow, presetName, presetOf, PRESETS, sameSizes, sizesOf } from "./presets.mjs";
 import { mendValues, putValues } from "./saved_values.mjs";
 import { t } from "./texts.mjs";
-import { pixels } from "./words.mjs";
+import { imageCount, pixels } from "./words.mjs";
 
 const AUTO = "presetFit", CUSTOM = "custom";
 /** The property of a node that says what its numbers alone do not: "presetFit" for Auto, or "custom". */
@@ -99,14 +99,15 @@ export class PictureSizes {
 
     #autoName() {
         const { fits, pictures: [picture] = [] } = this.told;
-        if (picture) return t("sizesAuto", { size: `${pixels({ ...picture, images: 1 })} × ${picture.images}` });
+        if (picture) return t("sizesAuto", { size: pixels({ ...picture, images: 1 }), count: imageCount(picture.images) });
         return fits?.family ? t("presetFitOf", fits) : t("sizesAutoFit");
     }
 
     #customName() {
         const sizes = { ...sizesOf(this.node), ...this.outside };
         const given = Object.entries(sizes).filter(([, size]) => size > 0);
-        return t("presetOwn", { ...sizes, ...this.told.asked, ...Object.fromEntries(given) });
+        const numbers = { ...sizes, ...this.told.asked, ...Object.fromEntries(given) };
+        return t("presetOwn", { ...numbers, count: imageCount(numbers.max_images) });
     }
 
     #picked(label) {

@@ -1,6 +1,7 @@
 // The pack's settings: what a new engine node starts with, and those of the library, which the server keeps.
 // Nodes of opened workflows keep what they were saved with.
 
+import { valueLabel } from "./labels.mjs";
 import { applyPreset, presetName, PRESETS } from "./presets.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
@@ -11,13 +12,15 @@ const WIDGETS = {
     weights: "HybridTRT.Weights",
 };
 
+const labelled = (values) => values.map((value) => ({ text: valueLabel(value), value }));
+
 /** As ComfyUI's extensions declare settings. */
 export const settings = [
-    setting("WhenMissing", "When there is no engine", ["use native", "build now", "build in background"], "use native"),
-    setting("Sizes", "Picture sizes", Object.keys(PRESETS).map((key) => ({ text: presetName(key), value: key })), "presetFit"),
+    setting("WhenMissing", "If there is no engine yet", labelled(["use native", "build now", "build in background"]), "use native"),
+    setting("Sizes", "Picture size", Object.keys(PRESETS).map((key) => ({ text: presetName(key), value: key })), "presetFit"),
     setting("Backend", "Backend", ["auto", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch"], "auto"),
     setting("Precision", "Precision", ["auto", "float16", "bfloat16", "float32"], "auto"),
-    setting("Weights", "LoRAs and checkpoints", ["built in", "replaceable"], "built in"),
+    setting("Weights", "Engine is for", labelled(["built in", "replaceable"]), "built in"),
 ];
 
 /**
@@ -39,8 +42,8 @@ export function defaultsFor(node, get) {
  */
 export function librarySettings(api) {
     return [
-        librarySetting("LibraryLimit", "Largest size of all engines (GB)", () => numberField(api, "limit_gb", "limit")),
-        librarySetting("BuildMinutes", "Longest build (minutes)", () => numberField(api, "build_minutes", "minutes")),
+        librarySetting("LibraryLimit", "Disk space limit (GB)", () => numberField(api, "limit_gb", "limit")),
+        librarySetting("BuildMinutes", "Give up a build after (minutes)", () => numberField(api, "build_minutes", "minutes")),
         librarySetting("TensorRTLevel", "TensorRT: optimization level", () => numberField(api, "tensorrt_level", "level")),
         librarySetting("LibraryFolder", "Folder of the engines", () => folderField(api)),
     ];

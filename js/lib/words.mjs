@@ -59,8 +59,8 @@ export function runWords(run) {
     if (!run || run.engine + run.native === 0) return { lines: [], badge: "" };
     const all = run.engine + run.native;
     const uncompiled = (run.uncompiled ?? []).filter((calls) => !calls.native).map((calls) => t(calls.graph ? "ranGraph" : "ranPlainly", calls));
-    if (run.native === 0) return { lines: [t("ran", run), ...uncompiled], badge: "" };
-    const head = run.engine === 0 ? t("native", { all }) : t("mixed", { native: run.native, all });
+    const head = run.engine === 0 ? t("native") : t("ran", { engine: run.engine, all });
+    if (run.native === 0) return { lines: [head, ...uncompiled], badge: "" };
     const reasons = run.reasons.map((r) => `${r.count} × ${r.reason === "no engine" ? r.reason : `${r.text} → ${r.advice}`}`);
     return { lines: [head, ...reasons, ...uncompiled], badge: t(run.engine === 0 ? "badge" : "badgePart") };
 }
@@ -142,7 +142,7 @@ function ofOne(state) {
         if (state.uncompiled) view.lines.unshift(t(state.any_size ? "uncompiled" : "noneOfSize", { size: wanted }));
         view.offer = t("buildFor", { size: wanted });
         view.tone = view.tone === "bad" ? "bad" : "warn";
-        view.badge ||= t("badgeMisfit");
+        view.badge ||= t(state.uncompiled && !state.any_size ? "badgeMisfit" : "badgeUncompiled");
     }
     if (badge) view.tone = view.tone === "bad" ? "bad" : "warn";
     view.lines = [...view.lines, ...ran, ...(state.state === "ready" ? [makeLine(state.engine)] : [])];
@@ -180,7 +180,12 @@ const order = ({ input = "" }) => (input === "model" ? 0 : Number(/\d+$/.exec(in
 
 /** A latent's size as people say it, with the batch when it is one. */
 export function pixels({ width, height, images }) {
-    return `${width}×${height}${images > 1 ? ` × ${images}` : ""}`;
+    return `${width}×${height}${images > 1 ? `, ${imageCount(images)}` : ""}`;
+}
+
+/** A number of images in words. */
+export function imageCount(count) {
+    return t(count === 1 ? "oneImage" : "images", { count });
 }
 
 /** Whether a node's engine was compiled for other sizes than the graph asks for, or the last run did. */

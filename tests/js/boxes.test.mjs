@@ -35,7 +35,7 @@ test("after a build the node is green and says from when on the engine is used",
 test("while an engine is built nothing is said of native calls", () => {
     const job = { id: "j", state: "running", phase: "exporting", percent: 35, seconds: 70, message: "" };
     for (const state of ["asked", "queued", "building"]) assert.equal(describe({ state, job, run: NATIVE }).badge, "");
-    assert.equal(describe({ state: "none", run: NATIVE }).badge, "native");
+    assert.equal(describe({ state: "none", run: NATIVE }).badge, "not accelerated");
 });
 
 test("a node without a model says so on its button, unless another pack may wire it later", () => {
@@ -90,24 +90,26 @@ test("wrong sizes of a workflow are told and can be mended one by one", () => {
 
 test("an engine that was compared with native says so, and the figure is in the tooltip", () => {
     const checked = describe({ state: "ready", engine: { ...ENGINE, rel_err: 2.3e-4 }, run: null });
-    assert.equal(checked.lines[0], "64 to 512 px, matches native (checked)");
+    assert.equal(checked.lines[0], "64 to 512 px, same picture as without (checked)");
     assert.match(checked.hint, /2\.3e-4/);
     const timed = (speed) => describe({ state: "ready", engine: { ...ENGINE, rel_err: 2.3e-4, speed }, run: null }).lines[0];
-    assert.equal(timed(3.24), "64 to 512 px, matches native (checked), 3.2x as fast as native on this GPU");
-    assert.equal(timed(0.8), "64 to 512 px, matches native (checked), slower than native on this GPU (0.8x)");
+    assert.equal(timed(3.24), "64 to 512 px, same picture as without (checked), 3.2x as fast as without on this GPU");
+    assert.equal(timed(0.8), "64 to 512 px, same picture as without (checked), slower than without on this GPU (0.8x)");
     const refitted = (refit_s) => describe({ state: "ready", engine: { ...ENGINE, rel_err: 2.3e-4, refit_s }, run: null }).lines[0];
-    assert.equal(refitted(29.6), "64 to 512 px, matches native (checked), new weights (LoRA, checkpoint) take up to 29 s");
-    assert.equal(refitted(0.9), "64 to 512 px, matches native (checked)", "nobody waits for that");
+    assert.equal(refitted(29.6), "64 to 512 px, same picture as without (checked), new weights (LoRA, checkpoint) take up to 29 s");
+    assert.equal(refitted(0.9), "64 to 512 px, same picture as without (checked)", "nobody waits for that");
     assert.ok(checked.lines.every((line) => !line.includes("2.3e-4")));
     assert.deepEqual(describe({ state: "ready", engine: ENGINE, run: null }).lines, ["64 to 512 px", "onnxruntime, float16, 3.2 MB"]);
 });
 
-test("combos' values and rows are read in the page's language", () => {
+test("combos' values and rows are read as people say them, in the page's language", () => {
     assert.deepEqual([valueLabel("build now"), valueLabel("torch"), rowLabel("rows.strength_2"), rowLabel("rows"), rowLabel()],
-        ["build now", "torch", "strength_2", null, null]);
+        ["build first", "torch", "strength_2", null, null]);
+    const any = (comfyClass) => valueLabel("replaceable", { comfyClass });
+    assert.deepEqual([any("TRTUNetEngine"), any("TRTControlNetEngine")], ["any checkpoint and LoRA", "any ControlNet of this kind"]);
     setLanguage("zh");
     assert.deepEqual([valueLabel("build now"), valueLabel("torch"), rowLabel("rows.strength_12"), rowLabel("rows.control_net_1")],
-        ["立即构建", "torch", "强度 12", "ControlNet 1"]);
+        ["先构建", "torch", "强度 12", "ControlNet 1"]);
     const named = (label) => { const input = { name: "rows.image_1", label }; labelRow(input); return input.label; };
     assert.deepEqual([named("image_1"), named("my picture"), named(undefined)], ["图像 1", "my picture", "图像 1"]);
     setLanguage("en");

@@ -67,7 +67,7 @@ test("a question before engines are deleted is named for what it does", () => {
     assert.deepEqual([one.title, one.yes, one.danger], ["Delete engine?", "Delete", true]);
     assert.match(one.text, /^net 9, 64-512 px \(1.0 GB\)\./);
     assert.deepEqual([many.title, many.text.includes("8.0 GB")], ["Delete 3 engines?", true]);
-    assert.equal(damaged.text, "bad (9.0 GB) is damaged and serves nobody.");
+    assert.equal(damaged.text, "bad (9.0 GB) is damaged and is not used.");
 });
 
 test("arrow keys go round in a menu", () => {

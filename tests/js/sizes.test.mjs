@@ -45,15 +45,15 @@ test("the choices rise from min to max, have names, and set the widgets that the
 
 test("on Auto the numbers follow what the server tells, once", () => {
     const { node, sizes, preset, count, type } = engineNode(), told = portrait({ max_tokens: 308 });
-    assert.equal(preset.value, "Auto (fits the model)");
+    assert.equal(preset.value, "Auto: fits the model");
     sizes.know(nothing());
-    assert.deepEqual([preset.value, sizesOf(node), count.changed], ["Auto (fits SDXL: 512 to 1536 px)", ZEROS, 0]);
+    assert.deepEqual([preset.value, sizesOf(node), count.changed], ["Auto: 512 to 1536 px (SDXL)", ZEROS, 0]);
     sizes.know(told);
-    assert.deepEqual([preset.value, sizesOf(node), count.changed], ["Auto (this workflow: 640×960 × 1)", told.auto, 1]);
+    assert.deepEqual([preset.value, sizesOf(node), count.changed], ["Auto: 640×960, 1 image", told.auto, 1]);
     sizes.know(portrait({ max_tokens: 308 }));
     assert.equal(count.changed, 1, "nothing is written twice");
     sizes.know(undefined);
-    assert.deepEqual([sizes.choice, preset.value], ["presetFit", "Auto (this workflow: 640×960 × 1)"], "a node that is switched off keeps what it knew");
+    assert.deepEqual([sizes.choice, preset.value], ["presetFit", "Auto: 640×960, 1 image"], "a node that is switched off keeps what it knew");
     sizes.choose("presetFit");
     sizes.know(sizes.told);
     assert.deepEqual(sizesOf(node), AUTO_PORTRAIT, "tokens of a long prompt are forgotten, until the server tells of them anew");
@@ -68,11 +68,11 @@ test("numbers of one's own stay, whether typed, saved or written by others", () 
     typed.type("max_size", 1280);
     typed.sizes.know(square());
     assert.deepEqual([typed.sizes.choice, sizesOf(typed.node).max_size, sizesOf(typed.node).opt_size], ["custom", 1280, 768]);
-    assert.equal(typed.preset.value, "Custom: 512 to 1280 px × 1");
+    assert.equal(typed.preset.value, "Custom: 512 to 1280 px, 1 image");
     const saved = engineNode({ min_size: 64, opt_size: 128, max_size: 512, max_images: 4, max_tokens: 616 });
     saved.sizes.know(portrait());
     assert.deepEqual([saved.sizes.choice, sizesOf(saved.node).opt_size, saved.preset.value],
-        ["custom", 128, "Custom: 64 to 512 px × 4"]);
+        ["custom", 128, "Custom: 64 to 512 px, 4 images"]);
     const written = engineNode();
     written.sizes.know(portrait());
     written.node.widgets.find(({ name }) => name === "max_size").value = 900;

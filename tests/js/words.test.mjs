@@ -42,13 +42,14 @@ test("the expected time is told until it has passed, and never guessed", () => {
 });
 
 test("a native call is never quiet", () => {
-    assert.deepEqual(runWords({ engine: 8, native: 0, backend: "torch", reasons: [] }), { lines: ["Last run: 8 calls on torch"], badge: "" });
+    assert.deepEqual(runWords({ engine: 8, native: 0, backend: "torch", reasons: [] }), { lines: ["Last run: 8 of 8 steps accelerated"], badge: "" });
     const part = describe({ state: "ready", engine: ENGINE, job: null, run: { engine: 5, native: 3, backend: "torch", reasons: [REASON] } });
     assert.equal(part.tone, "warn");
-    assert.equal(part.badge, "partly native");
-    assert.ok(part.lines.includes("Last run: 3 of 8 calls native"));
+    assert.equal(part.badge, "partly accelerated");
+    assert.ok(part.lines.includes("Last run: 5 of 8 steps accelerated"));
     assert.ok(part.lines.some((line) => line.startsWith("3 × size the engine was not built for")));
-    assert.equal(runWords({ engine: 0, native: 4, backend: null, reasons: [REASON] }).badge, "native");
+    const none = runWords({ engine: 0, native: 4, backend: null, reasons: [REASON] });
+    assert.deepEqual([none.badge, none.lines[0]], ["not accelerated", "Last run: not accelerated"]);
     assert.equal(runWords({ engine: 0, native: 4, reasons: [{ ...REASON, reason: "no engine" }] }).lines[1], "3 × no engine");
     assert.deepEqual(runWords(null), { lines: [], badge: "" });
 });
@@ -57,35 +58,35 @@ test("a size that was not compiled for is told before the run and after it, with
     const engine = { ...ENGINE, backend: "torch", profile: "1024x1024, 77 tokens" };
     const ran = { engine: 8, native: 0, backend: "torch", reasons: [], uncompiled: [{ size: "832x1216, 154 tokens", graph: true, count: 8 }] };
     const after = describe({ state: "ready", engine, run: ran });
-    assert.ok(after.lines.includes("Not compiled for 832x1216, 154 tokens: 8 calls ran as a CUDA graph"));
-    assert.deepEqual([after.tone, after.badge, after.offer], ["warn", "size", "Build for 832x1216, 154 tokens"]);
+    assert.ok(after.lines.includes("Not compiled for 832x1216, 154 tokens: 8 steps ran as a CUDA graph"));
+    assert.deepEqual([after.tone, after.badge, after.offer], ["warn", "not compiled", "Build for 832x1216, 154 tokens"]);
     const before = describe({ state: "ready", any_size: true, engine, run: null, uncompiled: { width: 832, height: 1216, images: 2 } });
-    assert.equal(before.lines[0], "Not compiled for 832×1216 × 2: it runs as a CUDA graph until that is built.");
-    assert.deepEqual([before.tone, before.offer], ["warn", "Build for 832×1216 × 2"]);
+    assert.equal(before.lines[0], "Not compiled for 832×1216, 2 images: it runs as a CUDA graph until that is built.");
+    assert.deepEqual([before.tone, before.offer], ["warn", "Build for 832×1216, 2 images"]);
     const fine = describe({ state: "ready", engine, run: { ...ran, uncompiled: [] } });
     assert.deepEqual([fine.tone, fine.badge, fine.offer], ["good", "", ""]);
     const none = describe({ state: "none", run: ran });
     assert.equal(none.offer, "", "there the button itself builds it");
-    assert.ok(runWords({ ...ran, uncompiled: [{ ...ran.uncompiled[0], graph: false }] }).lines[1].endsWith("8 calls ran uncompiled"));
+    assert.ok(runWords({ ...ran, uncompiled: [{ ...ran.uncompiled[0], graph: false }] }).lines[1].endsWith("8 steps ran uncompiled"));
 });
 
 test("a size that no engine is for is told before the run and after it, where engines are for one size each", () => {
     const engine = { ...ENGINE, backend: "tensorrt", profile: "batch 2, 512 px, 77 tokens" };
     const before = describe({ state: "ready", any_size: false, engine, run: null, uncompiled: { width: 832, height: 1216, images: 1 } });
-    assert.equal(before.lines[0], "No engine for 832×1216: it runs native until that is built.");
-    assert.deepEqual([before.tone, before.offer], ["warn", "Build for 832×1216"]);
+    assert.equal(before.lines[0], "No engine for 832×1216: it runs at normal speed until that is built.");
+    assert.deepEqual([before.tone, before.badge, before.offer], ["warn", "won't fit", "Build for 832×1216"]);
     const uncompiled = [{ size: "512x512, 154 tokens", graph: false, native: true, count: 4 }];
     const after = describe({ state: "ready", engine, run: { engine: 0, native: 4, backend: null, reasons: [REASON], uncompiled } });
-    assert.deepEqual([after.badge, after.offer], ["native", "Build for 512x512, 154 tokens"]);
-    assert.ok(!after.lines.some((line) => line.includes("ran uncompiled")), "the reason says that it ran native");
+    assert.deepEqual([after.badge, after.offer], ["not accelerated", "Build for 512x512, 154 tokens"]);
+    assert.ok(!after.lines.some((line) => line.includes("ran uncompiled")), "the reason says that it ran at normal speed");
 });
 
 test("a picture that does not fit is told, and offered where a node may ask for it", () => {
     const misfit = { width: 512, height: 512, images: 64 };
     const shown = describe({ state: "none", misfit: { ...misfit, images: 65 }, widened: null });
     assert.match(shown.lines[0], /does not fit/);
-    assert.deepEqual([shown.tone, shown.badge, shown.offer], ["warn", "size", ""]);
-    assert.equal(describe({ state: "none", misfit, widened: { max_images: 64 } }).offer, "Build for 512×512 × 64");
+    assert.deepEqual([shown.tone, shown.badge, shown.offer], ["warn", "won't fit", ""]);
+    assert.equal(describe({ state: "none", misfit, widened: { max_images: 64 } }).offer, "Build for 512×512, 64 images");
 });
 
 test("each state has a title, a tone and a button", () => {
@@ -97,7 +98,7 @@ test("each state has a title, a tone and a button", () => {
     assert.deepEqual([failed.tone, failed.lines, failed.log], ["bad", ["It broke."], "j"]);
     assert.equal(describe({ state: "ready", engine: { ...ENGINE, covers: false }, run: null }).tone, "warn");
     const beyond = (any_size) => describe({ state: "ready", engine: { ...ENGINE, covers: false }, any_size, run: null }).lines[1];
-    assert.match(beyond(false), /run native/);
+    assert.match(beyond(false), /run at normal speed/);
     assert.match(beyond(true), /run uncompiled on torch/);
     for (const state of ["unknown", "unwired", "off", "none", "asked"]) assert.ok(describe({ state, run: null }).lines[0].length > 10);
     assert.deepEqual(["none", "building", "ready"].map(buttonLabel), ["Build engine", "Cancel build", "Build again"]);
@@ -106,13 +107,13 @@ test("each state has a title, a tone and a button", () => {
 test("what the next run will bring is said before it, with the time", () => {
     const said = (outlook, whenMissing = "use native", state = "none") =>
         describe({ state, whenMissing, run: null, outlook: { why: "", seconds: null, certain: state === "none", live: false, ...outlook } }).lines[0];
-    assert.equal(said({ why: "lora", seconds: 231 }), "No engine for this LoRA setting yet. Native serves; building takes about 4 min.");
+    assert.equal(said({ why: "lora", seconds: 231 }), "No engine for this LoRA setting yet. Runs at normal speed for now. Building takes about 4 min.");
     assert.equal(said({ why: "lora", seconds: 231 }, "build now"), "No engine for this LoRA setting yet. The next run builds it first: about 4 min.");
     assert.equal(said({ why: "checkpoint", seconds: 47 }, "build now", "unknown"),
         "No engine is known for this model yet. The next run builds it first if there is none: about 50 s.");
     assert.match(said({ why: "settings" }, "build in background", "unknown"), /starts the build \(minutes for a full-size model\)/);
-    assert.match(said({ seconds: 70, live: true }), /serves without a build and follows LoRAs; a build \(about 70 s\)/);
-    assert.match(said({ seconds: 70, live: true, why: "lora" }, "build now", "unknown"), /follows LoRAs and checkpoints; only what was never built/);
+    assert.match(said({ seconds: 70, live: true }), /torch without a build, with any LoRA\. A build \(about 70 s\)/);
+    assert.match(said({ seconds: 70, live: true, why: "lora" }, "build now", "unknown"), /with any LoRA\. Only what was never built/);
     assert.equal(said({}), t("noneHint"));
     assert.equal(said({}, "use native", "unknown"), t("unknownHint"));
     assert.equal(describe({ state: "none", run: null }).lines[0], t("noneHint"));

@@ -24,8 +24,8 @@ WHY = [
      "text": "a LoRA stands between the engine node and the sampler"},
 ]  # fmt: skip
 LONG = (
-    "The engine differs from native by 0.3 of its largest value, which is more than an image bears, so it was not "
-    "kept; build it in float32, or tell its makers. "
+    "The engine differs from the normal model by 0.3 of its largest value, which is more than an image bears, so it "
+    "was not kept; build it in float32, or tell its makers. "
 ) * 2
 RUN = {"engine": 8, "native": 0, "backend": "onnxruntime", "reasons": []}
 STATES: dict[str, dict[str, Any]] = {
