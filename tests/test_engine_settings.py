@@ -281,7 +281,7 @@ def test_chinese_is_on_templates_nodes_panel_and_settings_and_fits(page: EngineP
         assert status["button"] in ("构建引擎", "重新构建")
         assert "自定义" in raw.evaluate(WIDGETS, net)["size_preset"]["value"]
         labels = raw.evaluate("id => app.graph.getNodeById(id).widgets.map(w => w.label)", net)
-        assert {"缺少引擎时", "尺寸"} <= set(labels)
+        assert {"还没有引擎时", "图像尺寸"} <= set(labels)
         apply = page.node("TRTApplyControlNet")
         rows = raw.evaluate("id => app.graph.getNodeById(id).widgets.map(w => w.label)", apply)
         assert {"强度 1", "起点 2", "终点 2"} <= set(rows)

@@ -93,7 +93,7 @@ def test_new_nodes_hold_their_text_and_their_title(page: EnginePage) -> None:
         page.shot(kind)
         said = raw.evaluate("""id => app.graph.getNodeById(id).widgets
             .find(w => w.name === 'run_text').element.textContent""", node)
-        assert "16 x no engine" in said
+        assert "16 at normal speed" in said
 
 
 @slow.when("vue")
@@ -160,7 +160,7 @@ def test_the_properties_panel_leaves_the_status_box_as_it_is(page: EnginePage, t
     panel.wait_for()
     page.page.settle()
     page.shot("panel")
-    assert "Without an engine" in panel.inner_text()
+    assert "If there is no engine yet" in panel.inner_text()
     assert "engine_status" not in panel.inner_text()
     raw.evaluate("""id => { app.canvas.setDirty(true, true);
         app.graph.getNodeById(id).widgets.find(w => w.name === 'engine_status').width = 120; }""", net)

@@ -38,6 +38,6 @@ export function wantedUses(state) {
 
 function rank(use) {
     if (FIRST.includes(use.state)) return FIRST.indexOf(use.state) + (use.misfit ? 0 : 0.5);
-    const after = isMissing(use) ? 0 : use.state !== "ready" ? 1 : use.misfit || use.run?.native ? 2 : 3;
+    const after = isMissing(use) ? 0 : use.state !== "ready" ? 1 : use.misfit || use.run?.native || use.job?.state === "failed" ? 2 : 3;
     return FIRST.length + after;
 }

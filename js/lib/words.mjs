@@ -139,7 +139,7 @@ function ofOne(state) {
     }
     if (lacksSizes(state)) {
         const wanted = state.uncompiled ? pixels(state.uncompiled) : state.run.uncompiled[0].size;
-        if (state.uncompiled) view.lines.unshift(t(state.any_size ? "uncompiled" : "noneOfSize", { size: wanted }));
+        if (state.uncompiled) view.lines.unshift(t(uncompiledKey(state), { size: wanted }));
         view.offer = t("buildFor", { size: wanted });
         view.tone = view.tone === "bad" ? "bad" : "warn";
         view.badge ||= t(state.uncompiled && !state.any_size ? "badgeMisfit" : "badgeUncompiled");
@@ -153,11 +153,16 @@ function ofOne(state) {
     return view;
 }
 
-/** What becomes of a picture that does not fit: "build first" builds for it where the node's own sizes hold it. */
+/** What becomes of a picture that does not fit: the next run builds for it where the node's own sizes hold it. */
 function misfitKey({ state, engine, widened, whenMissing }) {
     if (state !== "ready") return "misfitSettings";
-    const builds = whenMissing === "build now" && engine.covers === false && widened && !Object.keys(widened).length;
-    return builds ? "misfitBuilds" : "misfit";
+    const builds = engine.covers === false && widened && !Object.keys(widened).length;
+    return (builds && { "build now": "misfitBuilds", "build in background": "misfitStarts" }[whenMissing]) || "misfit";
+}
+
+/** What becomes of a picture for whose size there is no file. */
+function uncompiledKey({ any_size: anySize, whenMissing }) {
+    return { "build now": "sizeBuilds", "build in background": "sizeStarts" }[whenMissing] ?? (anySize ? "uncompiled" : "noneOfSize");
 }
 
 /** A line for each network of TRT Accelerate: its file, and how it stands. Empty for a node with one network. */
