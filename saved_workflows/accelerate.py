@@ -14,6 +14,7 @@ from .graph import Graph, Link, Node, Port, Workflow, is_ours
 from .layout import place
 
 ACCELERATE, CONTROL_ENGINE, UNET_ENGINE = "TRTAccelerate", "TRTControlNetEngine", "TRTUNetEngine"
+ENGINE_NODES = (ACCELERATE, CONTROL_ENGINE, UNET_ENGINE)
 CONTROLS = tuple(f"control_net_{number}" for number in (1, 2, 3, 4))
 PASSES_ON = {
     ACCELERATE: ("model", "vae", *CONTROLS),
@@ -33,21 +34,21 @@ def accelerate(workflow: Workflow) -> list[Node]:
     added: list[tuple[Graph, Node]] = []
     for port, links in list(_model_places(workflow)):
         added.append((port.graph, _insert(workflow, port, links, ACCELERATE, "model")))
-    for port in _sources(workflow, "CONTROL_NET"):
+    for port in list(_sources(workflow, "CONTROL_NET")):
         links = _unserved(workflow, port, "CONTROL_NET")
         if links and not any(_take(workflow, node, name, port, links)
                              for graph, node in added if graph is port.graph for name in CONTROLS):  # fmt: skip
             added.append((port.graph, _insert(workflow, port, links, CONTROL_ENGINE, "control_net")))
-    for port in _sources(workflow, "VAE"):
+    for port in list(_sources(workflow, "VAE")):
         links = _unserved(workflow, port, "VAE")
         any(_take(workflow, node, "vae", port, links) for graph, node in added if links and graph is port.graph)
     workflow.save()
     return [node for _, node in added]
 
 
-def remove(workflow: Workflow) -> int:
-    """Take our nodes out, wire what was before, and return their number."""
-    count = 0
+def remove(workflow: Workflow) -> list[Node]:
+    """Take our nodes out, wire what was before, and return those that were taken out."""
+    gone: list[Node] = []
     for graph in (workflow.root, *workflow.subgraphs.values()):
         for node in [node for node in graph.nodes.values() if node["type"] in PASSES_ON]:
             for slot, name in enumerate(PASSES_ON[node["type"]]):
@@ -58,12 +59,12 @@ def remove(workflow: Workflow) -> int:
                     else:
                         graph.connect(replace(link, origin=before.origin, slot=before.slot))
             _drop(graph, node)
-            count += 1
-        for node in list(graph.nodes.values()) if count else ():  # those that served a patch
+            gone.append(node)
+        for node in list(graph.nodes.values()) if gone else ():  # those that served a patch
             if node["type"] == UNET_ENGINE and not graph.links_of(node["id"], 0):
                 _drop(graph, node)
     workflow.save()
-    return count
+    return gone
 
 
 def _drop(graph: Graph, node: Node) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from .graph import Workflow, WorkflowError
+from .graph import Graph, Workflow, WorkflowError, change
 from .to_prompt import ObjectInfo, Prompt, is_link, widgets_of
 
 T = TypeVar("T")
@@ -13,19 +13,21 @@ T = TypeVar("T")
 
 def is_prompt(data: Any) -> bool:
     """Tell whether something is a workflow in API format."""
-    entries = list(data.values()) if isinstance(data, Mapping) else []
-    return bool(entries) and all(isinstance(one, Mapping) and "class_type" in one and isinstance(one.get("inputs"), dict)
-                                 for one in entries)  # fmt: skip
+    entries = list(data.values()) if isinstance(data, Mapping) else [None]
+    return bool(entries) and all(isinstance(one, Mapping) and isinstance(one.get("class_type"), str)
+                                 and isinstance(one.get("inputs"), dict) for one in entries)  # fmt: skip
 
 
-def change_prompt(prompt: Prompt, object_info: ObjectInfo, change: Callable[[Workflow], T]) -> T:
+def change_prompt(prompt: Prompt, object_info: ObjectInfo, how: Callable[[Workflow], T]) -> T:
     """Change an API prompt in place by what changes workflows, and return the answer of that.
 
     Raises:
         WorkflowError: it has nodes that ComfyUI does not know.
     """
-    workflow = Workflow(_drawn(prompt, object_info))
-    answer, graph = change(workflow), workflow.root
+    def changed(workflow: Workflow) -> tuple[T, Graph]:
+        return how(workflow), workflow.root
+
+    answer, graph = change(_drawn(prompt, object_info), changed)
     for gone in prompt.keys() - set(map(str, graph.nodes)):
         del prompt[gone]
     for node in graph.nodes.values():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+T = TypeVar("T")
 Data = dict[str, Any]
 Node = dict[str, Any]
 
@@ -219,6 +220,20 @@ class Workflow:
                     seen.add(port)
                     queue += [(port.graph, one) for one in port.graph.links_of(port.node, port.slot)]
         return found
+
+
+def change(data: Data, how: Callable[[Workflow], T]) -> T:
+    """Change a workflow in place, and return what was done.
+
+    Raises:
+        WorkflowError: it is none, or is damaged.
+    """
+    try:
+        return how(Workflow(data))
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        if isinstance(error, WorkflowError):
+            raise
+        raise WorkflowError(f"it is damaged ({type(error).__name__}: {error})") from error
 
 
 def check_format(data: Data) -> None:
