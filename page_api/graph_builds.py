@@ -11,6 +11,7 @@ from execution import CacheType, PromptExecutor, validate_prompt
 from server import PromptServer
 
 from ..architectures.shapes import SIZE_NAMES
+from ..comfy_model.comfyui_internals import Feature, switched_off
 from ..engine_builder.jobs import Job
 from .build_routes import states
 from .builds import builds
@@ -32,6 +33,8 @@ def build_graph(prompt: Mapping[str, Any], tell: Callable[[str, float], None]) -
     Raises:
         ValueError: the graph cannot run; the text says which node and why.
     """
+    if why := switched_off([Feature.WHOLE_GRAPHS]):
+        raise ValueError(why[0])
     engines = [node for node, entry in prompt.items() if entry["class_type"] in ENGINE_NODES]
     executor = PromptExecutor(PromptServer.instance, CacheType.CLASSIC, {"lru": 0, "ram": 0, "ram_inactive": 0})
     tell("loading the models", 0.0)

@@ -30,7 +30,8 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         drawn({**LORA, "free": "FreeU", "t": "Sampler"}, "load.0 free.0, free.0 lora.0, free.0 t.0, lora.0 s.0"),
         ["Sampler TRTAccelerate FreeU Loader", "Sampler TRTAccelerate LoraLoader FreeU Loader"]),
     "merged models": (
-        drawn({**PLAIN, "other": "Loader", "merge": "ModelMergeSimple"}, "load.0 merge.0, other.0 merge.1, merge.0 s.0"),
+        drawn({**PLAIN, "other": "Loader", "merge": "ModelMergeSimple"},
+              "load.0 merge.0, other.0 merge.1, merge.0 s.0"),
         ["Sampler TRTAccelerate ModelMergeSimple Loader"]),
     "two samplers share one way": (
         drawn({**PLAIN, "t": "Sampler"}, "load.0 s.0, load.0 t.0"), ["Sampler TRTAccelerate Loader"] * 2),
@@ -42,7 +43,8 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
               "load.0 lora.0, lora.0 s.0, load.0 sigmas.0, load.0 file.0"),
         ["Sampler TRTAccelerate LoraLoader Loader"]),
     "bypassed LoRA": (
-        drawn({"load": "Loader", "lora": "LoraLoader|bypassed", "s": "Sampler"}, "load.0 lora.0, load.1 lora.1, lora.0 s.0"),
+        drawn({"load": "Loader", "lora": "LoraLoader|bypassed", "s": "Sampler"},
+              "load.0 lora.0, load.1 lora.1, lora.0 s.0"),
         ["Sampler TRTAccelerate Loader"]),
     "muted sampler": (
         drawn({**PLAIN, "lora": "LoraLoader", "t": "Sampler|muted"}, "load.0 s.0, load.0 lora.0, lora.0 t.0"),
@@ -76,7 +78,8 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["Sampler TRTAccelerate FreeU Loader", "Sampler TRTAccelerate LoraLoader FreeU Loader"]),
     "muted and bypassed subgraphs": (
         drawn({"load": "Loader", "off": "P|muted", "past": "S|bypassed", "s": "Sampler"},
-              "load.0 off.0, load.0 past.0, past.0 s.0", {"P": SAMPLED, "S": STYLED}), ["Sampler TRTAccelerate Loader"]),
+              "load.0 off.0, load.0 past.0, past.0 s.0", {"P": SAMPLED, "S": STYLED}),
+        ["Sampler TRTAccelerate Loader"]),
 }
 
 
@@ -134,8 +137,8 @@ def test_an_api_prompt_is_accelerated_as_its_workflow_is(case: str) -> None:
 
 
 @pytest.mark.parametrize(("case", "inside"), [
-    ("two samplers share one way", False), ("loader outside, LoRA inside", True), ("loader inside, LoRA outside", False),
-    ("LoRA inside, used twice in a row", False),
+    ("two samplers share one way", False), ("LoRA inside, used twice in a row", False),
+    ("loader outside, LoRA inside", True), ("loader inside, LoRA outside", False),
 ])  # fmt: skip
 def test_samplers_of_one_way_share_a_node_that_stands_beside_the_last_lora(case: str, inside: bool) -> None:
     changed, added = accelerated(CASES[case][0])
@@ -176,7 +179,8 @@ def test_it_never_makes_a_circle(more: dict[str, str], wired: str) -> None:
     drawn({**PLAIN, "unet": "TRTUNetEngine", "patch": "TRTSamplerPatch"},
           "load.0 unet.0, load.0 patch.0, unet.0 patch.1, patch.0 s.0"),
     drawn({**PLAIN, "t": "Sampler|muted"}, "load.0 t.0"),
-    drawn({"load": "Loader", "free": "FreeU", "acc": "TRTAccelerate", "s": "Sampler"}, "load.0 free.0, free.0 acc.0, acc.0 s.0"),
+    drawn({"load": "Loader", "free": "FreeU", "acc": "TRTAccelerate", "s": "Sampler"},
+          "load.0 free.0, free.0 acc.0, acc.0 s.0"),
 ], ids=["nothing is wired", "engine and patch", "muted", "accelerated behind a patch"])  # fmt: skip
 def test_nothing_is_added_where_there_is_nothing_to_accelerate(data: dict[str, Any]) -> None:
     changed, added = accelerated(data)
@@ -194,7 +198,8 @@ def test_the_pair_of_before_is_taken_out_whole() -> None:
 
 def test_native_reroutes_stay_on_the_links_behind_the_node() -> None:
     data = drawn(PLAIN, "load.0 s.0")
-    data["extra"] = {"reroutes": [{"id": 1, "pos": [220, 50], "linkIds": [1]}], "linkExtensions": [{"id": 1, "parentId": 1}]}
+    reroutes = [{"id": 1, "pos": [220, 50], "linkIds": [1]}]
+    data["extra"] = {"reroutes": reroutes, "linkExtensions": [{"id": 1, "parentId": 1}]}
     changed, _ = accelerated(data)
     by_id = {link[0]: link for link in changed["links"]}
     assert by_id[1][3:5] == data["links"][0][3:5]
@@ -208,7 +213,7 @@ def test_what_stands_right_moves_right_and_groups_grow() -> None:
     data = drawn({**LORA, "below": "FreeU"}, "load.0 lora.0, lora.0 s.0")
     data["nodes"][3]["pos"] = [260, 180]  # it reaches into the row, from the left
     data["nodes"][3]["size"] = [400, 100]
-    data["groups"] = [{"title": "all", "bounding": [-20, -60, 760, 200]}, {"title": "right", "bounding": [720, -60, 300, 200]}]
+    data["groups"] = [{"bounding": [-20, -60, 760, 200]}, {"bounding": [720, -60, 300, 200]}]
     changed, _ = accelerated(data)
     boxes = [(*node["pos"], *node["size"]) for node in changed["nodes"]]
     for i, (x, y, w, h) in enumerate(boxes):

@@ -55,7 +55,8 @@ def drawn(nodes: dict[str, str], wires: str, inside: dict[str, Any] | None = Non
         inputs, outputs = TYPES.get(kind) or [[f"{one['name']}:{one['type']}" for one in inside[kind][side]]
                                               for side in ("inputs", "outputs")]
         data["nodes"].append({
-            "id": ids[name], "title": name, "type": kind, "mode": mode, "pos": [250 * len(data["nodes"]), 0], "size": [200, 100],
+            "id": ids[name], "title": name, "type": kind, "mode": mode,
+            "pos": [250 * len(data["nodes"]), 0], "size": [200, 100],
             "inputs": [_socket(word, link=None) for word in inputs],
             "outputs": [_socket(word, links=[]) for word in outputs], "widgets_values": [setting],
         })
@@ -65,7 +66,8 @@ def drawn(nodes: dict[str, str], wires: str, inside: dict[str, Any] | None = Non
         saved = [number, ids[origin], int(slot), ids[target], int(into), "*"]
         names = ("id", "origin_id", "origin_slot", "target_id", "target_slot", "type")
         data["links"].append(dict(zip(names, saved, strict=True)) if more else saved)
-        (made[origin]["outputs"][int(slot)]["links"] if origin in made else data["inputs"][int(slot)]["linkIds"]).append(number)
+        begins = made[origin]["outputs"][int(slot)]["links"] if origin in made else data["inputs"][int(slot)]["linkIds"]
+        begins.append(number)
         if target in made:
             made[target]["inputs"][int(into)]["link"] = number
         else:
@@ -79,15 +81,17 @@ def subgraph(nodes: dict[str, str], wires: str, inputs: str = "", outputs: str =
     sides = {"inputs": inputs, "outputs": outputs}
     sockets = {side: [{"name": f"{kind}_{i}", "type": kind, "linkIds": []} for i, kind in enumerate(kinds.split())]
                for side, kinds in sides.items()}
-    ends = {"inputNode": {"id": -10, "bounding": [-200, 0, 120, 60]}, "outputNode": {"id": -20, "bounding": [900, 0, 120, 60]}}
+    ends = {"inputNode": {"id": -10, "bounding": [-200, 0, 120, 60]},
+            "outputNode": {"id": -20, "bounding": [900, 0, 120, 60]}}
     return drawn(nodes, wires, **more, **sockets, **ends)
 
 
 def wires(data: dict[str, Any]) -> dict[str, list[Any]]:
     """Return the links of all graphs by the graph's name, without what stands where."""
     graphs = {"": data} | {one["id"]: one for one in data.get("definitions", {}).get("subgraphs", [])}
-    return {name: sorted([str(end) for end in (link.values() if isinstance(link, dict) else link)][:5] for link in one["links"])
-            for name, one in graphs.items()}
+    links = {name: [list(link.values()) if isinstance(link, dict) else link for link in one["links"]]
+             for name, one in graphs.items()}
+    return {name: sorted([str(end) for end in link[:5]] for link in found) for name, found in links.items()}
 
 
 def _read(words: str) -> tuple[str, int, str]:
