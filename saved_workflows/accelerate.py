@@ -26,7 +26,7 @@ SIZES = {ACCELERATE: (330.0, 400.0), CONTROL_ENGINE: (330.0, 300.0)}
 _KINDS = {"model": "MODEL", "vae": "VAE"}
 _CHANGES_WEIGHTS = re.compile("lora|modelmerge", re.IGNORECASE)
 _NO_RUN = {"MODEL", "CLIP", "VAE", "SIGMAS"}
-"""What nodes make that call no network: patches, loaders, schedulers."""
+"""Types that nodes make which call no network: patches, loaders, schedulers."""
 
 
 def accelerate(workflow: Workflow) -> list[Node]:
@@ -75,7 +75,7 @@ def _drop(graph: Graph, node: Node) -> None:
 
 def _sources(workflow: Workflow, kind: str) -> Iterator[Port]:
     """Yield the outputs of loaders of a kind: of nodes that get nothing of it."""
-    for graph in workflow.graphs:
+    for graph in workflow.uses:
         for node in graph.nodes.values():
             takes = any(one["type"] == kind or (one["type"] == "*" and one.get("link") is not None)
                         for one in node.get("inputs") or [])  # fmt: skip

@@ -50,7 +50,7 @@ class Link:
 
 
 class Port(NamedTuple):
-    """What a link can begin at: a node's output, or an input of the subgraph that holds the link."""
+    """Origin that a link can have: a node's output, or an input of the subgraph that holds the link."""
 
     graph: Graph
     node: Any
@@ -65,7 +65,7 @@ class Graph:
         self.nodes: dict[Any, Node] = {node["id"]: node for node in data["nodes"]}
         ends = {socket["link"]: (node["id"], i) for node in data["nodes"]
                 for i, socket in enumerate(node.get("inputs") or []) if socket.get("link") is not None}  # fmt: skip
-        whole = (self._whole(Link.of(saved), ends) for saved in data.get("links") or [])
+        whole = (self._whole(Link.of(saved), ends) for saved in data.get("links") or [] if saved)
         self.links = {link.id: link for link in whole if link is not None}
         for node in self.nodes.values():
             for name in ("pos", "size"):  # old files have objects
@@ -139,7 +139,7 @@ class Workflow:
         self.data, self.root = data, Graph(data, inside=False)
         self.subgraphs = {one["id"]: Graph(one, inside=True) for one in definitions(data)}
         self.uses: dict[Graph, list[tuple[Graph, Node]]] = {self.root: []}
-        """Graph -> the nodes that use it. Subgraphs that run nowhere are in ``subgraphs`` alone."""
+        """Graphs that run -> the nodes that use them. ``subgraphs`` has those too that run nowhere."""
         queue = [self.root]
         for graph in queue:
             for node in graph.nodes.values():
@@ -149,11 +149,6 @@ class Workflow:
                 if inner not in self.uses:
                     queue.append(inner)
                 self.uses.setdefault(inner, []).append((graph, node))
-
-    @property
-    def graphs(self) -> list[Graph]:
-        """Those that run."""
-        return list(self.uses)
 
     def save(self) -> None:
         """Write what has changed into the file's data."""
@@ -178,9 +173,9 @@ class Workflow:
         return plain and node.get("mode", 0) not in (MUTED, BYPASSED) and node["type"] not in self.subgraphs
 
     def reader(self, graph: Graph, link: Link) -> Node | None:
-        """Return the real node that a link leads into."""
+        """Return the real node that a link leads into, or one of ours, which may be switched off."""
         node = graph.nodes.get(link.target)
-        return node if node is not None and self.is_real(node) else None
+        return node if node is not None and (is_ours(node) or self.is_real(node)) else None
 
     def beyond(self, graph: Graph, link: Link, kind: str) -> Iterator[Port]:
         """Yield where what comes by a link goes on: behind what hands it on, and nodes that give the same kind."""

@@ -77,6 +77,8 @@ def to_prompt(workflow: Workflow, object_info: ObjectInfo) -> Prompt:
 
 
 class Widget(NamedTuple):
+    """A widget with its saved value."""
+
     name: str
     value: Any
     sent: bool = True  #: whether the server gets to see it

@@ -181,7 +181,8 @@ def test_it_never_makes_a_circle(more: dict[str, str], wired: str) -> None:
     drawn({**PLAIN, "t": "Sampler|muted"}, "load.0 t.0"),
     drawn({"load": "Loader", "free": "FreeU", "acc": "TRTAccelerate", "s": "Sampler"},
           "load.0 free.0, free.0 acc.0, acc.0 s.0"),
-], ids=["nothing is wired", "engine and patch", "muted", "accelerated behind a patch"])  # fmt: skip
+    drawn({**PLAIN, "acc": "TRTAccelerate|bypassed"}, "load.0 acc.0, acc.0 s.0"),
+], ids=["nothing is wired", "engine and patch", "muted", "accelerated behind a patch", "switched off"])  # fmt: skip
 def test_nothing_is_added_where_there_is_nothing_to_accelerate(data: dict[str, Any]) -> None:
     changed, added = accelerated(data)
     assert added == []

@@ -248,7 +248,10 @@ def test_the_documented_commands_are_ones_that_the_command_line_takes() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "status", "says"), [
-    (("build",), 2, "one of the arguments --checkpoint --unet --controlnet is required"),
+    (("build",), 2, "one of the arguments --checkpoint --unet --controlnet --workflow is required"),
+    (("build", "--workflow", "nope.json"), 1, "nope.json"),
+    (("build", "--workflow", "x", "--force"), 1, "--force builds the engine of one model again"),
+    (("accelerate", "nope.json"), 1, "nope.json"),
     (("build", "--unet", "nope.safetensors"), 1, "There is no file nope.safetensors"),
     (("build", "--unet", "x", "--min-size", "512", "--opt-size", "256"), 1, "smallest (512), best (256)"),
     (("build", "--unet", "x", "--max-tokens", "10000000000"), 1, "must lie between 0 and 4928"),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from ...comfy_model.network import NativeNetwork
+
+log = logging.getLogger(__name__)
 
 PACK = Path(__file__).absolute().parents[2]
 FOLDER_KEY = "trt_engines"
@@ -99,26 +101,23 @@ def start(comfyui: Path | None, folder: Path | None, device: str | None) -> str:
     return nodes.NODE_CLASS_MAPPINGS[MARK].__module__.rpartition(".nodes.")[0]
 
 
-class NodeInfos(Mapping[str, Any]):
-    """What GET /object_info tells of the nodes that ``start`` has loaded, as far as graphs are read by it."""
+def node_infos() -> dict[str, Any]:
+    """Return what GET /object_info tells of the nodes that ``start`` has loaded, as far as graphs are read by it."""
+    import nodes
 
-    def __getitem__(self, name: str) -> dict[str, Any]:
-        import nodes
+    return {name: _info(node) for name, node in nodes.NODE_CLASS_MAPPINGS.items()}
 
-        node = nodes.NODE_CLASS_MAPPINGS[name]
-        if hasattr(node, "GET_NODE_INFO_V1"):
-            return node.GET_NODE_INFO_V1()
+
+def _info(node: Any) -> dict[str, Any]:
+    if hasattr(node, "GET_NODE_INFO_V1"):
+        return node.GET_NODE_INFO_V1()
+    try:
         inputs = node.INPUT_TYPES()
-        order = {group: list(specs) for group, specs in inputs.items()}
-        return {"input": inputs, "input_order": order, "output": node.RETURN_TYPES}
-
-    def __iter__(self) -> Iterator[str]:
-        import nodes
-
-        return iter(nodes.NODE_CLASS_MAPPINGS)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+    except Exception as error:  # another pack's node, which the graph need not have
+        log.debug("Hybrid TRT: %s does not tell its inputs (%s)", node, error)
+        inputs = {}
+    order = {group: list(specs) for group, specs in inputs.items()}
+    return {"input": inputs, "input_order": order, "output": node.RETURN_TYPES}
 
 
 def device(name: str | None) -> torch.device:

@@ -81,13 +81,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _accelerate(data: dict[str, Any], source: Path) -> list[dict[str, Any]]:
     try:
-        return change_prompt(data, comfyui.NodeInfos(), accelerate) if is_prompt(data) else change(data, accelerate)
+        return change_prompt(data, comfyui.node_infos(), accelerate) if is_prompt(data) else change(data, accelerate)
     except WorkflowError as error:
         raise WorkflowError(f"{source} was left as it is: {error}.") from error
 
 
 def _prompt(data: dict[str, Any], source: Path) -> dict[str, Any]:
     try:
-        return data if is_prompt(data) else to_prompt(data, comfyui.NodeInfos())
+        return data if is_prompt(data) else to_prompt(data, comfyui.node_infos())
     except WorkflowError as error:
         raise WorkflowError(f"{source} cannot be built: {error}.") from error
