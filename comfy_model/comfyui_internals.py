@@ -35,6 +35,7 @@ class Feature(Enum):
     COMPILED_NATIVE = "normal models compiled by another node", "they run as they are"
     QUEUE = "readings of ComfyUI's queue", "nothing is known of prompts that wait or run"
     BUILDS = "builds in ComfyUI", "engines are built by the command line alone"
+    WHOLE_GRAPHS = "builds for a workflow on the command line", "it builds for single models alone"
 
 
 TABLE: dict[Feature, tuple[str, ...]] = {
@@ -189,6 +190,11 @@ TABLE: dict[Feature, tuple[str, ...]] = {
         "comfy.model_management:throw_exception_if_processing_interrupted(...)",
         "comfy.utils:ProgressBar.__init__(self, _, node_id, ...)",
         "comfy.utils:ProgressBar.update_absolute(self, _, ...)",
+    ),
+    Feature.WHOLE_GRAPHS: (
+        "execution:PromptExecutor.__init__(self, _, cache_type, cache_args, ...)",
+        "execution:PromptExecutor.execute(self, _, _, _, _, ...)",
+        "execution:validate_prompt(_, _, _, ...)",
     ),
 }
 

@@ -2,7 +2,7 @@
 
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
-import { accelerate, removeAcceleration } from "./lib/accelerate.mjs";
+import { changeAcceleration } from "./lib/accelerate.mjs";
 import { Builder } from "./lib/build.mjs";
 import { showText } from "./lib/dialog.mjs";
 import { ENGINE_NODES } from "./lib/graph.mjs";
@@ -65,30 +65,29 @@ function jump(node) {
     app.canvas.centerOnNode(node);
 }
 
-/** Change the workflow as one step of undo, and show the panel with its button for all engines. */
-function changeWorkflow(change) {
-    const root = tracker.root();
-    root.beforeChange?.();
-    const count = change(root);
-    root.afterChange?.();
-    app.canvas.setDirty(true, true);
-    const changes = app.extensionManager.workflow?.activeWorkflow?.changeTracker;
-    (changes?.captureCanvasState ?? changes?.checkState)?.call(changes);
-    tracker.changed();
-    return count;
-}
-
-function accelerateWorkflow() {
-    const { length: count } = changeWorkflow((root) => accelerate(root, (type) => window.LiteGraph.createNode(type)));
-    if (!count) return toast("info", t("accelerate"), t("accelerateNothing"));
+/** Change the workflow, and show the panel with its button for all engines. */
+async function accelerateWorkflow() {
+    const count = await changed("add", t("accelerate"));
+    if (count === 0) toast("info", t("accelerate"), t("accelerateNothing"));
+    if (!count) return;
     toast("success", t("accelerate"), t("accelerateDone"));
     const { sidebarTab } = app.extensionManager;
     if (sidebarTab.activeSidebarTabId !== SIDEBAR) sidebarTab.toggleSidebarTab(SIDEBAR);
 }
 
-function removeFromWorkflow() {
-    const count = changeWorkflow(removeAcceleration);
-    toast("info", t("accelerateRemove"), t(count ? "accelerateRemoved" : "accelerateNone", { count }));
+async function removeFromWorkflow() {
+    const count = await changed("remove", t("accelerateRemove"));
+    if (count !== null) toast("info", t("accelerateRemove"), t(count ? "accelerateRemoved" : "accelerateNone", { count }));
+}
+
+/** The number of nodes that were added or taken out; null where the server refuses. */
+async function changed(what, title) {
+    try {
+        return await changeAcceleration(app, api, what);
+    } catch (failure) {
+        toast("error", title, failure.message);
+        return null;
+    }
 }
 
 /** Whether a node's menu offers acceleration: loaders and samplers. */

@@ -12,6 +12,8 @@ from aiohttp import web
 from server import PromptServer
 
 from ..engine_builder.jobs import Job
+from ..saved_workflows.accelerate import accelerate, remove
+from ..saved_workflows.graph import WorkflowError, change
 from . import library_routes
 from .builds import builds, node_states, pending_orders
 from .http import PREFIX, Refused, changes, read_json, reads
@@ -28,6 +30,8 @@ from .workflow_graph import (
 )
 
 MAX_NODES = 500
+MAX_WORKFLOW = 32 << 20
+"""Notes and other packs' nodes may hold pictures."""
 
 
 def register() -> None:
@@ -40,6 +44,7 @@ def register() -> None:
     routes.get(f"{PREFIX}/builds/{{id}}")(_show)
     routes.post(f"{PREFIX}/builds/{{id}}/cancel")(_cancel)
     routes.post(f"{PREFIX}/nodes")(_nodes)
+    routes.post(f"{PREFIX}/accelerate")(_accelerate)
     library_routes.register(routes)
 
 
@@ -86,15 +91,16 @@ async def _nodes(request: web.Request) -> web.Response:
 
 def _answer(prompt: dict, nodes: list[list]) -> dict[str, dict]:
     orders = pending_orders.by_prompt()  # first: an order that is given meanwhile shows as its job
-    return {"nodes": _states(prompt, nodes), "orders": orders}
+    return {"nodes": states(prompt, nodes), "orders": orders}
 
 
-def _states(prompt: dict, nodes: list[list]) -> dict[str, dict]:
+def states(prompt: Mapping[str, Any], nodes: list[list]) -> dict[str, dict]:
+    """Return the states of engine nodes by id; ``nodes`` lists the ids of each node's uses."""
     for node in chain(*nodes):
         entry = prompt.get(node) if isinstance(node, str) else None
         if not isinstance(entry, dict) or entry.get("class_type") not in ENGINE_NODES:
             raise Refused(400, f"{str(node)[:80]!r} is no engine node of the prompt; nothing was done.")
-    states, readers = {}, readers_of(prompt)
+    told, readers = {}, readers_of(prompt)
     for uses in nodes:
         samplers = {node: tuple(samplers_of(prompt, node, readers)) for node in uses}
         every = tuple(dict.fromkeys(chain(*samplers.values())))
@@ -105,8 +111,8 @@ def _states(prompt: dict, nodes: list[list]) -> dict[str, dict]:
                 first, *others = (_state(prompt, node, name, asked) for name in network_inputs(prompt, node))
             except BadPrompt as error:
                 raise Refused(400, f"No state can be told: {error}.") from None
-            states[node] = {**first, **({"others": others} if others else {})}
-    return states
+            told[node] = {**first, **({"others": others} if others else {})}
+    return told
 
 
 def _state(prompt: Mapping[str, Any], node: str, input_name: str, asked: Mapping[str, Any]) -> dict:
@@ -114,6 +120,23 @@ def _state(prompt: Mapping[str, Any], node: str, input_name: str, asked: Mapping
     prompt = alone(prompt, node, input_name)
     key = node_key(prompt, node)  # first: it refuses what no node is
     return {**node_states.state(key, replace(wish_of(prompt, node), **asked)), "input": input_name}
+
+
+@reads
+async def _accelerate(request: web.Request) -> web.Response:
+    """Acceleration of a workflow: {"workflow": saved one, "what": "add" or "remove"} -> {"workflow": the changed one,
+    "count": of nodes, "added": their ids}. Nothing is changed on the server.
+    """
+    data = await read_json(request, MAX_WORKFLOW)
+    workflow, what = data.get("workflow"), data.get("what")
+    if not isinstance(workflow, dict) or what not in ("add", "remove"):
+        raise Refused(400, "The request needs a workflow, and 'add' or 'remove' as what to do; nothing was done.")
+    try:
+        answer = await asyncio.to_thread(change, workflow, accelerate if what == "add" else remove)
+    except WorkflowError as error:
+        raise Refused(400, f"The workflow was left as it is: {error}.") from None
+    added = [node["id"] for node in answer] if what == "add" else []
+    return web.json_response({"workflow": workflow, "count": len(answer), "added": added})
 
 
 def _job(request: web.Request) -> Job:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from browser import ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
 from engine_page import EnginePage
 from PIL import Image
+from workflow_to_prompt import to_prompt
 
 pytestmark = pytest.mark.browser
 
@@ -107,6 +109,7 @@ def test_a_stock_workflow_runs_on_engines_after_four_clicks(page: EnginePage, co
     page.page.fit(**MARGINS)
     before, native = raw.evaluate(WIRES), picture(page, comfy)
     choose(page, "Accelerate this workflow")
+    raw.wait_for_function("() => app.graph.findNodesByType('TRTAccelerate').length === 1")
     page.page.fit(**MARGINS)
     page.shot("inserted")
     assert raw.evaluate(OVERLAPS) == []
@@ -126,17 +129,45 @@ def test_a_stock_workflow_runs_on_engines_after_four_clicks(page: EnginePage, co
     assert "native" not in status["text"].lower().split("details")[0].replace("matches native", "")
     page.shot("ran")
     choose(page, "Remove acceleration")
-    assert raw.evaluate(WIRES) == before
-
-
-def test_one_undo_takes_acceleration_out_again(page: EnginePage) -> None:
-    raw = page.page.page
-    raw.evaluate(DRAW, LARGE)
-    page.page.fit(**MARGINS)
-    before = raw.evaluate(WIRES)
-    choose(page, "Accelerate this workflow")
-    raw.wait_for_function("() => app.graph.findNodesByType('TRTAccelerate').length === 1")
-    assert raw.evaluate(WIRES) != before
-    raw.evaluate("() => app.extensionManager.workflow.activeWorkflow.changeTracker.undo()")
     raw.wait_for_function("() => app.graph.findNodesByType('TRTAccelerate').length === 0")
     assert raw.evaluate(WIRES) == before
+
+
+#: The graph with both samplers in a subgraph, which is open and has a view of its own; a link of it has a reroute.
+IN_SUBGRAPH = """() => { const graph = app.graph, lora = graph.findNodesByType('LoraLoader')[0];
+    const link = graph.getLink(lora.outputs[0].links[0]); graph.createReroute([700, -200], link);
+    app.canvas.selectItems([...graph.findNodesByType('KSampler'), ...graph.findNodesByType('VAEDecode')]);
+    const { node } = graph.convertToSubgraph(app.canvas.selectedItems); app.canvas.setGraph(node.subgraph);
+    app.canvas.ds.scale = 0.77; app.canvas.ds.offset[0] = 33;
+    app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
+VIEW = "() => [app.canvas.graph.id, app.canvas.ds.scale, ...app.canvas.ds.offset]"
+#: What undo has to give back: nodes with their places and values, links with their reroutes, of all graphs.
+KEPT = """() => { const { nodes, links, definitions, extra } = JSON.parse(JSON.stringify(app.rootGraph.serialize()));
+    const plain = nodes => nodes.map(n => [n.id, n.type, n.pos.map(Math.round), n.widgets_values]);
+    return JSON.stringify([plain(nodes), links.sort(), extra.reroutes, extra.linkExtensions,
+        definitions.subgraphs.map(({ nodes, links }) => [plain(nodes), links])]); }"""
+
+
+def test_one_undo_takes_acceleration_out_again_in_an_open_subgraph_too(page: EnginePage, comfy: ComfyProcess) -> None:
+    raw = page.page.page
+    raw.evaluate(DRAW, LARGE)
+    raw.evaluate(IN_SUBGRAPH)
+    page.page.settle()
+    drawn = raw.evaluate("() => JSON.parse(JSON.stringify(app.rootGraph.serialize()))")
+    assert to_prompt(drawn, comfy.object_info()) == page.page.prompt()
+    before, view, native = raw.evaluate(KEPT), raw.evaluate(VIEW), picture(page, comfy)
+    choose(page, "Accelerate this workflow")
+    raw.wait_for_function("() => app.rootGraph.findNodesByType('TRTAccelerate').length === 1")
+    assert raw.evaluate(VIEW) == view
+    assert raw.evaluate(KEPT) != before
+    assert abs(picture(page, comfy) - native).max() <= 1
+    raw.evaluate("() => app.extensionManager.workflow.activeWorkflow.changeTracker.undo()")
+    raw.wait_for_function("() => app.rootGraph.findNodesByType('TRTAccelerate').length === 0")
+    assert raw.evaluate(KEPT) == before
+    assert raw.evaluate(VIEW) == view
+    raw.evaluate("() => app.extensionManager.workflow.activeWorkflow.changeTracker.redo()")
+    raw.wait_for_function("() => app.rootGraph.findNodesByType('TRTAccelerate').length === 1")
+    choose(page, "Remove acceleration")
+    raw.wait_for_function("() => app.rootGraph.findNodesByType('TRTAccelerate').length === 0")
+    kept = [sorted(json.loads(text)[1]) for text in (raw.evaluate(KEPT), before)]
+    assert kept[0] == kept[1]

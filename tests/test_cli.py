@@ -19,6 +19,7 @@ from typing import Any
 import folder_paths  # noqa: F401  (a command finds ComfyUI by it)
 import pytest
 from builds import ROOT, children, contents, gone
+from drawn_workflows import drawn
 from fake_engine import publish
 from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model import hash_cache
@@ -119,11 +120,108 @@ def test_a_damaged_engine_is_told_and_deleted(cli: CommandLine, engine: str) -> 
     assert contents(cli.library) == []
 
 
+#: A stock workflow in API format, which the page's "Export (API)" writes.
+STOCK = {
+    "load": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "tiny_sd15.safetensors"}},
+    "text": {"class_type": "CLIPTextEncode", "inputs": {"text": "a house", "clip": ["load", 1]}},
+    "latent": {"class_type": "EmptyLatentImage", "inputs": {"width": 64, "height": 64, "batch_size": 1}},
+    "sampler": {"class_type": "KSampler", "inputs": {
+        "model": ["load", 0], "positive": ["text", 0], "negative": ["text", 0], "latent_image": ["latent", 0],
+        "seed": 1, "steps": 2, "cfg": 5.0, "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0}},
+    "decode": {"class_type": "VAEDecode", "inputs": {"samples": ["sampler", 0], "vae": ["load", 2]}},
+    "save": {"class_type": "SaveImage", "inputs": {"images": ["decode", 0], "filename_prefix": "x"}},
+}
+DRAWN = drawn({"load": "Loader", "lora": "LoraLoader", "s": "Sampler"}, "load.0 lora.0, lora.0 s.0")
+
+
+@pytest.fixture
+def comfyui_with_models(environment: Any, models: dict[str, Path], tmp_path: Path) -> Path:
+    """A ComfyUI whose extra_model_paths.yaml names the tiny models."""
+    folder = tmp_path / "ComfyUI"
+    folder.mkdir()
+    for part in environment.comfyui.iterdir():
+        if part.name != "extra_model_paths.yaml":
+            (folder / part.name).symlink_to(part)
+    base = json.dumps(str(models["tiny_sd15"].parent.parent))
+    (folder / "extra_model_paths.yaml").write_text(f"tests:\n  base_path: {base}\n  checkpoints: checkpoints\n")
+    return folder
+
+
+def saved(path: Path, workflow: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(workflow), encoding="utf-8")
+    return path
+
+
+def test_a_workflow_is_accelerated_into_a_file_beside_it(environment: Any, tmp_path: Path) -> None:
+    cli, source = CommandLine(tmp_path / "library", environment.comfyui), saved(tmp_path / "mine.json", DRAWN)
+    beside = tmp_path / "mine (accelerated).json"
+    assert "added: TRTAccelerate" in cli("accelerate", str(source))
+    assert json.loads(source.read_text()) == DRAWN
+    assert [node["type"] for node in json.loads(beside.read_text())["nodes"]][-1] == "TRTAccelerate"
+    assert f"{beside} exists" in cli("accelerate", str(source), status=1)
+    assert "Nothing to accelerate" in cli("accelerate", str(beside), "--out", str(source))
+    assert json.loads(source.read_text()) == DRAWN
+    result = json.loads(cli("accelerate", str(source), "--out", str(source), "--json"))
+    assert result == {"added": [{"id": 4, "type": "TRTAccelerate"}], "file": str(source)}
+    assert source.read_text() == beside.read_text()
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".json"]
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("{", "is no JSON"), ("[]", "is no workflow"), ('{"nodes": [1], "links": [], "version": 0.4}', "it is damaged"),
+    ('{"nodes": [], "links": [], "version": 1}', "only workflows of version 0.4"),
+], ids=["no JSON", "a list", "damaged", "another version"])  # fmt: skip
+def test_files_that_are_no_workflows_are_told_in_a_sentence(
+    environment: Any, tmp_path: Path, text: str, words: str
+) -> None:
+    (tmp_path / "odd.json").write_text(text)
+    message = CommandLine(tmp_path, environment.comfyui)("accelerate", str(tmp_path / "odd.json"), status=1)
+    assert words in message
+    assert "Traceback" not in message
+
+
+def test_all_that_a_stock_workflow_needs_is_built_in_the_sizes_of_its_picture(
+    comfyui_with_models: Path, tmp_path: Path
+) -> None:
+    cli, source = CommandLine(tmp_path / "library", comfyui_with_models), saved(tmp_path / "api.json", STOCK)
+    process = cli.start("build", "--workflow", str(source), "--device", "cpu", "--json")
+    out, told = process.communicate(timeout=240)
+    assert process.returncode == 0, told
+    (built,) = json.loads(out)["engines"]
+    assert (built["label"], built["state"]) == ("tiny_sd15.safetensors", "ready")
+    assert "tiny_sd15.safetensors: building with onnxruntime" in told
+    assert contents(cli.library) == built["engines"]
+    manifest = json.loads((cli.library / built["engines"][0] / "manifest.json").read_text())
+    assert manifest["identity"]["profile"]["H"][0] == 8  # 64 pixels; 256 where the picture asks for no less
+    assert json.loads(source.read_text()) == STOCK
+
+
+def test_a_prompt_of_the_api_is_accelerated_and_a_missing_file_is_told(
+    comfyui_with_models: Path, tmp_path: Path
+) -> None:
+    cli, source = CommandLine(tmp_path / "library", comfyui_with_models), saved(tmp_path / "api.json", STOCK)
+    started = [cli.start("accelerate", str(source), "--device", "cpu")]
+    missing = STOCK | {"load": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "gone.safetensors"}}}
+    lost = saved(tmp_path / "missing.json", missing)
+    started.append(cli.start("build", "--workflow", str(lost), "--device", "cpu"))
+    (_, told), (_, refused) = (process.communicate(timeout=120) for process in started)
+    assert started[0].returncode == 0, told
+    prompt = json.loads((tmp_path / "api (accelerated).json").read_text())
+    (node,) = prompt.keys() - STOCK.keys()
+    assert prompt["sampler"]["inputs"]["model"] == [node, 0]
+    assert prompt["decode"]["inputs"]["vae"] == [node, 1]
+    expected = {"model": ["load", 0], "vae": ["load", 2], "when_missing": "use native"}
+    assert prompt[node]["inputs"].items() >= expected.items()
+    assert started[1].returncode == 1
+    assert "gone.safetensors" in refused
+    assert "Traceback" not in refused
+
+
 BARE = (sys.executable, "-S", "-m", "engine_builder")
 """In a Python without any package: none of ComfyUI's, not even torch."""
 
 
-@pytest.mark.parametrize("command", [(), ("build",), ("list",)], ids=" ".join)
+@pytest.mark.parametrize("command", [(), ("build",), ("accelerate",)], ids=" ".join)
 def test_help_needs_no_package(command: tuple[str, ...]) -> None:
     helped = subprocess.run([*BARE, *command, "--help"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert helped.returncode == 0, helped.stderr
@@ -150,7 +248,10 @@ def test_the_documented_commands_are_ones_that_the_command_line_takes() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "status", "says"), [
-    (("build",), 2, "one of the arguments --checkpoint --unet --controlnet is required"),
+    (("build",), 2, "one of the arguments --checkpoint --unet --controlnet --workflow is required"),
+    (("build", "--workflow", "nope.json"), 1, "nope.json"),
+    (("build", "--workflow", "x", "--force"), 1, "--force builds the engine of one model again"),
+    (("accelerate", "nope.json"), 1, "nope.json"),
     (("build", "--unet", "nope.safetensors"), 1, "There is no file nope.safetensors"),
     (("build", "--unet", "x", "--min-size", "512", "--opt-size", "256"), 1, "smallest (512), best (256)"),
     (("build", "--unet", "x", "--max-tokens", "10000000000"), 1, "must lie between 0 and 4928"),

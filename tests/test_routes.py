@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import pytest
 from comfy_process import ComfyProcess
+from drawn_workflows import drawn, wires
 from fake_engine import publish
 from hybrid_trt.engine_library import Library, LibraryError
 from hybrid_trt.engine_library.disk import check_limit
@@ -26,6 +27,7 @@ PROMPT = {
 }
 
 
+DRAWN = drawn({"load": "Loader", "s": "Sampler"}, "load.0 s.0")
 NESTED: list = []
 for _ in range(900):
     NESTED = [NESTED]
@@ -186,6 +188,26 @@ def test_bad_questions_about_nodes_are_refused(comfy: ComfyProcess, data: Any, t
     status, answer = post(comfy, "/nodes", data)
     assert status == 400
     assert text in answer["error"]
+
+
+@pytest.mark.parametrize(("data", "text"), [
+    ({"workflow": DRAWN}, "needs a workflow"),
+    ({"workflow": [], "what": "add"}, "needs a workflow"),
+    ({"workflow": {"nodes": []}, "what": "add"}, "no workflow in UI format"),
+    ({"workflow": {**DRAWN, "nodes": [7]}, "what": "remove"}, "it is damaged"),
+    ({"workflow": {**DRAWN, "groups": NESTED}, "what": "add"}, "it is damaged"),
+])  # fmt: skip
+def test_workflows_that_cannot_be_accelerated_are_refused(comfy: ComfyProcess, data: Any, text: str) -> None:
+    status, answer = post(comfy, "/accelerate", data)
+    assert status == 400
+    assert text in answer["error"]
+
+
+def test_a_workflow_comes_back_accelerated_and_as_it_was(comfy: ComfyProcess) -> None:
+    status, answer = post(comfy, "/accelerate", {"workflow": DRAWN, "what": "add"})
+    assert (status, answer["count"], answer["added"]) == (200, 1, [3])
+    status, back = post(comfy, "/accelerate", {"workflow": answer["workflow"], "what": "remove"})
+    assert (status, back["count"], wires(back["workflow"])) == (200, 1, wires(DRAWN))
 
 
 def test_huge_and_broken_bodies_are_refused(comfy: ComfyProcess) -> None:

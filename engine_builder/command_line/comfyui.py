@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...comfy_model import hash_cache
 from ...engine_library import Library
@@ -16,8 +19,12 @@ if TYPE_CHECKING:
 
     from ...comfy_model.network import NativeNetwork
 
+log = logging.getLogger(__name__)
+
 PACK = Path(__file__).absolute().parents[2]
 FOLDER_KEY = "trt_engines"
+MARK = "TRTAccelerate"
+"""The node by which this pack is found among others."""
 MODEL_FOLDERS = {"checkpoint": "checkpoints", "unet": "diffusion_models", "controlnet": "controlnet"}
 
 
@@ -57,6 +64,60 @@ def find(comfyui: Path | None) -> Path | None:
     if named is not None:
         raise Unusable(f"{named} holds no ComfyUI (no main.py and folder_paths.py); correct --comfyui or COMFYUI_PATH.")
     return None
+
+
+def start(comfyui: Path | None, folder: Path | None, device: str | None) -> str:
+    """Load ComfyUI's nodes with those of all packs, and return the name that this pack has as a package there.
+
+    Args:
+        folder: the library, in place of ComfyUI's.
+        device: ``"cpu"``, or the GPU to use.
+
+    Raises:
+        Unusable: there is no ComfyUI.
+    """
+    root = find(comfyui)
+    if root is None:
+        raise Unusable("No ComfyUI was found, so no node is known. Give --comfyui, or set COMFYUI_PATH.")
+    if device and device.startswith("cuda:"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = device.partition(":")[2]
+    _enter(root)
+    import torch
+    from comfy.cli_args import args
+
+    args.cpu = args.cpu or device == "cpu" or not torch.cuda.is_available()
+    if folder is not None:
+        _folder_paths().add_model_folder_path(FOLDER_KEY, str(folder.absolute()), is_default=True)
+    from server import PromptServer
+
+    import nodes
+
+    loop = asyncio.new_event_loop()
+    PromptServer(loop)  # packs add their routes to it; nobody listens
+    loop.run_until_complete(nodes.init_extra_nodes(init_api_nodes=False))
+    if MARK not in nodes.NODE_CLASS_MAPPINGS:
+        loop.run_until_complete(nodes.load_custom_node(str(PACK)))
+    threading.Thread(target=loop.run_forever, daemon=True).start()  # it takes what nodes would tell the page
+    return nodes.NODE_CLASS_MAPPINGS[MARK].__module__.rpartition(".nodes.")[0]
+
+
+def node_infos() -> dict[str, Any]:
+    """Return what GET /object_info tells of the nodes that ``start`` has loaded, as far as graphs are read by it."""
+    import nodes
+
+    return {name: _info(node) for name, node in nodes.NODE_CLASS_MAPPINGS.items()}
+
+
+def _info(node: Any) -> dict[str, Any]:
+    if hasattr(node, "GET_NODE_INFO_V1"):
+        return node.GET_NODE_INFO_V1()
+    try:
+        inputs = node.INPUT_TYPES()
+    except Exception as error:  # another pack's node, which the graph need not have
+        log.debug("Hybrid TRT: %s does not tell its inputs (%s)", node, error)
+        inputs = {}
+    order = {group: list(specs) for group, specs in inputs.items()}
+    return {"input": inputs, "input_order": order, "output": node.RETURN_TYPES}
 
 
 def device(name: str | None) -> torch.device:

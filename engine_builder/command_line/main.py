@@ -1,6 +1,7 @@
 """The command line: builds engines and looks after the library with the same code as the nodes.
 
     python -m engine_builder build --unet model.safetensors --max-size 768
+    python -m engine_builder accelerate workflow.json
     python -m engine_builder list --json
 
 Exit status: 0 done; 1 failed, with one sentence on stderr; 2 wrong usage; 130 interrupted.
@@ -16,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,7 +30,7 @@ from ...comfy_model.hash_cache import source_changed
 from ...engine_library import BuildError, Library, LibraryError, Unavailable, trust
 from ...engine_library.disk import free_bytes, gigabytes
 from ...engine_library.inventory import Entry, delete, entries, select, verify
-from . import comfyui
+from . import comfyui, workflows
 
 BACKENDS = ("tensorrt", "tensorrt_rtx", "torch", "onnxruntime")
 """Those of ``backends()``, for a help text that imports none of them: help works in a Python without torch."""
@@ -82,11 +84,15 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(command=command)
         return added
 
-    build = add("build", _build, "Build the engine of a model, or check one that was built without this GPU.")
+    build = add("build", _build, "Build the engine of a model, or all engines that a workflow needs; or check one that "
+                                 "was built without this GPU.")  # fmt: skip
     source = build.add_mutually_exclusive_group(required=True)
     source.add_argument("--checkpoint", metavar="FILE", help="the UNet of a checkpoint")
     source.add_argument("--unet", metavar="FILE", help="a diffusion model")
     source.add_argument("--controlnet", metavar="FILE", help="a ControlNet")
+    source.add_argument("--workflow", type=Path, metavar="FILE", help="a workflow of ComfyUI, saved or exported (API); "
+                        "sizes are those of its nodes and pictures; one without this pack's nodes is built as "
+                        "'accelerate' would change it")  # fmt: skip
     for name in SIZE_NAMES:
         build.add_argument("--" + name.replace("_", "-"), type=int, default=0, metavar="N",
                            help="default: what fits the model")  # fmt: skip
@@ -96,6 +102,10 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--replaceable", action="store_true",
                        help="an engine for every checkpoint of this kind with any LoRA")  # fmt: skip
     build.add_argument("--force", action="store_true", help="build although the engine is there")
+    accelerate = add("accelerate", _accelerate, "Put acceleration into a copy of a workflow.")
+    accelerate.add_argument("workflow", type=Path, metavar="FILE", help="a workflow, saved or exported (API)")
+    accelerate.add_argument("--out", type=Path, metavar="FILE", help="where to write it, over what is there (default: "
+                            "beside it, as 'NAME (accelerated).json')")  # fmt: skip
     add("list", _list, "List the engines, their state and when they were last used.")
     add("verify", _verify, "Read all files of engines and compare their hashes.").add_argument("engine", nargs="*")
     add("delete", _delete, "Delete engines.").add_argument("engine", nargs="+")
@@ -112,6 +122,10 @@ def _backend_name(text: str) -> str:
 def _build(options: argparse.Namespace) -> int:
     asked = RequestedSizes(**{name: getattr(options, name) for name in SIZE_NAMES})
     asked.check()  # wrong ones are told before a model is loaded
+    if options.workflow:
+        with Bar() as bar, redirect_stdout(sys.stderr):  # ComfyUI and other packs print there
+            data, text, whole = workflows.built(options, bar)
+        return _done(options, data, text) or int(not whole)
     library = _library(options)
     from ..build import build_engine
     from ..order import BuildOrder
@@ -135,6 +149,12 @@ def _build(options: argparse.Namespace) -> int:
     parity = trust.figures(engine).get("rel_err", 0.0)
     text = f"{engine.folder}\n{gigabytes(manifest.bytes)}, difference from the normal model {parity:.1e}"
     return _done(options, {"folder": str(engine.folder), **manifest.to_json()}, text)
+
+
+def _accelerate(options: argparse.Namespace) -> int:
+    with redirect_stdout(sys.stderr):
+        data, text = workflows.accelerated(options)
+    return _done(options, data, text)
 
 
 def _list(options: argparse.Namespace) -> int:

@@ -1,0 +1,93 @@
+"""The commands on workflow files, in UI format and in API format: accelerate one, and build what one needs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...architectures.shapes import SIZE_NAMES
+from ...backends import AUTO
+from ...engine_library.atomic_files import write_file
+from ...saved_workflows.accelerate import ENGINE_NODES, accelerate
+from ...saved_workflows.api_format import change_prompt, is_prompt
+from ...saved_workflows.graph import WorkflowError, change
+from ...saved_workflows.to_prompt import to_prompt
+from . import comfyui
+
+
+def accelerated(options: Namespace) -> tuple[dict[str, Any], str]:
+    """Write an accelerated copy of a workflow; return the result as data and as text."""
+    source: Path = options.workflow
+    target: Path = options.out or source.with_name(f"{source.stem} (accelerated).json")
+    if options.out is None and target.exists():
+        raise comfyui.Unusable(f"{target} exists, so nothing was written; give --out with that name to write over it.")
+    data = _read(source)
+    if is_prompt(data):
+        comfyui.start(options.comfyui, options.library, options.device)
+    added = _accelerate(data, source)
+    if not added:
+        text = "Nothing to accelerate: no model on its way to a sampler lacks a node. Nothing was written."
+        return {"added": [], "file": None}, text
+    write_file(target, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+    nodes = [{"id": node["id"], "type": node["type"]} for node in added]
+    return {"added": nodes, "file": str(target)}, f"{target}\nadded: {', '.join(node['type'] for node in added)}"
+
+
+def built(options: Namespace, tell: Callable[[str, float], None]) -> tuple[dict[str, Any], str, bool]:
+    """Build all engines that a workflow needs; return the result as data and text, and whether all are there."""
+    if options.force:
+        raise comfyui.Unusable("--force builds the engine of one model again; leave it away with --workflow.")
+    source: Path = options.workflow
+    data = _read(source)
+    tell("loading ComfyUI's nodes", 0.0)
+    package = comfyui.start(options.comfyui, options.library, options.device)
+    prompt = _prompt(data, source)
+    if not any(entry["class_type"] in ENGINE_NODES for entry in prompt.values()):
+        _accelerate(data, source)
+        prompt = _prompt(data, source)
+    engines = [node for node, entry in prompt.items() if entry["class_type"] in ENGINE_NODES]
+    if not engines:
+        raise WorkflowError(f"{source} needs no engine: no model in it leads to a sampler.")
+    for node in engines:
+        prompt[node]["inputs"].update(_settings(options))
+    states = importlib.import_module(f"{package}.page_api.graph_builds").build_graph(prompt, tell)
+    found = [{"node": node, **{name: one[name] for name in ("input", "label", "state", "text")},
+              "engines": (one["engine"] or {}).get("names", [])}
+             for node, state in states.items() for one in (state, *state.get("others", ()))]  # fmt: skip
+    lines = [f"{one['state']:12} {one['label']}: {', '.join(one['engines']) or one['text']}" for one in found]
+    return {"engines": found}, "\n".join(lines), all(one["state"] == "ready" for one in found)
+
+
+def _settings(options: Namespace) -> dict[str, Any]:
+    """Return what the command line sets on all engine nodes of the graph."""
+    sizes = {name: value for name in SIZE_NAMES if (value := getattr(options, name))}
+    chosen = {name: value for name in ("precision", "backend") if (value := getattr(options, name)) != AUTO}
+    return sizes | chosen | ({"weights": "replaceable"} if options.replaceable else {})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise WorkflowError(f"{path} is no JSON, so nothing was done; save the workflow in ComfyUI first.") from None
+    if not is_prompt(data) and not (isinstance(data, dict) and isinstance(data.get("nodes"), list)):
+        raise WorkflowError(f"{path} is no workflow of ComfyUI, in neither of its formats, so nothing was done.")
+    return data
+
+
+def _accelerate(data: dict[str, Any], source: Path) -> list[dict[str, Any]]:
+    try:
+        return change_prompt(data, comfyui.node_infos(), accelerate) if is_prompt(data) else change(data, accelerate)
+    except WorkflowError as error:
+        raise WorkflowError(f"{source} was left as it is: {error}.") from error
+
+
+def _prompt(data: dict[str, Any], source: Path) -> dict[str, Any]:
+    try:
+        return data if is_prompt(data) else to_prompt(data, comfyui.node_infos())
+    except WorkflowError as error:
+        raise WorkflowError(f"{source} cannot be built: {error}.") from error

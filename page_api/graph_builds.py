@@ -1,0 +1,75 @@
+"""Builds of all engines that a graph needs, in this process and without a page: as after a press on *Build all*."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from execution import CacheType, PromptExecutor, validate_prompt
+from server import PromptServer
+
+from ..architectures.shapes import SIZE_NAMES
+from ..comfy_model.comfyui_internals import Feature, switched_off
+from ..engine_builder.jobs import Job
+from .build_routes import states
+from .builds import builds
+from .workflow_graph import ENGINE_NODES
+
+REPORT = "hybrid_trt_build"
+
+
+def build_graph(prompt: Mapping[str, Any], tell: Callable[[str, float], None]) -> dict[str, dict]:
+    """Build what the engine nodes of a graph lack, and return their states by id.
+
+    Nodes that leave their sizes to Auto get those of the graph's pictures, as in the page. These depend on the model,
+    so all nodes run once before.
+
+    Args:
+        prompt: the whole graph as API prompt.
+        tell: is given the phase and the fraction done of the build that runs.
+
+    Raises:
+        ValueError: the graph cannot run; the text says which node and why.
+    """
+    if why := switched_off([Feature.WHOLE_GRAPHS]):
+        raise ValueError(why[0])
+    engines = [node for node, entry in prompt.items() if entry["class_type"] in ENGINE_NODES]
+    executor = PromptExecutor(PromptServer.instance, CacheType.CLASSIC, {"lru": 0, "ram": 0, "ram_inactive": 0})
+    tell("loading the models", 0.0)
+    _run(executor, _with(prompt, engines, {"when_missing": "use native"}))
+    sized = dict(prompt)
+    for node, state in states(prompt, [[node] for node in engines]).items():
+        auto = state["sizes"]["auto"]
+        if auto and not any(prompt[node]["inputs"].get(name) for name in SIZE_NAMES):
+            sized |= _with(prompt, [node], auto)
+
+    def changed(job: Job) -> None:
+        tell(f"{job.label}: {job.phase}", job.fraction)
+
+    builds.subscribe(changed)
+    _run(executor, _with(sized, engines, {"when_missing": "build now"}))
+    return states(sized, [[node] for node in engines])
+
+
+def _with(prompt: Mapping[str, Any], nodes: list[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a prompt in which some nodes have other inputs."""
+    return {**prompt, **{node: {**prompt[node], "inputs": {**prompt[node]["inputs"], **inputs}} for node in nodes}}
+
+
+def _run(executor: PromptExecutor, prompt: dict[str, Any]) -> None:
+    """Run the engine nodes of a prompt, and what they depend on, alone."""
+    engines = [node for node, entry in prompt.items() if entry["class_type"] in ENGINE_NODES]
+    reports = {f"{REPORT}_{node}": {"class_type": "TRTReport", "inputs": {"after": [node, 0]}} for node in engines}
+    prompt, prompt_id = {**prompt, **reports}, uuid.uuid4().hex
+    valid, error, outputs, refused = asyncio.run(validate_prompt(prompt_id, prompt, list(reports)))
+    for node, found in refused.items():
+        first = found["errors"][0]
+        raise ValueError(f"{found['class_type']} (node {node}): {first['message']}: {first['details']}.")
+    if not valid:
+        raise ValueError(error["message"])
+    executor.execute(prompt, prompt_id, {}, outputs)
+    for event, data in executor.status_messages:
+        if event == "execution_error":
+            raise ValueError(f"{data['node_type']} (node {data['node_id']}): {data['exception_message'].strip()}.")

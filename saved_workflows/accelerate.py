@@ -1,0 +1,156 @@
+"""Accelerating a workflow: TRT Accelerate behind each model loader and its LoRAs. What is there stays as it is.
+
+The node also takes in the VAE and up to four ControlNets of its graph; further ones get TRT ControlNet Engine.
+Acceleration is taken out by wiring what was before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from .graph import Graph, Link, Node, Port, Workflow, is_ours
+from .layout import place
+
+ACCELERATE, CONTROL_ENGINE, UNET_ENGINE = "TRTAccelerate", "TRTControlNetEngine", "TRTUNetEngine"
+ENGINE_NODES = (ACCELERATE, CONTROL_ENGINE, UNET_ENGINE)
+CONTROLS = tuple(f"control_net_{number}" for number in (1, 2, 3, 4))
+PASSES_ON = {
+    ACCELERATE: ("model", "vae", *CONTROLS),
+    CONTROL_ENGINE: ("control_net",),
+    "TRTSamplerPatch": ("model",),
+}
+"""Our nodes that hand on what they get: their inputs in the order of their outputs."""
+SIZES = {ACCELERATE: (330.0, 400.0), CONTROL_ENGINE: (330.0, 300.0)}
+_KINDS = {"model": "MODEL", "vae": "VAE"}
+_CHANGES_WEIGHTS = re.compile("lora|modelmerge", re.IGNORECASE)
+_NO_RUN = {"MODEL", "CLIP", "VAE", "SIGMAS"}
+"""Types that nodes make which call no network: patches, loaders, schedulers."""
+
+
+def accelerate(workflow: Workflow) -> list[Node]:
+    """Put acceleration into a workflow and return the nodes that were added."""
+    added: list[tuple[Graph, Node]] = []
+    for port, links in list(_model_places(workflow)):
+        added.append((port.graph, _insert(workflow, port, links, ACCELERATE, "model")))
+    for port in list(_sources(workflow, "CONTROL_NET")):
+        links = _unserved(workflow, port, "CONTROL_NET")
+        if links and not any(_take(workflow, node, name, port, links)
+                             for graph, node in added if graph is port.graph for name in CONTROLS):  # fmt: skip
+            added.append((port.graph, _insert(workflow, port, links, CONTROL_ENGINE, "control_net")))
+    for port in list(_sources(workflow, "VAE")):
+        links = _unserved(workflow, port, "VAE")
+        any(_take(workflow, node, "vae", port, links) for graph, node in added if links and graph is port.graph)
+    workflow.save()
+    return [node for _, node in added]
+
+
+def remove(workflow: Workflow) -> list[Node]:
+    """Take our nodes out, wire what was before, and return those that were taken out."""
+    gone: list[Node] = []
+    for graph in (workflow.root, *workflow.subgraphs.values()):
+        for node in [node for node in graph.nodes.values() if node["type"] in PASSES_ON]:
+            for slot, name in enumerate(PASSES_ON[node["type"]]):
+                before = graph.link_into(node, name)
+                for link in graph.links_of(node["id"], slot):
+                    if before is None:
+                        graph.cut(link)
+                    else:
+                        graph.connect(replace(link, origin=before.origin, slot=before.slot))
+            _drop(graph, node)
+            gone.append(node)
+        for node in list(graph.nodes.values()) if gone else ():  # those that served a patch
+            if node["type"] == UNET_ENGINE and not graph.links_of(node["id"], 0):
+                _drop(graph, node)
+    workflow.save()
+    return gone
+
+
+def _drop(graph: Graph, node: Node) -> None:
+    for link in [link for link in graph.links.values() if node["id"] in (link.origin, link.target)]:
+        graph.cut(link)
+    del graph.nodes[node["id"]]
+
+
+def _sources(workflow: Workflow, kind: str) -> Iterator[Port]:
+    """Yield the outputs of loaders of a kind: of nodes that get nothing of it."""
+    for graph in workflow.uses:
+        for node in graph.nodes.values():
+            takes = any(one["type"] == kind or (one["type"] == "*" and one.get("link") is not None)
+                        for one in node.get("inputs") or [])  # fmt: skip
+            if workflow.is_real(node) and not is_ours(node) and not takes:
+                outputs = enumerate(node.get("outputs") or [])
+                yield from (Port(graph, node["id"], slot) for slot, output in outputs if output["type"] == kind)
+
+
+def _model_places(workflow: Workflow) -> Iterator[tuple[Port, list[Link]]]:
+    """Yield where a node belongs, with the links that it takes: behind the last LoRA on each way to a sampler."""
+    queue = list(_sources(workflow, "MODEL"))
+    seen = set(queue)
+    for port in queue:
+        links, served = [], False
+        for link in port.graph.links_of(port.node, port.slot):
+            behind = workflow.behind(port.graph, link, "MODEL")
+            if any(map(_changes_weights, behind)):
+                more = [one for one in workflow.beyond(port.graph, link, "MODEL") if one not in seen]
+                seen.update(more)
+                queue += more
+                continue
+            served = served or any(map(is_ours, behind))
+            if any(map(_runs, behind)):
+                links.append(link)
+        if links and not served:
+            yield port, links
+
+
+def _changes_weights(node: Node) -> bool:
+    """Tell whether a node gives a MODEL other weights, as LoRAs do."""
+    gives = any(output["type"] == "MODEL" for output in node.get("outputs") or [])
+    return gives and bool(_CHANGES_WEIGHTS.search(node["type"])) and not is_ours(node)
+
+
+def _runs(node: Node) -> bool:
+    """Tell whether a node runs a network that it gets, as samplers do."""
+    return any(output["type"] not in _NO_RUN for output in node.get("outputs") or [])
+
+
+def _unserved(workflow: Workflow, port: Port, kind: str) -> list[Link]:
+    """Return the links of an output that lead to real nodes; none where one of our nodes is among these."""
+    behind = {link.id: workflow.behind(port.graph, link, kind) for link in port.graph.links_of(port.node, port.slot)}
+    if any(is_ours(node) and node["type"] in PASSES_ON for nodes in behind.values() for node in nodes):
+        return []
+    return [port.graph.links[link] for link, nodes in behind.items() if nodes]
+
+
+def _take(workflow: Workflow, node: Node, name: str, port: Port, links: list[Link]) -> bool:
+    """Lead links through an input of a node, where that is free and no circle comes of it."""
+    graph, slot = port.graph, PASSES_ON[node["type"]].index(name)
+    circle = graph.depends_on(port.node, node["id"]) or any(graph.depends_on(node["id"], link.target) for link in links)
+    if node["inputs"][slot]["link"] is not None or circle:
+        return False
+    _lead_through(workflow, port, links, node, slot)
+    return True
+
+
+def _lead_through(workflow: Workflow, port: Port, links: list[Link], node: Node, slot: int) -> None:
+    graph, kind = port.graph, links[0].type
+    kept = {} if graph.inside else None
+    for link in links:
+        graph.connect(replace(link, origin=node["id"], slot=slot))
+    graph.connect(Link(workflow.next_id("link"), port.node, port.slot, node["id"], slot, kind, kept))
+
+
+def _insert(workflow: Workflow, port: Port, links: list[Link], kind: str, name: str) -> Node:
+    sockets = [(name, _KINDS.get(name, "CONTROL_NET")) for name in PASSES_ON[kind]]
+    node = {
+        "id": workflow.next_id("node"), "type": kind, "pos": [0.0, 0.0], "size": list(SIZES[kind]), "flags": {},
+        "order": len(port.graph.nodes), "mode": 0,
+        "inputs": [{"name": name, "type": of, "link": None} for name, of in sockets],
+        "outputs": [{"name": name, "type": of, "links": []} for name, of in sockets],
+        "properties": {"cnr_id": "hybrid-trt", "Node name for S&R": kind},
+    }  # fmt: skip
+    place(port.graph, port.node, node)
+    port.graph.nodes[node["id"]] = node
+    _lead_through(workflow, port, links, node, PASSES_ON[kind].index(name))
+    return node

@@ -1,0 +1,264 @@
+"""Turns a saved workflow (UI format 0.4) into an API prompt as ComfyUI's page does, without a browser.
+
+Not covered: random choices such as {a|b} and %replacements% in texts (left as they are), and widgets that other packs'
+JavaScript makes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from .graph import (
+    BYPASSED,
+    GET,
+    INPUT_NODE,
+    MUTED,
+    OUTPUT_NODE,
+    REROUTES,
+    SET,
+    Link,
+    WorkflowError,
+    bypass_slot,
+    check_format,
+    definitions,
+    name_of,
+)
+
+Workflow = dict[str, Any]
+Node = dict[str, Any]
+Prompt = dict[str, dict[str, Any]]
+ObjectInfo = dict[str, Any]
+Source = tuple[str, int]
+
+#: Nodes that live in the page only.
+VIRTUAL = ("Note", "MarkdownNote", "PrimitiveNode", SET, GET, *REROUTES)
+_RGTHREE = re.compile(r"(Fast|Label|Bookmark|Node Collector|Mute|Random Unmuter)\b.*\(rgthree\)")
+WIDGET_TYPES = ("INT", "FLOAT", "BOOLEAN", "STRING", "COMBO", "COLOR")
+DYNAMIC_COMBO = "COMFY_DYNAMICCOMBO_V3"
+SEEDS = ("seed", "noise_seed")
+UPLOADS = ("image_upload", "video_upload", "animated_image_upload")
+
+
+def to_prompt(workflow: Workflow, object_info: ObjectInfo) -> Prompt:
+    """The API prompt of a workflow.
+
+    Args:
+        workflow: UI format 0.4, as saved, exported or made by `app.graph.serialize()`.
+        object_info: the server's answer to GET /object_info.
+
+    Raises:
+        WorkflowError: it is no such workflow, or has nodes that the server does not know.
+    """
+    check_format(workflow)
+    graph = _Flat(workflow)
+    for node in graph.nodes.values():
+        if node.get("mode", 0) == BYPASSED and node["type"] in object_info:
+            graph.nodes[node["id"]] = {**node, "inputs": _sockets(node, object_info)}
+    prompt: Prompt = {}
+    for node in graph.nodes.values():
+        if _is_virtual(node) or node.get("mode", 0) in (MUTED, BYPASSED):
+            continue
+        inputs = {w.name: {"__value__": w.value} if isinstance(w.value, list) else w.value
+                  for w in widgets_of(node, object_info) if w.sent}
+        for slot, socket in enumerate(node.get("inputs") or []):
+            primitive = graph.primitive_value(socket)
+            if primitive is not None:
+                inputs[socket["name"]] = primitive
+            source = graph.source_of_input(node, slot)
+            if source is not None:
+                inputs[socket["name"]] = list(source)
+        prompt[node["id"]] = {"inputs": inputs, "class_type": node["type"]}
+    for entry in prompt.values():  # links to nodes that are muted, or behind muted ones
+        entry["inputs"] = {name: value for name, value in entry["inputs"].items()
+                           if not is_link(value) or value[0] in prompt}
+    return prompt
+
+
+class Widget(NamedTuple):
+    """A widget with its saved value."""
+
+    name: str
+    value: Any
+    sent: bool = True  #: whether the server gets to see it
+
+
+def widgets_of(node: Node, object_info: ObjectInfo) -> list[Widget]:
+    """A node's widgets in the page's order with their saved values."""
+    info = object_info.get(node["type"])
+    if info is None:
+        raise WorkflowError(f"the server has no node {node['type']} (node {node['id']} of the workflow)")
+    saved = node.get("widgets_values") or []
+    values = iter(saved)
+    value_of = saved.get if isinstance(saved, dict) else lambda _, default: next(values, default)
+    return list(assign(inputs_of(info["input"], info.get("input_order")), "", value_of))
+
+
+def inputs_of(groups: dict[str, Any], order: dict[str, list[str]] | None = None) -> list[tuple[str, list[Any]]]:
+    """Names and specifications in the order of the page's widgets: the required ones first."""
+    inputs = []
+    for group in ("required", "optional"):
+        specs = groups.get(group) or {}
+        inputs += [(name, specs[name]) for name in (order or {}).get(group, specs)]
+        if group == "required":
+            inputs += [("upload", ["IMAGEUPLOAD"]) for spec in specs.values() if any(map(_options(spec).get, UPLOADS))]
+    return inputs
+
+
+def assign(
+    inputs: list[tuple[str, list[Any]]], prefix: str, value_of: Callable[[str, Any], Any]
+) -> Iterator[Widget]:
+    """The widgets among some inputs. `value_of` is asked for name and default, in the page's order."""
+    for name, spec in inputs:
+        kind, options, full = spec[0], _options(spec), prefix + name
+        if kind == "IMAGEUPLOAD":
+            yield Widget(full, value_of(full, "image"), sent=False)
+        elif kind == DYNAMIC_COMBO:
+            choices = {option["key"]: option["inputs"] for option in options["options"]}
+            chosen = value_of(full, options.get("default", next(iter(choices))))
+            yield Widget(full, chosen)
+            yield from assign(inputs_of(choices.get(chosen, {})), f"{full}.", value_of)
+        elif _is_widget(kind, options):
+            yield Widget(full, value_of(full, _default(kind, options)))
+            for control, default in _controls(name, kind, options):
+                yield Widget(control, value_of(control, default), sent=False)
+
+
+def _options(spec: list[Any]) -> dict[str, Any]:
+    return spec[1] if len(spec) > 1 and isinstance(spec[1], dict) else {}
+
+
+def _is_widget(kind: Any, options: dict[str, Any]) -> bool:
+    return not options.get("forceInput") and (isinstance(kind, list) or options.get("widgetType", kind) in WIDGET_TYPES)
+
+
+def _default(kind: Any, options: dict[str, Any]) -> Any:
+    if "default" in options:
+        return options["default"]
+    if isinstance(kind, list) or kind == "COMBO":
+        choices = kind if isinstance(kind, list) else options.get("options", [])
+        return choices[0] if choices else None
+    return {"INT": 0, "FLOAT": 0.0, "BOOLEAN": False}.get(kind, "")
+
+
+def _controls(name: str, kind: Any, options: dict[str, Any]) -> list[tuple[str, str]]:
+    """The widgets that follow and change this one after a run, with their defaults: a mode, and for combos a filter."""
+    if not options.get("control_after_generate", kind == "INT" and name in SEEDS):
+        return []
+    controls = [("control_after_generate", "randomize"), ("control_filter_list", "")]
+    return controls if isinstance(kind, list) or kind == "COMBO" else controls[:1]
+
+
+def is_link(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
+
+
+def _is_virtual(node: Node) -> bool:
+    return node["type"] in VIRTUAL or bool(_RGTHREE.match(node["type"]))
+
+
+class _Flat:
+    """Nodes and links of a workflow without its subgraphs; the links are followed as the page does it.
+
+    A node in a subgraph has the id that prompts give it, as "2:5". Inputs and outputs of subgraphs become reroutes.
+    """
+
+    def __init__(self, workflow: Workflow) -> None:
+        self.nodes: dict[str, Node] = {}
+        self.links: dict[str, Source] = {}
+        self._subgraphs = {one["id"]: one for one in definitions(workflow)}
+        self._add(workflow, "")
+
+    def _add(self, graph: Workflow, prefix: str) -> None:
+        used = {node["id"] for node in graph["nodes"] if self._opens(node)}
+        for link in map(Link.of, graph.get("links") or []):
+            origin, slot = f"{prefix}{link.origin}", link.slot
+            if link.origin == INPUT_NODE or link.origin in used:
+                origin = f"{prefix}in:{slot}" if link.origin == INPUT_NODE else f"{origin}:out:{slot}"
+                slot = 0
+            self.links[f"{prefix}{link.id}"] = origin, slot
+        setters = {name_of(node): node for node in graph["nodes"] if node["type"] == SET}
+        for node in graph["nodes"]:
+            own = node["id"]
+            if node["type"] == GET:
+                setter = setters.get(name_of(node), {})
+                node = {**node, "type": REROUTES[0], "inputs": setter.get("inputs")}
+            sockets = [{**socket, "link": None if (link := socket.get("link")) is None else f"{prefix}{link}"}
+                       for socket in node.get("inputs") or []]
+            node = {**node, "id": f"{prefix}{own}", "inputs": sockets}
+            if own in used:
+                self._open(node)
+            else:
+                self.nodes[node["id"]] = node
+
+    def _opens(self, node: Node) -> bool:
+        return node["type"] in self._subgraphs and node.get("mode", 0) not in (MUTED, BYPASSED)
+
+    def _open(self, use: Node) -> None:
+        """Add the inside of a subgraph where a node uses it. Its widgets' values come in as those of primitives do."""
+        inner, inside = self._subgraphs[use["type"]], f"{use['id']}:"
+        shown, values = [one["name"] for one in use["inputs"] if one.get("widget")], use.get("widgets_values") or []
+        known = dict(zip(shown, values, strict=True)) if len(values) == len(shown) else {}
+        for slot, socket in enumerate(inner.get("inputs") or []):
+            outer = next((one for one in use["inputs"] if one["name"] == socket["name"]), {**socket, "link": None})
+            fixed = outer["link"] is None and socket["name"] in known
+            self.nodes[f"{inside}in:{slot}"] = {
+                "id": f"{inside}in:{slot}", "type": "PrimitiveNode" if fixed else REROUTES[0], "inputs": [outer],
+                "outputs": [socket], "widgets_values": [known.get(socket["name"])],
+            }
+        out = {link.target_slot: link for link in map(Link.of, inner.get("links") or []) if link.target == OUTPUT_NODE}
+        for slot, socket in enumerate(inner.get("outputs") or []):
+            link = f"{inside}{out[slot].id}" if slot in out else None
+            node = {"id": f"{inside}out:{slot}", "type": REROUTES[0], "inputs": [{**socket, "link": link}]}
+            self.nodes[node["id"]] = {**node, "outputs": [socket]}
+        self._add(inner, inside)
+
+    def source_of_input(self, node: Node, slot: int, kind: Any = None, seen: frozenset[Any] = frozenset()
+                        ) -> Source | None:
+        """The real node and output that feed an input, or None when nothing does in the end."""
+        if (node["id"], slot) in seen:
+            raise WorkflowError(f"the links into node {node['id']} ({node['type']}) run in a circle")
+        socket = node["inputs"][slot]
+        if socket.get("link") is None:
+            return None
+        if socket["link"] not in self.links:
+            raise WorkflowError(f"input {socket['name']} of node {node['id']} has a link that does not exist")
+        origin, output = self.links[socket["link"]]
+        return self._source_of_output(
+            self.nodes[origin], output, socket["type"] if kind is None else kind, seen | {(node["id"], slot)})
+
+    def primitive_value(self, socket: dict[str, Any]) -> Any:
+        """Return what a PrimitiveNode puts into the widget that it is linked to."""
+        origin = self._origin(socket)
+        while origin is not None and origin["type"] in REROUTES and origin.get("inputs"):
+            origin = self._origin(origin["inputs"][0])
+        if origin is None or origin["type"] != "PrimitiveNode" or origin.get("mode", 0) == MUTED:
+            return None
+        return next(iter(origin.get("widgets_values") or []), None)
+
+    def _origin(self, socket: dict[str, Any]) -> Node | None:
+        return self.nodes.get(self.links.get(socket.get("link"), ("", 0))[0])
+
+    def _source_of_output(self, node: Node, output: int, kind: Any, seen: frozenset[Any]) -> Source | None:
+        mode = node.get("mode", 0)
+        if mode == MUTED:
+            return None
+        if mode == BYPASSED:
+            slot = bypass_slot(node, output, kind)
+            return None if slot is None else self.source_of_input(node, slot, None, seen)
+        if not _is_virtual(node):
+            return node["id"], output
+        if output < len(node.get("inputs") or []):
+            return self.source_of_input(node, output, kind, seen)
+        return None
+
+
+def _sockets(node: Node, object_info: ObjectInfo) -> list[dict[str, Any]]:
+    """A node's inputs with those of its widgets, which the page adds where a file has none."""
+    listed = node.get("inputs") or []
+    names = {socket["name"] for socket in listed}
+    groups = object_info[node["type"]]["input"]
+    kinds = {name: spec[0] for group in ("required", "optional") for name, spec in groups.get(group, {}).items()}
+    more = [w.name for w in widgets_of(node, object_info) if w.sent and w.name not in names]
+    return [*listed, *({"name": name, "type": str(kinds.get(name, "COMBO")), "link": None} for name in more)]

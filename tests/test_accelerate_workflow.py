@@ -1,0 +1,235 @@
+"""Acceleration of saved workflows on their files alone: where the nodes go, on every way a graph can be wired."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from drawn_workflows import OBJECT_INFO, drawn, subgraph, wires
+from hybrid_trt.saved_workflows.accelerate import PASSES_ON, accelerate, remove
+from hybrid_trt.saved_workflows.api_format import change_prompt
+from hybrid_trt.saved_workflows.graph import Workflow, WorkflowError
+from hybrid_trt.saved_workflows.to_prompt import is_link, to_prompt
+
+SAMPLED = subgraph({"s": "Sampler"}, "in.0 s.0, s.0 out.0", "MODEL", "LATENT")
+STYLED = subgraph({"lora": "LoraLoader"}, "in.0 lora.0, lora.0 out.0", "MODEL", "MODEL")
+LOADED = subgraph({"load": "Loader", "free": "FreeU"}, "load.0 free.0, free.0 out.0", "", "MODEL")
+PLAIN = {"load": "Loader", "s": "Sampler"}
+LORA = {"load": "Loader", "lora": "LoraLoader", "s": "Sampler"}
+
+#: A graph, and the ways from its samplers to their loaders once it is accelerated: names without spaces between.
+CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "plain": (drawn(PLAIN, "load.0 s.0"), ["Sampler TRTAccelerate Loader"]),
+    "LoRA": (drawn(LORA, "load.0 lora.0, lora.0 s.0"), ["Sampler TRTAccelerate LoraLoader Loader"]),
+    "two LoRAs with a patch between, a patch behind": (
+        drawn({**LORA, "free": "FreeU", "more": "LoraLoader", "last": "FreeU"},
+              "load.0 lora.0, lora.0 free.0, free.0 more.0, more.0 last.0, last.0 s.0"),
+        ["Sampler FreeU TRTAccelerate LoraLoader FreeU LoraLoader Loader"]),
+    "patch before a LoRA, a sampler between": (
+        drawn({**LORA, "free": "FreeU", "t": "Sampler"}, "load.0 free.0, free.0 lora.0, free.0 t.0, lora.0 s.0"),
+        ["Sampler TRTAccelerate FreeU Loader", "Sampler TRTAccelerate LoraLoader FreeU Loader"]),
+    "merged models": (
+        drawn({**PLAIN, "other": "Loader", "merge": "ModelMergeSimple"},
+              "load.0 merge.0, other.0 merge.1, merge.0 s.0"),
+        ["Sampler TRTAccelerate ModelMergeSimple Loader"]),
+    "two samplers share one way": (
+        drawn({**PLAIN, "t": "Sampler"}, "load.0 s.0, load.0 t.0"), ["Sampler TRTAccelerate Loader"] * 2),
+    "with and without LoRA": (
+        drawn({**LORA, "t": "Sampler"}, "load.0 lora.0, lora.0 s.0, load.0 t.0"),
+        ["Sampler TRTAccelerate Loader", "Sampler TRTAccelerate LoraLoader Loader"]),
+    "a scheduler alone needs none": (
+        drawn({**LORA, "sigmas": "Scheduler", "file": "ModelSave"},
+              "load.0 lora.0, lora.0 s.0, load.0 sigmas.0, load.0 file.0"),
+        ["Sampler TRTAccelerate LoraLoader Loader"]),
+    "bypassed LoRA": (
+        drawn({"load": "Loader", "lora": "LoraLoader|bypassed", "s": "Sampler"},
+              "load.0 lora.0, load.1 lora.1, lora.0 s.0"),
+        ["Sampler TRTAccelerate Loader"]),
+    "muted sampler": (
+        drawn({**PLAIN, "lora": "LoraLoader", "t": "Sampler|muted"}, "load.0 s.0, load.0 lora.0, lora.0 t.0"),
+        ["Sampler TRTAccelerate Loader"]),
+    "LoRA behind a Reroute": (
+        drawn({**LORA, "r": "Reroute", "t": "Sampler"}, "load.0 r.0, r.0 lora.0, r.0 t.0, lora.0 s.0"),
+        ["Sampler TRTAccelerate Loader", "Sampler TRTAccelerate LoraLoader Loader"]),
+    "rgthree's Reroute and Any Switch": (
+        drawn({**LORA, "r": "Reroute (rgthree)", "any": "Any Switch (rgthree)"},
+              "load.0 r.0, r.0 any.1, any.0 lora.0, lora.0 s.0"),
+        ["Sampler TRTAccelerate LoraLoader Any Switch (rgthree) Loader"]),
+    "Set and Get": (
+        drawn({**LORA, "set": "SetNode|m", "get": "GetNode|m", "other": "GetNode|x"},
+              "load.0 set.0, get.0 lora.0, lora.0 s.0"), ["Sampler TRTAccelerate LoraLoader Loader"]),
+    "loader inside, LoRA outside": (
+        drawn({"sub": "L", "lora": "LoraLoader", "s": "Sampler"}, "sub.0 lora.0, lora.0 s.0", {"L": LOADED}),
+        ["Sampler TRTAccelerate LoraLoader FreeU Loader"]),
+    "loader outside, LoRA inside": (
+        drawn({"load": "Loader", "sub": "S", "s": "Sampler"}, "load.0 sub.0, sub.0 s.0", {"S": STYLED}),
+        ["Sampler TRTAccelerate LoraLoader Loader"]),
+    "LoRA inside, used twice in a row": (
+        drawn({"load": "Loader", "a": "S", "b": "S", "s": "Sampler"}, "load.0 a.0, a.0 b.0, b.0 s.0", {"S": STYLED}),
+        ["Sampler TRTAccelerate LoraLoader LoraLoader Loader"]),
+    "sampler inside, used with and without LoRA": (
+        drawn({"load": "Loader", "lora": "LoraLoader", "a": "P", "b": "P"}, "load.0 lora.0, lora.0 a.0, load.0 b.0",
+              {"P": SAMPLED}),
+        ["Sampler TRTAccelerate LoraLoader Loader", "Sampler TRTAccelerate Loader"]),
+    "loader inside, used twice": (
+        drawn({"a": "L", "b": "L", "lora": "LoraLoader", "s": "Sampler", "t": "Sampler"},
+              "a.0 lora.0, lora.0 s.0, b.0 t.0", {"L": LOADED}),
+        ["Sampler TRTAccelerate FreeU Loader", "Sampler TRTAccelerate LoraLoader FreeU Loader"]),
+    "muted and bypassed subgraphs": (
+        drawn({"load": "Loader", "off": "P|muted", "past": "S|bypassed", "s": "Sampler"},
+              "load.0 off.0, load.0 past.0, past.0 s.0", {"P": SAMPLED, "S": STYLED}),
+        ["Sampler TRTAccelerate Loader"]),
+}
+
+
+def accelerated(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return an accelerated copy, and the types of the nodes that were added."""
+    changed = copy.deepcopy(data)
+    return changed, [node["type"] for node in accelerate(Workflow(changed))]
+
+
+def ways(prompt: dict[str, Any]) -> list[str]:
+    """Return the ways from samplers to loaders, by the first input of each node that is wired."""
+    def up(node: str) -> list[str]:
+        sources = [value for value in prompt[node]["inputs"].values() if is_link(value)]
+        return [prompt[node]["class_type"], *(up(sources[0][0]) if sources else [])]
+    return sorted(" ".join(up(node)) for node, entry in prompt.items() if entry["class_type"] == "Sampler")
+
+
+def without_ours(prompt: dict[str, Any]) -> dict[str, Any]:
+    """Return a prompt in which our nodes are passed by, as native runs it."""
+    def source(value: Any) -> Any:
+        while is_link(value) and (names := PASSES_ON.get(prompt[value[0]]["class_type"])):
+            value = prompt[value[0]]["inputs"][names[value[1]]]
+        return value
+    return {node: {**entry, "inputs": {name: source(value) for name, value in entry["inputs"].items()}}
+            for node, entry in prompt.items() if entry["class_type"] not in PASSES_ON}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_node_stands_behind_the_last_lora_of_each_way(case: str) -> None:
+    data, expected = CASES[case]
+    changed, _ = accelerated(data)
+    prompt = to_prompt(changed, OBJECT_INFO)
+    assert ways(prompt) == sorted(expected)
+    assert without_ours(prompt) == to_prompt(data, OBJECT_INFO)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_second_press_adds_nothing_and_removal_restores_the_wiring(case: str) -> None:
+    data = CASES[case][0]
+    changed, _ = accelerated(data)
+    assert accelerated(changed)[1] == []
+    assert remove(Workflow(changed))
+    assert wires(changed) == wires(data)
+
+
+@pytest.mark.parametrize("case", [case for case, (data, _) in CASES.items() if "definitions" not in data])
+def test_an_api_prompt_is_accelerated_as_its_workflow_is(case: str) -> None:
+    data, expected = CASES[case]
+    stock = to_prompt(data, OBJECT_INFO)
+    prompt = copy.deepcopy(stock)
+    assert change_prompt(prompt, OBJECT_INFO, accelerate)
+    assert ways(prompt) == sorted(expected)
+    change_prompt(prompt, OBJECT_INFO, remove)
+    assert prompt == stock
+
+
+@pytest.mark.parametrize(("case", "inside"), [
+    ("two samplers share one way", False), ("LoRA inside, used twice in a row", False),
+    ("loader outside, LoRA inside", True), ("loader inside, LoRA outside", False),
+])  # fmt: skip
+def test_samplers_of_one_way_share_a_node_that_stands_beside_the_last_lora(case: str, inside: bool) -> None:
+    changed, added = accelerated(CASES[case][0])
+    assert added == ["TRTAccelerate"]
+    assert ("TRTAccelerate" in [node["type"] for node in changed["nodes"]]) is not inside
+
+
+def test_four_controlnets_and_the_vae_go_through_it_and_the_fifth_gets_a_node_of_its_own() -> None:
+    nets = {f"net{i}": "ControlNetLoader" for i in range(5)} | {f"apply{i}": "Apply" for i in range(5)}
+    data = drawn({**PLAIN, "decode": "Decode", **nets},
+                 "load.0 s.0, load.2 decode.0, " + ", ".join(f"net{i}.0 apply{i}.0" for i in range(5)))
+    changed, added = accelerated(data)
+    assert added == ["TRTAccelerate", "TRTControlNetEngine"]
+    node = next(node for node in changed["nodes"] if node["type"] == "TRTAccelerate")
+    assert all(socket["link"] is not None for socket in node["inputs"])
+    assert [len(output["links"]) for output in node["outputs"]] == [1] * 6
+    assert accelerated(changed)[1] == []
+    assert len(remove(Workflow(changed))) == 2
+    assert wires(changed) == wires(data)
+
+
+@pytest.mark.parametrize(("more", "wired"), [
+    ({"net": "DiffControlNetLoader", "apply": "Apply"}, "load.0 s.0, load.0 net.0, net.0 apply.0"),
+    ({"decode": "Decode", "patch": "PatchFromImage", "lora": "LoraLoader"},
+     "load.2 decode.0, decode.0 patch.1, load.0 patch.0, patch.0 lora.0, lora.0 s.0"),
+], ids=["a ControlNet made from the model", "a patch made by the VAE"])  # fmt: skip
+def test_it_never_makes_a_circle(more: dict[str, str], wired: str) -> None:
+    changed, _ = accelerated(drawn({**PLAIN, **more}, wired))
+    node = next(node for node in changed["nodes"] if node["type"] == "TRTAccelerate")
+    assert [socket["name"] for socket in node["inputs"] if socket["link"] is not None] == ["model"]
+    to_prompt(changed, OBJECT_INFO)  # which refuses circles among reroutes
+    graph = Workflow(changed).root
+    assert not any(graph.depends_on(link.origin, link.target) for link in graph.links.values())
+
+
+@pytest.mark.parametrize("data", [
+    drawn({"load": "Loader", "s": "Sampler"}, ""),
+    drawn({**PLAIN, "unet": "TRTUNetEngine", "patch": "TRTSamplerPatch"},
+          "load.0 unet.0, load.0 patch.0, unet.0 patch.1, patch.0 s.0"),
+    drawn({**PLAIN, "t": "Sampler|muted"}, "load.0 t.0"),
+    drawn({"load": "Loader", "free": "FreeU", "acc": "TRTAccelerate", "s": "Sampler"},
+          "load.0 free.0, free.0 acc.0, acc.0 s.0"),
+    drawn({**PLAIN, "acc": "TRTAccelerate|bypassed"}, "load.0 acc.0, acc.0 s.0"),
+], ids=["nothing is wired", "engine and patch", "muted", "accelerated behind a patch", "switched off"])  # fmt: skip
+def test_nothing_is_added_where_there_is_nothing_to_accelerate(data: dict[str, Any]) -> None:
+    changed, added = accelerated(data)
+    assert added == []
+    assert wires(changed) == wires(data)
+
+
+def test_the_pair_of_before_is_taken_out_whole() -> None:
+    data = drawn({**PLAIN, "unet": "TRTUNetEngine", "patch": "TRTSamplerPatch"},
+                 "load.0 unet.0, load.0 patch.0, unet.0 patch.1, patch.0 s.0")
+    assert len(remove(Workflow(data))) == 1
+    assert [node["type"] for node in data["nodes"]] == ["Loader", "Sampler"]
+    assert to_prompt(data, OBJECT_INFO)["2"]["inputs"] == {"MODEL": ["1", 0]}
+
+
+def test_native_reroutes_stay_on_the_links_behind_the_node() -> None:
+    data = drawn(PLAIN, "load.0 s.0")
+    reroutes = [{"id": 1, "pos": [220, 50], "linkIds": [1]}]
+    data["extra"] = {"reroutes": reroutes, "linkExtensions": [{"id": 1, "parentId": 1}]}
+    changed, _ = accelerated(data)
+    by_id = {link[0]: link for link in changed["links"]}
+    assert by_id[1][3:5] == data["links"][0][3:5]
+    assert changed["extra"]["reroutes"][0]["pos"][0] > 220
+    inner = drawn({"sub": "P", "load": "Loader"}, "load.0 sub.0", {"P": copy.deepcopy(SAMPLED)})
+    inner["definitions"]["subgraphs"][0]["links"][0]["parentId"] = 7
+    assert accelerated(inner)[0]["definitions"]["subgraphs"][0]["links"][0]["parentId"] == 7
+
+
+def test_what_stands_right_moves_right_and_groups_grow() -> None:
+    data = drawn({**LORA, "below": "FreeU"}, "load.0 lora.0, lora.0 s.0")
+    data["nodes"][3]["pos"] = [260, 180]  # it reaches into the row, from the left
+    data["nodes"][3]["size"] = [400, 100]
+    data["groups"] = [{"bounding": [-20, -60, 760, 200]}, {"bounding": [720, -60, 300, 200]}]
+    changed, _ = accelerated(data)
+    boxes = [(*node["pos"], *node["size"]) for node in changed["nodes"]]
+    for i, (x, y, w, h) in enumerate(boxes):
+        for u, v, p, q in boxes[i + 1:]:
+            assert not (x < u + p and u < x + w and y < v + q and v < y + h), boxes
+    node = next(node for node in changed["nodes"] if node["type"] == "TRTAccelerate")
+    whole, right = (group["bounding"] for group in changed["groups"])
+    assert whole[0] + whole[2] > node["pos"][0] + node["size"][0]
+    assert whole[1] + whole[3] > node["pos"][1] + node["size"][1]
+    assert right[0] > node["pos"][0] + node["size"][0]
+
+
+@pytest.mark.parametrize(("data", "words"), [
+    ({"nodes": []}, "no lists"), ({"nodes": [], "links": [], "version": 1}, "0.4"),
+])  # fmt: skip
+def test_what_is_no_workflow_is_told(data: dict[str, Any], words: str) -> None:
+    with pytest.raises(WorkflowError, match=words):
+        Workflow(data)
