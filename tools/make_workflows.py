@@ -19,7 +19,8 @@ from typing import Any
 
 from browser import ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
-from workflow_recipes import RECIPES, Recipe
+from workflow_parts import Recipe, app_mode
+from workflow_recipes import RECIPES
 from workflow_thumbnails import write
 from workflow_to_prompt import VIRTUAL
 
@@ -87,6 +88,7 @@ def build(page: ComfyPage, recipe: Recipe, versions: dict[str, str]) -> dict[str
     extra = workflow.setdefault("extra", {})
     extra.pop("ds", None)  # without a saved view the page fits the workflow into its window
     extra[MARK] = True
+    extra |= {"linearMode": False, "linearData": app_mode(recipe.nodes)}
     for node, spec in zip(sorted(workflow["nodes"], key=lambda node: node["id"]), recipe.nodes.values(), strict=True):
         if node["type"] in VIRTUAL:
             continue
