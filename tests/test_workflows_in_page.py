@@ -137,6 +137,14 @@ def _apply_bypassed(workflow: Workflow, info: dict[str, Any]) -> None:
     bypass(workflow, ["TRTApplyControlNet", "TRTReport"])
 
 
+def _accelerate_bypassed(workflow: Workflow, info: dict[str, Any]) -> None:
+    """Each output gives out the input of its own name, as without the node."""
+    net_2 = next(node for node in workflow["nodes"] if node.get("title", "").startswith("Load ControlNet 2"))
+    bypass(workflow, ["TRTAccelerate"])
+    (stack,) = (entry for entry in to_prompt(workflow, info).values() if entry["class_type"] == "TRTApplyControlNet")
+    assert stack["inputs"]["rows.control_net_2"] == [str(net_2["id"]), 0]
+
+
 def _net_muted(workflow: Workflow, info: dict[str, Any]) -> None:
     next(node for node in workflow["nodes"] if node["type"] == "TRTControlNetEngine")["mode"] = 2
 
@@ -154,11 +162,12 @@ def _random_seed(workflow: Workflow, info: dict[str, Any]) -> None:
 
 @slow.when("vue")
 @pytest.mark.browser
-@pytest.mark.parametrize("change", [_engines_bypassed, _apply_bypassed, _net_muted, _third_row, _random_seed])
+@pytest.mark.parametrize("change", [_engines_bypassed, _accelerate_bypassed, _apply_bypassed, _net_muted, _third_row,
+                                    _random_seed])
 def test_changes_convert_as_the_page_does(
     page: ComfyPage, object_info: dict[str, Any], change: Callable[[Workflow, dict[str, Any]], None]
 ) -> None:
-    workflow = shipped("sd15_advanced")
+    workflow = shipped("sd15_two_controlnets" if change is _accelerate_bypassed else "sd15_advanced")
     before = to_prompt(workflow, object_info)
     change(workflow, object_info)
     page.load(workflow)
