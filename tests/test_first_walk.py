@@ -15,6 +15,7 @@ import slow
 from browser import ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
 from engine_page import EnginePage
+from shipped_workflows import shipped
 
 pytestmark = pytest.mark.browser
 
@@ -23,7 +24,7 @@ FILES = {
     "controlnet/control_v11p_sd15_canny_fp16.safetensors": "tiny_sd15_a",
     "controlnet/control_v11f1p_sd15_depth_fp16.safetensors": "tiny_sd15_b",
 }
-"""Files that the template asks for, and the tiny model in the place of each."""
+"""Files that the templates ask for, and the tiny model in the place of each."""
 ENGINES = ("TRTUNetEngine", "TRT ControlNet Engine 1", "TRT ControlNet Engine 2")
 #: Collects every banner of ComfyUI's that says how a job ended.
 BANNERS = """() => { window.__banners = [];
@@ -36,8 +37,7 @@ DRAWN = """selector => new Promise(done => { const seen = new MutationObserver((
 SMALL = """() => { const set = (type, name, value) => app.graph.findNodesByType(type)
         .forEach(node => { node.widgets.find(w => w.name === name).value = value; });
     set('KSampler', 'steps', 2); set('EmptyLatentImage', 'width', 128); set('EmptyLatentImage', 'height', 128);
-    for (const type of ['TRTUNetEngine', 'TRTControlNetEngine'])
-        Object.entries({ min_size: 64, opt_size: 128, max_size: 256 }).forEach(([k, v]) => set(type, k, v)); }"""
+    Object.entries({ min_size: 64, opt_size: 128, max_size: 256 }).forEach(([k, v]) => set('TRTAccelerate', k, v)); }"""
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_from_an_empty_canvas_to_a_picture_on_three_engines_in_five_clicks(
     clicks.append("templates")
     click(raw.get_by_role("dialog").last.get_by_text("hybrid-trt", exact=True).first, "the pack")
     click(raw.get_by_test_id("template-workflow-SD 1.5 - two ControlNets"), "the template")
-    raw.wait_for_function("() => app.graph.nodes.filter(n => n.type === 'TRTControlNetEngine').length === 2")
+    raw.wait_for_function("() => app.graph.nodes.some(n => n.type === 'TRTAccelerate')")
     page.page.settle()
     raw.evaluate(SMALL)
     raw.evaluate(BANNERS)
@@ -88,12 +88,11 @@ def test_from_an_empty_canvas_to_a_picture_on_three_engines_in_five_clicks(
     page.shot("template")
     assert "Build 3 missing engines" in build.inner_text()
     click(build, "Build all")
-    engines = [page.node(name) for name in ENGINES]
+    node = page.node("TRTAccelerate")
     workflow = raw.locator(".hybrid-trt-status .hybrid-trt-workflow")
     workflow.get_by_text("Cancel all builds").wait_for()
     page.shot("building")
-    for node in engines:
-        assert page.wait_for(node, "ready", "failed", timeout=240)["state"] == "ready"
+    assert page.wait_for(node, "ready", "failed", timeout=240)["state"] == "ready"
     workflow.get_by_text("Now: 3 engines ready").wait_for()
     before = full_names.get("/history").keys()  # a press on Build is a prompt that the history shows
     raw.evaluate("() => { window.__banners = [] }")
@@ -113,6 +112,7 @@ def test_from_an_empty_canvas_to_a_picture_on_three_engines_in_five_clicks(
 def test_all_builds_are_cancelled_by_one_click(page: EnginePage, full_names: ComfyProcess) -> None:
     shutil.rmtree(full_names.base / "models" / "trt_engines", ignore_errors=True)
     raw = page.page.page
+    page.page.load(shipped("sd15_advanced"))
     raw.evaluate("() => app.graph.nodes.filter(n => n.type.endsWith('NetEngine')).forEach(n => {"
                  " n.widgets.find(w => w.name === 'max_images').value = 3; });")
     raw.evaluate("() => app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState()")

@@ -96,7 +96,7 @@ def test_engines_are_built_by_a_click_and_run_on_the_oldest_page(
     info, nodes = sd15.object_info(), EnginePage(oldest_page, "oldest")
     (unets,) = (sd15.base / "models" / "trt_engines").glob("sd15_unet-*")
     shutil.rmtree(unets)
-    oldest_page.load(with_tiny_models(shipped("sd15_two_controlnets"), info))
+    oldest_page.load(with_tiny_models(shipped("sd15_advanced"), info))
     oldest_page.fit(left=72, top=112, right=12, bottom=60)
     engine = nodes.node("TRTUNetEngine")
     nodes.click(engine)
@@ -111,7 +111,7 @@ def test_engines_are_built_by_a_click_and_run_on_the_oldest_page(
 
 def test_what_is_saved_opens_with_each_value_at_its_place(page: ComfyPage, comfy: ComfyProcess) -> None:
     """Saved by either page, also after it was opened and saved once more."""
-    workflow = with_tiny_models(shipped("sd15_two_controlnets"), comfy.object_info())
+    workflow = with_tiny_models(shipped("sd15_advanced"), comfy.object_info())
     for values in ({}, OWN):
         page.load(copy.deepcopy(workflow))
         page.page.evaluate(SET, values)
@@ -126,7 +126,7 @@ def test_what_is_saved_opens_with_each_value_at_its_place(page: ComfyPage, comfy
 
 def test_a_workflow_that_was_saved_one_place_too_early_is_mended(page: ComfyPage, comfy: ComfyProcess) -> None:
     """So did this pack's first version save with pages from 1.53 on; those save names too."""
-    workflow = with_tiny_models(shipped("sd15_two_controlnets"), comfy.object_info())
+    workflow = with_tiny_models(shipped("sd15_advanced"), comfy.object_info())
     page.load(copy.deepcopy(workflow))
     page.page.evaluate(SET, OWN)
     saved = page.workflow()

@@ -71,15 +71,22 @@ def test_a_template_opens_readable_in_a_small_window(small: ComfyPage, name: str
     assert first[0] >= LEFT
     assert first[1] >= TOP
     models = [node for node in view["nodes"] if "Loader" in node["type"]]
-    engines = [node for node in view["nodes"] if node["type"] == "TRTUNetEngine"]
+    engines = [node for node in view["nodes"] if node["type"] in ("TRTAccelerate", "TRTUNetEngine")]
     for node in (*models, *engines):
         x, y, width, height = node["at"]
         assert x + width <= WIDTH, node
         assert y + height <= HEIGHT or name == "sd15_controlnet_stack", node
-    engines = sum(node["type"] in ("TRTAccelerate", "TRTUNetEngine", "TRTControlNetEngine") for node in view["nodes"])
+    engines = sum(map(engines_of, shipped(name)["nodes"]))
     are = "are" if engines > 1 else "is"
     raw.get_by_text(f"{engines} of {engines} engines {are} missing").first.wait_for(state="attached")
     assert not small.errors
+
+
+def engines_of(node: dict[str, Any]) -> int:
+    """Count the engines that a node asks for: one for each linked model."""
+    asked = ("TRTAccelerate", "TRTUNetEngine", "TRTControlNetEngine")
+    models = ("MODEL", "CONTROL_NET") if node["type"] in asked else ()
+    return sum(socket["type"] in models and socket["link"] is not None for socket in node["inputs"])
 
 
 def overlaps(places: list[list[float]]) -> list[tuple[int, int]]:
@@ -114,7 +121,7 @@ def test_notes_name_what_is_visible_in_the_workflow(name: str) -> None:
     (note,) = (node["widgets_values"][0] for node in workflow["nodes"] if node["type"] == "MarkdownNote")
     seen = {node.get("title") or node["type"] for node in workflow["nodes"]} | {g["title"] for g in workflow["groups"]}
     seen |= {PAGE.get(node["type"], "") for node in workflow["nodes"]}
-    seen |= WIDGETS | {"Run", "Build engine", "TRT engines"}
+    seen |= WIDGETS | {"Run", "TRT Accelerate"}
     told = [word for pair in re.findall(r"\*\*(.+?)\*\*|\*(.+?)\*", note) for word in pair if word]
     assert len(told) > 3
     no_names = r"\d|More .*|Other .*|.*/.*|.*tensors"
@@ -123,6 +130,7 @@ def test_notes_name_what_is_visible_in_the_workflow(name: str) -> None:
 
 
 PAGE = {"TRTReport": "TRT Report", "TRTApplyControlNet": "TRT Apply ControlNet", "SaveImage": "Save Image",
-        "KSampler": "KSampler", "TRTUNetEngine": "TRT UNet Engine", "TRTAccelerate": "TRT Accelerate"}  # fmt: skip
+        "KSampler": "KSampler", "TRTUNetEngine": "TRT UNet Engine", "TRTAccelerate": "TRT Accelerate",
+        "TRTSamplerPatch": "TRT Sampler Patch", "LatentUpscaleBy": "Upscale Latent By"}  # fmt: skip
 """Names of nodes without a title of their own on the page."""
-WIDGETS = {"strength", "start", "end", "rows", "denoise", "sizes"}
+WIDGETS = {"strength", "start", "end", "rows", "denoise", "strength_model", "scale_by"}

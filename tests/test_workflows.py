@@ -18,6 +18,11 @@ __all__ = ["object_info"]  # a fixture: pytest finds it by name
 #: Calls in four steps: of the UNet, and of all ControlNets together, each in its range.
 CALLS = {
     "sd15_text_to_image": (4, 0),
+    "sd15_lora": (4, 0),
+    "sd15_image_to_image": (4, 0),
+    "sd15_two_passes": (8, 0),
+    "sd15_two_controlnets": (4, 8),
+    "sd15_advanced": (4, 8),
     "sd15_img2img_controlnet": (4, 4),
     "sd15_controlnet_stack": (4, 12),
     "sd15_compare_native_and_engines": (4, 7),
@@ -50,6 +55,21 @@ def test_files_say_where_their_nodes_come_from(name: str) -> None:
         assert nodes[target]["inputs"][socket]["link"] == number
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_app_mode_shows_the_prompt_the_pictures_and_what_is_saved(name: str, object_info: dict[str, Any]) -> None:
+    """The file names nodes and widgets that are there; a template opens as a graph all the same."""
+    workflow = shipped(name)
+    kinds = {str(node["id"]): node["type"] for node in workflow["nodes"]}
+    sent = to_prompt(workflow, object_info)
+    assert workflow["extra"]["linearMode"] is False
+    data = workflow["extra"]["linearData"]
+    assert all(widget in sent[node]["inputs"] for node, widget in data["inputs"])
+    shown = [(kinds[node], widget) for node, widget in data["inputs"]]
+    assert shown.count(("CLIPTextEncode", "text")) == 2
+    assert shown.count(("LoadImage", "image")) == list(kinds.values()).count("LoadImage")
+    assert [kinds[node] for node in data["outputs"]] == ["SaveImage"]
+
+
 @pytest.mark.parametrize("text", ["/home/", "/root/", "/tmp/", "C:\\\\", "127.0.0.1"])
 @pytest.mark.parametrize("name", NAMES)
 def test_files_name_nothing_of_the_machine_that_made_them(name: str, text: str) -> None:
@@ -70,9 +90,12 @@ def test_they_run_on_engines(sd15: ComfyProcess, object_info: dict[str, Any], na
 
 
 def test_engines_are_built_without_sampling(sd15: ComfyProcess, object_info: dict[str, Any]) -> None:
-    prompt = to_prompt(with_tiny_models(shipped("sd15_build_engines"), object_info), object_info)
+    prompt = to_prompt(with_tiny_models(shipped("sd15_advanced"), object_info), object_info)
+    kinds = ("CheckpointLoaderSimple", "ControlNetLoader", "TRTUNetEngine", "TRTControlNetEngine")
+    prompt = {node: entry for node, entry in prompt.items() if entry["class_type"] in kinds}
+    engines = [node for node, entry in prompt.items() if entry["class_type"].startswith("TRT")]
+    assert len(engines) == 3
+    prompt |= {f"report {node}": {"class_type": "TRTReport", "inputs": {"after": [node, 0]}} for node in engines}
     history = sd15.queue(prompt, timeout=300)
-    reports = [node for node, entry in prompt.items() if entry["class_type"] == "TRTReport"]
-    assert len(reports) == 3
-    for node in reports:
+    for node in (f"report {node}" for node in engines):
         assert "64 to 512 px" in history.output(node, "text")[0]

@@ -137,6 +137,14 @@ def _apply_bypassed(workflow: Workflow, info: dict[str, Any]) -> None:
     bypass(workflow, ["TRTApplyControlNet", "TRTReport"])
 
 
+def _accelerate_bypassed(workflow: Workflow, info: dict[str, Any]) -> None:
+    """Each output gives out the input of its own name, as without the node."""
+    net_2 = next(node for node in workflow["nodes"] if node.get("title", "").startswith("Load ControlNet 2"))
+    bypass(workflow, ["TRTAccelerate"])
+    (stack,) = (entry for entry in to_prompt(workflow, info).values() if entry["class_type"] == "TRTApplyControlNet")
+    assert stack["inputs"]["rows.control_net_2"] == [str(net_2["id"]), 0]
+
+
 def _net_muted(workflow: Workflow, info: dict[str, Any]) -> None:
     next(node for node in workflow["nodes"] if node["type"] == "TRTControlNetEngine")["mode"] = 2
 
@@ -154,11 +162,12 @@ def _random_seed(workflow: Workflow, info: dict[str, Any]) -> None:
 
 @slow.when("vue")
 @pytest.mark.browser
-@pytest.mark.parametrize("change", [_engines_bypassed, _apply_bypassed, _net_muted, _third_row, _random_seed])
+@pytest.mark.parametrize("change", [_engines_bypassed, _accelerate_bypassed, _apply_bypassed, _net_muted, _third_row,
+                                    _random_seed])
 def test_changes_convert_as_the_page_does(
     page: ComfyPage, object_info: dict[str, Any], change: Callable[[Workflow, dict[str, Any]], None]
 ) -> None:
-    workflow = shipped("sd15_two_controlnets")
+    workflow = shipped("sd15_two_controlnets" if change is _accelerate_bypassed else "sd15_advanced")
     before = to_prompt(workflow, object_info)
     change(workflow, object_info)
     page.load(workflow)
@@ -168,7 +177,7 @@ def test_changes_convert_as_the_page_does(
 @slow.when("vue")
 @pytest.mark.browser
 def test_nodes_of_the_page_alone_convert(page: ComfyPage, object_info: dict[str, Any]) -> None:
-    page.load(shipped("sd15_two_controlnets"))
+    page.load(shipped("sd15_advanced"))
     page.page.evaluate(PAGE_NODES)
     prompt = page.prompt()
     assert prompt == to_prompt(page.workflow(), object_info)
@@ -179,7 +188,7 @@ def test_nodes_of_the_page_alone_convert(page: ComfyPage, object_info: dict[str,
 @pytest.mark.browser
 def test_a_look_at_the_graph_finds_what_serialising_it_gives(page: ComfyPage, object_info: dict[str, Any]) -> None:
     """Through subgraphs, widgets that they show, reroutes, primitives, bypassed and muted nodes."""
-    page.load(with_tiny_models(shipped("sd15_two_controlnets"), object_info))
+    page.load(with_tiny_models(shipped("sd15_advanced"), object_info))
     values = page.page.evaluate(TANGLE)
     page.settle()
     looked, serialised = page.page.evaluate(LOOK)
@@ -195,7 +204,7 @@ def test_sizes_that_a_subgraph_shows_outside_are_those_that_are_sent(
     page: ComfyPage, object_info: dict[str, Any]
 ) -> None:
     """The page does not call the engine node's widget when the number outside changes."""
-    page.load(with_tiny_models(shipped("sd15_two_controlnets"), object_info))
+    page.load(with_tiny_models(shipped("sd15_advanced"), object_info))
     page.page.evaluate(PROMOTE)
     for size in (704, 1088):
         page.page.evaluate(SET_OUTSIDE, size)
@@ -210,7 +219,7 @@ def test_sizes_that_a_subgraph_shows_outside_are_those_that_are_sent(
 @pytest.mark.browser
 def test_rows_of_the_stack_come_and_go(page: ComfyPage, object_info: dict[str, Any]) -> None:
     """Each row has its sockets and widgets, under names without the prefix; links and values of the others stay."""
-    page.load(shipped("sd15_two_controlnets"))
+    page.load(shipped("sd15_advanced"))
     strengths = {"rows.strength_1": 0.7, "rows.strength_2": 0.4}
     assert page.widgets("TRTApplyControlNet").items() >= strengths.items()
     linked = page.page.evaluate(ROWS)["linked"]
@@ -245,7 +254,7 @@ def test_undo_and_redo_go_through_every_edit_of_the_stack(page: ComfyPage) -> No
         raw.wait_for_function(STACK_MEASURED)
         return page.widgets("TRTApplyControlNet"), raw.evaluate(ROWS), raw.evaluate(EDITS)
 
-    page.load(shipped("sd15_two_controlnets"))
+    page.load(shipped("sd15_advanced"))
     states = [seen()]
     for edit in (["rows.strength_1", 0.55], ["rows", "3"], ["rows.end_3", 0.5], ["rows", "1"]):
         raw.evaluate(SET_VALUE, edit)
@@ -260,7 +269,7 @@ def test_undo_and_redo_go_through_every_edit_of_the_stack(page: ComfyPage) -> No
 @pytest.mark.browser
 def test_runs_in_the_page(page: ComfyPage, sd15: ComfyProcess, object_info: dict[str, Any]) -> None:
     """All engines serve, and the status texts that the nodes then show make no node grow over another."""
-    workflow = with_tiny_models(shipped("sd15_two_controlnets"), object_info)
+    workflow = with_tiny_models(shipped("sd15_advanced"), object_info)
     page.load(workflow)
     sd15.free()  # cached nodes are not run again and would show no status
     outputs = page.queue()

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WORKFLOW = ROOT / "workflows" / "SD 1.5 - two ControlNets.json"
 TOOLS = ROOT / "tools"
 MAX_ERROR = 1e-5
-ENGINE_NODES = ("TRTUNetEngine", "TRTSamplerPatch", "TRTControlNetEngine", "TRTReport", "PreviewImage")
+ENGINE_NODES = ("TRTAccelerate", "TRTReport", "PreviewImage")
 """Our nodes that have a part in the engine run only, and the stock node that shows the report's picture."""
 SIZE, STEPS = 128, 8
 WARM_UP_SEED, SEED = 1, 2
@@ -72,11 +72,11 @@ def demo_prompt(object_info: dict[str, Any], engines: bool, seed: int) -> Prompt
         ("EmptyLatentImage", "height"): SIZE,
         ("KSampler", "steps"): STEPS,
         ("KSampler", "seed"): seed,
-        ("TRTUNetEngine", "when_missing"): "build now",
-        ("TRTControlNetEngine", "when_missing"): "build now",
+        ("TRTAccelerate", "when_missing"): "build now",
+        ("TRTAccelerate", "min_size"): SIZE // 2,  # a picture smaller than what fits SD1.5
+        ("TRTAccelerate", "opt_size"): SIZE,
+        ("TRTAccelerate", "max_size"): SIZE * 2,
     }
-    for node in ("TRTUNetEngine", "TRTControlNetEngine"):  # a picture smaller than what fits SD1.5
-        changes |= {(node, "min_size"): SIZE // 2, (node, "opt_size"): SIZE, (node, "max_size"): SIZE * 2}
     for (node, widget), value in changes.items():
         set_widget(workflow, node, widget, value, object_info)
     if not engines:

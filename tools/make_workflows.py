@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Builds the shipped workflows in ComfyUI's own page, so that they are exactly what a user would have saved; and draws
-their thumbnails.
+"""Builds the shipped workflows and blueprints in ComfyUI's own page, so that they are exactly what a user would have
+saved; and draws the workflows' thumbnails.
 
     python tools/make_workflows.py --comfyui PATH --base DIR [--check] [names]
 
@@ -19,15 +19,18 @@ from typing import Any
 
 from browser import ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
-from workflow_recipes import RECIPES, Recipe
+from workflow_blueprints import BLUEPRINTS, INTO_ONE, Blueprint
+from workflow_parts import Recipe, app_mode
+from workflow_recipes import RECIPES
 from workflow_thumbnails import write
 from workflow_to_prompt import VIRTUAL
 
 ROOT = Path(__file__).resolve().parent.parent
-WORKFLOWS = ROOT / "workflows"
+WORKFLOWS, SUBGRAPHS = ROOT / "workflows", ROOT / "subgraphs"
 PACK = "hybrid-trt"
 #: Lets the page open a template so large that it can be read; see js/lib/template_view.mjs.
 MARK = "hybrid_trt_template"
+UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 #: The page builds a recipe: nodes, widgets, links, then columns of nodes by their real sizes, with groups around them.
 BUILD = """async (recipe) => {
     app.graph.clear();
@@ -82,20 +85,45 @@ BUILD = """async (recipe) => {
 
 def build(page: ComfyPage, recipe: Recipe, versions: dict[str, str]) -> dict[str, Any]:
     """Build one workflow in the page; the same recipe always gives the same file."""
-    workflow = page.page.evaluate(BUILD, {"name": recipe.name, "nodes": recipe.nodes, "groups": recipe.groups})
+    workflow = _draw(page, recipe)
     workflow["id"] = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{PACK}/workflows/{recipe.name}"))
     extra = workflow.setdefault("extra", {})
     extra.pop("ds", None)  # without a saved view the page fits the workflow into its window
     extra[MARK] = True
-    for node, spec in zip(sorted(workflow["nodes"], key=lambda node: node["id"]), recipe.nodes.values(), strict=True):
+    extra |= {"linearMode": False, "linearData": app_mode(recipe.nodes)}
+    _name_packs(workflow, recipe, versions)
+    return _whole_numbers(workflow)
+
+
+def build_blueprint(page: ComfyPage, blueprint: Blueprint, versions: dict[str, str]) -> dict[str, Any]:
+    """Build one blueprint in the page; the page's random ids become the same ones each time."""
+    _draw(page, blueprint.recipe)
+    workflow = page.page.evaluate(INTO_ONE, blueprint.for_page())
+    workflow["definitions"]["subgraphs"][0]["category"] = "Hybrid TRT"
+    workflow["extra"] = {"BlueprintDescription": blueprint.words, "BlueprintSearchAliases": ["TRT", "faster"]}
+    _name_packs(workflow["definitions"]["subgraphs"][0], blueprint.recipe, versions)
+    text = json.dumps(_whole_numbers(workflow))
+    for number, found in enumerate(dict.fromkeys(UUID.findall(text))):
+        text = text.replace(found, str(uuid.uuid5(uuid.NAMESPACE_URL, f"{PACK}/{blueprint.recipe.name}/{number}")))
+    return json.loads(text)
+
+
+def _draw(page: ComfyPage, recipe: Recipe) -> dict[str, Any]:
+    """Draw a recipe in a graph of its own: in one graph the page gives new nodes the sizes of earlier ones."""
+    page.page.evaluate("() => app.extensionManager.command.execute('Comfy.NewBlankWorkflow')")
+    return page.page.evaluate(BUILD, {"name": recipe.name, "nodes": recipe.nodes, "groups": recipe.groups})
+
+
+def _name_packs(graph: dict[str, Any], recipe: Recipe, versions: dict[str, str]) -> None:
+    """Write on each node where it comes from, and which models it names."""
+    graph["nodes"].sort(key=lambda node: node["id"])
+    for node, spec in zip(graph["nodes"], recipe.nodes.values(), strict=True):
         if node["type"] in VIRTUAL:
             continue
         pack = PACK if node["type"].startswith("TRT") else "comfy-core"
         node["properties"] = {"Node name for S&R": node["type"], "cnr_id": pack, "ver": versions[pack]}
         if "models" in spec:
             node["properties"]["models"] = spec["models"]
-    workflow["nodes"].sort(key=lambda node: node["id"])
-    return _whole_numbers(workflow)
 
 
 def pack_version() -> str:
@@ -117,6 +145,8 @@ def make(process: ComfyProcess, names: list[str] | None = None) -> dict[str, dic
     versions = {PACK: pack_version(), "comfy-core": process.get("/system_stats")["system"]["comfyui_version"]}
     with chromium() as browser, comfy_page(browser, process.url) as page:
         made = {recipe.name: build(page, recipe, versions) for recipe in RECIPES if not names or recipe.name in names}
+        made |= {one.recipe.name: build_blueprint(page, one, versions) for one in BLUEPRINTS
+                 if not names or one.recipe.name in names}
         if page.errors:
             raise RuntimeError(f"the page had JavaScript errors: {page.errors}")
     return made
@@ -132,19 +162,22 @@ def _whole_numbers(value: Any) -> Any:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line: write the workflows, or with --check only say which ones would change."""
-    parser = argparse.ArgumentParser(description="Build the shipped workflows in ComfyUI's page.")
+    parser = argparse.ArgumentParser(description="Build the shipped workflows and blueprints in ComfyUI's page.")
     parser.add_argument("--comfyui", type=Path, required=True, help="where ComfyUI's source lies")
     parser.add_argument("--base", type=Path, required=True, help="a ComfyUI base directory with this pack in it")
     parser.add_argument("--python", default=sys.executable, help="the Python that runs ComfyUI")
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is out of date")
-    parser.add_argument("names", nargs="*", help=f"which ones (default: all): {', '.join(r.name for r in RECIPES)}")
+    files = {recipe.name: (recipe, WORKFLOWS) for recipe in RECIPES}
+    files |= {one.recipe.name: (one.recipe, SUBGRAPHS) for one in BLUEPRINTS}
+    parser.add_argument("names", nargs="*", help=f"which ones (default: all): {', '.join(files)}")
     options = parser.parse_args(arguments)
     stale = 0
     with ComfyProcess(options.comfyui, options.base, options.python) as process:
         made = make(process, options.names)
-    for recipe in (recipe for recipe in RECIPES if recipe.name in made):
-        path, text = WORKFLOWS / f"{recipe.title}.json", text_of(made[recipe.name])
-        if not options.check:
+    for name, workflow in made.items():
+        recipe, folder = files[name]
+        path, text = folder / f"{recipe.title}.json", text_of(workflow)
+        if not options.check and folder == WORKFLOWS:
             write(recipe, WORKFLOWS)
         same = path.exists() and path.read_text(encoding="utf-8") == text
         stale += not same

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+Nodes = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Recipe:
@@ -29,7 +30,7 @@ class Family:
 
     title: str
     checkpoint: str
-    nets: tuple[tuple[str, str], tuple[str, str]]
+    nets: tuple[tuple[str, str], ...]
     size: int
     min_size: int
     max_size: int
@@ -37,20 +38,26 @@ class Family:
     hint: str = ""
 
 
+NETS_15 = "comfyanonymous/ControlNet-v1-1_fp16_safetensors"
 SD15 = Family(
     title="SD 1.5",
     checkpoint="v1-5-pruned-emaonly-fp16.safetensors",
     nets=(
         ("edges", "control_v11p_sd15_canny_fp16.safetensors"),
         ("depth", "control_v11f1p_sd15_depth_fp16.safetensors"),
+        ("pose", "control_v11p_sd15_openpose_fp16.safetensors"),
+        ("lines", "control_v11p_sd15_lineart_fp16.safetensors"),
     ),
     size=512,
     min_size=256,
     max_size=1024,
     downloads={
         "v1-5-pruned-emaonly-fp16.safetensors": "Comfy-Org/stable-diffusion-v1-5-archive",
-        "control_v11p_sd15_canny_fp16.safetensors": "comfyanonymous/ControlNet-v1-1_fp16_safetensors",
-        "control_v11f1p_sd15_depth_fp16.safetensors": "comfyanonymous/ControlNet-v1-1_fp16_safetensors",
+        "control_v11p_sd15_canny_fp16.safetensors": NETS_15,
+        "control_v11f1p_sd15_depth_fp16.safetensors": NETS_15,
+        "control_v11p_sd15_openpose_fp16.safetensors": NETS_15,
+        "control_v11p_sd15_lineart_fp16.safetensors": NETS_15,
+        "add_detail.safetensors": "OedoSoldier/detail-tweaker-lora",
     },
 )
 SDXL = Family(
@@ -70,6 +77,19 @@ SDXL = Family(
 #: With room for the status that the node shows after a run.
 ENGINE = (370, 260)
 LOADER = (330, 0)
+MODELS, ENGINES, CONTROLS, SAMPLE = "#3f789e", "#8A8", "#b58b2a", "#a1309b"
+"""Colours of groups."""
+SETTINGS = {"when_missing": "build now"}
+"""What is chosen on nodes with engines; the sizes stay 0, which is what fits the model."""
+FOLDERS = {"ckpt_name": "checkpoints", "control_net_name": "controlnet", "lora_name": "loras"}
+"""Widgets that name a model's file, and the folder below models."""
+APP = (
+    ("CLIPTextEncode", ("text",)), ("LoadImage", ("image",)), ("LoraLoader", ("lora_name", "strength_model")),
+    ("TRTApplyControlNet", ("rows.strength_1", "rows.strength_2", "rows.strength_3", "rows.strength_4")),
+    ("CheckpointLoaderSimple", ("ckpt_name",)), ("EmptyLatentImage", ("width", "height")),
+    ("KSampler", ("denoise", "seed")),
+)
+"""Widgets that App mode shows, in this order."""
 
 
 def node(
@@ -88,13 +108,108 @@ def group(title: str, colour: str, *columns: list[str]) -> dict[str, Any]:
     return {"title": title, "color": colour, "columns": list(columns)}
 
 
-def with_downloads(nodes: dict[str, dict[str, Any]], repositories: dict[str, str]) -> dict[str, dict[str, Any]]:
+def with_downloads(nodes: Nodes, repositories: dict[str, str]) -> Nodes:
     """Let ComfyUI's page offer the download of the models that a loader names."""
-    folders = {"ckpt_name": "checkpoints", "control_net_name": "controlnet"}
     for entry in nodes.values():
-        for widget, folder in folders.items():
+        for widget, folder in FOLDERS.items():
             file = entry["widgets"].get(widget)
             if file in repositories:
                 url = f"https://huggingface.co/{repositories[file]}/resolve/main/{file}"
                 entry["models"] = [{"name": file, "url": url, "directory": folder}]
     return nodes
+
+
+def app_mode(nodes: Nodes) -> dict[str, Any]:
+    """Return what the page keeps of App mode: the widgets and the results that it shows, by node."""
+    numbers = {key: str(number) for number, key in enumerate(nodes, start=1)}
+    inputs = [[numbers[key], widget] for kind, widgets in APP for key, entry in nodes.items() if entry["type"] == kind
+              for widget in widgets if _in_app(widget, entry["widgets"])]
+    return {"inputs": inputs, "outputs": [numbers[key] for key, entry in nodes.items() if entry["type"] == "SaveImage"]}
+
+
+def _in_app(widget: str, values: dict[str, Any]) -> bool:
+    """Return whether a widget matters here; a whole denoise is nobody's choice."""
+    return widget in values and (widget, values[widget]) != ("denoise", 1.0)
+
+
+def note(text: str, height: int = 300) -> dict[str, Any]:
+    """The words about a workflow."""
+    return node("MarkdownNote", "How to use this workflow", {"text": text}, size=(330, height))
+
+
+def loaders(family: Family, nets: int = 0) -> Nodes:
+    """A checkpoint and the first ControlNets of a family."""
+    nodes = {"checkpoint": node("CheckpointLoaderSimple", widgets={"ckpt_name": family.checkpoint}, size=LOADER)}
+    for i, (shows, file) in enumerate(family.nets[:nets], start=1):
+        title = f"Load ControlNet {i} ({shows})"
+        nodes[f"net_{i}"] = node("ControlNetLoader", title, {"control_net_name": file}, size=LOADER)
+    return nodes
+
+
+def accelerate(nets: int = 0, model: str = "checkpoint.MODEL") -> Nodes:
+    """The one node that runs a model and the loaded ControlNets on engines."""
+    inputs = {"model": model, "vae": "checkpoint.VAE"}
+    inputs |= {f"control_net_{i}": f"net_{i}.CONTROL_NET" for i in range(1, nets + 1)}
+    return {"accelerate": node("TRTAccelerate", None, SETTINGS, inputs, ENGINE)}
+
+
+def control_images(family: Family, nets: int) -> Nodes:
+    """A picture for each ControlNet."""
+    return {
+        f"image_{i}": node("LoadImage", f"Control image {i} ({shows})", {"image": "example.png"}, size=(280, 330))
+        for i, (shows, _) in enumerate(family.nets[:nets], start=1)
+    }
+
+
+def prompts(clip: str = "checkpoint.CLIP") -> Nodes:
+    """The prompt and the negative prompt."""
+    return {
+        "positive": node("CLIPTextEncode", "Prompt", {"text": "a house by a lake, morning light, photograph"},
+                         {"clip": clip}, (300, 130)),
+        "negative": node("CLIPTextEncode", "Negative prompt", {"text": "blurry, low quality, text, watermark"},
+                         {"clip": clip}, (300, 130)),
+    }
+
+
+def latent(family: Family) -> Nodes:
+    """An empty latent of the size that a family was trained on."""
+    widgets = {"width": family.size, "height": family.size, "batch_size": 1}
+    return {"latent": node("EmptyLatentImage", None, widgets, size=(300, 0))}
+
+
+def apply(ranges: tuple[tuple[float, float, float], ...], accelerated: str = "accelerate.control_net_{}") -> Nodes:
+    """The stack of ControlNets: strength, start and end of each."""
+    widgets: dict[str, Any] = {"rows": str(len(ranges))}
+    inputs = {"positive": "positive.CONDITIONING", "negative": "negative.CONDITIONING"}
+    for i, (strength, start, end) in enumerate(ranges, start=1):
+        widgets |= {f"rows.strength_{i}": strength, f"rows.start_{i}": start, f"rows.end_{i}": end}
+        inputs |= {f"rows.control_net_{i}": accelerated.format(i), f"rows.image_{i}": f"image_{i}.IMAGE"}
+    size = (300, 210 + 80 * len(ranges))  # Vue nodes are taller
+    return {"apply": node("TRTApplyControlNet", None, widgets, inputs, size)}
+
+
+def sampler(latent: str, model: str = "accelerate.model", applied: bool = False, denoise: float = 1.0,
+            title: str | None = None) -> dict[str, Any]:
+    """A sampler of a model, behind the prompts or behind the stack of ControlNets."""
+    first, second = ("apply.positive", "apply.negative") if applied else (
+        "positive.CONDITIONING", "negative.CONDITIONING")
+    return node(
+        "KSampler", title,
+        {"seed": 20, "control_after_generate": "fixed", "steps": 20, "cfg": 7.0, "sampler_name": "euler",
+         "scheduler": "normal", "denoise": denoise},
+        {"model": model, "positive": first, "negative": second, "latent_image": latent}, (300, 0))
+
+
+def results(sampled: str = "sampler.LATENT", vae: str = "accelerate.vae") -> Nodes:
+    """What stands behind the last sampler: the report, its chart, and the picture."""
+    return {
+        "report": node("TRTReport", None, {}, {"after": sampled}, (360, 230)),
+        "decode": node("VAEDecode", None, {}, {"samples": "report.after", "vae": vae}, (360, 0)),
+        "ran": node("PreviewImage", "What ran where", {}, {"images": "report.plot"}, (360, 390)),
+        "save": node("SaveImage", None, {"filename_prefix": "hybrid-trt"}, {"images": "decode.IMAGE"}, (360, 340)),
+    }
+
+
+def recipe(name: str, family: Family, title: str, nodes: Nodes, groups: list[dict[str, Any]]) -> Recipe:
+    """A recipe whose models can be downloaded."""
+    return Recipe(name, f"{family.title} - {title}", with_downloads(nodes, family.downloads), groups)

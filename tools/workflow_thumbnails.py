@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from workflow_parts import Recipe
 
 SIZE, MARGIN, TOP, BOTTOM = 600, 24, 150, 450
-BACK, TEXT, QUIET, ENGINE, NATIVE = "#1e1f22", "#ffffff", "#c4c4c4", "#4caf6a", "#f0b13c"
+BACK, TEXT, ENGINE, NATIVE = "#1e1f22", "#ffffff", "#4caf6a", "#f0b13c"
 #: Sky, hill, lake, wall, roof, sun of the house by the lake, as each kind of image shows it.
 SCENES = {
     "picture": ("#8ec5e8", "#5a8f57", "#3f7fae", "#d9b98a", "#8c3f2c", "#ffe9a8"),
@@ -70,30 +70,49 @@ def _repaint(image: Image.Image) -> None:
     image.paste(_scene("picture", 232), (344, TOP + 34))
 
 
-def _build(image: Image.Image) -> None:
+def _lora(image: Image.Image) -> None:
+    image.paste(_scene("winter", 200), (MARGIN, TOP + 50))
     draw = ImageDraw.Draw(image)
-    for number, (name, done) in enumerate((("UNet", 1.0), ("ControlNet 1", 1.0), ("ControlNet 2", 0.45))):
-        top = TOP + 6 + number * 102
-        draw.text((MARGIN, top), name, TEXT, _font(40))
-        words = "Ready" if done == 1 else f"{done:.0%}"
-        draw.text((SIZE - MARGIN - _font(40).getlength(words), top), words, QUIET, _font(40))
-        draw.rounded_rectangle((MARGIN, top + 54, SIZE - MARGIN, top + 74), 10, "#3a3d42")
-        draw.rounded_rectangle((MARGIN, top + 54, MARGIN + (SIZE - 2 * MARGIN) * done, top + 74), 10, ENGINE)
+    draw.rounded_rectangle((248, TOP + 60, 352, TOP + 240), 16, "#6b4fa3")
+    draw.text((300, TOP + 126), "LoRA", TEXT, _font(34), anchor="mm")
+    draw.polygon([(278, TOP + 170), (278, TOP + 220), (326, TOP + 195)], TEXT)
+    image.paste(_scene("picture", 200), (376, TOP + 50))
+
+
+def _passes(image: Image.Image) -> None:
+    image.paste(_scene("picture", 110).resize((12, 12)).resize((110, 110)), (MARGIN, TOP + 95))
+    _arrow(image, 158, 300)
+    image.paste(_scene("picture", 326), (250, TOP - 14))
+
+
+def _advanced(image: Image.Image) -> None:
+    draw = ImageDraw.Draw(image)
+    for number, name in enumerate(("UNet", "ControlNet 1", "ControlNet 2")):
+        top = TOP + 4 + number * 102
+        draw.rounded_rectangle((MARGIN + 90, top, SIZE - MARGIN - 90, top + 84), 14, "#2f3338", ENGINE, 4)
+        draw.text((SIZE / 2, top + 42), name, TEXT, _font(40), anchor="mm")
 
 
 def _compare(image: Image.Image) -> None:
     draw = ImageDraw.Draw(image)
-    for left, words, colour in ((MARGIN, "native", NATIVE), (314, "engine", ENGINE)):
+    for left, words, colour in ((MARGIN, "without", NATIVE), (314, "with", ENGINE)):
         image.paste(_scene("picture", 262), (left, TOP))
         draw.rectangle((left, TOP + 246, left + 262, TOP + 300), colour)
         at = left + (262 - _font(42).getlength(words)) / 2
         draw.text((at, TOP + 248), words, "#101010", _font(42))
 
 
+def _held(image: Image.Image) -> None:
+    for number, kind in enumerate(("winter", "edges")):
+        image.paste(_scene(kind, 146), (MARGIN, TOP + number * 154))
+    _arrow(image, 182, 300)
+    image.paste(_scene("picture", 300), (276, TOP))
+
+
 DRAWN: dict[str, Callable[[Image.Image], None]] = {
-    "sd15_text_to_image": _prompt, "sd15_two_controlnets": _two, "sdxl_two_controlnets": _two,
-    "sd15_controlnet_stack": _four,
-    "sd15_img2img_controlnet": _repaint, "sd15_build_engines": _build, "sd15_compare_native_and_engines": _compare,
+    "sd15_text_to_image": _prompt, "sd15_lora": _lora, "sd15_image_to_image": _repaint, "sd15_two_passes": _passes,
+    "sd15_two_controlnets": _two, "sdxl_two_controlnets": _two, "sd15_controlnet_stack": _four,
+    "sd15_img2img_controlnet": _held, "sd15_compare_native_and_engines": _compare, "sd15_advanced": _advanced,
 }  # fmt: skip
 
 

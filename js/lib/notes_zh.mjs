@@ -1,47 +1,92 @@
 // The notes of the pack's templates in Chinese, by their first line; what they name is written as it stands on the nodes.
 
-const TWO = `1. **1 Models**：选择您的 checkpoint 和 ControlNet。
-2. **3 ControlNets**：在 *Control image 1 (edges)* 和 *Control image 2 (depth)* 中放入图像；各自的**强度**在 *TRT 应用 ControlNet* 上。
-3. 点击 **运行**。第一次运行会构建 **2 Engines** 中的三个引擎，需要几分钟；以后的运行会直接找到它们。
+const RUN = "点击 **运行**。第一次运行会构建缺少的引擎，需要几分钟；以后的运行会直接找到它们。";
+const TOLD = "*TRT 报告* 说明加速了多少个模型，*What ran where* 显示每一次调用，*保存图像* 保存图片。";
+const SIZES = (least, most) => `${least} 到 ${most} 像素的图片会被加速；需要其他尺寸时，在 *TRT 加速* 上选择尺寸。`;
+const TWO = `两张图像决定新图片的形状：一张用边缘，一张用深度。
 
-*TRT 报告* 的第一行说明有多少个网络在引擎上运行，*What ran where* 显示每一次调用，图片会被保存。`;
-const MORE = (least, most) => `*更多 ControlNet*：增大 *TRT 应用 ControlNet* 上的**行数**。*其他图片尺寸*：引擎接受 ${least} 到 ${most} 像素、一次一张图片；需要其他尺寸时，在引擎节点上选择**尺寸**。`;
+1. **1 Models**：选择您的 checkpoint 和 ControlNet。
+2. **3 ControlNets**：在 *Control image 1 (edges)* 和 *Control image 2 (depth)* 中放入图像；各自的**强度**在 *TRT 应用 ControlNet* 上。
+3. ${RUN}
+
+${TOLD}`;
+const MORE = (least, most) => `更多 ControlNet：*TRT 加速* 最多接受四个；再增大 *TRT 应用 ControlNet* 上的**行数**。${SIZES(least, most)}`;
 
 /** First line of an English note -> the whole note in Chinese. */
 export const NOTES = {
     "# Text to image, accelerated": `# 文生图，已加速
 
-1. **1 Model**：选择您的 checkpoint。
-2. 点击 **运行**。第一次运行会构建引擎，需要几分钟；以后的运行会直接找到它。
+由提示词生成图片，与不使用本节点包时相同，只是更快。
 
-除了您熟悉的节点，只需要一个 *TRT Accelerate*：模型经过它再到 *KSampler*。ControlNet 也可以经过它。*TRT Report* 说明运行情况，*What ran where* 显示每一次调用，*Save Image* 保存图片。`,
-    "# SD 1.5 with two ControlNets on engines": `# SD 1.5，两个 ControlNet 在引擎上运行\n\n${TWO}\n\n${MORE(256, 1024)}`,
-    "# SDXL with two ControlNets on engines": `# SDXL，两个 ControlNet 在引擎上运行\n\n${TWO}
+1. **1 Model**：选择您的 checkpoint。
+2. ${RUN}
+
+除了您熟悉的节点，只需要一个 *TRT 加速*：模型经过它再到 *K采样器*。ControlNet 也可以经过它。${TOLD}`,
+    "# A LoRA, accelerated": `# LoRA，已加速
+
+LoRA 改变图片的风格，带 LoRA 的模型会被加速。
+
+1. **1 Model and LoRA**：选择您的 checkpoint 和 LoRA。
+2. ${RUN}
+
+所有 LoRA 都放在 *TRT 加速* 之前；更多 LoRA 接在 *Load LoRA* 之后。使用 torch 后端（NVIDIA 显卡）时，更换 LoRA 或改变其强度不需要重新构建。`,
+    "# Image to image, accelerated": `# 图生图，已加速
+
+按照提示词重画一张图片。
+
+1. **1 Model**：选择您的 checkpoint。
+2. **3 Picture and prompt**：放入 *Picture to repaint*，并写出它应该变成什么。
+3. ${RUN}
+
+*K采样器* 上的**降噪**决定改变多少：0.3 很少，0.8 几乎全部。${SIZES(256, 1024)}`,
+    "# Upscale in two passes, accelerated": `# 两次采样放大，已加速
+
+先生成 512 像素的图片，再放大并以 768 像素重新细化。这样细节更多，又不会出现第二个头或第二座房子。
+
+1. **1 Model**：选择您的 checkpoint。
+2. ${RUN}
+
+两个采样器的模型都来自 *TRT 加速*，一个引擎运行两种尺寸。*Upscale Latent By* 上的 **scale_by** 决定放大多少，*Second pass* 上的**降噪**决定改变多少。`,
+    "# SD 1.5 with two ControlNets, accelerated": `# SD 1.5，两个 ControlNet，已加速\n\n${TWO}\n\n${MORE(256, 1024)}`,
+    "# SDXL with two ControlNets, accelerated": `# SDXL，两个 ControlNet，已加速\n\n${TWO}
 
 这两个 ControlNet 是 *diffusers/controlnet-canny-sdxl-1.0* 和 *diffusers/controlnet-depth-sdxl-1.0* 的 *diffusion_pytorch_model.fp16.safetensors*，以所示的文件名保存。\n\n${MORE(512, 1536)}`,
-    "# SD 1.5 with a stack of four ControlNets on engines": `# SD 1.5，四个 ControlNet 叠加在引擎上运行
+    "# SD 1.5 with four ControlNets, accelerated": `# SD 1.5，四个 ControlNet，已加速
 
-*TRT 应用 ControlNet* 的每一行都有自己的图像、**强度**、**起点**和**终点**：这里深度在 70 % 的步数处停止，线条从 30 % 处开始。强度 0 关闭该行。**行数**最多 16。
-
-在 *Control image 1* 到 *4* 中放入图像，然后点击 **运行**。引擎只在各自的区间内运行：*What ran where* 显示每个引擎的调用次数。`,
-    "# Build engines, and nothing else": `# 只构建引擎
-
-1. 选择您的 checkpoint 和 ControlNet，以及引擎节点上的尺寸。
-2. 在 **2 Engines** 的某个节点上点击**构建引擎**只构建这一个，或点击 **运行** 依次构建所有缺少的引擎。右侧的 *Engine 1* 到 *3* 会显示现有的引擎。
-
-引擎保存在 *models/trt_engines*。使用相同模型和尺寸的每个工作流都会在那里找到它们；左侧的 *TRT 引擎* 面板可以列出、检查和删除引擎。`,
-    "# Native beside engines": `# 原生与引擎对比
-
-用同一个种子采样两次：**4 Native** 不使用本节点包，**5 On engines** 使用引擎。保存图像的节点把两张图并排保存（左边是原生），*Difference* 显示差异（黑色：没有差异），*What ran where* 显示每一次调用。
-
-半精度在引擎中的舍入方式不同，因此有微弱差异是正常的。要比较 ComfyUI 在两个采样器上显示的时间，请运行两次，因为第一次运行还要构建引擎。`,
-    "# SD 1.5, image to image with a ControlNet on engines": `# SD 1.5，图生图，ControlNet 在引擎上运行
+四个 ControlNet 共同控制一张图片，*TRT 应用 ControlNet* 的每一行都有自己的图像、**强度**、**起点**和**终点**。这里深度在 70 % 的步数处停止，线条从 30 % 处开始。强度 0 关闭该行。
 
 1. **1 Models**：选择您的 checkpoint 和 ControlNet。
-2. **3 Images and ControlNet**：放入 *Picture to repaint* 和 *Control image 1 (edges)*，例如它的边缘图。
-3. 点击 **运行**。*K采样器* 上的**降噪** 决定改变多少。图片会被保存，*What ran where* 显示每一次调用。
+2. **3 ControlNets**：在 *Control image 1* 到 *4* 中放入图像。
+3. ${RUN}
 
-256 到 1024 像素的图片适合引擎，更大的以原生方式运行；需要其他尺寸时，在引擎节点上选择**尺寸**。`,
+引擎只在各自的区间内运行：*What ran where* 显示每个引擎的调用次数。`,
+    "# Repaint with a ControlNet, accelerated": `# 用 ControlNet 重画，已加速
+
+重画一张图片，由 ControlNet 保持形状，因此可以改变很多。
+
+1. **1 Models**：选择您的 checkpoint 和 ControlNet。
+2. **3 Pictures and prompt**：放入 *Picture to repaint* 和 *Control image 1 (edges)*，例如它的边缘图。
+3. ${RUN}
+
+*K采样器* 上的**降噪**决定改变多少，*TRT 应用 ControlNet* 上的**强度**决定形状保持得多严格。${SIZES(256, 1024)}`,
+    "# With and without, side by side": `# 有无加速对比
+
+同一张图片生成两次：**4 Without** 只用 ComfyUI，**5 Accelerated** 使用 *TRT 加速*。*保存图像* 把两张图并排保存（左边未加速），*Difference* 显示差异（黑色：没有差异），*What ran where* 显示每一次调用。
+
+1. **1 Models**：选择您的 checkpoint 和 ControlNet。
+2. **3 Images and prompts**：在 *Control image 1* 和 *2* 中放入图像。
+3. 点击 **运行** 两次，比较 ComfyUI 在两个采样器上显示的时间。第一次运行还要构建引擎。
+
+半精度在引擎中的舍入方式不同，因此有微弱差异是正常的。`,
+    "# Advanced: a node for each engine": `# 高级：每个引擎一个节点
+
+同样是两个 ControlNet，但每个引擎有一个节点，因此各有自己的设置：尺寸、精度、后端。
+
+1. **1 Models**：选择您的 checkpoint 和 ControlNet。
+2. **2 Engines**：选择设置。*TRT UNet 引擎* 查找或构建引擎，*TRT 采样器补丁* 让模型在引擎上运行。*TRT ControlNet Engine 1* 和 *2* 输出在引擎上运行的 ControlNet。
+3. ${RUN}
+
+*TRT 加速* 用一个节点完成这一切；由这些节点组成的工作流仍可运行。`,
 };
 
 /** A template's note in Chinese, or as it is. */

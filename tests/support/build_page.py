@@ -1,4 +1,4 @@
-"""For tests of engine nodes in the page: the shipped workflow with two ControlNets, in both kinds of nodes."""
+"""For tests of engine nodes in the page: the shipped workflow with a node for each engine, in both kinds of nodes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from playwright.sync_api import Browser
 from workflow_recipes import with_tiny_models
 from workflow_to_prompt import set_widget
 
-NAME = "sd15_two_controlnets"
-TITLE = "SD 1.5 - two ControlNets"
+NAME = "sd15_advanced"
+TITLE = "SD 1.5 - advanced nodes"
 WORKFLOW = Path(__file__).resolve().parent.parent.parent / "workflows" / f"{TITLE}.json"
 MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 60}
 NET_1, NET_2 = "TRT ControlNet Engine 1", "TRT ControlNet Engine 2"
