@@ -7,7 +7,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
@@ -271,6 +271,8 @@ class LiveSession:
         self._last = plan.sizes
         if plan.sizes in self._files:
             self._open_compiled(plan)
+        if not self._architecture.per_step and plan.sizes not in self._opened:
+            raise self._not_compiled(plan)
         try:
             results = self._computed(given, plan, late)
         except (Unavailable, torch.OutOfMemoryError):
@@ -283,9 +285,17 @@ class LiveSession:
         self.uncovered = None if plan.sizes in self._opened else plan.uncovered
         return dict(results)
 
+    def _not_compiled(self, plan: _Plan) -> Unavailable:
+        """The error for a call that live weights do not serve without a compiled file."""
+        detail, uncovered = f"nothing is compiled for {plan.uncovered.words}", replace(plan.uncovered, ran="native")
+        advice = f"build again for {plan.uncovered.words}"
+        return Unavailable(Reason.SHAPE_OUTSIDE_PROFILE, detail, uncovered=uncovered, advice=advice)
+
     def _computed(
         self, given: Mapping[str, torch.Tensor], plan: _Plan, late: AsyncInputs | None
     ) -> dict[str, torch.Tensor]:
+        if not self._architecture.per_step:
+            return self._live.run(self._prepared(given, plan.symbols), plan.sizes)
         return self.graphs.run(
             lambda tensors: self._live.run(tensors, plan.sizes),
             given,
@@ -374,7 +384,7 @@ def live_session(network: NativeNetwork, backend: Compiler, precision: str) -> L
     Raises:
         Unavailable: another node replaced a part of the module.
     """
-    key = (id(network.module), precision, str(network.device))
+    key = (id(network.module), network.role, precision, str(network.device))
     try:
         # ids come again
         return shared(key, lambda found: found.runs(network.module), lambda: LiveSession(network, backend, precision))
