@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,10 +34,7 @@ class AutoencoderSizes(LatentSizes):
     role: Role
 
     per_step = False
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        return ("z",) if self.role is Role.VAE_DECODER else ("x",)
+    arguments = ("images",)
 
     def profile(self, asked: RequestedSizes) -> Profile:
         """See ``Architecture``."""
@@ -60,12 +56,12 @@ class AutoencoderSizes(LatentSizes):
     def inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
         """See ``Architecture``: a latent, or pixels from -1 to 1."""
         decodes = self.role is Role.VAE_DECODER
-        return [_latent("z", module, dtype) if decodes else _pixels("x", dtype)]
+        return [_latent("images", module, dtype) if decodes else _pixels("images", dtype)]
 
     def outputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
         """See ``Architecture``."""
         decodes = self.role is Role.VAE_DECODER
-        return [_pixels("pixels", dtype) if decodes else _latent("latent", module, dtype)]
+        return [_pixels("result", dtype) if decodes else _latent("result", module, dtype)]
 
     def engine_inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
         """See ``Architecture``."""
@@ -77,7 +73,7 @@ class AutoencoderSizes(LatentSizes):
 
     def binding(self, module: torch.nn.Module) -> Binding:
         """See ``Architecture``."""
-        return partial(_bind, self.arguments[0], self.outputs(module, "float32")[0].name)
+        return _bind
 
     def function(self, module: torch.nn.Module) -> torch.nn.Module:
         """See ``Architecture``."""
@@ -133,16 +129,16 @@ def _pixels(name: str, dtype: str) -> TensorSpec:
     return TensorSpec(name, dtype, (Dim("B"), CHANNELS, height, width))
 
 
-def _bind(takes: str, gives: str, call: Mapping[str, Any]) -> EngineCall:
-    tensor = call[takes]
-    for name, value in call.items():
-        if name != takes and value is not None:
+def _bind(call: Mapping[str, Any]) -> EngineCall:
+    images = call["images"]
+    for name in call.keys() - {"images"}:
+        if call[name] is not None:
             raise Unsupported(name)
 
     def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return outputs[gives].to(tensor.device, tensor.dtype)
+        return outputs["result"].to(images.device, images.dtype)
 
-    return EngineCall({takes: tensor}, finish)
+    return EngineCall({"images": images}, finish)
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
     from comfy.sd import VAE
 
-Shape = tuple[int, ...]
-
 
 def native_vae(vae: VAE) -> VAE:
     """Return the native VAE behind an engine-backed one, or the given one."""
@@ -55,23 +53,24 @@ class EngineVAEModel:
 
     def decode(self, z: torch.Tensor, **options: Any) -> torch.Tensor:
         """Return the pixels of latents, both (images, channels, height, width)."""
-        return self._run(Role.VAE_DECODER, self.native.decode, {"z": z, **options})
+        return self._run(Role.VAE_DECODER, self.native.decode, z, options)
 
     def encode(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
         """Return the latents of pixels from -1 to 1."""
-        return self._run(Role.VAE_ENCODER, self.native.encode, {"x": x, **options})
+        return self._run(Role.VAE_ENCODER, self.native.encode, x, options)
 
-    def _run(self, role: Role, native: Callable[..., torch.Tensor], call: dict[str, Any]) -> torch.Tensor:
+    def _run(
+        self, role: Role, native: Callable[..., torch.Tensor], images: torch.Tensor, options: dict[str, Any]
+    ) -> torch.Tensor:
         """Run a call image by image, because engines take one; native takes the whole call where it must."""
         handle = self.handles.get(role)
         if handle is None:
-            return native(**call)
-        name, images = next(iter(call.items()))
+            return native(images, **options)
         results = []
         for image in images.split(1):
-            served, result = handle.serve(None, lambda image=image: handle.bind({**call, name: image}))
+            served, result = handle.serve(None, lambda image=image: handle.bind({"images": image, **options}))
             if not served:
-                return run_native(lambda: native(**call), handle.stats, handle.network.device)
+                return run_native(lambda: native(images, **options), handle.stats, handle.network.device)
             results.append(result)
         return torch.cat(results) if len(results) > 1 else results[0]
 

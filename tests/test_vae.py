@@ -47,4 +47,34 @@ def test_a_vae_on_an_engine_gives_natives_picture(comfy: ComfyProcess, kind: str
         history = comfy.queue(graph(kind, call, "onnxruntime", **sizes), timeout=300)
         assert relative_difference(latent_of(history), native) <= LIMIT
         row, = rows(history)
-        assert (row["kind"], row["engine"], row["native"]) == (CALLS[call], sizes.get("batch", 1), 0)
+        assert (row["kind"], row["engine"], row["native"]) == (CALLS[call], sizes.get("batch", 1), 0), str(row["details"])
+
+
+def test_torch_serves_what_it_compiled_and_the_next_size_runs_normally(comfy: ComfyProcess) -> None:
+    """Live weights alone do not serve a VAE: a picture of another size than the compiled ones runs on native."""
+    kind = "taesd"
+    native = latent_of(comfy.queue(graph(kind, "decode")))
+    history = comfy.queue(graph(kind, "decode", "torch"), timeout=300)
+    assert relative_difference(latent_of(history), native) <= LIMIT
+    row, = rows(history)
+    assert (row["engine"], row["native"]) == (0, 1), "nothing tells the size of a picture from a file before it ran"
+    history = comfy.queue(graph(kind, "decode", "torch"), timeout=300)
+    row, = rows(history)
+    assert relative_difference(latent_of(history), native) <= LIMIT
+    assert (row["engine"], row["native"]) == (1, 0), row["details"]
+    other = latent_of(comfy.queue(graph(kind, "decode", width=64, height=200)))
+    history = comfy.queue(graph(kind, "decode", "torch", width=64, height=200) | {
+        "node": node("TRTVAEEngine", vae=["loader", 0], backend="torch", **SETTINGS | {"when_missing": "use native"})})
+    assert relative_difference(latent_of(history), other) <= LIMIT
+    row, = rows(history)
+    assert row["reasons"] == {"size the engine was not built for": 1}, row["details"]
+
+
+def test_tiled_decoding_runs_on_the_engine(comfy: ComfyProcess) -> None:
+    tiles = {"tile_size": 128, "overlap": 32, "temporal_size": 64, "temporal_overlap": 8}
+    size = {"width": 200, "height": 168}
+    native = latent_of(comfy.queue(graph("taesd", "decode", **size, **tiles)))
+    history = comfy.queue(graph("taesd", "decode", "onnxruntime", **size, **tiles), timeout=300)
+    assert relative_difference(latent_of(history), native) <= LIMIT
+    row, = rows(history)
+    assert row["engine"] > 3 and row["native"] == 0, row["details"]
