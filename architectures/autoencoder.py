@@ -159,7 +159,7 @@ class _Half(torch.nn.Module):
         return (getattr(self.vae, self.method)(tensor),)
 
 
-_SIZES = Sizes("VAE", 256, 1024, 2048)
+_SIZES = Sizes("VAE", 64, 1024, 1536)
 ARCHITECTURES = (
     KLAutoencoder(_SIZES, "kl_vae_decoder", Role.VAE_DECODER),
     KLAutoencoder(_SIZES, "kl_vae_encoder", Role.VAE_ENCODER),

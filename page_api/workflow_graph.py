@@ -187,14 +187,16 @@ def network_inputs(prompt: Mapping[str, Any], node_id: str) -> list[str]:
 def vae_calls(prompt: Mapping[str, Any], node_id: str) -> list[str]:
     """Return which networks of a VAE the graph calls behind a node: ``DECODE``, ``ENCODE`` or both.
 
-    A reader that takes latents decodes, one that takes pixels encodes. Where no reader tells, pictures are decoded.
+    A reader that takes latents decodes, one that takes pixels encodes, but for ControlNets: few of these encode. Where
+    no reader tells, pictures are decoded.
     """
     output = [node_id, 1 if _node(prompt, node_id).get("class_type") == ACCELERATE else 0]
     found = set()
     for inputs in (_inputs(prompt, reader) for reader in prompt):
         if output in inputs.values():
             takes = {name for name, value in inputs.items() if is_link(value)}
-            found |= {DECODE} if "samples" in takes else {ENCODE} if takes & {"pixels", "image"} else set()
+            encodes = takes & {"pixels", "image"} and "control_net" not in takes
+            found |= {DECODE} if "samples" in takes else {ENCODE} if encodes else set()
     return [name for name in (DECODE, ENCODE) if name in found] or [DECODE]
 
 

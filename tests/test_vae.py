@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import comfy.model_patcher as comfy_patcher
 import pytest
+import torch
+from comfy.ldm.wan.vae import WanVAE
 from comfy_process import ComfyProcess, History
 from scenarios import Prompt, latent_of, node, relative_difference
+
+from hybrid_trt.architectures import Role
+from hybrid_trt.comfy_model.network import NativeNetwork
+from hybrid_trt.engine_library import Unavailable
+from hybrid_trt.page_api.workflow_graph import vae_calls
 
 LIMIT = 1e-5
 SETTINGS = {"when_missing": "build now", "min_size": 64, "opt_size": 128, "max_size": 256}
@@ -74,7 +83,44 @@ def test_tiled_decoding_runs_on_the_engine(comfy: ComfyProcess) -> None:
     tiles = {"tile_size": 128, "overlap": 32, "temporal_size": 64, "temporal_overlap": 8}
     size = {"width": 200, "height": 168}
     native = latent_of(comfy.queue(graph("taesd", "decode", **size, **tiles)))
-    history = comfy.queue(graph("taesd", "decode", "onnxruntime", **size, **tiles), timeout=300)
+    built = graph("taesd", "decode", "onnxruntime", **size, **tiles)
+    built["node"]["inputs"]["min_size"] = 32  # the last tile in a row is narrow
+    history = comfy.queue(built, timeout=300)
     assert relative_difference(latent_of(history), native) <= LIMIT
     row, = rows(history)
     assert row["engine"] > 3 and row["native"] == 0, row["details"]
+
+
+def test_the_one_node_accelerates_a_vae_beside_its_model(comfy: ComfyProcess) -> None:
+    built = graph("taesd", "decode", "onnxruntime")
+    built["node"] = node("TRTAccelerate", model=["unet", 0], vae=["loader", 0], backend="onnxruntime", max_images=1,
+                         max_tokens=77, precision="auto", **SETTINGS | {"when_missing": "use native"})
+    built["unet"] = node("UNETLoader", unet_name="tiny_sd15_unet.safetensors", weight_dtype="default")
+    built["decode"]["inputs"]["vae"] = ["node", 1]
+    alone = graph("taesd", "decode", "onnxruntime")
+    assert comfy.queue(alone, timeout=300).ok
+    assert latent_of(comfy.queue(built)).tobytes() == latent_of(comfy.queue(alone)).tobytes()
+    told = comfy.post("/hybrid_trt/nodes", {"prompt": built, "nodes": ["node"]})["nodes"]["node"]
+    (vae,) = told["others"]
+    assert (vae["input"], vae["state"], vae["label"]) == ("vae", "ready", f"VAE decode: {KINDS['taesd']}")
+    own = comfy.post("/hybrid_trt/nodes", {"prompt": alone, "nodes": ["node"]})["nodes"]["node"]
+    assert own["key"] == vae["key"], "a workflow that gets the one node needs no new engine"
+
+
+def test_a_graph_tells_whether_a_vae_decodes_or_encodes() -> None:
+    built = graph("kl", "decode", "torch")
+    assert vae_calls(built, "node") == ["vae"]
+    built["again"] = node("VAEEncode", pixels=["decode", 0], vae=["node", 0])
+    assert vae_calls(built, "node") == ["vae", "vae:encode"]
+    assert vae_calls(graph("kl", "encode", "torch"), "node") == ["vae:encode"]
+    control = {"node": built["node"], "apply": node("ControlNetApplyAdvanced", control_net=["net", 0], image=["image", 0],
+                                                    vae=["node", 0])}
+    assert vae_calls(control, "node") == ["vae"], "few ControlNets encode, and an encoder takes a while to build"
+
+
+def test_a_vae_of_videos_runs_at_normal_speed_and_says_why() -> None:
+    module = WanVAE(dim=8, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False])
+    patcher = comfy_patcher.ModelPatcher(module, torch.device("cpu"), torch.device("cpu"))
+    vae = SimpleNamespace(patcher=patcher, first_stage_model=module, vae_dtype=torch.float32)
+    with pytest.raises(Unavailable, match="video.safetensors is a WanVAE"):
+        NativeNetwork.of_vae(vae, Role.VAE_DECODER, "video.safetensors").architecture()
