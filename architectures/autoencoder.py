@@ -28,10 +28,15 @@ FILE_MARKS = ()
 
 @dataclass(frozen=True)
 class AutoencoderSizes(LatentSizes):
-    """Sizes of one picture without a prompt: ComfyUI's batches are split, because a call of one fits every batch."""
+    """Sizes of one picture without a prompt: ComfyUI's batches are split, because a call of one fits every batch.
+
+    Attributes:
+        working_values: numbers that a compiled call holds at its height, for each pixel; from benchmarks/vae.py.
+    """
 
     name: str
     role: Role
+    working_values: int
 
     per_step = False
     arguments = ("images",)
@@ -52,6 +57,10 @@ class AutoencoderSizes(LatentSizes):
     def call_words(self, call: Mapping[str, int]) -> str:
         """See ``Architecture``: ``832x1216``."""
         return f"{LATENT * call['W']}x{LATENT * call['H']}"
+
+    def working_memory(self, call: Mapping[str, int], dtype: torch.dtype) -> int:
+        """Return the bytes that a compiled call needs besides its weights."""
+        return self.working_values * LATENT * LATENT * call["H"] * call["W"] * dtype.itemsize
 
     def inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
         """See ``Architecture``: a latent, or pixels from -1 to 1."""
@@ -161,8 +170,8 @@ class _Half(torch.nn.Module):
 
 _SIZES = Sizes("VAE", 64, 1024, 1536)
 ARCHITECTURES = (
-    KLAutoencoder(_SIZES, "kl_vae_decoder", Role.VAE_DECODER),
-    KLAutoencoder(_SIZES, "kl_vae_encoder", Role.VAE_ENCODER),
-    TinyAutoencoder(_SIZES, "taesd_decoder", Role.VAE_DECODER),
-    TinyAutoencoder(_SIZES, "taesd_encoder", Role.VAE_ENCODER),
+    KLAutoencoder(_SIZES, "kl_vae_decoder", Role.VAE_DECODER, 860),
+    KLAutoencoder(_SIZES, "kl_vae_encoder", Role.VAE_ENCODER, 580),
+    TinyAutoencoder(_SIZES, "taesd_decoder", Role.VAE_DECODER, 260),
+    TinyAutoencoder(_SIZES, "taesd_encoder", Role.VAE_ENCODER, 260),
 )

@@ -2,8 +2,8 @@
 
     python benchmarks/vae.py --comfyui ~/ComfyUI --base /tmp/benchmark --out benchmarks/results/vae_h200.json
 
-Native and engine are timed in one process. Each row has a case of its own: ``native_ms`` and ``engine_ms`` are medians of
-a call, ``error_*_fp32`` relative errors, ``psnr_*`` and ``worst_pixel_*`` those of the decoded 8-bit picture,
+Native and engine are timed in one process. Each row is a case: ``native_ms`` and ``engine_ms`` are medians of a call,
+``error_*_fp32`` relative errors, ``psnr_*`` and ``worst_pixel_*`` those of the decoded 8-bit picture,
 ``vram_ratio`` the engine's peak of GPU memory by native's. Weights are random.
 """
 

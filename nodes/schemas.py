@@ -88,8 +88,8 @@ def vae_engine() -> io.Schema:
         node_id="TRTVAEEngine",
         display_name="TRT VAE Engine",
         category=CATEGORY,
-        description="Decodes and encodes pictures on compiled engines. Wire it behind the loader of the VAE; the output "
-        "works in all of ComfyUI's VAE nodes. Videos and sound are decoded at normal speed.",
+        description="Decodes and encodes pictures on compiled engines. Wire it behind the loader of the VAE; the "
+        "output works in all of ComfyUI's VAE nodes. Videos and sound are decoded at normal speed.",
         search_aliases=["tensorrt vae", "compile vae", "fast vae decode"],
         inputs=[io.Vae.Input("vae"), *(one for one in _settings() if one.id in VAE_SETTINGS)],
         outputs=[io.Vae.Output("vae_out", display_name="vae")],

@@ -63,8 +63,8 @@ def wish_of(prompt: Mapping[str, Any], node_id: str) -> NodeRequest:
     name = NETWORK_INPUTS[kind][0]
     above = [inputs_of(graph, node) for node in upstream(graph, node_id, (name,))]
     inputs = inputs_of(graph, node_id)
-    lora = kind not in (VAE_ENGINE, VAE_ENCODER) and any("lora" in str(key).lower() for inputs in above for key in inputs)
-    lora = lora and inputs.get("weights") != "replaceable"
+    lora = any("lora" in str(key).lower() for inputs in above for key in inputs)
+    lora = lora and KINDS[kind] not in VAES and inputs.get("weights") != "replaceable"
     backend = inputs.get("backend")
     backend = backend if isinstance(backend, str) else ""
     numbers = {size: inputs.get(size, 0) for size in SIZE_NAMES}

@@ -6,13 +6,16 @@ are. Only the calls of ``first_stage_model`` go to engines.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..architectures import Role
+from ..architectures.shapes import Shape, ShapeMismatch, bind
 from .engine_handle import EngineHandle
 from .native_network import run_native
 
@@ -32,7 +35,28 @@ def vae_with_engines(vae: VAE, handles: dict[Role, EngineHandle]) -> VAE:
     backed = copy.copy(vae)
     backed.first_stage_model = EngineVAEModel(vae, handles)
     backed.patcher = _beside(vae.patcher, list(handles.values()))
+    for role, name in ((Role.VAE_DECODER, "memory_used_decode"), (Role.VAE_ENCODER, "memory_used_encode")):
+        if role in handles:
+            setattr(backed, name, partial(_memory_used, handles[role], getattr(vae, name)))
     return backed
+
+
+def _memory_used(handle: EngineHandle, native: Callable[[Shape, torch.dtype], int], shape: Shape, dtype: torch.dtype
+                 ) -> int:
+    """Return the bytes that ComfyUI has to free for a call: those of a compiled call where an engine serves it.
+
+    ComfyUI's own estimate is for native's kernels, is larger by far, and has it unload the diffusion model.
+    """
+    session = handle.session
+    if session is not None:
+        network = handle.network
+        architecture = network.architecture()
+        specs = architecture.inputs(network.module, network.precision)
+        with contextlib.suppress(ShapeMismatch):
+            call = bind(specs, {specs[0].name: (1, *shape[1:])})
+            if session.serves(call) is None:
+                return architecture.working_memory(call, dtype)
+    return native(shape, dtype)
 
 
 def _beside(native: ModelPatcher, handles: list[EngineHandle]) -> ModelPatcher:

@@ -7,7 +7,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
@@ -177,8 +177,11 @@ class LiveSession:
     def _uncompiled(self) -> str:
         return "as a CUDA graph" if self.device.type == "cuda" else "eagerly"
 
-    def serves(self, sizes: Mapping[str, int]) -> None:
-        """Any sizes."""
+    def serves(self, sizes: Mapping[str, int]) -> Fallback | None:
+        known = frozen(sizes)
+        if self._architecture.per_step or known in self._opened or known in self._files:
+            return None
+        return self._not_compiled(sizes)
 
     @property
     def compiled(self) -> list[Call]:
@@ -272,7 +275,7 @@ class LiveSession:
         if plan.sizes in self._files:
             self._open_compiled(plan)
         if not self._architecture.per_step and plan.sizes not in self._opened:
-            raise self._not_compiled(plan)
+            raise Unavailable.of(self._not_compiled(plan.symbols))
         try:
             results = self._computed(given, plan, late)
         except (Unavailable, torch.OutOfMemoryError):
@@ -285,11 +288,12 @@ class LiveSession:
         self.uncovered = None if plan.sizes in self._opened else plan.uncovered
         return dict(results)
 
-    def _not_compiled(self, plan: _Plan) -> Unavailable:
-        """The error for a call that live weights do not serve without a compiled file."""
-        detail, uncovered = f"nothing is compiled for {plan.uncovered.words}", replace(plan.uncovered, ran="native")
-        advice = f"build again for {plan.uncovered.words}"
-        return Unavailable(Reason.SHAPE_OUTSIDE_PROFILE, detail, uncovered=uncovered, advice=advice)
+    def _not_compiled(self, sizes: Mapping[str, int]) -> Fallback:
+        """The reason for a call that live weights do not serve without a compiled file."""
+        words = self._architecture.call_words(sizes)
+        uncovered, advice = UncoveredCall(frozen(sizes), words, "native"), f"build again for {words}"
+        detail = f"nothing is compiled for {words}"
+        return Fallback(Reason.SHAPE_OUTSIDE_PROFILE, detail, uncovered=uncovered, advice=advice)
 
     def _computed(
         self, given: Mapping[str, torch.Tensor], plan: _Plan, late: AsyncInputs | None
