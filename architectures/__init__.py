@@ -34,6 +34,13 @@ NEEDED_BY_FAMILIES = (
     "comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel._forward"
     "(self, x, timesteps, context, y, control, transformer_options, **)",
     "comfy.cldm.cldm:ControlNet.forward(self, x, hint, timesteps, context, y, **)",
+    "comfy.ldm.models.autoencoder:AutoencoderKL",
+    "comfy.ldm.models.autoencoder:AutoencodingEngine",
+    "comfy.ldm.models.autoencoder:DiagonalGaussianRegularizer",
+    "comfy.ldm.modules.diffusionmodules.model:AttnBlock",
+    "comfy.ldm.modules.diffusionmodules.model:Decoder",
+    "comfy.ldm.modules.diffusionmodules.model:Encoder",
+    "comfy.taesd.taesd:TAESD",
 )
 """Names in ComfyUI's own code that the families rely on, in the notation of ``comfyui_internals``."""
 
@@ -43,6 +50,8 @@ class Role(str, Enum):
 
     BACKBONE = "unet"
     CONTROLNET = "controlnet"
+    VAE_DECODER = "vae_decoder"
+    VAE_ENCODER = "vae_encoder"
 
 
 class Architecture(Protocol):
@@ -54,6 +63,8 @@ class Architecture(Protocol):
         sizes: what its engines are built for when the user names no numbers.
         symbols: the symbols of its tensors' dimensions, and what people call them.
         batch: the symbol of the batch.
+        per_step: True for networks that each step calls. Others run once per picture: compiled files alone serve them,
+            and nothing of them is captured as a CUDA graph.
         arguments: the positional arguments of the native forward, in order. ``control`` and ``transformer_options`` are
             ComfyUI's in every backbone.
     """
@@ -63,6 +74,7 @@ class Architecture(Protocol):
     sizes: Sizes
     symbols: Mapping[str, Symbol]
     batch: str
+    per_step: bool
     arguments: tuple[str, ...]
 
     def matches(self, module: torch.nn.Module) -> bool:
@@ -155,9 +167,20 @@ def may_be_served(tensors: Iterable[str]) -> bool:
     return any(mark in name for name in tensors for part in marks for mark in part)
 
 
-def architecture_of(module: torch.nn.Module) -> Architecture | None:
-    """The architecture that a native module belongs to, or None when no engine can be built for it."""
-    return next((a for a in architectures().values() if a.matches(module)), None)
+def architecture_of(module: torch.nn.Module, role: Role | None = None) -> Architecture | None:
+    """The architecture that a native module belongs to, or None when no engine can be built for it.
+
+    Args:
+        role: the module's; None where it has but one.
+    """
+    alike = (a for a in architectures().values() if role in (None, a.role))
+    return next((a for a in alike if a.matches(module)), None)
+
+
+def runs_per_step(architecture: str) -> bool:
+    """Tell whether each step calls networks of an architecture; True where its name is not known."""
+    known = architectures().get(architecture)
+    return known is None or known.per_step
 
 
 def profile_words(architecture: str, profile: Profile) -> str:

@@ -31,6 +31,7 @@ class LatentSizes:
 
     sizes: Sizes
 
+    per_step = True
     batch = "B"
     symbols = {
         "B": Symbol("batch"),

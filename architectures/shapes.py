@@ -187,8 +187,9 @@ def bind(specs: Iterable[TensorSpec], shapes: Mapping[str, Shape]) -> dict[str, 
                 wanted = dim
             elif dim.symbol in symbols:
                 wanted = dim.size(symbols)
-            elif dim.up == dim.down == 1:
-                symbols[dim.symbol] = wanted = size
+            elif dim.down == 1:
+                symbols[dim.symbol] = size // dim.up
+                wanted = dim.size(symbols)
             else:
                 continue
             if size != wanted:
@@ -204,6 +205,9 @@ PRECISIONS = ("float16", "bfloat16", "float32")
 
 SIZE_NAMES = ("min_size", "opt_size", "max_size", "max_images", "max_tokens")
 """The fields of ``RequestedSizes``, as nodes and the command line call them."""
+
+VAE_SETTINGS = ("when_missing", "min_size", "opt_size", "max_size", "backend")
+"""The settings of an engine node that a VAE follows; it always computes as ComfyUI does."""
 
 MOST = {"min_size": 8192, "opt_size": 8192, "max_size": 8192, "max_images": 64, "max_tokens": 64 * 77}
 """The largest numbers of each that anybody may ask for."""

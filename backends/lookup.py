@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ..architectures import runs_per_step
 from ..architectures.calls import RequestedCalls, UncoveredCall
 from ..architectures.shapes import Picture, Profile
 from ..engine_library import Engine, EngineQuery, Fallback, Library, Manifest, Reason, Unavailable, trust
@@ -107,7 +108,7 @@ def _look_up(
     try:
         engines, passed_over = _engines(library, query, choice, usable, device), None
     except Unavailable as unavailable:
-        if live is None:
+        if live is None or not runs_per_step(query.architecture):
             raise
         engines, passed_over = [], unavailable.fallback
     own = backends()[engines[0].manifest.identity.backend] if engines else live

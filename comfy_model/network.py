@@ -19,13 +19,16 @@ from .weight_hash import Check, fingerprint, forget_hash, known_hash, weights_ha
 if TYPE_CHECKING:
     from comfy.controlnet import ControlNet
     from comfy.model_patcher import ModelPatcher
+    from comfy.sd import VAE
 
 UNET_PREFIX = "diffusion_model."
 _CAST = "manual_cast_dtype"
 """Under this name a patcher has the compute dtype that it wants of its model, or the model the one that is its own."""
 _UNPATCHED = object()
 
-_architectures: weakref.WeakKeyDictionary[torch.nn.Module, Architecture | None] = weakref.WeakKeyDictionary()
+_architectures: weakref.WeakKeyDictionary[torch.nn.Module, dict[Role, Architecture | None]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,11 @@ class NativeNetwork:
 
     Attributes:
         patcher: ComfyUI's patcher that loads, patches and moves the weights.
-        module: the UNet or ControlNet itself.
+        module: the UNet, ControlNet or VAE itself.
         prefix: where ``module`` lies in the patcher's model: ``"diffusion_model."``, or ``""`` for the whole model.
         dtype: what it computes in.
         label: its name as the user knows it.
+        role: what it is to ComfyUI; a VAE's module has two roles.
     """
 
     patcher: ModelPatcher
@@ -45,23 +49,24 @@ class NativeNetwork:
     prefix: str
     dtype: torch.dtype
     label: str
+    role: Role
 
     @classmethod
     def of_model(cls, model: ModelPatcher, label: str) -> NativeNetwork:
         """The UNet of a MODEL."""
-        return cls(model, model.model.diffusion_model, UNET_PREFIX, _compute_dtype(model), label)
+        return cls(model, model.model.diffusion_model, UNET_PREFIX, _compute_dtype(model), label, Role.BACKBONE)
 
     @classmethod
     def of_controlnet(cls, controlnet: ControlNet, label: str) -> NativeNetwork:
         """The network of a CONTROL_NET whose type is exactly ComfyUI's ControlNet."""
         module = controlnet.control_model
         dtype = controlnet.manual_cast_dtype or module.dtype
-        return cls(controlnet.control_model_wrapped, module, "", dtype, label)
+        return cls(controlnet.control_model_wrapped, module, "", dtype, label, Role.CONTROLNET)
 
-    @property
-    def role(self) -> Role:
-        """Return what it is to ComfyUI."""
-        return Role.BACKBONE if self.prefix == UNET_PREFIX else Role.CONTROLNET
+    @classmethod
+    def of_vae(cls, vae: VAE, role: Role, label: str) -> NativeNetwork:
+        """The decoder or encoder of a VAE, one module for both."""
+        return cls(vae.patcher, vae.first_stage_model, "", vae.vae_dtype, label, role)
 
     @property
     def device(self) -> torch.device:
@@ -124,9 +129,10 @@ class NativeNetwork:
             raise Unavailable(Reason.MODEL_PATCHED, replaced)
         if self.patcher.weight_wrapper_patches or self.patcher.hook_patches or self.patcher.injections:
             raise Unavailable(Reason.MODEL_PATCHED, "another node changes the weights while sampling")
-        if self.module not in _architectures:
-            _architectures[self.module] = architecture_of(self.module)
-        architecture = _architectures[self.module]
+        known = _architectures.setdefault(self.module, {})
+        if self.role not in known:
+            known[self.role] = architecture_of(self.module, self.role)
+        architecture = known[self.role]
         if architecture is None:
             raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} is a {type(self.module).__name__}")
         if (what := unreadable_weights(self.module, self.patcher)) is not None:

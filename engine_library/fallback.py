@@ -105,6 +105,13 @@ class Unavailable(Exception):
         self.fallback = Fallback(reason, detail, **particulars)
         super().__init__(str(self.fallback))
 
+    @classmethod
+    def of(cls, fallback: Fallback) -> Unavailable:
+        """Return the error that carries a fallback as it is."""
+        error = cls(fallback.reason, fallback.detail)
+        error.fallback = fallback
+        return error
+
 
 class BuildError(Exception):
     """Failure of a build; the text says what happened and what to do."""

@@ -282,7 +282,8 @@ def _dim(data: object, what: str) -> int | Dim:
 
 def _check_symbols(inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> None:
     """Raise MalformedInput where a call would not tell all sizes: see ``shapes.bind``."""
-    told = {str(dim) for spec in inputs if not spec.optional for dim in spec.dims}
+    required = [dim for spec in inputs if not spec.optional for dim in spec.dims]
+    told = {dim.symbol for dim in required if isinstance(dim, Dim) and dim.down == 1}
     for spec in (*inputs, *outputs):
         for dim in spec.dims:
             if isinstance(dim, Dim) and dim.symbol not in told:

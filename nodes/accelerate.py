@@ -1,4 +1,4 @@
-"""TRT Accelerate: one node that runs a MODEL and up to four ControlNets on engines."""
+"""TRT Accelerate: one node that runs a MODEL, its VAE and up to four ControlNets on engines."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from ..sampling.controlnet import back_with_engine, native_controlnet
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import status
 from ..sampling.model_wrapper import patch_model
+from ..sampling.vae import native_vae, vae_with_engines
 from . import building, schemas
-from .engines import Place, build, controlnet_network, engine_choice, find
+from .engines import Place, build, controlnet_network, engine_choice, find, find_vae
 from .schemas import CONTROL_INPUTS
 
 if TYPE_CHECKING:
@@ -45,11 +46,14 @@ class TRTAccelerate(io.ComfyNode):
                 handles[name] = found
             elif found is not None:
                 lines[name] = found.sentence()
+        vae = None if vae is None else native_vae(vae)
+        vae_handles = {} if vae is None else find_vae(vae, cls._place("vae"), given)
+        handles |= {role.value: handle for role, handle in vae_handles.items()}
         build(list(handles.values()), when_missing, place.order)
         lines = {name: f"{handle.network.label}: {status(handle)}" for name, handle in handles.items()} | lines
         backed = [_backed(control, handles.get(name)) for name, control in controls.items()]
-        text = "\n".join(lines.values())
-        return io.NodeOutput(patch_model(model, handles["model"]), vae, *backed, ui=ui.PreviewText(text))
+        model, vae = patch_model(model, handles["model"]), vae and vae_with_engines(vae, vae_handles)
+        return io.NodeOutput(model, vae, *backed, ui=ui.PreviewText("\n".join(lines.values())))
 
     @classmethod
     def _place(cls, name: str) -> Place:

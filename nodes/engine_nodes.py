@@ -1,4 +1,4 @@
-"""The two engine nodes: each finds or builds the engine of a network and says so on the node."""
+"""The engine nodes: each finds or builds the engines of a UNet, ControlNet or VAE and says so on the node."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback
 from ..sampling.controlnet import back_with_engine, native_controlnet
 from ..sampling.engine_status import status
+from ..sampling.vae import native_vae, vae_with_engines
 from . import building, schemas
-from .engines import Place, build, controlnet_network, engine_choice, find
+from .engines import Place, build, controlnet_network, engine_choice, find, find_vae
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase
+    from comfy.sd import VAE
 
 
 class TRTUNetEngine(io.ComfyNode):
@@ -59,3 +61,24 @@ class TRTControlNetEngine(io.ComfyNode):
         build([handle], when_missing, place.order)
         backed = back_with_engine(native_controlnet(control_net), handle)
         return io.NodeOutput(backed, ui=ui.PreviewText(status(handle)))
+
+
+class TRTVAEEngine(io.ComfyNode):
+    """VAE -> the same VAE, run by engines: one to decode, and one to encode where the graph does."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schemas.vae_engine()
+
+    @classmethod
+    def fingerprint_inputs(cls, when_missing: str, **_: object) -> str:
+        return building.generation(when_missing)
+
+    @classmethod
+    def execute(cls, vae: VAE, when_missing: str, **settings: int | str) -> io.NodeOutput:
+        place = Place(cls.hidden.dynprompt, cls.hidden.unique_id, "vae")
+        vae = native_vae(vae)
+        handles = find_vae(vae, place, settings)
+        build(list(handles.values()), when_missing, place.order)
+        text = "\n".join(f"{handle.network.label}: {status(handle)}" for handle in handles.values())
+        return io.NodeOutput(vae_with_engines(vae, handles), ui=ui.PreviewText(text))

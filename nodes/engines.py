@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from comfy.controlnet import ControlNet
 from comfy_execution.graph import DynamicPrompt
 
+from ..architectures import Role
 from ..architectures.image_latent import ANY
-from ..architectures.shapes import RequestedSizes
+from ..architectures.shapes import VAE_SETTINGS, RequestedSizes
+from ..backends import AUTO
 from ..backends.lookup import EngineChoice
 from ..comfy_model.network import NativeNetwork
 from ..engine_library import Fallback, Reason, Unavailable
@@ -19,6 +21,8 @@ from ..page_api.build_orders import Order, order_of
 from ..page_api.builds import node_states, pending_orders
 from ..page_api.library_folder import library
 from ..page_api.workflow_graph import (
+    DECODE,
+    ENCODE,
     BadPrompt,
     all_nodes,
     alone,
@@ -26,6 +30,7 @@ from ..page_api.workflow_graph import (
     drawn_id,
     model_name,
     node_key,
+    vae_calls,
     whole_prompt,
 )
 from ..sampling.call_stats import executing
@@ -37,6 +42,7 @@ from .schemas import BUILT_IN, REPLACEABLE, USE_NATIVE
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase
+    from comfy.sd import VAE
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +51,10 @@ WITHOUT_ENGINE = {
     "ControlLora": "a Control-LoRA takes the model's own weights each time that sampling starts",
 }
 """Classes of controls that no engine is built for, and why."""
+
+
+VAE_ROLES = {DECODE: (Role.VAE_DECODER, "VAE decode"), ENCODE: (Role.VAE_ENCODER, "VAE encode")}
+"""Name of a VAE's network -> its role, and the words for it."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +152,23 @@ def controlnet_network(control_net: ControlBase, place: Place) -> NativeNetwork 
     _order_given(place.key)
     log.info("Hybrid TRT: %s", refusal.sentence())
     return refusal
+
+
+def find_vae(vae: VAE, place: Place, settings: dict[str, Any]) -> dict[Role, EngineHandle]:
+    """Return the handles for those networks of a native VAE that the graph calls behind a node.
+
+    Args:
+        settings: those of the engine node; a VAE follows its sizes and its backend.
+    """
+    order, given = place.order, {name: settings[name] for name in VAE_SETTINGS if name in settings}
+    drawn = drawn_id(place.prompt, place.node_id)
+    calls = vae_calls(order.graph, drawn) if order is not None and drawn in order.graph else None
+    handles = {}
+    for name in calls or vae_calls(all_nodes(place.prompt), place.node_id):
+        own, role, words = replace(place, input_name=name), *VAE_ROLES[name]
+        network = NativeNetwork.of_vae(vae, role, f"{words}: {place.label('VAE')}")
+        handles[role] = find(network, engine_choice(network, AUTO, **given), own)
+    return handles
 
 
 def _order_given(key: str) -> None:

@@ -59,6 +59,18 @@ class TRTControlNetEngine(io.ComfyNode):
         return io.NodeOutput(control_net, ui=ui.PreviewText(why()))
 
 
+class TRTVAEEngine(io.ComfyNode):
+    """VAE -> itself."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schemas.vae_engine()
+
+    @classmethod
+    def execute(cls, vae: Any, **_: Any) -> io.NodeOutput:
+        return io.NodeOutput(vae, ui=ui.PreviewText(why()))
+
+
 class TRTSamplerPatch(io.ComfyNode):
     """MODEL -> itself."""
 
@@ -84,4 +96,6 @@ class TRTReport(io.ComfyNode):
         return io.NodeOutput(after, why(), None, ui={"text": [why()], "native": [True]})
 
 
-NODES = [TRTAccelerate, TRTUNetEngine, TRTControlNetEngine, TRTApplyControlNet, TRTSamplerPatch, TRTReport]
+NODES = [
+    TRTAccelerate, TRTUNetEngine, TRTControlNetEngine, TRTVAEEngine, TRTApplyControlNet, TRTSamplerPatch, TRTReport,
+]

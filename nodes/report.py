@@ -84,7 +84,7 @@ def report_json(rows: list[CallStats]) -> dict:
             "native": sum(row["native"] for row in unets),
             "reasons": _sum_reasons(unets),
         },
-        "controlnets": [row.to_json() for row in rows if row.kind != "unet"],
+        "controlnets": [row.to_json() for row in rows if row.kind == "controlnet"],
         "rows": [row.to_json() for row in rows],
     }
 

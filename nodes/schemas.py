@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from ..architectures.shapes import MOST, PRECISIONS
+from ..architectures.shapes import MOST, PRECISIONS, VAE_SETTINGS
 from ..backends import AUTO, backends
 
 USE_NATIVE = "use native"
@@ -40,7 +40,7 @@ def accelerate() -> io.Schema:
         inputs=[
             io.Model.Input("model", tooltip="Behind the loader and its LoRAs."),
             *_settings(),
-            io.Vae.Input("vae", optional=True, tooltip="Handed on as it is: there are no engines for VAEs yet."),
+            io.Vae.Input("vae", optional=True, tooltip="Decodes and encodes on engines of its own."),
             *(io.ControlNet.Input(name, optional=True, tooltip=control) for name in CONTROL_INPUTS),
         ],
         outputs=[
@@ -78,6 +78,21 @@ def controlnet_engine() -> io.Schema:
         search_aliases=["tensorrt controlnet", "compile controlnet", "trt control"],
         inputs=[io.ControlNet.Input("control_net"), *_settings()],
         outputs=[io.ControlNet.Output("control_net_out", display_name="control_net")],
+        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
+    )
+
+
+def vae_engine() -> io.Schema:
+    """TRT VAE Engine."""
+    return io.Schema(
+        node_id="TRTVAEEngine",
+        display_name="TRT VAE Engine",
+        category=CATEGORY,
+        description="Decodes and encodes pictures on compiled engines. Wire it behind the loader of the VAE; the "
+        "output works in all of ComfyUI's VAE nodes. Videos and sound are decoded at normal speed.",
+        search_aliases=["tensorrt vae", "compile vae", "fast vae decode"],
+        inputs=[io.Vae.Input("vae"), *(one for one in _settings() if one.id in VAE_SETTINGS)],
+        outputs=[io.Vae.Output("vae_out", display_name="vae")],
         hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
     )
 

@@ -110,7 +110,7 @@ def _ordered(prompt: Mapping[str, Any], extra: Any, outputs: Iterable[str]) -> s
     graph, keys = DynamicPrompt(dict(prompt)), set()
     runs = {node for output in outputs for node in upstream(graph, output)}
     for node in order.nodes & runs:
-        for name in network_inputs(prompt, node):
+        for name in network_inputs(order.graph if node in order.graph else prompt, node):
             with contextlib.suppress(BadPrompt):  # nobody can ask for it by a key
                 keys.add(node_key(alone(prompt, node, name), node))
     return keys

@@ -164,7 +164,7 @@ class NodeStates:
             answer |= {"state": "ready", "engine": _union_json(engines, known), "job": job.to_json() if job else None}
             if answer["run"] is not None and answer["run"]["opened"] < max(map(_published, engines)):
                 answer["run"] = None  # it tells of the time before this engine
-            answer["any_size"] = serves_any_size(known.backend, known.device)
+            answer["any_size"] = serves_any_size(known.kind, known.backend, known.device)
             if (why := next(filter(None, map(refusal_of, engines)), None)) is not None:
                 backend = engines[0].manifest.identity.backend
                 text = f"It was not opened, so steps run uncompiled: {why}; build it again."

@@ -19,9 +19,15 @@ from ..architectures.shapes import SIZE_NAMES, Picture, RequestedSizes
 from ..backends.lookup import usable_backends
 from ..engine_builder.expected_time import expected
 from ..engine_library import Fallback, Library, Reason, Unavailable
-from .workflow_graph import NETWORK_INPUTS, inputs_of, model_name, upstream
+from .workflow_graph import NETWORK_INPUTS, VAE_ENCODER, VAE_ENGINE, inputs_of, model_name, upstream
 
-KINDS = {"TRTUNetEngine": Role.BACKBONE.value, "TRTControlNetEngine": Role.CONTROLNET.value}
+KINDS = {
+    "TRTUNetEngine": Role.BACKBONE.value, "TRTControlNetEngine": Role.CONTROLNET.value,
+    VAE_ENGINE: Role.VAE_DECODER.value, VAE_ENCODER: Role.VAE_ENCODER.value,
+}
+VAES = (Role.VAE_DECODER, Role.VAE_ENCODER)
+FOLDERS = {Role.BACKBONE.value: ("checkpoints", "diffusion_models"), Role.CONTROLNET.value: ("controlnet",)}
+"""Folders in which the files of a kind of network lie, where a file tells of the network."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class NodeRequest:
     """Request of an engine node of a prompt, as far as the prompt alone tells.
 
     Attributes:
-        kind: ``"unet"`` or ``"controlnet"``.
+        kind: a value of ``Role``.
         label: the model's file, or ``""``.
         lora: whether a LoRA before the node makes its engine another one.
         backend: the node's choice.
@@ -58,7 +64,7 @@ def wish_of(prompt: Mapping[str, Any], node_id: str) -> NodeRequest:
     above = [inputs_of(graph, node) for node in upstream(graph, node_id, (name,))]
     inputs = inputs_of(graph, node_id)
     lora = any("lora" in str(key).lower() for inputs in above for key in inputs)
-    lora = lora and inputs.get("weights") != "replaceable"
+    lora = lora and KINDS[kind] not in VAES and inputs.get("weights") != "replaceable"
     backend = inputs.get("backend")
     backend = backend if isinstance(backend, str) else ""
     numbers = {size: inputs.get(size, 0) for size in SIZE_NAMES}
@@ -103,7 +109,7 @@ def _may_be_served(path: str, _size: int, _mtime_ns: int) -> bool:
 
 def _file_of(wish: NodeRequest) -> str | None:
     """Return the path of the file that a loader names, or None."""
-    for folder in ("checkpoints", "diffusion_models") if wish.kind == Role.BACKBONE else ("controlnet",):
+    for folder in FOLDERS.get(wish.kind, ()):
         with contextlib.suppress(OSError, ValueError):  # Windows refuses some names
             if wish.label and (path := folder_paths.get_full_path(folder, wish.label)) is not None:
                 return path
@@ -119,14 +125,14 @@ def seconds(
         usable = usable_backends(backend, torch.device(device))
         chosen = usable[0]
         known = expected(library, kind, chosen.name, precision, chosen.target(torch.device(device)), parameters)
-        return known, any(one.runs_live_weights for one in usable)
+        return known, kind not in VAES and any(one.runs_live_weights for one in usable)
     except (Unavailable, RuntimeError):  # no such backend, or no such device any more
         return None, False
 
 
-def serves_any_size(backend: str, device: str) -> bool:
+def serves_any_size(kind: str, backend: str, device: str) -> bool:
     """Tell whether live weights serve what an engine was not built for, so that no size has to run native."""
     try:
-        return any(one.runs_live_weights for one in usable_backends(backend, torch.device(device)))
+        return kind not in VAES and any(one.runs_live_weights for one in usable_backends(backend, torch.device(device)))
     except (Unavailable, RuntimeError):  # as above
         return False

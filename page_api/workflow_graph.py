@@ -16,13 +16,18 @@ from typing import Any
 
 from comfy_execution.graph import DynamicPrompt, NodeNotFoundError
 
-from ..architectures.shapes import Picture
+from ..architectures.shapes import VAE_SETTINGS, Picture
 
-MODEL_NAME_INPUTS = ("unet_name", "ckpt_name", "control_net_name", "model_name")
-ACCELERATE = "TRTAccelerate"
-ENGINE_NODES = ("TRTUNetEngine", "TRTControlNetEngine", ACCELERATE)
-NETWORK_INPUTS = {"TRTUNetEngine": ("model",), "TRTControlNetEngine": ("control_net",)}
-"""The inputs by which networks come into nodes for one network."""
+MODEL_NAME_INPUTS = ("unet_name", "ckpt_name", "control_net_name", "vae_name", "model_name")
+ACCELERATE, VAE_ENGINE, VAE_ENCODER = "TRTAccelerate", "TRTVAEEngine", "TRTVAEEngine (encode)"
+ENGINE_NODES = ("TRTUNetEngine", "TRTControlNetEngine", VAE_ENGINE, ACCELERATE)
+NETWORK_INPUTS = {
+    "TRTUNetEngine": ("model",), "TRTControlNetEngine": ("control_net",), VAE_ENGINE: ("vae",), VAE_ENCODER: ("vae",),
+}
+"""The inputs by which networks come into nodes for one network. That for a VAE's encoder stands in keys alone."""
+
+DECODE, ENCODE = "vae", "vae:encode"
+"""Names of a VAE's two networks among the inputs of a node. A part behind a colon is no part of the input's name."""
 
 MAX_PICTURES, MAX_NUMBER = 16, 100_000
 _EMPTY = re.compile("empty.*latent", re.IGNORECASE)
@@ -78,7 +83,7 @@ def all_nodes(prompt: DynamicPrompt) -> dict[str, Any]:
 
 def model_name(prompt: DynamicPrompt, node_id: str, input_name: str, default: str) -> str:
     """Return the file that a loader upstream of an input was told to load, or ``default``."""
-    for node in upstream(prompt, node_id, (input_name,)):
+    for node in upstream(prompt, node_id, (input_name.partition(":")[0],)):
         inputs = inputs_of(prompt, node)
         for name in MODEL_NAME_INPUTS:
             if isinstance(inputs.get(name), str):
@@ -133,13 +138,16 @@ def readers_of(prompt: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def samplers_of(prompt: Mapping[str, Any], node_id: str, readers: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield the samplers that call a node's network."""
+    """Yield the samplers that call a node's network, or whose latents it decodes."""
     seen, queue = {node_id}, [node_id]
     while queue:
         current = queue.pop()
         if is_link(_inputs(prompt, current).get("latent_image")):
             yield current  # what it makes goes on to others, which may use other models
             continue
+        latent = _inputs(prompt, current).get("samples")
+        if is_link(latent) and is_link(_inputs(prompt, latent[0]).get("latent_image")):
+            yield latent[0]
         for reader in readers.get(current, ()):
             if reader not in seen:
                 seen.add(reader)
@@ -165,24 +173,46 @@ def picture_of(prompt: Mapping[str, Any], sampler: str) -> Picture | None:
 
 
 def network_inputs(prompt: Mapping[str, Any], node_id: str) -> list[str]:
-    """Return the inputs of an engine node that bring a network: one, or several of TRT Accelerate."""
+    """Return the inputs of an engine node that bring a network: one, or several of TRT Accelerate and for VAEs."""
     kind, inputs = _node(prompt, node_id).get("class_type"), _inputs(prompt, node_id)
+    if kind == VAE_ENGINE:
+        return vae_calls(prompt, node_id)
     if kind != ACCELERATE:
         return list(NETWORK_INPUTS.get(kind, ()))
     wired = (name for name, value in inputs.items() if name.startswith("control_net_") and is_link(value))
-    return ["model", *sorted(wired)]
+    vae = vae_calls(prompt, node_id) if is_link(inputs.get("vae")) else []
+    return ["model", *sorted(wired), *vae]
+
+
+def vae_calls(prompt: Mapping[str, Any], node_id: str) -> list[str]:
+    """Return which networks of a VAE the graph calls behind a node: ``DECODE``, ``ENCODE`` or both.
+
+    A reader that takes latents decodes, one that takes pixels encodes, but for ControlNets: few of these encode. Where
+    no reader tells, pictures are decoded.
+    """
+    output = [node_id, 1 if _node(prompt, node_id).get("class_type") == ACCELERATE else 0]
+    found = set()
+    for inputs in (_inputs(prompt, reader) for reader in prompt):
+        if output in inputs.values():
+            takes = {name for name, value in inputs.items() if is_link(value)}
+            encodes = takes & {"pixels", "image"} and "control_net" not in takes
+            found |= {DECODE} if "samples" in takes else {ENCODE} if encodes else set()
+    return [name for name in (DECODE, ENCODE) if name in found] or [DECODE]
 
 
 def alone(prompt: Mapping[str, Any], node_id: str, input_name: str) -> Mapping[str, Any]:
     """Return a prompt in which an engine node stands for the network of one input alone, as a node for that would."""
-    node = _node(prompt, node_id)
-    if node.get("class_type") != ACCELERATE:
+    node, inputs = _node(prompt, node_id), _inputs(prompt, node_id)
+    if node.get("class_type") not in (ACCELERATE, VAE_ENGINE):
         return prompt
-    settings = {name: value for name, value in _inputs(prompt, node_id).items()
+    settings = {name: value for name, value in inputs.items()
                 if name not in ("model", "vae") and not name.startswith("control_net_")}  # fmt: skip
-    kind = "TRTUNetEngine" if input_name == "model" else "TRTControlNetEngine"
-    inputs = {NETWORK_INPUTS[kind][0]: _inputs(prompt, node_id).get(input_name), **settings}
-    return {**prompt, node_id: {"class_type": kind, "inputs": inputs}}
+    kinds = {"model": "TRTUNetEngine", DECODE: VAE_ENGINE, ENCODE: VAE_ENCODER}
+    kind = kinds.get(input_name, "TRTControlNetEngine")
+    if kind in (VAE_ENGINE, VAE_ENCODER):
+        settings = {name: value for name, value in settings.items() if name in VAE_SETTINGS}
+    network = inputs.get(input_name.partition(":")[0])
+    return {**prompt, node_id: {"class_type": kind, "inputs": {NETWORK_INPUTS[kind][0]: network, **settings}}}
 
 
 def _node(prompt: Mapping[str, Any], node_id: str) -> Mapping[str, Any]:

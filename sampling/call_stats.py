@@ -137,7 +137,7 @@ class CallStats:
     """The calls of one network during one execution of one sampling node.
 
     Attributes:
-        kind: ``"unet"`` or ``"controlnet"``.
+        kind: a value of ``Role``.
         name: the model's name as the user knows it.
         engine_node: id of the engine node in the graph.
         sampler_node: id of the node that sampled.

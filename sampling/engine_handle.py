@@ -112,7 +112,9 @@ class EngineHandle(Shared):
         if self.network.role is Role.BACKBONE:
             return []  # its sampler patch plans, and knows the patcher; ComfyUI itself names the native model
         self.plan()
-        return [] if self.fallback is None else [self.network.patcher]
+        if self.network.role is not Role.CONTROLNET or self.fallback is None:
+            return []  # a VAE's native weights are loaded in any case: they are small
+        return [self.network.patcher]
 
     def open(self) -> None:
         """Open the engine while ComfyUI loads models for a run; where it cannot be opened native serves the run."""
@@ -145,7 +147,7 @@ class EngineHandle(Shared):
         self.stats = open_stats(network.role.value, network.label, self.node_id, self.node_key, network.device)
         if self.session is not None:
             if self.session.follows_patches:
-                keep_beside(network.module, self.patcher)
+                keep_beside(network.module, network.role, self.patcher)
             else:
                 keep(self.patcher, context.prompt_id if context else "")
             self.stats.remark = remark(network.module, patcher or network.patcher, network.prefix)

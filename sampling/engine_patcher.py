@@ -25,7 +25,7 @@ KEPT_PROMPTS = 2
 """Number of the latest prompts whose engines stay open, although the nodes that held them were replaced."""
 
 _kept: OrderedDict[str, set[EnginePatcher]] = OrderedDict()
-_beside: weakref.WeakKeyDictionary[torch.nn.Module, EnginePatcher] = weakref.WeakKeyDictionary()
+_beside: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, EnginePatcher]] = weakref.WeakKeyDictionary()
 
 
 class Owner(Protocol):
@@ -151,9 +151,9 @@ def keep(patcher: EnginePatcher, prompt_id: str) -> None:
         _kept.popitem(last=False)
 
 
-def keep_beside(module: torch.nn.Module, patcher: EnginePatcher) -> None:
+def keep_beside(module: torch.nn.Module, role: str, patcher: EnginePatcher) -> None:
     """Keep the session of a live network, which uses the native module's weights, as long as the module lives.
 
     Nothing here refers to the module, so ComfyUI may free the model at any time.
     """
-    _beside[module] = patcher
+    _beside.setdefault(module, {})[role] = patcher

@@ -123,7 +123,7 @@ class WithLiveFallback:
         self._live.unload()
 
     def serves(self, sizes: Mapping[str, int]) -> Fallback | None:
-        return self._live.serves(sizes)
+        return self._engine.serves(sizes) and self._live.serves(sizes)
 
     def run(
         self,

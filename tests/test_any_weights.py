@@ -189,7 +189,7 @@ def test_nothing_is_hashed_for_an_engine_that_takes_any_weights(
     monkeypatch.setattr(NativeNetwork, "weights_hash", hashed)
     net = network("unet", "unlike_levels")
     built(net, tmp_path)
-    wanted = NativeNetwork(patched(net, (lora(net, 5), 0.8)), net.module, net.prefix, net.dtype, net.label)
+    wanted = NativeNetwork(patched(net, (lora(net, 5), 0.8)), net.module, net.prefix, net.dtype, net.label, net.role)
     assert error(served(handle_of(wanted, tmp_path, True)), native(wanted, wanted.patcher)) <= LIMIT
 
 

@@ -92,7 +92,7 @@ def test_the_same_order_joins_the_job_that_is_there(
     assert queue.submit(other, library) is not first
     assert queue.submit(one, Library([tmp_path / "another"])) is not first
     assert queue.submit(replace(one, replaceable=True), library) is not first
-    clone = NativeNetwork(network.patcher.clone(), network.module, network.prefix, network.dtype, "another name")
+    clone = replace(network, patcher=network.patcher.clone(), label="another name")
     assert queue.submit(BuildOrder(clone, one.precision, one.profile, one.backend), library) is first
     queue.cancel(first)
     assert queue.submit(one, library) is not first

@@ -139,7 +139,7 @@ def test_hashing_a_patched_model_from_the_unpatched_clone_sees_the_original_weig
     net.patcher.patch_model(CPU)
     fresh = network("unet", "unlike_levels")
     assert fresh.weights_hash() == before
-    live = NativeNetwork(plain.patcher.clone(), plain.module, UNET_PREFIX, torch.float32, "live")
+    live = NativeNetwork(plain.patcher.clone(), plain.module, UNET_PREFIX, torch.float32, "live", plain.role)
     from hybrid_trt.comfy_model.weight_hash import _hash, current_weights
 
     assert _hash(current_weights(live.patcher, UNET_PREFIX)) == before

@@ -49,7 +49,7 @@ def stored_as(dtype: torch.dtype, kind: str = "unet") -> NativeNetwork:
 
 
 def behind(net: NativeNetwork, patcher: ModelPatcher) -> NativeNetwork:
-    return NativeNetwork(patcher, net.module, net.prefix, net.dtype, net.label)
+    return NativeNetwork(patcher, net.module, net.prefix, net.dtype, net.label, net.role)
 
 
 def merged(net: NativeNetwork) -> ModelPatcher:
@@ -217,7 +217,7 @@ def test_under_dynamic_vram_weights_have_the_dtype_that_large_layers_are_cast_to
     net.module.float()
     for parameter in net.module.parameters():
         parameter.data.add_(0.01)
-    plain = NativeNetwork(net.patcher, net.module, net.prefix, net.dtype, net.label)
+    plain = NativeNetwork(net.patcher, net.module, net.prefix, net.dtype, net.label, net.role)
     net = behind(net, on_cpu(net.patcher))
     layers = dict(net.module.named_modules())
     cast = 0

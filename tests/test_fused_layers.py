@@ -82,7 +82,7 @@ def test_each_fused_parameter_is_followed(kind: str) -> None:
         plain = list(session.run(given).values())
     for name in names:
         value = net.patcher.model.get_parameter(name)
-        other = NativeNetwork(net.patcher.clone(), net.module, net.prefix, net.dtype, net.label)
+        other = NativeNetwork(net.patcher.clone(), net.module, net.prefix, net.dtype, net.label, net.role)
         other.patcher.add_patches({name: ("diff", (torch.randn(value.shape, generator=generator),))}, 1.0)
         session.begin_run(other.patcher)
         with torch.inference_mode():

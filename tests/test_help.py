@@ -11,7 +11,8 @@ import pytest
 from comfy_process import ComfyProcess
 
 ROOT = Path(__file__).resolve().parent.parent
-NODES = ("TRTAccelerate", "TRTUNetEngine", "TRTControlNetEngine", "TRTApplyControlNet", "TRTSamplerPatch", "TRTReport")
+NODES = ("TRTAccelerate", "TRTUNetEngine", "TRTControlNetEngine", "TRTVAEEngine", "TRTApplyControlNet",
+         "TRTSamplerPatch", "TRTReport")
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
@@ -44,7 +45,7 @@ def test_help_names_settings_by_the_labels_that_the_node_shows(comfy: ComfyProce
         shown.add(chinese if language == "zh" else options.get("display_name", name))
     assert set(named) <= shown, set(named) - shown
     if node.endswith("Engine") or node == "TRTAccelerate":
-        assert len(named) == 10
+        assert len(named) == (6 if node == "TRTVAEEngine" else 10)
 
 
 def test_chinese_names_cover_every_node_and_input(comfy: ComfyProcess) -> None:

@@ -22,6 +22,7 @@ from pack import ROOT
 NODES = {
     "TRTUNetEngine": "TRT UNet Engine",
     "TRTControlNetEngine": "TRT ControlNet Engine",
+    "TRTVAEEngine": "TRT VAE Engine",
     "TRTApplyControlNet": "TRT Apply ControlNet",
     "TRTSamplerPatch": "TRT Sampler Patch",
     "TRTReport": "TRT Report",

@@ -93,7 +93,7 @@ def test_a_patch_that_comes_between_two_runs_of_one_execution_is_in_the_encoded_
 def weakly_patched(net: NativeNetwork, strength: float = 0.0, strength_model: float = 1.0) -> NativeNetwork:
     patcher = net.patcher.clone()
     assert patcher.add_patches(lora_for(net), strength, strength_model)
-    return NativeNetwork(patcher, net.module, net.prefix, net.dtype, net.label)
+    return NativeNetwork(patcher, net.module, net.prefix, net.dtype, net.label, net.role)
 
 
 def test_patches_of_strength_0_are_no_patches(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_loras_come_and_go_without_a_new_recording() -> None:
                if name.endswith("to_k.weight")}
     patcher = plain.patcher.clone()
     patcher.add_patches(patches, 0.8)
-    patched = NativeNetwork(patcher, plain.module, plain.prefix, plain.dtype, plain.label)
+    patched = NativeNetwork(patcher, plain.module, plain.prefix, plain.dtype, plain.label, plain.role)
     session, given = LiveSession(plain, TORCH, "float16"), given_for(plain, 3)
     for net in (plain, plain, patched, patched, plain, patched):
         session.begin_run(net.patcher)

@@ -155,7 +155,7 @@ def test_patched_or_otherwise_loaded_models_are_hashed_themselves(tmp_path: Path
     patched = plain.patcher.clone()
     name = next(name for name, p in patched.model.named_parameters() if name.endswith("to_k.weight"))
     patched.add_patches({name: ("diff", (patched.model.get_parameter(name) + 1,))})
-    lora = NativeNetwork(patched, plain.module, plain.prefix, plain.dtype, "lora")
+    lora = NativeNetwork(patched, plain.module, plain.prefix, plain.dtype, "lora", plain.role)
     assert lora.weights_hash() != plain.weights_hash()
     half = from_file(file)
     half.module.half()

@@ -94,6 +94,7 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("diffusion_models/tiny_sd15_ip2p_unet.safetensors", (Part("unet", 19, SD15_FLAT | {"in_channels": 8}),)),
     Recipe("diffusion_models/tiny_sdxl_unet.safetensors", (Part("unet", 20, SDXL),)),
     Recipe("vae/tiny_sdxl_taesd.safetensors", (Part("taesd", 1, {"scale": 0.13025}),)),
+    Recipe("vae/tiny_kl.safetensors", (Part("vae", 81, {"decoder_ch": 32}),)),
     Recipe("controlnet/tiny_sd15_a.safetensors", (Part("controlnet", 31, SD15, "control_model."),)),
     Recipe("controlnet/tiny_sd15_b.safetensors", (Part("controlnet", 32, SD15, "control_model."),)),
     Recipe("controlnet/tiny_sd15_flat_a.safetensors", (Part("controlnet", 33, SD15_FLAT, "control_model."),)),
@@ -301,12 +302,13 @@ def _taesd_shapes(config: dict[str, Any]) -> Shapes:
 
 
 def _vae_shapes(config: dict[str, Any]) -> Shapes:
-    """The autoencoder of SD1.5 and SDXL at its full size."""
+    """The autoencoder of SD1.5 and SDXL at its full size, or with a decoder of ``decoder_ch`` channels."""
     from comfy.ldm.models.autoencoder import AutoencoderKL
 
     layers = {"double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
               "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0}
-    return _shapes_of(lambda: AutoencoderKL(ddconfig=layers, embed_dim=4))
+    decoder = layers | {"ch": config.get("decoder_ch", layers["ch"])}
+    return _shapes_of(lambda: AutoencoderKL(ddconfig=layers, decoder_ddconfig=decoder, embed_dim=4))
 
 
 def _clip_l_shapes(config: dict[str, Any]) -> Shapes:

@@ -43,7 +43,7 @@ class LiveNetwork:
         self.inputs: list[TensorSpec] = architecture.engine_inputs(network.module, precision)
         self.outputs: list[TensorSpec] = architecture.outputs(network.module, precision)
         # a ControlNet's own patcher is replaced by the engine's, so nobody loads native weights to share
-        self.shares = network.role is Role.BACKBONE
+        self.shares = network.role is not Role.CONTROLNET
         self.weights = LiveWeights(network, self.dtype, share=self.shares)
         copy = self.weights.module
         self.passes = PerImagePasses(architecture.passes(copy), self.device, self.dtype)

@@ -177,8 +177,11 @@ class LiveSession:
     def _uncompiled(self) -> str:
         return "as a CUDA graph" if self.device.type == "cuda" else "eagerly"
 
-    def serves(self, sizes: Mapping[str, int]) -> None:
-        """Any sizes."""
+    def serves(self, sizes: Mapping[str, int]) -> Fallback | None:
+        known = frozen(sizes)
+        if self._architecture.per_step or known in self._opened or known in self._files:
+            return None
+        return self._not_compiled(sizes)
 
     @property
     def compiled(self) -> list[Call]:
@@ -271,6 +274,8 @@ class LiveSession:
         self._last = plan.sizes
         if plan.sizes in self._files:
             self._open_compiled(plan)
+        if not self._architecture.per_step and plan.sizes not in self._opened:
+            raise Unavailable.of(self._not_compiled(plan.symbols))
         try:
             results = self._computed(given, plan, late)
         except (Unavailable, torch.OutOfMemoryError):
@@ -283,9 +288,18 @@ class LiveSession:
         self.uncovered = None if plan.sizes in self._opened else plan.uncovered
         return dict(results)
 
+    def _not_compiled(self, sizes: Mapping[str, int]) -> Fallback:
+        """The reason for a call that live weights do not serve without a compiled file."""
+        words = self._architecture.call_words(sizes)
+        uncovered, advice = UncoveredCall(frozen(sizes), words, "native"), f"build again for {words}"
+        detail = f"nothing is compiled for {words}"
+        return Fallback(Reason.SHAPE_OUTSIDE_PROFILE, detail, uncovered=uncovered, advice=advice)
+
     def _computed(
         self, given: Mapping[str, torch.Tensor], plan: _Plan, late: AsyncInputs | None
     ) -> dict[str, torch.Tensor]:
+        if not self._architecture.per_step:
+            return self._live.run(self._prepared(given, plan.symbols), plan.sizes)
         return self.graphs.run(
             lambda tensors: self._live.run(tensors, plan.sizes),
             given,
@@ -374,7 +388,7 @@ def live_session(network: NativeNetwork, backend: Compiler, precision: str) -> L
     Raises:
         Unavailable: another node replaced a part of the module.
     """
-    key = (id(network.module), precision, str(network.device))
+    key = (id(network.module), network.role, precision, str(network.device))
     try:
         # ids come again
         return shared(key, lambda found: found.runs(network.module), lambda: LiveSession(network, backend, precision))

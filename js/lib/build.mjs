@@ -1,6 +1,6 @@
 // The Build button: orders a build by a small prompt of its own, follows it, cancels it.
 
-import { ACCELERATE, buildPrompt, engineNodes, isWired, upstreamOf } from "./graph.mjs";
+import { ACCELERATE, NODE_FOR, buildPrompt, engineNodes, isWired, upstreamOf } from "./graph.mjs";
 import { Look } from "./look.mjs";
 import { applyPreset } from "./presets.mjs";
 import { request } from "./server.mjs";
@@ -73,7 +73,7 @@ export class Builder {
      * @param {{name: string, label: string, kind: string}} engine
      */
     async rebuild(engine) {
-        const type = engine.kind === "unet" ? "TRTUNetEngine" : "TRTControlNetEngine";
+        const type = NODE_FOR[engine.kind];
         const views = engineNodes(this.tracker.root()).map(({ node }) => this.tracker.views.get(node))
             .filter((view) => [type, ACCELERATE].includes(view?.node.comfyClass));
         const view = views.find(({ state }) => usesOf(state).some((use) => use.engine?.names?.includes(engine.name)))

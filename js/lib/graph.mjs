@@ -1,7 +1,11 @@
 // Finding engine nodes in the graph, subgraphs included, and cutting a prompt down to what a build needs.
 
 export const ACCELERATE = "TRTAccelerate";
-export const ENGINE_NODES = ["TRTUNetEngine", "TRTControlNetEngine", ACCELERATE];
+/** Kind of network -> the node for it alone. */
+export const NODE_FOR = {
+    unet: "TRTUNetEngine", controlnet: "TRTControlNetEngine", vae_decoder: "TRTVAEEngine", vae_encoder: "TRTVAEEngine",
+};
+export const ENGINE_NODES = [...new Set(Object.values(NODE_FOR)), ACCELERATE];
 export const REPORT = "hybrid_trt_build";
 
 /**

@@ -5,6 +5,7 @@ import { confirm, showText } from "./dialog.mjs";
 import { arrange, button, make } from "./dom.mjs";
 import { openMenu } from "./menu.mjs";
 import { anyEnded, deleteQuestion, engineRow, grouped, jobLines, matching, shownJobs, SORT_KEYS, tone, withJob } from "./panel_words.mjs";
+import { NODE_FOR } from "./graph.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
 import { shortName, size } from "./words.mjs";
@@ -173,7 +174,7 @@ class PanelActions {
 
     async rebuild(engine) {
         const found = await this.page.rebuild(engine);
-        const node = engine.kind === "unet" ? "TRT UNet Engine" : "TRT ControlNet Engine";
+        const node = window.LiteGraph.registered_node_types[NODE_FOR[engine.kind]]?.title;
         this.#tell("info", t(found ? "rebuildStarted" : "rebuildWhere", { label: engine.label, node }));
     }
 

@@ -26,9 +26,10 @@ export function presetOf(node) {
     return Object.keys(PRESETS).find((key) => sameSizes(sizesOf(node), PRESETS[key])) ?? null;
 }
 
-/** Whether two nodes have the same numbers. */
+/** Whether two nodes have the same numbers, of those that both have: a VAE's node has no images and no tokens. */
 export function sameSizes(one, other) {
-    return Object.keys(PRESETS[AUTO]).every((name) => one?.[name] === other?.[name]);
+    if (!one || !other) return false;
+    return Object.keys(PRESETS[AUTO]).every((name) => !(name in one && name in other) || one[name] === other[name]);
 }
 
 /** Call something after a method of an object. */

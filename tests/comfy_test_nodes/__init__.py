@@ -212,6 +212,11 @@ def sampler(latent_image: dict, **given: object) -> io.NodeOutput:
     return io.NodeOutput(latent, expand=graph.finalize())
 
 
+def pixels(image: torch.Tensor) -> dict:
+    """Return images as the values of a latent, to be saved as these are."""
+    return {"samples": image.movedim(-1, 1)}
+
+
 def pictures(engine: Any) -> io.NodeOutput:
     """Tell which pictures an engine node found in the prompt."""
     return io.NodeOutput(engine, ui={"pictures": [[p.width, p.height, *p.batches] for p in engine.choice.pictures]})
@@ -242,6 +247,7 @@ NODES = [
     _node("TestStartLoop", start_loop, [integer("first", 0, 0), integer("step", 1, 1), integer("count", 2, 1, 8)],
           io.Int, io.Latent, always=True, enable_expand=True, hidden=[io.Hidden.dynprompt, io.Hidden.unique_id]),
     _node("TestSampler", sampler, [MODEL, *CONDITIONINGS, LATENT, STEPS], io.Latent, enable_expand=True),
+    _node("TestPixels", pixels, [io.Image.Input("image")], io.Latent),
     _node("TestPictures", pictures, [ENGINE.Input("engine")], ENGINE),
     _node("TestModelsAlive", models_alive, [integer("turn", 0, 0), io.Latent.Input("after", optional=True)]),
     _node("TestOwnForward", other_packs_sampling.with_own_forward, [

@@ -19,6 +19,7 @@ import pytest
 import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from hybrid_trt import backends
+from hybrid_trt.architectures import Role
 from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.comfy_model.network import UNET_PREFIX, NativeNetwork
 from hybrid_trt.engine_builder.jobs import BuildQueue
@@ -43,7 +44,7 @@ def small_network(seed: int = 1, **changes: Any) -> NativeNetwork:
     model = torch.nn.Module()
     model.diffusion_model = module.eval().requires_grad_(False)
     patcher = comfy.model_patcher.ModelPatcher(model, CPU, CPU)
-    return NativeNetwork(patcher, module, UNET_PREFIX, torch.float32, f"small_{seed}.safetensors")
+    return NativeNetwork(patcher, module, UNET_PREFIX, torch.float32, f"small_{seed}.safetensors", Role.BACKBONE)
 
 
 @contextmanager

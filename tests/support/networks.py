@@ -15,6 +15,7 @@ import comfy.model_patcher
 import comfy.ops
 from comfy.cldm.cldm import ControlNet
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+from hybrid_trt.architectures import Role
 from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.comfy_model.network import UNET_PREFIX, NativeNetwork
 
@@ -101,4 +102,4 @@ def _patched(
 ) -> NativeNetwork:
     module.eval().requires_grad_(False)
     patcher = comfy.model_patcher.ModelPatcher(model, device, CPU)
-    return NativeNetwork(patcher, module, UNET_PREFIX if kind == "unet" else "", dtype, f"random {kind}")
+    return NativeNetwork(patcher, module, UNET_PREFIX if kind == "unet" else "", dtype, f"random {kind}", Role(kind))

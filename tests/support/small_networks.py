@@ -63,7 +63,7 @@ def network(
     module.eval().requires_grad_(False)
     patcher = comfy.model_patcher.ModelPatcher(model, CPU, CPU)
     prefix = UNET_PREFIX if kind == "unet" else ""
-    return NativeNetwork(patcher, module, prefix, torch.float32, f"{layout}.safetensors")
+    return NativeNetwork(patcher, module, prefix, torch.float32, f"{layout}.safetensors", Role(kind))
 
 
 class HintEncoder:
@@ -91,7 +91,7 @@ def lora_for(net: NativeNetwork) -> dict[str, tuple]:
 def with_lora(net: NativeNetwork) -> NativeNetwork:
     patcher = net.patcher.clone()
     assert patcher.add_patches(lora_for(net), 0.8)
-    return NativeNetwork(patcher, net.module, net.prefix, net.dtype, net.label)
+    return NativeNetwork(patcher, net.module, net.prefix, net.dtype, net.label, net.role)
 
 
 def native_call(net: NativeNetwork, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:

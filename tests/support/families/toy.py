@@ -97,6 +97,7 @@ class ToySizes:
 
     sizes = Sizes("Toy", 64, 128, 256)
     batch = "N"
+    per_step = True
     symbols = {"N": Symbol("images"), "R": Symbol("rows", PIXELS, "px"), "C": Symbol("columns", PIXELS, "px"),
                "L": Symbol("words"), "P": Symbol("pictures")}  # fmt: skip
 

@@ -1,0 +1,177 @@
+"""VAEs of still images as engines: the KL autoencoders of SD1.5, SDXL, SD3, Flux and Z-Image, and TAESD.
+
+A VAE has two networks, decoder and encoder, in one module. Each is an architecture of its own, and gets an engine only
+where a graph calls it. ComfyUI calls them once per picture, so they are compiled and not captured as CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine, DiagonalGaussianRegularizer
+from comfy.ldm.modules.diffusionmodules.model import AttnBlock, Decoder, Encoder
+from comfy.taesd.taesd import TAESD
+
+from . import Role
+from .calls import Binding, EngineCall, Unsupported
+from .image_latent import LATENT, LatentSizes
+from .shapes import Dim, Picture, Profile, Range, RequestedSizes, Sizes, TensorSpec
+
+CHANNELS = 3
+FILE_MARKS = ()
+"""No file of a diffusion model is recognised by its VAE."""
+
+
+@dataclass(frozen=True)
+class AutoencoderSizes(LatentSizes):
+    """Sizes of one picture without a prompt: ComfyUI's batches are split, because a call of one fits every batch.
+
+    Attributes:
+        working_values: numbers that a compiled call holds at its height, for each pixel; from benchmarks/vae.py.
+    """
+
+    name: str
+    role: Role
+    working_values: int
+
+    per_step = False
+    arguments = ("images",)
+
+    def profile(self, asked: RequestedSizes) -> Profile:
+        """See ``Architecture``."""
+        ranges = super().profile(asked).ranges
+        return Profile({"B": Range(1, 1, 1), "H": ranges["H"], "W": ranges["W"]})
+
+    def words(self, profile: Profile) -> str:
+        """See ``Architecture``: ``256 to 1024 px``."""
+        return super().words(profile.only("HW"))
+
+    def calls(self, profile: Profile, picture: Picture) -> list[dict[str, int]]:
+        """See ``Architecture``: one call, whatever the batch."""
+        return [{"B": 1, "H": max(1, picture.height // LATENT), "W": max(1, picture.width // LATENT)}]
+
+    def call_words(self, call: Mapping[str, int]) -> str:
+        """See ``Architecture``: ``832x1216``."""
+        return f"{LATENT * call['W']}x{LATENT * call['H']}"
+
+    def working_memory(self, call: Mapping[str, int], dtype: torch.dtype) -> int:
+        """Return the bytes that a compiled call needs besides its weights."""
+        return self.working_values * LATENT * LATENT * call["H"] * call["W"] * dtype.itemsize
+
+    def inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
+        """See ``Architecture``: a latent, or pixels from -1 to 1."""
+        decodes = self.role is Role.VAE_DECODER
+        return [_latent("images", module, dtype) if decodes else _pixels("images", dtype)]
+
+    def outputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
+        """See ``Architecture``."""
+        decodes = self.role is Role.VAE_DECODER
+        return [_pixels("result", dtype) if decodes else _latent("result", module, dtype)]
+
+    def engine_inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
+        """See ``Architecture``."""
+        return self.inputs(module, dtype)
+
+    def passes(self, module: torch.nn.Module) -> list:
+        """See ``Architecture``: none."""
+        return []
+
+    def binding(self, module: torch.nn.Module) -> Binding:
+        """See ``Architecture``."""
+        return _bind
+
+    def function(self, module: torch.nn.Module) -> torch.nn.Module:
+        """See ``Architecture``."""
+        for layer in module.modules():
+            if isinstance(layer, AttnBlock):
+                layer.optimized_attention = _attention
+        return _Half(module, "decode" if self.role is Role.VAE_DECODER else "encode")
+
+
+class KLAutoencoder(AutoencoderSizes):
+    """A KL autoencoder of 8 px per latent element, with or without layers around the latent."""
+
+    def matches(self, module: torch.nn.Module) -> bool:
+        """See ``Architecture``."""
+        return (
+            type(module) in (AutoencoderKL, AutoencodingEngine)
+            and type(module.encoder) is Encoder
+            and type(module.decoder) is Decoder
+            and isinstance(module.decoder.conv_in, torch.nn.Conv2d)
+            and type(module.regularization) is DiagonalGaussianRegularizer
+            and not module.regularization.sample
+            and getattr(module, "bn", None) is None
+            and _pixels_per_element(module) == LATENT
+        )
+
+
+class TinyAutoencoder(AutoencoderSizes):
+    """TAESD, of 8 px per latent element."""
+
+    def matches(self, module: torch.nn.Module) -> bool:
+        """See ``Architecture``."""
+        return type(module) is TAESD and _channels(module) <= 16
+
+
+def _pixels_per_element(module: AutoencodingEngine) -> int:
+    return 2 ** (module.decoder.num_resolutions - 1)
+
+
+def _channels(module: torch.nn.Module) -> int:
+    """Return the channels of the latent."""
+    if isinstance(module, TAESD):
+        return module.taesd_decoder[1].in_channels
+    first = getattr(module, "post_quant_conv", None) or module.decoder.conv_in
+    return first.in_channels
+
+
+def _latent(name: str, module: torch.nn.Module, dtype: str) -> TensorSpec:
+    return TensorSpec(name, dtype, (Dim("B"), _channels(module), Dim("H"), Dim("W")))
+
+
+def _pixels(name: str, dtype: str) -> TensorSpec:
+    height, width = Dim("H", up=LATENT), Dim("W", up=LATENT)
+    return TensorSpec(name, dtype, (Dim("B"), CHANNELS, height, width))
+
+
+def _bind(call: Mapping[str, Any]) -> EngineCall:
+    images = call["images"]
+    for name in call.keys() - {"images"}:
+        if call[name] is not None:
+            raise Unsupported(name)
+
+    def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return outputs["result"].to(images.device, images.dtype)
+
+    return EngineCall({"images": images}, finish)
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention of all elements of a picture, one head; all tensors are (batch, channels, height, width)."""
+    rows = [t.flatten(2).transpose(1, 2).unsqueeze(1) for t in (q, k, v)]
+    return F.scaled_dot_product_attention(*rows).squeeze(1).transpose(1, 2).reshape(q.shape)
+
+
+class _Half(torch.nn.Module):
+    """Decoder or encoder of a VAE."""
+
+    def __init__(self, vae: torch.nn.Module, method: str):
+        super().__init__()
+        self.vae = vae
+        self.method = method
+
+    def forward(self, tensor: torch.Tensor) -> tuple[torch.Tensor]:
+        return (getattr(self.vae, self.method)(tensor),)
+
+
+_SIZES = Sizes("VAE", 64, 1024, 1536)
+ARCHITECTURES = (
+    KLAutoencoder(_SIZES, "kl_vae_decoder", Role.VAE_DECODER, 860),
+    KLAutoencoder(_SIZES, "kl_vae_encoder", Role.VAE_ENCODER, 580),
+    TinyAutoencoder(_SIZES, "taesd_decoder", Role.VAE_DECODER, 260),
+    TinyAutoencoder(_SIZES, "taesd_encoder", Role.VAE_ENCODER, 260),
+)

@@ -1,0 +1,108 @@
+"""An engine-backed VAE: ComfyUI's own VAE object with engines where its network was.
+
+The object stays ComfyUI's ``VAE``: it loads, tiles, crops and scales as ever, and its native weights stay where they
+are. Only the calls of ``first_stage_model`` go to engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..architectures import Role
+from ..architectures.shapes import Shape, ShapeMismatch, bind
+from .engine_handle import EngineHandle
+from .native_network import run_native
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+    from comfy.sd import VAE
+
+
+def native_vae(vae: VAE) -> VAE:
+    """Return the native VAE behind an engine-backed one, or the given one."""
+    model = vae.first_stage_model
+    return model.native_vae if isinstance(model, EngineVAEModel) else vae
+
+
+def vae_with_engines(vae: VAE, handles: dict[Role, EngineHandle]) -> VAE:
+    """Return a copy of a native VAE whose calls run on the engines of its handles, wherever these can serve."""
+    backed = copy.copy(vae)
+    backed.first_stage_model = EngineVAEModel(vae, handles)
+    backed.patcher = _beside(vae.patcher, list(handles.values()))
+    for role, name in ((Role.VAE_DECODER, "memory_used_decode"), (Role.VAE_ENCODER, "memory_used_encode")):
+        if role in handles:
+            setattr(backed, name, partial(_memory_used, handles[role], getattr(vae, name)))
+    return backed
+
+
+def _memory_used(handle: EngineHandle, native: Callable[[Shape, torch.dtype], int], shape: Shape, dtype: torch.dtype
+                 ) -> int:
+    """Return the bytes that ComfyUI has to free for a call: those of a compiled call where an engine serves it.
+
+    ComfyUI's own estimate is for native's kernels, is larger by far, and has it unload the diffusion model.
+    """
+    session = handle.session
+    if session is not None:
+        network = handle.network
+        architecture = network.architecture()
+        specs = architecture.inputs(network.module, network.precision)
+        with contextlib.suppress(ShapeMismatch):
+            call = bind(specs, {specs[0].name: (1, *shape[1:])})
+            if session.serves(call) is None:
+                return architecture.working_memory(call, dtype)
+    return native(shape, dtype)
+
+
+def _beside(native: ModelPatcher, handles: list[EngineHandle]) -> ModelPatcher:
+    """Return a clone of a native patcher by which ComfyUI loads the engines, too."""
+    patcher = native.clone()
+    own = patcher.model_patches_models
+    patcher.model_patches_models = lambda: [*own(), *(handle.patcher for handle in handles)]
+    return patcher
+
+
+class EngineVAEModel:
+    """Takes the place of ``VAE.first_stage_model``: same calls, same results, by an engine or by native."""
+
+    def __init__(self, vae: VAE, handles: dict[Role, EngineHandle]):
+        self.native_vae = vae
+        self.native: torch.nn.Module = vae.first_stage_model
+        self.handles = handles
+
+    def decode(self, z: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Return the pixels of latents, both (images, channels, height, width)."""
+        return self._run(Role.VAE_DECODER, self.native.decode, z, options)
+
+    def encode(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Return the latents of pixels from -1 to 1."""
+        return self._run(Role.VAE_ENCODER, self.native.encode, x, options)
+
+    def _run(
+        self, role: Role, native: Callable[..., torch.Tensor], images: torch.Tensor, options: dict[str, Any]
+    ) -> torch.Tensor:
+        """Run a call image by image, because engines take one; native takes the whole call where it must."""
+        handle = self.handles.get(role)
+        if handle is None:
+            return native(images, **options)
+        results = []
+        for image in images.split(1):
+            served, result = handle.serve(None, lambda image=image: handle.bind({"images": image, **options}))
+            if not served:
+                return run_native(lambda: native(images, **options), handle.stats, handle.network.device)
+            results.append(result)
+        return torch.cat(results) if len(results) > 1 else results[0]
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else others read of the native module."""
+        if name in ("native", "native_vae", "handles"):  # while a copy is being made
+            raise AttributeError(name)
+        return getattr(self.native, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EngineVAEModel:
+        return self

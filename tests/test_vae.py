@@ -1,0 +1,161 @@
+"""VAEs on engines: what they decode and encode is what ComfyUI's own VAE gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import comfy.model_patcher as comfy_patcher
+import pytest
+import torch
+from comfy.ldm.wan.vae import WanVAE
+from comfy.sd import VAE
+from comfy.utils import load_torch_file
+from comfy_process import ComfyProcess, History
+from hybrid_trt.architectures import Role
+from hybrid_trt.architectures.shapes import RequestedSizes
+from hybrid_trt.backends import backends
+from hybrid_trt.backends.lookup import EngineChoice
+from hybrid_trt.comfy_model.network import NativeNetwork
+from hybrid_trt.engine_builder.build import build_engine, run_here
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import Library, Unavailable
+from hybrid_trt.page_api.workflow_graph import vae_calls
+from hybrid_trt.sampling.engine_handle import EngineHandle
+from hybrid_trt.sampling.vae import native_vae, vae_with_engines
+from scenarios import Prompt, latent_of, node, relative_difference
+
+LIMIT = 1e-5
+SETTINGS = {"when_missing": "build now", "min_size": 64, "opt_size": 128, "max_size": 256}
+KINDS = {"kl": "tiny_kl.safetensors", "taesd": "tiny_sdxl_taesd.safetensors"}
+CALLS = {"decode": "vae_decoder", "encode": "vae_encoder"}
+
+
+def graph(kind: str, call: str, backend: str = "", width: int = 136, height: int = 120, batch: int = 1, **tiles: int
+          ) -> Prompt:
+    """A picture that a VAE encodes; to decode, what native encodes is decoded. Without a backend all is native."""
+    vae = ["node", 0] if backend else ["loader", 0]
+    tiled, last = ("Tiled", tiles) if tiles else ("", {})
+    built = {
+        "loader": node("VAELoader", vae_name=KINDS[kind]),
+        "image": node("TestImage", seed=1, width=width, height=height, batch=batch, channels=3),
+        "encode": node(f"VAEEncode{tiled}", pixels=["image", 0], vae=["loader", 0], **last),
+        "save": node("TestSaveLatent", latent=["encode", 0], name="vae"),
+    }
+    built["encode"]["inputs"]["vae"] = vae if call == "encode" else ["loader", 0]
+    if call == "decode":
+        built["decode"] = node(f"VAEDecode{tiled}", samples=["encode", 0], vae=vae, **last)
+        built["pixels"] = node("TestPixels", image=["decode", 0])
+        built["save"]["inputs"]["latent"] = ["pixels", 0]
+    if backend:
+        built["node"] = node("TRTVAEEngine", vae=["loader", 0], backend=backend, **SETTINGS)
+        built["report"] = node("TRTReport", after=[call, 0])
+    return built
+
+
+def rows(history: History) -> list[dict[str, Any]]:
+    return history.output("report", "report")[0]["rows"]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_vae_on_an_engine_gives_natives_picture(comfy: ComfyProcess, kind: str, call: str) -> None:
+    for sizes in ({}, {"width": 64, "height": 200}, {"batch": 3}):
+        native = latent_of(comfy.queue(graph(kind, call, **sizes)))
+        history = comfy.queue(graph(kind, call, "onnxruntime", **sizes), timeout=300)
+        assert relative_difference(latent_of(history), native) <= LIMIT
+        row, = rows(history)
+        counts = (row["kind"], row["engine"], row["native"])
+        assert counts == (CALLS[call], sizes.get("batch", 1), 0), row["details"]
+
+
+def test_torch_serves_what_it_compiled_and_the_next_size_runs_normally(comfy: ComfyProcess) -> None:
+    """Live weights alone do not serve a VAE: a picture of another size than the compiled ones runs on native."""
+    kind = "taesd"
+    native = latent_of(comfy.queue(graph(kind, "decode")))
+    history = comfy.queue(graph(kind, "decode", "torch"), timeout=300)
+    assert relative_difference(latent_of(history), native) <= LIMIT
+    row, = rows(history)
+    assert (row["engine"], row["native"]) == (0, 1), "nothing tells the size of a picture from a file before it ran"
+    history = comfy.queue(graph(kind, "decode", "torch"), timeout=300)
+    row, = rows(history)
+    assert relative_difference(latent_of(history), native) <= LIMIT
+    assert (row["engine"], row["native"]) == (1, 0), row["details"]
+    other = latent_of(comfy.queue(graph(kind, "decode", width=64, height=200)))
+    history = comfy.queue(graph(kind, "decode", "torch", width=64, height=200) | {
+        "node": node("TRTVAEEngine", vae=["loader", 0], backend="torch", **SETTINGS | {"when_missing": "use native"})})
+    assert relative_difference(latent_of(history), other) <= LIMIT
+    row, = rows(history)
+    assert row["reasons"] == {"size the engine was not built for": 1}, row["details"]
+
+
+def test_tiled_decoding_runs_on_the_engine(comfy: ComfyProcess) -> None:
+    tiles = {"tile_size": 128, "overlap": 32, "temporal_size": 64, "temporal_overlap": 8}
+    size = {"width": 200, "height": 168}
+    native = latent_of(comfy.queue(graph("taesd", "decode", **size, **tiles)))
+    built = graph("taesd", "decode", "onnxruntime", **size, **tiles)
+    built["node"]["inputs"]["min_size"] = 32  # the last tile in a row is narrow
+    history = comfy.queue(built, timeout=300)
+    assert relative_difference(latent_of(history), native) <= LIMIT
+    row, = rows(history)
+    assert row["native"] == 0, row["details"]
+    assert row["engine"] > 3, "each tile is a call"
+
+
+def test_the_one_node_accelerates_a_vae_beside_its_model(comfy: ComfyProcess) -> None:
+    built = graph("taesd", "decode", "onnxruntime")
+    built["node"] = node("TRTAccelerate", model=["unet", 0], vae=["loader", 0], backend="onnxruntime", max_images=1,
+                         max_tokens=77, precision="auto", **SETTINGS | {"when_missing": "use native"})
+    built["unet"] = node("UNETLoader", unet_name="tiny_sd15_unet.safetensors", weight_dtype="default")
+    built["decode"]["inputs"]["vae"] = ["node", 1]
+    alone = graph("taesd", "decode", "onnxruntime")
+    assert comfy.queue(alone, timeout=300).ok
+    assert latent_of(comfy.queue(built)).tobytes() == latent_of(comfy.queue(alone)).tobytes()
+    told = comfy.post("/hybrid_trt/nodes", {"prompt": built, "nodes": ["node"]})["nodes"]["node"]
+    (vae,) = told["others"]
+    assert (vae["input"], vae["state"], vae["label"]) == ("vae", "ready", f"VAE decode: {KINDS['taesd']}")
+    own = comfy.post("/hybrid_trt/nodes", {"prompt": alone, "nodes": ["node"]})["nodes"]["node"]
+    assert own["key"] == vae["key"], "a workflow that gets the one node needs no new engine"
+
+
+def test_a_graph_tells_whether_a_vae_decodes_or_encodes() -> None:
+    built = graph("kl", "decode", "torch")
+    assert vae_calls(built, "node") == ["vae"]
+    built["again"] = node("VAEEncode", pixels=["decode", 0], vae=["node", 0])
+    assert vae_calls(built, "node") == ["vae", "vae:encode"]
+    assert vae_calls(graph("kl", "encode", "torch"), "node") == ["vae:encode"]
+    apply = node("ControlNetApplyAdvanced", control_net=["net", 0], image=["image", 0], vae=["node", 0])
+    control = {"node": built["node"], "apply": apply}
+    assert vae_calls(control, "node") == ["vae"], "few ControlNets encode, and an encoder takes a while to build"
+
+
+def test_a_vae_of_videos_runs_at_normal_speed_and_says_why() -> None:
+    module = WanVAE(dim=8, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False])
+    patcher = comfy_patcher.ModelPatcher(module, torch.device("cpu"), torch.device("cpu"))
+    vae = SimpleNamespace(patcher=patcher, first_stage_model=module, vae_dtype=torch.float32)
+    with pytest.raises(Unavailable, match="video.safetensors is a WanVAE"):
+        NativeNetwork.of_vae(vae, Role.VAE_DECODER, "video.safetensors").architecture()
+
+
+def test_comfyui_frees_what_a_compiled_call_needs_and_natives_estimate_elsewhere(
+    comfy: ComfyProcess, tmp_path: Path
+) -> None:
+    path = comfy.base / "models" / "vae" / KINDS["taesd"]
+    vae = VAE(sd=load_torch_file(str(path)), device=torch.device("cpu"), dtype=torch.float32)
+    network = NativeNetwork.of_vae(vae, Role.VAE_DECODER, "taesd")
+    architecture, library = network.architecture(), Library([tmp_path])
+    profile = architecture.profile(RequestedSizes(64, 128, 256))
+    order = BuildOrder(network, "float32", profile, backends()["onnxruntime"])
+    build_engine(order, library, lambda *_: None, run=run_here)
+    handle = EngineHandle(network, EngineChoice(profile, backend="onnxruntime"), library, "node")
+    backed = vae_with_engines(vae, {Role.VAE_DECODER: handle})
+    inside, outside = (4, 4, 16, 16), (1, 4, 64, 64)
+    own = architecture.working_memory({"B": 1, "H": 16, "W": 16}, torch.float32)
+    assert backed.memory_used_decode(inside, torch.float32) == own < vae.memory_used_decode(inside, torch.float32)
+    assert backed.memory_used_decode(outside, torch.float32) == vae.memory_used_decode(outside, torch.float32)
+    assert backed.memory_used_encode is vae.memory_used_encode
+    assert native_vae(backed) is vae
+    assert native_vae(vae) is vae
+    assert handle.patcher in backed.patcher.model_patches_models(), "ComfyUI loads the engine beside the VAE"
+    assert handle.patcher not in vae.patcher.model_patches_models()
