@@ -66,7 +66,7 @@ def watch(result: torch.Tensor, by_engine: bool = True) -> None:
 
 
 def watched(call: EngineCall) -> EngineCall:
-    """Have a ControlNet's call checked: at the end of the run, or at once outside of a watched run."""
+    """Have a ControlNet's or a VAE's call checked: at the end of the run, or at once outside of a watched run."""
     run = _watch.get()
     if run is None:
         call.finish = partial(_numbers, call.finish)

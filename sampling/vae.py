@@ -17,6 +17,7 @@ import torch
 from ..architectures import Role
 from ..architectures.shapes import Shape, ShapeMismatch, bind
 from .engine_handle import EngineHandle
+from .nan_guard import watched
 from .native_network import run_native
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class EngineVAEModel:
             return native(images, **options)
         results = []
         for image in images.split(1):
-            served, result = handle.serve(None, lambda image=image: handle.bind({"images": image, **options}))
+            served, result = handle.serve(None, lambda image=image: watched(handle.bind({"images": image, **options})))
             if not served:
                 return run_native(lambda: native(images, **options), handle.stats, handle.network.device)
             results.append(result)

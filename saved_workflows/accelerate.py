@@ -14,11 +14,13 @@ from .graph import Graph, Link, Node, Port, Workflow, is_ours
 from .layout import place
 
 ACCELERATE, CONTROL_ENGINE, UNET_ENGINE = "TRTAccelerate", "TRTControlNetEngine", "TRTUNetEngine"
-ENGINE_NODES = (ACCELERATE, CONTROL_ENGINE, UNET_ENGINE)
+VAE_ENGINE = "TRTVAEEngine"
+ENGINE_NODES = (ACCELERATE, CONTROL_ENGINE, UNET_ENGINE, VAE_ENGINE)
 CONTROLS = tuple(f"control_net_{number}" for number in (1, 2, 3, 4))
 PASSES_ON = {
     ACCELERATE: ("model", "vae", *CONTROLS),
     CONTROL_ENGINE: ("control_net",),
+    VAE_ENGINE: ("vae",),
     "TRTSamplerPatch": ("model",),
 }
 """Our nodes that hand on what they get: their inputs in the order of their outputs."""

@@ -138,18 +138,25 @@ def test_a_vae_of_videos_runs_at_normal_speed_and_says_why() -> None:
         NativeNetwork.of_vae(vae, Role.VAE_DECODER, "video.safetensors").architecture()
 
 
-def test_comfyui_frees_what_a_compiled_call_needs_and_natives_estimate_elsewhere(
-    comfy: ComfyProcess, tmp_path: Path
-) -> None:
+@pytest.fixture
+def decoder(comfy: ComfyProcess, tmp_path: Path) -> tuple[VAE, VAE, EngineHandle]:
+    """TAESD natively and with an engine to decode, and the engine's handle."""
     path = comfy.base / "models" / "vae" / KINDS["taesd"]
     vae = VAE(sd=load_torch_file(str(path)), device=torch.device("cpu"), dtype=torch.float32)
     network = NativeNetwork.of_vae(vae, Role.VAE_DECODER, "taesd")
-    architecture, library = network.architecture(), Library([tmp_path])
-    profile = architecture.profile(RequestedSizes(64, 128, 256))
+    library = Library([tmp_path])
+    profile = network.architecture().profile(RequestedSizes(64, 128, 256))
     order = BuildOrder(network, "float32", profile, backends()["onnxruntime"])
     build_engine(order, library, lambda *_: None, run=run_here)
     handle = EngineHandle(network, EngineChoice(profile, backend="onnxruntime"), library, "node")
-    backed = vae_with_engines(vae, {Role.VAE_DECODER: handle})
+    return vae, vae_with_engines(vae, {Role.VAE_DECODER: handle}), handle
+
+
+def test_comfyui_frees_what_a_compiled_call_needs_and_natives_estimate_elsewhere(
+    decoder: tuple[VAE, VAE, EngineHandle]
+) -> None:
+    vae, backed, handle = decoder
+    architecture = handle.network.architecture()
     inside, outside = (4, 4, 16, 16), (1, 4, 64, 64)
     own = architecture.working_memory({"B": 1, "H": 16, "W": 16}, torch.float32)
     assert backed.memory_used_decode(inside, torch.float32) == own < vae.memory_used_decode(inside, torch.float32)
@@ -159,3 +166,18 @@ def test_comfyui_frees_what_a_compiled_call_needs_and_natives_estimate_elsewhere
     assert native_vae(vae) is vae
     assert handle.patcher in backed.patcher.model_patches_models(), "ComfyUI loads the engine beside the VAE"
     assert handle.patcher not in vae.patcher.model_patches_models()
+
+
+def test_a_decoder_that_gives_no_numbers_is_replaced_by_native(
+    decoder: tuple[VAE, VAE, EngineHandle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vae, backed, handle = decoder
+    latent = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(1))
+    expected = vae.first_stage_model.decode(latent)
+    served = backed.first_stage_model.decode(latent)
+    assert handle.stats.engine == 2
+    assert float((served - expected).norm() / expected.norm()) <= LIMIT
+    nothing = {"result": torch.full((1, 3, 128, 128), float("nan"))}
+    monkeypatch.setattr(type(handle.session), "run", lambda *_: nothing)
+    assert torch.equal(backed.first_stage_model.decode(latent), expected)
+    assert handle.stats.native == 1
