@@ -54,7 +54,7 @@ _ADVICE = {
     Reason.WRONG_GPU: "build an engine for this GPU, or choose a backend that supports it",
     Reason.OTHER_MODEL: "wire the same model into the engine node and the sampler patch",
     Reason.UNSUPPORTED_MODEL: "nothing to do: this kind of network has no engine yet and always runs at normal speed",
-    Reason.SHAPE_OUTSIDE_PROFILE: "choose wider picture sizes on the engine node and build again",
+    Reason.SHAPE_OUTSIDE_PROFILE: "choose a wider Picture size on the engine node and build again",
     Reason.WEIGHTS_PATCHED: "put the LoRA before the engine node and build again, or set 'Engine is for' to any "
     "checkpoint and LoRA, or leave it: the normal model applies it",
     Reason.MODEL_PATCHED: "remove the patch node (FreeU, PAG, HyperTile, IPAdapter ...) if you want the engine",

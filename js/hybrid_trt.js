@@ -190,6 +190,7 @@ app.registerExtension({
             press, buildFor: (view) => builder.buildFor(view), showLog, sizes,
         }));
         keepOrder(node, (words) => tracker.views.get(node)?.say(words));
+        node.setSize([node.size[0], node.computeSize()[1]]); // it was made with the rows that are folded now
         follow(node, "onConnectionsChange", () => tracker.changed());
         tracker.changed();
     },
@@ -201,6 +202,7 @@ app.registerExtension({
         showKept(tracker.root(), outputs);
     },
     afterConfigureGraph() {
+        panel.opened(tracker.root()?.id);
         tracker.changed();
         openReadable(app, speaksChinese() ? inChinese : undefined);
     },

@@ -188,7 +188,7 @@ def _settings() -> list[io.Input]:
     return [
         io.Combo.Input(
             "when_missing",
-            display_name="If there is no engine yet",
+            display_name="If no engine yet",
             options=list(WHEN_MISSING),
             default=USE_NATIVE,
             tooltip="What to do when the library has no engine for this model: run at normal speed; build one "

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import slow
-from browser import ComfyPage, chromium, comfy_page
+from browser import TOAST, ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
 from engine_page import EnginePage
 from shipped_workflows import shipped
@@ -134,6 +134,8 @@ def test_all_builds_are_cancelled_by_one_click(page: EnginePage, full_names: Com
     panel.locator("button[data-act=cancel]").click()
     for node in engines:
         assert page.wait_for(node, "none", timeout=30)["state"] == "none"
+    page.toast("All builds of this workflow")
+    assert raw.locator(TOAST).filter(has_text="Build cancelled").count() == 1, "one word for all of them"
     panel.locator("button[data-act=build]").wait_for()  # the bar is gone: the list has moved to its place
     panel.locator(".hybrid-trt-workflow-node", has_text="TRT ControlNet Engine 2").click()
     raw.wait_for_function(selected, arg="TRT ControlNet Engine 2")

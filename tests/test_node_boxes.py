@@ -62,7 +62,7 @@ def test_every_status_is_drawn_whole_inside_its_node_and_readable(
             net = drawn(page, tiny, state)
             page.shot(f"{palette}-{name}")
             box = whole(page, net)
-            assert 60 <= box["height"] <= 161
+            assert 60 <= box["height"] <= 170
             assert min(contrast(colour, box["ground"]) for colour in box["colours"]) >= 4.5, box
             symbols[name] = box["symbol"]
         assert len({symbols[name] for name in ("none", "building", "ready", "native", "failed")}) == 5
@@ -89,7 +89,7 @@ def test_new_nodes_hold_their_text_and_their_title(page: EnginePage) -> None:
             raw.evaluate(RAN, [node, REPORT, native])
             page.page.settle()
             box = whole(page, node, "run_text")
-            assert box["height"] <= 161
+            assert box["height"] <= 170
         page.shot(kind)
         said = raw.evaluate("""id => app.graph.getNodeById(id).widgets
             .find(w => w.name === 'run_text').element.textContent""", node)
@@ -160,7 +160,7 @@ def test_the_properties_panel_leaves_the_status_box_as_it_is(page: EnginePage, t
     panel.wait_for()
     page.page.settle()
     page.shot("panel")
-    assert "If there is no engine yet" in panel.inner_text()
+    assert "If no engine yet" in panel.inner_text()
     assert "engine_status" not in panel.inner_text()
     raw.evaluate("""id => { app.canvas.setDirty(true, true);
         app.graph.getNodeById(id).widgets.find(w => w.name === 'engine_status').width = 120; }""", net)
@@ -219,18 +219,22 @@ def test_build_says_that_a_model_is_missing_and_does_nothing(page: EnginePage, t
     assert page.status(net)["state"] == "unwired"
 
 
-@pytest.mark.parametrize("word", ["speed", "accelerate", "compile"])
-def test_the_one_node_is_found_by_what_they_are_for(page: EnginePage, word: str) -> None:
+def test_the_one_node_is_found_by_what_it_is_for(page: EnginePage) -> None:
+    """ComfyUI's page ranks names before aliases: of two words it finds a node of its own first that is called so."""
     if page.page.vue:
         pytest.skip("The same search in both modes.")
     raw = page.page.page
     raw.evaluate("() => { app.extensionManager.command.execute('Workspace.SearchBox.Toggle') }")
-    field = raw.get_by_role("dialog").last.locator("input").first
+    field, dialog = raw.get_by_role("dialog").last.locator("input").first, raw.get_by_role("dialog").last
     field.wait_for()
-    field.fill(word)
-    raw.get_by_role("dialog").last.get_by_text("TRT Accelerate").first.wait_for()
-    page.shot(word)
-    found = raw.get_by_role("dialog").last.inner_text()
+    before = {"speed": ["Seed"], "compile": ["TorchCompileModel"]}
+    for word in ("accelerate", "faster", "tensorrt", "optimize", "fast", "speed up", *before):
+        field.fill(word)
+        dialog.get_by_text("TRT Accelerate").first.wait_for()
+        page.page.settle()
+        page.shot(word)
+        lines = dialog.inner_text().splitlines()
+        above = lines[: lines.index("TRT Accelerate")]
+        known = ("Seed", "TorchCompileModel", "TRT UNet Engine", "TRT Report")
+        assert [name for name in known if name in above] == before.get(word, []), word
     raw.keyboard.press("Escape")
-    if "TRT Report" in found:
-        assert found.index("TRT Accelerate") < found.index("TRT Report")

@@ -25,6 +25,7 @@ export class Builder {
         this.told = new Set(); // jobs whose end was told
         this.ours = new Set(); // keys of what was ordered or heard of here, whose end is told although the workflow was left
         this.sent = new WeakMap(); // node -> the last prompt that this page sent for it
+        this.together = new Set(); // jobs that were cancelled by one press, which is told once
         this.ended = new Map(); // prompts that ended while the answer with their id was under way
     }
 
@@ -51,9 +52,10 @@ export class Builder {
 
     /** Cancel what some nodes wait for; a build that several wait for once. */
     async cancelAll(views) {
-        const cancelled = new Set();
+        this.together = new Set();
         try {
-            for (const view of views) await this.#withdraw(view, cancelled);
+            for (const view of views) await this.#withdraw(view, this.together);
+            this.toast("info", t("cancelledToast"), t("cancelledMany"));
         } catch (failure) {
             this.toast("error", t("panel"), failure.message);
         }
@@ -208,7 +210,7 @@ export class Builder {
         for (const key of job.keys) this.ours.delete(key);
         await this.tracker.refresh();
         if (job.state === "failed") this.#tellFailure(this.tracker.waitingFor(job), job.message);
-        if (job.state === "cancelled") this.toast("info", t("cancelledToast"), job.label);
+        if (job.state === "cancelled" && !this.together.has(job.id)) this.toast("info", t("cancelledToast"), job.label);
         const engine = job.state === "done" && (this.#engineOf(job) ?? await this.#inLibrary(job));
         if (engine) {
             const words = { label: job.label, size: size(engine.bytes), seconds: duration(job.seconds), error: error(engine.rel_err) };

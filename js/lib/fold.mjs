@@ -1,33 +1,21 @@
 // What of a status stands in its box, and what is folded away under "Details".
 
-/** Rows of the box, "Details" among them, and letters of a row in a node of the usual width. */
-const ROWS = 4, WIDTH = 42;
+const STEP = 10;
 
-/** Han and its like are twice as wide as letters. */
-const widthOf = (text) => [...text].reduce((sum, letter) => sum + (letter.codePointAt(0) > 0x2e7f ? 2 : 1), 0);
-
-/** The start of a text that has no room, cut between words. */
-function start(text, room) {
-    let end = 0, left = room;
-    for (const letter of text) {
-        left -= widthOf(letter);
-        if (left < 0) break;
-        end += letter.length;
-    }
-    const space = text.lastIndexOf(" ", end);
-    return `${text.slice(0, space > end / 2 ? space : end).trimEnd()} …`;
+/** The start of a text, cut between words. */
+function start(text, letters) {
+    const kept = text.slice(0, letters), space = kept.lastIndexOf(" ");
+    return `${kept.slice(0, space > letters / 2 ? space : letters).trimEnd()} …`;
 }
 
 /**
- * The lines that have room in the box, and the others. A line is cut only where it is the first and has no room alone.
+ * Draw the lines that have room, and fold the others. A line is cut only where it is the first and has no room alone.
  * @param {string[]} lines
- * @returns {{shown: string[], rest: string[]}}
+ * @param {(shown: string[], rest: string[]) => boolean} draw draws, and tells whether that has room
  */
-export function fold(lines) {
-    const rows = lines.map((line) => Math.max(1, Math.ceil(widthOf(line) / WIDTH)));
-    let room = ROWS - rows.reduce((sum, count) => sum + count, 0);
-    if (room >= 0) return { shown: lines, rest: [] };
-    room = ROWS - 1;
-    const last = rows.findIndex((count) => (room -= count) < 0);
-    return last === 0 ? { shown: [start(lines[0], (ROWS - 1) * WIDTH)], rest: lines } : { shown: lines.slice(0, last), rest: lines.slice(last) };
+export function fold(lines, draw) {
+    for (let count = lines.length; count > 0; count -= 1) if (draw(lines.slice(0, count), lines.slice(count))) return;
+    for (let letters = (lines[0]?.length ?? 0) - STEP; letters > STEP; letters -= STEP)
+        if (draw([start(lines[0], letters)], lines)) return;
+    if (!lines.length) draw([], []);
 }

@@ -3,15 +3,15 @@
 
 import { confirm, showText } from "./dialog.mjs";
 import { arrange, button, make } from "./dom.mjs";
-import { openMenu } from "./menu.mjs";
-import { anyEnded, deleteQuestion, engineRow, grouped, jobLines, matching, shownJobs, SORT_KEYS, tone, withJob } from "./panel_words.mjs";
 import { NODE_FOR } from "./graph.mjs";
+import { openMenu } from "./menu.mjs";
+import { JobCards } from "./panel_builds.mjs";
+import { deleteQuestion, engineRow, grouped, matching, SORT_KEYS, tone, withJob } from "./panel_words.mjs";
 import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
 import { shortName, size } from "./words.mjs";
 
 const PATIENCE = 300;
-const LIVE = ["running", "queued"];
 const path = (name) => `/engines/${encodeURIComponent(name)}`;
 
 export class Panel {
@@ -86,6 +86,13 @@ export class Panel {
         this.jobs = jobs;
         if (ended) this.soon();
         this.#drawJobs();
+    }
+
+    /** The graph with this id was opened: what was ticked beside another one is forgotten. */
+    opened(graph) {
+        if (graph !== this.graph) this.selected.clear();
+        this.graph = graph;
+        if (this.root) this.draw();
     }
 
     /** The workflow's nodes, or those that wait for their models, may be others. */
@@ -168,7 +175,7 @@ class PanelActions {
     verify({ name, label }) {
         return this.attempt("verify", async () => {
             const { ok, text } = await request(this.api, `${path(name)}/verify`, { method: "POST" });
-            this.#tell(ok ? "success" : "error", t(ok ? "verified" : "damaged", { name: label ?? name, text }));
+            this.#tell(ok ? "success" : "error", t(ok ? "verified" : "damaged", { name: shortName(label ?? name), text }));
         });
     }
 
@@ -213,7 +220,7 @@ class PanelActions {
 
     #deleted(count, bytes, only) {
         const one = count === 1 && only;
-        this.#tell("info", one ? t("deleted", { name: only.label ?? only.name }) : t("deletedMany", { count, size: size(bytes) }));
+        this.#tell("info", one ? t("deleted", { name: shortName(only.label ?? only.name) }) : t("deletedMany", { count, size: size(bytes) }));
     }
 
     #tell(severity, words) {
@@ -274,61 +281,6 @@ class PanelHeader {
         this.bar.append(label, this.delete);
         return this.bar;
     }
-}
-
-/** The list of builds: what runs, what waits, and how the latest ended. */
-class JobCards {
-    /** @param {{cancel: (job: any) => void, log: (job: any) => void, clear: () => void}} actions */
-    constructor(actions) {
-        this.actions = actions;
-        this.element = make("div", "hybrid-trt-panel-builds");
-        this.head = make("div", "hybrid-trt-row hybrid-trt-between");
-        this.clear = button("clearFinished", actions.clear);
-        this.head.append(make("h4", "", t("builds")), this.clear);
-        this.cards = new Map(); // job id -> its card, kept while it is shown: progress takes no button away
-    }
-
-    /**
-     * @param {any[]} jobs the oldest first
-     * @param {string[]} asked the names of nodes whose builds wait for ComfyUI to load their models
-     */
-    draw(jobs, asked) {
-        const shown = shownJobs(jobs), known = this.cards;
-        let before = 0;
-        this.clear.hidden = !anyEnded(jobs);
-        this.cards = new Map(shown.map((job) => [job.id, known.get(job.id) ?? this.#made(job)]));
-        for (const job of shown) this.#say(this.cards.get(job.id), job, LIVE.includes(job.state) ? before++ : 0);
-        const waiting = asked.map((name) => written(card("busy"), [`${name} · … ${t("asked")}`, t("askedHint")]));
-        const cards = [...this.cards.values()].map(({ element }) => element);
-        arrange(this.element, shown.length || asked.length ? [this.head, ...cards, ...waiting] : []);
-    }
-
-    #made(job) {
-        const element = card(tone(job.state)), row = make("div", "hybrid-trt-row");
-        const cancel = button("cancel", () => this.actions.cancel(job)), log = button("log", () => this.actions.log(job));
-        row.append(cancel, log);
-        element.append(row);
-        return { element, row, cancel, log };
-    }
-
-    #say({ element, row, cancel, log }, job, before) {
-        element.dataset.tone = tone(job.state);
-        written(element, jobLines(job, before), row);
-        cancel.hidden = !LIVE.includes(job.state);
-        log.hidden = job.state === "queued";
-    }
-}
-
-function card(colour) {
-    const made = make("div", "hybrid-trt-card");
-    made.dataset.tone = colour;
-    return made;
-}
-
-/** A card with these lines, and what stays below them. */
-function written(element, [head, ...lines], ...below) {
-    arrange(element, [make("strong", "", head), ...lines.map((line) => make("div", "hybrid-trt-quiet", line)), ...below]);
-    return element;
 }
 
 /** The list of engines: a section per model, two lines per engine with a box to select it and a menu. */

@@ -1,7 +1,8 @@
 // What the engines panel lists, as pure functions.
 
+import { said } from "./server_zh.mjs";
 import { t } from "./texts.mjs";
-import { duration, elapsed, error, size } from "./words.mjs";
+import { duration, elapsed, error, shortName, size } from "./words.mjs";
 
 /** @typedef {{label: string, engines: any[], bytes: number}} Group the engines of one model */
 
@@ -10,7 +11,7 @@ const TONES = { ready: "good", stale: "warn", unchecked: "warn", broken: "bad", 
 const MARKS = { ready: "✓", done: "✓", stale: "!", unchecked: "?", broken: "✕", failed: "✕", running: "▶", queued: "…" };
 const JOBS = { running: "running", queued: "queued", done: "done", failed: "failed", cancelled: "stateCancelled" };
 const ENDED_SHOWN = 3;
-const LIVE = ["running", "queued"];
+export const LIVE = ["running", "queued"];
 
 const byName = (a, b) => (a.label ?? a.name).localeCompare(b.label ?? b.name, undefined, { numeric: true }) || a.name.localeCompare(b.name);
 const latest = (key) => (a, b) => moment(b[key]) - moment(a[key]) || byName(a, b);
@@ -57,15 +58,15 @@ export function grouped(engines, order) {
  */
 export function engineRow(engine, order = "") {
     const state = `${MARKS[engine.state] ?? ""} ${t(engine.state)}`.trim(), any = engine.any_weights && t("anyWeights");
-    const facts = [engine.profile, engine.backend, engine.precision, any];
+    const facts = [engine.profile && said(engine.profile), engine.backend, engine.precision, any];
     if (engine.state === "broken")
-        return { title: engine.profile ?? engine.name, meta: `${MARKS.broken} ${t("damagedRow")} · ${size(engine.bytes)}`,
+        return { title: said(engine.profile ?? engine.name), meta: `${MARKS.broken} ${t("damagedRow")} · ${size(engine.bytes)}`,
             details: [t("damagedDetails"), engine.reason, engine.name] };
     const when = order === "sortDate" ? t("builtOn", { date: date(engine.created, { dateStyle: "short" }) }) : used(engine, "usedOn");
     return {
         title: facts.filter(Boolean).join(", "), meta: [state, size(engine.bytes), when].join(" · "),
         details: [
-            [t(engine.kind), ...facts].filter(Boolean).join(", "), `${state} · ${size(engine.bytes)}`, ...(engine.reason ? [engine.reason] : []),
+            [t(engine.kind), ...facts].filter(Boolean).join(", "), `${state} · ${size(engine.bytes)}`, ...(engine.reason ? [said(engine.reason)] : []),
             t("error", { error: error(engine.rel_err) }), t("builtIn", { date: date(engine.created), time: duration(engine.seconds) }),
             used(engine, "lastUsed"), engine.name],
     };
@@ -96,12 +97,13 @@ export function withJob(jobs, job) {
     return { jobs: list, ended: !LIVE.includes(job.state) };
 }
 
-/** A job as [headline, what it does or how it ended]. `before` is how many builds are ahead of one that waits. */
+/** A job as [headline, what it does or why it failed]. `before` is how many builds are ahead of one that waits. */
 export function jobLines(job, before = 0) {
-    const head = `${job.label} · ${`${MARKS[job.state] ?? ""} ${t(JOBS[job.state] ?? job.state)}`.trim()}`;
-    if (job.state === "running") return [`${head} ${job.percent} %`, `${job.phase}, ${elapsed(job)}`, job.wanted];
-    if (job.state === "queued" && before) return [head, t("buildsBefore", { count: before }), job.wanted];
-    return [head, job.message || job.wanted];
+    const head = `${shortName(job.label)} · ${`${MARKS[job.state] ?? ""} ${t(JOBS[job.state] ?? job.state)}`.trim()}`;
+    const line = (words) => said([words, job.wanted].filter(Boolean).join(" · "));
+    if (job.state === "running") return [`${head} ${job.percent} %`, line(`${job.phase}, ${elapsed(job)}`)];
+    if (job.state === "queued") return [head, line(before ? t("buildsBefore", { count: before }) : "")];
+    return job.state === "failed" && job.message ? [head, said(job.message)] : [head];
 }
 
 /** A question before engines are deleted: what is asked, what it means, and the button that does it. */
@@ -111,7 +113,7 @@ export function deleteQuestion(engines) {
     return {
         title: t(many ? "deleteMany" : "deleteOne", { count: engines.length }),
         text: many ? t("deleteManyText", { count: engines.length, size: bytes })
-            : t(first.state === "broken" ? "deleteDamagedText" : "deleteOneText", { name: first.label ?? first.name, profile: first.profile ?? "", size: bytes }),
+            : t(first.state === "broken" ? "deleteDamagedText" : "deleteOneText", { name: first.label ?? first.name, profile: said(first.profile ?? ""), size: bytes }),
         yes: t("delete"), danger: true,
     };
 }

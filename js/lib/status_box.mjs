@@ -2,6 +2,7 @@
 // it says, up to a limit, and its node grows and shrinks with it.
 
 import { fold } from "./fold.mjs";
+import { said } from "./server_zh.mjs";
 import { t } from "./texts.mjs";
 
 const MARGIN = 6, LEAST = 80, MOST = 160;
@@ -33,6 +34,7 @@ export class StatusBox {
         // some of the page's panels write the width of their own column into every widget that they show
         Object.defineProperty(this.widget, "width", { configurable: true, get: () => undefined, set: () => {} });
         new ResizeObserver(() => this.#fit()).observe(this.content);
+        new ResizeObserver(() => this.#fold()).observe(this.element);
     }
 
     /**
@@ -42,15 +44,25 @@ export class StatusBox {
      * @param {string} [hint] what the pointer over the lines tells
      */
     show(tone, title, lines, hint = "") {
-        const { shown, rest } = fold(lines);
         this.element.dataset.tone = tone;
-        this.title.textContent = title;
-        this.lines.replaceChildren(...shown.map(row));
-        this.rest.replaceChildren(...rest.map(row));
+        this.title.textContent = said(title);
         this.lines.title = hint;
         this.summary.textContent = t("details");
-        this.details.hidden = !rest.length;
+        this.told = lines.map(said);
+        this.#fold();
         this.node.setDirtyCanvas?.(true, true);
+    }
+
+    /** Show the lines that have room. A node that somebody made higher than its text has more; Vue nodes grow with it. */
+    #fold() {
+        if (!this.told || this.details.open) return;
+        const room = Math.max(MOST, globalThis.LiteGraph?.vueNodesMode ? 0 : this.element.clientHeight);
+        fold(this.told, (shown, rest) => {
+            this.lines.replaceChildren(...shown.map(row));
+            this.rest.replaceChildren(...rest.map(row));
+            this.details.hidden = !rest.length;
+            return this.content.offsetHeight <= room; // 0 where it is not drawn
+        });
     }
 
     /** Take the height that the content needs. Vue nodes do so by themselves. */

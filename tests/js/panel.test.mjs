@@ -49,8 +49,9 @@ test("an engine is two lines, and a damaged one says what to do and keeps the re
 test("live jobs come first, and one that waits says what it waits for", () => {
     const jobs = [job(1, "done"), job(2, "failed"), job(3, "done"), job(4, "done"), job(5, "queued"), job(6, "running"), job(7, "queued")];
     assert.deepEqual(shownJobs(jobs).map((j) => j.id), [6, 5, 7, 4, 3, 2]);
-    assert.deepEqual(jobLines(jobs[5]), ["m · ▶ Running 5 %", "p, 1 s", "w"]);
-    assert.deepEqual(jobLines(jobs[6], 2), ["m · … Waiting", "waits for 2 before it", "w"]);
+    assert.deepEqual(jobLines(jobs[5]), ["m · ▶ Running 5 %", "p, 1 s · w"]);
+    assert.deepEqual(jobLines(jobs[6], 2), ["m · … Waiting", "waits for 2 before it · w"]);
+    assert.deepEqual([jobLines(jobs[0]), jobLines({ ...jobs[1], message: "It broke." })], [["m · ✓ Done"], ["m · ✕ Build failed", "It broke."]]);
     assert.deepEqual([anyEnded(jobs), anyEnded(jobs.slice(4))], [true, false]);
 });
 

@@ -2,6 +2,7 @@ import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { test } from "node:test";
 import { promptError, refusal } from "../../js/lib/build.mjs";
+import { said } from "../../js/lib/server_zh.mjs";
 import { defaultsFor } from "../../js/lib/settings.mjs";
 import { toneOf } from "../../js/lib/text_view.mjs";
 import { keys, setLanguage, t } from "../../js/lib/texts.mjs";
@@ -39,6 +40,19 @@ test("the expected time is told until it has passed, and never guessed", () => {
     const said = (seconds, expected) => elapsed({ seconds, expected });
     assert.deepEqual([said(12, 40.3), said(12, null), said(12, undefined), said(41, 40.3)],
         ["12 s of about 40 s", "12 s", "12 s", "41 s"]);
+});
+
+test("what the server says is read in Chinese, names and figures as they are", () => {
+    const report = "Accelerated: 2 of 3 models; about 4.6 s at normal speed. -> Build 1 missing engine";
+    assert.equal(said(report), report);
+    setLanguage("zh");
+    const read = [report, "Accelerated: 3 of 3 models, about 2.3x faster than without", "canny: 4 on torch, 8.9 ms each, 2 at normal speed, 40 ms each (no engine)",
+        "up to 4 images, 64 to 512 px, 616 tokens", "timing the normal model, 30 %", "stale engine: x was moved. Same picture, normal speed; "
+        + "build it again: it was made by another version, on another machine or for another GPU."].map(said);
+    setLanguage("en");
+    assert.deepEqual(read.slice(0, 5), ["已加速 2 个模型，共 3 个；约 4.6 s 按原速运行。 → 构建 1 个缺少的引擎", "已加速 3 个模型，共 3 个，速度约为不用引擎时的 2.3 倍",
+        "canny: 4 步由 torch 运行，每步 8.9 ms, 2 步按原速，每步 40 ms (没有引擎)", "最多 4 张图像, 64 到 512 像素, 616 词元", "测量普通模型, 30 %"]);
+    assert.equal(read[5], "引擎已过期: x was moved. 图像相同，速度为原速; 请重新构建：它由其他版本、在其他机器上或为其他 GPU 构建.");
 });
 
 test("a native call is never quiet", () => {

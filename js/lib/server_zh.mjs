@@ -1,0 +1,49 @@
+// Sentences and figures that the server tells in English, in Chinese. What is not in this list stays as the server says it:
+// names of files, of other packs, and errors of libraries.
+
+import { speaksChinese } from "./texts.mjs";
+
+/** @type {[RegExp | string, string][]} in this order: the longer ones come before their parts */
+const PHRASES = [
+    // the report
+    [/accelerated:? (\d+) of (\d+) models?/i, "已加速 $1 个模型，共 $2 个"], [/, about ([\d.]+)x faster than without/, "，速度约为不用引擎时的 $1 倍"],
+    [/; about ([\d.]+ m?s) at normal speed\.?/, "；约 $1 按原速运行。"], [/; (\d+) steps? at normal speed\.?/, "；$1 步按原速运行。"], [/, ([\d.]+ m?s) in all/, "，共 $1"],
+    [/-> Build (\d+) missing engines?/, "→ 构建 $1 个缺少的引擎"], [/-> Build for /, "→ 构建尺寸 "], ["-> ", "→ "],
+    [/(\d+) at normal speed/g, "$1 步按原速"], [/(\d+) on (onnxruntime|tensorrt_rtx|tensorrt|torch)\b/g, "$1 步由 $2 运行"], [/, ([\d.]+ m?s) each/g, "，每步 $1"], [" beside its ControlNets", "（与 ControlNet 并行）"],
+    [/, first ([\d.]+ m?s)/g, "，第一步 $1"], [/\(not compiled for (.+?): ran as a CUDA graph\)/, "（尚未为 $1 编译：以 CUDA 图运行）"], [/\(not compiled for (.+?): ran eagerly\)/, "（尚未为 $1 编译：未编译运行）"],
+    ["did not run", "没有运行"], [/Slowest part: (.+) \((\d+) %\)/, "最慢的部分：$1（$2 %）"],
+    [/No engine was asked for in this prompt: no TRT node lies before this one, or the sampler's result came from ComfyUI's cache\./, "此任务没有用到引擎：此节点之前没有 TRT 节点，或采样结果来自 ComfyUI 的缓存。"],
+    // what becomes of the picture
+    ["Same picture, normal speed", "图像相同，速度为原速"], ["Same picture as that node makes without engines", "图像与该节点不用引擎时相同"],
+    ["The normal model runs: it leaves out what does not fit, or ends the prompt", "由普通模型运行：不适合的部分会被略去，或任务会中止"],
+    // what to do
+    ["press Build engine, or choose 'build first' or 'build meanwhile' on its node, and run", "点击“构建引擎”，或在节点上选择“先构建”或“同时构建”并运行"],
+    ["switch TRT UNet Engine on again, or wire its engine into TRT Sampler Patch", "重新启用“TRT UNet 引擎”，或把它的引擎连接到“TRT 采样器补丁”"],
+    ["fix what the message names and run again", "按提示解决后重新运行"], ["build it again: it was made by another version, on another machine or for another GPU", "请重新构建：它由其他版本、在其他机器上或为其他 GPU 构建"],
+    ["build it again: its files are missing or damaged", "请重新构建：它的文件缺失或损坏"],
+    ["press Check engine, or choose 'build first' on the engine node, to have it compared with the normal model", "点击“检查引擎”，或在引擎节点上选择“先构建”，与普通模型比较"],
+    ["install the backend that the message names, or choose another on the engine node", "安装提示中的后端，或在引擎节点上选择其他后端"], ["build an engine for this GPU, or choose a backend that supports it", "为此 GPU 构建引擎，或选择支持它的后端"],
+    ["wire the same model into the engine node and the sampler patch", "把同一个模型连接到引擎节点和采样器补丁"], ["nothing to do: this kind of network has no engine yet and always runs at normal speed", "无需操作：这类网络还没有引擎，总是按原速运行"],
+    ["choose a wider Picture size on the engine node and build again", "在引擎节点上选择更大的“图像尺寸”并重新构建"], ["build again for ", "重新构建，尺寸 "],
+    ["put the LoRA before the engine node and build again, or set 'Engine is for' to any checkpoint and LoRA, or leave it: the normal model applies it", "把 LoRA 放在引擎节点之前并重新构建，或把“引擎适用于”设为“任意检查点和 LoRA”，或保持不变：由普通模型应用它"],
+    ["remove the patch node (FreeU, PAG, HyperTile, IPAdapter ...) if you want the engine", "如需使用引擎，请移除补丁节点（FreeU、PAG、HyperTile、IPAdapter 等）"], ["remove the hooks from the conditioning if you want the engine", "如需使用引擎，请移除条件上的钩子"],
+    ["remove the node that computes the UNet by itself (DeepCache ...) if you want the engine", "如需使用引擎，请移除自行计算 UNet 的节点（DeepCache 等）"], ["choose a ControlNet, or a prompt, for the kind of model that is sampled", "请选择适合所采样模型的 ControlNet 或提示词"],
+    ["remove the input that the message names if you want the engine", "如需使用引擎，请移除提示中的输入"], ["see the log for the error; run again to retry the engine", "错误见日志；重新运行会再次尝试引擎"],
+    // why
+    ["no engine wired in", "没有接入引擎"], [/\bno engine\b/, "没有引擎"], [/\bbuild failed\b/, "构建失败"], ["stale engine", "引擎已过期"], ["broken engine", "引擎已损坏"], ["not checked here", "未在本机检验"], ["backend missing", "缺少后端"], ["wrong GPU", "GPU 不符"],
+    ["engine of another model", "其他模型的引擎"], ["unsupported model", "不支持的模型"], ["size the engine was not built for", "引擎不含此尺寸"], ["hooks", "条件带有钩子"], ["weights patched", "权重被修改"], ["model patched", "模型被修改"], ["not called through TRT Sampler Patch", "未经“TRT 采样器补丁”调用"],
+    ["made for another kind of model", "用于其他类型的模型"], ["unsupported input", "不支持的输入"], ["engine failed", "引擎出错"],
+    [/(width|height) (\d+) px is outside the engine's (\d+) to (\d+) px/, "$2 像素超出引擎的 $3 到 $4 像素"], ["TRT UNet Engine is bypassed, muted or not connected", "“TRT UNet 引擎”被绕过、静音或未连接"],
+    // what a build does
+    ["waiting for other builds", "等待其他构建"], [/^starting\b/, "正在启动"], ["checking the engine's files", "检查引擎文件"], ["reading weights", "读取权重"], ["starting the exporter", "启动导出"], [/\bexporting\b/, "导出"], ["starting the compiler", "启动编译"],
+    ["reading the graph", "读取计算图"], [/compiling for batch (\d+)/, "编译（批量 $1）"], [/\bcompiling\b/, "编译"], [/ with (\d+) processes/, "（$1 个进程）"], ["timing the normal model", "测量普通模型"], ["running the normal model", "运行普通模型"],
+    [/comparing batch (\d+) with the normal model/, "与普通模型比较（批量 $1）"], ["comparing with the normal model", "与普通模型比较"], [/^measuring\b/, "测量"], [/^saving\b/, "保存"], [/^building with (\w+)/, "用 $1 构建"],
+    // an engine in figures
+    [/up to (\d+) images/g, "最多 $1 张图像"], [/\b(\d+) images?\b/g, "$1 张图像"], [/(\d+) (?:to|-) (\d+) px/g, "$1 到 $2 像素"], [/(\d+) px/g, "$1 像素"], [/(\d+) tokens/g, "$1 词元"], [/\bbatch (\d+)/g, "批量 $1"],
+    ["takes any LoRA", "适用任意 LoRA"], [" on live weights", "（实时权重）"], [/compiled for /, "已编译 "],
+];
+
+/** A text of the server's as people read it. */
+export function said(text) {
+    return speaksChinese() ? PHRASES.reduce((now, [phrase, words]) => now.replace(phrase, words), text) : text;
+}
