@@ -18,7 +18,7 @@ from ..architectures.calls import APPLY_CONTROL, only_adds_residuals
 from .comfyui_internals import names_in
 from .whose_code import code_of, is_known, pack_of, wrapped
 
-_FOLLOWED = ("comfy.ldm", "comfy.cldm", "torch.nn.modules")
+_FOLLOWED = ("comfy.ldm", "comfy.cldm", "comfy.taesd", "torch.nn.modules")
 """Packages whose functions are read for the names that they use. Casting and loading, which engines do not do, are in
 others."""
 _LOOKED_INTO = (*_FOLLOWED, "torch", "einops", "math", "comfy_kitchen")
@@ -124,7 +124,8 @@ def _places_of(kinds: Collection[type]) -> _Places:
     for name in ("__call__", "_call_impl", "_wrapped_call_impl"):
         reach(vars(torch.nn.Module), name, torch.nn.Module.__module__, f"Module.{name}")
     reach(vars(torch.nn.functional), ATTENTION, torch.nn.functional.__name__, ATTENTION)
-    reach_methods("forward")
+    for name in ("forward", "decode", "encode"):  # a VAE is called by the last two
+        reach_methods(name)
     while todo:
         function = todo.pop()
         names = frozenset(names_in(function.__code__))

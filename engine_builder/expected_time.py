@@ -17,10 +17,12 @@ MEASURED: dict[tuple[str, str], tuple[tuple[float, float], ...]] = {
     ("controlnet", "onnxruntime"): ((0.36e9, 28.6),),
     ("unet", "torch"): ((0.86e9, 54.6), (2.57e9, 68.5)),
     ("controlnet", "torch"): ((0.36e9, 29.6), (1.25e9, 35.5)),
+    ("vae_decoder", "torch"): ((0.084e9, 36.6),),
+    ("vae_encoder", "torch"): ((0.084e9, 30.3),),
 }
-"""Kind and backend -> parameters and wall seconds, from benchmarks/results: builds.json (2 CPU cores), h200.json, and
-tensorrt86_h200.json for TensorRT: of other versions nothing is known. The larger one was built at level 1, beside
-another."""
+"""Kind and backend -> parameters and wall seconds, from benchmarks/results: builds.json (2 CPU cores), h200.json and
+vae_h200.json, and tensorrt86_h200.json for TensorRT: of other versions nothing is known. The larger one was built at
+level 1, beside another."""
 
 
 def expected_seconds(order: BuildOrder, library: Library) -> float | None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from comfy.ldm.wan.vae import WanVAE
 from comfy.sd import VAE
+from comfy.taesd import taesd
+from comfy.taesd.taesd import TAESD
 from comfy.utils import load_torch_file
 from comfy_process import ComfyProcess, History
 from hybrid_trt.architectures import Role
@@ -181,3 +183,16 @@ def test_a_decoder_that_gives_no_numbers_is_replaced_by_native(
     monkeypatch.setattr(type(handle.session), "run", lambda *_: nothing)
     assert torch.equal(backed.first_stage_model.decode(latent), expected)
     assert handle.stats.native == 1
+
+
+@pytest.mark.parametrize("place", [(TAESD, "decode"), (taesd.Clamp, "forward")])
+def test_another_packs_code_in_a_vae_makes_it_run_on_native(
+    decoder: tuple[VAE, VAE, EngineHandle], monkeypatch: pytest.MonkeyPatch, place: tuple[type, str]
+) -> None:
+    kind, method = place
+    own = getattr(kind, method)
+    monkeypatch.setattr(kind, method, lambda self, x: own(self, x) * 0.9)
+    _, _, handle = decoder
+    handle.refresh()
+    assert handle.session is None
+    assert f"has replaced {kind.__name__}.{method}" in handle.fallback.detail
