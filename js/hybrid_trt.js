@@ -80,7 +80,7 @@ async function removeFromWorkflow() {
     if (count !== null) toast("info", t("accelerateRemove"), t(count ? "accelerateRemoved" : "accelerateNone", { count }));
 }
 
-/** The number of nodes that were added or taken out; null where the server refuses. */
+/** The number of nodes that were added or taken out; null where the server refuses, or another workflow is open now. */
 async function changed(what, title) {
     try {
         return await changeAcceleration(app, api, what);

@@ -65,8 +65,12 @@ def _run(executor: PromptExecutor, prompt: dict[str, Any]) -> None:
     prompt, prompt_id = {**prompt, **reports}, uuid.uuid4().hex
     valid, error, outputs, refused = asyncio.run(validate_prompt(prompt_id, prompt, list(reports)))
     for node, found in refused.items():
-        first = found["errors"][0]
-        raise ValueError(f"{found['class_type']} (node {node}): {first['message']}: {first['details']}.")
+        first, where = found["errors"][0], f"{found['class_type']} (node {node})"
+        told = first.get("extra_info", {})
+        if first["type"] == "value_not_in_list" and told["input_name"].endswith("_name"):
+            file = told["received_value"]
+            raise ValueError(f"{file} is missing: put it where {where} looks, or choose another file.")
+        raise ValueError(f"{where}: {first['message']}: {first['details']}.")
     if not valid:
         raise ValueError(error["message"])
     executor.execute(prompt, prompt_id, {}, outputs)

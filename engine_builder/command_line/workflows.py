@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,7 @@ def built(options: Namespace, tell: Callable[[str, float], None]) -> tuple[dict[
     source: Path = options.workflow
     data = _read(source)
     tell("loading ComfyUI's nodes", 0.0)
+    logging.disable(logging.ERROR)  # ComfyUI logs over many lines; an error that matters here ends the command
     package = comfyui.start(options.comfyui, options.library, options.device)
     prompt = _prompt(data, source)
     if not any(entry["class_type"] in ENGINE_NODES for entry in prompt.values()):

@@ -7,14 +7,16 @@ import { request } from "./server.mjs";
  * @param {any} app
  * @param {any} api
  * @param {"add" | "remove"} what
- * @returns {Promise<number>} how many nodes were added or taken out
+ * @param {number} tries again where the graph changes meanwhile; the last takes one that is never the same
+ * @returns {Promise<number | null>} how many nodes were added or taken out; null where another workflow was opened meanwhile
  */
-export async function changeAcceleration(app, api, what) {
+export async function changeAcceleration(app, api, what, tries = 3) {
     const serialised = () => JSON.parse(JSON.stringify((app.rootGraph ?? app.graph).serialize()));
     const open = () => app.extensionManager.workflow.activeWorkflow, wanted = open(), before = serialised();
     const { workflow, count } = await request(api, "/accelerate", { method: "POST", json: { workflow: before, what } });
     if (!count) return 0;
-    if (open() !== wanted || JSON.stringify(serialised()) !== JSON.stringify(before)) return changeAcceleration(app, api, what);
+    if (open() !== wanted) return null;
+    if (tries > 1 && JSON.stringify(serialised()) !== JSON.stringify(before)) return changeAcceleration(app, api, what, tries - 1);
     const { changeTracker: changes } = wanted;
     (changes.captureCanvasState ?? changes.checkState).call(changes);
     changes.redoQueue.length = 0;
