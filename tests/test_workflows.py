@@ -63,8 +63,8 @@ def test_app_mode_shows_the_prompt_the_pictures_and_what_is_saved(name: str, obj
     sent = to_prompt(workflow, object_info)
     assert workflow["extra"]["linearMode"] is False
     data = workflow["extra"]["linearData"]
-    assert all(widget in sent[node]["inputs"] for node, widget in data["inputs"])
-    shown = [(kinds[node], widget) for node, widget in data["inputs"]]
+    assert all(widget in sent[node]["inputs"] for node, widget, *_ in data["inputs"])
+    shown = [(kinds[node], widget) for node, widget, *_ in data["inputs"]]
     assert shown.count(("CLIPTextEncode", "text")) == 2
     assert shown.count(("LoadImage", "image")) == list(kinds.values()).count("LoadImage")
     assert [kinds[node] for node in data["outputs"]] == ["SaveImage"]

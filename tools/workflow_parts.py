@@ -122,7 +122,8 @@ def with_downloads(nodes: Nodes, repositories: dict[str, str]) -> Nodes:
 def app_mode(nodes: Nodes) -> dict[str, Any]:
     """Return what the page keeps of App mode: the widgets and the results that it shows, by node."""
     numbers = {key: str(number) for number, key in enumerate(nodes, start=1)}
-    inputs = [[numbers[key], widget] for kind, widgets in APP for key, entry in nodes.items() if entry["type"] == kind
+    inputs = [[numbers[key], widget, *([{"description": entry["title"]}] if entry["title"] else [])]
+              for kind, widgets in APP for key, entry in nodes.items() if entry["type"] == kind
               for widget in widgets if _in_app(widget, entry["widgets"])]
     return {"inputs": inputs, "outputs": [numbers[key] for key, entry in nodes.items() if entry["type"] == "SaveImage"]}
 
