@@ -30,7 +30,7 @@ IMAGES = ROOT / "docs" / "images"
 NAME = "SD 1.5 - two ControlNets"
 WORKFLOW, ADVANCED = ROOT / "workflows" / f"{NAME}.json", ROOT / "workflows" / "SD 1.5 - advanced nodes.json"
 #: Size of the window for the animation, and of the animation.
-STAGE, SHOWN = (1280, 640), (960, 480)
+STAGE, SHOWN = (1280, 440), (960, 330)
 #: The nodes that the animation shows, side by side; all others stand below.
 ARRANGE = """() => { const at = { CheckpointLoaderSimple: [0, 0], TRTAccelerate: [360, 0], KSampler: [760, 0], TRTReport: [1090, 0] };
     let nets = 0, below = 0;
@@ -207,7 +207,7 @@ def take_animation(page: ComfyPage, workflow: dict[str, Any]) -> None:
         frame(900, button)
         button.click()
         for _ in range(200):
-            raw.wait_for_timeout(600)
+            raw.wait_for_timeout(1000)
             frame(120)
             if raw.locator(".hybrid-trt-status").get_by_text(until).count():
                 break
@@ -220,11 +220,11 @@ def take_animation(page: ComfyPage, workflow: dict[str, Any]) -> None:
     frame(1500)
     press(raw.locator(".hybrid-trt-status .hybrid-trt-workflow button[data-act=build]").first, "engines ready")
     frame(1500)
-    press(raw.get_by_test_id("queue-button"), "Accelerated:")
+    press(raw.get_by_test_id("queue-button"), "Last run:")
     raw.wait_for_timeout(1500)
     frame(4000)
     path = IMAGES / "build_and_run.webp"
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=lasting, loop=0, quality=60, method=6)
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=lasting, loop=0, quality=50, method=6)
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KB, {len(frames)} frames")
 
 
