@@ -73,7 +73,7 @@ class Blueprint:
     shown: dict[str, str]
 
     def for_page(self) -> dict[str, Any]:
-        """What the page needs to make one node of it."""
+        """Return the data with which the page makes one node of it."""
         numbers = {key: number for number, key in enumerate(self.recipe.nodes, start=1)}
         shown = [(name, *target.split(".", 1)) for name, target in self.shown.items()]
         links = [(*source.split("."), key, name) for key, entry in self.recipe.nodes.items()
