@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from browser import ComfyPage, chromium, comfy_page
+from browser import TOAST_CLOSE, ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
 from PIL import Image, ImageDraw, ImageFont
 from playwright.sync_api import Locator
@@ -194,6 +194,7 @@ def take_animation(page: ComfyPage, workflow: dict[str, Any]) -> None:
     raw, frames, lasting = page.page, [], []
 
     def frame(milliseconds: int, pressed: Locator | None = None) -> None:
+        raw.evaluate("all => document.querySelectorAll(all).forEach(close => close.click())", TOAST_CLOSE)
         with Image.open(io.BytesIO(raw.screenshot())) as shot:
             image = shot.convert("RGB")
         if pressed:
@@ -221,8 +222,9 @@ def take_animation(page: ComfyPage, workflow: dict[str, Any]) -> None:
     press(raw.locator(".hybrid-trt-status .hybrid-trt-workflow button[data-act=build]").first, "engines ready")
     frame(1500)
     press(raw.get_by_test_id("queue-button"), "Last run:")
-    raw.wait_for_timeout(1500)
+    raw.wait_for_timeout(3000)
     frame(4000)
+    raw.set_viewport_size({"width": 1600, "height": 900})
     path = IMAGES / "build_and_run.webp"
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=lasting, loop=0, quality=50, method=6)
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KB, {len(frames)} frames")
@@ -230,7 +232,7 @@ def take_animation(page: ComfyPage, workflow: dict[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
-    everything = ("templates", "wiring", "first", "building", "plot", "animation")
+    everything = ("animation", "templates", "wiring", "first", "building", "plot")  # it begins before any run
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pictures", nargs="*", help=f"some of {', '.join(everything)} (default: all)")
     parser.add_argument("--comfyui", type=Path, default=os.environ.get("HYBRID_TRT_COMFYUI"), help="ComfyUI's source")
@@ -247,11 +249,11 @@ def main(arguments: list[str] | None = None) -> None:
         workflow, advanced = (with_tiny_models(json.loads(path.read_text(encoding="utf-8")), process.object_info())
                               for path in (WORKFLOW, ADVANCED))
         page.page.evaluate(QUIET)
-        for name, take in (("templates", lambda: take_templates(page)), ("wiring", lambda: take_wiring(page)),
+        for name, take in (("animation", lambda: take_animation(page, workflow)),
+                           ("templates", lambda: take_templates(page)), ("wiring", lambda: take_wiring(page)),
                            ("first", lambda: take_first(page, workflow)),
                            ("building", lambda: take_building(page, advanced)),
-                           ("plot", lambda: take_plot(process, advanced)),
-                           ("animation", lambda: take_animation(page, workflow))):
+                           ("plot", lambda: take_plot(process, advanced))):
             if name in wanted:
                 if name == "animation":
                     shutil.rmtree(process.base / "models" / "trt_engines", ignore_errors=True)
