@@ -172,9 +172,11 @@ def times(data: dict[str, Any]) -> str:
     bars = [f'<text x="16" y="30" font-size="17" font-weight="bold">Times as fast as ComfyUI alone, on an '
             f'{data["meta"]["gpu"]}</text>']
     for top, words, ratio in zip(range(52, 1000, 62), TIMES_WORDS, ratios, strict=False):
-        lines = [f'<text x="256" y="{top + 18 + 18 * i}" text-anchor="end">{line}</text>' for i, line in enumerate(words)]
-        bars += [*lines, f'<rect x="270" y="{top}" width="{ratio * scale:.0f}" height="44" rx="6" fill="#4caf6a"/>',
-                 f'<text x="{282 + ratio * scale:.0f}" y="{top + 31}" font-size="26" font-weight="bold">{ratio:.1f}x</text>']
+        bars += [f'<text x="256" y="{top + 18 + 18 * i}" text-anchor="end">{line}</text>'
+                 for i, line in enumerate(words)]
+        width = round(ratio * scale)
+        bars += [f'<rect x="270" y="{top}" width="{width}" height="44" rx="6" fill="#4caf6a"/>',
+                 f'<text x="{282 + width}" y="{top + 31}" font-size="26" font-weight="bold">{ratio:.1f}x</text>']
     one = 270 + scale
     bars.append(f'<path d="M{one:.0f} 46v{62 * len(ratios)}" stroke="#202020" stroke-dasharray="5 4"/>')
     height = 62 * len(ratios) + 60

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Take the pictures of the page that README, docs and help show, with the tiny test models.
 
-    python tools/environment.py --browser run -- python tools/make_screenshots.py [templates wiring first building plot animation]
+    python tools/environment.py --browser run -- python tools/make_screenshots.py [animation templates wiring ...]
 
 Names choose some of the pictures; without a name all are taken. The first run builds three small engines.
 """
@@ -32,10 +32,12 @@ WORKFLOW, ADVANCED = ROOT / "workflows" / f"{NAME}.json", ROOT / "workflows" / "
 #: Size of the window for the animation, and of the animation.
 STAGE, SHOWN = (1280, 440), (960, 330)
 #: The nodes that the animation shows, side by side; all others stand below.
-ARRANGE = """() => { const at = { CheckpointLoaderSimple: [0, 0], TRTAccelerate: [360, 0], KSampler: [760, 0], TRTReport: [1090, 0] };
+ARRANGE = """() => {
+    const at = { CheckpointLoaderSimple: [0, 0], TRTAccelerate: [360, 0], KSampler: [760, 0], TRTReport: [1090, 0] };
     let nets = 0, below = 0;
     for (const node of app.graph.nodes) {
-        node.pos = at[node.type] ?? (node.type === 'ControlNetLoader' ? [0, 150 + 110 * nets++] : [500 * below++, 2000]); }
+        node.pos = at[node.type]
+            ?? (node.type === 'ControlNetLoader' ? [0, 150 + 110 * nets++] : [500 * below++, 2000]); }
     [...app.graph.groups].forEach(group => app.graph.remove(group));
     app.canvas.ds.scale = 0.8; app.canvas.ds.offset = [100, 190]; app.canvas.setDirty(true, true); }"""
 #: The page's own furniture, in pixels: the sidebar on the left, tabs and menu at the top, zoom controls at the bottom.

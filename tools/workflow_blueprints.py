@@ -41,7 +41,7 @@ INTO_ONE = """async ({ title, words, shown, links, result }) => {
         if (at < 0) throw new Error(`${title}: node ${id} has no input ${name}`);
         return [inner, at]; };
     for (const one of subgraph.nodes) one.inputs.forEach((_, at) => one.disconnectInput(at));
-    for (const [from, output, to, name] of links) {  // a copy of rows has their links at other places
+    for (const [from, output, to, name] of links) {  // in a copy of rows some are elsewhere
         const origin = subgraph.getNodeById(from), [inner, at] = input(to, name);
         origin.connect(origin.outputs.findIndex(o => [o.name, o.label, o.localized_name].includes(output)), inner, at);
     }
