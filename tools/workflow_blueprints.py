@@ -43,7 +43,8 @@ INTO_ONE = """async ({ title, words, shown, links, result }) => {
     for (const one of subgraph.nodes) one.inputs.forEach((_, at) => one.disconnectInput(at));
     for (const [from, output, to, name] of links) {  // in a copy of rows some are elsewhere
         const origin = subgraph.getNodeById(from), [inner, at] = input(to, name);
-        origin.connect(origin.outputs.findIndex(o => [o.name, o.label, o.localized_name].includes(output)), inner, at);
+        const slot = origin.outputs.findIndex(o => [o.name, o.label, o.localized_name].includes(output));
+        origin.connect(slot, inner, at);
     }
     for (const [name, id, widget] of shown) {
         const [inner, at] = input(id, widget);
