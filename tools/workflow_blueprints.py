@@ -56,7 +56,8 @@ INTO_ONE = """async ({ title, words, shown, links, result }) => {
     node.pos = [0, 0];
     node.setSize([360, node.computeSize()[1]]);
     const { nodes, definitions } = JSON.parse(JSON.stringify((await app.graphToPrompt()).workflow));
-    return { revision: 0, last_node_id: nodes[0].id, last_link_id: 0, nodes, links: [], definitions, version: 0.4 }; }"""
+    return { revision: 0, last_node_id: nodes[0].id, last_link_id: 0, nodes, links: [], definitions, version: 0.4 };
+}"""
 
 
 @dataclass(frozen=True)
