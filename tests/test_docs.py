@@ -13,6 +13,7 @@ import onnx
 import pack
 import pytest
 import torch
+from PIL import Image
 
 ROOT: Path = pack.ROOT
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
@@ -87,10 +88,17 @@ def test_files_and_scripts_that_pages_name_exist() -> None:
 
 
 def test_pictures_are_small_and_shown() -> None:
-    pages = "".join(page.read_text(encoding="utf-8") for page in [*PAGES, *HELP])
+    pages = "".join(page.read_text(encoding="utf-8") for page in [*PAGES, *HELP, ROOT / "pyproject.toml"])
     for picture in [*(ROOT / "docs" / "images").iterdir(), *(ROOT / "js" / "docs").glob("*.png")]:
         assert picture.stat().st_size < 400_000, picture.name
         assert picture.name in pages, f"{picture.name} is shown nowhere"
+
+
+def test_the_registrys_pictures_have_the_sizes_that_it_asks_for() -> None:
+    named = dict(re.findall(r'^(Icon|Banner) = "https://.*/main/(docs/images/.+?)"', read("pyproject.toml"), re.M))
+    sizes = {what: Image.open(ROOT / path).size for what, path in named.items()}
+    assert sizes["Icon"] == (400, 400)
+    assert sizes["Banner"][0] * 9 == sizes["Banner"][1] * 21
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
@@ -99,6 +107,7 @@ def test_tables_of_speeds_are_those_that_their_tool_makes(page: str) -> None:
     data = json.loads(read("benchmarks/results/h200.json"))
     assert table.PAGES[page](data) in read(page)
     assert len(table.README_ROWS) <= 3
+    assert table.times(data) == read("docs/images/times.svg")
 
 
 def test_the_documented_backend_runs_a_graph(tmp_path: Path) -> None:

@@ -83,7 +83,8 @@ def test_the_registrys_package_has_what_users_need_and_nothing_else(packed: list
     for node in NODES:
         assert {f"js/docs/{node}/{language}.md" for language in ("en", "zh")} | {"js/docs/wiring.png"} <= set(packed)
     for folder, pattern in (("js", "*.js"), ("js", "*.css"), ("js/lib", "*.mjs"), ("locales/en", "*.json"),
-                            ("locales/zh", "*.json"), ("workflows", "*.json"), ("workflows", "*.jpg")):  # fmt: skip
+                            ("locales/zh", "*.json"), ("workflows", "*.json"), ("workflows", "*.jpg"),
+                            ("subgraphs", "*.json")):  # fmt: skip
         there = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).glob(pattern)}
         assert there
         assert there <= set(packed), there - set(packed)

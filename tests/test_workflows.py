@@ -56,6 +56,15 @@ def test_files_say_where_their_nodes_come_from(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_nodes_without_room_to_fill_are_as_high_as_their_widgets(name: str) -> None:
+    """The page gives a node of a second workflow in one graph the height of an earlier node of the same number."""
+    least = {"CheckpointLoaderSimple": 98, "ControlNetLoader": 58, "LoraLoader": 126, "EmptyLatentImage": 106,
+             "VAEDecode": 46, "VAEEncode": 46, "LatentUpscaleBy": 82}  # fmt: skip
+    found = {(node["type"], node["size"][1]) for node in shipped(name)["nodes"] if node["type"] in least}
+    assert found == {(kind, least[kind]) for kind, _ in found}
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_app_mode_shows_the_prompt_the_pictures_and_what_is_saved(name: str, object_info: dict[str, Any]) -> None:
     """The file names nodes and widgets that are there; a template opens as a graph all the same."""
     workflow = shipped(name)
@@ -63,8 +72,8 @@ def test_app_mode_shows_the_prompt_the_pictures_and_what_is_saved(name: str, obj
     sent = to_prompt(workflow, object_info)
     assert workflow["extra"]["linearMode"] is False
     data = workflow["extra"]["linearData"]
-    assert all(widget in sent[node]["inputs"] for node, widget in data["inputs"])
-    shown = [(kinds[node], widget) for node, widget in data["inputs"]]
+    assert all(widget in sent[node]["inputs"] for node, widget, *_ in data["inputs"])
+    shown = [(kinds[node], widget) for node, widget, *_ in data["inputs"]]
     assert shown.count(("CLIPTextEncode", "text")) == 2
     assert shown.count(("LoadImage", "image")) == list(kinds.values()).count("LoadImage")
     assert [kinds[node] for node in data["outputs"]] == ["SaveImage"]

@@ -93,6 +93,11 @@ SIZES_INSIDE = """() => app.graph.nodes.find(n => n.isSubgraphNode?.()).subgraph
     .find(n => n.type === 'TRTUNetEngine').widgets.find(w => w.name === 'size_preset').value"""
 
 
+#: Keeps the id of the next run that ends.
+RUN_ENDS = """() => ['success', 'error'].forEach(end =>
+    app.api.addEventListener(`execution_${end}`, e => { window.__ended = e.detail.prompt_id; }, { once: true }))"""
+
+
 @pytest.fixture
 def page(opened: ComfyPage) -> Iterator[ComfyPage]:
     """The mode's page, with no JavaScript error on record before the test and none allowed after it."""
@@ -264,6 +269,31 @@ def test_undo_and_redo_go_through_every_edit_of_the_stack(page: ComfyPage) -> No
         for state in course:
             raw.evaluate("name => { app.extensionManager.command.execute(`Comfy.${name}`) }", command)
             assert seen() == state, command
+
+
+@slow.when("vue")  # App mode has no nodes
+@pytest.mark.browser
+def test_app_mode_shows_the_widgets_that_matter_and_runs(
+    page: ComfyPage, sd15: ComfyProcess, object_info: dict[str, Any]
+) -> None:
+    workflow, raw = with_tiny_models(shipped("sd15_two_controlnets"), object_info), page.page
+    page.load(workflow)
+    raw.evaluate("() => app.extensionManager.command.execute('Comfy.ToggleLinear')")
+    tour = raw.get_by_role("button", name="Skip")  # may come at any time
+    raw.add_locator_handler(tour, lambda button: button.click())
+    said = raw.get_by_test_id("linear-widgets").inner_text()
+    for words in ("Prompt", "Negative prompt", "Control image 1 (edges)", "strength_1", "ckpt_name", "seed"):
+        assert words in said
+    assert raw.get_by_test_id("app-mode-widget-item").count() == len(workflow["extra"]["linearData"]["inputs"])
+    sd15.free()
+    raw.evaluate(RUN_ENDS)
+    raw.get_by_role("button", name="Run", exact=True).last.click()
+    raw.wait_for_function("() => window.__ended", timeout=30_000)
+    ran = raw.evaluate("() => window.__ended")
+    report = str(next(node["id"] for node in workflow["nodes"] if node["type"] == "TRTReport"))
+    assert sd15.get("/history")[ran]["outputs"][report]["text"][0].startswith("Accelerated: 3 of 3 models")
+    raw.remove_locator_handler(tour)
+    raw.evaluate("() => app.extensionManager.command.execute('Comfy.ToggleLinear')")
 
 
 @pytest.mark.browser

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Take the pictures of the page that README, docs and help show, with the tiny test models.
 
-    python tools/environment.py --browser run -- python tools/make_screenshots.py [templates wiring first building plot]
+    python tools/environment.py --browser run -- python tools/make_screenshots.py [animation templates wiring ...]
 
 Names choose some of the pictures; without a name all are taken. The first run builds three small engines.
 """
@@ -9,23 +9,37 @@ Names choose some of the pictures; without a name all are taken. The first run b
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from browser import ComfyPage, chromium, comfy_page
+from browser import TOAST_CLOSE, ComfyPage, chromium, comfy_page
 from comfy_process import ComfyProcess
 from PIL import Image, ImageDraw, ImageFont
+from playwright.sync_api import Locator
 from workflow_recipes import with_tiny_models
 from workflow_to_prompt import to_prompt
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
 NAME = "SD 1.5 - two ControlNets"
-WORKFLOW = ROOT / "workflows" / f"{NAME}.json"
+WORKFLOW, ADVANCED = ROOT / "workflows" / f"{NAME}.json", ROOT / "workflows" / "SD 1.5 - advanced nodes.json"
+#: Size of the window for the animation, and of the animation.
+STAGE, SHOWN = (1280, 440), (960, 330)
+#: The nodes that the animation shows, side by side; all others stand below.
+ARRANGE = """() => {
+    const at = { CheckpointLoaderSimple: [0, 0], TRTAccelerate: [360, 0], KSampler: [760, 0], TRTReport: [1090, 0] };
+    let nets = 0, below = 0;
+    for (const node of app.graph.nodes) {
+        node.pos = at[node.type]
+            ?? (node.type === 'ControlNetLoader' ? [0, 150 + 110 * nets++] : [500 * below++, 2000]); }
+    [...app.graph.groups].forEach(group => app.graph.remove(group));
+    app.canvas.ds.scale = 0.8; app.canvas.ds.offset = [100, 190]; app.canvas.setDirty(true, true); }"""
 #: The page's own furniture, in pixels: the sidebar on the left, tabs and menu at the top, zoom controls at the bottom.
 MARGINS = {"left": 72, "top": 112, "right": 12, "bottom": 60}
 #: No node statistics in the corner, and no tab but that of the open workflow.
@@ -177,9 +191,50 @@ def take_plot(process: ComfyProcess, workflow: dict[str, Any]) -> None:
         picture.convert("RGB").save(IMAGES / "report_plot.png", optimize=True)
 
 
+def take_animation(page: ComfyPage, workflow: dict[str, Any]) -> None:
+    """All engines are built by a press, with their bar, and the workflow runs on them."""
+    raw, frames, lasting = page.page, [], []
+
+    def frame(milliseconds: int, pressed: Locator | None = None) -> None:
+        raw.evaluate("all => document.querySelectorAll(all).forEach(close => close.click())", TOAST_CLOSE)
+        with Image.open(io.BytesIO(raw.screenshot())) as shot:
+            image = shot.convert("RGB")
+        if pressed:
+            box = pressed.bounding_box()
+            x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+            ImageDraw.Draw(image).ellipse((x - 22, y - 22, x + 22, y + 22), None, "#ffd54a", 5)
+        frames.append(image.resize(SHOWN, Image.Resampling.LANCZOS))
+        lasting.append(milliseconds)
+
+    def press(button: Locator, until: str) -> None:
+        frame(900, button)
+        button.click()
+        for _ in range(200):
+            raw.wait_for_timeout(1000)
+            frame(120)
+            if raw.locator(".hybrid-trt-status").get_by_text(until).count():
+                break
+
+    raw.set_viewport_size({"width": STAGE[0], "height": STAGE[1]})
+    page.load(workflow, NAME)
+    raw.evaluate(QUIET)
+    raw.evaluate(ARRANGE)
+    raw.wait_for_timeout(2500)
+    frame(1500)
+    press(raw.locator(".hybrid-trt-status .hybrid-trt-workflow button[data-act=build]").first, "engines ready")
+    frame(1500)
+    press(raw.get_by_test_id("queue-button"), "Last run:")
+    raw.wait_for_timeout(3000)
+    frame(4000)
+    raw.set_viewport_size({"width": 1600, "height": 900})
+    path = IMAGES / "build_and_run.webp"
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=lasting, loop=0, quality=50, method=6)
+    print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KB, {len(frames)} frames")
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
-    everything = ("templates", "wiring", "first", "building", "plot")
+    everything = ("animation", "templates", "wiring", "first", "building", "plot")  # it begins before any run
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pictures", nargs="*", help=f"some of {', '.join(everything)} (default: all)")
     parser.add_argument("--comfyui", type=Path, default=os.environ.get("HYBRID_TRT_COMFYUI"), help="ComfyUI's source")
@@ -193,13 +248,17 @@ def main(arguments: list[str] | None = None) -> None:
                     "tiny_sd15", "tiny_sd15_a", "tiny_sd15_b"], check=True)
     with (ComfyProcess(options.comfyui, Path(options.base), options.python) as process, chromium() as browser,
           comfy_page(browser, process.url) as page):
-        workflow = with_tiny_models(json.loads(WORKFLOW.read_text(encoding="utf-8")), process.object_info())
+        workflow, advanced = (with_tiny_models(json.loads(path.read_text(encoding="utf-8")), process.object_info())
+                              for path in (WORKFLOW, ADVANCED))
         page.page.evaluate(QUIET)
-        for name, take in (("templates", lambda: take_templates(page)), ("wiring", lambda: take_wiring(page)),
+        for name, take in (("animation", lambda: take_animation(page, workflow)),
+                           ("templates", lambda: take_templates(page)), ("wiring", lambda: take_wiring(page)),
                            ("first", lambda: take_first(page, workflow)),
-                           ("building", lambda: take_building(page, workflow)),
-                           ("plot", lambda: take_plot(process, workflow))):
+                           ("building", lambda: take_building(page, advanced)),
+                           ("plot", lambda: take_plot(process, advanced))):
             if name in wanted:
+                if name == "animation":
+                    shutil.rmtree(process.base / "models" / "trt_engines", ignore_errors=True)
                 take()
 
 

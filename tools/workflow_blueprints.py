@@ -30,16 +30,25 @@ from workflow_parts import (
 RESULT = "decode"
 """The node whose first output is the blueprint's."""
 #: Makes one node of all that is in the graph, with inputs of its own, and returns it as the page publishes it.
-INTO_ONE = """async ({ title, words, shown, result }) => {
+INTO_ONE = """async ({ title, words, shown, links, result }) => {
     const made = app.graph.convertToSubgraph(new Set([...app.graph.nodes, ...app.graph.groups]));
     const { subgraph, node } = made;
     node.title = subgraph.name = title;
     subgraph.description = words;
     for (const input of [...subgraph.inputs]) subgraph.removeInput(input);  // the page showed some by itself
+    const input = (id, name) => {
+        const inner = subgraph.getNodeById(id), at = inner.inputs.findIndex(one => one.name === name);
+        if (at < 0) throw new Error(`${title}: node ${id} has no input ${name}`);
+        return [inner, at]; };
+    for (const one of subgraph.nodes) one.inputs.forEach((_, at) => one.disconnectInput(at));
+    for (const [from, output, to, name] of links) {  // in a copy of rows some are elsewhere
+        const origin = subgraph.getNodeById(from), [inner, at] = input(to, name);
+        const slot = origin.outputs.findIndex(o => [o.name, o.label, o.localized_name].includes(output));
+        origin.connect(slot, inner, at);
+    }
     for (const [name, id, widget] of shown) {
-        const inner = subgraph.getNodeById(id), slot = inner.inputs.find(one => one.name === widget);
-        if (!slot) throw new Error(`${title}: node ${id} has no input ${widget}`);
-        subgraph.addInput(name, String(slot.type)).connect(slot, inner);
+        const [inner, at] = input(id, widget);
+        subgraph.addInput(name, String(inner.inputs[at].type)).connect(inner.inputs[at], inner);
     }
     const last = subgraph.getNodeById(result);
     subgraph.addOutput(last.outputs[0].name, last.outputs[0].type).connect(last.outputs[0], last);
@@ -47,7 +56,8 @@ INTO_ONE = """async ({ title, words, shown, result }) => {
     node.pos = [0, 0];
     node.setSize([360, node.computeSize()[1]]);
     const { nodes, definitions } = JSON.parse(JSON.stringify((await app.graphToPrompt()).workflow));
-    return { revision: 0, last_node_id: nodes[0].id, last_link_id: 0, nodes, links: [], definitions, version: 0.4 }; }"""
+    return { revision: 0, last_node_id: nodes[0].id, last_link_id: 0, nodes, links: [], definitions, version: 0.4 };
+}"""
 
 
 @dataclass(frozen=True)
@@ -65,11 +75,14 @@ class Blueprint:
     shown: dict[str, str]
 
     def for_page(self) -> dict[str, Any]:
-        """What the page needs to make one node of it."""
+        """Return the data with which the page makes one node of it."""
         numbers = {key: number for number, key in enumerate(self.recipe.nodes, start=1)}
-        inputs = [[name, numbers[key], widget] for name, (key, widget)
-                  in ((name, target.split(".", 1)) for name, target in self.shown.items())]
-        return {"title": self.recipe.title, "words": self.words, "shown": inputs, "result": numbers[RESULT]}
+        shown = [(name, *target.split(".", 1)) for name, target in self.shown.items()]
+        links = [(*source.split("."), key, name) for key, entry in self.recipe.nodes.items()
+                 for name, source in entry["inputs"].items()]
+        return {"title": self.recipe.title, "words": self.words, "result": numbers[RESULT],
+                "shown": [(name, numbers[key], widget) for name, key, widget in shown],
+                "links": [(numbers[origin], output, numbers[key], name) for origin, output, key, name in links]}
 
 
 def text_to_image() -> Blueprint:

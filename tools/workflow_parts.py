@@ -80,7 +80,7 @@ LOADER = (330, 0)
 MODELS, ENGINES, CONTROLS, SAMPLE = "#3f789e", "#8A8", "#b58b2a", "#a1309b"
 """Colours of groups."""
 SETTINGS = {"when_missing": "build now"}
-"""What is chosen on nodes with engines; the sizes stay 0, which is what fits the model."""
+"""Widgets of nodes with engines; the sizes stay 0, which is what fits the model."""
 FOLDERS = {"ckpt_name": "checkpoints", "control_net_name": "controlnet", "lora_name": "loras"}
 """Widgets that name a model's file, and the folder below models."""
 APP = (
@@ -122,7 +122,8 @@ def with_downloads(nodes: Nodes, repositories: dict[str, str]) -> Nodes:
 def app_mode(nodes: Nodes) -> dict[str, Any]:
     """Return what the page keeps of App mode: the widgets and the results that it shows, by node."""
     numbers = {key: str(number) for number, key in enumerate(nodes, start=1)}
-    inputs = [[numbers[key], widget] for kind, widgets in APP for key, entry in nodes.items() if entry["type"] == kind
+    inputs = [[numbers[key], widget, *([{"description": entry["title"]}] if entry["title"] else [])]
+              for kind, widgets in APP for key, entry in nodes.items() if entry["type"] == kind
               for widget in widgets if _in_app(widget, entry["widgets"])]
     return {"inputs": inputs, "outputs": [numbers[key] for key, entry in nodes.items() if entry["type"] == "SaveImage"]}
 
@@ -201,7 +202,7 @@ def sampler(latent: str, model: str = "accelerate.model", applied: bool = False,
 
 
 def results(sampled: str = "sampler.LATENT", vae: str = "accelerate.vae") -> Nodes:
-    """What stands behind the last sampler: the report, its chart, and the picture."""
+    """The report, its chart and the picture, behind the last sampler."""
     return {
         "report": node("TRTReport", None, {}, {"after": sampled}, (360, 230)),
         "decode": node("VAEDecode", None, {}, {"samples": "report.after", "vae": vae}, (360, 0)),

@@ -29,7 +29,7 @@ def thumbnail(recipe: Recipe) -> Image.Image:
     image = Image.new("RGB", (SIZE, SIZE), BACK)
     draw = ImageDraw.Draw(image)
     family, what = recipe.title.split(" - ", 1)
-    _middle(draw, family, 38, 84, TEXT)
+    _middle(draw, family, 64, 72, TEXT)  # the page's badge covers what is above
     _middle(draw, what, 490, _largest(what), ENGINE)
     DRAWN[recipe.name](image)
     return image
@@ -82,7 +82,7 @@ def _lora(image: Image.Image) -> None:
 def _passes(image: Image.Image) -> None:
     image.paste(_scene("picture", 110).resize((12, 12)).resize((110, 110)), (MARGIN, TOP + 95))
     _arrow(image, 158, 300)
-    image.paste(_scene("picture", 326), (250, TOP - 14))
+    image.paste(_scene("picture", 300), (264, TOP))
 
 
 def _advanced(image: Image.Image) -> None:

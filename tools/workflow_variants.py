@@ -33,8 +33,8 @@ RANGES = ((0.8, 0.0, 1.0), (0.6, 0.0, 0.7), (0.7, 0.1, 0.9), (0.4, 0.3, 1.0))
 """Strength, start and end of each row of the stack."""
 TWO = ((0.7, 0.0, 1.0), (0.4, 0.0, 1.0))
 FIRST_RUN = "Press **Run**. The first run builds what is missing, which takes minutes; later runs find it."
-TOLD = "*TRT Report* says how many models were accelerated, *What ran where* shows every call, and *Save Image* keeps " \
-    "the picture."
+TOLD = "*TRT Report* says how many models were accelerated, *What ran where* shows every call, and *Save Image* " \
+    "keeps the picture."
 SIZES = "Pictures of {} to {} pixels are accelerated. For others choose the sizes on *TRT Accelerate*."
 LAST = group("4 Sample", SAMPLE, ["sampler", "report", "decode"], ["ran", "save"])
 
