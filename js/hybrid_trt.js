@@ -19,6 +19,7 @@ import { defaultsFor, librarySettings, settings } from "./lib/settings.mjs";
 import { inSight, openReadable } from "./lib/template_view.mjs";
 import { setLanguage, speaksChinese, t } from "./lib/texts.mjs";
 import { showKept, showRuns, TEXT_NODES } from "./lib/text_view.mjs";
+import { titlesInChinese } from "./lib/titles_zh.mjs";
 import { Tracker } from "./lib/tracker.mjs";
 import { WorkflowView } from "./lib/workflow_view.mjs";
 
@@ -204,6 +205,6 @@ app.registerExtension({
     afterConfigureGraph() {
         panel.opened(tracker.root()?.id);
         tracker.changed();
-        openReadable(app, speaksChinese() ? inChinese : undefined);
+        openReadable(app, speaksChinese() ? (text) => titlesInChinese(inChinese(text)) : undefined);
     },
 });

@@ -274,7 +274,11 @@ def test_chinese_is_on_templates_nodes_panel_and_settings_and_fits(page: EngineP
         raw.wait_for_function("count => app.graph.nodes.length === count", arg=len(tiny["nodes"]))
         (note,) = (node for node in page.page.workflow()["nodes"] if node["type"] == "MarkdownNote")
         assert note["widgets_values"][0].startswith("# SD 1.5，两个 ControlNet")
-        load(page, tiny)
+        titles = raw.evaluate("() => [...app.graph.groups, ...app.graph.nodes].map(one => one.title)")
+        own = re.compile("|".join(("Checkpoint", "VAE", "CLIP", "LoRA", "ControlNet", "TRT", "UNet", "Latent", "K")))
+        assert [title for title in titles if re.search("[A-Za-z]", own.sub("", title))] == [], "all is Chinese"
+        saved = {**tiny, "extra": {}}  # no template: its titles stay
+        load(page, saved)
         net = page.node(NET)
         close_up(page, net)
         status = page.status(net)
@@ -288,9 +292,9 @@ def test_chinese_is_on_templates_nodes_panel_and_settings_and_fits(page: EngineP
         inputs = raw.evaluate("id => app.graph.getNodeById(id).inputs.map(i => i.label ?? i.localized_name)", apply)
         assert {"图像 1", "ControlNet 2"} <= set(inputs)
         if page.page.vue:
-            assert raw.locator(f"[data-node-id='{net}']").get_by_text("立即构建").is_visible()
+            assert raw.locator(f"[data-node-id='{net}']").get_by_text("先构建", exact=True).is_visible()
         else:
-            assert raw.evaluate(DISPLAYED, [net, "when_missing"]) == "立即构建"
+            assert raw.evaluate(DISPLAYED, [net, "when_missing"]) == "先构建"
         assert page.page.prompt()[str(net)]["inputs"]["when_missing"] == "build now"
         raw.get_by_role("button", name="TRT 引擎").click()
         panel = raw.locator(".hybrid-trt-panel")
@@ -299,8 +303,8 @@ def test_chinese_is_on_templates_nodes_panel_and_settings_and_fits(page: EngineP
         page.shot("node-and-panel")
         raw.get_by_role("button", name="TRT 引擎").click()
         for name, state in STATES.items() if raw.evaluate(DRAWS_CHINESE) else ():
-            net = drawn(page, tiny, state)
-            assert 60 <= whole(page, net)["height"] <= 161
+            net = drawn(page, saved, state)
+            assert 60 <= whole(page, net)["height"] <= 180
             assert re.search("[\u4e00-\u9fff]", page.status(net)["title"]), name
         raw.evaluate("() => { app.extensionManager.command.execute('Comfy.ShowSettingsDialog') }")
         raw.get_by_text("Hybrid TRT", exact=True).first.click()

@@ -117,7 +117,7 @@ def test_thirty_engines_are_two_lines_each_by_model_below_a_head_that_stays(page
     head = panel.locator("header")
     before, first = head.bounding_box(), panel.locator(".hybrid-trt-engine").first
     above = first.bounding_box()["y"]
-    page.page.page.mouse.move(before["x"] + 50, before["y"] + 300)
+    page.page.page.mouse.move(before["x"] + 50, page.page.page.viewport_size["height"] - 40)
     page.page.page.mouse.wheel(0, 700)
     page.page.page.wait_for_timeout(500)
     assert first.bounding_box()["y"] == pytest.approx(above - 700, abs=60)

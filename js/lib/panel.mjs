@@ -30,7 +30,7 @@ export class Panel {
         this.order = "sortName";
         this.late = false; // something happened while nobody saw the page
         this.heard = {
-            "hybrid_trt.library": () => this.soon(), reconnected: () => this.soon(),
+            "hybrid_trt.library": () => this.soon(), execution_success: () => this.soon(), reconnected: () => this.soon(),
             "hybrid_trt.build": ({ detail }) => this.hear(detail),
         };
         this.seen = () => this.late && this.soon();
@@ -259,7 +259,7 @@ class PanelHeader {
      * @param {{count: number, bytes: number, shown: number, shownSelected: number}} chosen
      */
     show(all, chosen) {
-        this.use.textContent = t("use", { count: all.count, size: size(all.bytes), free: size(all.free) });
+        this.use.textContent = t(all.count === 1 ? "useOne" : "use", { count: all.count, size: size(all.bytes), free: size(all.free) });
         this.use.title = all.folder;
         this.find.hidden = this.bar.hidden = !all.count;
         this.all.checked = chosen.shown > 0 && chosen.shownSelected === chosen.shown;

@@ -31,15 +31,17 @@ export function inSight({ graph, ds }, node) {
 }
 
 /**
- * Make an opened template readable, once, its notes in the page's language; what is saved of it is opened as it was left.
+ * Make an opened template readable, once, its notes and titles in the page's language; what is saved of it is opened as it was left.
  * @param {any} app
- * @param {(note: string) => string} translated
+ * @param {(text: string) => string} translated of a note, or of a group's or node's title
  */
-export function openReadable(app, translated = (note) => note) {
+export function openReadable(app, translated = (text) => text) {
     const { extra } = app.rootGraph ?? app.graph ?? {};
     if (!extra?.[MARK]) return;
     delete extra[MARK];
-    for (const { type, widgets } of app.canvas.graph.nodes)
+    const { nodes, groups = [] } = app.canvas.graph;
+    for (const one of [...nodes, ...groups]) if (one.title) one.title = translated(one.title);
+    for (const { type, widgets } of nodes)
         if (type === "MarkdownNote") for (const widget of widgets) widget.value = translated(widget.value);
     setTimeout(() => {
         const { ds } = app.canvas, view = readableView(ds.scale, app.canvas.graph.nodes.map((node) => [...node.getBounding()]));

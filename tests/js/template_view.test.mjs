@@ -3,6 +3,7 @@ import { readdirSync, readFileSync } from "node:fs";
 import { test } from "node:test";
 import { inChinese, NOTES } from "../../js/lib/notes_zh.mjs";
 import { inSight, MARK, openReadable, readableView } from "../../js/lib/template_view.mjs";
+import { titlesInChinese } from "../../js/lib/titles_zh.mjs";
 
 const BOXES = [[100, 50, 300, 100], [0, 80, 50, 50]];
 
@@ -60,5 +61,7 @@ test("every template's note is there in Chinese, names the same nodes, and is pu
     const app = { rootGraph: { extra: { [MARK]: true } }, canvas: { graph: { nodes: [note] }, ds: { scale: 1 } } };
     openReadable(app, inChinese);
     assert.equal(note.widgets[0].value, NOTES[seen[0]]);
+    assert.equal(titlesInChinese("Control image 1 (edges)"), "控制图像 1（边缘）");
+    assert.equal(titlesInChinese("**1 Models**\n*TRT ControlNet Engine 1*, Prompt"), "**1 模型**\n*TRT ControlNet 引擎 1*, Prompt", "what a note marks");
     assert.equal(inChinese("my own note"), "my own note");
 });
