@@ -86,14 +86,14 @@ def test_from_an_empty_canvas_to_a_picture_on_three_engines_in_five_clicks(
     build = raw.locator(".hybrid-trt-status .hybrid-trt-workflow button[data-act=build]")
     build.wait_for()
     page.shot("template")
-    assert "Build 3 missing engines" in build.inner_text()
+    assert "Build 4 missing engines" in build.inner_text()
     click(build, "Build all")
     node = page.node("TRTAccelerate")
     workflow = raw.locator(".hybrid-trt-status .hybrid-trt-workflow")
     workflow.get_by_text("Cancel all builds").wait_for()
     page.shot("building")
     assert page.wait_for(node, "ready", "failed", timeout=240)["state"] == "ready"
-    workflow.get_by_text("Now: 3 engines ready").wait_for()
+    workflow.get_by_text("Now: 4 engines ready").wait_for()
     before = full_names.get("/history").keys()  # a press on Build is a prompt that the history shows
     raw.evaluate("() => { window.__banners = [] }")
     click(raw.get_by_test_id("queue-button"), "Run")
@@ -102,10 +102,11 @@ def test_from_an_empty_canvas_to_a_picture_on_three_engines_in_five_clicks(
     page.shot("ran")
     (ran,) = full_names.get("/history").keys() - before
     told = full_names.get("/history")[ran]["outputs"][str(report)]
-    assert told["text"][0].startswith("Accelerated: 3 of 3 models")
-    raw.locator(".hybrid-trt-status").get_by_text("accelerated 3 of 3 models").first.wait_for()
+    assert told["text"][0].startswith("Accelerated: 4 of 4 models")
+    raw.locator(".hybrid-trt-status").get_by_text("accelerated 4 of 4 models").first.wait_for()
     rows = told["report"][0]["rows"]
-    assert [(row["engine"], row["native"]) for row in rows] == [(2, 0)] * 3
+    assert sorted((row["kind"], row["engine"], row["native"]) for row in rows) == [
+        ("controlnet", 2, 0), ("controlnet", 2, 0), ("unet", 2, 0), ("vae_decoder", 1, 0)]
     assert len(clicks) < 6, clicks
 
 

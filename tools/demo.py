@@ -141,7 +141,7 @@ def run(comfy: ComfyProcess, out: Path) -> dict[str, Any]:
     native = comfy.queue(native_prompt)
     expected = latent(comfy, native, native_prompt)
 
-    with saying("building three engines (UNet and two ControlNets), then sampling on them"):
+    with saying("building four engines (UNet, two ControlNets and VAE), then sampling on them"):
         comfy.queue(demo_prompt(info, engines=True, seed=WARM_UP_SEED), timeout=900)
     say("sampling on the engines again, now that they are there")
     engine_prompt = demo_prompt(info, engines=True, seed=SEED)

@@ -202,12 +202,12 @@ def sampler(latent: str, model: str = "accelerate.model", applied: bool = False,
 
 
 def results(sampled: str = "sampler.LATENT", vae: str = "accelerate.vae") -> Nodes:
-    """The report, its chart and the picture, behind the last sampler."""
+    """The picture behind the last sampler, and behind it the report and its chart."""
     return {
-        "report": node("TRTReport", None, {}, {"after": sampled}, (360, 230)),
-        "decode": node("VAEDecode", None, {}, {"samples": "report.after", "vae": vae}, (360, 0)),
-        "ran": node("PreviewImage", "What ran where", {}, {"images": "report.plot"}, (360, 390)),
-        "save": node("SaveImage", None, {"filename_prefix": "hybrid-trt"}, {"images": "decode.IMAGE"}, (360, 340)),
+        "decode": node("VAEDecode", None, {}, {"samples": sampled, "vae": vae}, (360, 0)),
+        "report": node("TRTReport", None, {}, {"after": "decode.IMAGE"}, (360, 230)),
+        "ran": node("PreviewImage", "What ran where", {}, {"images": "report.chart"}, (360, 390)),
+        "save": node("SaveImage", None, {"filename_prefix": "hybrid-trt"}, {"images": "report.latent or any"}, (360, 340)),
     }
 
 

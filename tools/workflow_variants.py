@@ -36,7 +36,7 @@ FIRST_RUN = "Press **Run**. The first run builds what is missing, which takes mi
 TOLD = "*TRT Report* says how many models were accelerated, *What ran where* shows every call, and *Save Image* " \
     "keeps the picture."
 SIZES = "Pictures of {} to {} pixels are accelerated. For others choose the sizes on *TRT Accelerate*."
-LAST = group("4 Sample", SAMPLE, ["sampler", "report", "decode"], ["ran", "save"])
+LAST = group("4 Sample", SAMPLE, ["sampler", "decode", "report"], ["ran", "save"])
 
 
 def text_to_image() -> Recipe:
@@ -127,7 +127,7 @@ By* says how much larger, **denoise** on *Second pass* how much may change.
         group("1 Model", MODELS, ["note", "checkpoint"]),
         group("2 Accelerate", ENGINES, ["accelerate"]),
         group("3 Prompt", CONTROLS, ["positive", "negative", "latent"]),
-        group("4 Two passes", SAMPLE, ["first", "larger", "sampler"], ["report", "decode", "ran"], ["save"]),
+        group("4 Two passes", SAMPLE, ["first", "larger", "sampler"], ["decode", "report", "ran"], ["save"]),
     ])
 
 
@@ -275,7 +275,7 @@ Half precision rounds differently in an engine, so a faint difference is normal.
         group("2 Accelerate", ENGINES, ["accelerate"]),
         group("3 Images and prompts", CONTROLS, ["image_1", "image_2"], ["positive", "negative", "latent"]),
         group("4 Without", MODELS, ["native_1", "native_2", "native_sampler", "native_decode"]),
-        group("5 Accelerated", SAMPLE, ["apply", "sampler"], ["report", "decode", "ran"]),
+        group("5 Accelerated", SAMPLE, ["apply", "sampler"], ["decode", "report", "ran"]),
         group("6 Compare", ENGINES, ["both", "blend", "difference", "save"]),
     ])
 
