@@ -292,7 +292,7 @@ def test_calls_of_other_sizes_than_the_engines_run_on_live_weights_and_not_nativ
     assert served == ["onnxruntime", "torch", "torch", "onnxruntime", "torch"]
     assert (handle.stats.engine, handle.stats.native) == (5, 0)
     assert handle.session.engines == [engine]
-    assert "larger calls run on torch's live weights" in status(handle)
+    assert "larger pictures run on torch's live weights" in status(handle)
     by_name = handle_of(net, tmp_path, profile=WIDE, backend="onnxruntime")
     with pytest.raises(AssertionError, match="height 160 px is outside"):
         serve(by_name, BEYOND)

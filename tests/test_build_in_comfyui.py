@@ -62,7 +62,7 @@ def test_prompts_go_on_while_an_engine_is_built_and_the_next_one_uses_it(comfy: 
     assert done, "no prompt ran during the build"
     assert slowest < 1.5, "the server stood still"
     assert stamps == sorted(stamps)
-    assert any("checking against native" in line for line in ended["log"])
+    assert any("comparing with the normal model" in line for line in ended["log"])
 
     second = comfy.queue(graph)
     assert report(second) == {"engine": 4, "native": 0, "reasons": {}}

@@ -253,7 +253,7 @@ def test_a_build_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
         pass
 
     def cancel(phase: str, _fraction: float) -> None:
-        if phase.startswith("checking"):
+        if phase.startswith("comparing"):
             raise Cancelled
 
     with pytest.raises(Cancelled):

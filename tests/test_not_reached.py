@@ -83,7 +83,7 @@ def test_without_an_engine_the_model_runs_native_and_the_node_says_so(sd15: Comf
     report, text = (history.output("report", name)[0] for name in ("report", "text"))
     assert report["unet"] == {"engine": 0, "native": STEPS, "reasons": {"no engine wired in": STEPS}}
     assert report["missing"] == []
-    assert "tiny_sd15_unet: 4 native" in text
+    assert "tiny_sd15_unet: 4 at normal speed" in text
     assert history.output("patch", "native") == [True]
     assert history.output("patch", "text")[0].startswith("no engine wired in: TRT UNet Engine is bypassed")
 
