@@ -201,13 +201,17 @@ def sampler(latent: str, model: str = "accelerate.model", applied: bool = False,
         {"model": model, "positive": first, "negative": second, "latent_image": latent}, (300, 0))
 
 
+PICTURE = "report.latent or any"
+"""The output of the report that hands the picture on, by the label that the page shows."""
+
+
 def results(sampled: str = "sampler.LATENT", vae: str = "accelerate.vae") -> Nodes:
     """The picture behind the last sampler, and behind it the report and its chart."""
     return {
         "decode": node("VAEDecode", None, {}, {"samples": sampled, "vae": vae}, (360, 0)),
         "report": node("TRTReport", None, {}, {"after": "decode.IMAGE"}, (360, 230)),
         "ran": node("PreviewImage", "What ran where", {}, {"images": "report.chart"}, (360, 390)),
-        "save": node("SaveImage", None, {"filename_prefix": "hybrid-trt"}, {"images": "report.latent or any"}, (360, 340)),
+        "save": node("SaveImage", None, {"filename_prefix": "hybrid-trt"}, {"images": PICTURE}, (360, 340)),
     }
 
 
