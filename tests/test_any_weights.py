@@ -168,7 +168,7 @@ def test_a_backend_that_cannot_replace_weights_says_so_on_the_node(
     net = network("unet", "unlike_levels")
     built(net, tmp_path, replaceable=False)
     monkeypatch.setattr(type(ORT), "refits", False)  # as TensorRT-RTX's are
-    words = "onnxruntime has no engines with replaceable weights: this one is for these alone"
+    words = "onnxruntime has no engines for any checkpoint and LoRA: this one is for this model only"
     assert words in status(handle_of(net, tmp_path, replaceable=True))
     assert words not in status(handle_of(net, tmp_path, replaceable=False))
 

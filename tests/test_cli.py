@@ -190,10 +190,11 @@ def test_all_that_a_stock_workflow_needs_is_built_in_the_sizes_of_its_picture(
     process = cli.start("build", "--workflow", str(source), "--device", "cpu", "--json")
     out, told = process.communicate(timeout=240)
     assert process.returncode == 0, told
-    (built,) = json.loads(out)["engines"]
+    built, vae = json.loads(out)["engines"]
     assert (built["label"], built["state"]) == ("tiny_sd15.safetensors", "ready")
+    assert (vae["label"], vae["state"]) == ("VAE decode: tiny_sd15.safetensors", "ready")
     assert "tiny_sd15.safetensors: building with onnxruntime" in told
-    assert contents(cli.library) == built["engines"]
+    assert contents(cli.library) == sorted(built["engines"] + vae["engines"])
     manifest = json.loads((cli.library / built["engines"][0] / "manifest.json").read_text())
     assert manifest["identity"]["profile"]["H"][0] == 8  # 64 pixels; 256 where the picture asks for no less
     assert json.loads(source.read_text()) == STOCK

@@ -273,7 +273,7 @@ def test_chinese_is_on_templates_nodes_panel_and_settings_and_fits(page: EngineP
         raw.get_by_test_id(f"template-workflow-{TITLE}").click()
         raw.wait_for_function("count => app.graph.nodes.length === count", arg=len(tiny["nodes"]))
         (note,) = (node for node in page.page.workflow()["nodes"] if node["type"] == "MarkdownNote")
-        assert note["widgets_values"][0].startswith("# SD 1.5，两个 ControlNet")
+        assert note["widgets_values"][0].startswith("# 高级：每个引擎一个节点")
         titles = raw.evaluate("() => [...app.graph.groups, ...app.graph.nodes].map(one => one.title)")
         own = re.compile("|".join(("Checkpoint", "VAE", "CLIP", "LoRA", "ControlNet", "TRT", "UNet", "Latent", "K")))
         assert [title for title in titles if re.search("[A-Za-z]", own.sub("", title))] == [], "all is Chinese"
