@@ -238,7 +238,7 @@ def test_a_compiled_file_that_was_slower_than_native_is_not_opened(
     handle = handle_of(net, tmp_path)
     assert serve(handle, {**SIZES, "W": 8}) <= LIMIT
     assert opened == []
-    assert "1.25 times as long as native on this GPU" in status(handle)
+    assert "1.25 times as long as the normal model on this GPU" in status(handle)
     assert handle.stats.engine_name == "live weights, CUDA graph"
 
 

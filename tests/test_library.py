@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -196,7 +197,9 @@ def test_what_is_outside_a_profile_is_said_in_pixels() -> None:
     assert outside(SMALL, {"B": 3, "H": 8, "W": 8}, ANY.symbols) == "batch 3 is outside the engine's 1 to 2"
 
 
-def test_every_reason_says_what_to_do() -> None:
+def test_every_reason_says_what_becomes_of_the_picture_and_what_to_do() -> None:
     for reason in Reason:
+        sentence = Fallback(reason).sentence()
         assert reason.advice
-        assert "native" in Fallback(reason).sentence()
+        assert sentence.endswith(f"{reason.advice}.")
+        assert re.search("normal|without engines", sentence), "the speed, or what runs in the engine's place"

@@ -198,7 +198,7 @@ def test_a_node_tells_its_numbers_unless_another_node_makes_one() -> None:
 def test_the_settings_of_a_node_that_is_used_twice_are_for_the_pictures_of_both_uses() -> None:
     prompt = graph("1:") | graph("2:")
     prompt["2:empty"] = {"class_type": "EmptyLatentImage", "inputs": {"width": 512, "height": 768, "batch_size": 3}}
-    found = build_routes._states(prompt, [["1:unet", "2:unet"], ["1:other"]])
+    found = build_routes.states(prompt, [["1:unet", "2:unet"], ["1:other"]])
     assert list(found) == ["1:unet", "2:unet", "1:other"]
     sizes = found["1:unet"]["sizes"]
     assert sizes == found["2:unet"]["sizes"]

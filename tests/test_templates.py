@@ -76,7 +76,8 @@ def test_a_template_opens_readable_in_a_small_window(small: ComfyPage, name: str
         x, y, width, height = node["at"]
         assert x + width <= WIDTH, node
         assert y + height <= HEIGHT or name == "sd15_controlnet_stack", node
-    engines = sum(map(engines_of, shipped(name)["nodes"]))
+    encodes = any(node["type"] == "VAEEncode" for node in shipped(name)["nodes"])
+    engines = sum(map(engines_of, shipped(name)["nodes"])) + encodes
     are = "are" if engines > 1 else "is"
     raw.get_by_text(f"{engines} of {engines} engines {are} missing").first.wait_for(state="attached")
     assert not small.errors
@@ -84,8 +85,8 @@ def test_a_template_opens_readable_in_a_small_window(small: ComfyPage, name: str
 
 def engines_of(node: dict[str, Any]) -> int:
     """Count the engines that a node asks for: one for each linked model."""
-    asked = ("TRTAccelerate", "TRTUNetEngine", "TRTControlNetEngine")
-    models = ("MODEL", "CONTROL_NET") if node["type"] in asked else ()
+    asked = ("TRTAccelerate", "TRTUNetEngine", "TRTControlNetEngine", "TRTVAEEngine")
+    models = ("MODEL", "CONTROL_NET", "VAE") if node["type"] in asked else ()
     return sum(socket["type"] in models and socket["link"] is not None for socket in node["inputs"])
 
 

@@ -137,7 +137,7 @@ def test_a_missing_polygraphy_stops_builds_only(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(("text", "told"), [
     ("raise OSError('libcudart.so.13: cannot open')", "cannot be loaded (OSError: libcudart.so.13"),
-    ("__version__ = '1.4.0.76'", "1.4.0.76 is installed and does not serve"),
+    ("__version__ = '1.4.0.76'", "1.4.0.76 is installed and cannot be used"),
     ("", "cannot be loaded (AttributeError")])
 def test_a_package_that_does_not_load_or_serve_is_no_crash(
     text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

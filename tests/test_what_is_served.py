@@ -143,6 +143,6 @@ def test_an_instruct_pix2pix_picture_is_natives(sdxl: ComfyProcess) -> None:
 
 def test_the_table_of_models_has_just_what_was_tried() -> None:
     text = MODELS.read_text(encoding="utf-8").partition("## Supported models")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| ([^|]+?) \| (on engines|native: [^|]+?) \|", text, re.MULTILINE)
+    rows = re.findall(r"^\| ([^|]+?) \| (on engines|normal speed: [^|]+?) \|", text, re.MULTILINE)
     assert {name: verdict == "on engines" for name, verdict in rows} == {
         name: kind.reason is None for name, kind in KINDS.items()}
