@@ -31,7 +31,8 @@ class AutoencoderSizes(LatentSizes):
     """Sizes of one picture without a prompt: ComfyUI's batches are split, because a call of one fits every batch.
 
     Attributes:
-        working_values: numbers that a compiled call holds at its height, for each pixel; from benchmarks/vae.py.
+        working_values: numbers that a compiled call holds at its height, for each pixel; from benchmarks/vae.py, with
+            a tenth more. TAESD's encoder was not measured and has its decoder's.
     """
 
     name: str

@@ -9,6 +9,7 @@ from typing import Any
 import comfy.model_patcher as comfy_patcher
 import pytest
 import torch
+from comfy.ldm.models.autoencoder import AutoencodingEngine
 from comfy.ldm.wan.vae import WanVAE
 from comfy.sd import VAE
 from comfy.taesd import taesd
@@ -25,7 +26,7 @@ from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Unavailable
 from hybrid_trt.page_api.workflow_graph import vae_calls
 from hybrid_trt.sampling.engine_handle import EngineHandle
-from hybrid_trt.sampling.vae import native_vae, vae_with_engines
+from hybrid_trt.sampling.vae import EngineVAEModel, native_vae, vae_with_engines
 from scenarios import Prompt, latent_of, node, relative_difference
 
 LIMIT = 1e-5
@@ -152,6 +153,39 @@ def decoder(comfy: ComfyProcess, tmp_path: Path) -> tuple[VAE, VAE, EngineHandle
     build_engine(order, library, lambda *_: None, run=run_here)
     handle = EngineHandle(network, EngineChoice(profile, backend="onnxruntime"), library, "node")
     return vae, vae_with_engines(vae, {Role.VAE_DECODER: handle}), handle
+
+
+def test_the_layout_of_flux_and_sd3_is_served(tmp_path: Path) -> None:
+    """Their KL autoencoders have 16 channels, and no layers around the latent."""
+    layers = {"double_z": True, "z_channels": 16, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32,
+              "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0}  # fmt: skip
+    parts = ("encoder", "decoder")
+    configs = {f"{part}_config": {"target": f"comfy.ldm.modules.diffusionmodules.model.{part.title()}",
+                                  "params": layers} for part in parts}  # fmt: skip
+    regularizer = {"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"}
+    module = AutoencodingEngine(regularizer_config=regularizer, **configs)
+    generator = torch.Generator().manual_seed(4)
+    for name, weight in module.named_parameters():
+        spread = weight[0].numel() ** -0.5 if weight.ndim > 1 else 0.05
+        weight.data = torch.randn(weight.shape, generator=generator) * spread
+        if weight.ndim == 1 and "norm" in name and name.endswith("weight"):
+            weight.data += 1
+    module.eval().requires_grad_(False)
+    patcher = comfy_patcher.ModelPatcher(module, torch.device("cpu"), torch.device("cpu"))
+    vae = SimpleNamespace(patcher=patcher, first_stage_model=module, vae_dtype=torch.float32)
+    given = {Role.VAE_DECODER: torch.randn(2, 16, 9, 12, generator=generator),
+             Role.VAE_ENCODER: torch.rand(1, 3, 72, 96, generator=generator) * 2 - 1}  # fmt: skip
+    for role, images in given.items():
+        network, library = NativeNetwork.of_vae(vae, role, f"flux {role.value}"), Library([tmp_path])
+        profile = network.architecture().profile(RequestedSizes(64, 128, 256))
+        order = BuildOrder(network, "float32", profile, backends()["onnxruntime"])
+        build_engine(order, library, lambda *_: None, run=run_here)
+        handle = EngineHandle(network, EngineChoice(profile, backend="onnxruntime"), library, "node")
+        model = EngineVAEModel(vae, {role: handle})
+        call = "decode" if role is Role.VAE_DECODER else "encode"
+        expected = getattr(module, call)(images)
+        assert float((getattr(model, call)(images) - expected).norm() / expected.norm()) <= LIMIT
+        assert (handle.stats.engine, handle.stats.native) == (len(images), 0), handle.stats.details
 
 
 def test_comfyui_frees_what_a_compiled_call_needs_and_natives_estimate_elsewhere(
