@@ -41,6 +41,7 @@ NEEDED_BY_FAMILIES = (
     "comfy.ldm.modules.diffusionmodules.model:Decoder",
     "comfy.ldm.modules.diffusionmodules.model:Encoder",
     "comfy.taesd.taesd:TAESD",
+    "comfy.ops:mixed_precision_ops(...)",
 )
 """Names in ComfyUI's own code that the families rely on, in the notation of ``comfyui_internals``."""
 

@@ -48,7 +48,8 @@ class FusedLinear(torch.nn.Module):
         """
         if self._given is None or self._given() is not given or self._results[index] is None:
             ready = given if self.first is None else self.first(given)
-            self._results = list(F.linear(ready, self.weight, self.bias).split(self._widths, dim=-1))
+            weight, bias = self.weight.to(ready.dtype), None if self.bias is None else self.bias.to(ready.dtype)
+            self._results = list(F.linear(ready, weight, bias).split(self._widths, dim=-1))
             self._given = weakref.ref(given)
         result, self._results[index] = self._results[index], None
         if not any(left is not None for left in self._results):
@@ -75,6 +76,8 @@ Place = tuple[torch.nn.Module, str]
 def fuse(module: torch.nn.Module, groups: Sequence[Sequence[Place]]) -> list[FusedLinear]:
     """Compute the layers at each group of places as one. ``module`` is a copy that nobody else uses.
 
+    Groups with quantised layers, or with weights of several dtypes, stay as they are.
+
     Args:
         groups: of ``Linear``s, or of ``Sequential``s that end with one and are alike before it.
     """
@@ -83,6 +86,9 @@ def fuse(module: torch.nn.Module, groups: Sequence[Sequence[Place]]) -> list[Fus
         found = [owner.get_submodule(leaf) for owner, leaf in places]
         before = [layer[:-1] if isinstance(layer, torch.nn.Sequential) else None for layer in found]
         linears = [layer[-1] if isinstance(layer, torch.nn.Sequential) else layer for layer in found]
+        plain = all(isinstance(layer, torch.nn.Linear) for layer in linears)
+        if not plain or len({layer.weight.dtype for layer in linears}) > 1:
+            continue
         fused = FusedLinear(linears, before[0])
         for index, (owner, leaf) in enumerate(places):
             setattr(owner, leaf, Part(fused, index))

@@ -83,7 +83,8 @@ def look_up(network: NativeNetwork, choice: EngineChoice, library: Library) -> F
     from ..comfy_model.structure_hash import structure_hash  # needs torch, which the command line may lack
 
     architecture, device = network.architecture().name, network.device
-    usable = _serving(library, architecture, choice.backend, device)
+    timed_here = _timed_here(library, architecture, choice.backend, device)
+    usable = backends_for(network, choice.backend, timed_here)
     structure = structure_hash(network.module)
     weights = _weights(network, structure, choice, library, usable)
     profile = wanted_profile(network, choice)
@@ -97,7 +98,8 @@ def look_up_known(library: Library, query: EngineQuery, choice: str, device: tor
     Raises:
         Unavailable: as ``look_up``.
     """
-    return _look_up(library, query, choice, _serving(library, query.architecture, choice, device), device)
+    timed_here = _timed_here(library, query.architecture, choice, device)
+    return _look_up(library, query, choice, usable_backends(choice, device, timed_here), device)
 
 
 def _look_up(
@@ -171,9 +173,8 @@ def _weights(
     return found
 
 
-def _serving(library: Library, architecture: str, choice: str, device: torch.device) -> list[Backend]:
-    timed_here = library.timed_on(gpu_of(device), architecture) if choice == AUTO else ()
-    return usable_backends(choice, device, timed_here)
+def _timed_here(library: Library, architecture: str, choice: str, device: torch.device) -> Collection[str]:
+    return library.timed_on(gpu_of(device), architecture) if choice == AUTO else ()
 
 
 def _engines(
@@ -213,6 +214,28 @@ def _covers(backend: Backend, engine: Engine, query: EngineQuery) -> bool:
 
 def _is_of(engine: Engine, backend: Backend) -> bool:
     return engine.manifest.identity.backend == backend.name
+
+
+def backends_for(network: NativeNetwork, choice: str, timed_here: Collection[str] = ()) -> list[Backend]:
+    """The usable backends that can serve a network: quantised weights are never in an engine's file.
+
+    Raises:
+        Unavailable: none can.
+    """
+    usable = usable_backends(choice, network.device, timed_here)
+    able = [backend for backend in usable if refusal_for(network, backend) is None]
+    if not able:
+        raise Unavailable.of(refusal_for(network, usable[0]))
+    return able
+
+
+def refusal_for(network: NativeNetwork, backend: Backend) -> Fallback | None:
+    """Return why a backend never serves a network, or None."""
+    if backend.runs_live_weights or not network.quantised:
+        return None
+    able = " or ".join(one.name for one in backends().values() if one.runs_live_weights)
+    detail = f"{network.label} has quantised layers, which {backend.name} cannot run; choose {able} as the backend"
+    return Fallback(Reason.UNSUPPORTED_MODEL, detail)
 
 
 def usable_backends(choice: str, device: torch.device, timed_here: Collection[str] = ()) -> list[Backend]:

@@ -27,6 +27,8 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
         Part("unet", 1, _SD15, "model.diffusion_model."), Part("vae", 2, {}, "first_stage_model."),
         Part("clip_l", 3, {}, "cond_stage_model.transformer."))),
     Recipe("diffusion_models/full_sdxl.safetensors", (Part("unet", 4, _SDXL),)),
+    *(Recipe(f"diffusion_models/full_sdxl_{name}.safetensors", (Part("quantised_unet", 4, _SDXL | {"format": kind}),))
+      for name, kind in (("fp8", "float8_e4m3fn"), ("int8", "int8_tensorwise"))),
     Recipe("vae/full_kl.safetensors", (Part("vae", 2),)),
     Recipe("vae/full_taesd.safetensors", (Part("taesd", 3, {"scale": 0.18215}),)),
     *(Recipe(f"controlnet/full_sd15_{name}.safetensors", (Part("controlnet", 10 + i, _SD15, "control_model."),))

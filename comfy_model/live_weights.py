@@ -20,6 +20,7 @@ import torch
 from ..architectures.fused_linear import FusedLinear
 from .module_copy import plain_copy
 from .network import NativeNetwork
+from .stored_weights import is_quantised, patched_quantised, stored_dtypes, tensors_of, weights_with_patches
 from .torch_kernels import empty_laid_out, laid_out
 from .weight_formats import cast_when_called
 from .weight_hash import edition_of, value_of
@@ -102,16 +103,22 @@ class LiveWeights:
         self._shared: dict[str, int] = {}
         self._fused: dict[str, FusedWeights] = {}
         self._bytes = (-1, 0)  # and the generation that it was counted in
+        self._dtypes = stored_dtypes(network.module, dtype)
         with torch.inference_mode(False):
             self.module = plain_copy(
                 network.module,
                 dtype,
-                parameter=lambda _, p: torch.empty(p.shape, dtype=dtype, device="meta"),
+                parameter=lambda name, p: torch.empty(p.shape, dtype=self._dtypes[name], device="meta"),
                 buffer=lambda _, b: b.detach().to(self.device),
             )
         self._places = {name: place for name, place in _places(self.module)}
         # weakly: what follows a model must not keep it
-        self._native_places = {name: (weakref.ref(owner), leaf) for name, (owner, leaf) in _places(network.module)}
+        self._native_places: dict[str, tuple[weakref.ref[torch.nn.Module], str]] = {}
+        self._names: dict[str, list[str]] = {}  # of a native weight: its parameters here
+        for name, (owner, leaf) in _places(network.module):
+            path = name[: len(name) - len(leaf)]
+            self._names[name] = [path + part for part in tensors_of(leaf, owner._parameters[leaf])]
+            self._native_places.update(dict.fromkeys(self._names[name], (weakref.ref(owner), leaf)))
 
     def only(self, part: torch.nn.Module) -> None:
         """From now on follow the parameters of a part of ``module`` alone."""
@@ -164,7 +171,7 @@ class LiveWeights:
     def release(self) -> None:
         """Give the owned memory back and let go of shared tensors; the next ``sync_from`` starts anew."""
         for name, parameter in list(self._parameters()):
-            self._put(name, torch.empty(parameter.shape, dtype=self.dtype, device="meta"))
+            self._put(name, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
         for whole in self._wholes():
             whole.release()
         self._shared.clear()
@@ -181,7 +188,7 @@ class LiveWeights:
         return (*own, model.device, model.model_loaded_weight_memory, model.current_weight_patches_uuid)
 
     def _moved(self) -> bool:
-        return any(self._native_parameter(name).data_ptr() != address for name, address in self._shared.items())
+        return any(self._native_tensor(name).data_ptr() != address for name, address in self._shared.items())
 
     def _bind(self, patcher: ModelPatcher) -> None:
         self._bytes = (-1, 0)  # should this fail half-way
@@ -193,49 +200,66 @@ class LiveWeights:
                 whole.lend([self._native_place(name) for name in whole.names])
             else:
                 whole.keep()
-        entries, cast = patcher.get_key_patches(self._prefix or None), cast_when_called(patcher)
+        entries, cast = weights_with_patches(patcher, self._prefix), cast_when_called(patcher)
         for key in list(entries):
             # popped: kept until the end, tensors that are laid out anew would be there twice
             original, *patches = entries.pop(key)
             patches = acting(patches)
-            name = key[len(self._prefix) :]
-            if name not in self._places:
-                continue  # a buffer
-            if name in shareable:
-                live = self._laid_out(name)
-                if self._shared.get(name) != live.data_ptr():
-                    self._put(name, live)
-                    moved = True
-                shared[name] = live.data_ptr()
+            native = key[len(self._prefix) :]
+            names = [name for name in self._names.get(native, ()) if name in self._places]  # a buffer has none
+            if shareable.issuperset(names):
+                for name in names:
+                    live = self._laid_out(name)
+                    if self._shared.get(name) != live.data_ptr():
+                        self._put(name, live)
+                        moved = True
+                    shared[name] = live.data_ptr()
                 continue
-            current = self._parameter(name)
-            fresh = current.is_meta or name in self._shared
+            fresh = any(self._parameter(name).is_meta or name in self._shared for name in names)
             if fresh:
-                current = self._own(name)
+                for name in names:
+                    self._own(name)
                 moved = True
             if patches:
-                patched.add(name)
-            if fresh or edited or patches or name in self._patched:
-                current.copy_(value_of(key, original, patches, self.device, cast.get(key)))
+                patched.add(native)
+            if fresh or edited or patches or native in self._patched:
+                for name, value in self._values(patcher, key, original, patches, cast.get(key)).items():
+                    self._parameter(name).copy_(value)
         for whole in self._wholes():
             whole.place()
         self._patched, self._shared = patched, shared
         self.generation += moved
 
+    def _values(
+        self, patcher: ModelPatcher, key: str, original: tuple, patches: list[tuple], cast: torch.dtype | None
+    ) -> dict[str, torch.Tensor]:
+        """The values of a native weight's parameters here, by name."""
+        if not is_quantised(original[0]):
+            value = value_of(key, original, patches, self.device, cast)
+        elif patches:
+            value = patched_quantised(patcher, key, original, patches, self.device, self.dtype)
+        else:
+            value = original[0]
+        path, _, leaf = key[len(self._prefix) :].rpartition(".")
+        return {f"{path}.{name}" if path else name: tensor for name, tensor in tensors_of(leaf, value).items()}
+
     def _shares(self, patcher: ModelPatcher) -> bool:
         return self._share and not patcher.is_dynamic() and _holds_its_patches(patcher)
 
     def _shareable(self, patcher: ModelPatcher) -> set[str]:
-        """The native parameters that can be used where they are; of fused ones all can or none."""
+        """The native parameters that can be used where they are; of fused or quantised ones all can or none."""
         if not self._shares(patcher):
             return set()
         found = {name for name in self._places if self._can_share(name)}
+        for names in self._names.values():
+            if not found.issuperset(names):
+                found.difference_update(names)
         return {name for name in found if name not in self._fused or found.issuperset(self._fused[name].names)}
 
     def _can_share(self, name: str) -> bool:
         owner, leaf = self._native_place(name)
-        live = owner._parameters[leaf]
-        if live.device != self.device or live.dtype != self.dtype or type(live.data) is not torch.Tensor:
+        live = self._native_tensor(name)
+        if live.device != self.device or live.dtype != self._dtypes[name] or type(live.data) is not torch.Tensor:
             return False
         # False for what is patched at call time and not in place
         return not getattr(owner, f"{leaf}_function", None) and getattr(owner, f"{leaf}_lowvram_function", None) is None
@@ -243,6 +267,8 @@ class LiveWeights:
     def _laid_out(self, name: str) -> torch.Tensor:
         """The native parameter, to be used where it is; convolutions are put into channels_last there."""
         owner, leaf = self._native_place(name)
+        if is_quantised(owner._parameters[leaf]):
+            return self._native_tensor(name)
         live = owner._parameters[leaf].data
         ready = laid_out(live)
         if ready.data_ptr() != live.data_ptr():
@@ -250,11 +276,12 @@ class LiveWeights:
         return ready
 
     def _own(self, name: str) -> torch.Tensor:
+        dtype = self._dtypes[name]
         if name in self._fused:
-            owned = self._fused[name].own(name, self.dtype, self.device)
+            owned = self._fused[name].own(name, dtype, self.device)
             self._put(name, owned)
             return owned
-        owned = empty_laid_out(self._native_parameter(name).shape, self.dtype, self.device)
+        owned = empty_laid_out(self._native_tensor(name).shape, dtype, self.device)
         self._put(name, owned)
         return owned
 
@@ -276,9 +303,11 @@ class LiveWeights:
         owner, leaf = self._native_places[name]
         return owner(), leaf
 
-    def _native_parameter(self, name: str) -> torch.Tensor:
+    def _native_tensor(self, name: str) -> torch.Tensor:
+        """The native parameter, or of a quantised one the tensor that is ``name`` here."""
         owner, leaf = self._native_place(name)
-        return owner._parameters[leaf]
+        weight = owner._parameters[leaf]
+        return tensors_of(leaf, weight)[name.rpartition(".")[2]] if is_quantised(weight) else weight
 
 
 def _places(module: torch.nn.Module) -> Iterator[tuple[str, tuple[torch.nn.Module, str]]]:

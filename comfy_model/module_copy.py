@@ -9,9 +9,11 @@ import torch
 
 from .changed_layers import methods, replaced
 from .comfyui_shims import is_of_loading
+from .stored_weights import class_of_copy, tensors_of
 
 Source = Callable[[str, torch.Tensor], torch.Tensor]
-"""Name and native tensor of a parameter or buffer -> what the copy holds in its place."""
+"""Name and native tensor of a parameter or buffer -> what the copy holds in its place. A quantised weight has several
+parameters in a copy."""
 
 
 class ReplacedForward(ValueError):
@@ -27,7 +29,8 @@ def plain_copy(
 ) -> torch.nn.Module:
     """Copy the structure of a module; its tensors come from ``parameter`` and ``buffer``.
 
-    The native module stays untouched, whatever state ComfyUI has loaded it in: only its structure is walked.
+    Layers cast weights of another dtype than ``dtype`` while they run, as ComfyUI's do. The native module stays
+    untouched, whatever state ComfyUI has loaded it in: only its structure is walked.
 
     Args:
         dtype: what the copy computes in.
@@ -49,25 +52,27 @@ def _copy(
 ) -> torch.nn.Module:
     if (what := replaced(module)) is not None:
         raise ReplacedForward(f"{name or type(module).__name__} has a {what}, which an engine would lose")
-    kind = kind_of(type(module))
+    kind, more = class_of_copy(module)
+    kind = kind or kind_of(type(module))
     copy = kind.__new__(kind)
     torch.nn.Module.__init__(copy)
     machinery = set(copy.__dict__) | methods(type(module))
     copy.__dict__.update(
         {k: v for k, v in module.__dict__.items() if k not in machinery and not is_of_loading(k, v)}
     )
+    copy.__dict__.update(more)
     prefix = f"{name}." if name else ""
-    copy._parameters = OrderedDict(
-        (k, None if p is None else torch.nn.Parameter(parameter(prefix + k, p), requires_grad=False))
-        for k, p in module._parameters.items()
-    )
+    copy._parameters = OrderedDict((k, None) for k, p in module._parameters.items() if p is None)
+    for leaf, weight in module._parameters.items():
+        for k, p in tensors_of(leaf, weight).items() if weight is not None else ():
+            copy._parameters[k] = torch.nn.Parameter(parameter(prefix + k, p), requires_grad=False)
     copy._buffers = OrderedDict((k, None if b is None else buffer(prefix + k, b)) for k, b in module._buffers.items())
     copy._modules = OrderedDict(
         (k, None if m is None else _copy(m, prefix + k, dtype, parameter, buffer, kind_of))
         for k, m in module._modules.items()
     )
     if hasattr(module, "comfy_cast_weights"):
-        copy.comfy_cast_weights = False
+        copy.comfy_cast_weights = any(p is not None and p.dtype != dtype for p in copy._parameters.values())
         copy.weight_function, copy.bias_function = [], []
     if isinstance(getattr(module, "dtype", None), torch.dtype):
         copy.dtype = dtype

@@ -13,6 +13,7 @@ from ..engine_library.fallback import Fallback, Reason, Unavailable
 from .attention import part_replaced, preference_class, unknown_preference
 from .changed_layers import LayerWatch
 from .hash_cache import hashes_without_patches
+from .stored_weights import has_quantised
 from .weight_formats import multiplies_in_fp8, rounded_unlike, unreadable_weights
 from .weight_hash import Check, fingerprint, forget_hash, known_hash, weights_hash
 
@@ -77,6 +78,11 @@ class NativeNetwork:
     def precision(self) -> str:
         """``dtype`` as manifests spell it."""
         return _name(self.dtype)
+
+    @property
+    def quantised(self) -> bool:
+        """Whether it has ComfyUI's quantised weights, which live weights alone can serve."""
+        return has_quantised(self.module)
 
     def undo_foreign_patches(self) -> None:
         """Take back what another clone's node replaced in the module or put into it: ComfyUI leaves that on it.

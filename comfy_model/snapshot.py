@@ -1,6 +1,7 @@
 """A network on its way into the child process: its weights in a file, its structure without them through a pipe.
 
-The weights are a snapshot: what is exported is what was hashed, whatever ComfyUI does to the model meanwhile.
+The weights are a snapshot: what is exported is what was hashed, whatever ComfyUI does to the model meanwhile. What is
+compiled for live weights has none of its own: random ones do.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import base64
 import importlib
 import io
+import math
 import pickle
 import sys
 from collections.abc import Callable, Mapping
@@ -20,6 +22,7 @@ from ..engine_library import BuildError
 from .changed_layers import layer_classes
 from .module_copy import ReplacedForward, plain_copy
 from .network import NativeNetwork
+from .stored_weights import is_fp8, stored_dtypes
 from .weight_hash import combine, current_weights, digest, hashing_pool
 
 ALIGNMENT = 64
@@ -41,18 +44,19 @@ def write_weights(
         hashed: whether their hash is wanted, which takes longer than all the rest.
 
     Returns:
-        Their hash, as ``weight_hash.weights_hash`` makes it, or ""; and name -> (shape, offset in the file).
+        Their hash, as ``weight_hash.weights_hash`` makes it, or ""; and name -> (shape, offset in the file, dtype).
     """
     total = max(1, sum(p.numel() for p in network.module.parameters()))
-    index, digests, done = {}, {}, 0
+    index, digests, done, dtypes = {}, {}, 0, _dtypes(network, dtype, live=False)
     with path.open("wb") as file, hashing_pool() as pool:
         for name, live in current_weights(network.patcher, network.prefix):
             weight = live.clone()  # ComfyUI may change the live one at any time
             pending = pool.submit(digest, name, weight) if hashed else None
             file.seek(-file.tell() % ALIGNMENT, 1)
-            index[name] = (list(weight.shape), file.tell())
+            own = dtypes.get(name, dtype)
+            index[name] = (list(weight.shape), file.tell(), str(own).removeprefix("torch."))
             if weight.numel():
-                file.write(memoryview(weight.to(dtype).contiguous().flatten().view(torch.uint8).numpy()))
+                file.write(memoryview(weight.to(own).contiguous().flatten().view(torch.uint8).numpy()))
             if pending is not None:
                 digests[name] = pending.result()
             done += weight.numel()
@@ -60,21 +64,31 @@ def write_weights(
     return combine(digests) if hashed else "", index
 
 
-def write_structure(network: NativeNetwork, dtype: torch.dtype) -> str:
+def _dtypes(network: NativeNetwork, dtype: torch.dtype, live: bool) -> dict[str, torch.dtype]:
+    """The dtype of each parameter; fp8 for live weights alone, since a file's are cast once."""
+    found = stored_dtypes(network.module, dtype)
+    return found if live else {name: dtype if is_fp8(own) else own for name, own in found.items()}
+
+
+def write_structure(network: NativeNetwork, dtype: torch.dtype, live: bool = False) -> str:
     """A network's module as its engine has it, as text for ``restore``: without weights and per-image passes.
 
     Pickled, since only this process's own child ever reads it; it never lies on disk.
+
+    Args:
+        live: whether it is to be compiled for live weights, which may be in fp8 or quantised.
 
     Raises:
         BuildError: the module has parts that cannot be built again elsewhere.
         Unavailable: it has parts of another node's now, for example since a prompt is sampling with them.
     """
     network.unchanged_architecture()
+    dtypes = _dtypes(network, dtype, live)
     try:
         copy = plain_copy(
             network.module,
             dtype,
-            parameter=lambda _, p: torch.empty(p.shape, dtype=dtype, device="meta"),
+            parameter=lambda name, p: torch.empty(p.shape, dtype=dtypes[name], device="meta"),
             buffer=lambda _, b: b.detach().cpu(),
         )
         network.architecture().passes(copy)  # some have classes that no other process can import
@@ -97,12 +111,42 @@ def without_weights(structure: str) -> torch.nn.Module:
     return _Unpickler(io.BytesIO(base64.b64decode(structure))).load()
 
 
-def restore(structure: str, index: dict, path: Path, dtype: torch.dtype) -> torch.nn.Module:
+def with_random_weights(structure: str, device: torch.device) -> torch.nn.Module:
+    """The network from its structure, with random weights on a device that keep what it computes near one."""
+    from ..architectures.quantised_linear import QuantisedLinear
+
+    module, generator = without_weights(structure), torch.Generator(device).manual_seed(1)
+    for layer in module.modules():
+        for leaf, parameter in layer._parameters.items():
+            if parameter is not None:
+                layer._parameters[leaf] = torch.nn.Parameter(_drawn(leaf, parameter, generator), requires_grad=False)
+        if isinstance(layer, QuantisedLinear):
+            shape, dtype = layer.weight.shape, layer.weight.dtype
+            plain = _drawn("weight", torch.empty(shape, dtype=dtype, device="meta"), generator)
+            layer.take(layer.set_weight(plain, seed=0, return_weight=True))
+    return module.to(device)
+
+
+def _drawn(leaf: str, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Random values for a parameter: weights by what they add up, scales of norms about one, biases small."""
+    device, shape = generator.device, like.shape
+    if not like.dtype.is_floating_point or like.ndim == 0:
+        return torch.ones(shape, dtype=like.dtype, device=device)
+    values = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+    if like.ndim > 1:
+        values /= math.sqrt(math.prod(shape[1:]))
+    else:
+        values = values * 0.05 + (leaf == "weight")
+    return values.to(like.dtype)
+
+
+def restore(structure: str, index: dict, path: Path) -> torch.nn.Module:
     """The network from its structure and its weights' file, which it maps and does not copy."""
     module = without_weights(structure)
     data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     weights = {}
-    for name, (shape, offset) in index.items():
+    for name, (shape, offset, own) in index.items():
+        dtype = getattr(torch, own)
         length = torch.Size(shape).numel() * dtype.itemsize
         weights[name] = data[offset : offset + length].view(dtype).reshape(shape)
     for name, parameter in list(module.named_parameters()):

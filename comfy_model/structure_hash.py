@@ -2,7 +2,7 @@
 
 What a layer's constructor has set may change what it computes, so all of it counts: numbers, words, functions, plain
 objects and buffers. What ComfyUI writes on layers to load them does not, nor the dtype and device of a load: the same
-file has the same layout however it was loaded.
+file has the same layout however it was loaded. Weights that copies keep in fp8 or another dtype of their own count.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ..engine_library.manifest import LAYOUT_PREFIX
 from .attention import preference_class
 from .changed_layers import methods
 from .comfyui_shims import is_of_loading
+from .stored_weights import kept_dtypes
 
 _MACHINERY = frozenset(torch.nn.Module().__dict__)
 """Attributes that torch keeps on each layer: parts, hooks, the training flag."""
@@ -47,7 +48,7 @@ def structure_hash(module: torch.nn.Module) -> str:
     Cheap after the first time.
     """
     if module not in _layouts:
-        lines = "\n".join(_lines(module, _Told()))
+        lines = "\n".join((*_lines(module, _Told()), *kept_dtypes(module)))
         _layouts[module] = LAYOUT_PREFIX + hashlib.sha256(lines.encode()).hexdigest()
     return _layouts[module]
 

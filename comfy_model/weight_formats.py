@@ -1,15 +1,16 @@
-"""Formats of weights that need care: those that no engine can be built from, and fp8.
+"""Formats of weights that need care: those that no engine can be built from, fp8, and ComfyUI's quantised ones.
 
-No engine: ComfyUI's quantised weights (``comfy_quant``, or ``scaled_fp8``, which becomes the same when it is loaded),
-and those of other packs. GGUF, bitsandbytes, Nunchaku and their like hand ComfyUI tensors of their own class, or packed
-whole numbers that only their layers can read.
+No engine: weights of other packs. GGUF, bitsandbytes, Nunchaku and their like hand ComfyUI tensors of their own class,
+or packed whole numbers that only their layers can read.
 
-Plain fp8 weights are cast by ComfyUI. Their values depend on the way in which it has loaded the model:
+Plain fp8 weights are cast by ComfyUI; quantised ones (``comfy_quant``, or ``scaled_fp8``, which becomes the same when
+it is loaded) are multiplied as they are where the GPU can. Their values depend on the way in which the model is loaded:
 
 * *Loaded whole*, patched ones are rounded up or down at random, with a seed from their name. Engines have these values.
 * *Loaded in part*, those that are off the device are patched in each call, and not rounded.
 * *Dynamic VRAM* keeps a file's weights as they are and casts large layers when they are called. Of patched ones the
-  first call has the unrounded value, and later ones a rounded one while there is room for it.
+  first call has the unrounded value, and later ones a rounded one while there is room for it. Quantised ones that are
+  multiplied as they are always have the rounded value.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .stored_weights import LARGE, is_fp8, is_quantised, why_no_engine
 from .weight_patches import acting, version_of
 
 if TYPE_CHECKING:
@@ -51,13 +53,11 @@ def unreadable_weights(module: torch.nn.Module, patcher: ModelPatcher) -> str | 
 
 
 def _unreadable(module: torch.nn.Module) -> str | None:
-    from comfy.quant_ops import QuantizedTensor
-
     for layer in module.modules():
+        if (why := why_no_engine(layer)) is not None:
+            return why
         for weight in itertools.chain(layer._parameters.values(), layer._buffers.values()):
-            if isinstance(weight, QuantizedTensor):
-                return "quantised layers, for which no engine can be built yet"
-            if weight is None:
+            if weight is None or is_quantised(weight):
                 continue
             if type(weight) not in _PLAIN:
                 return _weights_of(type(weight))
@@ -81,18 +81,10 @@ def _weights_of(kind: type) -> str:
     return f"{name} weights, and engines need plain ones" if name else f"weights of another pack ({kind.__qualname__})"
 
 
-_CAST_FROM = 16 * 1024
-"""Dynamic VRAM casts layers with more bytes than this one by one; others it loads as their file has them."""
-
 _kept: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
 _multiplies: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 _patched: weakref.WeakKeyDictionary[torch.nn.Module, dict[object, bool]] = weakref.WeakKeyDictionary()
-"""Answers of ``patches_fp8``, by version of the weights."""
-
-
-def is_fp8(dtype: torch.dtype) -> bool:
-    """Tell whether it is one of torch's fp8 dtypes."""
-    return dtype.is_floating_point and dtype.itemsize == 1
+"""Answers of ``patches_rounded``, by version of the weights."""
 
 
 def cast_when_called(patcher: ModelPatcher) -> Mapping[str, torch.dtype]:
@@ -118,7 +110,7 @@ def _cast_to(layer: torch.nn.Module, leaf: str) -> torch.dtype | None:
         return dtype
     from comfy.model_management import module_size
 
-    return dtype if leaf in ("weight", "bias") and module_size(layer) > _CAST_FROM else None
+    return dtype if leaf in ("weight", "bias") and module_size(layer) > LARGE else None
 
 
 def rounded_unlike(patcher: ModelPatcher) -> str | None:
@@ -126,26 +118,43 @@ def rounded_unlike(patcher: ModelPatcher) -> str | None:
     if not patcher.patches:
         return None
     dynamic = patcher.is_dynamic()
-    if not (dynamic or getattr(patcher.model, "model_lowvram", True)) or not patches_fp8(patcher):
+    if not (dynamic or getattr(patcher.model, "model_lowvram", True)) or not patches_rounded(patcher):
         return None
     if dynamic:
-        return "its fp8 weights have a LoRA or another patch, which dynamic VRAM rounds otherwise from call to call"
+        how = "which dynamic VRAM rounds otherwise from call to call"
+        return None if _always_rounded(patcher) else f"its fp8 weights have a LoRA or another patch, {how}"
     return "its fp8 weights have a LoRA or another patch, and ComfyUI has loaded a part of them only"
 
 
-def patches_fp8(patcher: ModelPatcher) -> bool:
-    """Tell whether a patch acts on a weight that ComfyUI keeps in fp8."""
+def patches_rounded(patcher: ModelPatcher) -> bool:
+    """Tell whether a patch acts on a weight that ComfyUI keeps in fp8 or quantised."""
     if (version := version_of(patcher)) is None:
         return False
     known = _patched.setdefault(patcher.model, {})
     if version not in known:
         if len(known) >= 64:
             known.clear()
-        dtypes = {name: p.dtype for name, p in patcher.model.named_parameters()} | cast_when_called(patcher)
+        dtypes = {n: torch.int8 if is_quantised(p) else p.dtype for n, p in patcher.model.named_parameters()}
+        dtypes |= cast_when_called(patcher)
         known[version] = any(
-            is_fp8(dtypes.get(key, torch.float32)) and acting(patches) for key, patches in patcher.patches.items()
+            dtypes.get(key, torch.float32).itemsize == 1 and acting(patches) for key, patches in patcher.patches.items()
         )
     return known[version]
+
+
+def _always_rounded(patcher: ModelPatcher) -> bool:
+    """Tell whether under dynamic VRAM all patched weights are quantised ones that are multiplied as they are."""
+    from comfy.quant_ops import QUANT_ALGOS
+
+    for key in patcher.patches:
+        path, _, leaf = key.rpartition(".")
+        layer = patcher.model.get_submodule(path)
+        if not is_quantised(layer._parameters.get(leaf)):
+            if is_fp8(_cast_to(layer, leaf) or layer._parameters[leaf].dtype):
+                return False
+        elif QUANT_ALGOS[layer.quant_format].get("quantize_input", True) and layer._full_precision_mm:
+            return False
+    return True
 
 
 def multiplies_in_fp8(module: torch.nn.Module) -> bool:

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import hash_cache
-from .weight_formats import cast_when_called, is_fp8
+from .stored_weights import is_fp8, is_quantised, patched_quantised, weights_with_patches
+from .weight_formats import cast_when_called
 from .weight_patches import acting, version_of
 
 if TYPE_CHECKING:
@@ -57,11 +58,15 @@ def current_weights(
         wanted: which weights; all by default.
     """
     cast = cast_when_called(patcher)
-    for key, (original, *patches) in patcher.get_key_patches(prefix or None).items():
+    for key, (original, *patches) in weights_with_patches(patcher, prefix).items():
         if wanted is not None and not wanted(original[0]):
             continue
         rounds = is_fp8(cast.get(key, original[0].dtype))
         device = patcher.load_device if rounds else "cpu"  # each device draws other numbers to round with
+        if is_quantised(original[0]) and (acts := acting(patches)):
+            device, dtype = torch.device(patcher.load_device), original[0].dtype
+            yield key[len(prefix) :], plain(patched_quantised(patcher, key, original, acts, device, dtype)).cpu()
+            continue
         yield key[len(prefix) :], value_of(key, original, acting(patches), torch.device(device), cast.get(key)).cpu()
 
 
@@ -164,7 +169,7 @@ def _sample(patcher: ModelPatcher, prefix: str) -> str:
     Training, merging and LoRAs change nearly all values of a weight, but often leave biases and norms alone.
     """
     h, cast = hashlib.sha256(), cast_when_called(patcher)
-    for key, ((weight, _), *_) in patcher.get_key_patches(prefix or None).items():
+    for key, ((weight, _), *_) in weights_with_patches(patcher, prefix).items():
         flat = getattr(weight, "_qdata", weight).detach().flatten()
         step = max(1, flat.numel() // PLACES)
         parts = [flat[i : i + VALUES] for i in range(0, flat.numel(), step)][: PLACES + 1]

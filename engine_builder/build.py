@@ -1,8 +1,8 @@
 """One build from a loaded native network to an engine in the library.
 
-The server's process only reads the weights and publishes the result. Export, check and the backend's build each run in
-a child: torch's exporter holds the GIL for up to twenty seconds at a time, all of them need gigabytes, and only a
-process can be stopped at any moment.
+The server's process only reads the weights that the engine is to hold, and publishes the result. Export, check and the
+backend's build each run in a child: torch's exporter holds the GIL for up to twenty seconds at a time, all of them need
+gigabytes, and only a process can be stopped at any moment.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from ..architectures.shapes import Examples
 from ..backends import Progress, gpu_of
+from ..backends.lookup import refusal_for
 from ..comfy_model.hash_cache import source_of
 from ..comfy_model.network import NativeNetwork
 from ..comfy_model.snapshot import write_structure, write_weights
@@ -47,13 +48,23 @@ from .worker.onnx_export import DATA_NAME
 from .worker.steps import STEPS
 from .worker.task import Task
 from .worker_process import STARTING, Log
-from .worker_tasks import Runner, WeightsChanged, backend_task, network_task, only_gpu, stack_of, tensors_task
+from .worker_tasks import (
+    Runner,
+    WeightsChanged,
+    backend_task,
+    network_task,
+    only_gpu,
+    stack_of,
+    tensors_task,
+    weights_task,
+)
 
 log = logging.getLogger(__name__)
 
-WEIGHTS_NAME = "weights.bin"
 ROOM = 2.2
 """Disk that a build needs at its height, in sizes of its weights: the graph's, the engine's, and some."""
+LIVE_ROOM = 256e6
+"""Disk that a build for live weights needs: it writes none."""
 READS = 3
 """Times that the weights are read anew when somebody changes them meanwhile."""
 
@@ -98,6 +109,8 @@ def build_engine(
     refusal = order.backend.cannot_build(order.target_device)
     if refusal is not None and order.backend.unavailable(order.target_device) is not None:
         raise Unavailable(refusal.reason, refusal.detail)
+    if (never := refusal_for(order.network, order.backend)) is not None:
+        raise Unavailable.of(never)
     if make_room is not None:
         run = _with_room(run, order, make_room)
     for _ in range(READS):
@@ -202,10 +215,12 @@ class _Build:
         self._started, self._waited = time.perf_counter(), 0.0
         network, precision = self.order.network, self.order.precision
         dtype = getattr(torch, precision)
-        structure = write_structure(network, dtype)
-        size = sum(p.numel() for p in network.module.parameters()) * dtype.itemsize
-        check_room(self.library.roots[0], int(size * ROOM), f"Building the engine of {network.label}")
-        if not self.order.backend.runs_live_weights:  # those hold no weights
+        live = self.order.backend.runs_live_weights
+        structure = write_structure(network, dtype, live)
+        size = self._bytes = sum(p.numel() for p in network.module.parameters()) * dtype.itemsize
+        room = int(LIVE_ROOM if live else size * ROOM)
+        check_room(self.library.roots[0], room, f"Building the engine of {network.label}")
+        if not live:  # those hold no weights
             target = self.library.roots[0] / self.identity.folder_name
             check_limit(self.library, size, f"The engine of {network.label}", replaced=target)
             check_memory(self.order.backend, size, network.label)
@@ -230,15 +245,15 @@ class _Build:
         architecture = network.architecture()
         inputs = architecture.engine_inputs(network.module, identity.precision)
         outputs = architecture.outputs(network.module, identity.precision)
-        weights_file = folder / (WEIGHTS_NAME if live else DATA_NAME)
-        started = time.perf_counter()
-        step = self._part("reading weights", 0.0, 0.1)
-        read, index = write_weights(network, dtype, weights_file, step, hashed=not live)
-        if not (live or identity.any_weights) and read != identity.weights:
-            raise WeightsChanged
-        seconds = {"read": time.perf_counter() - started}
         common = {"folder": str(folder), **tensors_task(network, identity.precision)}
-        native = network_task(network, structure, index, weights_file)
+        native, seconds, read = network_task(network, structure), {}, ""
+        if not live:
+            started = time.perf_counter()
+            read, index = write_weights(network, dtype, folder / DATA_NAME, self._part("reading weights", 0.0, 0.1))
+            if not identity.any_weights and read != identity.weights:
+                raise WeightsChanged
+            native |= weights_task(index, folder / DATA_NAME)
+            seconds["read"] = time.perf_counter() - started
         made = self._compiled(common | native) if live else self._exported_and_built(common, native)
         seconds |= made["seconds"]
         manifest = Manifest(
@@ -323,7 +338,8 @@ class _Build:
         """Compiled files for live weights: ``files``, ``parity`` and ``seconds``."""
         device = self.order.target_device
         calls = [dict(call) for call in self.order.calls] or self._examples().compiled
-        task = {**task, "step": "compile", "device": device.type, "gpu": device.index or 0, "compiled": calls}
+        task = {**task, "step": "compile", "device": device.type, "gpu": device.index or 0, "compiled": calls,
+                "bytes": self._bytes}  # fmt: skip
         return self._do({**task, **backend_task(self.order.backend)}, 0.1, 0.9, only_gpu(device))
 
     def _examples(self) -> Examples:

@@ -26,7 +26,7 @@ from ..engine_library.engine import LIMITS
 from .worker.onnx_export import DATA_NAME
 from .worker.task import Task
 from .worker_process import Log
-from .worker_tasks import Runner, WeightsChanged, backend_task, network_task, only_gpu, tensors_task
+from .worker_tasks import Runner, WeightsChanged, backend_task, network_task, only_gpu, tensors_task, weights_task
 
 if TYPE_CHECKING:
     from .order import BuildOrder
@@ -98,7 +98,7 @@ def _compared(
         read, index = write_weights(network, dtype, weights_file, lambda f: progress("reading weights", 0.2 * f))
         if not identity.any_weights and read != identity.weights:
             raise WeightsChanged
-        native = network_task(network, structure, index, weights_file)
+        native = network_task(network, structure) | weights_task(index, weights_file)
         words = {
             "origin": f"{engine.folder.name}, which was built without this GPU,",
             "advice": "build again to have another in its place",

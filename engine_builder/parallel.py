@@ -21,7 +21,6 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 
@@ -74,8 +73,9 @@ def run_step(task: Task, progress: Progress, log_line: Log, environment: Mapping
 
 def room_for_processes(task: Task) -> int:
     """Return how many helpers the worker may have that compiles; ``gpu`` is the GPU's number in this process."""
-    weights = Path(task["weights_file"]).stat().st_size
-    main_memory = available_bytes() - needed_bytes(backends()[task["backend"]], weights)
+    weights = task["bytes"]
+    held = 0 if task["device"] == "cuda" else weights  # they are drawn on the GPU
+    main_memory = available_bytes() - needed_bytes(backends()[task["backend"]], held)
     counts = processors() // CORES, main_memory // COMPILING, _room_on_gpu(task, weights)
     log.info("Hybrid TRT: cores, memory and the GPU have room for so many processes: %s", counts)
     return int(min(MOST, MOST_PER_SIZE * len(task["compiled"]), *counts))

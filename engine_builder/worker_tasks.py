@@ -40,20 +40,19 @@ def tensors_task(network: NativeNetwork, precision: str) -> Task:
     }
 
 
-def network_task(network: NativeNetwork, structure: str, weights: dict, weights_file: Path) -> Task:
-    """The part of a task by which a child finds a network.
-
-    Args:
-        structure, weights: see ``comfy_model.snapshot``.
-    """
+def network_task(network: NativeNetwork, structure: str) -> Task:
+    """The part of a task by which a child finds a network, without its weights; see ``comfy_model.snapshot``."""
     return {
         "architecture": network.architecture().name,
         "architecture_folders": list(architectures.__path__),
         "structure": structure,
-        "weights": weights,
-        "weights_file": str(weights_file),
         "comfyui": str(comfyui_folder()),
     }
+
+
+def weights_task(weights: dict, weights_file: Path) -> Task:
+    """The part of a task by which a child finds a network's weights; see ``snapshot.write_weights``."""
+    return {"weights": weights, "weights_file": str(weights_file)}
 
 
 def backend_task(backend: Backend) -> Task:

@@ -9,7 +9,7 @@ from comfy import model_management
 from comfy import utils as comfy_utils
 
 from ..backends import BuildSizes
-from ..backends.lookup import usable_backends
+from ..backends.lookup import backends_for
 from ..comfy_model.comfyui_internals import Feature, works
 from ..engine_builder import gpu_room
 from ..engine_builder.jobs import Job, State
@@ -61,7 +61,7 @@ def _orders(handle: EngineHandle) -> list[tuple[BuildOrder, bool]]:
     """
     try:
         handle.network.architecture()
-        builder = usable_backends(handle.choice.backend, handle.network.device)[0]
+        builder = backends_for(handle.network, handle.choice.backend)[0]
     except Unavailable as refusal:  # no backend can build it, or none for networks of this kind
         handle.lacks_engine(refusal.fallback)
         return []

@@ -9,7 +9,7 @@ from ..architectures import symbols_of
 from ..architectures.calls import RequestedCalls, UncoveredCall
 from ..architectures.shapes import outside
 from ..backends import Backend, BuildSizes
-from ..backends.lookup import takes_any_weights, usable_backends
+from ..backends.lookup import backends_for, takes_any_weights
 from ..comfy_model.attention import remark
 from ..engine_library import Engine, Reason
 from ..sessions.session import refusal_of
@@ -38,7 +38,7 @@ def lacks_engine(handle: EngineHandle) -> bool:
     """Tell whether a build would serve more calls than now, or faster."""
     if handle.session is None:
         return handle.fallback.reason in BUILDABLE
-    builder = usable_backends(handle.choice.backend, handle.network.device)[0]
+    builder = backends_for(handle.network, handle.choice.backend)[0]
     return bool(to_build(handle, builder))
 
 
@@ -92,7 +92,7 @@ def status(handle: EngineHandle) -> str:
 
 def _not_compiled(handle: EngineHandle) -> str:
     """Name the calls that are asked for and that no file is for."""
-    builder = usable_backends(handle.choice.backend, handle.network.device)[0]
+    builder = backends_for(handle.network, handle.choice.backend)[0]
     calls = [call for part in to_build(handle, builder) for call in part.calls]
     words = dict.fromkeys(map(handle.network.architecture().call_words, calls))
     how = "as a CUDA graph" if handle.network.device.type == "cuda" else "eagerly"

@@ -28,7 +28,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import knows_pins
-from ..comfy_model.weight_formats import patches_fp8
+from ..comfy_model.weight_formats import patches_rounded
 from . import Shared
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def _may_wait(model: ModelPatcher, conds: dict[str, list], model_options: Mappin
         return False
     if model.model.current_patcher is not None:  # another guider is sampling with these weights
         return False
-    if patches_fp8(model):  # weights that are off the device are patched without rounding: another picture
+    if patches_rounded(model):  # weights that are off the device are patched without rounding: another picture
         return False
     if model.get_additional_models_with_key("multigpu") or "registered_hooks" in model_options:
         return False

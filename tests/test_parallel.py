@@ -191,17 +191,16 @@ def test_two_processes_compile_a_size_in_halves(room: Any, tmp_path: Path, monke
 
 
 @pytest.fixture
-def large_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def large_machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A machine with room for many; what it has may be taken from it."""
     machine = SimpleNamespace(cores=64, main=1e12, gpu=1e12)
-    (tmp_path / "weights").write_bytes(b"")
     monkeypatch.setattr(parallel, "MOST", 99)
     monkeypatch.setattr(parallel, "MOST_PER_SIZE", 99)
     monkeypatch.setattr(parallel, "processors", lambda: machine.cores)
     monkeypatch.setattr(parallel, "available_bytes", lambda: int(machine.main))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _gpu: (int(machine.gpu), int(2 * machine.gpu)))
     machine.task = {
-        "weights_file": str(tmp_path / "weights"), "backend": "torch", "device": "cuda", "gpu": 0,
+        "bytes": 0, "backend": "torch", "device": "cuda", "gpu": 0,
         "inputs": [X.to_json()], "outputs": [X.to_json()], "compiled": [{"B": 1, "H": 64, "W": 64}],
     }  # fmt: skip
     return machine
@@ -227,15 +226,14 @@ def test_a_size_is_cut_into_four_parts_at_most(large_machine: SimpleNamespace, m
 
 
 def test_the_worker_needs_room_for_the_weights_and_its_largest_size(large_machine: SimpleNamespace) -> None:
-    task = large_machine.task
-    with Path(task["weights_file"]).open("r+b") as file:
-        file.truncate(4 * 10**9)  # takes no disk
+    task = large_machine.task | {"bytes": 4 * 10**9}
     large_machine.gpu = 1.5 * (6.5e9 + 3 * 0.8e9) + 1e6
     assert parallel.room_for_processes(task) == 3
     large = {**task, "compiled": [*task["compiled"], {"B": 16, "H": 512, "W": 512}]}
     assert parallel.room_for_processes(large) < 2
     large_machine.gpu, large_machine.main = 1e12, 4.6e9 + 3 * 2e9 + 1e6
-    assert parallel.room_for_processes(task) == 3
+    assert parallel.room_for_processes(task) == 4, "they are drawn on the GPU"
+    assert parallel.room_for_processes({**task, "device": "cpu"}) == 3
 
 
 def test_a_gpu_that_tells_nothing_has_room_for_no_others(

@@ -89,7 +89,12 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("diffusion_models/tiny_sd15_unet.safetensors", (Part("unet", 15, SD15),)),
     Recipe("diffusion_models/tiny_sd15_other_unet.safetensors", (Part("unet", 16, SD15),)),
     Recipe("diffusion_models/tiny_sd15_flat_unet.safetensors", (Part("unet", 17, SD15_FLAT),)),
-    Recipe("diffusion_models/tiny_sd15_quantised_unet.safetensors", (Part("quantised_unet", 17, SD15_FLAT),)),
+    Recipe("diffusion_models/tiny_sd15_quantised_unet.safetensors", (
+        Part("quantised_unet", 17, SD15_FLAT | {"format": "float8_e4m3fn"}),)),
+    Recipe("diffusion_models/tiny_sdxl_fp8_unet.safetensors", (
+        Part("quantised_unet", 20, SDXL | {"format": "float8_e4m3fn"}),)),
+    Recipe("diffusion_models/tiny_sdxl_int8_unet.safetensors", (
+        Part("quantised_unet", 20, SDXL | {"format": "int8_tensorwise"}),)),
     Recipe("diffusion_models/tiny_sd15_t2i_unet.safetensors", (Part("unet", 18, SD15_T2I),)),
     Recipe("diffusion_models/tiny_sd15_ip2p_unet.safetensors", (Part("unet", 19, SD15_FLAT | {"in_channels": 8}),)),
     Recipe("diffusion_models/tiny_sdxl_unet.safetensors", (Part("unet", 20, SDXL),)),
@@ -234,15 +239,19 @@ def _draw_controlnet(part: Part, name: str, shape: tuple[int, ...]) -> torch.Ten
 
 
 def _draw_quantised(part: Part, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """As `_draw`, in fp8 with one scale, which is the same for all layers, where `_quantised_unet_shapes` has one."""
+    """As `_draw`, in eight bits with one scale, the same for all layers, where `_quantised_unet_shapes` has one."""
     import torch
 
+    kind, (dtype, scale) = part.config["format"], _QUANTISED[part.config["format"]]
     if name.endswith(".comfy_quant"):
-        return torch.tensor(list(_QUANTISED), dtype=torch.uint8)
+        return torch.tensor(list(_quantised_as(kind)), dtype=torch.uint8)
     if name.endswith(".weight_scale"):
-        return torch.tensor(_SCALE)
+        return torch.tensor(scale)
     values = _draw(part, name, shape)
-    return (values.float() / _SCALE).to(torch.float8_e4m3fn) if _is_quantised(name, shape) else values
+    if not _is_quantised(name, shape):
+        return values
+    codes = values.float() / scale
+    return (codes if dtype.startswith("float8") else codes.round().clamp(-127, 127)).to(getattr(torch, dtype))
 
 
 def _draw_low_rank(part: Part, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -270,8 +279,13 @@ def _unet_shapes(config: dict[str, Any]) -> Shapes:
     return _shapes_of(lambda: UNetModel(**config))
 
 
-_QUANTISED = json.dumps({"format": "float8_e4m3fn"}).encode()
-_SCALE = 1 / 1024
+_QUANTISED = {"float8_e4m3fn": ("float8_e4m3fn", 1 / 1024), "int8_tensorwise": ("int8", 1 / 384)}
+"""ComfyUI's formats -> dtype and scale of their weights here."""
+
+
+def _quantised_as(kind: str) -> bytes:
+    """The tensor by which a file says that a layer is quantised."""
+    return json.dumps({"format": kind}).encode()
 
 
 def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
@@ -279,13 +293,15 @@ def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def _quantised_unet_shapes(config: dict[str, Any]) -> Shapes:
-    """A UNet whose attention and feed-forward layers are in ComfyUI's quantised format."""
+    """A UNet whose attention and feed-forward layers are in one of ComfyUI's quantised formats."""
     shapes: Shapes = {}
+    config = dict(config)
+    marker = _quantised_as(config.pop("format"))
     for name, shape in _unet_shapes(config).items():
         shapes[name] = shape
         if _is_quantised(name, shape):
             layer = name.removesuffix(".weight")
-            shapes |= {f"{layer}.weight_scale": (), f"{layer}.comfy_quant": (len(_QUANTISED),)}
+            shapes |= {f"{layer}.weight_scale": (), f"{layer}.comfy_quant": (len(marker),)}
     return shapes
 
 

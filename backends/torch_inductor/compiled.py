@@ -6,6 +6,7 @@ makes a file that a new process opens in seconds: nothing is traced, guarded or 
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import pickle
@@ -19,7 +20,7 @@ import torch
 
 from ...comfy_model.torch_kernels import best_attention
 from .. import Submit
-from . import inductor_tuning, late_inputs, parts
+from . import inductor_tuning, late_inputs, parts, quantised_graph
 
 log = logging.getLogger(__name__)
 
@@ -185,9 +186,12 @@ def traced(
         return torch.func.functional_call(function, parameters, tensors[count:])
 
     given = [t.clone() if t.is_inference() else t for t in (*weights, *inputs)]
-    traced = torch.func.functionalize(flat) if functional else flat
-    graph = make_fx(traced, decomposition_table=inductor_tuning.TABLE, tracing_mode="fake")(*given)
+    trace = functools.partial(make_fx, decomposition_table=inductor_tuning.TABLE, tracing_mode="fake")
+    if functional and quantised_graph.has_quantised(function):  # their class of tensors cannot be functionalised
+        flat = trace(flat)(*given)
+    graph = trace(torch.func.functionalize(flat) if functional else flat)(*given)
     inductor_tuning.keep_channels_last(graph)
+    quantised_graph.write_out(graph)
     placeholders = graph.graph.find_nodes(op="placeholder")
     late_inputs.wait_where_needed(graph, [placeholders[count + i] for i in late])
     return graph, given

@@ -5,6 +5,7 @@ A part is plain data, for another process: its operations by name, and shapes of
 
 from __future__ import annotations
 
+import importlib
 import operator
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
+
+from .quantised_graph import KERNELS
 
 aten = torch.ops.aten
 
@@ -28,7 +31,8 @@ VIEWS = frozenset(
 )  # fmt: skip
 """Operations that cost nothing to repeat behind a cut: the tensor that they view crosses it once instead."""
 
-LIBRARY_CALLS = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default))
+LIBRARY_CALLS = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default,
+                           aten._scaled_mm.default))  # fmt: skip
 """Operations of one result that are kernels of cuBLAS or cuDNN."""
 
 
@@ -124,6 +128,8 @@ def opened(contents: bytes) -> tuple[GraphModule, list[torch.Tensor]]:
         for name, shape, strides, dtype, device in inputs:
             examples.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
             made[name] = graph.placeholder(name)
+    if any(isinstance(target, str) and target.startswith(f"{KERNELS}.") for _, target, _ in calls):
+        importlib.import_module(KERNELS)  # its operations are there from then on
     for name, target, arguments in calls:
         function = operator.attrgetter(target)(torch.ops) if isinstance(target, str) else target
         made[name] = graph.call_function(function, *linked(arguments))

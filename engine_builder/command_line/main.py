@@ -20,12 +20,11 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from ...architectures import profile_words
 from ...architectures.shapes import PRECISIONS, SIZE_NAMES, RequestedSizes
-from ...backends import AUTO, Backend, backends, gpu_of
-from ...backends.lookup import refusals, usable_backends
+from ...backends import AUTO, backends, gpu_of
+from ...backends.lookup import backends_for, refusals
 from ...comfy_model.hash_cache import source_changed
 from ...engine_library import BuildError, Library, LibraryError, Unavailable, trust
 from ...engine_library.disk import free_bytes, gigabytes
@@ -137,7 +136,7 @@ def _build(options: argparse.Namespace) -> int:
         network = comfyui.load(kind, getattr(options, kind), options.precision, device)
         precision = network.precision if options.precision == AUTO else options.precision
         profile = network.architecture().profile(asked)
-        backend = _backend(options.backend, device)
+        backend = backends_for(network, AUTO)[0] if options.backend == AUTO else backends()[options.backend]
         order = BuildOrder(network, precision, profile, backend, device, options.replaceable)
         lines: list[str] = []
         try:
@@ -214,15 +213,6 @@ def _found(options: argparse.Namespace) -> tuple[Library, list[Entry]]:
     library = _library(options)
     device = comfyui.device(options.device)
     return library, entries(library, refusals(device), source_changed, gpu_of(device))
-
-
-def _backend(choice: str, device: Any) -> Backend:
-    """Return the chosen backend, which may build for other machines, or the most preferred one that runs on the device.
-
-    Raises:
-        Unavailable: none does.
-    """
-    return usable_backends(AUTO, device)[0] if choice == AUTO else backends()[choice]
 
 
 def _done(options: argparse.Namespace, data: dict, text: str) -> int:

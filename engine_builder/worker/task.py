@@ -1,9 +1,9 @@
 """Reading a task: JSON that the server has written, see ``engine_builder.child_tasks``.
 
 Each has its ``step``, ``folder``, ``precision``, ``inputs`` and ``outputs``. One that needs the network has its
-``architecture`` and ``architecture_folders`` (where that may lie), ``structure``, ``weights`` (name -> shape, offset),
-``weights_file`` and ``comfyui`` (where ComfyUI lies). One that needs the backend has its name in ``backend`` and in
-``backend_folders`` where that may lie.
+``architecture`` and ``architecture_folders`` (where that may lie), ``structure`` and ``comfyui`` (where ComfyUI lies);
+one that needs its weights too has ``weights`` (name -> shape, offset, dtype) and ``weights_file``. One that needs the
+backend has its name in ``backend`` and in ``backend_folders`` where that may lie.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def tensors_of(task: Task) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ..
 def function_of(
     task: Task, device: str = "cpu", joined: bool = False
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """The network as a function of the engine's inputs, and its module, with the weights of the task's file.
+    """The network as a function of the engine's inputs, and its module, with the task's weights or random ones.
 
     ComfyUI has to be importable.
 
@@ -40,11 +40,13 @@ def function_of(
     """
     import torch
 
-    from ...comfy_model.snapshot import restore
+    from ...comfy_model.snapshot import restore, with_random_weights
 
     architectures.__path__ = task["architecture_folders"]
-    dtype = getattr(torch, task["precision"])
-    module = restore(task["structure"], task["weights"], Path(task["weights_file"]), dtype).to(device)
+    if "weights_file" in task:
+        module = restore(task["structure"], task["weights"], Path(task["weights_file"])).to(device)
+    else:
+        module = with_random_weights(task["structure"], torch.device(device))
     architecture = architectures.architectures()[task["architecture"]]
     if joined:
         architecture.fuse_layers(module)

@@ -30,8 +30,10 @@ def built(net: NativeNetwork, folder: Path, replaceable: bool = True, **options:
     return built_once(BuildOrder(net, "float32", PROFILE, ORT, replaceable=replaceable, **options), Library([folder]))
 
 
-def handle_of(net: NativeNetwork, folder: Path, replaceable: bool = False) -> EngineHandle:
-    choice = EngineChoice(PROFILE, backend="onnxruntime", replaceable=replaceable)
+def handle_of(
+    net: NativeNetwork, folder: Path, replaceable: bool = False, backend: str = "onnxruntime"
+) -> EngineHandle:
+    choice = EngineChoice(PROFILE, backend=backend, replaceable=replaceable)
     # outside of a prompt all tests of a process would count for one node
     return EngineHandle(net, choice, Library([folder]), f"node of {folder}")
 
@@ -66,17 +68,19 @@ def inputs_of(net: NativeNetwork, sizes: dict[str, int] = SIZES) -> dict[str, to
     return sample_inputs(net.architecture().inputs(net.module, "float32"), sizes, seed=3)
 
 
-def native(net: NativeNetwork, patcher: ModelPatcher) -> list[torch.Tensor]:
+def native(net: NativeNetwork, patcher: ModelPatcher, sizes: dict[str, int] = SIZES) -> list[torch.Tensor]:
     patcher.patch_model(CPU)
     try:
-        return native_call(net, inputs_of(net))
+        return native_call(net, inputs_of(net, sizes))
     finally:
         patcher.unpatch_model(CPU)
 
 
-def served(handle: EngineHandle, patcher: ModelPatcher | None = None) -> list[torch.Tensor]:
+def served(
+    handle: EngineHandle, patcher: ModelPatcher | None = None, sizes: dict[str, int] = SIZES
+) -> list[torch.Tensor]:
     with torch.inference_mode():
-        done, result = handle.serve(None, lambda: EngineCall(inputs_of(handle.network), dict), patcher)
+        done, result = handle.serve(None, lambda: EngineCall(inputs_of(handle.network, sizes), dict), patcher)
     assert done, handle.fallback or handle.stats.details
     return list(result.values())
 

@@ -1,0 +1,61 @@
+"""Quantised products in a traced network, in words that Inductor can fuse with what is around them.
+
+ComfyUI's kernels stay as they are, so that results are equal to native's, with two exceptions that are equal too:
+rounding to fp8 without a scale is one operation per element, and the product of fp8 matrices has an older name under
+which Inductor knows it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+aten = torch.ops.aten
+
+KERNELS = "comfy_kitchen"
+"""The package that has ComfyUI's kernels, and the name of its operations."""
+
+FP8 = {5: torch.float8_e4m3fn, 6: torch.float8_e5m2}
+"""That package's numbers for dtypes."""
+
+_TENSORWISE = [0]
+"""The only kind of scale, and of order in memory, that the older name has as one number for a tensor."""
+
+
+def has_quantised(function: torch.nn.Module) -> bool:
+    """Tell whether a network has layers with quantised weights."""
+    return any(hasattr(layer, "quant_format") for layer in function.modules())
+
+
+def write_out(network: GraphModule) -> None:
+    """Write such operations out, in place."""
+    for node in list(network.graph.nodes):
+        if str(node.target) == f"{KERNELS}.quantize_fp8.default":
+            _round_without_a_scale(network, node)
+        elif node.target is getattr(getattr(aten, "_scaled_mm_v2", None), "default", ...):
+            _multiply_by_the_older_name(network, node)
+    network.graph.eliminate_dead_code()
+    network.recompile()
+
+
+def _round_without_a_scale(network: GraphModule, node: Node) -> None:
+    given, scale, code = node.args
+    if scale.target is not aten.ones.default or given.meta["val"].dtype not in (torch.bfloat16, torch.float16):
+        return  # rounded twice, and a fused kernel would round once
+    largest = torch.finfo(FP8[code]).max
+    with network.graph.inserting_before(node):
+        within = network.graph.call_function(aten.clamp.default, (given, -largest, largest))
+        rounded = network.graph.call_function(aten._to_copy.default, (within,), {"dtype": FP8[code]})
+    within.meta["val"], rounded.meta["val"] = given.meta["val"], node.meta["val"]
+    node.replace_all_uses_with(rounded)
+
+
+def _multiply_by_the_older_name(network: GraphModule, node: Node) -> None:
+    one, other, scales, kind, order, its_scales, its_kind, its_order, bias, dtype, *rest = node.args
+    if any(what != _TENSORWISE for what in (kind, order, its_kind, its_order)) or any(rest) or node.kwargs:
+        return
+    arguments = (one, other, scales[0], its_scales[0], bias, None, dtype, False)
+    with network.graph.inserting_before(node):
+        product = network.graph.call_function(aten._scaled_mm.default, arguments)
+    product.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(product)

@@ -1,0 +1,187 @@
+"""The form in which a copy of a network has each weight: its dtype, and the tensors of quantised ones.
+
+Most weights are in the dtype that the network computes in. Others stay as ComfyUI stores them, and are cast while they
+are used, as its own layers do it: fp8 since it takes half the memory, wider ones since their layers compute in them.
+Quantised weights (``comfy_quant``) are several tensors each, see ``architectures.quantised_linear``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+LARGE = 16 * 1024
+"""Dynamic VRAM casts layers with more bytes than this when they are called; others it loads as their file has them."""
+
+NOT_SERVED = ("TensorCoreConvRotW4A4Layout",)
+"""Formats whose kernels cannot be traced."""
+
+
+@functools.cache
+def quantised_class() -> type:
+    """ComfyUI's class of quantised weights."""
+    from comfy.quant_ops import QuantizedTensor
+
+    return QuantizedTensor
+
+
+def is_quantised(weight: torch.Tensor | None) -> bool:
+    """Tell whether a weight is of ComfyUI's class of quantised ones."""
+    return isinstance(weight, quantised_class())
+
+
+def is_fp8(dtype: torch.dtype) -> bool:
+    """Tell whether it is one of torch's fp8 dtypes."""
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+def tensors_of(leaf: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors that a copy's layer has in the place of a native weight, by their names there."""
+    if not is_quantised(weight):
+        return {leaf: weight}
+    from ..architectures.quantised_linear import tensors_of
+
+    return tensors_of(weight)
+
+
+def class_of_copy(layer: torch.nn.Module) -> tuple[type | None, Mapping[str, Any]]:
+    """Return the class that stands for a layer of a quantised model in a copy, and what that has beside the layer's.
+
+    ComfyUI makes the layer's own class anew for each model, so no other process can import it. None for other layers.
+    """
+    if not _of_a_quantised_model(type(layer)):
+        return None, {}
+    weight = layer._parameters.get("weight")
+    if not is_quantised(weight):
+        from comfy import ops
+
+        return ops.manual_cast.Linear, {}
+    from ..architectures.quantised_linear import QuantisedLinear
+
+    names, context = weight.__tensor_flatten__()
+    return QuantisedLinear, {"tensors": tuple(names), "context": context}
+
+
+def why_no_engine(layer: torch.nn.Module) -> str | None:
+    """Return why a layer with quantised weights is no part of an engine, in words, or None."""
+    quantised = [leaf for leaf, weight in layer._parameters.items() if is_quantised(weight)]
+    if not quantised:
+        return None
+    if not _of_a_quantised_model(type(layer)) or quantised != ["weight"]:
+        return f"quantised layers of another kind ({type(layer).__name__}), for which no engine can be built yet"
+    if (found := layer._parameters["weight"]._layout_cls) in NOT_SERVED:
+        return f"quantised layers in the format {found.removesuffix('Layout')}, for which no engine can be built yet"
+    return None
+
+
+def _of_a_quantised_model(kind: type) -> bool:
+    own = kind.__qualname__.startswith("mixed_precision_ops.") and kind.__qualname__.endswith(".Linear")
+    return own and kind.__module__ == "comfy.ops"
+
+
+def has_quantised(module: torch.nn.Module) -> bool:
+    """Tell whether a network has quantised weights."""
+    return any(map(is_quantised, module.parameters()))
+
+
+def stored_dtypes(module: torch.nn.Module, compute: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtype of each parameter in a copy that computes in ``compute``, by its name there."""
+    usual, found = _usual_dtype(module), {}
+    for path, layer in module.named_modules():
+        for leaf, weight in layer._parameters.items():
+            if weight is None:
+                continue
+            for name, tensor in tensors_of(leaf, weight).items():
+                whole = name != leaf or leaf not in ("weight", "bias") and _of_a_quantised_model(type(layer))
+                dtype = tensor.dtype if whole else _stored(layer, leaf, compute, usual)
+                found[f"{path}.{name}" if path else name] = dtype
+    return found
+
+
+def kept_dtypes(module: torch.nn.Module) -> Iterator[str]:
+    """Yield a line for each weight that no copy has in the dtype it computes in; part of a network's structure."""
+    for name, dtype in stored_dtypes(module, torch.bfloat16).items():
+        if dtype != torch.bfloat16:
+            yield f"{name} kept in {dtype}"
+    for path, layer in module.named_modules():
+        _, more = class_of_copy(layer)
+        if not more:
+            continue
+        context, parts = more["context"], tensors_of("weight", layer._parameters["weight"])
+        settings = sorted((k, v) for k, v in context["non_tensor_fields"].items() if k != "orig_dtype")
+        shapes = sorted((name, tuple(part.shape)) for name, part in parts.items())
+        yield f"{path} quantised {context['layout_cls']} {settings} {shapes}"
+
+
+def _stored(layer: torch.nn.Module, leaf: str, compute: torch.dtype, usual: torch.dtype) -> torch.dtype:
+    weight, dtype = layer._parameters[leaf], _made_with(layer, leaf)
+    if is_fp8(dtype):
+        large = leaf == "weight" and weight.ndim > 1 and weight.numel() > LARGE and hasattr(layer, "comfy_cast_weights")
+        return dtype if large else compute
+    if not dtype.is_floating_point:
+        return weight.dtype
+    return dtype if dtype.itemsize > max(compute.itemsize, usual.itemsize) else compute
+
+
+def _made_with(layer: torch.nn.Module, leaf: str) -> torch.dtype:
+    """The dtype that a weight's layer was made with: dynamic VRAM keeps that of the file, and notes the other one."""
+    return getattr(layer, f"{leaf}_comfy_model_dtype", None) or layer._parameters[leaf].dtype
+
+
+def _usual_dtype(module: torch.nn.Module) -> torch.dtype:
+    """The dtype of most elements."""
+    counted: Counter[torch.dtype] = Counter()
+    for layer in module.modules():
+        for leaf, weight in layer._parameters.items():
+            if weight is not None:
+                counted[_made_with(layer, leaf)] += weight.numel()
+    return counted.most_common(1)[0][0] if counted else torch.float32
+
+
+def weights_with_patches(patcher: ModelPatcher, prefix: str) -> dict[str, list]:
+    """Return what ``ModelPatcher.get_key_patches`` does: it fails for models with quantised layers."""
+    if not has_quantised(patcher.model):
+        return patcher.get_key_patches(prefix or None)
+    found = {}
+    for path, layer in patcher.model.named_modules():
+        for leaf, weight in (*layer._parameters.items(), *layer._buffers.items()):
+            key = f"{path}.{leaf}" if path else leaf
+            if weight is None or not key.startswith(prefix) or leaf in layer._non_persistent_buffers_set:
+                continue
+            if key in patcher.backup:
+                weight = patcher.backup[key].weight
+            found[key] = [(weight, getattr(layer, f"convert_{leaf}", _as_it_is)), *patcher.patches.get(key, ())]
+    return found
+
+
+def _as_it_is(weight: torch.Tensor, **_: Any) -> torch.Tensor:
+    return weight
+
+
+def patched_quantised(
+    patcher: ModelPatcher, key: str, original: tuple, patches: list[tuple], device: torch.device, compute: torch.dtype
+) -> torch.Tensor:
+    """Return a quantised weight with its patches in it, quantised again as ComfyUI does it where it has loaded a model.
+
+    Under dynamic VRAM the layer is patched when it is called, in the dtype that it computes in, and rounded with
+    another seed.
+    """
+    from comfy import model_management, utils
+    from comfy.lora import calculate_weight
+
+    weight, convert = original
+    path = key.rpartition(".")[0]
+    layer = patcher.model.get_submodule(path)
+    called = patcher.is_dynamic() and model_management.module_size(layer) > LARGE
+    dtype, seed = (compute, path) if called else (model_management.lora_compute_dtype(device), key)
+    value = convert(model_management.cast_to_device(weight, device, dtype, copy=True), inplace=True)
+    more = {"intermediate_dtype": value.dtype} if called else {}
+    value = calculate_weight(patches, value, key, **more)
+    return layer.set_weight(value, inplace_update=False, seed=utils.string_to_seed(seed), return_weight=True)

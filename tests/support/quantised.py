@@ -1,0 +1,56 @@
+"""Networks whose linear layers have ComfyUI's quantised weights, loaded by ComfyUI's own layers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from comfy.ops import mixed_precision_ops
+from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
+from hybrid_trt.comfy_model.network import NativeNetwork
+from small_networks import network
+
+ON_CPU = frozenset({"float8_e4m3fn", "float8_e5m2", "nvfp4", "mxfp8"})
+"""Formats that ComfyUI dequantises on a CPU."""
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "fp8": {"format": "float8_e4m3fn"},
+    "fp8 e5m2": {"format": "float8_e5m2"},
+    "fp8 with input scales": {"format": "float8_e4m3fn", "input_scale": 0.02},
+    "int8": {"format": "int8_tensorwise"},
+    "int8 rows": {"format": "int8_tensorwise", "per_channel": True},
+    "int8 convrot": {"format": "int8_tensorwise", "per_channel": True, "convrot": True, "convrot_groupsize": 16},
+    "nvfp4": {"format": "nvfp4"},
+    "mxfp8": {"format": "mxfp8"},
+}
+"""Name -> ComfyUI's format and how its weights are made."""
+
+
+def quantised(
+    kind: str, layout: str, name: str, dtype: torch.dtype = torch.float32, disabled: frozenset[str] = ON_CPU
+) -> NativeNetwork:
+    """A random network of a layout with quantised linear layers, inside a real ComfyUI patcher."""
+    plain = network(kind, layout, dtype).module
+    net = network(kind, layout, dtype, operations=mixed_precision_ops(compute_dtype=dtype, disabled=disabled))
+    linear = [path for path, layer in plain.named_modules() if isinstance(layer, torch.nn.Linear)]
+    net.module.load_state_dict(quantised_state(plain.state_dict(), linear, name))
+    net.module.eval().requires_grad_(False)
+    return net
+
+
+def quantised_state(state: dict[str, torch.Tensor], layers: list[str], name: str) -> dict[str, torch.Tensor]:
+    """The weights of a file with these layers quantised, as ComfyUI saves them."""
+    made = dict(state)
+    how = dict(FORMATS[name])
+    kind, input_scale = how.pop("format"), how.pop("input_scale", None)
+    for path in layers:
+        scale = {} if kind in ("mxfp8", "nvfp4") else {"scale": None if kind == "int8_tensorwise" else "recalculate"}
+        layout = QUANT_ALGOS[kind]["comfy_tensor_layout"]
+        weight = QuantizedTensor.from_float(made.pop(f"{path}.weight"), layout, **scale, **how)
+        made |= weight.state_dict(f"{path}.weight")
+        words = {"format": kind, **{k: v for k, v in how.items() if k.startswith("convrot")}}
+        made[f"{path}.comfy_quant"] = torch.tensor(list(json.dumps(words).encode()), dtype=torch.uint8)
+        if input_scale is not None:
+            made[f"{path}.input_scale"] = torch.tensor(input_scale)
+    return made
