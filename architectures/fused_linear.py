@@ -40,7 +40,7 @@ class FusedLinear(torch.nn.Module):
         """Names of its parameters."""
         return list(self._parameters) if self.bias is not None else ["weight"]
 
-    def part(self, index: int, given: torch.Tensor) -> torch.Tensor:
+    def forward(self, index: int, given: torch.Tensor) -> torch.Tensor:
         """Return what one of the layers gives.
 
         A part that was taken before belongs to an earlier pass, even when the tensor is the same: it may have been
@@ -66,7 +66,7 @@ class Part(torch.nn.Module):
         self._index = index
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        return self._whole[0].part(self._index, given)
+        return self._whole[0](self._index, given)
 
 
 Place = tuple[torch.nn.Module, str]

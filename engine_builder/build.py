@@ -36,6 +36,7 @@ from ..engine_library import (
     ValidationFailed,
     schema,
     trust,
+    yardstick,
 )
 from ..engine_library.disk import check_limit, check_room, read_settings, readable
 from ..engine_library.engine import LIMITS, PARAMETERS_NAME, describe_files
@@ -232,11 +233,11 @@ class _Build:
         finally:
             self.library.discard(folder)
         log.info(
-            "Hybrid TRT: built %s for %s in %.1f s, difference from the normal model %.1e",
+            "Hybrid TRT: built %s for %s in %.1f s, %s",
             engine.folder.name,
             network.label,
             sum(manifest.seconds.values()),
-            (record.parity or manifest.parity)["rel_err"],
+            yardstick.words(record.parity or manifest.parity),
         )
         return engine
 

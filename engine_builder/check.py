@@ -20,6 +20,7 @@ from ..engine_library import (
     Unavailable,
     ValidationFailed,
     trust,
+    yardstick,
 )
 from ..engine_library.disk import check_room
 from ..engine_library.engine import LIMITS
@@ -75,8 +76,7 @@ def check_engine(
             _refuse(engine, failure.fallback.detail)
         raise
     trust.keep(engine.folder, engine.manifest, record)
-    told = "Hybrid TRT: checked %s, difference from the normal model %.1e"
-    log.info(told, engine.folder.name, record.parity["rel_err"])
+    log.info("Hybrid TRT: checked %s, %s", engine.folder.name, yardstick.words(record.parity))
     return engine
 
 

@@ -108,7 +108,8 @@ class Manifest:
     Attributes:
         label: the model's name as the user knows it; not part of the identity.
         files: file name -> size and hash. The first one is what the backend opens.
-        parity: relative error to the native module, measured when it was built (see ``worker.parity``).
+        parity: relative error, measured when it was built: ``rel_err``; in half precision it is that to float32, and
+            ``native_rel_err`` is native's own (see ``yardstick``).
         seconds: how long each part of the build took; together all of it.
         fingerprint: quick hash of a part of the weights, see ``weight_hash.fingerprint``; ``""`` when not known.
         source: the file that the weights came from (``path``, ``size``, ``mtime_ns``), where it is known; some engines
@@ -310,7 +311,7 @@ def _files(data: object) -> dict[str, EngineFile]:
 def _parity(data: object) -> Mapping:
     if not isinstance(data, dict):
         raise schema.MalformedInput("parity is no object")
-    for name in ("rel_err", "limit"):
+    for name in ("rel_err", "native_rel_err", "limit"):
         if name in data:
             schema.number(data[name], f"parity.{name}")
     return schema.plain(data, "parity")

@@ -289,6 +289,7 @@ def engine_json(engine: Engine) -> dict:
         "bytes": manifest.bytes,
         "seconds": round(sum(manifest.seconds.values()), 1),
         "rel_err": here.get("rel_err"),
+        "native_rel_err": here.get("native_rel_err"),
         "speed": _speed(here),
         "refit_s": here.get("refit_s"),
         "created": manifest.created,

@@ -25,6 +25,7 @@ from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_builder.worker import parity
 from hybrid_trt.engine_builder.worker.onnx_export import export_onnx
 from hybrid_trt.engine_library import BuildError, Engine, Fallback, Library, Reason, Unavailable
+from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sessions.file_session import FileSession
 from small_networks import CPU, LAYOUTS, HintEncoder, native_call, network, with_lora
@@ -55,7 +56,7 @@ def engine_error(net: NativeNetwork, engine: Engine, symbols: dict[str, int]) ->
         given["hint"] = encoder(plain["hint"])
     outputs = FileSession(engine, backends()["onnxruntime"].load, CPU).run(given)
     native = native_call(net, plain)
-    return max(parity.relative_error(o, n) for o, n in zip(outputs.values(), native, strict=True))
+    return max(relative_error(o, n) for o, n in zip(outputs.values(), native, strict=True))
 
 
 KINDS = {f"{kind}-{layout}": (kind, layout) for layout in LAYOUTS for kind in ("unet", "controlnet")}
@@ -86,8 +87,8 @@ def test_every_residual_has_its_own_effect(tmp_path: Path) -> None:
     for name in residuals:
         without = session.run({n: t for n, t in given.items() if n != name})["out"]
         zeroed = native_call(net, {**given, name: torch.zeros_like(given[name])})[0]
-        assert parity.relative_error(without, zeroed) <= 1e-5
-        assert parity.relative_error(without, full) > 1e-3, name
+        assert relative_error(without, zeroed) <= 1e-5
+        assert relative_error(without, full) > 1e-3, name
 
 
 @pytest.mark.parametrize("kind", ["unet", "controlnet"])
@@ -244,8 +245,8 @@ def test_a_graph_that_differs_from_native_is_refused_with_the_figures(
 def test_values_that_are_not_finite_never_pass() -> None:
     good = torch.ones(4)
     bad = torch.tensor([1.0, float("nan"), 1.0, 1.0])
-    assert parity.relative_error(bad, good) == parity.relative_error(good, bad) == float("inf")
-    assert parity.relative_error(bad, bad) == float("inf")
+    assert relative_error(bad, good) == relative_error(good, bad) == float("inf")
+    assert relative_error(bad, bad) == float("inf")
 
 
 def test_a_build_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_attention_is_timed_before_parts_are_compiled_and_all_else_after(
     monkeypatch.setattr(attention, "choose", says("attention", ("flash", {})))
     monkeypatch.setattr(compile_step, "compile_in_parts", says("begun", says("compiled", None)))
     monkeypatch.setattr(compile_step, "open_file", says("", lambda *_: [torch.ones(1)]))
-    monkeypatch.setattr(compile_step, "_error", says("compared", 1e-3))
+    monkeypatch.setattr(compile_step, "_compared", says("compared", {"rel_err": 1e-3, "limit": 1e-2}))
     monkeypatch.setattr(compile_step, "_figures", says("measured", {"native_ms": 1.0}))
     monkeypatch.setattr(compile_step, "_inputs", says("", []))
     sizes, submit = [{**SIZES, "B": 2}, {**SIZES, "B": 1}], says("", None)

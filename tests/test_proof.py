@@ -40,7 +40,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "gpu_of", lambda device: HERE if device.type == "cuda" else "")
 
 
-def build(folder: Path, **changes: Any) -> tuple[Engine, list[dict]]:
+def build(folder: Path, precision: str = "float32", **changes: Any) -> tuple[Engine, list[dict]]:
     """The engine of a small UNet for the GPU, and the tasks that it took; ``changes`` are of the check's."""
     tasks = []
 
@@ -50,7 +50,7 @@ def build(folder: Path, **changes: Any) -> tuple[Engine, list[dict]]:
             task = {**task, "device": "cpu", "timed": None, **changes}
         return builder.run_here(task, progress, log, environment)
 
-    order = BuildOrder(small_network(), "float32", PROFILE, OnGpu(), CUDA)
+    order = BuildOrder(small_network(), precision, PROFILE, OnGpu(), CUDA)
     return builder.build_engine(order, Library([folder]), lambda *_: None, run=run), tasks
 
 
@@ -110,6 +110,16 @@ def test_an_engine_that_differs_from_native_on_its_gpu_is_not_kept(tmp_path: Pat
     assert list(tmp_path.glob("*/manifest.json")) == []
 
 
+def test_in_half_precision_its_error_stands_beside_natives_own(tmp_path: Path) -> None:
+    engine, _tasks = build(tmp_path, "float16")
+    parity = trust.record_of(engine).parity
+    assert parity["against"] == "native in float32 on the CPU"
+    assert 1e-4 < parity["native_rel_err"] < 5e-3
+    assert 1e-4 < parity["rel_err"] <= 1.2 * parity["native_rel_err"]
+    assert engine_json(engine)["native_rel_err"] == parity["native_rel_err"]
+    assert engine.manifest.parity["native_rel_err"] > 0, "its graph was judged so too"
+
+
 @pytest.mark.parametrize("error", [
     Unavailable(Reason.UNCHECKED, "there is not enough GPU memory to compare it with native now"),
     BuildError("the builder was ended by SIGKILL while timing the normal model"),
@@ -147,10 +157,10 @@ def test_that_holds_for_compiled_programs_too(tmp_path: Path, name: str) -> None
 def test_the_page_is_told_how_fast_an_engine_was_in_its_proof(tmp_path: Path) -> None:
     engine = publish_engine(tmp_path)
     assert engine_json(engine)["speed"] is None
-    figures = {"rel_err": 2e-3, "native_ms": 8.0, "engine_ms": 2.5}
+    figures = {"rel_err": 2e-3, "native_rel_err": 3e-3, "native_ms": 8.0, "engine_ms": 2.5}
     trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, parity=figures, gpu=HERE))
     told = engine_json(engine)
-    assert (told["rel_err"], told["speed"]) == (2e-3, 3.2)
+    assert (told["rel_err"], told["native_rel_err"], told["speed"]) == (2e-3, 3e-3, 3.2)
 
 
 def test_a_record_whose_gpu_was_edited_is_none(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from ...architectures.shapes import PRECISIONS, SIZE_NAMES, RequestedSizes
 from ...backends import AUTO, backends, gpu_of
 from ...backends.lookup import backends_for, refusals
 from ...comfy_model.hash_cache import source_changed
-from ...engine_library import BuildError, Library, LibraryError, Unavailable, trust
+from ...engine_library import BuildError, Library, LibraryError, Unavailable, trust, yardstick
 from ...engine_library.disk import free_bytes, gigabytes
 from ...engine_library.inventory import Entry, delete, entries, select, verify
 from . import comfyui, workflows
@@ -145,8 +145,7 @@ def _build(options: argparse.Namespace) -> int:
             sys.stderr.write("".join(f"  {line}\n" for line in lines[-20:]))
             raise
     manifest = engine.manifest
-    parity = trust.figures(engine).get("rel_err", 0.0)
-    text = f"{engine.folder}\n{gigabytes(manifest.bytes)}, difference from the normal model {parity:.1e}"
+    text = f"{engine.folder}\n{gigabytes(manifest.bytes)}, {yardstick.words(trust.figures(engine))}"
     return _done(options, {"folder": str(engine.folder), **manifest.to_json()}, text)
 
 

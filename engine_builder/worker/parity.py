@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,9 +13,13 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from ...architectures.shapes import TensorSpec, sample_inputs
-from ...engine_library import BuildError
-from ...engine_library.engine import LIMITS, relative_error
+from ...comfy_model.float32 import results_in_float32
+from ...comfy_model.torch_kernels import best_attention, without_tf32
+from ...engine_library import BuildError, yardstick
+from ...engine_library.engine import LIMITS, furthest
 from ...sessions.session import Runner
+
+log = logging.getLogger(__name__)
 
 NARROW = "/bfloat16"
 """Ends the names of weights that are cast."""
@@ -60,12 +64,14 @@ class Case:
     Attributes:
         symbols: its sizes.
         given: inputs by name, in the engine's dtypes, on the CPU.
-        expected: native's outputs in order, computed in float32.
+        expected: native's outputs in order, on the CPU; computed in float32 where that could be had.
+        native: how far from them native is in half precision; None where that is not known.
     """
 
     symbols: dict[str, int]
     given: dict[str, torch.Tensor]
     expected: tuple[torch.Tensor, ...]
+    native: float | None = None
 
 
 def reference_cases(
@@ -74,18 +80,53 @@ def reference_cases(
     """Calls of some sizes, with native's outputs in float32, whatever dtype its weights are in.
 
     Weights are cast layer by layer, so this takes no memory beside them. Nothing of the function is needed afterwards:
-    drop it before an engine is opened.
+    drop it before an engine is opened. Native's own error is that of the first call: half precision is slow on a CPU.
     """
-    cases = []
-    with torch.inference_mode(), in_float32(function):
-        for seed, symbols in enumerate(calls, start=1):
-            given = sample_inputs(inputs, symbols, seed)
-            cases.append(Case(symbols, given, tuple(function(*(t.float() for t in given.values())))))
+    cases, cpu = [], torch.device("cpu")
+    for seed, symbols in enumerate(calls, start=1):
+        case = native_case(function, symbols, sample_inputs(inputs, symbols, seed), cpu, own=not cases)
+        cases.append(case if not cases else replace(case, native=cases[0].native))
     return cases
 
 
-def compare(runner: Runner, cases: Iterable[Case], outputs: Sequence[TensorSpec]) -> list[dict]:
-    """Run an engine on each case: its symbols, and the output with the largest relative error."""
+def native_case(
+    function: torch.nn.Module, symbols: dict[str, int], given: dict[str, torch.Tensor], device: torch.device,
+    own: bool = True,
+) -> Case:  # fmt: skip
+    """A call on a device with native's results, in float32 where that can be had.
+
+    Args:
+        own: whether to measure how far native in half precision is from that.
+    """
+    tensors = [tensor.to(device) for tensor in given.values()]
+    exact, error = results_in_float32(function, tensors), None
+    with torch.inference_mode(), best_attention(device), without_tf32():
+        if exact is None:
+            exact = function(*tensors)
+        elif own and any(tensor.dtype != torch.float32 for tensor in tensors):
+            error = _own_error(function, tensors, exact)
+    return Case(symbols, given, tuple(result.float().cpu() for result in exact), error)
+
+
+def _own_error(
+    function: torch.nn.Module, tensors: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
+) -> float | None:
+    """Native's distance from float32 in half precision; None where torch cannot compute it so on this device."""
+    try:
+        return furthest([str(i) for i in range(len(exact))], function(*tensors), exact)[1]
+    except RuntimeError as error:
+        log.warning("Hybrid TRT: native's own error was not measured (%s)", error)
+        return None
+
+
+def compare(
+    runner: Runner, cases: Iterable[Case], outputs: Sequence[TensorSpec], floor: float, limit: float
+) -> list[dict]:
+    """Run an engine on each case: its symbols, the output with the largest relative error, and its figures.
+
+    Args:
+        floor, limit: see ``yardstick.judged``.
+    """
     record = []
     for case in cases:
         given = {name: tensor.to(runner.device) for name, tensor in case.given.items()}
@@ -94,10 +135,9 @@ def compare(runner: Runner, cases: Iterable[Case], outputs: Sequence[TensorSpec]
             for s in outputs
         }
         runner.run(given, results)
-        pairs = zip(outputs, case.expected, strict=True)
-        errors = {s.name: relative_error(results[s.name].cpu(), expected) for s, expected in pairs}
-        worst = max(errors, key=errors.__getitem__)
-        record.append({"symbols": case.symbols, "worst_output": worst, "rel_err": errors[worst]})
+        worst, error = furthest(list(results), list(results.values()), case.expected)
+        found = yardstick.judged(error, case.native, floor, limit)
+        record.append({"symbols": case.symbols, "worst_output": worst, **found})
     return record
 
 
@@ -112,7 +152,7 @@ def check_parity(
 
     Args:
         cases: from ``reference_cases``.
-        limit: largest relative error that passes; that of the precision by default.
+        limit: largest relative error that passes where native's own is not known; that of the precision by default.
 
     Returns:
         The record for the manifest: per case its symbols and the largest relative error of its outputs.
@@ -126,49 +166,13 @@ def check_parity(
 
         onnx, outputs = in_float32_graph(onnx), [replace(spec, dtype="float32") for spec in outputs]
         cases = [replace(case, given={name: t.float() for name, t in case.given.items()}) for case in cases]
-    record = compare(OnnxRuntimeRunner(onnx, torch.device("cpu"), 0, frugal=True), cases, outputs)
+    runner = OnnxRuntimeRunner(onnx, torch.device("cpu"), 0, frugal=True)
     limit = LIMITS[precision] if limit is None else limit
-    worst_case = max(record, key=lambda case: case["rel_err"])
-    if not worst_case["rel_err"] <= limit:
+    record = compare(runner, cases, outputs, yardstick.FLOORS.get(precision, 0.0), limit)
+    if over := yardstick.over_limit(record):
         raise BuildError(
-            f"the exported graph differs from the normal model by {worst_case['rel_err']:.2e} in "
-            f"{worst_case['worst_output']} at {worst_case['symbols']} (limit {limit:.0e} for {precision}), so no "
-            "engine was made and the normal model keeps running; try precision float32, and report this model if that "
-            "fails too"
+            f"the exported graph differs from the normal model by {over['rel_err']:.2e} in {over['worst_output']} at "
+            f"{over['symbols']} ({yardstick.limit_words(over, precision)}), so no engine was made and the normal model "
+            "keeps running; try precision float32, and report this model if that fails too"
         )
-    against = "native in float32 on the CPU"
-    return {"rel_err": worst_case["rel_err"], "limit": limit, "cases": record, "against": against}
-
-
-@contextlib.contextmanager
-def in_float32(function: torch.nn.Module) -> Iterator[None]:
-    """Let a module compute in float32: each layer's weights are cast while it runs, and dropped again.
-
-    A layer whose weights another one reads past its forward is not seen, and torch refuses to mix the dtypes.
-    """
-
-    def cast(layer: torch.nn.Module, _args: tuple) -> None:
-        own[layer] = dict(layer._parameters)
-        for name, parameter in own[layer].items():
-            if parameter is not None:
-                layer._parameters[name] = torch.nn.Parameter(parameter.float(), requires_grad=False)
-
-    def drop(layer: torch.nn.Module, _args: tuple, _result: object) -> None:
-        layer._parameters.update(own.pop(layer))
-
-    own: dict[torch.nn.Module, dict] = {}
-    hooks, dtypes = [], {}
-    for layer in function.modules():
-        if any(p is not None and p.dtype != torch.float32 for p in layer._parameters.values()):
-            hooks += [layer.register_forward_pre_hook(cast), layer.register_forward_hook(drop)]
-        if isinstance(getattr(layer, "dtype", None), torch.dtype):  # ComfyUI's networks cast to it inside
-            dtypes[layer], layer.dtype = layer.dtype, torch.float32
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for layer, parameters in own.items():  # those that failed
-            layer._parameters.update(parameters)
-        for layer, dtype in dtypes.items():
-            layer.dtype = dtype
+    return {**yardstick.figures(record), "cases": record, "against": "native in float32 on the CPU"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...backends import Progress
 from ...comfy_model.comfyui_shims import import_comfyui
-from ...engine_library import BuildError, Engine, Manifest, Reason, Unavailable, ValidationFailed
+from ...engine_library import BuildError, Engine, Manifest, Reason, Unavailable, ValidationFailed, yardstick
 from ...engine_library.engine import read_parameters
 from .task import Task, backend_of, function_of, tensors_of
 
@@ -68,7 +67,7 @@ def check_engine(task: Task, progress: Progress) -> dict:
                 began = time.perf_counter()
                 runner.refit(stage.weights, stage.changed)
                 refit_s += time.perf_counter() - began
-            record += compare(runner, stage.cases, engine.manifest.outputs)
+            record += compare(runner, stage.cases, engine.manifest.outputs, task["limit"], task["limit"])
         native_ms = stages[0].native_ms
         engine_ms = _engine_milliseconds(runner, _timed(task, stages[0].cases), engine) if native_ms else None
     except (BuildError, Unavailable, OSError):
@@ -82,15 +81,16 @@ def check_engine(task: Task, progress: Progress) -> dict:
         log.exception("%s failed", engine.folder.name)
         text = (str(error).strip().splitlines() or [""])[0]
         raise _refused(task, f"could not be run ({type(error).__name__}: {text})") from error
-    worst = max(record, key=lambda case: case["rel_err"])
-    if not worst["rel_err"] <= task["limit"]:
+    if over := yardstick.over_limit(record):
         raise _refused(
             task,
-            f"differs from the normal model by {worst['rel_err']:.2e} in {worst['worst_output']} at {worst['symbols']} "
-            f"(limit {task['limit']:.0e})",
+            f"differs from the normal model by {over['rel_err']:.2e} in {over['worst_output']} at {over['symbols']} "
+            f"({yardstick.limit_words(over, task['precision'])})",
         )
-    against = "native in float32 on the CPU" if device.type == "cpu" else "native on the same device"
-    parity = {"rel_err": worst["rel_err"], "limit": task["limit"], "cases": record, "against": against}
+    where = "on the CPU" if device.type == "cpu" else "on the same device"
+    exact = task["precision"] == "float32" or all("native_rel_err" in case for case in record)
+    against = f"native{' in float32' if exact else ''} {where}"
+    parity = {**yardstick.figures(record), "cases": record, "against": against}
     if native_ms:
         parity["driver"] = gpu_timing.driver_version()
         parity |= {"native_ms": round(native_ms, 3), "engine_ms": round(engine_ms, 3)}
@@ -167,15 +167,14 @@ def _computed(
     import torch
 
     from ...architectures.shapes import sample_inputs
-    from ...comfy_model.torch_kernels import best_attention, without_tf32
+    from ...comfy_model.torch_kernels import best_attention
     from ...sessions import gpu_timing
-    from .parity import Case, in_float32
+    from .parity import native_case
 
-    on_cpu = device.type == "cpu"
     inputs, _ = tensors_of(task)
     cases, native_ms = [], None
     calls = [(sizes, t) for sizes in task["extremes"] for t in TIMESTEPS]
-    with torch.inference_mode(), in_float32(function) if on_cpu else contextlib.nullcontext(), best_attention(device):
+    with torch.inference_mode(), best_attention(device):
         for seed, (sizes, timestep) in enumerate(calls, start=1):
             so_far(seed / len(calls))
             given = sample_inputs(inputs, sizes, seed)
@@ -184,12 +183,10 @@ def _computed(
                     given[spec.name].fill_(timestep)
                 elif spec.optional and timestep == TIMESTEPS[1]:
                     given[spec.name].zero_()
-            tensors = [t.float() if on_cpu else t.to(device) for t in given.values()]
-            with without_tf32():  # which alone is further from exact than the limit
-                expected = tuple(result.float().cpu() for result in function(*tensors))
+            cases.append(native_case(function, {**sizes, "t": int(timestep)}, given, device))
             if native_ms is None and sizes == task["timed"]:
+                tensors = [tensor.to(device) for tensor in given.values()]
                 native_ms = gpu_timing.milliseconds(lambda tensors=tensors: function(*tensors))
-            cases.append(Case({**sizes, "t": int(timestep)}, given, expected))
     return cases, native_ms
 
 

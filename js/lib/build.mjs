@@ -7,7 +7,7 @@ import { request } from "./server.mjs";
 import { t } from "./texts.mjs";
 import { changedUses, isSame, usesOf, wantedUses } from "./uses.mjs";
 import { isMissing } from "./workflow.mjs";
-import { BUSY, duration, error, lacksSizes, size } from "./words.mjs";
+import { BUSY, duration, errorOf, lacksSizes, size } from "./words.mjs";
 
 /** Where a prompt carries its order, which the server's `build_orders` reads. */
 const ORDER = "hybrid_trt_build";
@@ -213,7 +213,7 @@ export class Builder {
         if (job.state === "cancelled" && !this.together.has(job.id)) this.toast("info", t("cancelledToast"), job.label);
         const engine = job.state === "done" && (this.#engineOf(job) ?? await this.#inLibrary(job));
         if (engine) {
-            const words = { label: job.label, size: size(engine.bytes), seconds: duration(job.seconds), error: error(engine.rel_err) };
+            const words = { label: job.label, size: size(engine.bytes), seconds: duration(job.seconds), error: errorOf(engine) };
             this.toast("success", t("built"), t("builtDetail", words));
         }
     }

@@ -2,7 +2,7 @@
 
 import { said } from "./server_zh.mjs";
 import { t } from "./texts.mjs";
-import { duration, elapsed, error, shortName, size } from "./words.mjs";
+import { duration, elapsed, errorOf, shortName, size } from "./words.mjs";
 
 /** @typedef {{label: string, engines: any[], bytes: number}} Group the engines of one model */
 
@@ -67,7 +67,7 @@ export function engineRow(engine, order = "") {
         title: facts.filter(Boolean).join(", "), meta: [state, size(engine.bytes), when].join(" · "),
         details: [
             [t(engine.kind), ...facts].filter(Boolean).join(", "), `${state} · ${size(engine.bytes)}`, ...(engine.reason ? [said(engine.reason)] : []),
-            t("error", { error: error(engine.rel_err) }), t("builtIn", { date: date(engine.created), time: duration(engine.seconds) }),
+            t("error", { error: errorOf(engine) }), t("builtIn", { date: date(engine.created), time: duration(engine.seconds) }),
             used(engine, "lastUsed"), engine.name],
     };
 }

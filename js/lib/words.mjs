@@ -28,6 +28,12 @@ export function error(value) {
     return typeof value === "number" ? value.toExponential(1) : "?";
 }
 
+/** An engine's relative error, beside the normal model's own where that is known. */
+export function errorOf(engine) {
+    const words = { error: error(engine.rel_err), native: error(engine.native_rel_err) };
+    return engine.native_rel_err == null ? words.error : t("errorBeside", words);
+}
+
 /** What an engine takes, and that it was compared with native, in one line. */
 export function engineLine(engine) {
     const speed = engine.speed && t(engine.speed < 1 ? "slower" : "faster", { times: engine.speed.toFixed(1) });
@@ -112,7 +118,7 @@ function ofOne(state) {
         return view;
     }
     if (state.state === "ready") {
-        if (state.engine.rel_err != null) view.hint = t("checkedHint", { error: error(state.engine.rel_err) });
+        if (state.engine.rel_err != null) view.hint = t("checkedHint", { error: errorOf(state.engine) });
         view.lines = [engineLine(state.engine), ...(state.engine.covers ? [] : [t(state.any_size ? "smallerLive" : "smaller")])];
         if (!state.engine.covers) view.tone = "warn";
         else if (!ran.length) view.title = t("readyNext");

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -24,7 +25,8 @@ import nodes  # ComfyUI's
 
 from . import other_packs_sampling
 
-FAMILIES = Path(__file__).resolve().parents[1] / "support" / "families"
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+FAMILIES = SUPPORT / "families"
 ENGINE = io.Custom("TRT_UNET_ENGINE")
 MODEL, CONTROL, LATENT = io.Model.Input("model"), io.ControlNet.Input("control_net"), io.Latent.Input("latent_image")
 CONDITIONINGS = [io.Conditioning.Input("positive"), io.Conditioning.Input("negative")]
@@ -148,6 +150,16 @@ def toy_model(seed: int) -> io.NodeOutput:
     return io.NodeOutput(model, controlnet.ControlNet(control, load_device=device, extra_conds=[]))
 
 
+def other_packs_weights(unet_name: str, kind: str) -> model_patcher.ModelPatcher:
+    """Return the model of a file as the loader of a pack with weights of its own would have it."""
+    path = SUPPORT / "other_packs_weights.py"
+    if path.stem not in sys.modules:
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[path.stem])
+    return sys.modules[path.stem].load(folder_paths.get_full_path_or_raise("diffusion_models", unet_name), kind)
+
+
 def start_loop(hidden: Any, first: int, step: int, count: int) -> io.NodeOutput:
     """Copy the nodes up to the one that ends the loop, once for each number, as ComfyUI's own loops do.
 
@@ -242,6 +254,8 @@ NODES = [
         MODEL, io.Model.Input("second_model"), *CONDITIONINGS, LATENT, SEED, STEPS], io.Latent),
     _node("TestSecondDevice", second_device, [MODEL, io.Boolean.Input("there")], io.Model),
     _node("TestUnionControlNet", union, [CONTROL, integer("types", 8, 1, 8)], io.ControlNet),
+    _node("TestOtherPacksWeights", other_packs_weights, [
+        io.String.Input("unet_name"), io.String.Input("kind", default="GGUF")], io.Model),
     _node("TestToyModel", toy_model, [SEED], io.Model, io.ControlNet),
     # what stands in the loop is no input of its start
     _node("TestStartLoop", start_loop, [integer("first", 0, 0), integer("step", 1, 1), integer("count", 2, 1, 8)],

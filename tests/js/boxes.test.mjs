@@ -100,6 +100,8 @@ test("an engine that was compared with native says so, and the figure is in the 
     const checked = describe({ state: "ready", engine: { ...ENGINE, rel_err: 2.3e-4 }, run: null });
     assert.equal(checked.lines[0], "64 to 512 px, same picture as without (checked)");
     assert.match(checked.hint, /2\.3e-4/);
+    const beside = describe({ state: "ready", engine: { ...ENGINE, rel_err: 1.9e-3, native_rel_err: 2.1e-3 }, run: null });
+    assert.match(beside.hint, /1\.9e-3, the normal model's own 2\.1e-3/);
     const timed = (speed) => describe({ state: "ready", engine: { ...ENGINE, rel_err: 2.3e-4, speed }, run: null }).lines[0];
     assert.equal(timed(3.24), "64 to 512 px, same picture as without (checked), 3.2x as fast as without on this GPU");
     assert.equal(timed(0.8), "64 to 512 px, same picture as without (checked), slower than without on this GPU (0.8x)");

@@ -38,6 +38,7 @@ test("an engine is two lines, and a damaged one says what to do and keeps the re
     assert.match(row.meta, /^✓ Ready · 1.0 GB · used /);
     assert.match(engineRow(LIST[1], "sortDate").meta, / · built /);
     assert.ok(row.details.some((line) => line.includes("1.0e-6")) && row.details.some((line) => line.startsWith("last used ")));
+    assert.ok(engineRow({ ...LIST[1], rel_err: 1e-3, native_rel_err: 2e-3 }).details.includes("error 1.0e-3, the normal model's own 2.0e-3"));
     assert.match(engineRow(LIST[0]).meta, /not used yet$/);
     const damaged = engineRow(LIST[3]);
     assert.equal(damaged.meta, "✕ Damaged; delete it · 9.0 GB");

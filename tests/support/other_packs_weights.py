@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+import comfy.lora
 import comfy.ops
 import comfy.sd
 import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy_kitchen.tensor import BaseLayoutParams, QuantizedLayout, QuantizedTensor, register_layout_class
 
 BLOCK = 32
 """Numbers that share a scale."""
@@ -33,6 +36,8 @@ class GGMLTensor(torch.Tensor):
     """Blocks that tell the shape of the weight in them, and cannot be copied."""
 
     tensor_shape: torch.Size | None = None
+    patches: tuple[list, str] | None = None
+    """Those of LoRAs, and the weight's name: its layer adds them to what it reads."""
 
     @property
     def shape(self) -> torch.Size:
@@ -70,7 +75,10 @@ class GGMLLayer(torch.nn.Module):
         for weight in (self.weight, self.bias):
             shape = getattr(weight, "tensor_shape", None)
             if shape is not None:
+                patches = weight.patches
                 weight = out_of_blocks(weight, shape, like.dtype)
+                if patches is not None:
+                    weight = comfy.lora.calculate_weight(patches[0], weight, patches[1])
             found.append(None if weight is None else weight.to(like.device, like.dtype))
         return found
 
@@ -86,10 +94,50 @@ class GGMLOps(comfy.ops.manual_cast):
 
 
 class GGUFModelPatcher(ModelPatcher):
-    """A patcher that leaves patching to the layers."""
+    """A patcher that leaves the patching of packed weights to their layers."""
 
-    def patch_weight_to_device(self, *_args: object, **_kwargs: object) -> None:
-        return
+    def load(self, *args: object, **kwargs: object) -> None:
+        super().load(*args, **{**kwargs, "force_patch_weights": True})
+
+    def patch_weight_to_device(self, key: str, *args: object, **kwargs: object) -> None:
+        weight = comfy.utils.get_attr(self.model, key)
+        if getattr(weight, "tensor_shape", None) is None:
+            super().patch_weight_to_device(key, *args, **kwargs)
+        elif key in self.patches:
+            weight.patches = (self.patches[key], key)
+
+    def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
+        for weight in self.model.parameters() if unpatch_weights else ():
+            if getattr(weight, "patches", None) is not None:
+                weight.patches = None
+        super().unpatch_model(device_to, unpatch_weights)
+
+
+class GGMLLayout(QuantizedLayout):
+    """The same blocks as a layout of ComfyUI's quantised tensors, as newer loaders have them under dynamic VRAM."""
+
+    @dataclass(frozen=True)
+    class Params(BaseLayoutParams):
+        pass
+
+    @classmethod
+    def quantize(cls, *_args: object, **_kwargs: object) -> tuple:
+        raise NotImplementedError
+
+    @classmethod
+    def dequantize(cls, qdata: torch.Tensor, params: Params) -> torch.Tensor:
+        return out_of_blocks(qdata, torch.Size(params.orig_shape), params.orig_dtype)
+
+    @classmethod
+    def get_plain_tensors(cls, qtensor: QuantizedTensor) -> tuple[torch.Tensor]:
+        return (qtensor._qdata,)
+
+    @classmethod
+    def state_dict_tensors(cls, qdata: torch.Tensor, _params: Params) -> dict[str, torch.Tensor]:
+        return {"": qdata}
+
+
+register_layout_class("GGMLLayout", GGMLLayout)
 
 
 class Params4bit(torch.nn.Parameter):
@@ -137,6 +185,14 @@ def load(file: str, kind: str) -> ModelPatcher:
     if kind == "another patcher":
         model = comfy.sd.load_diffusion_model_state_dict(state)
         model.__class__ = GGUFModelPatcher
+        return model
+    if kind == "GGUF, a layout":
+        model = comfy.sd.load_diffusion_model_state_dict(state)
+        for layer in model.model.modules():
+            if isinstance(layer, torch.nn.Linear) and layer.weight.numel() % BLOCK == 0:
+                params = GGMLLayout.Params(torch.ones(()), layer.weight.dtype, tuple(layer.weight.shape))
+                packed = QuantizedTensor(in_blocks(layer.weight), "GGMLLayout", params)
+                layer.weight = torch.nn.Parameter(packed, requires_grad=False)
         return model
     operations: Mapping[str, type] = {"NF4": PackedOps, "whole numbers": PlainlyPackedOps}
     model = comfy.sd.load_diffusion_model_state_dict(state, model_options={"custom_operations": operations[kind]})

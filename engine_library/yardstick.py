@@ -1,0 +1,60 @@
+"""The yardstick of engines: how far their results may be from exact ones, and how that is said.
+
+In half precision, rounding alone puts native as far from float32 as the weights happen to amplify it. So both are held
+against float32, and native's own distance is the measure. Where float32 cannot be had, and for an engine that is in
+float32 itself, a fixed limit on the distance from native holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+TIMES_NATIVE = 1.2
+"""An engine in half precision may be so many times as far from float32 as native is."""
+FLOORS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
+"""A distance that always passes: one step of the precision's last digit. Below it, chance decides who is nearer."""
+
+
+def judged(error: float, native: float | None, floor: float, otherwise: float) -> dict[str, float]:
+    """Return the figures of one call, as they stand among the cases of a manifest.
+
+    Args:
+        error: the engine's distance from float32, or from native where ``native`` is None.
+        native: native's own distance from float32; None where nothing was compared with float32.
+        floor: a distance from float32 that always passes.
+        otherwise: the limit where native's distance says nothing.
+
+    Returns:
+        ``rel_err``, ``limit``, and ``native_rel_err`` where it is known.
+    """
+    if native is None or not math.isfinite(native):
+        return {"rel_err": error, "limit": otherwise}
+    return {"rel_err": error, "limit": max(floor, TIMES_NATIVE * native), "native_rel_err": native}
+
+
+def over_limit(cases: Sequence[Mapping]) -> Mapping | None:
+    """Return the case that is over its limit, and of several the one with the largest error; None when all pass."""
+    over = [case for case in cases if not case["rel_err"] <= case["limit"]]
+    return max(over, key=lambda case: case["rel_err"], default=None)
+
+
+def figures(cases: Sequence[Mapping]) -> dict[str, float]:
+    """Return the figures that stand for all cases: those of the one with the largest error."""
+    worst = max(cases, key=lambda case: case["rel_err"])
+    return {name: worst[name] for name in ("rel_err", "native_rel_err", "limit") if name in worst}
+
+
+def limit_words(case: Mapping, precision: str) -> str:
+    """Say which limit a case has to keep."""
+    native = case.get("native_rel_err")
+    own = "" if native is None else f"; the normal model's own error is {native:.2e}"
+    return f"limit {case['limit']:.0e} for {precision}{own}"
+
+
+def words(parity: Mapping) -> str:
+    """Say in one line how far an engine is from exact, from the ``parity`` of a manifest or a record."""
+    error, native = parity.get("rel_err", 0.0), parity.get("native_rel_err")
+    if native is None:
+        return f"difference from the normal model {error:.1e}"
+    return f"error {error:.1e}, the normal model's own {native:.1e}"
