@@ -33,6 +33,11 @@ class QuantisedLinear(comfy.ops.mixed_precision_ops().Linear):
     exact = False
 
     @property
+    def parts(self) -> frozenset[str]:
+        """Names of the parameters that make the weight."""
+        return frozenset(WEIGHT + name for name in self.tensors)
+
+    @property
     def weight(self) -> torch.Tensor:
         parts = {name: self._parameters[WEIGHT + name] for name in self.tensors}
         weight = QuantizedTensor.__tensor_unflatten__(parts, self.context, None, None)

@@ -17,13 +17,15 @@ log = logging.getLogger(__name__)
 def in_float32(function: torch.nn.Module) -> Iterator[None]:
     """Let a module compute in float32: each layer's weights are cast while it runs, and dropped again.
 
-    A layer whose weights another one reads past its forward is not seen, and torch refuses to mix the dtypes.
+    Quantised layers compute with dequantised weights, and do not round their inputs. A layer whose weights another one
+    reads past its forward is not seen, and torch refuses to mix the dtypes.
     """
+    from ..architectures.quantised_linear import computing_exactly
 
     def cast(layer: torch.nn.Module, _args: tuple) -> None:
         own[layer] = dict(layer._parameters), dict(layer._buffers)
         for name, parameter in own[layer][0].items():
-            if _is_narrow(parameter):
+            if _is_narrow(parameter) and name not in getattr(layer, "parts", ()):
                 layer._parameters[name] = torch.nn.Parameter(parameter.float(), requires_grad=False)
         for name, buffer in own[layer][1].items():
             if _is_narrow(buffer):
@@ -44,7 +46,8 @@ def in_float32(function: torch.nn.Module) -> Iterator[None]:
         if isinstance(getattr(layer, "dtype", None), torch.dtype):  # ComfyUI's networks cast to it inside
             dtypes[layer], layer.dtype = layer.dtype, torch.float32
     try:
-        yield
+        with computing_exactly(function):
+            yield
     finally:
         for hook in hooks:
             hook.remove()

@@ -56,7 +56,8 @@ class Kind:
 TORCH = {"backend": "torch"}
 QUANTISED = XL.but(
     controls=(Control("tiny_sdxl_a", 1, 0.7), Control("tiny_sdxl_b", 2, 0.5)), settings=TORCH,
-    loras_before=[("LoraLoaderModelOnly", {"lora_name": "tiny_sdxl_lora.safetensors", "strength_model": 0.8})])  # fmt: skip
+    loras_before=[("LoraLoaderModelOnly", {"lora_name": "tiny_sdxl_lora.safetensors", "strength_model": 0.8})],
+)  # fmt: skip
 INT8 = 0.05
 """Of layers that round their inputs, see ``test_int8_on_an_engine_is_as_near_to_the_plain_model_as_native_is``."""
 ADAPTER = Control("tiny_sd15_t2i", 3, 0.9, engine=False)

@@ -19,7 +19,7 @@ from ...engine_library.engine import furthest
 from ...sessions import gpu_timing
 from ...sessions.cuda_graphs import GraphCache
 from .. import LiveTask, Progress
-from . import attention
+from . import attention, quantised_graph
 from .compiled import Compiled, compile_in_parts, compile_to_file, file_name, open_file
 
 log = logging.getLogger(__name__)
@@ -141,13 +141,15 @@ def _compared(
     with torch.inference_mode(), best_attention(given[0].device):
         expected = function(*given)
     names, native = [spec.name for spec in outputs], None
-    exact = None if precision == "float32" else results_in_float32(function, given)
+    rounds = precision != "float32" or quantised_graph.has_quantised(function)
+    exact = results_in_float32(function, given) if rounds else None
     if exact is not None:
         native = furthest(names, expected, exact)[1]
         if math.isfinite(native):
             expected = exact
     worst, error = furthest(names, results, expected)
-    found = yardstick.judged(error, native, yardstick.FLOORS.get(precision, 0.0), COMPILED_LIMITS[precision])
+    found = yardstick.judged(error, native, yardstick.FLOORS.get(precision, COMPILED_LIMITS[precision]),
+                             COMPILED_LIMITS[precision])  # fmt: skip
     if yardstick.over_limit([found]):
         raise BuildError(
             f"what Inductor compiled differs from the normal model by {error:.2e} in {worst} at {sizes} "
