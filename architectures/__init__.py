@@ -56,7 +56,7 @@ class Role(str, Enum):
 
 
 class Architecture(Protocol):
-    """Description of a kind of network for the rest of the pack; ``image_latent.LatentSizes`` has the last seven
+    """Description of a kind of network for the rest of the pack; ``image_latent.LatentSizes`` has the last six
     methods and ``fuse_layers`` for whatever works on the latents of still images.
 
     Attributes:
@@ -135,11 +135,7 @@ class Architecture(Protocol):
 
     def calls(self, profile: Profile, picture: Picture) -> list[dict[str, int]]:
         """The calls that sample a picture, symbol -> size, one for each of its batches; what a picture does not tell,
-        such as the tokens of the prompt, is the profile's best."""
-        ...
-
-    def picture_of(self, call: Mapping[str, int]) -> Picture | None:
-        """The picture that a call samples, with the call's batch; None where a call samples none."""
+        such as the tokens of the prompt (``Symbol.of_picture``), is the profile's best."""
         ...
 
     def call_words(self, call: Mapping[str, int]) -> str:

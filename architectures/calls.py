@@ -175,9 +175,10 @@ class RequestedCalls:
 
 
 def sample_alike(architecture: Architecture, calls: Iterable[Call], others: Iterable[Call]) -> bool:
-    """Tell whether one of some calls has a picture that others have too, whatever the length of its prompt."""
-    there = list(map(architecture.picture_of, others))
-    return any(architecture.picture_of(call) in there for call in calls)
+    """Tell whether one of some calls has the sizes of another, but for what no picture tells: its prompt's length."""
+    told = [name for name, symbol in architecture.symbols.items() if symbol.of_picture]
+    there = {tuple(map(other.get, told)) for other in others}
+    return any(tuple(map(call.get, told)) in there for call in calls)
 
 
 def calls_to_compile(

@@ -37,8 +37,8 @@ class LatentSizes:
         "B": Symbol("batch"),
         "H": Symbol("height", LATENT, "px"),
         "W": Symbol("width", LATENT, "px"),
-        "T": Symbol("prompt tokens"),
-        "HB": Symbol("hint batch"),
+        "T": Symbol("prompt tokens", of_picture=False),
+        "HB": Symbol("hint batch", of_picture=False),
     }
 
     def fuse_layers(self, module: torch.nn.Module) -> list[FusedLinear]:
@@ -91,16 +91,9 @@ class LatentSizes:
         usual = profile.sizes("opt")
         return [usual | {s: n for s, n in {**latent, "B": batch}.items() if s in usual} for batch in picture.batches]
 
-    def picture_of(self, call: Mapping[str, int]) -> Picture | None:
-        """See ``Architecture``."""
-        if not {"H", "W", "B"} <= call.keys():
-            return None
-        return Picture(LATENT * call["W"], LATENT * call["H"], (call["B"],))
-
     def call_words(self, call: Mapping[str, int]) -> str:
         """See ``Architecture``: ``832x1216, 154 tokens``; the batch where it is not that of one image with CFG."""
-        picture = self.picture_of(call)
-        parts = [f"{picture.width}x{picture.height}"] if picture else []
+        parts = [f"{LATENT * call['W']}x{LATENT * call['H']}"] if {"H", "W"} <= call.keys() else []
         if call.get("B", 2) != 2:
             parts.append(f"batch {call['B']}")
         if "T" in call:

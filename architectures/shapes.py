@@ -283,11 +283,16 @@ class Picture:
 
 @dataclass(frozen=True)
 class Symbol:
-    """Words for a symbol: its name, its unit, and units per step (a latent element is 8 px)."""
+    """Words for a symbol: its name, its unit, and units per step, as pixels of a latent element.
+
+    Attributes:
+        of_picture: whether a picture tells the size; that of a prompt it does not.
+    """
 
     word: str
     step: int = 1
     unit: str = ""
+    of_picture: bool = True
 
     def text(self, size: int) -> str:
         """A size in people's units: ``512 px``."""

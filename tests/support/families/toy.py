@@ -99,7 +99,7 @@ class ToySizes:
     batch = "N"
     per_step = True
     symbols = {"N": Symbol("images"), "R": Symbol("rows", PIXELS, "px"), "C": Symbol("columns", PIXELS, "px"),
-               "L": Symbol("words"), "P": Symbol("pictures")}  # fmt: skip
+               "L": Symbol("words", of_picture=False), "P": Symbol("pictures", of_picture=False)}  # fmt: skip
 
     def profile(self, asked: RequestedSizes) -> Profile:
         asked.check()
@@ -119,9 +119,6 @@ class ToySizes:
         size = {"R": picture.height // PIXELS, "C": picture.width // PIXELS}
         usual = profile.sizes("opt")
         return [{s: {**size, "N": batch}.get(s, n) for s, n in usual.items()} for batch in picture.batches]
-
-    def picture_of(self, call: Mapping[str, int]) -> Picture:
-        return Picture(PIXELS * call["C"], PIXELS * call["R"], (call["N"],))
 
     def call_words(self, call: Mapping[str, int]) -> str:
         return ", ".join(f"{self.symbols[s].word} {self.symbols[s].text(n)}" for s, n in call.items())
