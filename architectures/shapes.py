@@ -55,6 +55,8 @@ class TensorSpec:
         optional: a call may leave this input out, which means zeros.
         sample: which values it has in sampling, see ``samples``; no part of what an engine is.
         late: whether a call may give this input while others still compute it; no part of what an engine is either.
+        steady: whether a binding gives the very same tensor, unchanged, for as long as its values stay: rotary
+            embeddings. Captured graphs copy it only when another comes. No part of what an engine is.
     """
 
     name: str
@@ -63,6 +65,7 @@ class TensorSpec:
     optional: bool = False
     sample: str = field(default="normal", compare=False)
     late: bool = field(default=False, compare=False)
+    steady: bool = field(default=False, compare=False)
 
     def shape(self, symbols: Mapping[str, int]) -> Shape:
         """The shape of this tensor in a call with these symbols."""
