@@ -167,7 +167,7 @@ def test_one_more_size_stands_beside_the_others_and_nothing_is_lost_or_opened_ag
 
     def open_live(_self: Any, engine: Engine, symbols: dict[str, int]) -> Callable[..., tuple]:
         opened.append((engine.folder.name, symbols["T"]))
-        return lambda *tensors: session.live.function(*tensors[len(session.live.names) :])
+        return lambda *tensors: session.live.function(*tensors[len(session.live.flat_weights()) :])
 
     monkeypatch.setattr(type(TORCH), "open_live", open_live)
 

@@ -20,7 +20,7 @@ from ...sessions import gpu_timing
 from ...sessions.cuda_graphs import GraphCache
 from .. import LiveTask, Progress
 from . import attention
-from .compiled import Compiled, compile_in_parts, compile_to_file, file_name, open_file
+from .compiled import Compiled, compile_in_parts, compile_to_file, file_name, lifted, open_file
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
     """
     for parameter in function.parameters():
         parameter.data = laid_out(parameter.data)
-    names = sorted(name for name, _ in function.named_parameters())
-    weights = [function.get_parameter(name).data for name in names]
+    tensors = lifted(function)
+    names, weights = list(tensors), list(tensors.values())
     seconds, record = {}, []
     among = f" with {task.processes} processes" if task.submit else ""
     progress(f"compiling{among}", 0.05)
