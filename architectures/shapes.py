@@ -53,7 +53,7 @@ class TensorSpec:
     Attributes:
         dtype: torch's name: float16, bfloat16 or float32.
         optional: a call may leave this input out, which means zeros.
-        sample: which values it has in sampling, see ``samples``; no part of what an engine is.
+        sample: which values it has in sampling, see ``SAMPLE_RANGES``; no part of what an engine is.
         late: whether a call may give this input while others still compute it; no part of what an engine is either.
         steady: whether a binding gives the very same tensor, unchanged, for as long as its values stay: rotary
             embeddings. Captured graphs copy it only when another comes. No part of what an engine is.
@@ -342,8 +342,11 @@ def outside(profile: Profile, sizes: Mapping[str, int], symbols: Mapping[str, Sy
     return None
 
 
-SAMPLE_RANGES = {"unit": 1, "timestep": 999}
+SAMPLE_RANGES = {"unit": 1, "timestep": 999, "sigma": 1}
 """``TensorSpec.sample`` -> the end of an even distribution from 0 on; ``normal`` is the standard normal one."""
+
+SAMPLING_ENDS = {"timestep": (900, 50), "sigma": (0.95, 0.05)}
+"""``TensorSpec.sample`` of what tells where sampling is -> its values near the start and near the end of sampling."""
 
 
 def sample_inputs(specs: Sequence[TensorSpec], symbols: Mapping[str, int], seed: int) -> dict[str, torch.Tensor]:
