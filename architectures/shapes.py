@@ -1,14 +1,17 @@
 """Symbols, dimensions, tensors, profiles and sizes of engines, and random inputs of these shapes.
 
 A *symbol* is a size that may differ from call to call, for example ``B`` batch, ``H`` and ``W`` latent height and
-width, ``T`` prompt tokens: each family has its own. Every dimension of every tensor is a number or follows from one
-symbol, so the symbols of one call say all its shapes. Importing this module needs neither torch nor ComfyUI.
+width, ``T`` prompt tokens: each family has its own. Every dimension of every tensor is a number or follows from
+symbols, so the symbols of one call say all its shapes. Importing this module needs neither torch nor ComfyUI.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import mul
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,28 +25,41 @@ class Dim:
     """``ceil(symbol * up / down)``: a latent size after ``down``-fold downsampling, or of an ``up`` times larger hint.
 
     Stride-2 convolutions with padding 1 give ``ceil(n / 2)``, and nested ceilings of halves equal one ceiling.
+    ``Dim("H", down=2) * Dim("W", down=2)`` is the product of both, as a picture in tokens has it.
     """
 
     symbol: str
     up: int = 1
     down: int = 1
+    times: Dim | None = None
+
+    def __mul__(self, other: Dim) -> Dim:
+        return replace(self, times=other if self.times is None else self.times * other)
+
+    @property
+    def tells(self) -> bool:
+        """Whether the symbol follows from the size."""
+        return self.down == 1 and self.times is None
+
+    @property
+    def symbols(self) -> set[str]:
+        """All that the size follows from."""
+        return {self.symbol, *(self.times.symbols if self.times else ())}
 
     def size(self, symbols: Mapping[str, int]) -> int:
         """The number of elements along this dimension, given the symbols of a call."""
-        return -(-symbols[self.symbol] * self.up // self.down)
+        own = -(-symbols[self.symbol] * self.up // self.down)
+        return own * self.times.size(symbols) if self.times else own
 
     def __str__(self) -> str:
         scale = f"*{self.up}" if self.up != 1 else f"/{self.down}" if self.down != 1 else ""
-        return self.symbol + scale
+        return self.symbol + scale + (f"*{self.times}" if self.times else "")
 
     @classmethod
     def parse(cls, text: str) -> Dim:
-        """The inverse of ``str``: ``"H"``, ``"H*8"``, ``"H/4"``."""
-        for mark, name in (("*", "up"), ("/", "down")):
-            if mark in text:
-                symbol, factor = text.split(mark)
-                return cls(symbol, **{name: int(factor)})
-        return cls(text)
+        """The inverse of ``str``: ``"H"``, ``"H*8"``, ``"H/4"``, ``"H/2*W/2"``."""
+        factors = re.findall(r"([A-Z]+)(?:\*(\d+)|/(\d+))?", text)
+        return reduce(mul, (cls(symbol, int(up or 1), int(down or 1)) for symbol, up, down in factors))
 
 
 @dataclass(frozen=True)
@@ -170,13 +186,21 @@ def bind(specs: Iterable[TensorSpec], shapes: Mapping[str, Shape]) -> dict[str, 
     """Find the symbols of a call from its tensors' shapes, checking every dimension of every tensor.
 
     Args:
-        specs: the engine's inputs, those with plain symbols (``B``, ``H``) before those with derived ones (``H/4``).
+        specs: the engine's inputs; among them each symbol is told by a size of its own (``H`` or ``H*8``).
         shapes: input name -> shape; optional inputs may be absent.
 
     Raises:
         ShapeMismatch: a tensor missing, of another rank, another fixed size, or sizes that contradict each other.
     """
     symbols: dict[str, int] = {}
+    later: list[tuple[TensorSpec, int, Dim]] = []
+
+    def check(spec: TensorSpec, axis: int, wanted: int) -> None:
+        shape = shapes[spec.name]
+        if shape[axis] != wanted:
+            what = f"{spec.name} is {tuple(shape)}, the network takes {wanted} where it has {shape[axis]}"
+            raise ShapeMismatch(what, other_kind=axis > 0)
+
     for spec in specs:
         shape = shapes.get(spec.name)
         if shape is None:
@@ -187,17 +211,17 @@ def bind(specs: Iterable[TensorSpec], shapes: Mapping[str, Shape]) -> dict[str, 
             raise ShapeMismatch(f"{spec.name} has {len(shape)} dimensions, the network takes {len(spec.dims)}")
         for axis, (size, dim) in enumerate(zip(shape, spec.dims, strict=True)):
             if isinstance(dim, int):
-                wanted = dim
-            elif dim.symbol in symbols:
-                wanted = dim.size(symbols)
-            elif dim.down == 1:
-                symbols[dim.symbol] = size // dim.up
-                wanted = dim.size(symbols)
-            else:
+                check(spec, axis, dim)
                 continue
-            if size != wanted:
-                what = f"{spec.name} is {tuple(shape)}, the network takes {wanted} where it has {size}"
-                raise ShapeMismatch(what, other_kind=axis > 0)
+            if dim.tells:
+                symbols.setdefault(dim.symbol, size // dim.up)
+            if dim.symbols <= symbols.keys():
+                check(spec, axis, dim.size(symbols))
+            else:
+                later.append((spec, axis, dim))
+    for spec, axis, dim in later:
+        if dim.symbols <= symbols.keys():
+            check(spec, axis, dim.size(symbols))
     return symbols
 
 
