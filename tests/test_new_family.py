@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pack
 import pytest
+import torch
+from comfy.model_patcher import ModelPatcher
 from comfy_process import ComfyProcess
+from compiling import COMPILES
+from fake_recorder import Recorder
+from hybrid_trt import architectures
+from hybrid_trt.architectures import Role
+from hybrid_trt.architectures.shapes import RequestedSizes
+from hybrid_trt.backends import backends
+from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.comfy_model.network import UNET_PREFIX, NativeNetwork
+from hybrid_trt.engine_builder.build import build_engine
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import Library, trust
+from hybrid_trt.engine_library.engine import relative_error
+from hybrid_trt.sessions import cuda_graphs
 from scenarios import SETTINGS, Prompt, latent_of, node, relative_difference
 
 ROOT: Path = pack.ROOT
@@ -67,6 +85,64 @@ def test_a_family_of_one_file_is_built_checked_and_served(comfy: ComfyProcess, b
     assert {row["kind"] for row in report["rows"]} == {"unet", "controlnet"}
     if backend == "onnxruntime":
         assert "rows 64-256 px" in history.output("engine", "text")[0], "told in the family's own words"
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The family's file, among those of the pack."""
+    monkeypatch.setattr(architectures, "__path__", [*architectures.__path__, str(ROOT / "tests/support/families")])
+    return importlib.import_module(f"{architectures.__name__}.toy")
+
+
+def network(toy: ModuleType) -> NativeNetwork:
+    model, cpu = torch.nn.Module(), torch.device("cpu")
+    model.diffusion_model = toy.ToyNet().eval().requires_grad_(False)
+    patcher = ModelPatcher(model, cpu, cpu)
+    return NativeNetwork(patcher, model.diffusion_model, UNET_PREFIX, torch.float32, "toy", Role.BACKBONE)
+
+
+def error_of_calls(session: LiveSession, net: NativeNetwork, lists: Sequence[str], words: int) -> float:
+    """Return the largest error of four calls whose control has the same residual wherever a letter comes again."""
+    bind, errors = net.architecture().binding(net.module), []
+    for _ in range(4):
+        residuals = {letter: torch.randn(2, 8 * 9, 32) for found in lists for letter in found}
+        control = {kind: [*map(residuals.get, found)] for kind, found in zip(("input", "output"), lists, strict=True)}
+        call = {"x": torch.randn(2, 4, 15, 17), "timestep": torch.rand(2), "context": torch.randn(2, words, 16)}
+        native, bound = net.module(**call, control=control), bind({**call, "control": control})
+        with torch.inference_mode():
+            errors.append(relative_error(bound.finish(session.run(bound.inputs)), native))
+    return max(errors)
+
+
+def test_rotary_embeddings_are_copied_once_and_each_residual_once_in_a_step(
+    toy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, copied, copy_all = network(toy), [], cuda_graphs._copy_all
+    monkeypatch.setattr(cuda_graphs, "_copy_all", lambda targets, sources: (
+        copied.append(len(targets)), copy_all(targets, sources)))
+    session = LiveSession(net, backends()["torch"], "float32", Recorder())
+    for lists, tensors in ((("aa", "bb"), 5), (("", ""), 3), (("ab", "cd"), 7)):
+        assert error_of_calls(session, net, lists, words=77) <= LIMIT
+        assert copied == [tensors + 1, tensors, tensors]
+        copied.clear()
+
+
+@COMPILES
+def test_a_network_in_tokens_with_buffers_is_compiled(
+    toy: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    net, torch_backend = network(toy), backends()["torch"]
+    profile = net.architecture().profile(RequestedSizes(64, 128, 256, 1))
+    size = {"N": 2, "R": 8, "C": 9, "L": 77}
+    order = BuildOrder(net, "float32", profile, torch_backend, calls=(size,))
+    engine = build_engine(order, Library([tmp_path / "library"]), lambda *_: None)
+    session = LiveSession(net, torch_backend, "float32", Recorder())
+    session.use([engine])
+    for words, compiled in ((77, True), (80, False)):
+        assert error_of_calls(session, net, ("ab", "ba"), words) <= LIMIT
+        assert (session.uncovered is None) is compiled
+    assert session.refusal is None
 
 
 def test_no_room_but_the_families_own_knows_a_family_by_name() -> None:
