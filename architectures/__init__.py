@@ -64,6 +64,7 @@ class Architecture(Protocol):
         sizes: what its engines are built for when the user names no numbers.
         symbols: the symbols of its tensors' dimensions, and what people call them.
         batch: the symbol of the batch.
+        prompt: that of the prompt's tokens.
         per_step: True for networks that each step calls. Others run once per picture: compiled files alone serve them,
             and nothing of them is captured as a CUDA graph.
         arguments: the positional arguments of the native forward, in order. ``control`` and ``transformer_options`` are
@@ -75,6 +76,7 @@ class Architecture(Protocol):
     sizes: Sizes
     symbols: Mapping[str, Symbol]
     batch: str
+    prompt: str
     per_step: bool
     arguments: tuple[str, ...]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .shapes import Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol
+from .shapes import TOKEN_STEP, Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 LATENT = 8
 """Pixels per latent element."""
-CHUNK = 77
+CHUNK = TOKEN_STEP
 """Tokens of the shortest prompt; longer ones have a multiple."""
 CPU_ELEMENTS = 2 * 64 * 64
 """On a CPU the batch of a large call is halved until it has no more latent elements than this."""
@@ -33,6 +33,7 @@ class LatentSizes:
 
     per_step = True
     batch = "B"
+    prompt = "T"
     symbols = {
         "B": Symbol("batch"),
         "H": Symbol("height", LATENT, "px"),

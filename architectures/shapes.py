@@ -38,7 +38,7 @@ class Dim:
 
     @property
     def tells(self) -> bool:
-        """Whether the symbol follows from the size."""
+        """True where the symbol follows from the size."""
         return self.down == 1 and self.times is None
 
     @property
@@ -236,7 +236,10 @@ SIZE_NAMES = ("min_size", "opt_size", "max_size", "max_images", "max_tokens")
 VAE_SETTINGS = ("when_missing", "min_size", "opt_size", "max_size", "backend")
 """The settings of an engine node that a VAE follows; it always computes as ComfyUI does."""
 
-MOST = {"min_size": 8192, "opt_size": 8192, "max_size": 8192, "max_images": 64, "max_tokens": 64 * 77}
+TOKEN_STEP = 77
+"""Nodes ask for a multiple of so many tokens."""
+
+MOST = {"min_size": 8192, "opt_size": 8192, "max_size": 8192, "max_images": 64, "max_tokens": 64 * TOKEN_STEP}
 """The largest numbers of each that anybody may ask for."""
 
 
@@ -256,7 +259,7 @@ class Sizes:
     opt_size: int
     max_size: int
     max_images: int = 1
-    max_tokens: int = 231
+    max_tokens: int = 3 * TOKEN_STEP
 
 
 @dataclass(frozen=True)
@@ -306,6 +309,12 @@ class Picture:
     height: int
     batches: tuple[int, ...]
     images: int = field(default=0, compare=False)
+
+    @classmethod
+    def sampled(cls, width: int, height: int, images: int, cfg: float | None) -> Picture:
+        """Return the picture of a sampler: with CFG a call has both prompts. None is a CFG that is not known."""
+        batches = (2 * images, images) if cfg is None else (images,) if cfg == 1 else (2 * images,)
+        return cls(width, height, batches, images)
 
 
 @dataclass(frozen=True)

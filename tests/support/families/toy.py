@@ -160,7 +160,7 @@ class ToySizes:
     """Images, rows and columns of tokens, words of the prompt, pictures of the hint."""
 
     sizes = Sizes("Toy", 64, 128, 256)
-    batch = "N"
+    batch, prompt = "N", "L"
     per_step = True
     symbols = {"N": Symbol("images"), "R": Symbol("rows", PIXELS, "px"), "C": Symbol("columns", PIXELS, "px"),
                "L": Symbol("words", of_picture=False), "P": Symbol("pictures", of_picture=False)}  # fmt: skip
