@@ -157,6 +157,11 @@ def architectures() -> dict[str, Architecture]:
     return {architecture.name: architecture for family in _families() for architecture in family.ARCHITECTURES}
 
 
+def presets() -> dict[str, tuple[str, RequestedSizes]]:
+    """The choices of sizes that families offer on the page (``PRESETS``): key -> a family's name, and its numbers."""
+    return {key: preset for family in _families() for key, preset in getattr(family, "PRESETS", {}).items()}
+
+
 def may_be_served(tensors: Iterable[str]) -> bool:
     """Tell whether a file with tensors of these names may hold a network of a family here. False is certain.
 

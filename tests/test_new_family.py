@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Sequence
+import tokenize
+from collections.abc import Callable, Sequence
+from io import StringIO
 from pathlib import Path
 from types import ModuleType
 
@@ -145,16 +147,69 @@ def test_a_network_in_tokens_with_buffers_is_compiled(
     assert session.refusal is None
 
 
-def test_no_room_but_the_families_own_knows_a_family_by_name() -> None:
-    """So that adding one changes nothing else: neither names of architectures nor ComfyUI's network classes."""
-    names = re.compile(r"sd15|sdxl|UNetModel|cldm\.cldm|input_blocks|\"control_(output|input|middle)", re.IGNORECASE)
-    rooms = ("backends", "engine_builder", "engine_library", "sampling", "sessions", "comfy_model",
-             "nodes", "page_api")
+ROOMS = ("backends", "engine_builder", "engine_library", "sampling", "sessions", "comfy_model", "nodes", "page_api",
+         "saved_workflows", "js")
+WORDS_OF_WORKFLOWS = "notes_zh.mjs"
+"""Notes of the workflows that are shipped, in Chinese: these name the models that they are for."""
+
+NAMES = re.compile(
+    r"sd15|sd 1\.5|sdxl|UNetModel|cldm\.cldm|input_blocks|\"control_(output|input|middle)", re.IGNORECASE)
+NUMBERS = re.compile(r"""
+    (?<![\w.])(77|154|231)\b(?!\.)                        # tokens of CLIP's prompts
+    | (?<!\*)[*/%]\ ?8\b | (?<![\w.])8\ ?\*[^*]           # pixels of a latent element
+    | (?<![\w.])2\ ?\*\ ?\w*(images|batch)                # the batch of CFG
+    | (images|batch)\w*\ ?(\*|==|!=)\ ?2\b
+    | (\.get\(|\[)["'](B|H|W|T|HB)["']                     # symbols of still images
+""", re.VERBOSE)
+
+
+def code_of(path: Path) -> str:
+    """Return a file's code, line by line, without comments, docstrings and lines of text."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return re.sub(r"/\*.*?\*/|//[^\n]*", lambda found: "\n" * found[0].count("\n"), text, flags=re.DOTALL)
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(StringIO(text).readline):
+        (first, start), (last, _) = token.start, token.end
+        if token.type == tokenize.COMMENT:
+            lines[first - 1] = lines[first - 1][:start]
+        elif token.type == tokenize.STRING and not token.line[:start].strip():
+            lines[first - 1 : last] = [""] * (last - first + 1)
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(("what", "read"), [(NAMES, Path.read_text), (NUMBERS, code_of)], ids=["names", "numbers"])
+def test_no_room_but_the_families_own_counts_on_a_family(what: re.Pattern, read: Callable[[Path], str]) -> None:
+    """So that adding one changes nothing else.
+
+    It looks for names of architectures and of ComfyUI's network classes anywhere; and in code for a factor of 8, as
+    pixels of a latent element are, 77 tokens and its multiples, twice the images, and symbols of a family's dimensions.
+    """
+    kinds = {".py", ".js", ".mjs"}
+    files = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*")) if path.suffix in kinds]
+    assert {path.suffix for path in files} == kinds
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for room in rooms
-        for path in sorted((ROOT / room).rglob("*.py"))
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-        if names.search(line)
-    ]
+        for path in files if path.name != WORDS_OF_WORKFLOWS
+        for number, line in enumerate(read(path).splitlines(), start=1) if what.search(line)
+    ]  # fmt: skip
     assert found == []
+
+
+@pytest.mark.parametrize("line", [
+    "low = size // 8", "pixels = 8 * width", "step=77,", "{ max_tokens: 231 }", "batches = (2 * images,)",
+    "if batch == 2:", "images*2", "sizes.get('B', 1)", 'call["HB"]', "# 8 px\nx = 8*y",
+])  # fmt: skip
+def test_numbers_of_a_family_would_be_found(line: str, tmp_path: Path) -> None:
+    for name in ("some.py", "some.mjs"):
+        (tmp_path / name).write_text(line if name.endswith("py") else line.replace("//", "/").replace("#", "//"))
+        assert NUMBERS.search(code_of(tmp_path / name))
+
+
+@pytest.mark.parametrize("line", [
+    "x = 1 << 8", "n * 80", "most=8", "2 ** 8", "room = WIDTH - 2 * MARGIN", 'memoryview(x).cast("B")', "a = b / 2",
+    "x = 1  # 77 tokens", '"""Cut 8 * 8 patches.\n\n77 of them.\n"""', "1770 / 77.5", "0.8 * i",
+])  # fmt: skip
+def test_other_numbers_are_no_alarm(line: str, tmp_path: Path) -> None:
+    (tmp_path / "some.py").write_text(line)
+    assert not NUMBERS.search(code_of(tmp_path / "some.py"))
