@@ -32,6 +32,8 @@ from scenarios import SETTINGS, Prompt, latent_of, node, relative_difference
 
 ROOT: Path = pack.ROOT
 LIMIT = 1e-5
+"""Of what torch computes: in half precision too, but for the layer that is kept in float32."""
+LIMITS = {"torch": LIMIT, "onnxruntime": 5e-3}
 NETS = {1: (0.8, 0.0, 1.0), 2: (0.5, 0.0, 0.6)}
 """Seed of the control image -> strength, start and end; both on one ControlNet."""
 
@@ -75,13 +77,14 @@ def graph(engines: bool, nets: dict[int, tuple[float, float, float]], backend: s
 def test_a_family_of_one_file_is_built_checked_and_served(comfy: ComfyProcess, backend: str) -> None:
     native = latent_of(comfy.queue(graph(False, NETS)))
     one, none = (latent_of(comfy.queue(graph(False, nets))) for nets in ({1: NETS[1]}, {}))
-    assert min(relative_difference(native, one), relative_difference(one, none)) > 0.01, "each ControlNet acts"
+    effects = relative_difference(native, one), relative_difference(one, none)
+    assert min(effects) > 10 * LIMITS[backend], "each ControlNet acts"
     settings = {"when_missing": "use native"} if backend == "torch" else {}
     prompt = graph(True, NETS, backend)
     for name in ("engine", "net_engine"):
         prompt[name]["inputs"] |= settings
     history = comfy.queue(prompt, timeout=300)
-    assert relative_difference(latent_of(history), native) <= LIMIT
+    assert relative_difference(latent_of(history), native) <= LIMITS[backend]
     report = history.output("report", "report")[0]
     assert all(row["engine"] > 0 and row["native"] == 0 for row in report["rows"]), report
     assert {row["kind"] for row in report["rows"]} == {"unet", "controlnet"}
@@ -98,7 +101,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def network(toy: ModuleType) -> NativeNetwork:
     model, cpu = torch.nn.Module(), torch.device("cpu")
-    model.diffusion_model = toy.ToyNet().eval().requires_grad_(False)
+    model.diffusion_model = toy.ToyNet(torch.float32).eval().requires_grad_(False)
     patcher = ModelPatcher(model, cpu, cpu)
     return NativeNetwork(patcher, model.diffusion_model, UNET_PREFIX, torch.float32, "toy", Role.BACKBONE)
 

@@ -74,17 +74,21 @@ class ToyBlock(torch.nn.Module):
 
 
 class ToyNet(torch.nn.Module):
-    """Adds what its control's lists have to the image's tokens, from the start on: ``input``, then ``output``."""
+    """Adds what its control's lists have to the image's tokens, from the start on: ``input``, then ``output``.
 
-    def __init__(self) -> None:
+    It embeds its timestep in float32, whatever the rest computes in.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float16) -> None:
         super().__init__()
-        self.dtype = torch.float32
-        self.register_buffer("frequencies", torch.linspace(1, 9, 8), persistent=False)
+        self.dtype = dtype
         self.image = torch.nn.Linear(CHANNELS * PATCH * PATCH, FEATURES)
         self.prompt = torch.nn.Linear(PROMPT, FEATURES)
-        self.time = torch.nn.Linear(16, FEATURES)
         self.blocks = torch.nn.ModuleList(ToyBlock() for _ in range(BLOCKS))
         self.last = torch.nn.Linear(FEATURES, CHANNELS * PATCH * PATCH)
+        self.to(dtype)
+        self.time = torch.nn.Linear(16, FEATURES)
+        self.register_buffer("frequencies", torch.linspace(1, 9, 8), persistent=False)
 
     def forward(
         self,
@@ -120,13 +124,13 @@ class ToyNet(torch.nn.Module):
     ) -> torch.Tensor:
         """The transformer itself."""
         angles = timestep[:, None].float() * self.frequencies
-        time = self.time(torch.cat([angles.cos(), angles.sin()], -1).to(image.dtype))
+        time = self.time(torch.cat([angles.cos(), angles.sin()], -1)).to(image.dtype)
         prompt = context.shape[1]
         h = torch.cat([self.prompt(context), self.image(image)], 1) + time[:, None]
         for block, residual in zip(self.blocks, residuals, strict=True):
             h = block(h, prompt, pe)
             if residual is not None:
-                h = torch.cat([h[:, :prompt], h[:, prompt:] + residual], 1)
+                h = torch.cat([h[:, :prompt], h[:, prompt:] + residual.to(h.dtype)], 1)
         return self.last(silu(h[:, prompt:]))
 
 
