@@ -56,7 +56,7 @@ class Role(str, Enum):
 
 
 class Architecture(Protocol):
-    """Description of a kind of network for the rest of the pack; ``image_latent.LatentSizes`` has the last seven
+    """Description of a kind of network for the rest of the pack; ``image_latent.LatentSizes`` has the last six
     methods and ``fuse_layers`` for whatever works on the latents of still images.
 
     Attributes:
@@ -64,6 +64,7 @@ class Architecture(Protocol):
         sizes: what its engines are built for when the user names no numbers.
         symbols: the symbols of its tensors' dimensions, and what people call them.
         batch: the symbol of the batch.
+        prompt: that of the prompt's tokens.
         per_step: True for networks that each step calls. Others run once per picture: compiled files alone serve them,
             and nothing of them is captured as a CUDA graph.
         arguments: the positional arguments of the native forward, in order. ``control`` and ``transformer_options`` are
@@ -75,6 +76,7 @@ class Architecture(Protocol):
     sizes: Sizes
     symbols: Mapping[str, Symbol]
     batch: str
+    prompt: str
     per_step: bool
     arguments: tuple[str, ...]
 
@@ -135,11 +137,7 @@ class Architecture(Protocol):
 
     def calls(self, profile: Profile, picture: Picture) -> list[dict[str, int]]:
         """The calls that sample a picture, symbol -> size, one for each of its batches; what a picture does not tell,
-        such as the tokens of the prompt, is the profile's best."""
-        ...
-
-    def picture_of(self, call: Mapping[str, int]) -> Picture | None:
-        """The picture that a call samples, with the call's batch; None where a call samples none."""
+        such as the tokens of the prompt (``Symbol.of_picture``), is the profile's best."""
         ...
 
     def call_words(self, call: Mapping[str, int]) -> str:
@@ -157,6 +155,11 @@ def _families() -> Iterator[ModuleType]:
 def architectures() -> dict[str, Architecture]:
     """Every architecture of this folder by name."""
     return {architecture.name: architecture for family in _families() for architecture in family.ARCHITECTURES}
+
+
+def presets() -> dict[str, tuple[str, RequestedSizes]]:
+    """The choices of sizes that families offer on the page (``PRESETS``): key -> a family's name, and its numbers."""
+    return {key: preset for family in _families() for key, preset in getattr(family, "PRESETS", {}).items()}
 
 
 def may_be_served(tensors: Iterable[str]) -> bool:

@@ -109,6 +109,7 @@ class ResidualLayout:
             Unsupported: a residual acts where the engine takes none.
         """
         given: dict[str, torch.Tensor] = {}
+        expanded: dict[int, torch.Tensor] = {}  # one that stands in several places stays one
         for kind, residuals in (control or {}).items():
             in_order = reversed(residuals) if self.from_end else residuals
             for name, residual in zip(self.places.get(kind, ()), in_order, strict=False):
@@ -117,7 +118,9 @@ class ResidualLayout:
                 if name is None:
                     raise Unsupported(f"a control acts on {kind} blocks for which the engine takes none")
                 if batch > 1 and residual.shape[0] == 1:
-                    residual = residual.expand(batch, *residual.shape[1:])
+                    if id(residual) not in expanded:
+                        expanded[id(residual)] = residual.expand(batch, *residual.shape[1:])
+                    residual = expanded[id(residual)]
                 given[name] = residual
         return given
 
@@ -175,9 +178,10 @@ class RequestedCalls:
 
 
 def sample_alike(architecture: Architecture, calls: Iterable[Call], others: Iterable[Call]) -> bool:
-    """Tell whether one of some calls has a picture that others have too, whatever the length of its prompt."""
-    there = list(map(architecture.picture_of, others))
-    return any(architecture.picture_of(call) in there for call in calls)
+    """Tell whether one of some calls has the sizes of another, but for what no picture tells: its prompt's length."""
+    told = [name for name, symbol in architecture.symbols.items() if symbol.of_picture]
+    there = {tuple(map(other.get, told)) for other in others}
+    return any(tuple(map(call.get, told)) in there for call in calls)
 
 
 def calls_to_compile(

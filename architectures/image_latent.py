@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .shapes import Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol
+from .shapes import TOKEN_STEP, Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 LATENT = 8
 """Pixels per latent element."""
-CHUNK = 77
+CHUNK = TOKEN_STEP
 """Tokens of the shortest prompt; longer ones have a multiple."""
 CPU_ELEMENTS = 2 * 64 * 64
 """On a CPU the batch of a large call is halved until it has no more latent elements than this."""
@@ -33,12 +33,13 @@ class LatentSizes:
 
     per_step = True
     batch = "B"
+    prompt = "T"
     symbols = {
         "B": Symbol("batch"),
         "H": Symbol("height", LATENT, "px"),
         "W": Symbol("width", LATENT, "px"),
-        "T": Symbol("prompt tokens"),
-        "HB": Symbol("hint batch"),
+        "T": Symbol("prompt tokens", of_picture=False),
+        "HB": Symbol("hint batch", of_picture=False),
     }
 
     def fuse_layers(self, module: torch.nn.Module) -> list[FusedLinear]:
@@ -91,16 +92,9 @@ class LatentSizes:
         usual = profile.sizes("opt")
         return [usual | {s: n for s, n in {**latent, "B": batch}.items() if s in usual} for batch in picture.batches]
 
-    def picture_of(self, call: Mapping[str, int]) -> Picture | None:
-        """See ``Architecture``."""
-        if not {"H", "W", "B"} <= call.keys():
-            return None
-        return Picture(LATENT * call["W"], LATENT * call["H"], (call["B"],))
-
     def call_words(self, call: Mapping[str, int]) -> str:
         """See ``Architecture``: ``832x1216, 154 tokens``; the batch where it is not that of one image with CFG."""
-        picture = self.picture_of(call)
-        parts = [f"{picture.width}x{picture.height}"] if picture else []
+        parts = [f"{LATENT * call['W']}x{LATENT * call['H']}"] if {"H", "W"} <= call.keys() else []
         if call.get("B", 2) != 2:
             parts.append(f"batch {call['B']}")
         if "T" in call:

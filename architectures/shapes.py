@@ -1,14 +1,17 @@
 """Symbols, dimensions, tensors, profiles and sizes of engines, and random inputs of these shapes.
 
 A *symbol* is a size that may differ from call to call, for example ``B`` batch, ``H`` and ``W`` latent height and
-width, ``T`` prompt tokens: each family has its own. Every dimension of every tensor is a number or follows from one
-symbol, so the symbols of one call say all its shapes. Importing this module needs neither torch nor ComfyUI.
+width, ``T`` prompt tokens: each family has its own. Every dimension of every tensor is a number or follows from
+symbols, so the symbols of one call say all its shapes. Importing this module needs neither torch nor ComfyUI.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import mul
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,28 +25,41 @@ class Dim:
     """``ceil(symbol * up / down)``: a latent size after ``down``-fold downsampling, or of an ``up`` times larger hint.
 
     Stride-2 convolutions with padding 1 give ``ceil(n / 2)``, and nested ceilings of halves equal one ceiling.
+    ``Dim("H", down=2) * Dim("W", down=2)`` is the product of both, as a picture in tokens has it.
     """
 
     symbol: str
     up: int = 1
     down: int = 1
+    times: Dim | None = None
+
+    def __mul__(self, other: Dim) -> Dim:
+        return replace(self, times=other if self.times is None else self.times * other)
+
+    @property
+    def tells(self) -> bool:
+        """True where the symbol follows from the size."""
+        return self.down == 1 and self.times is None
+
+    @property
+    def symbols(self) -> set[str]:
+        """All that the size follows from."""
+        return {self.symbol, *(self.times.symbols if self.times else ())}
 
     def size(self, symbols: Mapping[str, int]) -> int:
         """The number of elements along this dimension, given the symbols of a call."""
-        return -(-symbols[self.symbol] * self.up // self.down)
+        own = -(-symbols[self.symbol] * self.up // self.down)
+        return own * self.times.size(symbols) if self.times else own
 
     def __str__(self) -> str:
         scale = f"*{self.up}" if self.up != 1 else f"/{self.down}" if self.down != 1 else ""
-        return self.symbol + scale
+        return self.symbol + scale + (f"*{self.times}" if self.times else "")
 
     @classmethod
     def parse(cls, text: str) -> Dim:
-        """The inverse of ``str``: ``"H"``, ``"H*8"``, ``"H/4"``."""
-        for mark, name in (("*", "up"), ("/", "down")):
-            if mark in text:
-                symbol, factor = text.split(mark)
-                return cls(symbol, **{name: int(factor)})
-        return cls(text)
+        """The inverse of ``str``: ``"H"``, ``"H*8"``, ``"H/4"``, ``"H/2*W/2"``."""
+        factors = re.findall(r"([A-Z]+)(?:\*(\d+)|/(\d+))?", text)
+        return reduce(mul, (cls(symbol, int(up or 1), int(down or 1)) for symbol, up, down in factors))
 
 
 @dataclass(frozen=True)
@@ -53,8 +69,10 @@ class TensorSpec:
     Attributes:
         dtype: torch's name: float16, bfloat16 or float32.
         optional: a call may leave this input out, which means zeros.
-        sample: which values it has in sampling, see ``samples``; no part of what an engine is.
+        sample: which values it has in sampling, see ``SAMPLE_RANGES``; no part of what an engine is.
         late: whether a call may give this input while others still compute it; no part of what an engine is either.
+        steady: whether a binding gives the very same tensor, unchanged, for as long as its values stay: rotary
+            embeddings. Captured graphs copy it only when another comes. No part of what an engine is.
     """
 
     name: str
@@ -63,6 +81,7 @@ class TensorSpec:
     optional: bool = False
     sample: str = field(default="normal", compare=False)
     late: bool = field(default=False, compare=False)
+    steady: bool = field(default=False, compare=False)
 
     def shape(self, symbols: Mapping[str, int]) -> Shape:
         """The shape of this tensor in a call with these symbols."""
@@ -167,13 +186,21 @@ def bind(specs: Iterable[TensorSpec], shapes: Mapping[str, Shape]) -> dict[str, 
     """Find the symbols of a call from its tensors' shapes, checking every dimension of every tensor.
 
     Args:
-        specs: the engine's inputs, those with plain symbols (``B``, ``H``) before those with derived ones (``H/4``).
+        specs: the engine's inputs; among them each symbol is told by a size of its own (``H`` or ``H*8``).
         shapes: input name -> shape; optional inputs may be absent.
 
     Raises:
         ShapeMismatch: a tensor missing, of another rank, another fixed size, or sizes that contradict each other.
     """
     symbols: dict[str, int] = {}
+    later: list[tuple[TensorSpec, int, Dim]] = []
+
+    def check(spec: TensorSpec, axis: int, wanted: int) -> None:
+        shape = shapes[spec.name]
+        if shape[axis] != wanted:
+            what = f"{spec.name} is {tuple(shape)}, the network takes {wanted} where it has {shape[axis]}"
+            raise ShapeMismatch(what, other_kind=axis > 0)
+
     for spec in specs:
         shape = shapes.get(spec.name)
         if shape is None:
@@ -184,17 +211,17 @@ def bind(specs: Iterable[TensorSpec], shapes: Mapping[str, Shape]) -> dict[str, 
             raise ShapeMismatch(f"{spec.name} has {len(shape)} dimensions, the network takes {len(spec.dims)}")
         for axis, (size, dim) in enumerate(zip(shape, spec.dims, strict=True)):
             if isinstance(dim, int):
-                wanted = dim
-            elif dim.symbol in symbols:
-                wanted = dim.size(symbols)
-            elif dim.down == 1:
-                symbols[dim.symbol] = size // dim.up
-                wanted = dim.size(symbols)
-            else:
+                check(spec, axis, dim)
                 continue
-            if size != wanted:
-                what = f"{spec.name} is {tuple(shape)}, the network takes {wanted} where it has {size}"
-                raise ShapeMismatch(what, other_kind=axis > 0)
+            if dim.tells:
+                symbols.setdefault(dim.symbol, size // dim.up)
+            if dim.symbols <= symbols.keys():
+                check(spec, axis, dim.size(symbols))
+            else:
+                later.append((spec, axis, dim))
+    for spec, axis, dim in later:
+        if dim.symbols <= symbols.keys():
+            check(spec, axis, dim.size(symbols))
     return symbols
 
 
@@ -209,7 +236,10 @@ SIZE_NAMES = ("min_size", "opt_size", "max_size", "max_images", "max_tokens")
 VAE_SETTINGS = ("when_missing", "min_size", "opt_size", "max_size", "backend")
 """The settings of an engine node that a VAE follows; it always computes as ComfyUI does."""
 
-MOST = {"min_size": 8192, "opt_size": 8192, "max_size": 8192, "max_images": 64, "max_tokens": 64 * 77}
+TOKEN_STEP = 77
+"""Nodes ask for a multiple of so many tokens."""
+
+MOST = {"min_size": 8192, "opt_size": 8192, "max_size": 8192, "max_images": 64, "max_tokens": 64 * TOKEN_STEP}
 """The largest numbers of each that anybody may ask for."""
 
 
@@ -229,7 +259,7 @@ class Sizes:
     opt_size: int
     max_size: int
     max_images: int = 1
-    max_tokens: int = 231
+    max_tokens: int = 3 * TOKEN_STEP
 
 
 @dataclass(frozen=True)
@@ -280,14 +310,25 @@ class Picture:
     batches: tuple[int, ...]
     images: int = field(default=0, compare=False)
 
+    @classmethod
+    def sampled(cls, width: int, height: int, images: int, cfg: float | None) -> Picture:
+        """Return the picture of a sampler: with CFG a call has both prompts. None is a CFG that is not known."""
+        batches = (2 * images, images) if cfg is None else (images,) if cfg == 1 else (2 * images,)
+        return cls(width, height, batches, images)
+
 
 @dataclass(frozen=True)
 class Symbol:
-    """Words for a symbol: its name, its unit, and units per step (a latent element is 8 px)."""
+    """Words for a symbol: its name, its unit, and units per step, as pixels of a latent element.
+
+    Attributes:
+        of_picture: whether a picture tells the size; that of a prompt it does not.
+    """
 
     word: str
     step: int = 1
     unit: str = ""
+    of_picture: bool = True
 
     def text(self, size: int) -> str:
         """A size in people's units: ``512 px``."""
@@ -334,8 +375,11 @@ def outside(profile: Profile, sizes: Mapping[str, int], symbols: Mapping[str, Sy
     return None
 
 
-SAMPLE_RANGES = {"unit": 1, "timestep": 999}
+SAMPLE_RANGES = {"unit": 1, "timestep": 999, "sigma": 1}
 """``TensorSpec.sample`` -> the end of an even distribution from 0 on; ``normal`` is the standard normal one."""
+
+SAMPLING_ENDS = {"timestep": (900, 50), "sigma": (0.95, 0.05)}
+"""``TensorSpec.sample`` of what tells where sampling is -> its values near the start and near the end of sampling."""
 
 
 def sample_inputs(specs: Sequence[TensorSpec], symbols: Mapping[str, int], seed: int) -> dict[str, torch.Tensor]:

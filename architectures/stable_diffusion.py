@@ -6,10 +6,16 @@
 
 from .ldm_controlnet import ControlNetArchitecture
 from .ldm_unet import UNetArchitecture
-from .shapes import Sizes
+from .shapes import RequestedSizes, Sizes
 
 SD15 = Sizes("SD1.5", 256, 512, 1024)
 SDXL = Sizes("SDXL", 512, 1024, 1536)
+
+PRESETS = {
+    "presetSdxl": ("SDXL", RequestedSizes(640, 1024, 1536, 1, 231)),
+    "presetSd15": ("SD 1.5", RequestedSizes(256, 512, 1024, 1, 231)),
+}
+"""Choices of the page: all usual formats of a family. A user's settings keep these keys."""
 
 FILE_MARKS = (
     "input_blocks.0.0.weight", "input_hint_block.0.weight", "down_blocks.0.resnets.0.", "controlnet_cond_embedding.",

@@ -24,7 +24,9 @@ COMPUTES = frozenset({"forward", "_forward", "_conv_forward", "forward_comfy_cas
 """Methods that other packs replace on layers."""
 
 _PADDING = "zeros"
-"""Padding of all convolutions of these networks; for seamless tiles other packs set ``circular``."""
+"""Padding of all convolutions of these networks; for seamless tiles other packs set ``circular``. Other layers may have
+a setting of this name too, which is their own."""
+_CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 
 _SETTINGS = frozenset({bool, int, float, str, tuple, type(None)})
 """Of these types are the settings of layers, which do not change by themselves."""
@@ -127,7 +129,8 @@ def replaced(layer: torch.nn.Module) -> str | None:
                 return f"{name} method that another node replaced"
     if layer._forward_hooks or layer._forward_pre_hooks:
         return "forward hook of another node"
-    if (padding := layer.__dict__.get("padding_mode", _PADDING)) != _PADDING:
+    padding = layer.__dict__.get("padding_mode", _PADDING)
+    if padding != _PADDING and isinstance(layer, _CONVOLUTIONS):
         return f"padding of another node ({padding})"
     return None
 

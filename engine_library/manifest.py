@@ -35,7 +35,8 @@ _NEEDED = ("key", "identity", "kind", "label", "inputs", "outputs", "files", "pa
            "pack_version")  # fmt: skip
 _LATER = ("fingerprint", "source", "parameters", "built_with")
 _SYMBOL = re.compile(r"[A-Z]{1,4}")
-_DIM = re.compile(r"[A-Z]{1,4}([*/][1-9][0-9]{0,3})?")
+_FACTOR = r"[A-Z]{1,4}([*/][1-9][0-9]{0,3})?"
+_DIM = re.compile(rf"{_FACTOR}(\*{_FACTOR}){{0,2}}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -284,11 +285,11 @@ def _dim(data: object, what: str) -> int | Dim:
 def _check_symbols(inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> None:
     """Raise MalformedInput where a call would not tell all sizes: see ``shapes.bind``."""
     required = [dim for spec in inputs if not spec.optional for dim in spec.dims]
-    told = {dim.symbol for dim in required if isinstance(dim, Dim) and dim.down == 1}
+    told = {dim.symbol for dim in required if isinstance(dim, Dim) and dim.tells}
     for spec in (*inputs, *outputs):
         for dim in spec.dims:
-            if isinstance(dim, Dim) and dim.symbol not in told:
-                raise schema.MalformedInput(f"{spec.name} has a size {dim.symbol}, which no input tells")
+            if isinstance(dim, Dim) and not dim.symbols <= told:
+                raise schema.MalformedInput(f"{spec.name} has a size {dim}, which no input tells")
 
 
 def _files(data: object) -> dict[str, EngineFile]:

@@ -12,7 +12,7 @@ import { NodeView } from "./lib/node_view.mjs";
 import { inChinese } from "./lib/notes_zh.mjs";
 import { Panel } from "./lib/panel.mjs";
 import { PictureSizes } from "./lib/picture_sizes.mjs";
-import { follow, sizesOf } from "./lib/presets.mjs";
+import { follow, offer, sizesOf } from "./lib/presets.mjs";
 import { keepOrder, orderWords } from "./lib/size_order.mjs";
 import { request } from "./lib/server.mjs";
 import { defaultsFor, librarySettings, settings } from "./lib/settings.mjs";
@@ -158,6 +158,8 @@ function hearServer() {
     };
 }
 
+await request(api, "/presets").then(offer, (failure) => console.warn("Hybrid TRT:", failure.message)); // Auto is offered without
+
 app.registerExtension({
     name: "hybrid_trt.page",
     commands: [
@@ -166,7 +168,7 @@ app.registerExtension({
     ],
     menuCommands: [{ path: ["Hybrid TRT"], commands: ["HybridTRT.Accelerate", "HybridTRT.RemoveAcceleration"] }],
     getCanvasMenuItems: accelerateEntries,
-    settings: [...settings, ...librarySettings(api)],
+    settings: [...settings(), ...librarySettings(api)],
     setup() {
         for (const file of ["./style.css", "./panel.css"]) {
             const style = Object.assign(document.createElement("link"), { rel: "stylesheet" });

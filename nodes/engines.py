@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from comfy.controlnet import ControlNet
 from comfy_execution.graph import DynamicPrompt
 
-from ..architectures import Role
-from ..architectures.image_latent import ANY
+from ..architectures import ANY, Role
 from ..architectures.shapes import VAE_SETTINGS, RequestedSizes
 from ..backends import AUTO
 from ..backends.lookup import EngineChoice

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from ..architectures.shapes import MOST, PRECISIONS, VAE_SETTINGS
+from ..architectures.shapes import MOST, PRECISIONS, TOKEN_STEP, VAE_SETTINGS
 from ..backends import AUTO, backends
 
 USE_NATIVE = "use native"
@@ -213,9 +213,9 @@ def _settings() -> list[io.Input]:
             default=0,
             min=0,
             max=MOST["max_tokens"],
-            step=77,
-            tooltip="Longest prompt in tokens, in steps of 77; 0: three steps. Prompts of unlike lengths are padded to "
-            "a common multiple.",
+            step=TOKEN_STEP,
+            tooltip=f"Longest prompt in tokens, in steps of {TOKEN_STEP}; 0: three steps. Prompts of unlike lengths "
+            "are padded to a common multiple.",
             advanced=True,
         ),
         io.Combo.Input(

@@ -11,6 +11,7 @@ from aiohttp import web
 from comfy import model_management
 from server import PromptServer
 
+from ..architectures import presets
 from ..backends import gpu_of
 from ..backends.lookup import refusals
 from ..comfy_model.hash_cache import source_changed
@@ -33,6 +34,7 @@ def register(routes: web.RouteTableDef) -> None:
     routes.get(f"{PREFIX}/engines")(_list)
     routes.post(f"{PREFIX}/engines/{{name}}/verify")(_verify)
     routes.delete(f"{PREFIX}/engines/{{name}}")(_delete)
+    routes.get(f"{PREFIX}/presets")(_presets)
     routes.get(f"{PREFIX}/settings")(_show)
     routes.post(f"{PREFIX}/settings")(_change)
 
@@ -92,6 +94,12 @@ def tell() -> None:
     """Let every page ask for the lists again."""
     if PromptServer.instance is not None:
         PromptServer.instance.send_sync(EVENT, {})
+
+
+@reads
+async def _presets(_request: web.Request) -> web.Response:
+    found = ({"key": key, "family": family, "sizes": asdict(sizes)} for key, (family, sizes) in presets().items())
+    return web.json_response(list(found))
 
 
 @reads

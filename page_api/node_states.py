@@ -138,7 +138,7 @@ class NodeStates:
         """
         answer, known, engines = self._state(key, wish)
         family, choice = (known.architecture, known.backend) if known else ("", "")
-        tokens = answer["run"]["tokens"] if answer["run"] else 0
+        tokens = longest_prompt(key, family)
         engines = engines if answer["state"] == "ready" else ()
         return answer | picture_fit.told(wish, family, engines, choice, answer.get("any_size", False), tokens)
 
@@ -249,11 +249,22 @@ def run_of(key: str) -> dict | None:
         "opened": max(row.opened for row in rows),
         "engine": sum(row.engine for row in rows),
         "native": sum(row.native for row in rows),
-        "tokens": max((row.beyond.get("T", 0) for row in rows), default=0),
         "backend": next((row.backend for row in rows if row.backend), None),
         "reasons": list(reasons.values()),
         "uncompiled": _uncovered(rows),
     }
+
+
+def longest_prompt(key: str, family: str) -> int:
+    """Return the tokens of the longest prompt of the last run that a node's engine was not built for, or 0.
+
+    Args:
+        family: name of the architecture, ``""`` while it is not known.
+    """
+    found, known = last_run(key), architectures().get(family)
+    if found is None or known is None:
+        return 0
+    return max((row.beyond.get(known.prompt, 0) for row in found[1]), default=0)
 
 
 def _uncovered(rows: Sequence[CallStats]) -> list[dict]:

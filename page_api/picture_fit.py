@@ -9,10 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from ..architectures import Architecture, architectures
+from ..architectures import ANY, Architecture, architectures
 from ..architectures.calls import sample_alike
-from ..architectures.image_latent import ANY, CHUNK
-from ..architectures.shapes import LEAST, MOST, Picture, Profile, RequestedSizes, Sizes, outside
+from ..architectures.shapes import LEAST, MOST, TOKEN_STEP, Picture, Profile, RequestedSizes, Sizes, outside
 from ..backends import backends
 from ..engine_library import Engine
 from .outlook import NodeRequest
@@ -77,7 +76,7 @@ def auto(pictures: Sequence[Picture], fits: Sizes | None, tokens: int) -> dict[s
         "opt_size": best if best not in bests else 0,
         "max_size": most if most > usual.max_size else 0,
         "max_images": images if images > usual.max_images else 0,
-        "max_tokens": CHUNK * math.ceil(tokens / CHUNK) if tokens > usual.max_tokens else 0,
+        "max_tokens": TOKEN_STEP * math.ceil(tokens / TOKEN_STEP) if tokens > usual.max_tokens else 0,
     }
     lowest = {name: LEAST if name.endswith("_size") else 0 for name in wanted}
     return {name: size and min(max(size, lowest[name]), MOST[name]) for name, size in wanted.items()}

@@ -155,10 +155,7 @@ def samplers_of(prompt: Mapping[str, Any], node_id: str, readers: Mapping[str, S
 
 
 def picture_of(prompt: Mapping[str, Any], sampler: str) -> Picture | None:
-    """Return the picture of a sampler, None where it is not certain or the node is none.
-
-    With CFG a call has both prompts, so its batch is twice the images.
-    """
+    """Return the picture of a sampler, None where it is not certain or the node is none."""
     inputs = _inputs(prompt, sampler)
     latent, cfg = inputs.get("latent_image"), inputs.get("cfg")
     if not is_link(latent) or not _EMPTY.search(str(_node(prompt, latent[0]).get("class_type"))):
@@ -168,8 +165,7 @@ def picture_of(prompt: Mapping[str, Any], sampler: str) -> Picture | None:
     if not all(isinstance(n, int) and 0 < n < MAX_NUMBER for n in (width, height, images)):
         return None
     known = isinstance(cfg, int | float) and math.isfinite(cfg)
-    batches = (2 * images, images) if not known else (images,) if cfg == 1 else (2 * images,)
-    return Picture(width, height, batches, images)
+    return Picture.sampled(width, height, images, cfg if known else None)
 
 
 def network_inputs(prompt: Mapping[str, Any], node_id: str) -> list[str]:

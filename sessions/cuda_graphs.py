@@ -1,10 +1,11 @@
 """CUDA graphs for any function of tensors: captured per set of shapes, replayed on static buffers, bounded in number.
 
 A replay runs exactly the kernels that were captured, on exactly the same addresses. So the key holds every name, shape
-and dtype, the buffers belong to the graph, and results are handed out as copies. A caller that runs a cache on its own
-``stream`` is lent the result buffers instead. A copy would be memory of one stream that another stream uses. torch's
-cudaMallocAsync reuses such memory only once the host has seen the GPU idle, which never happens while sampling: memory
-would grow.
+and dtype, the buffers belong to the graph, and results are handed out as copies. Inputs that are one tensor share a
+buffer, and the key tells which are; constants, such as the zeros of absent residuals, are read where they are. A caller
+that runs a cache on its own ``stream`` is lent the result buffers instead. A copy would be memory of one stream that
+another stream uses. torch's cudaMallocAsync reuses such memory only once the host has seen the GPU idle, which never
+happens while sampling: memory would grow.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class _CapturedGraph:
 
     Attributes:
         function: the captured function; what it holds has to live as long as the graph.
-        inputs: name -> the buffer that a replay reads.
+        inputs: name -> the buffer that a replay reads, or a constant.
+        copied: the inputs that a replay copies in, one for each buffer.
         block: dtype -> one tensor that all results of this dtype lie in, so that one copy hands them out.
         views: result name -> its dtype, shape, strides and offset in its block.
         targets: result name -> that part of its block.
@@ -51,6 +53,7 @@ class _CapturedGraph:
 
     function: Function
     inputs: dict[str, torch.Tensor]
+    copied: list[str]
     block: dict[torch.dtype, torch.Tensor]
     views: dict[str, tuple[torch.dtype, torch.Size, tuple[int, ...], int]]
     targets: dict[str, torch.Tensor]
@@ -61,12 +64,24 @@ class _CapturedGraph:
     used: int = 0
 
     @classmethod
-    def with_buffers(cls, function: Function, inputs: Tensors, device: torch.device) -> _CapturedGraph:
-        """Allocate the buffers, after a plain run that gives the shapes of the results. Nothing is captured yet."""
-        with torch.inference_mode(False):  # threads outside of it (ComfyUI's, for several GPUs) write here too
-            static = {name: torch.empty_like(t, memory_format=torch.preserve_format) for name, t in inputs.items()}
-        for name, tensor in inputs.items():
-            static[name].copy_(tensor)
+    def with_buffers(
+        cls, function: Function, given: Tensors, inputs: Tensors, steady: Collection[str], device: torch.device
+    ) -> _CapturedGraph:
+        """Allocate the buffers, after a plain run that gives the shapes of the results. Nothing is captured yet.
+
+        Args:
+            given: tensors as a caller gives them; what is not among them is constant.
+            inputs: the same as the function takes them.
+        """
+        static, buffers = dict(inputs), {}
+        for name in (name for name in inputs if name in given):
+            tensor = inputs[name]
+            alike = (id(given[name]), tensor.dtype, tensor.stride(), name in steady)
+            if alike not in buffers:
+                with torch.inference_mode(False):  # threads outside of it (ComfyUI's, for several GPUs) write here too
+                    buffers[alike] = name, torch.empty_like(tensor, memory_format=torch.preserve_format)
+                buffers[alike][1].copy_(tensor)
+            static[name] = buffers[alike][1]
         sizes, views = {}, {}
         for name, result in function(static).items():
             # its own strides if it has no gaps, else those of a contiguous tensor
@@ -76,7 +91,8 @@ class _CapturedGraph:
             sizes[result.dtype] = place + -(-result.numel() // 64) * 64
         with torch.inference_mode(False):
             block = {dtype: torch.empty(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
-        return cls(function, static, block, views, _in_blocks(views, block))
+        copied = [name for name, _ in buffers.values()]
+        return cls(function, static, copied, block, views, _in_blocks(views, block))
 
     def run(self) -> None:
         """Run the function on the buffers: what is captured."""
@@ -176,7 +192,7 @@ class GraphCache:
             inputs: name -> tensor.
             token: stands for everything else that the function reads. Graphs of another token are dropped.
             prepare: gives the tensors in the function's device, dtype and layout, and tensors that are constant for a
-                key. A replay copies ``inputs`` straight into their buffers.
+                key, which nobody changes. A replay copies ``inputs`` straight into their buffers.
             own: makes a function for one graph alone, where ``function`` has a state that other shapes change.
             late: inputs that are not computed yet. A graph with a wait point waits on the way, all else at the start.
         """
@@ -184,7 +200,8 @@ class GraphCache:
             self.clear()
             self._token = token
         self._calls += 1
-        key = tuple((name, t.shape, t.dtype) for name, t in inputs.items())
+        which = map({}.setdefault, map(id, inputs.values()), inputs)  # the first name of the same tensor
+        key = tuple((name, t.shape, t.dtype, same) for (name, t), same in zip(inputs.items(), which, strict=True))
         graph = self._captured.get(key)
         if late is not None and (graph is None or graph.wait_point is None):
             wait_for(late.ready, late.stream, (inputs[name] for name in late.names))
@@ -192,7 +209,7 @@ class GraphCache:
         if graph is None:
             if self._capture is not None and key not in self._failed and self._worth_it(key):
                 with outside_recording():
-                    graph = self._make(own or (lambda: function), prepare(inputs), key)
+                    graph = self._make(own or (lambda: function), inputs, prepare(inputs), key)
             self.plain = self.failure if key in self._failed else None
             if graph is None:
                 return function(prepare(inputs))
@@ -226,13 +243,15 @@ class GraphCache:
         oldest = next(iter(self._captured.values()))
         return self._calls - oldest.used > IDLE * (self._calls - before)
 
-    def _make(self, own: Callable[[], Function], inputs: Tensors, key: tuple) -> _CapturedGraph | None:
+    def _make(
+        self, own: Callable[[], Function], given: Tensors, inputs: Tensors, key: tuple
+    ) -> _CapturedGraph | None:
         while len(self._captured) >= self._limit:
             self._captured.popitem(last=False)
         before = _reserved(self.device)
         try:
             # held in this frame: ``release_failed_capture`` would take the buffers for memory of the capture
-            graph = _CapturedGraph.with_buffers(own(), inputs, self.device)
+            graph = _CapturedGraph.with_buffers(own(), given, inputs, self._steady, self.device)
             self._capture_graph(graph)
         except BaseException as error:  # ComfyUI's interrupt is no Exception
             release_failed_capture(error, self.device)
@@ -242,7 +261,7 @@ class GraphCache:
             self.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             log.warning("Hybrid TRT: no CUDA graph for these shapes, they run plainly (%s)", self.failure)
             return None
-        held = sum(t.nbytes for t in (*graph.inputs.values(), *graph.block.values()))
+        held = sum(t.nbytes for t in (*map(graph.inputs.get, graph.copied), *graph.block.values()))
         graph.bytes = max(_reserved(self.device) - before, held)
         self._captured[key] = graph
         return graph
@@ -256,11 +275,13 @@ class GraphCache:
             graph.wait_point = wait_point
 
     def _copy_in(self, graph: _CapturedGraph, inputs: Tensors, late: AsyncInputs | None) -> None:
+        names = graph.copied
         if late is not None:
             _copy_late(graph, inputs, late)
-            inputs = {name: tensor for name, tensor in inputs.items() if name not in late.names}
+            names = [name for name in names if name not in late.names]
         targets, sources = [], []
-        for name, tensor in inputs.items():
+        for name in names:
+            tensor = inputs[name]
             if name in self._steady:
                 if graph.last.get(name) is tensor:
                     continue
@@ -274,7 +295,8 @@ def _copy_late(graph: _CapturedGraph, inputs: Tensors, late: AsyncInputs) -> Non
     """Copy late inputs on the stream that computes them, then let the graph pass its wait point."""
     late.stream.wait_stream(torch.cuda.current_stream(late.stream.device))  # the replay before still reads the last
     with torch.cuda.stream(late.stream):
-        _copy_all([graph.inputs[name] for name in late.names], [inputs[name] for name in late.names])
+        names = [name for name in graph.copied if name in late.names]
+        _copy_all([graph.inputs[name] for name in names], [inputs[name] for name in names])
         graph.wait_point.event.record()
 
 

@@ -84,6 +84,7 @@ class FileSession:
         self._zeros: dict[tuple, torch.Tensor] = {}
         self._passes: weakref.WeakKeyDictionary[torch.nn.Module, _Passes] = weakref.WeakKeyDictionary()
         self._current: LivePerImagePasses | None = None
+        self._steady: list[str] = []
         self._weights = weights
 
     @property
@@ -123,6 +124,8 @@ class FileSession:
     def sync_from(self, network: NativeNetwork, patcher: ModelPatcher) -> None:
         if network.module not in self._passes:
             self._passes[network.module] = _live_passes(network, self.engine)
+            specs = network.architecture().engine_inputs(network.module, self.engine.manifest.identity.precision)
+            self._steady = [spec.name for spec in specs if spec.steady]
         found = self._passes[network.module]
         if isinstance(found, Fallback):
             raise Unavailable(found.reason, found.detail)
@@ -275,8 +278,8 @@ class FileSession:
         if not runner.capturable:
             return plan.run(runner, prepared(given))
         if self.graphs is None:
-            steady = () if self._current is None else self._current.passes.steady
-            self.graphs = GraphCache(self.device, capture=self._recorder, steady=steady)
+            made = () if self._current is None else self._current.passes.steady
+            self.graphs = GraphCache(self.device, capture=self._recorder, steady=[*self._steady, *made])
         return dict(self.graphs.run(on(runner), given, prepare=prepared, own=lambda: on(runner.new_context())))
 
     def _take_weights(self) -> None:

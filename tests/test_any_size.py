@@ -15,7 +15,7 @@ from fake_recorder import Recorder
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.calls import RequestedCalls, UncoveredCall, calls_to_compile
 from hybrid_trt.architectures.image_latent import ANY
-from hybrid_trt.architectures.shapes import Picture, Profile, Range, RequestedSizes, sample_inputs
+from hybrid_trt.architectures.shapes import Picture, Profile, Range, RequestedSizes, Symbol, sample_inputs
 from hybrid_trt.backends import BuildSizes, backends
 from hybrid_trt.backends.torch_inductor.compiled import file_name
 from hybrid_trt.backends.torch_inductor.session import LiveSession
@@ -73,6 +73,25 @@ def test_a_picture_has_the_tokens_that_its_run_had() -> None:
     assert lacking(picture, [long]) == [[long]]
     assert lacking(picture, [], [long]) == []
     assert lacking(picture, [long], [PORTRAIT]) == [[long]]
+
+
+def test_a_network_of_image_tokens_tells_what_lacks_without_telling_a_height() -> None:
+    """Of such a call nobody knows which picture it samples."""
+
+    def calls(_profile: Profile, picture: Picture) -> list[dict[str, int]]:
+        return [{"B": batch, "N": picture.width * picture.height // 256, "T": 9} for batch in picture.batches]
+
+    symbols = {"B": Symbol("batch"), "N": Symbol("image tokens"), "T": Symbol("words", of_picture=False)}
+    tokens = SimpleNamespace(symbols=symbols, calls=calls, batch="B")
+    square, wide = Picture(512, 512, (2,)), Picture(1024, 512, (2,))
+    requested = RequestedCalls(Profile({"B": Range(1, 2, 4), "N": Range(1, 9, 9999)}), [square, wide])
+
+    def lack(*compiled: dict[str, int]) -> list[list[dict[str, int]]]:
+        return calls_to_compile(tokens, requested, "BNT", compiled)
+
+    assert lack() == [[{"B": 2, "N": 1024, "T": 9}], [{"B": 2, "N": 2048, "T": 9}]]
+    assert lack({"B": 2, "N": 1024, "T": 300}) == [[{"B": 2, "N": 2048, "T": 9}]], "a prompt of another length"
+    assert lack({"B": 1, "N": 1024, "T": 9}, {"B": 2, "N": 2048, "T": 9}) == [[{"B": 2, "N": 1024, "T": 9}]]
 
 
 def test_sizes_of_one_picture_are_one_engine_and_others_are_apart() -> None:
@@ -148,7 +167,7 @@ def test_one_more_size_stands_beside_the_others_and_nothing_is_lost_or_opened_ag
 
     def open_live(_self: Any, engine: Engine, symbols: dict[str, int]) -> Callable[..., tuple]:
         opened.append((engine.folder.name, symbols["T"]))
-        return lambda *tensors: session.live.function(*tensors[len(session.live.names) :])
+        return lambda *tensors: session.live.function(*tensors[len(session.live.flat_weights()) :])
 
     monkeypatch.setattr(type(TORCH), "open_live", open_live)
 

@@ -10,9 +10,11 @@ import comfy.samplers
 import comfy.sd
 import pytest
 import torch
+from comfy.ldm.modules.diffusionmodules.mmdit import PatchEmbed
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import PatcherInjection
 from hybrid_trt.backends import backends
+from hybrid_trt.comfy_model.changed_layers import LayerWatch
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
@@ -167,6 +169,15 @@ def test_layers_that_were_changed_in_place_are_natives(
     assert error(patched.sample(), reference) <= LIMIT
     assert patched.counts == (0, STEPS)
     assert list(patched.handle.stats.reasons) == [Reason.MODEL_PATCHED.value]
+
+
+def test_padding_is_looked_at_on_convolutions_alone() -> None:
+    """The layer by which SD3 makes tokens of a latent has a setting of this name."""
+    patches = PatchEmbed(img_size=None, embed_dim=8, bias=True, operations=torch.nn)
+    assert patches.padding_mode == "circular"
+    assert LayerWatch(patches).look() is None
+    patches.proj.padding_mode = "circular"
+    assert "proj has a padding of another node" in LayerWatch(patches).look()
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])

@@ -44,6 +44,21 @@ def assert_computes_the_same(opened: compiled.Compiled) -> None:
             torch.testing.assert_close(tuple(opened(*weights, x)), expected)
 
 
+def test_buffers_that_a_forward_reads_are_inputs_as_weights_are(tmp_path: Path) -> None:
+    function, path = Function(), tmp_path / "B2.bin"
+    function.layer.register_buffer("scale", torch.randn(8))
+    function.layer.register_buffer("steps", torch.arange(8), persistent=False)
+    function.layer.forward = lambda x: x @ function.layer.weight * function.layer.scale + function.layer.steps
+    tensors = compiled.lifted(function)
+    assert list(tensors) == ["layer.bias", "layer.scale", "layer.steps", "layer.weight"]
+    compiled.compile_to_file(function, list(tensors.values()), list(tensors), [torch.randn(2, 8)], path)
+    function.layer.scale += 1
+    x = torch.randn(2, 8)
+    with torch.inference_mode():
+        results = compiled.open_file(path)(*compiled.lifted(function).values(), x)
+        torch.testing.assert_close(tuple(results), function(x))
+
+
 def test_opening_copies_nothing_of_what_it_has_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def copied(*_: object) -> None:
         raise AssertionError("all that was read is copied")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from comfy import model_management
 from fake_recorder import Recorder
+from hybrid_trt.architectures.calls import ResidualLayout
 from hybrid_trt.sessions import cuda_capture, cuda_graphs
 from hybrid_trt.sessions.cuda_graphs import GraphCache
 from small_networks import CPU
@@ -242,6 +243,69 @@ def test_a_steady_input_is_copied_only_when_another_tensor_comes() -> None:
     hint += 1  # not seen: the same object
     assert torch.equal(cache.run(double_and_sum, {"x": x, "hint": hint})["sum"], before)
     check(cache, x=x, hint=hint.clone())
+
+
+RESIDUALS = [f"residual_{i}" for i in range(57)]
+ZERO = torch.zeros(64, 32)
+
+
+def run_with(cache: GraphCache, **given: torch.Tensor) -> torch.Tensor:
+    """Return what a network gives that adds each residual with a weight of its own; those that are absent are zeros."""
+
+    def weighted(inputs: Tensors) -> Tensors:
+        return {"out": sum((inputs[name] * (i + 1) for i, name in enumerate(RESIDUALS)), inputs["x"])}
+
+    def prepare(tensors: Tensors) -> Tensors:
+        return dict.fromkeys(RESIDUALS, ZERO) | dict(tensors)
+
+    found = cache.run(weighted, given, prepare=prepare)["out"]
+    assert torch.equal(found, weighted(prepare(given))["out"])
+    return found
+
+
+@pytest.mark.parametrize("unique", [0, 15, 57])
+def test_a_graph_has_a_buffer_for_each_tensor_and_none_for_absent_residuals(unique: int) -> None:
+    cache = GraphCache(CPU, capture=Recorder())
+    for _ in range(4):
+        tensors = [random(64, 32) for _ in range(unique)]
+        given = {name: tensors[i * unique // 57] for i, name in enumerate(RESIDUALS)} if unique else {}
+        run_with(cache, x=random(64, 32), **given)
+    assert len(cache) == 1
+    assert cache.bytes == (1 + unique + 1) * ZERO.nbytes, "the latent, the residuals, the result"
+    assert not ZERO.any()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_residual_in_several_places_stays_one_tensor(batch: int) -> None:
+    """ComfyUI hands one that was made once to a whole batch."""
+    layout = ResidualLayout({"output": ["first", "second", "third"]}, from_end=False)
+    one, other = random(1, 5), random(1, 5)
+    taken = layout.take({"output": [one, other, one]}, batch)
+    assert taken["first"] is taken["third"]
+    assert taken["first"] is not taken["second"]
+    assert torch.equal(taken["third"], one.expand(batch, 5))
+
+
+def test_calls_that_share_other_tensors_have_other_graphs() -> None:
+    recorder = Recorder()
+    cache = GraphCache(CPU, capture=recorder)
+    for pattern in ("aab", "abb", "aab", "abb", "abc", "aab", "abc", "abb"):
+        tensors = {letter: random(64, 32) for letter in "abc"}
+        run_with(cache, x=random(64, 32), **dict(zip(RESIDUALS, map(tensors.get, pattern), strict=False)))
+    assert (recorder.captured, recorder.replayed) == (3, 5)
+
+
+def test_a_tensor_that_is_steady_under_one_name_is_copied_in_each_call_under_another() -> None:
+    cache = GraphCache(CPU, capture=Recorder(), steady=["x"])
+    tensor = random(64, 32)
+    for _ in range(4):
+        found = cache.run(double_and_sum, {"x": tensor, "y": tensor})["double"]
+        assert torch.equal(found, 2 * tensor)
+    before = tensor.clone()
+    tensor += 1
+    results = cache.run(double_and_sum, {"x": tensor, "y": tensor})
+    assert torch.equal(results["double"], 2 * before)
+    assert torch.equal(results["sum"][0], before.sum() + tensor.sum())
 
 
 def test_without_a_capture_everything_runs_plainly() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_engine
 import pytest
 import torch
 from fake_recorder import Recorder
+from hybrid_trt.architectures.shapes import Dim, TensorSpec
 from hybrid_trt.engine_library import Library, Reason, Unavailable
 from hybrid_trt.sessions.file_session import FileSession
 
@@ -66,6 +68,19 @@ def test_unloading_lets_graphs_and_their_runners_go(tmp_path: Path) -> None:
     x = torch.randn(2, 4)
     assert torch.equal(opened.run({"x": x})["x"], x * 2)
     assert len(made) == 3, "one that was open, its graph's, and one that is opened again"
+
+
+def test_an_input_that_its_family_calls_steady_is_copied_when_another_tensor_comes(tmp_path: Path) -> None:
+    opened, _made = session(tmp_path)
+    specs = [TensorSpec("x", "float32", (Dim("B"), 4), steady=True)]
+    family: Any = SimpleNamespace(inputs=lambda *_: specs, engine_inputs=lambda *_: specs)
+    opened.sync_from(SimpleNamespace(module=torch.nn.Module(), architecture=lambda: family), None)
+    x = torch.ones(2, 4)
+    for _ in range(3):
+        opened.run({"x": x})
+    x += 1  # not seen: the same object
+    assert torch.equal(opened.run({"x": x})["x"], 2 * torch.ones(2, 4))
+    assert torch.equal(opened.run({"x": x.clone()})["x"], 2 * x)
 
 
 def test_a_backend_that_cannot_be_captured_runs_plainly(tmp_path: Path, monkeypatch: Any) -> None:

@@ -165,6 +165,21 @@ def test_sizes_follow_from_symbols_with_ceilings() -> None:
         Dim("H"), Dim("H", up=8), Dim("W", down=4)]
 
 
+def test_a_dimension_may_be_a_product_of_two_sizes() -> None:
+    """A picture in tokens: as many as its patches, rows times columns."""
+    tokens, mixed = Dim("H", down=2) * Dim("W", down=2), Dim("B", up=3) * Dim("H") * Dim("W")
+    assert (str(tokens), str(mixed)) == ("H/2*W/2", "B*3*H*W")
+    assert [Dim.parse(str(dim)) for dim in (tokens, mixed)] == [tokens, mixed]
+    rows = TensorSpec("rows", "float32", (Dim("H"), Dim("W")))
+    for specs in ([TensorSpec("x", "float32", (Dim("B"), tokens, 4)), rows],
+                  [rows, TensorSpec("x", "float32", (Dim("B"), tokens, 4))]):
+        assert bind(specs, {"x": (2, 9 * 8, 4), "rows": (17, 15)}) == {"B": 2, "H": 17, "W": 15}
+        with pytest.raises(ShapeMismatch, match="x is .2, 71, 4., the network takes 72"):
+            bind(specs, {"x": (2, 71, 4), "rows": (17, 15)})
+    assert specs[1].shape({"B": 2, "H": 17, "W": 15}) == (2, 72, 4)
+    assert specs[1].dynamic_axes() == {0: "B", 1: "H/2*W/2"}
+
+
 def test_symbols_are_found_from_shapes() -> None:
     shapes = {"x": (2, 4, 17, 15), "hint": (1, 3, 136, 120), "control_0": (2, 32, 5, 4)}
     assert bind(SPECS, shapes) == {"B": 2, "H": 17, "W": 15, "HB": 1}

@@ -7,6 +7,7 @@ import re
 import shutil
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +83,23 @@ def test_residuals_that_come_and_go_leave_nothing_behind() -> None:
         with torch.inference_mode():
             assert relative_error(session.run(given)["out"], native_call(net, zeroed)[0]) <= 1e-5
     assert len(session.graphs) == 2, "one per set of residuals that came twice"
+
+
+def test_an_input_that_its_family_calls_steady_is_copied_when_another_tensor_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net = network("unet", "unlike_levels")
+    family, given = net.architecture(), given_for(net, 4)
+    specs = [replace(spec, steady=spec.name == "context") for spec in family.engine_inputs(net.module, "float32")]
+    monkeypatch.setattr(type(family), "engine_inputs", lambda *_: specs)
+    session = opened(net)
+    for step in range(3):
+        assert error(session, net, given | {"x": given_for(net, step)["x"]}) <= 1e-5
+    before = session.run(given)["out"]
+    given["context"] += 1  # not seen: the same object
+    given["timesteps"] = given["timesteps"].clone()
+    assert torch.equal(session.run(given)["out"], before)
+    assert error(session, net, given | {"context": given["context"].clone()}) <= 1e-5
 
 
 def test_loras_come_and_go_without_moving_a_weight() -> None:

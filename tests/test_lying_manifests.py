@@ -90,6 +90,7 @@ def test_whatever_stands_in_a_manifest_it_is_refused_or_serves_every_use(engine:
     lambda d: d["files"].update({"manifest.JSON": d["files"]["model.onnx"]}),
     lambda d: d["files"].clear(),
     lambda d: d["outputs"][0].update(dims=["Q"]),
+    lambda d: d["outputs"][0].update(dims=["B*Q"]),
 ])  # fmt: skip
 def test_an_engine_with_a_lie_is_broken_serves_nobody_and_can_be_removed(
     engine: Engine, tmp_path: Path, spoil: Callable[[dict], object]

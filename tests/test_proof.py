@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from builds import small_network
 from fake_engine import publish_engine
-from hybrid_trt.architectures.shapes import Profile, Range
+from hybrid_trt.architectures.ldm_unet import UNetArchitecture
+from hybrid_trt.architectures.shapes import Profile, Range, TensorSpec
 from hybrid_trt.backends.onnxruntime import OnnxRuntimeBackend
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder import check
@@ -85,6 +87,28 @@ def test_a_build_runs_its_engine_on_the_gpu_at_least_best_and_largest_size_and_k
     assert not (engine.folder / "model.onnx").with_name("weights.bin").exists()
     assert Library([tmp_path]).find(wanted(engine, HERE), lambda _: None) == engine
     assert build(tmp_path)[1] == [], "nothing has to be done twice"
+
+
+@pytest.mark.parametrize(("sample", "start", "end"), [("timestep", 900, 50), ("sigma", 0.95, 0.05)])
+def test_an_engine_is_compared_near_both_ends_of_its_familys_own_timesteps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: str, start: float, end: float
+) -> None:
+    seen, own, specs = [], validate.function_of, UNetArchitecture.engine_inputs
+
+    def inputs(*args: Any) -> list[TensorSpec]:
+        return [replace(spec, sample=sample) if spec.name == "timesteps" else spec for spec in specs(*args)]
+
+    def watched(task: dict) -> tuple[torch.nn.Module, torch.nn.Module]:
+        function, module = own(task)
+        function.register_forward_pre_hook(lambda _, given: seen.append((given[1].unique().item(), given[-1].any())))
+        return function, module
+
+    monkeypatch.setattr(UNetArchitecture, "engine_inputs", inputs)
+    monkeypatch.setattr(validate, "function_of", watched)
+    engine, tasks = build(tmp_path)
+    expected = [(start, True), (end, False)] * len(tasks[-1]["extremes"])
+    assert [(pytest.approx(time), bool(residual)) for time, residual in seen] == expected
+    assert [case["symbols"]["t"] for case in trust.record_of(engine).parity["cases"]] == [t for t, _ in expected]
 
 
 def test_native_computes_exactly_while_an_engine_is_held_against_it(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from comfy_process import ComfyProcess
 from hybrid_trt.engine_library import Fallback, Reason
-from hybrid_trt.page_api.node_states import run_of
+from hybrid_trt.page_api.node_states import longest_prompt
 from hybrid_trt.sampling import call_stats
 from hybrid_trt.sampling.call_stats import CallStats, CallTimes, last_run, named_range, open_stats, timed
 from hybrid_trt.sampling.report import (
@@ -73,10 +73,11 @@ def test_the_page_is_told_the_longest_prompt_that_an_engine_was_not_built_for(
     monkeypatch.setattr(call_stats, "_prompts", type(call_stats._prompts)())
     monkeypatch.setattr(call_stats, "executing", lambda: SimpleNamespace(prompt_id="p", node_id="5"))
     stats = open_stats("unet", "m", "1", "key")
-    assert run_of("key")["tokens"] == 0
+    assert longest_prompt("key", "sd15_unet") == 0
     for tokens in (308, 462, 385):
         stats.count_native(Fallback(Reason.SHAPE_OUTSIDE_PROFILE, "prompt tokens", {"B": 2, "T": tokens}))
-    assert run_of("key")["tokens"] == 462
+    assert longest_prompt("key", "sd15_unet") == 462
+    assert longest_prompt("key", "") == 0, "of no family yet"
 
 
 class Clock:

@@ -16,6 +16,7 @@ import pytest
 from comfy_process import ComfyProcess
 from drawn_workflows import drawn, wires
 from fake_engine import publish
+from hybrid_trt.architectures.shapes import SIZE_NAMES, RequestedSizes
 from hybrid_trt.engine_library import Library, LibraryError
 from hybrid_trt.engine_library.disk import check_limit
 from safetensors.numpy import save_file
@@ -289,6 +290,14 @@ def test_the_limit_is_kept_and_refuses_what_does_not_fit(
         check_limit(Library([engine.parent]), 1, "A build")
     assert post(comfy, "/settings", {"limit_gb": 0})[0] == 200
     check_limit(Library([engine.parent]), 1, "A build")
+
+
+def test_the_page_is_told_the_choices_of_sizes_that_families_offer(comfy: ComfyProcess) -> None:
+    status, told = ask(comfy, "GET", "/presets")
+    assert (status, [one["family"] for one in told]) == (200, ["SDXL", "SD 1.5"])
+    for one in told:
+        RequestedSizes(**one["sizes"]).check()
+        assert tuple(one["sizes"]) == SIZE_NAMES
 
 
 def test_settings_that_two_tabs_change_at_once_are_both_kept(comfy: ComfyProcess, settings_file: Path) -> None:

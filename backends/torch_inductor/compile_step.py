@@ -20,7 +20,7 @@ from ...sessions import gpu_timing
 from ...sessions.cuda_graphs import GraphCache
 from .. import LiveTask, Progress
 from . import attention, quantised_graph
-from .compiled import Compiled, compile_in_parts, compile_to_file, file_name, open_file
+from .compiled import Compiled, compile_in_parts, compile_to_file, file_name, lifted, open_file
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
     """
     for parameter in function.parameters():
         parameter.data = laid_out(parameter.data)
-    names = sorted(name for name, _ in function.named_parameters())
-    weights = [function.get_parameter(name).data for name in names]
+    tensors = lifted(function)
+    names, weights = list(tensors), list(tensors.values())
     seconds, record = {}, []
     among = f" with {task.processes} processes" if task.submit else ""
     progress(f"compiling{among}", 0.05)
@@ -58,14 +58,14 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
         begun = [_begin(task, function, weights, names, sizes, kernel)
                  for sizes, (kernel, _) in zip(task.sizes, chosen, strict=True)]  # fmt: skip
     for i, sizes in enumerate(task.sizes):
-        progress(f"compiling for batch {sizes.get('B', 1)}{among}", 0.05 + 0.8 * i / len(task.sizes))
+        progress(f"compiling for batch {_batch(task, sizes)}{among}", 0.05 + 0.8 * i / len(task.sizes))
         with _told():
             begun[i]()
         now = time.perf_counter()
         seconds[f"compile_{Path(file_name(sizes)).stem}"], started = now - started, now
     first = None
     for i, (sizes, (kernel, timed)) in enumerate(zip(task.sizes, chosen, strict=True)):
-        progress(f"comparing batch {sizes.get('B', 1)} with the normal model", 0.85 + 0.12 * i / len(task.sizes))
+        progress(f"comparing batch {_batch(task, sizes)} with the normal model", 0.85 + 0.12 * i / len(task.sizes))
         compiled, given = open_file(task.folder / file_name(sizes)), _inputs(task, sizes)
         with torch.inference_mode():
             results = compiled(*weights, *given)
@@ -82,6 +82,10 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
         "seconds": seconds,
         "parity": {**yardstick.figures(record), "cases": record, "against": _against(record), **figures},
     }
+
+
+def _batch(task: LiveTask, sizes: dict[str, int]) -> int:
+    return next((spec.shape(sizes)[0] for spec in task.inputs), 1)
 
 
 def _inputs(task: LiveTask, sizes: dict[str, int]) -> list[torch.Tensor]:

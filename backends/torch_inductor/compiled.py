@@ -86,6 +86,14 @@ def _with_addresses(launch: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def lifted(function: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a network by name: inputs of what is compiled.
+
+    Sorted: in which order a layer registers its parameters depends on how ComfyUI loaded them.
+    """
+    return dict(sorted((name, t.data) for name, t in (*function.named_parameters(), *function.named_buffers())))
+
+
 def compile_to_file(
     function: torch.nn.Module,
     weights: Sequence[torch.Tensor],
@@ -98,7 +106,7 @@ def compile_to_file(
     """Compile ``function`` for exactly these sizes and strides.
 
     Args:
-        function: its parameters are called ``names``; their values are ``weights``.
+        function: its parameters and buffers are called ``names``; their values are ``weights``. See ``lifted``.
         inputs: examples, in order.
         path: where to keep the result.
         attention: the kernel that attention takes; None for the usual one.

@@ -13,7 +13,7 @@ from ...comfy_model.live_weights import LiveWeights
 from ...comfy_model.network import NativeNetwork
 from ...comfy_model.torch_kernels import best_attention
 from ...sessions.per_image_cache import PerImagePasses
-from .compiled import Compiled
+from .compiled import Compiled, lifted
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -49,8 +49,6 @@ class LiveNetwork:
         self.passes = PerImagePasses(architecture.passes(copy), self.device, self.dtype)
         self.weights.fuse(architecture.fuse_layers(copy))
         self.function = architecture.function(copy)
-        # sorted: in which order a layer registers its parameters depends on how ComfyUI loaded them
-        self.names = sorted(name for name, _ in self.function.named_parameters())
         self._compiled: dict[Sizes, Compiled] = {}
         self._flat: list[torch.Tensor] = []
         self._flat_of = -1
@@ -65,10 +63,9 @@ class LiveNetwork:
         self._flat = []
 
     def flat_weights(self) -> list[torch.Tensor]:
-        """The weights in the order of ``names``."""
+        """The weights in the order that compiled files take them in."""
         if self._flat_of != self.weights.generation:
-            parameters = dict(self.function.named_parameters())
-            self._flat = [parameters[name].data for name in self.names]
+            self._flat = list(lifted(self.function).values())
             self._flat_of = self.weights.generation
         return self._flat
 

@@ -82,7 +82,8 @@ class LiveSession:
         self._sampled_with = weakref.ref(network.patcher)
         self._parameters = sum(p.numel() for p in network.module.parameters())
         self._specs = {spec.name: spec for spec in self._live.inputs}
-        self.graphs = GraphCache(self.device, capture=recorder, steady=self._live.passes.steady)
+        steady = [spec.name for spec in self._live.inputs if spec.steady]
+        self.graphs = GraphCache(self.device, capture=recorder, steady=[*steady, *self._live.passes.steady])
         self._zeros: dict[tuple, torch.Tensor] = {}
         self._plans: dict[tuple, _Plan] = {}
         self._files: dict[Sizes, Engine] = {}  # to be opened at the first call of their sizes

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TIMESTEPS = (900.0, 50.0)
-"""The first with random residuals, the second with none."""
 SCALED = 0.1
 """The weights of an engine that takes any are changed by up to so much of themselves, each by another factor."""
 
@@ -163,27 +161,31 @@ def _weights(engine: Engine, module: torch.nn.Module, changed: set[str]) -> dict
 def _computed(
     task: Task, function: torch.nn.Module, device: torch.device, so_far: Callable[[float], None]
 ) -> tuple[list[Case], float | None]:
-    """The cases of a function, and on a GPU the milliseconds of a call."""
+    """The cases of a function, and on a GPU the milliseconds of a call.
+
+    Each size has a case near the start of sampling, with random residuals, and one near its end, with none.
+    """
     import torch
 
-    from ...architectures.shapes import sample_inputs
+    from ...architectures.shapes import SAMPLING_ENDS, sample_inputs
     from ...comfy_model.torch_kernels import best_attention
     from ...sessions import gpu_timing
     from .parity import native_case
 
     inputs, _ = tensors_of(task)
     cases, native_ms = [], None
-    calls = [(sizes, t) for sizes in task["extremes"] for t in TIMESTEPS]
+    calls = [(sizes, end) for sizes in task["extremes"] for end in (0, 1)]
     with torch.inference_mode(), best_attention(device):
-        for seed, (sizes, timestep) in enumerate(calls, start=1):
+        for seed, (sizes, end) in enumerate(calls, start=1):
             so_far(seed / len(calls))
-            given = sample_inputs(inputs, sizes, seed)
+            given, symbols = sample_inputs(inputs, sizes, seed), dict(sizes)
             for spec in inputs:
-                if spec.sample == "timestep":
-                    given[spec.name].fill_(timestep)
-                elif spec.optional and timestep == TIMESTEPS[1]:
+                if spec.sample in SAMPLING_ENDS:
+                    symbols["t"] = SAMPLING_ENDS[spec.sample][end]
+                    given[spec.name].fill_(symbols["t"])
+                elif spec.optional and end == 1:
                     given[spec.name].zero_()
-            cases.append(native_case(function, {**sizes, "t": int(timestep)}, given, device))
+            cases.append(native_case(function, symbols, given, device))
             if native_ms is None and sizes == task["timed"]:
                 tensors = [tensor.to(device) for tensor in given.values()]
                 native_ms = gpu_timing.milliseconds(lambda tensors=tensors: function(*tensors))

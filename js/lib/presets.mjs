@@ -2,13 +2,23 @@
 
 import { t } from "./texts.mjs";
 
-/** Widget values by the choice's text key; all 0 is what fits the model, which Auto begins with. */
+/** Widget values by the choice's key; all 0 is what fits the model, which Auto begins with. The others are families' own. */
 export const PRESETS = {
     presetFit: { min_size: 0, opt_size: 0, max_size: 0, max_images: 0, max_tokens: 0 },
-    presetSdxl: { min_size: 640, opt_size: 1024, max_size: 1536, max_images: 1, max_tokens: 231 },
-    presetSd15: { min_size: 256, opt_size: 512, max_size: 1024, max_images: 1, max_tokens: 231 },
 };
 const AUTO = "presetFit";
+const families = {}; // the names by key
+
+/**
+ * Offer the choices of the families that the server knows.
+ * @param {{key: string, family: string, sizes: Record<string, number>}[]} presets
+ */
+export function offer(presets) {
+    for (const { key, family, sizes } of presets) {
+        PRESETS[key] = sizes;
+        families[key] = family;
+    }
+}
 
 /**
  * Set a node's sizes; widgets that hear of changes do.
@@ -62,5 +72,5 @@ export function numbersFromOutside(node, inputs) {
 
 /** A preset's name. */
 export function presetName(key) {
-    return key === AUTO ? t("sizesAutoFit") : t(key);
+    return key === AUTO ? t("sizesAutoFit") : t("presetUsual", { family: families[key] });
 }

@@ -14,8 +14,8 @@ const WIDGETS = {
 
 const labelled = (values) => values.map((value) => ({ text: valueLabel(value), value }));
 
-/** As ComfyUI's extensions declare settings. */
-export const settings = [
+/** As ComfyUI's extensions declare settings; to be asked for once the families have offered their sizes. */
+export const settings = () => [
     setting("WhenMissing", "If no engine yet", labelled(["use native", "build now", "build in background"]), "use native"),
     setting("Sizes", "Picture size", Object.keys(PRESETS).map((key) => ({ text: presetName(key), value: key })), "presetFit"),
     setting("Backend", "Backend", ["auto", "onnxruntime", "tensorrt", "tensorrt_rtx", "torch"], "auto"),

@@ -96,7 +96,7 @@ const TEXTS = {
         presetOwn: "Custom: {min_size} to {max_size} px, {count}", sizesCustom: "Custom …",
         sizesAuto: "Auto: {size}, {count}", sizesAutoFit: "Auto: fits the model", oneImage: "1 image", images: "{count} images",
         presetFitOf: "Auto: {min_size} to {max_size} px ({family})",
-        presetSdxl: "SDXL, all usual formats", presetSd15: "SD 1.5, all usual formats", sizesToAll: "Apply to all engine nodes",
+        presetUsual: "{family}, all usual formats", sizesToAll: "Apply to all engine nodes",
     },
     zh: {
         accelerate: "加速此工作流", accelerateRemove: "移除加速",
@@ -190,7 +190,7 @@ const TEXTS = {
         presetOwn: "自定义：{min_size} 到 {max_size} 像素，{count}", sizesCustom: "自定义…",
         sizesAuto: "自动：{size}，{count}", sizesAutoFit: "自动：适合模型", oneImage: "1 张图像", images: "{count} 张图像",
         presetFitOf: "自动：{min_size} 到 {max_size} 像素（{family}）",
-        presetSdxl: "SDXL，所有常用尺寸", presetSd15: "SD 1.5，所有常用尺寸", sizesToAll: "应用到所有引擎节点",
+        presetUsual: "{family}，所有常用尺寸", sizesToAll: "应用到所有引擎节点",
     },
 };
 

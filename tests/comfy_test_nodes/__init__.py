@@ -143,7 +143,8 @@ def toy_model(seed: int) -> io.NodeOutput:
     config = supported_models.SD15({"disable_unet_model_creation": True})
     config.unet_config = {"disable_unet_model_creation": True}
     config.manual_cast_dtype = None
-    base = model_base.BaseModel(config)
+    config.sampling_settings = {"multiplier": 1.0}  # it is told sigmas from 0 to 1
+    base = model_base.BaseModel(config, model_base.ModelType.FLOW)
     base.diffusion_model = backbone
     device = model_management.get_torch_device()
     model = model_patcher.ModelPatcher(base, load_device=device, offload_device=torch.device("cpu"))

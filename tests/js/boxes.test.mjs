@@ -3,11 +3,12 @@ import { test } from "node:test";
 import { fold } from "../../js/lib/fold.mjs";
 import { isWiredLater } from "../../js/lib/graph.mjs";
 import { labelRow, rowLabel, valueLabel } from "../../js/lib/labels.mjs";
-import { applyPreset, PRESETS } from "../../js/lib/presets.mjs";
+import { applyPreset, offer, PRESETS } from "../../js/lib/presets.mjs";
 import { keepOrder, orderWords, outOfOrder } from "../../js/lib/size_order.mjs";
 import { setLanguage } from "../../js/lib/texts.mjs";
 import { buttonLabel, describe } from "../../js/lib/words.mjs";
 
+offer([{ key: "presetSdxl", family: "SDXL", sizes: { min_size: 640, opt_size: 1024, max_size: 1536, max_images: 1, max_tokens: 231 } }]);
 const ENGINE = { backend: "onnxruntime", precision: "float16", profile: "64 to 512 px", bytes: 3.2e6, covers: true };
 const NATIVE = { engine: 0, native: 4, backend: null, reasons: [{ reason: "shape", count: 4, text: "too large", advice: "widen" }] };
 

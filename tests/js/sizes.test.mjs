@@ -1,8 +1,12 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { PictureSizes } from "../../js/lib/picture_sizes.mjs";
-import { applyPreset, presetName, PRESETS, sizesOf } from "../../js/lib/presets.mjs";
+import { applyPreset, offer, presetName, PRESETS, sizesOf } from "../../js/lib/presets.mjs";
 
+offer([ // as the server does
+    { key: "presetSdxl", family: "SDXL", sizes: { min_size: 640, opt_size: 1024, max_size: 1536, max_images: 1, max_tokens: 231 } },
+    { key: "presetSd15", family: "SD 1.5", sizes: { min_size: 256, opt_size: 512, max_size: 1024, max_images: 1, max_tokens: 231 } },
+]);
 const ZEROS = PRESETS.presetFit;
 const AUTO_PORTRAIT = { ...ZEROS, opt_size: 768 }, AUTO_SQUARE = { ...ZEROS, opt_size: 512 };
 const SDXL = { family: "SDXL", min_size: 512, opt_size: 1024, max_size: 1536, max_images: 1, max_tokens: 231 };
@@ -34,7 +38,7 @@ function engineNode(values = {}, properties = {}, followed = new Map()) {
 test("the choices rise from min to max, have names, and set the widgets that there are", () => {
     for (const [key, values] of Object.entries(PRESETS)) {
         assert.ok(values.min_size <= values.opt_size && values.opt_size <= values.max_size, key);
-        assert.notEqual(presetName(key), key);
+        assert.match(presetName(key), key === "presetFit" ? /^Auto/ : /^SD(XL| 1\.5), all usual formats$/);
         assert.equal(values.max_tokens % 77, 0);
     }
     const heard = [], node = { widgets: [{ name: "max_size", value: 1, callback: (v) => heard.push(v) }, { name: "backend", value: "auto" }] };

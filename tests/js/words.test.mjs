@@ -2,6 +2,7 @@ import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { test } from "node:test";
 import { promptError, refusal } from "../../js/lib/build.mjs";
+import { offer } from "../../js/lib/presets.mjs";
 import { said } from "../../js/lib/server_zh.mjs";
 import { defaultsFor } from "../../js/lib/settings.mjs";
 import { toneOf } from "../../js/lib/text_view.mjs";
@@ -163,6 +164,7 @@ test("settings fill new nodes with values that their widgets offer", () => {
     ];
     defaultsFor({ widgets }, (id) => ({ "HybridTRT.Backend": "torch", "HybridTRT.Precision": "float8" })[id]);
     assert.deepEqual(widgets.map((w) => w.value), ["torch", "auto", 512]);
+    offer([{ key: "presetSdxl", family: "SDXL", sizes: { min_size: 640, opt_size: 1024, max_size: 1536, max_images: 1, max_tokens: 231 } }]);
     defaultsFor({ widgets }, (id) => ({ "HybridTRT.Sizes": "presetSdxl" })[id]);
     assert.deepEqual(widgets.map((w) => w.value), ["torch", "auto", 1536]);
 });
