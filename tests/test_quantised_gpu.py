@@ -1,0 +1,114 @@
+"""Quantised layers on a GPU, where ComfyUI multiplies them as they are, and under dynamic VRAM.
+
+    pytest -m gpu tests/test_quantised_gpu.py
+
+Without an NVIDIA GPU each test is skipped. What holds on a CPU too is in ``test_quantised_engines.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import networks
+import pytest
+import torch
+from any_weights import lora
+from comfy import memory_management, model_management
+from comfy.model_patcher import ModelPatcherDynamic
+from hybrid_trt.architectures.shapes import sample_inputs
+from hybrid_trt.backends import backends
+from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.comfy_model.live_weights import LiveWeights
+from hybrid_trt.comfy_model.network import NativeNetwork
+from hybrid_trt.engine_builder.build import build_engine
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import Library
+from hybrid_trt.engine_library.engine import relative_error
+from quantised import FORMATS, quantised
+from small_networks import native_call
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")]
+
+GPU = torch.device("cuda", 0)
+HALF = torch.bfloat16
+LAYOUT = "inpainting_channels"
+SIZES = {"B": 2, "H": 64, "W": 64, "T": 77}
+ON_HOPPER = frozenset({"nvfp4", "mxfp8"})
+"""Formats that ComfyUI dequantises on such a GPU."""
+
+
+def on_gpu(name: str) -> NativeNetwork:
+    net = quantised("unet", LAYOUT, name, HALF, ON_HOPPER)
+    net.patcher.load_device = GPU
+    return NativeNetwork(net.patcher, net.module, net.prefix, HALF, name, net.role)
+
+
+def given_for(net: NativeNetwork) -> dict[str, torch.Tensor]:
+    specs = net.architecture().inputs(net.module, "bfloat16")
+    return {name: tensor.to(GPU) for name, tensor in sample_inputs(specs, SIZES, seed=3).items()}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_layer_gives_native_s_result_to_the_bit(name: str) -> None:
+    net = on_gpu(name)
+    model_management.load_models_gpu([net.patcher])
+    weights = LiveWeights(net, HALF, share=False)
+    weights.sync_from(net.patcher)
+    layers = [path for path, layer in net.module.named_modules() if hasattr(layer, "quant_format")]
+    assert len(layers) > 20
+    for path in layers:
+        layer = net.module.get_submodule(path)
+        given = torch.randn(2, 32, layer.in_features, dtype=HALF, device=GPU)
+        with torch.inference_mode():
+            assert torch.equal(weights.module.get_submodule(path)(given), layer(given)), path
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8 with input scales", "fp8 e5m2", "int8", "int8 convrot"])
+def test_a_compiled_engine_follows_loras_and_is_as_near_to_float32_as_native(name: str, tmp_path: Path) -> None:
+    net = on_gpu(name)
+    order = BuildOrder(net, "bfloat16", networks.PROFILE, backends()["torch"], calls=(SIZES,))
+    engine = build_engine(order, Library([tmp_path]), lambda *_: None)
+    parity = engine.manifest.parity
+    assert parity["rel_err"] <= 1.2 * parity["native_rel_err"]
+    session = LiveSession(net, backends()["torch"], "bfloat16")
+    session.use([engine])
+    given = given_for(net)
+    patched = net.patcher.clone()
+    assert patched.add_patches(lora(net, 5), 0.8)
+    for patcher in (net.patcher, patched, net.patcher):
+        model_management.load_models_gpu([patcher], force_full_load=True)
+        session.begin_run(patcher)
+        with torch.inference_mode():
+            native = native_call(net, given)
+            for _ in range(3):
+                found = list(session.run(given).values())
+        assert max(map(relative_error, found, native)) <= 3 * parity["native_rel_err"]
+        assert session.uncovered is None
+        assert session.graphs.plain is None, "it is captured"
+        model_management.unload_all_models()
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8 rows"])
+def test_under_dynamic_vram_patched_layers_give_native_s_result_to_the_bit(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aimdo = pytest.importorskip("comfy_aimdo.control")
+    aimdo.init()
+    monkeypatch.setattr(memory_management, "aimdo_enabled", True)
+    if not aimdo.init_devices([(0, 0)]):  # each with the bytes that stay free
+        pytest.skip("dynamic VRAM does not start here")
+    net = on_gpu(name)
+    patcher = ModelPatcherDynamic(net.patcher.model, GPU, torch.device("cpu"), net.patcher.model_size())
+    assert patcher.is_dynamic()
+    assert patcher.add_patches(lora(net, 5), 0.8)
+    net = NativeNetwork(patcher, net.module, net.prefix, HALF, name, net.role)
+    assert net.architecture() is not None
+    model_management.load_models_gpu([patcher])
+    weights = LiveWeights(net, HALF, share=False)
+    weights.sync_from(patcher)
+    for path in (path for path, _ in net.module.named_modules() if path.endswith("attn1.to_k")):
+        layer = net.module.get_submodule(path)
+        given = torch.randn(2, 32, layer.in_features, dtype=HALF, device=GPU)
+        for _ in range(3):
+            with torch.inference_mode():
+                assert torch.equal(weights.module.get_submodule(path)(given), layer(given)), path
