@@ -1,6 +1,6 @@
-"""SDXL's UNet with 8-bit weights on the torch backend against native's, and both against the same weights in float32.
+"""SDXL's UNet with 8-bit weights on the torch backend against native's, both against the same weights in float32.
 
-    python benchmarks/quantised.py --comfyui ~/ComfyUI --base /tmp/benchmark --out benchmarks/results/quantised_h200.json
+    python benchmarks/quantised.py --comfyui ~/ComfyUI --base /tmp/benchmark --out quantised.json
 
 Native and engine are timed in one process, batch 2 at 1024 px. Each row is a case: ``native_ms`` and ``engine_ms`` are
 medians of a call, ``error_*_fp32`` relative errors, ``error_to_native`` the engine's, ``vram_ratio`` the GPU memory in
