@@ -80,7 +80,7 @@ def look_up(network: NativeNetwork, choice: EngineChoice, library: Library) -> F
     Raises:
         Unavailable: neither an engine nor live weights can serve; of several reasons the one closest to success.
     """
-    from ..comfy_model.structure_hash import structure_hash  # needs torch, which the command line may lack
+    from ..comfy_model.structure_hash import structure_hash
 
     architecture, device = network.architecture().name, network.device
     timed_here = _timed_here(library, architecture, choice.backend, device)
@@ -162,12 +162,16 @@ def _weights(
     Raises:
         Unavailable: no engine can be for the network.
     """
+    from ..comfy_model.structure_hash import structure_hash  # needs torch, which the command line may lack
+
     fixed = [b for b in usable if not b.runs_live_weights and not (choice.replaceable and b.refits)]
     architecture, names, found = network.architecture().name, [b.name for b in fixed], []
     if fixed and library.may_have(architecture, network.fingerprint, names, network.other_hashes()):
         found.append(network.weights_hash())
-    if any(backend.runs_live_weights or backend.refits for backend in usable):
+    if any(backend.refits for backend in usable):
         found.append(structure)
+    if any(backend.runs_live_weights for backend in usable):
+        found.append(structure_hash(network.module, live=True))
     if not found:
         raise library.nothing_found()
     return found

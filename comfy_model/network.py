@@ -81,7 +81,7 @@ class NativeNetwork:
 
     @property
     def quantised(self) -> bool:
-        """Whether it has ComfyUI's quantised weights, which live weights alone can serve."""
+        """Tell whether it has ComfyUI's quantised weights, which live weights alone can serve."""
         return has_quantised(self.module)
 
     def undo_foreign_patches(self) -> None:

@@ -2,7 +2,8 @@
 
 What a layer's constructor has set may change what it computes, so all of it counts: numbers, words, functions, plain
 objects and buffers. What ComfyUI writes on layers to load them does not, nor the dtype and device of a load: the same
-file has the same layout however it was loaded. Weights that copies keep in fp8 or another dtype of their own count.
+file has the same layout however it was loaded. What is compiled for live weights takes them in the dtypes that they are
+stored in, so these have a layout that tells of fp8 and quantised weights too.
 """
 
 from __future__ import annotations
@@ -39,18 +40,22 @@ _ADDRESS = " at 0x"
 _ELSEWHERE = "-"
 """Stands for what is told in another place, or belongs to no layout."""
 
-_layouts: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+_layouts: weakref.WeakKeyDictionary[torch.nn.Module, dict[bool, str]] = weakref.WeakKeyDictionary()
 
 
-def structure_hash(module: torch.nn.Module) -> str:
+def structure_hash(module: torch.nn.Module, live: bool = False) -> str:
     """Hash a network's names, shapes and settings: it stands for any weights in the identity of its engines.
 
     Cheap after the first time.
+
+    Args:
+        live: whether the engines take live weights, as they are stored.
     """
-    if module not in _layouts:
-        lines = "\n".join((*_lines(module, _Told()), *kept_dtypes(module)))
-        _layouts[module] = LAYOUT_PREFIX + hashlib.sha256(lines.encode()).hexdigest()
-    return _layouts[module]
+    known = _layouts.setdefault(module, {})
+    if live not in known:
+        lines = "\n".join((*_lines(module, _Told()), *(kept_dtypes(module) if live else ())))
+        known[live] = LAYOUT_PREFIX + hashlib.sha256(lines.encode()).hexdigest()
+    return known[live]
 
 
 class _Told:

@@ -157,7 +157,7 @@ def _identity(order: BuildOrder, progress: Progress) -> EngineIdentity:
     progress("reading weights", 0.0)
     specs = [*architecture.engine_inputs(network.module, precision), *architecture.outputs(network.module, precision)]
     symbols = {dim.symbol for spec in specs for dim in spec.dims if not isinstance(dim, int)}
-    layout = weights = structure_hash(network.module)
+    layout = weights = structure_hash(network.module, live=order.backend.runs_live_weights)
     if not order.any_weights:
         weights = order.backend.weights(network, lambda: progress("reading weights", 0.0))
     return EngineIdentity(

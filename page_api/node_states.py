@@ -85,7 +85,7 @@ class NodeStates:
         weights = structure_hash(network.module) if any_weights else network.known_hash()
         if handle.session is not None:
             engines = handle.session.engines
-            weights = engines[0].manifest.identity.weights if engines else structure_hash(network.module)
+            weights = engines[0].manifest.identity.weights if engines else structure_hash(network.module, live=True)
         if not weights and before is not None and before.source == source:
             weights = before.weights
         refusal = (handle.fallback.reason.value, handle.fallback.detail) if handle.fallback is not None else None

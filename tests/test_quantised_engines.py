@@ -119,12 +119,12 @@ def test_an_engine_is_built_without_the_weights_and_serves_them_with_loras(
 
 
 def test_the_structure_tells_formats_apart_and_not_the_values() -> None:
-    every = [structure_hash(quantised("unet", LAYOUT, name).module) for name in FORMATS]
-    every.append(structure_hash(network("unet", LAYOUT).module))
+    every = [structure_hash(quantised("unet", LAYOUT, name).module, live=True) for name in FORMATS]
+    every.append(structure_hash(network("unet", LAYOUT).module, live=True))
     assert len(set(every)) == len(every)
     again = quantised("unet", LAYOUT, "fp8")
     again.module.out[2].weight.data.mul_(2)
-    assert structure_hash(again.module) == every[0]
+    assert structure_hash(again.module, live=True) == every[0]
 
 
 def test_the_weights_that_are_hashed_are_dequantised_with_their_patches() -> None:
@@ -164,6 +164,9 @@ def test_a_format_whose_kernels_cannot_be_traced_has_a_reason() -> None:
 def test_large_plain_fp8_weights_stay_fp8_and_are_cast_while_they_are_used(dtype: torch.dtype) -> None:
     net = network("unet", LAYOUT, operations=comfy.ops.manual_cast)
     net.module.to(dtype)
+    plain = network("unet", LAYOUT)
+    assert structure_hash(net.module) == structure_hash(plain.module), "engines with weights of their own serve both"
+    assert structure_hash(net.module, live=True) != structure_hash(plain.module, live=True)
     dtypes = stored_dtypes(net.module, torch.float32)
     assert {dtypes[name] for name, p in net.module.named_parameters() if p.ndim > 1 and p.numel() > 16384} == {dtype}
     assert {dtypes[name] for name, p in net.module.named_parameters() if p.ndim == 1} == {torch.float32}

@@ -35,6 +35,8 @@ LAYOUT = "inpainting_channels"
 SIZES = {"B": 2, "H": 64, "W": 64, "T": 77}
 ON_HOPPER = frozenset({"nvfp4", "mxfp8"})
 """Formats that ComfyUI dequantises on such a GPU."""
+THERE = [name for name in FORMATS if name != "fp8 e5m2"]
+"""Formats that ComfyUI itself can run: torch multiplies no two matrices in e5m2."""
 
 
 def on_gpu(name: str) -> NativeNetwork:
@@ -48,7 +50,7 @@ def given_for(net: NativeNetwork) -> dict[str, torch.Tensor]:
     return {name: tensor.to(GPU) for name, tensor in sample_inputs(specs, SIZES, seed=3).items()}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", THERE)
 def test_each_layer_gives_native_s_result_to_the_bit(name: str) -> None:
     net = on_gpu(name)
     model_management.load_models_gpu([net.patcher])
@@ -63,7 +65,7 @@ def test_each_layer_gives_native_s_result_to_the_bit(name: str) -> None:
             assert torch.equal(weights.module.get_submodule(path)(given), layer(given)), path
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8 with input scales", "fp8 e5m2", "int8", "int8 convrot"])
+@pytest.mark.parametrize("name", ["fp8", "fp8 with input scales", "int8", "int8 convrot"])
 def test_a_compiled_engine_follows_loras_and_is_as_near_to_float32_as_native(name: str, tmp_path: Path) -> None:
     net = on_gpu(name)
     order = BuildOrder(net, "bfloat16", networks.PROFILE, backends()["torch"], calls=(SIZES,))
@@ -88,16 +90,21 @@ def test_a_compiled_engine_follows_loras_and_is_as_near_to_float32_as_native(nam
         model_management.unload_all_models()
 
 
+@pytest.fixture(scope="module")
+def dynamic_vram() -> None:
+    aimdo = pytest.importorskip("comfy_aimdo.control")
+    aimdo.init()
+    if not aimdo.init_devices([(0, 0)]):  # each with the bytes that stay free
+        pytest.skip("dynamic VRAM does not start here")
+
+
+@pytest.mark.usefixtures("dynamic_vram")
 @pytest.mark.parametrize("name", ["fp8", "int8 rows"])
 def test_under_dynamic_vram_patched_layers_give_native_s_result_to_the_bit(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    aimdo = pytest.importorskip("comfy_aimdo.control")
-    aimdo.init()
-    monkeypatch.setattr(memory_management, "aimdo_enabled", True)
-    if not aimdo.init_devices([(0, 0)]):  # each with the bytes that stay free
-        pytest.skip("dynamic VRAM does not start here")
     net = on_gpu(name)
+    monkeypatch.setattr(memory_management, "aimdo_enabled", True)
     patcher = ModelPatcherDynamic(net.patcher.model, GPU, torch.device("cpu"), net.patcher.model_size())
     assert patcher.is_dynamic()
     assert patcher.add_patches(lora(net, 5), 0.8)

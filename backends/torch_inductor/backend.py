@@ -79,7 +79,7 @@ class TorchBackend:
 
     def weights(self, network: NativeNetwork, check: Callable[[], None] | None = None) -> str:
         """No weights are compiled in."""
-        return structure_hash(network.module)
+        return structure_hash(network.module, live=True)
 
     def build(self, request: BuildRequest, progress: Progress) -> list[str]:
         raise BuildError("the torch backend compiles live networks, not ONNX graphs")
