@@ -24,10 +24,10 @@ from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Unavailable
-from hybrid_trt.page_api.workflow_graph import vae_calls
+from hybrid_trt.page_api.workflow_graph import asked_pictures, vae_calls
 from hybrid_trt.sampling.engine_handle import EngineHandle
 from hybrid_trt.sampling.vae import EngineVAEModel, native_vae, vae_with_engines
-from scenarios import Prompt, latent_of, node, relative_difference
+from scenarios import Prompt, Scenario, latent_of, node, prompt, relative_difference
 
 LIMIT = 1e-5
 SETTINGS = {"when_missing": "build now", "min_size": 64, "opt_size": 128, "max_size": 256}
@@ -104,6 +104,49 @@ def test_tiled_decoding_runs_on_the_engine(comfy: ComfyProcess) -> None:
     row, = rows(history)
     assert row["native"] == 0, row["details"]
     assert row["engine"] > 3, "each tile is a call"
+
+
+def sampled_tiles(backend: str = "", tile: int = 128) -> Prompt:
+    """A picture of 224 px that is sampled, then decoded in tiles; each pass over it has tiles of one shape alone."""
+    scenario = Scenario(unet="tiny_sd15_flat_unet", controls=(), width=224, height=224, steps=1)
+    built = prompt(scenario, engines=False, name="latent")
+    built |= graph("taesd", "decode", backend, tile_size=tile, overlap=32, temporal_size=64, temporal_overlap=8)
+    built["decode"]["inputs"]["samples"] = ["sampler", 0]
+    return {name: one for name, one in built.items() if name not in ("image", "encode")}
+
+
+def test_torch_compiles_the_three_shapes_of_tiles_that_a_graph_asks_for(comfy: ComfyProcess) -> None:
+    native = latent_of(comfy.queue(sampled_tiles()))
+    built = sampled_tiles("torch")
+    history = comfy.queue(built, timeout=300)
+    assert relative_difference(latent_of(history), native) <= LIMIT
+    row, = rows(history)
+    assert (row["native"], row["reasons"]) == (0, {}), row["details"]
+    assert row["engine"] == 4 + 6 + 6
+    told = comfy.post("/hybrid_trt/nodes", {"prompt": built, "nodes": ["node"]})["nodes"]["node"]
+    assert (told["state"], told["uncompiled"]) == ("ready", None)
+    assert set(told["engine"]["profile"].split("; ")) >= {"128x128", "64x224", "224x64"}
+    whole = built | {"decode": node("VAEDecode", samples=["sampler", 0], vae=["node", 0])}
+    told = comfy.post("/hybrid_trt/nodes", {"prompt": whole, "nodes": ["node"]})["nodes"]["node"]
+    assert (told["uncompiled"]["width"], told["uncompiled"]["height"]) == (224, 224)
+
+
+def test_a_graph_asks_for_the_tiles_that_its_vae_is_called_with() -> None:
+    def sizes(graph: Prompt, name: str = "vae") -> list[tuple[int, int]]:
+        return [(picture.width, picture.height) for picture in asked_pictures(graph, "node", name)]
+
+    built = sampled_tiles("torch")
+    assert sizes(built) == [(128, 128), (64, 224), (224, 64)], "no tile is larger than the picture"
+    assert sizes(sampled_tiles("torch", 64)) == [(64, 64), (32, 128), (128, 32)]
+    assert sizes(sampled_tiles("torch", 1024)) == [(224, 224)], "the picture is one tile"
+    assert sizes(built | {"whole": node("VAEDecode", samples=["sampler", 0], vae=["node", 0])})[0] == (224, 224)
+    unknown = built | {"latent": node("LoadLatent", latent="a")}
+    assert sizes(unknown) == [(128, 128), (64, 256), (256, 64)]
+    linked = built | {"decode": node("VAEDecodeTiled", samples=["sampler", 0], vae=["node", 0], tile_size=["n", 0])}
+    assert sizes(linked) == [(224, 224)]
+    assert sizes(built, "model") == [(224, 224)], "a diffusion model never has tiles"
+    encode = node("VAEEncodeTiled", pixels=["decode", 0], vae=["node", 0], tile_size=256)
+    assert sizes(built | {"encode": encode}, "vae:encode") == [(224, 224), (128, 224), (224, 128)]
 
 
 def test_the_one_node_accelerates_a_vae_beside_its_model(comfy: ComfyProcess) -> None:
