@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import comfy.model_patcher as comfy_patcher
 import pytest
 import torch
-from comfy.ldm.models.autoencoder import AutoencodingEngine
+from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
 from comfy.ldm.wan.vae import WanVAE
 from comfy.sd import VAE
 from comfy.taesd import taesd
@@ -17,7 +18,8 @@ from comfy.taesd.taesd import TAESD
 from comfy.utils import load_torch_file
 from comfy_process import ComfyProcess, History
 from hybrid_trt.architectures import Role
-from hybrid_trt.architectures.shapes import RequestedSizes
+from hybrid_trt.architectures.shapes import Picture, RequestedSizes
+from hybrid_trt.architectures.shapes import outside as outside_words
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.lookup import EngineChoice
 from hybrid_trt.comfy_model.network import NativeNetwork
@@ -198,15 +200,35 @@ def decoder(comfy: ComfyProcess, tmp_path: Path) -> tuple[VAE, VAE, EngineHandle
     return vae, vae_with_engines(vae, {Role.VAE_DECODER: handle}), handle
 
 
-def test_the_layout_of_flux_and_sd3_is_served(tmp_path: Path) -> None:
-    """Their KL autoencoders have 16 channels, and no layers around the latent."""
-    layers = {"double_z": True, "z_channels": 16, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32,
-              "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0}  # fmt: skip
-    parts = ("encoder", "decoder")
+SMALL = {"double_z": True, "z_channels": 16, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32,
+         "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0}  # fmt: skip
+
+
+def like_flux() -> AutoencodingEngine:
+    """The KL autoencoder of Flux.1 and SD3: 16 channels, and no layers around the latent."""
     configs = {f"{part}_config": {"target": f"comfy.ldm.modules.diffusionmodules.model.{part.title()}",
-                                  "params": layers} for part in parts}  # fmt: skip
+                                  "params": SMALL} for part in ("encoder", "decoder")}  # fmt: skip
     regularizer = {"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"}
-    module = AutoencodingEngine(regularizer_config=regularizer, **configs)
+    return AutoencodingEngine(regularizer_config=regularizer, **configs)
+
+
+def like_flux2() -> AutoencoderKL:
+    """That of Flux.2: statistics of the latent, of which four elements are one."""
+    module = AutoencoderKL(ddconfig=SMALL | {"z_channels": 8, "batch_norm_latent": True}, embed_dim=8)
+    generator = torch.Generator().manual_seed(5)
+    module.bn.running_mean.normal_(generator=generator)
+    module.bn.running_var.uniform_(0.3, 3.0, generator=generator)
+    return module
+
+
+LAYOUTS = {"Flux.1 and SD3": (like_flux, 16, 8), "Flux.2": (like_flux2, 32, 16)}
+"""Module, channels of its latent, and pixels of a latent element."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_layouts_of_flux_and_sd3_are_served(layout: str, tmp_path: Path) -> None:
+    make, channels, pixels = LAYOUTS[layout]
+    module = make()
     generator = torch.Generator().manual_seed(4)
     for name, weight in module.named_parameters():
         spread = weight[0].numel() ** -0.5 if weight.ndim > 1 else 0.05
@@ -216,19 +238,34 @@ def test_the_layout_of_flux_and_sd3_is_served(tmp_path: Path) -> None:
     module.eval().requires_grad_(False)
     patcher = comfy_patcher.ModelPatcher(module, torch.device("cpu"), torch.device("cpu"))
     vae = SimpleNamespace(patcher=patcher, first_stage_model=module, vae_dtype=torch.float32)
-    given = {Role.VAE_DECODER: torch.randn(2, 16, 9, 12, generator=generator),
-             Role.VAE_ENCODER: torch.rand(1, 3, 72, 96, generator=generator) * 2 - 1}  # fmt: skip
+    given = {Role.VAE_DECODER: torch.randn(2, channels, 72 // pixels, 96 // pixels, generator=generator),
+             Role.VAE_ENCODER: torch.rand(1, 3, 80, 96, generator=generator) * 2 - 1}  # fmt: skip
     for role, images in given.items():
         network, library = NativeNetwork.of_vae(vae, role, f"flux {role.value}"), Library([tmp_path])
-        profile = network.architecture().profile(RequestedSizes(64, 128, 256))
+        architecture = network.architecture()
+        profile = architecture.profile(RequestedSizes(64, 128, 256))
+        assert architecture.words(profile) == "64 to 256 px"
+        (call,) = architecture.calls(profile, Picture(96, 80, (1,)))
+        assert (call["W"] * pixels, call["H"] * pixels, architecture.call_words(call)) == (96, 80, "96x80")
+        wide = architecture.calls(profile, Picture(512, 64, (1,)))[0]
+        why = outside_words(profile, wide, architecture.symbols)
+        assert why == "width 512 px is outside the engine's 64 to 256 px"
         order = BuildOrder(network, "float32", profile, backends()["onnxruntime"])
         build_engine(order, library, lambda *_: None, run=run_here)
-        handle = EngineHandle(network, EngineChoice(profile, backend="onnxruntime"), library, "node")
+        choice = EngineChoice(profile, backend="onnxruntime")
+        handle = EngineHandle(network, choice, library, f"{layout} {role.value}")
         model = EngineVAEModel(vae, {role: handle})
         call = "decode" if role is Role.VAE_DECODER else "encode"
         expected = getattr(module, call)(images)
         assert float((getattr(model, call)(images) - expected).norm() / expected.norm()) <= LIMIT
         assert (handle.stats.engine, handle.stats.native) == (len(images), 0), handle.stats.details
+    if layout == "Flux.2":
+        other = copy.deepcopy(module)
+        other.bn.running_mean += 0.1
+        patcher = comfy_patcher.ModelPatcher(other, torch.device("cpu"), torch.device("cpu"))
+        vae = SimpleNamespace(patcher=patcher, first_stage_model=other, vae_dtype=torch.float32)
+        handle = EngineHandle(NativeNetwork.of_vae(vae, role, "other"), choice, library, "other statistics")
+        assert handle.session is None, "an engine has the statistics that it was built with"
 
 
 def test_comfyui_frees_what_a_compiled_call_needs_and_natives_estimate_elsewhere(
