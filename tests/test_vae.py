@@ -26,6 +26,7 @@ from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Unavailable
+from hybrid_trt.engine_library.yardstick import FLOORS
 from hybrid_trt.page_api.workflow_graph import asked_pictures, vae_calls
 from hybrid_trt.sampling.engine_handle import EngineHandle
 from hybrid_trt.sampling.vae import EngineVAEModel, native_vae, vae_with_engines
@@ -66,7 +67,7 @@ def rows(history: History) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_vae_on_an_engine_gives_natives_picture(comfy: ComfyProcess, kind: str, call: str) -> None:
-    for sizes in ({}, {"width": 64, "height": 200}, {"batch": 3}):
+    for sizes in ({}, {"width": 64, "height": 200}, {"width": 101, "height": 139, "batch": 3}):
         native = latent_of(comfy.queue(graph(kind, call, **sizes)))
         history = comfy.queue(graph(kind, call, "onnxruntime", **sizes), timeout=300)
         assert relative_difference(latent_of(history), native) <= LIMIT
@@ -108,13 +109,17 @@ def test_tiled_decoding_runs_on_the_engine(comfy: ComfyProcess) -> None:
     assert row["engine"] > 3, "each tile is a call"
 
 
-def sampled_tiles(backend: str = "", tile: int = 128) -> Prompt:
-    """A picture of 224 px that is sampled, then decoded in tiles; each pass over it has tiles of one shape alone."""
-    scenario = Scenario(unet="tiny_sd15_flat_unet", controls=(), width=224, height=224, steps=1)
-    built = prompt(scenario, engines=False, name="latent")
-    built |= graph("taesd", "decode", backend, tile_size=tile, overlap=32, temporal_size=64, temporal_overlap=8)
+def sampled(backend: str = "", width: int = 224, height: int = 224, batch: int = 1, **tiles: int) -> Prompt:
+    """Pictures that are sampled, then decoded by TAESD."""
+    scenario = Scenario(unet="tiny_sd15_flat_unet", controls=(), width=width, height=height, batch=batch, steps=1)
+    built = prompt(scenario, engines=False, name="latent") | graph("taesd", "decode", backend, **tiles)
     built["decode"]["inputs"]["samples"] = ["sampler", 0]
     return {name: one for name, one in built.items() if name not in ("image", "encode")}
+
+
+def sampled_tiles(backend: str = "", tile: int = 128) -> Prompt:
+    """A picture that is decoded in tiles; each pass over it has tiles of one shape alone."""
+    return sampled(backend, tile_size=tile, overlap=32, temporal_size=64, temporal_overlap=8)
 
 
 def test_torch_compiles_the_three_shapes_of_tiles_that_a_graph_asks_for(comfy: ComfyProcess) -> None:
@@ -149,6 +154,28 @@ def test_a_graph_asks_for_the_tiles_that_its_vae_is_called_with() -> None:
     assert sizes(built, "model") == [(224, 224)], "a diffusion model never has tiles"
     encode = node("VAEEncodeTiled", pixels=["decode", 0], vae=["node", 0], tile_size=256)
     assert sizes(built | {"encode": encode}, "vae:encode") == [(224, 224), (128, 224), (224, 128)]
+
+
+@pytest.mark.parametrize(("flag", "backend", "precision"), [
+    ("--fp16-vae", "onnxruntime", "float16"), ("--bf16-vae", "torch", "bfloat16")])  # fmt: skip
+def test_in_the_precision_of_comfyuis_flag_it_is_as_near_to_float32_as_native(
+    comfy: ComfyProcess, flag: str, backend: str, precision: str
+) -> None:
+    """Without a flag a CPU computes in float32."""
+    size = {"width": 104, "height": 136, "batch": 3}
+    exact = latent_of(comfy.queue(sampled(**size)))
+    with ComfyProcess(comfy.comfyui, comfy.base, arguments=[flag], log=comfy.base / "flag.log") as other:
+        native = latent_of(other.queue(sampled(**size)))
+        history = other.queue(sampled(backend, **size), timeout=300)
+        found = latent_of(history)
+        told = other.post("/hybrid_trt/nodes", {"prompt": sampled(backend, **size), "nodes": ["node"]})["nodes"]["node"]
+    row, = rows(history)
+    assert (row["engine"], row["native"]) == (3, 0), row["details"]
+    assert told["engine"]["precision"] == precision
+    own = relative_difference(native, exact)
+    assert own > 1e-4, "the flag acts"
+    assert relative_difference(found, exact) <= 1.2 * own
+    assert 0 < told["engine"]["rel_err"] <= max(1.2 * told["engine"]["native_rel_err"], FLOORS[precision])
 
 
 def test_the_one_node_accelerates_a_vae_beside_its_model(comfy: ComfyProcess) -> None:
