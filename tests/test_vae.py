@@ -252,11 +252,8 @@ LAYOUTS = {"Flux.1 and SD3": (like_flux, 16, 8), "Flux.2": (like_flux2, 32, 16)}
 """Module, channels of its latent, and pixels of a latent element."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_layouts_of_flux_and_sd3_are_served(layout: str, tmp_path: Path) -> None:
-    make, channels, pixels = LAYOUTS[layout]
-    module = make()
-    generator = torch.Generator().manual_seed(4)
+def vae_of(module: AutoencodingEngine, generator: torch.Generator) -> SimpleNamespace:
+    """A VAE with random weights, as far as the pack reads it."""
     for name, weight in module.named_parameters():
         spread = weight[0].numel() ** -0.5 if weight.ndim > 1 else 0.05
         weight.data = torch.randn(weight.shape, generator=generator) * spread
@@ -264,7 +261,14 @@ def test_the_layouts_of_flux_and_sd3_are_served(layout: str, tmp_path: Path) -> 
             weight.data += 1
     module.eval().requires_grad_(False)
     patcher = comfy_patcher.ModelPatcher(module, torch.device("cpu"), torch.device("cpu"))
-    vae = SimpleNamespace(patcher=patcher, first_stage_model=module, vae_dtype=torch.float32)
+    return SimpleNamespace(patcher=patcher, first_stage_model=module, vae_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_layouts_of_flux_and_sd3_are_served(layout: str, tmp_path: Path) -> None:
+    make, channels, pixels = LAYOUTS[layout]
+    generator = torch.Generator().manual_seed(4)
+    vae = vae_of(module := make(), generator)
     given = {Role.VAE_DECODER: torch.randn(2, channels, 72 // pixels, 96 // pixels, generator=generator),
              Role.VAE_ENCODER: torch.rand(1, 3, 80, 96, generator=generator) * 2 - 1}  # fmt: skip
     for role, images in given.items():
@@ -337,3 +341,19 @@ def test_another_packs_code_in_a_vae_makes_it_run_on_native(
     handle.refresh()
     assert handle.session is None
     assert f"has replaced {kind.__name__}.{method}" in handle.fallback.detail
+
+
+@pytest.mark.parametrize("role", [Role.VAE_DECODER, Role.VAE_ENCODER])
+def test_statistics_of_a_latent_reach_what_torch_compiles(role: Role, tmp_path: Path) -> None:
+    vae = vae_of(module := like_flux2(), torch.Generator().manual_seed(4))
+    network, library = NativeNetwork.of_vae(vae, role, f"flux2 {role.value}"), Library([tmp_path])
+    profile = network.architecture().profile(RequestedSizes(64, 64, 64))
+    order = BuildOrder(network, "float32", profile, backends()["torch"])
+    build_engine(order, library, lambda *_: None, run=run_here)
+    handle = EngineHandle(network, EngineChoice(profile, backend="torch"), library, f"torch {role.value}")
+    model = EngineVAEModel(vae, {role: handle})
+    call, shape = ("decode", (1, 32, 4, 4)) if role is Role.VAE_DECODER else ("encode", (1, 3, 64, 64))
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(6))
+    expected = getattr(module, call)(images)
+    assert float((getattr(model, call)(images) - expected).norm() / expected.norm()) <= LIMIT
+    assert (handle.stats.engine, handle.stats.native) == (1, 0), handle.stats.details
