@@ -1,4 +1,4 @@
-"""VAEs of still images as engines: the KL autoencoders of SD1.5, SDXL, SD3, Flux and Z-Image, and TAESD.
+"""VAEs of still images as engines: the KL autoencoders of SD1.5, SDXL, SD3, Flux, Flux.2 and Z-Image, and TAESD.
 
 A VAE has two networks, decoder and encoder, in one module. Each is an architecture of its own, and gets an engine only
 where a graph calls it. ComfyUI calls them once per picture, so they are compiled and not captured as CUDA graphs.
@@ -7,7 +7,7 @@ where a graph calls it. ComfyUI calls them once per picture, so they are compile
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from comfy.taesd.taesd import TAESD
 from . import Role
 from .calls import Binding, EngineCall, Unsupported
 from .image_latent import LATENT, LatentSizes
-from .shapes import Dim, Picture, Profile, Range, RequestedSizes, Sizes, TensorSpec
+from .shapes import Dim, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
 
 CHANNELS = 3
 FILE_MARKS = ()
@@ -32,46 +32,58 @@ class AutoencoderSizes(LatentSizes):
 
     Attributes:
         working_values: numbers that a compiled call holds at its height, for each pixel; from benchmarks/vae.py, with
-            a tenth more. TAESD's encoder was not measured and has its decoder's.
+            a tenth more. TAESD's encoder was not measured and has its decoder's; that of 16 px has those of 8 px, whose
+            layers it has.
+        pixels: along each side of a latent element.
     """
 
     name: str
     role: Role
     working_values: int
+    pixels: int = LATENT
 
     per_step = False
     arguments = ("images",)
 
+    @property
+    def symbols(self) -> Mapping[str, Symbol]:
+        """See ``Architecture``."""
+        return {name: replace(symbol, step=self.pixels) if name in ("H", "W") else symbol
+                for name, symbol in LatentSizes.symbols.items()}  # fmt: skip
+
     def profile(self, asked: RequestedSizes) -> Profile:
         """See ``Architecture``."""
-        ranges = super().profile(asked).ranges
-        return Profile({"B": Range(1, 1, 1), "H": ranges["H"], "W": ranges["W"]})
+        ranges, times = super().profile(asked).ranges, self.pixels // LATENT
+        sides = {side: Range(max(1, r.min // times), max(1, r.opt // times), -(-r.max // times))
+                 for side, r in ranges.items() if side in ("H", "W")}  # fmt: skip
+        return Profile({"B": Range(1, 1, 1), **sides})
 
     def words(self, profile: Profile) -> str:
         """See ``Architecture``: ``256 to 1024 px``."""
-        return super().words(profile.only("HW"))
+        times, sides = self.pixels // LATENT, profile.only("HW").ranges
+        return super().words(Profile({s: Range(times * r.min, times * r.opt, times * r.max) for s, r in sides.items()}))
 
     def calls(self, profile: Profile, picture: Picture) -> list[dict[str, int]]:
         """See ``Architecture``: one call, whatever the batch."""
-        return [{"B": 1, "H": max(1, picture.height // LATENT), "W": max(1, picture.width // LATENT)}]
+        return [{"B": 1, "H": max(1, picture.height // self.pixels), "W": max(1, picture.width // self.pixels)}]
 
     def call_words(self, call: Mapping[str, int]) -> str:
         """See ``Architecture``: ``832x1216``."""
-        return f"{LATENT * call['W']}x{LATENT * call['H']}"
+        return f"{self.pixels * call['W']}x{self.pixels * call['H']}"
 
     def working_memory(self, call: Mapping[str, int], dtype: torch.dtype) -> int:
         """Return the bytes that a compiled call needs besides its weights."""
-        return self.working_values * LATENT * LATENT * call["H"] * call["W"] * dtype.itemsize
+        return self.working_values * self.pixels**2 * call["H"] * call["W"] * dtype.itemsize
 
     def inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
         """See ``Architecture``: a latent, or pixels from -1 to 1."""
         decodes = self.role is Role.VAE_DECODER
-        return [_latent("images", module, dtype) if decodes else _pixels("images", dtype)]
+        return [_latent("images", module, dtype) if decodes else _picture("images", dtype, self.pixels)]
 
     def outputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
         """See ``Architecture``."""
         decodes = self.role is Role.VAE_DECODER
-        return [_pixels("result", dtype) if decodes else _latent("result", module, dtype)]
+        return [_picture("result", dtype, self.pixels) if decodes else _latent("result", module, dtype)]
 
     def engine_inputs(self, module: torch.nn.Module, dtype: str) -> list[TensorSpec]:
         """See ``Architecture``."""
@@ -90,11 +102,16 @@ class AutoencoderSizes(LatentSizes):
         for layer in module.modules():
             if isinstance(layer, AttnBlock):
                 layer.optimized_attention = _attention
-        return _Half(module, "decode" if self.role is Role.VAE_DECODER else "encode")
+        if self.role is Role.VAE_DECODER:
+            return _Half(module, "decode")
+        return _Half(module, "encode") if getattr(module, "bn", None) is None else _EncoderWithStatistics(module)
 
 
 class KLAutoencoder(AutoencoderSizes):
-    """A KL autoencoder of 8 px per latent element, with or without layers around the latent."""
+    """A KL autoencoder, with or without layers around the latent, and with or without statistics of it.
+
+    With them it takes four elements of 8 px for one of 16 px.
+    """
 
     def matches(self, module: torch.nn.Module) -> bool:
         """See ``Architecture``."""
@@ -105,8 +122,7 @@ class KLAutoencoder(AutoencoderSizes):
             and isinstance(module.decoder.conv_in, torch.nn.Conv2d)
             and type(module.regularization) is DiagonalGaussianRegularizer
             and not module.regularization.sample
-            and getattr(module, "bn", None) is None
-            and _pixels_per_element(module) == LATENT
+            and _pixels_per_element(module) == self.pixels
         )
 
 
@@ -119,13 +135,15 @@ class TinyAutoencoder(AutoencoderSizes):
 
 
 def _pixels_per_element(module: AutoencodingEngine) -> int:
-    return 2 ** (module.decoder.num_resolutions - 1)
+    return 2 ** (module.decoder.num_resolutions - 1) * (1 if getattr(module, "bn", None) is None else 2)
 
 
 def _channels(module: torch.nn.Module) -> int:
     """Return the channels of the latent."""
     if isinstance(module, TAESD):
         return module.taesd_decoder[1].in_channels
+    if getattr(module, "bn", None) is not None:
+        return module.bn.num_features
     first = getattr(module, "post_quant_conv", None) or module.decoder.conv_in
     return first.in_channels
 
@@ -134,8 +152,8 @@ def _latent(name: str, module: torch.nn.Module, dtype: str) -> TensorSpec:
     return TensorSpec(name, dtype, (Dim("B"), _channels(module), Dim("H"), Dim("W")))
 
 
-def _pixels(name: str, dtype: str) -> TensorSpec:
-    height, width = Dim("H", up=LATENT), Dim("W", up=LATENT)
+def _picture(name: str, dtype: str, pixels: int) -> TensorSpec:
+    height, width = Dim("H", up=pixels), Dim("W", up=pixels)
     return TensorSpec(name, dtype, (Dim("B"), CHANNELS, height, width))
 
 
@@ -169,10 +187,27 @@ class _Half(torch.nn.Module):
         return (getattr(self.vae, self.method)(tensor),)
 
 
+class _EncoderWithStatistics(torch.nn.Module):
+    """Encoder of a VAE with statistics of its latent, written out: the exporter cannot fold and normalise at once."""
+
+    def __init__(self, vae: AutoencoderKL):
+        super().__init__()
+        self.vae = vae
+
+    def forward(self, tensor: torch.Tensor) -> tuple[torch.Tensor]:
+        vae = self.vae
+        latent, _ = vae.regularization(vae.quant_conv(vae.encoder(tensor)))
+        folded = F.pixel_unshuffle(latent, 2)
+        mean, variance = (t.to(latent.dtype).view(1, -1, 1, 1) for t in (vae.bn.running_mean, vae.bn.running_var))
+        return ((folded - mean) / torch.sqrt(variance + vae.bn_eps),)
+
+
 _SIZES = Sizes("VAE", 64, 1024, 1536)
 ARCHITECTURES = (
     KLAutoencoder(_SIZES, "kl_vae_decoder", Role.VAE_DECODER, 860),
     KLAutoencoder(_SIZES, "kl_vae_encoder", Role.VAE_ENCODER, 580),
+    KLAutoencoder(_SIZES, "kl_vae_16_decoder", Role.VAE_DECODER, 860, 16),
+    KLAutoencoder(_SIZES, "kl_vae_16_encoder", Role.VAE_ENCODER, 580, 16),
     TinyAutoencoder(_SIZES, "taesd_decoder", Role.VAE_DECODER, 260),
     TinyAutoencoder(_SIZES, "taesd_encoder", Role.VAE_ENCODER, 260),
 )

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 LARGE = 16 * 1024
 """Dynamic VRAM casts layers with more bytes than this when they are called; others it loads as their file has them."""
 
-NOT_SERVED = ("TensorCoreConvRotW4A4Layout",)
-"""Formats whose kernels cannot be traced."""
+SERVED = ("TensorCoreFP8E4M3Layout", "TensorCoreFP8E5M2Layout", "TensorWiseINT8Layout", "TensorCoreNVFP4Layout",
+          "TensorCoreMXFP8Layout")  # fmt: skip
+"""Formats that can be traced. ConvRotW4A4's kernels cannot, and those of other packs (GGUF) dequantise in Python."""
 
 
 @functools.cache
@@ -76,7 +77,7 @@ def why_no_engine(layer: torch.nn.Module) -> str | None:
         return None
     if not _of_a_quantised_model(type(layer)) or quantised != ["weight"]:
         return f"quantised layers of another kind ({type(layer).__name__}), for which no engine can be built yet"
-    if (found := layer._parameters["weight"]._layout_cls) in NOT_SERVED:
+    if (found := layer._parameters["weight"]._layout_cls) not in SERVED:
         return f"quantised layers in the format {found.removesuffix('Layout')}, for which no engine can be built yet"
     return None
 

@@ -112,8 +112,9 @@ def engine_choice(
 def find(network: NativeNetwork, choice: EngineChoice, place: Place) -> EngineHandle:
     """Return the handle for a network's engine, which the page knows of from then on."""
     key, order = place.key, place.order
-    pictures = asked_pictures(order.graph, drawn_id(place.prompt, place.node_id)) if order is not None else ()
-    pictures = pictures or asked_pictures(all_nodes(place.prompt), place.node_id)
+    drawn, name = drawn_id(place.prompt, place.node_id), place.input_name
+    pictures = asked_pictures(order.graph, drawn, name) if order is not None else ()
+    pictures = pictures or asked_pictures(all_nodes(place.prompt), place.node_id, name)
     handle = EngineHandle(network, replace(choice, pictures=pictures), library(), place.node_id, key)
     node_states.learn(key, handle)
     return handle

@@ -22,6 +22,7 @@ from .workflow_graph import (
     ENGINE_NODES,
     BadPrompt,
     alone,
+    called_with,
     network_inputs,
     node_key,
     pictures_of,
@@ -106,9 +107,12 @@ def states(prompt: Mapping[str, Any], nodes: list[list]) -> dict[str, dict]:
         every = tuple(dict.fromkeys(chain(*samplers.values())))
         of_all = pictures_of(prompt, every)
         for node in uses:
-            asked = {"pictures": pictures_of(prompt, samplers[node]), "of_all_uses": of_all, "samplers": every}
+            asked, sampled = {"of_all_uses": of_all, "samplers": every}, pictures_of(prompt, samplers[node])
             try:
-                first, *others = (_state(prompt, node, name, asked) for name in network_inputs(prompt, node))
+                first, *others = (
+                    _state(prompt, node, name, {**asked, "pictures": called_with(prompt, node, name, sampled)})
+                    for name in network_inputs(prompt, node)
+                )
             except BadPrompt as error:
                 raise Refused(400, f"No state can be told: {error}.") from None
             told[node] = {**first, **({"others": others} if others else {})}

@@ -113,9 +113,29 @@ def is_link(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
 
 
-def asked_pictures(prompt: Mapping[str, Any], node_id: str) -> tuple[Picture, ...]:
-    """Return the pictures of the samplers that call a node's network, as ``pictures_of``."""
-    return pictures_of(prompt, samplers_of(prompt, node_id, readers_of(prompt)))
+def asked_pictures(prompt: Mapping[str, Any], node_id: str, input_name: str) -> tuple[Picture, ...]:
+    """Return the pictures that the network of an input is called with, as far as the graph tells."""
+    sampled = pictures_of(prompt, samplers_of(prompt, node_id, readers_of(prompt)))
+    return called_with(prompt, node_id, input_name, sampled)
+
+
+def called_with(
+    prompt: Mapping[str, Any], node_id: str, input_name: str, sampled: tuple[Picture, ...]
+) -> tuple[Picture, ...]:
+    """Return the pictures that a network is called with, given those that are sampled: a VAE may take tiles of them.
+
+    ComfyUI has it take all tiles in three shapes: square, upright and lying. None is larger than its picture; the last
+    ones of a row may be smaller, and are known once they ran.
+    """
+    if input_name not in (DECODE, ENCODE):
+        return sampled
+    sides = [inputs.get("tile_size") for name, inputs in _vae_readers(prompt, node_id) if name == input_name]
+    known = [side for side in sides if isinstance(side, int) and 0 < side < MAX_NUMBER]
+    shapes = [shape for s in known for shape in ((s, s), (s // 2, 2 * s), (2 * s, s // 2))]
+    most = [(picture.width, picture.height) for picture in sampled] or [(MAX_NUMBER, MAX_NUMBER)]
+    tiles = [Picture(min(width, w), min(height, h), (1,)) for width, height in shapes for w, h in most]
+    whole = sampled if len(known) < len(sides) or not sides else ()
+    return tuple(dict.fromkeys((*whole, *tiles)))[:MAX_PICTURES]
 
 
 def pictures_of(prompt: Mapping[str, Any], samplers: Iterable[str]) -> tuple[Picture, ...]:
@@ -186,14 +206,20 @@ def vae_calls(prompt: Mapping[str, Any], node_id: str) -> list[str]:
     A reader that takes latents decodes, one that takes pixels encodes, but for ControlNets: few of these encode. Where
     no reader tells, pictures are decoded.
     """
+    found = {name for name, _ in _vae_readers(prompt, node_id)}
+    return [name for name in (DECODE, ENCODE) if name in found] or [DECODE]
+
+
+def _vae_readers(prompt: Mapping[str, Any], node_id: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the network that each reader of a VAE calls, and the reader's inputs."""
     output = [node_id, 1 if _node(prompt, node_id).get("class_type") == ACCELERATE else 0]
-    found = set()
     for inputs in (_inputs(prompt, reader) for reader in prompt):
         if output in inputs.values():
             takes = {name for name, value in inputs.items() if is_link(value)}
-            encodes = takes & {"pixels", "image"} and "control_net" not in takes
-            found |= {DECODE} if "samples" in takes else {ENCODE} if encodes else set()
-    return [name for name in (DECODE, ENCODE) if name in found] or [DECODE]
+            if "samples" in takes:
+                yield DECODE, inputs
+            elif takes & {"pixels", "image"} and "control_net" not in takes:
+                yield ENCODE, inputs
 
 
 def alone(prompt: Mapping[str, Any], node_id: str, input_name: str) -> Mapping[str, Any]:

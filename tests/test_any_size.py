@@ -116,16 +116,17 @@ def graph(width: Any = 832, height: int = 1216, images: int = 1, **sampler: Any)
 
 def test_a_prompt_tells_its_pictures_with_the_batch_that_cfg_makes_of_them() -> None:
     for node in ("engine", "net_engine"):
-        assert asked_pictures(graph(), node) == (Picture(832, 1216, (2,)),)
-        assert asked_pictures(graph(images=3, cfg=1.0), node) == (Picture(832, 1216, (3,)),)
-        assert asked_pictures(graph(images=2, cfg=["primitive", 0]), node) == (Picture(832, 1216, (4, 2)),)
+        assert asked_pictures(graph(), node, "model") == (Picture(832, 1216, (2,)),)
+        assert asked_pictures(graph(images=3, cfg=1.0), node, "model") == (Picture(832, 1216, (3,)),)
+        assert asked_pictures(graph(images=2, cfg=["primitive", 0]), node, "model") == (Picture(832, 1216, (4, 2)),)
     other = {"class_type": "KSampler", "inputs": {"positive": ["up", 0], "latent_image": ["large", 0]}}
     large = {"class_type": "EmptyLatentImage", "inputs": {"width": 2048, "height": 2048}}
     later = {**graph(), "other": other, "large": large}
-    assert asked_pictures(later, "engine") == (Picture(832, 1216, (2,)),), "what comes after its sampler is another's"
-    assert asked_pictures(graph(width=["number", 0]), "engine") == (), "what is not certain is not asked for"
-    assert asked_pictures(graph(latent_image=["up", 0]), "engine") == ()
-    assert asked_pictures({"engine": None, "x": {"inputs": {"a": ["engine", 0]}}}, "engine") == ()
+    first = (Picture(832, 1216, (2,)),)
+    assert asked_pictures(later, "engine", "model") == first, "what comes after its sampler is another's"
+    assert asked_pictures(graph(width=["number", 0]), "engine", "model") == (), "what is not certain is not asked for"
+    assert asked_pictures(graph(latent_image=["up", 0]), "engine", "model") == ()
+    assert asked_pictures({"engine": None, "x": {"inputs": {"a": ["engine", 0]}}}, "engine", "model") == ()
 
 
 # --- with a compiler that takes no time ---

@@ -25,12 +25,14 @@ from sampling import STEPS, error, sample
 
 __all__ = ["controlnet", "file", "files", "library"]  # fixtures: pytest finds them by name
 
-KINDS = {"GGUF": "GGUF weights", "GGUF, a layout": "quantised layers", "NF4": "bitsandbytes weights",
+GGUF = {"GGUF": "GGUF weights", "GGUF, a layout": "quantised layers", "GGUF, in ComfyUI's layers": "quantised layers"}
+KINDS = {**GGUF, "NF4": "bitsandbytes weights",
          "whole numbers": "Nunchaku weights", "another patcher": "GGUF weights"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("kind", "backend"), [*((kind, AUTO) for kind in KINDS), ("GGUF", "torch"), ("GGUF", "onnxruntime")]
+    ("kind", "backend"),
+    [*((kind, AUTO) for kind in KINDS), *((kind, "torch") for kind in GGUF), ("GGUF", "onnxruntime")],
 )
 def test_native_serves_it_and_the_reason_says_what_its_weights_are(
     file: Path, library: Library, kind: str, backend: str, caplog: pytest.LogCaptureFixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import comfy.model_patcher as comfy_patcher
 import pytest
 import torch
-from comfy.ldm.models.autoencoder import AutoencodingEngine
+from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
 from comfy.ldm.wan.vae import WanVAE
 from comfy.sd import VAE
 from comfy.taesd import taesd
@@ -17,17 +18,19 @@ from comfy.taesd.taesd import TAESD
 from comfy.utils import load_torch_file
 from comfy_process import ComfyProcess, History
 from hybrid_trt.architectures import Role
-from hybrid_trt.architectures.shapes import RequestedSizes
+from hybrid_trt.architectures.shapes import Picture, RequestedSizes
+from hybrid_trt.architectures.shapes import outside as outside_words
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.lookup import EngineChoice
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Unavailable
-from hybrid_trt.page_api.workflow_graph import vae_calls
+from hybrid_trt.engine_library.yardstick import FLOORS
+from hybrid_trt.page_api.workflow_graph import asked_pictures, vae_calls
 from hybrid_trt.sampling.engine_handle import EngineHandle
 from hybrid_trt.sampling.vae import EngineVAEModel, native_vae, vae_with_engines
-from scenarios import Prompt, latent_of, node, relative_difference
+from scenarios import Prompt, Scenario, latent_of, node, prompt, relative_difference
 
 LIMIT = 1e-5
 SETTINGS = {"when_missing": "build now", "min_size": 64, "opt_size": 128, "max_size": 256}
@@ -64,7 +67,7 @@ def rows(history: History) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_vae_on_an_engine_gives_natives_picture(comfy: ComfyProcess, kind: str, call: str) -> None:
-    for sizes in ({}, {"width": 64, "height": 200}, {"batch": 3}):
+    for sizes in ({}, {"width": 64, "height": 200}, {"width": 101, "height": 139, "batch": 3}):
         native = latent_of(comfy.queue(graph(kind, call, **sizes)))
         history = comfy.queue(graph(kind, call, "onnxruntime", **sizes), timeout=300)
         assert relative_difference(latent_of(history), native) <= LIMIT
@@ -104,6 +107,75 @@ def test_tiled_decoding_runs_on_the_engine(comfy: ComfyProcess) -> None:
     row, = rows(history)
     assert row["native"] == 0, row["details"]
     assert row["engine"] > 3, "each tile is a call"
+
+
+def sampled(backend: str = "", width: int = 224, height: int = 224, batch: int = 1, **tiles: int) -> Prompt:
+    """Pictures that are sampled, then decoded by TAESD."""
+    scenario = Scenario(unet="tiny_sd15_flat_unet", controls=(), width=width, height=height, batch=batch, steps=1)
+    built = prompt(scenario, engines=False, name="latent") | graph("taesd", "decode", backend, **tiles)
+    built["decode"]["inputs"]["samples"] = ["sampler", 0]
+    return {name: one for name, one in built.items() if name not in ("image", "encode")}
+
+
+def sampled_tiles(backend: str = "", tile: int = 128) -> Prompt:
+    """A picture that is decoded in tiles; each pass over it has tiles of one shape alone."""
+    return sampled(backend, tile_size=tile, overlap=32, temporal_size=64, temporal_overlap=8)
+
+
+def test_torch_compiles_the_three_shapes_of_tiles_that_a_graph_asks_for(comfy: ComfyProcess) -> None:
+    native = latent_of(comfy.queue(sampled_tiles()))
+    built = sampled_tiles("torch")
+    history = comfy.queue(built, timeout=300)
+    assert relative_difference(latent_of(history), native) <= LIMIT
+    row, = rows(history)
+    assert (row["native"], row["reasons"]) == (0, {}), row["details"]
+    assert row["engine"] == 4 + 6 + 6
+    told = comfy.post("/hybrid_trt/nodes", {"prompt": built, "nodes": ["node"]})["nodes"]["node"]
+    assert (told["state"], told["uncompiled"]) == ("ready", None)
+    assert set(told["engine"]["profile"].split("; ")) >= {"128x128", "64x224", "224x64"}
+    whole = built | {"decode": node("VAEDecode", samples=["sampler", 0], vae=["node", 0])}
+    told = comfy.post("/hybrid_trt/nodes", {"prompt": whole, "nodes": ["node"]})["nodes"]["node"]
+    assert (told["uncompiled"]["width"], told["uncompiled"]["height"]) == (224, 224)
+
+
+def test_a_graph_asks_for_the_tiles_that_its_vae_is_called_with() -> None:
+    def sizes(graph: Prompt, name: str = "vae") -> list[tuple[int, int]]:
+        return [(picture.width, picture.height) for picture in asked_pictures(graph, "node", name)]
+
+    built = sampled_tiles("torch")
+    assert sizes(built) == [(128, 128), (64, 224), (224, 64)], "no tile is larger than the picture"
+    assert sizes(sampled_tiles("torch", 64)) == [(64, 64), (32, 128), (128, 32)]
+    assert sizes(sampled_tiles("torch", 1024)) == [(224, 224)], "the picture is one tile"
+    assert sizes(built | {"whole": node("VAEDecode", samples=["sampler", 0], vae=["node", 0])})[0] == (224, 224)
+    unknown = built | {"latent": node("LoadLatent", latent="a")}
+    assert sizes(unknown) == [(128, 128), (64, 256), (256, 64)]
+    linked = built | {"decode": node("VAEDecodeTiled", samples=["sampler", 0], vae=["node", 0], tile_size=["n", 0])}
+    assert sizes(linked) == [(224, 224)]
+    assert sizes(built, "model") == [(224, 224)], "a diffusion model never has tiles"
+    encode = node("VAEEncodeTiled", pixels=["decode", 0], vae=["node", 0], tile_size=256)
+    assert sizes(built | {"encode": encode}, "vae:encode") == [(224, 224), (128, 224), (224, 128)]
+
+
+@pytest.mark.parametrize(("flag", "backend", "precision"), [
+    ("--fp16-vae", "onnxruntime", "float16"), ("--bf16-vae", "torch", "bfloat16")])  # fmt: skip
+def test_in_the_precision_of_comfyuis_flag_it_is_as_near_to_float32_as_native(
+    comfy: ComfyProcess, flag: str, backend: str, precision: str
+) -> None:
+    """Without a flag a CPU computes in float32."""
+    size = {"width": 104, "height": 136, "batch": 3}
+    exact = latent_of(comfy.queue(sampled(**size)))
+    with ComfyProcess(comfy.comfyui, comfy.base, arguments=[flag], log=comfy.base / "flag.log") as other:
+        native = latent_of(other.queue(sampled(**size)))
+        history = other.queue(sampled(backend, **size), timeout=300)
+        found = latent_of(history)
+        told = other.post("/hybrid_trt/nodes", {"prompt": sampled(backend, **size), "nodes": ["node"]})["nodes"]["node"]
+    row, = rows(history)
+    assert (row["engine"], row["native"]) == (3, 0), row["details"]
+    assert told["engine"]["precision"] == precision
+    own = relative_difference(native, exact)
+    assert own > 1e-4, "the flag acts"
+    assert relative_difference(found, exact) <= 1.2 * own
+    assert 0 < told["engine"]["rel_err"] <= max(1.2 * told["engine"]["native_rel_err"], FLOORS[precision])
 
 
 def test_the_one_node_accelerates_a_vae_beside_its_model(comfy: ComfyProcess) -> None:
@@ -155,16 +227,33 @@ def decoder(comfy: ComfyProcess, tmp_path: Path) -> tuple[VAE, VAE, EngineHandle
     return vae, vae_with_engines(vae, {Role.VAE_DECODER: handle}), handle
 
 
-def test_the_layout_of_flux_and_sd3_is_served(tmp_path: Path) -> None:
-    """Their KL autoencoders have 16 channels, and no layers around the latent."""
-    layers = {"double_z": True, "z_channels": 16, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32,
-              "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0}  # fmt: skip
-    parts = ("encoder", "decoder")
+SMALL = {"double_z": True, "z_channels": 16, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32,
+         "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0}  # fmt: skip
+
+
+def like_flux() -> AutoencodingEngine:
+    """The KL autoencoder of Flux.1 and SD3: 16 channels, and no layers around the latent."""
     configs = {f"{part}_config": {"target": f"comfy.ldm.modules.diffusionmodules.model.{part.title()}",
-                                  "params": layers} for part in parts}  # fmt: skip
+                                  "params": SMALL} for part in ("encoder", "decoder")}  # fmt: skip
     regularizer = {"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"}
-    module = AutoencodingEngine(regularizer_config=regularizer, **configs)
-    generator = torch.Generator().manual_seed(4)
+    return AutoencodingEngine(regularizer_config=regularizer, **configs)
+
+
+def like_flux2() -> AutoencoderKL:
+    """That of Flux.2: statistics of the latent, of which four elements are one."""
+    module = AutoencoderKL(ddconfig=SMALL | {"z_channels": 8, "batch_norm_latent": True}, embed_dim=8)
+    generator = torch.Generator().manual_seed(5)
+    module.bn.running_mean.normal_(generator=generator)
+    module.bn.running_var.uniform_(0.3, 3.0, generator=generator)
+    return module
+
+
+LAYOUTS = {"Flux.1 and SD3": (like_flux, 16, 8), "Flux.2": (like_flux2, 32, 16)}
+"""Module, channels of its latent, and pixels of a latent element."""
+
+
+def vae_of(module: AutoencodingEngine, generator: torch.Generator) -> SimpleNamespace:
+    """A VAE with random weights, as far as the pack reads it."""
     for name, weight in module.named_parameters():
         spread = weight[0].numel() ** -0.5 if weight.ndim > 1 else 0.05
         weight.data = torch.randn(weight.shape, generator=generator) * spread
@@ -172,20 +261,42 @@ def test_the_layout_of_flux_and_sd3_is_served(tmp_path: Path) -> None:
             weight.data += 1
     module.eval().requires_grad_(False)
     patcher = comfy_patcher.ModelPatcher(module, torch.device("cpu"), torch.device("cpu"))
-    vae = SimpleNamespace(patcher=patcher, first_stage_model=module, vae_dtype=torch.float32)
-    given = {Role.VAE_DECODER: torch.randn(2, 16, 9, 12, generator=generator),
-             Role.VAE_ENCODER: torch.rand(1, 3, 72, 96, generator=generator) * 2 - 1}  # fmt: skip
+    return SimpleNamespace(patcher=patcher, first_stage_model=module, vae_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_layouts_of_flux_and_sd3_are_served(layout: str, tmp_path: Path) -> None:
+    make, channels, pixels = LAYOUTS[layout]
+    generator = torch.Generator().manual_seed(4)
+    vae = vae_of(module := make(), generator)
+    given = {Role.VAE_DECODER: torch.randn(2, channels, 72 // pixels, 96 // pixels, generator=generator),
+             Role.VAE_ENCODER: torch.rand(1, 3, 80, 96, generator=generator) * 2 - 1}  # fmt: skip
     for role, images in given.items():
         network, library = NativeNetwork.of_vae(vae, role, f"flux {role.value}"), Library([tmp_path])
-        profile = network.architecture().profile(RequestedSizes(64, 128, 256))
+        architecture = network.architecture()
+        profile = architecture.profile(RequestedSizes(64, 128, 256))
+        assert architecture.words(profile) == "64 to 256 px"
+        (call,) = architecture.calls(profile, Picture(96, 80, (1,)))
+        assert (call["W"] * pixels, call["H"] * pixels, architecture.call_words(call)) == (96, 80, "96x80")
+        wide = architecture.calls(profile, Picture(512, 64, (1,)))[0]
+        why = outside_words(profile, wide, architecture.symbols)
+        assert why == "width 512 px is outside the engine's 64 to 256 px"
         order = BuildOrder(network, "float32", profile, backends()["onnxruntime"])
         build_engine(order, library, lambda *_: None, run=run_here)
-        handle = EngineHandle(network, EngineChoice(profile, backend="onnxruntime"), library, "node")
+        choice = EngineChoice(profile, backend="onnxruntime")
+        handle = EngineHandle(network, choice, library, f"{layout} {role.value}")
         model = EngineVAEModel(vae, {role: handle})
         call = "decode" if role is Role.VAE_DECODER else "encode"
         expected = getattr(module, call)(images)
         assert float((getattr(model, call)(images) - expected).norm() / expected.norm()) <= LIMIT
         assert (handle.stats.engine, handle.stats.native) == (len(images), 0), handle.stats.details
+    if layout == "Flux.2":
+        other = copy.deepcopy(module)
+        other.bn.running_mean += 0.1
+        patcher = comfy_patcher.ModelPatcher(other, torch.device("cpu"), torch.device("cpu"))
+        vae = SimpleNamespace(patcher=patcher, first_stage_model=other, vae_dtype=torch.float32)
+        handle = EngineHandle(NativeNetwork.of_vae(vae, role, "other"), choice, library, "other statistics")
+        assert handle.session is None, "an engine has the statistics that it was built with"
 
 
 def test_comfyui_frees_what_a_compiled_call_needs_and_natives_estimate_elsewhere(
@@ -230,3 +341,19 @@ def test_another_packs_code_in_a_vae_makes_it_run_on_native(
     handle.refresh()
     assert handle.session is None
     assert f"has replaced {kind.__name__}.{method}" in handle.fallback.detail
+
+
+@pytest.mark.parametrize("role", [Role.VAE_DECODER, Role.VAE_ENCODER])
+def test_statistics_of_a_latent_reach_what_torch_compiles(role: Role, tmp_path: Path) -> None:
+    vae = vae_of(module := like_flux2(), torch.Generator().manual_seed(4))
+    network, library = NativeNetwork.of_vae(vae, role, f"flux2 {role.value}"), Library([tmp_path])
+    profile = network.architecture().profile(RequestedSizes(64, 64, 64))
+    order = BuildOrder(network, "float32", profile, backends()["torch"])
+    build_engine(order, library, lambda *_: None, run=run_here)
+    handle = EngineHandle(network, EngineChoice(profile, backend="torch"), library, f"torch {role.value}")
+    model = EngineVAEModel(vae, {role: handle})
+    call, shape = ("decode", (1, 32, 4, 4)) if role is Role.VAE_DECODER else ("encode", (1, 3, 64, 64))
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(6))
+    expected = getattr(module, call)(images)
+    assert float((getattr(model, call)(images) - expected).norm() / expected.norm()) <= LIMIT
+    assert (handle.stats.engine, handle.stats.native) == (1, 0), handle.stats.details

@@ -152,8 +152,54 @@ def test_an_instruct_pix2pix_picture_is_natives(sdxl: ComfyProcess) -> None:
     assert history.output("report", "report")[0]["unet"] == {"engine": 2, "native": 0, "reasons": {}}
 
 
-def test_the_table_of_models_has_just_what_was_tried() -> None:
-    text = MODELS.read_text(encoding="utf-8").partition("## Supported models")[2].partition("\n## ")[0]
+VAES = {
+    "KL autoencoders of SD1.5, SD2 and SDXL": "tiny_kl",
+    "KL autoencoders of SD3, Flux.1 and Z-Image": "tiny_flux_kl",
+    "KL autoencoder of Flux.2": "tiny_flux2_kl",
+    "TAESD": "tiny_sdxl_taesd",
+}
+"""Row of the table of VAEs -> the file that is tried."""
+OTHER_VAES = "videos, sound"
+"""The row of those without an engine; ``test_vae.py`` tries one."""
+
+
+def through_vae(file: str, engines: bool, tiled: bool, width: int, height: int, batch: int) -> Prompt:
+    """Pictures that a VAE encodes and decodes."""
+    vae, kind = ["node" if engines else "loader", 0], "Tiled" if tiled else ""
+    last = {"tile_size": 128, "overlap": 32, "temporal_size": 64, "temporal_overlap": 8} if tiled else {}
+    built = {
+        "loader": node("VAELoader", vae_name=f"{file}.safetensors"),
+        "image": node("TestImage", seed=1, width=width, height=height, batch=batch, channels=3),
+        "encode": node(f"VAEEncode{kind}", pixels=["image", 0], vae=vae, **last),
+        "decode": node(f"VAEDecode{kind}", samples=["encode", 0], vae=vae, **last),
+        "pixels": node("TestPixels", image=["decode", 0]),
+        "save": node("TestSaveLatent", latent=["pixels", 0], name="vae"),
+    }
+    if engines:
+        settings = {**BUILD, "min_size": 32, "opt_size": 128, "max_size": 256, "backend": "onnxruntime"}
+        built["node"] = node("TRTVAEEngine", vae=["loader", 0], **settings)
+        built["report"] = node("TRTReport", after=["decode", 0])
+    return built
+
+
+@pytest.mark.parametrize("name", slow.cases({name: name for name in VAES}, list(VAES)[:2]))
+def test_a_vae_gives_natives_picture(sdxl: ComfyProcess, name: str) -> None:
+    for tiled, *size in ((False, 136, 120, 3), (False, 101, 139, 1), (True, 200, 168, 1)):
+        native = latent_of(sdxl.queue(through_vae(VAES[name], False, tiled, *size)))
+        history = sdxl.queue(through_vae(VAES[name], True, tiled, *size), timeout=300)
+        assert relative_difference(latent_of(history), native) <= LIMIT
+        rows = history.output("report", "report")[0]["rows"]
+        assert {row["kind"] for row in rows} == {"vae_decoder", "vae_encoder"}
+        assert all(row["native"] == 0 and row["engine"] >= size[2] for row in rows), rows
+
+
+def rows_of(heading: str) -> dict[str, bool]:
+    """A table of docs/models.md: its rows, and whether engines serve them."""
+    text = MODELS.read_text(encoding="utf-8").partition(heading)[2].partition("\n## ")[0]
     rows = re.findall(r"^\| ([^|]+?) \| (on engines|normal speed: [^|]+?) \|", text, re.MULTILINE)
-    assert {name: verdict == "on engines" for name, verdict in rows} == {
-        name: kind.reason is None for name, kind in KINDS.items()}
+    return {name: verdict == "on engines" for name, verdict in rows}
+
+
+def test_the_tables_of_models_have_just_what_was_tried() -> None:
+    assert rows_of("## Supported models") == {name: kind.reason is None for name, kind in KINDS.items()}
+    assert rows_of("## VAEs") == dict.fromkeys(VAES, True) | {OTHER_VAES: False}

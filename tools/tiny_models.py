@@ -100,6 +100,8 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("diffusion_models/tiny_sdxl_unet.safetensors", (Part("unet", 20, SDXL),)),
     Recipe("vae/tiny_sdxl_taesd.safetensors", (Part("taesd", 1, {"scale": 0.13025}),)),
     Recipe("vae/tiny_kl.safetensors", (Part("vae", 81, {"decoder_ch": 32}),)),
+    Recipe("vae/tiny_flux_kl.safetensors", (Part("vae", 82, {"decoder_ch": 32, "z_channels": 16}),)),
+    Recipe("vae/tiny_flux2_kl.safetensors", (Part("vae", 83, {"decoder_ch": 32, "z_channels": 32, "statistics": 1}),)),
     Recipe("controlnet/tiny_sd15_a.safetensors", (Part("controlnet", 31, SD15, "control_model."),)),
     Recipe("controlnet/tiny_sd15_b.safetensors", (Part("controlnet", 32, SD15, "control_model."),)),
     Recipe("controlnet/tiny_sd15_flat_a.safetensors", (Part("controlnet", 33, SD15_FLAT, "control_model."),)),
@@ -233,6 +235,12 @@ def _draw_taesd(part: Part, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return values + 0.5 if name == "taesd_decoder.19.bias" else values
 
 
+def _draw_vae(part: Part, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """As `_draw`, with statistics of the latent that are not 0 and 1."""
+    values = _draw(part, name, shape)
+    return 10 * values if name == "bn.running_mean" else 1 + 10 * values.abs() if name == "bn.running_var" else values
+
+
 def _draw_controlnet(part: Part, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """As `_draw`, with a loud hint encoder: eight plain layers would leave under 1 % of the image in the residuals."""
     return _draw(part, name, shape, gain=1.65 if name.startswith("input_hint_block.") else 1.0)
@@ -319,13 +327,16 @@ def _taesd_shapes(config: dict[str, Any]) -> Shapes:
 
 
 def _vae_shapes(config: dict[str, Any]) -> Shapes:
-    """The autoencoder of SD1.5 and SDXL at its full size, or with a decoder of ``decoder_ch`` channels."""
+    """A KL autoencoder at its full size, or with a decoder of ``decoder_ch`` channels; with 16 as SD3 and Flux.1."""
     from comfy.ldm.models.autoencoder import AutoencoderKL
 
-    layers = {"double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
-              "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0}
+    channels = config.get("z_channels", 4)
+    layers = {"double_z": True, "z_channels": channels, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
+              "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
+              "batch_norm_latent": "statistics" in config}
     decoder = layers | {"ch": config.get("decoder_ch", layers["ch"])}
-    return _shapes_of(lambda: AutoencoderKL(ddconfig=layers, decoder_ddconfig=decoder, embed_dim=4))
+    shapes = _shapes_of(lambda: AutoencoderKL(ddconfig=layers, decoder_ddconfig=decoder, embed_dim=channels))
+    return {name: shape for name, shape in shapes.items() if channels != 16 or "quant_conv" not in name}
 
 
 def _clip_l_shapes(config: dict[str, Any]) -> Shapes:
@@ -381,13 +392,8 @@ _SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {
     "clip_l": _clip_l_shapes, "t2i_adapter": _t2i_adapter_shapes, "control_lora": _control_lora_shapes,
     "lora": _lora_shapes, "quantised_unet": _quantised_unet_shapes}
 _DRAW: dict[str, Callable[[Part, str, tuple[int, ...]], torch.Tensor]] = {
-    "taesd": _draw_taesd, "controlnet": _draw_controlnet, "control_lora": _draw_low_rank, "lora": _draw_low_rank,
-    "quantised_unet": _draw_quantised}
-
-
-def say(text: str) -> None:
-    """Tell the user of the command line tool how far it is."""
-    print(text, flush=True)
+    "taesd": _draw_taesd, "vae": _draw_vae, "controlnet": _draw_controlnet, "control_lora": _draw_low_rank,
+    "lora": _draw_low_rank, "quantised_unet": _draw_quantised}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -399,7 +405,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("names", nargs="*", help=f"which ones (default: all): {', '.join(RECIPES)}")
     options = parser.parse_args(arguments)
     sys.path.insert(0, str(options.comfyui.resolve()))
-    make(options.models, options.names or None, say)
+    make(options.models, options.names or None, lambda text: print(text, flush=True))
     if options.input:
         make_images(options.input)
 

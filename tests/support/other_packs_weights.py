@@ -186,13 +186,16 @@ def load(file: str, kind: str) -> ModelPatcher:
         model = comfy.sd.load_diffusion_model_state_dict(state)
         model.__class__ = GGUFModelPatcher
         return model
-    if kind == "GGUF, a layout":
-        model = comfy.sd.load_diffusion_model_state_dict(state)
+    if kind in ("GGUF, a layout", "GGUF, in ComfyUI's layers"):
+        operations = comfy.ops.mixed_precision_ops({}, torch.float32)
+        own = {"custom_operations": operations} if kind.endswith("layers") else {}
+        model = comfy.sd.load_diffusion_model_state_dict(state, model_options=own)
         for layer in model.model.modules():
-            if isinstance(layer, torch.nn.Linear) and layer.weight.numel() % BLOCK == 0:
+            if type(layer).__name__ == "Linear" and layer.weight.numel() % BLOCK == 0:
                 params = GGMLLayout.Params(torch.ones(()), layer.weight.dtype, tuple(layer.weight.shape))
                 packed = QuantizedTensor(in_blocks(layer.weight), "GGMLLayout", params)
                 layer.weight = torch.nn.Parameter(packed, requires_grad=False)
+                layer.quant_format, layer.layout_type, layer._full_precision_mm = "ggml", "GGMLLayout", True
         return model
     operations: Mapping[str, type] = {"NF4": PackedOps, "whole numbers": PlainlyPackedOps}
     model = comfy.sd.load_diffusion_model_state_dict(state, model_options={"custom_operations": operations[kind]})
