@@ -149,9 +149,10 @@ def test_float32_is_judged_by_native_alone() -> None:
 
 @COMPILES
 def test_what_inductor_made_of_an_amplifying_network_is_kept_with_both_figures(tmp_path: Path) -> None:
-    task = LiveTask((SPECS[0],), (SPECS[1],), [SIZES], "float16", torch.device("cpu"), tmp_path)
+    many = {"B": 256}  # so that chance does not decide whose error is the larger one
+    task = LiveTask((SPECS[0],), (SPECS[1],), [many], "float16", torch.device("cpu"), tmp_path)
     found = compile_network(Amplifying(), task, lambda *_: None)["parity"]
-    assert found["native_rel_err"] > 2 * COMPILED_LIMITS["float16"]
+    assert found["native_rel_err"] > 1.5 * COMPILED_LIMITS["float16"]
     assert 0 < found["rel_err"] <= found["limit"] == pytest.approx(1.2 * found["native_rel_err"])
     assert found["against"] == "the same weights in float32, beside native"
     assert found["cases"][0]["native_rel_err"] == found["native_rel_err"]
