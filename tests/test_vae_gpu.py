@@ -29,6 +29,7 @@ from hybrid_trt.sampling.vae import vae_with_engines
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")]
 
+GPU = torch.device("cuda", 0)
 SIDE = 512
 LAYERS = {"double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
           "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0}  # fmt: skip
@@ -46,7 +47,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
             weights[name] = torch.randn(value.shape) / value[0].numel() ** 0.5
         else:  # ComfyUI's layers leave them as the memory was
             weights[name] = torch.full(value.shape, float(name.endswith("weight")))
-    vae = VAE(sd=weights)
+    vae = VAE(sd=weights, device=GPU, dtype=torch.bfloat16)  # the tests' ComfyUI is one for the CPU
     library = Library([tmp_path_factory.mktemp("library")])
     network = NativeNetwork.of_vae(vae, Role.VAE_DECODER, "vae")
     architecture = network.architecture()
@@ -92,10 +93,10 @@ def test_batches_are_decoded_picture_by_picture(decoder: Decoder) -> None:
 def test_a_call_takes_no_more_memory_than_comfyui_is_told(decoder: Decoder) -> None:
     vae, backed, handle = decoder
     backed.decode(latent())  # ComfyUI has loaded all that a call needs
-    given = latent().to("cuda", vae.vae_dtype)
+    given = latent().to(GPU, vae.vae_dtype)
     backed.first_stage_model.decode(given)
     gc.collect()
-    model_management.soft_empty_cache()
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     backed.first_stage_model.decode(given)
