@@ -20,7 +20,7 @@ import torch
 from ..architectures.fused_linear import FusedLinear
 from .module_copy import plain_copy
 from .network import NativeNetwork
-from .stored_weights import is_quantised, patched_quantised, stored_dtypes, tensors_of, weights_with_patches
+from .stored_weights import is_quantised, quantised_again, stored_dtypes, tensors_of, weights_with_patches
 from .torch_kernels import empty_laid_out, laid_out
 from .weight_formats import cast_when_called
 from .weight_hash import edition_of, value_of
@@ -236,10 +236,8 @@ class LiveWeights:
         """The values of a native weight's parameters here, by name."""
         if not is_quantised(original[0]):
             value = value_of(key, original, patches, self.device, cast)
-        elif patches:
-            value = patched_quantised(patcher, key, original, patches, self.device, self.dtype)
         else:
-            value = original[0]
+            value = quantised_again(patcher, key, original, patches, self.device, self.dtype)
         path, _, leaf = key[len(self._prefix) :].rpartition(".")
         return {f"{path}.{name}" if path else name: tensor for name, tensor in tensors_of(leaf, value).items()}
 

@@ -166,13 +166,14 @@ def _as_it_is(weight: torch.Tensor, **_: Any) -> torch.Tensor:
     return weight
 
 
-def patched_quantised(
+def quantised_again(
     patcher: ModelPatcher, key: str, original: tuple, patches: list[tuple], device: torch.device, compute: torch.dtype
 ) -> torch.Tensor:
-    """Return a quantised weight with its patches in it, quantised again as ComfyUI does it where it has loaded a model.
+    """Return a quantised weight as the native layer has it: with its patches in, quantised again, to the bit.
 
-    Under dynamic VRAM the layer is patched when it is called, in the dtype that it computes in, and rounded with
-    another seed.
+    Where ComfyUI has loaded a model whole, a weight without patches stays as it is. Dynamic VRAM patches a large layer
+    when it is called, in the dtype that it computes in, and rounds it with another seed. It quantises small ones again
+    when it loads them, without patches too.
     """
     from comfy import model_management, utils
     from comfy.lora import calculate_weight
@@ -180,9 +181,13 @@ def patched_quantised(
     weight, convert = original
     path = key.rpartition(".")[0]
     layer = patcher.model.get_submodule(path)
-    called = patcher.is_dynamic() and model_management.module_size(layer) > LARGE
-    dtype, seed = (compute, path) if called else (model_management.lora_compute_dtype(device), key)
+    dynamic = patcher.is_dynamic()
+    called = dynamic and model_management.module_size(layer) > LARGE
+    if not patches and (called or not dynamic):
+        return weight
+    dtype, seed, more = model_management.lora_compute_dtype(device) if patches else None, key, {}
+    if called:
+        dtype, seed, more = compute, path, {"intermediate_dtype": compute}
     value = convert(model_management.cast_to_device(weight, device, dtype, copy=True), inplace=True)
-    more = {"intermediate_dtype": value.dtype} if called else {}
     value = calculate_weight(patches, value, key, **more)
     return layer.set_weight(value, inplace_update=False, seed=utils.string_to_seed(seed), return_weight=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import hash_cache
-from .stored_weights import is_fp8, is_quantised, patched_quantised, weights_with_patches
+from .stored_weights import is_fp8, is_quantised, quantised_again, weights_with_patches
 from .weight_formats import cast_when_called
 from .weight_patches import acting, version_of
 
@@ -65,7 +65,7 @@ def current_weights(
         device = patcher.load_device if rounds else "cpu"  # each device draws other numbers to round with
         if is_quantised(original[0]) and (acts := acting(patches)):
             device, dtype = torch.device(patcher.load_device), original[0].dtype
-            yield key[len(prefix) :], plain(patched_quantised(patcher, key, original, acts, device, dtype)).cpu()
+            yield key[len(prefix) :], plain(quantised_again(patcher, key, original, acts, device, dtype)).cpu()
             continue
         yield key[len(prefix) :], value_of(key, original, acting(patches), torch.device(device), cast.get(key)).cpu()
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import comfy.ops
 import pytest
 import torch
 from any_weights import PROFILE, error, handle_of, inputs_of, lora, native, patched, served
+from comfy import memory_management, model_management
 from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
+from dynamic_vram import on_cpu
 from fake_recorder import Recorder
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.compiled import traced
@@ -17,7 +20,7 @@ from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.live_weights import LiveWeights
 from hybrid_trt.comfy_model.module_copy import plain_copy
 from hybrid_trt.comfy_model.network import NativeNetwork
-from hybrid_trt.comfy_model.stored_weights import stored_dtypes
+from hybrid_trt.comfy_model.stored_weights import LARGE, stored_dtypes, tensors_of
 from hybrid_trt.comfy_model.structure_hash import structure_hash
 from hybrid_trt.comfy_model.weight_hash import current_weights
 from hybrid_trt.engine_builder import parallel
@@ -226,3 +229,53 @@ def test_patched_weights_are_to_the_bit_what_comfyui_puts_in_their_place(name: s
     assert ours.keys() == its.keys()
     for part, value in its.items():
         assert torch.equal(ours[part].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)), part
+
+
+def _called_under_dynamic_vram(layer: torch.nn.Module, dtype: torch.dtype) -> QuantizedTensor:
+    """The weight that ComfyUI's own code multiplies with once a layer's pages are there, without the pages."""
+    parts = [layer.weight, layer.bias]
+    pages = torch.empty(memory_management.vram_aligned_size(parts), dtype=torch.uint8)
+    for source, there in zip(parts, memory_management.interpret_gathered_like(parts, pages), strict=True):
+        if source is not None:
+            there.copy_(source)
+    layer._prefetch = {"resident": False, "needs_cast": False, "xfer_dest": pages, "cast_dest": None,
+                       "cast_geometry": memory_management.tensors_to_geometries(parts), "signature": None}  # fmt: skip
+    try:
+        return comfy.ops.resolve_cast_module_with_vbar(layer, dtype, CPU, dtype, dtype, want_requant=True)[0]
+    finally:
+        del layer._prefetch
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8 with input scales", "int8 rows"])
+def test_under_dynamic_vram_weights_are_to_the_bit_what_comfyui_multiplies_with(name: str) -> None:
+    net = quantised("unet", "unlike_levels", name, torch.bfloat16, frozenset())
+    dynamic = on_cpu(net.patcher)
+    assert dynamic.add_patches(lora(net, 5), 0.8)
+    net = NativeNetwork(dynamic, net.module, net.prefix, torch.bfloat16, name, net.role)
+    assert net.architecture() is not None, "it is served"
+    weights = LiveWeights(net, torch.bfloat16, share=False)
+    weights.sync_from(dynamic)
+    dynamic.load(CPU)
+    counts: Counter[str] = Counter()
+    for path, layer in net.module.named_modules():
+        if not hasattr(layer, "quant_format"):
+            continue
+        large = model_management.module_size(layer) > LARGE
+        its = _called_under_dynamic_vram(layer, torch.bfloat16) if large else layer.weight
+        ours = weights.module.get_submodule(path)
+        for part, value in tensors_of("weight", its).items():
+            assert torch.equal(ours.get_parameter(part).view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)), (
+                path, part)
+        patched_one = layer.weight_lowvram_function is not None if large else path.endswith("to_k")
+        counts[f"{'large' if large else 'small'} {patched_one}"] += 1
+    assert min(counts[kind] for kind in ("large True", "large False", "small True", "small False")) > 0, counts
+
+
+def test_dequantised_layers_with_patches_run_native_under_dynamic_vram() -> None:
+    """Their first call has the unrounded weight, and later ones the rounded one."""
+    net = quantised("unet", LAYOUT, "fp8")
+    dynamic = on_cpu(net.patcher)
+    assert NativeNetwork(dynamic, net.module, net.prefix, net.dtype, "", net.role).architecture() is not None
+    assert dynamic.add_patches(lora(net, 5), 0.8)
+    with pytest.raises(Unavailable, match="dynamic VRAM rounds otherwise"):
+        NativeNetwork(dynamic, net.module, net.prefix, net.dtype, "", net.role).architecture()

@@ -32,7 +32,7 @@ assert comfy_aimdo.control.init_devices([(0, 0)]), "dynamic VRAM does not start 
 
 for name in ("fp8", "int8 rows"):
     comfy.memory_management.aimdo_enabled = False  # models are made as usual
-    net = quantised("unet", "inpainting_channels", name, HALF, frozenset({"nvfp4", "mxfp8"}))
+    net = quantised("unet", "unlike_levels", name, HALF, frozenset({"nvfp4", "mxfp8"}))
     comfy.memory_management.aimdo_enabled = True
     patcher = ModelPatcherDynamic(net.patcher.model, GPU, CPU, net.patcher.model_size())
     assert patcher.is_dynamic()
@@ -44,7 +44,7 @@ for name in ("fp8", "int8 rows"):
     weights.sync_from(patcher)
     compared, patched = 0, 0
     with torch.inference_mode():
-        for path, layer in net.module.named_modules():
+        for path, layer in net.module.named_modules():  # small ones and large ones
             if not hasattr(layer, "quant_format"):
                 continue
             own = weights.module.get_submodule(path)
