@@ -142,6 +142,11 @@ class LiveWeights:
         return self._bytes[1]
 
     @property
+    def most_bytes(self) -> int:
+        """Memory of all weights, where none could be used where it is."""
+        return sum(parameter.numel() * parameter.element_size() for _, parameter in self._parameters())
+
+    @property
     def loaded(self) -> bool:
         return self._bound_to is not None
 

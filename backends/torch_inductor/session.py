@@ -80,7 +80,6 @@ class LiveSession:
         self._live = LiveNetwork(network, self._architecture, precision)
         self._module = weakref.ref(network.module)
         self._sampled_with = weakref.ref(network.patcher)
-        self._parameters = sum(p.numel() for p in network.module.parameters())
         self._specs = {spec.name: spec for spec in self._live.inputs}
         steady = [spec.name for spec in self._live.inputs if spec.steady]
         self.graphs = GraphCache(self.device, capture=recorder, steady=[*steady, *self._live.passes.steady])
@@ -145,7 +144,7 @@ class LiveSession:
         patcher = self._sampled_with()
         if patcher is None or not self.owns_weights(patcher):
             return 0
-        return self._parameters * self._live.dtype.itemsize
+        return self._live.weights.most_bytes
 
     def use(self, engines: Sequence[Engine], passed_over: Fallback | None = None) -> None:
         """Take compiled files from these engines, the first that has some sizes; or go without.
