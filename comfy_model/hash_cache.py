@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from ..engine_library import Engine, Fallback, Reason, trust
 from ..engine_library.atomic_files import write_file
+from ..engine_library.safe_files import NOTES, read_json
 from .weight_patches import version_of
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def _entries() -> dict[str, str]:
     if _folder is None:
         return {}
     try:
-        entries = json.loads((_folder / FILE_NAME).read_text(encoding="utf-8"))
+        entries = read_json(_folder / FILE_NAME, NOTES)
     except (OSError, ValueError):
         return {}
     return entries if isinstance(entries, dict) else {}

@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from .safe_files import SMALL, open_regular, read_json
+
 log = logging.getLogger(__name__)
 
 TEMPORARY = ".tmp-"
@@ -149,7 +151,7 @@ class FileLock:
         """
         for _ in range(_ATTEMPTS):
             try:
-                fd = os.open(self.path, os.O_RDWR)
+                fd = open_regular(self.path, os.O_RDWR)
             except FileNotFoundError:
                 _appear(self.path)
                 continue
@@ -184,7 +186,7 @@ class FileLock:
     def holder(self) -> str:
         """Return in words which process holds it."""
         try:
-            data = json.loads(self.path.read_text(encoding="utf-8"))
+            data = read_json(self.path, SMALL)
             return f"process {data['pid']} on {data['host']}"
         except (OSError, ValueError, KeyError, TypeError):
             return "another process"

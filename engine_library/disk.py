@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import atomic_files, schema
+from . import atomic_files
 from .atomic_files import write_file
+from .safe_files import read_json
 
 if TYPE_CHECKING:
     from .library import Library
@@ -127,7 +128,7 @@ def _number(data: dict, name: str, what: str, unit: str, most: float) -> float:
 def read_settings(folder: Path) -> Settings:
     """Return the settings of the library in a folder; the defaults where there are none."""
     try:
-        return Settings.from_json(schema.loads((folder / FILE_NAME).read_text(encoding="utf-8")))
+        return Settings.from_json(read_json(folder / FILE_NAME))
     except FileNotFoundError:
         return Settings()
     except (OSError, ValueError, LibraryError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from .fallback import Reason, Unavailable
 from .manifest import EngineFile, Manifest
+from .safe_files import open_regular, read_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +54,22 @@ class Engine:
                     f"{self.folder.name}/{name} has {size} bytes and was built with {expected.bytes}",
                 )
 
+    def read_checked(self, name: str) -> bytes:
+        """Return a file's contents, which are those that were built. What is run is made of these very bytes.
+
+        Raises:
+            Unavailable: they are others, or the file is missing.
+        """
+        expected = self.manifest.files[name]
+        try:
+            contents = read_bytes(self.folder / name, expected.bytes)
+        except OSError as error:
+            text = f"{self.folder.name}/{name} cannot be read ({error.strerror})"
+            raise Unavailable(Reason.BROKEN_ENGINE, text) from error
+        if hashlib.sha256(contents).hexdigest() != expected.sha256:
+            raise Unavailable(Reason.BROKEN_ENGINE, f"{self.folder.name}/{name} is damaged (its hash differs)")
+        return contents
+
     def check_contents(self, check: Check | None = None) -> None:
         """Raise Unavailable when a file's contents are not those that were built. Reads everything, files in parallel.
 
@@ -72,7 +90,7 @@ def describe_files(folder: Path, names: Sequence[str], check: Check | None = Non
 def file_sha256(path: Path, check: Check | None = None) -> str:
     """Return the sha256 of a file's contents; ``check`` is called after every few megabytes."""
     h = hashlib.sha256()
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         while chunk := file.read(8 << 20):
             h.update(chunk)
             if check is not None:

@@ -16,6 +16,7 @@ from .engine import Check, Engine
 from .fallback import Fallback, Reason, Unavailable
 from .library import Library, Usable
 from .manifest import MANIFEST_NAME, USE_NAME, Manifest, ManifestError
+from .safe_files import open_regular
 
 READY, STALE, UNCHECKED, BROKEN = "ready", "stale", "unchecked", "broken"
 _STATES = {Reason.BROKEN_ENGINE: BROKEN, Reason.UNCHECKED: UNCHECKED}
@@ -163,7 +164,7 @@ def mark_used(engines: Iterable[Engine]) -> None:
             continue
         _marked[engine.folder] = now
         with contextlib.suppress(OSError):
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644))
+            os.close(open_regular(path, os.O_WRONLY | os.O_CREAT))
             os.utime(path)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..architectures.shapes import Dim, Profile, Range, TensorSpec
 from . import schema
+from .safe_files import read_bytes
 
 MANIFEST_NAME = "manifest.json"
 RECORD_NAME = "checked_here.json"
@@ -204,10 +205,7 @@ class Manifest:
             ManifestError: it is not what this version writes, or has a key that its own contents do not have.
         """
         try:
-            if not path.is_file():
-                raise OSError("it is no file")
-            with path.open("rb") as file:
-                text = file.read(MAX_BYTES + 1)
+            text = read_bytes(path, MAX_BYTES)
         except OSError as error:
             raise ManifestError(f"{path} cannot be read as a manifest ({type(error).__name__}: {error})") from error
         return cls.parse(text, str(path))

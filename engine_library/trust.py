@@ -23,6 +23,7 @@ from . import schema
 from .atomic_files import claim, replace, temporary_beside, write_file
 from .fallback import Fallback, Reason
 from .manifest import RECORD_NAME, Manifest
+from .safe_files import is_private, open_regular, read_json
 
 if TYPE_CHECKING:
     from .engine import Check, Engine
@@ -32,7 +33,6 @@ log = logging.getLogger(__name__)
 FOLDER_VARIABLE = "HYBRID_TRT_KEY_FOLDER"
 KEY_LENGTH = 32
 BUILT, REFUSED = "built", "refused"
-MAX_BYTES = 1 << 20
 MAX_KEPT = 1000
 """Engines whose files are known to be unchanged; the oldest are forgotten."""
 _NAMES = ("verdict", "why", "parity", "gpu")
@@ -183,8 +183,7 @@ def _signed(manifest: Manifest, fields: Mapping) -> str:
 def _read(path: Path, manifest: Manifest) -> Record | None:
     """Return a record that is whole, signed here and of this manifest. Earlier versions knew more verdicts."""
     try:
-        with path.open("rb") as file:
-            data = schema.mapping(schema.loads(file.read(MAX_BYTES)), "", (*_NAMES, "signature"))
+        data = schema.mapping(read_json(path), "", (*_NAMES, "signature"))
     except (OSError, schema.MalformedInput):
         return None
     fields = {name: data[name] for name in _NAMES}
@@ -198,7 +197,7 @@ def _elsewhere(manifest: Manifest) -> Path:
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     try:
-        stat = path.stat()
+        stat = path.lstat()
     except OSError:
         return None
     return stat.st_mtime_ns, stat.st_size, stat.st_ino
@@ -256,16 +255,18 @@ def _digest(key: bytes, text: str) -> str:
 def _read_key() -> bytes | None:
     """Return the secret, if it is whole: an empty or cut file is a secret that everybody knows."""
     try:
-        with _key_path().open("rb") as file:
-            key = file.read(KEY_LENGTH + 1)
+        with os.fdopen(open_regular(_key_path()), "rb") as file:
+            key, private = file.read(KEY_LENGTH + 1), is_private(file.fileno(), _key_path())
     except OSError:
         return None
-    return key if len(key) == KEY_LENGTH else None
+    if not private:
+        log.warning("Hybrid TRT: %s may be read by others, so it proves nothing and is not used", _key_path())
+    return key if private and len(key) == KEY_LENGTH else None
 
 
 def _make_key() -> bytes:
     path = _key_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = temporary_beside(path)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
     try:
@@ -339,7 +340,7 @@ def _files_state(engine: Engine) -> list:
 
 def _read_hashed(engine: Engine) -> list | None:
     try:
-        return schema.loads(_hashed_path(engine).read_bytes())
+        return read_json(_hashed_path(engine))
     except (OSError, schema.MalformedInput):
         return None
 

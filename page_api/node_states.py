@@ -27,6 +27,7 @@ from ..engine_builder.jobs import BuildQueue, Job, State
 from ..engine_library import Engine, EngineQuery, Fallback, Library, Reason, Unavailable, trust
 from ..engine_library.atomic_files import write_file
 from ..engine_library.manifest import MANIFEST_NAME
+from ..engine_library.safe_files import NOTES, read_json
 from ..sampling.call_stats import CallStats, last_run
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import status
@@ -358,7 +359,7 @@ def _changed(source: dict | None) -> bool:
 
 def _read(path: Path) -> OrderedDict[str, NodeRecord]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path, NOTES)
         return OrderedDict(
             (key, NodeRecord(**{**entry, "refusal": tuple(entry["refusal"]) if entry["refusal"] else None}))
             for key, entry in data.items()

@@ -139,6 +139,4 @@ class TorchBackend:
         """
         if (refusal := trust.why_unusable(engine)) is not None:
             raise Unavailable(refusal.reason, refusal.detail)
-        engine.check_sizes()
-        trust.check_contents(engine)
-        return compiled.open_file(engine.folder / compiled.file_name(symbols))
+        return compiled.open_contents(engine.read_checked(compiled.file_name(symbols)))

@@ -225,11 +225,15 @@ def _choices() -> AbstractContextManager[None]:
 
 
 def open_file(path: Path) -> Compiled:
-    """Open a file of ``compile_to_file`` or ``compile_in_parts``: a pickle, which the caller knows to be ours."""
+    """Open a file of ``compile_to_file`` or ``compile_in_parts`` that this process has just written."""
+    return open_contents(path.read_bytes())
+
+
+def open_contents(contents: bytes) -> Compiled:
+    """Open what such a file holds: a pickle, which the caller knows to be ours."""
     import torch._inductor.config
 
     let_kernels_be_recorded()
-    contents = path.read_bytes()
     # nothing is compiled here, and starting Inductor's pool of compilers would keep all cores busy for seconds
     with torch._inductor.config.patch(compile_threads=1), torch.inference_mode(False), torch.no_grad():
         if not contents.startswith(PARTS_HEADER):
