@@ -51,6 +51,13 @@ SDXL = _UNET | {"context_dim": 2048, "num_head_channels": 64, "num_classes": "se
                 "transformer_depth": [0, 2, 5], "transformer_depth_output": [0, 0, 0, 1, 0, 1],
                 "transformer_depth_middle": -1}
 
+#: ComfyUI has the other sizes of Z-Image in a table, by its width of 3840; a test puts these there. 256 is the smallest
+#: width that its modulation takes.
+ZIMAGE = {"patch_size": 2, "in_channels": 16, "dim": 256, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 4,
+          "n_kv_heads": 4, "multiple_of": 256, "ffn_dim_multiplier": 8 / 3, "norm_eps": 1e-5, "qk_norm": True,
+          "cap_feat_dim": 64, "axes_dims": [16, 24, 24], "axes_lens": [1536, 512, 512], "rope_theta": 256.0,
+          "z_image_modulation": True, "time_scale": 1000.0, "pad_tokens_multiple": 32}
+
 
 @dataclass(frozen=True)
 class Part:

@@ -1,0 +1,91 @@
+"""Z-Image: calls and whole runs give native's results; what no engine serves is refused by name."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import zimage
+from hybrid_trt.architectures.calls import Unsupported
+from hybrid_trt.backends import backends
+from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.engine_library import Unavailable
+from hybrid_trt.engine_library.engine import relative_error
+
+LIMIT = 1e-5
+SIZES = {
+    "small": {},
+    "odd sides, two pictures": {"height": 13, "width": 11, "batch": 2, "tokens": 30},
+    "a whole number of groups": {"height": 16, "width": 8, "tokens": 32},
+    "many tokens": {"height": 10, "width": 34, "tokens": 100},
+    "one token": {"tokens": 1},
+}
+
+
+def session_of(net: zimage.NativeNetwork) -> LiveSession:
+    return LiveSession(net, backends()["torch"], "float32")
+
+
+def served(session: LiveSession, net: zimage.NativeNetwork, given: dict) -> torch.Tensor:
+    """The result of a call on the engine."""
+    session.sync_from(net, net.patcher)
+    bound = net.architecture().binding(net.module)(given)
+    return bound.finish(session.run(bound.inputs, bound.extras))
+
+
+def natively(net: zimage.NativeNetwork, given: dict) -> torch.Tensor:
+    with torch.inference_mode():
+        return net.module(**copy.deepcopy(given))
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_a_call_gives_natives_result(sizes: dict) -> None:
+    net, given = zimage.network(), zimage.call(**sizes)
+    assert net.architecture().name == "zimage"
+    assert relative_error(served(session_of(net), net, given), natively(net, given)) <= LIMIT
+
+
+def test_padding_prompt_place_and_time_each_change_the_picture() -> None:
+    net, given = zimage.network(), zimage.call(height=6, tokens=9)
+    session = session_of(net)
+    before = served(session, net, given)
+    changes = {"context": given["context"].flip(1), "timesteps": given["timesteps"] / 2,
+               "transformer_options": {"rope_options": {"scale_x": 1.5, "shift_y": 3.0}}}
+    for name, value in changes.items():
+        changed = {**given, name: value}
+        found = served(session, net, changed)
+        assert relative_error(found, before) > 1e-3, name
+        assert relative_error(found, natively(net, changed)) <= LIMIT, name
+    for name in ("x_pad_token", "cap_pad_token"):
+        other = zimage.network()
+        getattr(other.module, name).data.mul_(3)
+        found = served(session_of(other), other, given)
+        assert relative_error(found, before) > 1e-3, name
+        assert relative_error(found, natively(other, given)) <= LIMIT, name
+
+
+def test_what_native_ignores_without_references_is_served() -> None:
+    net, given = zimage.network(), zimage.call()
+    given |= {"attention_mask": torch.zeros(1, 9), "ref_latents": [], "ref_contexts": [torch.ones(1, 3, 64)],
+              "siglip_feats": [torch.ones(1, 2, 2, 8)], "control": {"output": [torch.ones(1)]},
+              "clip_text_pooled": torch.ones(1, 8)}
+    assert relative_error(served(session_of(net), net, given), natively(net, given)) <= LIMIT
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("ref_latents", [torch.ones(1, 16, 8, 8)]), ("guidance", torch.ones(1)), ("context", None),
+])  # fmt: skip
+def test_what_no_engine_serves_is_refused_by_name(name: str, value: object) -> None:
+    net = zimage.network()
+    words = {"ref_latents": "reference latents", "context": "there is no prompt"}.get(name, name)
+    with pytest.raises(Unsupported, match=words):
+        net.architecture().binding(net.module)({**zimage.call(), name: value})
+
+
+@pytest.mark.parametrize("changes", [
+    {"pad_tokens_multiple": None}, {"n_kv_heads": 2}, {"clip_text_dim": 32}, {"qk_norm": False},
+], ids=lambda changes: next(iter(changes)))  # fmt: skip
+def test_relatives_with_other_layers_are_not_taken_for_it(changes: dict) -> None:
+    with pytest.raises(Unavailable, match="is a NextDiT"):
+        zimage.network(**changes).architecture()
