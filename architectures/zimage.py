@@ -184,7 +184,7 @@ def _bind(places: Callable[..., tuple[torch.Tensor, ...]], call: Mapping[str, An
     inputs = {
         "picture": F.pad(tokens, (0, 0, 0, len(padding) - rows * columns)),
         "padding": padding,
-        "context": context.expand(batch, -1, -1) if context.shape[0] == 1 else context,
+        "context": context if len(context) == batch else context.expand(batch, -1, -1),
         "timesteps": call["timesteps"],
         "prompt_places": prompt,
         "picture_places": picture,

@@ -105,6 +105,7 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("diffusion_models/tiny_sd15_t2i_unet.safetensors", (Part("unet", 18, SD15_T2I),)),
     Recipe("diffusion_models/tiny_sd15_ip2p_unet.safetensors", (Part("unet", 19, SD15_FLAT | {"in_channels": 8}),)),
     Recipe("diffusion_models/tiny_sdxl_unet.safetensors", (Part("unet", 20, SDXL),)),
+    Recipe("diffusion_models/tiny_zimage.safetensors", (Part("zimage", 91, ZIMAGE),)),
     Recipe("vae/tiny_sdxl_taesd.safetensors", (Part("taesd", 1, {"scale": 0.13025}),)),
     Recipe("vae/tiny_kl.safetensors", (Part("vae", 81, {"decoder_ch": 32}),)),
     Recipe("vae/tiny_flux_kl.safetensors", (Part("vae", 82, {"decoder_ch": 32, "z_channels": 16}),)),
@@ -167,6 +168,22 @@ def make_images(input_dir: Path) -> dict[str, Path]:
         image.save(temporary, "PNG")
         os.replace(temporary, paths[name])
     return paths
+
+
+def let_comfyui_load_zimage() -> None:
+    """Add the tiny Z-Image's sizes to ComfyUI's table of sizes, so that its own loader loads it in this process."""
+    from comfy import model_detection
+
+    own = model_detection.detect_unet_config
+
+    def with_more_sizes(*args: Any, **kwargs: Any) -> dict[str, Any] | None:
+        found = own(*args, **kwargs)
+        if found is not None and (found.get("image_model"), found.get("dim")) == ("lumina2", ZIMAGE["dim"]):
+            found |= {name: size for name, size in ZIMAGE.items() if name != "n_layers"}
+        return found
+
+    if own.__name__ != with_more_sizes.__name__:
+        model_detection.detect_unet_config = with_more_sizes
 
 
 def import_comfy_on_cpu() -> None:
@@ -294,6 +311,13 @@ def _unet_shapes(config: dict[str, Any]) -> Shapes:
     return _shapes_of(lambda: UNetModel(**config))
 
 
+def _zimage_shapes(config: dict[str, Any]) -> Shapes:
+    import comfy.ops
+    from comfy.ldm.lumina.model import NextDiT
+
+    return _shapes_of(lambda: NextDiT(**config, operations=comfy.ops.disable_weight_init))
+
+
 _QUANTISED = {"float8_e4m3fn": ("float8_e4m3fn", 1 / 1024), "int8_tensorwise": ("int8", 1 / 384)}
 """ComfyUI's formats -> dtype and scale of their weights here."""
 
@@ -397,7 +421,7 @@ def _lora_shapes(config: dict[str, Any]) -> Shapes:
 _SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {
     "unet": _unet_shapes, "controlnet": _controlnet_shapes, "taesd": _taesd_shapes, "vae": _vae_shapes,
     "clip_l": _clip_l_shapes, "t2i_adapter": _t2i_adapter_shapes, "control_lora": _control_lora_shapes,
-    "lora": _lora_shapes, "quantised_unet": _quantised_unet_shapes}
+    "lora": _lora_shapes, "zimage": _zimage_shapes, "quantised_unet": _quantised_unet_shapes}
 _DRAW: dict[str, Callable[[Part, str, tuple[int, ...]], torch.Tensor]] = {
     "taesd": _draw_taesd, "vae": _draw_vae, "controlnet": _draw_controlnet, "control_lora": _draw_low_rank,
     "lora": _draw_low_rank, "quantised_unet": _draw_quantised}
