@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 import zimage
+from built_once import built_once
+from compiling import COMPILES
 from hybrid_trt.architectures.calls import Unsupported
+from hybrid_trt.architectures.shapes import RequestedSizes
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
-from hybrid_trt.engine_library import Unavailable
+from hybrid_trt.engine_builder.build import build_engine
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import Library, Unavailable
 from hybrid_trt.engine_library.engine import relative_error
+from hybrid_trt.sessions.file_session import FileSession
 
 LIMIT = 1e-5
 SIZES = {
@@ -27,7 +34,12 @@ def session_of(net: zimage.NativeNetwork) -> LiveSession:
     return LiveSession(net, backends()["torch"], "float32")
 
 
-def served(session: LiveSession, net: zimage.NativeNetwork, given: dict) -> torch.Tensor:
+def order_of(net: zimage.NativeNetwork, backend: str, *calls: dict[str, int]) -> BuildOrder:
+    profile = net.architecture().profile(RequestedSizes(64, 128, 256, 2))
+    return BuildOrder(net, "float32", profile, backends()[backend], calls=calls)
+
+
+def served(session: LiveSession | FileSession, net: zimage.NativeNetwork, given: dict) -> torch.Tensor:
     """The result of a call on the engine."""
     session.sync_from(net, net.patcher)
     bound = net.architecture().binding(net.module)(given)
@@ -44,6 +56,32 @@ def test_a_call_gives_natives_result(sizes: dict) -> None:
     net, given = zimage.network(), zimage.call(**sizes)
     assert net.architecture().name == "zimage"
     assert relative_error(served(session_of(net), net, given), natively(net, given)) <= LIMIT
+
+
+def test_calls_of_any_size_give_natives_result_on_onnx_runtime(tmp_path: Path) -> None:
+    net = zimage.network()
+    engine = built_once(order_of(net, "onnxruntime"), Library([tmp_path]))
+    assert engine.manifest.parity["rel_err"] <= LIMIT
+    assert {spec.name for spec in engine.manifest.inputs} >= {"prompt", "picture_places"}
+    session = FileSession(engine, backends()["onnxruntime"].load, zimage.CPU)
+    for sizes in SIZES.values():
+        given = zimage.call(**sizes)
+        assert relative_error(served(session, net, given), natively(net, given)) <= LIMIT, sizes
+    other = zimage.call(tokens=10, seed=2)
+    assert relative_error(served(session, net, other), natively(net, zimage.call(tokens=10))) > 100 * LIMIT
+
+
+@COMPILES
+def test_calls_of_a_compiled_size_give_natives_result(tmp_path: Path) -> None:
+    net = zimage.network()
+    engine = build_engine(order_of(net, "torch", {"B": 1, "N": 1, "T": 1}), Library([tmp_path]), lambda *_: None)
+    session = session_of(net)
+    session.use([engine])
+    for sizes, compiled in (({}, True), ({"height": 10, "width": 12, "tokens": 30}, True), ({"batch": 2}, False)):
+        given = zimage.call(**sizes)
+        assert relative_error(served(session, net, given), natively(net, given)) <= LIMIT
+        assert (session.uncovered is None) is compiled, sizes
+    assert session.refusal is None
 
 
 def test_padding_prompt_place_and_time_each_change_the_picture() -> None:

@@ -96,4 +96,6 @@ class Patched:
     @property
     def encoded(self) -> int:
         """How often prompts were encoded so far."""
-        return self.handle.session.live.passes.computed
+        session = self.handle.session
+        passes = session.live.passes if self.handle.choice.backend == "torch" else session._current.passes
+        return passes.computed
