@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -344,7 +345,8 @@ def _active_patch(options: Mapping) -> str | None:
     """Return the name of a patch inside the UNet that another node set for this call, or None."""
     for name, patches in options.get("patches", {}).items():
         if patches:
-            return name
+            who = next((type(patch).__name__ for patch in patches if not isinstance(patch, FunctionType)), None)
+            return name if who is None else f"{name} by {who}"
     for name, patches in options.get("patches_replace", {}).items():
         if patches:
             return f"{name} replaced"

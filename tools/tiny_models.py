@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +107,10 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("diffusion_models/tiny_sd15_ip2p_unet.safetensors", (Part("unet", 19, SD15_FLAT | {"in_channels": 8}),)),
     Recipe("diffusion_models/tiny_sdxl_unet.safetensors", (Part("unet", 20, SDXL),)),
     Recipe("diffusion_models/tiny_zimage.safetensors", (Part("zimage", 91, ZIMAGE),)),
+    Recipe("diffusion_models/tiny_zimage_fp8.safetensors", (
+        Part("quantised_zimage", 91, ZIMAGE | {"format": "float8_e4m3fn"}),)),
+    Recipe("diffusion_models/tiny_zimage_int8.safetensors", (
+        Part("quantised_zimage", 91, ZIMAGE | {"format": "int8_tensorwise"}),)),
     Recipe("vae/tiny_sdxl_taesd.safetensors", (Part("taesd", 1, {"scale": 0.13025}),)),
     Recipe("vae/tiny_kl.safetensors", (Part("vae", 81, {"decoder_ch": 32}),)),
     Recipe("vae/tiny_flux_kl.safetensors", (Part("vae", 82, {"decoder_ch": 32, "z_channels": 16}),)),
@@ -120,6 +125,7 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("controlnet/tiny_sd15_t2i.safetensors", (Part("t2i_adapter", 51),)),
     Recipe("controlnet/tiny_sd15_control_lora.safetensors", (Part("control_lora", 61, SD15 | {"rank": 4}),)),
     Recipe("loras/tiny_sd15_lora.safetensors", (Part("lora", 71, SD15 | {"rank": 4}),)),
+    Recipe("loras/tiny_zimage_lora.safetensors", (Part("zimage_lora", 73, ZIMAGE | {"rank": 4}),)),
     Recipe("loras/tiny_sdxl_lora.safetensors", (Part("lora", 72, SDXL | {"rank": 4}),)),
 )}
 
@@ -271,7 +277,7 @@ def _draw_controlnet(part: Part, name: str, shape: tuple[int, ...]) -> torch.Ten
 
 
 def _draw_quantised(part: Part, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """As `_draw`, in eight bits with one scale, the same for all layers, where `_quantised_unet_shapes` has one."""
+    """As `_draw`, in eight bits with one scale, the same for all layers, where `_quantised_shapes` has one."""
     import torch
 
     kind, (dtype, scale) = part.config["format"], _QUANTISED[part.config["format"]]
@@ -328,15 +334,16 @@ def _quantised_as(kind: str) -> bytes:
 
 
 def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and ".transformer_blocks." in name
+    """Attention and feed-forward layers are."""
+    return len(shape) == 2 and any(part in name for part in (".transformer_blocks.", ".attention.", ".feed_forward."))
 
 
-def _quantised_unet_shapes(config: dict[str, Any]) -> Shapes:
-    """A UNet whose attention and feed-forward layers are in one of ComfyUI's quantised formats."""
+def _quantised_shapes(config: dict[str, Any], of: Callable[[dict[str, Any]], Shapes] = _unet_shapes) -> Shapes:
+    """A network whose attention and feed-forward layers are in one of ComfyUI's quantised formats."""
     shapes: Shapes = {}
     config = dict(config)
     marker = _quantised_as(config.pop("format"))
-    for name, shape in _unet_shapes(config).items():
+    for name, shape in of(config).items():
         shapes[name] = shape
         if _is_quantised(name, shape):
             layer = name.removesuffix(".weight")
@@ -418,13 +425,31 @@ def _lora_shapes(config: dict[str, Any]) -> Shapes:
     return shapes
 
 
+def _zimage_lora_shapes(config: dict[str, Any]) -> Shapes:
+    """A LoRA in Diffusers' naming: query, key and value apart, which are one layer in ComfyUI; the prompt's layers too."""
+    config = dict(config)
+    rank = config.pop("rank")
+    shapes: Shapes = {}
+    for name, shape in _zimage_shapes(config).items():
+        stem = name.removesuffix(".weight")
+        if not stem.endswith((".qkv", ".w2")):
+            continue
+        parts = ("to_q", "to_k", "to_v") if stem.endswith("qkv") else ("w2",)
+        stems = [stem.replace("qkv", part) for part in parts]
+        for one in stems:
+            shapes[f"diffusion_model.{one}.lora_A.weight"] = (rank, shape[1])
+            shapes[f"diffusion_model.{one}.lora_B.weight"] = (shape[0] // len(stems), rank)
+    return shapes
+
+
 _SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {
     "unet": _unet_shapes, "controlnet": _controlnet_shapes, "taesd": _taesd_shapes, "vae": _vae_shapes,
     "clip_l": _clip_l_shapes, "t2i_adapter": _t2i_adapter_shapes, "control_lora": _control_lora_shapes,
-    "lora": _lora_shapes, "zimage": _zimage_shapes, "quantised_unet": _quantised_unet_shapes}
+    "lora": _lora_shapes, "zimage": _zimage_shapes, "quantised_unet": _quantised_shapes,
+    "quantised_zimage": partial(_quantised_shapes, of=_zimage_shapes), "zimage_lora": _zimage_lora_shapes}
 _DRAW: dict[str, Callable[[Part, str, tuple[int, ...]], torch.Tensor]] = {
     "taesd": _draw_taesd, "vae": _draw_vae, "controlnet": _draw_controlnet, "control_lora": _draw_low_rank,
-    "lora": _draw_low_rank, "quantised_unet": _draw_quantised}
+    "lora": _draw_low_rank, "quantised_unet": _draw_quantised, "quantised_zimage": _draw_quantised}
 
 
 def main(arguments: list[str] | None = None) -> None:
