@@ -24,10 +24,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiny_transformers import ZIMAGE, Shapes, shapes_of, zimage_lora_shapes, zimage_shapes
+
 if TYPE_CHECKING:
     import torch
-
-Shapes = dict[str, tuple[int, ...]]
 
 #: Raise this when the drawing of weights changes, so that files made before are made again.
 RECIPE_VERSION = 1
@@ -51,13 +51,6 @@ SDXL = _UNET | {"context_dim": 2048, "num_head_channels": 64, "num_classes": "se
                 "use_linear_in_transformer": True, "channel_mult": [1, 1, 1], "num_res_blocks": [1, 1, 1],
                 "transformer_depth": [0, 2, 5], "transformer_depth_output": [0, 0, 0, 1, 0, 1],
                 "transformer_depth_middle": -1}
-
-#: ComfyUI has the other sizes of Z-Image in a table, by its width of 3840; a test puts these there. 256 is the smallest
-#: width that its modulation takes.
-ZIMAGE = {"patch_size": 2, "in_channels": 16, "dim": 256, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 4,
-          "n_kv_heads": 4, "multiple_of": 256, "ffn_dim_multiplier": 8 / 3, "norm_eps": 1e-5, "qk_norm": True,
-          "cap_feat_dim": 64, "axes_dims": [16, 24, 24], "axes_lens": [1536, 512, 512], "rope_theta": 256.0,
-          "z_image_modulation": True, "time_scale": 1000.0, "pad_tokens_multiple": 32}
 
 
 @dataclass(frozen=True)
@@ -176,22 +169,6 @@ def make_images(input_dir: Path) -> dict[str, Path]:
     return paths
 
 
-def let_comfyui_load_zimage() -> None:
-    """Add the tiny Z-Image's sizes to ComfyUI's table of sizes, so that its own loader loads it in this process."""
-    from comfy import model_detection
-
-    own = model_detection.detect_unet_config
-
-    def with_more_sizes(*args: Any, **kwargs: Any) -> dict[str, Any] | None:
-        found = own(*args, **kwargs)
-        if found is not None and (found.get("image_model"), found.get("dim")) == ("lumina2", ZIMAGE["dim"]):
-            found |= {name: size for name, size in ZIMAGE.items() if name != "n_layers"}
-        return found
-
-    if own.__name__ != with_more_sizes.__name__:
-        model_detection.detect_unet_config = with_more_sizes
-
-
 def import_comfy_on_cpu() -> None:
     """Let ComfyUI's modules be imported on a machine without a GPU; someone who imported them before has decided."""
     if "comfy.model_management" in sys.modules:
@@ -303,25 +280,10 @@ def _draw_low_rank(part: Part, name: str, shape: tuple[int, ...]) -> torch.Tenso
     return _draw_controlnet(part, name, shape)
 
 
-def _shapes_of(build: Callable[[], torch.nn.Module]) -> Shapes:
-    """Names and shapes of a module's weights, without allocating any."""
-    import torch
-
-    with torch.device("meta"):
-        return {name: tuple(value.shape) for name, value in build().state_dict().items()}
-
-
 def _unet_shapes(config: dict[str, Any]) -> Shapes:
     from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
-    return _shapes_of(lambda: UNetModel(**config))
-
-
-def _zimage_shapes(config: dict[str, Any]) -> Shapes:
-    import comfy.ops
-    from comfy.ldm.lumina.model import NextDiT
-
-    return _shapes_of(lambda: NextDiT(**config, operations=comfy.ops.disable_weight_init))
+    return shapes_of(lambda: UNetModel(**config))
 
 
 _QUANTISED = {"float8_e4m3fn": ("float8_e4m3fn", 1 / 1024), "int8_tensorwise": ("int8", 1 / 384)}
@@ -355,13 +317,13 @@ def _controlnet_shapes(config: dict[str, Any]) -> Shapes:
     from comfy.cldm.cldm import ControlNet
 
     config = {key: value for key, value in config.items() if key not in ("out_channels", "transformer_depth_output")}
-    return _shapes_of(lambda: ControlNet(hint_channels=3, **config))
+    return shapes_of(lambda: ControlNet(hint_channels=3, **config))
 
 
 def _taesd_shapes(config: dict[str, Any]) -> Shapes:
     from comfy.taesd.taesd import TAESD
 
-    return _shapes_of(TAESD)
+    return shapes_of(TAESD)
 
 
 def _vae_shapes(config: dict[str, Any]) -> Shapes:
@@ -373,7 +335,7 @@ def _vae_shapes(config: dict[str, Any]) -> Shapes:
               "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
               "batch_norm_latent": "statistics" in config}
     decoder = layers | {"ch": config.get("decoder_ch", layers["ch"])}
-    shapes = _shapes_of(lambda: AutoencoderKL(ddconfig=layers, decoder_ddconfig=decoder, embed_dim=channels))
+    shapes = shapes_of(lambda: AutoencoderKL(ddconfig=layers, decoder_ddconfig=decoder, embed_dim=channels))
     return {name: shape for name, shape in shapes.items() if channels != 16 or "quant_conv" not in name}
 
 
@@ -384,7 +346,7 @@ def _clip_l_shapes(config: dict[str, Any]) -> Shapes:
     import torch
 
     clip = json.loads(Path(comfy.clip_model.__file__).with_name("sd1_clip_config.json").read_text(encoding="utf-8"))
-    shapes = _shapes_of(lambda: comfy.clip_model.CLIPTextModel(
+    shapes = shapes_of(lambda: comfy.clip_model.CLIPTextModel(
         clip, torch.float32, torch.device("meta"), comfy.ops.disable_weight_init))
     return {name: shape for name, shape in shapes.items() if name.startswith("text_model.")}
 
@@ -392,7 +354,7 @@ def _clip_l_shapes(config: dict[str, Any]) -> Shapes:
 def _t2i_adapter_shapes(config: dict[str, Any]) -> Shapes:
     from comfy.t2i_adapter.adapter import Adapter_light
 
-    return _shapes_of(lambda: Adapter_light(cin=3 * 8 * 8, channels=[320, 640, 1280, 1280], nums_rb=4))
+    return shapes_of(lambda: Adapter_light(cin=3 * 8 * 8, channels=[320, 640, 1280, 1280], nums_rb=4))
 
 
 def _control_lora_shapes(config: dict[str, Any]) -> Shapes:
@@ -425,28 +387,11 @@ def _lora_shapes(config: dict[str, Any]) -> Shapes:
     return shapes
 
 
-def _zimage_lora_shapes(config: dict[str, Any]) -> Shapes:
-    """A LoRA in Diffusers' naming: query, key and value apart, which are one layer in ComfyUI; the prompt's layers too."""
-    config = dict(config)
-    rank = config.pop("rank")
-    shapes: Shapes = {}
-    for name, shape in _zimage_shapes(config).items():
-        stem = name.removesuffix(".weight")
-        if not stem.endswith((".qkv", ".w2")):
-            continue
-        parts = ("to_q", "to_k", "to_v") if stem.endswith("qkv") else ("w2",)
-        stems = [stem.replace("qkv", part) for part in parts]
-        for one in stems:
-            shapes[f"diffusion_model.{one}.lora_A.weight"] = (rank, shape[1])
-            shapes[f"diffusion_model.{one}.lora_B.weight"] = (shape[0] // len(stems), rank)
-    return shapes
-
-
 _SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {
     "unet": _unet_shapes, "controlnet": _controlnet_shapes, "taesd": _taesd_shapes, "vae": _vae_shapes,
     "clip_l": _clip_l_shapes, "t2i_adapter": _t2i_adapter_shapes, "control_lora": _control_lora_shapes,
-    "lora": _lora_shapes, "zimage": _zimage_shapes, "quantised_unet": _quantised_shapes,
-    "quantised_zimage": partial(_quantised_shapes, of=_zimage_shapes), "zimage_lora": _zimage_lora_shapes}
+    "lora": _lora_shapes, "zimage": zimage_shapes, "quantised_unet": _quantised_shapes,
+    "quantised_zimage": partial(_quantised_shapes, of=zimage_shapes), "zimage_lora": zimage_lora_shapes}
 _DRAW: dict[str, Callable[[Part, str, tuple[int, ...]], torch.Tensor]] = {
     "taesd": _draw_taesd, "vae": _draw_vae, "controlnet": _draw_controlnet, "control_lora": _draw_low_rank,
     "lora": _draw_low_rank, "quantised_unet": _draw_quantised, "quantised_zimage": _draw_quantised}

@@ -288,5 +288,5 @@ class TestNodes(ComfyExtension):
 
 async def comfy_entrypoint() -> TestNodes:
     """Called by ComfyUI when it loads the pack."""
-    _module(TOOLS / "tiny_models.py").let_comfyui_load_zimage()
+    _module(TOOLS / "tiny_transformers.py").let_comfyui_load_zimage()
     return TestNodes()

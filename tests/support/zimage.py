@@ -19,7 +19,7 @@ from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.model_wrapper import patch_model
 from patched import sampling_node
 from small_networks import random_weights
-from tiny_models import ZIMAGE, let_comfyui_load_zimage
+from tiny_transformers import ZIMAGE, let_comfyui_load_zimage
 
 CPU = torch.device("cpu")
 WIDTH = ZIMAGE["cap_feat_dim"]
@@ -95,7 +95,7 @@ class Patched:
 
     @property
     def encoded(self) -> int:
-        """How often prompts were encoded so far."""
+        """Number of times that prompts were encoded so far."""
         session = self.handle.session
         passes = session.live.passes if self.handle.choice.backend == "torch" else session._current.passes
         return passes.computed
