@@ -11,7 +11,7 @@ import zimage
 from built_once import built_once
 from compiling import COMPILES
 from hybrid_trt.architectures.calls import Unsupported
-from hybrid_trt.architectures.shapes import RequestedSizes
+from hybrid_trt.architectures.shapes import Picture, RequestedSizes
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.engine_builder.build import build_engine
@@ -82,6 +82,32 @@ def test_calls_of_a_compiled_size_give_natives_result(tmp_path: Path) -> None:
         assert relative_error(served(session, net, given), natively(net, given)) <= LIMIT
         assert (session.uncovered is None) is compiled, sizes
     assert session.refusal is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_it_is_as_near_to_float32_as_native_is(dtype: torch.dtype) -> None:
+    exact, net = zimage.network(), zimage.network(dtype)
+    given = zimage.call(height=16, width=16, tokens=40)
+    expected = natively(exact, given)
+    halved = {**given, "x": given["x"].to(dtype), "context": given["context"].to(dtype)}
+    session = LiveSession(net, backends()["torch"], str(dtype).removeprefix("torch."))
+    found, native = served(session, net, halved), natively(net, halved)
+    assert found.dtype == native.dtype == dtype
+    assert 1e-4 < relative_error(found, expected) <= 1.2 * relative_error(native, expected)
+
+
+def test_sizes_are_those_of_tokens_in_groups() -> None:
+    family = zimage.network().architecture()
+    profile = family.profile(RequestedSizes())
+    assert profile.to_json() == {"B": [1, 1, 2], "N": [32, 128, 288], "T": [1, 4, 17]}
+    assert family.words(profile) == "1 image, 512x512 to 1536x1536 px, 544 tokens"
+    usual = family.calls(profile, Picture(832, 1216, (1,)))
+    assert usual == [{"B": 1, "N": 124, "T": 4}]
+    assert family.call_words(usual[0]) == "3968 picture tokens, 128 prompt tokens"
+    assert family.calls(profile, Picture(1024, 1024, (4, 2)))[0] == {"B": 4, "N": 128, "T": 4}
+    small = family.profile(RequestedSizes(64, 72, 80, 3, 20))
+    assert small.to_json() == {"B": [1, 1, 6], "N": [1, 1, 1], "T": [1, 1, 1]}
+    assert family.words(small) == "up to 3 images, 80x80 px, 32 tokens"
 
 
 def test_padding_prompt_place_and_time_each_change_the_picture() -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import comfy.ops
+import comfy.sd
+import comfy.utils
 import pytest
 import tiny_models
 import torch
@@ -116,6 +118,23 @@ def test_references_give_natives_picture_and_a_reason(patched: zimage.Patched, c
     assert relative_error(patched.sample(*given), native) <= LIMIT
     assert patched.counts == (STEPS, STEPS)
     assert f"{Reason.UNSUPPORTED_INPUT.value}: reference latents" in caplog.text
+
+
+def test_a_lora_of_the_prompts_layers_and_the_pictures_is_followed_from_run_to_run(
+    environment: Any, patched: zimage.Patched
+) -> None:
+    (file,) = tiny_models.make(environment.base / "models", ["tiny_zimage_lora"]).values()
+    lora = comfy.utils.load_torch_file(str(file))
+    only_prompts = {name: tensor for name, tensor in lora.items() if "context_refiner" in name}
+    assert 0 < len(only_prompts) < len(lora)
+    given, plain = ([[A, {}]], [[B, {}]]), patched.model
+    for weights, strength in ((lora, 0.8), (only_prompts, 0.8), (only_prompts, 0.0), (lora, 0.5)):
+        native, _ = comfy.sd.load_lora_for_models(patched.native, None, weights, strength, 0)
+        patched.model, _ = comfy.sd.load_lora_for_models(plain, None, weights, strength, 0)
+        expected = zimage.sample(native, *given)
+        assert (relative_error(zimage.sample(patched.native, *given), expected) > 100 * LIMIT) is (strength > 0)
+        assert relative_error(patched.sample(*given), expected) <= LIMIT
+        assert patched.counts == (2 * STEPS, 0)
 
 
 def test_places_that_another_node_moves_are_served(patched: zimage.Patched) -> None:
