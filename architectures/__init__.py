@@ -42,6 +42,11 @@ NEEDED_BY_FAMILIES = (
     "comfy.ldm.modules.diffusionmodules.model:Encoder",
     "comfy.taesd.taesd:TAESD",
     "comfy.ops:mixed_precision_ops(...)",
+    "comfy.ldm.common_dit:pad_to_patch_size(_, _, ...)",
+    "comfy.ldm.lumina.model:JointTransformerBlock",
+    "comfy.ldm.lumina.model:NextDiT._forward(self, x, timesteps, context, num_tokens, attention_mask, ref_latents, "
+    "ref_contexts, siglip_feats, transformer_options, **)",
+    "comfy.ldm.lumina.model:pos_ids_x(_, _, _, _, _, transformer_options)",
 )
 """Names in ComfyUI's own code that the families rely on, in the notation of ``comfyui_internals``."""
 

@@ -31,6 +31,7 @@ class Feature(Enum):
     STAGING = "model weights that wait in main memory", "ComfyUI loads them before each run"
     STAGED_ONCE = "model weights that are staged once for many runs", "they are staged for each run"
     ON_DEVICE = "prompts that are copied to the GPU once", "they are copied in each step"
+    PROMPTS = "prompts that are encoded once per run", "they are encoded in each step"
     GRAPHS = "CUDA graphs", "networks are launched kernel by kernel"
     COMPILED_NATIVE = "normal models compiled by another node", "they run as they are"
     QUEUE = "readings of ComfyUI's queue", "nothing is known of prompts that wait or run"
@@ -170,6 +171,17 @@ TABLE: dict[Feature, tuple[str, ...]] = {
         "comfy.conds:CONDNoiseShape",
         "comfy.conds:CONDCrossAttn",
         "comfy.samplers:CFGGuider.model_options",
+        "comfy.patcher_extension:WrappersMP.CALC_COND_BATCH",
+        "comfy.samplers:_calc_cond_batch(_, _, _, _, _)",
+    ),
+    Feature.PROMPTS: (
+        "comfy.conds:CONDRegular._copy_with(self, _, ...)",
+        "comfy.conds:CONDRegular.concat(self, _, ...)",
+        "comfy.conds:CONDRegular.process_cond(self, batch_size, **)",
+        "comfy.conds:CONDCrossAttn.concat(self, _, ...)",
+        "comfy.model_base:BaseModel._apply_model(self, _, _, _, _, ...)",
+        "comfy.model_base:BaseModel.get_dtype_inference(self, ...)",
+        "comfy.patcher_extension:WrappersMP.APPLY_MODEL",
         "comfy.patcher_extension:WrappersMP.CALC_COND_BATCH",
         "comfy.samplers:_calc_cond_batch(_, _, _, _, _)",
     ),

@@ -265,7 +265,7 @@ def longest_prompt(key: str, family: str) -> int:
     found, known = last_run(key), architectures().get(family)
     if found is None or known is None:
         return 0
-    return max((row.beyond.get(known.prompt, 0) for row in found[1]), default=0)
+    return known.symbols[known.prompt].step * max((row.beyond.get(known.prompt, 0) for row in found[1]), default=0)
 
 
 def _uncovered(rows: Sequence[CallStats]) -> list[dict]:

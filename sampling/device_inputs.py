@@ -57,7 +57,8 @@ class RunInputs(Shared):
         written = None if source.is_inference() else source._version
         known = self._copies.get(source)
         if known is None or known[0] != written or known[1].device != device:
-            known = self._copies[source] = (written, source.to(device))
+            with torch.inference_mode(False):  # who writes to the copy shows in its version
+                known = self._copies[source] = (written, source.to(device))
         return known[1]
 
     def wait_for_previous_call(self, device: torch.device) -> None:

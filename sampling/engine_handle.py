@@ -42,6 +42,7 @@ class EngineHandle(Shared):
         found: what the last look-up found, or None.
         fallback: why native serves, or None.
         note: what the node says besides, for example that a build is under way.
+        encodes_prompts: whether a part of the network runs once per prompt; meant for backbones.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class EngineHandle(Shared):
         self.node_key = node_key
         self.patcher = EnginePatcher.on(network.device, self)
         self.bind: Binding | None = None
+        self.encodes_prompts = False
         self.found: Found | None = None
         self.fallback: Fallback | None = None
         self.note = ""
@@ -94,6 +96,9 @@ class EngineHandle(Shared):
         self._watch.begin()
         architecture = network.unchanged_architecture(self._watch.layers)
         self.bind = architecture.binding(network.module)
+        kinds = (architecture.inputs, architecture.engine_inputs)
+        native, own = (specs(network.module, network.precision) for specs in kinds)
+        self.encodes_prompts = native != own
         self.found = look_up(network, self.choice, self.library)
         return open_session(self.found, network, self.choice.precision_for(network))
 

@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,8 @@ from .engine_handle import EngineHandle
 from .nan_guard import redo_unless_finite, watch
 from .native_network import arguments_of, by_name, forward_arguments, run_native, with_residuals_copied
 from .native_weights import NativeWeights
-from .run_context import as_run
+from .run_context import as_run, tensors_of_run
+from .steady_prompts import SteadyPrompts
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
@@ -59,16 +61,20 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
     """
     patched = model.clone()
     router = BackboneRouter(patched, handle, refusal)
-    on_device, stacks = works(Feature.ON_DEVICE), works(Feature.STACKS)
+    on_device, stacks, prompts = (works(f) for f in (Feature.ON_DEVICE, Feature.STACKS, Feature.PROMPTS))
     wrappers: dict[str, list[Callable[..., Any]]] = {
         WrappersMP.DIFFUSION_MODEL: [router],
         WrappersMP.OUTER_SAMPLE: [as_run, router.reached.sample, redo_unless_finite],
     }
-    if on_device or stacks:  # a ComfyUI without these features may not have this place
+    if on_device or stacks or prompts:  # a ComfyUI without these features may not have this place
         wrappers[WrappersMP.CALC_COND_BATCH] = [router.reached.step]
     if on_device:
         wrappers[WrappersMP.CALC_COND_BATCH].append(call_on_device)
         wrappers[WrappersMP.OUTER_SAMPLE].append(sample_on_device)
+    if prompts:
+        kept = SteadyPrompts(handle, tensors_of_run)
+        wrappers[WrappersMP.CALC_COND_BATCH].append(kept.join)
+        wrappers[WrappersMP.APPLY_MODEL] = [kept.cast]
     if stacks:
         wrappers[WrappersMP.CALC_COND_BATCH].append(partial(run_stacks_at_once, backbone=handle))
     for place, ours in wrappers.items():
@@ -339,7 +345,8 @@ def _active_patch(options: Mapping) -> str | None:
     """Return the name of a patch inside the UNet that another node set for this call, or None."""
     for name, patches in options.get("patches", {}).items():
         if patches:
-            return name
+            who = next((type(patch).__name__ for patch in patches if not isinstance(patch, FunctionType)), None)
+            return name if who is None else f"{name} by {who}"
     for name, patches in options.get("patches_replace", {}).items():
         if patches:
             return f"{name} replaced"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from comfy_execution.utils import ExecutionContext, get_executing_context
 
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.whose_code import is_known
+from .steady_prompts import SteadyTensors
 
 if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor
@@ -76,9 +77,14 @@ class SamplingRun:
 
     Attributes:
         comfyuis_alone: True if no other pack's code was found to take part.
+        tensors: results about its prompts.
     """
 
     comfyuis_alone: bool
+    tensors: SteadyTensors = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", SteadyTensors(self.comfyuis_alone))
 
 
 _current: ContextVar[SamplingRun | None] = ContextVar("sampling run", default=None)
@@ -92,8 +98,18 @@ def current_run() -> SamplingRun | None:
 def as_run(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
     """Make all calls of a sampling belong to one run; an OUTER_SAMPLE wrapper."""
     others = _others_take_part(executor.class_obj, (*args, *kwargs.values()))
-    with inside(SamplingRun(comfyuis_alone=not others)):
-        return executor(*args, **kwargs)
+    run = SamplingRun(comfyuis_alone=not others)
+    try:
+        with inside(run):
+            return executor(*args, **kwargs)
+    finally:
+        run.tensors.release()  # somebody may still hold the run
+
+
+def tensors_of_run() -> SteadyTensors | None:
+    """Return what is known of the prompts of the run that the caller is part of, or None outside of one."""
+    run = current_run()
+    return None if run is None else run.tensors
 
 
 @contextlib.contextmanager

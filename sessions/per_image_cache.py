@@ -1,4 +1,4 @@
-"""Per-image passes: the part of a network that works on its control image, run once per image, not in every step."""
+"""Per-image passes: the part of a network that works on its control image or prompt alone, run once for all steps."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ class _Entry:
 class ResultCache:
     """Cache of the results for the latest sources, for example control images.
 
-    ComfyUI makes one tensor per image and size and gives the same object to every step, so the object is the key. An
-    in-place change shows in its version, or in its values if it has no version.
+    ComfyUI makes one tensor per image and size and gives the same object to every step, so the object is the key; of
+    prompts ``sampling.steady_prompts`` sees to that. An in-place change shows in its version, or in its values if it
+    has no version.
     """
 
     def __init__(self, compute: Callable[[torch.Tensor, Hashable], Results]):

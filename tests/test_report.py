@@ -77,6 +77,7 @@ def test_the_page_is_told_the_longest_prompt_that_an_engine_was_not_built_for(
     for tokens in (308, 462, 385):
         stats.count_native(Fallback(Reason.SHAPE_OUTSIDE_PROFILE, "prompt tokens", {"B": 2, "T": tokens}))
     assert longest_prompt("key", "sd15_unet") == 462
+    assert longest_prompt("key", "zimage") == 462 * 32, "a family that counts groups of tokens"
     assert longest_prompt("key", "") == 0, "of no family yet"
 
 

@@ -60,6 +60,8 @@ QUANTISED = XL.but(
 )  # fmt: skip
 INT8 = 0.05
 """Of layers that round their inputs, see ``test_int8_on_an_engine_is_as_near_to_the_plain_model_as_native_is``."""
+ZIMAGE = Scenario("zimage", "tiny_zimage", (), width=64, height=64, settings=BUILD, steps=2)
+Z_LORA = ("LoraLoaderModelOnly", {"lora_name": "tiny_zimage_lora.safetensors", "strength_model": 0.8})
 ADAPTER = Control("tiny_sd15_t2i", 3, 0.9, engine=False)
 KINDS = {
     "SD1.5 and SD2": Kind([SD15.but(controls=(A,))]),
@@ -90,6 +92,16 @@ KINDS = {
         SD15.but(unet="tiny_sd15_quantised_unet", settings=TORCH, controls=(Control("tiny_sd15_flat_a", 1, 0.7),)),
     ]),
     "int8 checkpoints (`comfy_quant`)": Kind([QUANTISED.but(unet="tiny_sdxl_int8_unet")], limit=INT8),
+    "Z-Image, Turbo and base": Kind([
+        ZIMAGE,
+        ZIMAGE.but(width=136, height=104, batch=2, tokens=(31, 40), cfg=1.0),
+        ZIMAGE.but(width=72, tokens=(20, 90), area=True, loras_before=[Z_LORA]),
+        ZIMAGE.but(settings=TORCH, width=88, tokens=(20, 20), loras_before=[Z_LORA]),
+        ZIMAGE.but(settings=TORCH, batch=2, tokens=(31, 40),
+                   patches=[Z_LORA, ("ModelSamplingAuraFlow", {"shift": 3.0})]),
+    ]),
+    "Z-Image in fp8": Kind([ZIMAGE.but(unet="tiny_zimage_fp8", settings=TORCH, loras_before=[Z_LORA])]),
+    "Z-Image in int8": Kind([ZIMAGE.but(unet="tiny_zimage_int8", settings=TORCH)], limit=INT8),
     "Control-LoRAs": Kind([SD15.but(controls=(Control("tiny_sd15_control_lora", 1, 0.5), A))], "unsupported model"),
 }  # fmt: skip
 

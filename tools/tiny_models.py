@@ -20,13 +20,14 @@ import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiny_transformers import ZIMAGE, Shapes, shapes_of, zimage_lora_shapes, zimage_shapes
+
 if TYPE_CHECKING:
     import torch
-
-Shapes = dict[str, tuple[int, ...]]
 
 #: Raise this when the drawing of weights changes, so that files made before are made again.
 RECIPE_VERSION = 1
@@ -98,6 +99,11 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("diffusion_models/tiny_sd15_t2i_unet.safetensors", (Part("unet", 18, SD15_T2I),)),
     Recipe("diffusion_models/tiny_sd15_ip2p_unet.safetensors", (Part("unet", 19, SD15_FLAT | {"in_channels": 8}),)),
     Recipe("diffusion_models/tiny_sdxl_unet.safetensors", (Part("unet", 20, SDXL),)),
+    Recipe("diffusion_models/tiny_zimage.safetensors", (Part("zimage", 91, ZIMAGE),)),
+    Recipe("diffusion_models/tiny_zimage_fp8.safetensors", (
+        Part("quantised_zimage", 91, ZIMAGE | {"format": "float8_e4m3fn"}),)),
+    Recipe("diffusion_models/tiny_zimage_int8.safetensors", (
+        Part("quantised_zimage", 91, ZIMAGE | {"format": "int8_tensorwise"}),)),
     Recipe("vae/tiny_sdxl_taesd.safetensors", (Part("taesd", 1, {"scale": 0.13025}),)),
     Recipe("vae/tiny_kl.safetensors", (Part("vae", 81, {"decoder_ch": 32}),)),
     Recipe("vae/tiny_flux_kl.safetensors", (Part("vae", 82, {"decoder_ch": 32, "z_channels": 16}),)),
@@ -112,6 +118,7 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("controlnet/tiny_sd15_t2i.safetensors", (Part("t2i_adapter", 51),)),
     Recipe("controlnet/tiny_sd15_control_lora.safetensors", (Part("control_lora", 61, SD15 | {"rank": 4}),)),
     Recipe("loras/tiny_sd15_lora.safetensors", (Part("lora", 71, SD15 | {"rank": 4}),)),
+    Recipe("loras/tiny_zimage_lora.safetensors", (Part("zimage_lora", 73, ZIMAGE | {"rank": 4}),)),
     Recipe("loras/tiny_sdxl_lora.safetensors", (Part("lora", 72, SDXL | {"rank": 4}),)),
 )}
 
@@ -247,7 +254,7 @@ def _draw_controlnet(part: Part, name: str, shape: tuple[int, ...]) -> torch.Ten
 
 
 def _draw_quantised(part: Part, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """As `_draw`, in eight bits with one scale, the same for all layers, where `_quantised_unet_shapes` has one."""
+    """As `_draw`, in eight bits with one scale, the same for all layers, where `_quantised_shapes` has one."""
     import torch
 
     kind, (dtype, scale) = part.config["format"], _QUANTISED[part.config["format"]]
@@ -273,18 +280,10 @@ def _draw_low_rank(part: Part, name: str, shape: tuple[int, ...]) -> torch.Tenso
     return _draw_controlnet(part, name, shape)
 
 
-def _shapes_of(build: Callable[[], torch.nn.Module]) -> Shapes:
-    """Names and shapes of a module's weights, without allocating any."""
-    import torch
-
-    with torch.device("meta"):
-        return {name: tuple(value.shape) for name, value in build().state_dict().items()}
-
-
 def _unet_shapes(config: dict[str, Any]) -> Shapes:
     from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
-    return _shapes_of(lambda: UNetModel(**config))
+    return shapes_of(lambda: UNetModel(**config))
 
 
 _QUANTISED = {"float8_e4m3fn": ("float8_e4m3fn", 1 / 1024), "int8_tensorwise": ("int8", 1 / 384)}
@@ -297,15 +296,16 @@ def _quantised_as(kind: str) -> bytes:
 
 
 def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and ".transformer_blocks." in name
+    """Attention and feed-forward layers are."""
+    return len(shape) == 2 and any(part in name for part in (".transformer_blocks.", ".attention.", ".feed_forward."))
 
 
-def _quantised_unet_shapes(config: dict[str, Any]) -> Shapes:
-    """A UNet whose attention and feed-forward layers are in one of ComfyUI's quantised formats."""
+def _quantised_shapes(config: dict[str, Any], of: Callable[[dict[str, Any]], Shapes] = _unet_shapes) -> Shapes:
+    """A network whose attention and feed-forward layers are in one of ComfyUI's quantised formats."""
     shapes: Shapes = {}
     config = dict(config)
     marker = _quantised_as(config.pop("format"))
-    for name, shape in _unet_shapes(config).items():
+    for name, shape in of(config).items():
         shapes[name] = shape
         if _is_quantised(name, shape):
             layer = name.removesuffix(".weight")
@@ -317,13 +317,13 @@ def _controlnet_shapes(config: dict[str, Any]) -> Shapes:
     from comfy.cldm.cldm import ControlNet
 
     config = {key: value for key, value in config.items() if key not in ("out_channels", "transformer_depth_output")}
-    return _shapes_of(lambda: ControlNet(hint_channels=3, **config))
+    return shapes_of(lambda: ControlNet(hint_channels=3, **config))
 
 
 def _taesd_shapes(config: dict[str, Any]) -> Shapes:
     from comfy.taesd.taesd import TAESD
 
-    return _shapes_of(TAESD)
+    return shapes_of(TAESD)
 
 
 def _vae_shapes(config: dict[str, Any]) -> Shapes:
@@ -335,7 +335,7 @@ def _vae_shapes(config: dict[str, Any]) -> Shapes:
               "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
               "batch_norm_latent": "statistics" in config}
     decoder = layers | {"ch": config.get("decoder_ch", layers["ch"])}
-    shapes = _shapes_of(lambda: AutoencoderKL(ddconfig=layers, decoder_ddconfig=decoder, embed_dim=channels))
+    shapes = shapes_of(lambda: AutoencoderKL(ddconfig=layers, decoder_ddconfig=decoder, embed_dim=channels))
     return {name: shape for name, shape in shapes.items() if channels != 16 or "quant_conv" not in name}
 
 
@@ -346,7 +346,7 @@ def _clip_l_shapes(config: dict[str, Any]) -> Shapes:
     import torch
 
     clip = json.loads(Path(comfy.clip_model.__file__).with_name("sd1_clip_config.json").read_text(encoding="utf-8"))
-    shapes = _shapes_of(lambda: comfy.clip_model.CLIPTextModel(
+    shapes = shapes_of(lambda: comfy.clip_model.CLIPTextModel(
         clip, torch.float32, torch.device("meta"), comfy.ops.disable_weight_init))
     return {name: shape for name, shape in shapes.items() if name.startswith("text_model.")}
 
@@ -354,7 +354,7 @@ def _clip_l_shapes(config: dict[str, Any]) -> Shapes:
 def _t2i_adapter_shapes(config: dict[str, Any]) -> Shapes:
     from comfy.t2i_adapter.adapter import Adapter_light
 
-    return _shapes_of(lambda: Adapter_light(cin=3 * 8 * 8, channels=[320, 640, 1280, 1280], nums_rb=4))
+    return shapes_of(lambda: Adapter_light(cin=3 * 8 * 8, channels=[320, 640, 1280, 1280], nums_rb=4))
 
 
 def _control_lora_shapes(config: dict[str, Any]) -> Shapes:
@@ -390,10 +390,11 @@ def _lora_shapes(config: dict[str, Any]) -> Shapes:
 _SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {
     "unet": _unet_shapes, "controlnet": _controlnet_shapes, "taesd": _taesd_shapes, "vae": _vae_shapes,
     "clip_l": _clip_l_shapes, "t2i_adapter": _t2i_adapter_shapes, "control_lora": _control_lora_shapes,
-    "lora": _lora_shapes, "quantised_unet": _quantised_unet_shapes}
+    "lora": _lora_shapes, "zimage": zimage_shapes, "quantised_unet": _quantised_shapes,
+    "quantised_zimage": partial(_quantised_shapes, of=zimage_shapes), "zimage_lora": zimage_lora_shapes}
 _DRAW: dict[str, Callable[[Part, str, tuple[int, ...]], torch.Tensor]] = {
     "taesd": _draw_taesd, "vae": _draw_vae, "controlnet": _draw_controlnet, "control_lora": _draw_low_rank,
-    "lora": _draw_low_rank, "quantised_unet": _draw_quantised}
+    "lora": _draw_low_rank, "quantised_unet": _draw_quantised, "quantised_zimage": _draw_quantised}
 
 
 def main(arguments: list[str] | None = None) -> None:

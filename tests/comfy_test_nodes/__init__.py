@@ -26,6 +26,7 @@ import nodes  # ComfyUI's
 from . import other_packs_sampling
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
+TOOLS = SUPPORT.parents[1] / "tools"
 FAMILIES = SUPPORT / "families"
 ENGINE = io.Custom("TRT_UNET_ENGINE")
 MODEL, CONTROL, LATENT = io.Model.Input("model"), io.ControlNet.Input("control_net"), io.Latent.Input("latent_image")
@@ -153,12 +154,17 @@ def toy_model(seed: int) -> io.NodeOutput:
 
 def other_packs_weights(unet_name: str, kind: str) -> model_patcher.ModelPatcher:
     """Return the model of a file as the loader of a pack with weights of its own would have it."""
-    path = SUPPORT / "other_packs_weights.py"
+    theirs = _module(SUPPORT / "other_packs_weights.py")
+    return theirs.load(folder_paths.get_full_path_or_raise("diffusion_models", unet_name), kind)
+
+
+def _module(path: Path) -> Any:
+    """Return a file's module; its folder is on no path of the server."""
     if path.stem not in sys.modules:
         spec = importlib.util.spec_from_file_location(path.stem, path)
         sys.modules[path.stem] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[path.stem])
-    return sys.modules[path.stem].load(folder_paths.get_full_path_or_raise("diffusion_models", unet_name), kind)
+    return sys.modules[path.stem]
 
 
 def start_loop(hidden: Any, first: int, step: int, count: int) -> io.NodeOutput:
@@ -244,7 +250,7 @@ def models_alive(turn: int, after: dict | None = None) -> io.NodeOutput:
 NODES = [
     TestEndLoop,
     _node("TestConditioning", conditioning, [
-        integer("tokens", 77, 77, 77 * 8, step=77), integer("width", 768, 1, 4096), integer("pooled", 0, 0, 4096), SEED,
+        integer("tokens", 77, 1, 77 * 8), integer("width", 768, 1, 4096), integer("pooled", 0, 0, 4096), SEED,
     ], io.Conditioning),
     _node("TestImage", image, [
         SEED, integer("width", 128, 1, 8192), integer("height", 128, 1, 8192), integer("batch", 1, 1, 64),
@@ -282,4 +288,5 @@ class TestNodes(ComfyExtension):
 
 async def comfy_entrypoint() -> TestNodes:
     """Called by ComfyUI when it loads the pack."""
+    _module(TOOLS / "tiny_transformers.py").let_comfyui_load_zimage()
     return TestNodes()

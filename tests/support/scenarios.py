@@ -12,7 +12,8 @@ from comfy_process import ComfyProcess, History
 Prompt = dict[str, dict[str, Any]]
 Link = list[Any]
 
-CONDITIONING = {"sd15": {"width": 768, "pooled": 0}, "sdxl": {"width": 2048, "pooled": 1280}}
+CONDITIONING = {"sd15": {"width": 768, "pooled": 0}, "sdxl": {"width": 2048, "pooled": 1280},
+                "zimage": {"width": 64, "pooled": 0}}
 SETTINGS = {
     "when_missing": "use native",
     "min_size": 64,

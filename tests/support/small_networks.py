@@ -42,7 +42,7 @@ def random_weights(module: torch.nn.Module, dtype: torch.dtype = torch.float32) 
         fan_in = p[0].numel() if p.ndim > 1 else 100
         p.data = (torch.randn(p.shape, generator=generator) / fan_in**0.5).to(dtype)
     for layer in module.modules():
-        if isinstance(layer, torch.nn.GroupNorm | torch.nn.LayerNorm):
+        if isinstance(layer, torch.nn.GroupNorm | torch.nn.LayerNorm) and layer.weight is not None:
             layer.weight.data += 1
 
 

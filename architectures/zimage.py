@@ -1,0 +1,324 @@
+"""Z-Image, Turbo and base: one stream of tokens, first the prompt's and then the picture's.
+
+What native does with the prompt alone depends on neither picture nor timestep, and is a per-image pass. Both parts of
+the stream are multiples of 32 tokens long, so an engine's sizes are numbers of such groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from comfy.ldm.common_dit import pad_to_patch_size
+from comfy.ldm.lumina.model import JointTransformerBlock, NextDiT, pos_ids_x
+
+from . import Role
+from .calls import Binding, EngineCall, PerImagePass, Unsupported
+from .shapes import TOKEN_STEP, Dim, Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
+
+PATCH = 2
+PIXELS = 8 * PATCH
+"""Pixels per token, along each side."""
+GROUP = 32
+"""Native pads prompt and picture to a multiple of so many tokens."""
+
+IGNORED = frozenset({
+    "x", "timesteps", "context", "transformer_options", "num_tokens", "attention_mask", "control", "ref_contexts",
+    "siglip_feats", "clip_text_pooled",
+})  # fmt: skip
+"""Arguments that a call may carry; after the first four, those that native does not use without references."""
+
+
+class TokenSizes:
+    """Images, groups of picture tokens and groups of prompt tokens."""
+
+    sizes = Sizes("Z-Image", 512, 1024, 1536, max_tokens=7 * TOKEN_STEP)
+    batch, prompt = "B", "T"
+    per_step = True
+    symbols = {
+        "B": Symbol("batch"),
+        "N": Symbol("picture tokens", GROUP),
+        "T": Symbol("prompt tokens", GROUP, of_picture=False),
+    }
+
+    def profile(self, asked: RequestedSizes) -> Profile:
+        """See ``Architecture``."""
+        asked.check()
+        asked = asked.filled(self.sizes)
+        low, best, high = (_groups(size, size) for size in (asked.min_size, asked.opt_size, asked.max_size))
+        longest = math.ceil(asked.max_tokens / GROUP)
+        tokens = Range(1, min(4, longest), longest)
+        return Profile({"B": Range(1, 1, 2 * asked.max_images), "N": Range(low, best, high), "T": tokens})
+
+    def examples(self, profile: Profile) -> Examples:
+        """See ``Architecture``."""
+        small, other = ({"B": 1, "N": 2, "T": 2}, {"B": 2, "N": 3, "T": 1})
+        fitting = [profile.clamp(sizes) for sizes in (small, other)]
+        least, best, most = (profile.sizes(which) for which in ("min", "opt", "max"))
+        return Examples(
+            traced=other,
+            compared=fitting if fitting[0] != fitting[1] else fitting[:1],
+            compiled=[best],
+            extremes=[least, best, most],
+            extremes_on_cpu=[least, {**best, "B": least["B"]}],
+        )
+
+    def words(self, profile: Profile) -> str:
+        """See ``Architecture``: ``up to 2 images, 512x512 to 1024x1024 px, 256 tokens``."""
+        images = max(1, profile.ranges["B"].max // 2)
+        area, tokens = profile.ranges["N"], profile.ranges["T"]
+        low, high = (f"{side}x{side}" for side in map(_side, (area.min, area.max)))
+        pixels = high if low == high else f"{low} to {high}"
+        return f"{'1 image' if images == 1 else f'up to {images} images'}, {pixels} px, {GROUP * tokens.max} tokens"
+
+    def calls(self, profile: Profile, picture: Picture) -> list[dict[str, int]]:
+        """See ``Architecture``."""
+        groups, usual = _groups(picture.width, picture.height), profile.sizes("opt")
+        return [{**usual, "B": batch, "N": groups} for batch in picture.batches]
+
+    def call_words(self, call: Mapping[str, int]) -> str:
+        """See ``Architecture``: ``4096 picture tokens, 64 prompt tokens``; the batch where it is more than one."""
+        parts = [f"{GROUP * call[symbol]} {self.symbols[symbol].word}" for symbol in "NT" if symbol in call]
+        return ", ".join([*parts, *([f"batch {call['B']}"] if call.get("B", 1) != 1 else [])])
+
+
+def _groups(width: int, height: int) -> int:
+    """Return the groups of tokens of a picture."""
+    return math.ceil(math.ceil(width / PIXELS) * math.ceil(height / PIXELS) / GROUP)
+
+
+def _side(groups: int) -> int:
+    """Return the pixels along each side of a square of so many tokens, about."""
+    return PIXELS * math.isqrt(groups * GROUP)
+
+
+@dataclass(frozen=True)
+class ZImage(TokenSizes):
+    """A network that takes a picture in tokens, which of them are padding, the encoded prompt and rotary embeddings."""
+
+    name = "zimage"
+    role = Role.BACKBONE
+    arguments = ("x", "timesteps", "context", "num_tokens", "attention_mask")
+
+    def matches(self, module: torch.nn.Module) -> bool:
+        """See ``Architecture``."""
+        return (
+            type(module) is NextDiT
+            and module.pad_tokens_multiple == GROUP
+            and module.patch_size == PATCH
+            and module.clip_text_pooled_proj is None
+            and all(map(_is_plain, (*module.layers, *module.noise_refiner, *module.context_refiner)))
+        )
+
+    def inputs(self, module: NextDiT, dtype: str) -> list[TensorSpec]:
+        """See ``Architecture``."""
+        return [_prompt(module, dtype) if spec.name == "prompt" else spec for spec in self.engine_inputs(module, dtype)]
+
+    def engine_inputs(self, module: NextDiT, dtype: str) -> list[TensorSpec]:
+        """See ``Architecture``."""
+        batch, picture, prompt = Dim("B"), Dim("N", up=GROUP), Dim("T", up=GROUP)
+        turns = (module.dim // module.n_heads // 2, 2)
+        return [
+            TensorSpec("picture", dtype, (batch, picture, PATCH**2 * module.in_channels)),
+            TensorSpec("padding", "float32", (picture, 1), sample="unit", steady=True),
+            TensorSpec("prompt", dtype, (batch, prompt, module.dim)),
+            TensorSpec("timesteps", "float32", (batch,), sample="sigma"),
+            TensorSpec("prompt_places", "float32", (prompt, *turns), steady=True),
+            TensorSpec("picture_places", "float32", (picture, *turns), steady=True),
+        ]
+
+    def outputs(self, module: NextDiT, dtype: str) -> list[TensorSpec]:
+        """See ``Architecture``."""
+        shape = (Dim("B"), Dim("N", up=GROUP), PATCH**2 * module.out_channels)
+        return [TensorSpec("out", dtype, shape)]
+
+    def function(self, module: NextDiT) -> torch.nn.Module:
+        """See ``Architecture``."""
+        return _OnTokens(module)
+
+    def fuse_layers(self, module: NextDiT) -> list:
+        """See ``Architecture``: none; native's query, key and value are one layer."""
+        return []
+
+    def passes(self, module: NextDiT) -> list[PerImagePass]:
+        """See ``Architecture``: all that native does with the prompt before it meets the picture."""
+        takes = _prompt(module, str(module.dtype).removeprefix("torch."))
+        found = PerImagePass(takes, ("prompt",), _PromptEncoder(module))
+        module.cap_embedder = module.context_refiner = torch.nn.Identity()
+        return [found]
+
+    def binding(self, module: NextDiT) -> Binding:
+        """See ``Architecture``."""
+        return partial(_bind, lru_cache(8)(partial(_places, module.rope_embedder)))
+
+
+def _is_plain(block: torch.nn.Module) -> bool:
+    attention = block.attention if type(block) is JointTransformerBlock else None
+    return attention is not None and attention.qk_norm and attention.n_local_heads == attention.n_local_kv_heads
+
+
+def _prompt(module: NextDiT, dtype: str) -> TensorSpec:
+    return TensorSpec("context", dtype, (Dim("B"), Dim("L"), module.cap_embedder[1].in_features))
+
+
+def _bind(places: Callable[..., tuple[torch.Tensor, ...]], call: Mapping[str, Any]) -> EngineCall:
+    for name, value in call.items():
+        if name not in IGNORED and value is not None and not (name == "ref_latents" and len(value) == 0):
+            raise Unsupported("reference latents" if name == "ref_latents" else name)
+    x, context = call["x"], call["context"]
+    if context is None:
+        raise Unsupported("there is no prompt")
+    batch, channels, height, width = x.shape
+    padded = pad_to_patch_size(x, (PATCH, PATCH))
+    rows, columns = (side // PATCH for side in padded.shape[2:])
+    tokens = padded.view(batch, channels, rows, PATCH, columns, PATCH).permute(0, 2, 4, 3, 5, 1)
+    tokens = tokens.reshape(batch, rows * columns, -1)
+    changed = (call.get("transformer_options") or {}).get("rope_options")
+    told = None if changed is None else tuple(sorted(changed.items()))
+    padding, prompt, picture = places(rows, columns, math.ceil(context.shape[1] / GROUP), told, x.device)
+    inputs = {
+        "picture": F.pad(tokens, (0, 0, 0, len(padding) - rows * columns)),
+        "padding": padding,
+        "context": context if len(context) == batch else context.expand(batch, -1, -1),
+        "timesteps": call["timesteps"],
+        "prompt_places": prompt,
+        "picture_places": picture,
+    }
+
+    def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        patches = outputs["out"][:, : rows * columns].unflatten(1, (rows, columns)).unflatten(3, (PATCH, PATCH, -1))
+        result = patches.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
+        return result[:, :, :height, :width].to(x.device, x.dtype)
+
+    return EngineCall(inputs, finish)
+
+
+def _places(
+    embedder: torch.nn.Module, rows: int, columns: int, groups: int, changed: tuple | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return which tokens of a picture are padding, (tokens, 1); then the places of a prompt's and of its tokens.
+
+    Args:
+        groups: those of the prompt.
+        changed: another node's ``rope_options``.
+    """
+    with torch.inference_mode(False):
+        options = {"rope_options": None if changed is None else dict(changed)}
+        ids = pos_ids_x(groups * GROUP + 1, rows, columns, 1, device, transformer_options=options)
+        ids = F.pad(ids, (0, 0, 0, -ids.shape[1] % GROUP))
+        padding = (torch.arange(ids.shape[1], device=device) >= rows * columns).float()[:, None]
+        return padding, _prompt_places(embedder, groups * GROUP, device), _turns(embedder, ids)
+
+
+def _prompt_places(embedder: torch.nn.Module, tokens: int, device: torch.device) -> torch.Tensor:
+    ids = torch.zeros(1, tokens, 3, dtype=torch.float32, device=device)
+    ids[:, :, 0] = torch.arange(tokens, dtype=torch.float32, device=device) + 1.0
+    return _turns(embedder, ids)
+
+
+def _turns(embedder: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Return cosine and sine of each place's angles, (tokens, angles, 2), of native's rotations."""
+    return embedder(ids)[0, 0, :, :, :, 0].contiguous()
+
+
+def _normed(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Compute a layer's RMSNorm in float32, which is the result's dtype."""
+    wide = x.float()
+    epsilon = torch.finfo(torch.float32).eps if layer.eps is None else layer.eps
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * layer.weight.to(x.dtype).float()
+
+
+def _turned(layer: torch.nn.Module, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Norm and turn queries or keys; all are (images, tokens, heads, features)."""
+    first, second = _normed(layer, x).unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = places.unsqueeze(1).unbind(-1)
+    return torch.stack([cos * first - sin * second, sin * first + cos * second], -1).flatten(-2).to(x.dtype)
+
+
+def _attended(layer: torch.nn.Module, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    q, k, v = layer.qkv(x).unflatten(-1, (3, layer.n_local_heads, layer.head_dim)).unbind(2)
+    heads = [_turned(layer.q_norm, q, places), _turned(layer.k_norm, k, places), v]
+    found = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in heads))
+    return layer.out(found.transpose(1, 2).flatten(2))
+
+
+def _bounded(x: torch.Tensor) -> torch.Tensor:
+    return torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504) if x.dtype == torch.float16 else x
+
+
+def _fed_forward(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer.w2(_bounded(F.silu(layer.w1(x)) * layer.w3(x)))
+
+
+def _block(layer: torch.nn.Module, x: torch.Tensor, places: torch.Tensor, time: torch.Tensor | None) -> torch.Tensor:
+    """Compute a block; without a time it has no modulation."""
+    dtype, scales, gates = x.dtype, (0.0, 0.0), (1.0, 1.0)
+    if time is not None:
+        parts = layer.adaLN_modulation(time).unsqueeze(1).chunk(4, dim=2)
+        scales, gates = parts[0::2], [gate.tanh() for gate in parts[1::2]]
+    h = _bounded(_attended(layer.attention, (_normed(layer.attention_norm1, x) * (1 + scales[0])).to(dtype), places))
+    x = x + (gates[0] * _normed(layer.attention_norm2, h)).to(dtype)
+    h = _fed_forward(layer.feed_forward, (_normed(layer.ffn_norm1, x) * (1 + scales[1])).to(dtype))
+    h = h if time is None else _bounded(h)
+    return x + (gates[1] * _normed(layer.ffn_norm2, h)).to(dtype)
+
+
+class _PromptEncoder(torch.nn.Module):
+    """Native's way of a prompt to the tokens that it puts before the picture's."""
+
+    def __init__(self, net: NextDiT):
+        super().__init__()
+        self._parameters = net._parameters  # the padding: whoever follows weights writes it there
+        self.embedder = net.cap_embedder
+        self.blocks = net.context_refiner
+        self.rotary = net.rope_embedder
+
+    def forward(self, prompt: torch.Tensor) -> tuple[torch.Tensor]:
+        x = self.embedder[1](_normed(self.embedder[0], prompt).to(prompt.dtype))
+        padding = self._parameters["cap_pad_token"].to(x.dtype).expand(x.shape[0], -x.shape[1] % GROUP, -1)
+        x = torch.cat([x, padding], 1)
+        places = _prompt_places(self.rotary, x.shape[1], x.device)
+        for block in self.blocks:
+            x = _block(block, x, places, None)
+        return (x,)
+
+
+class _OnTokens(torch.nn.Module):
+    """All that native does in each step."""
+
+    def __init__(self, net: NextDiT):
+        super().__init__()
+        self.net = net
+
+    def forward(
+        self,
+        picture: torch.Tensor,
+        padding: torch.Tensor,
+        prompt: torch.Tensor,
+        timesteps: torch.Tensor,
+        prompt_places: torch.Tensor,
+        picture_places: torch.Tensor,
+    ) -> tuple[torch.Tensor]:
+        net = self.net
+        time = net.t_embedder((1.0 - timesteps) * net.time_scale, dtype=picture.dtype)
+        embedded = net.x_embedder(picture)
+        x = torch.where(padding > 0.5, net.x_pad_token.to(embedded.dtype), embedded)
+        for block in net.noise_refiner:
+            x = _block(block, x, picture_places, time)
+        x, places = torch.cat([prompt, x], 1), torch.cat([prompt_places, picture_places])
+        for block in net.layers:
+            x = _block(block, x, places, time)
+        last, x = net.final_layer, x[:, prompt.shape[1] :]
+        x = last.norm_final(x) * (1 + last.adaLN_modulation(time).unsqueeze(1))
+        return (-last.linear(x),)
+
+
+FILE_MARKS = ("cap_embedder.1.",)
+"""A part of tensors' names in files of this family, in ComfyUI's layout and in that of Diffusers."""
+
+ARCHITECTURES = (ZImage(),)

@@ -1,0 +1,67 @@
+"""Tiny transformers for ``tiny_models``: the shapes of their weights, and what ComfyUI needs to load them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+Shapes = dict[str, tuple[int, ...]]
+
+#: ComfyUI has the other sizes of Z-Image in a table, by its width of 3840; a test puts these there. 256 is the smallest
+#: width that its modulation takes.
+ZIMAGE = {"patch_size": 2, "in_channels": 16, "dim": 256, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 4,
+          "n_kv_heads": 4, "multiple_of": 256, "ffn_dim_multiplier": 8 / 3, "norm_eps": 1e-5, "qk_norm": True,
+          "cap_feat_dim": 64, "axes_dims": [16, 24, 24], "axes_lens": [1536, 512, 512], "rope_theta": 256.0,
+          "z_image_modulation": True, "time_scale": 1000.0, "pad_tokens_multiple": 32}
+
+
+def let_comfyui_load_zimage() -> None:
+    """Add the tiny Z-Image's sizes to ComfyUI's table of sizes, so that its own loader loads it in this process."""
+    from comfy import model_detection
+
+    own = model_detection.detect_unet_config
+
+    def with_more_sizes(*args: Any, **kwargs: Any) -> dict[str, Any] | None:
+        found = own(*args, **kwargs)
+        if found is not None and (found.get("image_model"), found.get("dim")) == ("lumina2", ZIMAGE["dim"]):
+            found |= {name: size for name, size in ZIMAGE.items() if name != "n_layers"}
+        return found
+
+    if own.__name__ != with_more_sizes.__name__:
+        model_detection.detect_unet_config = with_more_sizes
+
+
+def shapes_of(build: Callable[[], torch.nn.Module]) -> Shapes:
+    """Names and shapes of a module's weights, without allocating any."""
+    import torch
+
+    with torch.device("meta"):
+        return {name: tuple(value.shape) for name, value in build().state_dict().items()}
+
+
+def zimage_shapes(config: dict[str, Any]) -> Shapes:
+    """Names and shapes of a Z-Image's weights."""
+    import comfy.ops
+    from comfy.ldm.lumina.model import NextDiT
+
+    return shapes_of(lambda: NextDiT(**config, operations=comfy.ops.disable_weight_init))
+
+
+def zimage_lora_shapes(config: dict[str, Any]) -> Shapes:
+    """A LoRA in Diffusers' naming: query, key and value apart, which are one layer in ComfyUI."""
+    config = dict(config)
+    rank = config.pop("rank")
+    shapes: Shapes = {}
+    for name, shape in zimage_shapes(config).items():
+        stem = name.removesuffix(".weight")
+        if not stem.endswith((".qkv", ".w2")):
+            continue
+        parts = ("to_q", "to_k", "to_v") if stem.endswith("qkv") else ("w2",)
+        stems = [stem.replace("qkv", part) for part in parts]
+        for one in stems:
+            shapes[f"diffusion_model.{one}.lora_A.weight"] = (rank, shape[1])
+            shapes[f"diffusion_model.{one}.lora_B.weight"] = (shape[0] // len(stems), rank)
+    return shapes
