@@ -41,6 +41,11 @@ NEEDED_BY_FAMILIES = (
     "comfy.ldm.modules.diffusionmodules.model:Decoder",
     "comfy.ldm.modules.diffusionmodules.model:Encoder",
     "comfy.taesd.taesd:TAESD",
+    "comfy.ldm.common_dit:pad_to_patch_size(img, patch_size, ...)",
+    "comfy.ldm.flux.model:Flux._forward(self, x, timestep, context, y, guidance, ref_latents, control, "
+    "transformer_options, **)",
+    "comfy.ldm.flux.model:Flux.forward_orig(self, img, img_ids, txt, txt_ids, timesteps, y, guidance, ...)",
+    "comfy.ldm.flux.model:Flux.process_img",
     "comfy.ops:mixed_precision_ops(...)",
 )
 """Names in ComfyUI's own code that the families rely on, in the notation of ``comfyui_internals``."""
