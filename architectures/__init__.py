@@ -46,6 +46,11 @@ NEEDED_BY_FAMILIES = (
     "transformer_options, **)",
     "comfy.ldm.flux.model:Flux.forward_orig(self, img, img_ids, txt, txt_ids, timesteps, y, guidance, ...)",
     "comfy.ldm.flux.model:Flux.process_img",
+    "comfy.ldm.flux.controlnet:ControlNetFlux.forward(self, x, timesteps, context, y, guidance, hint, **)",
+    "comfy.ldm.flux.controlnet:ControlNetFlux.forward_orig(self, img, img_ids, controlnet_cond, txt, txt_ids, "
+    "timesteps, y, guidance, control_type)",
+    "comfy.ldm.flux.layers:DoubleStreamBlock",
+    "comfy.ldm.flux.layers:SingleStreamBlock",
     "comfy.ops:mixed_precision_ops(...)",
 )
 """Names in ComfyUI's own code that the families rely on, in the notation of ``comfyui_internals``."""

@@ -51,6 +51,15 @@ SDXL = _UNET | {"context_dim": 2048, "num_head_channels": 64, "num_classes": "se
                 "transformer_depth": [0, 2, 5], "transformer_depth_output": [0, 0, 0, 1, 0, 1],
                 "transformer_depth_middle": -1}
 
+_FLUX = {"in_channels": 16, "out_channels": 16, "context_in_dim": 64, "hidden_size": 256, "num_heads": 2,
+         "axes_dim": [16, 56, 56], "theta": 10000, "mlp_ratio": 4.0, "depth": 2, "depth_single_blocks": 2,
+         "qkv_bias": True, "txt_ids_dims": []}
+#: Flux.1 with two heads, which is all that ComfyUI lets a file choose besides depths and what goes in.
+FLUX1 = _FLUX | {"vec_in_dim": 32, "patch_size": 2, "guidance_embed": True}
+FLUX2 = _FLUX | {"in_channels": 128, "out_channels": 128, "axes_dim": [32] * 4, "theta": 2000, "mlp_ratio": 3.0,
+                 "qkv_bias": False, "txt_ids_dims": [3], "vec_in_dim": None, "patch_size": 1, "guidance_embed": False,
+                 "global_modulation": True, "mlp_silu_act": True, "ops_bias": False}
+
 
 @dataclass(frozen=True)
 class Part:
@@ -98,6 +107,13 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("diffusion_models/tiny_sd15_t2i_unet.safetensors", (Part("unet", 18, SD15_T2I),)),
     Recipe("diffusion_models/tiny_sd15_ip2p_unet.safetensors", (Part("unet", 19, SD15_FLAT | {"in_channels": 8}),)),
     Recipe("diffusion_models/tiny_sdxl_unet.safetensors", (Part("unet", 20, SDXL),)),
+    Recipe("diffusion_models/tiny_flux1_unet.safetensors", (Part("flux", 91, FLUX1),)),
+    Recipe("diffusion_models/tiny_flux1_schnell_unet.safetensors", (
+        Part("flux", 92, FLUX1 | {"guidance_embed": False}),)),
+    Recipe("diffusion_models/tiny_flux1_fill_unet.safetensors", (Part("flux", 93, FLUX1 | {"in_channels": 96}),)),
+    Recipe("diffusion_models/tiny_flux2_klein_unet.safetensors", (Part("flux", 94, FLUX2),)),
+    Recipe("diffusion_models/tiny_flux1_fp8_unet.safetensors", (
+        Part("quantised_flux", 91, FLUX1 | {"format": "float8_e4m3fn"}),)),
     Recipe("vae/tiny_sdxl_taesd.safetensors", (Part("taesd", 1, {"scale": 0.13025}),)),
     Recipe("vae/tiny_kl.safetensors", (Part("vae", 81, {"decoder_ch": 32}),)),
     Recipe("vae/tiny_flux_kl.safetensors", (Part("vae", 82, {"decoder_ch": 32, "z_channels": 16}),)),
@@ -109,10 +125,18 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("controlnet/tiny_sd15_shuffle.safetensors", (Part("controlnet", 34, SD15, "control_model."),)),
     Recipe("controlnet/tiny_sdxl_a.safetensors", (Part("controlnet", 41, SDXL, "control_model."),)),
     Recipe("controlnet/tiny_sdxl_b.safetensors", (Part("controlnet", 42, SDXL, "control_model."),)),
+    Recipe("controlnet/tiny_flux1_a.safetensors", (
+        Part("flux_controlnet", 43, FLUX1 | {"depth": 1, "control_latent_channels": 16}),)),
+    Recipe("controlnet/tiny_flux1_b.safetensors", (
+        Part("flux_controlnet", 44, FLUX1 | {"depth_single_blocks": 0, "control_latent_channels": 16}),)),
+    Recipe("controlnet/tiny_flux1_union.safetensors", (
+        Part("flux_controlnet", 45, FLUX1 | {"depth_single_blocks": 1, "control_latent_channels": 16,
+                                             "num_union_modes": 7}),)),
     Recipe("controlnet/tiny_sd15_t2i.safetensors", (Part("t2i_adapter", 51),)),
     Recipe("controlnet/tiny_sd15_control_lora.safetensors", (Part("control_lora", 61, SD15 | {"rank": 4}),)),
     Recipe("loras/tiny_sd15_lora.safetensors", (Part("lora", 71, SD15 | {"rank": 4}),)),
     Recipe("loras/tiny_sdxl_lora.safetensors", (Part("lora", 72, SDXL | {"rank": 4}),)),
+    Recipe("loras/tiny_flux1_lora.safetensors", (Part("flux_lora", 73, FLUX1 | {"rank": 4}),)),
 )}
 
 
@@ -247,7 +271,7 @@ def _draw_controlnet(part: Part, name: str, shape: tuple[int, ...]) -> torch.Ten
 
 
 def _draw_quantised(part: Part, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """As `_draw`, in eight bits with one scale, the same for all layers, where `_quantised_unet_shapes` has one."""
+    """As `_draw`, in eight bits with one scale, the same for all layers, where `_quantised` has one."""
     import torch
 
     kind, (dtype, scale) = part.config["format"], _QUANTISED[part.config["format"]]
@@ -256,7 +280,7 @@ def _draw_quantised(part: Part, name: str, shape: tuple[int, ...]) -> torch.Tens
     if name.endswith(".weight_scale"):
         return torch.tensor(scale)
     values = _draw(part, name, shape)
-    if not _is_quantised(name, shape):
+    if not _is_in_a_block(name, shape):
         return values
     codes = values.float() / scale
     return (codes if dtype.startswith("float8") else codes.round().clamp(-127, 127)).to(getattr(torch, dtype))
@@ -287,6 +311,29 @@ def _unet_shapes(config: dict[str, Any]) -> Shapes:
     return _shapes_of(lambda: UNetModel(**config))
 
 
+def _flux_shapes(config: dict[str, Any]) -> Shapes:
+    import comfy.ops
+    from comfy.ldm.flux.model import Flux
+
+    return _shapes_of(lambda: Flux(**config, operations=comfy.ops.disable_weight_init))
+
+
+def _flux_controlnet_shapes(config: dict[str, Any]) -> Shapes:
+    """A ControlNet that takes a latent, in the names of Diffusers, as InstantX publishes them."""
+    import comfy.ops
+    import comfy.utils
+    from comfy.ldm.flux.controlnet import ControlNetFlux
+
+    net = _shapes_of(lambda: ControlNetFlux(latent_input=True, **config, operations=comfy.ops.disable_weight_init))
+    shapes, named = {}, set()
+    for theirs, ours in comfy.utils.flux_to_diffusers(config).items():
+        name, part = (ours, None) if isinstance(ours, str) else ours[:2]
+        if name in net and (part is not None or name not in named):  # some weights have several names
+            shapes[theirs] = net[name] if part is None else (part[2], *net[name][1:])
+            named.add(name)
+    return shapes | {name: shape for name, shape in net.items() if name not in named}
+
+
 _QUANTISED = {"float8_e4m3fn": ("float8_e4m3fn", 1 / 1024), "int8_tensorwise": ("int8", 1 / 384)}
 """ComfyUI's formats -> dtype and scale of their weights here."""
 
@@ -296,18 +343,26 @@ def _quantised_as(kind: str) -> bytes:
     return json.dumps({"format": kind}).encode()
 
 
-def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and ".transformer_blocks." in name
+def _is_in_a_block(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and (".transformer_blocks." in name or name.startswith(("double_blocks.", "single_blocks.")))
 
 
 def _quantised_unet_shapes(config: dict[str, Any]) -> Shapes:
-    """A UNet whose attention and feed-forward layers are in one of ComfyUI's quantised formats."""
+    return _quantised(_unet_shapes, config)
+
+
+def _quantised_flux_shapes(config: dict[str, Any]) -> Shapes:
+    return _quantised(_flux_shapes, config)
+
+
+def _quantised(shapes_of: Callable[[dict[str, Any]], Shapes], config: dict[str, Any]) -> Shapes:
+    """A network whose attention and feed-forward layers are in one of ComfyUI's quantised formats."""
     shapes: Shapes = {}
     config = dict(config)
     marker = _quantised_as(config.pop("format"))
-    for name, shape in _unet_shapes(config).items():
+    for name, shape in shapes_of(config).items():
         shapes[name] = shape
-        if _is_quantised(name, shape):
+        if _is_in_a_block(name, shape):
             layer = name.removesuffix(".weight")
             shapes |= {f"{layer}.weight_scale": (), f"{layer}.comfy_quant": (len(marker),)}
     return shapes
@@ -374,12 +429,20 @@ def _control_lora_shapes(config: dict[str, Any]) -> Shapes:
 
 
 def _lora_shapes(config: dict[str, Any]) -> Shapes:
+    return _lora(_unet_shapes, config)
+
+
+def _flux_lora_shapes(config: dict[str, Any]) -> Shapes:
+    return _lora(_flux_shapes, config)
+
+
+def _lora(shapes_of: Callable[[dict[str, Any]], Shapes], config: dict[str, Any]) -> Shapes:
     """A LoRA in kohya's naming on all attention and feed-forward layers."""
     config = dict(config)
     rank = config.pop("rank")
     shapes: Shapes = {}
-    for name, shape in _unet_shapes(config).items():
-        if len(shape) == 2 and ".transformer_blocks." in name:
+    for name, shape in shapes_of(config).items():
+        if _is_in_a_block(name, shape):
             stem = "lora_unet_" + name.removesuffix(".weight").replace(".", "_")
             shapes[f"{stem}.lora_up.weight"] = (shape[0], rank)
             shapes[f"{stem}.lora_down.weight"] = (rank, shape[1])
@@ -390,10 +453,13 @@ def _lora_shapes(config: dict[str, Any]) -> Shapes:
 _SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {
     "unet": _unet_shapes, "controlnet": _controlnet_shapes, "taesd": _taesd_shapes, "vae": _vae_shapes,
     "clip_l": _clip_l_shapes, "t2i_adapter": _t2i_adapter_shapes, "control_lora": _control_lora_shapes,
-    "lora": _lora_shapes, "quantised_unet": _quantised_unet_shapes}
+    "lora": _lora_shapes, "quantised_unet": _quantised_unet_shapes, "flux": _flux_shapes,
+    "flux_controlnet": _flux_controlnet_shapes,
+    "quantised_flux": _quantised_flux_shapes, "flux_lora": _flux_lora_shapes}
 _DRAW: dict[str, Callable[[Part, str, tuple[int, ...]], torch.Tensor]] = {
     "taesd": _draw_taesd, "vae": _draw_vae, "controlnet": _draw_controlnet, "control_lora": _draw_low_rank,
-    "lora": _draw_low_rank, "quantised_unet": _draw_quantised}
+    "lora": _draw_low_rank, "quantised_unet": _draw_quantised, "quantised_flux": _draw_quantised,
+    "flux_lora": _draw_low_rank}
 
 
 def main(arguments: list[str] | None = None) -> None:

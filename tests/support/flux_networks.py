@@ -6,6 +6,7 @@ from typing import Any
 
 import comfy.ops
 import torch
+from comfy.ldm.flux.controlnet import ControlNetFlux
 from comfy.ldm.flux.model import Flux
 from comfy.model_patcher import ModelPatcher
 from hybrid_trt.architectures import Role
@@ -50,6 +51,36 @@ def network(layout: str, dtype: torch.dtype = torch.float32) -> NativeNetwork:
     model.eval().requires_grad_(False)
     return NativeNetwork(ModelPatcher(model, CPU, CPU), model.diffusion_model, UNET_PREFIX, dtype, layout,
                          Role.BACKBONE)  # fmt: skip
+
+
+CONTROLS: dict[str, dict[str, Any]] = {
+    "instantx": {"depth": 1, "depth_single_blocks": 2},
+    "without_singles": {"depth": 2, "depth_single_blocks": 0, "guidance_embed": False},
+    "union": {"depth": 2, "depth_single_blocks": 0, "num_union_modes": 7},
+    "inpaint": {"depth": 1, "depth_single_blocks": 0, "control_latent_channels": 17},
+}
+"""Layouts of ControlNets that take a latent, as they differ from Flux.1's model."""
+
+
+def control_network(layout: str, dtype: torch.dtype = torch.float32) -> NativeNetwork:
+    """A random ControlNet of a layout for ``FLUX1``, whose latent has 16 channels."""
+    config = FLUX1 | {"latent_input": True, "control_latent_channels": 16} | CONTROLS[layout]
+    module = ControlNetFlux(**config, dtype=dtype, device=CPU, operations=comfy.ops.disable_weight_init)
+    random_weights(module, dtype)
+    module.eval().requires_grad_(False)
+    return NativeNetwork(ModelPatcher(module, CPU, CPU), module, "", dtype, layout, Role.CONTROLNET)
+
+
+def control_call(net: NativeNetwork, hints: int = 1, **changes: Any) -> dict[str, Any]:
+    """Random arguments of a native ControlNet's call; see ``call``."""
+    given, types = call(net, **{name: v for name, v in changes.items() if name != "control_type"}), {}
+    channels = net.module.pos_embed_input.in_features // 4
+    generator = torch.Generator().manual_seed(9)
+    hint = torch.randn(hints, channels, *given["x"].shape[2:], generator=generator).to(net.dtype)
+    if "control_type" in changes:
+        types["control_type"] = changes["control_type"]
+    timesteps = given.pop("timestep").to(net.dtype)
+    return {**given, "timesteps": timesteps, "hint": hint, **types}
 
 
 def call(net: NativeNetwork, size: tuple[int, int] = (12, 8), batch: int = 1, prompt: int = 9, seed: int = 1,
