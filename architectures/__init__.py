@@ -41,6 +41,16 @@ NEEDED_BY_FAMILIES = (
     "comfy.ldm.modules.diffusionmodules.model:Decoder",
     "comfy.ldm.modules.diffusionmodules.model:Encoder",
     "comfy.taesd.taesd:TAESD",
+    "comfy.ldm.common_dit:pad_to_patch_size(img, patch_size, ...)",
+    "comfy.ldm.flux.model:Flux._forward(self, x, timestep, context, y, guidance, ref_latents, control, "
+    "transformer_options, **)",
+    "comfy.ldm.flux.model:Flux.forward_orig(self, img, img_ids, txt, txt_ids, timesteps, y, guidance, ...)",
+    "comfy.ldm.flux.model:Flux.process_img",
+    "comfy.ldm.flux.controlnet:ControlNetFlux.forward(self, x, timesteps, context, y, guidance, hint, **)",
+    "comfy.ldm.flux.controlnet:ControlNetFlux.forward_orig(self, img, img_ids, controlnet_cond, txt, txt_ids, "
+    "timesteps, y, guidance, control_type)",
+    "comfy.ldm.flux.layers:DoubleStreamBlock",
+    "comfy.ldm.flux.layers:SingleStreamBlock",
     "comfy.ops:mixed_precision_ops(...)",
     "comfy.ldm.common_dit:pad_to_patch_size(_, _, ...)",
     "comfy.ldm.lumina.model:JointTransformerBlock",

@@ -13,12 +13,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import tiny_models
-from tiny_models import Part, Recipe
+import tiny_recipes
+from tiny_recipes import Part, Recipe
 
-_SD15 = tiny_models.SD15 | {"channel_mult": [1, 2, 4, 4], "num_res_blocks": [2] * 4,
+_SD15 = tiny_recipes.SD15 | {"channel_mult": [1, 2, 4, 4], "num_res_blocks": [2] * 4,
                             "transformer_depth": [1] * 6 + [0] * 2, "transformer_depth_middle": 1,
                             "transformer_depth_output": [1] * 9 + [0] * 3}
-_SDXL = tiny_models.SDXL | {"channel_mult": [1, 2, 4], "num_res_blocks": [2] * 3,
+_SDXL = tiny_recipes.SDXL | {"channel_mult": [1, 2, 4], "num_res_blocks": [2] * 3,
                             "transformer_depth": [0, 0, 2, 2, 10, 10], "transformer_depth_middle": 10,
                             "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10]}
 CONFIGS = {"sd15": _SD15, "sdxl": _SDXL}

@@ -11,7 +11,7 @@ from typing import Any
 import comfy.ops
 import pytest
 import slow
-import tiny_models
+import tiny_recipes
 import torch
 from built_once import built_once
 from comfy.ldm.modules import attention
@@ -280,7 +280,7 @@ def test_resampling_resblocks_are_not_mistaken_for_a_known_layout(
 
 
 def test_tiny_models_are_of_the_layouts_that_the_server_tests_need() -> None:
-    assert len(tiny_models.SD15["channel_mult"]) > 1, "without a downsample, odd sizes prove nothing"
+    assert len(tiny_recipes.SD15["channel_mult"]) > 1, "without a downsample, odd sizes prove nothing"
 
 
 def test_calls_after_a_failed_build_run_native_for_that_reason_until_an_engine_is_there(tmp_path: Path) -> None:

@@ -28,14 +28,17 @@ MODELS = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 LIMIT = 1e-5
 BUILD = {"when_missing": "build now"}
 XL = Scenario("sdxl", width=64, height=64, controls=(), settings=BUILD, steps=2)
+FLUX = XL.but(family="flux1", cfg=1.0)
+FLUX_VAE = "tiny_flux_kl"
 SD15 = Scenario(width=64, height=64, controls=(), settings=BUILD, steps=2)
 
 
-def union(kind: str, image: int = 1, strength: float = 0.8, before: bool = False) -> Control:
+def union(kind: str, image: int = 1, strength: float = 0.8, before: bool = False, file: str = "tiny_sdxl_a") -> Control:
     """A union ControlNet whose type is set in front of its engine node, or behind it."""
-    parts, kinds = (("TestUnionControlNet", {"types": 8}),), (("SetUnionControlNetType", {"type": kind}),)
+    parts = (("TestUnionControlNet", {"types": 8}),) if file == "tiny_sdxl_a" else ()  # other files are such themselves
+    kinds = (("SetUnionControlNetType", {"type": kind}),)
     ways = {"before": parts + kinds} if before else {"before": parts, "after": kinds}
-    return Control("tiny_sdxl_a", image, strength, **ways)
+    return Control(file, image, strength, **ways)
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,20 @@ KINDS = {
     ]),
     "Z-Image in fp8": Kind([ZIMAGE.but(unet="tiny_zimage_fp8", settings=TORCH, loras_before=[Z_LORA])]),
     "Z-Image in int8": Kind([ZIMAGE.but(unet="tiny_zimage_int8", settings=TORCH)], limit=INT8),
+    "Flux.1 (dev, schnell, Kontext, Fill)": Kind([
+        FLUX, FLUX.but(cfg=3.0, width=136, height=120), FLUX.but(unet="tiny_flux1_schnell_unet", batch=2),
+        FLUX.but(unet="tiny_flux1_fill_unet"), FLUX.but(settings=TORCH, tokens=(154, 77), cfg=3.0),
+    ]),
+    "Flux.2 (dev, klein)": Kind([
+        FLUX.but(unet="tiny_flux2_klein_unet"), FLUX.but(unet="tiny_flux2_klein_unet", settings=TORCH, cfg=3.0),
+    ]),
+    "ControlNets of Flux.1 (InstantX, Union)": Kind([
+        FLUX.but(controls=(Control("tiny_flux1_a", 1, 0.7),), vae=FLUX_VAE),
+        FLUX.but(controls=(Control("tiny_flux1_a", 1, 0.7), Control("tiny_flux1_b", 2, 0.5, 0.0, 0.5)), vae=FLUX_VAE,
+                 cfg=3.0, width=120, height=72),
+        FLUX.but(controls=(union("depth", 2, 0.6, file="tiny_flux1_union"), Control("tiny_flux1_a", 1, 0.4)),
+                 vae=FLUX_VAE, batch=2, apply="stock", settings=TORCH),
+    ]),
     "Control-LoRAs": Kind([SD15.but(controls=(Control("tiny_sd15_control_lora", 1, 0.5), A))], "unsupported model"),
 }  # fmt: skip
 

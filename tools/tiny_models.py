@@ -19,108 +19,24 @@ import struct
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiny_transformers import ZIMAGE, Shapes, shapes_of, zimage_lora_shapes, zimage_shapes
+from tiny_recipes import RECIPES, Part, Recipe
+from tiny_transformers import (
+    Shapes,
+    flux_controlnet_shapes,
+    flux_shapes,
+    shapes_of,
+    zimage_lora_shapes,
+    zimage_shapes,
+)
 
 if TYPE_CHECKING:
     import torch
 
-#: Raise this when the drawing of weights changes, so that files made before are made again.
-RECIPE_VERSION = 1
 METADATA_KEY = "tiny_recipe"
-
-_UNET = {"image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 320, "use_spatial_transformer": True,
-         "legacy": False}
-_SD15 = _UNET | {"context_dim": 768, "num_heads": 8}
-#: Two levels and a downsample between them: residual extents matter (ceil of odd sizes). 4 residuals + middle.
-SD15 = _SD15 | {"channel_mult": [1, 1], "num_res_blocks": [1, 1], "transformer_depth": [1, 1],
-                "transformer_depth_output": [1, 1, 1, 1], "transformer_depth_middle": 1}
-#: The smallest network that ComfyUI takes for SD1.5: one level, a middle without attention.
-SD15_FLAT = _SD15 | {"channel_mult": [1], "num_res_blocks": [1], "transformer_depth": [1],
-                     "transformer_depth_output": [1, 0], "transformer_depth_middle": -1}
-#: A T2I-adapter adds its first feature after input block 2, at full latent size: that takes two blocks on level one.
-#: On the other layouts above the native code logs 'control could not be applied' and goes on.
-SD15_T2I = _SD15 | {"channel_mult": [1], "num_res_blocks": [2], "transformer_depth": [1, 0],
-                    "transformer_depth_output": [1, 0, 0], "transformer_depth_middle": -1}
-#: KOALA-700M's depths: the smallest layout that ComfyUI takes for the SDXL family (with `y`). 6 residuals + middle.
-SDXL = _UNET | {"context_dim": 2048, "num_head_channels": 64, "num_classes": "sequential", "adm_in_channels": 2816,
-                "use_linear_in_transformer": True, "channel_mult": [1, 1, 1], "num_res_blocks": [1, 1, 1],
-                "transformer_depth": [0, 2, 5], "transformer_depth_output": [0, 0, 0, 1, 0, 1],
-                "transformer_depth_middle": -1}
-
-
-@dataclass(frozen=True)
-class Part:
-    """One network inside a file: which one, its shape, its seed and the prefix of its keys."""
-
-    network: str
-    seed: int
-    config: dict[str, Any] = field(default_factory=dict)
-    prefix: str = ""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A file below the models directory and the networks in it."""
-
-    file: str
-    parts: tuple[Part, ...]
-
-    @property
-    def name(self) -> str:
-        """The file's stem, which is unique among the recipes."""
-        return Path(self.file).stem
-
-    @property
-    def digest(self) -> str:
-        """Names everything that the file's content depends on."""
-        text = json.dumps([RECIPE_VERSION, [asdict(part) for part in self.parts]], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
-
-
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
-    Recipe("checkpoints/tiny_sd15.safetensors", (
-        Part("unet", 15, SD15, "model.diffusion_model."),
-        Part("taesd", 1, {"scale": 0.18215}, "first_stage_model."),
-        Part("clip_l", 2, {}, "cond_stage_model.transformer."))),
-    Recipe("diffusion_models/tiny_sd15_unet.safetensors", (Part("unet", 15, SD15),)),
-    Recipe("diffusion_models/tiny_sd15_other_unet.safetensors", (Part("unet", 16, SD15),)),
-    Recipe("diffusion_models/tiny_sd15_flat_unet.safetensors", (Part("unet", 17, SD15_FLAT),)),
-    Recipe("diffusion_models/tiny_sd15_quantised_unet.safetensors", (
-        Part("quantised_unet", 17, SD15_FLAT | {"format": "float8_e4m3fn"}),)),
-    Recipe("diffusion_models/tiny_sdxl_fp8_unet.safetensors", (
-        Part("quantised_unet", 20, SDXL | {"format": "float8_e4m3fn"}),)),
-    Recipe("diffusion_models/tiny_sdxl_int8_unet.safetensors", (
-        Part("quantised_unet", 20, SDXL | {"format": "int8_tensorwise"}),)),
-    Recipe("diffusion_models/tiny_sd15_t2i_unet.safetensors", (Part("unet", 18, SD15_T2I),)),
-    Recipe("diffusion_models/tiny_sd15_ip2p_unet.safetensors", (Part("unet", 19, SD15_FLAT | {"in_channels": 8}),)),
-    Recipe("diffusion_models/tiny_sdxl_unet.safetensors", (Part("unet", 20, SDXL),)),
-    Recipe("diffusion_models/tiny_zimage.safetensors", (Part("zimage", 91, ZIMAGE),)),
-    Recipe("diffusion_models/tiny_zimage_fp8.safetensors", (
-        Part("quantised_zimage", 91, ZIMAGE | {"format": "float8_e4m3fn"}),)),
-    Recipe("diffusion_models/tiny_zimage_int8.safetensors", (
-        Part("quantised_zimage", 91, ZIMAGE | {"format": "int8_tensorwise"}),)),
-    Recipe("vae/tiny_sdxl_taesd.safetensors", (Part("taesd", 1, {"scale": 0.13025}),)),
-    Recipe("vae/tiny_kl.safetensors", (Part("vae", 81, {"decoder_ch": 32}),)),
-    Recipe("vae/tiny_flux_kl.safetensors", (Part("vae", 82, {"decoder_ch": 32, "z_channels": 16}),)),
-    Recipe("vae/tiny_flux2_kl.safetensors", (Part("vae", 83, {"decoder_ch": 32, "z_channels": 32, "statistics": 1}),)),
-    Recipe("controlnet/tiny_sd15_a.safetensors", (Part("controlnet", 31, SD15, "control_model."),)),
-    Recipe("controlnet/tiny_sd15_b.safetensors", (Part("controlnet", 32, SD15, "control_model."),)),
-    Recipe("controlnet/tiny_sd15_flat_a.safetensors", (Part("controlnet", 33, SD15_FLAT, "control_model."),)),
-    # by the end of its name ComfyUI knows that its residuals are to be averaged over the picture
-    Recipe("controlnet/tiny_sd15_shuffle.safetensors", (Part("controlnet", 34, SD15, "control_model."),)),
-    Recipe("controlnet/tiny_sdxl_a.safetensors", (Part("controlnet", 41, SDXL, "control_model."),)),
-    Recipe("controlnet/tiny_sdxl_b.safetensors", (Part("controlnet", 42, SDXL, "control_model."),)),
-    Recipe("controlnet/tiny_sd15_t2i.safetensors", (Part("t2i_adapter", 51),)),
-    Recipe("controlnet/tiny_sd15_control_lora.safetensors", (Part("control_lora", 61, SD15 | {"rank": 4}),)),
-    Recipe("loras/tiny_sd15_lora.safetensors", (Part("lora", 71, SD15 | {"rank": 4}),)),
-    Recipe("loras/tiny_zimage_lora.safetensors", (Part("zimage_lora", 73, ZIMAGE | {"rank": 4}),)),
-    Recipe("loras/tiny_sdxl_lora.safetensors", (Part("lora", 72, SDXL | {"rank": 4}),)),
-)}
 
 
 def make(models_dir: Path, names: Iterable[str] | None = None,
@@ -297,7 +213,8 @@ def _quantised_as(kind: str) -> bytes:
 
 def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
     """Attention and feed-forward layers are."""
-    return len(shape) == 2 and any(part in name for part in (".transformer_blocks.", ".attention.", ".feed_forward."))
+    marks = (".transformer_blocks.", ".attention.", ".feed_forward.", "double_blocks.", "single_blocks.")
+    return len(shape) == 2 and any(part in name for part in marks)
 
 
 def _quantised_shapes(config: dict[str, Any], of: Callable[[dict[str, Any]], Shapes] = _unet_shapes) -> Shapes:
@@ -374,12 +291,20 @@ def _control_lora_shapes(config: dict[str, Any]) -> Shapes:
 
 
 def _lora_shapes(config: dict[str, Any]) -> Shapes:
+    return _lora(_unet_shapes, config)
+
+
+def _flux_lora_shapes(config: dict[str, Any]) -> Shapes:
+    return _lora(flux_shapes, config)
+
+
+def _lora(of: Callable[[dict[str, Any]], Shapes], config: dict[str, Any]) -> Shapes:
     """A LoRA in kohya's naming on all attention and feed-forward layers."""
     config = dict(config)
     rank = config.pop("rank")
     shapes: Shapes = {}
-    for name, shape in _unet_shapes(config).items():
-        if len(shape) == 2 and ".transformer_blocks." in name:
+    for name, shape in of(config).items():
+        if _is_quantised(name, shape):
             stem = "lora_unet_" + name.removesuffix(".weight").replace(".", "_")
             shapes[f"{stem}.lora_up.weight"] = (shape[0], rank)
             shapes[f"{stem}.lora_down.weight"] = (rank, shape[1])
@@ -391,10 +316,13 @@ _SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {
     "unet": _unet_shapes, "controlnet": _controlnet_shapes, "taesd": _taesd_shapes, "vae": _vae_shapes,
     "clip_l": _clip_l_shapes, "t2i_adapter": _t2i_adapter_shapes, "control_lora": _control_lora_shapes,
     "lora": _lora_shapes, "zimage": zimage_shapes, "quantised_unet": _quantised_shapes,
-    "quantised_zimage": partial(_quantised_shapes, of=zimage_shapes), "zimage_lora": zimage_lora_shapes}
+    "quantised_zimage": partial(_quantised_shapes, of=zimage_shapes), "zimage_lora": zimage_lora_shapes,
+    "flux": flux_shapes, "flux_controlnet": flux_controlnet_shapes,
+    "quantised_flux": partial(_quantised_shapes, of=flux_shapes), "flux_lora": _flux_lora_shapes}
 _DRAW: dict[str, Callable[[Part, str, tuple[int, ...]], torch.Tensor]] = {
     "taesd": _draw_taesd, "vae": _draw_vae, "controlnet": _draw_controlnet, "control_lora": _draw_low_rank,
-    "lora": _draw_low_rank, "quantised_unet": _draw_quantised, "quantised_zimage": _draw_quantised}
+    "lora": _draw_low_rank, "flux_lora": _draw_low_rank,
+    **dict.fromkeys(("quantised_unet", "quantised_zimage", "quantised_flux"), _draw_quantised)}
 
 
 def main(arguments: list[str] | None = None) -> None:

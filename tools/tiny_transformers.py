@@ -18,6 +18,16 @@ ZIMAGE = {"patch_size": 2, "in_channels": 16, "dim": 256, "n_layers": 2, "n_refi
           "z_image_modulation": True, "time_scale": 1000.0, "pad_tokens_multiple": 32}
 
 
+_FLUX = {"in_channels": 16, "out_channels": 16, "context_in_dim": 64, "hidden_size": 256, "num_heads": 2,
+         "axes_dim": [16, 56, 56], "theta": 10000, "mlp_ratio": 4.0, "depth": 2, "depth_single_blocks": 2,
+         "qkv_bias": True, "txt_ids_dims": []}
+#: Flux.1 with two heads, which is all that ComfyUI lets a file choose besides depths and what goes in.
+FLUX1 = _FLUX | {"vec_in_dim": 32, "patch_size": 2, "guidance_embed": True}
+FLUX2 = _FLUX | {"in_channels": 128, "out_channels": 128, "axes_dim": [32] * 4, "theta": 2000, "mlp_ratio": 3.0,
+                 "qkv_bias": False, "txt_ids_dims": [3], "vec_in_dim": None, "patch_size": 1, "guidance_embed": False,
+                 "global_modulation": True, "mlp_silu_act": True, "ops_bias": False}
+
+
 def let_comfyui_load_zimage() -> None:
     """Add the tiny Z-Image's sizes to ComfyUI's table of sizes, so that its own loader loads it in this process."""
     from comfy import model_detection
@@ -65,3 +75,27 @@ def zimage_lora_shapes(config: dict[str, Any]) -> Shapes:
             shapes[f"diffusion_model.{one}.lora_A.weight"] = (rank, shape[1])
             shapes[f"diffusion_model.{one}.lora_B.weight"] = (shape[0] // len(stems), rank)
     return shapes
+
+
+def flux_shapes(config: dict[str, Any]) -> Shapes:
+    """Names and shapes of a Flux's weights."""
+    import comfy.ops
+    from comfy.ldm.flux.model import Flux
+
+    return shapes_of(lambda: Flux(**config, operations=comfy.ops.disable_weight_init))
+
+
+def flux_controlnet_shapes(config: dict[str, Any]) -> Shapes:
+    """A ControlNet that takes a latent, in the names of Diffusers, as InstantX publishes them."""
+    import comfy.ops
+    import comfy.utils
+    from comfy.ldm.flux.controlnet import ControlNetFlux
+
+    net = shapes_of(lambda: ControlNetFlux(latent_input=True, **config, operations=comfy.ops.disable_weight_init))
+    shapes, named = {}, set()
+    for theirs, ours in comfy.utils.flux_to_diffusers(config).items():
+        name, part = (ours, None) if isinstance(ours, str) else ours[:2]
+        if name in net and (part is not None or name not in named):  # some weights have several names
+            shapes[theirs] = net[name] if part is None else (part[2], *net[name][1:])
+            named.add(name)
+    return shapes | {name: shape for name, shape in net.items() if name not in named}

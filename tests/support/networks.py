@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pack
-import tiny_models
+import tiny_recipes
 import torch
 
 pack.import_comfy()
@@ -25,11 +25,11 @@ PROFILE = Profile({"B": Range(1, 2, 4), "H": Range(32, 64, 96), "W": Range(32, 6
                    "HB": Range(1, 1, 4)})
 """Batch 1 to 4, 256 to 768 px, 77 to 231 tokens."""
 
-TINY = {"sd15": tiny_models.SD15, "sdxl": tiny_models.SDXL}
-FULL_SD15 = tiny_models.SD15 | {
+TINY = {"sd15": tiny_recipes.SD15, "sdxl": tiny_recipes.SDXL}
+FULL_SD15 = tiny_recipes.SD15 | {
     "channel_mult": [1, 2, 4, 4], "num_res_blocks": [2] * 4, "transformer_depth": [1] * 6 + [0] * 2,
     "transformer_depth_output": [1] * 9 + [0] * 3}
-FULL_SDXL = tiny_models.SDXL | {
+FULL_SDXL = tiny_recipes.SDXL | {
     "channel_mult": [1, 2, 4], "num_res_blocks": [2] * 3, "transformer_depth": [0, 0, 2, 2, 10, 10],
     "transformer_depth_middle": 10, "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10]}
 FULL = {"sd15": FULL_SD15, "sdxl": FULL_SDXL}

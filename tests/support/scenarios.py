@@ -13,7 +13,7 @@ Prompt = dict[str, dict[str, Any]]
 Link = list[Any]
 
 CONDITIONING = {"sd15": {"width": 768, "pooled": 0}, "sdxl": {"width": 2048, "pooled": 1280},
-                "zimage": {"width": 64, "pooled": 0}}
+                "zimage": {"width": 64, "pooled": 0}, "flux1": {"width": 64, "pooled": 32}}
 SETTINGS = {
     "when_missing": "use native",
     "min_size": 64,
@@ -58,6 +58,7 @@ class Scenario:
         loras_before: the same, before the engine node.
         apply: ``"trt"`` for our stacking node, ``"stock"`` for a chain of ComfyUI's own.
         image_options: inputs of TestImage other than seed and size.
+        vae: the file of the VAE that ControlNets get, if they take one.
     """
 
     family: str = "sd15"
@@ -78,6 +79,7 @@ class Scenario:
     apply: str = "trt"
     settings: dict[str, Any] = field(default_factory=dict)
     image_options: dict[str, Any] = field(default_factory=dict)
+    vae: str | None = None
 
     def but(self, **changes: Any) -> Scenario:
         """This scenario with some things changed."""
@@ -140,8 +142,12 @@ def _conditioning(built: Prompt, s: Scenario, engines: bool) -> tuple[Link, Link
         built["combine"] = node("ConditioningCombine", conditioning_1=positive, conditioning_2=["area", 0])
         positive = ["combine", 0]
     links = [_control(built, s, c, i, engines) for i, c in enumerate(s.controls, start=1)]
+    vae: dict[str, Any] = {}
+    if s.vae is not None and s.controls:
+        built["vae"] = node("VAELoader", vae_name=f"{s.vae}.safetensors")
+        vae = {"vae": ["vae", 0]}
     if engines and s.apply == "trt" and s.controls:
-        rows: dict[str, Any] = {"rows": str(len(s.controls))}
+        rows: dict[str, Any] = {"rows": str(len(s.controls)), **vae}
         for i, (control, net, image) in enumerate(links, start=1):
             rows |= {f"rows.control_net_{i}": net, f"rows.image_{i}": image, f"rows.strength_{i}": control.strength,
                      f"rows.start_{i}": control.start, f"rows.end_{i}": control.end}
@@ -150,7 +156,7 @@ def _conditioning(built: Prompt, s: Scenario, engines: bool) -> tuple[Link, Link
     for i, (control, net, image) in enumerate(links, start=1):
         built[f"apply_{i}"] = node(
             "ControlNetApplyAdvanced", positive=positive, negative=negative, control_net=net, image=image,
-            strength=control.strength, start_percent=control.start, end_percent=control.end,
+            strength=control.strength, start_percent=control.start, end_percent=control.end, **vae,
         )
         positive, negative = [f"apply_{i}", 0], [f"apply_{i}", 1]
     return positive, negative

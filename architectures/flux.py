@@ -1,0 +1,260 @@
+"""ComfyUI's Flux transformers as engines: Flux.1 (dev, schnell, Kontext, Fill) and Flux.2 (dev, klein).
+
+The cut is at the tokens. The binding makes tokens of the latent and of the pictures that it refers to, and computes
+rotary embeddings once for each size, with ComfyUI's own code. So all of an engine's sizes follow from batch, tokens of
+pictures and tokens of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from comfy.ldm.common_dit import pad_to_patch_size
+from comfy.ldm.flux.model import Flux
+from einops import rearrange
+
+from . import Role
+from .calls import Binding, EngineCall, ResidualLayout, Unsupported
+from .image_tokens import BATCH, IMAGE, PROMPT, TokenSizes
+from .rotary import Rotary, RotaryAttention, rotary_inputs, write_out_norms
+from .shapes import Sizes, TensorSpec
+
+FLUX1 = Sizes("Flux.1", 256, 1024, 1536, max_tokens=512)
+FLUX2 = Sizes("Flux.2", 256, 1024, 1536, max_tokens=512)
+
+KEPT = 4
+"""Sizes of which a binding keeps the rotary embeddings."""
+
+
+@dataclass(frozen=True)
+class FluxArchitecture(TokenSizes):
+    """A transformer that takes tokens of picture and prompt, sigmas, rotary embeddings and one tensor per residual.
+
+    It takes ``y`` and ``guidance`` where the network does. Residuals are inputs named ``control_input_<i>``, one for
+    each double block, and ``control_output_<i>``, one for each single block.
+    """
+
+    name: str
+    global_modulation: bool
+
+    role = Role.BACKBONE
+    arguments = ("x", "timestep", "context", "y", "guidance", "ref_latents", "control", "transformer_options")
+
+    def matches(self, module: torch.nn.Module) -> bool:
+        return (
+            type(module) is Flux
+            and module.params.global_modulation == self.global_modulation
+            and module.patch_size == self.patch
+        )
+
+    def inputs(self, module: Flux, dtype: str) -> list[TensorSpec]:
+        residuals = [
+            TensorSpec(name, dtype, (BATCH, IMAGE, module.hidden_size), optional=True)
+            for names in _layout(module).places.values()
+            for name in names
+        ]
+        return [
+            TensorSpec("image", dtype, (BATCH, IMAGE, module.in_channels)),
+            TensorSpec("context", dtype, (BATCH, PROMPT, module.txt_in.in_features)),
+            TensorSpec("timestep", "float32", (BATCH,), sample="sigma"),
+            *rotary_inputs(module.hidden_size // module.num_heads),
+            *conditioning_specs(module, dtype),
+            *residuals,
+        ]
+
+    def outputs(self, module: Flux, dtype: str) -> list[TensorSpec]:
+        return [TensorSpec("out", dtype, (BATCH, IMAGE, module.out_channels))]
+
+    def function(self, module: Flux) -> torch.nn.Module:
+        return _FluxFunction(module)
+
+    def binding(self, module: Flux) -> Binding:
+        return partial(_bind, module, _layout(module), lru_cache(KEPT)(partial(_rotary, module)))
+
+
+def conditioning_specs(module: Flux, dtype: str) -> list[TensorSpec]:
+    """``y``, which means zeros where a call has none, and ``guidance``, of the networks that take them.
+
+    Native multiplies guidance by 1000 in the compute dtype, so it is no float32 here.
+    """
+    found = []
+    if module.vector_in is not None:
+        found.append(TensorSpec("y", dtype, (BATCH, module.params.vec_in_dim), optional=True))
+    if module.params.guidance_embed:
+        found.append(TensorSpec("guidance", dtype, (BATCH,), sample="unit"))
+    return found
+
+
+def conditioning(module: Flux, call: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of ``conditioning_specs`` in a call.
+
+    Raises:
+        Unsupported: the network takes guidance, and the call has none.
+    """
+    found = {}
+    if module.vector_in is not None and (y := call.get("y")) is not None:
+        found["y"] = y[:, : module.params.vec_in_dim]
+    if module.params.guidance_embed:
+        if (guidance := call.get("guidance")) is None:
+            raise Unsupported("there is no guidance, which the engine's network takes")
+        found["guidance"] = guidance
+    return found
+
+
+def to_tokens(x: torch.Tensor, patch: int) -> torch.Tensor:
+    """(images, channels, height, width) -> (images, tokens, channels * patch * patch), as ComfyUI has them."""
+    x = pad_to_patch_size(x, (patch, patch))
+    return rearrange(x, "b c (h ph) (w pw) -> b (h w) (c ph pw)", ph=patch, pw=patch)
+
+
+def to_latent(tokens: torch.Tensor, like: torch.Tensor, patch: int) -> torch.Tensor:
+    """The inverse of ``to_tokens``, without what was padded and without the tokens behind the picture's."""
+    height, width = like.shape[2:]
+    rows, columns = (-(-side // patch) for side in (height, width))
+    own = tokens[:, : rows * columns]
+    latent = rearrange(own, "b (h w) (c ph pw) -> b c (h ph) (w pw)", h=rows, w=columns, ph=patch, pw=patch)
+    return latent[:, :, :height, :width]
+
+
+def _layout(module: Flux) -> ResidualLayout:
+    blocks = {"input": module.double_blocks, "output": module.single_blocks}
+    places = {kind: [f"control_{kind}_{i}" for i in range(len(found))] for kind, found in blocks.items()}
+    return ResidualLayout(places, from_end=False)
+
+
+_TAKEN = frozenset({*FluxArchitecture.arguments, "ref_latents_method"})
+"""Arguments of native calls that an engine takes."""
+_ROPE_OPTIONS = "rope_options"
+"""Under this name a call's options have what other nodes change in the places of tokens."""
+_TWO_TIMES = "index_timestep_zero"
+"""The method of references in which their tokens have a timestep of their own."""
+
+
+def _bind(module: Flux, layout: ResidualLayout, rotary: Rotary, call: Mapping[str, Any]) -> EngineCall:
+    x, context, options = call["x"], call["context"], call.get("transformer_options") or {}
+    for name in call.keys() - _TAKEN:
+        if call[name] is not None:
+            raise Unsupported(name)
+    references, method = call.get("ref_latents"), call.get("ref_latents_method", module.params.default_ref_method)
+    if references and method == _TWO_TIMES:
+        raise Unsupported(f"references by the method {_TWO_TIMES}, in which they have a timestep of their own")
+    patch, references = module.patch_size, references or ()
+    tokens = [to_tokens(picture, patch) for picture in (x, *references)]
+    image = torch.cat(tokens, 1) if references else tokens[0]
+    changed = tuple(sorted((options.get(_ROPE_OPTIONS) or {}).items()))
+    sizes = tuple(tuple(picture.shape[-2:]) for picture in (x, *references))
+    inputs = _padded(layout.take(call.get("control"), x.shape[0]), image)
+    residuals = frozenset(inputs)
+    inputs |= {"image": image, "context": context, "timestep": call["timestep"], **conditioning(module, call)}
+    inputs |= rotary(sizes, context.shape[1], method, changed, x.device)
+    return EngineCall(
+        inputs, lambda outputs: to_latent(outputs["out"], x, patch).to(x.device, x.dtype), residuals=residuals
+    )
+
+
+def _padded(residuals: dict[str, torch.Tensor], image: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Residuals with zeros behind the picture's own tokens: native adds none to those of references."""
+    padded: dict[int, torch.Tensor] = {}  # one that stands in several places stays one
+    for residual in residuals.values():
+        if residual.ndim == image.ndim and (lacking := image.shape[1] - residual.shape[1]) > 0:
+            if id(residual) not in padded:
+                padded[id(residual)] = torch.nn.functional.pad(residual, (0, 0, 0, lacking))
+    return {name: padded.get(id(residual), residual) for name, residual in residuals.items()}
+
+
+def _rotary(
+    module: Flux,
+    sizes: tuple[tuple[int, int], ...],
+    prompt: int,
+    method: str,
+    changed: tuple[tuple[str, float], ...],
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """The rotary embeddings of a call: ComfyUI's own forward lays the tokens out, on pictures without values.
+
+    Args:
+        sizes: height and width of the latent, then of the pictures that it refers to.
+        changed: what other nodes change.
+    """
+    found: list[torch.Tensor] = []
+
+    def blocks(img: torch.Tensor, img_ids: torch.Tensor, _txt: object, txt_ids: torch.Tensor, *_: object, **__: object):
+        found.extend((txt_ids, img_ids))
+        return img
+
+    outside = SimpleNamespace(
+        params=module.params, patch_size=module.patch_size, process_img=module.process_img, forward_orig=blocks
+    )
+    x, *references = [torch.zeros(1, 1, *size, device=device) for size in sizes]
+    context, options = x.new_zeros(1, prompt, 1), {_ROPE_OPTIONS: dict(changed)} if changed else {}
+    Flux._forward(
+        outside, x, None, context, ref_latents=references or None, transformer_options=options,
+        ref_latents_method=method,
+    )  # fmt: skip
+    return rotary_of(module, *found)
+
+
+def rotary_of(module: Flux, txt_ids: torch.Tensor, img_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of ``rotary_inputs`` from the places of prompt and picture, as ComfyUI has them."""
+    pe = module.pe_embedder(torch.cat((txt_ids, img_ids), dim=1))[0, 0, ..., 0]  # the second column follows
+    return dict(zip(("pe_prompt", "pe_image"), pe.tensor_split([txt_ids.shape[1]]), strict=True))
+
+
+class _FluxFunction(torch.nn.Module):
+    """ComfyUI's own forward on tokens; hooks add the residuals, so that nothing is written in part."""
+
+    def __init__(self, flux: Flux):
+        super().__init__()
+        write_out_norms(flux)
+        self.flux = flux
+        self._residuals: tuple[torch.Tensor, ...] = ()
+        doubles = len(flux.double_blocks)
+        for number, block in enumerate(flux.double_blocks):
+            block.register_forward_hook(partial(self._after_double, number))
+        for number, block in enumerate(flux.single_blocks):
+            block.register_forward_hook(partial(self._after_single, doubles + number))
+
+    def forward(
+        self,
+        image: torch.Tensor,
+        context: torch.Tensor,
+        timestep: torch.Tensor,
+        pe_prompt: torch.Tensor,
+        pe_image: torch.Tensor,
+        *rest: torch.Tensor,
+    ) -> tuple[torch.Tensor]:
+        flux = self.flux
+        conditioning = []
+        for taken in (flux.vector_in is not None, flux.params.guidance_embed):
+            conditioning.append(rest[0] if taken else None)
+            rest = rest[taken:]
+        self._residuals = rest
+        attention = RotaryAttention(torch.cat((pe_prompt, pe_image)))
+        found = flux.forward_orig(
+            image, None, context, None, timestep, *conditioning, transformer_options=attention.options
+        )
+        self._residuals = ()
+        return (found,)
+
+    def _after_double(self, number: int, _block: torch.nn.Module, _args: tuple, result: tuple) -> tuple:
+        image, prompt = result
+        return image + self._residuals[number], prompt
+
+    def _after_single(self, number: int, _block: torch.nn.Module, _args: tuple, result: torch.Tensor) -> torch.Tensor:
+        residual = self._residuals[number]
+        prompt = result.shape[1] - residual.shape[1]
+        return torch.cat((result[:, :prompt], result[:, prompt:] + residual), 1)
+
+
+FILE_MARKS = ("double_blocks.", "single_blocks.", "transformer_blocks.")
+"""Diffusers calls both kinds of blocks transformer blocks."""
+
+ARCHITECTURES = (
+    FluxArchitecture(FLUX1, 8, 2, 256, "flux1", global_modulation=False),
+    FluxArchitecture(FLUX2, 16, 1, 512, "flux2", global_modulation=True),
+)

@@ -1,0 +1,123 @@
+"""Flux.1's ControlNets: each call of a small one on an engine gives the residuals that ComfyUI's own forward gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from built_once import built_once
+from compiling import COMPILES
+from flux_networks import CONTROLS, control_call, control_network
+from hybrid_trt.architectures.calls import Unsupported
+from hybrid_trt.architectures.shapes import Profile, Range
+from hybrid_trt.backends import backends
+from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.comfy_model.network import NativeNetwork
+from hybrid_trt.engine_builder.build import build_engine
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import Library
+from hybrid_trt.engine_library.engine import relative_error
+from hybrid_trt.sessions.file_session import FileSession
+from hybrid_trt.sessions.session import Session
+from small_networks import CPU
+
+LIMIT = 1e-5
+PROFILE = Profile({"B": Range(1, 1, 2), "N": Range(4, 24, 300), "T": Range(1, 9, 64)})
+CASES = {
+    "a picture": {},
+    "a hint for the batch, an odd size": {"batch": 2, "size": (13, 11), "prompt": 30},
+    "a hint for each": {"batch": 2, "hints": 2},
+}
+
+
+def live(net: NativeNetwork) -> LiveSession:
+    return LiveSession(net, backends()["torch"], net.precision)
+
+
+def native(net: NativeNetwork, given: dict[str, Any]) -> dict[str, list[torch.Tensor]]:
+    with torch.inference_mode():
+        return {kind: list(found) for kind, found in net.module(**given).items()}
+
+
+def error(net: NativeNetwork, session: Session, given: dict[str, Any]) -> float:
+    bound = net.architecture().binding(net.module)(given)
+    with torch.inference_mode():
+        result = bound.finish(session.run(bound.inputs))
+    expected = native(net, given)
+    assert {kind: len(found) for kind, found in result.items()} == {k: len(found) for k, found in expected.items()}
+    pairs = [pair for kind in expected for pair in zip(result[kind], expected[kind], strict=True)]
+    return max(relative_error(own, theirs) for own, theirs in pairs)
+
+
+@pytest.mark.parametrize("layout", CONTROLS)
+def test_each_residual_is_natives(layout: str) -> None:
+    net = control_network(layout)
+    session = live(net)
+    for name, changes in CASES.items():
+        assert error(net, session, control_call(net, **changes)) <= LIMIT, name
+
+
+def test_a_residual_that_stands_for_several_blocks_is_one_tensor() -> None:
+    """Strengths and sums are then computed once for it."""
+    net = control_network("instantx")
+    bound = net.architecture().binding(net.module)(control_call(net))
+    result = bound.finish(live(net).run(bound.inputs))
+    assert [len(found) for found in result.values()] == [19, 38]
+    assert [len({id(residual) for residual in found}) for found in result.values()] == [1, 2]
+
+
+def test_each_type_of_a_union_controlnet_is_natives() -> None:
+    net = control_network("union")
+    session, seen = live(net), []
+    for types in ([], [0], [4], [6], [0]):
+        given = control_call(net, control_type=types)
+        assert error(net, session, given) <= LIMIT, types
+        seen.append(native(net, given)["input"][0])
+    assert relative_error(seen[4], seen[1]) == 0
+    assert min(relative_error(seen[i], seen[j]) for i in range(4) for j in range(i)) > 1e-3
+
+
+@pytest.mark.parametrize(("layout", "changes", "why"), [
+    ("union", {"control_type": [9]}, "a control type"),
+    ("union", {"control_type": [1, 2]}, "a control type"),
+    ("instantx", {"guidance": None}, "no guidance"),
+    ("instantx", {"something_new": 1}, "something_new"),
+])  # fmt: skip
+def test_what_no_engine_takes_is_refused_with_a_reason(layout: str, changes: dict[str, Any], why: str) -> None:
+    net = control_network(layout)
+    with pytest.raises(Unsupported, match=why):
+        net.architecture().binding(net.module)(control_call(net, **changes))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_it_rounds_as_native_does(dtype: torch.dtype) -> None:
+    """Timesteps too: a ControlNet's are in half precision when native multiplies them by 1000."""
+    net = control_network("union", dtype)
+    for types in ([], [3]):
+        limit = 2e-2 if dtype is torch.bfloat16 else 2e-3
+        assert error(net, live(net), control_call(net, batch=2, control_type=types)) <= limit
+
+
+@pytest.mark.parametrize("layout", ["instantx", "union"])
+def test_a_graph_for_all_sizes_computes_what_native_does(layout: str, tmp_path: Path) -> None:
+    net = control_network(layout)
+    engine = built_once(BuildOrder(net, "float32", PROFILE, backends()["onnxruntime"]), Library([tmp_path]))
+    assert engine.manifest.parity["rel_err"] <= LIMIT
+    session = FileSession(engine, backends()["onnxruntime"].load, CPU)
+    types = ({"control_type": [2]},) if layout == "union" else ()
+    for changes in (*CASES.values(), *types):
+        assert error(net, session, control_call(net, **changes)) <= LIMIT, changes
+
+
+@COMPILES
+def test_a_compiled_file_computes_what_native_does(tmp_path: Path) -> None:
+    net, torch_backend = control_network("union"), backends()["torch"]
+    order = BuildOrder(net, "float32", PROFILE, torch_backend, calls=({"B": 1, "N": 24, "T": 10},))
+    session = live(net)
+    session.use([build_engine(order, Library([tmp_path]), lambda *_: None)])
+    for kind in (1, 5):
+        assert error(net, session, control_call(net, control_type=[kind])) <= LIMIT
+        assert session.uncovered is None
+    assert session.refusal is None

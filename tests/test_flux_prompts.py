@@ -1,0 +1,96 @@
+"""Prompts of Flux.1 in a real ComfyUI: guidance, references, custom sampling and LoRAs give native's latent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+from comfy_process import ComfyProcess, History
+from scenarios import CONDITIONING, SETTINGS, Link, Prompt, latent_of, node, relative_difference
+
+LIMIT = 1e-5
+BACKENDS = {"torch": {"backend": "torch"}, "onnxruntime": {"backend": "onnxruntime", "when_missing": "build now"}}
+
+
+class Graph:
+    """A prompt in the making, native or on an engine; ``model`` and the conditionings are what the next node takes."""
+
+    def __init__(self, engine: dict[str, Any] | None, unet: str = "tiny_flux1_unet", tokens: int = 77):
+        self.prompt: Prompt = {"unet": node("UNETLoader", unet_name=f"{unet}.safetensors", weight_dtype="default")}
+        self._engine = engine
+        self.model: Link = ["unet", 0]
+        for seed, name in enumerate(("positive", "negative"), start=1):
+            self.add(name, "TestConditioning", tokens=tokens, seed=seed, **CONDITIONING["flux1"])
+        self.positive, self.negative = ["positive", 0], ["negative", 0]
+
+    def add(self, node_id: str, kind: str, /, **inputs: Any) -> Link:
+        """Put a node into the prompt; return its first output."""
+        self.prompt[node_id] = node(kind, **inputs)
+        return [node_id, 0]
+
+    def on_engine(self) -> None:
+        """From here on the model's transformer has an engine."""
+        if self._engine is not None:
+            engine = self.add("engine", "TRTUNetEngine", model=self.model, **SETTINGS | self._engine)
+            self.model = self.add("patch", "TRTSamplerPatch", model=self.model, engine=engine)
+
+    def referring(self, *sides: int, method: str = "") -> None:
+        """Refer to pictures, squares of so many pixels."""
+        vae = self.add("vae", "VAELoader", vae_name="tiny_flux_kl.safetensors")
+        for number, side in enumerate(sides):
+            pixels = self.add(f"pixels_{number}", "TestImage", seed=number, width=side, height=side, batch=1,
+                              channels=3)  # fmt: skip
+            latent = self.add(f"encoded_{number}", "VAEEncode", pixels=pixels, vae=vae)
+            self.positive = self.add(f"ref_{number}", "ReferenceLatent", conditioning=self.positive, latent=latent)
+        if method:
+            self.positive = self.add("method", "FluxKontextMultiReferenceLatentMethod", conditioning=self.positive,
+                                     reference_latents_method=method)  # fmt: skip
+
+    def sampled(self, cfg: float = 1.0, **latent: int) -> Prompt:
+        """The prompt with KSampler at its end."""
+        size = {"width": 64, "height": 64, "batch_size": 1} | latent
+        empty = self.add("latent", "EmptySD3LatentImage", **size)
+        self.add("sampler", "KSampler", model=self.model, positive=self.positive, negative=self.negative,
+                 latent_image=empty, seed=5, steps=2, cfg=cfg, sampler_name="euler", scheduler="simple",
+                 denoise=1.0)  # fmt: skip
+        return self._saved()
+
+    def _saved(self) -> Prompt:
+        self.add("save", "TestSaveLatent", latent=["sampler", 0], name="flux")
+        if self._engine is not None:
+            self.add("report", "TRTReport", after=["sampler", 0])
+        return self.prompt
+
+
+def counts(history: History) -> dict[str, Any]:
+    """The transformer's calls in the report."""
+    return history.output("report", "report")[0]["unet"]
+
+
+def compared(comfy: ComfyProcess, native: Prompt, engine: Prompt) -> tuple[numpy.ndarray, float, dict[str, Any]]:
+    """Native's latent, the error of the one on engines, and the transformer's calls."""
+    reference = latent_of(comfy.queue(native))
+    history = comfy.queue(engine, timeout=300)
+    return reference, relative_difference(latent_of(history), reference), counts(history)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_guidance_and_references_give_natives_latent(comfy: ComfyProcess, backend: str) -> None:
+    def graph(engine: bool, guidance: float, sides: tuple[int, ...], method: str, cfg: float) -> Prompt:
+        made = Graph(BACKENDS[backend] if engine else None)
+        made.on_engine()
+        made.positive = made.add("guidance", "FluxGuidance", conditioning=made.positive, guidance=guidance)
+        if sides:
+            made.referring(*sides, method=method)
+        return made.sampled(cfg)
+
+    latents = []
+    for case in ((3.5, (), "", 1.0), (2.0, (), "", 3.0), (2.5, (96,), "", 1.0), (2.5, (96, 64), "uxo/uno", 3.0),
+                 (2.5, (96, 64), "index", 1.0)):  # fmt: skip
+        native, error, calls = compared(comfy, graph(False, *case), graph(True, *case))
+        assert error <= LIMIT, case
+        assert calls["engine"] > 0, (case, calls)
+        assert calls["native"] == 0, (case, calls)
+        assert all(relative_difference(native, other) > 0.01 for other in latents), case
+        latents.append(native)
