@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
+import comfy.ops
 import pytest
 import torch
 import zimage
@@ -94,6 +95,12 @@ def test_in_half_precision_it_is_as_near_to_float32_as_native_is(dtype: torch.dt
     found, native = served(session, net, halved), natively(net, halved)
     assert found.dtype == native.dtype == dtype
     assert 1e-4 < relative_error(found, expected) <= 1.2 * relative_error(native, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
+def test_weights_that_are_cast_at_every_call_compute_as_natives(dtype: torch.dtype) -> None:
+    net, given = zimage.network(dtype, comfy.ops.manual_cast), zimage.call(tokens=40)
+    assert relative_error(served(session_of(net), net, given), natively(net, given)) <= LIMIT
 
 
 def test_sizes_are_those_of_tokens_in_groups() -> None:

@@ -34,9 +34,9 @@ def network(
     random_weights(module, dtype)
     for name, parameter in module.named_parameters():
         if "norm" in name or name == "cap_embedder.0.weight":
-            parameter.data += 1
+            parameter.data = (parameter.data.float() + 1).to(dtype)
         elif "pad_token" in name:
-            parameter.data *= 16
+            parameter.data = (parameter.data.float() * 16).to(dtype)
     model.diffusion_model = module.eval().requires_grad_(False)
     return NativeNetwork(ModelPatcher(model, CPU, CPU), module, UNET_PREFIX, torch.float32, "zimage", Role.BACKBONE)
 
