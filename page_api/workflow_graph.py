@@ -32,6 +32,9 @@ DECODE, ENCODE = "vae", "vae:encode"
 MAX_PICTURES, MAX_NUMBER = 16, 100_000
 _EMPTY = re.compile("empty.*latent", re.IGNORECASE)
 
+_OF_ONE_PROMPT = {"model", "conditioning"}
+"""Links into a guider that samples with one prompt, without CFG."""
+
 _IGNORED = ("when_missing", "opt_size")
 """Inputs that say nothing about which engine it is; one that is best at another size serves."""
 MAX_DEPTH = 200
@@ -176,16 +179,33 @@ def samplers_of(prompt: Mapping[str, Any], node_id: str, readers: Mapping[str, S
 
 def picture_of(prompt: Mapping[str, Any], sampler: str) -> Picture | None:
     """Return the picture of a sampler, None where it is not certain or the node is none."""
-    inputs = _inputs(prompt, sampler)
-    latent, cfg = inputs.get("latent_image"), inputs.get("cfg")
+    latent = _inputs(prompt, sampler).get("latent_image")
     if not is_link(latent) or not _EMPTY.search(str(_node(prompt, latent[0]).get("class_type"))):
         return None
     empty = _inputs(prompt, latent[0])
-    width, height, images = empty.get("width"), empty.get("height"), empty.get("batch_size", 1)
+    asked = (empty.get("width"), empty.get("height"), empty.get("batch_size", 1))
+    width, height, images = (_number(prompt, value) for value in asked)
     if not all(isinstance(n, int) and 0 < n < MAX_NUMBER for n in (width, height, images)):
         return None
-    known = isinstance(cfg, int | float) and math.isfinite(cfg)
-    return Picture.sampled(width, height, images, cfg if known else None)
+    return Picture.sampled(width, height, images, _cfg(prompt, sampler))
+
+
+def _cfg(prompt: Mapping[str, Any], sampler: str) -> float | None:
+    """Return the CFG of a sampler, or of its guider; 1 for a guider of one prompt, None where it is not certain."""
+    inputs = _inputs(prompt, sampler)
+    if is_link(guider := inputs.get("guider")):
+        inputs = _inputs(prompt, guider[0])
+        if {name for name, value in inputs.items() if is_link(value)} == _OF_ONE_PROMPT:
+            return 1.0
+    cfg = _number(prompt, inputs.get("cfg"))
+    return cfg if isinstance(cfg, int | float) and math.isfinite(cfg) else None
+
+
+def _number(prompt: Mapping[str, Any], value: Any) -> Any:
+    """Return an input's value, that of ComfyUI's node for a number where the input is a link to one."""
+    if not is_link(value) or not str(_node(prompt, value[0]).get("class_type")).startswith("Primitive"):
+        return value
+    return _inputs(prompt, value[0]).get("value")
 
 
 def network_inputs(prompt: Mapping[str, Any], node_id: str) -> list[str]:

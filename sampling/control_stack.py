@@ -209,8 +209,7 @@ def _may_join(control: ControlBase) -> bool:
     session = control.control_model.handle.session
     if session is None or not session.joins_stacks:
         return False
-    special = (control.vae, control.latent_format, control.extra_hooks, control.extra_concat_orig)
-    if any(special) or control.multigpu_clones or control.global_average_pooling:
+    if control.extra_hooks or control.extra_concat_orig or control.multigpu_clones or control.global_average_pooling:
         return False
     return control.strength_type is comfy.controlnet.StrengthType.CONSTANT
 
@@ -333,7 +332,7 @@ def _merged(chain: list[ControlNet], results: list[Control]) -> Control:
     total = flat[0] if len(flat) == 1 else torch._foreach_add(flat[0], flat[1])
     for tensors in flat[2:]:
         torch._foreach_add_(total, tensors)
-    return {"input": [], "middle": [], **_with(results[0], total)}
+    return {"input": [], "middle": [], "output": [], **_with(results[0], total)}
 
 
 def _with(result: Control, tensors: list[torch.Tensor]) -> Control:

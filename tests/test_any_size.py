@@ -129,6 +129,32 @@ def test_a_prompt_tells_its_pictures_with_the_batch_that_cfg_makes_of_them() -> 
     assert asked_pictures({"engine": None, "x": {"inputs": {"a": ["engine", 0]}}}, "engine", "model") == ()
 
 
+@pytest.mark.parametrize(("guider", "inputs", "batches"), [
+    ("BasicGuider", {"conditioning": ["apply", 0]}, (1,)),
+    ("CFGGuider", {"positive": ["apply", 0], "negative": ["apply", 1], "cfg": 3.0}, (2,)),
+    ("CFGGuider", {"positive": ["apply", 0], "negative": ["apply", 1], "cfg": ["scale", 0]}, (1,)),
+    ("CFGGuider", {"positive": ["apply", 0], "negative": ["apply", 1], "cfg": ["math", 0]}, (2, 1)),
+    ("DualCFGGuider", {"cond1": ["apply", 0], "cond2": ["apply", 1], "cfg_conds": 1.0}, (2, 1)),
+])  # fmt: skip
+def test_a_guider_tells_the_batch_of_custom_sampling(
+    guider: str, inputs: dict[str, Any], batches: tuple[int, ...]
+) -> None:
+    prompt = {
+        **graph(width=["width", 0]),
+        "sampler": {"class_type": "SamplerCustomAdvanced", "inputs": {
+            "guider": ["guider", 0], "latent_image": ["empty", 0]}},
+        "guider": {"class_type": guider, "inputs": {"model": ["patch", 0]} | inputs},
+        "width": {"class_type": "PrimitiveInt", "inputs": {"value": 640}},
+        "scale": {"class_type": "PrimitiveFloat", "inputs": {"value": 1.0}},
+        "math": {"class_type": "MathExpression", "inputs": {"value": 1.0}},
+    }  # fmt: skip
+    prompt["empty"]["class_type"] = "EmptySD3LatentImage"
+    for node in ("engine", "net_engine"):
+        assert asked_pictures(prompt, node, "model") == (Picture(640, 1216, batches),)
+    prompt["width"]["class_type"] = "MathExpression"
+    assert asked_pictures(prompt, "engine", "model") == ()
+
+
 # --- with a compiler that takes no time ---
 
 SMALL = Profile({"B": Range(1, 2, 4), "H": Range(4, 8, 40), "W": Range(4, 8, 40), "T": Range(77, 77, 231)})

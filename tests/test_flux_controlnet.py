@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from built_once import built_once
+from comfy import latent_formats
+from comfy.controlnet import ControlNet
 from compiling import COMPILES
-from flux_networks import CONTROLS, control_call, control_network
+from control_stacks import SAMPLING
+from flux_networks import CONTROLS, call, control_call, control_network
 from hybrid_trt.architectures.calls import Unsupported
 from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.backends import backends
@@ -19,6 +23,9 @@ from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library
 from hybrid_trt.engine_library.engine import relative_error
+from hybrid_trt.sampling import control_stack
+from hybrid_trt.sampling.controlnet import back_with_engine
+from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sessions.file_session import FileSession
 from hybrid_trt.sessions.session import Session
 from small_networks import CPU
@@ -121,3 +128,57 @@ def test_a_compiled_file_computes_what_native_does(tmp_path: Path) -> None:
         assert error(net, session, control_call(net, control_type=[kind])) <= LIMIT
         assert session.uncovered is None
     assert session.refusal is None
+
+
+class PictureEncoder:
+    """Stands for a VAE: means of 8 by 8 pixels, mixed into 16 channels."""
+
+    @staticmethod
+    def spacial_compression_encode() -> int:
+        return 8
+
+    @staticmethod
+    def encode(pixels: torch.Tensor) -> torch.Tensor:
+        mixed = torch.randn(16, 3, generator=torch.Generator().manual_seed(1))
+        return torch.einsum("oc,bchw->bohw", mixed, torch.nn.functional.avg_pool2d(pixels.movedim(-1, 1), 8))
+
+
+def chain(layouts: Sequence[str], backed: bool, library: Library) -> ControlNet:
+    """ControlNets that take latents, in a row; the second one acts late in sampling alone."""
+    previous = None
+    for number, layout in enumerate(layouts):
+        module = control_network(layout).module
+        net = ControlNet(module, compression_ratio=1, latent_format=latent_formats.Flux(), load_device=CPU,
+                         extra_conds=["y", "guidance"])  # fmt: skip
+        if backed:
+            choice = EngineChoice(PROFILE, "auto", "torch")
+            handle = EngineHandle(NativeNetwork.of_controlnet(net, "n"), choice, library, str(number))
+            net = back_with_engine(net, handle)
+        control = net.copy()
+        image = torch.rand(1, 3, 80, 90, generator=torch.Generator().manual_seed(number))
+        control.set_cond_hint(image, strength=0.8 - 0.3 * number, vae=PictureEncoder())
+        control.set_previous_controlnet(previous)
+        control.timestep_range = (999999999.9, 0.0) if number == 0 else (0.6, 0.0)
+        control.model_sampling_current = SAMPLING
+        previous = control
+    return previous
+
+
+@pytest.mark.parametrize("layouts", [("instantx", "instantx"), ("instantx", "union"), ("without_singles",)])
+def test_stacks_run_as_one_once_their_hints_are_encoded(
+    layouts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, run = [], control_stack._run
+    monkeypatch.setattr(control_stack, "_run", lambda *given: (runs.append(1), run(*given))[1])
+    theirs, ours = (chain(layouts, backed, Library([tmp_path])) for backed in (False, True))
+    stack = control_stack.ControlStack(ours)
+    for step, sigma in enumerate((0.9, 0.5, 0.3, 0.2)):
+        given = call(control_network("instantx"), batch=2, size=(9, 12), seed=step)
+        cond = {"c_crossattn": given["context"], "y": given["y"], "guidance": given["guidance"]}
+        with torch.inference_mode():
+            expected, result = (one.get_control(given["x"], torch.full((2,), sigma), cond, 2, {})
+                                for one in (theirs, stack))  # fmt: skip
+        assert {kind: len(found) for kind, found in result.items()} == {k: len(v) for k, v in expected.items()}
+        for kind, residuals in expected.items():
+            assert max([relative_error(o, n) for o, n in zip(result[kind], residuals, strict=True)] or [0]) <= LIMIT
+    assert len(runs) == (3 if len(layouts) == 1 else 2), "a hint is encoded in the first call that it acts in"

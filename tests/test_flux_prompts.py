@@ -56,6 +56,18 @@ class Graph:
                  denoise=1.0)  # fmt: skip
         return self._saved()
 
+    def custom(self) -> Prompt:
+        """The prompt with custom sampling at its end, without CFG."""
+        given = {
+            "noise": self.add("noise", "RandomNoise", noise_seed=5),
+            "guider": self.add("guider", "BasicGuider", model=self.model, conditioning=self.positive),
+            "sampler": self.add("euler", "KSamplerSelect", sampler_name="euler"),
+            "sigmas": self.add("sigmas", "BasicScheduler", model=self.model, scheduler="simple", steps=2, denoise=1.0),
+            "latent_image": self.add("latent", "EmptySD3LatentImage", width=96, height=64, batch_size=1),
+        }
+        self.add("sampler", "SamplerCustomAdvanced", **given)
+        return self._saved()
+
     def _saved(self) -> Prompt:
         self.add("save", "TestSaveLatent", latent=["sampler", 0], name="flux")
         if self._engine is not None:
@@ -94,3 +106,52 @@ def test_guidance_and_references_give_natives_latent(comfy: ComfyProcess, backen
         assert calls["native"] == 0, (case, calls)
         assert all(relative_difference(native, other) > 0.01 for other in latents), case
         latents.append(native)
+
+
+LORA = {"lora_name": "tiny_flux1_lora.safetensors", "strength_model": 0.8}
+
+
+@pytest.mark.parametrize("unet", ["tiny_flux1_unet", "tiny_flux1_fp8_unet"])
+def test_loras_before_and_behind_the_engine_and_fp8_weights_give_natives_latent(comfy: ComfyProcess, unet: str) -> None:
+    def graph(engine: bool, before: bool, behind: bool) -> Prompt:
+        made = Graph(BACKENDS["torch"] if engine else None, unet)
+        for there, name in ((before, "before"), (behind, "behind")):
+            if there:
+                made.model = made.add(name, "LoraLoaderModelOnly", model=made.model, **LORA)
+            if name == "before":
+                made.on_engine()
+        return made.sampled(cfg=2.0)
+
+    plain = latent_of(comfy.queue(graph(False, False, False)))
+    for places in ((True, False), (False, True), (False, False)):
+        native, error, calls = compared(comfy, graph(False, *places), graph(True, *places))
+        assert error <= LIMIT, places
+        assert calls["native"] == 0, (places, calls)
+        assert (relative_difference(native, plain) > 0.01) is any(places)
+
+
+def test_custom_sampling_with_one_prompt_gives_natives_latent(comfy: ComfyProcess) -> None:
+    def graph(engine: bool) -> Prompt:
+        made = Graph(BACKENDS["torch"] if engine else None)
+        made.on_engine()
+        return made.custom()
+
+    _, error, calls = compared(comfy, graph(False), graph(True))
+    assert error <= LIMIT
+    assert calls == {"engine": 2, "native": 0, "reasons": {}}
+
+
+def test_what_no_engine_takes_runs_native_with_a_reason(comfy: ComfyProcess) -> None:
+    def graph(engine: bool, way: str) -> Prompt:
+        made = Graph(BACKENDS["torch"] if engine else None)
+        made.on_engine()
+        if way == "guidance":
+            made.positive = made.add("guidance", "FluxDisableGuidance", conditioning=made.positive)
+        else:
+            made.referring(96, method="index_timestep_zero")
+        return made.sampled()
+
+    for way in ("guidance", "method"):
+        _, error, calls = compared(comfy, graph(False, way), graph(True, way))
+        assert error == 0
+        assert calls == {"engine": 0, "native": 2, "reasons": {"unsupported input": 2}}
