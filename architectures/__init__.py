@@ -42,6 +42,11 @@ NEEDED_BY_FAMILIES = (
     "comfy.ldm.modules.diffusionmodules.model:Encoder",
     "comfy.taesd.taesd:TAESD",
     "comfy.ops:mixed_precision_ops(...)",
+    "comfy.ldm.flux.layers:EmbedND.forward(self, ids)",
+    "comfy.ldm.qwen_image.model:Attention",
+    "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel.process_img(self, x, index, h_offset, w_offset)",
+    "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel._forward"
+    "(self, x, timesteps, context, attention_mask, ref_latents, additional_t_cond, transformer_options, control, **)",
 )
 """Names in ComfyUI's own code that the families rely on, in the notation of ``comfyui_internals``."""
 

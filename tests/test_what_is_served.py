@@ -29,7 +29,7 @@ LIMIT = 1e-5
 BUILD = {"when_missing": "build now"}
 XL = Scenario("sdxl", width=64, height=64, controls=(), settings=BUILD, steps=2)
 SD15 = Scenario(width=64, height=64, controls=(), settings=BUILD, steps=2)
-
+QWEN = SD15.but(family="qwen", unet="tiny_qwen_image", loader="TestTokenNetwork")
 
 def union(kind: str, image: int = 1, strength: float = 0.8, before: bool = False) -> Control:
     """A union ControlNet whose type is set in front of its engine node, or behind it."""
@@ -84,6 +84,11 @@ KINDS = {
     ]),
     "ControlNet shuffle (averaged residuals)": Kind([
         SD15.but(controls=(Control("tiny_sd15_shuffle", 2, 1.0), A)),
+    ]),
+    "Qwen-Image and Qwen-Image-Edit": Kind([
+        QWEN.but(tokens=(9, 30)),
+        QWEN.but(width=136, height=120, batch=2, tokens=(77, 77)),
+        QWEN.but(tokens=(130, 9), settings=TORCH),
     ]),
     "fp8 checkpoints (`comfy_quant`, `scaled_fp8`)": Kind([
         QUANTISED.but(unet="tiny_sdxl_fp8_unet"),

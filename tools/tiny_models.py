@@ -51,6 +51,10 @@ SDXL = _UNET | {"context_dim": 2048, "num_head_channels": 64, "num_classes": "se
                 "transformer_depth": [0, 2, 5], "transformer_depth_output": [0, 0, 0, 1, 0, 1],
                 "transformer_depth_middle": -1}
 
+#: What ComfyUI reads off no file of Qwen-Image; its own loader has to be told. Two layers of two heads.
+QWEN_IMAGE = {"attention_head_dim": 32, "num_attention_heads": 2, "joint_attention_dim": 48,
+              "axes_dims_rope": [8, 12, 12]}
+
 
 @dataclass(frozen=True)
 class Part:
@@ -98,6 +102,8 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("diffusion_models/tiny_sd15_t2i_unet.safetensors", (Part("unet", 18, SD15_T2I),)),
     Recipe("diffusion_models/tiny_sd15_ip2p_unet.safetensors", (Part("unet", 19, SD15_FLAT | {"in_channels": 8}),)),
     Recipe("diffusion_models/tiny_sdxl_unet.safetensors", (Part("unet", 20, SDXL),)),
+    Recipe("diffusion_models/tiny_qwen_image.safetensors", (
+        Part("qwen_image", 91, QWEN_IMAGE | {"in_channels": 64, "num_layers": 2}),)),
     Recipe("vae/tiny_sdxl_taesd.safetensors", (Part("taesd", 1, {"scale": 0.13025}),)),
     Recipe("vae/tiny_kl.safetensors", (Part("vae", 81, {"decoder_ch": 32}),)),
     Recipe("vae/tiny_flux_kl.safetensors", (Part("vae", 82, {"decoder_ch": 32, "z_channels": 16}),)),
@@ -287,6 +293,13 @@ def _unet_shapes(config: dict[str, Any]) -> Shapes:
     return _shapes_of(lambda: UNetModel(**config))
 
 
+def _qwen_image_shapes(config: dict[str, Any]) -> Shapes:
+    import comfy.ops
+    from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
+
+    return _shapes_of(lambda: QwenImageTransformer2DModel(**config, operations=comfy.ops.disable_weight_init))
+
+
 _QUANTISED = {"float8_e4m3fn": ("float8_e4m3fn", 1 / 1024), "int8_tensorwise": ("int8", 1 / 384)}
 """ComfyUI's formats -> dtype and scale of their weights here."""
 
@@ -390,7 +403,7 @@ def _lora_shapes(config: dict[str, Any]) -> Shapes:
 _SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {
     "unet": _unet_shapes, "controlnet": _controlnet_shapes, "taesd": _taesd_shapes, "vae": _vae_shapes,
     "clip_l": _clip_l_shapes, "t2i_adapter": _t2i_adapter_shapes, "control_lora": _control_lora_shapes,
-    "lora": _lora_shapes, "quantised_unet": _quantised_unet_shapes}
+    "lora": _lora_shapes, "quantised_unet": _quantised_unet_shapes, "qwen_image": _qwen_image_shapes}
 _DRAW: dict[str, Callable[[Part, str, tuple[int, ...]], torch.Tensor]] = {
     "taesd": _draw_taesd, "vae": _draw_vae, "controlnet": _draw_controlnet, "control_lora": _draw_low_rank,
     "lora": _draw_low_rank, "quantised_unet": _draw_quantised}

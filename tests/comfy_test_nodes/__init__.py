@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ import nodes  # ComfyUI's
 from . import other_packs_sampling
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
+TOOLS = SUPPORT.parents[1] / "tools"
 FAMILIES = SUPPORT / "families"
 ENGINE = io.Custom("TRT_UNET_ENGINE")
 MODEL, CONTROL, LATENT = io.Model.Input("model"), io.ControlNet.Input("control_net"), io.Latent.Input("latent_image")
@@ -153,12 +153,21 @@ def toy_model(seed: int) -> io.NodeOutput:
 
 def other_packs_weights(unet_name: str, kind: str) -> model_patcher.ModelPatcher:
     """Return the model of a file as the loader of a pack with weights of its own would have it."""
-    path = SUPPORT / "other_packs_weights.py"
-    if path.stem not in sys.modules:
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[path.stem])
-    return sys.modules[path.stem].load(folder_paths.get_full_path_or_raise("diffusion_models", unet_name), kind)
+    path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
+    return _support("other_packs_weights").load(path, kind)
+
+
+def token_network(unet_name: str, weight_dtype: str) -> model_patcher.ModelPatcher:
+    """Return the model of a tiny file of a family whose sizes are in no file."""
+    return _support("token_networks").load(folder_paths.get_full_path_or_raise("diffusion_models", unet_name))
+
+
+def _support(name: str) -> Any:
+    """Return a module that the tests share, which may take others of theirs."""
+    for folder in (SUPPORT, TOOLS):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+    return importlib.import_module(name)
 
 
 def start_loop(hidden: Any, first: int, step: int, count: int) -> io.NodeOutput:
@@ -244,7 +253,7 @@ def models_alive(turn: int, after: dict | None = None) -> io.NodeOutput:
 NODES = [
     TestEndLoop,
     _node("TestConditioning", conditioning, [
-        integer("tokens", 77, 77, 77 * 8, step=77), integer("width", 768, 1, 4096), integer("pooled", 0, 0, 4096), SEED,
+        integer("tokens", 77, 1, 77 * 8), integer("width", 768, 1, 4096), integer("pooled", 0, 0, 4096), SEED,
     ], io.Conditioning),
     _node("TestImage", image, [
         SEED, integer("width", 128, 1, 8192), integer("height", 128, 1, 8192), integer("batch", 1, 1, 64),
@@ -257,6 +266,7 @@ NODES = [
     _node("TestUnionControlNet", union, [CONTROL, integer("types", 8, 1, 8)], io.ControlNet),
     _node("TestOtherPacksWeights", other_packs_weights, [
         io.String.Input("unet_name"), io.String.Input("kind", default="GGUF")], io.Model),
+    _node("TestTokenNetwork", token_network, [io.String.Input("unet_name"), io.String.Input("weight_dtype")], io.Model),
     _node("TestToyModel", toy_model, [SEED], io.Model, io.ControlNet),
     # what stands in the loop is no input of its start
     _node("TestStartLoop", start_loop, [integer("first", 0, 0), integer("step", 1, 1), integer("count", 2, 1, 8)],
