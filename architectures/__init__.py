@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from .calls import Binding, PerImagePass
 from .image_latent import ANY
-from .shapes import Examples, Picture, Profile, RequestedSizes, Sizes, Symbol, TensorSpec
+from .shapes import Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +70,9 @@ class Architecture(Protocol):
         symbols: the symbols of its tensors' dimensions, and what people call them.
         batch: the symbol of the batch.
         prompt: that of the prompt's tokens.
+        free: symbols that compiled files leave free, and the sizes that one file then serves; ``opt`` is what it is
+            compiled with, and no other's. Each call with another size has a file of its own, see
+            ``calls.file_sizes``.
         per_step: True for networks that each step calls. Others run once per picture: compiled files alone serve them,
             and nothing of them is captured as a CUDA graph.
         arguments: the positional arguments of the native forward, in order. ``control`` and ``transformer_options`` are
@@ -82,6 +85,7 @@ class Architecture(Protocol):
     symbols: Mapping[str, Symbol]
     batch: str
     prompt: str
+    free: Mapping[str, Range]
     per_step: bool
     arguments: tuple[str, ...]
 

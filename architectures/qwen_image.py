@@ -174,10 +174,11 @@ class _Attention(Attention):
 
         def heads(of_words: torch.nn.Module, of_image: torch.nn.Module, norms: Sequence = ()) -> torch.Tensor:
             both = [of_words(encoder_hidden_states), of_image(hidden_states)]
-            both = [t.unflatten(-1, (self.heads, -1)) for t in both]
             if norms:
-                both = [normed(t, norm.weight, norm.eps) for t, norm in zip(both, norms, strict=True)]
-            return torch.cat(both, 1)
+                split = [t.unflatten(-1, (self.heads, -1)) for t in both]
+                both = [normed(t, norm.weight, norm.eps).flatten(2) for t, norm in zip(split, norms, strict=True)]
+            # put together as tokens: four dimensions would be taken for an image's, see ``keep_channels_last``
+            return torch.cat(both, 1).unflatten(-1, (self.heads, -1))
 
         q = heads(self.add_q_proj, self.to_q, (self.norm_added_q, self.norm_q))
         k = heads(self.add_k_proj, self.to_k, (self.norm_added_k, self.norm_k))

@@ -108,10 +108,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Range:
-    """The sizes of one symbol that an engine accepts; ``opt`` is the size it is tuned for.
-
-    A size of 0 is that of what a call may go without, as tokens of reference images.
-    """
+    """The sizes of one symbol that an engine accepts; ``opt`` is what it is tuned for. 0: a call may go without."""
 
     min: int
     opt: int

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from .image_latent import LATENT
-from .shapes import Dim, Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
+from .shapes import MOST, Dim, Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
 
 if TYPE_CHECKING:
     from .calls import PerImagePass
@@ -44,6 +44,7 @@ class TokenSizes:
     per_step = True
     batch = "B"
     prompt = "T"
+    free = {"T": Range(2, 97, MOST["max_tokens"]), "L": Range(2, 4099, 1 << 16)}
     symbols = {
         "B": Symbol("batch"),
         "R": Symbol("height", PIXELS, "px"),
@@ -117,14 +118,13 @@ class TokenSizes:
         return [{s: {**size, "B": batch}.get(s, n) for s, n in usual.items()} for batch in batches]
 
     def call_words(self, call: Mapping[str, int]) -> str:
-        """See ``Architecture``: ``832x1216, 30 tokens``; the batch where it is not one."""
+        """See ``Architecture``: ``832x1216, 30 tokens``; the batch where it is not one; what a file leaves free."""
         parts = [f"{PIXELS * call['C']}x{PIXELS * call['R']}"] if {"R", "C"} <= call.keys() else []
         if call.get("B", 1) != 1:
             parts.append(f"batch {call['B']}")
-        if "T" in call:
-            parts.append(f"{call['T']} tokens")
-        if call.get("L"):
-            parts.append(f"{call['L']} reference tokens")
+        parts.append(f"{call['T']} tokens" if "T" in call else "any prompt")
+        if call.get("L", 1):
+            parts.append(f"{call['L']} reference tokens" if "L" in call else "any references")
         return ", ".join(parts)
 
 
