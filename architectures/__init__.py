@@ -43,6 +43,13 @@ NEEDED_BY_FAMILIES = (
     "comfy.taesd.taesd:TAESD",
     "comfy.ops:mixed_precision_ops(...)",
     "comfy.ldm.flux.layers:EmbedND.forward(self, ids)",
+    "comfy.ldm.flux.layers:timestep_embedding(t, dim, ...)",
+    "comfy.ldm.krea2.model:SingleStreamBlock",
+    "comfy.ldm.krea2.model:SingleStreamDiT.process_img(self, x, index)",
+    "comfy.ldm.krea2.model:SingleStreamDiT._forward"
+    "(self, x, timesteps, context, attention_mask, ref_latents, transformer_options, **)",
+    "comfy.ldm.qwen_image.controlnet:QwenImageControlNetModel.forward"
+    "(self, x, timesteps, context, attention_mask, guidance, ref_latents, hint, transformer_options, **)",
     "comfy.ldm.qwen_image.model:Attention",
     "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel.process_img(self, x, index, h_offset, w_offset)",
     "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel._forward"

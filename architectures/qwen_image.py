@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from comfy.ldm.flux.layers import EmbedND
@@ -15,14 +15,13 @@ from comfy.ldm.qwen_image.model import Attention, QwenImageTransformer2DModel
 from . import Role
 from .calls import Binding, EngineCall, ResidualLayout, Unsupported
 from .shapes import Dim, Sizes, TensorSpec
-from .token_sizes import BATCH, PATCH, PICTURE, REFERENCE, TOKENS, TokenSizes, attended, normed, turned
+from .token_sizes import BATCH, KEPT, PATCH, PICTURE, REFERENCE, TOKENS, TokenSizes, attended, normed, turned
 
-KEPT = 8
-"""Rotary embeddings that a binding keeps, each for one size of picture, prompt and references."""
 INDEX, ZERO, NEGATIVE = "index", "index_timestep_zero", "negative_index"
 """ComfyUI's names of ways to place references; with any other name they lie beside each other."""
 
 Size = tuple[int, int]
+Net = TypeVar("Net", bound=QwenImageTransformer2DModel)
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class QwenImage(TokenSizes):
     def binding(self, module: QwenImageTransformer2DModel) -> Binding:
         blocks = [f"control_{i}" for i in range(len(module.transformer_blocks))]
         layout = ResidualLayout({"input": blocks}, from_end=False)
-        places = lru_cache(KEPT)(partial(_places, module.pe_embedder))
+        places = lru_cache(KEPT)(partial(places_of, module.pe_embedder))
         return partial(_bind, layout, places, module.default_ref_method)
 
 
@@ -94,9 +93,9 @@ def _bind(
     if any(len(reference) != len(x) for reference in references):
         raise Unsupported("references of another batch")
     method = call.get("ref_latents_method", usual_method)
-    image = _tokens(x)
+    image = tokens_of(x)
     inputs = {"image": image, "context": context, "timestep": timestep, "reference_timestep": timestep}
-    inputs["reference"] = torch.cat([image[:, :0], *map(_tokens, references)], 1)
+    inputs["reference"] = torch.cat([image[:, :0], *map(tokens_of, references)], 1)
     if references and method == ZERO:
         inputs["reference_timestep"] = timestep * 0
     sides = tuple((r.shape[-2], r.shape[-1]) for r in references)
@@ -114,20 +113,21 @@ _NATIVE = SimpleNamespace(patch_size=PATCH)
 """All that native's ``process_img`` reads of its network."""
 
 
-def _tokens(latent: torch.Tensor) -> torch.Tensor:
+def tokens_of(latent: torch.Tensor) -> torch.Tensor:
+    """A latent of one picture as (batch, tokens, features), as native has it."""
     return QwenImageTransformer2DModel.process_img(_NATIVE, latent)[0]
 
 
 def _picture(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of ``_tokens``, without what was padded."""
+    """The inverse of ``tokens_of``, without what was padded."""
     height, width = like.shape[-2:]
     rows = -(-height // PATCH)
     patches = tokens.unflatten(1, (1, rows, -1)).unflatten(-1, (-1, PATCH, PATCH)).permute(0, 4, 1, 2, 5, 3, 6)
     return patches.flatten(5, 6).flatten(3, 4)[..., :height, :width]
 
 
-def _places(
-    embedder: EmbedND, size: Size, words: int, references: Sequence[Size], method: str, device: torch.device,
+def places_of(
+    embedder: EmbedND, size: Size, words: int, references: Sequence[Size], method: str | None, device: torch.device,
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """Rotary embeddings of all tokens, as native places them; of a rotation its cosine and sine."""
@@ -151,7 +151,7 @@ def _places(
     }
 
 
-def _where(references: Sequence[Size], method: str) -> list[dict[str, int]]:
+def _where(references: Sequence[Size], method: str | None) -> list[dict[str, int]]:
     """The place of each reference, as arguments of native's ``process_img``."""
     if method in (INDEX, ZERO, NEGATIVE):
         step = -1 if method == NEGATIVE else 1
@@ -186,12 +186,17 @@ class _Attention(Attention):
         return self.to_out[0](out[:, words:]), self.to_add_out(out[:, :words])
 
 
+def with_plain_attention(net: Net) -> Net:
+    """The same network, a copy that nobody else uses, with its attention written out."""
+    for block in net.transformer_blocks:
+        block.attn.__class__ = _Attention
+    return net
+
+
 class _OnTokens(torch.nn.Module):
     def __init__(self, net: QwenImageTransformer2DModel):
         super().__init__()
-        self.net = net
-        for block in net.transformer_blocks:
-            block.attn.__class__ = _Attention
+        self.net = with_plain_attention(net)
 
     def forward(
         self, image: torch.Tensor, context: torch.Tensor, reference: torch.Tensor, timestep: torch.Tensor,

@@ -27,6 +27,8 @@ USUAL_PROMPT = 64
 """Tokens of a prompt where nothing tells its length."""
 CPU_TOKENS = 1024
 """On a CPU the batch of a large call is halved until it has no more image tokens than this."""
+KEPT = 8
+"""Rotary embeddings that a binding keeps, each for one size of picture, prompt and references."""
 
 BATCH, TOKENS, REFERENCE = Dim("B"), Dim("T"), Dim("L")
 PICTURE = Dim("R") * Dim("C")
@@ -92,7 +94,8 @@ class TokenSizes:
         found, least = [], profile.ranges["B"].min
         for which in ("min", "opt", "max"):
             sizes = profile.sizes(which)
-            sizes["L"] = min(sizes["L"], sizes["R"] * sizes["C"])
+            if "L" in sizes:
+                sizes["L"] = min(sizes["L"], sizes["R"] * sizes["C"])
             while sizes["B"] // 2 >= least and sizes["B"] * sizes["R"] * sizes["C"] > most:
                 sizes["B"] //= 2
             found.append(sizes)
@@ -123,8 +126,10 @@ class TokenSizes:
         if call.get("B", 1) != 1:
             parts.append(f"batch {call['B']}")
         parts.append(f"{call['T']} tokens" if "T" in call else "any prompt")
-        if call.get("L", 1):
-            parts.append(f"{call['L']} reference tokens" if "L" in call else "any references")
+        if call.get("L"):
+            parts.append(f"{call['L']} reference tokens")
+        elif "L" not in call and "L" in self.free:
+            parts.append("any references")
         return ", ".join(parts)
 
 

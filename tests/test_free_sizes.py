@@ -154,7 +154,7 @@ class Short(torch.nn.Module):
 def test_what_is_right_for_some_lengths_alone_is_not_made_a_file(
     network: torch.nn.Module, match: str, tmp_path: Path
 ) -> None:
-    """What it takes for granted, Inductor asks nowhere when the file is called."""
+    """Nothing is asked when the file is called, whatever Inductor took for granted."""
     x, y = (TensorSpec(name, "float32", (Dim("B"), Dim("T"))) for name in "xy")
     task = LiveTask((x,), (y,), [{"B": 2, "T": 9}], "float32", torch.device("cpu"), tmp_path,
                     free={"T": Range(2, 97, 900)})  # fmt: skip

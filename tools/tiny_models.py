@@ -55,6 +55,9 @@ SDXL = _UNET | {"context_dim": 2048, "num_head_channels": 64, "num_classes": "se
 QWEN_IMAGE = {"attention_head_dim": 32, "num_attention_heads": 2, "joint_attention_dim": 48,
               "axes_dims_rope": [8, 12, 12]}
 
+#: ComfyUI has heads of 128 features in Krea 2, and 20 heads in what reads the prompt. Two queries share keys here.
+KREA2 = {"features": 256, "heads": 2, "kvheads": 1, "layers": 2, "txtdim": 80, "txtlayers": 3}
+
 
 @dataclass(frozen=True)
 class Part:
@@ -104,6 +107,9 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("diffusion_models/tiny_sdxl_unet.safetensors", (Part("unet", 20, SDXL),)),
     Recipe("diffusion_models/tiny_qwen_image.safetensors", (
         Part("qwen_image", 91, QWEN_IMAGE | {"in_channels": 64, "num_layers": 2}),)),
+    Recipe("controlnet/tiny_qwen_image_control.safetensors", (
+        Part("qwen_image_control", 93, QWEN_IMAGE | {"in_channels": 64, "num_layers": 1}),)),
+    Recipe("diffusion_models/tiny_krea2.safetensors", (Part("krea2", 92, KREA2),)),
     Recipe("vae/tiny_sdxl_taesd.safetensors", (Part("taesd", 1, {"scale": 0.13025}),)),
     Recipe("vae/tiny_kl.safetensors", (Part("vae", 81, {"decoder_ch": 32}),)),
     Recipe("vae/tiny_flux_kl.safetensors", (Part("vae", 82, {"decoder_ch": 32, "z_channels": 16}),)),
@@ -300,6 +306,20 @@ def _qwen_image_shapes(config: dict[str, Any]) -> Shapes:
     return _shapes_of(lambda: QwenImageTransformer2DModel(**config, operations=comfy.ops.disable_weight_init))
 
 
+def _qwen_image_control_shapes(config: dict[str, Any]) -> Shapes:
+    import comfy.ops
+    from comfy.ldm.qwen_image.controlnet import QwenImageControlNetModel
+
+    return _shapes_of(lambda: QwenImageControlNetModel(**config, operations=comfy.ops.disable_weight_init))
+
+
+def _krea2_shapes(config: dict[str, Any]) -> Shapes:
+    import comfy.ops
+    from comfy.ldm.krea2.model import SingleStreamDiT
+
+    return _shapes_of(lambda: SingleStreamDiT(**config, operations=comfy.ops.disable_weight_init))
+
+
 _QUANTISED = {"float8_e4m3fn": ("float8_e4m3fn", 1 / 1024), "int8_tensorwise": ("int8", 1 / 384)}
 """ComfyUI's formats -> dtype and scale of their weights here."""
 
@@ -403,7 +423,8 @@ def _lora_shapes(config: dict[str, Any]) -> Shapes:
 _SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {
     "unet": _unet_shapes, "controlnet": _controlnet_shapes, "taesd": _taesd_shapes, "vae": _vae_shapes,
     "clip_l": _clip_l_shapes, "t2i_adapter": _t2i_adapter_shapes, "control_lora": _control_lora_shapes,
-    "lora": _lora_shapes, "quantised_unet": _quantised_unet_shapes, "qwen_image": _qwen_image_shapes}
+    "lora": _lora_shapes, "quantised_unet": _quantised_unet_shapes, "qwen_image": _qwen_image_shapes,
+    "krea2": _krea2_shapes, "qwen_image_control": _qwen_image_control_shapes}
 _DRAW: dict[str, Callable[[Part, str, tuple[int, ...]], torch.Tensor]] = {
     "taesd": _draw_taesd, "vae": _draw_vae, "controlnet": _draw_controlnet, "control_lora": _draw_low_rank,
     "lora": _draw_low_rank, "quantised_unet": _draw_quantised}

@@ -34,7 +34,7 @@ kernels are torch's own, fused anew.
 """
 
 OTHER = 37
-"""How much longer than what it was compiled with a prompt is that a file of free sizes is tried with."""
+"""A file of free sizes is also tried with sizes that are larger by this than those that it was compiled with."""
 
 
 def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:

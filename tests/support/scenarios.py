@@ -13,7 +13,7 @@ Prompt = dict[str, dict[str, Any]]
 Link = list[Any]
 
 CONDITIONING = {"sd15": {"width": 768, "pooled": 0}, "sdxl": {"width": 2048, "pooled": 1280},
-                "qwen": {"width": 48, "pooled": 0}}
+                "qwen": {"width": 48, "pooled": 0}, "krea2": {"width": 240, "pooled": 0}}
 SETTINGS = {
     "when_missing": "use native",
     "min_size": 64,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import comfy.controlnet
 import comfy.sd
 import tiny_models
 from comfy import model_detection
@@ -32,6 +33,12 @@ def _told() -> Iterator[None]:
         yield
     finally:
         model_detection.detect_unet_config = detect
+
+
+def load_control(path: str) -> comfy.controlnet.ControlNet:
+    """The CONTROL_NET of a file as ComfyUI's loader node gives it."""
+    with _told():
+        return comfy.controlnet.load_controlnet(path)
 
 
 def load(path: str) -> ModelPatcher:
