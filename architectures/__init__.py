@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from .calls import Binding, PerImagePass
 from .image_latent import ANY
-from .shapes import Examples, Picture, Profile, RequestedSizes, Sizes, Symbol, TensorSpec
+from .shapes import Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -52,11 +52,22 @@ NEEDED_BY_FAMILIES = (
     "comfy.ldm.flux.layers:DoubleStreamBlock",
     "comfy.ldm.flux.layers:SingleStreamBlock",
     "comfy.ops:mixed_precision_ops(...)",
-    "comfy.ldm.common_dit:pad_to_patch_size(_, _, ...)",
     "comfy.ldm.lumina.model:JointTransformerBlock",
     "comfy.ldm.lumina.model:NextDiT._forward(self, x, timesteps, context, num_tokens, attention_mask, ref_latents, "
     "ref_contexts, siglip_feats, transformer_options, **)",
     "comfy.ldm.lumina.model:pos_ids_x(_, _, _, _, _, transformer_options)",
+    "comfy.ldm.flux.layers:EmbedND.forward(self, ids)",
+    "comfy.ldm.flux.layers:timestep_embedding(t, dim, ...)",
+    "comfy.ldm.krea2.model:SingleStreamBlock",
+    "comfy.ldm.krea2.model:SingleStreamDiT.process_img(self, x, index)",
+    "comfy.ldm.krea2.model:SingleStreamDiT._forward"
+    "(self, x, timesteps, context, attention_mask, ref_latents, transformer_options, **)",
+    "comfy.ldm.qwen_image.controlnet:QwenImageControlNetModel.forward"
+    "(self, x, timesteps, context, attention_mask, guidance, ref_latents, hint, transformer_options, **)",
+    "comfy.ldm.qwen_image.model:Attention",
+    "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel.process_img(self, x, index, h_offset, w_offset)",
+    "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel._forward"
+    "(self, x, timesteps, context, attention_mask, ref_latents, additional_t_cond, transformer_options, control, **)",
 )
 """Names in ComfyUI's own code that the families rely on, in the notation of ``comfyui_internals``."""
 
@@ -80,6 +91,9 @@ class Architecture(Protocol):
         symbols: the symbols of its tensors' dimensions, and what people call them.
         batch: the symbol of the batch.
         prompt: that of the prompt's tokens.
+        free: symbols that compiled files leave free, and the sizes that one file then serves; ``opt`` is what it is
+            compiled with, and no other's. Each call with another size has a file of its own, see
+            ``calls.file_sizes``.
         per_step: True for networks that each step calls. Others run once per picture: compiled files alone serve them,
             and nothing of them is captured as a CUDA graph.
         arguments: the positional arguments of the native forward, in order. ``control`` and ``transformer_options`` are
@@ -92,6 +106,7 @@ class Architecture(Protocol):
     symbols: Mapping[str, Symbol]
     batch: str
     prompt: str
+    free: Mapping[str, Range]
     per_step: bool
     arguments: tuple[str, ...]
 

@@ -177,6 +177,18 @@ class RequestedCalls:
         )
 
 
+def file_sizes(architecture: Architecture, call: Call) -> dict[str, int]:
+    """The sizes of a call that its compiled file is for; the others it leaves free."""
+    free = architecture.free
+    return {symbol: size for symbol, size in call.items() if symbol not in free or not free[symbol].contains(size)}
+
+
+def example_of(architecture: Architecture, call: Call) -> dict[str, int]:
+    """The call that a file for a call is compiled with; the same for all calls that it serves."""
+    own = file_sizes(architecture, call)
+    return {symbol: size if symbol in own else architecture.free[symbol].opt for symbol, size in call.items()}
+
+
 def sample_alike(architecture: Architecture, calls: Iterable[Call], others: Iterable[Call]) -> bool:
     """Tell whether one of some calls has the sizes of another, but for what no picture tells: its prompt's length."""
     told = [name for name, symbol in architecture.symbols.items() if symbol.of_picture]
@@ -194,18 +206,19 @@ def calls_to_compile(
 
     Args:
         symbols: those of the network's inputs.
-        compiled: the calls that have a file.
+        compiled: the sizes that there are files for, see ``file_sizes``.
     """
     profile, seen = requested.profile.only(symbols), requested.seen
-    found = [call for call in seen or () if call not in compiled]
+    found = [call for call in seen or () if file_sizes(architecture, call) not in compiled]
     for picture in requested.pictures:
         calls = architecture.calls(profile, picture)
         if not sample_alike(architecture, calls, (*compiled, *found)):
             found += calls
     if not requested.pictures and seen is None:
         usual = [{s: call[s] for s in profile.ranges} for call in architecture.examples(profile).compiled]
-        found = [call for call in usual if call not in compiled] if usual[0] not in compiled else []
-    return _engines(found, architecture.batch)
+        lacking = [call for call in usual if file_sizes(architecture, call) not in compiled]
+        found = lacking if usual[0] in lacking else []
+    return _engines([example_of(architecture, call) for call in found], architecture.batch)
 
 
 def _engines(calls: Sequence[Call], batch: str) -> list[list[Call]]:

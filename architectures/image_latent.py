@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from .shapes import TOKEN_STEP, Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol
 
@@ -34,6 +34,7 @@ class LatentSizes:
     per_step = True
     batch = "B"
     prompt = "T"
+    free: ClassVar[Mapping[str, Range]] = {}
     symbols = {
         "B": Symbol("batch"),
         "H": Symbol("height", LATENT, "px"),

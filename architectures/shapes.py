@@ -108,15 +108,15 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Range:
-    """The sizes of one symbol that an engine accepts; ``opt`` is the size it is tuned for."""
+    """The sizes of one symbol that an engine accepts; ``opt`` is what it is tuned for. 0: a call may go without."""
 
     min: int
     opt: int
     max: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min <= self.opt <= self.max:
-            raise ValueError(f"a profile needs 1 <= min <= opt <= max, not {self.min}, {self.opt}, {self.max}")
+        if not 0 <= self.min <= self.opt <= self.max:
+            raise ValueError(f"a profile needs 0 <= min <= opt <= max, not {self.min}, {self.opt}, {self.max}")
 
     def contains(self, other: Range | int) -> bool:
         low, high = (other, other) if isinstance(other, int) else (other.min, other.max)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..architectures.calls import Call, RequestedCalls
-from ..architectures.shapes import Profile, TensorSpec
+from ..architectures.shapes import Profile, Range, TensorSpec
 from ..engine_library import Engine, Fallback, Manifest
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class LiveTask:
         inputs, outputs: its tensors, in order.
         sizes: the calls to compile for, symbol -> size.
         precision: what it computes in, torch's name.
+        free: symbols that files leave free, see ``Architecture``.
         folder: where to put the engine's files.
         processes: how many others may compile parts of it; 0 where this one does all.
         submit: has one of them do something; not to be called without them.
@@ -81,6 +82,11 @@ class LiveTask:
     folder: Path
     processes: int = 0
     submit: Submit | None = None
+    free: Mapping[str, Range] = field(default_factory=dict)
+
+    def left_free(self, sizes: Mapping[str, int]) -> set[str]:
+        """The symbols that the file for some sizes leaves free."""
+        return {symbol for symbol, served in self.free.items() if symbol in sizes and served.contains(sizes[symbol])}
 
 
 @dataclass(frozen=True)

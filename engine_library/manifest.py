@@ -244,7 +244,7 @@ def _identity(data: object) -> EngineIdentity:
 
 def _profile(data: object) -> Profile:
     def read(value: object, what: str) -> Range:
-        sizes = schema.sequence(value, what, 3, lambda v, w: schema.integer(v, w, 1, MAX_SIZE))
+        sizes = schema.sequence(value, what, 3, lambda v, w: schema.integer(v, w, 0, MAX_SIZE))
         try:
             return Range(*sizes)
         except (TypeError, ValueError) as error:

@@ -82,7 +82,7 @@ def test_a_network_of_image_tokens_tells_what_lacks_without_telling_a_height() -
         return [{"B": batch, "N": picture.width * picture.height // 256, "T": 9} for batch in picture.batches]
 
     symbols = {"B": Symbol("batch"), "N": Symbol("image tokens"), "T": Symbol("words", of_picture=False)}
-    tokens = SimpleNamespace(symbols=symbols, calls=calls, batch="B")
+    tokens = SimpleNamespace(symbols=symbols, calls=calls, batch="B", free={})
     square, wide = Picture(512, 512, (2,)), Picture(1024, 512, (2,))
     requested = RequestedCalls(Profile({"B": Range(1, 2, 4), "N": Range(1, 9, 9999)}), [square, wide])
 

@@ -31,7 +31,8 @@ XL = Scenario("sdxl", width=64, height=64, controls=(), settings=BUILD, steps=2)
 FLUX = XL.but(family="flux1", cfg=1.0)
 FLUX_VAE = "tiny_flux_kl"
 SD15 = Scenario(width=64, height=64, controls=(), settings=BUILD, steps=2)
-
+QWEN = SD15.but(family="qwen", unet="tiny_qwen_image", loader="TestTokenNetwork")
+KREA2 = SD15.but(family="krea2", unet="tiny_krea2")
 
 def union(kind: str, image: int = 1, strength: float = 0.8, before: bool = False, file: str = "tiny_sdxl_a") -> Control:
     """A union ControlNet whose type is set in front of its engine node, or behind it."""
@@ -89,6 +90,16 @@ KINDS = {
     ]),
     "ControlNet shuffle (averaged residuals)": Kind([
         SD15.but(controls=(Control("tiny_sd15_shuffle", 2, 1.0), A)),
+    ]),
+    "Qwen-Image and Qwen-Image-Edit": Kind([
+        QWEN.but(tokens=(9, 30)),
+        QWEN.but(width=136, height=120, batch=2, tokens=(77, 77)),
+        QWEN.but(tokens=(130, 9), settings=TORCH),
+    ]),
+    "Krea 2": Kind([
+        KREA2.but(tokens=(9, 30)),
+        KREA2.but(width=136, height=120, batch=2, tokens=(77, 77)),
+        KREA2.but(tokens=(130, 9), settings=TORCH),
     ]),
     "fp8 checkpoints (`comfy_quant`, `scaled_fp8`)": Kind([
         QUANTISED.but(unet="tiny_sdxl_fp8_unet"),

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiny_transformers import FLUX1, FLUX2, ZIMAGE
+from tiny_transformers import FLUX1, FLUX2, KREA2, QWEN_IMAGE, ZIMAGE
 
 #: Raise this when the drawing of weights changes, so that files made before are made again.
 RECIPE_VERSION = 1
@@ -91,6 +91,11 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("diffusion_models/tiny_flux2_klein_unet.safetensors", (Part("flux", 94, FLUX2),)),
     Recipe("diffusion_models/tiny_flux1_fp8_unet.safetensors", (
         Part("quantised_flux", 91, FLUX1 | {"format": "float8_e4m3fn"}),)),
+    Recipe("diffusion_models/tiny_qwen_image.safetensors", (
+        Part("qwen_image", 91, QWEN_IMAGE | {"in_channels": 64, "num_layers": 2}),)),
+    Recipe("controlnet/tiny_qwen_image_control.safetensors", (
+        Part("qwen_image_control", 93, QWEN_IMAGE | {"in_channels": 64, "num_layers": 1}),)),
+    Recipe("diffusion_models/tiny_krea2.safetensors", (Part("krea2", 92, KREA2),)),
     Recipe("vae/tiny_sdxl_taesd.safetensors", (Part("taesd", 1, {"scale": 0.13025}),)),
     Recipe("vae/tiny_kl.safetensors", (Part("vae", 81, {"decoder_ch": 32}),)),
     Recipe("vae/tiny_flux_kl.safetensors", (Part("vae", 82, {"decoder_ch": 32, "z_channels": 16}),)),

@@ -27,6 +27,14 @@ FLUX2 = _FLUX | {"in_channels": 128, "out_channels": 128, "axes_dim": [32] * 4, 
                  "qkv_bias": False, "txt_ids_dims": [3], "vec_in_dim": None, "patch_size": 1, "guidance_embed": False,
                  "global_modulation": True, "mlp_silu_act": True, "ops_bias": False}
 
+#: What ComfyUI reads off no file of Qwen-Image; its own loader has to be told. Two layers of two heads.
+QWEN_IMAGE = {"attention_head_dim": 32, "num_attention_heads": 2, "joint_attention_dim": 48,
+              "axes_dims_rope": [8, 12, 12]}
+
+#: ComfyUI has heads of 128 features in Krea 2, and 20 heads in what reads the prompt. Two queries share keys here.
+KREA2 = {"features": 256, "heads": 2, "kvheads": 1, "layers": 2, "txtdim": 80, "txtlayers": 3}
+
+
 
 def let_comfyui_load_zimage() -> None:
     """Add the tiny Z-Image's sizes to ComfyUI's table of sizes, so that its own loader loads it in this process."""
@@ -99,3 +107,27 @@ def flux_controlnet_shapes(config: dict[str, Any]) -> Shapes:
             shapes[theirs] = net[name] if part is None else (part[2], *net[name][1:])
             named.add(name)
     return shapes | {name: shape for name, shape in net.items() if name not in named}
+
+
+def qwen_image_shapes(config: dict[str, Any]) -> Shapes:
+    """Names and shapes of a Qwen-Image's weights."""
+    import comfy.ops
+    from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
+
+    return shapes_of(lambda: QwenImageTransformer2DModel(**config, operations=comfy.ops.disable_weight_init))
+
+
+def qwen_image_control_shapes(config: dict[str, Any]) -> Shapes:
+    """Names and shapes of a ControlNet of Qwen-Image's weights."""
+    import comfy.ops
+    from comfy.ldm.qwen_image.controlnet import QwenImageControlNetModel
+
+    return shapes_of(lambda: QwenImageControlNetModel(**config, operations=comfy.ops.disable_weight_init))
+
+
+def krea2_shapes(config: dict[str, Any]) -> Shapes:
+    """Names and shapes of a Krea 2's weights."""
+    import comfy.ops
+    from comfy.ldm.krea2.model import SingleStreamDiT
+
+    return shapes_of(lambda: SingleStreamDiT(**config, operations=comfy.ops.disable_weight_init))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...architectures import architectures
 from ...architectures.calls import RequestedCalls, calls_to_compile
 from ...architectures.shapes import PRECISIONS, Profile
 from ...comfy_model.structure_hash import structure_hash
@@ -115,7 +116,7 @@ class TorchBackend:
         self, network: NativeNetwork, calls: RequestedCalls, engines: Sequence[Engine], rebuild: Collection[Engine] = ()
     ) -> list[BuildSizes]:
         """Engines to rebuild have all their files built again. Other calls get an engine beside them."""
-        found = [BuildSizes(e.manifest.identity.profile, tuple(self.sizes(e)), again=True) for e in rebuild]
+        found = [BuildSizes(e.manifest.identity.profile, self._calls(e), again=True) for e in rebuild]
         if self.cannot_build(network.device) is not None:
             return found
         known = [call for engine in engines if refusal_of(engine) is None for call in self.sizes(engine)]
@@ -125,18 +126,26 @@ class TorchBackend:
                 found.append(BuildSizes(Profile.around(own), tuple(own)))
         return found
 
+    def _calls(self, engine: Engine) -> tuple[dict[str, int], ...]:
+        """The calls that an engine was compiled with."""
+        identity = engine.manifest.identity
+        free = {s: served.opt for s, served in architectures()[identity.architecture].free.items()
+                if s in identity.profile.ranges}  # fmt: skip
+        return tuple({**free, **sizes} for sizes in self.sizes(engine))
+
     @staticmethod
     def _symbols(network: NativeNetwork) -> set[str]:
         """The symbols of a network's inputs; its precision does not matter for them."""
         inputs = network.architecture().engine_inputs(network.module, network.precision)
         return {dim.symbol for spec in inputs for dim in spec.dims if not isinstance(dim, int)}
 
-    def open_live(self, engine: Engine, symbols: dict[str, int]) -> compiled.Compiled:
-        """Open an engine's compiled file for some sizes.
+    def open_live(self, engine: Engine, sizes: dict[str, int]) -> compiled.Compiled:
+        """Open an engine's compiled file for some sizes, those that it leaves free not among them.
 
         Raises:
             Unavailable: the files were not made on this machine, or have changed.
         """
         if (refusal := trust.why_unusable(engine)) is not None:
             raise Unavailable(refusal.reason, refusal.detail)
-        return compiled.open_contents(engine.read_checked(compiled.file_name(symbols)))
+        name = next(name for name in engine.manifest.files if compiled.sizes_of(name) == sizes)
+        return compiled.open_contents(engine.read_checked(name))

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from ...sessions.cuda_graphs import GraphCache
 from .. import LiveTask, Progress
 from . import attention, quantised_graph
 from .compiled import Compiled, compile_in_parts, compile_to_file, file_name, lifted, open_file
+from .free_sizes import FreeSizes
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,9 @@ COMPILED_LIMITS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 In half precision it holds only where float32 cannot be had, see ``yardstick``. It is below ``engine.LIMITS``: the
 kernels are torch's own, fused anew.
 """
+
+OTHER = 37
+"""A file of free sizes is also tried with sizes that are larger by this than those that it was compiled with."""
 
 
 def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progress) -> dict:
@@ -45,6 +50,7 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
     Raises:
         BuildError: Inductor failed, or what it made differs from the network run plainly.
     """
+    task = replace(task, sizes=[_example(task, sizes) for sizes in task.sizes])
     for parameter in function.parameters():
         parameter.data = laid_out(parameter.data)
     tensors = lifted(function)
@@ -62,15 +68,17 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
         with _told():
             begun[i]()
         now = time.perf_counter()
-        seconds[f"compile_{Path(file_name(sizes)).stem}"], started = now - started, now
+        seconds[f"compile_{Path(_name(task, sizes)).stem}"], started = now - started, now
     first = None
     for i, (sizes, (kernel, timed)) in enumerate(zip(task.sizes, chosen, strict=True)):
         progress(f"comparing batch {_batch(task, sizes)} with the normal model", 0.85 + 0.12 * i / len(task.sizes))
-        compiled, given = open_file(task.folder / file_name(sizes)), _inputs(task, sizes)
-        with torch.inference_mode():
-            results = compiled(*weights, *given)
-        found = _compared(function, given, results, task.outputs, sizes, task.precision)
-        record.append({**sizes, **found, **({"attention": kernel, "attention_ms": timed} if timed else {})})
+        compiled = open_file(task.folder / _name(task, sizes))
+        for case in _cases(task, sizes):
+            given = _inputs(task, case)
+            with torch.inference_mode():
+                results = compiled(*weights, *given)
+            found = _compared(function, given, results, task.outputs, case, task.precision)
+            record.append({**case, **found, **({"attention": kernel, "attention_ms": timed} if timed else {})})
         first = first or compiled
         del results, given, compiled
     figures = {}
@@ -78,10 +86,32 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
         progress("measuring", 0.97)
         figures = _figures(function, first, weights, _inputs(task, task.sizes[0]))
     return {
-        "files": [file_name(sizes) for sizes in task.sizes],
+        "files": [_name(task, sizes) for sizes in task.sizes],
         "seconds": seconds,
         "parity": {**yardstick.figures(record), "cases": record, "against": _against(record), **figures},
     }
+
+
+def _example(task: LiveTask, sizes: dict[str, int]) -> dict[str, int]:
+    """The sizes that the file for some sizes is compiled with; no two that it leaves free are alike."""
+    return {**sizes, **{symbol: task.free[symbol].opt for symbol in task.left_free(sizes)}}
+
+
+def _name(task: LiveTask, sizes: dict[str, int]) -> str:
+    return file_name(sizes, task.left_free(sizes))
+
+
+def _cases(task: LiveTask, sizes: dict[str, int]) -> list[dict[str, int]]:
+    """The calls to compare what was compiled for some sizes with native in; with other sizes where it leaves some free.
+
+    Far below what it was compiled with, and above.
+    """
+    free = {symbol: task.free[symbol] for symbol in task.left_free(sizes)}
+    if not free:
+        return [sizes]
+    least = {symbol: served.min for symbol, served in free.items()}
+    more = {symbol: min(sizes[symbol] + OTHER, served.max) for symbol, served in free.items()}
+    return [sizes, {**sizes, **least}, {**sizes, **more}]
 
 
 def _batch(task: LiveTask, sizes: dict[str, int]) -> int:
@@ -99,7 +129,10 @@ def _begin(
 ) -> Callable[[], object]:  # fmt: skip
     """Begin to compile a size and return what ends with its file: all of it where this process is alone."""
     late = [i for i, spec in enumerate(task.inputs) if spec.late]
-    arguments = (function, weights, names), (task.folder / file_name(sizes), kernel, late)
+    arguments = (function, weights, names), (task.folder / _name(task, sizes), kernel, late)
+    if served := {symbol: task.free[symbol] for symbol in task.left_free(sizes)}:  # free sizes are not cut
+        return lambda: compile_to_file(*arguments[0], _inputs(task, sizes), *arguments[1],
+                                       FreeSizes(task.inputs, served))  # fmt: skip
     if task.submit is None:
         return lambda: compile_to_file(*arguments[0], _inputs(task, sizes), *arguments[1])
     parts = max(1, task.processes // len(task.sizes))  # each costs some seconds of its own

@@ -11,16 +11,19 @@ import gc
 import logging
 import pickle
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...comfy_model.torch_kernels import best_attention
 from .. import Submit
 from . import inductor_tuning, late_inputs, parts, quantised_graph
+
+if TYPE_CHECKING:
+    from .free_sizes import FreeSizes
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +105,9 @@ def compile_to_file(
     path: Path,
     attention: str | None = None,
     late: Collection[int] = (),
+    free: FreeSizes | None = None,
 ) -> Compiled:
-    """Compile ``function`` for exactly these sizes and strides.
+    """Compile ``function`` for exactly these sizes and strides, but for sizes that are left free.
 
     Args:
         function: its parameters and buffers are called ``names``; their values are ``weights``. See ``lifted``.
@@ -111,11 +115,14 @@ def compile_to_file(
         path: where to keep the result.
         attention: the kernel that attention takes; None for the usual one.
         late: which of ``inputs``, by number, may come while it runs.
+        free: what is left free; None for nothing.
     """
     let_kernels_be_recorded()  # who opens the file in this process may get these very kernels
     with torch.inference_mode(False), torch.no_grad(), best_attention(inputs[0].device, attention):
-        graph, given = traced(function, weights, names, inputs, late)
-        compiled = by_inductor(graph, given)
+        graph, given = traced(function, weights, names, inputs, late, free=free)
+        compiled = by_inductor(graph, given, free)
+        if free is not None:
+            free.check()
     compiled.save(path=str(path))
     return compiled
 
@@ -179,6 +186,7 @@ def traced(
     inputs: Sequence[torch.Tensor],
     late: Collection[int],
     functional: bool = False,
+    free: FreeSizes | None = None,
 ) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
     """The network as a graph, and examples of what that takes: weights, then inputs.
 
@@ -194,7 +202,10 @@ def traced(
         return torch.func.functional_call(function, parameters, tensors[count:])
 
     given = [t.clone() if t.is_inference() else t for t in (*weights, *inputs)]
-    trace = functools.partial(make_fx, decomposition_table=inductor_tuning.TABLE, tracing_mode="fake")
+    mode = "fake"
+    if free is not None:
+        given, mode = free.examples(given[:count], given[count:]), "symbolic"
+    trace = functools.partial(make_fx, decomposition_table=inductor_tuning.TABLE, tracing_mode=mode)
     if functional and quantised_graph.has_quantised(function):  # their class of tensors cannot be functionalised
         flat = trace(flat)(*given)
     graph = trace(torch.func.functionalize(flat) if functional else flat)(*given)
@@ -206,10 +217,13 @@ def traced(
 
 
 @_few_searches_for_garbage()
-def by_inductor(graph: torch.fx.GraphModule, given: Sequence[torch.Tensor]) -> Any:
+def by_inductor(graph: torch.fx.GraphModule, given: Sequence[torch.Tensor], free: FreeSizes | None = None) -> Any:
     """Return what Inductor makes of a graph; examples of what that takes may be fake tensors."""
     import torch._inductor
 
+    if free is not None:
+        with _choices(), free.known_to_inductor():
+            return torch._inductor.standalone_compile(graph, given, dynamic_shapes="from_tracing_context", aot=True)
     with _choices():
         return torch._inductor.standalone_compile(graph, given, dynamic_shapes="from_example_inputs", aot=True)
 
@@ -277,12 +291,17 @@ def _without_a_copy(contents: bytes) -> Compiled | None:
     return deserialize_bundled_cache_entry(entry)
 
 
-def file_name(symbols: dict[str, int]) -> str:
-    """Name of the compiled file for some sizes, for example ``B2-H64-HB1-T77-W64.bin``."""
-    return "-".join(f"{symbol}{size}" for symbol, size in sorted(symbols.items())) + ".bin"
+def file_name(symbols: Mapping[str, int], free: Collection[str] = ()) -> str:
+    """Name of the compiled file for some sizes, for example ``B2-H64-HB1-T77-W64.bin``.
+
+    Args:
+        free: the symbols that the file leaves free: their size is not told, as in ``B1-C64-L0-R64-T.bin``.
+    """
+    parts = (symbol if symbol in free else f"{symbol}{size}" for symbol, size in sorted(symbols.items()))
+    return "-".join(parts) + ".bin"
 
 
 def sizes_of(name: str) -> dict[str, int]:
-    """The inverse of ``file_name``."""
-    parts = Path(name).stem.split("-")
-    return {part.rstrip("0123456789"): int(part.lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")) for part in parts}
+    """The inverse of ``file_name``, without the symbols that the file leaves free."""
+    parts = [(part.rstrip("0123456789"), part) for part in Path(name).stem.split("-")]
+    return {symbol: int(part.removeprefix(symbol)) for symbol, part in parts if symbol != part}

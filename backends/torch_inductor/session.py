@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from ...architectures.calls import AsyncInputs, Call, UncoveredCall
+from ...architectures.calls import AsyncInputs, Call, UncoveredCall, file_sizes
 from ...architectures.shapes import Profile, ShapeMismatch, bind
 from ...comfy_model.module_copy import ReplacedForward
 from ...comfy_model.network import NativeNetwork
@@ -42,12 +42,12 @@ class Compiler(Protocol):
 
     def sizes(self, engine: Engine) -> list[dict[str, int]]: ...
 
-    def open_live(self, engine: Engine, symbols: dict[str, int]) -> Compiled: ...
+    def open_live(self, engine: Engine, sizes: dict[str, int]) -> Compiled: ...
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Consequences of one set of input shapes, worked out once."""
+    """Consequences of one set of input shapes, worked out once; ``sizes`` are those of the compiled file for them."""
 
     symbols: dict[str, int]
     sizes: Sizes
@@ -178,14 +178,14 @@ class LiveSession:
         return "as a CUDA graph" if self.device.type == "cuda" else "eagerly"
 
     def serves(self, sizes: Mapping[str, int]) -> Fallback | None:
-        known = frozen(sizes)
+        known = frozen(file_sizes(self._architecture, sizes))
         if self._architecture.per_step or known in self._opened or known in self._files:
             return None
         return self._not_compiled(sizes)
 
     @property
     def compiled(self) -> list[Call]:
-        """The calls that there are compiled files for."""
+        """The calls that there are compiled files for, without the sizes that these leave free."""
         return [dict(sizes) for sizes in (*self._opened, *self._files)]
 
     def begin_run(self, patcher: ModelPatcher) -> None:
@@ -333,9 +333,9 @@ class LiveSession:
                 raise Unavailable(Reason.UNSUPPORTED_INPUT, f"the network has no input {sorted(unknown)[0]}")
             if len(self._plans) > 256:
                 self._plans.clear()
-            sizes, words = frozen(symbols), self._architecture.call_words(symbols)
+            sizes, words = frozen(file_sizes(self._architecture, symbols)), self._architecture.call_words(symbols)
             ran = "graph" if self.device.type == "cuda" else "eager"
-            plan = self._plans[key] = _Plan(symbols, sizes, UncoveredCall(sizes, words, ran))
+            plan = self._plans[key] = _Plan(symbols, sizes, UncoveredCall(frozen(symbols), words, ran))
         return plan
 
     def _zero(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
@@ -349,7 +349,7 @@ class LiveSession:
         engine = self._files.pop(plan.sizes)
         started = time.perf_counter()
         try:
-            self._live.add_compiled(plan.sizes, self.backend.open_live(engine, plan.symbols))
+            self._live.add_compiled(plan.sizes, self.backend.open_live(engine, dict(plan.sizes)))
         except Exception as error:
             self._refuse(engine, error)
             return

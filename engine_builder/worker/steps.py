@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...architectures import architectures
 from ...architectures.shapes import Profile
 from ...backends import BuildRequest, LiveTask, Progress
 from ...comfy_model.comfyui_shims import import_comfyui
@@ -88,8 +89,9 @@ def compile_network(task: Task, progress: Progress) -> dict:
 
         inputs, outputs = tensors_of(task)
         device, folder = torch.device(task["device"]), Path(task["folder"])
-        order = LiveTask(inputs, outputs, task["compiled"], task["precision"], device, folder, processes, submit)
         function = function_of(task, device.type, joined=True)[0]
+        free = architectures()[task["architecture"]].free
+        order = LiveTask(inputs, outputs, task["compiled"], task["precision"], device, folder, processes, submit, free)
         return backend_of(task).compile(function, order, progress)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -154,17 +153,21 @@ def toy_model(seed: int) -> io.NodeOutput:
 
 def other_packs_weights(unet_name: str, kind: str) -> model_patcher.ModelPatcher:
     """Return the model of a file as the loader of a pack with weights of its own would have it."""
-    theirs = _module(SUPPORT / "other_packs_weights.py")
-    return theirs.load(folder_paths.get_full_path_or_raise("diffusion_models", unet_name), kind)
+    path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
+    return _support("other_packs_weights").load(path, kind)
 
 
-def _module(path: Path) -> Any:
-    """Return a file's module; its folder is on no path of the server."""
-    if path.stem not in sys.modules:
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[path.stem])
-    return sys.modules[path.stem]
+def token_network(unet_name: str, weight_dtype: str) -> model_patcher.ModelPatcher:
+    """Return the model of a tiny file of a family whose sizes are in no file."""
+    return _support("token_networks").load(folder_paths.get_full_path_or_raise("diffusion_models", unet_name))
+
+
+def _support(name: str) -> Any:
+    """Return a module that the tests share, which may take others of theirs."""
+    for folder in (SUPPORT, TOOLS):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+    return importlib.import_module(name)
 
 
 def start_loop(hidden: Any, first: int, step: int, count: int) -> io.NodeOutput:
@@ -263,6 +266,7 @@ NODES = [
     _node("TestUnionControlNet", union, [CONTROL, integer("types", 8, 1, 8)], io.ControlNet),
     _node("TestOtherPacksWeights", other_packs_weights, [
         io.String.Input("unet_name"), io.String.Input("kind", default="GGUF")], io.Model),
+    _node("TestTokenNetwork", token_network, [io.String.Input("unet_name"), io.String.Input("weight_dtype")], io.Model),
     _node("TestToyModel", toy_model, [SEED], io.Model, io.ControlNet),
     # what stands in the loop is no input of its start
     _node("TestStartLoop", start_loop, [integer("first", 0, 0), integer("step", 1, 1), integer("count", 2, 1, 8)],
@@ -288,5 +292,5 @@ class TestNodes(ComfyExtension):
 
 async def comfy_entrypoint() -> TestNodes:
     """Called by ComfyUI when it loads the pack."""
-    _module(TOOLS / "tiny_transformers.py").let_comfyui_load_zimage()
+    _support("tiny_transformers").let_comfyui_load_zimage()
     return TestNodes()

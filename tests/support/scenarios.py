@@ -13,7 +13,8 @@ Prompt = dict[str, dict[str, Any]]
 Link = list[Any]
 
 CONDITIONING = {"sd15": {"width": 768, "pooled": 0}, "sdxl": {"width": 2048, "pooled": 1280},
-                "zimage": {"width": 64, "pooled": 0}, "flux1": {"width": 64, "pooled": 32}}
+                "zimage": {"width": 64, "pooled": 0}, "flux1": {"width": 64, "pooled": 32},
+                "qwen": {"width": 48, "pooled": 0}, "krea2": {"width": 240, "pooled": 0}}
 SETTINGS = {
     "when_missing": "use native",
     "min_size": 64,
@@ -53,6 +54,7 @@ class Scenario:
 
     Attributes:
         tokens: prompt lengths of positive and negative.
+        loader: class of the node that loads the model.
         area: whether a second positive prompt acts on a part of the picture only.
         patches: model nodes after the sampler patch: (class, inputs without the model).
         loras_before: the same, before the engine node.
@@ -63,6 +65,7 @@ class Scenario:
 
     family: str = "sd15"
     unet: str | None = None
+    loader: str = "UNETLoader"
     controls: Sequence[Control] = (A, B)
     unet_engine: bool = True
     width: int = 128
@@ -100,7 +103,7 @@ def prompt(scenario: Scenario, engines: bool, name: str) -> Prompt:
     s = scenario
     unet = f"{s.unet or f'tiny_{s.family}_unet'}.safetensors"
     built: Prompt = {
-        "unet": node("UNETLoader", unet_name=unet, weight_dtype="default"),
+        "unet": node(s.loader, unet_name=unet, weight_dtype="default"),
         "positive": node("TestConditioning", tokens=s.tokens[0], seed=1, **CONDITIONING[s.family]),
         "negative": node("TestConditioning", tokens=s.tokens[1], seed=2, **CONDITIONING[s.family]),
         "latent": node("EmptyLatentImage", width=s.width, height=s.height, batch_size=s.batch),

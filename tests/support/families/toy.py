@@ -165,6 +165,7 @@ class ToySizes:
 
     sizes = Sizes("Toy", 64, 128, 256)
     batch, prompt = "N", "L"
+    free = {}
     per_step = True
     symbols = {"N": Symbol("images"), "R": Symbol("rows", PIXELS, "px"), "C": Symbol("columns", PIXELS, "px"),
                "L": Symbol("words", of_picture=False), "P": Symbol("pictures", of_picture=False)}  # fmt: skip

@@ -1,0 +1,221 @@
+"""Qwen-Image and Qwen-Image-Edit: a transformer on tokens of the picture, of reference images and of the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from comfy.ldm.flux.layers import EmbedND
+from comfy.ldm.qwen_image.model import Attention, QwenImageTransformer2DModel
+
+from . import Role
+from .calls import Binding, EngineCall, ResidualLayout, Unsupported
+from .shapes import Dim, Sizes, TensorSpec
+from .token_sizes import BATCH, KEPT, PATCH, PICTURE, REFERENCE, TOKENS, TokenSizes, attended, normed, turned
+
+INDEX, ZERO, NEGATIVE = "index", "index_timestep_zero", "negative_index"
+"""ComfyUI's names of ways to place references; with any other name they lie beside each other."""
+
+Size = tuple[int, int]
+Net = TypeVar("Net", bound=QwenImageTransformer2DModel)
+
+
+@dataclass(frozen=True)
+class QwenImage(TokenSizes):
+    """The transformer from its tokens on; ``control_<i>`` is added to the picture's tokens behind a block.
+
+    References have a time of their own: that of the picture, or zero where ComfyUI says so.
+    """
+
+    name = "qwen_image"
+    role = Role.BACKBONE
+    arguments = ("x", "timesteps", "context", "attention_mask", "ref_latents", "additional_t_cond",
+                 "transformer_options")  # fmt: skip
+
+    def matches(self, module: torch.nn.Module) -> bool:
+        return (
+            type(module) is QwenImageTransformer2DModel
+            and module.patch_size == PATCH
+            and not module.time_text_embed.use_additional_t_cond
+            and hasattr(module, "proj_out")
+        )
+
+    def inputs(self, module: QwenImageTransformer2DModel, dtype: str) -> list[TensorSpec]:
+        width, features = module.in_channels, module.inner_dim
+        pairs = module.pe_embedder.dim // 2
+        blocks = range(len(module.transformer_blocks))
+        return [
+            TensorSpec("image", dtype, (BATCH, PICTURE, width)),
+            TensorSpec("context", dtype, (BATCH, TOKENS, module.txt_in.in_features)),
+            TensorSpec("reference", dtype, (BATCH, REFERENCE, width)),
+            TensorSpec("timestep", "float32", (BATCH,), sample="sigma"),
+            TensorSpec("reference_timestep", "float32", (BATCH,), sample="sigma"),
+            TensorSpec("pe_image", dtype, (Dim("R"), Dim("C"), pairs, 2), steady=True),
+            TensorSpec("pe_context", dtype, (TOKENS, pairs, 2), steady=True),
+            TensorSpec("pe_reference", dtype, (REFERENCE, pairs, 2), steady=True),
+            *(TensorSpec(f"control_{i}", dtype, (BATCH, PICTURE, features), optional=True) for i in blocks),
+        ]
+
+    def outputs(self, module: QwenImageTransformer2DModel, dtype: str) -> list[TensorSpec]:
+        return [TensorSpec("out", dtype, (BATCH, PICTURE, module.proj_out.out_features))]
+
+    def function(self, module: QwenImageTransformer2DModel) -> torch.nn.Module:
+        return _OnTokens(module)
+
+    def binding(self, module: QwenImageTransformer2DModel) -> Binding:
+        blocks = [f"control_{i}" for i in range(len(module.transformer_blocks))]
+        layout = ResidualLayout({"input": blocks}, from_end=False)
+        places = lru_cache(KEPT)(partial(places_of, module.pe_embedder))
+        return partial(_bind, layout, places, module.default_ref_method)
+
+
+_ARGUMENTS = frozenset({*QwenImage.arguments, "control", "ref_latents_method", "crossattn_controlnet"})
+"""Arguments that a call may carry; native's transformer does not look at the last one."""
+
+
+def _bind(
+    layout: ResidualLayout, places: Callable[..., dict[str, torch.Tensor]], usual_method: str,
+    call: Mapping[str, Any],
+) -> EngineCall:  # fmt: skip
+    x, context, timestep = call["x"], call.get("context"), call["timesteps"]
+    if context is None:
+        raise Unsupported("there is no prompt")
+    for name in ("attention_mask", "additional_t_cond", *(call.keys() - _ARGUMENTS)):
+        if call.get(name) is not None:
+            raise Unsupported(name)
+    references = call.get("ref_latents") or []
+    if any(latent.ndim != 5 or latent.shape[2] != 1 for latent in (x, *references)):
+        raise Unsupported("a latent of several pictures in a row")
+    if any(len(reference) != len(x) for reference in references):
+        raise Unsupported("references of another batch")
+    method = call.get("ref_latents_method", usual_method)
+    image = tokens_of(x)
+    inputs = {"image": image, "context": context, "timestep": timestep, "reference_timestep": timestep}
+    inputs["reference"] = torch.cat([image[:, :0], *map(tokens_of, references)], 1)
+    if references and method == ZERO:
+        inputs["reference_timestep"] = timestep * 0
+    sides = tuple((r.shape[-2], r.shape[-1]) for r in references)
+    inputs |= places(x.shape[-2:], context.shape[1], sides, method, x.device, x.dtype)
+    residuals = layout.take(call.get("control"), x.shape[0])
+    inputs |= residuals
+
+    def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return _picture(outputs["out"].to(x.device, x.dtype), x)
+
+    return EngineCall(inputs, finish, residuals=frozenset(residuals))
+
+
+_NATIVE = SimpleNamespace(patch_size=PATCH)
+"""All that native's ``process_img`` reads of its network."""
+
+
+def tokens_of(latent: torch.Tensor) -> torch.Tensor:
+    """A latent of one picture as (batch, tokens, features), as native has it."""
+    return QwenImageTransformer2DModel.process_img(_NATIVE, latent)[0]
+
+
+def _picture(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The inverse of ``tokens_of``, without what was padded."""
+    height, width = like.shape[-2:]
+    rows = -(-height // PATCH)
+    patches = tokens.unflatten(1, (1, rows, -1)).unflatten(-1, (-1, PATCH, PATCH)).permute(0, 4, 1, 2, 5, 3, 6)
+    return patches.flatten(5, 6).flatten(3, 4)[..., :height, :width]
+
+
+def places_of(
+    embedder: EmbedND, size: Size, words: int, references: Sequence[Size], method: str | None, device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Rotary embeddings of all tokens, as native places them; of a rotation its cosine and sine."""
+
+    def ids(height: int, width: int, **where: int) -> torch.Tensor:
+        latent = torch.zeros(1, 1, 1, height, width, device=device, dtype=dtype)
+        return QwenImageTransformer2DModel.process_img(_NATIVE, latent, **where)[1]
+
+    def embedded(ids: torch.Tensor) -> torch.Tensor:
+        return embedder(ids)[0, 0, ..., 0].to(dtype).contiguous()
+
+    rows, columns = (-(-side // PATCH) for side in size)
+    first = max(rows, columns) // 2
+    context = torch.arange(first, first + words, device=device).reshape(1, -1, 1).repeat(1, 1, 3)
+    others = [ids(*r, **where) for r, where in zip(references, _where(references, method), strict=True)]
+    nothing = torch.zeros(1, 0, 3, device=device)
+    return {
+        "pe_image": embedded(ids(*size)).unflatten(0, (rows, columns)),
+        "pe_context": embedded(context),
+        "pe_reference": embedded(torch.cat([nothing, *others], 1)),
+    }
+
+
+def _where(references: Sequence[Size], method: str | None) -> list[dict[str, int]]:
+    """The place of each reference, as arguments of native's ``process_img``."""
+    if method in (INDEX, ZERO, NEGATIVE):
+        step = -1 if method == NEGATIVE else 1
+        return [{"index": step * (i + 1)} for i in range(len(references))]
+    found, height, width = [], 0, 0
+    for h, w in references:
+        beside = {"h_offset": 0, "w_offset": width} if h + height > w + width else {"h_offset": height, "w_offset": 0}
+        found.append({"index": 1, **beside})
+        height, width = max(height, h + beside["h_offset"]), max(width, w + beside["w_offset"])
+    return found
+
+
+class _Attention(Attention):
+    """Native's, with the rotation written out."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor, image_rotary_emb: torch.Tensor, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        words = encoder_hidden_states.shape[1]
+
+        def heads(of_words: torch.nn.Module, of_image: torch.nn.Module, norms: Sequence = ()) -> torch.Tensor:
+            both = [of_words(encoder_hidden_states), of_image(hidden_states)]
+            if norms:
+                split = [t.unflatten(-1, (self.heads, -1)) for t in both]
+                both = [normed(t, norm.weight, norm.eps).flatten(2) for t, norm in zip(split, norms, strict=True)]
+            # put together as tokens: four dimensions would be taken for an image's, see ``keep_channels_last``
+            return torch.cat(both, 1).unflatten(-1, (self.heads, -1))
+
+        q = heads(self.add_q_proj, self.to_q, (self.norm_added_q, self.norm_q))
+        k = heads(self.add_k_proj, self.to_k, (self.norm_added_k, self.norm_k))
+        out = attended(turned(q, image_rotary_emb), turned(k, image_rotary_emb), heads(self.add_v_proj, self.to_v))
+        return self.to_out[0](out[:, words:]), self.to_add_out(out[:, :words])
+
+
+def with_plain_attention(net: Net) -> Net:
+    """The same network, a copy that nobody else uses, with its attention written out."""
+    for block in net.transformer_blocks:
+        block.attn.__class__ = _Attention
+    return net
+
+
+class _OnTokens(torch.nn.Module):
+    def __init__(self, net: QwenImageTransformer2DModel):
+        super().__init__()
+        self.net = with_plain_attention(net)
+
+    def forward(
+        self, image: torch.Tensor, context: torch.Tensor, reference: torch.Tensor, timestep: torch.Tensor,
+        reference_timestep: torch.Tensor, pe_image: torch.Tensor, pe_context: torch.Tensor,
+        pe_reference: torch.Tensor, *control: torch.Tensor,
+    ) -> tuple[torch.Tensor]:  # fmt: skip
+        net, picture = self.net, image.shape[1]
+        h = net.img_in(torch.cat([image, reference], 1))
+        words = net.txt_in(normed(context, net.txt_norm.weight, net.txt_norm.eps))
+        time = net.time_text_embed(torch.cat([timestep, reference_timestep]), h)
+        pe = torch.cat([pe_context, pe_image.flatten(0, 1), pe_reference])
+        for block, residual in zip(net.transformer_blocks, control, strict=True):
+            words, h = block(h, words, None, time, pe, timestep_zero_index=picture)
+            h = torch.cat([h[:, :picture] + residual, h[:, picture:]], 1)
+        return (net.proj_out(net.norm_out(h[:, :picture], time.chunk(2)[0])),)
+
+
+SIZES = Sizes("Qwen-Image", 256, 1328, 1664, max_tokens=1024)
+
+FILE_MARKS = ("transformer_blocks.0.txt_mod.1.", "transformer_blocks.0.attn.add_q_proj.")
+
+ARCHITECTURES = (QwenImage(SIZES),)
