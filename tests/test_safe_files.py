@@ -1,4 +1,4 @@
-"""What somebody puts in the place of the library's files neither hangs the server, nor is followed, nor runs."""
+"""Links, pipes and huge files in the place of the library's files neither hang the server, nor are followed, nor run."""
 
 from __future__ import annotations
 
