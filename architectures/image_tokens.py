@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from .shapes import Dim, Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol
 
@@ -38,6 +38,7 @@ class TokenSizes:
     per_step = True
     batch = "B"
     prompt = "T"
+    free: ClassVar[Mapping[str, Range]] = {}
     symbols = {
         "B": Symbol("batch"),
         "N": Symbol("image tokens"),

@@ -17,7 +17,7 @@ from comfy.utils import repeat_to_batch_size
 from . import Role
 from .calls import Binding, EngineCall, Unsupported
 from .shapes import Dim, Sizes, TensorSpec
-from .token_sizes import BATCH, KEPT, PATCH, PICTURE, REFERENCE, TOKENS, TokenSizes, attended, normed, turned
+from .token_sizes import BATCH, KEPT, PATCH, PICTURE, REFERENCE, TOKENS, TokenSizes, attended
 
 ZERO = "index_timestep_zero"
 """ComfyUI's name of the way to place references in which their time is zero."""
@@ -131,7 +131,10 @@ def _places(
 
 
 def _norm(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return normed(x, 1 + layer.scale.float(), layer.eps)
+    """Native's norm in float32, written out: the exporter to ONNX has no word for it."""
+    values = x.float()
+    scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + layer.eps)
+    return (values * scale * (1 + layer.scale.float())).to(x.dtype)
 
 
 def _mlp(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -142,9 +145,7 @@ def _attention(layer: torch.nn.Module, x: torch.Tensor, pe: torch.Tensor | None 
     q, k, v = layer.wq(x), layer.wk(x), layer.wv(x)
     q, k, v = (t.unflatten(-1, (n, -1)) for t, n in ((q, layer.heads), (k, layer.kvheads), (v, layer.kvheads)))
     q, k = _norm(layer.qknorm.qnorm, q), _norm(layer.qknorm.knorm, k)
-    if pe is not None:
-        q, k = turned(q, pe), turned(k, pe)
-    return layer.wo(attended(q, k, v) * layer.gate(x).sigmoid())
+    return layer.wo(attended(q, k, v, pe) * layer.gate(x).sigmoid())
 
 
 def _fused_text(net: SingleStreamDiT, context: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,9 @@ from comfy.ldm.qwen_image.model import Attention, QwenImageTransformer2DModel
 
 from . import Role
 from .calls import Binding, EngineCall, ResidualLayout, Unsupported
+from .rotary import write_out_norms
 from .shapes import Dim, Sizes, TensorSpec
-from .token_sizes import BATCH, KEPT, PATCH, PICTURE, REFERENCE, TOKENS, TokenSizes, attended, normed, turned
+from .token_sizes import BATCH, KEPT, PATCH, PICTURE, REFERENCE, TOKENS, TokenSizes, attended
 
 INDEX, ZERO, NEGATIVE = "index", "index_timestep_zero", "negative_index"
 """ComfyUI's names of ways to place references; with any other name they lie beside each other."""
@@ -176,18 +177,19 @@ class _Attention(Attention):
             both = [of_words(encoder_hidden_states), of_image(hidden_states)]
             if norms:
                 split = [t.unflatten(-1, (self.heads, -1)) for t in both]
-                both = [normed(t, norm.weight, norm.eps).flatten(2) for t, norm in zip(split, norms, strict=True)]
+                both = [norm(t).flatten(2) for t, norm in zip(split, norms, strict=True)]
             # put together as tokens: four dimensions would be taken for an image's, see ``keep_channels_last``
             return torch.cat(both, 1).unflatten(-1, (self.heads, -1))
 
         q = heads(self.add_q_proj, self.to_q, (self.norm_added_q, self.norm_q))
         k = heads(self.add_k_proj, self.to_k, (self.norm_added_k, self.norm_k))
-        out = attended(turned(q, image_rotary_emb), turned(k, image_rotary_emb), heads(self.add_v_proj, self.to_v))
+        out = attended(q, k, heads(self.add_v_proj, self.to_v), image_rotary_emb)
         return self.to_out[0](out[:, words:]), self.to_add_out(out[:, :words])
 
 
-def with_plain_attention(net: Net) -> Net:
-    """The same network, a copy that nobody else uses, with its attention written out."""
+def written_out(net: Net) -> Net:
+    """The same network, a copy that nobody else uses, with its attention and norms written out."""
+    write_out_norms(net)
     for block in net.transformer_blocks:
         block.attn.__class__ = _Attention
     return net
@@ -196,7 +198,7 @@ def with_plain_attention(net: Net) -> Net:
 class _OnTokens(torch.nn.Module):
     def __init__(self, net: QwenImageTransformer2DModel):
         super().__init__()
-        self.net = with_plain_attention(net)
+        self.net = written_out(net)
 
     def forward(
         self, image: torch.Tensor, context: torch.Tensor, reference: torch.Tensor, timestep: torch.Tensor,
@@ -205,7 +207,7 @@ class _OnTokens(torch.nn.Module):
     ) -> tuple[torch.Tensor]:  # fmt: skip
         net, picture = self.net, image.shape[1]
         h = net.img_in(torch.cat([image, reference], 1))
-        words = net.txt_in(normed(context, net.txt_norm.weight, net.txt_norm.eps))
+        words = net.txt_in(net.txt_norm(context))
         time = net.time_text_embed(torch.cat([timestep, reference_timestep]), h)
         pe = torch.cat([pe_context, pe_image.flatten(0, 1), pe_reference])
         for block, residual in zip(net.transformer_blocks, control, strict=True):

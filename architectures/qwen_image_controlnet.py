@@ -12,9 +12,9 @@ from comfy.ldm.qwen_image.controlnet import QwenImageControlNetModel
 
 from . import Role
 from .calls import Binding, EngineCall, ResidualLayout, Unsupported
-from .qwen_image import SIZES, places_of, tokens_of, with_plain_attention
+from .qwen_image import SIZES, places_of, tokens_of, written_out
 from .shapes import Dim, TensorSpec
-from .token_sizes import BATCH, KEPT, PATCH, PICTURE, TOKENS, TokenSizes, normed
+from .token_sizes import BATCH, KEPT, PATCH, PICTURE, TOKENS, TokenSizes
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _bind(
 class _OnTokens(torch.nn.Module):
     def __init__(self, net: QwenImageControlNetModel):
         super().__init__()
-        self.net = with_plain_attention(net)
+        self.net = written_out(net)
 
     def forward(
         self, image: torch.Tensor, hint: torch.Tensor, context: torch.Tensor, timestep: torch.Tensor,
@@ -83,7 +83,7 @@ class _OnTokens(torch.nn.Module):
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         net, residuals = self.net, []
         h = net.img_in(image) + net.controlnet_x_embedder(hint)
-        words = net.txt_in(normed(context, net.txt_norm.weight, net.txt_norm.eps))
+        words = net.txt_in(net.txt_norm(context))
         time = net.time_text_embed(timestep, h)
         pe = torch.cat([pe_context, pe_image.flatten(0, 1)])
         for block, residual in zip(net.transformer_blocks, net.controlnet_blocks, strict=True):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from .image_latent import LATENT
+from .rotary import turned
 from .shapes import MOST, Dim, Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
 
 if TYPE_CHECKING:
@@ -141,31 +142,17 @@ def _unlike(cases: Iterable[dict[str, int]]) -> list[dict[str, int]]:
     return [dict(found) for found in dict.fromkeys(tuple(sizes.items()) for sizes in cases)]
 
 
-def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root mean square norm in float32, written out: the exporter to ONNX has no word for it."""
-    values = x.float()
-    scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    return (values * scale * weight.float()).to(x.dtype)
-
-
-def turned(x: torch.Tensor, pe: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs of neighbours by their token's place.
-
-    Args:
-        x: (batch, tokens, heads, features).
-        pe: (tokens, features / 2, 2): cosine and sine of each pair.
-    """
-    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = pe.float()[:, None].unbind(-1)
-    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2).to(x.dtype)
-
-
-def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pe: torch.Tensor | None = None) -> torch.Tensor:
     """Attention of (batch, tokens, heads, features); the result is (batch, tokens, heads * features).
 
     Keys and values may have fewer heads, each for several of the queries.
+
+    Args:
+        pe: turns queries and keys by their tokens' places, (tokens, features / 2, 2): cosine and sine.
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    if pe is not None:
+        q, k = turned(q, pe), turned(k, pe)
     each = q.shape[1] // k.shape[1]
     if each > 1 and torch.onnx.is_in_onnx_export():
         k, v = (t.unsqueeze(2).expand(-1, -1, each, -1, -1).flatten(1, 2) for t in (k, v))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,7 @@ class TokenSizes:
 
     sizes = Sizes("Z-Image", 512, 1024, 1536, max_tokens=7 * TOKEN_STEP)
     batch, prompt = "B", "T"
+    free: ClassVar[Mapping[str, Range]] = {}
     per_step = True
     symbols = {
         "B": Symbol("batch"),

@@ -12,6 +12,7 @@ import token_networks
 import torch
 from compiling import COMPILES
 from fake_recorder import Recorder
+from hybrid_trt.architectures import Architecture, architectures
 from hybrid_trt.architectures.calls import RequestedCalls, calls_to_compile, example_of, file_sizes
 from hybrid_trt.architectures.shapes import Dim, Picture, Profile, Range, RequestedSizes, TensorSpec, sample_inputs
 from hybrid_trt.backends import LiveTask, backends
@@ -30,6 +31,11 @@ LIMIT = 1e-5
 TORCH = backends()["torch"]
 ANY_PROMPT = SimpleNamespace(free={"T": Range(2, 97, 900), "L": Range(2, 1009, 5000)})
 CALL = {"B": 1, "R": 4, "C": 3, "T": 9, "L": 0}
+
+
+@pytest.mark.parametrize("name", sorted(architectures()))
+def test_each_family_says_all_that_is_asked_of_it(name: str) -> None:
+    assert [asked for asked in Architecture.__annotations__ if not hasattr(architectures()[name], asked)] == []
 
 
 def test_a_file_is_for_all_sizes_of_what_its_family_leaves_free_and_no_others() -> None:
