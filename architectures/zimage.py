@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,7 @@ class TokenSizes:
     sizes = Sizes("Z-Image", 512, 1024, 1536, max_tokens=7 * TOKEN_STEP)
     batch, prompt = "B", "T"
     per_step = True
+    free: ClassVar[Mapping[str, Range]] = {}
     symbols = {
         "B": Symbol("batch"),
         "N": Symbol("picture tokens", GROUP),
