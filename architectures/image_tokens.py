@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from .shapes import Dim, Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol
 
@@ -35,6 +35,7 @@ class TokenSizes:
     patch: int
     prompt_tokens: int
 
+    free: ClassVar[Mapping[str, Range]] = {}
     per_step = True
     batch = "B"
     prompt = "T"
