@@ -127,8 +127,8 @@ def _layout(module: Flux) -> ResidualLayout:
     return ResidualLayout(places, from_end=False)
 
 
-_TAKEN = frozenset({*FluxArchitecture.arguments, "ref_latents_method"})
-"""Arguments of native calls that an engine takes."""
+_TAKEN = frozenset({*FluxArchitecture.arguments, "ref_latents_method", "crossattn_controlnet"})
+"""Arguments that a call may carry. The last one is a prompt for ControlNets alone, which native's model ignores."""
 _ROPE_OPTIONS = "rope_options"
 """Under this name a call's options have what other nodes change in the places of tokens."""
 _TWO_TIMES = "index_timestep_zero"

@@ -35,6 +35,7 @@ class TokenSizes:
     patch: int
     prompt_tokens: int
 
+    free: ClassVar[Mapping[str, Range]] = {}
     per_step = True
     batch = "B"
     prompt = "T"

@@ -45,6 +45,7 @@ CASES = {
     "two references": {"references": TWO},
     "two references side by side": {"references": TWO, "ref_latents_method": "uxo"},
     "two references by index": {"references": TWO, "ref_latents_method": "index", "batch": 2, "size": (9, 8)},
+    "a prompt for ControlNets alone": {"crossattn_controlnet": torch.ones(1, 9, 48)},
     "places changed by another node": {"transformer_options": {
         "rope_options": {"scale_x": 1.5, "scale_y": 0.7, "shift_t": 2.0, "shift_x": 3.0, "shift_y": 1.0}}},
 }  # fmt: skip

@@ -141,17 +141,13 @@ def test_custom_sampling_with_one_prompt_gives_natives_latent(comfy: ComfyProces
     assert calls == {"engine": 2, "native": 0, "reasons": {}}
 
 
-def test_what_no_engine_takes_runs_native_with_a_reason(comfy: ComfyProcess) -> None:
-    def graph(engine: bool, way: str) -> Prompt:
+def test_disabled_guidance_runs_native_with_a_reason(comfy: ComfyProcess) -> None:
+    def graph(engine: bool) -> Prompt:
         made = Graph(BACKENDS["torch"] if engine else None)
         made.on_engine()
-        if way == "guidance":
-            made.positive = made.add("guidance", "FluxDisableGuidance", conditioning=made.positive)
-        else:
-            made.referring(96, method="index_timestep_zero")
+        made.positive = made.add("guidance", "FluxDisableGuidance", conditioning=made.positive)
         return made.sampled()
 
-    for way in ("guidance", "method"):
-        _, error, calls = compared(comfy, graph(False, way), graph(True, way))
-        assert error == 0
-        assert calls == {"engine": 0, "native": 2, "reasons": {"unsupported input": 2}}
+    _, error, calls = compared(comfy, graph(False), graph(True))
+    assert error == 0
+    assert calls == {"engine": 0, "native": 2, "reasons": {"unsupported input": 2}}
