@@ -39,7 +39,6 @@ class TokenSizes:
     per_step = True
     batch = "B"
     prompt = "T"
-    free: ClassVar[Mapping[str, Range]] = {}
     symbols = {
         "B": Symbol("batch"),
         "N": Symbol("image tokens"),

@@ -41,7 +41,6 @@ class TokenSizes:
     batch, prompt = "B", "T"
     free: ClassVar[Mapping[str, Range]] = {}
     per_step = True
-    free: ClassVar[Mapping[str, Range]] = {}
     symbols = {
         "B": Symbol("batch"),
         "N": Symbol("picture tokens", GROUP),

@@ -1,4 +1,4 @@
-"""Links, pipes and huge files in the place of the library's files neither hang the server, nor are followed, nor run."""
+"""Links, pipes and huge files where the library's files belong neither hang the server, nor are followed, nor run."""
 
 from __future__ import annotations
 
