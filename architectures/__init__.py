@@ -9,6 +9,7 @@ a table.
 from __future__ import annotations
 
 import importlib
+import logging
 import pkgutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,51 +26,7 @@ if TYPE_CHECKING:
 
     from .fused_linear import FusedLinear
 
-NEEDED_BY_FAMILIES = (
-    "comfy.ldm.modules.attention:BasicTransformerBlock",
-    "comfy.ldm.modules.attention:CrossAttention",
-    "comfy.ldm.modules.attention:SpatialTransformer",
-    "comfy.ldm.modules.diffusionmodules.openaimodel:Downsample",
-    "comfy.ldm.modules.diffusionmodules.openaimodel:ResBlock",
-    "comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel._forward"
-    "(self, x, timesteps, context, y, control, transformer_options, **)",
-    "comfy.cldm.cldm:ControlNet.forward(self, x, hint, timesteps, context, y, **)",
-    "comfy.ldm.models.autoencoder:AutoencoderKL",
-    "comfy.ldm.models.autoencoder:AutoencodingEngine",
-    "comfy.ldm.models.autoencoder:DiagonalGaussianRegularizer",
-    "comfy.ldm.modules.diffusionmodules.model:AttnBlock",
-    "comfy.ldm.modules.diffusionmodules.model:Decoder",
-    "comfy.ldm.modules.diffusionmodules.model:Encoder",
-    "comfy.taesd.taesd:TAESD",
-    "comfy.ldm.common_dit:pad_to_patch_size(img, patch_size, ...)",
-    "comfy.ldm.flux.model:Flux._forward(self, x, timestep, context, y, guidance, ref_latents, control, "
-    "transformer_options, **)",
-    "comfy.ldm.flux.model:Flux.forward_orig(self, img, img_ids, txt, txt_ids, timesteps, y, guidance, ...)",
-    "comfy.ldm.flux.model:Flux.process_img",
-    "comfy.ldm.flux.controlnet:ControlNetFlux.forward(self, x, timesteps, context, y, guidance, hint, **)",
-    "comfy.ldm.flux.controlnet:ControlNetFlux.forward_orig(self, img, img_ids, controlnet_cond, txt, txt_ids, "
-    "timesteps, y, guidance, control_type)",
-    "comfy.ldm.flux.layers:DoubleStreamBlock",
-    "comfy.ldm.flux.layers:SingleStreamBlock",
-    "comfy.ops:mixed_precision_ops(...)",
-    "comfy.ldm.lumina.model:JointTransformerBlock",
-    "comfy.ldm.lumina.model:NextDiT._forward(self, x, timesteps, context, num_tokens, attention_mask, ref_latents, "
-    "ref_contexts, siglip_feats, transformer_options, **)",
-    "comfy.ldm.lumina.model:pos_ids_x(_, _, _, _, _, transformer_options)",
-    "comfy.ldm.flux.layers:EmbedND.forward(self, ids)",
-    "comfy.ldm.flux.layers:timestep_embedding(t, dim, ...)",
-    "comfy.ldm.krea2.model:SingleStreamBlock",
-    "comfy.ldm.krea2.model:SingleStreamDiT.process_img(self, x, index)",
-    "comfy.ldm.krea2.model:SingleStreamDiT._forward"
-    "(self, x, timesteps, context, attention_mask, ref_latents, transformer_options, **)",
-    "comfy.ldm.qwen_image.controlnet:QwenImageControlNetModel.forward"
-    "(self, x, timesteps, context, attention_mask, guidance, ref_latents, hint, transformer_options, **)",
-    "comfy.ldm.qwen_image.model:Attention",
-    "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel.process_img(self, x, index, h_offset, w_offset)",
-    "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel._forward"
-    "(self, x, timesteps, context, attention_mask, ref_latents, additional_t_cond, transformer_options, control, **)",
-)
-"""Names in ComfyUI's own code that the families rely on, in the notation of ``comfyui_internals``."""
+log = logging.getLogger(__name__)
 
 
 class Role(str, Enum):
@@ -175,9 +132,41 @@ class Architecture(Protocol):
         ...
 
 
+_left_out: set[str] = set()
+"""Names of the families' modules that this ComfyUI has other code for; see ``leave_out``."""
+
+
+def leave_out(family: str) -> None:
+    """Do without a family from now on: its networks run natively."""
+    _left_out.add(family)
+
+
+def needs() -> dict[str, tuple[str, ...] | None]:
+    """Return by the name of a family's module which names in ComfyUI's own code it relies on; None where it fails.
+
+    A family says so in ``NEEDS``, in the notation of ``comfyui_internals``.
+    """
+    found: dict[str, tuple[str, ...] | None] = {}
+    for entry in pkgutil.iter_modules(__path__):
+        try:
+            module = importlib.import_module(f".{entry.name}", __name__)
+        except ImportError:
+            found[entry.name] = None
+            continue
+        if hasattr(module, "ARCHITECTURES"):
+            found[entry.name] = getattr(module, "NEEDS", ())
+    return found
+
+
 def _families() -> Iterator[ModuleType]:
     for entry in pkgutil.iter_modules(__path__):
-        family = importlib.import_module(f".{entry.name}", __name__)
+        if entry.name in _left_out:
+            continue
+        try:
+            family = importlib.import_module(f".{entry.name}", __name__)
+        except ImportError as error:  # ``needs`` tells of it, where it is a family's
+            log.debug("Hybrid TRT: %s is left out (%s)", entry.name, error)
+            continue
         if hasattr(family, "ARCHITECTURES"):
             yield family
 

@@ -203,6 +203,17 @@ class _EncoderWithStatistics(torch.nn.Module):
 
 
 _SIZES = Sizes("VAE", 64, 1024, 1536)
+NEEDS = (
+    "comfy.ldm.models.autoencoder:AutoencoderKL",
+    "comfy.ldm.models.autoencoder:AutoencodingEngine",
+    "comfy.ldm.models.autoencoder:DiagonalGaussianRegularizer",
+    "comfy.ldm.modules.diffusionmodules.model:AttnBlock",
+    "comfy.ldm.modules.diffusionmodules.model:Decoder",
+    "comfy.ldm.modules.diffusionmodules.model:Encoder",
+    "comfy.taesd.taesd:TAESD",
+)
+"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
+
 ARCHITECTURES = (
     KLAutoencoder(_SIZES, "kl_vae_decoder", Role.VAE_DECODER, 860),
     KLAutoencoder(_SIZES, "kl_vae_encoder", Role.VAE_ENCODER, 580),

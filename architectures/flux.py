@@ -254,6 +254,17 @@ class _FluxFunction(torch.nn.Module):
 FILE_MARKS = ("double_blocks.", "single_blocks.", "transformer_blocks.")
 """Diffusers calls both kinds of blocks transformer blocks."""
 
+NEEDS = (
+    "comfy.ldm.common_dit:pad_to_patch_size(img, patch_size, ...)",
+    "comfy.ldm.flux.model:Flux._forward(self, x, timestep, context, y, guidance, ref_latents, control, "
+    "transformer_options, **)",
+    "comfy.ldm.flux.model:Flux.forward_orig(self, img, img_ids, txt, txt_ids, timesteps, y, guidance, ...)",
+    "comfy.ldm.flux.model:Flux.process_img",
+    "comfy.ldm.flux.layers:DoubleStreamBlock",
+    "comfy.ldm.flux.layers:SingleStreamBlock",
+)
+"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
+
 ARCHITECTURES = (
     FluxArchitecture(FLUX1, 8, 2, 256, "flux1", global_modulation=False),
     FluxArchitecture(FLUX2, 16, 1, 512, "flux2", global_modulation=True),

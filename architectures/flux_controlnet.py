@@ -184,4 +184,14 @@ class _NoPlaces(torch.nn.Module):
         return None
 
 
+NEEDS = (
+    "comfy.ldm.common_dit:pad_to_patch_size(img, patch_size, ...)",
+    "comfy.ldm.flux.controlnet:ControlNetFlux.forward(self, x, timesteps, context, y, guidance, hint, **)",
+    "comfy.ldm.flux.controlnet:ControlNetFlux.forward_orig(self, img, img_ids, controlnet_cond, txt, txt_ids, "
+    "timesteps, y, guidance, control_type)",
+    "comfy.ldm.flux.layers:DoubleStreamBlock",
+    "comfy.ldm.flux.layers:SingleStreamBlock",
+)
+"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
+
 ARCHITECTURES = (FluxControlNetArchitecture(FLUX1, 8, 2, 256, "flux1_controlnet"),)

@@ -213,4 +213,14 @@ SIZES = Sizes("Krea 2", 256, 1024, 1536, max_tokens=1024)
 
 FILE_MARKS = ("txtfusion.projector.",)
 
+NEEDS = (
+    "comfy.ldm.flux.layers:EmbedND.forward(self, ids)",
+    "comfy.ldm.flux.layers:timestep_embedding(t, dim, ...)",
+    "comfy.ldm.krea2.model:SingleStreamBlock",
+    "comfy.ldm.krea2.model:SingleStreamDiT.process_img(self, x, index)",
+    "comfy.ldm.krea2.model:SingleStreamDiT._forward"
+    "(self, x, timesteps, context, attention_mask, ref_latents, transformer_options, **)",
+)
+"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
+
 ARCHITECTURES = (Krea2(SIZES),)

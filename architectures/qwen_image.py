@@ -220,4 +220,13 @@ SIZES = Sizes("Qwen-Image", 256, 1328, 1664, max_tokens=1024)
 
 FILE_MARKS = ("transformer_blocks.0.txt_mod.1.", "transformer_blocks.0.attn.add_q_proj.")
 
+NEEDS = (
+    "comfy.ldm.flux.layers:EmbedND.forward(self, ids)",
+    "comfy.ldm.qwen_image.model:Attention",
+    "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel.process_img(self, x, index, h_offset, w_offset)",
+    "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel._forward"
+    "(self, x, timesteps, context, attention_mask, ref_latents, additional_t_cond, transformer_options, control, **)",
+)
+"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
+
 ARCHITECTURES = (QwenImage(SIZES),)

@@ -94,4 +94,10 @@ class _OnTokens(torch.nn.Module):
 
 FILE_MARKS = ("controlnet_x_embedder.",)
 
+NEEDS = (
+    "comfy.ldm.qwen_image.controlnet:QwenImageControlNetModel.forward"
+    "(self, x, timesteps, context, attention_mask, guidance, ref_latents, hint, transformer_options, **)",
+)
+"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
+
 ARCHITECTURES = (QwenImageControlNet(SIZES),)

@@ -22,6 +22,18 @@ FILE_MARKS = (
 )
 """Parts of tensors' names in the files of these families, in Stability's layout and in that of Diffusers."""
 
+NEEDS = (
+    "comfy.ldm.modules.attention:BasicTransformerBlock",
+    "comfy.ldm.modules.attention:CrossAttention",
+    "comfy.ldm.modules.attention:SpatialTransformer",
+    "comfy.ldm.modules.diffusionmodules.openaimodel:Downsample",
+    "comfy.ldm.modules.diffusionmodules.openaimodel:ResBlock",
+    "comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel._forward"
+    "(self, x, timesteps, context, y, control, transformer_options, **)",
+    "comfy.cldm.cldm:ControlNet.forward(self, x, hint, timesteps, context, y, **)",
+)
+"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
+
 ARCHITECTURES = (
     UNetArchitecture(SD15, "sd15_unet", takes_y=False, adapter_blocks=(2, 5, 8, 11)),
     ControlNetArchitecture(SD15, "sd15_controlnet", takes_y=False),

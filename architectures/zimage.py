@@ -322,4 +322,13 @@ class _OnTokens(torch.nn.Module):
 FILE_MARKS = ("cap_embedder.1.",)
 """A part of tensors' names in files of this family, in ComfyUI's layout and in that of Diffusers."""
 
+NEEDS = (
+    "comfy.ldm.common_dit:pad_to_patch_size(img, patch_size, ...)",
+    "comfy.ldm.lumina.model:JointTransformerBlock",
+    "comfy.ldm.lumina.model:NextDiT._forward(self, x, timesteps, context, num_tokens, attention_mask, ref_latents, "
+    "ref_contexts, siglip_feats, transformer_options, **)",
+    "comfy.ldm.lumina.model:pos_ids_x(_, _, _, _, _, transformer_options)",
+)
+"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
+
 ARCHITECTURES = (ZImage(),)

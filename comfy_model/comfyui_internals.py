@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Any
 
-from ..architectures import NEEDED_BY_FAMILIES
+from .. import architectures
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,9 @@ TABLE: dict[Feature, tuple[str, ...]] = {
         "comfy.controlnet:ControlNet.control_model",
         "comfy.controlnet:ControlNet.control_model_wrapped",
         "comfy.controlnet:ControlNet.manual_cast_dtype",
-        *NEEDED_BY_FAMILIES,
+        "comfy.ops:mixed_precision_ops(...)",
+        "comfy.ops:manual_cast",
+        "comfy.quant_ops:QUANT_ALGOS",
         "comfy.lora:calculate_weight(_, _, _, ...)",
         "comfy.float:stochastic_rounding(_, _, seed, ...)",
         "comfy.utils:string_to_seed(_, ...)",
@@ -228,6 +230,8 @@ COMPUTED_HERE_TOO = {
 """ComfyUI's functions that ``control_stack`` repeats, with all names that they use: others may mean anything."""
 
 _off: dict[Feature, list[str]] | None = None
+_without: list[str] = []
+"""Sentences on the families that are left out."""
 
 
 def check() -> dict[Feature, list[str]]:
@@ -241,7 +245,19 @@ def check() -> dict[Feature, list[str]]:
             lacking += [what for place in COMPUTED_HERE_TOO if (what := _computes_more(place)) is not None]
         if lacking:
             switch_off(feature, "; ".join(lacking))
+    _check_families()
     return _off
+
+
+def _check_families() -> None:
+    """Leave families out whose own code this ComfyUI does not have as expected, and say so."""
+    for family, places in architectures.needs().items():
+        lacking = [f"{family} cannot be imported"] if places is None else [w for p in places if (w := _lacks(p))]
+        if lacking:
+            architectures.leave_out(family)
+            if (why := f"{'; '.join(lacking)}, so models of the family {family} run at normal speed") not in _without:
+                _without.append(why)
+                log.warning("Hybrid TRT: %s. Images are right, at most slower. Please report this.", why)
 
 
 def works(feature: Feature) -> bool:
@@ -260,7 +276,8 @@ def switch_off(feature: Feature, why: str) -> None:
 def switched_off(features: Iterable[Feature] = tuple(Feature)) -> list[str]:
     """Return what this ComfyUI is not used for, and why, each in a sentence; empty where all is as expected."""
     off = check() if _off is None else _off
-    return [f"{_sentence(feature, '; '.join(off[feature]))}." for feature in features if feature in off]
+    told = [f"{_sentence(feature, '; '.join(off[feature]))}." for feature in features if feature in off]
+    return [*told, *(f"{why}. Images are right, at most slower." for why in _without)]
 
 
 def _sentence(feature: Feature, why: str) -> str:

@@ -22,6 +22,7 @@ import torch
 from comfy import model_management
 from comfy.controlnet import ControlNet
 from comfy_execution.utils import CurrentNodeContext
+from hybrid_trt import architectures
 from hybrid_trt.comfy_model import comfyui_internals as internals
 from hybrid_trt.comfy_model.comfyui_internals import TABLE, Feature
 from memory_fixtures import controlnet, device, files
@@ -104,6 +105,50 @@ def test_a_name_that_is_gone_switches_off_what_needs_it_and_is_said_once(
     assert "Images are right" in lines[0]
     assert "Please report" in lines[0]
     assert any(name in line for line in internals.switched_off([feature]))
+
+
+FAMILIES = [(family, place) for family, places in architectures.needs().items() for place in places or ()]
+
+
+def test_each_family_says_what_it_needs() -> None:
+    found = architectures.needs()
+    assert {family for family, places in found.items() if places} >= {"stable_diffusion", "flux", "zimage"}
+    assert None not in found.values()
+
+
+@pytest.mark.parametrize(("family", "place"), FAMILIES, ids=words)
+def test_a_family_whose_code_is_another_is_left_out_alone(
+    family: str, place: str, caplog: pytest.LogCaptureFixture, renamed_attributes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(internals, "TABLE", {})
+    monkeypatch.setattr(internals, "_without", [])
+    monkeypatch.setattr(architectures, "_left_out", set())
+    before = set(architectures.architectures())
+    renamed_attributes(internals, [place])
+    with hidden([place]):
+        assert internals.check() == {}, "all others keep their engines"
+    same = {one for one, places in architectures.needs().items() if place in (places or ())}
+    assert architectures._left_out == same
+    lost = before - set(architectures.architectures())
+    own = {a.name for one in same for a in importlib.import_module(f"{architectures.__name__}.{one}").ARCHITECTURES}
+    assert lost == own != set()
+    (line,) = (line for line in said(caplog) if f"family {family} " in line)
+    assert place.partition("(")[0].replace(":", ".") in line
+    assert "Images are right" in line
+    assert any(f"family {family} " in text for text in internals.switched_off())
+
+
+def test_a_family_whose_modules_are_missing_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(internals, "TABLE", {})
+    monkeypatch.setattr(internals, "_without", [])
+    monkeypatch.setattr(architectures, "_left_out", set())
+    monkeypatch.setitem(sys.modules, f"{architectures.__name__}.krea2", None)  # so that its import fails
+    assert "sd15_unet" in architectures.architectures()
+    internals.check()
+    assert architectures._left_out == {"krea2"}
+    assert any("krea2 cannot be imported" in line for line in said(caplog))
 
 
 @pytest.mark.usefixtures("alone")
