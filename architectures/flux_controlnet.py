@@ -184,6 +184,9 @@ class _NoPlaces(torch.nn.Module):
         return None
 
 
+FILE_MARKS = ()
+"""Their files have the blocks of Flux's, whose marks tell them."""
+
 NEEDS = (
     "comfy.ldm.common_dit:pad_to_patch_size(img, patch_size, ...)",
     "comfy.ldm.flux.controlnet:ControlNetFlux.forward(self, x, timesteps, context, y, guidance, hint, **)",

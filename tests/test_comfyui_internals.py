@@ -114,6 +114,8 @@ def test_each_family_says_what_it_needs() -> None:
     found = architectures.needs()
     assert {family for family, places in found.items() if places} >= {"stable_diffusion", "flux", "zimage"}
     assert None not in found.values()
+    modules = [importlib.import_module(f"{architectures.__name__}.{family}") for family in found]
+    assert not [m.__name__ for m in modules if not hasattr(m, "FILE_MARKS")], "else any file may be theirs"
 
 
 @pytest.mark.parametrize(("family", "place"), FAMILIES, ids=words)

@@ -228,7 +228,8 @@ def test_a_node_that_never_ran_is_unknown(comfy: ComfyProcess) -> None:
 
 
 @pytest.mark.parametrize(("tensors", "state"), [
-    (("double_blocks.0.img_attn.qkv.weight", "img_in.weight"), "unavailable"),
+    (("blocks.0.self_attn.q.weight", "patch_embedding.weight"), "unavailable"),
+    (("double_blocks.0.img_attn.qkv.weight", "img_in.weight"), "unknown"),
     (("model.diffusion_model.input_blocks.0.0.weight",), "unknown"),
     (("down_blocks.0.resnets.0.conv1.weight",), "unknown"),
 ])  # fmt: skip
