@@ -64,7 +64,7 @@ QUANTISED = XL.but(
 )  # fmt: skip
 INT8 = 0.05
 """Of layers that round their inputs, see ``test_int8_on_an_engine_is_as_near_to_the_plain_model_as_native_is``."""
-ZIMAGE = Scenario("zimage", "tiny_zimage", (), width=64, height=64, settings=BUILD, steps=2)
+ZIMAGE = Scenario("zimage", "tiny_zimage", controls=(), width=64, height=64, settings=BUILD, steps=2)
 Z_LORA = ("LoraLoaderModelOnly", {"lora_name": "tiny_zimage_lora.safetensors", "strength_model": 0.8})
 ADAPTER = Control("tiny_sd15_t2i", 3, 0.9, engine=False)
 KINDS = {
