@@ -149,7 +149,7 @@ def test_a_graph_for_all_sizes_computes_what_native_does(layout: str, tmp_path: 
 
 
 @COMPILES
-@pytest.mark.parametrize("layout", ["dev", "klein"])
+@pytest.mark.parametrize("layout", ["dev", pytest.param("klein", marks=pytest.mark.slow)])
 def test_a_compiled_file_computes_what_native_does(layout: str, tmp_path: Path) -> None:
     net = network(layout)
     torch_backend, tokens = backends()["torch"], 24 if layout == "dev" else 96

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import comfy.ops
 import pytest
+import slow
 import torch
 from any_weights import PROFILE, error, handle_of, inputs_of, lora, native, patched, served
 from comfy import memory_management, model_management
@@ -105,7 +106,9 @@ def test_loaded_quantised_weights_are_used_where_they_are() -> None:
     assert session._live.weights.bytes == 0
 
 
-@pytest.mark.parametrize(("name", "processes"), [("fp8", 0), ("fp8", 2), ("int8 convrot", 2)])
+@pytest.mark.parametrize(("name", "processes"), slow.cases(
+    {"fp8, one process": ("fp8", 0), "fp8": ("fp8", 2), "int8": ("int8 convrot", 2)}, ["fp8, one process", "int8"]
+))
 def test_an_engine_is_built_without_the_weights_and_serves_them_with_loras(
     name: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,6 +162,24 @@ def test_a_secret_is_no_link_to_a_file_that_others_know(tmp_path: Path, monkeypa
     assert not trust.is_signed("text", trust._digest(b"k" * trust.KEY_LENGTH, "text"))
 
 
+def test_what_is_run_is_made_of_the_very_bytes_that_were_checked(engine: Engine) -> None:
+    """Neither its size nor its time tells that a file was changed through a mapping."""
+    name = next(iter(engine.manifest.files))
+    path = engine.folder / name
+    before, contents = path.stat(), engine.read_checked(name)
+    assert contents == path.read_bytes()
+    trust.check_contents(engine)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        mapped[-1] ^= 1
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    try:
+        with pytest.raises(Unavailable, match="its hash differs"):
+            engine.read_checked(name)
+    finally:
+        path.write_bytes(contents)
+
+
+@pytest.mark.slow
 @COMPILES
 def test_a_compiled_file_that_was_changed_through_a_mapping_does_not_run(tmp_path: Path) -> None:
     """Neither its size nor its time tells of that, and it is a pickle."""

@@ -134,7 +134,11 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow.cases({name: name for name in KINDS}, ["SDXL", "Control-LoRAs"]))
+LONG = ["SDXL", "Control-LoRAs", "Flux.2 (dev, klein)", "ControlNets of Flux.1 (InstantX, Union)",
+        "Z-Image, Turbo and base"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", slow.cases({name: name for name in KINDS}, LONG))
 def test_it_gives_natives_latent(sdxl: ComfyProcess, name: str) -> None:
     kind = KINDS[name]
     for number, scenario in enumerate(kind.scenarios):
@@ -222,7 +226,7 @@ def through_vae(file: str, engines: bool, tiled: bool, width: int, height: int, 
     return built
 
 
-@pytest.mark.parametrize("name", slow.cases({name: name for name in VAES}, list(VAES)[:2]))
+@pytest.mark.parametrize("name", slow.cases({name: name for name in VAES}, [name for name in VAES if name != "TAESD"]))
 def test_a_vae_gives_natives_picture(sdxl: ComfyProcess, name: str) -> None:
     for tiled, *size in ((False, 136, 120, 3), (False, 101, 139, 1), (True, 200, 168, 1)):
         native = latent_of(sdxl.queue(through_vae(VAES[name], False, tiled, *size)))

@@ -46,6 +46,7 @@ def library(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Library:
 
 @pytest.fixture(autouse=True)
 def nothing_loaded() -> Iterator[None]:
+    model_management.unload_all_models()  # what modules before have left
     yield
     gc.collect()
     model_management.unload_all_models()
