@@ -157,7 +157,9 @@ def test_a_graph_asks_for_the_tiles_that_its_vae_is_called_with() -> None:
 
 
 @pytest.mark.parametrize(("flag", "backend", "precision"), [
-    ("--fp16-vae", "onnxruntime", "float16"), pytest.param("--bf16-vae", "torch", "bfloat16", marks=pytest.mark.slow)])  # fmt: skip
+    ("--fp16-vae", "onnxruntime", "float16"),
+    pytest.param("--bf16-vae", "torch", "bfloat16", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_in_the_precision_of_comfyuis_flag_it_is_as_near_to_float32_as_native(
     comfy: ComfyProcess, flag: str, backend: str, precision: str
 ) -> None:
