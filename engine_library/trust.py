@@ -260,7 +260,10 @@ def _read_key() -> bytes | None:
     except OSError:
         return None
     if not private:
-        log.warning("Hybrid TRT: %s may be read by others, so it proves nothing and is not used", _key_path())
+        log.warning(
+            "Hybrid TRT: %s may be read by others, so engines that it signed are not used and the normal model runs; "
+            "build them again, which makes a new secret", _key_path(),
+        )  # fmt: skip
     return key if private and len(key) == KEY_LENGTH else None
 
 

@@ -1,4 +1,4 @@
-"""Networks with ComfyUI's quantised layers have no engine yet: they are refused with a reason, and native serves."""
+"""Backends whose engines hold weights refuse ComfyUI's quantised layers with a reason, and native serves."""
 
 from __future__ import annotations
 
