@@ -98,6 +98,14 @@ def toggle(page: EnginePage) -> Locator:
     return page.page.page.locator(".hybrid-trt-panel")
 
 
+def stay(button: Locator) -> None:
+    """Wait until a button keeps its place for a second: what stands above it may still be on its way."""
+    before, now = None, button.bounding_box()
+    while before != now:
+        button.page.wait_for_timeout(1000)
+        before, now = now, button.bounding_box()
+
+
 def shown(panel: Locator) -> list[str]:
     return panel.locator(".hybrid-trt-engine").evaluate_all("cards => cards.map(card => card.dataset.engine)")
 
@@ -303,6 +311,7 @@ def test_a_press_counts_whatever_is_drawn_while_the_mouse_is_down(page: EnginePa
     panel = toggle(page)
 
     def press(button: Locator) -> None:
+        stay(button)
         button.hover()
         raw.mouse.down()
         raw.evaluate("""job => app.api.dispatchEvent(new CustomEvent('hybrid_trt.build',

@@ -96,6 +96,7 @@ export class Tracker {
             ? await request(this.api, "/nodes", { method: "POST", json: { prompt, nodes } }) : {};
         if (turn !== this.turn) return false;
         this.answered = turn;
+        const graphChanged = this.stale; // since the question: Auto waits for the answer to the next one
         for (const id of this.over) orders[id] ? delete orders[id] : this.over.delete(id);
         // a node that gets its model only as ComfyUI queues has no key: its prompt alone can be looked for
         for (const [node, id] of queued) if (ids.has(node) || !orders[id]) this.asked.delete(node);
@@ -104,6 +105,7 @@ export class Tracker {
             const told = (ids.get(node) ?? []).filter((id) => answer[id]);
             const uses = told.flatMap((id) => usesOf(answer[id]).map((use) => ({
                 ...use, id, whenMissing: prompt[id].inputs.when_missing,
+                sizes: graphChanged && use.sizes ? { ...use.sizes, auto: null } : use.sizes,
                 outside: numbersFromOutside(node, prompt[id].inputs),
                 orders: Object.keys(orders).filter((one) => orders[one].includes(use.key)),
             })));

@@ -158,6 +158,18 @@ test("a press right after the graph has changed orders the size that the server 
     await asking;
 });
 
+test("Auto follows no answer to a graph that has changed since the question", async () => {
+    const { tracker, server } = tracked(), [view] = tracker.views.values(), followed = [];
+    view.show = ({ sizes }) => followed.push(sizes.auto);
+    server.node.sizes = { auto: { max_tokens: 616 } };
+    const asking = tracker.refresh();
+    tracker.changed(); // by a click on Auto, which takes 616 away
+    server.node = { ...server.node, sizes: { auto: { max_tokens: 0 } } };
+    await asking;
+    await tracker.settle();
+    assert.deepEqual(followed, [null, { max_tokens: 0 }]);
+});
+
 test("what another tab ordered is seen, and cancelled at once although the queue holds its prompt a while", async () => {
     const { tracker, server } = tracked(), builder = new Builder(tracker, () => {}), [view] = tracker.views.values();
     server.orders = { other: ["another key"], theirs: ["k", "another key"] };
