@@ -21,8 +21,8 @@ from torch._inductor.virtualized import V
 if not can_compile():
     pytest.skip("this torch is too old to compile to a file", allow_module_level=True)
 
-from hybrid_trt.backends.torch_inductor import inductor_tuning
-from hybrid_trt.backends.torch_inductor.inductor_tuning import our_rows
+from hybrid_trt.backends.torch_inductor import row_sums
+from hybrid_trt.backends.torch_inductor.row_sums import our_rows
 
 
 def reads_once(
@@ -104,7 +104,7 @@ class Joins(torch.nn.Module):
 def test_a_torch_that_has_no_such_choices_compiles_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for missing in (inductor_tuning.__name__, "torch._inductor.inductor_prims"):
+    for missing in (row_sums.__name__, "torch._inductor.inductor_prims"):
         monkeypatch.setitem(sys.modules, missing, None)
     network, x = Joins().requires_grad_(False), torch.randn(1, 2, 3, 1280)
     names = sorted(name for name, _ in network.named_parameters())

@@ -229,9 +229,9 @@ def by_inductor(graph: torch.fx.GraphModule, given: Sequence[torch.Tensor], free
 
 
 def _choices() -> AbstractContextManager[None]:
-    """``inductor_tuning.our_rows``, or nothing with a torch that makes these choices elsewhere: they only cost time."""
+    """``row_sums.our_rows``, or nothing with a torch that makes these choices elsewhere: they only cost time."""
     try:
-        from .inductor_tuning import our_rows
+        from .row_sums import our_rows
     except ImportError as error:
         log.warning("Hybrid TRT: Inductor chooses alone with this torch (%s): networks run slower", error)
         return nullcontext()

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import logging
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._inductor.config
-from torch._inductor.choices import InductorChoices
-from torch._inductor.runtime.hints import ReductionHint
-from torch._inductor.virtualized import V
 
 log = logging.getLogger(__name__)
 
@@ -211,50 +204,3 @@ def keep_channels_last(graph: torch.fx.GraphModule) -> None:
         laid_out.meta["val"] = value
         node.replace_all_uses_with(laid_out, delete_user_cb=lambda user, laid_out=laid_out: user is not laid_out)
     graph.recompile()
-
-
-AT_ONCE = 2048
-"""Elements of the longest rows that a program keeps in registers while it sums them up; Inductor's is 1024."""
-
-
-MANY_SUMS = 8192
-"""From so many sums on there are programs enough for a GPU when each goes through its lines step by step."""
-LINE = 16
-"""Elements of the shortest line that is worth steps."""
-
-
-class Rows(InductorChoices):
-    """Choices for sums over rows and lines.
-
-    Layer norms read each of their rows once, where Inductor reads those of more than 1024 elements twice. Lines of an
-    image (``inductor_tuning``) are added up by few threads each, where Inductor gives short ones as many as they have
-    elements, which then have to put their one element each together.
-    """
-
-    @staticmethod
-    def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-        known, hint = V.graph.sizevars, features.get_reduction_hint()
-        if hint == ReductionHint.DEFAULT and _only_sums(features):
-            many = known.statically_known_leq(MANY_SUMS, features.numel)
-            if many and known.statically_known_leq(LINE, features.reduction_numel):
-                return False
-        usual = InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
-        return usual or (
-            hint == ReductionHint.INNER and known.statically_known_leq(features.reduction_numel, AT_ONCE)
-        )
-
-    def uuid(self) -> str:
-        """Return what tells these choices from others. Newer torches write no file of a network without it."""
-        return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-
-
-def _only_sums(features: Any) -> bool:
-    return all(node.node.get_reduction_type() == "sum" for node in features.reduction_nodes())
-
-
-@contextlib.contextmanager
-def our_rows() -> Iterator[None]:
-    """Inside, Inductor decides as ``Rows``."""
-    # the handler first: what stands in its place is made, and kept, by the setting, which only tells caches apart here
-    with V.set_choices_handler(Rows()), torch._inductor.config.patch(inductor_choices_class=Rows):
-        yield
