@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..engine_library import Engine, Fallback, Manifest, Reason, Unavailable
+from ..engine_library.engine import DATA_NAME, GRAPH_NAME, PARAMETERS_NAME
 from . import BuildRequest, Progress
 from .file_backend import FileBackend
 
@@ -30,6 +31,7 @@ class OnnxRuntimeBackend(FileBackend):
     """The embedded default: needs nothing but a pip package, and the engine is the graph itself."""
 
     name = "onnxruntime"
+    file_names = (GRAPH_NAME, DATA_NAME, PARAMETERS_NAME)
     preference = 0
     measured_on = ("cpu",)
     builds_on_gpu = False
@@ -83,10 +85,7 @@ class OnnxRuntimeBackend(FileBackend):
         names = [request.onnx.name]
         if request.any_weights:
             return names
-        data = request.onnx.with_name(request.onnx.name + ".data")
-        if data.exists():
-            names.append(data.name)
-        return names
+        return [*names, DATA_NAME] if request.onnx.with_name(DATA_NAME).exists() else names
 
     def load(self, engine: Engine, device: torch.device) -> OnnxRuntimeRunner:
         manifest = engine.manifest

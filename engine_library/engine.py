@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Check = Callable[[], None]
 """Called often during long work; may raise to stop it."""
+GRAPH_NAME, DATA_NAME = "model.onnx", "model.onnx.data"
+"""An exported graph, and its weights."""
 PARAMETERS_NAME = "parameters.json"
 """Beside the graph: its initialisers that hold the parameters of its network."""
 LIMITS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}

@@ -10,6 +10,7 @@ import functools
 import gc
 import logging
 import pickle
+import re
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,6 +36,8 @@ OLDEST_TORCH = (2, 11)
 
 PARTS_HEADER = b"compiled in parts\n"
 """First bytes of a file that holds several of Inductor's."""
+
+_FILE_NAME = re.compile(r"[A-Z]{1,4}[0-9]*(-[A-Z]{1,4}[0-9]*)*\.bin")
 
 FORMAT = 6
 """Raise this when older files would be called wrongly or run much slower: they become stale."""
@@ -299,6 +302,11 @@ def file_name(symbols: Mapping[str, int], free: Collection[str] = ()) -> str:
     """
     parts = (symbol if symbol in free else f"{symbol}{size}" for symbol, size in sorted(symbols.items()))
     return "-".join(parts) + ".bin"
+
+
+def is_file_name(name: str) -> bool:
+    """Tell whether ``file_name`` gives such names."""
+    return bool(_FILE_NAME.fullmatch(name))
 
 
 def sizes_of(name: str) -> dict[str, int]:
