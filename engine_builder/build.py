@@ -229,7 +229,6 @@ class _Build:
         try:
             manifest, record = self._make(folder, structure, dtype)
             engine = self.library.publish(folder, manifest, lambda: self.progress("saving", 0.99), record)
-            trust.remember_contents(engine)
         finally:
             self.library.discard(folder)
         log.info(

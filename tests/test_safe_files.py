@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from builds import PROFILE, small_network
 from compiling import COMPILES
+from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor import compiled
 from hybrid_trt.engine_builder.build import build_engine, run_here
@@ -23,6 +26,7 @@ from hybrid_trt.engine_library.inventory import last_used, mark_used
 from hybrid_trt.engine_library.manifest import MANIFEST_NAME, RECORD_NAME, USE_NAME, Manifest, ManifestError
 from hybrid_trt.engine_library.safe_files import read_bytes
 from hybrid_trt.page_api import node_states
+from hybrid_trt.sessions.file_session import FileSession
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="links and pipes are those of POSIX")
 
@@ -168,7 +172,6 @@ def test_what_is_run_is_made_of_the_very_bytes_that_were_checked(engine: Engine)
     path = engine.folder / name
     before, contents = path.stat(), engine.read_checked(name)
     assert contents == path.read_bytes()
-    trust.check_contents(engine)
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
         mapped[-1] ^= 1
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -177,6 +180,53 @@ def test_what_is_run_is_made_of_the_very_bytes_that_were_checked(engine: Engine)
             engine.read_checked(name)
     finally:
         path.write_bytes(contents)
+
+
+@pytest.fixture
+def given() -> dict[str, torch.Tensor]:
+    net = small_network()
+    return sample_inputs(net.architecture().inputs(net.module, "float32"), PROFILE.sizes("opt"), seed=3)
+
+
+@pytest.fixture
+def kept(engine: Engine, tmp_path: Path) -> Iterator[None]:
+    """The engine's files are put back afterwards."""
+    for name in engine.manifest.files:
+        shutil.copy2(engine.folder / name, tmp_path / name)
+    yield
+    for name in engine.manifest.files:
+        shutil.copy2(tmp_path / name, engine.folder / name)
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data"])
+def test_an_open_engine_computes_the_same_whatever_becomes_of_its_files(
+    name: str, engine: Engine, given: dict[str, torch.Tensor], kept: None
+) -> None:
+    session, path = FileSession(engine, backends()["onnxruntime"].load, torch.device("cpu")), engine.folder / name
+    before = session.run(given)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        mapped[:] = bytes(len(mapped))
+    for change in (lambda: None, lambda: os.truncate(path, 0), path.unlink):
+        change()
+        again = session.run(given)
+        assert all(torch.equal(again[output], value) for output, value in before.items())
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data"])
+def test_a_file_that_was_changed_through_a_mapping_is_not_opened_again(
+    name: str, engine: Engine, given: dict[str, torch.Tensor], kept: None
+) -> None:
+    session, path = FileSession(engine, backends()["onnxruntime"].load, torch.device("cpu")), engine.folder / name
+    session.run(given)
+    session.unload()
+    before = path.stat()
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        session.load()
+        session.unload()
+        mapped[-1] ^= 1
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        with pytest.raises(Unavailable, match="its hash differs"):
+            session.run(given)
 
 
 @pytest.mark.slow
@@ -188,7 +238,6 @@ def test_a_compiled_file_that_was_changed_through_a_mapping_does_not_run(tmp_pat
     engine = build_engine(BuildOrder(small_network(), "float32", PROFILE, backend), library, lambda *_: None)
     sizes = backend.sizes(engine)[0]
     assert backend.open_live(engine, sizes)
-    trust.check_contents(engine)
     name = compiled.file_name(sizes)
     path = engine.folder / name
     before = path.stat()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import re
 import weakref
 from collections.abc import Collection, Mapping
@@ -17,7 +16,7 @@ import torch
 from ...engine_library import Engine, Reason, Unavailable
 from ...engine_library.atomic_files import write_file
 from . import version8
-from .build import collected_errors, last_errors, shared_logger
+from .build import ENGINE_NAME, collected_errors, last_errors, shared_logger
 from .flavour import Gpu
 
 log = logging.getLogger(__name__)
@@ -197,7 +196,7 @@ class OpenedEngine:
         self.jit_cache: JitCache | None = None
         with collected_errors(self.logger) as errors:
             self._runtime = trt.Runtime(self.logger)
-            self._engine = deserialise(self._runtime, title, engine.main_file, errors)
+            self._engine = deserialise(self._runtime, title, engine, errors)
             self.inputs = _check_tensors(trt, engine, self._engine)
         self._old = version8.is_version8(trt)
         self.scratch_bytes: int = (
@@ -268,27 +267,24 @@ class _Context:
         self._opened = None
 
 
-def deserialise(runtime: Any, title: str, path: Path, errors: list[str]) -> Any:
-    """The ICudaEngine in a file.
+def deserialise(runtime: Any, title: str, engine: Engine, errors: list[str]) -> Any:
+    """The ICudaEngine in an engine's file, read into memory: TensorRT sees the very bytes that were checked.
 
     Raises:
-        Unavailable: the file is no engine of this version, or this machine cannot run it; has TensorRT's errors.
+        Unavailable: the file is not the one that was built, or no engine of this version, or this machine cannot run
+            it; has TensorRT's errors.
     """
-    with (
-        path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as contents,  # no second copy of gigabytes
-    ):
-        engine = runtime.deserialize_cuda_engine(contents)
-    if engine is None:
+    native = runtime.deserialize_cuda_engine(engine.read_checked(ENGINE_NAME))
+    if native is None:
         told = last_errors(errors)
         if "Serialization" in told:
             raise Unavailable(
-                Reason.BROKEN_ENGINE, f"{path.parent.name}/{path.name} is not an engine of this {title} ({told})"
+                Reason.BROKEN_ENGINE, f"{engine.folder.name}/{ENGINE_NAME} is not an engine of this {title} ({told})"
             )
         # the lists of GPUs in our backends may be older than the library: its own word counts too
         reason = Reason.WRONG_GPU if "compute capability" in told else Reason.ENGINE_FAILED
-        raise Unavailable(reason, f"{title} cannot open {path.parent.name} here ({told})")
-    return engine
+        raise Unavailable(reason, f"{title} cannot open {engine.folder.name} here ({told})")
+    return native
 
 
 def _check_tensors(trt: ModuleType, engine: Engine, native: Any) -> frozenset[str]:
