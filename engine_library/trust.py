@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "HYBRID_TRT_KEY_FOLDER"
 KEY_LENGTH = 32
+SEAL = 64
+"""Characters of a signature."""
 BUILT, REFUSED = "built", "refused"
 _NAMES = ("verdict", "why", "parity", "gpu")
 
@@ -229,6 +231,26 @@ def is_signed(text: str, signature: object) -> bool:
     """Tell whether a signature of a text was made here."""
     key = _read_key()
     return key is not None and isinstance(signature, str) and hmac.compare_digest(signature, _digest(key, text))
+
+
+def seal(contents: bytes, what: str) -> bytes:
+    """Return contents with a signature before them, which is of what they are, too.
+
+    Raises:
+        OSError: as ``sign``.
+    """
+    return sign(_sealed(contents, what)).encode() + contents
+
+
+def unseal(sealed: bytes, what: str) -> bytes | None:
+    """Return the contents of ``seal``; None where they were not sealed here, or as something else."""
+    signature, contents = sealed[:SEAL], sealed[SEAL:]
+    ours = is_signed(_sealed(contents, what), signature.decode("ascii", "replace"))
+    return contents if ours else None
+
+
+def _sealed(contents: bytes, what: str) -> str:
+    return json.dumps([what, hashlib.sha256(contents).hexdigest()])
 
 
 def key_stamp() -> tuple[int, int] | None:

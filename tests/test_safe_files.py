@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from compiling import COMPILES
 from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor import compiled
+from hybrid_trt.backends.torch_inductor.cache_folder import keep_others_out
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, Library, Unavailable, trust
@@ -24,9 +26,10 @@ from hybrid_trt.engine_library.atomic_files import FileLock
 from hybrid_trt.engine_library.disk import FILE_NAME, Settings, read_settings
 from hybrid_trt.engine_library.inventory import last_used, mark_used
 from hybrid_trt.engine_library.manifest import MANIFEST_NAME, RECORD_NAME, USE_NAME, Manifest, ManifestError
-from hybrid_trt.engine_library.safe_files import read_bytes
+from hybrid_trt.engine_library.safe_files import is_own_folder, read_bytes
 from hybrid_trt.page_api import node_states
 from hybrid_trt.sessions.file_session import FileSession
+from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir, triton_cache_dir
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="links and pipes are those of POSIX")
 
@@ -164,6 +167,48 @@ def test_a_secret_is_no_link_to_a_file_that_others_know(tmp_path: Path, monkeypa
     known.chmod(0o600)
     put(key, "link", known)
     assert not trust.is_signed("text", trust._digest(b"k" * trust.KEY_LENGTH, "text"))
+
+
+def put_folder(path: Path, kind: str, elsewhere: Path) -> None:
+    if kind == "link":
+        elsewhere.mkdir()
+        path.symlink_to(elsewhere)
+    elif kind == "file":
+        path.write_text("")
+    else:
+        path.mkdir()
+        path.chmod({"own": 0o755, "foreign": 0o755, "open": 0o777, "shared": 0o775}[kind])
+    if kind == "foreign":
+        os.chown(path, 12345, -1)
+
+
+@pytest.mark.parametrize("variable", ["", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
+@pytest.mark.parametrize("kind", ["own", "foreign", "open", "shared", "link", "file"])
+def test_what_torch_compiles_is_kept_where_nobody_else_can_write(
+    kind: str, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It runs what it finds there under a name that everybody can work out."""
+    if kind == "foreign" and os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", True)
+    usual = Path(default_cache_dir()) if variable == "" else tmp_path / "named"
+    put_folder(usual, kind, tmp_path / "elsewhere")
+    if variable:
+        monkeypatch.setenv(variable, str(usual))
+    for _ in range(2):
+        keep_others_out()
+    inductor, triton = Path(cache_dir()), Path(triton_cache_dir(0))
+    assert ((triton if variable == "TRITON_CACHE_DIR" else inductor) == usual) == (kind == "own")
+    for folder in (inductor, triton):
+        assert is_own_folder(folder)
+        assert (folder.stat().st_mode & 0o022, folder.stat().st_uid) == (0, os.geteuid())
+    warned = "others may write" in caplog.text
+    assert warned == (kind != "own")
+    assert not list((tmp_path / "elsewhere").glob("*"))
 
 
 def test_what_is_run_is_made_of_the_very_bytes_that_were_checked(engine: Engine) -> None:

@@ -202,11 +202,11 @@ class FakeCache:
         return self.contents
 
 
-def jit_cache(path: Path) -> tuple[Any, FakeCache]:
+def jit_cache(path: Path, engine: str = "an engine") -> tuple[Any, FakeCache]:
     fake = FakeCache()
     config = Mock(spec=trt.IRuntimeConfig)
     config.create_runtime_cache.return_value = fake
-    made = trt_runner.JitCache(config, path)
+    made = trt_runner.JitCache(config, path, engine)
     config.set_runtime_cache.assert_called_once_with(fake)
     return made, fake
 
@@ -225,6 +225,22 @@ def test_kernels_are_kept_beside_the_engine_and_found_again(tmp_path: Path) -> N
     assert jit_cache(path)[1].contents == b"mine 1"
 
 
+def test_kernels_that_this_machine_did_not_sign_for_this_engine_are_not_used(tmp_path: Path) -> None:
+    """They are programs."""
+    path = tmp_path / "kernels.cache"
+    path.write_bytes(b"mine, says somebody")
+    assert jit_cache(path)[1].contents == b""
+    made, fake = jit_cache(path)
+    fake.contents = b"mine 1"
+    made.save()
+    assert jit_cache(path, "another engine")[1].contents == b""
+    kept = path.read_bytes()
+    path.write_bytes(kept[:-1] + b"2")
+    assert jit_cache(path)[1].contents == b""
+    path.write_bytes(kept)
+    assert jit_cache(path)[1].contents == b"mine 1"
+
+
 @pytest.mark.parametrize("contents", [b"", b"another GPU's", b"\0" * 1000])
 def test_a_kernel_file_that_does_not_fit_is_replaced(tmp_path: Path, contents: bytes) -> None:
     path = tmp_path / "kernels.cache"
@@ -233,7 +249,7 @@ def test_a_kernel_file_that_does_not_fit_is_replaced(tmp_path: Path, contents: b
     assert fake.contents == b""
     fake.contents = b"mine 2"
     made.save()
-    assert path.read_bytes() == b"mine 2"
+    assert jit_cache(path)[1].contents == b"mine 2"
 
 
 def test_a_library_that_cannot_be_written_to_is_no_failure(tmp_path: Path) -> None:

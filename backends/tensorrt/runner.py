@@ -13,33 +13,43 @@ from typing import Any
 
 import torch
 
-from ...engine_library import Engine, Reason, Unavailable
+from ...engine_library import Engine, Reason, Unavailable, trust
 from ...engine_library.atomic_files import write_file
+from ...engine_library.safe_files import read_bytes
 from . import version8
 from .build import ENGINE_NAME, collected_errors, last_errors, shared_logger
 from .flavour import Gpu
 
 log = logging.getLogger(__name__)
 
+MOST_KERNELS = 1 << 30
+"""Bytes of a file of kernels."""
+
+
 class JitCache:
     """The runtime cache of one execution context and its file.
 
-    The file is no part of the engine: it is in no manifest, and whatever is wrong with it costs time only.
+    The file is no part of the engine: it is in no manifest, and whatever is wrong with it costs time only. It holds
+    programs, so one that this machine did not sign is not used.
     """
 
-    def __init__(self, config: Any, path: Path):
-        """Attach a cache to an IRuntimeConfig, filled from ``path`` when the file is there and fits this GPU."""
-        self._path = path
+    def __init__(self, config: Any, path: Path, engine: str):
+        """Attach a cache to an IRuntimeConfig, filled from ``path`` when the file is there and fits this GPU.
+
+        Args:
+            engine: digest of the manifest of the engine whose kernels they are.
+        """
+        self._path, self._what = path, f"kernels of {engine}"
         self._cache = config.create_runtime_cache()
         self._saved = self._load()
         config.set_runtime_cache(self._cache)
 
     def _load(self) -> bytes:
         try:
-            contents = self._path.read_bytes()
-            if self._cache.deserialize(contents):
+            contents = trust.unseal(read_bytes(self._path, MOST_KERNELS), self._what)
+            if contents is not None and self._cache.deserialize(contents):
                 return contents
-            why = "it is of another GPU, driver or version"
+            why = "it is of another machine, GPU, driver or version"
         except Exception as error:
             why = str(error)
         log.debug("%s is not used (%s): kernels are compiled anew", self._path, why)
@@ -50,7 +60,7 @@ class JitCache:
         try:
             contents = bytes(self._cache.serialize())
             if contents and contents != self._saved:
-                write_file(self._path, contents)
+                write_file(self._path, trust.seal(contents, self._what))
                 self._saved = contents
         except Exception as error:
             log.debug("%s was not saved (%s): kernels are compiled again at the next start", self._path, error)
@@ -208,7 +218,7 @@ class OpenedEngine:
         if hasattr(trt, "IRuntimeCache"):
             self._config = self._engine.create_runtime_config()
             self._config.set_execution_context_allocation_strategy(self._strategy)
-            self.jit_cache = JitCache(self._config, _jit_cache_path(engine, device))
+            self.jit_cache = JitCache(self._config, _jit_cache_path(engine, device), engine.manifest.digest)
 
     def new_context(self) -> Any:
         """A context whose scratch memory is ours to give, or None where there is no room for it."""

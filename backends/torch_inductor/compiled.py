@@ -22,6 +22,7 @@ import torch
 from ...comfy_model.torch_kernels import best_attention
 from .. import Submit
 from . import inductor_tuning, late_inputs, parts, quantised_graph
+from .cache_folder import keep_others_out
 
 if TYPE_CHECKING:
     from .free_sizes import FreeSizes
@@ -120,6 +121,7 @@ def compile_to_file(
         late: which of ``inputs``, by number, may come while it runs.
         free: what is left free; None for nothing.
     """
+    keep_others_out()
     let_kernels_be_recorded()  # who opens the file in this process may get these very kernels
     with torch.inference_mode(False), torch.no_grad(), best_attention(inputs[0].device, attention):
         graph, given = traced(function, weights, names, inputs, late, free=free)
@@ -160,6 +162,7 @@ def compile_in_parts(
 
 def compile_part(contents: bytes, attention: str | None) -> bytes:
     """Inductor's file of a part; this runs in the process that was chosen for it."""
+    keep_others_out()
     let_kernels_be_recorded()
     graph, given = parts.opened(contents)
     with (
@@ -250,6 +253,7 @@ def open_contents(contents: bytes) -> Compiled:
     """Open what such a file holds: a pickle, which the caller knows to be ours."""
     import torch._inductor.config
 
+    keep_others_out()
     let_kernels_be_recorded()
     # nothing is compiled here, and starting Inductor's pool of compilers would keep all cores busy for seconds
     with torch._inductor.config.patch(compile_threads=1), torch.inference_mode(False), torch.no_grad():
