@@ -66,6 +66,18 @@ def is_own_folder(folder: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and not found.st_mode & WRITABLE and found.st_uid in (0, os.geteuid())
 
 
+def others_may_write(folder: Path) -> bool:
+    """Tell whether every user may put files into a folder, or one whose it is; False where that cannot be told."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return False
+    if not hasattr(os, "geteuid"):  # Windows
+        return False
+    foreign = os.geteuid() != 0 and found.st_uid not in (0, os.geteuid())
+    return (foreign or bool(found.st_mode & stat.S_IWOTH)) and _keeps_rights(folder)
+
+
 def _keeps_rights(folder: Path) -> bool:
     """Tell whether a file in a folder can be one's own; True where that cannot be tried."""
     try:

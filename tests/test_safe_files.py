@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import shutil
@@ -19,7 +20,9 @@ from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor import compiled
 from hybrid_trt.backends.torch_inductor.cache_folder import keep_others_out
+from hybrid_trt.comfy_model import hash_cache
 from hybrid_trt.engine_builder.build import build_engine, run_here
+from hybrid_trt.engine_builder.command_line import workflows
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, Library, Unavailable, trust
 from hybrid_trt.engine_library.atomic_files import FileLock
@@ -28,6 +31,7 @@ from hybrid_trt.engine_library.inventory import last_used, mark_used
 from hybrid_trt.engine_library.manifest import MANIFEST_NAME, RECORD_NAME, USE_NAME, Manifest, ManifestError
 from hybrid_trt.engine_library.safe_files import is_own_folder, read_bytes
 from hybrid_trt.page_api import node_states
+from hybrid_trt.saved_workflows.graph import WorkflowError
 from hybrid_trt.sessions.file_session import FileSession
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir, triton_cache_dir
 
@@ -134,7 +138,25 @@ def test_a_file_without_end_is_not_read_whole(tmp_path: Path) -> None:
         read_bytes(huge, 1000)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 50_000, "[1, 2]", "null", '"x"', '{"a": {"label": 1}}'])
+TEXTS = ["[" * 100_000, '{"a": ' * 50_000, "[1, 2]", "null", '"x"', "NaN", '{"a": {"label": 1}}', '{"limit_gb": [1]}',
+         json.dumps({json.dumps([{"path": "x"}]): ["no hash"]})]  # fmt: skip
+"""Files of JSON that hold something else than they should."""
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_settings_hashes_and_workflows_of_any_form_are_refused_and_end_nothing(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (FILE_NAME, hash_cache.FILE_NAME):
+        (tmp_path / name).write_text(text)
+    assert read_settings(tmp_path) == Settings()
+    monkeypatch.setattr(hash_cache, "_folder", tmp_path)
+    assert hash_cache.known_hashes({"path": "x"}) == set()
+    with pytest.raises(WorkflowError):
+        workflows._read(tmp_path / FILE_NAME)
+
+
+@pytest.mark.parametrize("text", TEXTS)
 def test_notes_on_nodes_of_any_form_let_the_pack_load(text: str, tmp_path: Path) -> None:
     (tmp_path / node_states.FILE_NAME).write_text(text)
     assert not node_states._read(tmp_path / node_states.FILE_NAME)
