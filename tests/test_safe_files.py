@@ -216,13 +216,15 @@ def test_what_torch_compiles_is_kept_where_nobody_else_can_write(
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(torch._inductor.config, "cpp_cache_precompile_headers", True)
     usual = Path(default_cache_dir()) if variable == "" else tmp_path / "named"
     put_folder(usual, kind, tmp_path / "elsewhere")
     if variable:
         monkeypatch.setenv(variable, str(usual))
-    for _ in range(2):
-        keep_others_out()
+    with torch._inductor.config.patch(cpp_cache_precompile_headers=True):
+        for _ in range(2):
+            keep_others_out()
+        headers = torch._inductor.config.cpp_cache_precompile_headers
+    assert headers == (kind == "own" or variable == "TRITON_CACHE_DIR")
     inductor, triton = Path(cache_dir()), Path(triton_cache_dir(0))
     assert ((triton if variable == "TRITON_CACHE_DIR" else inductor) == usual) == (kind == "own")
     for folder in (inductor, triton):
