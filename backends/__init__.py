@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..architectures.calls import Call, RequestedCalls
 from ..architectures.shapes import Profile, Range, TensorSpec
-from ..engine_library import Engine, Fallback, Manifest
+from ..engine_library import Engine, Fallback, Manifest, Reason
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -146,6 +146,10 @@ class Backend(Protocol):
         """Return why this engine in particular cannot run on a device here (version, GPU), or None when it can."""
         ...
 
+    def writes(self, name: str) -> bool:
+        """Tell whether builds make files of this name. Files of other names are never opened."""
+        ...
+
     def weights(self, network: NativeNetwork, check: Callable[[], None] | None = None) -> str:
         """Return what stands for a network's weights in the identity of its engines: a hash of them, or of the
         structure where the engines take any weights.
@@ -247,6 +251,15 @@ def _found(folders: tuple[str, ...]) -> list[Backend]:
     for entry in pkgutil.iter_modules(folders):
         found += getattr(importlib.import_module(f".{entry.name}", __name__), "BACKENDS", ())
     return sorted(found, key=lambda backend: -backend.preference)
+
+
+def why_refused(backend: Backend, manifest: Manifest, device: torch.device) -> Fallback | None:
+    """Return why an engine cannot run on a device here, or None: it has files that its backend never writes, or the
+    backend refuses it."""
+    strange = next((name for name in manifest.files if not backend.writes(name)), None)
+    if strange is not None:
+        return Fallback(Reason.BROKEN_ENGINE, f"it has a file {strange}, and {backend.name} writes none of that name")
+    return backend.refuses(manifest, device)
 
 
 def kind_of(device: torch.device) -> str:

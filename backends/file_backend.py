@@ -25,11 +25,13 @@ class FileBackend:
     """Base of such backends. They define ``load``; sessions are the same for all.
 
     Attributes:
+        file_names: those of the files that builds make.
         keeps_weights: True if an engine that takes any weights has those it was built with when it is opened.
         one_size: True if an engine takes one size only, the best of the profile it was built for. A session then uses
             all engines of a network, one for each size.
     """
 
+    file_names: Collection[str]
     build_stack = 0
     runs_live_weights = False
     refits = False
@@ -39,6 +41,9 @@ class FileBackend:
 
     def build_memory(self, weights: int) -> int:
         return 0
+
+    def writes(self, name: str) -> bool:
+        return name in self.file_names
 
     def weights(self, network: NativeNetwork, check: Callable[[], None] | None = None) -> str:
         return network.weights_hash(check)

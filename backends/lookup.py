@@ -13,7 +13,7 @@ from ..architectures import runs_per_step
 from ..architectures.calls import RequestedCalls, UncoveredCall
 from ..architectures.shapes import Picture, Profile
 from ..engine_library import Engine, EngineQuery, Fallback, Library, Manifest, Reason, Unavailable, trust
-from . import AUTO, Backend, backends, gpu_of, kind_of
+from . import AUTO, Backend, backends, gpu_of, kind_of, why_refused
 
 if TYPE_CHECKING:
     import torch
@@ -193,7 +193,7 @@ def _engines(
     live = [backend.name for backend in usable if backend.runs_live_weights]  # these do not open slow engines
 
     def refuses(manifest: Manifest) -> Fallback | None:
-        return named[manifest.identity.backend].refuses(manifest, device)
+        return why_refused(named[manifest.identity.backend], manifest, device)
 
     def covers(engine: Engine) -> bool:
         """Tell whether an engine takes all calls that are wanted; live weights take every size."""
@@ -294,6 +294,6 @@ def refusals(device: torch.device) -> Callable[[Manifest], Fallback | None]:
         backend = known.get(manifest.identity.backend)
         if backend is None:
             return Fallback(Reason.BACKEND_MISSING, f"this version has no backend {manifest.identity.backend}")
-        return backend.refuses(manifest, device)
+        return why_refused(backend, manifest, device)
 
     return refuses

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Collection, Mapping
 from importlib.util import find_spec
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from ..engine_library import Engine, Fallback, Manifest, Reason, Unavailable
+from ..engine_library.engine import DATA_NAME, GRAPH_NAME, PARAMETERS_NAME
 from . import BuildRequest, Progress
 from .file_backend import FileBackend
 
@@ -30,6 +32,7 @@ class OnnxRuntimeBackend(FileBackend):
     """The embedded default: needs nothing but a pip package, and the engine is the graph itself."""
 
     name = "onnxruntime"
+    file_names = (GRAPH_NAME, DATA_NAME, PARAMETERS_NAME)
     preference = 0
     measured_on = ("cpu",)
     builds_on_gpu = False
@@ -83,41 +86,49 @@ class OnnxRuntimeBackend(FileBackend):
         names = [request.onnx.name]
         if request.any_weights:
             return names
-        data = request.onnx.with_name(request.onnx.name + ".data")
-        if data.exists():
-            names.append(data.name)
-        return names
+        return [*names, DATA_NAME] if request.onnx.with_name(DATA_NAME).exists() else names
 
     def load(self, engine: Engine, device: torch.device) -> OnnxRuntimeRunner:
-        manifest = engine.manifest
+        manifest, graph = engine.manifest, engine.read_checked(GRAPH_NAME)
         if manifest.identity.any_weights:
-            return RefittableRunner(engine.main_file, device, manifest.device_bytes)
-        return OnnxRuntimeRunner(engine.main_file, device, manifest.device_bytes)
+            return RefittableRunner(graph, device, manifest.device_bytes)
+        weights = engine.read_checked(DATA_NAME) if DATA_NAME in manifest.files else b""
+        return OnnxRuntimeRunner(graph, device, manifest.device_bytes, weights)
 
 
 class OnnxRuntimeRunner:
     """One inference session; tensors are bound by address, so nothing is copied on the way in or out.
 
     Args:
+        graph: a graph's contents; or its file, beside which lie its weights.
+        weights: contents of its file of weights. They are used where they are: whatever becomes of the file, the
+            session computes with what was read.
         frugal: weights are used where the file is mapped; none is folded, cast or packed beforehand. Takes a fraction
             of the memory, and longer for each call.
     """
 
     capturable = False
 
-    def __init__(self, path: Path, device: torch.device, size: int, frugal: bool = False):
+    def __init__(
+        self, graph: bytes | Path, device: torch.device, size: int, weights: bytes = b"", frugal: bool = False
+    ):
         if (missing := BACKEND.cannot_build(device)) is not None:
             raise Unavailable(missing.reason, missing.detail)
         self.device = device
         self.bytes = size
-        self._path = path
+        self._session = None
+        self._graph = graph
+        self._values = _values(graph, weights) if weights else {}
         self._open(_options(frugal))
 
     def _open(self, options: Any) -> None:
         import onnxruntime
 
-        providers = [_PROVIDERS[self.device.type]]
-        self._session = onnxruntime.InferenceSession(str(self._path), options, providers=providers)
+        if self._values:
+            options.add_external_initializers(list(self._values), list(self._values.values()))
+        graph, providers = self._graph, [_PROVIDERS[self.device.type]]
+        graph = graph if isinstance(graph, bytes) else str(graph)
+        self._session = onnxruntime.InferenceSession(graph, options, providers=providers)
         self._inputs = {i.name for i in self._session.get_inputs()}
 
     def run(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
@@ -141,15 +152,12 @@ class RefittableRunner(OnnxRuntimeRunner):
     """A graph without weights. It can run once it was given some, and is opened anew for others."""
 
     def _open(self, options: Any) -> None:
-        self._session = None
-        self._weights: dict[str, Any] = {}
+        """Wait for the first weights."""
 
     def refit(self, weights: Mapping[str, torch.Tensor], changed: Collection[str]) -> None:
         self._session = None  # two at once would take twice the memory
-        self._weights |= {name: _on_top_of(weights[name]) for name in changed}
-        options = _options()
-        options.add_external_initializers(list(self._weights), list(self._weights.values()))
-        super()._open(options)
+        self._values |= {name: _on_top_of(weights[name]) for name in changed}
+        super()._open(_options())
 
 
 def _options(frugal: bool = False) -> Any:
@@ -165,6 +173,23 @@ def _options(frugal: bool = False) -> Any:
         options.enable_cpu_mem_arena = options.enable_mem_pattern = False  # both keep what is done with
         options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED  # a weight is cast when it is wanted
     return options
+
+
+def _values(graph: bytes, weights: bytes) -> dict[str, Any]:
+    """OrtValues of a graph's initialisers, with the memory of the file of weights."""
+    import numpy
+    import onnx
+    import onnxruntime
+
+    found = {}
+    for tensor in onnx.load_model_from_string(graph).graph.initializer:
+        where = {entry.key: entry.value for entry in tensor.external_data}
+        if where:
+            dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+            value = numpy.frombuffer(weights, dtype, math.prod(tensor.dims), int(where["offset"])).reshape(tensor.dims)
+            make = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type
+            found[tensor.name] = make(value, tensor.data_type)
+    return found
 
 
 def _on_top_of(tensor: torch.Tensor) -> Any:

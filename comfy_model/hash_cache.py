@@ -139,7 +139,7 @@ def _entries() -> dict[str, str]:
         entries = read_json(_folder / FILE_NAME, NOTES)
     except (OSError, ValueError):
         return {}
-    return entries if isinstance(entries, dict) else {}
+    return {key: value for key, value in entries.items() if isinstance(value, str)} if isinstance(entries, dict) else {}
 
 
 def _change(change: Callable[[dict[str, str]], object]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ..architectures.shapes import Examples
-from ..backends import Progress, gpu_of
+from ..backends import Progress, gpu_of, why_refused
 from ..backends.lookup import refusal_for
 from ..comfy_model.hash_cache import source_of
 from ..comfy_model.network import NativeNetwork
@@ -178,7 +178,7 @@ def _existing(order: BuildOrder, library: Library, identity: EngineIdentity) -> 
     def usable(manifest: Manifest) -> Fallback | None:
         if order.backend.unavailable(order.target_device) is not None:
             return None
-        return order.backend.refuses(manifest, order.target_device)
+        return why_refused(order.backend, manifest, order.target_device)
 
     return library.exact(identity, usable, gpu_of(order.target_device))
 
@@ -229,7 +229,6 @@ class _Build:
         try:
             manifest, record = self._make(folder, structure, dtype)
             engine = self.library.publish(folder, manifest, lambda: self.progress("saving", 0.99), record)
-            trust.remember_contents(engine)
         finally:
             self.library.discard(folder)
         log.info(

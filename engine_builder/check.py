@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..backends import Progress, gpu_of
+from ..backends import Progress, gpu_of, why_refused
 from ..comfy_model.snapshot import write_structure, write_weights
 from ..engine_library import (
     Engine,
@@ -49,7 +49,7 @@ def unchecked_engine(order: BuildOrder, library: Library, identity: EngineIdenti
         gpu_of(device),
         layout=identity.layout,
     )
-    return library.unchecked(wanted, lambda manifest: backend.refuses(manifest, device))
+    return library.unchecked(wanted, lambda manifest: why_refused(backend, manifest, device))
 
 
 def check_engine(

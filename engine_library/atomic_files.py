@@ -342,7 +342,7 @@ def sweep(root: Path) -> list[str]:
     try:
         sweep_temporaries(root)
         found = {p if p.suffix != _LOCK_SUFFIX else p.with_suffix("") for p in root.glob(f"{BUILD_PREFIX}*")}
-        for folder in sorted(found):
+        for folder in sorted(path for path in found if not path.is_symlink()):
             lock = FileLock(_lock_path(folder))
             if not lock.acquire():
                 continue  # its process lives

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import schema
 from .fallback import Reason, Unavailable
 from .manifest import EngineFile, Manifest
 from .safe_files import open_regular, read_bytes
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 Check = Callable[[], None]
 """Called often during long work; may raise to stop it."""
+GRAPH_NAME, DATA_NAME = "model.onnx", "model.onnx.data"
+"""An exported graph, and its weights."""
 PARAMETERS_NAME = "parameters.json"
 """Beside the graph: its initialisers that hold the parameters of its network."""
 LIMITS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
@@ -60,7 +63,9 @@ class Engine:
         Raises:
             Unavailable: they are others, or the file is missing.
         """
-        expected = self.manifest.files[name]
+        expected = self.manifest.files.get(name)
+        if expected is None:
+            raise Unavailable(Reason.BROKEN_ENGINE, f"{self.folder.name} has no file {name}")
         try:
             contents = read_bytes(self.folder / name, expected.bytes)
         except OSError as error:
@@ -73,13 +78,25 @@ class Engine:
     def check_contents(self, check: Check | None = None) -> None:
         """Raise Unavailable when a file's contents are not those that were built. Reads everything, files in parallel.
 
-        ``trust.check_contents`` does so once per machine.
+        For people who ask. What is run is read by ``read_checked``: a file can change at any moment.
         """
         with ThreadPoolExecutor(max_workers=4) as pool:
             hashes = {name: pool.submit(file_sha256, self.folder / name, check) for name in self.manifest.files}
             for name, expected in self.manifest.files.items():
                 if hashes[name].result() != expected.sha256:
                     raise Unavailable(Reason.BROKEN_ENGINE, f"{self.folder.name}/{name} is damaged (its hash differs)")
+
+    def read_parameters(self) -> dict[str, str]:
+        """Return what ``write_parameters`` kept.
+
+        Raises:
+            Unavailable: there is no such file, or it is damaged.
+        """
+        try:
+            found = schema.loads(self.read_checked(PARAMETERS_NAME))
+            return dict(schema.strings(found, PARAMETERS_NAME))
+        except schema.MalformedInput as error:
+            raise Unavailable(Reason.BROKEN_ENGINE, f"{self.folder.name} cannot take weights ({error})") from error
 
 
 def describe_files(folder: Path, names: Sequence[str], check: Check | None = None) -> dict[str, EngineFile]:
@@ -101,18 +118,6 @@ def file_sha256(path: Path, check: Check | None = None) -> str:
 def write_parameters(folder: Path, initialisers: Mapping[str, str]) -> None:
     """Keep parameter name -> initialiser name; a parameter that the graph does not use has none."""
     (folder / PARAMETERS_NAME).write_text(json.dumps(dict(initialisers), indent=0), encoding="utf-8")
-
-
-def read_parameters(folder: Path) -> dict[str, str]:
-    """Read what ``write_parameters`` kept.
-
-    Raises:
-        OSError, ValueError: there is no such file, or it is damaged.
-    """
-    found = json.loads((folder / PARAMETERS_NAME).read_text(encoding="utf-8"))
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
-        raise ValueError(f"{PARAMETERS_NAME} holds no names")
-    return found
 
 
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:

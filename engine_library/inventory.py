@@ -14,8 +14,8 @@ from pathlib import Path
 from .disk import LibraryError, readable
 from .engine import Check, Engine
 from .fallback import Fallback, Reason, Unavailable
-from .library import Library, Usable
-from .manifest import MANIFEST_NAME, USE_NAME, Manifest, ManifestError
+from .library import Library, Usable, manifests
+from .manifest import USE_NAME, Manifest, ManifestError
 from .safe_files import open_regular
 
 READY, STALE, UNCHECKED, BROKEN = "ready", "stale", "unchecked", "broken"
@@ -73,10 +73,9 @@ def entries(library: Library, usable: Usable, stale: Stale, gpu: str = "") -> li
     """
     found: dict[str, Entry] = {}
     for root in library.roots:
-        for path in sorted(root.glob(f"*/{MANIFEST_NAME}")):
-            if not path.parent.name.startswith("."):
-                name = _free_name(path.parent.name, found)
-                found[name] = _entry(path, name, usable, stale, gpu)
+        for path in manifests(root):
+            name = _free_name(path.parent.name, found)
+            found[name] = _entry(path, name, usable, stale, gpu)
     return list(found.values())
 
 

@@ -6,6 +6,7 @@ An engine appears by one rename of a finished folder, so it is there wholly or n
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -16,7 +17,6 @@ from pathlib import Path
 from ..architectures.shapes import Profile
 from . import trust
 from .atomic_files import (
-    BUILD_PREFIX,
     FileLock,
     move,
     new_work_folder,
@@ -29,6 +29,7 @@ from .disk import LibraryError, readable
 from .engine import Check, Engine
 from .fallback import Fallback, Reason, Unavailable
 from .manifest import EXPORT_FORMAT, LAYOUT_PREFIX, MANIFEST_NAME, EngineIdentity, Manifest, ManifestError
+from .safe_files import others_may_write
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,12 @@ class EngineQuery:
     layout: str = ""
 
 
+def manifests(root: Path) -> list[Path]:
+    """List the manifests in a folder of the library: those of all engines there, served or not. Hidden folders are no
+    engines: builds are among them."""
+    return [path for path in sorted(root.glob(f"*/{MANIFEST_NAME}")) if not path.parent.name.startswith(".")]
+
+
 class Library:
     """The engines under some folders; builds go to the first. Holds no state but the manifests it has read."""
 
@@ -70,14 +77,14 @@ class Library:
         # two names of one folder are one: its engines would be there twice
         self.roots = list({os.path.realpath(root): root for root in reversed(roots)}.values())[::-1]
         self._read: dict[Path, tuple[tuple[int, int], Engine | None]] = {}
+        for root in self.roots:
+            warn_of_others(root)
 
     def engines(self) -> list[Engine]:
         """Return every engine with a readable manifest, in a stable order."""
         seen = {}
         for root in self.roots:
-            for path in sorted(root.glob(f"*/{MANIFEST_NAME}")):
-                if path.parent.name.startswith(BUILD_PREFIX):
-                    continue
+            for path in manifests(root):
                 try:
                     stat = path.stat()
                 except OSError:
@@ -199,13 +206,18 @@ class Library:
             log.warning("Hybrid TRT: %s. This engine is ignored; build it again or delete its folder.", error)
             return None
 
+    def sweep(self) -> None:
+        """Remove what dead processes left in its folders: builds, and engines that they were deleting."""
+        for root in self.roots:
+            sweep(root)
+
     def building_folder(self) -> Path:
         """Make an empty folder inside the library, invisible to ``engines`` until ``publish``.
 
         Raises:
             LibraryError: the library cannot be written.
         """
-        sweep(self.roots[0])
+        self.sweep()
         try:
             return new_work_folder(self.roots[0])
         except OSError as error:
@@ -287,3 +299,14 @@ def _rank(engine: Engine, wanted: EngineQuery, pace: float | None) -> tuple:
     covers = wanted.covers(engine) if wanted.covers else profile.contains(wanted.profile.only(profile.ranges))
     backend, weights = wanted.backends.index(identity.backend), wanted.weights.index(identity.weights)
     return slow, not covers, pace is None, pace or 0.0, backend, weights, profile.volume()
+
+
+@functools.cache
+def warn_of_others(root: Path) -> None:
+    """Say once that other users may write to a folder of the library."""
+    if others_may_write(root):
+        log.warning(
+            "Hybrid TRT: other users may write to the engine library in %s. What they put there never runs, but they "
+            "could slip it into a build; take that right from them, or let 'trt_engines' in extra_model_paths.yaml "
+            "name a folder of your own", root,
+        )  # fmt: skip

@@ -18,6 +18,8 @@ from . import schema
 _CAREFUL = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 OTHERS = 0o077
 """The rights of everybody but the owner."""
+WRITABLE = 0o022
+"""Their right to write."""
 SMALL, NOTES = 1 << 20, 1 << 25
 """Most bytes of a file of settings, and of notes on many models or nodes."""
 
@@ -50,6 +52,30 @@ def is_private(descriptor: int, path: Path) -> bool:
     if not found.st_mode & OTHERS:
         return found.st_uid in (0, os.geteuid()) or os.geteuid() == 0
     return not _keeps_rights(path.parent)
+
+
+def is_own_folder(folder: Path) -> bool:
+    """Tell whether nobody but this user, and root, can put files into a folder; makes it where it is missing."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return False
+    if not hasattr(os, "geteuid"):  # Windows, where temporary files are each user's own
+        return True
+    return stat.S_ISDIR(found.st_mode) and not found.st_mode & WRITABLE and found.st_uid in (0, os.geteuid())
+
+
+def others_may_write(folder: Path) -> bool:
+    """Tell whether every user may put files into a folder, or one whose it is; False where that cannot be told."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return False
+    if not hasattr(os, "geteuid"):  # Windows
+        return False
+    foreign = os.geteuid() != 0 and found.st_uid not in (0, os.geteuid())
+    return (foreign or bool(found.st_mode & stat.S_IWOTH)) and _keeps_rights(folder)
 
 
 def _keeps_rights(folder: Path) -> bool:

@@ -63,6 +63,13 @@ def table(
     return {key: read(entry, f"{what}.{key}") for key, entry in value.items()}
 
 
+def strings(value: object, what: str) -> Mapping[str, str]:
+    """A JSON object of strings."""
+    if not isinstance(value, dict) or not all(isinstance(entry, str) for entry in value.values()):
+        raise MalformedInput(f"{what} is no object of strings")
+    return value
+
+
 def sequence(value: object, what: str, most: int, read: Callable[[object, str], Value]) -> list[Value]:
     """A JSON array of up to ``most`` values of one kind."""
     if not isinstance(value, list) or len(value) > most:

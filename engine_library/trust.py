@@ -26,15 +26,15 @@ from .manifest import RECORD_NAME, Manifest
 from .safe_files import is_private, open_regular, read_json
 
 if TYPE_CHECKING:
-    from .engine import Check, Engine
+    from .engine import Engine
 
 log = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "HYBRID_TRT_KEY_FOLDER"
 KEY_LENGTH = 32
+SEAL = 64
+"""Characters of a signature."""
 BUILT, REFUSED = "built", "refused"
-MAX_KEPT = 1000
-"""Engines whose files are known to be unchanged; the oldest are forgotten."""
 _NAMES = ("verdict", "why", "parity", "gpu")
 
 
@@ -68,8 +68,6 @@ BUILT_HERE = Record(BUILT)
 _known: dict[str, tuple[tuple, Record | None]] = {}
 _unkept: dict[tuple[str, str], Record] = {}
 """Records of engines whose signature could not be written, until this process ends."""
-_hashed: dict[str, list] = {}
-"""State of the files that this process knows to be intact, by the engine's folder."""
 
 
 def keep(folder: Path, manifest: Manifest, record: Record, home: Path | None = None) -> None:
@@ -235,6 +233,26 @@ def is_signed(text: str, signature: object) -> bool:
     return key is not None and isinstance(signature, str) and hmac.compare_digest(signature, _digest(key, text))
 
 
+def seal(contents: bytes, what: str) -> bytes:
+    """Return contents with a signature before them, which is of what they are, too.
+
+    Raises:
+        OSError: as ``sign``.
+    """
+    return sign(_sealed(contents, what)).encode() + contents
+
+
+def unseal(sealed: bytes, what: str) -> bytes | None:
+    """Return the contents of ``seal``; None where they were not sealed here, or as something else."""
+    signature, contents = sealed[:SEAL], sealed[SEAL:]
+    ours = is_signed(_sealed(contents, what), signature.decode("ascii", "replace"))
+    return contents if ours else None
+
+
+def _sealed(contents: bytes, what: str) -> str:
+    return json.dumps([what, hashlib.sha256(contents).hexdigest()])
+
+
 def key_stamp() -> tuple[int, int] | None:
     """Return a value that changes when the secret does; None where there is none."""
     try:
@@ -294,60 +312,3 @@ def _claim(temporary: Path, path: Path) -> None:
         pass
     except OSError:  # no links on this disk
         replace(temporary, path)
-
-
-# --- files that were hashed here: an engine of gigabytes is read once, not at every start ---
-
-
-def check_contents(engine: Engine, check: Check | None = None) -> None:
-    """Hash an engine's files unless that was done on this machine and they have not changed since.
-
-    A file counts as unchanged while its size, its times and its inode are the same. The time of the last change
-    (``ctime``) cannot be set back; on Windows it is that of the making.
-
-    Raises:
-        Unavailable: they are not those that were built.
-    """
-    before = _files_state(engine)
-    if before == _hashed.get(str(engine.folder)) or before == _read_hashed(engine):
-        _hashed[str(engine.folder)] = before
-        return
-    engine.check_contents(check)
-    if _files_state(engine) == before:
-        remember_contents(engine)
-
-
-def remember_contents(engine: Engine) -> None:
-    """Remember that the files have the hashes of the manifest; the caller has just written or read them."""
-    state = _hashed[str(engine.folder)] = _files_state(engine)
-    with contextlib.suppress(OSError):  # costs time only
-        path = _hashed_path(engine)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, json.dumps(state))
-        kept = sorted(path.parent.glob("*.json"), key=lambda p: p.stat().st_mtime)
-        for old in kept[:-MAX_KEPT]:
-            old.unlink()
-
-
-def _files_state(engine: Engine) -> list:
-    """Return which hashes are expected of which files in which state, as JSON gives it back."""
-    state: list = [engine.manifest.digest]
-    for name in engine.manifest.files:
-        try:
-            stat = (engine.folder / name).stat()
-        except OSError:
-            return [*state, name]
-        state.append([name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev])
-    return state
-
-
-def _read_hashed(engine: Engine) -> list | None:
-    try:
-        return read_json(_hashed_path(engine))
-    except (OSError, schema.MalformedInput):
-        return None
-
-
-def _hashed_path(engine: Engine) -> Path:
-    name = hashlib.sha256(str(engine.folder.absolute()).encode(errors="replace")).hexdigest()[:40]
-    return key_folder() / "verified" / f"{name}.json"

@@ -9,7 +9,6 @@ import folder_paths
 
 from ..comfy_model import hash_cache
 from ..engine_library import Library
-from ..engine_library.atomic_files import sweep
 
 FOLDER_KEY = "trt_engines"
 
@@ -19,10 +18,10 @@ folder_paths.add_model_folder_path(FOLDER_KEY, str(Path(folder_paths.models_dir)
 
 @cache
 def _library(roots: tuple[str, ...]) -> Library:
-    folder = Path(roots[0])
-    sweep(folder)
-    hash_cache.use(folder)
-    return Library([Path(root) for root in roots])
+    found = Library([Path(root) for root in roots])
+    found.sweep()
+    hash_cache.use(Path(roots[0]))
+    return found
 
 
 def library() -> Library:

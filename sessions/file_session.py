@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from comfy import model_management
 
 from ..architectures import profile_words, symbols_of
 from ..architectures.calls import AsyncInputs
 from ..architectures.shapes import Profile, Shape, ShapeMismatch, bind, outside
 from ..comfy_model.module_copy import ReplacedForward
 from ..engine_library import Engine, Fallback, Reason, Unavailable, trust
+from ..engine_library.disk import gigabytes
 from .cuda_capture import Capture
 from .cuda_graphs import GraphCache
 from .gpu_memory import EVERYTHING, is_out_of_memory, make_room, no_room, with_room
@@ -170,10 +172,7 @@ class FileSession:
         """
         if self._runner is not None:
             return
-        try:
-            self._verify()
-        except OSError as error:  # deleted since it was looked up, or its disk is gone
-            raise Unavailable(Reason.BROKEN_ENGINE, f"{self.name} cannot be read ({error})") from error
+        self._check()
         started = time.perf_counter()
         try:
             self._runner = with_room(self.bytes, self.device, lambda: self._load(self.engine, self.device))
@@ -333,10 +332,18 @@ class FileSession:
             self._zeros[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
         return self._zeros[key]
 
-    def _verify(self) -> None:
-        """Check sizes at every load, and contents once per machine for files that have not changed since."""
+    def _check(self) -> None:
+        """Raise Unavailable where the engine must not be opened here, or there is no memory to read its files."""
         self.engine.check_sizes()
-        trust.check_contents(self.engine)
+        if (refusal := trust.why_unusable(self.engine)) is not None:
+            raise Unavailable.of(refusal)
+        needed, free = self.engine.manifest.bytes, model_management.get_free_memory(torch.device("cpu"))
+        if free < needed:
+            raise Unavailable(
+                Reason.ENGINE_FAILED,
+                f"opening {self.name} takes {gigabytes(needed)} of main memory, and {gigabytes(free)} are free",
+                advice="close other programs, and run again",
+            )
 
 
 def file_session(

@@ -14,7 +14,6 @@ from ..comfy_model.weight_formats import cast_when_called
 from ..comfy_model.weight_hash import edition_of, own_hash, value_of
 from ..comfy_model.weight_patches import acting, all_same, version_of
 from ..engine_library import Engine, Reason, Unavailable, trust
-from ..engine_library.engine import read_parameters
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -45,10 +44,7 @@ class EngineWeights:
         self._device = network.device
         self._dtype = getattr(torch, engine.manifest.identity.precision)
         self._label = network.label
-        try:
-            self._initialisers = read_parameters(engine.folder)
-        except (OSError, ValueError) as error:
-            raise Unavailable(Reason.BROKEN_ENGINE, f"{engine.folder.name} cannot take weights ({error})") from error
+        self._initialisers = engine.read_parameters()
         strange = self._initialisers.keys() - {name for name, _ in network.module.named_parameters()}
         if strange or not self._initialisers:
             what = f"wants a weight {min(strange)}" if strange else "takes no weights"

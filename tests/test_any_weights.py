@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from hybrid_trt.comfy_model.hash_cache import source_changed
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.comfy_model.structure_hash import structure_hash
 from hybrid_trt.engine_builder.jobs import BuildQueue
-from hybrid_trt.engine_library import Reason
+from hybrid_trt.engine_library import Engine, Reason, trust
+from hybrid_trt.engine_library.engine import describe_files
 from hybrid_trt.engine_library.manifest import LAYOUT_PREFIX
 from hybrid_trt.page_api.node_states import NodeStates
 from hybrid_trt.page_api.outlook import NodeRequest
@@ -234,16 +236,25 @@ def test_each_parameter_reaches_the_engine(tmp_path: Path, kind: str) -> None:
             parameters[name].data = weights[initialiser] = before[name]
 
 
+def signed_as_it_is(engine: Engine) -> None:
+    """As if it had been built with the files that it has now."""
+    manifest = replace(engine.manifest, files=describe_files(engine.folder, list(engine.manifest.files)))
+    (engine.folder / "manifest.json").write_text(json.dumps(manifest.to_json()))
+    trust.keep(engine.folder, manifest, trust.BUILT_HERE)
+
+
 def test_what_is_damaged_is_refused_with_a_sentence(tmp_path: Path) -> None:
     net = network("unet", "unlike_levels")
     engine = built(net, tmp_path)
     path = engine.folder / "parameters.json"
     for text, why in (("{}", "takes no weights"), ('{"strange.weight": "x"}', "wants a weight strange.weight"),
-                      ("no JSON", "cannot take weights")):  # fmt: skip
+                      ("no JSON", "cannot take weights"), ('{"a": 1}', "cannot take weights")):  # fmt: skip
         path.write_text(text + " " * (engine.manifest.files["parameters.json"].bytes - len(text)))
-        handle = handle_of(net, tmp_path)
-        assert (handle.session, handle.fallback.reason) == (None, Reason.BROKEN_ENGINE)
-        assert why in handle.fallback.detail
+        for told in ("its hash differs", why):
+            handle = handle_of(net, tmp_path)
+            assert (handle.session, handle.fallback.reason) == (None, Reason.BROKEN_ENGINE)
+            assert told in handle.fallback.detail
+            signed_as_it_is(engine)
 
 
 def test_a_refit_that_fails_leaves_native_to_serve_and_says_why(

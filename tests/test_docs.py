@@ -121,11 +121,12 @@ def test_the_documented_backend_runs_a_graph(tmp_path: Path) -> None:
     value = onnx.helper.make_tensor_value_info
     graph = onnx.helper.make_graph([onnx.helper.make_node("Add", ["x", "y"], ["z"])], "sum",
                                    [value(name, 1, [2]) for name in "xy"], [value("z", 1, [2])])
-    path = tmp_path / "graph.onnx"
+    path = tmp_path / "model.onnx"
     onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=10), path)
     request = types.SimpleNamespace(onnx=path)
-    assert backend.build(request, lambda phase, done: None) == ["graph.onnx"]
-    engine = types.SimpleNamespace(main_file=path, manifest=types.SimpleNamespace(device_bytes=8))
+    assert backend.build(request, lambda phase, done: None) == ["model.onnx"]
+    manifest = types.SimpleNamespace(device_bytes=8)
+    engine = types.SimpleNamespace(read_checked=lambda name: (tmp_path / name).read_bytes(), manifest=manifest)
     runner, out = backend.load(engine, torch.device("cpu")), torch.zeros(2)
     runner.run({"x": torch.ones(2), "y": torch.tensor([1.0, 2.0])}, {"z": out})
     assert out.tolist() == [2.0, 3.0]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import onnx
 import pytest
 import torch
 from any_weights import LIMIT, ORT, PROFILE, another, built, error, handle_of, lora, native, patched, served
@@ -27,7 +28,8 @@ class Keeping(RefittableRunner):
 
     def _open(self, options: Any) -> None:
         super()._open(options)
-        names = json.loads((self._path.parent / "parameters.json").read_text())
+        initialisers = onnx.load_model_from_string(self._graph).graph.initializer
+        names = {tensor.name.removeprefix("unet."): tensor.name for tensor in initialisers if tensor.external_data}
         self.kept = {i: self.built_with.get_parameter(name).detach().clone() for name, i in names.items()}
         super().refit(self.kept, self.kept.keys())
 

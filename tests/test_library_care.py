@@ -21,7 +21,7 @@ from fake_engine import publish_engine as publish
 from hybrid_trt.comfy_model import hash_cache
 from hybrid_trt.comfy_model.hash_cache import source_changed
 from hybrid_trt.engine_library import Fallback, Library, LibraryError, Manifest, Reason
-from hybrid_trt.engine_library.atomic_files import FileLock, new_work_folder, remove_work_folder, sweep
+from hybrid_trt.engine_library.atomic_files import REPLACED, FileLock, new_work_folder, remove_work_folder, sweep
 from hybrid_trt.engine_library.disk import Settings, check_limit, read_settings, write_settings
 from hybrid_trt.engine_library.inventory import BROKEN, READY, STALE, delete, entries, select, verify
 
@@ -221,6 +221,60 @@ def test_locks_and_leftovers_of_a_killed_process_are_free_at_once(tmp_path: Path
     assert str(holder.pid) in swept
     remove_work_folder(mine)
     assert contents(tmp_path) == []
+
+
+def test_leftovers_are_swept_in_every_folder_of_the_library(tmp_path: Path) -> None:
+    """A delete in a second folder leaves one there when it is killed."""
+    roots = [tmp_path / "first", tmp_path / "second"]
+    for root in roots:
+        (root / ".building-1-x").mkdir(parents=True)
+        (root / ".building-1-x" / "model.onnx").write_text("half")
+    library = Library(roots)
+    library.discard(library.building_folder())
+    assert [contents(root) for root in roots] == [[], []]
+
+
+def test_nothing_is_swept_by_way_of_a_link(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    (theirs / REPLACED / "an engine").mkdir(parents=True)
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / ".building-1-x").symlink_to(theirs)
+    sweep(library)
+    assert (theirs / REPLACED / "an engine").is_dir()
+    assert not (library / "an engine").exists()
+
+
+@pytest.mark.parametrize("name", [".hidden", "..b", ".building-of-mine"])
+def test_what_is_listed_nowhere_serves_nowhere(tmp_path: Path, name: str) -> None:
+    engine = publish(tmp_path)
+    assert (len(entries(Library([tmp_path]), lambda _: None, source_changed)), len(Library([tmp_path]).engines())) == (
+        1, 1)  # fmt: skip
+    engine.folder.rename(tmp_path / name)
+    assert entries(Library([tmp_path]), lambda _: None, source_changed) == Library([tmp_path]).engines() == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="rights are those of POSIX")
+@pytest.mark.parametrize(("mode", "owner", "warned"), [
+    (0o755, "own", False), (0o775, "own", False), (0o777, "own", True), (0o757, "own", True), (0o1777, "own", True),
+    (0o755, "another", True),
+])  # fmt: skip
+def test_a_library_that_others_may_write_is_told_once(
+    tmp_path: Path, mode: int, owner: str, warned: bool, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    root = tmp_path / "library"
+    root.mkdir()
+    root.chmod(mode)
+    if owner == "another":
+        if (me := os.geteuid()) == 0:
+            os.chown(root, 12345, -1)
+        monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    for _ in range(2):
+        Library([root])
+    told = [record.message for record in caplog.records if "other users may write" in record.message]
+    assert len(told) == (1 if warned else 0)
+    assert all(str(root) in text for text in told)
 
 
 def test_leftovers_are_swept_when_the_library_is_next_built_into(tmp_path: Path) -> None:

@@ -1,79 +1,58 @@
-"""Cost of opening an engine: hashed once per machine; and its use: a time of last use."""
+"""Opening an engine: its files are read and hashed each time; and its use: a time of last use."""
 
 from __future__ import annotations
 
 import os
-import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
+import torch
 from builds import read_only
+from comfy import model_management
 from fake_engine import publish_engine
 from hybrid_trt.comfy_model.hash_cache import source_changed
 from hybrid_trt.engine_library import Library, Unavailable, inventory, trust
-from hybrid_trt.engine_library import engine as engine_module
 from hybrid_trt.engine_library.inventory import entries
+from hybrid_trt.sessions.file_session import FileSession
 
 
 @pytest.fixture(autouse=True)
-def hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that were hashed; the machine is a new one."""
-    names: list[str] = []
-    real = engine_module.file_sha256
-
-    def counted(path: Path, *arguments: object) -> str:
-        names.append(path.name)
-        return real(path, *arguments)
-
-    monkeypatch.setattr(engine_module, "file_sha256", counted)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new one."""
     monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
-    monkeypatch.setattr(trust, "_hashed", {})
     monkeypatch.setattr(inventory, "_marked", {})
-    return names
 
 
-def restart() -> None:
-    """Forget what the process remembers."""
-    trust._hashed.clear()
-
-
-def test_an_engine_is_hashed_once_per_machine_and_again_when_it_changed(
-    tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_opened_is_read_anew_each_time_and_compared_with_what_was_built(tmp_path: Path) -> None:
+    """Neither its size nor its times prove a file."""
     engine = publish_engine(tmp_path / "library", b"\x08engine" * 1000)
-    hashed.clear()
-    trust.check_contents(engine)
-    assert sorted(hashed) == ["model.onnx", "parameters.json"]
     for _ in range(2):
-        restart()
-        trust.check_contents(engine)
-    assert len(hashed) == 2, "no start reads it again"
+        assert engine.read_checked("model.onnx") == b"\x08engine" * 1000
     stat = engine.main_file.stat()
     engine.main_file.write_bytes(b"\x08ENGINE" * 1000)
     os.utime(engine.main_file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    for _ in range(2):
-        restart()
-        with pytest.raises(Unavailable, match="its hash differs"):
-            trust.check_contents(engine)
+    with pytest.raises(Unavailable, match="its hash differs"):
+        engine.read_checked("model.onnx")
     engine.main_file.write_bytes(b"\x08engine" * 1000)
-    trust.check_contents(engine)
-    hashed.clear()
-    restart()
-    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "another machine"))
-    trust.check_contents(engine)
-    assert len(hashed) == 2
+    assert engine.read_checked("model.onnx")
 
 
-def test_gigabytes_open_in_no_time_when_warm(tmp_path: Path) -> None:
-    """2 GB of zeros that take no disk; sizes do not matter when nothing is read."""
+@pytest.mark.parametrize("name", ["manifest.json", "../model.onnx", "other"])
+def test_what_the_manifest_does_not_name_is_not_opened(tmp_path: Path, name: str) -> None:
     engine = publish_engine(tmp_path)
-    os.truncate(engine.main_file, 2 << 30)
-    trust.remember_contents(engine)
-    restart()
-    began = time.perf_counter()
-    trust.check_contents(engine)
-    assert time.perf_counter() - began < 0.1
+    with pytest.raises(Unavailable, match="has no file"):
+        engine.read_checked(name)
+
+
+def test_without_the_memory_to_read_it_an_engine_is_not_opened_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_management, "get_free_memory", lambda *_: 5)
+    session = FileSession(publish_engine(tmp_path), lambda *_: pytest.fail("it was opened"), torch.device("cpu"))
+    with pytest.raises(Unavailable, match="of main memory, and 0.0 MB are free") as refused:
+        session.load()
+    assert "close other programs" in refused.value.fallback.sentence()
 
 
 def test_a_use_is_remembered_once_a_minute_and_costs_nothing_where_it_cannot_be(tmp_path: Path) -> None:

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
+import shutil
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from builds import PROFILE, small_network
 from compiling import COMPILES
+from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor import compiled
+from hybrid_trt.backends.torch_inductor.cache_folder import keep_others_out
+from hybrid_trt.comfy_model import hash_cache
 from hybrid_trt.engine_builder.build import build_engine, run_here
+from hybrid_trt.engine_builder.command_line import workflows
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, Library, Unavailable, trust
 from hybrid_trt.engine_library.atomic_files import FileLock
 from hybrid_trt.engine_library.disk import FILE_NAME, Settings, read_settings
 from hybrid_trt.engine_library.inventory import last_used, mark_used
 from hybrid_trt.engine_library.manifest import MANIFEST_NAME, RECORD_NAME, USE_NAME, Manifest, ManifestError
-from hybrid_trt.engine_library.safe_files import read_bytes
+from hybrid_trt.engine_library.safe_files import is_own_folder, read_bytes
 from hybrid_trt.page_api import node_states
+from hybrid_trt.saved_workflows.graph import WorkflowError
+from hybrid_trt.sessions.file_session import FileSession
+from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir, triton_cache_dir
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="links and pipes are those of POSIX")
 
@@ -127,7 +138,25 @@ def test_a_file_without_end_is_not_read_whole(tmp_path: Path) -> None:
         read_bytes(huge, 1000)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 50_000, "[1, 2]", "null", '"x"', '{"a": {"label": 1}}'])
+TEXTS = ["[" * 100_000, '{"a": ' * 50_000, "[1, 2]", "null", '"x"', "NaN", '{"a": {"label": 1}}', '{"limit_gb": [1]}',
+         json.dumps({json.dumps([{"path": "x"}]): ["no hash"]})]  # fmt: skip
+"""Files of JSON that hold something else than they should."""
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_settings_hashes_and_workflows_of_any_form_are_refused_and_end_nothing(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (FILE_NAME, hash_cache.FILE_NAME):
+        (tmp_path / name).write_text(text)
+    assert read_settings(tmp_path) == Settings()
+    monkeypatch.setattr(hash_cache, "_folder", tmp_path)
+    assert hash_cache.known_hashes({"path": "x"}) == set()
+    with pytest.raises(WorkflowError):
+        workflows._read(tmp_path / FILE_NAME)
+
+
+@pytest.mark.parametrize("text", TEXTS)
 def test_notes_on_nodes_of_any_form_let_the_pack_load(text: str, tmp_path: Path) -> None:
     (tmp_path / node_states.FILE_NAME).write_text(text)
     assert not node_states._read(tmp_path / node_states.FILE_NAME)
@@ -162,13 +191,56 @@ def test_a_secret_is_no_link_to_a_file_that_others_know(tmp_path: Path, monkeypa
     assert not trust.is_signed("text", trust._digest(b"k" * trust.KEY_LENGTH, "text"))
 
 
+def put_folder(path: Path, kind: str, elsewhere: Path) -> None:
+    if kind == "link":
+        elsewhere.mkdir()
+        path.symlink_to(elsewhere)
+    elif kind == "file":
+        path.write_text("")
+    else:
+        path.mkdir()
+        path.chmod({"own": 0o755, "foreign": 0o755, "open": 0o777, "shared": 0o775}[kind])
+    if kind == "foreign":
+        os.chown(path, 12345, -1)
+
+
+@pytest.mark.parametrize("variable", ["", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
+@pytest.mark.parametrize("kind", ["own", "foreign", "open", "shared", "link", "file"])
+def test_what_torch_compiles_is_kept_where_nobody_else_can_write(
+    kind: str, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It runs what it finds there under a name that everybody can work out."""
+    if kind == "foreign" and os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    usual = Path(default_cache_dir()) if variable == "" else tmp_path / "named"
+    put_folder(usual, kind, tmp_path / "elsewhere")
+    if variable:
+        monkeypatch.setenv(variable, str(usual))
+    with torch._inductor.config.patch(cpp_cache_precompile_headers=True):
+        for _ in range(2):
+            keep_others_out()
+        headers = torch._inductor.config.cpp_cache_precompile_headers
+    assert headers == (kind == "own" or variable == "TRITON_CACHE_DIR")
+    inductor, triton = Path(cache_dir()), Path(triton_cache_dir(0))
+    assert ((triton if variable == "TRITON_CACHE_DIR" else inductor) == usual) == (kind == "own")
+    for folder in (inductor, triton):
+        assert is_own_folder(folder)
+        assert (folder.stat().st_mode & 0o022, folder.stat().st_uid) == (0, os.geteuid())
+    warned = "others may write" in caplog.text
+    assert warned == (kind != "own")
+    assert not list((tmp_path / "elsewhere").glob("*"))
+
+
 def test_what_is_run_is_made_of_the_very_bytes_that_were_checked(engine: Engine) -> None:
     """Neither its size nor its time tells that a file was changed through a mapping."""
     name = next(iter(engine.manifest.files))
     path = engine.folder / name
     before, contents = path.stat(), engine.read_checked(name)
     assert contents == path.read_bytes()
-    trust.check_contents(engine)
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
         mapped[-1] ^= 1
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -177,6 +249,53 @@ def test_what_is_run_is_made_of_the_very_bytes_that_were_checked(engine: Engine)
             engine.read_checked(name)
     finally:
         path.write_bytes(contents)
+
+
+@pytest.fixture
+def given() -> dict[str, torch.Tensor]:
+    net = small_network()
+    return sample_inputs(net.architecture().inputs(net.module, "float32"), PROFILE.sizes("opt"), seed=3)
+
+
+@pytest.fixture
+def kept(engine: Engine, tmp_path: Path) -> Iterator[None]:
+    """The engine's files are put back afterwards."""
+    for name in engine.manifest.files:
+        shutil.copy2(engine.folder / name, tmp_path / name)
+    yield
+    for name in engine.manifest.files:
+        shutil.copy2(tmp_path / name, engine.folder / name)
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data"])
+def test_an_open_engine_computes_the_same_whatever_becomes_of_its_files(
+    name: str, engine: Engine, given: dict[str, torch.Tensor], kept: None
+) -> None:
+    session, path = FileSession(engine, backends()["onnxruntime"].load, torch.device("cpu")), engine.folder / name
+    before = session.run(given)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        mapped[:] = bytes(len(mapped))
+    for change in (lambda: None, lambda: os.truncate(path, 0), path.unlink):
+        change()
+        again = session.run(given)
+        assert all(torch.equal(again[output], value) for output, value in before.items())
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.onnx.data"])
+def test_a_file_that_was_changed_through_a_mapping_is_not_opened_again(
+    name: str, engine: Engine, given: dict[str, torch.Tensor], kept: None
+) -> None:
+    session, path = FileSession(engine, backends()["onnxruntime"].load, torch.device("cpu")), engine.folder / name
+    session.run(given)
+    session.unload()
+    before = path.stat()
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        session.load()
+        session.unload()
+        mapped[-1] ^= 1
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        with pytest.raises(Unavailable, match="its hash differs"):
+            session.run(given)
 
 
 @pytest.mark.slow
@@ -188,7 +307,6 @@ def test_a_compiled_file_that_was_changed_through_a_mapping_does_not_run(tmp_pat
     engine = build_engine(BuildOrder(small_network(), "float32", PROFILE, backend), library, lambda *_: None)
     sizes = backend.sizes(engine)[0]
     assert backend.open_live(engine, sizes)
-    trust.check_contents(engine)
     name = compiled.file_name(sizes)
     path = engine.folder / name
     before = path.stat()

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import networks
 import pytest
@@ -272,6 +273,16 @@ def test_a_bad_timing_cache_is_replaced_and_an_input_that_the_exporter_dropped_i
     trt_build.build_engine_file(RTX.flavour, request, ignore, timing_cache=path)
     assert path.read_bytes() != b"no timings"
     assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_timings_that_this_machine_did_not_sign_are_not_read(tmp_path: Path) -> None:
+    path, builder = tmp_path / ".timing-x.cache", Mock()
+    path.write_bytes(b"timings")
+    assert trt_build._timings(builder, path) == b""
+    builder.create_builder_config.assert_not_called()
+    trt_build._save_timings(path, b"timings")
+    assert trt_build._timings(builder, path) == b"timings"
+    assert trt_build._timings(builder, path.rename(tmp_path / ".timing-y.cache")) == b""
 
 
 def test_timings_that_cannot_be_kept_fail_no_build_for_a_gpu_that_is_not_here(

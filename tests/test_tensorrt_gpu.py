@@ -224,6 +224,7 @@ def test_a_damaged_plan_never_runs(backend: object, pair: dict, told: bool, tmp_
     plan.write_bytes(plan.read_bytes()[: plan.stat().st_size // 2])
     manifest = replace(engine.manifest, files=describe_files(folder, list(engine.manifest.files)))
     damaged = Engine(folder, manifest if told else engine.manifest)
+    trust.keep(folder, damaged.manifest, trust.BUILT_HERE)
     session = FileSession(damaged, backend.load, GPU)
     with pytest.raises(Unavailable) as refused:
         session.run(inputs_of(engine, calls_of(engine)[0], 13))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import mmap
+import os
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,23 +16,47 @@ import networks
 import pytest
 import tensorrt_rtx as trt
 import torch
+from fake_engine import publish_engine
 from hybrid_trt.architectures.shapes import TensorSpec
 from hybrid_trt.backends.tensorrt import build as messages
 from hybrid_trt.backends.tensorrt import runner as trt_runner
-from hybrid_trt.engine_library import Reason, Unavailable
+from hybrid_trt.engine_library import Engine, Reason, Unavailable
 
 pytestmark = pytest.mark.tensorrt
 
 
+def an_engine(folder: Path, contents: bytes = b"an engine") -> Engine:
+    return publish_engine(folder, contents, name="engine.trt", backend="tensorrt_rtx")
+
+
+def test_tensorrt_is_given_the_very_bytes_that_were_checked_and_no_others(tmp_path: Path) -> None:
+    engine, runtime = an_engine(tmp_path, b"an engine" * 1000), Mock(spec=trt.Runtime)
+    path, (given,) = engine.folder / "engine.trt", (runtime.deserialize_cuda_engine,)
+
+    def change_the_file(contents: bytes) -> bytes:
+        path.write_bytes(b"another")
+        return contents[:]
+
+    given.side_effect = change_the_file
+    assert trt_runner.deserialise(runtime, "TensorRT-RTX", engine, []) == b"an engine" * 1000
+    path.write_bytes(b"an engine" * 1000)
+    before = path.stat()
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        mapped[-1] ^= 1
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    given.reset_mock()
+    with pytest.raises(Unavailable, match="its hash differs"):
+        trt_runner.deserialise(runtime, "TensorRT-RTX", engine, [])
+    given.assert_not_called()
+
+
 def test_a_file_that_is_no_engine_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "sd15_unet-x" / "engine.trt"
-    path.parent.mkdir()
-    path.write_bytes(b"this is no engine" * 1000)
+    engine = an_engine(tmp_path, b"this is no engine" * 1000)
     logger = messages.shared_logger(trt)
     with messages.collected_errors(logger) as errors, pytest.raises(Unavailable) as refused:
-        trt_runner.deserialise(trt.Runtime(logger), "TensorRT-RTX", path, errors)
+        trt_runner.deserialise(trt.Runtime(logger), "TensorRT-RTX", engine, errors)
     assert refused.value.fallback.reason in (Reason.BROKEN_ENGINE, Reason.ENGINE_FAILED)
-    assert "sd15_unet-x" in refused.value.fallback.detail
+    assert engine.folder.name in refused.value.fallback.detail
     assert "Serialization" in refused.value.fallback.detail
 
 
@@ -39,12 +65,10 @@ def test_a_file_that_is_no_engine_is_told(tmp_path: Path) -> None:
      Reason.WRONG_GPU),
     ("Error Code 1: Cuda Runtime (out of memory)", Reason.ENGINE_FAILED)])
 def test_tensorrts_own_refusal_of_a_gpu_is_told_from_other_errors(told: str, reason: Reason, tmp_path: Path) -> None:
-    path = tmp_path / "engine.trt"
-    path.write_bytes(b"an engine")
-    runtime = Mock(spec=trt.Runtime)
+    engine, runtime = an_engine(tmp_path), Mock(spec=trt.Runtime)
     runtime.deserialize_cuda_engine.return_value = None  # what an H200 gets, with that error
     with pytest.raises(Unavailable) as refused:
-        trt_runner.deserialise(runtime, "TensorRT-RTX", path, [told])
+        trt_runner.deserialise(runtime, "TensorRT-RTX", engine, [told])
     assert refused.value.fallback.reason is reason
     assert told in refused.value.fallback.detail
 
@@ -178,11 +202,11 @@ class FakeCache:
         return self.contents
 
 
-def jit_cache(path: Path) -> tuple[Any, FakeCache]:
+def jit_cache(path: Path, engine: str = "an engine") -> tuple[Any, FakeCache]:
     fake = FakeCache()
     config = Mock(spec=trt.IRuntimeConfig)
     config.create_runtime_cache.return_value = fake
-    made = trt_runner.JitCache(config, path)
+    made = trt_runner.JitCache(config, path, engine)
     config.set_runtime_cache.assert_called_once_with(fake)
     return made, fake
 
@@ -201,6 +225,22 @@ def test_kernels_are_kept_beside_the_engine_and_found_again(tmp_path: Path) -> N
     assert jit_cache(path)[1].contents == b"mine 1"
 
 
+def test_kernels_that_this_machine_did_not_sign_for_this_engine_are_not_used(tmp_path: Path) -> None:
+    """They are programs."""
+    path = tmp_path / "kernels.cache"
+    path.write_bytes(b"mine, says somebody")
+    assert jit_cache(path)[1].contents == b""
+    made, fake = jit_cache(path)
+    fake.contents = b"mine 1"
+    made.save()
+    assert jit_cache(path, "another engine")[1].contents == b""
+    kept = path.read_bytes()
+    path.write_bytes(kept[:-1] + b"2")
+    assert jit_cache(path)[1].contents == b""
+    path.write_bytes(kept)
+    assert jit_cache(path)[1].contents == b"mine 1"
+
+
 @pytest.mark.parametrize("contents", [b"", b"another GPU's", b"\0" * 1000])
 def test_a_kernel_file_that_does_not_fit_is_replaced(tmp_path: Path, contents: bytes) -> None:
     path = tmp_path / "kernels.cache"
@@ -209,7 +249,7 @@ def test_a_kernel_file_that_does_not_fit_is_replaced(tmp_path: Path, contents: b
     assert fake.contents == b""
     fake.contents = b"mine 2"
     made.save()
-    assert path.read_bytes() == b"mine 2"
+    assert jit_cache(path)[1].contents == b"mine 2"
 
 
 def test_a_library_that_cannot_be_written_to_is_no_failure(tmp_path: Path) -> None:

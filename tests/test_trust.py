@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from builds import order, read_only, small_network
 from fake_engine import publish_engine
 from hybrid_trt.architectures.image_latent import ANY
 from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.backends import backends
+from hybrid_trt.backends.lookup import look_up_known, refusals
 from hybrid_trt.comfy_model.hash_cache import source_changed
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
@@ -93,6 +95,26 @@ def test_what_was_built_here_serves_and_what_came_from_elsewhere_is_to_be_built_
     assert refused.value.fallback.reason is Reason.STALE_ENGINE
     assert "build it again" in refused.value.fallback.sentence()
     assert Library([tmp_path / "foreign"]).unchecked(wanted, lambda _: None) is None, "no check makes it serve"
+
+
+@pytest.mark.parametrize("made_here", [True, False])
+@pytest.mark.parametrize(("backend", "name"), [
+    ("tensorrt", "engine.data"), ("tensorrt", "plan"), ("tensorrt", "model.onnx"), ("tensorrt_rtx", "engine.data"),
+    ("onnxruntime", "engine.trt"), ("torch", "engine.data"), ("torch", "model.onnx"), ("torch", "b2.bin"),
+])  # fmt: skip
+def test_an_engine_with_a_file_of_a_name_that_its_backend_never_writes_is_broken(
+    tmp_path: Path, backend: str, name: str, made_here: bool
+) -> None:
+    engine = publish_engine(tmp_path, name=name, backend=backend, made_here=made_here)
+    (entry,) = entries(Library([tmp_path]), refusals(torch.device("cpu")), source_changed)
+    assert (entry.state, f"has a file {name}" in entry.reason) == (BROKEN, True)
+    made = engine.manifest.identity
+    wanted = EngineQuery(made.architecture, [made.weights], made.precision, made.profile)
+    try:
+        found = look_up_known(Library([tmp_path]), wanted, backend, torch.device("cpu"))
+    except Unavailable:
+        return
+    assert (backend, [*found.engines, *found.live_engines]) == ("torch", []), "live weights serve without one"
 
 
 def test_an_engine_of_a_machine_that_lost_its_secret_is_stale_and_says_what_to_do(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from ...engine_library import Engine, Fallback, Manifest, Reason
+from ...engine_library.engine import PARAMETERS_NAME
 from ..file_backend import FileBackend
+from .build import ENGINE_NAME
 from .flavour import Flavour, Gpu, import_flavour, missing
 from .runner import TensorRTRunner
 
@@ -14,6 +16,7 @@ class TensorRTBackend(FileBackend):
     """The part of the backend protocol in which the two flavours agree; they differ in GPUs and in targets."""
 
     flavour: Flavour
+    file_names = (ENGINE_NAME, PARAMETERS_NAME)
     refits = True
     keeps_weights = True
 

@@ -20,8 +20,9 @@ from types import ModuleType
 from typing import Any
 
 from ...architectures.shapes import TensorSpec
-from ...engine_library import BuildError, Unavailable
+from ...engine_library import BuildError, Unavailable, trust
 from ...engine_library.atomic_files import write_file
+from ...engine_library.safe_files import read_bytes
 from .. import BuildRequest, Progress
 from . import version8
 from .flavour import Flavour, import_flavour
@@ -75,6 +76,9 @@ ENGINE_NAME = "engine.trt"
 
 RTX_SWITCH = "POLYGRAPHY_USE_TENSORRT_RTX"
 RTX_MODULE = "tensorrt_rtx"
+
+MOST_TIMINGS = 1 << 28
+"""Bytes of a file of measured tactics."""
 
 REPORT_SECONDS = 0.1
 """TensorRT reports thousands of steps; this often one is passed on, and a cancel noticed."""
@@ -236,7 +240,10 @@ def _create_config(flavour: Flavour, capabilities: list[tuple[int, int]] | None,
 def _timings(builder: Any, path: Path) -> bytes:
     """Contents of a timing cache, or none when TensorRT cannot read it or there is no such file."""
     try:
-        contents = path.read_bytes()
+        contents = trust.unseal(read_bytes(path, MOST_TIMINGS), path.name)
+        if contents is None:
+            log.debug("%s was not signed here: tactics are measured anew", path)
+            return b""
         if builder.create_builder_config().create_timing_cache(contents) is not None:
             return contents
         why = "it is damaged or another version's"
@@ -248,7 +255,7 @@ def _timings(builder: Any, path: Path) -> bytes:
 
 def _save_timings(path: Path, contents: bytes) -> None:
     try:
-        write_file(path, contents)
+        write_file(path, trust.seal(contents, path.name))
     except OSError as error:
         log.debug("%s was not saved (%s): the next build measures anew", path, error)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import re
 import weakref
 from collections.abc import Collection, Mapping
@@ -14,33 +13,43 @@ from typing import Any
 
 import torch
 
-from ...engine_library import Engine, Reason, Unavailable
+from ...engine_library import Engine, Reason, Unavailable, trust
 from ...engine_library.atomic_files import write_file
+from ...engine_library.safe_files import read_bytes
 from . import version8
-from .build import collected_errors, last_errors, shared_logger
+from .build import ENGINE_NAME, collected_errors, last_errors, shared_logger
 from .flavour import Gpu
 
 log = logging.getLogger(__name__)
 
+MOST_KERNELS = 1 << 30
+"""Bytes of a file of kernels."""
+
+
 class JitCache:
     """The runtime cache of one execution context and its file.
 
-    The file is no part of the engine: it is in no manifest, and whatever is wrong with it costs time only.
+    The file is no part of the engine: it is in no manifest, and whatever is wrong with it costs time only. It holds
+    programs, so one that this machine did not sign is not used.
     """
 
-    def __init__(self, config: Any, path: Path):
-        """Attach a cache to an IRuntimeConfig, filled from ``path`` when the file is there and fits this GPU."""
-        self._path = path
+    def __init__(self, config: Any, path: Path, engine: str):
+        """Attach a cache to an IRuntimeConfig, filled from ``path`` when the file is there and fits this GPU.
+
+        Args:
+            engine: digest of the manifest of the engine whose kernels they are.
+        """
+        self._path, self._what = path, f"kernels of {engine}"
         self._cache = config.create_runtime_cache()
         self._saved = self._load()
         config.set_runtime_cache(self._cache)
 
     def _load(self) -> bytes:
         try:
-            contents = self._path.read_bytes()
-            if self._cache.deserialize(contents):
+            contents = trust.unseal(read_bytes(self._path, MOST_KERNELS), self._what)
+            if contents is not None and self._cache.deserialize(contents):
                 return contents
-            why = "it is of another GPU, driver or version"
+            why = "it is of another machine, GPU, driver or version"
         except Exception as error:
             why = str(error)
         log.debug("%s is not used (%s): kernels are compiled anew", self._path, why)
@@ -51,7 +60,7 @@ class JitCache:
         try:
             contents = bytes(self._cache.serialize())
             if contents and contents != self._saved:
-                write_file(self._path, contents)
+                write_file(self._path, trust.seal(contents, self._what))
                 self._saved = contents
         except Exception as error:
             log.debug("%s was not saved (%s): kernels are compiled again at the next start", self._path, error)
@@ -197,7 +206,7 @@ class OpenedEngine:
         self.jit_cache: JitCache | None = None
         with collected_errors(self.logger) as errors:
             self._runtime = trt.Runtime(self.logger)
-            self._engine = deserialise(self._runtime, title, engine.main_file, errors)
+            self._engine = deserialise(self._runtime, title, engine, errors)
             self.inputs = _check_tensors(trt, engine, self._engine)
         self._old = version8.is_version8(trt)
         self.scratch_bytes: int = (
@@ -209,7 +218,7 @@ class OpenedEngine:
         if hasattr(trt, "IRuntimeCache"):
             self._config = self._engine.create_runtime_config()
             self._config.set_execution_context_allocation_strategy(self._strategy)
-            self.jit_cache = JitCache(self._config, _jit_cache_path(engine, device))
+            self.jit_cache = JitCache(self._config, _jit_cache_path(engine, device), engine.manifest.digest)
 
     def new_context(self) -> Any:
         """A context whose scratch memory is ours to give, or None where there is no room for it."""
@@ -268,27 +277,24 @@ class _Context:
         self._opened = None
 
 
-def deserialise(runtime: Any, title: str, path: Path, errors: list[str]) -> Any:
-    """The ICudaEngine in a file.
+def deserialise(runtime: Any, title: str, engine: Engine, errors: list[str]) -> Any:
+    """The ICudaEngine in an engine's file, read into memory: TensorRT sees the very bytes that were checked.
 
     Raises:
-        Unavailable: the file is no engine of this version, or this machine cannot run it; has TensorRT's errors.
+        Unavailable: the file is not the one that was built, or no engine of this version, or this machine cannot run
+            it; has TensorRT's errors.
     """
-    with (
-        path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as contents,  # no second copy of gigabytes
-    ):
-        engine = runtime.deserialize_cuda_engine(contents)
-    if engine is None:
+    native = runtime.deserialize_cuda_engine(engine.read_checked(ENGINE_NAME))
+    if native is None:
         told = last_errors(errors)
         if "Serialization" in told:
             raise Unavailable(
-                Reason.BROKEN_ENGINE, f"{path.parent.name}/{path.name} is not an engine of this {title} ({told})"
+                Reason.BROKEN_ENGINE, f"{engine.folder.name}/{ENGINE_NAME} is not an engine of this {title} ({told})"
             )
         # the lists of GPUs in our backends may be older than the library: its own word counts too
         reason = Reason.WRONG_GPU if "compute capability" in told else Reason.ENGINE_FAILED
-        raise Unavailable(reason, f"{title} cannot open {path.parent.name} here ({told})")
-    return engine
+        raise Unavailable(reason, f"{title} cannot open {engine.folder.name} here ({told})")
+    return native
 
 
 def _check_tensors(trt: ModuleType, engine: Engine, native: Any) -> frozenset[str]:

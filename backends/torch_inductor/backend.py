@@ -75,6 +75,9 @@ class TorchBackend:
             return Fallback(Reason.STALE_ENGINE, f"it was compiled by torch {identity.backend_version}")
         return None
 
+    def writes(self, name: str) -> bool:
+        return compiled.is_file_name(name)
+
     def build_memory(self, weights: int) -> int:
         return 0
 

@@ -10,6 +10,7 @@ import functools
 import gc
 import logging
 import pickle
+import re
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +22,7 @@ import torch
 from ...comfy_model.torch_kernels import best_attention
 from .. import Submit
 from . import inductor_tuning, late_inputs, parts, quantised_graph
+from .cache_folder import keep_others_out
 
 if TYPE_CHECKING:
     from .free_sizes import FreeSizes
@@ -35,6 +37,8 @@ OLDEST_TORCH = (2, 11)
 
 PARTS_HEADER = b"compiled in parts\n"
 """First bytes of a file that holds several of Inductor's."""
+
+_FILE_NAME = re.compile(r"[A-Z]{1,4}[0-9]*(-[A-Z]{1,4}[0-9]*)*\.bin")
 
 FORMAT = 6
 """Raise this when older files would be called wrongly or run much slower: they become stale."""
@@ -117,6 +121,7 @@ def compile_to_file(
         late: which of ``inputs``, by number, may come while it runs.
         free: what is left free; None for nothing.
     """
+    keep_others_out()
     let_kernels_be_recorded()  # who opens the file in this process may get these very kernels
     with torch.inference_mode(False), torch.no_grad(), best_attention(inputs[0].device, attention):
         graph, given = traced(function, weights, names, inputs, late, free=free)
@@ -157,6 +162,7 @@ def compile_in_parts(
 
 def compile_part(contents: bytes, attention: str | None) -> bytes:
     """Inductor's file of a part; this runs in the process that was chosen for it."""
+    keep_others_out()
     let_kernels_be_recorded()
     graph, given = parts.opened(contents)
     with (
@@ -247,6 +253,7 @@ def open_contents(contents: bytes) -> Compiled:
     """Open what such a file holds: a pickle, which the caller knows to be ours."""
     import torch._inductor.config
 
+    keep_others_out()
     let_kernels_be_recorded()
     # nothing is compiled here, and starting Inductor's pool of compilers would keep all cores busy for seconds
     with torch._inductor.config.patch(compile_threads=1), torch.inference_mode(False), torch.no_grad():
@@ -299,6 +306,11 @@ def file_name(symbols: Mapping[str, int], free: Collection[str] = ()) -> str:
     """
     parts = (symbol if symbol in free else f"{symbol}{size}" for symbol, size in sorted(symbols.items()))
     return "-".join(parts) + ".bin"
+
+
+def is_file_name(name: str) -> bool:
+    """Tell whether ``file_name`` gives such names."""
+    return bool(_FILE_NAME.fullmatch(name))
 
 
 def sizes_of(name: str) -> dict[str, int]:

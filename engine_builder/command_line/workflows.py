@@ -12,6 +12,7 @@ from typing import Any
 
 from ...architectures.shapes import SIZE_NAMES
 from ...backends import AUTO
+from ...engine_library import schema
 from ...engine_library.atomic_files import write_file
 from ...saved_workflows.accelerate import ENGINE_NODES, accelerate
 from ...saved_workflows.api_format import change_prompt, is_prompt
@@ -73,7 +74,7 @@ def _settings(options: Namespace) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = schema.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         raise WorkflowError(f"{path} is no JSON, so nothing was done; save the workflow in ComfyUI first.") from None
     if not is_prompt(data) and not (isinstance(data, dict) and isinstance(data.get("nodes"), list)):

@@ -15,10 +15,8 @@ import torch
 
 from ...architectures.shapes import TensorSpec, sample_inputs
 from ...comfy_model.snapshot import ALIGNMENT, Offsets
-from ...engine_library.engine import write_parameters
+from ...engine_library.engine import DATA_NAME, GRAPH_NAME, write_parameters
 
-GRAPH_NAME = "model.onnx"
-DATA_NAME = "model.onnx.data"
 OPSET = 17
 """The newest that TensorRT 8.6 reads."""
 _lock = threading.Lock()  # torch's exporter keeps global state

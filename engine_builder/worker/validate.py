@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from ...backends import Progress
 from ...comfy_model.comfyui_shims import import_comfyui
 from ...engine_library import BuildError, Engine, Manifest, Reason, Unavailable, ValidationFailed, yardstick
-from ...engine_library.engine import read_parameters
 from .task import Task, backend_of, function_of, tensors_of
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ def _changes(engine: Engine, keeps_weights: bool) -> list[list[str]]:
     """Return which initialisers get other weights, stage by stage."""
     if not engine.manifest.identity.any_weights:
         return [[]]
-    names = sorted(read_parameters(engine.folder).values())
+    names = sorted(engine.read_parameters().values())
     return [[], names[::2], names[1::2]] if keeps_weights else [names]
 
 
@@ -150,7 +149,7 @@ def _weights(engine: Engine, module: torch.nn.Module, changed: set[str]) -> dict
 
     generator = torch.Generator().manual_seed(7)
     parameters = {name: parameter.data for name, parameter in module.named_parameters()}
-    initialisers = read_parameters(engine.folder)
+    initialisers = engine.read_parameters()
     for name, initialiser in initialisers.items():
         factor = float(1 + SCALED * (2 * torch.rand((), generator=generator) - 1))
         if initialiser in changed:

@@ -41,6 +41,9 @@ class SizedBackend:
     def refuses(self, manifest: Any, device: Any) -> None:
         return None
 
+    def writes(self, name: str) -> bool:
+        return name.endswith(".bin")
+
     def build_memory(self, weights: int) -> int:
         return 0
 

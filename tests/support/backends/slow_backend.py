@@ -42,6 +42,9 @@ class SlowBackend:
     def refuses(self, manifest: Any, device: Any) -> None:
         return None
 
+    def writes(self, name: str) -> bool:
+        return name in ("engine.slow", "parameters.json")
+
     def build_memory(self, weights: int) -> int:
         return 0
 
