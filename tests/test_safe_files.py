@@ -22,7 +22,7 @@ from hybrid_trt.engine_library.disk import FILE_NAME, Settings, read_settings
 from hybrid_trt.engine_library.inventory import last_used, mark_used
 from hybrid_trt.engine_library.manifest import MANIFEST_NAME, RECORD_NAME, USE_NAME, Manifest, ManifestError
 from hybrid_trt.engine_library.safe_files import read_bytes
-from hybrid_trt.page_api import node_states
+from hybrid_trt.page_api import node_records
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="links and pipes are those of POSIX")
 
@@ -129,8 +129,8 @@ def test_a_file_without_end_is_not_read_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 50_000, "[1, 2]", "null", '"x"', '{"a": {"label": 1}}'])
 def test_notes_on_nodes_of_any_form_let_the_pack_load(text: str, tmp_path: Path) -> None:
-    (tmp_path / node_states.FILE_NAME).write_text(text)
-    assert not node_states._read(tmp_path / node_states.FILE_NAME)
+    (tmp_path / node_records.FILE_NAME).write_text(text)
+    assert not node_records.read_records(tmp_path / node_records.FILE_NAME)
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o660, 0o604])
