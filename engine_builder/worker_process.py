@@ -31,6 +31,8 @@ STARTING = "starting"
 
 STILL = 600.0
 """Seconds without a word or a second of processor time after which a child counts as hanging."""
+PATIENCE = 10.0
+"""Seconds that a killed child gets; later builds do not wait for longer."""
 LOOK = 2.0
 """Seconds between looks at its processor time."""
 
@@ -183,7 +185,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.kill()
         else:
             os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a disk ends when that answers
+        process.wait(PATIENCE)
     for pipe in (process.stdin, process.stdout, process.stderr):
         with contextlib.suppress(OSError):
             pipe.close()

@@ -142,9 +142,9 @@ VALUES = st.recursive(
 )
 NESTED = st.integers(1, 2000).map(lambda depth: b"[" * depth + b"]" * depth)
 IDS = [str(number) for number in range(1, 10)]
-CLASSES = ["TRTUNetEngine", "TRTControlNetEngine", "TRTVAEEngine", "TRTAccelerate", "TRTReport", "CheckpointLoaderSimple",
-           "KSampler", "SamplerCustomAdvanced", "CFGGuider", "EmptyLatentImage", "VAEDecode", "VAEDecodeTiled",
-           "VAEEncode", "PrimitiveInt", "LoraLoader", "ControlNetApplyAdvanced"]  # fmt: skip
+CLASSES = ["TRTUNetEngine", "TRTControlNetEngine", "TRTVAEEngine", "TRTAccelerate", "TRTReport",
+           "CheckpointLoaderSimple", "KSampler", "SamplerCustomAdvanced", "CFGGuider", "EmptyLatentImage", "VAEDecode",
+           "VAEDecodeTiled", "VAEEncode", "PrimitiveInt", "LoraLoader", "ControlNetApplyAdvanced"]  # fmt: skip
 ENGINES = CLASSES[:4]
 INPUTS = ["model", "vae", "control_net", "control_net_1", "control_net_2", "latent_image", "samples", "pixels",
           "image", "guider", "conditioning", "cfg", "width", "height", "batch_size", "tile_size", "value", "min_size",
