@@ -29,8 +29,8 @@ STARTING = "starting"
 """The phase until the child tells one."""
 
 
-STILL = 600.0
-"""Seconds without a word or a second of processor time after which a child counts as hanging."""
+STILL, BUSY = 600.0, 1.0
+"""A child that tells nothing and takes less than ``BUSY`` seconds of processor time in ``STILL`` seconds hangs."""
 PATIENCE = 10.0
 """Seconds that a killed child gets; later builds do not wait for longer."""
 LOOK = 2.0
@@ -92,17 +92,19 @@ class Pulse:
     """Sign of life of a process and its helpers: processor time. A stopped one, or one whose disk hangs, has none."""
 
     def __init__(self, pid: int) -> None:
-        self._pid, self._taken = pid, 0.0
-        self._looked = self._moved = time.monotonic()
+        self._pid, self._taken, self._still = pid, 0.0, 0.0
+        self._looked = time.monotonic()
 
     def still_for(self) -> float:
-        """Return the seconds since it last took a second of processor time."""
-        now = time.monotonic()
-        if now - self._looked >= LOOK:
-            self._looked, taken = now, _processor_seconds(self._pid)
-            if abs(taken - self._taken) >= 1.0:
-                self._taken, self._moved = taken, now
-        return now - self._moved
+        """Return the seconds in which it took less than ``BUSY`` of processor time."""
+        passed = time.monotonic() - self._looked
+        if passed >= LOOK:
+            self._looked += passed
+            self._still += min(passed, 2 * LOOK)  # in longer ones the machine slept
+            taken = _processor_seconds(self._pid)
+            if abs(taken - self._taken) >= BUSY:
+                self._taken, self._still = taken, 0.0
+        return self._still
 
 
 def _processor_seconds(pid: int) -> float:

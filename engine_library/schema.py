@@ -46,7 +46,7 @@ def loads(text: bytes | str) -> Any:
 
 def _check_depth(value: Any) -> None:
     level = [value]
-    for _ in range(DEEPEST + 1):
+    for _ in range(DEEPEST):
         inside = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
         level = [one for many in inside for one in many if isinstance(one, dict | list)]
         if not level:

@@ -129,8 +129,8 @@ def test_progress_is_told_every_second_though_the_backend_is_silent(build: Build
 
 
 def test_a_builder_that_computes_without_a_word_goes_on(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_process, "STILL", 4.0)
-    monkeypatch.setattr(worker_process, "LOOK", 0.2)
+    for name, seconds in (("STILL", 2.0), ("BUSY", 0.1), ("LOOK", 0.2)):
+        monkeypatch.setattr(worker_process, name, seconds)
     assert build("compute")["files"] == ["engine.slow"]
 
 
