@@ -42,6 +42,7 @@ from ..engine_library.disk import check_limit, check_room, read_settings, readab
 from ..engine_library.engine import LIMITS, PARAMETERS_NAME, describe_files
 from ..engine_library.manifest import PACK_VERSION
 from .check import check_engine, check_task, unchecked_engine
+from .limits import TimeLimit, on_cpu, within_memory
 from .order import BuildOrder
 from .parallel import run_step
 from .resources import check_memory, hold
@@ -112,6 +113,7 @@ def build_engine(
         raise Unavailable(refusal.reason, refusal.detail)
     if (never := refusal_for(order.network, order.backend)) is not None:
         raise Unavailable.of(never)
+    run = TimeLimit(read_settings(library.roots[0]).build_minutes, order.backend.name).kept_by(within_memory(run))
     if make_room is not None:
         run = _with_room(run, order, make_room)
     for _ in range(READS):
@@ -224,7 +226,8 @@ class _Build:
         if not live:  # those hold no weights
             target = self.library.roots[0] / self.identity.folder_name
             check_limit(self.library, size, f"The engine of {network.label}", replaced=target)
-            check_memory(self.order.backend, size, network.label)
+        on_gpu_alone = live and self.order.target_device.type != "cpu"
+        check_memory(self.order.backend, 0 if on_gpu_alone else size, network.label)
         folder = self.library.building_folder()
         try:
             manifest, record = self._make(folder, structure, dtype)
@@ -316,7 +319,7 @@ class _Build:
             "step": "export",
             "limit": LIMITS[self.identity.precision],
             "traced": examples.traced,
-            "compared": examples.compared,
+            "compared": on_cpu(self.order.network.architecture(), examples.compared, examples.traced),
         }, 0.1, 0.5, no_gpu)  # fmt: skip
         built = self._do({
             **common,
@@ -346,17 +349,9 @@ class _Build:
         return self.order.network.architecture().examples(self.identity.profile)
 
     def _do(self, task: Task, begin: float, end: float, environment: Mapping[str, str]) -> dict:
-        backend, began = self.order.backend, time.perf_counter()
-        minutes = read_settings(self.library.roots[0]).build_minutes if task["step"] in ("build", "compile") else 0
+        name = self.order.backend.name
 
         def progress(phase: str, fraction: float) -> None:
-            name = backend.name
-            if minutes and time.perf_counter() - began > 60 * minutes:
-                raise BuildError(
-                    f"{name} took longer than the {minutes:g} minutes that the settings allow, so no engine was made "
-                    "and the normal model keeps running; raise that limit in Settings > Hybrid TRT, or choose fewer "
-                    "sizes on the engine node"
-                )
             if task["step"] == "build":
                 phase = f"building with {name}" if phase == STARTING else f"{name}: {phase}"
             self.progress(phase, begin + (end - begin) * fraction)

@@ -24,6 +24,8 @@ from ..engine_library import (
 )
 from ..engine_library.disk import check_room
 from ..engine_library.engine import LIMITS
+from .limits import on_cpu
+from .resources import check_memory
 from .worker.onnx_export import DATA_NAME
 from .worker.task import Task
 from .worker_process import Log
@@ -92,6 +94,7 @@ def _compared(
     structure = write_structure(network, dtype)
     size = sum(p.numel() for p in network.module.parameters()) * dtype.itemsize
     check_room(library.roots[0], int(size * 1.1), f"Checking the engine of {network.label}")
+    check_memory(order.backend, size, network.label, checks=True)
     folder = library.building_folder()
     try:
         weights_file = folder / DATA_NAME
@@ -118,8 +121,9 @@ def check_task(order: BuildOrder, manifest: Manifest, engine: Path, native: Task
         native: the work folder, the network, and how an engine that fails is spoken of.
     """
     device, identity = order.target_device, manifest.identity
-    examples = order.network.architecture().examples(identity.profile)
-    calls, timed = examples.extremes_on_cpu, None
+    architecture = order.network.architecture()
+    examples = architecture.examples(identity.profile)
+    calls, timed = on_cpu(architecture, examples.extremes_on_cpu, examples.extremes_on_cpu[0]), None
     if device.type != "cpu":
         timed = examples.compiled[0]
         calls = examples.extremes if timed in examples.extremes else [*examples.extremes, timed]

@@ -234,8 +234,10 @@ class BuildQueue:
                 job.state, job.phase = State.RUNNING, "starting"
                 job._begin = time.monotonic()
                 order, library, again = job._order
-            self._tell(job)
-            self._build(job, order, library, again)
+            try:
+                self._build(job, order, library, again)
+            except BaseException:  # of a listener that was told of the end
+                log.exception("Hybrid TRT: the end of the build of %s was not told", job.label)
             del order, library  # nothing may hold a model that nobody builds from any more
 
     def _next(self) -> Job | None:
@@ -257,6 +259,7 @@ class BuildQueue:
                 self._tell(job)
 
         try:
+            self._tell(job)
             job.expected = expected_seconds(order, library)
             job.engine = build_engine(
                 order, library, progress, job.log.append, again=again, make_room=self._make_room
@@ -264,7 +267,7 @@ class BuildQueue:
             ended = State.DONE
         except Cancelled:
             return
-        except Exception as failure:
+        except BaseException as failure:  # ComfyUI's interrupt is no Exception; the thread serves later builds too
             # the exception itself is not kept: its traceback would keep the model
             ended = State.FAILED
             job.message = _sentence(failure)
@@ -315,7 +318,7 @@ def _key(order: BuildOrder, library: Library, again: bool) -> tuple:
     return (*weights, *made, str(order.calls), order.any_weights, again)
 
 
-def _sentence(error: Exception) -> str:
+def _sentence(error: BaseException) -> str:
     if isinstance(error, Unavailable):
         return error.fallback.sentence()
     if isinstance(error, BuildError | LibraryError):

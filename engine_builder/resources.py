@@ -74,15 +74,22 @@ def available_bytes() -> int:
     return min(psutil.virtual_memory().available, _left_in_container())
 
 
-def check_memory(backend: Backend, weights: int, label: str) -> None:
-    """Raise BuildError when the memory for building the engine of ``label`` is not there."""
-    needed, least, available = needed_bytes(backend, weights), FIXED + int(weights * EXPORT), available_bytes()
+def check_memory(backend: Backend, weights: int, label: str, checks: bool = False) -> None:
+    """Raise BuildError when the memory for building the engine of ``label`` is not there.
+
+    Args:
+        weights: bytes of them in main memory.
+        checks: the engine is there, and only compared.
+    """
+    least, available = FIXED + int(weights * EXPORT), available_bytes()
+    needed = least if checks else needed_bytes(backend, weights)
     if available < needed:
         other = f", or choose the backend onnxruntime, which needs {gigabytes(least)}" if least < needed else ""
         raise BuildError(
-            f"building the engine of {label} with {backend.name} needs about {gigabytes(needed)} of main memory and "
-            f"{gigabytes(available)} are available, so it was not started and the normal model keeps running; "
-            f"close other programs or unload ComfyUI's models, then build again{other}"
+            f"{'checking' if checks else 'building'} the engine of {label} with {backend.name} needs about "
+            f"{gigabytes(needed)} of main memory and {gigabytes(available)} are available, so it was not started and "
+            "the normal model keeps running; close other programs or unload ComfyUI's models, then build again"
+            f"{other}"
         )
 
 

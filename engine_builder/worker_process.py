@@ -29,6 +29,13 @@ STARTING = "starting"
 """The phase until the child tells one."""
 
 
+STILL, BUSY = 600.0, 1.0
+"""A child that tells nothing and takes less than ``BUSY`` seconds of processor time in ``STILL`` seconds hangs."""
+PATIENCE = 10.0
+"""Seconds that a killed child gets; later builds do not wait for longer."""
+LOOK = 2.0
+"""Seconds between looks at its processor time."""
+
 _KINDS = {"build": BuildError, "refuted": ValidationFailed}
 """Word of a worker process for its failure -> our exception."""
 
@@ -64,11 +71,8 @@ def run_in_worker(task: Mapping, progress: Progress, log: Log, environment: Mapp
         # other packs put paths that are no text there, which Python does not look at either
         folders = [folder for folder in sys.path if isinstance(folder, str)]
         order = {"task": task, "parent": os.getpid(), "sys_path": folders}
-        # a child that died at once breaks the pipe; how it ended says more than that
-        with contextlib.suppress(OSError):
-            process.stdin.write(json.dumps(order).encode() + b"\n")
-            process.stdin.flush()
-        phase, last = _follow(events, progress)
+        _thread(_send, process.stdin, json.dumps(order).encode() + b"\n")
+        phase, last = _follow(events, progress, Pulse(process.pid))
         if last is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(5.0)
@@ -82,6 +86,37 @@ def run_in_worker(task: Mapping, progress: Progress, log: Log, environment: Mapp
         _end(process)
         for listener in listeners:
             listener.join(1.0)
+
+
+class Pulse:
+    """Sign of life of a process and its helpers: processor time. A stopped one, or one whose disk hangs, has none."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._taken, self._still = pid, 0.0, 0.0
+        self._looked = time.monotonic()
+
+    def still_for(self) -> float:
+        """Return the seconds in which it took less than ``BUSY`` of processor time."""
+        passed = time.monotonic() - self._looked
+        if passed >= LOOK:
+            self._looked += passed
+            self._still += min(passed, 2 * LOOK)  # in longer ones the machine slept
+            taken = _processor_seconds(self._pid)
+            if abs(taken - self._taken) >= BUSY:
+                self._taken, self._still = taken, 0.0
+        return self._still
+
+
+def _processor_seconds(pid: int) -> float:
+    import psutil  # ComfyUI itself needs it
+
+    total = 0.0
+    with contextlib.suppress(psutil.Error):
+        child = psutil.Process(pid)
+        for process in (child, *child.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                total += sum(process.cpu_times()[:4])  # user, system, and those of its own that have ended
+    return total
 
 
 def _start(environment: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
@@ -108,8 +143,21 @@ def _apart() -> dict[str, Any]:
     return {"start_new_session": True}
 
 
-def _follow(events: queue.SimpleQueue[dict | None], progress: Progress) -> tuple[str, dict | None]:
-    """Pass progress on until the last event; returns the last phase and that event, None when there was none."""
+def _send(pipe: IO[bytes], order: bytes) -> None:
+    """Write the order. A child that died breaks the pipe, and how it ended says more; one that hangs reads nothing."""
+    with contextlib.suppress(OSError, ValueError):
+        pipe.write(order)
+        pipe.flush()
+
+
+def _follow(
+    events: queue.SimpleQueue[dict | None], progress: Progress, pulse: Pulse
+) -> tuple[str, dict | None]:
+    """Pass progress on until the last event; returns the last phase and that event, None when there was none.
+
+    Raises:
+        BuildError: the child does nothing any more.
+    """
     phase, fraction = STARTING, 0.0
     told = 0.0
     while True:
@@ -117,6 +165,11 @@ def _follow(events: queue.SimpleQueue[dict | None], progress: Progress) -> tuple
             event = events.get(timeout=TICK)
         except queue.Empty:
             event = {}
+            if pulse.still_for() > STILL:
+                raise BuildError(
+                    f"the builder did nothing for {STILL / 60:g} minutes while {phase}, so it was ended and the normal "
+                    "model keeps running; see that its disk answers and that nobody has stopped it, then build again"
+                ) from None
         if event is None or "result" in event or "failed" in event:
             return phase, event
         if "progress" in event:
@@ -134,7 +187,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.kill()
         else:
             os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a disk ends when that answers
+        process.wait(PATIENCE)
     for pipe in (process.stdin, process.stdout, process.stderr):
         with contextlib.suppress(OSError):
             pipe.close()

@@ -35,6 +35,8 @@ _ANY_LAYOUT = "layout"
 _NEEDED = ("key", "identity", "kind", "label", "inputs", "outputs", "files", "parity", "seconds", "created",
            "pack_version")  # fmt: skip
 _LATER = ("fingerprint", "source", "parameters", "built_with")
+_FIGURES = {"rel_err", "native_rel_err", "limit", "native_ms", "engine_ms", "refit_s"}
+"""What is a number in ``parity``; the rest is for people."""
 _SYMBOL = re.compile(r"[A-Z]{1,4}")
 _FACTOR = r"[A-Z]{1,4}([*/][1-9][0-9]{0,3})?"
 _DIM = re.compile(rf"{_FACTOR}(\*{_FACTOR}){{0,2}}")
@@ -233,7 +235,7 @@ def _identity(data: object) -> EngineIdentity:
         architecture=schema.word(data["architecture"], "architecture"),
         weights=schema.word(data["weights"], "weights"),
         precision=schema.one_of(data["precision"], "precision", DTYPES),
-        profile=_profile(data["profile"]),
+        profile=read_profile(data["profile"]),
         backend=schema.word(data["backend"], "backend"),
         backend_version=schema.text(data["backend_version"], "backend_version"),
         device=schema.text(data["device"], "device"),
@@ -242,7 +244,12 @@ def _identity(data: object) -> EngineIdentity:
     )
 
 
-def _profile(data: object) -> Profile:
+def read_profile(data: object) -> Profile:
+    """Read the shapes that an engine accepts, whoever wrote them.
+
+    Raises:
+        MalformedInput: they are none.
+    """
     def read(value: object, what: str) -> Range:
         sizes = schema.sequence(value, what, 3, lambda v, w: schema.integer(v, w, 0, MAX_SIZE))
         try:
@@ -310,9 +317,8 @@ def _files(data: object) -> dict[str, EngineFile]:
 def _parity(data: object) -> Mapping:
     if not isinstance(data, dict):
         raise schema.MalformedInput("parity is no object")
-    for name in ("rel_err", "native_rel_err", "limit"):
-        if name in data:
-            schema.number(data[name], f"parity.{name}")
+    for name in _FIGURES & data.keys():
+        schema.number(data[name], f"parity.{name}")
     return schema.plain(data, "parity")
 
 

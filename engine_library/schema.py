@@ -24,16 +24,41 @@ class MalformedInput(ValueError):
     """A value of another form than it has to be; the text names it."""
 
 
+DEEPEST = 100
+"""Levels of lists and objects: far fewer than Python's own functions can follow."""
+
+
 def loads(text: bytes | str) -> Any:
-    """JSON as the standard has it: no NaN, no Infinity, nothing nested beyond reason.
+    """JSON as the standard has it: no NaN, no number beyond all floats, nothing nested beyond reason.
 
     Raises:
         MalformedInput: it is none.
     """
     try:
-        return json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise MalformedInput(f"it is no JSON: {str(error)[:200] or type(error).__name__}") from None
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+    except ValueError as error:
+        raise MalformedInput(f"it is no JSON: {str(error)[:200]}") from None
+    except RecursionError:
+        raise MalformedInput(f"it is nested more than {DEEPEST} levels deep") from None
+    _check_depth(value)
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(DEEPEST):
+        inside = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level = [one for many in inside for one in many if isinstance(one, dict | list)]
+        if not level:
+            return
+    raise MalformedInput(f"it is nested more than {DEEPEST} levels deep")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:20]} is larger than any number of JSON here")
+    return value
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -17,7 +17,7 @@ from ..engine_builder.order import BuildOrder
 from ..engine_library import Engine, Fallback, Reason, Unavailable
 from ..engine_library.manifest import MANIFEST_NAME
 from ..page_api.build_orders import running_orders, running_pictures
-from ..page_api.builds import builds, ended, node_states
+from ..page_api.builds import builds, cancelled, ended, node_states
 from ..sampling.call_stats import ever_uncovered
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import lacks_engine, refused_engines, to_build
@@ -78,9 +78,9 @@ def _orders(handle: EngineHandle) -> list[tuple[BuildOrder, bool]]:
 def generation(when_missing: str) -> str:
     """Return a text that changes when nodes that build have to run again.
 
-    It changes when a build in the background has ended, an engine that some node found is gone or damaged, the prompt
-    asks for another picture, calls ran uncompiled, or the prompt orders builds. It looks at a few files' sizes and
-    reads nothing.
+    It changes when a build in the background has ended, one that a prompt waits for was cancelled, an engine that some
+    node found is gone or damaged, the prompt asks for another picture, calls ran uncompiled, or it orders builds. It
+    looks at a few files' sizes and reads nothing.
 
     It is the same for all nodes: ComfyUI gives a node's cached output to any other with the same inputs.
     """
@@ -90,7 +90,7 @@ def generation(when_missing: str) -> str:
     for folder in [folder for folder, engine in list(_found.items()) if _is_lost(engine)]:
         _found.pop(folder, None)
         _losses += 1
-    happened = _losses + (ended() if when_missing == IN_BACKGROUND else 0)
+    happened = _losses + (ended() if when_missing == IN_BACKGROUND else cancelled())
     return f"{happened} {ever_uncovered()} {running_pictures()} {running_orders()}"
 
 

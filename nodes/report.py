@@ -12,6 +12,7 @@ from comfy_execution.progress import get_progress_state
 from server import PromptServer
 
 from ..comfy_model.comfyui_internals import Feature, works
+from ..page_api.read_graph import nodes_of
 from ..page_api.workflow_graph import drawn_id, drawn_upstream, upstream
 from ..sampling.call_stats import CallStats, prompt_stats, want_times
 from ..sampling.engine_handle import EngineHandle
@@ -105,12 +106,12 @@ def _wants_plot(node_id: str) -> bool:
 
 
 def _running() -> dict[str, dict[str, dict]]:
-    """The prompts that are being executed, by id: node id -> node."""
+    """The prompts that are being executed, by id: node id -> node, without malformed ones."""
     server = getattr(PromptServer, "instance", None)  # a process without a server has none
     if server is None or not works(Feature.QUEUE):
         return {}
     running, _ = server.prompt_queue.get_current_queue_volatile()
-    return {item[1]: item[2] for item in running}
+    return {item[1]: nodes_of(item[2]) for item in running}
 
 
 want_times(_wants_times)

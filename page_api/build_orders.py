@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from comfy_execution.graph import DynamicPrompt
 from server import PromptServer
@@ -39,22 +39,31 @@ class Order:
     graph: Mapping[str, Any]
 
 
+class Queued(NamedTuple):
+    """A prompt in ComfyUI's queue."""
+
+    prompt_id: str
+    prompt: Mapping[str, Any]
+    extra: Any
+    outputs: tuple[str, ...]
+
+
 def order_of(prompt_id: str) -> Order | None:
     """Return the order that a running prompt carries, or None."""
-    running, _ = _queue()
-    return next((_read(item[3]) for item in running if item[1] == prompt_id), None)
+    running, _ = queued()
+    return next((_read(item.extra) for item in running if item.prompt_id == prompt_id), None)
 
 
 def running_orders() -> str:
     """Return the ids of the running prompts that carry an order: what ComfyUI must not answer from its cache."""
-    running, _ = _queue()
-    return " ".join(sorted(item[1] for item in running if _read(item[3])))
+    running, _ = queued()
+    return " ".join(sorted(item.prompt_id for item in running if _read(item.extra)))
 
 
 def running_pictures() -> str:
     """Return all empty latents and CFGs of the prompts that are being executed, as a text to compare."""
-    running, _ = _queue()
-    found = {str(picture_of(item[2], node)) for item in running for node in item[2]}
+    running, _ = queued()
+    found = {str(picture_of(item.prompt, node)) for item in running for node in item.prompt}
     return " ".join(sorted(found - {"None"}))
 
 
@@ -68,28 +77,46 @@ class PendingOrders:
     def by_prompt(self) -> dict[str, list[str]]:
         """Return prompt id -> the keys of the engine nodes whose builds it has yet to order."""
         with self._lock:
-            self._look()
-            return {prompt: sorted(keys) for prompt, keys in self._keys.items() if keys}
+            return {item.prompt_id: sorted(keys) for item in self._in_queue() if (keys := self._keys_of(item))}
 
     def given(self, prompt_id: str, key: str) -> None:
-        """Note that a running prompt has ordered a node's build, or that the node can have none."""
+        """Note that a running prompt has ordered a node's build, or that the node can have none. Reads no other."""
         with self._lock:
-            self._look()
-            self._keys.get(prompt_id, set()).discard(key)
+            for item in self._in_queue():
+                if item.prompt_id == prompt_id:
+                    self._keys_of(item).discard(key)
 
-    def _look(self) -> None:
-        running, waiting = _queue()
-        known, self._keys = self._keys, {}
-        for _number, prompt_id, prompt, extra, outputs, *_ in (*running, *waiting):
-            self._keys[prompt_id] = known[prompt_id] if prompt_id in known else _ordered(prompt, extra, outputs)
+    def _in_queue(self) -> list[Queued]:
+        """Return the prompts that wait or run, and forget all others."""
+        running, waiting = queued()
+        items = [*running, *waiting]
+        self._keys = {item.prompt_id: self._keys[item.prompt_id] for item in items if item.prompt_id in self._keys}
+        return items
+
+    def _keys_of(self, item: Queued) -> set[str]:
+        if item.prompt_id not in self._keys:
+            self._keys[item.prompt_id] = _ordered(item)
+        return self._keys[item.prompt_id]
 
 
-def _queue() -> tuple[list[tuple], list[tuple]]:
-    """Return the items of ComfyUI's queue that run and that wait; none in a process without a server."""
+def queued() -> tuple[list[Queued], list[Queued]]:
+    """Return the prompts of ComfyUI's queue that run and that wait; none in a process without a server."""
     server = getattr(PromptServer, "instance", None)
     if server is None or not works(Feature.QUEUE):
         return [], []
-    return server.prompt_queue.get_current_queue_volatile()
+    running, waiting = server.prompt_queue.get_current_queue_volatile()
+    read = [[_queued(item) for item in part if _is_prompt(item)] for part in (running, waiting)]
+    return read[0], read[1]
+
+
+def _is_prompt(item: Any) -> bool:
+    return isinstance(item, Sequence) and len(item) >= 3 and isinstance(item[1], str) and isinstance(item[2], Mapping)
+
+
+def _queued(item: Sequence[Any]) -> Queued:
+    _number, prompt_id, prompt, extra, outputs, *_ = (*item, None, None)
+    given = outputs if isinstance(outputs, list | tuple | set) else ()
+    return Queued(prompt_id, prompt, extra, tuple(node for node in given if isinstance(node, str)))
 
 
 def _read(extra: Any) -> Order | None:
@@ -102,15 +129,15 @@ def _read(extra: Any) -> Order | None:
     return Order(nodes, given.get("missing_only") is True, graph if isinstance(graph, Mapping) else {})
 
 
-def _ordered(prompt: Mapping[str, Any], extra: Any, outputs: Iterable[str]) -> set[str]:
+def _ordered(item: Queued) -> set[str]:
     """Return the keys of the nodes whose builds a prompt orders; it runs only what a valid output needs."""
-    order = _read(extra)
+    order = _read(item.extra)
     if order is None:
         return set()
-    graph, keys = DynamicPrompt(dict(prompt)), set()
-    runs = {node for output in outputs for node in upstream(graph, output)}
+    graph, keys = DynamicPrompt(dict(item.prompt)), set()
+    runs = {node for output in item.outputs for node in upstream(graph, output)}
     for node in order.nodes & runs:
-        for name in network_inputs(order.graph if node in order.graph else prompt, node):
+        for name in network_inputs(order.graph if node in order.graph else item.prompt, node):
             with contextlib.suppress(BadPrompt):  # nobody can ask for it by a key
-                keys.add(node_key(alone(prompt, node, name), node))
+                keys.add(node_key(alone(item.prompt, node, name), node))
     return keys

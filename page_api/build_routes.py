@@ -13,11 +13,12 @@ from server import PromptServer
 
 from ..engine_builder.jobs import Job
 from ..saved_workflows.accelerate import accelerate, remove
-from ..saved_workflows.graph import WorkflowError, change
+from ..saved_workflows.graph import WorkflowError, change, damage_told
 from . import library_routes
 from .builds import builds, node_states, pending_orders
-from .http import PREFIX, Refused, changes, read_json, reads
+from .http import PREFIX, Refused, answer, changes, read_json, reads, strict_json
 from .outlook import wish_of
+from .read_graph import class_of
 from .workflow_graph import (
     ENGINE_NODES,
     BadPrompt,
@@ -51,14 +52,14 @@ def register() -> None:
 
 @reads
 async def _list(_request: web.Request) -> web.Response:
-    return web.json_response([job.to_json() for job in builds.jobs() if not job.cleared])
+    return answer([job.to_json() for job in builds.jobs() if not job.cleared])
 
 
 @reads
 async def _show(request: web.Request) -> web.Response:
     """A job with its log."""
     job = _job(request)
-    return web.json_response({**job.to_json(), "log": list(job.log)})
+    return answer({**job.to_json(), "log": list(job.log)})
 
 
 @changes
@@ -66,13 +67,13 @@ async def _clear(_request: web.Request) -> web.Response:
     """List no build any more that has ended; nodes go on telling how theirs did."""
     cleared = builds.clear_ended()
     library_routes.tell()
-    return web.json_response({"cleared": cleared})
+    return answer({"cleared": cleared})
 
 
 @changes
 async def _cancel(request: web.Request) -> web.Response:
     job = _job(request)
-    return web.json_response({"cancelled": builds.cancel(job), **job.to_json()})
+    return answer({"cancelled": builds.cancel(job), **job.to_json()})
 
 
 @reads
@@ -87,7 +88,7 @@ async def _nodes(request: web.Request) -> web.Response:
     nodes = [uses if isinstance(uses, list) else [uses] for uses in nodes] if isinstance(nodes, list) else None
     if not isinstance(prompt, dict) or nodes is None or sum(map(len, nodes)) > MAX_NODES:
         raise Refused(400, f"The request needs a prompt and a list of at most {MAX_NODES} nodes; nothing was done.")
-    return web.json_response(await asyncio.to_thread(_answer, prompt, nodes))
+    return answer(await asyncio.to_thread(_answer, prompt, nodes))
 
 
 def _answer(prompt: dict, nodes: list[list]) -> dict[str, dict]:
@@ -98,8 +99,7 @@ def _answer(prompt: dict, nodes: list[list]) -> dict[str, dict]:
 def states(prompt: Mapping[str, Any], nodes: list[list]) -> dict[str, dict]:
     """Return the states of engine nodes by id; ``nodes`` lists the ids of each node's uses."""
     for node in chain(*nodes):
-        entry = prompt.get(node) if isinstance(node, str) else None
-        if not isinstance(entry, dict) or entry.get("class_type") not in ENGINE_NODES:
+        if not isinstance(node, str) or class_of(prompt, node) not in ENGINE_NODES:
             raise Refused(400, f"{str(node)[:80]!r} is no engine node of the prompt; nothing was done.")
     told, readers = {}, readers_of(prompt)
     for uses in nodes:
@@ -136,11 +136,17 @@ async def _accelerate(request: web.Request) -> web.Response:
     if not isinstance(workflow, dict) or what not in ("add", "remove"):
         raise Refused(400, "The request needs a workflow, and 'add' or 'remove' as what to do; nothing was done.")
     try:
-        answer = await asyncio.to_thread(change, workflow, accelerate if what == "add" else remove)
+        text = await asyncio.to_thread(_changed, workflow, what)
     except WorkflowError as error:
         raise Refused(400, f"The workflow was left as it is: {error}.") from None
-    added = [node["id"] for node in answer] if what == "add" else []
-    return web.json_response({"workflow": workflow, "count": len(answer), "added": added})
+    return web.json_response(text=text)
+
+
+def _changed(workflow: dict[str, Any], what: str) -> str:
+    with damage_told():  # its numbers may be none of JSON in the end
+        nodes = change(workflow, accelerate if what == "add" else remove)
+        added = [node["id"] for node in nodes] if what == "add" else []
+        return strict_json({"workflow": workflow, "count": len(nodes), "added": added})
 
 
 def _job(request: web.Request) -> Job:

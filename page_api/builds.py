@@ -5,7 +5,7 @@ from __future__ import annotations
 from server import PromptServer
 
 from ..engine_builder import gpu_room
-from ..engine_builder.jobs import BuildQueue, Job
+from ..engine_builder.jobs import BuildQueue, Job, State
 from .build_orders import PendingOrders
 from .library_folder import library
 from .node_states import NodeStates
@@ -17,7 +17,7 @@ builds = BuildQueue(gpu_room.make_room)
 node_states = NodeStates(library(), builds)
 pending_orders = PendingOrders()
 
-_ended = 0
+_ended = _cancelled = 0
 
 
 def ended() -> int:
@@ -25,11 +25,17 @@ def ended() -> int:
     return _ended
 
 
+def cancelled() -> int:
+    """Return the number of builds that somebody has cancelled: a node that builds first starts them again."""
+    return _cancelled
+
+
 def _on_change(job: Job) -> None:
     """Tell the page, with the keys of the nodes that ordered the job."""
-    global _ended
+    global _ended, _cancelled
     if job.state.final:
         _ended += 1
+        _cancelled += job.state is State.CANCELLED
         node_states.ended(job)
     if PromptServer.instance is not None:
         PromptServer.instance.send_sync(EVENT, {**job.to_json(), "keys": node_states.keys_of(job)})

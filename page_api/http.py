@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import ipaddress
+import json
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from aiohttp import web
+from aiohttp import ClientError, web
+from aiohttp.http_exceptions import BadHttpMessage
 
 from ..engine_library import LibraryError, Unavailable, schema
 
@@ -46,6 +48,9 @@ def reads(handler: Handler) -> Handler:
             return _error(409, _sentence(str(error)))
         except OSError as error:  # its drive is gone, for example
             return _error(409, f"The library could not be used ({error}); check its folder and its disk.")
+        except Exception as error:
+            log.exception("Hybrid TRT: %s %s failed", request.method, request.path)
+            return _error(500, f"Hybrid TRT failed ({type(error).__name__}), so it did not answer; see the log.")
 
     return guarded
 
@@ -122,23 +127,40 @@ async def read_json(request: web.Request, limit: int = MAX_JSON) -> dict[str, An
     """
     body = b""
     if (request.content_length or 0) <= limit:
-        async for chunk in request.content.iter_chunked(1 << 16):
-            body += chunk
-            if len(body) > limit:
-                break
+        try:
+            async for chunk in request.content.iter_chunked(1 << 16):
+                body += chunk
+                if len(body) > limit:
+                    break
+        except (BadHttpMessage, ClientError, web.RequestPayloadError):  # cut off, or packed otherwise than it says
+            raise Refused(400, "The request's body cannot be read, so nothing was done.") from None
     if len(body) > limit or (request.content_length or 0) > limit:
         raise Refused(413, f"The request is larger than {limit >> 20} MB, so it was not read.")
     try:
         data = schema.loads(body)
-    except schema.MalformedInput:
-        raise Refused(400, "The request is not JSON, so nothing was done.") from None
+    except schema.MalformedInput as error:
+        raise Refused(400, f"The request was not understood: {error}; nothing was done.") from None
     if not isinstance(data, dict):
         raise Refused(400, "The request is not a JSON object, so nothing was done.")
     return data
 
 
+def answer(data: Any, status: int = 200) -> web.Response:
+    """Answer in strict JSON, which has no NaN and no Infinity."""
+    return web.json_response(data, status=status, dumps=strict_json)
+
+
+def strict_json(data: Any) -> str:
+    """Return data as JSON.
+
+    Raises:
+        ValueError: it has a number that JSON has not.
+    """
+    return json.dumps(data, allow_nan=False)
+
+
 def _error(status: int, text: str) -> web.Response:
-    return web.json_response({"error": text}, status=status)
+    return answer({"error": text}, status)
 
 
 def _sentence(text: str) -> str:

@@ -17,7 +17,7 @@ from ..backends.lookup import refusals
 from ..comfy_model.hash_cache import source_changed
 from ..engine_library import inventory
 from ..engine_library.disk import Settings, free_bytes, read_settings, write_settings
-from .http import PREFIX, Refused, changes, read_json, reads
+from .http import PREFIX, Refused, answer, changes, read_json, reads
 from .library_folder import FOLDER_KEY, library
 from .node_states import engine_json
 
@@ -43,7 +43,7 @@ def register(routes: web.RouteTableDef) -> None:
 async def _list(_request: web.Request) -> web.Response:
     found = await asyncio.to_thread(_entries)
     root = library().roots[0]
-    return web.json_response({
+    return answer({
         "folder": str(root),
         "bytes": sum(entry.bytes for entry in found),
         "free": free_bytes(root),
@@ -55,7 +55,7 @@ async def _list(_request: web.Request) -> web.Response:
 async def _verify(request: web.Request) -> web.Response:
     """Read and hash all files of an engine."""
     flaw = await asyncio.to_thread(inventory.verify, await _entry(request))
-    return web.json_response({"ok": flaw is None, "text": "" if flaw is None else str(flaw)})
+    return answer({"ok": flaw is None, "text": "" if flaw is None else str(flaw)})
 
 
 @changes
@@ -63,7 +63,7 @@ async def _delete(request: web.Request) -> web.Response:
     entry = await _entry(request)
     await asyncio.to_thread(inventory.delete, entry)
     tell()
-    return web.json_response({"deleted": entry.name, "bytes": entry.bytes})
+    return answer({"deleted": entry.name, "bytes": entry.bytes})
 
 
 def _entries() -> list[inventory.Entry]:
@@ -99,12 +99,12 @@ def tell() -> None:
 @reads
 async def _presets(_request: web.Request) -> web.Response:
     found = ({"key": key, "family": family, "sizes": asdict(sizes)} for key, (family, sizes) in presets().items())
-    return web.json_response(list(found))
+    return answer(list(found))
 
 
 @reads
 async def _show(_request: web.Request) -> web.Response:
-    return web.json_response(await asyncio.to_thread(_settings))
+    return answer(await asyncio.to_thread(_settings))
 
 
 @changes
@@ -121,7 +121,7 @@ async def _change(request: web.Request) -> web.Response:
     if not data or not data.keys() <= names:
         raise Refused(400, f"The request needs some of {', '.join(names)} and nothing else; nothing was changed.")
     await asyncio.to_thread(_write, data)
-    return web.json_response(await asyncio.to_thread(_settings))
+    return answer(await asyncio.to_thread(_settings))
 
 
 def _write(data: dict) -> None:

@@ -6,14 +6,11 @@ library's folder, so that the page gets the truth after a restart too, without a
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 
 import torch
 
@@ -25,41 +22,20 @@ from ..comfy_model.hash_cache import source_of
 from ..comfy_model.structure_hash import structure_hash
 from ..engine_builder.jobs import BuildQueue, Job, State
 from ..engine_library import Engine, EngineQuery, Fallback, Library, Reason, Unavailable, trust
-from ..engine_library.atomic_files import write_file
 from ..engine_library.manifest import MANIFEST_NAME
-from ..engine_library.safe_files import NOTES, read_json
 from ..sampling.call_stats import CallStats, last_run
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import status
 from ..sessions.session import refusal_of
 from . import picture_fit
+from .node_records import FILE_NAME, NodeRecord, read_records, write_records
 from .outlook import NodeRequest, parameters_of, refused_by_file, seconds, serves_any_size
 
-log = logging.getLogger(__name__)
-
-FILE_NAME = ".engine_nodes.json"
 MAX_NODES = 500
+MOST_SPEED = 1e6
+"""Times as fast as native: what is more comes of figures that nobody measured."""
 MISSING = {Reason.NO_ENGINE: "none", Reason.STALE_ENGINE: "stale", Reason.BROKEN_ENGINE: "stale",
            Reason.UNCHECKED: "unchecked"}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class NodeRecord:
-    """Record of an engine node's wants, as learnt when it ran. ``weights`` is ``""`` until somebody had to hash them;
-    ``without_engine`` says what serves besides native while there is none."""
-
-    label: str
-    architecture: str
-    precision: str
-    profile: dict[str, list[int]]
-    backend: str
-    device: str
-    weights: str
-    refusal: tuple[str, str] | None
-    source: dict | None
-    without_engine: str = ""
-    kind: str = ""
-    parameters: int = 0
 
 
 class NodeStates:
@@ -70,7 +46,7 @@ class NodeStates:
         self._builds = builds
         self._lock = threading.Lock()
         self._path = library.roots[0] / FILE_NAME
-        self._known: OrderedDict[str, NodeRecord] = _read(self._path)
+        self._known: OrderedDict[str, NodeRecord] = read_records(self._path)
         self._jobs: dict[str, list[str]] = {}  # node key -> its last job, after those that it waits for besides
 
     def learn(self, key: str, handle: EngineHandle) -> None:
@@ -229,7 +205,7 @@ class NodeStates:
             self._known.move_to_end(key)
             while len(self._known) > MAX_NODES:
                 self._known.popitem(last=False)
-            _write(self._path, self._known)
+            write_records(self._path, self._known)
 
 
 def run_of(key: str) -> dict | None:
@@ -332,7 +308,7 @@ def _union_json(engines: Sequence[Engine], known: NodeRecord) -> dict:
 def _speed(parity: Mapping) -> float | None:
     """Return how many times as fast as native an engine was in its check on this GPU."""
     engine, native = parity.get("engine_ms"), parity.get("native_ms")
-    return round(native / engine, 2) if engine and native else None
+    return round(min(native / engine, MOST_SPEED), 2) if engine and native else None
 
 
 def _failure(job: Job | None) -> dict:
@@ -352,26 +328,6 @@ def _changed(source: dict | None) -> bool:
         return False
     try:
         stat = os.stat(source["path"])
-    except (OSError, KeyError, TypeError):
+    except (OSError, KeyError, TypeError, ValueError):
         return True
     return (stat.st_size, stat.st_mtime_ns) != (source.get("size"), source.get("mtime_ns"))
-
-
-def _read(path: Path) -> OrderedDict[str, NodeRecord]:
-    try:
-        data = read_json(path, NOTES)
-        return OrderedDict(
-            (key, NodeRecord(**{**entry, "refusal": tuple(entry["refusal"]) if entry["refusal"] else None}))
-            for key, entry in data.items()
-        )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return OrderedDict()
-
-
-def _write(path: Path, known: OrderedDict[str, NodeRecord]) -> None:
-    """A library that cannot be written costs the memory of a restart only, so that is no error."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, json.dumps({key: asdict(entry) for key, entry in known.items()}))
-    except OSError as error:
-        log.debug("Hybrid TRT: what the engine nodes want was not kept (%s)", error)

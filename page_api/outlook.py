@@ -19,7 +19,8 @@ from ..architectures.shapes import SIZE_NAMES, Picture, RequestedSizes
 from ..backends.lookup import usable_backends
 from ..engine_builder.expected_time import expected
 from ..engine_library import Fallback, Library, Reason, Unavailable
-from .workflow_graph import NETWORK_INPUTS, VAE_ENCODER, VAE_ENGINE, inputs_of, model_name, upstream
+from .read_graph import inputs_of
+from .workflow_graph import NETWORK_INPUTS, VAE_ENCODER, VAE_ENGINE, model_name, upstream
 
 KINDS = {
     "TRTUNetEngine": Role.BACKBONE.value, "TRTControlNetEngine": Role.CONTROLNET.value,

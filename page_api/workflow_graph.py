@@ -6,17 +6,16 @@ copy, the node in another tab, in a subgraph, after a reload. Node ids and title
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from comfy_execution.graph import DynamicPrompt, NodeNotFoundError
+from comfy_execution.graph import DynamicPrompt
 
 from ..architectures.shapes import VAE_SETTINGS, Picture
+from .read_graph import class_of, inputs_of, is_link, is_node, node_of, nodes_of
 
 MODEL_NAME_INPUTS = ("unet_name", "ckpt_name", "control_net_name", "vae_name", "model_name")
 ACCELERATE, VAE_ENGINE, VAE_ENCODER = "TRTAccelerate", "TRTVAEEngine", "TRTVAEEngine (encode)"
@@ -29,7 +28,7 @@ NETWORK_INPUTS = {
 DECODE, ENCODE = "vae", "vae:encode"
 """Names of a VAE's two networks among the inputs of a node. A part behind a colon is no part of the input's name."""
 
-MAX_PICTURES, MAX_NUMBER = 16, 100_000
+MAX_PICTURES, MAX_NUMBER, MAX_CFG = 16, 100_000, 1e6
 _EMPTY = re.compile("empty.*latent", re.IGNORECASE)
 
 _OF_ONE_PROMPT = {"model", "conditioning"}
@@ -79,9 +78,10 @@ def drawn_upstream(prompt: DynamicPrompt, node_id: str) -> Iterator[str]:
 
 
 def all_nodes(prompt: DynamicPrompt) -> dict[str, Any]:
-    """Return the user's graph with the nodes that others have made so far, as an API prompt."""
+    """Return the user's graph with the nodes that others have made so far, as an API prompt without malformed ones."""
     own = prompt.get_original_prompt()
-    return {node_id: prompt.get_node(node_id) for node_id in (*own, *sorted(prompt.all_node_ids() - own.keys()))}
+    every = (*own, *sorted(prompt.all_node_ids() - own.keys()))
+    return nodes_of({node_id: prompt.get_node(node_id) for node_id in every})
 
 
 def model_name(prompt: DynamicPrompt, node_id: str, input_name: str, default: str) -> str:
@@ -95,25 +95,9 @@ def model_name(prompt: DynamicPrompt, node_id: str, input_name: str, default: st
 
 
 def whole_prompt(prompt: DynamicPrompt, node_id: str) -> dict[str, Any]:
-    """Return a node and all that it depends on, as an API prompt."""
-    found = {}
-    for current in (node_id, *upstream(prompt, node_id)):
-        with contextlib.suppress(NodeNotFoundError):
-            found[current] = prompt.get_node(current)
-    return found
-
-
-def inputs_of(prompt: DynamicPrompt, node_id: str) -> dict[str, Any]:
-    """Return the inputs of a node as the prompt has them; empty when there is no such node."""
-    try:
-        return prompt.get_node(node_id)["inputs"]
-    except NodeNotFoundError:
-        return {}
-
-
-def is_link(value: Any) -> bool:
-    """Tell whether an input of a prompt is another node's output: [node id, output index]."""
-    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
+    """Return a node and all that it depends on, as an API prompt; without what is missing or malformed."""
+    found = {current: node_of(prompt, current) for current in (node_id, *upstream(prompt, node_id))}
+    return {current: node for current, node in found.items() if node["class_type"]}
 
 
 def asked_pictures(prompt: Mapping[str, Any], node_id: str, input_name: str) -> tuple[Picture, ...]:
@@ -154,7 +138,7 @@ def readers_of(prompt: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return node -> the nodes that an output of it leads to."""
     readers: dict[str, list[str]] = {}
     for reader in prompt:
-        for value in _inputs(prompt, reader).values():
+        for value in inputs_of(prompt, reader).values():
             if is_link(value):
                 readers.setdefault(value[0], []).append(reader)
     return readers
@@ -165,11 +149,11 @@ def samplers_of(prompt: Mapping[str, Any], node_id: str, readers: Mapping[str, S
     seen, queue = {node_id}, [node_id]
     while queue:
         current = queue.pop()
-        if is_link(_inputs(prompt, current).get("latent_image")):
+        if is_link(inputs_of(prompt, current).get("latent_image")):
             yield current  # what it makes goes on to others, which may use other models
             continue
-        latent = _inputs(prompt, current).get("samples")
-        if is_link(latent) and is_link(_inputs(prompt, latent[0]).get("latent_image")):
+        latent = inputs_of(prompt, current).get("samples")
+        if is_link(latent) and is_link(inputs_of(prompt, latent[0]).get("latent_image")):
             yield latent[0]
         for reader in readers.get(current, ()):
             if reader not in seen:
@@ -179,10 +163,10 @@ def samplers_of(prompt: Mapping[str, Any], node_id: str, readers: Mapping[str, S
 
 def picture_of(prompt: Mapping[str, Any], sampler: str) -> Picture | None:
     """Return the picture of a sampler, None where it is not certain or the node is none."""
-    latent = _inputs(prompt, sampler).get("latent_image")
-    if not is_link(latent) or not _EMPTY.search(str(_node(prompt, latent[0]).get("class_type"))):
+    latent = inputs_of(prompt, sampler).get("latent_image")
+    if not is_link(latent) or not _EMPTY.search(class_of(prompt, latent[0])):
         return None
-    empty = _inputs(prompt, latent[0])
+    empty = inputs_of(prompt, latent[0])
     asked = (empty.get("width"), empty.get("height"), empty.get("batch_size", 1))
     width, height, images = (_number(prompt, value) for value in asked)
     if not all(isinstance(n, int) and 0 < n < MAX_NUMBER for n in (width, height, images)):
@@ -192,25 +176,25 @@ def picture_of(prompt: Mapping[str, Any], sampler: str) -> Picture | None:
 
 def _cfg(prompt: Mapping[str, Any], sampler: str) -> float | None:
     """Return the CFG of a sampler, or of its guider; 1 for a guider of one prompt, None where it is not certain."""
-    inputs = _inputs(prompt, sampler)
+    inputs = inputs_of(prompt, sampler)
     if is_link(guider := inputs.get("guider")):
-        inputs = _inputs(prompt, guider[0])
+        inputs = inputs_of(prompt, guider[0])
         if {name for name, value in inputs.items() if is_link(value)} == _OF_ONE_PROMPT:
             return 1.0
     cfg = _number(prompt, inputs.get("cfg"))
-    return cfg if isinstance(cfg, int | float) and math.isfinite(cfg) else None
+    return cfg if isinstance(cfg, int | float) and abs(cfg) < MAX_CFG else None
 
 
 def _number(prompt: Mapping[str, Any], value: Any) -> Any:
     """Return an input's value, that of ComfyUI's node for a number where the input is a link to one."""
-    if not is_link(value) or not str(_node(prompt, value[0]).get("class_type")).startswith("Primitive"):
+    if not is_link(value) or not class_of(prompt, value[0]).startswith("Primitive"):
         return value
-    return _inputs(prompt, value[0]).get("value")
+    return inputs_of(prompt, value[0]).get("value")
 
 
 def network_inputs(prompt: Mapping[str, Any], node_id: str) -> list[str]:
     """Return the inputs of an engine node that bring a network: one, or several of TRT Accelerate and for VAEs."""
-    kind, inputs = _node(prompt, node_id).get("class_type"), _inputs(prompt, node_id)
+    kind, inputs = class_of(prompt, node_id), inputs_of(prompt, node_id)
     if kind == VAE_ENGINE:
         return vae_calls(prompt, node_id)
     if kind != ACCELERATE:
@@ -232,8 +216,8 @@ def vae_calls(prompt: Mapping[str, Any], node_id: str) -> list[str]:
 
 def _vae_readers(prompt: Mapping[str, Any], node_id: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the network that each reader of a VAE calls, and the reader's inputs."""
-    output = [node_id, 1 if _node(prompt, node_id).get("class_type") == ACCELERATE else 0]
-    for inputs in (_inputs(prompt, reader) for reader in prompt):
+    output = [node_id, 1 if class_of(prompt, node_id) == ACCELERATE else 0]
+    for inputs in (inputs_of(prompt, reader) for reader in prompt):
         if output in inputs.values():
             takes = {name for name, value in inputs.items() if is_link(value)}
             if "samples" in takes:
@@ -244,8 +228,8 @@ def _vae_readers(prompt: Mapping[str, Any], node_id: str) -> Iterator[tuple[str,
 
 def alone(prompt: Mapping[str, Any], node_id: str, input_name: str) -> Mapping[str, Any]:
     """Return a prompt in which an engine node stands for the network of one input alone, as a node for that would."""
-    node, inputs = _node(prompt, node_id), _inputs(prompt, node_id)
-    if node.get("class_type") not in (ACCELERATE, VAE_ENGINE):
+    inputs = inputs_of(prompt, node_id)
+    if class_of(prompt, node_id) not in (ACCELERATE, VAE_ENGINE):
         return prompt
     settings = {name: value for name, value in inputs.items()
                 if name not in ("model", "vae") and not name.startswith("control_net_")}  # fmt: skip
@@ -255,16 +239,6 @@ def alone(prompt: Mapping[str, Any], node_id: str, input_name: str) -> Mapping[s
         settings = {name: value for name, value in settings.items() if name in VAE_SETTINGS}
     network = inputs.get(input_name.partition(":")[0])
     return {**prompt, node_id: {"class_type": kind, "inputs": {NETWORK_INPUTS[kind][0]: network, **settings}}}
-
-
-def _node(prompt: Mapping[str, Any], node_id: str) -> Mapping[str, Any]:
-    node = prompt.get(node_id)
-    return node if isinstance(node, Mapping) else {}
-
-
-def _inputs(prompt: Mapping[str, Any], node_id: str) -> Mapping[str, Any]:
-    inputs = _node(prompt, node_id).get("inputs")
-    return inputs if isinstance(inputs, Mapping) else {}
 
 
 def node_key(prompt: Mapping[str, Any], node_id: str) -> str:
@@ -280,17 +254,17 @@ def _key(prompt: Mapping[str, Any], node_id: str, known: dict[str, str], path: t
     if node_id in known:
         return known[node_id]
     node = prompt.get(node_id)
-    if not isinstance(node, Mapping) or not isinstance(node.get("inputs"), Mapping):
-        raise BadPrompt(f"the prompt has no node {node_id!r} with inputs")
+    if not is_node(node):
+        raise BadPrompt(f"the prompt has no node {node_id[:80]!r} with a class and inputs")
     if node_id in path or len(path) > MAX_DEPTH:
-        raise BadPrompt(f"the prompt has a loop or is too deep at node {node_id!r}")
+        raise BadPrompt(f"the prompt has a loop or is too deep at node {node_id[:80]!r}")
     inputs = {}
     for name, value in node["inputs"].items():
         if name not in _IGNORED:
             inputs[name] = (
                 [_key(prompt, value[0], known, (*path, node_id)), value[1]] if is_link(value) else _plain(value)
             )
-    text = json.dumps([str(node.get("class_type")), inputs], sort_keys=True, default=str)
+    text = json.dumps([node["class_type"], inputs], sort_keys=True, default=str)
     known[node_id] = hashlib.sha256(text.encode()).hexdigest()[:24]
     return known[node_id]
 

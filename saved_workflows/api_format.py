@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from .graph import Graph, Workflow, WorkflowError, change
+from .graph import Graph, Workflow, WorkflowError, change, damage_told
 from .to_prompt import ObjectInfo, Prompt, is_link, widgets_of
 
 T = TypeVar("T")
@@ -22,12 +22,17 @@ def change_prompt(prompt: Prompt, object_info: ObjectInfo, how: Callable[[Workfl
     """Change an API prompt in place by what changes workflows, and return the answer of that.
 
     Raises:
-        WorkflowError: it has nodes that ComfyUI does not know.
+        WorkflowError: it has nodes that ComfyUI does not know, or is damaged.
     """
     def changed(workflow: Workflow) -> tuple[T, Graph]:
         return how(workflow), workflow.root
 
-    answer, graph = change(_drawn(prompt, object_info), changed)
+    with damage_told():
+        return _changed(prompt, object_info, changed)
+
+
+def _changed(prompt: Prompt, object_info: ObjectInfo, how: Callable[[Workflow], tuple[T, Graph]]) -> T:
+    answer, graph = change(_drawn(prompt, object_info), how)
     for gone in prompt.keys() - set(map(str, graph.nodes)):
         del prompt[gone]
     for node in graph.nodes.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -223,12 +224,19 @@ def change(data: Data, how: Callable[[Workflow], T]) -> T:
     Raises:
         WorkflowError: it is none, or is damaged.
     """
-    try:
+    with damage_told():
         return how(Workflow(data))
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        if isinstance(error, WorkflowError):
-            raise
-        raise WorkflowError(f"it is damaged ({type(error).__name__}: {error})") from error
+
+
+@contextmanager
+def damage_told() -> Iterator[None]:
+    """Raise what comes of a workflow with other values than ComfyUI saves as ``WorkflowError``."""
+    try:
+        yield
+    except WorkflowError:
+        raise
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
+        raise WorkflowError(f"it is damaged ({type(error).__name__}: {str(error)[:200]})") from error
 
 
 def check_format(data: Data) -> None:

@@ -22,6 +22,7 @@ from .graph import (
     WorkflowError,
     bypass_slot,
     check_format,
+    damage_told,
     definitions,
     name_of,
 )
@@ -49,8 +50,13 @@ def to_prompt(workflow: Workflow, object_info: ObjectInfo) -> Prompt:
         object_info: the server's answer to GET /object_info.
 
     Raises:
-        WorkflowError: it is no such workflow, or has nodes that the server does not know.
+        WorkflowError: it is no such workflow, is damaged, or has nodes that the server does not know.
     """
+    with damage_told():
+        return _prompt_of(workflow, object_info)
+
+
+def _prompt_of(workflow: Workflow, object_info: ObjectInfo) -> Prompt:
     check_format(workflow)
     graph = _Flat(workflow)
     for node in graph.nodes.values():
@@ -151,7 +157,7 @@ def _controls(name: str, kind: Any, options: dict[str, Any]) -> list[tuple[str, 
 
 
 def is_link(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], int)
 
 
 def _is_virtual(node: Node) -> bool:
@@ -230,8 +236,9 @@ class _Flat:
 
     def primitive_value(self, socket: dict[str, Any]) -> Any:
         """Return what a PrimitiveNode puts into the widget that it is linked to."""
-        origin = self._origin(socket)
-        while origin is not None and origin["type"] in REROUTES and origin.get("inputs"):
+        origin, seen = self._origin(socket), set()
+        while origin is not None and origin["type"] in REROUTES and origin.get("inputs") and origin["id"] not in seen:
+            seen.add(origin["id"])
             origin = self._origin(origin["inputs"][0])
         if origin is None or origin["type"] != "PrimitiveNode" or origin.get("mode", 0) == MUTED:
             return None

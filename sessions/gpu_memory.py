@@ -11,6 +11,7 @@ from comfy import model_management
 
 from ..comfy_model.comfyui_shims import free_memory
 from ..engine_library import Reason, Unavailable
+from .memory_words import says_out_of_memory
 from .session import first_line
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,4 @@ def close_engines(device: torch.device) -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error means that memory was short; libraries other than torch only say so in words."""
-    words = str(error).lower()
-    said = any(phrase in words for phrase in ("out of memory", "outofmemory", "no room for the engine"))
-    return said or isinstance(error, MemoryError) or model_management.is_oom(error)
+    return says_out_of_memory(error) or model_management.is_oom(error)

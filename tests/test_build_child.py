@@ -128,6 +128,19 @@ def test_progress_is_told_every_second_though_the_backend_is_silent(build: Build
     assert max(b - a for a, b in zip(calls, calls[1:], strict=False)) < 1.0
 
 
+def test_a_builder_that_computes_without_a_word_goes_on(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("STILL", 2.0), ("BUSY", 0.1), ("LOOK", 0.2)):
+        monkeypatch.setattr(worker_process, name, seconds)
+    assert build("compute")["files"] == ["engine.slow"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux grants memory that is not there")
+def test_a_builder_that_wants_more_memory_than_there_is_fails_with_a_sentence(build: Build, task: dict) -> None:
+    task["memory"] = 2_000_000_000
+    with pytest.raises(BuildError, match=r"main memory did not suffice \(MemoryError\), .*close other programs"):
+        build("memory")
+
+
 @pytest.mark.parametrize("behaviour", ["silence", "hold_the_gil", "helper,silence"])
 def test_a_cancel_ends_it_with_all_its_helpers_within_two_seconds(build: Build, behaviour: str) -> None:
     seen: list[psutil.Process] = []

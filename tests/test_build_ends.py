@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builds import backend, children, contents, gone, network, order, queue, read_only, small_disk, until
+from builds import backend, children, contents, gone, network, order, pretend, queue, read_only, small_disk, until
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as build_module
+from hybrid_trt.engine_builder import jobs as jobs_module
+from hybrid_trt.engine_builder import worker_process
 from hybrid_trt.engine_builder.jobs import BuildQueue, State
+from hybrid_trt.engine_builder.limits import TimeLimit
 from hybrid_trt.engine_library import BuildError, Library, LibraryError
 from hybrid_trt.engine_library.disk import Settings, write_settings
 from windows_rules import windows_rules
@@ -84,6 +87,58 @@ def test_a_build_that_takes_longer_than_the_settings_allow_is_given_up(
         build_module.build_engine(order(network, backend), Library([tmp_path]), lambda *_: None)
     assert children() == []
     assert contents(tmp_path) == []
+
+
+@pytest.mark.parametrize("step", ["export", "build"])
+def test_every_step_of_a_build_counts_as_its_time(
+    network: NativeNetwork, backend: Any, tmp_path: Path, step: str
+) -> None:
+    def run(task: dict, progress: Any, *_: Any) -> dict:
+        for _number in range(100 if task["step"] == step else 0):
+            progress("working", 0.5)
+            time.sleep(0.01)
+        return pretend(task)
+
+    write_settings(tmp_path, Settings(build_minutes=0.005))
+    with pytest.raises(BuildError, match=r"longer than the 0.005 minutes"):
+        build_module.build_engine(order(network, backend), Library([tmp_path]), lambda *_: None, run=run)
+    assert contents(tmp_path) == []
+
+
+def test_the_time_of_all_steps_is_added_and_that_between_them_is_not() -> None:
+    def run(_task: dict, progress: Any, *_: Any) -> dict:
+        time.sleep(0.1)
+        progress("working", 0.5)
+        return {}
+
+    limit = TimeLimit(0.25 / 60, "slow")
+    kept = limit.kept_by(run)
+    for _ in range(2):
+        kept({"step": "check"}, lambda *_: None, print, {})
+        time.sleep(0.3)
+    with pytest.raises(BuildError, match="slow took longer"):
+        kept({"step": "check"}, lambda *_: None, print, {})
+
+
+def test_a_builder_that_was_stopped_is_ended_and_the_next_build_runs(
+    queue: BuildQueue, network: NativeNetwork, backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = queue.submit(order(network, backend), Library([tmp_path]))
+    assert until(lambda: job.phase == "exporting" or job.state.final, 60)
+    (process, *_) = children()
+    process.suspend()
+    monkeypatch.setattr(worker_process, "STILL", 1.0)
+    monkeypatch.setattr(worker_process, "LOOK", 0.2)
+    assert job.wait(10)
+    assert job.state is State.FAILED
+    assert "The builder did nothing for" in job.message
+    assert "the normal model keeps running" in job.message
+    assert gone([process], LIMIT)
+    assert contents(tmp_path) == []
+    monkeypatch.setattr(jobs_module, "build_engine", lambda *_, **__: None)
+    after = queue.submit(order(network, backend), Library([tmp_path]))
+    assert after.wait(5)
+    assert after.state is State.DONE
 
 
 def run_build(network: NativeNetwork, backend: Any, folder: Path) -> str:

@@ -104,6 +104,21 @@ def test_interrupting_a_prompt_that_waits_for_its_build_cancels_the_build(comfy:
     assert compare(comfy, FLAT).unet["engine"] == 4, "the server lives"
 
 
+def test_a_prompt_that_builds_first_builds_after_a_cancel_and_runs_native_until_then(comfy: ComfyProcess) -> None:
+    graph = prompt(OTHER.but(settings=BUILD_NOW), engines=True, name="anew")
+    number = comfy.submit(graph)
+    assert until(lambda: running(comfy, "starting the exporter"), 60)
+    (job,) = running(comfy)
+    assert comfy.post(f"/hybrid_trt/builds/{job['id']}/cancel", headers={"X-Hybrid-TRT": "1"})["cancelled"]
+    cancelled = comfy.wait(number, timeout=60)
+    assert cancelled.ok, cancelled.error
+    assert report(cancelled) == {"engine": 0, "native": 4, "reasons": {"build failed": 4}}
+    assert "the build was cancelled" in cancelled.output("unet_engine", "text")[0]
+    assert not running(comfy)
+    again = comfy.queue(graph, timeout=120)
+    assert report(again)["engine"] == 4, "the next press of Run builds it"
+
+
 @pytest.fixture
 def own_server(environment: Any, models: dict[str, Path], tmp_path: Path) -> Iterator[ComfyProcess]:
     """A server with a library of its own, to be killed; the pack lies in a folder that is no identifier."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from builds import backend, children, contents, gone, network, order, pretend, queue, small_network, until
+from comfy import model_management
 from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as build_module
@@ -168,6 +169,32 @@ def test_a_failure_is_told_and_the_next_build_runs(
     assert second.message == "The disk of x is full. Delete something."
     assert second.to_json()["state"] == "failed"
     assert "The disk of x is full. Delete something." in second.log[-1]
+
+
+@pytest.mark.parametrize("error", [model_management.InterruptProcessingException(), SystemExit(1), RecursionError("x")])
+@pytest.mark.parametrize("where", ["build", "time", "listener"])
+def test_the_build_thread_survives_whatever_is_raised_in_it(
+    queue: BuildQueue, network: NativeNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    error: BaseException, where: str,
+) -> None:
+    errors = [error]
+
+    def fail_once(*_: Any, **__: Any) -> None:
+        if errors and threading.current_thread().name == "hybrid-trt builds":
+            raise errors.pop()
+
+    monkeypatch.setattr(jobs_module, "build_engine", fail_once if where == "build" else succeed)
+    monkeypatch.setattr(jobs_module, "expected_seconds", fail_once if where == "time" else lambda *_: None)
+    if where == "listener":
+        queue.subscribe(fail_once)
+    first, second = (queue.submit(one, Library([tmp_path])) for one in orders(network, 2))
+    assert first.wait(5)
+    assert second.wait(5)
+    assert second.state is State.DONE
+    if where != "listener" or not isinstance(error, Exception):
+        assert first.state is State.FAILED
+        assert f"The build stopped with {type(error).__name__}" in first.message
+        assert "the normal model keeps running" in first.message
 
 
 def succeed(*_: Any, **__: Any) -> None:

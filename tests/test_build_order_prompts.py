@@ -73,7 +73,7 @@ def test_a_prompt_is_read_once_however_often_it_is_asked_for(
     queue: PromptQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Any] = []
-    monkeypatch.setattr(build_orders, "_ordered", lambda prompt, extra, outputs: read.append(outputs) or set())
+    monkeypatch.setattr(build_orders, "_ordered", lambda item: read.append(item.prompt_id) or set())
     orders = PendingOrders()
     put(queue, "order")
     for _ in range(3):

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from builds import ROOT, contents, order, small_network
+from builds import ROOT, contents, order, pretend, slow_backend, small_network
+from child_memory import Measured
+from fake_engine import publish_engine
+from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.tensorrt import version8
 from hybrid_trt.engine_builder import resources
 from hybrid_trt.engine_builder.build import build_engine
-from hybrid_trt.engine_library import BuildError, Library
+from hybrid_trt.engine_builder.check import check_engine
+from hybrid_trt.engine_builder.worker.main import in_json
+from hybrid_trt.engine_library import BuildError, Library, trust
+from hybrid_trt.sessions.gpu_memory import is_out_of_memory
 
 BUILDS = ROOT / "benchmarks" / "results" / "builds.json"
 
@@ -40,6 +47,58 @@ def test_a_network_that_is_too_large_for_one_backend_is_told_of_a_smaller_need(m
     resources.check_memory(backends()["onnxruntime"], sdxl, "sdxl")
     with pytest.raises(BuildError, match=r"12\.3 GB .* 8\.0 GB are available.* onnxruntime, which needs 5\.6 GB"):
         resources.check_memory(backends()["tensorrt_rtx"], sdxl, "sdxl")
+
+
+def test_a_check_without_room_in_main_memory_is_refused_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: Any) -> dict:
+        raise AssertionError("a process was started")
+
+    wanted, engine = order(small_network(), backends()["onnxruntime"]), publish_engine(tmp_path)
+    monkeypatch.setattr(resources, "available_bytes", lambda: 700_000_000)
+    with pytest.raises(BuildError, match=r"^checking the engine of small_1.* needs about 1\.0 GB of main memory and"):
+        check_engine(wanted, Library([tmp_path]), engine, lambda *_: None, print, run)
+    assert contents(tmp_path) == [engine.folder.name]
+    assert trust.built_here(engine), "nothing was found out about it"
+
+
+def test_what_runs_on_a_cpu_is_small_though_the_engine_takes_large_pictures_alone(tmp_path: Path) -> None:
+    """The attention of one picture of 1024 px took gigabytes for each head, in a network of any size."""
+    tasks: list[dict] = []
+
+    def run(task: dict, *given: Any) -> dict:
+        tasks.append(task)
+        return pretend(task, *given)
+
+    sides = Range(128, 128, 128)
+    profile = Profile({"B": Range(2, 2, 2), "H": sides, "W": sides, "T": Range(77, 77, 77)})
+    with slow_backend() as slow:
+        build_engine(order(small_network(), slow, profile), Library([tmp_path]), lambda *_: None, run=run)
+    assert tasks[0]["compared"] == [tasks[0]["traced"]]
+    assert math.prod(tasks[0]["traced"][name] for name in "BHW") <= 8192
+    assert 0 < tasks[0]["memory"] < resources.available_bytes(), "and Linux does not have to end anything"
+    assert "memory" not in tasks[1]
+
+
+@pytest.mark.slow
+def test_a_small_network_for_large_pictures_alone_is_built_in_little_memory(tmp_path: Path) -> None:
+    sides, measured = Range(128, 128, 128), Measured()
+    profile = Profile({"B": Range(2, 2, 2), "H": sides, "W": sides, "T": Range(77, 77, 77)})
+    wanted = order(small_network(), backends()["onnxruntime"], profile)
+    build_engine(wanted, Library([tmp_path]), lambda *_: None, run=measured)
+    assert measured.steps["export"]["peak_gb"] < 1.5
+
+
+@pytest.mark.parametrize("error", [
+    MemoryError(), OSError(12, "Cannot allocate memory"), RuntimeError("CUDA error: out of memory"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
+    RuntimeError("Failed to allocate memory for requested buffer of size 1073741824"), RuntimeError("std::bad_alloc"),
+])  # fmt: skip
+def test_all_words_for_a_lack_of_memory_are_known(error: Exception) -> None:
+    assert is_out_of_memory(error)
+    assert in_json(error)["kind"] == "build"
+    assert not is_out_of_memory(ValueError("the network takes other sizes"))
 
 
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

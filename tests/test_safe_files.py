@@ -30,7 +30,7 @@ from hybrid_trt.engine_library.disk import FILE_NAME, Settings, read_settings
 from hybrid_trt.engine_library.inventory import last_used, mark_used
 from hybrid_trt.engine_library.manifest import MANIFEST_NAME, RECORD_NAME, USE_NAME, Manifest, ManifestError
 from hybrid_trt.engine_library.safe_files import is_own_folder, read_bytes
-from hybrid_trt.page_api import node_states
+from hybrid_trt.page_api import node_records
 from hybrid_trt.saved_workflows.graph import WorkflowError
 from hybrid_trt.sessions.file_session import FileSession
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir, triton_cache_dir
@@ -158,8 +158,8 @@ def test_settings_hashes_and_workflows_of_any_form_are_refused_and_end_nothing(
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_notes_on_nodes_of_any_form_let_the_pack_load(text: str, tmp_path: Path) -> None:
-    (tmp_path / node_states.FILE_NAME).write_text(text)
-    assert not node_states._read(tmp_path / node_states.FILE_NAME)
+    (tmp_path / node_records.FILE_NAME).write_text(text)
+    assert not node_records.read_records(tmp_path / node_records.FILE_NAME)
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o660, 0o604])

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...engine_library import BuildError, Unavailable, ValidationFailed
+from ...sessions.memory_words import says_out_of_memory
 
 
 def in_json(error: Exception) -> dict:
@@ -25,6 +26,11 @@ def in_json(error: Exception) -> dict:
         return {"kind": "refuted" if isinstance(error, ValidationFailed) else "build", "text": str(error)}
     if isinstance(error, Unavailable):
         return {"kind": "unavailable", "reason": error.fallback.reason.value, "text": error.fallback.detail}
+    if says_out_of_memory(error):
+        return {"kind": "build", "text": (
+            f"main memory did not suffice ({_one_line(error)}), so no engine was made and the normal model keeps "
+            "running; close other programs, unload ComfyUI's models or choose smaller sizes, then build again"
+        )}  # fmt: skip
     return {"kind": "error", "text": _one_line(error), "errno": getattr(error, "errno", None)}
 
 
@@ -45,6 +51,7 @@ def main(arguments: list[str]) -> int:
     order = json.loads(sys.stdin.buffer.readline())
     _die_with(order["parent"])
     _be_modest()
+    _keep_to(order["task"])
     sys.path.extend(p for p in order["sys_path"] if p not in sys.path)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     lock = threading.Lock()
@@ -60,7 +67,7 @@ def main(arguments: list[str]) -> int:
         result = STEPS[task["step"]](task, lambda phase, fraction: tell(progress=[phase, fraction]))
     except Exception as error:
         failed = in_json(error)
-        if failed["kind"] == "error":
+        if failed["kind"] == "error" or says_out_of_memory(error):
             traceback.print_exc()
         tell(failed=failed)
     else:
@@ -102,3 +109,18 @@ def _be_modest() -> None:
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
     except OSError:
         pass  # not Linux, or not allowed
+
+
+def _keep_to(task: dict) -> None:
+    """Let allocations fail beyond the ``memory`` of a task, with its weights' file, which is mapped.
+
+    Linux would grant them, and then end whichever process it likes.
+    """
+    if "memory" not in task or sys.platform != "linux":
+        return
+    import resource
+
+    weights = Path(task["weights_file"]).stat().st_size if "weights_file" in task else 0
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = task["memory"] + weights
+    resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

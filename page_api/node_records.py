@@ -1,0 +1,84 @@
+"""Records of what engine nodes want, kept in the library's folder so that a restart forgets nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import OrderedDict
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+
+from ..engine_library import Reason, schema
+from ..engine_library.atomic_files import write_file
+from ..engine_library.manifest import read_profile
+from ..engine_library.safe_files import NOTES, read_json
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = ".engine_nodes.json"
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """Record of an engine node's wants, as learnt when it ran. ``weights`` is ``""`` until somebody had to hash them;
+    ``without_engine`` says what serves besides native while there is none."""
+
+    label: str
+    architecture: str
+    precision: str
+    profile: dict[str, list[int]]
+    backend: str
+    device: str
+    weights: str
+    refusal: tuple[str, str] | None
+    source: dict | None
+    without_engine: str = ""
+    kind: str = ""
+    parameters: int = 0
+
+
+_KEPT = {field.name for field in fields(NodeRecord)}
+_LATER = {"without_engine", "kind", "parameters"}
+"""What earlier versions did not keep."""
+_TEXTS = _KEPT - {"profile", "refusal", "source", "parameters"}
+
+
+def read_records(path: Path) -> OrderedDict[str, NodeRecord]:
+    """Return what was kept; malformed entries, which somebody else wrote, are left out."""
+    known: OrderedDict[str, NodeRecord] = OrderedDict()
+    try:
+        data = read_json(path, NOTES)
+    except (OSError, ValueError):
+        return known
+    for key, entry in data.items() if isinstance(data, dict) else ():
+        try:
+            known[key] = _record(entry)
+        except (ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:  # torch raises the last
+            log.debug("Hybrid TRT: what an engine node wants was kept in another form (%s)", error)
+    return known
+
+
+def _record(entry: object) -> NodeRecord:
+    entry = dict(schema.mapping(entry, "a node", _KEPT - _LATER, _LATER))
+    source, refusal = entry["source"] or {"path": ""}, entry["refusal"] or (Reason.NO_ENGINE.value, "")
+    reason, detail = refusal
+    texts = (source["path"], detail, *(entry.get(name, "") for name in _TEXTS))
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("a text is none")
+    schema.integer(entry.get("parameters", 0), "parameters")
+    schema.integer(source.get("size", 0), "source.size")
+    read_profile(entry["profile"])
+    if entry["architecture"]:
+        torch.device(entry["device"])
+    return NodeRecord(**entry | {"refusal": (Reason(reason).value, detail) if entry["refusal"] else None})
+
+
+def write_records(path: Path, known: OrderedDict[str, NodeRecord]) -> None:
+    """Keep records. A library that cannot be written costs the memory of a restart only, so that is no error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, json.dumps({key: asdict(entry) for key, entry in known.items()}))
+    except OSError as error:
+        log.debug("Hybrid TRT: what the engine nodes want was not kept (%s)", error)

@@ -1,0 +1,52 @@
+"""Reading of graphs that anybody may have sent: a malformed node counts as missing, so reading one never raises."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from comfy_execution.graph import DynamicPrompt, NodeNotFoundError
+
+Node = Mapping[str, Any]
+Prompt = Mapping[str, Any]
+
+_MISSING: Node = {"class_type": "", "inputs": {}}
+
+
+def is_node(value: object) -> bool:
+    """Tell whether something is a node of an API prompt: an object with a class and inputs."""
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("class_type"), str)
+        and isinstance(value.get("inputs"), Mapping)
+    )
+
+
+def is_link(value: object) -> bool:
+    """Tell whether an input of a prompt is another node's output: [node id, output index]."""
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and type(value[1]) in (int, float)
+
+
+def nodes_of(prompt: object) -> dict[str, Node]:
+    """Return the nodes of a prompt by id, without those that are malformed."""
+    found = prompt.items() if isinstance(prompt, Mapping) else ()
+    return {node_id: node for node_id, node in found if isinstance(node_id, str) and is_node(node)}
+
+
+def node_of(prompt: Prompt | DynamicPrompt, node_id: str) -> Node:
+    """Return a node of a prompt; one that is missing or malformed has no class and no inputs."""
+    try:
+        node = prompt.get_node(node_id) if isinstance(prompt, DynamicPrompt) else prompt[node_id]
+    except (NodeNotFoundError, KeyError):
+        return _MISSING
+    return node if is_node(node) else _MISSING
+
+
+def class_of(prompt: Prompt | DynamicPrompt, node_id: str) -> str:
+    """Return the class of a node; ``""`` where there is no such node."""
+    return node_of(prompt, node_id)["class_type"]
+
+
+def inputs_of(prompt: Prompt | DynamicPrompt, node_id: str) -> Mapping[str, Any]:
+    """Return the inputs of a node as the prompt has them; empty where there is no such node."""
+    return node_of(prompt, node_id)["inputs"]
