@@ -124,7 +124,7 @@ def test_without_backends_and_comfyui_it_tells_what_to_install(
     )
     assert ended.returncode == 0, ended.stderr
     told = ended.stdout
-    assert re.search(r"ComfyUI: not found; .*--comfyui", told)
+    assert "ComfyUI: <path> holds no ComfyUI" in told
     assert "missing packages: onnx, polygraphy; run pip install -r requirements.txt" in told
     assert "onnxruntime: cannot serve: onnxruntime is not installed (python install.py" in told
     assert re.search(r'tensorrt: cannot serve: .*TensorRT is not installed \(pip install "tensorrt', told)
@@ -156,8 +156,10 @@ def test_no_library_or_one_that_is_a_file_is_told(tmp_path: Path, capsys: pytest
     data = json.loads(doctor(capsys, "--comfyui", str(wrong), "--json"))
     assert "holds no ComfyUI" in data["library"]["folder"]
     (tmp_path / "file").write_text("no folder")
-    data = json.loads(doctor(capsys, "--library", str(tmp_path / "file"), "--device", "no device", "--json"))
+    folders = ("--library", str(tmp_path / "file"), "--comfyui", str(wrong))
+    data = json.loads(doctor(capsys, *folders, "--device", "no device", "--json"))
     assert list(data) == SECTIONS
+    assert data["library"]["engines"] == "0"
     assert "is no device" in data["card"]
 
 
@@ -258,3 +260,13 @@ def test_a_key_that_is_not_there_is_told_and_none_is_made(
     told = doctor(capsys, "--library", str(tmp_path / "library"), "--device", "cpu")
     assert "secret of this machine: none yet" in told
     assert trust.key_stamp() is None
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows keeps no such rights")
+def test_a_key_that_others_may_read_is_among_the_warnings(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trust.sign("make it")
+    (tmp_path / "my keys" / "hybrid-trt" / "local.key").chmod(0o644)
+    told = doctor(capsys, "--library", str(tmp_path / "library"), "--device", "cpu")
+    assert "<key folder>/local.key may be read by others" in told

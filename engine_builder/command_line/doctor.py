@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from ...engine_library import Library
 from ..doctor import KeptWarnings, Place, as_text, report
 from . import comfyui
 
@@ -22,7 +23,8 @@ def examined(options: Namespace) -> tuple[dict[str, Any], str]:
             library = comfyui.library(options.library, root)
         except Exception as error:  # also what ComfyUI raises where its packages are missing
             lost.append(f"{error}" if isinstance(error, comfyui.Unusable) else f"{type(error).__name__}: {error}")
-        limits = _limits if root is not None and library is not None else None
+            library = None if options.library is None else Library([options.library])
+        limits = None if root is None or lost else _limits
         place = Place(root, library, lambda: comfyui.device(options.device), limits=limits, lost=lost)
         data = report(place, lambda: warnings.lines)
     return data, as_text(data)

@@ -77,7 +77,7 @@ def report(place: Place, warnings: Callable[[], list[str]]) -> dict[str, Any]:
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     found = {
         TITLE: f"{now}; no personal folders are in it",
-        "versions": _told(lambda: _versions(place.comfyui)),
+        "versions": _told(lambda: _versions(place)),
         "card": _told(lambda: _card(place.device())),
         "backends": _told(lambda: _backends(place.device())),
         "library": _told(lambda: _library(place)),
@@ -112,10 +112,10 @@ def _told(find: Callable[[], Any]) -> Any:
         return f"not known: {type(error).__name__}: {error}"
 
 
-def _versions(comfyui: Path | None) -> dict[str, Any]:
+def _versions(place: Place) -> dict[str, Any]:
     return {
         "Hybrid TRT": PACK_VERSION,
-        "ComfyUI": _told(lambda: _comfyui_version(comfyui)),
+        "ComfyUI": _told(lambda: _comfyui_version(place)),
         "Python": platform.python_version(),
         "system": platform.platform(),
         **_told_of_torch(),
@@ -125,10 +125,10 @@ def _versions(comfyui: Path | None) -> dict[str, Any]:
     }
 
 
-def _comfyui_version(folder: Path | None) -> str:
-    if folder is None:
-        return "not found; give --comfyui, or set COMFYUI_PATH"
-    file = folder / "comfyui_version.py"
+def _comfyui_version(place: Place) -> str:
+    if place.comfyui is None:
+        return " ".join(dict.fromkeys(place.lost)) or "not found; give --comfyui, or set COMFYUI_PATH"
+    file = place.comfyui / "comfyui_version.py"
     found = re.search(r'__version__ = "(.+)"', file.read_text(encoding="utf-8")) if file.is_file() else None
     return "of unknown version" if found is None else found[1]
 
@@ -215,7 +215,7 @@ def _not_installed(backend: Any, known: Fallback) -> str:
 
 def _library(place: Place) -> Any:
     if place.library is None:
-        return {"folder": " ".join(place.lost) or "not known"}
+        return {"folder": " ".join(dict.fromkeys(place.lost)) or "not known"}
     library, root = place.library, place.library.roots[0]
     found = inventory.entries(library, *_judges(place))
     states = {entry.state: sum(one.state == entry.state for one in found) for entry in found}
@@ -263,6 +263,7 @@ def _engine(entry: inventory.Entry) -> dict[str, Any]:
 
 def _secret() -> str:
     """Say whether there is a secret, and never which."""
+    trust.is_signed("", "")  # which warns of one that others may read
     named = f"; {trust.FOLDER_VARIABLE} is set" if os.environ.get(trust.FOLDER_VARIABLE) else ""
     return ("there" if trust.key_stamp() is not None else "none yet, or it cannot be read") + named
 
