@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 PACK = Path(__file__).absolute().parents[2]
 PACKAGES = re.compile(
     r"(onnx|tensorrt|polygraphy|triton|torch|cuda-python|xformers|sageattention|flash.attn|numpy|safetensors|lpips|"
-    r"comfy)", re.IGNORECASE
+    r"comfyui.frontend|comfy.kitchen|comfy.aimdo)", re.IGNORECASE
 )  # fmt: skip
 """Begins the names of packages that matter here."""
 VARIABLES = ("COMFYUI_PATH", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
@@ -270,7 +270,7 @@ def _secret() -> str:
 
 def _settings(place: Place) -> dict[str, Any]:
     names = [*VARIABLES, *sorted(name for name in os.environ if name.startswith("HYBRID_TRT_"))]
-    found: dict[str, Any] = {name: os.environ[name] for name in names if name in os.environ}
+    found: dict[str, Any] = {name: _quoted(os.environ[name]) for name in names if name in os.environ}
     if place.library is not None:
         found |= asdict(read_settings(place.library.roots[0]))
     if place.options is not None:
@@ -278,6 +278,11 @@ def _settings(place: Place) -> dict[str, Any]:
     if place.limits is not None:
         found["not used of this ComfyUI"] = _told(place.limits)
     return found
+
+
+def _quoted(value: str) -> str:
+    """Return a value whose end can be told where it may be a folder."""
+    return f"'{value}'" if re.search(r"[\\/]", value) else value
 
 
 def _errors(place: Place, warnings: Callable[[], list[str]]) -> dict[str, Any]:

@@ -13,8 +13,10 @@ NOT_PERSONAL = {"", "root"}
 SHORTEST_NAME = 3
 """Shorter user names are parts of sentences; in paths they go with the home folder."""
 
+_INNER = ("~", "<temporary>")
+"""Folders inside of which names are personal too."""
 _SCHEME = r"(?:[a-z]+:/{2,}(?=/[^/\s]|[A-Za-z]:[\\/]))?"
-_START = rf"{_SCHEME}(?:/(?=[^\s/])|[A-Za-z]:[\\/]+|\\\\+(?=\w))"
+_START = rf"{_SCHEME}(?:(?:{'|'.join(_INNER)})[\\/]+|/(?=[^\s/])|[A-Za-z]:[\\/]+|\\\\+(?=\w))"
 _INSIDE = r"[^\\/\n\"'<>|]"
 _PATH = re.compile(rf"(?<![\w~>./\\-]){_START}(?:{_INSIDE}*[^\\/\s\"'<>|(=,;:][\\/]+)*[^\\/\s\"'<>|(),;:]*")
 """A path that no quotes hold: folders may have spaces inside their names, and the last part ends at the first one."""
@@ -72,8 +74,9 @@ def _as_pattern(path: str) -> re.Pattern[str]:
 
 def _short(path: str) -> str:
     """Return a path without its folders; a last part that may be a folder goes too."""
-    last = re.split(r"[\\/]", path.rstrip("\\/"))[-1]
-    return f"<path>/{last}" if _FILE.fullmatch(last) else "<path>"
+    first, *_, last = re.split(r"[\\/]", path.rstrip("\\/"))
+    begin = f"{first}/..." if first in _INNER else "<path>"
+    return f"{begin}/{last}" if _FILE.fullmatch(last) else begin
 
 
 def _home() -> Path | None:
