@@ -18,7 +18,7 @@ import { request } from "./lib/server.mjs";
 import { defaultsFor, librarySettings, settings } from "./lib/settings.mjs";
 import { inSight, openReadable } from "./lib/template_view.mjs";
 import { setLanguage, speaksChinese, t } from "./lib/texts.mjs";
-import { showKept, showRuns, TEXT_NODES } from "./lib/text_view.mjs";
+import { showComparison, showKept, showRuns, TEXT_NODES } from "./lib/text_view.mjs";
 import { titlesInChinese } from "./lib/titles_zh.mjs";
 import { Tracker } from "./lib/tracker.mjs";
 import { WorkflowView } from "./lib/workflow_view.mjs";
@@ -28,6 +28,7 @@ const COLOURS = {
     TRTAccelerate: ["#2c4a3e", "#23332c"], TRTUNetEngine: ["#2c4a3e", "#23332c"],
     TRTControlNetEngine: ["#2c4a3e", "#23332c"], TRTVAEEngine: ["#2c4a3e", "#23332c"],
     TRTApplyControlNet: ["#4a3d24", "#332c20"], TRTSamplerPatch: ["#3b2c4a", "#2b2333"], TRTReport: ["#3b2c4a", "#2b2333"],
+    TRTCompare: ["#3b2c4a", "#2b2333"],
 };
 const toast = (severity, summary, detail) =>
     app.extensionManager.toast.add({ severity, summary, detail, life: severity === "error" ? 20000 : 8000 });
@@ -115,6 +116,7 @@ function closeSidebar() {
 }
 
 function showRunsOf(node) {
+    if (node.comfyClass === "TRTCompare") return showComparison(node);
     if (node.comfyClass !== "TRTReport") return showRuns(node);
     const view = workflowView();
     follow(node, "onRemoved", () => view.close());

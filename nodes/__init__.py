@@ -54,13 +54,14 @@ def nodes() -> list[type[io.ComfyNode]]:
         try:
             from .accelerate import TRTAccelerate
             from .apply_controlnet import TRTApplyControlNet
+            from .compare import TRTCompare
             from .engine_nodes import TRTControlNetEngine, TRTUNetEngine, TRTVAEEngine
             from .report import TRTReport
             from .sampler_patch import TRTSamplerPatch
 
             return [
                 TRTAccelerate, TRTUNetEngine, TRTControlNetEngine, TRTVAEEngine, TRTApplyControlNet, TRTSamplerPatch,
-                TRTReport,
+                TRTReport, TRTCompare,
             ]
         except (ImportError, AttributeError) as error:  # of what the table of internals does not name
             log.debug("Hybrid TRT: the nodes cannot be loaded", exc_info=True)

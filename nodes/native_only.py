@@ -13,6 +13,7 @@ from comfy_api.latest import io, ui
 from ..comfy_model.comfyui_internals import Feature, switched_off
 from . import schemas
 from .apply_controlnet import TRTApplyControlNet
+from .compare import TRTCompare
 
 log = logging.getLogger(__name__)
 
@@ -98,4 +99,5 @@ class TRTReport(io.ComfyNode):
 
 NODES = [
     TRTAccelerate, TRTUNetEngine, TRTControlNetEngine, TRTVAEEngine, TRTApplyControlNet, TRTSamplerPatch, TRTReport,
+    TRTCompare,
 ]

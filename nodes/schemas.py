@@ -183,6 +183,39 @@ def report() -> io.Schema:
     )
 
 
+def compare() -> io.Schema:
+    """TRT Compare."""
+    return io.Schema(
+        node_id="TRTCompare",
+        display_name="TRT Compare",
+        category=CATEGORY,
+        description="Shows how far an accelerated picture is from the normal one: PSNR, SSIM, the largest difference "
+        "of a pixel, and the difference as a picture. Sample twice with the same seed, once without TRT nodes.",
+        search_aliases=["psnr", "ssim", "image difference", "compare images", "with and without"],
+        inputs=[
+            io.Image.Input("normal", tooltip="The picture that was made without engines."),
+            io.Image.Input("accelerated", tooltip="The same picture, made with engines: the same size and number."),
+            io.Int.Input(
+                "amplify",
+                display_name="brighter",
+                default=0,
+                min=0,
+                max=1000,
+                tooltip="How many times as bright the difference is shown; 0: as bright as no pixel is cut off.",
+            ),
+        ],
+        outputs=[
+            io.Image.Output("difference", display_name="difference"),
+            io.String.Output("text", display_name="text"),
+            io.Float.Output("psnr", display_name="PSNR", tooltip="In dB; infinite when no value differs."),
+            io.Float.Output("ssim", display_name="SSIM", tooltip="1 is the same picture. Needs torchmetrics."),
+            io.Float.Output("largest", display_name="largest", tooltip="Largest difference of a pixel, 0 to 1."),
+        ],
+        hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
+        is_output_node=True,
+    )
+
+
 def _settings() -> list[io.Input]:
     """The inputs after the model, the same on both engine nodes."""
     return [

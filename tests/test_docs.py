@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 ROOT: Path = pack.ROOT
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
+PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "benchmarks/README")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 HELP = sorted((ROOT / "js" / "docs").glob("*/*.md"))
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -47,6 +47,13 @@ def test_readme_names_every_node_and_every_page_of_docs() -> None:
     linked = text + read("CONTRIBUTING.md")
     for page in (ROOT / "docs").glob("*.md"):
         assert f"(docs/{page.name})" in linked, page.name
+
+
+def test_security_is_one_page_that_readme_links() -> None:
+    text = read("SECURITY.md")
+    assert len(text.splitlines()) <= 70
+    assert "(SECURITY.md)" in read("README.md")
+    assert re.search(r"\(https://github\.com/[\w-]+/[\w-]+/security/advisories/new\)", text), "where to report"
 
 
 def test_every_reason_is_explained() -> None:

@@ -161,6 +161,28 @@ def test_a_damaged_engine_says_so_and_what_to_do_with_the_details_for_who_asks(p
     damaged.wait_for(state="detached")
 
 
+def test_the_report_for_support_is_shown_from_its_beginning_and_copied(
+    page: EnginePage, full: Path, comfy: ComfyProcess
+) -> None:
+    panel, raw = toggle(page), page.page.page
+    panel.get_by_role("button", name="Report for support").click()
+    dialog = raw.get_by_role("dialog", name="Report for support")
+    dialog.get_by_text("last errors:").wait_for()
+    page.shot("report-for-support")
+    above, longer = dialog.locator("pre").evaluate("text => [text.scrollTop, text.scrollHeight > text.clientHeight]")
+    assert (above, longer) == (0, True)
+    raw.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    dialog.get_by_role("button", name="Copy").click()
+    dialog.get_by_role("button", name="Copied").wait_for()
+    copied = raw.evaluate("() => navigator.clipboard.readText()")
+    assert copied.startswith("Hybrid TRT, report for support")
+    assert copied.count("- engine: ") == ENGINES
+    assert "onnxruntime: serves" in copied
+    assert str(comfy.base) not in copied
+    dialog.get_by_role("button", name="Close").click()
+    dialog.wait_for(state="detached")
+
+
 def test_several_engines_are_deleted_at_once_and_by_keys_alone(page: EnginePage, full: Path) -> None:
     panel, raw = toggle(page), page.page.page
     panel.locator(".hybrid-trt-engine").nth(ENGINES - 1).wait_for()

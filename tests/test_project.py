@@ -26,6 +26,7 @@ NODES = {
     "TRTApplyControlNet": "TRT Apply ControlNet",
     "TRTSamplerPatch": "TRT Sampler Patch",
     "TRTReport": "TRT Report",
+    "TRTCompare": "TRT Compare",
 }
 
 

@@ -96,6 +96,9 @@ def test_they_run_on_engines(sd15: ComfyProcess, object_info: dict[str, Any], na
     assert sum(row["engine"] for row in report["controlnets"]) == nets
     assert not any(row["native"] for row in report["controlnets"])
     assert history.output(ids["SaveImage"], "images")
+    if "TRTCompare" in ids:
+        (numbers,) = history.output(ids["TRTCompare"], "numbers")
+        assert numbers["same"] or numbers["psnr"] > 60
 
 
 def test_engines_are_built_without_sampling(sd15: ComfyProcess, object_info: dict[str, Any]) -> None:

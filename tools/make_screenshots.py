@@ -65,6 +65,14 @@ WIRING = {
          ("accelerate", 0, "sampler", "model"), ("accelerate", 2, "apply", "control_net"),
          ("apply", 0, "sampler", "positive"), ("apply", 1, "sampler", "negative")),
     ),
+    "compare": (
+        {"checkpoint": ("CheckpointLoaderSimple", 0, 0), "accelerate": ("TRTAccelerate", 0, 230),
+         "without": ("KSampler", 410, 0), "with": ("KSampler", 410, 340),
+         "first": ("VAEDecode", 770, 0), "second": ("VAEDecode", 770, 340), "compare": ("TRTCompare", 1130, 60)},
+        (("checkpoint", 0, "accelerate", "model"), ("checkpoint", 0, "without", "model"),
+         ("accelerate", 0, "with", "model"), ("without", 0, "first", "samples"), ("with", 0, "second", "samples"),
+         ("first", 0, "compare", "normal"), ("second", 0, "compare", "accelerated")),
+    ),
     "after": (
         {"checkpoint": ("CheckpointLoaderSimple", 0, 0), "net": ("ControlNetLoader", 0, 480),
          "unet": ("TRTUNetEngine", 380, 140), "engine": ("TRTControlNetEngine", 380, 480),

@@ -242,7 +242,8 @@ def compare() -> Recipe:
     text = """# With and without, side by side
 
 The same picture twice: in **4 Without** by ComfyUI alone, in **5 Accelerated** with *TRT Accelerate*. *Save Image* \
-keeps both side by side (left without), *Difference* shows what differs (black: nothing), *What ran where* every call.
+keeps both side by side (left without), *TRT Compare* says how much differs and shows it (black: nothing), *What ran \
+where* every call.
 
 1. **1 Models**: choose your checkpoint and your ControlNets.
 2. **3 Images and prompts**: put in *Control image 1* and *2*.
@@ -266,9 +267,8 @@ Half precision rounds differently in an engine, so a faint difference is normal.
                                   {"samples": "native_sampler.LATENT", "vae": "checkpoint.VAE"}, (360, 0))
     nodes["both"] = node("ImageStitch", None, {"direction": "right"},
                          {"image1": "native_decode.IMAGE", "image2": "decode.IMAGE"}, (360, 0))
-    nodes["blend"] = node("ImageBlend", None, {"blend_factor": 1.0, "blend_mode": "difference"},
-                          {"image1": "native_decode.IMAGE", "image2": "decode.IMAGE"}, (360, 0))
-    nodes["difference"] = node("PreviewImage", "Difference", {}, {"images": "blend.IMAGE"}, (360, 300))
+    nodes["compare"] = node("TRTCompare", None, {},
+                            {"normal": "native_decode.IMAGE", "accelerated": "decode.IMAGE"}, (360, 460))
     nodes["save"] |= {"inputs": {"images": "both.IMAGE"}}
     return recipe("sd15_compare_native_and_engines", SD15, "with and without", nodes, [
         group("1 Models", MODELS, ["note", "checkpoint", "net_1", "net_2"]),
@@ -276,7 +276,7 @@ Half precision rounds differently in an engine, so a faint difference is normal.
         group("3 Images and prompts", CONTROLS, ["image_1", "image_2"], ["positive", "negative", "latent"]),
         group("4 Without", MODELS, ["native_1", "native_2", "native_sampler", "native_decode"]),
         group("5 Accelerated", SAMPLE, ["apply", "sampler"], ["decode", "report", "ran"]),
-        group("6 Compare", ENGINES, ["both", "blend", "difference", "save"]),
+        group("6 Compare", ENGINES, ["compare"], ["both", "save"]),
     ])
 
 

@@ -29,7 +29,7 @@ from ...comfy_model.hash_cache import source_changed
 from ...engine_library import BuildError, Library, LibraryError, Unavailable, trust, yardstick
 from ...engine_library.disk import free_bytes, gigabytes
 from ...engine_library.inventory import Entry, delete, entries, select, verify
-from . import comfyui, workflows
+from . import comfyui, doctor, workflows
 
 BACKENDS = ("tensorrt", "tensorrt_rtx", "torch", "onnxruntime")
 """Those of ``backends()``, for a help text that imports none of them: help works in a Python without torch."""
@@ -109,6 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     add("verify", _verify, "Read all files of engines and compare their hashes.").add_argument("engine", nargs="*")
     add("delete", _delete, "Delete engines.").add_argument("engine", nargs="+")
     add("inspect", _inspect, "Show the manifest of an engine.").add_argument("engine")
+    add("doctor", _doctor, "Report for support: versions, card, backends and why not, library, last errors; nothing "
+                           "personal.")  # fmt: skip
     return parser
 
 
@@ -202,6 +204,12 @@ def _inspect(options: argparse.Namespace) -> int:
         raise LibraryError(entry.reason)
     _print_json({**entry.engine.manifest.to_json(), "state": entry.state, "reason": entry.reason})
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    with redirect_stdout(sys.stderr):
+        data, text = doctor.examined(options)
+    return _done(options, data, text)
 
 
 def _library(options: argparse.Namespace) -> Library:

@@ -1,12 +1,12 @@
-// Small dialogs: a build's log, and a question. Each is named by its heading, for screen readers too.
+// Small dialogs: lines of text, and a question. Each is named by its heading, for screen readers too.
 
 import { button, make } from "./dom.mjs";
 import { t } from "./texts.mjs";
 
 let count = 0;
 
-/** Show the lines of a build's log. */
-export function showText(title, lines) {
+/** Show the lines of a build's log from its end, or of another text from its beginning, with a button to copy them. */
+export function showText(title, lines, end = true) {
     const dialog = open(title);
     const text = make("pre", "", lines.length ? lines.join("\n") : t("noLog"));
     text.tabIndex = 0; // so that keys can scroll it
@@ -15,7 +15,7 @@ export function showText(title, lines) {
     dialog.append(text, buttons(copy, close));
     dialog.showModal();
     close.focus();
-    text.scrollTop = text.scrollHeight;
+    if (end) text.scrollTop = text.scrollHeight;
 }
 
 /**

@@ -71,7 +71,7 @@ LoRA 改变图片的风格，带 LoRA 的模型会被加速。
 *K采样器* 上的**降噪**决定改变多少，*TRT 应用 ControlNet* 上的**强度**决定形状保持得多严格。${SIZES(256, 1024)}`,
     "# With and without, side by side": `# 有无加速对比
 
-同一张图片生成两次：**4 Without** 只用 ComfyUI，**5 Accelerated** 使用 *TRT 加速*。*保存图像* 把两张图并排保存（左边未加速），*Difference* 显示差异（黑色：没有差异），*What ran where* 显示每一次调用。
+同一张图片生成两次：**4 Without** 只用 ComfyUI，**5 Accelerated** 使用 *TRT 加速*。*保存图像* 把两张图并排保存（左边未加速），*TRT 比较* 说明相差多少并显示差异（黑色：没有差异），*What ran where* 显示每一次调用。
 
 1. **1 Models**：选择您的 checkpoint 和 ControlNet。
 2. **3 Images and prompts**：在 *Control image 1* 和 *2* 中放入图像。

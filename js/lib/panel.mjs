@@ -43,7 +43,7 @@ export class Panel {
         const { actions } = this;
         this.header = new PanelHeader({
             draw: () => this.draw(), refresh: () => this.load(), accelerate: () => this.page.accelerate(),
-            deleteSelected: () => actions.delete(this.#chosen()),
+            doctor: () => actions.doctor(), deleteSelected: () => actions.delete(this.#chosen()),
             selectShown: (on) => this.#select(this.#shown().map(({ name }) => name), on),
         });
         this.header.sort.value = this.order;
@@ -179,6 +179,14 @@ class PanelActions {
         });
     }
 
+    /** Show the report for support, from its beginning on. */
+    doctor() {
+        return this.attempt("doctor", async () => {
+            const { text } = await request(this.api, "/doctor");
+            showText(t("doctor"), text.split("\n"), false);
+        });
+    }
+
     async rebuild(engine) {
         const found = await this.page.rebuild(engine);
         const node = window.LiteGraph.registered_node_types[NODE_FOR[engine.kind]]?.title;
@@ -231,7 +239,8 @@ class PanelActions {
 /** The head, which stays while the list scrolls: totals, filter and order, and actions on many engines. */
 class PanelHeader {
     /**
-     * @param {{draw: () => void, refresh: () => void, accelerate: () => void, deleteSelected: () => void, selectShown: (on: boolean) => void}} actions
+     * @param {{draw: () => void, refresh: () => void, accelerate: () => void, doctor: () => void, deleteSelected: () => void,
+     *     selectShown: (on: boolean) => void}} actions
      */
     constructor(actions) {
         this.use = make("div", "hybrid-trt-quiet");
@@ -248,7 +257,7 @@ class PanelHeader {
         this.find.append(this.filter, this.sort);
         const tools = make("div", "hybrid-trt-row");
         this.offer = button("accelerate", actions.accelerate);
-        tools.append(button("refresh", actions.refresh), this.offer);
+        tools.append(button("refresh", actions.refresh), this.offer, button("doctor", actions.doctor));
         this.element = make("header", "hybrid-trt-panel-head");
         this.element.append(make("h3", "", t("panel")), this.use, this.find, tools, this.#selection(actions));
         this.bar.hidden = true; // until it is known what there is

@@ -13,6 +13,13 @@ const PHRASES = [
     [/, first ([\d.]+ m?s)/g, "，第一步 $1"], [/\(not compiled for (.+?): ran as a CUDA graph\)/, "（尚未为 $1 编译：以 CUDA 图运行）"], [/\(not compiled for (.+?): ran eagerly\)/, "（尚未为 $1 编译：未编译运行）"],
     ["did not run", "没有运行"], [/Slowest part: (.+) \((\d+) %\)/, "最慢的部分：$1（$2 %）"],
     [/No engine was asked for in this prompt: no TRT node lies before this one, or the sampler's result came from ComfyUI's cache\./, "此任务没有用到引擎：此节点之前没有 TRT 节点，或采样结果来自 ComfyUI 的缓存。"],
+    // a comparison of two pictures
+    ["The same picture: no value differs.", "图像相同：没有任何差异。"], ["Hardly a difference", "几乎没有差异"], ["Some difference", "有一些差异"], ["Different pictures", "图像不同"],
+    [/Largest difference of a pixel: ([\d.e+-]+) of 255 \((.+)\)\./, "单个像素的最大差异：255 中的 $1（$2）。"], [/The difference is shown (\d+) times as bright\./, "差异图的亮度放大了 $1 倍。"], ["The difference is shown as it is.", "差异图未放大亮度。"],
+    [/Of (\d+) pictures these are the figures of the worst\./, "共 $1 张图像，以上为差异最大的一张的数值。"], [/Broken: (\d+) values of both pictures are no numbers \(NaN\)\./, "已损坏：两张图像中有 $1 个值不是数字（NaN）。"],
+    [/Broken: (\d+) values of the normal picture are no numbers \(NaN\)\./, "已损坏：普通图像中有 $1 个值不是数字（NaN）。"], [/Broken: (\d+) values of the accelerated picture are no numbers \(NaN\)\./, "已损坏：加速图像中有 $1 个值不是数字（NaN）。"],
+    ["They are white in the difference.", "它们在差异图中为白色。"], ["SSIM was not computed: ", "未计算 SSIM："], ["it needs torchmetrics (pip install torchmetrics, with the Python that runs ComfyUI).", "需要 torchmetrics（用运行 ComfyUI 的 Python 执行 pip install torchmetrics）。"],
+    [/a picture has to be (\d+) px wide and high\./, "图像的宽和高至少为 $1 像素。"],
     // what becomes of the picture
     ["Same picture, normal speed", "图像相同，速度为原速"], ["Same picture as that node makes without engines", "图像与该节点不用引擎时相同"],
     ["The normal model runs: it leaves out what does not fit, or ends the prompt", "由普通模型运行：不适合的部分会被略去，或任务会中止"],

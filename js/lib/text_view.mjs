@@ -1,11 +1,11 @@
-// What TRT Sampler Patch and TRT Report say after a run, in the way that engine nodes show their state.
+// What TRT Sampler Patch, TRT Report and TRT Compare say after a run, in the way that engine nodes show their state.
 
 import { follow } from "./presets.mjs";
 import { StatusBox } from "./status_box.mjs";
 import { t } from "./texts.mjs";
 
-export const TEXT_NODES = ["TRTSamplerPatch", "TRTReport"];
-const SIZE = [300, 170];
+export const TEXT_NODES = ["TRTSamplerPatch", "TRTReport", "TRTCompare"];
+const SIZE = [300, 170], COMPARED = [300, 380]; // with room for a picture
 /** What shows a node's output. */
 const tellers = new WeakMap();
 const TITLES = { good: "allOnEngines", warn: "someNative", idle: "noRunYet" };
@@ -28,6 +28,19 @@ export function showRuns(node, above = []) {
     });
     follow(node, "onExecuted", tellers.get(node));
     node.setSize(SIZE.map((size, i) => Math.max(size, node.computeSize()[i])));
+}
+
+/** Show how far two pictures are from each other: amber where that can be seen, red where one is broken. */
+export function showComparison(node) {
+    const box = new StatusBox(node, "compare_text", "hybrid_trt_text");
+    box.show("idle", t("noRunYet"), [t("notCompared")]);
+    tellers.set(node, ({ text, tone } = {}) => {
+        if (!text?.length) return;
+        const [title, ...lines] = text.join("\n").split("\n");
+        box.show(tone?.[0] ?? "idle", title, lines);
+    });
+    follow(node, "onExecuted", tellers.get(node));
+    node.setSize(COMPARED.map((size, i) => Math.max(size, node.computeSize()[i])));
 }
 
 /**

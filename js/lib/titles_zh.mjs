@@ -7,7 +7,7 @@ const PARTS = [
     [/^(\d) (Without|Native)$/, "$1 未加速"], [/^(\d) Images and prompts$/, "$1 图像和提示词"], [/^(\d) Pictures? and prompt$/, "$1 图像和提示词"], [/^(\d) Prompt$/, "$1 提示词"],
     [/^Load ControlNet\b/, "加载 ControlNet"], [/^Apply ControlNet\b/, "应用 ControlNet"], [/^Load LoRA$/, "加载 LoRA"], [/^Control image\b/, "控制图像"], [/^TRT ControlNet Engine\b/, "TRT ControlNet 引擎"],
     [/^What ran where$/, "运行情况"], [/^Second pass$/, "第二遍"], [/^First pass$/, "第一遍"], [/^Negative prompt$/, "负面提示词"], [/^Prompt$/, "提示词"], [/^Picture to repaint$/, "要重绘的图像"],
-    [/^Difference$/, "差异"], [/^How to use this workflow$/, "使用说明"], [/^KSampler \((without|native)\)$/, "K采样器（未加速）"], [/^VAE Decode \((without|native)\)$/, "VAE解码（未加速）"], [/^KSampler \(accelerated\)$/, "K采样器（已加速）"],
+    [/^How to use this workflow$/, "使用说明"], [/^KSampler \((without|native)\)$/, "K采样器（未加速）"], [/^VAE Decode \((without|native)\)$/, "VAE解码（未加速）"], [/^KSampler \(accelerated\)$/, "K采样器（已加速）"],
     [/ \(edges\)$/, "（边缘）"], [/ \(depth\)$/, "（深度）"], [/ \(pose\)$/, "（姿势）"], [/ \(lines\)$/, "（线条）"],
 ];
 

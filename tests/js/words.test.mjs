@@ -22,6 +22,26 @@ test("every language has every text, and gaps are filled", () => {
     assert.equal(t("build"), "Build engine");
 });
 
+test("all that TRT Compare says is said in Chinese too", () => {
+    const code = readFileSync(new URL("../../nodes/compare.py", import.meta.url), "utf8");
+    const told = [
+        "The same picture: no value differs.", "Hardly a difference: PSNR 48.0 dB, SSIM 0.9869", "Some difference: PSNR 34.1 dB",
+        "Different pictures: PSNR 10.8 dB", "Largest difference of a pixel: 5.35 of 255 (2.10%).", "The difference is shown 20 times as bright.",
+        "The difference is shown as it is.", "Of 8 pictures these are the figures of the worst.",
+        ...["the normal picture", "the accelerated picture", "both pictures"].map((which) => `Broken: 12 values of ${which} are no numbers (NaN). They are white in the difference.`),
+        "SSIM was not computed: it needs torchmetrics (pip install torchmetrics, with the Python that runs ComfyUI).", "SSIM was not computed: a picture has to be 11 px wide and high.",
+    ];
+    for (const line of told) {
+        const begin = line.split(/[\d:]/)[0].trim().split(" ").slice(0, 3).join(" ");
+        assert.ok(code.includes(begin), begin);
+        setLanguage("zh");
+        const left = said(line).match(/[A-Za-z]+/g) ?? [];
+        setLanguage("en");
+        const names = ["PSNR", "SSIM", "dB", "NaN", "torchmetrics", "ComfyUI", "Python", "pip", "install"];
+        assert.deepEqual(left.filter((word) => !names.includes(word)), [], line);
+    }
+});
+
 test("no text is written over by another one of the same name", () => {
     const code = readFileSync(new URL("../../js/lib/texts.mjs", import.meta.url), "utf8");
     for (const [i, part] of code.split(/\n {4}zh: /).entries()) {

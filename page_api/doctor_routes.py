@@ -1,0 +1,56 @@
+"""Route of the report for support, for the panel's button."""
+
+from __future__ import annotations
+
+import asyncio
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import folder_paths
+from aiohttp import web
+from comfy import model_management
+from comfy.cli_args import args, parser
+
+from ..comfy_model.comfyui_internals import switched_off
+from ..engine_builder.doctor import KeptWarnings, Place, as_text, report
+from .builds import builds
+from .http import PREFIX, reads
+from .library_folder import library
+
+_warnings = KeptWarnings()
+
+
+def register(routes: web.RouteTableDef) -> None:
+    """Add the route, and keep what the pack warns of from now on."""
+    _warnings.start()
+    routes.get(f"{PREFIX}/doctor")(_show)
+
+
+@reads
+async def _show(_request: web.Request) -> web.Response:
+    return web.json_response({"text": await asyncio.to_thread(_text)})
+
+
+def _text() -> str:
+    folder, data = Path(folder_paths.__file__).parent, Path(folder_paths.base_path)
+    place = Place(
+        folder, library(), model_management.get_torch_device, data, _options(), switched_off, builds.jobs()
+    )
+    return as_text(report(place, lambda: _warnings.lines))
+
+
+def _options() -> list[str]:
+    """Return the options that ComfyUI was started with; of texts, which may be folders or addresses, no more."""
+    usual, told = parser.parse_args([]), []
+    for name, value in vars(args).items():
+        if value != getattr(usual, name, None):
+            option = f"--{name.replace('_', '-')}"
+            told.append(option if value is True else f"{option} {_shown(value)}")
+    return told
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Enum):
+        return str(value.value)
+    return str(value) if isinstance(value, bool | int | float) else "..."

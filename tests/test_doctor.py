@@ -1,0 +1,274 @@
+"""The report for support: whole whatever is missing or broken, and with nothing personal in it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import folder_paths  # noqa: F401  (a command finds ComfyUI by it)
+import pytest
+import torch
+from builds import backend, network, order, queue
+from comfy_process import ComfyProcess
+from fake_engine import publish, publish_engine
+from hybrid_trt.comfy_model import hash_cache
+from hybrid_trt.engine_builder import jobs as jobs_module
+from hybrid_trt.engine_builder.command_line import main as cli_module
+from hybrid_trt.engine_builder.doctor import KeptWarnings, Place, as_text, report
+from hybrid_trt.engine_builder.doctor.privacy import hider
+from hybrid_trt.engine_library import BuildError, Library, trust
+from pack import ROOT
+from scenarios import Scenario, prompt
+
+__all__ = ["backend", "network", "queue"]  # fixtures: pytest finds them by name
+
+TITLE = "Hybrid TRT, report for support"
+SECTIONS = [TITLE, "versions", "card", "backends", "library", "settings", "last errors"]
+USER = "alice.smith"
+
+
+@pytest.fixture(autouse=True)
+def own_hash_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hash_cache, "_folder", None)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The home of a user, with the folder of her key; nothing of it may be told."""
+    folder = tmp_path / "home" / USER
+    folder.mkdir(parents=True)
+    for name in ("USER", "USERNAME", "LOGNAME"):
+        monkeypatch.setenv(name, USER)
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setenv("USERPROFILE", str(folder))
+    monkeypatch.setenv("HYBRID_TRT_KEY_FOLDER", str(tmp_path / "my keys"))
+    return folder
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What the command prints in this process."""
+    assert cli_module.main(["doctor", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def private(tmp_path: Path) -> list[str]:
+    """Words that no report may hold: the user's name, folders, and the secret in each spelling."""
+    key = (tmp_path / "my keys" / "hybrid-trt" / "local.key").read_bytes()
+    return ["alice", str(tmp_path), "my keys", "Secret Project", key.hex(), base64.b64encode(key).decode()]
+
+
+def test_a_report_tells_versions_backends_and_each_engine_and_nothing_personal(
+    environment: Any, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    library = home / "Secret Project" / "engines"
+    library.mkdir(parents=True)
+    good, broken = publish(library), publish(library, weights="b" * 64, label="broken.safetensors")
+    foreign = publish_engine(library, made_here=False).folder.name
+    cut = publish(library, weights="c" * 64, label="cut.safetensors")
+    (library / broken / "manifest.json").write_text("{")
+    (library / cut / "model.onnx").write_bytes(b"")
+    (library / ".settings.json").write_text('{"limit_gb": 12, "build_minutes": "five"}')
+    folders = ("--library", str(library), "--comfyui", str(environment.comfyui), "--device", "cpu")
+    data = json.loads(doctor(capsys, *folders, "--json"))
+    text = doctor(capsys, *folders)
+    assert list(data) == SECTIONS
+    versions = data["versions"]
+    assert versions["torch"] == torch.__version__
+    assert versions["Python"] == ".".join(map(str, sys.version_info[:3]))
+    assert re.fullmatch(r"\d+\.\d+\.\d+", versions["ComfyUI"])
+    assert data["backends"]["auto takes"] == "onnxruntime"
+    assert data["backends"]["onnxruntime"].startswith("serves, version ")
+    assert "needs an NVIDIA GPU" in data["backends"]["tensorrt"]
+    assert data["library"]["folder"] == "<library>"
+    assert data["library"]["engines"].startswith("4, ")
+    engines = {one["engine"]: one for one in data["library"]["contents"]}
+    assert {name: one["trusted"] for name, one in engines.items()} == {
+        good: True, broken: False, foreign: False, cut: True}  # fmt: skip
+    assert engines[foreign]["state"] == "stale"
+    assert "was not built on this machine" in engines[foreign]["why"]
+    assert {engines[name]["state"] for name in (broken, cut)} == {"broken"}
+    assert "has 0 bytes" in engines[cut]["why"]
+    assert any("settings are not readable" in line for line in data["last errors"]["warnings"])
+    for name in (good, broken, foreign, cut):
+        assert f"- engine: {name}" in text
+    for words in private(tmp_path):
+        for told in (text, json.dumps(data)):
+            assert words.lower() not in told.lower(), words
+
+
+@pytest.fixture
+def bare_packages(tmp_path: Path) -> Path:
+    """All packages of this Python, but none that exports, builds or runs a file."""
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    for package in Path(torch.__file__).parents[1].iterdir():
+        if not re.match("onnx|polygraphy|tensorrt", package.name, re.IGNORECASE):
+            (folder / package.name).symlink_to(package)
+    return folder
+
+
+def test_without_backends_and_comfyui_it_tells_what_to_install(
+    home: Path, tmp_path: Path, bare_packages: Path
+) -> None:
+    """In a Python of its own, as a user runs it; the library is not there either."""
+    ended = subprocess.run(
+        [sys.executable, "-S", "-m", "engine_builder", "doctor", "--library", str(home / "none"), "--comfyui", "/x"],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(bare_packages)}, capture_output=True, text=True, check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    told = ended.stdout
+    assert "ComfyUI: <path> holds no ComfyUI" in told
+    assert "missing packages: onnx, polygraphy; run pip install -r requirements.txt" in told
+    assert "onnxruntime: cannot serve: onnxruntime is not installed (python install.py" in told
+    assert re.search(r'tensorrt: cannot serve: .*TensorRT is not installed \(pip install "tensorrt', told)
+    assert f"torch: {torch.__version__}" in told
+    assert re.search(r"folder: <library> \(not there yet", told)
+    assert "engines: 0" in told
+    assert str(tmp_path) not in told
+    assert not (home / "none").exists(), "a report writes nothing"
+
+
+def test_without_torch_and_without_any_package_it_still_reports(tmp_path: Path) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "engine").mkdir()
+    (library / "engine" / "manifest.json").write_text("[")
+    command = [sys.executable, "-S", "-m", "engine_builder", "doctor", "--library", str(library), "--json"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    data = json.loads(ended.stdout)
+    assert list(data) == SECTIONS
+    assert "No module named 'torch'" in data["versions"]["torch"]
+    assert "torch is not installed" in data["backends"]
+    (engine,) = data["library"]["contents"]
+    assert (engine["engine"], engine["state"], engine["trusted"]) == ("engine", "broken", False)
+
+
+def test_no_library_or_one_that_is_a_file_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = tmp_path / "nothing"
+    data = json.loads(doctor(capsys, "--comfyui", str(wrong), "--json"))
+    assert "holds no ComfyUI" in data["library"]["folder"]
+    (tmp_path / "file").write_text("no folder")
+    folders = ("--library", str(tmp_path / "file"), "--comfyui", str(wrong))
+    data = json.loads(doctor(capsys, *folders, "--device", "no device", "--json"))
+    assert list(data) == SECTIONS
+    assert data["library"]["engines"] == "0"
+    assert "is no device" in data["card"]
+
+
+def test_one_part_that_fails_keeps_none_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver, a package or a disk may fail in any way."""
+    def fails() -> Any:
+        raise RuntimeError("CUDA driver initialization failed in /home/bob/x.py")
+
+    publish(tmp_path)
+    data = report(Place(None, Library([tmp_path]), fails), lambda: [])
+    assert data["card"] == data["backends"] == (
+        "not known: RuntimeError: CUDA driver initialization failed in <path>/x.py")
+    assert data["library"]["contents"][0]["trusted"] is True
+    assert data["versions"]["torch"] == torch.__version__
+
+
+def test_failed_builds_and_warnings_are_told_with_the_end_of_their_log(
+    queue: Any, network: Any, backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(_order: Any, _library: Any, progress: Callable, log_line: Callable, **_: Any) -> None:
+        progress("exporting", 0.5)
+        log_line(f"writing {tmp_path}/x.onnx")
+        raise BuildError(f"the disk of {tmp_path} is full")
+
+    monkeypatch.setattr(jobs_module, "build_engine", build)
+    with KeptWarnings() as warnings:
+        assert queue.submit(order(network, backend), Library([tmp_path])).wait(10)
+        place = Place(None, Library([tmp_path]), lambda: torch.device("cpu"), jobs=queue.jobs())
+        data = report(place, lambda: warnings.lines)
+    (failed,) = data["last errors"]["failed builds"]
+    assert failed["build"] == network.label
+    assert failed["why"] == "The disk of <library> is full."
+    assert "writing <library>/x.onnx" in failed["log"]
+    assert any("was not built: The disk of <library> is full." in line for line in data["last errors"]["warnings"])
+    assert str(tmp_path) not in as_text(data)
+
+
+def limit(comfy: ComfyProcess, gigabytes: float) -> None:
+    comfy.post("/hybrid_trt/settings", {"limit_gb": gigabytes}, headers={"X-Hybrid-TRT": "1"})
+
+
+def test_the_page_gets_the_report_of_its_server_with_builds_that_failed_there(comfy: ComfyProcess) -> None:
+    limit(comfy, 1e-6)
+    try:
+        settings = {"when_missing": "build now", "backend": "onnxruntime"}
+        scenario = Scenario(controls=(), width=64, height=64, steps=1, settings=settings)
+        comfy.queue(prompt(scenario, True, "doctor"), timeout=120)
+        text = comfy.get("/hybrid_trt/doctor")["text"]
+    finally:
+        limit(comfy, 0)
+    assert text.startswith(TITLE)
+    assert re.search("ComfyUI was started with: .*--cpu", text)
+    assert "limit_gb: 1e-06" in text
+    assert "- build: tiny_sd15_unet.safetensors" in text
+    assert "the settings allow" in text
+    assert re.search("error: Hybrid TRT: the engine for .* was not built", text)
+    for path in (comfy.base, comfy.comfyui, ROOT, Path.home()):
+        assert len(path.parts) < 2 or str(path) not in text
+
+
+PLACES = {"<library>": Path("/srv/engines"), "<comfyui>": Path("/home/alice.smith/ComfyUI")}
+
+
+@pytest.mark.parametrize(("text", "hidden"), [
+    ("in /home/alice.smith/ComfyUI/models", "in <comfyui>/models"),
+    ("in /home/alice.smith/Documents/x.json", "in ~/.../x.json"),
+    ("in '/home/alice.smith/My Letters/to bob'", "in '~/...'"),
+    ("of /home/alice.smith is full", "of ~ is full"),
+    ("/srv/engines is full", "<library> is full"),
+    ("/srv/engines-of-bob/a.onnx", "<path>/a.onnx"),
+    ("of /mnt/Big Disk/Jane Doe/model.onnx, which", "of <path>/model.onnx, which"),
+    ("[Errno 2] gone: '/mnt/Jane (old), copy/x y.json'", "[Errno 2] gone: '<path>/x y.json'"),
+    ("/mnt/jane was replaced by /mnt/joe", "<path> was replaced by <path>"),
+    (r"C:\Users\Jane Doe\AI\x.onnx is missing", "<path>/x.onnx is missing"),
+    (r"'C:\\Users\\Jane Doe\\AI'", "'<path>'"),
+    (r"\\server\share\jane\x.onnx", "<path>/x.onnx"),
+    ("C:/Users/Jane/x.onnx", "<path>/x.onnx"),
+    ("sqlite:////data/jane/comfy.db", "<path>/comfy.db"),
+    ("file:///data/jane/a.json", "<path>/a.json"),
+    ("file:///C:/Users/jane/a.json", "<path>/a.json"),
+    ("--out=/data/jane/a.json", "--out=<path>/a.json"),
+    ("Alice.Smith's engines", "<user>'s engines"),
+    ("see https://github.com/hybrid-trt/hybrid-trt", "see https://github.com/hybrid-trt/hybrid-trt"),
+    ("CUDA 12/13, 3 GB/s; 1 / 2; fp16/fp8", "CUDA 12/13, 3 GB/s; 1 / 2; fp16/fp8"),
+    ('pip install "tensorrt>=10.1,<12"', 'pip install "tensorrt>=10.1,<12"'),
+])
+def test_paths_and_names_are_taken_out_of_every_text(
+    text: str, hidden: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("USER", USER)
+    monkeypatch.setenv("HOME", f"/home/{USER}")
+    assert hider(PLACES)([{"why": text}]) == [{"why": hidden}]
+
+
+def test_a_key_that_is_not_there_is_told_and_none_is_made(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = doctor(capsys, "--library", str(tmp_path / "library"), "--device", "cpu")
+    assert "secret of this machine: none yet" in told
+    assert trust.key_stamp() is None
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows keeps no such rights")
+def test_a_key_that_others_may_read_is_among_the_warnings(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trust.sign("make it")
+    (tmp_path / "my keys" / "hybrid-trt" / "local.key").chmod(0o644)
+    told = doctor(capsys, "--library", str(tmp_path / "library"), "--device", "cpu")
+    assert "<key folder>/local.key may be read by others" in told
