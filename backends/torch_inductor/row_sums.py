@@ -1,4 +1,4 @@
-"""Inductor's choices for sums over rows and lines. Imports Inductor, which takes seconds: import it where it is used."""
+"""Inductor's choices for sums over rows and lines. Importing Inductor takes seconds: import this where it is used."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Rows(InductorChoices):
     """Choices for sums over rows and lines.
 
     Layer norms read each of their rows once, where Inductor reads those of more than 1024 elements twice. Lines of an
-    image (see ``inductor_tuning``) are added up by few threads each, where Inductor gives short ones as many as they have
-    elements, which then have to put their one element each together.
+    image (see ``inductor_tuning``) are added up by few threads each. Inductor gives short ones as many threads as
+    they have elements, which then have to put their one element each together.
     """
 
     @staticmethod
