@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from hybrid_trt.engine_library import Engine, EngineQuery, Library, Manifest, Re
 from hybrid_trt.engine_library.inventory import BROKEN, delete, entries, verify
 from hybrid_trt.engine_library.manifest import ManifestError
 from hybrid_trt.sessions.file_session import FileSession
+from json_places import changed, places, with_true_key
 
 NASTY: list[Any] = [
     None, True, -1, 0, 1.5, 10**400, float("nan"), float("inf"), "", "evil", "a\0b", "\ud800", "x" * 100_000, "../x",
@@ -30,33 +28,6 @@ NASTY: list[Any] = [
 def engine(tmp_path: Path) -> Engine:
     name = publish(tmp_path / "library")
     return next(e for e in Library([tmp_path / "library"]).engines() if e.folder.name == name)
-
-
-def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
-    """Every place in some JSON, the whole of it too."""
-    yield path
-    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
-        yield from places(value[key], (*path, key))
-
-
-def changed(data: Any, path: tuple, value: Any) -> Any:
-    if not path:
-        return value
-    data = copy.deepcopy(data)
-    at = data
-    for key in path[:-1]:
-        at = at[key]
-    at[path[-1]] = value
-    return with_true_key(data)
-
-
-def with_true_key(data: Any) -> Any:
-    """As whoever lies with care does."""
-    if isinstance(data, dict) and isinstance(data.get("identity"), dict):
-        with contextlib.suppress(ValueError, TypeError):
-            text = json.dumps(data["identity"], sort_keys=True)
-            data["key"] = hashlib.sha256(text.encode()).hexdigest()
-    return data
 
 
 def test_whatever_stands_in_a_manifest_it_is_refused_or_serves_every_use(engine: Engine) -> None:

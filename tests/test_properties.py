@@ -35,11 +35,11 @@ from hybrid_trt.saved_workflows.graph import WorkflowError
 from hybrid_trt.saved_workflows.to_prompt import to_prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_lying_manifests import changed, places, with_true_key
+from json_places import changed, places, with_true_key
+from our_routes import OURS
 
 log = logging.getLogger(__name__)
 
-OURS = {"X-Hybrid-TRT": "1"}
 ROUTES = ("/nodes", "/accelerate", "/settings", "/builds/clear", "/builds/x/cancel", "/engines/x/verify")
 EXAMPLES = slow.cases({"few": 25, "many": 1200}, slow=["many"])
 """Examples of each property."""

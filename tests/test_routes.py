@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import re
 from collections.abc import Iterator
@@ -19,9 +18,9 @@ from fake_engine import publish
 from hybrid_trt.architectures.shapes import SIZE_NAMES, RequestedSizes
 from hybrid_trt.engine_library import Library, LibraryError
 from hybrid_trt.engine_library.disk import check_limit
+from our_routes import OURS, ask, post
 from safetensors.numpy import save_file
 
-OURS = {"X-Hybrid-TRT": "1"}
 PROMPT = {
     "1": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "no such file"}},
     "2": {"class_type": "TRTUNetEngine", "inputs": {"model": ["1", 0], "max_size": 512}},
@@ -32,24 +31,6 @@ DRAWN = drawn({"load": "Loader", "s": "Sampler"}, "load.0 s.0")
 NESTED: list = []
 for _ in range(900):
     NESTED = [NESTED]
-
-
-def ask(
-    comfy: ComfyProcess, method: str, path: str, body: bytes | None = None, headers: dict[str, str] = OURS
-) -> tuple[int, Any]:
-    """Status and JSON of a request; urllib would tidy the path up and hide refusals."""
-    connection = http.client.HTTPConnection("127.0.0.1", comfy.port, timeout=30)
-    try:
-        connection.request(method, f"/hybrid_trt{path}", body, headers)
-        answer = connection.getresponse()
-        text = answer.read()
-        return answer.status, json.loads(text) if text.startswith((b"{", b"[")) else text.decode(errors="replace")
-    finally:
-        connection.close()
-
-
-def post(comfy: ComfyProcess, path: str, data: Any) -> tuple[int, Any]:
-    return ask(comfy, "POST", path, json.dumps(data).encode(), OURS | {"Content-Type": "application/json"})
 
 
 @pytest.fixture
