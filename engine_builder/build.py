@@ -39,7 +39,7 @@ from ..engine_library import (
     yardstick,
 )
 from ..engine_library.disk import check_limit, check_room, read_settings, readable
-from ..engine_library.engine import LIMITS, PARAMETERS_NAME, describe_files
+from ..engine_library.engine import GRAPH_NAME, LIMITS, PARAMETERS_NAME, describe_files
 from ..engine_library.manifest import PACK_VERSION
 from .check import check_engine, check_task, unchecked_engine
 from .limits import TimeLimit, on_cpu, within_memory
@@ -313,24 +313,30 @@ class _Build:
         """The backend's engine, by way of ONNX: ``files``, ``parity`` and ``seconds``."""
         profile, examples = self.identity.profile, self._examples()
         no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
-        exported = self._do({
+        export = {
             **common,
             **native,
             "step": "export",
             "limit": LIMITS[self.identity.precision],
             "traced": examples.traced,
             "compared": on_cpu(self.order.network.architecture(), examples.compared, examples.traced),
-        }, 0.1, 0.5, no_gpu)  # fmt: skip
-        built = self._do({
+        }
+        build = {
             **common,
             "step": "build",
-            "onnx": exported["onnx"],
             "target": self.identity.device,
             "any_weights": self.identity.any_weights,
             "level": read_settings(self.library.roots[0]).tensorrt_level,
             "profile": profile.to_json(),
             **backend_task(self.order.backend),
-        }, 0.5, 0.9, only_gpu(self.order.target_device) | stack_of(self.order.backend))  # fmt: skip
+        }
+        if self.order.backend.writes(GRAPH_NAME):  # the graph is the engine: a second process would only start
+            exported = self._do({**export, "then": build}, 0.1, 0.9, no_gpu)
+            built = exported["built"]
+        else:
+            exported = self._do(export, 0.1, 0.5, no_gpu)
+            on_gpu = only_gpu(self.order.target_device) | stack_of(self.order.backend)
+            built = self._do({**build, "onnx": exported["onnx"]}, 0.5, 0.9, on_gpu)
         return {
             "files": [*built["files"], PARAMETERS_NAME],
             "parity": exported["parity"],

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import onnx
 import pytest
+import slow
 import torch
 from any_weights import LIMIT, ORT, PROFILE, another, built, error, handle_of, lora, native, patched, served
 from hybrid_trt.backends.onnxruntime import RefittableRunner
@@ -118,6 +119,8 @@ class Deaf(RefittableRunner):
         super().refit({name: value * (0.97 if "to_k" in name else 1) for name, value in weights.items()}, changed)
 
 
+@slow.when("Careless")
+@slow.when("Stale")
 @pytest.mark.parametrize("runner", [RefittableRunner, Deaf, Keeping, Forgetful, Careless, Stale])
 def test_a_build_proves_on_its_gpu_that_the_engine_takes_other_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: type[RefittableRunner]

@@ -71,6 +71,8 @@ def engine_values(page: ComfyPage) -> dict[str, Any]:
     return {name: value for name, value in page.widgets("TRTUNetEngine").items() if name in OWN}
 
 
+@slow.when("vue", but=["sd15_text_to_image"])
+@slow.when("litegraph", but=["sd15_advanced", "sdxl_two_controlnets"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_template_opens_converts_and_is_saved_on_the_oldest_page(
     oldest_page: ComfyPage, comfy: ComfyProcess, name: str
@@ -89,7 +91,7 @@ def test_a_template_opens_converts_and_is_saved_on_the_oldest_page(
     assert oldest_page.prompt() == prompt
 
 
-@slow.when("vue")  # the pictures come from the same server
+@pytest.mark.slow
 def test_engines_are_built_by_a_click_and_run_on_the_oldest_page(
     oldest_page: ComfyPage, sd15: ComfyProcess
 ) -> None:

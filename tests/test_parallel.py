@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import slow
 import torch
 from builds import PROFILE, children, contents, gone, order, slow_backend, small_network, until
 from compiling import COMPILES
@@ -83,11 +84,11 @@ def test_one_process_compiles_where_no_others_have_room(
     assert [(line["batch"], line["helpers"]) for line in journal()] == [(2, []), (1, [])]
 
 
-@pytest.mark.parametrize(("behaviour", "why"), [
-    ("fails_with_helpers", "RuntimeError: ValueError: invalid literal for int"),
-    ("loses_a_helper", "one of the processes that compile parts has ended"),
-    ("killed_with_helpers", "ended by SIGKILL"),
-])  # fmt: skip
+@pytest.mark.parametrize(("behaviour", "why"), slow.cases({
+    "fails": ("fails_with_helpers", "RuntimeError: ValueError: invalid literal for int"),
+    "loses one": ("loses_a_helper", "one of the processes that compile parts has ended"),
+    "killed": ("killed_with_helpers", "ended by SIGKILL"),
+}, ["fails", "loses one"]))  # fmt: skip
 def test_what_fails_with_helpers_is_done_again_by_one_process(
     sized_order: Any, journal: Any, tmp_path: Path, behaviour: str, why: str
 ) -> None:
@@ -105,6 +106,7 @@ def test_what_fails_with_helpers_is_done_again_by_one_process(
     assert until(lambda: not children(), 2.0)
 
 
+@pytest.mark.slow
 def test_what_fails_in_one_process_too_fails_with_its_message(sized_order: Any, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"while compiling for batch 1 \(RuntimeError: the compiler is confused"):
         built(sized_order("fails"), tmp_path / "library")

@@ -9,6 +9,7 @@ from typing import Any
 
 import comfy.model_patcher as comfy_patcher
 import pytest
+import slow
 import torch
 from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
 from comfy.ldm.wan.vae import WanVAE
@@ -64,6 +65,7 @@ def rows(history: History) -> list[dict[str, Any]]:
     return history.output("report", "report")[0]["rows"]
 
 
+@slow.when("encode", but=["taesd"])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_vae_on_an_engine_gives_natives_picture(comfy: ComfyProcess, kind: str, call: str) -> None:

@@ -134,14 +134,14 @@ KINDS = {
 }  # fmt: skip
 
 
-LONG = ["SDXL", "Control-LoRAs", "Flux.2 (dev, klein)", "ControlNets of Flux.1 (InstantX, Union)",
-        "Z-Image, Turbo and base"]  # fmt: skip
+ONE = {name: (name, kind.scenarios[:1]) for name, kind in KINDS.items()}
+ALL = {f"all of {name}": (name, kind.scenarios) for name, kind in KINDS.items() if len(kind.scenarios) > 1}
 
 
-@pytest.mark.parametrize("name", slow.cases({name: name for name in KINDS}, LONG))
-def test_it_gives_natives_latent(sdxl: ComfyProcess, name: str) -> None:
+@pytest.mark.parametrize(("name", "scenarios"), slow.cases(ONE | ALL, ALL))
+def test_it_gives_natives_latent(sdxl: ComfyProcess, name: str, scenarios: Sequence[Scenario]) -> None:
     kind = KINDS[name]
-    for number, scenario in enumerate(kind.scenarios):
+    for number, scenario in enumerate(scenarios):
         result = compare(sdxl, scenario)
         assert result.error <= kind.limit, number
         assert result.all_on_engines(), (number, result.report)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def export(task: Task, progress: Progress) -> dict:
     """Export the network to ONNX in the task's folder and compare it with native.
 
-    The task has the network (see ``task``), ``limit``, and the sizes that are ``traced`` and ``compared``.
+    The task has the network (see ``task``), ``limit``, and the sizes that are ``traced`` and ``compared``. It may have
+    the task of ``build`` in ``then``: that is done in the same process, and its result is in ``built``.
     """
     progress("starting the exporter", 0.0)
     import_comfyui(task["comfyui"])
@@ -37,11 +38,15 @@ def export(task: Task, progress: Progress) -> dict:
     graph, cases, exported = _graph_and_reference(task, progress)  # with the module gone, its memory is the session's
     progress("comparing with the normal model", 0.7)
     parity = check_parity(graph, cases, outputs, task["precision"], task["limit"])
-    return {
+    done = {
         "onnx": graph.name,
         "parity": dict(parity),
         "seconds": {"export": exported - started, "parity": time.perf_counter() - exported},
     }
+    if "then" in task:
+        progress(f"building with {task['then']['backend']}", 0.95)
+        done["built"] = build({**task["then"], "onnx": graph.name}, progress)
+    return done
 
 
 def _graph_and_reference(task: Task, progress: Progress) -> tuple[Path, list[Case], float]:

@@ -19,14 +19,15 @@ def cases(every: Mapping[str, Any], slow: Collection[str]) -> list[Any]:
     ]
 
 
-def when(name: str) -> pytest.MarkDecorator:
-    """Marks a test slow where a fixture's parameter has this name."""
-    return pytest.mark.slow_when(name)
+def when(name: str, but: Collection[str] = ()) -> pytest.MarkDecorator:
+    """Marks a test slow where one of its parameters has this name, but for those where another has one of ``but``."""
+    return pytest.mark.slow_when(name, *but)
 
 
 def mark(items: Collection[pytest.Item]) -> None:
     """Give the cases that ``when`` names their mark, before pytest chooses."""
     for item in items:
         for marker in item.iter_markers("slow_when"):
-            if marker.args[0] in item.callspec.id.split("-"):
+            (name, *but), parameters = marker.args, item.callspec.id.split("-")
+            if name in parameters and not set(but) & set(parameters):
                 item.add_marker(SLOW)
