@@ -107,7 +107,7 @@ def choose(page: EnginePage, entry: str) -> None:
 
 
 @pytest.mark.parametrize("drawn", slow.cases(
-    {"plain": PLAIN, "SDXL, LoRA, two ControlNets, two passes": LARGE}, ["SDXL, LoRA, two ControlNets, two passes"]))
+    {"plain": (PLAIN,), "SDXL, LoRA, two ControlNets, two passes": (LARGE,)}, ["SDXL, LoRA, two ControlNets, two passes"]))
 def test_a_stock_workflow_runs_on_engines_after_four_clicks(page: EnginePage, comfy: ComfyProcess, drawn: Any) -> None:
     raw = page.page.page
     raw.evaluate(DRAW, drawn)
