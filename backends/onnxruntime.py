@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Collection, Mapping
 from importlib.util import find_spec
@@ -92,8 +91,9 @@ class OnnxRuntimeBackend(FileBackend):
         manifest, graph = engine.manifest, engine.read_checked(GRAPH_NAME)
         if manifest.identity.any_weights:
             return RefittableRunner(graph, device, manifest.device_bytes)
-        weights = engine.read_checked(DATA_NAME) if DATA_NAME in manifest.files else b""
-        return OnnxRuntimeRunner(graph, device, manifest.device_bytes, weights)
+        # what was read is let go before the session makes its own of it: gigabytes are there twice, not three times
+        values = _values(graph, engine.read_checked(DATA_NAME)) if DATA_NAME in manifest.files else {}
+        return OnnxRuntimeRunner(graph, device, manifest.device_bytes, values)
 
 
 class OnnxRuntimeRunner:
@@ -101,8 +101,7 @@ class OnnxRuntimeRunner:
 
     Args:
         graph: a graph's contents; or its file, beside which lie its weights.
-        weights: contents of its file of weights. They are used where they are: whatever becomes of the file, the
-            session computes with what was read.
+        values: OrtValues of its weights, by initialiser; none for those that lie in the file beside it.
         frugal: weights are used where the file is mapped; none is folded, cast or packed beforehand. Takes a fraction
             of the memory, and longer for each call.
     """
@@ -110,22 +109,25 @@ class OnnxRuntimeRunner:
     capturable = False
 
     def __init__(
-        self, graph: bytes | Path, device: torch.device, size: int, weights: bytes = b"", frugal: bool = False
+        self,
+        graph: bytes | Path,
+        device: torch.device,
+        size: int,
+        values: Mapping[str, Any] | None = None,
+        frugal: bool = False,
     ):
         if (missing := BACKEND.cannot_build(device)) is not None:
             raise Unavailable(missing.reason, missing.detail)
         self.device = device
         self.bytes = size
-        self._session = None
         self._graph = graph
-        self._values = _values(graph, weights) if weights else {}
-        self._open(_options(frugal))
+        self._open(_options(frugal), values or {})
 
-    def _open(self, options: Any) -> None:
+    def _open(self, options: Any, values: Mapping[str, Any]) -> None:
         import onnxruntime
 
-        if self._values:
-            options.add_external_initializers(list(self._values), list(self._values.values()))
+        if values:
+            options.add_external_initializers(list(values), list(values.values()))
         graph, providers = self._graph, [_PROVIDERS[self.device.type]]
         graph = graph if isinstance(graph, bytes) else str(graph)
         self._session = onnxruntime.InferenceSession(graph, options, providers=providers)
@@ -151,13 +153,15 @@ class OnnxRuntimeRunner:
 class RefittableRunner(OnnxRuntimeRunner):
     """A graph without weights. It can run once it was given some, and is opened anew for others."""
 
-    def _open(self, options: Any) -> None:
+    def _open(self, options: Any, values: Mapping[str, Any]) -> None:
         """Wait for the first weights."""
+        self._session = None
+        self._weights: dict[str, Any] = {}
 
     def refit(self, weights: Mapping[str, torch.Tensor], changed: Collection[str]) -> None:
         self._session = None  # two at once would take twice the memory
-        self._values |= {name: _on_top_of(weights[name]) for name in changed}
-        super()._open(_options())
+        self._weights |= {name: _on_top_of(weights[name]) for name in changed}
+        super()._open(_options(), self._weights)
 
 
 def _options(frugal: bool = False) -> Any:
@@ -176,7 +180,7 @@ def _options(frugal: bool = False) -> Any:
 
 
 def _values(graph: bytes, weights: bytes) -> dict[str, Any]:
-    """OrtValues of a graph's initialisers, with the memory of the file of weights."""
+    """Copy the weights of a graph out of the contents of their file; by initialiser."""
     import numpy
     import onnx
     import onnxruntime
@@ -185,10 +189,10 @@ def _values(graph: bytes, weights: bytes) -> dict[str, Any]:
     for tensor in onnx.load_model_from_string(graph).graph.initializer:
         where = {entry.key: entry.value for entry in tensor.external_data}
         if where:
+            begin, length = int(where["offset"]), int(where["length"])
             dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
-            value = numpy.frombuffer(weights, dtype, math.prod(tensor.dims), int(where["offset"])).reshape(tensor.dims)
-            make = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type
-            found[tensor.name] = make(value, tensor.data_type)
+            value = numpy.frombuffer(memoryview(weights)[begin:begin + length], dtype).reshape(tensor.dims)
+            found[tensor.name] = onnxruntime.OrtValue.ortvalue_from_numpy(value)
     return found
 
 

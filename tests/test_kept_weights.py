@@ -27,8 +27,8 @@ class Keeping(RefittableRunner):
     built_with: ClassVar[torch.nn.Module]
     given: ClassVar[list[set[str]]]
 
-    def _open(self, options: Any) -> None:
-        super()._open(options)
+    def _open(self, *arguments: Any) -> None:
+        super()._open(*arguments)
         initialisers = onnx.load_model_from_string(self._graph).graph.initializer
         names = {tensor.name.removeprefix("unet."): tensor.name for tensor in initialisers if tensor.external_data}
         self.kept = {i: self.built_with.get_parameter(name).detach().clone() for name, i in names.items()}
@@ -50,9 +50,9 @@ class Forgetful(Keeping):
 class Careless(Keeping):
     """Damages those that it was opened with when it is given some others."""
 
-    def _open(self, options: Any) -> None:
+    def _open(self, *arguments: Any) -> None:
         self.done: set[str] = set()
-        super()._open(options)
+        super()._open(*arguments)
 
     def refit(self, weights: Mapping[str, torch.Tensor], changed: Collection[str]) -> None:
         self.done |= set(changed)
@@ -63,8 +63,8 @@ class Careless(Keeping):
 class Stale(Keeping):
     """Has other weights when it is opened than it was built with."""
 
-    def _open(self, options: Any) -> None:
-        super()._open(options)
+    def _open(self, *arguments: Any) -> None:
+        super()._open(*arguments)
         RefittableRunner.refit(self, {name: 0.97 * value for name, value in self.kept.items()}, self.kept.keys())
 
 
