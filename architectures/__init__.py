@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from .calls import Binding, PerImagePass
 from .image_latent import ANY
-from .shapes import Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
+from .shapes import Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec, words_for
 
 if TYPE_CHECKING:
     import torch
@@ -209,7 +209,10 @@ def runs_per_step(architecture: str) -> bool:
 def profile_words(architecture: str, profile: Profile) -> str:
     """A profile in words; in those of still images where the family is not known, or ComfyUI's classes not loaded."""
     known = architectures().get(architecture) if "comfy.model_management" in sys.modules else None
-    return (known or ANY).words(profile)
+    try:
+        return (known or ANY).words(profile)
+    except KeyError:  # somebody wrote a manifest that lacks a size of its family
+        return words_for(profile, (known or ANY).symbols)
 
 
 def symbols_of(architecture: str) -> Mapping[str, Symbol]:

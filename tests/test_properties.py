@@ -69,7 +69,7 @@ class Client:
             raise AssertionError(f"no answer to {method} {path}")
         self.sent += 1
         assert answer.status < 500, f"{answer.status} for {method} {path} {body!r:.3000}: {text[:1000]!r}"
-        if not answer.headers["Content-Type"].startswith("application/json"):
+        if not answer.headers.get("Content-Type", "").startswith("application/json"):
             assert answer.status in (400, 403, 404, 405), text
             return answer.status, None
         data = strict(text)

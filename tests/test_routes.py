@@ -18,6 +18,7 @@ from fake_engine import publish
 from hybrid_trt.architectures.shapes import SIZE_NAMES, RequestedSizes
 from hybrid_trt.engine_library import Library, LibraryError
 from hybrid_trt.engine_library.disk import check_limit
+from json_places import with_true_key
 from our_routes import OURS, ask, post
 from safetensors.numpy import save_file
 
@@ -131,6 +132,17 @@ def test_figures_that_nobody_measured_are_told_in_strict_json(comfy: ComfyProces
     status, answer = ask(comfy, "GET", "/engines")
     assert status == 200
     json.dumps(answer, allow_nan=False)
+
+
+@pytest.mark.parametrize("family", ["zimage", "sd15_unet", "flux", "qwen_image", "unknown"])
+def test_an_engine_without_the_sizes_of_its_family_is_listed(comfy: ComfyProcess, engine: Path, family: str) -> None:
+    path = engine / "manifest.json"
+    data = json.loads(path.read_text())
+    data["identity"] |= {"architecture": family, "profile": {"X": [1, 2, 3]}}
+    path.write_text(json.dumps(with_true_key(data)))
+    status, answer = ask(comfy, "GET", "/engines")
+    assert status == 200
+    assert engine.name in [one["name"] for one in answer["engines"]]
 
 
 def test_a_linked_folder_is_unlinked_and_no_more(comfy: ComfyProcess, engine: Path, tmp_path: Path) -> None:
