@@ -106,8 +106,7 @@ def choose(page: EnginePage, entry: str) -> None:
     raw.get_by_text(entry, exact=True).last.click()
 
 
-@pytest.mark.parametrize("drawn", slow.cases(
-    {"plain": (PLAIN,), "SDXL, LoRA, two ControlNets, two passes": (LARGE,)}, ["SDXL, LoRA, two ControlNets, two passes"]))
+@pytest.mark.parametrize("drawn", slow.cases({"plain": (PLAIN,), "SDXL with all": (LARGE,)}, ["SDXL with all"]))
 def test_a_stock_workflow_runs_on_engines_after_four_clicks(page: EnginePage, comfy: ComfyProcess, drawn: Any) -> None:
     raw = page.page.page
     raw.evaluate(DRAW, drawn)
