@@ -24,6 +24,7 @@ from build_page import (
     page,
     workflow,
 )
+from builds import paused
 from comfy_process import ComfyProcess
 from engine_page import EnginePage, choose
 from node_boxes import close_up
@@ -92,19 +93,20 @@ def test_build_cancel_build_and_run(
 
     page.click(net)
     page.wait_for(net, "building", timeout=30)
-    raw.reload(wait_until="domcontentloaded")
-    raw.wait_for_function(READY, timeout=90000)
-    raw.wait_for_function("vue => LiteGraph.vueNodesMode === vue", arg=page.page.vue)
-    load(page, made)
-    page.wait_for(net, "building", timeout=30)
-    page.shot("reloaded")
+    with paused(comfy.pid):
+        raw.reload(wait_until="domcontentloaded")
+        raw.wait_for_function(READY, timeout=90000)
+        raw.wait_for_function("vue => LiteGraph.vueNodesMode === vue", arg=page.page.vue)
+        load(page, made)
+        page.wait_for(net, "building", timeout=30)
+        page.shot("reloaded")
 
-    # a copy of the node, and the node in a subgraph, say the same
-    raw.evaluate("""id => { const node = app.graph.getNodeById(id), copy = LiteGraph.createNode(node.type);
-        copy.pos = [node.pos[0], node.pos[1] + 1400]; app.graph.add(copy);
-        copy.configure({ ...node.serialize(), id: copy.id, pos: copy.pos, inputs: undefined, outputs: undefined });
-        copy.title = 'copy'; node.getInputNode(0).connect(0, copy, 0); }""", net)
-    page.wait_for(page.node("copy"), "building", timeout=30)
+        # a copy of the node, and the node in a subgraph, say the same
+        raw.evaluate("""id => { const node = app.graph.getNodeById(id), copy = LiteGraph.createNode(node.type);
+            copy.pos = [node.pos[0], node.pos[1] + 1400]; app.graph.add(copy);
+            copy.configure({ ...node.serialize(), id: copy.id, pos: copy.pos, inputs: undefined, outputs: undefined });
+            copy.title = 'copy'; node.getInputNode(0).connect(0, copy, 0); }""", net)
+        page.wait_for(page.node("copy"), "building", timeout=30)
 
     ready = page.wait_for(net, "ready", "failed")
     page.shot("ready")

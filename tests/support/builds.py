@@ -8,7 +8,7 @@ import resource
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,21 @@ def children(pid: int | None = None) -> list[psutil.Process]:
         except psutil.NoSuchProcess:
             pass
     return found
+
+
+@contextmanager
+def paused(pid: int) -> Iterator[None]:
+    """Have the builders of a process stand still: they are quicker than what a test does meanwhile."""
+    assert until(lambda: children(pid), 30)
+    stopped = children(pid)
+    for process in stopped:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in stopped:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
 
 
 def gone(processes: list[psutil.Process], timeout: float = 2.0) -> bool:
