@@ -55,7 +55,10 @@ def is_private(descriptor: int, path: Path) -> bool:
 
 
 def is_own_folder(folder: Path) -> bool:
-    """Tell whether nobody but this user, and root, can put files into a folder; makes it where it is missing."""
+    """Tell whether nobody but this user, and root, can put files into a folder; makes it where it is missing.
+
+    True where its disk knows no such rights.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
@@ -63,7 +66,9 @@ def is_own_folder(folder: Path) -> bool:
         return False
     if not hasattr(os, "geteuid"):  # Windows, where temporary files are each user's own
         return True
-    return stat.S_ISDIR(found.st_mode) and not found.st_mode & WRITABLE and found.st_uid in (0, os.geteuid())
+    if not stat.S_ISDIR(found.st_mode):
+        return False
+    return not found.st_mode & WRITABLE and found.st_uid in (0, os.geteuid()) or not _keeps_rights(folder)
 
 
 def others_may_write(folder: Path) -> bool:

@@ -335,7 +335,10 @@ class FileSession:
     def _check(self) -> None:
         """Raise Unavailable where the engine must not be opened here, or there is no memory to read its files."""
         self.engine.check_sizes()
-        if (refusal := trust.why_unusable(self.engine)) is not None:
+        refusal = trust.why_unusable(self.engine)
+        if not self.engine.folder.is_dir():  # deleted since it was looked up, and its record with it
+            raise Unavailable(Reason.BROKEN_ENGINE, f"{self.name} is missing")
+        if refusal is not None:
             raise Unavailable.of(refusal)
         needed, free = self.engine.manifest.bytes, model_management.get_free_memory(torch.device("cpu"))
         if free < needed:

@@ -24,7 +24,7 @@ from hybrid_trt.comfy_model import hash_cache
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.command_line import workflows
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import Engine, Library, Unavailable, trust
+from hybrid_trt.engine_library import Engine, Library, Unavailable, safe_files, trust
 from hybrid_trt.engine_library.atomic_files import FileLock
 from hybrid_trt.engine_library.disk import FILE_NAME, Settings, read_settings
 from hybrid_trt.engine_library.inventory import last_used, mark_used
@@ -191,6 +191,18 @@ def test_a_secret_is_no_link_to_a_file_that_others_know(tmp_path: Path, monkeypa
     assert not trust.is_signed("text", trust._digest(b"k" * trust.KEY_LENGTH, "text"))
 
 
+def test_on_a_disk_without_rights_torch_keeps_its_usual_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There no folder would be better."""
+    tmp_path.chmod(0o777)
+    monkeypatch.setattr(safe_files, "_keeps_rights", lambda _folder: False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    keep_others_out()
+    assert cache_dir() == str(tmp_path)
+
+
 def put_folder(path: Path, kind: str, elsewhere: Path) -> None:
     if kind == "link":
         elsewhere.mkdir()
@@ -286,14 +298,11 @@ def test_a_file_that_was_changed_through_a_mapping_is_not_opened_again(
     name: str, engine: Engine, given: dict[str, torch.Tensor], kept: None
 ) -> None:
     session, path = FileSession(engine, backends()["onnxruntime"].load, torch.device("cpu")), engine.folder / name
-    session.run(given)
-    session.unload()
-    before = path.stat()
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
-        session.load()
+        mapped[-1] ^= 0  # from now on the system does not note when it is written
+        session.run(given)
         session.unload()
         mapped[-1] ^= 1
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
         with pytest.raises(Unavailable, match="its hash differs"):
             session.run(given)
 
