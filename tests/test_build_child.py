@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ import slow
 from builds import PROFILE, ROOT, children, gone, slow_backend, small_disk, until
 from hybrid_trt import backends
 from hybrid_trt.engine_builder import worker_process
+from hybrid_trt.engine_builder.worker.main import _keep_to, in_json
 from hybrid_trt.engine_builder.worker_process import run_in_worker
 from hybrid_trt.engine_builder.worker_tasks import stack_of
 from hybrid_trt.engine_library import BuildError, LibraryError
@@ -128,17 +130,45 @@ def test_progress_is_told_every_second_though_the_backend_is_silent(build: Build
     assert max(b - a for a, b in zip(calls, calls[1:], strict=False)) < 1.0
 
 
-def test_a_builder_that_computes_without_a_word_goes_on(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("STILL", 2.0), ("BUSY", 0.1), ("LOOK", 0.2)):
-        monkeypatch.setattr(worker_process, name, seconds)
-    assert build("compute")["files"] == ["engine.slow"]
+@pytest.mark.parametrize(("code", "still"), [("while True: pass", False), ("import time; time.sleep(60)", True)])
+def test_a_process_that_computes_shows_signs_of_life_and_one_that_waits_does_not(
+    monkeypatch: pytest.MonkeyPatch, code: str, still: bool
+) -> None:
+    monkeypatch.setattr(worker_process, "LOOK", 0.05)
+    monkeypatch.setattr(worker_process, "BUSY", 0.1)
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        time.sleep(0.5)  # what its start takes counts for neither
+        pulse = worker_process.Pulse(process.pid)
+        assert until(lambda: pulse.still_for() > 1.5, 3.0) == still
+        process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux grants memory that is not there")
 def test_a_builder_that_wants_more_memory_than_there_is_fails_with_a_sentence(build: Build, task: dict) -> None:
     task["memory"] = 2_000_000_000
     with pytest.raises(BuildError, match=r"main memory did not suffice \(MemoryError\), .*close other programs"):
         build("memory")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux grants memory that is not there")
+def test_memory_beyond_that_of_a_task_is_refused_to_its_process(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    weights.write_bytes(bytes(1000))
+
+    def child() -> None:
+        held = psutil.Process().memory_info().vms
+        _keep_to({"memory": held + 50_000_000, "weights_file": str(weights)})
+        try:
+            bytearray(held + 1_000_000_000)
+        except MemoryError as error:
+            os._exit(0 if in_json(error)["kind"] == "build" else 2)
+        os._exit(3)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(20)
+    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize("behaviour", ["silence", "hold_the_gil", "helper,silence"])
@@ -227,6 +257,7 @@ SERVER = """
 import json, sys
 sys.path[:0] = [{support!r}, {tools!r}]
 import pack
+from hybrid_trt.engine_builder.worker.main import _keep_to, in_json
 from hybrid_trt.engine_builder.worker_process import run_in_worker
 run_in_worker(json.loads({task!r}), lambda *_: None, print)
 """

@@ -41,7 +41,7 @@ from our_routes import OURS
 log = logging.getLogger(__name__)
 
 ROUTES = ("/nodes", "/accelerate", "/settings", "/builds/clear", "/builds/x/cancel", "/engines/x/verify")
-EXAMPLES = slow.cases({"few": 25, "many": 1200}, slow=["many"])
+EXAMPLES = slow.cases({"few": 12, "many": 1200}, slow=["many"])
 """Examples of each property."""
 
 

@@ -79,12 +79,6 @@ class SlowBackend:
         progress("compiling", 0.5)
         time.sleep(600)
 
-    def _compute(self, request: Any, progress: Any) -> None:
-        """Four seconds at work and not a word."""
-        end = time.monotonic() + 4
-        while time.monotonic() < end:
-            pass
-
     def _memory(self, request: Any, progress: Any) -> None:
         """Asks for more than the task's memory, and touches none of it."""
         bytearray(4_000_000_000)
