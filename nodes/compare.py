@@ -13,7 +13,7 @@ from comfy_api.latest import io, ui
 from . import schemas
 
 FACTORS = (1000, 500, 200, 100, 50, 20, 10, 5, 2, 1)
-"""How much brighter a difference may be shown; the first that no pixel is too bright for is taken."""
+"""Brightnesses that a difference may be shown with; the first that cuts no pixel off is taken."""
 HARDLY_SEEN, SEEN = 40.0, 30.0
 """PSNR in dB from which on a difference is customarily called invisible, and below which it is another picture."""
 PLAIN = 0.1

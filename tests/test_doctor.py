@@ -53,7 +53,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What the command prints in this process."""
+    """Run the command in this process; returns what it prints."""
     assert cli_module.main(["doctor", *arguments]) == 0
     return capsys.readouterr().out
 

@@ -30,6 +30,11 @@ KEPT_RUN = """([ids, text]) => { for (const id of ids) {
     app.graph.getNodeById(id).onExecuted(output); } }"""
 HEADS = """() => ['TRTSamplerPatch', 'TRTReport'].map(type => app.graph.nodes.find(n => n.type === type).widgets
     .find(w => w.name === 'run_text').element.querySelector('.hybrid-trt-head').textContent)"""
+#: What a comparison says, and whether its picture is drawn.
+COMPARED = """id => { const node = app.graph.getNodeById(id);
+    const e = node.widgets.find(w => w.name === 'compare_text').element;
+    const image = document.querySelector(`[data-node-id='${id}'] img`) ?? node.imgs?.[0];
+    return { said: e.textContent, tone: e.dataset.tone, shown: Boolean(image?.complete && image.naturalWidth) }; }"""
 REPORT = ("tiny: 8 on onnxruntime, 12.3 ms each, 8 at normal speed, 40.1 ms each (size the engine was not built for)\n"
           "    8 x width 768 px is outside the engine's 64 to 512 px\n"
           "canny: 16 at normal speed, 40.1 ms each (no engine)")
@@ -94,6 +99,30 @@ def test_new_nodes_hold_their_text_and_their_title(page: EnginePage) -> None:
         said = raw.evaluate("""id => app.graph.getNodeById(id).widgets
             .find(w => w.name === 'run_text').element.textContent""", node)
         assert "16 at normal speed" in said
+
+
+def test_a_comparison_shows_its_answer_and_the_difference_on_the_node(page: EnginePage) -> None:
+    """Two real pictures go through it."""
+    raw = page.page.page
+    raw.evaluate("() => app.extensionManager.command.execute('Comfy.NewBlankWorkflow')")
+    node = raw.evaluate("""() => { const make = (type, x) => { const made = LiteGraph.createNode(type);
+            made.pos = [x, 100]; app.graph.add(made); return made; };
+        const compare = make('TRTCompare', 400);
+        ['control_a.png', 'control_b.png'].forEach((file, input) => {
+            const loader = make('LoadImage', -800 + 400 * input);
+            loader.widgets.find(w => w.name === 'image').value = file; loader.connect(0, compare, input); });
+        return compare.id; }""")
+    close_up(page, node)
+    assert "Not run yet" in raw.evaluate(COMPARED, node)["said"]
+    page.page.queue()
+    raw.wait_for_function(f"id => ({COMPARED})(id).shown", arg=node)
+    page.page.settle()
+    page.shot("compared")
+    told = raw.evaluate(COMPARED, node)
+    assert told["tone"] == "warn"
+    assert "Different pictures: PSNR " in told["said"]
+    assert "The difference is shown " in told["said"]
+    whole(page, node, "compare_text")
 
 
 @slow.when("vue")

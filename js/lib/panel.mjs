@@ -257,9 +257,11 @@ class PanelHeader {
         this.find.append(this.filter, this.sort);
         const tools = make("div", "hybrid-trt-row");
         this.offer = button("accelerate", actions.accelerate);
-        tools.append(button("refresh", actions.refresh), this.offer, button("doctor", actions.doctor));
+        tools.append(button("refresh", actions.refresh), this.offer);
+        const title = make("div", "hybrid-trt-row hybrid-trt-between");
+        title.append(make("h3", "", t("panel")), button("doctor", actions.doctor));
         this.element = make("header", "hybrid-trt-panel-head");
-        this.element.append(make("h3", "", t("panel")), this.use, this.find, tools, this.#selection(actions));
+        this.element.append(title, this.use, this.find, tools, this.#selection(actions));
         this.bar.hidden = true; // until it is known what there is
     }
 
