@@ -28,6 +28,7 @@ def assert_sound(seen: Figures, log: str) -> None:
     assert seen.engine_calls > seen.native_calls / 2, f"too little of it runs on engines: {seen}"
 
 
+@pytest.mark.fault("prompts of all kinds are interrupted, unloaded and changed in one server")
 def test_forty_prompts_with_mishaps_between_them_give_natives_pictures(sd15: ComfyProcess) -> None:
     before = len(sd15.log_text())
     seen = Soak(sd15, seed=1, builds=False, readings=2).run(40)
@@ -43,6 +44,7 @@ def long_server(sd15: ComfyProcess) -> Iterator[ComfyProcess]:
         yield process
 
 
+@pytest.mark.fault("one server runs for hundreds of prompts with deletions, damage and builds")
 @pytest.mark.slow
 def test_a_thousand_prompts_with_mishaps_and_builds_give_natives_pictures_and_memory_stays(
     long_server: ComfyProcess,
