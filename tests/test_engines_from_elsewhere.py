@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 from builds import until
 from comfy_process import ComfyProcess
 from scenarios import Scenario, compare, prompt
@@ -38,6 +39,7 @@ def press_build(comfy: ComfyProcess, scenario: Scenario) -> dict[str, Any]:
     return ask(comfy, "GET", f"/builds/{job['id']}")[1]
 
 
+@pytest.mark.fault("an engine arrives with a forged record of its check")
 def test_an_engine_from_elsewhere_never_serves_and_a_press_on_build_replaces_it(comfy: ComfyProcess) -> None:
     shutil.rmtree(comfy.base / "models" / "trt_engines", ignore_errors=True)  # other tests' engines may fit as well
     result = compare(comfy, UNET.but(seed=70, settings=SETTINGS | {"when_missing": "build now"}))

@@ -32,6 +32,7 @@ def spoil(patched: Patched, call: int, value: float, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(session, "run", broken)
 
 
+@pytest.mark.fault("an engine gives values that are no numbers (NaN)")
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("sampler", ["euler", "euler_ancestral"])
 def test_native_does_a_run_again_in_which_an_engine_gave_no_numbers(

@@ -86,6 +86,7 @@ def check(graphs: Graphs, latent: torch.Tensor, reference: torch.Tensor, spoiled
     assert "no numbers (NaN)" in stats.details[Reason.ENGINE_FAILED.value]
 
 
+@pytest.mark.fault("a ControlNet's engine gives values that are no numbers")
 @pytest.mark.parametrize("joins", [True, False], ids=["run as one", "one by one"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_patched_model_is_sampled_again_natively(

@@ -26,6 +26,7 @@ from sampling import STEPS, error, sample
 __all__ = ["controlled", "controlnet", "file", "files", "library", "nothing_loaded", "patched"]
 
 
+@pytest.mark.fault("the card is full when an engine opens, and ComfyUI can free some")
 def test_an_engine_that_finds_no_memory_is_opened_again_when_comfyui_has_freed_some(
     patched: Patched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +83,7 @@ def test_an_engine_that_cannot_be_opened_is_told_from_one_that_finds_no_memory(
     assert "memory" not in told
 
 
+@pytest.mark.fault("the card is full during a call, and ComfyUI can free some")
 def test_a_call_that_finds_no_memory_is_made_again_when_comfyui_has_freed_some(
     patched: Patched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +123,7 @@ def test_an_engine_whose_call_finds_no_memory_twice_closes_and_leaves_the_run_to
     assert error(latent, native) <= LIMIT
 
 
+@pytest.mark.fault("an engine is larger than what is free")
 def test_an_engine_that_does_not_fit_is_not_opened(patched: Patched, monkeypatch: pytest.MonkeyPatch) -> None:
     patched.handle.session.unload()
     freed = watch_room(monkeypatch, gpu_memory)
@@ -134,6 +137,7 @@ def test_an_engine_that_does_not_fit_is_not_opened(patched: Patched, monkeypatch
     assert not patched.handle.session.loaded
 
 
+@pytest.mark.fault("the normal model finds no memory beside the engines")
 def test_native_that_finds_no_memory_gets_that_of_all_engines_and_computes_the_same(
     controlled: Controlled, files: dict[str, Path], library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def test_the_page_reaches_the_same_engine_in_each_folder(tmp_path: Path, monkeyp
     assert found == {name: roots[0] / name, f"{name}@2": roots[1] / name}
 
 
+@pytest.mark.fault("a checkpoint is overwritten by another one of its name")
 def test_an_engine_whose_checkpoint_was_overwritten_is_stale(tmp_path: Path) -> None:
     checkpoint = tmp_path / "a.safetensors"
     checkpoint.write_bytes(b"weights")
@@ -150,6 +151,7 @@ def test_verify_reads_everything_and_delete_leaves_nothing(tmp_path: Path) -> No
     assert contents(tmp_path) == []
 
 
+@pytest.mark.fault("an engine is to be deleted from a read-only library")
 def test_deleting_from_a_read_only_library_is_told(tmp_path: Path) -> None:
     publish(tmp_path / "library")
     (entry,) = entries(Library([tmp_path / "library"]), lambda _: None, source_changed)
@@ -159,6 +161,7 @@ def test_deleting_from_a_read_only_library_is_told(tmp_path: Path) -> None:
         assert verify(entry) is None, "reading works"
 
 
+@pytest.mark.fault("an engine in use is deleted")
 def test_an_engine_in_use_is_deleted_or_left_whole(tmp_path: Path, system: str) -> None:
     engine = publish(tmp_path)
     (entry,) = entries(Library([tmp_path]), lambda _: None, source_changed)
@@ -201,6 +204,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.fault("a killed process left its locks")
 def test_locks_and_leftovers_of_a_killed_process_are_free_at_once(tmp_path: Path) -> None:
     tests = Path(__file__).parent
     code = HOLDER.format(support=str(tests / "support"), tools=str(tests.parent / "tools"), folder=str(tmp_path))
@@ -223,6 +227,7 @@ def test_locks_and_leftovers_of_a_killed_process_are_free_at_once(tmp_path: Path
     assert contents(tmp_path) == []
 
 
+@pytest.mark.fault("a kill left a half-built engine in a second folder of the library")
 def test_leftovers_are_swept_in_every_folder_of_the_library(tmp_path: Path) -> None:
     """A delete in a second folder leaves one there when it is killed."""
     roots = [tmp_path / "first", tmp_path / "second"]
@@ -234,6 +239,7 @@ def test_leftovers_are_swept_in_every_folder_of_the_library(tmp_path: Path) -> N
     assert [contents(root) for root in roots] == [[], []]
 
 
+@pytest.mark.fault("a leftover is a link to somebody's folder")
 def test_nothing_is_swept_by_way_of_a_link(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     (theirs / REPLACED / "an engine").mkdir(parents=True)
@@ -245,6 +251,7 @@ def test_nothing_is_swept_by_way_of_a_link(tmp_path: Path) -> None:
     assert not (library / "an engine").exists()
 
 
+@pytest.mark.fault("an engine lies in a hidden folder")
 @pytest.mark.parametrize("name", [".hidden", "..b", ".building-of-mine"])
 def test_what_is_listed_nowhere_serves_nowhere(tmp_path: Path, name: str) -> None:
     engine = publish(tmp_path)
@@ -254,6 +261,7 @@ def test_what_is_listed_nowhere_serves_nowhere(tmp_path: Path, name: str) -> Non
     assert entries(Library([tmp_path]), lambda _: None, source_changed) == Library([tmp_path]).engines() == []
 
 
+@pytest.mark.fault("others may write to the library")
 @pytest.mark.skipif(os.name == "nt", reason="rights are those of POSIX")
 @pytest.mark.parametrize(("mode", "owner", "warned"), [
     (0o755, "own", False), (0o775, "own", False), (0o777, "own", True), (0o757, "own", True), (0o1777, "own", True),
@@ -314,6 +322,7 @@ def test_the_limit_counts_what_is_there(tmp_path: Path) -> None:
     assert read_settings(tmp_path) == Settings()
 
 
+@pytest.mark.fault("the library's drive is gone when an engine is to be built or listed")
 def test_a_library_whose_drive_is_gone_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Windows there is no such drive then, all the way up."""
     from hybrid_trt.page_api import library_routes
@@ -328,6 +337,7 @@ def test_a_library_whose_drive_is_gone_is_told_in_a_sentence(tmp_path: Path, mon
     assert re.match("The library could not be used .*cannot find the path", json.loads(answer.text)["error"])
 
 
+@pytest.mark.fault("settings cannot be written")
 def test_settings_that_cannot_be_written_are_refused_with_a_sentence(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")

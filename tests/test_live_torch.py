@@ -260,6 +260,7 @@ def test_a_build_compiles_for_the_opt_sizes_and_serves_other_weights_too(
                                                    if not isinstance(d, int)}})
 
 
+@pytest.mark.fault("a compiled file fails when it runs")
 def test_a_compiled_file_that_fails_when_it_runs_leaves_the_call_to_live_weights(tmp_path: Path) -> None:
     net, calls = network("unet", "unlike_levels"), []
 
@@ -366,6 +367,7 @@ class Trap:
 FOREIGN = '{"verdict": "built", "why": "", "parity": {}, "gpu": "", "signature": "0000"}'
 
 
+@pytest.mark.fault("a compiled file was not made here")
 def test_a_file_that_was_not_made_here_is_never_opened(tmp_path: Path, key_folder: Path) -> None:
     net = network("unet", "unlike_levels")
     library = Library([tmp_path / "library"])

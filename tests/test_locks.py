@@ -98,6 +98,7 @@ def test_a_disk_without_links_still_locks(tmp_path: Path, monkeypatch: pytest.Mo
     assert contents(tmp_path) == []
 
 
+@pytest.mark.fault("a lock is a link that leads nowhere")
 def test_a_lock_that_leads_nowhere_is_an_error_and_no_endless_wait(tmp_path: Path) -> None:
     (tmp_path / "a.lock").symlink_to(tmp_path / "none" / "x")
     with pytest.raises(OSError, match="neither opened nor made|is no regular file"):

@@ -30,6 +30,7 @@ KINDS = {**GGUF, "NF4": "bitsandbytes weights",
          "whole numbers": "Nunchaku weights", "another patcher": "GGUF weights"}  # fmt: skip
 
 
+@pytest.mark.fault("another pack's loader brings weights of its own (GGUF)")
 @pytest.mark.parametrize(
     ("kind", "backend"),
     [*((kind, AUTO) for kind in KINDS), *((kind, "torch") for kind in GGUF), ("GGUF", "onnxruntime")],

@@ -239,6 +239,7 @@ def test_what_cannot_be_recorded_runs_plainly_and_says_why() -> None:
     assert torch.randn(3, device=GPU).isfinite().all(), "and its random numbers"
 
 
+@pytest.mark.fault("recording fails on a real GPU")
 @pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync"])
 def test_a_failed_recording_gives_its_memory_back(allocator: str) -> None:
     """In a process of its own: the allocator is chosen once, and with ComfyUI's own a wrong free ends the process."""
@@ -301,6 +302,7 @@ def test_recording_while_another_thread_uses_the_gpu() -> None:
     assert len(set(rounds)) == 1
 
 
+@pytest.mark.fault("a real GPU is full during a call")
 def test_without_memory_the_call_is_refused_and_the_next_one_with_memory_is_served() -> None:
     net = tiny("unet")
     session, given = LiveSession(net, TORCH, "float16"), given_for(net, 4)

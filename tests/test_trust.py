@@ -65,6 +65,7 @@ def test_a_signature_holds_on_this_machine_only(key_folder: Path) -> None:
     assert trust.sign("text") != signature
 
 
+@pytest.mark.fault("this machine's key is empty or of the wrong length")
 @pytest.mark.parametrize("contents", [b"", b"\0" * 31, b"\0" * 33], ids=["empty", "short", "long"])
 def test_a_secret_that_is_none_is_not_used_and_replaced(key_folder: Path, contents: bytes) -> None:
     """Everybody can sign with an empty one."""
@@ -97,6 +98,7 @@ def test_what_was_built_here_serves_and_what_came_from_elsewhere_is_to_be_built_
     assert Library([tmp_path / "foreign"]).unchecked(wanted, lambda _: None) is None, "no check makes it serve"
 
 
+@pytest.mark.fault("a compiled file lies under a name that its backend never writes")
 @pytest.mark.parametrize("made_here", [True, False])
 @pytest.mark.parametrize(("backend", "name"), [
     ("tensorrt", "engine.data"), ("tensorrt", "plan"), ("tensorrt", "model.onnx"), ("tensorrt_rtx", "engine.data"),
@@ -117,6 +119,7 @@ def test_an_engine_with_a_file_of_a_name_that_its_backend_never_writes_is_broken
     assert (backend, [*found.engines, *found.live_engines]) == ("torch", []), "live weights serve without one"
 
 
+@pytest.mark.fault("this machine's key is lost")
 def test_an_engine_of_a_machine_that_lost_its_secret_is_stale_and_says_what_to_do(
     tmp_path: Path, key_folder: Path
 ) -> None:
@@ -137,6 +140,7 @@ def test_machines_that_share_a_key_folder_trust_each_other(
     assert state(tmp_path / "two")[0] == STALE
 
 
+@pytest.mark.fault("an engine was only checked here, by an earlier version")
 def test_an_engine_that_an_earlier_version_only_checked_is_to_be_built_again(tmp_path: Path) -> None:
     """It may be a stranger's: a forged engine could pass that check."""
     engine = publish_engine(tmp_path)
@@ -144,6 +148,7 @@ def test_an_engine_that_an_earlier_version_only_checked_is_to_be_built_again(tmp
     assert state(tmp_path)[0] == STALE
 
 
+@pytest.mark.fault("a record is copied to another engine, or a manifest is edited")
 def test_a_record_is_of_one_manifest(tmp_path: Path) -> None:
     mine = publish_engine(tmp_path / "mine")
     foreign = publish_engine(tmp_path / "foreign", b"\x08another", made_here=False)
@@ -173,6 +178,7 @@ def test_records_find_a_place_when_the_library_is_read_only_and_last_as_long_as_
     assert trust.why_unusable(engine) is None, "until this process ends"
 
 
+@pytest.mark.fault("a manifest names a path on a stranger's server")
 def test_a_path_from_elsewhere_is_never_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Windows a look at \\\\server\\share sends the user's credentials there."""
     source = {"path": "\\\\evil\\share\\a.safetensors", "size": 1, "mtime_ns": 1}
@@ -251,6 +257,7 @@ def build(network: NativeNetwork, root: Path, steps: list[str]) -> Engine:
     return build_engine(made, Library([root]), lambda *_: None, run=run)
 
 
+@pytest.mark.fault("a forged engine carries the true key and true hashes")
 def test_a_forged_engine_with_the_true_key_never_runs_and_is_built_anew(
     network: NativeNetwork, built: Engine, tmp_path: Path
 ) -> None:
@@ -265,6 +272,7 @@ def test_a_forged_engine_with_the_true_key_never_runs_and_is_built_anew(
     assert state(tmp_path) == (READY, "")
 
 
+@pytest.mark.fault("an engine computes something else than the normal model")
 @pytest.mark.parametrize(("change", "figure"), [(negate, "2.00e+00"), (to_nan, "inf")])
 def test_an_engine_that_computes_something_else_on_its_device_is_refused_with_figures_and_built_anew(
     network: NativeNetwork, built: Engine, tmp_path: Path, on_gpu: None, change: Callable[[Path], None], figure: str

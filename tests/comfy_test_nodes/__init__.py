@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,23 @@ def models_alive(turn: int, after: dict | None = None) -> io.NodeOutput:
     return io.NodeOutput(ui={"alive": [alive.count("UNetModel"), alive.count("ControlNet")]})
 
 
+def hold_builds(phase: str) -> io.NodeOutput:
+    """Have each build from now on stand still in the first phase of this name, until the server is killed."""
+    jobs = next(m for name, m in sys.modules.items() if name.endswith("engine_builder.jobs"))
+    build_engine = jobs.build_engine
+
+    def held(order: Any, library: Any, progress: Callable, *rest: Any, **options: Any) -> Any:
+        def tell(now: str, fraction: float) -> None:
+            progress(now, fraction)
+            if now.startswith(phase):
+                time.sleep(600)
+
+        return build_engine(order, library, tell, *rest, **options)
+
+    jobs.build_engine = held
+    return io.NodeOutput()
+
+
 NODES = [
     TestEndLoop,
     _node("TestConditioning", conditioning, [
@@ -275,6 +293,7 @@ NODES = [
     _node("TestPixels", pixels, [io.Image.Input("image")], io.Latent),
     _node("TestPictures", pictures, [ENGINE.Input("engine")], ENGINE),
     _node("TestModelsAlive", models_alive, [integer("turn", 0, 0), io.Latent.Input("after", optional=True)]),
+    _node("TestHoldBuilds", hold_builds, [io.String.Input("phase")]),
     _node("TestOwnForward", other_packs_sampling.with_own_forward, [
         MODEL, integer("every", 0, 0, 9, optional=True), io.Boolean.Input("replaced", default=False, optional=True)],
         io.Model),
