@@ -25,9 +25,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / name) for name in ("tools", "tests/support", "tests") if str(ROOT / name) not in sys.path]
+
 import numpy
 from comfy_process import ComfyProcess
-from fidelity_cases import ROOT, Case, cases
+from fidelity_cases import Case, cases
 from scenarios import Prompt, latent_of, relative_difference
 
 RESULTS = ROOT / "benchmarks" / "results" / "fidelity.json"
@@ -80,7 +83,7 @@ def measure(comfy: ComfyProcess, native: Native, case: Case) -> Row:
     if plain is not None:
         row["acts"] = rounded(relative_difference(plain, reference))
         if row["acts"] < ACTS:
-            raise WrongCase(f"{case.model}, {case.name}: natively it changes nothing")
+            raise WrongCase("natively it changes nothing")
     return row
 
 
@@ -95,7 +98,7 @@ def outcome(history: Any, case: Case) -> Row:
     backends = {row["backend"] for row in rows if row["engine"]}
     if not engine + native or (bool(reasons), backends or {case.backend}) != (
             bool(native or case.reason), {case.backend}):
-        raise WrongCase(f"{case.model}, {case.name}: the report says {rows}")
+        raise WrongCase(f"the report says {rows}")
     return {"outcome": "fallback" if reasons else "served", "reason": ", ".join(reasons) or None,
             "engine_calls": engine, "native_calls": native}
 
@@ -136,19 +139,24 @@ def servers(comfyui: Path, base: Path) -> Iterator[tuple[ComfyProcess, ComfyProc
             for name in ("engines", "native"))
 
 
-def measure_all(found: Sequence[Case], engines: ComfyProcess, native: ComfyProcess) -> list[Row]:
-    """Run cases, and print each row."""
-    rows, reference, model = [], Native(native), ""
+def measure_all(found: Sequence[Case], engines: ComfyProcess, native: ComfyProcess) -> tuple[list[Row], list[str]]:
+    """Run cases and print each row; return the rows and what went wrong."""
+    rows, failures, reference, model = [], [], Native(native), ""
     for case in found:
         if case.model != model:  # what the models before need is given back
             reference, model = Native(native), case.model
             for comfy in (engines, native):
                 comfy.free()
         start = time.monotonic()
-        rows.append(measure(engines, reference, case))
+        try:
+            rows.append(measure(engines, reference, case))
+        except (RuntimeError, AssertionError) as error:
+            failures.append(f"{case.model}, {case.name}, {case.backend}: {error}")
+            print(failures[-1], flush=True)
+            continue
         wrong = " WRONG" * bool(over_limit(rows[-1:]))
         print(f"{time.monotonic() - start:5.1f} s {json.dumps(rows[-1])}{wrong}", flush=True)
-    return rows
+    return rows, failures
 
 
 def meta(arguments: Sequence[str], comfyui: ComfyProcess, seconds: float) -> dict[str, Any]:
@@ -234,9 +242,10 @@ def main() -> int:
             every = cases(engines.object_info())
             order = list(dict.fromkeys(case.model for case in every))
             found = [case for case in every if is_chosen(case.model, chosen.only) and chosen.cases in case.name]
-            rows = measure_all(found, engines, native)
-            if chosen.cases:
-                return int(bool(over_limit(rows)))
+            rows, failures = measure_all(found, engines, native)
+            if chosen.cases or failures:
+                sys.stdout.write("\n".join(failures) + "\n")
+                return int(bool(failures or over_limit(rows)))
             rows = sorted(kept(chosen.out, chosen.only) + rows, key=lambda row: order.index(row["model"]))
             data = {"meta": meta([], native, time.monotonic() - start), "rows": rows}
         temporary = chosen.out.with_suffix(".tmp")

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / name) for name in ("tools", "tests/support", "tests") if str(ROOT / name) not in sys.path]
 
 from random_workflows import Net, Workflow, prompt_of
 from scenarios import A, B, Control, Link, Prompt, Scenario, node, prompt
