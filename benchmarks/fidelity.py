@@ -5,7 +5,7 @@
 Tiny models with random weights in two real ComfyUI servers: one samples natively, the other through engines. A row's
 error must be at most 1e-5, or what native's own result changes by when the guidance changes by a millionth: some
 samplers amplify the last bit. Writes benchmarks/results/fidelity.json and the tables of docs/fidelity.md. ``--only``
-takes models by a part of their names; rows of others are kept. Ten minutes on two cores, 8 GB of memory.
+takes models by parts of their names; rows of others are kept. Ten minutes on two cores, 8 GB of memory.
 """
 
 from __future__ import annotations
@@ -159,12 +159,12 @@ def measure_all(found: Sequence[Case], engines: ComfyProcess, native: ComfyProce
     return rows, failures
 
 
-def meta(arguments: Sequence[str], comfyui: ComfyProcess, seconds: float) -> dict[str, Any]:
+def meta(comfyui: ComfyProcess) -> dict[str, Any]:
     """Return how, when and with what the rows were made."""
     return {
-        "command": " ".join(["python benchmarks/fidelity.py", *arguments]),
+        "command": "python benchmarks/fidelity.py",
         "machine": "a CPU, float32; nothing is compiled for the backend torch",
-        "cpu_cores": os.cpu_count(), "seconds": round(seconds), "python": platform.python_version(),
+        "cpu_cores": os.cpu_count(), "python": platform.python_version(),
         "comfyui": comfyui.get("/system_stats")["system"]["comfyui_version"],
         **{name: metadata.version(name) for name in ("torch", "onnxruntime", "numpy")},
         "date": datetime.now(timezone.utc).date().isoformat(),
@@ -212,17 +212,32 @@ def write_page(data: dict[str, Any]) -> None:
     PAGE.write_text(before + MARKS[0] + tables(data) + MARKS[1] + rest.split(MARKS[1])[1], encoding="utf-8")
 
 
-def kept(out: Path, chosen: Sequence[str]) -> list[Row]:
-    """Return an older file's rows of models that are not run again."""
-    if not chosen or not out.exists():
-        return []
-    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
-    return [row for row in rows if not is_chosen(row["model"], chosen)]
+def key(row: Row) -> tuple[str, str, str]:
+    """Name a row, as ``Case.key`` does."""
+    return row["model"], row["case"], row["backend"]
 
 
-def is_chosen(model: str, chosen: Sequence[str]) -> bool:
-    """Tell whether a model is asked for; all are, if none is named."""
-    return not chosen or any(part in model for part in chosen)
+def merged(out: Path, every: Sequence[Case], run: Sequence[Case], rows: Sequence[Row]) -> list[Row]:
+    """Return the rows in the order of all cases; those of cases that were not run are an older file's."""
+    older = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
+    found = {key(row): row for row in older} | {key(row): row for row in rows}
+    failed = {case.key for case in run} - {key(row) for row in rows}
+    return [found[case.key] for case in every if case.key in found and case.key not in failed]
+
+
+def run(chosen: argparse.Namespace) -> list[str]:
+    """Measure the cases that are asked for, write the file, and return what went wrong."""
+    with servers(chosen.comfyui.resolve(), chosen.base.resolve()) as (engines, native):
+        every = cases(engines.object_info())
+        models = chosen.only or [""]
+        found = [case for case in every if chosen.cases in case.name and any(part in case.model for part in models)]
+        rows, failures = measure_all(found, engines, native)
+        told = meta(native)
+    data = {"meta": told, "rows": merged(chosen.out, every, found, rows)}
+    temporary = chosen.out.with_suffix(".tmp")
+    temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, chosen.out)
+    return failures
 
 
 def main() -> int:
@@ -230,30 +245,16 @@ def main() -> int:
     parser.add_argument("--comfyui", type=Path, default=os.environ.get("HYBRID_TRT_COMFYUI"))
     parser.add_argument("--base", type=Path, default=ROOT / "build" / "fidelity", help="ComfyUI's folder, 4 GB")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--only", nargs="+", default=[], metavar="MODEL")
-    parser.add_argument("--cases", default="", help="a part of the cases' names; nothing is written then")
-    parser.add_argument("--tables", action="store_true", help="print a file's tables and put them on the page")
+    parser.add_argument("--only", nargs="+", metavar="MODEL", help="parts of models' names")
+    parser.add_argument("--cases", default="", help="a part of cases' names")
+    parser.add_argument("--tables", action="store_true", help="run nothing: put a file's tables on the page")
     chosen = parser.parse_args()
-    if chosen.tables:
-        data = json.loads(chosen.out.read_text(encoding="utf-8"))
-    else:
-        start = time.monotonic()
-        with servers(chosen.comfyui.resolve(), chosen.base.resolve()) as (engines, native):
-            every = cases(engines.object_info())
-            order = list(dict.fromkeys(case.model for case in every))
-            found = [case for case in every if is_chosen(case.model, chosen.only) and chosen.cases in case.name]
-            rows, failures = measure_all(found, engines, native)
-            if chosen.cases or failures:
-                sys.stdout.write("\n".join(failures) + "\n")
-                return int(bool(failures or over_limit(rows)))
-            rows = sorted(kept(chosen.out, chosen.only) + rows, key=lambda row: order.index(row["model"]))
-            data = {"meta": meta([], native, time.monotonic() - start), "rows": rows}
-        temporary = chosen.out.with_suffix(".tmp")
-        temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, chosen.out)
-    sys.stdout.write(tables(data))
+    failures = [] if chosen.tables else run(chosen)
+    data = json.loads(chosen.out.read_text(encoding="utf-8"))
+    failures += [f"not native's picture: {row}" for row in over_limit(data["rows"])]
+    sys.stdout.write(tables(data) + "\n".join(failures))
     write_page(data)
-    return int(bool(over_limit(data["rows"])))
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

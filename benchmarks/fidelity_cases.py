@@ -70,6 +70,10 @@ class Case:
     guided: bool = True
     reason: str | None = None
 
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.model, self.name, self.backend
+
 
 def of_scenario(scenario: Scenario, change: Change | None = None) -> Callable[[bool, float], Prompt]:
     """Return what makes a scenario's prompt and changes it."""

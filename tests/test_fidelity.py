@@ -16,6 +16,7 @@ for folder in ("tests", "benchmarks"):  # behind the tests' own modules, some of
 
 import fidelity
 import fidelity_cases
+from fidelity import key
 
 DATA: dict[str, Any] = json.loads(fidelity.RESULTS.read_text(encoding="utf-8"))
 ROWS: list[dict[str, Any]] = DATA["rows"]
@@ -25,10 +26,6 @@ AGAIN = (
     ("behind the patch: unet_function_wrapper", "onnxruntime"),
 )
 """Cases that CI runs again: all on engines, all native, and a patch that the engines stay with."""
-
-
-def key(row: dict[str, Any]) -> tuple[str, str, str]:
-    return row["model"], row["case"], row["backend"]
 
 
 def test_the_record_has_enough_cases_and_models_and_each_once() -> None:
@@ -74,7 +71,7 @@ def test_the_pages_tables_are_those_that_the_command_makes() -> None:
 
 def test_the_record_has_every_case_that_the_command_runs_every_sampler_too(comfy: ComfyProcess) -> None:
     info = comfy.object_info()
-    assert {(case.model, case.name, case.backend) for case in fidelity_cases.cases(info)} == set(map(key, ROWS))
+    assert {case.key for case in fidelity_cases.cases(info)} == set(map(key, ROWS))
     samplers = fidelity_cases.options(info, "KSampler", "sampler_name")
     assert len(samplers) > 30
     assert {f"sampler {name}" for name in samplers} <= {row["case"] for row in ROWS}
