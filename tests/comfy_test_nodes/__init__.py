@@ -23,7 +23,7 @@ from comfy_execution.graph_utils import GraphBuilder, is_link
 
 import nodes  # ComfyUI's
 
-from . import other_packs_sampling
+from . import model_patches, other_packs_sampling
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 TOOLS = SUPPORT.parents[1] / "tools"
@@ -156,6 +156,11 @@ def other_packs_weights(unet_name: str, kind: str) -> model_patcher.ModelPatcher
     """Return the model of a file as the loader of a pack with weights of its own would have it."""
     path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
     return _support("other_packs_weights").load(path, kind)
+
+
+def in_tiles(model: model_patcher.ModelPatcher, way: str) -> model_patcher.ModelPatcher:
+    """Return a model that another pack has computed in tiles, with the tile's part of each ControlNet's image."""
+    return _support("other_packs_controls").in_tiles(model, way)
 
 
 def token_network(unet_name: str, weight_dtype: str) -> model_patcher.ModelPatcher:
@@ -294,6 +299,9 @@ NODES = [
     _node("TestPictures", pictures, [ENGINE.Input("engine")], ENGINE),
     _node("TestModelsAlive", models_alive, [integer("turn", 0, 0), io.Latent.Input("after", optional=True)]),
     _node("TestHoldBuilds", hold_builds, [io.String.Input("phase")]),
+    _node("TestModelPatch", model_patches.patched, [
+        MODEL, io.Combo.Input("kind", options=list(model_patches.KINDS))], io.Model),
+    _node("TestTiles", in_tiles, [MODEL, io.String.Input("way")], io.Model),
     _node("TestOwnForward", other_packs_sampling.with_own_forward, [
         MODEL, integer("every", 0, 0, 9, optional=True), io.Boolean.Input("replaced", default=False, optional=True)],
         io.Model),
