@@ -14,7 +14,7 @@ from server import PromptServer
 from ..engine_builder.jobs import Job
 from ..saved_workflows.accelerate import accelerate, remove
 from ..saved_workflows.graph import WorkflowError, change
-from . import doctor_routes, library_routes
+from . import library_routes
 from .builds import builds, node_states, pending_orders
 from .http import PREFIX, Refused, changes, read_json, reads
 from .outlook import wish_of
@@ -47,7 +47,6 @@ def register() -> None:
     routes.post(f"{PREFIX}/nodes")(_nodes)
     routes.post(f"{PREFIX}/accelerate")(_accelerate)
     library_routes.register(routes)
-    doctor_routes.register(routes)
 
 
 @reads
