@@ -14,7 +14,7 @@ from server import PromptServer
 from ..engine_builder.jobs import Job
 from ..saved_workflows.accelerate import accelerate, remove
 from ..saved_workflows.graph import WorkflowError, change, damage_told
-from . import doctor_routes, library_routes
+from . import library_routes
 from .builds import builds, node_states, pending_orders
 from .http import PREFIX, Refused, answer, changes, read_json, reads, strict_json
 from .outlook import wish_of
@@ -48,7 +48,6 @@ def register() -> None:
     routes.post(f"{PREFIX}/nodes")(_nodes)
     routes.post(f"{PREFIX}/accelerate")(_accelerate)
     library_routes.register(routes)
-    doctor_routes.register(routes)
 
 
 @reads

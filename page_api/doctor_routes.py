@@ -11,6 +11,7 @@ import folder_paths
 from aiohttp import web
 from comfy import model_management
 from comfy.cli_args import args, parser
+from server import PromptServer
 
 from ..comfy_model.comfyui_internals import switched_off
 from ..engine_builder.doctor import KeptWarnings, Place, as_text, report
@@ -21,10 +22,12 @@ from .library_folder import library
 _warnings = KeptWarnings()
 
 
-def register(routes: web.RouteTableDef) -> None:
-    """Add the route, and keep what the pack warns of from now on."""
+def register() -> None:
+    """Add the route to ComfyUI's server, and keep what the pack warns of from now on."""
+    if PromptServer.instance is None:
+        return
     _warnings.start()
-    routes.get(f"{PREFIX}/doctor")(_show)
+    PromptServer.instance.routes.get(f"{PREFIX}/doctor")(_show)
 
 
 @reads
