@@ -95,8 +95,8 @@ class Soak:
             unet=unet, controls=tuple(self._control() for _ in range(0 if unet == FLAT else r.choice((0, 1, 1, 2, 3)))),
             unet_engine=r.random() < 0.9, width=width, height=height, batch=r.choice((1, 1, 2, 3)),
             tokens=(r.choice(TOKENS), r.choice(TOKENS)), area=r.random() < 0.3 and width == height == 128,
-            steps=r.choice((1, 2, 3) if self._long else (1, 1, 2)), cfg=r.choice((1.0, 3.0, 5.0)), sampler=r.choice(STEADY_SAMPLERS),
-            seed=r.randrange(10**6),
+            steps=r.choice((1, 2, 3) if self._long else (1, 1, 2)), cfg=r.choice((1.0, 3.0, 5.0)),
+            sampler=r.choice(STEADY_SAMPLERS), seed=r.randrange(10**6),
             patches=(r.choice(PATCHES),) if r.random() < 0.25 else (),
             loras_before=(PATCHES[0],) if r.random() < 0.1 else (), apply=r.choice(("trt", "stock")), settings=settings,
         )  # fmt: skip
