@@ -1,6 +1,6 @@
 """One server for hundreds of prompts with mishaps between them: no wrong picture, no error, no growing memory.
 
-CI runs forty prompts. The long one is a thousand, a quarter of an hour: `make test ARGS="-m slow tests/test_soak.py"`.
+CI runs thirty prompts. The long one is a thousand, a quarter of an hour: `make test ARGS="-m slow tests/test_soak.py"`.
 HYBRID_TRT_SOAK="seed=1 count=1000 seconds=900 out=soak.json" chooses otherwise, and keeps its figures.
 """
 
@@ -29,9 +29,9 @@ def assert_sound(seen: Figures, log: str) -> None:
 
 
 @pytest.mark.fault("prompts of all kinds are interrupted, unloaded and changed in one server")
-def test_forty_prompts_with_mishaps_between_them_give_natives_pictures(sd15: ComfyProcess) -> None:
+def test_thirty_prompts_with_mishaps_between_them_give_natives_pictures(sd15: ComfyProcess) -> None:
     before = len(sd15.log_text())
-    seen = Soak(sd15, seed=1, builds=False, readings=2).run(40)
+    seen = Soak(sd15, seed=1, long=False, readings=2).run(30)
     assert_sound(seen, sd15.log_text()[before:])
     assert len(seen.reasons) > 3, "nothing falls back"
     assert seen.mishaps["interrupt"], "nothing is interrupted"
@@ -50,7 +50,7 @@ def test_a_thousand_prompts_with_mishaps_and_builds_give_natives_pictures_and_me
     long_server: ComfyProcess,
 ) -> None:
     chosen = CHOICES | dict(word.split("=") for word in os.environ.get("HYBRID_TRT_SOAK", "").split())
-    soak = Soak(long_server, int(chosen["seed"]), builds=True, readings=20)
+    soak = Soak(long_server, int(chosen["seed"]), long=True, readings=20)
     seen = soak.run(int(chosen["count"]), float(chosen["seconds"]))
     if chosen["out"]:
         Path(chosen["out"]).write_text(json.dumps({**asdict(seen), "growth": seen.growth}, indent=1))

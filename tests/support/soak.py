@@ -63,12 +63,13 @@ class Soak:
     """One server for as many prompts as are asked; the same seed draws the same prompts.
 
     Args:
-        builds: whether engines are deleted and built again, which takes about ten seconds each time.
+        long: with larger pictures and more steps, and engines are damaged, deleted and built again, which takes about
+            ten seconds each time.
         readings: how often memory is read.
     """
 
-    def __init__(self, comfy: ComfyProcess, seed: int, builds: bool, readings: int):
-        self._comfy, self._random, self._builds, self._readings = comfy, Random(seed), builds, readings
+    def __init__(self, comfy: ComfyProcess, seed: int, long: bool, readings: int):
+        self._comfy, self._random, self._long, self._readings = comfy, Random(seed), long, readings
         self.seen = Figures(seed)
 
     def run(self, count: int, seconds: float = float("inf")) -> Figures:
@@ -87,15 +88,15 @@ class Soak:
         r = self._random
         unet = r.choices(("tiny_sd15_unet", "tiny_sd15_other_unet", FLAT), (6, 1, 2))[0]
         settings = dict(r.choice(SETTINGS))
-        if self._builds and r.random() < 0.08:
+        if self._long and r.random() < 0.08:
             settings = {"when_missing": r.choice(("build now", "build now", "build in background"))}
-        width, height = r.choice(SIZES), r.choice(SIZES)
+        width, height = (r.choice(SIZES if self._long else SIZES[:4]) for _ in range(2))
         return Scenario(
             unet=unet, controls=tuple(self._control() for _ in range(0 if unet == FLAT else r.choice((0, 1, 1, 2, 3)))),
             unet_engine=r.random() < 0.9, width=width, height=height, batch=r.choice((1, 1, 2, 3)),
             tokens=(r.choice(TOKENS), r.choice(TOKENS)), area=r.random() < 0.3 and width == height == 128,
-            steps=r.choice((1, 2, 3)), cfg=r.choice((1.0, 3.0, 5.0)), sampler=r.choice(STEADY_SAMPLERS),
-            seed=r.randrange(10**6),
+            steps=r.choice((1, 2, 3) if self._long else (1, 1, 2)), cfg=r.choice((1.0, 3.0, 5.0)),
+            sampler=r.choice(STEADY_SAMPLERS), seed=r.randrange(10**6),
             patches=(r.choice(PATCHES),) if r.random() < 0.25 else (),
             loras_before=(PATCHES[0],) if r.random() < 0.1 else (), apply=r.choice(("trt", "stock")), settings=settings,
         )  # fmt: skip
@@ -137,7 +138,7 @@ class Soak:
         """Sometimes do what users, other tabs and full cards do between two prompts."""
         drawn: dict[Callable[[], object] | None, float] = {
             None: 60, self._interrupt: 8, self._unload: 4, self._free: 4, self._look: 6,
-            **({self._delete: 3, self._damage: 1} if self._builds else {}),
+            **({self._delete: 3, self._damage: 1} if self._long else {}),
         }  # fmt: skip
         chosen = self._random.choices(list(drawn), list(drawn.values()))[0]
         if chosen is not None and chosen() is not False:
