@@ -49,5 +49,5 @@ env:
 	@$(ENVIRONMENT) --browser
 
 clean:
-	rm -rf build .pytest_cache .ruff_cache
+	rm -rf build .hypothesis .pytest_cache .ruff_cache
 	find . -name .git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -66,6 +66,7 @@ def on_cpu(architecture: Architecture, calls: Sequence[Call], otherwise: Call) -
     """Return those of some calls that a CPU bears, or another one where it bears none."""
 
     def elements(call: Call) -> int:
-        return math.prod(size for name, size in call.items() if architecture.symbols[name].of_picture)
+        told = {name for name, symbol in architecture.symbols.items() if symbol.of_picture}
+        return math.prod(size for name, size in call.items() if name in told)
 
     return [call for call in calls if elements(call) <= CPU_ELEMENTS] or [otherwise]

@@ -148,7 +148,7 @@ def test_a_process_that_computes_shows_signs_of_life_and_one_that_waits_does_not
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux grants memory that is not there")
 def test_a_builder_that_wants_more_memory_than_there_is_fails_with_a_sentence(build: Build, task: dict) -> None:
     task["memory"] = 2_000_000_000
-    with pytest.raises(BuildError, match=r"main memory did not suffice \(MemoryError\), .*close other programs"):
+    with pytest.raises(BuildError, match=r"memory did not suffice \(MemoryError\), .*close other programs"):
         build("memory")
 
 

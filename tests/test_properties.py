@@ -41,7 +41,7 @@ from our_routes import OURS
 log = logging.getLogger(__name__)
 
 ROUTES = ("/nodes", "/accelerate", "/settings", "/builds/clear", "/builds/x/cancel", "/engines/x/verify")
-EXAMPLES = slow.cases({"few": 12, "many": 1200}, slow=["many"])
+EXAMPLES = slow.cases({"few": 30, "many": 1200}, slow=["many"])
 """Examples of each property."""
 
 
@@ -62,11 +62,15 @@ class Client:
                 answer = self._connection.getresponse()
                 text = answer.read()
                 break
+            except TimeoutError:
+                raise AssertionError(f"no answer within a minute to {method} {path} {body!r:.3000}") from None
             except (http.client.HTTPException, OSError):  # the server has closed it, as after a bad body
                 self._connection.close()
                 self._connection = None
-        else:
-            raise AssertionError(f"no answer to {method} {path}")
+        else:  # aiohttp may cut off a body that is packed otherwise than it says
+            assert "Content-Encoding" in headers, f"no answer to {method} {path} {body!r:.3000}"
+            self.sent += 1
+            return 400, None
         self.sent += 1
         assert answer.status < 500, f"{answer.status} for {method} {path} {body!r:.3000}: {text[:1000]!r}"
         if not answer.headers.get("Content-Type", "").startswith("application/json"):

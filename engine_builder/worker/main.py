@@ -28,7 +28,7 @@ def in_json(error: Exception) -> dict:
         return {"kind": "unavailable", "reason": error.fallback.reason.value, "text": error.fallback.detail}
     if says_out_of_memory(error):
         return {"kind": "build", "text": (
-            f"main memory did not suffice ({_one_line(error)}), so no engine was made and the normal model keeps "
+            f"memory did not suffice ({_one_line(error)}), so no engine was made and the normal model keeps "
             "running; close other programs, unload ComfyUI's models or choose smaller sizes, then build again"
         )}  # fmt: skip
     return {"kind": "error", "text": _one_line(error), "errno": getattr(error, "errno", None)}
