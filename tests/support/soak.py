@@ -38,7 +38,7 @@ FLAT = "tiny_sd15_flat_unet"
 
 @dataclass
 class Figures:
-    """What a soak did and saw; ``memory`` and ``files`` are the server's at even distances, all models unloaded."""
+    """Record of what a soak did and saw; ``memory`` and ``files`` are the server's at even distances, all models unloaded."""
 
     seed: int
     prompts: int = 0
@@ -54,7 +54,7 @@ class Figures:
 
     @property
     def growth(self) -> float:
-        """How much memory grew over the last half, as a share of it, by the line through its readings."""
+        """Growth of memory over the last half, as a share of it, by the line through its readings."""
         half = numpy.array(self.memory[len(self.memory) // 2 :], float)
         return float(numpy.polyfit(numpy.arange(len(half)), half, 1)[0] * (len(half) - 1) / half.mean())
 
