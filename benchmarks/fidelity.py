@@ -39,7 +39,7 @@ MARKS = ("<!-- fidelity: made by benchmarks/fidelity.py -->\n", "<!-- end of fid
 FLOOR = 1e-5
 NUDGE = 1 + 1e-6
 ACTS = 1e-3
-"""What a case changes natively, at least: a smaller change proves nothing."""
+"""Least change that a case makes natively: a smaller one proves nothing."""
 PATIENCE = 300.0
 
 Row = dict[str, Any]

@@ -36,7 +36,7 @@ _NEEDED = ("key", "identity", "kind", "label", "inputs", "outputs", "files", "pa
            "pack_version")  # fmt: skip
 _LATER = ("fingerprint", "source", "parameters", "built_with")
 _FIGURES = {"rel_err", "native_rel_err", "limit", "native_ms", "engine_ms", "refit_s"}
-"""What is a number in ``parity``; the rest is for people."""
+"""Names in ``parity`` whose values are numbers; the rest is for people."""
 _SYMBOL = re.compile(r"[A-Z]{1,4}")
 _FACTOR = r"[A-Z]{1,4}([*/][1-9][0-9]{0,3})?"
 _DIM = re.compile(rf"{_FACTOR}(\*{_FACTOR}){{0,2}}")

@@ -41,7 +41,7 @@ class NodeRecord:
 
 _KEPT = {field.name for field in fields(NodeRecord)}
 _LATER = {"without_engine", "kind", "parameters"}
-"""What earlier versions did not keep."""
+"""Names that earlier versions did not keep."""
 _TEXTS = _KEPT - {"profile", "refusal", "source", "parameters"}
 
 

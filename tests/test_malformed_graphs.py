@@ -43,12 +43,12 @@ NO_NODES: list[Any] = [
     {"class_type": "A", "inputs": None}, {"class_type": "A", "inputs": []}, {"class_type": "A", "inputs": "x"},
     {"class_type": "A", "inputs": 7}, {"class_type": "TRTUNetEngine"}, {"class_type": nested(50), "inputs": {}},
 ]  # fmt: skip
-"""What may stand in the place of a node."""
+"""Things that may stand in the place of a node."""
 VALUES: list[Any] = [
     ["2", 0], ["9", 0], ["9", []], ["9", None], ["9", {"a": nested(20)}], ["9", "0"], [7, 0], ["9"], ["1", 10**400],
     10**400, -(10**400), 1e308, nested(60), nested(90), {"a": nested(90)}, "\ud800", "x\0y", True, None, {}, "x" * 9999,
 ]  # fmt: skip
-"""What may stand in the place of an input."""
+"""Values that may stand in the place of an input."""
 
 
 def variants() -> list[dict[str, Any]]:

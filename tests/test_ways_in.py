@@ -184,7 +184,7 @@ WAYS = {
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What ONNX Runtime was given to open."""
+    """Graphs that ONNX Runtime was given to open."""
     import onnxruntime
 
     found, real = [], onnxruntime.InferenceSession
