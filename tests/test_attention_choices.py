@@ -327,6 +327,7 @@ def test_live_weights_of_later_layers_compute_what_native_does(newer: ModuleType
     assert max(map(relative_error, results, expected)) <= 1e-5
 
 
+@pytest.mark.slow
 def test_later_layers_are_the_same_network_to_hashes_builds_and_compilers(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

@@ -259,6 +259,7 @@ def test_the_limit_is_set_in_the_settings_dialog(page: EnginePage, comfy: ComfyP
 
 
 @slow.when("litegraph")
+@pytest.mark.slow
 def test_chinese_is_on_templates_nodes_panel_and_settings_and_fits(page: EnginePage, tiny: dict[str, Any]) -> None:
     raw = page.page.page
 

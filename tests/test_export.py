@@ -101,6 +101,7 @@ def test_fp16_engine_stays_close_to_native_in_fp32(tmp_path: Path, kind: str) ->
 
 
 @pytest.mark.parametrize("kind", ["unet", "controlnet"])
+@slow.when("unet")
 def test_weights_kept_in_fp16_and_cast_at_every_call_export_as_they_compute(tmp_path: Path, kind: str) -> None:
     net = network(kind, "unlike_levels", torch.float16, comfy.ops.manual_cast)
     engine = built(net, tmp_path)
@@ -113,6 +114,7 @@ def loading_flags(net: NativeNetwork) -> list[tuple]:
 
 
 @pytest.mark.parametrize("state", ["not_loaded", "patched_in_place", "lowvram"])
+@slow.when("lowvram")
 def test_a_lora_is_built_in_whatever_state_the_model_is_loaded_in(tmp_path: Path, state: str) -> None:
     plain = network("unet", "unlike_levels", operations=comfy.ops.disable_weight_init)
     net = with_lora(plain)

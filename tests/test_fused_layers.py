@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import slow
 import torch
 from comfy.ldm.modules.attention import BasicTransformerBlock
 from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock
@@ -70,6 +71,7 @@ def test_a_call_makes_one_product_for_what_takes_the_same_input(kind: str, layou
 
 
 @pytest.mark.parametrize("kind", ["unet", "controlnet"])
+@slow.when("unet")
 def test_each_fused_parameter_is_followed(kind: str) -> None:
     net = network(kind, "unlike_levels")
     session, given = opened(net), given_for(net)

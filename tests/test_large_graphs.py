@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from hybrid_trt.architectures.shapes import Dim, TensorSpec
 from hybrid_trt.engine_builder.worker import parity
@@ -42,6 +43,7 @@ class AsTuple(torch.nn.Module):
         return (self.inner(x),)
 
 
+@pytest.mark.slow
 def test_a_graph_above_two_gigabytes_is_exported_and_checked(tmp_path: Path) -> None:
     inner, offsets = wide_layers(tmp_path / DATA_NAME)
     function = AsTuple(inner)

@@ -98,6 +98,7 @@ def test_an_engine_is_built_from_the_very_graph_that_was_proved(
     assert len(residuals) == len(network.module.input_blocks) + 1
 
 
+@pytest.mark.slow
 def test_a_tensorrt_that_cannot_stream_builds_by_way_of_memory(
     request_here: BuildRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,12 +138,14 @@ def refused_for_turing(request: BuildRequest) -> None:
         RTX.build(replace(request, target="sm_75"), ignore)
 
 
+@pytest.mark.slow
 def test_turing_computes_in_half_precision_alone(request_here: BuildRequest, tmp_path: Path) -> None:
     refused_for_turing(request_here)
     half = small_request("float16", tmp_path)
     assert RTX.build(replace(half, target="sm_75"), ignore) == ["engine.trt"]
 
 
+@pytest.mark.slow
 def test_brain_floats_build_but_for_turing(tmp_path: Path) -> None:
     request = small_request("bfloat16", tmp_path)
     refused_for_turing(request)
@@ -286,6 +289,7 @@ def test_timings_that_this_machine_did_not_sign_are_not_read(tmp_path: Path) -> 
     assert trt_build._timings(builder, path.rename(tmp_path / ".timing-y.cache")) == b""
 
 
+@pytest.mark.slow
 def test_timings_that_cannot_be_kept_fail_no_build_for_a_gpu_that_is_not_here(
     request_here: BuildRequest, tmp_path: Path
 ) -> None:

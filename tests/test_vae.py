@@ -124,6 +124,7 @@ def sampled_tiles(backend: str = "", tile: int = 128) -> Prompt:
     return sampled(backend, tile_size=tile, overlap=32, temporal_size=64, temporal_overlap=8)
 
 
+@pytest.mark.slow
 def test_torch_compiles_the_three_shapes_of_tiles_that_a_graph_asks_for(comfy: ComfyProcess) -> None:
     native = latent_of(comfy.queue(sampled_tiles()))
     built = sampled_tiles("torch")
@@ -159,7 +160,7 @@ def test_a_graph_asks_for_the_tiles_that_its_vae_is_called_with() -> None:
 
 
 @pytest.mark.parametrize(("flag", "backend", "precision"), [
-    ("--fp16-vae", "onnxruntime", "float16"),
+    pytest.param("--fp16-vae", "onnxruntime", "float16", marks=pytest.mark.slow),
     pytest.param("--bf16-vae", "torch", "bfloat16", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_in_the_precision_of_comfyuis_flag_it_is_as_near_to_float32_as_native(
