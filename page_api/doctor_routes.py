@@ -47,7 +47,8 @@ def _options() -> list[str]:
     """Return the options that ComfyUI was started with; of texts, which may be folders or addresses, no more."""
     usual, told = parser.parse_args([]), []
     for name, value in vars(args).items():
-        if value != getattr(usual, name, None):
+        before = getattr(usual, name, None)
+        if value != before and (value or before):  # ComfyUI makes an empty set of a list that nobody gave
             option = f"--{name.replace('_', '-')}"
             told.append(option if value is True else f"{option} {_shown(value)}")
     return told

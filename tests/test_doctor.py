@@ -214,6 +214,7 @@ def test_the_page_gets_the_report_of_its_server_with_builds_that_failed_there(co
         limit(comfy, 0)
     assert text.startswith(TITLE)
     assert re.search("ComfyUI was started with: .*--cpu", text)
+    assert "--fast" not in text, "nobody gave it"
     assert "limit_gb: 1e-06" in text
     assert "- build: tiny_sd15_unet.safetensors" in text
     assert "the settings allow" in text
