@@ -38,7 +38,7 @@ FLAT = "tiny_sd15_flat_unet"
 
 @dataclass
 class Figures:
-    """Record of what a soak did and saw; ``memory`` and ``files`` are the server's at even distances."""
+    """Record of a soak; ``memory`` and ``files`` are the server's at even distances, all models unloaded."""
 
     seed: int
     prompts: int = 0
