@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -53,7 +52,7 @@ def test_a_thousand_prompts_with_mishaps_and_builds_give_natives_pictures_and_me
     soak = Soak(long_server, int(chosen["seed"]), long=True, readings=20)
     seen = soak.run(int(chosen["count"]), float(chosen["seconds"]))
     if chosen["out"]:
-        Path(chosen["out"]).write_text(json.dumps({**asdict(seen), "growth": seen.growth}, indent=1))
+        Path(chosen["out"]).write_text(json.dumps({**vars(seen), "growth": seen.growth}, indent=1))
     assert_sound(seen, long_server.log_text())
     assert seen.mishaps["delete"], "nothing was deleted"
     assert seen.growth < GROWTH, f"memory grows: {seen.memory}"
