@@ -41,6 +41,7 @@ NUDGE = 1 + 1e-6
 ACTS = 1e-3
 """Least change that a case makes natively: a smaller one proves nothing."""
 PATIENCE = 300.0
+PLACES = ("before the engine: ", "behind the patch: ")
 
 Row = dict[str, Any]
 
@@ -184,18 +185,28 @@ def tables(data: dict[str, Any]) -> str:
         share = max(row["rel_err"] / limit(row) for row in own)
         parts.append(f"| {model} | {backend} | {len(own)} | {served} | {len(own) - served} | "
                      f"{max(row['rel_err'] for row in own):.1e} | {share:.0%} |")
+    served, fallbacks = ([row for row in rows if row["outcome"] == kind] for kind in ("served", "fallback"))
+    parts += ["", "On engines:", "", "| model | cases |", "|---|---|"]
+    parts += [f"| {model} | {names(own)} |" for model, own in grouped(served, lambda row: row["model"]).items()]
     parts += ["", "At normal speed, partly or wholly, and why:", "", "| reason | cases |", "|---|---|"]
-    fallbacks = [row for row in rows if row["outcome"] == "fallback"]
-    for reason, own in sorted(grouped(fallbacks, lambda row: row["reason"]).items()):
-        names = dict.fromkeys(row["case"] for row in own)
-        parts.append(f"| {reason} | {'; '.join(names)} |")
-    parts += ["", "Where native's own result moves by more than 1e-5, that is the limit:", "",
-              "| model | case | backend | error | native's own change |", "|---" * 5 + "|"]
-    for row in rows:
-        if limit(row) > FLOOR:
-            parts.append(f"| {row['model']} | {row['case']} | {row['backend']} | {row['rel_err']:.1e} | "
-                         f"{row['native_change']:.1e} |")
+    parts += [f"| {reason} | {names(own)} |"
+              for reason, own in sorted(grouped(fallbacks, lambda row: row["reason"]).items())]
+    moved = [row for row in rows if limit(row) > FLOOR]
+    if moved:
+        parts += ["", "Where native's own result moves by more than 1e-5, that is the limit:", "",
+                  "| model | case | backend | error | native's own change |", "|---" * 5 + "|"]
+    parts += [f"| {row['model']} | {row['case']} | {row['backend']} | {row['rel_err']:.1e} | "
+              f"{row['native_change']:.1e} |" for row in moved]
     return "\n".join(parts) + "\n"
+
+
+def names(rows: Sequence[Row]) -> str:
+    """Return the cases of rows; a patch that stands in both places is named once."""
+    cases = dict.fromkeys(row["case"] for row in rows)
+    bare = {name: name.removeprefix(PLACES[0]).removeprefix(PLACES[1]) for name in cases}
+    both = {what for what in bare.values() if {place + what for place in PLACES} <= cases.keys()}
+    said = (f"{what} in both places" if what in both else name for name, what in bare.items())
+    return "; ".join(dict.fromkeys(said))
 
 
 def grouped(rows: Sequence[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:

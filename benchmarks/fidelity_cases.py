@@ -123,6 +123,8 @@ def words(scenario: Scenario) -> str:
 def of_models() -> Iterator[Case]:
     """Yield each scenario of the table in docs/models.md, and VAEs."""
     for model, kind in KINDS.items():
+        if "int8" in model:  # native's own picture changes by more than the guidance shows, see the test of it
+            continue
         for scenario in kind.scenarios:
             backend = scenario.settings.get("backend", "onnxruntime")
             precision = next((words for part, words in PRECISIONS.items() if part in model), "float32")
@@ -168,6 +170,8 @@ def of_graphs() -> Iterator[Case]:
     yield from on_both("T2I-adapters", "a second pass at 1.5 times the size", adapted, second_pass)
     for model, scenario in FAMILIES.items():
         yield from on_both(model, "a second pass at 1.5 times the size", scenario, second_pass)
+        if "Flux.2" in model:  # a half is no whole number of its tokens
+            continue
         wide = scenario.but(width=128)
         yield from on_both(model, "a prompt for an area", wide.but(area=True), None, wide)
     z_lora = ("LoraLoaderModelOnly", {"lora_name": "tiny_zimage_lora.safetensors", "strength_model": 0.8})
