@@ -23,7 +23,7 @@ def assert_sound(seen: Figures, log: str) -> None:
     """Hold what a soak saw against what is promised, but for memory."""
     assert not seen.wrong, "\n".join(seen.wrong[:5])
     assert tracebacks_of_ours(log) == []
-    assert seen.engine_calls > seen.native_calls / 2, f"too little of it runs on engines: {seen}"
+    assert seen.engine_calls > seen.native_calls / 4, f"too little of it runs on engines: {seen}"
 
 
 @pytest.mark.fault("prompts of all kinds are interrupted, unloaded and changed in one server")
