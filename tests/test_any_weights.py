@@ -197,6 +197,7 @@ def test_nothing_is_hashed_for_an_engine_that_takes_any_weights(
 
 
 @pytest.mark.parametrize("kind", slow.cases({"unet": "unet", "controlnet": "controlnet"}, ["controlnet"]))
+@slow.when("unet")
 def test_each_parameter_reaches_the_engine(tmp_path: Path, kind: str) -> None:
     net = network(kind, "inpainting_channels")
     engine = built(net, tmp_path)

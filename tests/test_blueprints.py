@@ -72,6 +72,7 @@ def test_files_are_what_the_recipes_make(opened: ComfyPage, blueprint: Any) -> N
 
 
 @pytest.mark.browser
+@pytest.mark.slow
 def test_a_blueprint_found_by_search_runs_on_engines(opened: ComfyPage, sd15: ComfyProcess) -> None:
     raw, page = opened.page, EnginePage(opened, "blueprint")
     raw.evaluate("() => { app.extensionManager.command.execute('Comfy.NewBlankWorkflow') }")

@@ -200,6 +200,7 @@ def test_all_that_a_stock_workflow_needs_is_built_in_the_sizes_of_its_picture(
     assert json.loads(source.read_text()) == STOCK
 
 
+@pytest.mark.slow
 def test_a_prompt_of_the_api_is_accelerated_and_a_missing_file_is_told(
     comfyui_with_models: Path, tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ def press_build(comfy: ComfyProcess, scenario: Scenario) -> dict[str, Any]:
 
 
 @pytest.mark.fault("an engine arrives with a forged record of its check")
+@pytest.mark.slow
 def test_an_engine_from_elsewhere_never_serves_and_a_press_on_build_replaces_it(comfy: ComfyProcess) -> None:
     shutil.rmtree(comfy.base / "models" / "trt_engines", ignore_errors=True)  # other tests' engines may fit as well
     result = compare(comfy, UNET.but(seed=70, settings=SETTINGS | {"when_missing": "build now"}))

@@ -101,6 +101,7 @@ def test_another_models_weights_are_all_put_into_it(keeping: NativeNetwork, tmp_
     assert Keeping.given == [set(json.loads((engine.folder / "parameters.json").read_text()).values())]
 
 
+@pytest.mark.slow
 def test_so_are_all_where_it_was_built_with_a_lora(keeping: NativeNetwork, tmp_path: Path) -> None:
     patcher = patched(keeping, (lora(keeping, 5), 0.8))
     with_lora = NativeNetwork(patcher, keeping.module, keeping.prefix, keeping.dtype, keeping.label, keeping.role)

@@ -54,7 +54,7 @@ PAIRS = {"dark-1600": ("dark", 1600), "light-1366": ("light", 1366), "light-1600
          "dark-1366": ("dark", 1366)}
 
 
-@pytest.mark.parametrize(("palette", "width"), slow.cases(PAIRS, ["light-1600", "dark-1366"]))
+@pytest.mark.parametrize(("palette", "width"), slow.cases(PAIRS, ["light-1600", "light-1366", "dark-1366"]))
 def test_every_status_is_drawn_whole_inside_its_node_and_readable(
     page: EnginePage, tiny: dict[str, Any], palette: str, width: int
 ) -> None:
@@ -215,8 +215,12 @@ def test_a_size_that_is_typed_above_the_largest_is_refused_with_a_word(page: Eng
     else:
         raw.evaluate("id => app.graph.getNodeById(id).toggleAdvanced()", net)
         page.page.settle()
-        page.click(net, "min_size")
         field = raw.locator(".graphdialog input")
+        for _ in range(5):  # the row may not have its place yet
+            page.click(net, "min_size")
+            page.page.settle()
+            if field.count():
+                break
         field.fill("768")
         field.press("Enter")
     told = page.wait_until(net, lambda s: "768 is above" in s["text"], "refusal", 15)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import slow
 from comfy_process import ComfyProcess
 from scenarios import Control, Prompt, Scenario, latent_of, native_latent, node, prompt, relative_difference
 
@@ -57,6 +58,7 @@ def test_a_sampling_of_no_steps_tells_nothing(sd15: ComfyProcess) -> None:
 
 
 @pytest.mark.parametrize("way", ["thread", "executor"])
+@slow.when("thread")
 def test_a_report_counts_what_a_node_samples_in_a_thread_of_its_own(sd15: ComfyProcess, way: str) -> None:
     for seed in (923, 924):  # the second time on a thread that has sampled before
         scenario = PLAIN.but(seed=seed, controls=(Control("tiny_sd15_a", 1, 0.7),))

@@ -265,6 +265,7 @@ def test_polygraphy_bound_to_the_other_flavour_is_told(
         RTX.build(request_here, ignore)
 
 
+@pytest.mark.slow
 def test_a_bad_timing_cache_is_replaced_and_an_input_that_the_exporter_dropped_is_no_obstacle(
     request_here: BuildRequest, tmp_path: Path
 ) -> None:
