@@ -92,7 +92,7 @@ class Settings:
 
     Attributes:
         limit_gb: how many gigabytes all engines together may take; 0 is no limit.
-        build_minutes: how long a backend may take for a build; 0 is no limit.
+        build_minutes: how long all steps of a build may take together; 0 is no limit.
         tensorrt_level: how hard TensorRT searches for fast kernels, 1 to 5; 0 leaves it to TensorRT.
     """
 

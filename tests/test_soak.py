@@ -1,6 +1,6 @@
 """One server for hundreds of prompts with mishaps between them: no wrong picture, no error, no growing memory.
 
-CI runs twenty prompts. The long one is a thousand, a quarter of an hour: `make test ARGS="-m slow tests/test_soak.py"`.
+CI runs twenty prompts. The long one is a thousand: `make test ARGS="-m slow tests/test_soak.py"`.
 HYBRID_TRT_SOAK="seed=1 count=1000 seconds=900 out=soak.json" chooses otherwise, and keeps its figures.
 """
 
