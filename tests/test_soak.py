@@ -20,7 +20,7 @@ import pytest
 import soak
 import torch
 from comfy_process import ComfyProcess
-from conftest import ROOT, Environment
+from pack import ROOT
 from scenarios import A, B, Scenario, latent_of, prompt
 
 GROWTH = 0.01
@@ -69,7 +69,7 @@ def chosen() -> dict[str, str]:
 
 @pytest.fixture
 def long_server(
-    chosen: dict[str, str], environment: Environment, models: dict[str, Path], tmp_path: Path
+    chosen: dict[str, str], environment: Any, models: dict[str, Path], tmp_path: Path
 ) -> Iterator[ComfyProcess]:
     """A server of its own, with engines, that keeps no results of old prompts: memory would grow with them."""
     base = environment.base
