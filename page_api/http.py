@@ -41,6 +41,7 @@ def reads(handler: Handler) -> Handler:
     @functools.wraps(handler)
     async def guarded(request: web.Request) -> web.StreamResponse:
         try:
+            check_plain(request)
             return await handler(request)
         except Refused as refusal:
             return _error(refusal.status, str(refusal))
@@ -53,6 +54,16 @@ def reads(handler: Handler) -> Handler:
             return _error(500, f"Hybrid TRT failed ({type(error).__name__}), so it did not answer; see the log.")
 
     return guarded
+
+
+def check_plain(request: web.Request) -> None:
+    """Refuse a body that is packed: aiohttp waits for ever for the end of one that is cut off or packed otherwise.
+
+    Raises:
+        Refused: 415.
+    """
+    if "Content-Encoding" in request.headers:
+        raise Refused(415, "The request's body is compressed, so it was not read; send it as it is.")
 
 
 def changes(handler: Handler) -> Handler:
@@ -160,7 +171,10 @@ def strict_json(data: Any) -> str:
 
 
 def _error(status: int, text: str) -> web.Response:
-    return answer({"error": text}, status)
+    refusal = answer({"error": text}, status)
+    if status in (413, 415):  # its body was not read, and would be taken for the next request
+        refusal.force_close()
+    return refusal
 
 
 def _sentence(text: str) -> str:
