@@ -168,6 +168,13 @@ def report() -> io.Schema:
                 optional=True,  # prompts of before there was this input stay valid
                 tooltip="Measure how long each step takes. On a GPU two events per step do it, and nothing waits.",
             ),
+            io.String.Input(
+                "comparison",
+                optional=True,
+                force_input=True,
+                tooltip="The text of TRT Compare: its figures become a line of this report. What is compared must not "
+                "come out of this report.",
+            ),
         ],
         outputs=[
             io.MatchType.Output(template=anything, id="after_out", display_name="latent or any"),

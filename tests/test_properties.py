@@ -55,7 +55,6 @@ class Client:
     def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, Any]:
         """Return the status and the JSON of an answer; what ComfyUI itself refuses is text."""
         assert not self._hung, self._hung  # else each smaller example would be waited for too
-        import time; t0=time.time(); open("/tmp/req.log","a").write(f"{t0:.2f} {method} {path} {headers} {body!r:.1500}\n")
         for _try in range(2):
             if self._connection is None:
                 self._connection = http.client.HTTPConnection("127.0.0.1", self._comfy.port, timeout=60)

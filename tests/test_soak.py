@@ -63,7 +63,7 @@ def test_memory_that_grows_over_the_last_half_is_told() -> None:
 
 @pytest.fixture
 def chosen() -> dict[str, str]:
-    """What the long soak is to be."""
+    """Choices of the long soak."""
     return CHOICES | dict(word.split("=") for word in os.environ.get("HYBRID_TRT_SOAK", "").split())
 
 

@@ -14,6 +14,7 @@ const PHRASES = [
     ["did not run", "没有运行"], [/Slowest part: (.+) \((\d+) %\)/, "最慢的部分：$1（$2 %）"],
     [/No engine was asked for in this prompt: no TRT node lies before this one, or the sampler's result came from ComfyUI's cache\./, "此任务没有用到引擎：此节点之前没有 TRT 节点，或采样结果来自 ComfyUI 的缓存。"],
     // a comparison of two pictures
+    ["TRT Compare: ", "TRT 比较："],
     ["The same picture: no value differs.", "图像相同：没有任何差异。"], ["Hardly a difference", "几乎没有差异"], ["Some difference", "有一些差异"], ["Different pictures", "图像不同"],
     [/Largest difference of a pixel: ([\d.e+-]+) of 255 \((.+)\)\./, "单个像素的最大差异：255 中的 $1（$2）。"], [/The difference is shown (\d+) times as bright\./, "差异图的亮度放大了 $1 倍。"], ["The difference is shown as it is.", "差异图未放大亮度。"],
     [/Of (\d+) pictures these are the figures of the worst\./, "共 $1 张图像，以上为差异最大的一张的数值。"], [/Broken: (\d+) values of both pictures are no numbers \(NaN\)\./, "已损坏：两张图像中有 $1 个值不是数字（NaN）。"],

@@ -23,12 +23,13 @@ test("every language has every text, and gaps are filled", () => {
 });
 
 test("all that TRT Compare says is said in Chinese too", () => {
-    const code = readFileSync(new URL("../../nodes/compare.py", import.meta.url), "utf8");
+    const code = ["compare", "report"].map((name) => readFileSync(new URL(`../../nodes/${name}.py`, import.meta.url), "utf8")).join();
     const told = [
         "The same picture: no value differs.", "Hardly a difference: PSNR 48.0 dB, SSIM 0.9869", "Some difference: PSNR 34.1 dB",
         "Different pictures: PSNR 10.8 dB", "Largest difference of a pixel: 5.35 of 255 (2.10%).", "The difference is shown 20 times as bright.",
         "The difference is shown as it is.", "Of 8 pictures these are the figures of the worst.",
         ...["the normal picture", "the accelerated picture", "both pictures"].map((which) => `Broken: 12 values of ${which} are no numbers (NaN). They are white in the difference.`),
+        "TRT Compare: The same picture: no value differs.",
         "SSIM was not computed: it needs torchmetrics (pip install torchmetrics, with the Python that runs ComfyUI).", "SSIM was not computed: a picture has to be 11 px wide and high.",
     ];
     for (const line of told) {
@@ -37,7 +38,7 @@ test("all that TRT Compare says is said in Chinese too", () => {
         setLanguage("zh");
         const left = said(line).match(/[A-Za-z]+/g) ?? [];
         setLanguage("en");
-        const names = ["PSNR", "SSIM", "dB", "NaN", "torchmetrics", "ComfyUI", "Python", "pip", "install"];
+        const names = ["TRT", "PSNR", "SSIM", "dB", "NaN", "torchmetrics", "ComfyUI", "Python", "pip", "install"];
         assert.deepEqual(left.filter((word) => !names.includes(word)), [], line);
     }
 });
