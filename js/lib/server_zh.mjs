@@ -37,6 +37,13 @@ const PHRASES = [
     ["remove the patch node (FreeU, PAG, HyperTile, IPAdapter ...) if you want the engine", "如需使用引擎，请移除补丁节点（FreeU、PAG、HyperTile、IPAdapter 等）"], ["remove the hooks from the conditioning if you want the engine", "如需使用引擎，请移除条件上的钩子"],
     ["remove the node that computes the UNet by itself (DeepCache ...) if you want the engine", "如需使用引擎，请移除自行计算 UNet 的节点（DeepCache 等）"], ["choose a ControlNet, or a prompt, for the kind of model that is sampled", "请选择适合所采样模型的 ControlNet 或提示词"],
     ["remove the input that the message names if you want the engine", "如需使用引擎，请移除提示中的输入"], ["see the log for the error; run again to retry the engine", "错误见日志；重新运行会再次尝试引擎"],
+    [/building the engine of (.+) with (\w+) needs about ([\d.]+ .B) of main memory and ([\d.]+ .B) are available/, "用 $2 构建 $1 的引擎约需 $3 内存，可用 $4"],
+    [/checking the engine of (.+) with (\w+) needs about ([\d.]+ .B) of main memory and ([\d.]+ .B) are available/, "用 $2 检查 $1 的引擎约需 $3 内存，可用 $4"],
+    [", so it was not started and the normal model keeps running; ", "，因此没有开始，普通模型继续运行；"], ["close other programs or unload ComfyUI's models, then build again", "请关闭其他程序或卸载 ComfyUI 的模型，然后重新构建"],
+    [/, or choose the backend onnxruntime, which needs ([\d.]+ .B)/, "，或选择后端 onnxruntime，它需要 $1"], [/memory did not suffice \((.+)\), so no engine was made and the normal model keeps running; /, "内存不足（$1），因此没有生成引擎，普通模型继续运行；"],
+    ["close other programs, unload ComfyUI's models or choose smaller sizes, then build again", "请关闭其他程序、卸载 ComfyUI 的模型或选择更小的尺寸，然后重新构建"],
+    [/the build with (\w+) took longer than the ([\d.]+) minutes that the settings allow, so it was ended and the normal model keeps running; /, "用 $1 构建的时间超过设置所允许的 $2 分钟，因此已结束，普通模型继续运行；"],
+    ["raise that limit in Settings > Hybrid TRT, or choose fewer sizes on the engine node", "请在“设置 > Hybrid TRT”中提高上限，或在引擎节点上选择更少的尺寸"],
     // why
     ["no engine wired in", "没有接入引擎"], [/\bno engine\b/, "没有引擎"], [/\bbuild failed\b/, "构建失败"], ["stale engine", "引擎已过期"], ["broken engine", "引擎已损坏"], ["not checked here", "未在本机检验"], ["backend missing", "缺少后端"], ["wrong GPU", "GPU 不符"],
     ["engine of another model", "其他模型的引擎"], ["unsupported model", "不支持的模型"], ["size the engine was not built for", "引擎不含此尺寸"], ["hooks", "条件带有钩子"], ["weights patched", "权重被修改"], ["model patched", "模型被修改"], ["not called through TRT Sampler Patch", "未经“TRT 采样器补丁”调用"],

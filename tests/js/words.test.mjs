@@ -43,6 +43,24 @@ test("all that TRT Compare says is said in Chinese too", () => {
     }
 });
 
+test("what a build says that lacks memory or time is said in Chinese too", () => {
+    const sources = ["resources.py", "worker/main.py", "limits.py"].map((name) => readFileSync(new URL(`../../engine_builder/${name}`, import.meta.url), "utf8"));
+    const code = sources.join().replace(/"\s+f?"/g, ""); // sentences over several lines
+    const told = [
+        ...["building", "checking"].map((what) => `${what} the engine of x.safetensors with tensorrt needs about 9.5 GB of main memory and 500 MB are available, so it was not started and the normal model keeps running; close other programs or unload ComfyUI's models, then build again, or choose the backend onnxruntime, which needs 1.2 GB`),
+        "memory did not suffice (MemoryError), so no engine was made and the normal model keeps running; close other programs, unload ComfyUI's models or choose smaller sizes, then build again",
+        "the build with torch took longer than the 30 minutes that the settings allow, so it was ended and the normal model keeps running; raise that limit in Settings > Hybrid TRT, or choose fewer sizes on the engine node",
+    ];
+    for (const line of told) {
+        for (const part of line.split("; ")[1].split(", or choose the backend")) assert.ok(code.includes(part.split(", which")[0]), part);
+        setLanguage("zh");
+        const left = said(line).match(/[A-Za-z]+/g) ?? [];
+        setLanguage("en");
+        const names = ["x", "safetensors", "tensorrt", "torch", "onnxruntime", "GB", "MB", "MemoryError", "ComfyUI", "Hybrid", "TRT"];
+        assert.deepEqual(left.filter((word) => !names.includes(word)), [], line);
+    }
+});
+
 test("no text is written over by another one of the same name", () => {
     const code = readFileSync(new URL("../../js/lib/texts.mjs", import.meta.url), "utf8");
     for (const [i, part] of code.split(/\n {4}zh: /).entries()) {
