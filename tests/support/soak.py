@@ -123,7 +123,7 @@ class Soak:
         """Compare one prompt with native, whichever of the two comes first."""
         scenario, runs = self.scenario(), {}
         for engines in self._random.sample((True, False), 2):
-            runs[engines] = self._comfy.queue(prompt(scenario, engines, "soak"), timeout=300)
+            runs[engines] = self._comfy.queue(prompt(scenario, engines, "soak"), timeout=900)
             if not runs[engines].ok:
                 self._wrong(scenario, f"engines={engines}: {runs[engines].error}")
                 return
@@ -161,7 +161,7 @@ class Soak:
         number = self._comfy.submit(prompt(scenario.but(steps=8), True, "soak"))
         time.sleep(self._random.random())
         self._comfy.interrupt(number)
-        history = self._comfy.wait(number)
+        history = self._comfy.wait(number, timeout=900)
         if history.status not in ("interrupted", "success"):
             self._wrong(scenario, f"interrupted: {history.error}")
 
