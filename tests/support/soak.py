@@ -44,7 +44,8 @@ class Figures:
     """Record of a soak.
 
     Attributes:
-        memory: bytes of the server in main memory, read at even distances with all models unloaded.
+        memory: resident bytes of the server, read at even distances with all models unloaded; ``private``: those of
+            them that are no file's. The system takes pages of files back at any time.
         reserved: bytes that torch has reserved on the GPU, and ``card``: all that is in use there; empty on a CPU.
         files: how many files and sockets the server holds open.
     """
@@ -57,6 +58,7 @@ class Figures:
     reasons: Counter[str] = field(default_factory=Counter)
     mishaps: Counter[str] = field(default_factory=Counter)
     memory: list[int] = field(default_factory=list)
+    private: list[int] = field(default_factory=list)
     reserved: list[int] = field(default_factory=list)
     card: list[int] = field(default_factory=list)
     files: list[int] = field(default_factory=list)
@@ -64,10 +66,13 @@ class Figures:
     seconds: float = 0.0
 
 
-def growth(readings: Sequence[int]) -> float:
-    """Return what the last half of readings grows by in bytes, by the line through them."""
-    half = numpy.array(readings[len(readings) // 2 :], float)
-    return float(numpy.polyfit(numpy.arange(len(half)), half, 1)[0] * (len(half) - 1))
+def growth(readings: Sequence[int]) -> int:
+    """Return by how many bytes the last half of readings exceeds the highest one of the first; less than 0: it does not.
+
+    Single readings fall when the system takes pages back, so neither two of them nor a line tells whether memory grows.
+    """
+    half = len(readings) // 2
+    return max(readings[half:]) - max(readings[:half])
 
 
 class Soak:
@@ -204,7 +209,9 @@ class Soak:
         self._comfy.post("/history", {"clear": True})
         self._comfy.free()
         process = psutil.Process(self._comfy.pid)
-        self.seen.memory.append(process.memory_info().rss)
+        told = process.memory_info()
+        self.seen.memory.append(told.rss)
+        self.seen.private.append(told.rss - told.shared)
         self.seen.files.append(process.num_fds())
         device = self._comfy.get("/system_stats")["devices"][0]
         if device["type"] == "cuda":
