@@ -67,7 +67,7 @@ class Figures:
 
 
 def growth(readings: Sequence[int]) -> int:
-    """Return by how many bytes the last half of readings exceeds the highest one of the first; less than 0: it does not.
+    """Return by how many bytes the last half of readings exceeds the highest one of the first, or less than 0.
 
     Single readings fall when the system takes pages back, so neither two of them nor a line tells whether memory grows.
     """
