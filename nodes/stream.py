@@ -72,7 +72,11 @@ def _live(stream: Stream, times: FrameTimes, node_id: str) -> torch.Tensor:
         raise ValueError(
             "TRT Stream has no frames, and this version takes none from outside. Connect an IMAGE batch to frames."
         ) from None
-    return open_session(stream, times, node_id)
+    with open_session(node_id, stream.now()) as session:
+        last = run_stream(stream, session, times)
+    if last is None:
+        raise ValueError("TRT Stream got no frame, so there is no picture. Start the camera, then run again.")
+    return last
 
 
 def _check_counts(stream: Stream, frames: int) -> None:

@@ -110,6 +110,12 @@ class Stream:
             if self._open:
                 self._open.take(self._conds)
 
+    def now(self) -> Changes:
+        """Return what may be changed, with its values; an empty prompt for one that is not known as a text."""
+        own, text = self.settings, None if self._clip is None else ""
+        strengths = tuple(control.strength for control in self.controls.controls)
+        return Changes(text, text, strengths, own.seed, own.steps, own.denoise, own.cfg)
+
     def _encoded(self, conditioning: Conditioning, text: str) -> Conditioning:
         if self._clip is None:
             raise ValueError("The prompt stays as it is: connect CLIP to TRT Stream to change it while it runs.")
