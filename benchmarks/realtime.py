@@ -5,8 +5,8 @@
 Each case is a row: ``fps``, ``p50_ms``, ``p95_ms`` and ``p99_ms`` of the stream, ``native_fps`` of stock nodes with the
 same frames, 512 px, half precision, *Preview Image* behind them. ``rel_err`` is the largest relative difference of a
 picture. ``prompt_1step_0cn`` is one prompt of one step with engines and without. ``parts`` tells the milliseconds of a
-prompt of one step by what the server's threads were doing. Weights are random. ``--tiny`` tries all of it in a minute or
-two on a CPU, with tiny models: its figures mean nothing.
+prompt of one step by what the server's threads were doing. Weights are random. ``--tiny`` tries all of it with tiny
+models on a CPU, in some minutes: its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Scale:
 
     def files(self, cases: list[Case]) -> list[str]:
         unets = {"sd15": "full_sd15", "sdxl": "full_sdxl"}
-        found = [[unets[c.family], self.vae(c.vae), *(self.control(c.family, i) for i in range(c.controls))] for c in cases]
-        return list(dict.fromkeys(name for names in found for name in names))
+        nets = [self.control(case.family, i) for case in cases for i in range(case.controls)]
+        return list(dict.fromkeys([name for c in cases for name in (unets[c.family], self.vae(c.vae))] + nets))
 
 
 def common(case: Case, scale: Scale, engines: bool) -> Prompt:
@@ -299,7 +299,8 @@ def main() -> None:
     parser.add_argument("--mode", choices=("default", "disable-dynamic-vram"), default="disable-dynamic-vram")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU, to try the script")
     options = parser.parse_args()
-    options.comfyui, options.base, options.out = (getattr(options, name).resolve() for name in ("comfyui", "base", "out"))
+    for name in ("comfyui", "base", "out"):
+        setattr(options, name, getattr(options, name).resolve())
     scale = Scale(options.tiny, options.frames, 20 if options.tiny else PROMPTS)
     if not scale.tiny:
         named = [CASES.get(name, PARTS) for name in options.cases]

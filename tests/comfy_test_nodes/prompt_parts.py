@@ -1,4 +1,4 @@
-"""Where a prompt's time goes: looks at the stacks of the server's threads a thousand times a second.
+"""Parts of a prompt's time: a thread looks at the stacks of the server's threads a thousand times a second.
 
 Nothing is wrapped or replaced, so nothing runs in another way than without it.
 """
