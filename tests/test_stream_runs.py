@@ -294,6 +294,12 @@ def test_a_number_of_control_images_that_fits_no_frames_is_told(comfy: ComfyProc
     assert "ControlNet 1 has 3 images, and there are 5 frames." in history.error
 
 
+def test_the_same_frames_are_not_sampled_again_in_the_next_prompt(comfy: ComfyProcess) -> None:
+    prompt = streamed_prompt(Case(frames=2, steps=1, seed=77))
+    assert "stream" not in comfy.queue(prompt).cached
+    assert "stream" in comfy.queue(prompt).cached
+
+
 def test_the_report_tells_frame_times(comfy: ComfyProcess) -> None:
     history = comfy.queue(streamed_prompt(Case(frames=4, steps=1)))
     (text,) = history.output("report", "text")
