@@ -36,7 +36,7 @@ class TRTStream(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **given: Any) -> float:
-        """Run anew each time when live: nothing tells which frames will come. An input that is wired is there as None."""
+        """Run anew each time when live: nothing tells which frames will come. A wired input is there, as None."""
         return 0.0 if "frames" in given else float("nan")
 
     @classmethod
