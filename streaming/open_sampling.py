@@ -227,7 +227,8 @@ def _why_apart(model: ModelPatcher, conds: dict[str, Conditioning]) -> str:
     guider = comfy.samplers.CFGGuider(model)
     guider.set_conds(conds["positive"], conds["negative"])
     guider.conds = guider.original_conds
-    return "another pack takes part in the sampling" if others_take_part(guider, ()) else ""
+    theirs = (model.wrappers, model.callbacks, model.object_patches, model.injections, model.weight_wrapper_patches)
+    return "another pack takes part in the sampling" if others_take_part(guider, theirs) else ""
 
 
 def _acts_on_runs(model: ModelPatcher) -> str | None:
