@@ -37,6 +37,8 @@ ENGINE = {"when_missing": "build now", "min_size": 0, "opt_size": 0, "max_size":
           "precision": "auto", "backend": "auto"}
 TINY_ENGINE = ENGINE | {"min_size": 64, "opt_size": 64, "max_size": 256}
 PROMPTS = 40
+SELDOM = 3.0
+"""Seconds between two questions to the server while it is timed: each takes its threads the time of a frame."""
 DISTINCT = 20
 """Frames of a video that is then shown again and again."""
 COMPARED = 3
@@ -202,7 +204,7 @@ def pictures(history: History) -> numpy.ndarray:
 def queued(comfy: ComfyProcess, prompts: list[Prompt]) -> dict[str, float]:
     """Queue prompts all at once; return their rate and the times of each."""
     ids = [comfy.submit(one) for one in prompts]
-    done(comfy.wait(ids[-1], 300))
+    done(comfy.wait(ids[-1], 300, SELDOM))
     ended = [done(comfy.wait(one)) for one in ids]
     stamps = [[data["timestamp"] for _, data in one.messages if "timestamp" in data] for one in ended]
     whole = (stamps[-1][-1] - stamps[0][0]) / 1000
@@ -229,7 +231,7 @@ def streamed(comfy: ComfyProcess, case: Case, scale: Scale, native: dict[str, An
     comfy.queue({"waits": node("TestHostWaits", action="begin", turn=turn)})
     done(comfy.queue(stream(case, scale, 4 * DISTINCT), 300))
     waits = comfy.queue({"waits": node("TestHostWaits", action="end", turn=turn)}).output("waits", "waits")
-    history = done(comfy.queue(stream(case, scale, scale.frames), 580))
+    history = done(comfy.wait(comfy.submit(stream(case, scale, scale.frames)), 580, SELDOM))
     report = history.output("report", "report")[0]
     (times,) = report["streams"]
     wanted = native.pop("pictures")
@@ -306,13 +308,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="+", choices=every, default=every)
     parser.add_argument("--frames", type=int, default=2000)
+    parser.add_argument("--prompts", type=int, default=PROMPTS)
     parser.add_argument("--mode", choices=("default", "disable-dynamic-vram"), default="disable-dynamic-vram")
     parser.add_argument("--no-build", action="store_true", help="build nothing: live weights as graphs, the VAE native")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU, to try the script")
     options = parser.parse_args()
     for name in ("comfyui", "base", "out"):
         setattr(options, name, getattr(options, name).resolve())
-    scale = Scale(options.tiny, options.frames, 20 if options.tiny else PROMPTS, not options.no_build)
+    scale = Scale(options.tiny, options.frames, 20 if options.tiny else options.prompts, not options.no_build)
     if not scale.tiny:
         named = [CASES.get(name, PARTS) for name in options.cases]
         models.make(options.comfyui, options.base, scale.files(named))
