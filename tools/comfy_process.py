@@ -229,8 +229,12 @@ class ComfyProcess:
             raise PromptRejected("some outputs of the prompt are invalid", answer["node_errors"])
         return answer["prompt_id"]
 
-    def wait(self, prompt_id: str, timeout: float = 120.0) -> History:
-        """Wait until a queued prompt has ended, whatever way it ended."""
+    def wait(self, prompt_id: str, timeout: float = 120.0, poll: float = POLL_SECONDS) -> History:
+        """Wait until a queued prompt has ended, whatever way it ended.
+
+        Args:
+            poll: seconds between two questions; each takes the server's threads some milliseconds.
+        """
         deadline = time.monotonic() + timeout
         while True:
             if entry := self.get(f"/history/{prompt_id}").get(prompt_id):
@@ -240,7 +244,7 @@ class ComfyProcess:
                 self.post("/queue", {"delete": [prompt_id]})
                 self.interrupt(prompt_id)
                 raise PromptTimeout(f"prompt {prompt_id} did not end within {timeout:.0f} s; log:\n{self._log_tail()}")
-            time.sleep(POLL_SECONDS)
+            time.sleep(poll)
 
     def queue(
         self, prompt: dict[str, Any], timeout: float = 120.0, extra_data: dict[str, Any] | None = None
