@@ -1,7 +1,7 @@
 """Properties that hold for whatever is sent or written: answers are strict JSON and no error of ours, files stay.
 
-Each is tried with a few drawn examples in CI, always the same, and with thousands in the slow profile: about ten
-minutes, ``pytest -m slow tests/test_properties.py``. A failure is shown as the smallest example that has it.
+Each is tried with a few drawn examples in CI, always the same, and with thousands in the slow profile: about
+five minutes, ``pytest -m slow tests/test_properties.py``. A failure is shown as the smallest example that has it.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Client:
     def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, Any]:
         """Return the status and the JSON of an answer; what ComfyUI itself refuses is text."""
         assert not self._hung, self._hung  # else each smaller example would be waited for too
+        self.sent += 1
         for _try in range(2):
             if self._connection is None:
                 self._connection = http.client.HTTPConnection("127.0.0.1", self._comfy.port, timeout=60)
@@ -71,9 +72,7 @@ class Client:
                 self._connection = None
         else:  # aiohttp may cut off a body that is packed otherwise than it says
             assert "Content-Encoding" in headers, f"no answer to {method} {path} {body!r:.3000}"
-            self.sent += 1
             return 400, None
-        self.sent += 1
         assert answer.status < 500, f"{answer.status} for {method} {path} {body!r:.3000}: {text[:1000]!r}"
         if not answer.headers.get("Content-Type", "").startswith("application/json"):
             assert answer.status in (400, 403, 404, 405), text
