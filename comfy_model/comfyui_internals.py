@@ -32,6 +32,7 @@ class Feature(Enum):
     STAGED_ONCE = "model weights that are staged once for many runs", "they are staged for each run"
     ON_DEVICE = "prompts that are copied to the GPU once", "they are copied in each step"
     PROMPTS = "prompts that are encoded once per run", "they are encoded in each step"
+    STREAMS = "streams in one sampling", "each frame is a sampling of its own"
     GRAPHS = "CUDA graphs", "networks are launched kernel by kernel"
     COMPILED_NATIVE = "normal models compiled by another node", "they run as they are"
     QUEUE = "readings of ComfyUI's queue", "nothing is known of prompts that wait or run"
@@ -186,6 +187,40 @@ TABLE: dict[Feature, tuple[str, ...]] = {
         "comfy.patcher_extension:WrappersMP.APPLY_MODEL",
         "comfy.patcher_extension:WrappersMP.CALC_COND_BATCH",
         "comfy.samplers:_calc_cond_batch(_, _, _, _, _)",
+    ),
+    Feature.STREAMS: (
+        "comfy.samplers:CFGGuider.set_conds(self, _, _, ...)",
+        "comfy.samplers:CFGGuider.set_cfg(self, _, ...)",
+        "comfy.samplers:CFGGuider.sample(self, _, _, _, _, seed, ...)",
+        "comfy.samplers:CFGGuider.original_conds",
+        "comfy.samplers:CFGGuider.inner_model",
+        "comfy.samplers:CFGGuider.loaded_models",
+        "comfy.samplers:process_conds(_, _, _, _, _, _, _, latent_shapes, ...)",
+        "comfy.samplers:sampler_object(_, ...)",
+        "comfy.samplers:KSAMPLER.sample(self, _, _, _, _, _, _, _, _, ...)",
+        "comfy.samplers:KSAMPLER.max_denoise(self, _, _, ...)",
+        "comfy.samplers:KSampler.__init__(self, _, _, _, _, _, _, _, ...)",
+        "comfy.samplers:KSampler.sigmas",
+        "comfy.sampler_helpers:cond_has_hooks(_, ...)",
+        "comfy.sample:prepare_noise(_, _, ...)",
+        "comfy.model_base:SDXL",
+        "comfy.model_base:SDXLRefiner",
+        "comfy.model_base:BaseModel.process_latent_in(self, _, ...)",
+        "comfy.model_base:BaseModel.process_latent_out(self, _, ...)",
+        "comfy.model_management:intermediate_dtype(...)",
+        "comfy.model_management:raise_non_oom(_, ...)",
+        "comfy.patcher_extension:WrappersMP.PREPARE_SAMPLING",
+        "comfy.patcher_extension:WrappersMP.SAMPLER_SAMPLE",
+        "comfy.patcher_extension:CallbacksMP.ON_CLEANUP",
+        "comfy.sd:VAE.first_stage_model",
+        "comfy.sd:VAE.vae_dtype",
+        "comfy.sd:VAE.latent_dim",
+        "comfy.sd:VAE.extra_1d_channel",
+        "comfy.sd:VAE.format_encoded",
+        "comfy.sd:VAE.process_input",
+        "comfy.sd:VAE.process_output",
+        "comfy.sd:VAE.vae_encode_crop_pixels(self, _, ...)",
+        "comfy.sd:VAE.vae_output_dtype(self, ...)",
     ),
     Feature.GRAPHS: ("comfy.model_prefetch:?pause_malloc_graph(sync, ...)",),
     Feature.COMPILED_NATIVE: ("comfy_api.torch_helpers.torch_compile:TORCH_COMPILE_KWARGS",),

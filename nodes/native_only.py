@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from comfy.samplers import KSampler
 from comfy_api.latest import io, ui
 
 from ..comfy_model.comfyui_internals import Feature, switched_off
@@ -97,7 +98,19 @@ class TRTReport(io.ComfyNode):
         return io.NodeOutput(after, why(), None, ui={"text": [why()], "native": [True]})
 
 
+class TRTStream(io.ComfyNode):
+    """Frames -> no pictures, and why: it needs what this ComfyUI lacks."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schemas.stream(KSampler.SAMPLERS, KSampler.SCHEDULERS)
+
+    @classmethod
+    def execute(cls, **_: Any) -> io.NodeOutput:
+        raise ValueError(f"TRT Stream makes no pictures here. {why()} Use VAE Encode, KSampler and VAE Decode.")
+
+
 NODES = [
     TRTAccelerate, TRTUNetEngine, TRTControlNetEngine, TRTVAEEngine, TRTApplyControlNet, TRTSamplerPatch, TRTReport,
-    TRTCompare,
+    TRTCompare, TRTStream,
 ]

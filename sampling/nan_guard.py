@@ -8,8 +8,9 @@ and native does the call again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,10 @@ class _Watch:
         known = self._sums.get(result.device)
         self._sums[result.device] = total if known is None else known.add_(total)
 
+    def sums(self) -> list[torch.Tensor]:
+        """Return the sums, for whoever looks at them later."""
+        return list(self._sums.values())
+
     def finite(self) -> bool:
         """Tell whether all results were finite. Waits for the GPU: to be asked once, at the end."""
         return all(bool(torch.isfinite(total)) for total in self._sums.values())
@@ -73,6 +78,27 @@ def watched(call: EngineCall) -> EngineCall:
     else:
         run.engines = True
     return call
+
+
+@contextlib.contextmanager
+def watched_apart() -> Iterator[_Watch]:
+    """Watch the calls inside by themselves, for a caller that looks at their sums; the run's own watch misses them."""
+    run = _Watch()
+    token = _watch.set(run)
+    try:
+        yield run
+    finally:
+        _watch.reset(token)
+
+
+@contextlib.contextmanager
+def native_again() -> Iterator[None]:
+    """Leave all calls inside to native, because an engine gave a NaN in them."""
+    token = _again.set(NOT_FINITE)
+    try:
+        yield
+    finally:
+        _again.reset(token)
 
 
 def _numbers(finish: Callable[[Mapping[str, torch.Tensor]], Control], results: Mapping[str, torch.Tensor]) -> Control:
@@ -113,11 +139,8 @@ def redo_unless_finite(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> 
     log.error("Hybrid TRT: %s; the normal model's image takes its place", NOT_FINITE.detail)
     guider.conds = conds
     _restore(random)
-    token = _again.set(NOT_FINITE)
-    try:
+    with native_again():
         return executor(*args, **kwargs)
-    finally:
-        _again.reset(token)
 
 
 _Random = tuple[torch.Tensor, torch.device | None, torch.Tensor | None]

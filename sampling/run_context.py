@@ -97,7 +97,7 @@ def current_run() -> SamplingRun | None:
 
 def as_run(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
     """Make all calls of a sampling belong to one run; an OUTER_SAMPLE wrapper."""
-    others = _others_take_part(executor.class_obj, (*args, *kwargs.values()))
+    others = others_take_part(executor.class_obj, (*args, *kwargs.values()))
     run = SamplingRun(comfyuis_alone=not others)
     try:
         with inside(run):
@@ -122,7 +122,7 @@ def inside(run: SamplingRun) -> Iterator[None]:
         _current.reset(token)
 
 
-def _others_take_part(guider: Any, given: Iterable[Any]) -> bool:
+def others_take_part(guider: Any, given: Iterable[Any]) -> bool:
     """Tell whether other packs' code can run during a sampling.
 
     That is a sampler, guider, callback, wrapper or control of theirs, or a function in the place of ComfyUI's own.

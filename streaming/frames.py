@@ -38,6 +38,13 @@ class Source(Protocol):
         """Yield the next frame, after waiting for it; end when the stream is over."""
         ...
 
+    def ready(self) -> bool:
+        """Tell whether the next frame is there already, so that ``frames`` need not wait for it.
+
+        If not, the loop gives the picture that the device still computes before it asks for a frame.
+        """
+        ...
+
     def give(self, number: int, picture: torch.Tensor) -> None:
         """Take the picture of a frame, shape (1, H, W, 3), 0 to 1, on the CPU; this must not block."""
         ...

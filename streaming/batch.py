@@ -1,0 +1,42 @@
+"""A stream's frames from an IMAGE batch, and its pictures as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from .frames import Frame
+
+
+class BatchSource:
+    """The images of a batch in order, each once.
+
+    Attributes:
+        pictures: the pictures so far, (frames, H, W, 3); None before the first.
+    """
+
+    def __init__(self, images: torch.Tensor, progress: Callable[[int], None] = lambda done: None):
+        """
+        Args:
+            progress: is told how many pictures there are.
+        """
+        self._images = images
+        self._progress = progress
+        self.pictures: torch.Tensor | None = None
+
+    def frames(self) -> Iterator[Frame]:
+        """Yield the images."""
+        for number in range(self._images.shape[0]):
+            yield Frame(number, self._images[number : number + 1])
+
+    def ready(self) -> bool:
+        """Tell that there is no waiting for the next."""
+        return True
+
+    def give(self, number: int, picture: torch.Tensor) -> None:
+        """Put a picture into the batch."""
+        if self.pictures is None:
+            self.pictures = torch.empty(self._images.shape[0], *picture.shape[1:], dtype=picture.dtype)
+        self.pictures[number] = picture[0]
+        self._progress(number + 1)

@@ -1,0 +1,133 @@
+"""Control images that change with each frame of a stream, on ControlNets of the stream's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import comfy.utils
+import torch
+from comfy.controlnet import ControlBase, ControlNet
+
+from ..comfy_model.comfyui_shims import give_hint
+from ..comfy_model.whose_code import makes_hints_as_comfyui
+from .settings import AS_CONNECTED, EDGES
+from .transfers import upload
+
+Conditioning = list[list[Any]]
+
+LOW, HIGH = 0.4, 0.8
+"""The thresholds that ComfyUI's own node for edges begins with."""
+
+
+class ControlImages:
+    """The ControlNets of a stream's conditionings.
+
+    They are copies: the nodes' own are left as they are, for other nodes and for the next prompt.
+
+    Attributes:
+        positive, negative: the conditionings with the copies.
+        controls: the copies, the first to act first.
+    """
+
+    def __init__(self, positive: Conditioning, negative: Conditioning, follow: str, device: torch.device):
+        """
+        Args:
+            follow: one of ``settings.FOLLOW``.
+            device: where the ControlNets run.
+        """
+        self._device = device
+        self.controls: list[ControlBase] = []
+        copies: dict[int, ControlBase] = {}
+        self.positive, self.negative = (self._copied(given, copies) for given in (positive, negative))
+        self._follow = follow
+        self._given = [control.cond_hint_original for control in self.controls]
+        self._set: list[tuple | None] = [None for _ in self.controls]
+
+    def _copied(self, conditioning: Conditioning, copies: dict[int, ControlBase]) -> Conditioning:
+        options = [dict(entry[1]) for entry in conditioning]
+        for own in options:
+            if own.get("control") is not None:
+                own["control"] = self._copy(own["control"], copies)
+        return [[entry[0], own] for entry, own in zip(conditioning, options, strict=True)]
+
+    def _copy(self, control: ControlBase, copies: dict[int, ControlBase]) -> ControlBase:
+        if id(control) not in copies:
+            before = control.previous_controlnet
+            before = None if before is None else self._copy(before, copies)
+            copies[id(control)] = control.copy().set_previous_controlnet(before)
+            self.controls.append(copies[id(control)])
+        return copies[id(control)]
+
+    def counts(self) -> list[int]:
+        """Return the number of images that each ControlNet came with."""
+        return [0 if image is None else image.shape[0] for image in self._given]
+
+    def strengths(self, strengths: Sequence[float]) -> None:
+        """Set the strengths of the first ControlNets from the next frame on."""
+        for control, strength in zip(self.controls, strengths, strict=False):
+            control.strength = float(strength)
+
+    def alike(self, number: int, other: int) -> bool:
+        """Tell whether two frames have the same control images, if these are not made of the frames."""
+        if self._follow != AS_CONNECTED:
+            return True
+        return all(count < 2 or number % count == other % count for count in self.counts())
+
+    def show(self, number: int, frame: torch.Tensor, latent: torch.Tensor | None) -> None:
+        """Give the ControlNets the images of a frame, before it is sampled.
+
+        Args:
+            frame: (1, H, W, 3).
+            latent: of this frame. The hints are made at once where ComfyUI's own code would make them in the first
+                step, and would wait for the device. None leaves all of them to ComfyUI.
+        """
+        edges = _edges(frame) if self._follow == EDGES and self.controls else None
+        for place, control in enumerate(self.controls):
+            given = self._given[place]
+            if given is None:
+                continue
+            index = number % given.shape[0]
+            source = (index, given) if self._follow == AS_CONNECTED else (number, None)
+            size = None if latent is None else tuple(latent.shape[2:])
+            if self._set[place] == (source[0], size) and source[1] is not None and size is not None:
+                continue  # the same image as before
+            self._set[place] = (source[0], size)
+            image = given[index : index + 1] if source[1] is not None else _as_hint(frame if edges is None else edges)
+            control.cond_hint_original = image
+            control.cond_hint = control.extra_concat = None
+            if latent is not None and _makes_hint_here(control):
+                give_hint(control, latent, _hint(control, image, latent, self._device))
+
+    def end(self) -> None:
+        """Free what the ControlNets hold."""
+        for control in self.controls:
+            control.cleanup()
+
+
+def _as_hint(image: torch.Tensor) -> torch.Tensor:
+    return image[..., :3].movedim(-1, 1)
+
+
+def _edges(frame: torch.Tensor) -> torch.Tensor:
+    from comfy_extras.nodes_canny import Canny
+
+    return Canny.execute(frame[..., :3], LOW, HIGH).args[0]
+
+
+def _makes_hint_here(control: ControlBase) -> bool:
+    """Tell whether ``_hint`` does all that ComfyUI does for a control's image."""
+    if type(control) is not ControlNet or control.vae is not None or control.latent_format is not None:
+        return False
+    if control.concat_mask or control.extra_concat_orig or control.multigpu_clones:
+        return False
+    return makes_hints_as_comfyui(control)
+
+
+def _hint(control: ControlNet, image: torch.Tensor, latent: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the hint that ComfyUI makes of an image, on the device. It has versions, so it can be kept."""
+    ratio, dtype = control.compression_ratio, control.manual_cast_dtype or control.control_model.dtype
+    height, width = latent.shape[2] * ratio, latent.shape[3] * ratio
+    sized = comfy.utils.common_upscale(image, width, height, control.upscale_algorithm, "center")
+    with torch.inference_mode(False), torch.no_grad():
+        return upload(control.preprocess_image(sized).clone(), device).to(dtype)

@@ -1,0 +1,188 @@
+"""The sampling that a stream keeps open: ComfyUI's guider has loaded and prepared all, and frames are sampled in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import comfy.sample
+import comfy.samplers
+import torch
+from comfy import model_base, model_management, sampler_helpers
+from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+from ..comfy_model.comfyui_internals import Feature, works
+from ..sampling.model_wrapper import KEY
+from ..sampling.run_context import others_take_part
+from .transfers import upload
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+    from .control_images import Conditioning
+    from .settings import Settings
+
+PLAIN_MODELS = ("BaseModel", "SDXL", "SDXLRefiner")
+"""Models whose conditionings do not depend on the latent, but for its size."""
+PER_RUN = ("OUTER_SAMPLE", "PREPARE_SAMPLING", "SAMPLER_SAMPLE"), ("ON_PRE_RUN", "ON_CLEANUP")
+"""Places of wrappers and of callbacks that ComfyUI calls once in each sampling."""
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """The steps of each frame."""
+
+    made_for: tuple
+    sampler: comfy.samplers.KSAMPLER
+    sigmas: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Noise:
+    """The noise of a seed, and the state that drawing it leaves the random numbers in."""
+
+    made_for: tuple
+    values: torch.Tensor
+    state: torch.Tensor
+
+
+class OpenSampling(comfy.samplers.Sampler):
+    """A sampler that samples nothing by itself: while ComfyUI waits for it, ``frames`` calls ``sample_frame``."""
+
+    def __init__(self, frames: Callable[[], None]):
+        self._frames = frames
+        self._guider: Any = None
+        self._options: dict[str, Any] = {}
+        self._shape: tuple[int, ...] = ()
+        self._new: dict[str, Conditioning] | None = None
+        self._schedule: _Schedule | None = None
+        self._noise: _Noise | None = None
+        self._empty: torch.Tensor | None = None
+
+    def sample(self, model_wrap: Any, sigmas: torch.Tensor, extra_args: dict, callback: Any, noise: torch.Tensor,
+               *_: Any, **__: Any) -> torch.Tensor:  # fmt: skip
+        """Run the frames. ComfyUI calls this when models are loaded and conditionings are prepared."""
+        self._guider, self._options = model_wrap, extra_args["model_options"]
+        self._shape = tuple(noise.shape)
+        self._frames()
+        return noise
+
+    def take(self, conds: dict[str, Conditioning]) -> None:
+        """Sample with these conditionings, positive and negative, from the next frame on."""
+        self._new = conds
+
+    def reload(self) -> None:
+        """Load what the sampling was opened with, where something else was loaded in its place."""
+        if self._guider is not None:
+            model_management.load_models_gpu([self._guider.model_patcher, *self._guider.loaded_models])
+
+    def sample_frame(self, latent: torch.Tensor, seed: int, settings: Settings) -> torch.Tensor:
+        """Return the sampled latent as KSampler gives it, but on its device; without waiting for it."""
+        guider = self._guider
+        device = guider.model_patcher.load_device
+        schedule = self._schedule_of(settings, device)
+        if len(schedule.sigmas) == 0:
+            return latent
+        noise = self._noise_of(seed, tuple(latent.shape), device)
+        if settings.from_noise:  # ComfyUI leaves an empty latent as it is
+            latent = self._empty_of(latent, device)
+        else:
+            latent = guider.inner_model.process_latent_in(latent.to(device=device, dtype=torch.float32))
+        guider.set_cfg(settings.cfg)
+        if self._new is not None or tuple(latent.shape) != self._shape:
+            self._prepare(latent, noise.values, seed)
+        self._options["transformer_options"]["sample_sigmas"] = schedule.sigmas
+        extra = {"model_options": self._options, "seed": seed}
+        torch.set_rng_state(noise.state)
+        sampled = schedule.sampler.sample(guider, schedule.sigmas, extra, None, noise.values, latent, None, True)
+        sampled = guider.inner_model.process_latent_out(sampled.to(torch.float32))
+        return sampled.to(model_management.intermediate_dtype())
+
+    def _prepare(self, latent: torch.Tensor, noise: torch.Tensor, seed: int) -> None:
+        """Prepare conditionings, new or for another size, as ComfyUI does at the start of a sampling."""
+        guider = self._guider
+        if self._new is not None:
+            guider.set_conds(self._new["positive"], self._new["negative"])
+            self._new = None
+        conds = {name: [cond.copy() for cond in group] for name, group in guider.original_conds.items()}
+        guider.conds = comfy.samplers.process_conds(
+            guider.inner_model, noise, conds, latent.device, latent, None, seed, latent_shapes=[latent.shape]
+        )
+        self._shape = tuple(latent.shape)
+
+    def _schedule_of(self, settings: Settings, device: torch.device) -> _Schedule:
+        made_for = (settings.steps, settings.denoise, settings.sampler_name, settings.scheduler)
+        if self._schedule is None or self._schedule.made_for != made_for:
+            model = self._guider.model_patcher
+            steps = comfy.samplers.KSampler(
+                model, settings.steps, device, settings.sampler_name, settings.scheduler, settings.denoise,
+                model.model_options,
+            )  # fmt: skip
+            sampler = comfy.samplers.sampler_object(settings.sampler_name)
+            if len(steps.sigmas):
+                full = sampler.max_denoise(self._guider, steps.sigmas)
+                sampler.max_denoise = lambda *_: full  # it reads two values from the device in each sampling
+            self._schedule = _Schedule(made_for, sampler, _where_read(settings.sampler_name, steps.sigmas))
+        return self._schedule
+
+    def _noise_of(self, seed: int, shape: tuple[int, ...], device: torch.device) -> _Noise:
+        if self._noise is None or self._noise.made_for != (seed, shape):
+            values = comfy.sample.prepare_noise(torch.zeros(shape), seed)
+            state = torch.get_rng_state()
+            self._noise = _Noise((seed, shape), upload(values, device).to(torch.float32), state)
+        return self._noise
+
+    def _empty_of(self, latent: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if self._empty is None or self._empty.shape != latent.shape:
+            self._empty = latent.to(device=device, dtype=torch.float32)
+        return self._empty
+
+
+def _where_read(sampler_name: str, sigmas: torch.Tensor) -> torch.Tensor:
+    """Return sigmas in main memory for samplers that compare their values, which would wait for the device.
+
+    The other samplers compute with them beside the latent, so they stay on its device.
+    """
+    if sampler_name == "lcm" or (sampler_name == "euler_ancestral" and len(sigmas) == 2 and float(sigmas[1]) == 0):
+        return sigmas.cpu()
+    return sigmas
+
+
+def why_one_by_one(model: ModelPatcher, conds: dict[str, Conditioning]) -> str:
+    """Return why each frame of a stream has to be a sampling of its own, a sentence; empty if they may share one."""
+    why = _why_apart(model, conds)
+    return f"Each frame was a sampling of its own, which takes longer: {why}." if why else ""
+
+
+def _why_apart(model: ModelPatcher, conds: dict[str, Conditioning]) -> str:
+    if not works(Feature.STREAMS):
+        return "this ComfyUI samples in a way that is not known"
+    options = [entry[1] for group in conds.values() for entry in group]
+    if any(sampler_helpers.cond_has_hooks(group) for group in conds.values()) or model.forced_hooks:
+        return "the conditioning or the model carries weight hooks"
+    if any("unclip_conditioning" in own for own in options):
+        return "unCLIP conditioning depends on the seed"
+    if model.get_additional_models_with_key("multigpu"):
+        return "MultiGPU shares each step among GPUs"
+    known = [getattr(model_base, name, None) for name in PLAIN_MODELS]
+    if type(model.model) not in known or len(getattr(model.model, "concat_keys", ())):
+        return f"the conditioning of a model of the kind {type(model.model).__name__} may depend on the frame"
+    if (name := _acts_on_runs(model)) is not None:
+        return f"another node ({name}) acts on each sampling"
+    guider = comfy.samplers.CFGGuider(model)
+    guider.set_conds(conds["positive"], conds["negative"])
+    guider.conds = guider.original_conds
+    return "another pack takes part in the sampling" if others_take_part(guider, ()) else ""
+
+
+def _acts_on_runs(model: ModelPatcher) -> str | None:
+    """Return the name of another node that does something at the start or the end of each sampling, or None."""
+    options = model.model_options.get("transformer_options", {})
+    for place, owner, kinds in zip(("wrappers", "callbacks"), (WrappersMP, CallbacksMP), PER_RUN, strict=True):
+        wanted = [getattr(owner, kind) for kind in kinds]
+        for found in (getattr(model, place), options.get(place, {})):
+            names = [name for kind in wanted for name, held in found.get(kind, {}).items() if held and name != KEY]
+            if names:
+                return str(names[0])
+    return None

@@ -1,0 +1,137 @@
+"""The loop of a stream: a frame is started before the picture of the one before is taken from the device."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from comfy import model_management
+
+from ..sampling.frame_times import FrameTimes
+from ..sampling.nan_guard import NOT_FINITE, native_again, watched_apart
+from .frames import Frame, Source
+from .stream import Stream
+from .transfers import download
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Started:
+    """A frame whose picture the device may still compute.
+
+    Attributes:
+        begun: when the host took the frame up.
+        picture: in main memory, as soon as ``end`` is reached.
+        sums: of what engines gave for it, and of the picture; empty where no engine took part.
+        end: None if all is there.
+        repeats: the frame before that this one is so much like that it gets its picture.
+    """
+
+    frame: Frame
+    begun: float
+    picture: torch.Tensor
+    sums: torch.Tensor | None = None
+    end: torch.cuda.Event | None = None
+    repeats: _Started | None = None
+
+
+def run_stream(stream: Stream, source: Source, times: FrameTimes | None = None) -> FrameTimes:
+    """Make the pictures of a source's frames until there are no more, and return how long they took.
+
+    Args:
+        times: takes the times, for whoever looks at them while the stream runs.
+    """
+    times = FrameTimes() if times is None else times
+    times.one_by_one = stream.one_by_one
+    frames = source.frames()
+    first = next(frames, None)
+    if first is not None:
+        stream.run(first.image, partial(_Loop(stream, source, times).run, itertools.chain([first], frames)))
+    return times
+
+
+class _Loop:
+    """One run of a stream."""
+
+    def __init__(self, stream: Stream, source: Source, times: FrameTimes):
+        self._stream, self._source, self._times = stream, source, times
+        self._given = 0.0
+        self._computed: _Started | None = None  # the latest frame that is no repetition
+
+    def run(self, frames: Iterator[Frame]) -> None:
+        waiting: _Started | None = None
+        for frame in frames:
+            model_management.throw_exception_if_processing_interrupted()
+            if frame.changes is not None and waiting is not None:  # it may have to be made again, as it was
+                waiting = self._give(waiting)
+            started = self._start(frame)
+            if waiting is not None:
+                self._give(waiting)
+            waiting = started
+            if not self._source.ready():  # nobody shall wait for the next frame to get this one's picture
+                waiting = self._give(waiting)
+        if waiting is not None:
+            self._give(waiting)
+
+    def _start(self, frame: Frame) -> _Started:
+        begun = time.perf_counter()
+        if frame.changes is not None:
+            self._change(frame)
+        elif self._is_like_the_last(frame):
+            return _Started(frame, begun, self._computed.picture, repeats=self._computed)
+        self._computed = self._compute(frame, begun)
+        return self._computed
+
+    def _compute(self, frame: Frame, begun: float) -> _Started:
+        with watched_apart() as watch:
+            picture = self._stream.picture(frame.image, frame.number)
+        if not watch.engines:
+            return _Started(frame, begun, *_in_turn(download(picture)))
+        sums = torch.stack([total.to(picture.device) for total in (*watch.sums(), picture.sum(dtype=torch.float32))])
+        (there, _), (sums, end) = download(picture), download(sums)
+        return _Started(frame, begun, there, sums, end)
+
+    def _change(self, frame: Frame) -> None:
+        try:
+            self._stream.change(frame.changes)
+        except ValueError as error:
+            log.warning("Hybrid TRT: %s", error)
+
+    def _is_like_the_last(self, frame: Frame) -> bool:
+        last, least = self._computed, self._stream.settings.similar
+        if last is None or not least or self._stream.settings.new_seeds or last.frame.image.shape != frame.image.shape:
+            return False
+        if not self._stream.controls.alike(frame.number, last.frame.number):
+            return False
+        return float((frame.image - last.frame.image).abs().mean()) <= least
+
+    def _give(self, started: _Started) -> None:
+        made = started.repeats or started
+        if started.end is not None:
+            started.end.synchronize()
+        if started.sums is not None and not bool(torch.isfinite(started.sums).all()):
+            self._again(started)
+        self._source.give(started.frame.number, made.picture)
+        now = time.perf_counter()
+        self._times.add(1000 * (now - max(started.begun, self._given)))
+        self._times.repeated += started.repeats is not None
+        self._given = now
+
+    def _again(self, started: _Started) -> None:
+        """Have native make a picture that an engine spoilt."""
+        log.error("Hybrid TRT: %s; the normal model's image takes its place", NOT_FINITE.detail)
+        self._times.again += 1
+        with native_again():
+            picture = self._stream.picture(started.frame.image, started.frame.number)
+        started.picture, started.sums = picture.cpu(), None
+
+
+def _in_turn(loaded: tuple[torch.Tensor, torch.cuda.Event | None]) -> tuple:
+    there, end = loaded
+    return there, None, end

@@ -1,0 +1,42 @@
+"""Settings of a stream: how each of its frames is sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+AS_CONNECTED, THE_FRAME, EDGES = "as connected", "the frame", "edges of the frame"
+FOLLOW = (AS_CONNECTED, THE_FRAME, EDGES)
+"""Where the control images of a frame come from."""
+FROM_NOISE = 0.9999
+"""ComfyUI samples all of its schedule from this denoise on."""
+LEAST_DENOISE = 0.01
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How each frame is sampled: as the inputs of the same names of ComfyUI's KSampler.
+
+    Attributes:
+        new_seeds: whether a frame's seed is ``seed`` and its number, added up.
+        follow: where control images come from, one of ``FOLLOW``.
+        similar: mean difference of pixels up to which a frame counts as the one before; 0: none does.
+    """
+
+    steps: int = 1
+    cfg: float = 1.0
+    sampler_name: str = "lcm"
+    scheduler: str = "sgm_uniform"
+    denoise: float = 0.5
+    seed: int = 0
+    new_seeds: bool = False
+    follow: str = AS_CONNECTED
+    similar: float = 0.0
+
+    @property
+    def from_noise(self) -> bool:
+        """Whether a picture starts from noise alone, and not from its frame."""
+        return self.denoise > FROM_NOISE
+
+    def seed_of(self, number: int) -> int:
+        """Return the seed of a frame."""
+        return (self.seed + number) % 2**64 if self.new_seeds else self.seed

@@ -1,0 +1,138 @@
+"""A stream: one sampling of ComfyUI's that stays open while frame after frame is sampled in it.
+
+ComfyUI loads models, merges options, looks for hooks and prepares conditionings in each sampling. Here its guider does so
+once. A sampler of ours stands in its hands that samples nothing by itself: it runs the frames, each with ComfyUI's own
+sampler, schedule and noise. So each picture is the one that stock nodes make of the frame alone.
+
+Where a frame would find what the frame before left (a step cache, weight hooks, another pack's code), each frame is a
+sampling of its own, as stock nodes do it, and the stream says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import comfy.sample
+import comfy.samplers
+import torch
+
+from .control_images import Conditioning, ControlImages
+from .frame_vae import FrameVAE
+from .frames import Changes
+from .open_sampling import OpenSampling, why_one_by_one
+from .settings import LEAST_DENOISE, Settings
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+    from comfy.sd import CLIP, VAE
+
+OURS = "hybrid_trt_stream"
+"""Key of the VAE among the models that are loaded with a stream's model."""
+
+
+class Stream:
+    """Frames to pictures, one at a time; see the module.
+
+    Attributes:
+        settings: those of the next frame; ``change`` sets them.
+        controls: its ControlNets and their images.
+        one_by_one: why each frame is a sampling of its own, a sentence; empty if it is not.
+    """
+
+    def __init__(self, model: ModelPatcher, vae: VAE, positive: Conditioning, negative: Conditioning,
+                 settings: Settings, clip: CLIP | None = None):
+        self.settings = settings
+        self.controls = ControlImages(positive, negative, settings.follow, model.load_device)
+        self._model = model.clone()
+        self._model.set_additional_models(OURS, [vae.patcher])  # loaded with the model, so that neither evicts the other
+        self._vae = FrameVAE(vae, self._reload)
+        self._clip = clip
+        self._conds = {"positive": self.controls.positive, "negative": self.controls.negative}
+        self._open: OpenSampling | None = None
+        self.one_by_one = why_one_by_one(self._model, self._conds)
+
+    def run(self, first: torch.Tensor, frames: Callable[[], None]) -> None:
+        """Call ``frames`` while the sampling is open, so that it may call ``picture``; then close it.
+
+        Args:
+            first: an image of the size of the frames to come; other sizes may follow.
+        """
+        try:
+            if self.one_by_one:
+                frames()
+            else:
+                empty = self._empty(first)
+                guider = comfy.samplers.CFGGuider(self._model)
+                guider.set_conds(self._conds["positive"], self._conds["negative"])
+                self._open = OpenSampling(frames)
+                guider.sample(empty, empty, self._open, torch.tensor([1.0, 0.0]), seed=self.settings.seed)
+        finally:
+            self._open = None
+            self.controls.end()
+
+    def picture(self, image: torch.Tensor, number: int) -> torch.Tensor:
+        """Return the picture of a frame, both (1, H, W, 3), 0 to 1; on a GPU without waiting for it.
+
+        To be called by the function that was given to ``run``.
+
+        Args:
+            number: of the frame, for its seed and control images.
+        """
+        settings, seed = self.settings, self.settings.seed_of(number)
+        latent = self._empty(image) if settings.from_noise else self._vae.encode(image)
+        self.controls.show(number, image, latent if self._open else None)
+        if self._open:
+            sampled = self._open.sample_frame(latent, seed, settings)
+        else:
+            sampled = self._sample_alone(latent, seed)
+        return self._vae.decode(sampled)
+
+    def change(self, changes: Changes) -> None:
+        """Change settings from the next frame on; nothing is built or loaded for it, but the text encoder for a prompt.
+
+        Raises:
+            ValueError: there is no text encoder for a new prompt; the text is for the user.
+        """
+        given = {name: getattr(changes, name) for name in ("seed", "steps", "denoise", "cfg")}
+        given = {name: value for name, value in given.items() if value is not None}
+        if "denoise" in given:
+            given["denoise"] = min(1.0, max(LEAST_DENOISE, given["denoise"]))
+        self.settings = replace(self.settings, **given)
+        if changes.strengths is not None:
+            self.controls.strengths(changes.strengths)
+        texts = {"positive": changes.prompt, "negative": changes.negative}
+        new = {name: self._encoded(self._conds[name], text) for name, text in texts.items() if text is not None}
+        if new:
+            self._conds = {**self._conds, **new}
+            self._reload()
+            if self._open:
+                self._open.take(self._conds)
+
+    def _encoded(self, conditioning: Conditioning, text: str) -> Conditioning:
+        if self._clip is None:
+            raise ValueError("The prompt stays as it is: connect CLIP to TRT Stream to change it while it runs.")
+        tensor, options = self._clip.encode_from_tokens_scheduled(self._clip.tokenize(text))[0]
+        return [[tensor, {**before, **options}] for _, before in conditioning]
+
+    def _empty(self, image: torch.Tensor) -> torch.Tensor:
+        """Return the latent that ComfyUI makes of an empty one of an image's size."""
+        channels = self._model.get_model_object("latent_format").latent_channels
+        return torch.zeros(self._vae.latent_shape(image, channels))
+
+    def _sample_alone(self, latent: torch.Tensor, seed: int) -> torch.Tensor:
+        """Sample as ComfyUI's KSampler node does."""
+        own = self.settings
+        latent = comfy.sample.fix_empty_latent_channels(self._model, latent.cpu())
+        noise = comfy.sample.prepare_noise(latent, seed)
+        positive, negative = self._conds["positive"], self._conds["negative"]
+        return comfy.sample.sample(
+            self._model, noise, own.steps, own.cfg, own.sampler_name, own.scheduler, positive, negative, latent,
+            denoise=own.denoise, disable_pbar=True, seed=seed,
+        )  # fmt: skip
+
+    def _reload(self) -> None:
+        """Load the models of the open sampling again, wherever something else was loaded in their place."""
+        if self._open:
+            self._open.reload()
