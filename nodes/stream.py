@@ -14,6 +14,8 @@ from comfy_api.latest import io, ui
 from ..sampling.frame_times import FrameTimes, record_times
 from ..sampling.run_context import executing
 from ..streaming.batch import BatchSource
+from ..streaming.frames import Changes
+from ..streaming.live import open_session
 from ..streaming.run import run_stream
 from ..streaming.settings import AS_CONNECTED, Settings
 from ..streaming.stream import Stream
@@ -65,14 +67,25 @@ def _is_connected(cls: type[TRTStream], name: str) -> bool:
 
 
 def _live(stream: Stream, times: FrameTimes, node_id: str) -> torch.Tensor:
-    """Run a stream whose frames come from the page or a client, and return its last picture."""
-    try:
-        from ..streaming.live import open_session
-    except ImportError:
+    """Run a stream whose frames come from the page or a client, and return its last picture.
+
+    Raises:
+        ValueError: no frame came; the text is for the user.
+    """
+    with open_session(node_id, _changeable(stream)) as session:
+        run_stream(stream, session, times)
+    if session.last is None:
         raise ValueError(
-            "TRT Stream has no frames, and this version takes none from outside. Connect an IMAGE batch to frames."
-        ) from None
-    return open_session(stream, times, node_id)
+            "TRT Stream got no frame, so there is no picture. Start it in the panel TRT live, or connect frames."
+        )
+    return session.last
+
+
+def _changeable(stream: Stream) -> Changes:
+    """Return what may change while the stream runs, with its values; a prompt's text is not known here."""
+    now, text = stream.settings, "" if stream.has_clip else None
+    strengths = tuple(control.strength for control in stream.controls.controls) or None
+    return Changes(text, text, strengths, now.seed, now.steps, now.denoise, now.cfg)
 
 
 def _check_counts(stream: Stream, frames: int) -> None:

@@ -54,12 +54,18 @@ class Client:
 
 
 class LiveSession:
-    """Frames of one run of a node that takes them live; a ``Source``. All of it may be called from any thread."""
+    """Frames of one run of a node that takes them live; a ``Source``. All of it may be called from any thread.
+
+    Attributes:
+        settings: what may be changed, with the values of the frame that was taken last.
+        last: the picture that was made last.
+    """
 
     def __init__(self, node: str, settings: Changes, patience: float):
         self.node, self.settings = node, settings
         self.token = secrets.token_urlsafe(24)
         self.counts = Counts()
+        self.last: torch.Tensor | None = None
         self._patience = patience
         self._turn = threading.Condition()
         self._client: Client | None = None
@@ -106,6 +112,7 @@ class LiveSession:
         """Take a picture, shape (1, H, W, 3), on the CPU; it replaces one that its client has not taken."""
         with self._turn:
             self.counts.answered += 1
+            self.last = picture
             client = self._client
             if client is None or number < client.first:  # who asked for it has gone
                 return

@@ -53,6 +53,11 @@ class Stream:
         self._open: OpenSampling | None = None
         self.one_by_one = why_one_by_one(self._model, self._conds)
 
+    @property
+    def has_clip(self) -> bool:
+        """Whether prompts can change."""
+        return self._clip is not None
+
     def run(self, first: torch.Tensor, frames: Callable[[], None]) -> None:
         """Call ``frames`` while the sampling is open, so that it may call ``picture``; then close it.
 

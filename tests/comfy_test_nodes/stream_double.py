@@ -13,8 +13,9 @@ from comfy_api.latest import io
 
 def _live() -> tuple[Any, Any]:
     """Return the pack's modules of live sessions and of frames."""
-    return tuple(next(m for name, m in sys.modules.items() if name.endswith(f".streaming.{one}"))
-                 for one in ("live", "frames"))
+    return tuple(
+        next(m for name, m in sys.modules.items() if name.endswith(f".streaming.{one}")) for one in ("live", "frames")
+    )
 
 
 def stream_double(hidden: Any, seconds: float, patience: float, turn: int, fail_at: int) -> io.NodeOutput:

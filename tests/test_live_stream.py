@@ -1,0 +1,62 @@
+"""TRT Stream with live frames on tiny models: each picture is the one that stock nodes make of its frame."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from comfy_process import ComfyProcess
+from live_client import image, joined, run_stream
+from live_stream import by_stock_nodes, live
+
+
+def same(picture: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Tell whether two pictures agree up to the rounding of a whole step."""
+    return picture.shape == wanted.shape and bool((picture - wanted).abs().max() <= 1.01 / 255)
+
+
+@pytest.mark.parametrize("kind", ["raw", "png"])
+def test_pictures_are_those_of_stock_nodes_also_after_changes(comfy: ComfyProcess, kind: str) -> None:
+    made: list[torch.Tensor] = []
+
+    async def act(token: str) -> None:
+        async with joined(comfy, token, format=kind) as client:
+            assert client.told[0]["ready"] == {
+                "prompt": "",
+                "negative": "",
+                "strengths": [0.8],
+                "seed": 7,
+                "steps": 2,
+                "denoise": 0.6,
+                "cfg": 1.0,
+            }
+            for n, change in enumerate(
+                [{}, {"strengths": [0.1], "seed": 11}, {"prompt": "a dog", "steps": 3, "denoise": 0.9}]
+            ):
+                if change:
+                    assert "changed" in await client.ask(change)
+                await client.frame(image(n, 96, 64), kind)
+                number, picture = await client.picture()
+                assert number == n
+                made.append(picture)
+            await client.stop()
+
+    assert run_stream(comfy, live(), act).ok
+    wanted = [
+        by_stock_nodes(comfy, image(0, 96, 64)),
+        by_stock_nodes(comfy, image(1, 96, 64), 0.1, seed=11),
+        by_stock_nodes(comfy, image(2, 96, 64), 0.1, "a dog", seed=11, steps=3, denoise=0.9),
+    ]
+    assert not same(wanted[0], wanted[1])
+    assert not same(wanted[1], wanted[2])
+    for picture, expected in zip(made, wanted, strict=True):
+        assert same(picture, expected), (picture - expected).abs().max()
+
+
+def test_a_stream_that_got_no_frame_says_so(comfy: ComfyProcess) -> None:
+    async def act(token: str) -> None:
+        async with joined(comfy, token) as client:
+            await client.stop()
+
+    history = run_stream(comfy, live(), act)
+    assert history.status == "error"
+    assert "got no frame" in history.error
