@@ -48,14 +48,15 @@ export class Camera {
      * The middle of what is seen, as JPEG.
      * @param {number} width
      * @param {number} height
-     * @returns {Promise<Blob | null>}
+     * @returns {Promise<ArrayBuffer | undefined>}
      */
-    frame(width, height) {
+    async frame(width, height) {
         const { video, canvas } = this, { videoWidth: w, videoHeight: h } = video;
         this.seen = [video.currentTime, performance.now()];
         Object.assign(canvas, { width, height });
         const scale = Math.min(w / width, h / height), cut = [width * scale, height * scale];
         canvas.getContext("2d").drawImage(video, (w - cut[0]) / 2, (h - cut[1]) / 2, ...cut, 0, 0, width, height);
-        return new Promise((done) => canvas.toBlob(done, "image/jpeg", QUALITY));
+        const packed = await new Promise((done) => canvas.toBlob(done, "image/jpeg", QUALITY));
+        return packed?.arrayBuffer();
     }
 }

@@ -98,7 +98,7 @@ export class LiveLink {
         return Boolean(this.ready) && this.pace.free(performance.now());
     }
 
-    /** @param {Blob} frame JPEG or PNG */
+    /** @param {ArrayBuffer} frame JPEG or PNG */
     send(frame) {
         if (!this.ready) return;
         this.pace.send(performance.now());

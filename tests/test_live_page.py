@@ -1,0 +1,135 @@
+"""The live panel: a real Chromium with a fake webcam streams through TRT Stream, and changes it while it runs."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from browser import chromium, comfy_page
+from comfy_process import ComfyProcess
+from engine_page import EnginePage
+from hybrid_trt.streaming import pictures
+from live_stream import by_stock_nodes, live
+from our_routes import ask
+from playwright.sync_api import Locator, WebSocket
+
+pytestmark = pytest.mark.browser
+
+FAKE_WEBCAM = ("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream")
+
+
+class Wire:
+    """All that goes through the WebSockets of live streams, in order."""
+
+    def __init__(self, page: EnginePage):
+        self.sockets: list[WebSocket] = []
+        self.sent: list[Any] = []
+        self.came: list[Any] = []
+        page.page.page.on("websocket", self._opened)
+
+    def _opened(self, socket: WebSocket) -> None:
+        if socket.url.endswith("/hybrid_trt/live"):
+            self.sockets.append(socket)
+            socket.on("framesent", lambda data: self.sent.append(data))
+            socket.on("framereceived", lambda data: self.came.append(data))
+
+    def frames(self) -> list[bytes]:
+        """The frames that were sent; the index of each is its number."""
+        return [data for data in self.sent if isinstance(data, bytes)]
+
+    def pictures(self) -> dict[int, bytes]:
+        """The pictures that came, by number."""
+        return {struct.unpack_from("<I", data)[0]: data[4:] for data in self.came if isinstance(data, bytes)}
+
+    def told(self) -> list[dict[str, Any]]:
+        """The texts that came."""
+        return [json.loads(data) for data in self.came if isinstance(data, str)]
+
+    def first_after(self, name: str) -> int:
+        """The number of the first frame that was sent after a change of a setting."""
+        change = next(i for i, data in enumerate(self.sent) if isinstance(data, str) and name in json.loads(data))
+        return sum(isinstance(data, bytes) for data in self.sent[:change])
+
+
+@pytest.fixture(scope="module")
+def opened(comfy: ComfyProcess) -> Iterator[EnginePage]:
+    with chromium(*FAKE_WEBCAM) as browser, comfy_page(browser, comfy.url, width=1366, height=900) as page:
+        yield EnginePage(page, "live")
+
+
+@pytest.fixture
+def panel(opened: EnginePage) -> Iterator[Locator]:
+    """The open panel beside a workflow with TRT Stream."""
+    raw = opened.page.page
+    opened.page.errors.clear()
+    raw.evaluate("prompt => app.loadApiJson(prompt, 'live')", live())
+    raw.wait_for_function("() => app.graph.nodes.some(n => n.type === 'TRTStream')")
+    opened.page.settle()
+    raw.get_by_role("button", name="TRT live").click()
+    panel = raw.locator(".hybrid-trt-live")
+    panel.wait_for()
+    for side in ("Width", "Height"):
+        panel.get_by_label(side).fill("64")
+    yield panel
+    raw.get_by_role("button", name="TRT live").click()
+    assert not opened.page.errors
+
+
+def until(opened: EnginePage, wanted: Any, what: str, seconds: int = 40) -> None:
+    """Wait for something on the wire."""
+    for _ in range(seconds * 20):
+        if wanted():
+            return
+        opened.page.page.wait_for_timeout(50)
+    raise AssertionError(
+        f"no {what} within {seconds} s; the panel says "
+        f"{opened.page.page.locator('.hybrid-trt-live-words').inner_text()!r}"
+    )
+
+
+def alike(jpeg: bytes, frame: bytes, comfy: ComfyProcess, **changed: Any) -> float:
+    """The mean difference of a picture from stock nodes' picture of a frame, both as JPEG."""
+    wanted = pictures.write(by_stock_nodes(comfy, pictures.read(frame), **changed), "jpeg")
+    return float((pictures.read(jpeg) - pictures.read(wanted)).abs().mean())
+
+
+def test_sixty_frames_of_a_webcam_come_back_in_order_and_change_at_once(
+    opened: EnginePage, panel: Locator, comfy: ComfyProcess
+) -> None:
+    wire = Wire(opened)
+    opened.shot("before")
+    panel.get_by_role("button", name="Start with webcam").click()
+    until(opened, lambda: len(wire.pictures()) >= 60, "60 pictures")
+    opened.shot("running")
+    assert panel.get_by_text("pictures a second").is_visible()
+    panel.get_by_label("Seed").fill("123")
+    until(opened, lambda: {"changed": {"seed": 123}} in wire.told(), "new seed")
+    panel.get_by_label("Strength 1").fill("0.25")
+    until(opened, lambda: {"changed": {"strengths": [0.25]}} in wire.told(), "new strength")
+    panel.get_by_label("Prompt", exact=True).fill("a dog in snow")
+    until(opened, lambda: {"changed": {"prompt": "a dog in snow"}} in wire.told(), "new prompt")
+    until(opened, lambda: max(wire.pictures()) > wire.first_after("prompt") + 2, "picture of the new prompt")
+    panel.get_by_role("button", name="Stop").click()
+    until(opened, lambda: ask(comfy, "POST", "/live/token")[0] == 409, "end")
+    assert panel.get_by_text("Stopped.").is_visible()
+
+    numbers = [struct.unpack_from("<I", data)[0] for data in wire.came if isinstance(data, bytes)]
+    assert numbers == sorted(set(numbers))
+    assert len(wire.frames()) - len(numbers) <= 4, "the page sends no faster than pictures come"
+    frames, came = wire.frames(), wire.pictures()
+    seed, strength, prompt = (wire.first_after(name) for name in ("seed", "strengths", "prompt"))
+    changed: dict[str, Any] = {}
+    for number, change in [
+        (5, {}),
+        (seed, {"seed": 123}),
+        (strength, {"strength": 0.25}),
+        (prompt, {"prompt": "a dog in snow"}),
+    ]:
+        number = next(n for n in range(number, number + 3) if n in came)  # two frames later at most
+        if change:
+            assert alike(came[number], frames[number], comfy, **changed) > 0.003, "the change is seen"
+        changed |= change
+        assert alike(came[number], frames[number], comfy, **changed) < 0.002, (number, changed)
