@@ -191,7 +191,7 @@ TABLE: dict[Feature, tuple[str, ...]] = {
     Feature.STREAMS: (
         "comfy.samplers:CFGGuider.set_conds(self, _, _, ...)",
         "comfy.samplers:CFGGuider.set_cfg(self, _, ...)",
-        "comfy.samplers:CFGGuider.sample(self, _, _, _, _, seed, ...)",
+        "comfy.samplers:CFGGuider.sample(self, _, _, _, _, ...)",
         "comfy.samplers:CFGGuider.original_conds",
         "comfy.samplers:CFGGuider.inner_model",
         "comfy.samplers:CFGGuider.loaded_models",

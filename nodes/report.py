@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..page_api.workflow_graph import drawn_id, drawn_upstream, upstream
 from ..sampling.call_stats import CallStats, prompt_stats, want_times
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import status
+from ..sampling.frame_times import FrameTimes, prompt_times
 from ..sampling.report import as_drawn, plot, report_text, verdict
 from ..sampling.run_context import executing
 from . import schemas
@@ -43,11 +45,12 @@ class TRTReport(io.ComfyNode):
     @classmethod
     def execute(cls, after: Any, time_calls: bool = True) -> io.NodeOutput:
         rows, copies = _rows_before(cls.hidden.dynprompt, cls.hidden.unique_id)
-        text = report_text(rows) if rows or (engine := _engine(after)) is None else status(engine)
+        streams = prompt_times(executing().prompt_id, set(upstream(cls.hidden.dynprompt, cls.hidden.unique_id)))
+        text = report_text(rows, streams) if rows or (engine := _engine(after)) is None else status(engine)
         if copies:
             text = f"{text}\nCounted over {copies} samplings that a loop or another node started."
         log.info("Hybrid TRT: %s", text.replace("\n", ": "))
-        ui = {"text": [text], "report": [report_json(rows)]}
+        ui = {"text": [text], "report": [report_json(rows, streams)]}
         if rows:
             ui["native"] = [any(row.native for row in rows)]
         drawn = plot(rows) if _wants_plot(cls.hidden.unique_id) else None  # drawing takes as long as a step
@@ -72,8 +75,8 @@ def _rows_before(prompt: DynamicPrompt, node_id: str) -> tuple[list[CallStats], 
     return as_drawn(rows, partial(drawn_id, prompt)), len(made)
 
 
-def report_json(rows: list[CallStats]) -> dict:
-    """The counts as data: the verdict, totals over the UNet's rows and a list of ControlNets."""
+def report_json(rows: list[CallStats], streams: Sequence[FrameTimes] = ()) -> dict:
+    """The counts as data: the verdict, totals over the UNet's rows, a list of ControlNets and one of streams."""
     unets = [row.to_json() for row in rows if row.kind == "unet"]
     told = verdict(rows)
     return {
@@ -87,6 +90,7 @@ def report_json(rows: list[CallStats]) -> dict:
         },
         "controlnets": [row.to_json() for row in rows if row.kind == "controlnet"],
         "rows": [row.to_json() for row in rows],
+        "streams": [times.to_json() for times in streams],
     }
 
 

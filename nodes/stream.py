@@ -14,7 +14,6 @@ from comfy_api.latest import io, ui
 from ..sampling.frame_times import FrameTimes, record_times
 from ..sampling.run_context import executing
 from ..streaming.batch import BatchSource
-from ..streaming.frames import Changes
 from ..streaming.live import open_session
 from ..streaming.run import run_stream
 from ..streaming.settings import AS_CONNECTED, Settings
@@ -72,20 +71,11 @@ def _live(stream: Stream, times: FrameTimes, node_id: str) -> torch.Tensor:
     Raises:
         ValueError: no frame came; the text is for the user.
     """
-    with open_session(node_id, _changeable(stream)) as session:
-        run_stream(stream, session, times)
-    if session.last is None:
-        raise ValueError(
-            "TRT Stream got no frame, so there is no picture. Start it in the panel TRT live, or connect frames."
-        )
-    return session.last
-
-
-def _changeable(stream: Stream) -> Changes:
-    """Return what may change while the stream runs, with its values; a prompt's text is not known here."""
-    now, text = stream.settings, "" if stream.has_clip else None
-    strengths = tuple(control.strength for control in stream.controls.controls) or None
-    return Changes(text, text, strengths, now.seed, now.steps, now.denoise, now.cfg)
+    with open_session(node_id, stream.now()) as session:
+        last = run_stream(stream, session, times)
+    if last is None:
+        raise ValueError("TRT Stream got no frame, so there is no picture. Start it in the panel TRT live and run again.")
+    return last
 
 
 def _check_counts(stream: Stream, frames: int) -> None:

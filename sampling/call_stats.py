@@ -33,6 +33,9 @@ NATIVE, ON_ENGINE = 0, 1
 _counting = threading.Lock()
 """Held while counting: ComfyUI calls a network from several threads when it shares a step among GPUs."""
 
+MOST_CALLS = 1 << 15
+"""Calls of a network in a run that are listed and timed one by one, the first; a stream makes no end of them."""
+
 MAX_PROMPTS = 64
 """Prompts remembered; the oldest is forgotten first."""
 
@@ -77,6 +80,9 @@ class CallTimes:
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """Time the code inside; a call that raises is not counted."""
+        if len(self._spans) >= MOST_CALLS:
+            yield
+            return
         start = self._now()
         yield
         self._spans.append((start, self._now()))
@@ -144,7 +150,7 @@ class CallStats:
         backend: name of the backend that served, or None.
         engine_name: the engine's folder in the library, or None.
         engine, native: numbers of calls.
-        calls: the calls in order, a byte each: ON_ENGINE or NATIVE.
+        calls: the first ``MOST_CALLS`` calls in order, a byte each: ON_ENGINE or NATIVE.
         reasons: fallback reason -> number of native calls.
         details: fallback reason -> details of its first call.
         advices: fallback reason -> advice of its first call, where that is better than the reason's.
@@ -196,7 +202,11 @@ class CallStats:
             self.backend = backend
             self.engine += 1
             self.beside += beside
-            self.calls.append(ON_ENGINE)
+            self._list(ON_ENGINE)
+
+    def _list(self, call: int) -> None:
+        if len(self.calls) < MOST_CALLS:
+            self.calls.append(call)
 
     def _count_uncovered(self, call: UncoveredCall | None) -> None:
         if call is None:
@@ -228,7 +238,7 @@ class CallStats:
                 log.warning("Hybrid TRT: %s ran at normal speed. %s", self.name, sentence)
                 self.details[reason] = str(fallback)
             self.native += 1
-            self.calls.append(NATIVE)
+            self._list(NATIVE)
             self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     def count_apart(self) -> None:

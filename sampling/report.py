@@ -20,6 +20,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ..engine_library import Reason
 from .call_stats import ON_ENGINE, CallStats, CallTimes, slow_sentences
+from .frame_times import FrameTimes
 
 NOTHING = (
     "No engine was asked for in this prompt: no TRT node lies before this one, or the sampler's result came from "
@@ -149,13 +150,14 @@ def _faster(rows: Sequence[CallStats]) -> float:
     return sum(row.engine * row.proof[1] for row in rows) / max(1e-9, sum(row.engine * row.proof[0] for row in rows))
 
 
-def report_text(rows: Sequence[CallStats]) -> str:
-    """Return the stats as a short text, the verdict first."""
+def report_text(rows: Sequence[CallStats], streams: Sequence[FrameTimes] = ()) -> str:
+    """Return the stats as a short text, the verdict first and the frame times of streams last."""
+    frames = [times.sentence() for times in streams]
     if not rows:
-        return NOTHING
+        return "\n".join([NOTHING, *frames])
     remarks = dict.fromkeys(f"{row.remark}." for row in rows if row.remark and row.engine)
     slow = slow_sentences(rows)
-    return "\n".join([str(verdict(rows)), *(line(row) for row in rows), *_slowest(rows), *remarks, *slow])
+    return "\n".join([str(verdict(rows)), *(line(row) for row in rows), *_slowest(rows), *remarks, *slow, *frames])
 
 
 def line(row: CallStats) -> str:

@@ -58,14 +58,12 @@ class LiveSession:
 
     Attributes:
         settings: what may be changed, with the values of the frame that was taken last.
-        last: the picture that was made last.
     """
 
     def __init__(self, node: str, settings: Changes, patience: float):
         self.node, self.settings = node, settings
         self.token = secrets.token_urlsafe(24)
         self.counts = Counts()
-        self.last: torch.Tensor | None = None
         self._patience = patience
         self._turn = threading.Condition()
         self._client: Client | None = None
@@ -112,7 +110,6 @@ class LiveSession:
         """Take a picture, shape (1, H, W, 3), on the CPU; it replaces one that its client has not taken."""
         with self._turn:
             self.counts.answered += 1
-            self.last = picture
             client = self._client
             if client is None or number < client.first:  # who asked for it has gone
                 return

@@ -41,26 +41,30 @@ class _Started:
     repeats: _Started | None = None
 
 
-def run_stream(stream: Stream, source: Source, times: FrameTimes | None = None) -> FrameTimes:
-    """Make the pictures of a source's frames until there are no more, and return how long they took.
+def run_stream(stream: Stream, source: Source, times: FrameTimes) -> torch.Tensor | None:
+    """Make the pictures of a source's frames until there are no more, and return the last; None without frames.
 
     Args:
         times: takes the times, for whoever looks at them while the stream runs.
     """
-    times = FrameTimes() if times is None else times
     times.one_by_one = stream.one_by_one
-    frames = source.frames()
+    frames, loop = source.frames(), _Loop(stream, source, times)
     first = next(frames, None)
     if first is not None:
-        stream.run(first.image, partial(_Loop(stream, source, times).run, itertools.chain([first], frames)))
-    return times
+        stream.run(first.image, partial(loop.run, itertools.chain([first], frames)))
+    return loop.last
 
 
 class _Loop:
-    """One run of a stream."""
+    """One run of a stream.
+
+    Attributes:
+        last: the picture that was given last.
+    """
 
     def __init__(self, stream: Stream, source: Source, times: FrameTimes):
         self._stream, self._source, self._times = stream, source, times
+        self.last: torch.Tensor | None = None
         self._given = 0.0
         self._computed: _Started | None = None  # the latest frame that is no repetition
 
@@ -74,7 +78,7 @@ class _Loop:
             if waiting is not None:
                 self._give(waiting)
             waiting = started
-            if not self._source.ready():  # nobody shall wait for the next frame to get this one's picture
+            if started.end is None or not self._source.ready():  # it is there, or nobody knows when the next frame is
                 waiting = self._give(waiting)
         if waiting is not None:
             self._give(waiting)
@@ -117,6 +121,7 @@ class _Loop:
             started.end.synchronize()
         if started.sums is not None and not bool(torch.isfinite(started.sums).all()):
             self._again(started)
+        self.last = made.picture
         self._source.give(started.frame.number, made.picture)
         now = time.perf_counter()
         self._times.add(1000 * (now - max(started.begun, self._given)))

@@ -53,11 +53,6 @@ class Stream:
         self._open: OpenSampling | None = None
         self.one_by_one = why_one_by_one(self._model, self._conds)
 
-    @property
-    def has_clip(self) -> bool:
-        """Whether prompts can change."""
-        return self._clip is not None
-
     def run(self, first: torch.Tensor, frames: Callable[[], None]) -> None:
         """Call ``frames`` while the sampling is open, so that it may call ``picture``; then close it.
 
@@ -114,6 +109,12 @@ class Stream:
             self._reload()
             if self._open:
                 self._open.take(self._conds)
+
+    def now(self) -> Changes:
+        """Return what may be changed, with its values; an empty prompt for one that is not known as a text."""
+        own, text = self.settings, None if self._clip is None else ""
+        strengths = tuple(control.strength for control in self.controls.controls)
+        return Changes(text, text, strengths, own.seed, own.steps, own.denoise, own.cfg)
 
     def _encoded(self, conditioning: Conditioning, text: str) -> Conditioning:
         if self._clip is None:
