@@ -19,6 +19,9 @@ from playwright.sync_api import Locator, WebSocket
 pytestmark = pytest.mark.browser
 
 FAKE_WEBCAM = ("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream")
+#: Keep the page's WebSockets from now on where a test can close them.
+KEEP_SOCKETS = """() => { const Own = WebSocket; window.opened = [];
+    window.WebSocket = class extends Own { constructor(...given) { super(...given); window.opened.push(this); } }; }"""
 
 
 class Wire:
@@ -105,13 +108,16 @@ def test_sixty_frames_of_a_webcam_come_back_in_order_and_change_at_once(
     until(opened, lambda: len(wire.pictures()) >= 60, "60 pictures")
     opened.shot("running")
     assert panel.get_by_text("pictures a second").is_visible()
-    panel.get_by_label("Seed").fill("123")
-    until(opened, lambda: {"changed": {"seed": 123}} in wire.told(), "new seed")
-    panel.get_by_label("Strength 1").fill("0.25")
-    until(opened, lambda: {"changed": {"strengths": [0.25]}} in wire.told(), "new strength")
-    panel.get_by_label("Prompt", exact=True).fill("a dog in snow")
-    until(opened, lambda: {"changed": {"prompt": "a dog in snow"}} in wire.told(), "new prompt")
-    until(opened, lambda: max(wire.pictures()) > wire.first_after("prompt") + 2, "picture of the new prompt")
+    for label, value, change in [
+        ("Seed", "123", {"seed": 123}),
+        ("Strength 1", "0.25", {"strengths": [0.25]}),
+        ("Prompt", "a dog in snow", {"prompt": "a dog in snow"}),
+    ]:
+        panel.get_by_label(label, exact=True).fill(value)
+        until(opened, lambda change=change: {"changed": change} in wire.told(), f"answer to {change}")
+        until(
+            opened, lambda change=change: max(wire.pictures()) > wire.first_after(*change) + 1, f"picture with {change}"
+        )
     panel.get_by_role("button", name="Stop").click()
     until(opened, lambda: ask(comfy, "POST", "/live/token")[0] == 409, "end")
     assert panel.get_by_text("Stopped.").is_visible()
@@ -133,3 +139,33 @@ def test_sixty_frames_of_a_webcam_come_back_in_order_and_change_at_once(
             assert alike(came[number], frames[number], comfy, **changed) > 0.003, "the change is seen"
         changed |= change
         assert alike(came[number], frames[number], comfy, **changed) < 0.002, (number, changed)
+
+
+@pytest.mark.fault("the page's connection to a live stream breaks")
+def test_a_broken_connection_is_made_again_and_an_interrupt_ends_all(
+    opened: EnginePage, panel: Locator, comfy: ComfyProcess
+) -> None:
+    wire = Wire(opened)
+    opened.page.page.evaluate(KEEP_SOCKETS)
+    panel.get_by_role("button", name="Start with webcam").click()
+    until(opened, lambda: len(wire.pictures()) >= 2, "pictures")
+    opened.page.page.evaluate("() => opened.at(-1).close()")
+    panel.get_by_text("trying again").wait_for()
+    before = len(wire.came)
+    until(opened, lambda: len(wire.sockets) == 2 and len(wire.came) > before + 3, "picture of the second connection")
+    panel.get_by_text("Running").wait_for()
+    comfy.interrupt()
+    panel.get_by_text("was interrupted").wait_for()
+    opened.shot("interrupted")
+    assert panel.locator("video").evaluate("video => video.srcObject") is None, "the camera is off"
+    assert panel.get_by_role("button", name="Start with webcam").is_visible()
+
+
+def test_a_workflow_that_takes_no_live_frames_is_not_run(
+    opened: EnginePage, panel: Locator, comfy: ComfyProcess
+) -> None:
+    opened.page.page.evaluate("() => app.graph.clear()")
+    panel.get_by_role("button", name="Start with webcam").click()
+    panel.get_by_text("has no TRT Stream that takes live frames").wait_for()
+    opened.shot("no-node")
+    assert comfy.get("/queue") == {"queue_running": [], "queue_pending": []}

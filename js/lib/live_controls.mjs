@@ -86,5 +86,6 @@ export class LiveControls {
 function labelled(text, input, ...more) {
     const label = make("label", "hybrid-trt-live-setting");
     label.append(make("span", "", text), input, ...more);
+    input.setAttribute("aria-label", text); // what else is in the label is no part of its name
     return label;
 }
