@@ -29,7 +29,7 @@ const COLOURS = {
     TRTAccelerate: ["#2c4a3e", "#23332c"], TRTUNetEngine: ["#2c4a3e", "#23332c"],
     TRTControlNetEngine: ["#2c4a3e", "#23332c"], TRTVAEEngine: ["#2c4a3e", "#23332c"],
     TRTApplyControlNet: ["#4a3d24", "#332c20"], TRTSamplerPatch: ["#3b2c4a", "#2b2333"], TRTReport: ["#3b2c4a", "#2b2333"],
-    TRTCompare: ["#3b2c4a", "#2b2333"],
+    TRTCompare: ["#3b2c4a", "#2b2333"], TRTStream: ["#3b2c4a", "#2b2333"],
 };
 const toast = (severity, summary, detail) =>
     app.extensionManager.toast.add({ severity, summary, detail, life: severity === "error" ? 20000 : 8000 });

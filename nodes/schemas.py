@@ -227,8 +227,8 @@ def stream(samplers: Sequence[str], schedulers: Sequence[str]) -> io.Schema:
         node_id="TRTStream",
         display_name="TRT Stream",
         category=CATEGORY,
-        description="Samples frame after frame without a pause: a batch of frames, a video's for example, or live ones. "
-        "Each picture is the one that VAE Encode, KSampler and VAE Decode make of its frame alone.",
+        description="Samples frame after frame without a pause: a batch of frames, for example of a video, or live "
+        "ones. Each picture is the one that VAE Encode, KSampler and VAE Decode make of its frame alone.",
         search_aliases=["real time", "realtime", "live", "webcam", "video to video", "streamdiffusion", "frames"],
         inputs=[
             io.Model.Input("model", tooltip="That of TRT Accelerate is fast; any other works."),

@@ -87,6 +87,8 @@ def _is_plain(vae: VAE) -> bool:
     if not works(Feature.STREAMS) or type(vae).__module__ != "comfy.sd":
         return False
     ours = (vae.encode, vae.decode, vae.process_input, vae.process_output, vae.vae_encode_crop_pixels)
-    if not all(map(is_known, ours)) or vae.latent_dim != 2 or vae.extra_1d_channel is not None or vae.format_encoded is not None:
+    if not all(map(is_known, ours)) or vae.latent_dim != 2:
+        return False
+    if vae.extra_1d_channel is not None or vae.format_encoded is not None:
         return False
     return not getattr(vae.first_stage_model, "comfy_has_chunked_io", False)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import comfy.sample
 import comfy.samplers
 import torch
-from comfy import model_base, model_management, sampler_helpers
+from comfy import model_management, sampler_helpers
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..comfy_model.comfyui_internals import Feature, works
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from .control_images import Conditioning
     from .settings import Settings
 
-PLAIN_MODELS = ("BaseModel", "SDXL", "SDXLRefiner")
-"""Models whose conditionings do not depend on the latent, but for its size."""
 PER_RUN = ("OUTER_SAMPLE", "PREPARE_SAMPLING", "SAMPLER_SAMPLE"), ("ON_PRE_RUN", "ON_CLEANUP")
 """Places of wrappers and of callbacks that ComfyUI calls once in each sampling."""
 
@@ -54,7 +52,7 @@ class OpenSampling(comfy.samplers.Sampler):
         self._frames = frames
         self._guider: Any = None
         self._options: dict[str, Any] = {}
-        self._shape: tuple[int, ...] = ()
+        self._prepared_for: tuple = ()
         self._new: dict[str, Conditioning] | None = None
         self._schedule: _Schedule | None = None
         self._noise: _Noise | None = None
@@ -64,7 +62,6 @@ class OpenSampling(comfy.samplers.Sampler):
                *_: Any, **__: Any) -> torch.Tensor:  # fmt: skip
         """Run the frames. ComfyUI calls this when models are loaded and conditionings are prepared."""
         self._guider, self._options = model_wrap, extra_args["model_options"]
-        self._shape = tuple(noise.shape)
         self._frames()
         return noise
 
@@ -90,8 +87,7 @@ class OpenSampling(comfy.samplers.Sampler):
         else:
             latent = guider.inner_model.process_latent_in(latent.to(device=device, dtype=torch.float32))
         guider.set_cfg(settings.cfg)
-        if self._new is not None or tuple(latent.shape) != self._shape:
-            self._prepare(latent, noise.values, seed)
+        self._prepare(latent, noise.values, seed)
         self._options["transformer_options"]["sample_sigmas"] = schedule.sigmas
         extra = {"model_options": self._options, "seed": seed}
         torch.set_rng_state(noise.state)
@@ -100,8 +96,10 @@ class OpenSampling(comfy.samplers.Sampler):
         return sampled.to(model_management.intermediate_dtype())
 
     def _prepare(self, latent: torch.Tensor, noise: torch.Tensor, seed: int) -> None:
-        """Prepare conditionings, new or for another size, as ComfyUI does at the start of a sampling."""
+        """Prepare conditionings as ComfyUI does at the start of a sampling, unless a frame before had the same."""
         guider = self._guider
+        if self._new is None and self._prepared_for == tuple(latent.shape):
+            return
         if self._new is not None:
             guider.set_conds(self._new["positive"], self._new["negative"])
             self._new = None
@@ -109,7 +107,21 @@ class OpenSampling(comfy.samplers.Sampler):
         guider.conds = comfy.samplers.process_conds(
             guider.inner_model, noise, conds, latent.device, latent, None, seed, latent_shapes=[latent.shape]
         )
-        self._shape = tuple(latent.shape)
+        self._prepared_for = () if self._depend_on_frames(latent) else tuple(latent.shape)
+
+    def _depend_on_frames(self, latent: torch.Tensor) -> bool:
+        """Tell whether conditionings depend on a frame's latent, its noise or its seed, and not only on its size."""
+        model, made = self._guider.inner_model, []
+        for value in (0, 1):
+            image = torch.full_like(latent, value)
+            for name, group in self._guider.original_conds.items():
+                conds = comfy.samplers.encode_model_conds(
+                    model.extra_conds, [cond.copy() for cond in group], image, latent.device, name, latent_image=image,
+                    denoise_mask=None, seed=value + 10, latent_shapes=[latent.shape],
+                )  # fmt: skip
+                made.append([cond["model_conds"] for cond in conds])
+        half = len(made) // 2
+        return not all(map(_same_conditions, made[:half], made[half:]))
 
     def _schedule_of(self, settings: Settings, device: torch.device) -> _Schedule:
         made_for = (settings.steps, settings.denoise, settings.sampler_name, settings.scheduler)
@@ -139,6 +151,20 @@ class OpenSampling(comfy.samplers.Sampler):
         return self._empty
 
 
+def _same_conditions(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
+    if [list(conditions) for conditions in one] != [list(conditions) for conditions in other]:
+        return False
+    return all(_same_values(a[name].cond, b[name].cond) for a, b in zip(one, other, strict=True) for name in a)
+
+
+def _same_values(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one is other or (one.shape == other.shape and torch.equal(one, other))
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same_values, one, other))
+    return isinstance(one, bool | int | float | str | None) and one == other
+
+
 def _where_read(sampler_name: str, sigmas: torch.Tensor) -> torch.Tensor:
     """Return sigmas in main memory for samplers that compare their values, which would wait for the device.
 
@@ -158,16 +184,12 @@ def why_one_by_one(model: ModelPatcher, conds: dict[str, Conditioning]) -> str:
 def _why_apart(model: ModelPatcher, conds: dict[str, Conditioning]) -> str:
     if not works(Feature.STREAMS):
         return "this ComfyUI samples in a way that is not known"
-    options = [entry[1] for group in conds.values() for entry in group]
     if any(sampler_helpers.cond_has_hooks(group) for group in conds.values()) or model.forced_hooks:
         return "the conditioning or the model carries weight hooks"
-    if any("unclip_conditioning" in own for own in options):
-        return "unCLIP conditioning depends on the seed"
     if model.get_additional_models_with_key("multigpu"):
         return "MultiGPU shares each step among GPUs"
-    known = [getattr(model_base, name, None) for name in PLAIN_MODELS]
-    if type(model.model) not in known or len(getattr(model.model, "concat_keys", ())):
-        return f"the conditioning of a model of the kind {type(model.model).__name__} may depend on the frame"
+    if model.get_model_object("latent_format").latent_dimensions != 2:
+        return "latents of this kind of model are those of videos"
     if (name := _acts_on_runs(model)) is not None:
         return f"another node ({name}) acts on each sampling"
     guider = comfy.samplers.CFGGuider(model)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 AS_CONNECTED, THE_FRAME, EDGES = "as connected", "the frame", "edges of the frame"
 FOLLOW = (AS_CONNECTED, THE_FRAME, EDGES)
-"""Where the control images of a frame come from."""
+"""Choices for the control images of a frame."""
 FROM_NOISE = 0.9999
 """ComfyUI samples all of its schedule from this denoise on."""
 LEAST_DENOISE = 0.01
@@ -14,7 +14,7 @@ LEAST_DENOISE = 0.01
 
 @dataclass(frozen=True)
 class Settings:
-    """How each frame is sampled: as the inputs of the same names of ComfyUI's KSampler.
+    """The inputs of a frame's sampling: those of the same names of ComfyUI's KSampler.
 
     Attributes:
         new_seeds: whether a frame's seed is ``seed`` and its number, added up.
@@ -34,7 +34,7 @@ class Settings:
 
     @property
     def from_noise(self) -> bool:
-        """Whether a picture starts from noise alone, and not from its frame."""
+        """True if a picture starts from noise alone, and not from its frame."""
         return self.denoise > FROM_NOISE
 
     def seed_of(self, number: int) -> int:

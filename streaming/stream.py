@@ -1,7 +1,7 @@
 """A stream: one sampling of ComfyUI's that stays open while frame after frame is sampled in it.
 
-ComfyUI loads models, merges options, looks for hooks and prepares conditionings in each sampling. Here its guider does so
-once. A sampler of ours stands in its hands that samples nothing by itself: it runs the frames, each with ComfyUI's own
+ComfyUI loads models, merges options, looks for hooks and prepares conditionings in each sampling. Here its guider does
+so once. It gets a sampler of ours, which samples nothing by itself: it runs the frames, each with ComfyUI's own
 sampler, schedule and noise. So each picture is the one that stock nodes make of the frame alone.
 
 Where a frame would find what the frame before left (a step cache, weight hooks, another pack's code), each frame is a
@@ -46,7 +46,7 @@ class Stream:
         self.settings = settings
         self.controls = ControlImages(positive, negative, settings.follow, model.load_device)
         self._model = model.clone()
-        self._model.set_additional_models(OURS, [vae.patcher])  # loaded with the model, so that neither evicts the other
+        self._model.set_additional_models(OURS, [vae.patcher])  # loaded together, so that neither evicts the other
         self._vae = FrameVAE(vae, self._reload)
         self._clip = clip
         self._conds = {"positive": self.controls.positive, "negative": self.controls.negative}

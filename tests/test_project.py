@@ -27,6 +27,7 @@ NODES = {
     "TRTSamplerPatch": "TRT Sampler Patch",
     "TRTReport": "TRT Report",
     "TRTCompare": "TRT Compare",
+    "TRTStream": "TRT Stream",
 }
 
 

@@ -13,6 +13,11 @@ const PHRASES = [
     [/, first ([\d.]+ m?s)/g, "，第一步 $1"], [/\(not compiled for (.+?): ran as a CUDA graph\)/, "（尚未为 $1 编译：以 CUDA 图运行）"], [/\(not compiled for (.+?): ran eagerly\)/, "（尚未为 $1 编译：未编译运行）"],
     ["did not run", "没有运行"], [/Slowest part: (.+) \((\d+) %\)/, "最慢的部分：$1（$2 %）"],
     [/No engine was asked for in this prompt: no TRT node lies before this one, or the sampler's result came from ComfyUI's cache\./, "此任务没有用到引擎：此节点之前没有 TRT 节点，或采样结果来自 ComfyUI 的缓存。"],
+    // a stream
+    [/Stream: (\d+) frames, ([\d.]+) a second;/, "流：$1 帧，每秒 $2 帧；"], [/; (\d+) repeated, because their frames were alike/, "；$1 帧因与前一帧相似而重复使用图像"], [/; (\d+) made again at normal speed/, "；$1 帧按原速重做"],
+    ["Each frame was a sampling of its own, which takes longer: ", "每一帧单独采样，因此较慢："], ["the conditioning or the model carries weight hooks", "条件或模型带有权重钩子"], ["MultiGPU shares each step among GPUs", "MultiGPU 把每一步分到多个 GPU"],
+    ["latents of this kind of model are those of videos", "此类模型的潜空间是视频的形式"], [/another node \((.+?)\) acts on each sampling/, "另一个节点（$1）作用于每次采样"], ["another pack takes part in the sampling", "其他节点包参与采样"],
+    ["this ComfyUI samples in a way that is not known", "此 ComfyUI 的采样方式未知"],
     // a comparison of two pictures
     ["The same picture: no value differs.", "图像相同：没有任何差异。"], ["Hardly a difference", "几乎没有差异"], ["Some difference", "有一些差异"], ["Different pictures", "图像不同"],
     [/Largest difference of a pixel: ([\d.e+-]+) of 255 \((.+)\)\./, "单个像素的最大差异：255 中的 $1（$2）。"], [/The difference is shown (\d+) times as bright\./, "差异图的亮度放大了 $1 倍。"], ["The difference is shown as it is.", "差异图未放大亮度。"],
