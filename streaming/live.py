@@ -216,10 +216,13 @@ def open_session(node: str, settings: Changes, patience: float = PATIENCE) -> It
     try:
         yield session
         session.end("The stream has ended.")
+    except model_management.InterruptProcessingException:
+        session.end("The stream was interrupted.")
+        raise
     finally:
         with _lock:
             del _sessions[device]
-        session.end("The stream ended with an error or was interrupted; ComfyUI's page and log say more.")
+        session.end("The stream ended with an error; ComfyUI's page and log say more.")
         _tell(node, False)
 
 
