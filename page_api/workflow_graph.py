@@ -19,6 +19,7 @@ from .read_graph import class_of, inputs_of, is_link, is_node, node_of, nodes_of
 
 MODEL_NAME_INPUTS = ("unet_name", "ckpt_name", "control_net_name", "vae_name", "model_name")
 ACCELERATE, VAE_ENGINE, VAE_ENCODER = "TRTAccelerate", "TRTVAEEngine", "TRTVAEEngine (encode)"
+STREAM = "TRTStream"
 ENGINE_NODES = ("TRTUNetEngine", "TRTControlNetEngine", VAE_ENGINE, ACCELERATE)
 NETWORK_INPUTS = {
     "TRTUNetEngine": ("model",), "TRTControlNetEngine": ("control_net",), VAE_ENGINE: ("vae",), VAE_ENCODER: ("vae",),
@@ -126,7 +127,7 @@ def called_with(
 
 
 def pictures_of(prompt: Mapping[str, Any], samplers: Iterable[str]) -> tuple[Picture, ...]:
-    """Return the pictures of some samplers, where these are empty latents of plain numbers.
+    """Return the pictures of some samplers, where these are empty latents, or a stream's frames, of plain numbers.
 
     They are at most ``MAX_PICTURES``.
     """
@@ -149,7 +150,7 @@ def samplers_of(prompt: Mapping[str, Any], node_id: str, readers: Mapping[str, S
     seen, queue = {node_id}, [node_id]
     while queue:
         current = queue.pop()
-        if is_link(inputs_of(prompt, current).get("latent_image")):
+        if is_link(inputs_of(prompt, current).get("latent_image")) or class_of(prompt, current) == STREAM:
             yield current  # what it makes goes on to others, which may use other models
             continue
         latent = inputs_of(prompt, current).get("samples")
@@ -163,11 +164,12 @@ def samplers_of(prompt: Mapping[str, Any], node_id: str, readers: Mapping[str, S
 
 def picture_of(prompt: Mapping[str, Any], sampler: str) -> Picture | None:
     """Return the picture of a sampler, None where it is not certain or the node is none."""
-    latent = inputs_of(prompt, sampler).get("latent_image")
-    if not is_link(latent) or not _EMPTY.search(class_of(prompt, latent[0])):
+    streams = class_of(prompt, sampler) == STREAM
+    latent = inputs_of(prompt, sampler).get("frames" if streams else "latent_image")
+    if not is_link(latent) or not (streams or _EMPTY.search(class_of(prompt, latent[0]))):
         return None
     empty = inputs_of(prompt, latent[0])
-    asked = (empty.get("width"), empty.get("height"), empty.get("batch_size", 1))
+    asked = (empty.get("width"), empty.get("height"), 1 if streams else empty.get("batch_size", 1))
     width, height, images = (_number(prompt, value) for value in asked)
     if not all(isinstance(n, int) and 0 < n < MAX_NUMBER for n in (width, height, images)):
         return None
@@ -217,8 +219,14 @@ def vae_calls(prompt: Mapping[str, Any], node_id: str) -> list[str]:
 def _vae_readers(prompt: Mapping[str, Any], node_id: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the network that each reader of a VAE calls, and the reader's inputs."""
     output = [node_id, 1 if class_of(prompt, node_id) == ACCELERATE else 0]
-    for inputs in (inputs_of(prompt, reader) for reader in prompt):
+    for reader in prompt:
+        inputs = inputs_of(prompt, reader)
         if output in inputs.values():
+            if class_of(prompt, reader) == STREAM:
+                yield DECODE, inputs
+                if inputs.get("denoise") != 1:
+                    yield ENCODE, inputs
+                continue
             takes = {name for name, value in inputs.items() if is_link(value)}
             if "samples" in takes:
                 yield DECODE, inputs

@@ -202,3 +202,17 @@ def test_a_streams_pictures_are_those_of_stock_nodes(comfy: ComfyProcess, name: 
     assert difference <= LIMIT
     stream, = history.output("report", "report")[0]["streams"]
     assert (stream["frames"], stream["one_by_one"]) == (CASES[name].frames, "")
+
+
+@pytest.mark.parametrize("case", [
+    Case(controls=2, cfg=3.0, sampler="euler", vae="tiny_sdxl_taesd"),
+    Case(controls=2, steps=1, follow="the frame"),
+], ids=["two steps, TAESD", "one step, KL"])  # fmt: skip
+def test_a_stream_on_engines_gives_the_pictures_of_stock_nodes(comfy: ComfyProcess, case: Case) -> None:
+    difference, history = compared(comfy, case, engines=True)
+    assert difference <= 10 * LIMIT  # of a value; engines themselves are held to a relative error
+    rows = history.output("report", "report")[0]["rows"]
+    counts = {row["kind"]: (row["engine"], row["native"]) for row in rows}
+    calls = case.frames * case.steps
+    assert counts == {"unet": (calls, 0), "controlnet": (calls, 0), "vae_decoder": (case.frames, 0),
+                      "vae_encoder": (case.frames, 0)}  # fmt: skip
