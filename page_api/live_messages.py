@@ -16,7 +16,7 @@ from ..streaming.pictures import FORMATS
 MAX_TEXT = 64 << 10
 MAX_PROMPT = 10_000
 _UNSHOWN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
-"""What no prompt has; lines may end in it."""
+"""Characters that no prompt has; ends of lines it may have."""
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ class LiveSession:
 
     @property
     def now(self) -> Changes:
-        """What may be changed, with the values that the next frame gets."""
+        """Return what may be changed, with the values that the next frame gets."""
         with self._turn:
             return self.settings if self._changes is None else merged(self.settings, self._changes)
 

@@ -68,7 +68,7 @@ def panel(opened: EnginePage) -> Iterator[Locator]:
     """The open panel beside a workflow with TRT Stream."""
     raw = opened.page.page
     opened.page.errors.clear()
-    raw.evaluate("prompt => app.loadApiJson(prompt, 'live')", live())
+    raw.evaluate("prompt => app.loadApiJson(prompt, 'live')", live(steps=1))
     raw.wait_for_function("() => app.graph.nodes.some(n => n.type === 'TRTStream')")
     opened.page.settle()
     raw.get_by_role("button", name="TRT live").click()
@@ -95,7 +95,7 @@ def until(opened: EnginePage, wanted: Any, what: str, seconds: int = 40) -> None
 
 def alike(jpeg: bytes, frame: bytes, comfy: ComfyProcess, **changed: Any) -> float:
     """The mean difference of a picture from stock nodes' picture of a frame, both as JPEG."""
-    wanted = pictures.write(by_stock_nodes(comfy, pictures.read(frame), **changed), "jpeg")
+    wanted = pictures.write(by_stock_nodes(comfy, pictures.read(frame), steps=1, **changed), "jpeg")
     return float((pictures.read(jpeg) - pictures.read(wanted)).abs().mean())
 
 
@@ -124,7 +124,7 @@ def test_sixty_frames_of_a_webcam_come_back_in_order_and_change_at_once(
 
     numbers = [struct.unpack_from("<I", data)[0] for data in wire.came if isinstance(data, bytes)]
     assert numbers == sorted(set(numbers))
-    assert len(wire.frames()) - len(numbers) <= 4, "the page sends no faster than pictures come"
+    assert len(wire.frames()) <= 1.3 * len(numbers), "the page sends no faster than pictures come"
     frames, came = wire.frames(), wire.pictures()
     seed, strength, prompt = (wire.first_after(name) for name in ("seed", "strengths", "prompt"))
     changed: dict[str, Any] = {}

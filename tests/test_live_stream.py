@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from comfy_process import ComfyProcess
+from hybrid_trt.streaming import pictures
 from live_client import image, joined, run_stream
 from live_stream import by_stock_nodes, live
+from pack import ROOT
 
 
 def same(picture: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -60,3 +67,30 @@ def test_a_stream_that_got_no_frame_says_so(comfy: ComfyProcess) -> None:
     history = run_stream(comfy, live(), act)
     assert history.status == "error"
     assert "got no frame" in history.error
+
+
+def test_the_program_of_the_documentation_streams_a_folder(comfy: ComfyProcess, tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.+?)```", (ROOT / "docs" / "real_time.md").read_text(encoding="utf-8"), re.S)
+    assert len(code.splitlines()) <= 40
+    client, folder, results = tmp_path / "client.py", tmp_path / "frames", tmp_path / "results"
+    client.write_text(code, encoding="utf-8")
+    folder.mkdir()
+    results.mkdir()
+    for n in range(3):
+        (folder / f"{n}.png").write_bytes(pictures.write(image(n), "png"))
+    (folder / "3.jpg").write_bytes(b"none")
+
+    async def act(_: str) -> None:
+        ran = await asyncio.create_subprocess_exec(
+            sys.executable, client, folder, results, comfy.url,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)  # fmt: skip
+        told, _ = await asyncio.wait_for(ran.communicate(), 50)
+        assert ran.returncode == 0, told
+        for words in (b'"changed": {"seed": 5}', b"so it was left out", b"The stream was stopped."):
+            assert words in told, told
+
+    assert run_stream(comfy, live(), act).ok
+    made = sorted(results.iterdir())
+    assert [path.name for path in made] == ["00000.jpg", "00001.jpg", "00002.jpg"]
+    wanted = pictures.read(pictures.write(by_stock_nodes(comfy, image(2), seed=5), "jpeg"))
+    assert (pictures.read(made[2].read_bytes()) - wanted).abs().mean() < 0.002
