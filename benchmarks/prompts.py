@@ -21,12 +21,13 @@ from timing import PeakMemory
 ENGINE = {"min_size": 64, "opt_size": 512, "max_size": 1024, "max_images": 4, "max_tokens": 616, "precision": "auto"}
 ONE_SIZE = {"min_size": 512, "opt_size": 512, "max_size": 512, "max_images": 1, "max_tokens": 77, "precision": "auto"}
 """Engines that are built for minutes are built for what is measured."""
+VAE_SETTINGS = ("min_size", "opt_size", "max_size", "precision")
 STEPS = 20
 
 
 def sd15_prompt(
     controls: int, seed: int, engine: str | None, latent: str | None = None, image: bool = True, steps: int = STEPS,
-    backend: str = "torch",
+    backend: str = "torch", vae_engine: bool = False,
 ) -> Prompt:
     """SD1.5 at 512x512, euler, cfg 7.5.
 
@@ -34,6 +35,7 @@ def sd15_prompt(
         engine: None for stock nodes alone, else the engine nodes' ``when_missing``, with this ``backend``.
         latent: keep the latent under this name.
         image: decode and save a picture.
+        vae_engine: decode on an engine, too.
     """
     settings = {**(ENGINE if backend == "torch" else ONE_SIZE), "backend": backend}
     built: Prompt = {
@@ -43,7 +45,12 @@ def sd15_prompt(
         "latent": node("EmptyLatentImage", width=512, height=512, batch_size=1),
     }
     if image:
-        built["decode"] = node("VAEDecode", samples=["sampler", 0], vae=["checkpoint", 2])
+        vae = ["checkpoint", 2]
+        if vae_engine:
+            built["vae"] = node("TRTVAEEngine", vae=vae, when_missing=engine, backend=backend,
+                                **{name: value for name, value in settings.items() if name in VAE_SETTINGS})
+            vae = ["vae", 0]
+        built["decode"] = node("VAEDecode", samples=["sampler", 0], vae=vae)
         built["image"] = node("SaveImage", images=["decode", 0], filename_prefix="benchmark")
     model, positive, negative = ["checkpoint", 0], ["positive", 0], ["negative", 0]
     if engine is not None:
@@ -202,4 +209,23 @@ def run_files(comfyui: Path, base: Path, out: Path, backend: str, controls: int)
         f"{backend}_served": served, backend: found.to_json(),
     }  # fmt: skip
     print({k: v for k, v in row.items() if not isinstance(v, dict)}, flush=True)
+    return [row]
+
+
+def run_vae(comfyui: Path, base: Path, out: Path, controls: int, runs: int = 15) -> list[dict[str, Any]]:
+    """A whole prompt on engines, whose picture native and an engine decode turn by turn."""
+    found: dict[bool, list[float]] = {False: [], True: []}
+    with server(comfyui, base, out / "server_vae.log", "--disable-dynamic-vram") as comfy:
+        for turn in range(runs + 2):
+            for vae_engine in (False, True):
+                prompt = sd15_prompt(controls, 100 + turn, "build now", vae_engine=vae_engine)
+                history = comfy.queue(prompt, timeout=500)
+                assert history.ok, history.error
+                if turn > 1:  # the first of each builds and opens engines, the second captures
+                    found[vae_engine].append(history.seconds)
+    before, after = (round(statistics.median(found[one]) * 1000, 1) for one in (False, True))
+    row = {"case": f"sd15_ksampler_{controls}cn_vae", "mode": "disable-dynamic-vram", "native_vae_ms": before,
+           "engine_vae_ms": after, "saved_ms": round(before - after, 1), "native_vae_runs_s": found[False],
+           "engine_vae_runs_s": found[True], "report": history.output("report", "report")[0]["rows"]}  # fmt: skip
+    print({k: v for k, v in row.items() if k != "report"}, flush=True)
     return [row]

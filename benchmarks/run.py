@@ -25,7 +25,7 @@ sys.path.insert(0, str(HERE))
 
 import table
 
-PARTS = ("sd15", "sdxl", "warm", "prompts")
+PARTS = ("sd15", "sdxl", "warm", "prompts", "vae")
 
 
 def networks(family: str, options: argparse.Namespace, *extra: str, **environment: str) -> list[dict[str, Any]]:
@@ -63,6 +63,8 @@ def measure(part: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     import prompts
 
     models.make(options.comfyui, options.base, ["full_sd15", "full_sd15_a", "full_sd15_b"])
+    if part == "vae":
+        return prompts.run_vae(options.comfyui, options.base, options.logs, 2)
     return prompts.run(options.comfyui, options.base, options.logs, [0, 2], ["default", "disable-dynamic-vram"])
 
 
@@ -71,7 +73,7 @@ def measure_files(part: str, options: argparse.Namespace) -> list[dict[str, Any]
     if part in ("sd15", "sdxl"):
         controls = "2" if part == "sd15" else "0"
         return rows_of("file_engines.py", part, options, "--backend", options.backend, "--controls", controls)
-    if part == "warm":
+    if part in ("warm", "vae"):
         return []
     import models
     import prompts

@@ -23,7 +23,12 @@ def laid_out(tensor: torch.Tensor) -> torch.Tensor:
 
 def empty_laid_out(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory for a tensor as ``laid_out`` gives it."""
-    return torch.empty_strided(shape, strides_of(shape, _layout(device, len(shape))), dtype=dtype, device=device)
+    return torch.empty_strided(shape, strides_laid_out(shape, device), dtype=dtype, device=device)
+
+
+def strides_laid_out(shape: Sequence[int], device: torch.device) -> tuple[int, ...]:
+    """The strides, in elements, that ``laid_out`` gives a tensor of this shape."""
+    return strides_of(shape, _layout(device, len(shape)))
 
 
 def strides_of(shape: Sequence[int], layout: torch.memory_format) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from .gpu_memory import EVERYTHING, is_out_of_memory, make_room, no_room, with_r
 from .per_image_cache import LivePerImagePasses
 from .refit import EngineWeights
 from .session import Runner, first_line, misfit, shared
+from .zeros import Zeros
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -83,7 +84,7 @@ class FileSession:
         self.graphs: GraphCache | None = None
         self._dtypes = _dtypes(engine)
         self._plans: dict[tuple, _Plan] = {}
-        self._zeros: dict[tuple, torch.Tensor] = {}
+        self._zeros = Zeros(self.device)
         self._passes: weakref.WeakKeyDictionary[torch.nn.Module, _Passes] = weakref.WeakKeyDictionary()
         self._current: LivePerImagePasses | None = None
         self._steady: list[str] = []
@@ -321,16 +322,9 @@ class FileSession:
             raise Unavailable(Reason.UNSUPPORTED_INPUT, f"the engine has no input {sorted(unknown)[0]}")
         if (refusal := self.serves(symbols)) is not None:
             raise Unavailable(refusal.reason, refusal.detail, sizes=refusal.sizes)
-        absent = (specs[name] for name in specs.keys() - shapes.keys())
-        zeros = {spec.name: self._zero(spec.shape(symbols), spec.dtype) for spec in absent}
+        zeros = self._zeros.of([specs[name] for name in specs.keys() - shapes.keys()], symbols)
         outputs = {s.name: (s.shape(symbols), getattr(torch, s.dtype)) for s in manifest.outputs}
         return _Plan(zeros, outputs)
-
-    def _zero(self, shape: Shape, dtype: str) -> torch.Tensor:
-        key = (shape, dtype)
-        if key not in self._zeros:
-            self._zeros[key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
-        return self._zeros[key]
 
     def _check(self) -> None:
         """Raise Unavailable where the engine must not be opened here, or there is no memory to read its files."""

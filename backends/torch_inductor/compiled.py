@@ -40,7 +40,7 @@ PARTS_HEADER = b"compiled in parts\n"
 
 _FILE_NAME = re.compile(r"[A-Z]{1,4}[0-9]*(-[A-Z]{1,4}[0-9]*)*\.bin")
 
-FORMAT = 6
+FORMAT = 7
 """Raise this when older files would be called wrongly or run much slower: they become stale."""
 
 OBJECTS = 20_000

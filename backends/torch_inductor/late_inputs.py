@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 import torch
@@ -11,25 +10,22 @@ from ...sessions.cuda_capture import wait_at_point
 
 if not hasattr(torch.ops.hybrid_trt, "arrived"):  # a module that is loaded twice finds it there
     _library = torch.library.Library("hybrid_trt", "FRAGMENT")
-    _library.define("arrived(Tensor before, Tensor[] late) -> Tensor[]")
+    _library.define("arrived(Tensor before, Tensor(a!)[] late) -> ()")
 
     @torch.library.impl(_library, "arrived", "CompositeExplicitAutograd")
-    def _arrived(before: torch.Tensor, late: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _arrived(before: torch.Tensor, late: list[torch.Tensor]) -> None:
         wait_at_point()
-        copies = [torch.empty_like(tensor) for tensor in late]
-        torch._foreach_copy_(copies, late)
-        return copies
 
     @torch.library.register_fake("hybrid_trt::arrived", lib=_library)
-    def _fake_arrived(before: torch.Tensor, late: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [torch.empty_like(tensor) for tensor in late]
+    def _fake_arrived(before: torch.Tensor, late: list[torch.Tensor]) -> None:
+        pass
 
 
 def wait_where_needed(graph: torch.fx.GraphModule, late: Sequence[torch.fx.Node]) -> None:
-    """Have a traced network read copies of late inputs, made once what it computes without them is there.
+    """Have a traced network wait for late inputs, once what it computes without them is there.
 
-    The copies, and the tensor that the first of them meets, are what ties Inductor to this order: it is free in any
-    other.
+    The operation says that it writes to them, though others do. That, and the tensor that the first of them meets, are
+    what ties Inductor to this order: it is free in any other.
     """
     used = [node for node in late if node.users]
     users = {user for node in used for user in node.users}
@@ -38,10 +34,5 @@ def wait_where_needed(graph: torch.fx.GraphModule, late: Sequence[torch.fx.Node]
     if meets is None or meets.op == "placeholder":  # nothing to do meanwhile
         return
     with graph.graph.inserting_before(first):
-        arrived = graph.graph.call_function(torch.ops.hybrid_trt.arrived.default, (meets, used))
-        arrived.meta["val"] = [node.meta["val"] for node in used]
-        for i, node in enumerate(used):
-            copy = graph.graph.call_function(operator.getitem, (arrived, i))
-            copy.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not arrived)
+        graph.graph.call_function(torch.ops.hybrid_trt.arrived.default, (meets, used))
     graph.recompile()

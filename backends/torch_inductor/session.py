@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
@@ -16,12 +17,13 @@ from ...architectures.calls import AsyncInputs, Call, UncoveredCall, file_sizes
 from ...architectures.shapes import Profile, ShapeMismatch, bind
 from ...comfy_model.module_copy import ReplacedForward
 from ...comfy_model.network import NativeNetwork
-from ...comfy_model.torch_kernels import laid_out
+from ...comfy_model.torch_kernels import laid_out, strides_laid_out
 from ...engine_library import Engine, Fallback, Reason, Unavailable
 from ...sessions.cuda_capture import Capture
 from ...sessions.cuda_graphs import GraphCache
 from ...sessions.gpu_memory import EVERYTHING, is_out_of_memory, make_room, need_room, no_room
 from ...sessions.session import first_line, misfit, refusal_of, refuse, shared
+from ...sessions.zeros import Zeros
 from .compiled import Compiled
 from .network import LiveNetwork, Sizes, frozen
 
@@ -83,7 +85,7 @@ class LiveSession:
         self._specs = {spec.name: spec for spec in self._live.inputs}
         steady = [spec.name for spec in self._live.inputs if spec.steady]
         self.graphs = GraphCache(self.device, capture=recorder, steady=[*steady, *self._live.passes.steady])
-        self._zeros: dict[tuple, torch.Tensor] = {}
+        self._zeros = Zeros(self.device, partial(strides_laid_out, device=self.device))
         self._plans: dict[tuple, _Plan] = {}
         self._files: dict[Sizes, Engine] = {}  # to be opened at the first call of their sizes
         self._opened: dict[Sizes, Engine] = {}
@@ -310,15 +312,13 @@ class LiveSession:
 
     def _prepared(self, given: Mapping[str, torch.Tensor], symbols: dict[str, int]) -> dict[str, torch.Tensor]:
         """The network's inputs: device, dtype and layout as it computes in, zeros for what is absent."""
-        inputs = {}
-        for name, spec in self._specs.items():
-            tensor = given.get(name)
-            if tensor is None:
-                inputs[name] = self._zero(spec.shape(symbols), spec.dtype)
-            elif name in self._live.passes.steady:
+        absent = [spec for name, spec in self._specs.items() if name not in given]
+        inputs = self._zeros.of(absent, symbols)
+        for name, tensor in given.items():
+            if name in self._live.passes.steady:
                 inputs[name] = tensor  # as it has to be
             else:
-                inputs[name] = laid_out(tensor.to(self.device, getattr(torch, spec.dtype)))
+                inputs[name] = laid_out(tensor.to(self.device, getattr(torch, self._specs[name].dtype)))
         return inputs
 
     def _plan(self, given: Mapping[str, torch.Tensor]) -> _Plan:
@@ -337,12 +337,6 @@ class LiveSession:
             ran = "graph" if self.device.type == "cuda" else "eager"
             plan = self._plans[key] = _Plan(symbols, sizes, UncoveredCall(frozen(symbols), words, ran))
         return plan
-
-    def _zero(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        key = (shape, dtype)
-        if key not in self._zeros:
-            self._zeros[key] = laid_out(torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device))
-        return self._zeros[key]
 
     def _open_compiled(self, plan: _Plan) -> None:
         """Open the compiled file for some sizes; where that fails the network runs uncompiled."""
