@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from comfy import model_management
 from comfy.samplers import KSampler
 from comfy.utils import ProgressBar
 from comfy_api.latest import io, ui
@@ -70,9 +71,12 @@ def _live(stream: Stream, times: FrameTimes, node_id: str) -> torch.Tensor:
 
     Raises:
         ValueError: no frame came; the text is for the user.
+        InterruptProcessingException: the stream was stopped before its first frame.
     """
     with open_session(node_id, stream.now()) as session:
         last = run_stream(stream, session, times)
+    if last is None and session.stopped:
+        raise model_management.InterruptProcessingException
     if last is None:
         raise ValueError("TRT Stream got no frame, so there is no picture. Start it in the panel TRT live and run again.")
     return last

@@ -84,5 +84,5 @@ _READ: dict[str, Callable[[object, str], Any]] = {
     "seed": lambda value, what: schema.integer(value, what, 0, (1 << 64) - 1),
     "steps": lambda value, what: schema.integer(value, what, 1, 8),
     "denoise": lambda value, what: float(schema.number(value, what, 0, 1)),
-    "cfg": lambda value, what: float(schema.number(value, what, 0, 100)),
+    "cfg": lambda value, what: float(schema.number(value, what, 0, 30)),
 }

@@ -58,12 +58,16 @@ class LiveSession:
 
     Attributes:
         settings: what may be changed, with the values of the frame that was taken last.
+        stopped: whether its client ended the stream.
+        over: why no more frames are taken, a sentence; empty while they are.
     """
 
     def __init__(self, node: str, settings: Changes, patience: float):
         self.node, self.settings = node, settings
         self.token = secrets.token_urlsafe(24)
         self.counts = Counts()
+        self.stopped = False
+        self.over = ""
         self._patience = patience
         self._turn = threading.Condition()
         self._client: Client | None = None
@@ -71,7 +75,6 @@ class LiveSession:
         self._frame: Frame | None = None
         self._changes: Changes | None = None
         self._picture: tuple[int, torch.Tensor] | None = None
-        self._over = ""
 
     # the node's side
 
@@ -86,7 +89,7 @@ class LiveSession:
 
     def _wait_for_frame(self) -> Frame | None:
         with self._turn:
-            while not self._over:
+            while not self.over:
                 model_management.throw_exception_if_processing_interrupted()
                 if self._frame is not None:
                     frame, changes = replace(self._frame, changes=self._changes), self._changes
@@ -96,7 +99,7 @@ class LiveSession:
                         self.settings = merged(self.settings, changes)
                     return frame
                 if self._client is None and time.monotonic() - self._alone_since > self._patience:
-                    self._over = f"No page or program sent frames for {self._patience:g} s, so the stream ended."
+                    self.over = f"No page or program sent frames for {self._patience:g} s, so the stream ended."
                     break
                 self._turn.wait(LOOK_EVERY)
         return None
@@ -119,11 +122,11 @@ class LiveSession:
     def end(self, why: str) -> None:
         """Say goodbye to the client, which may still take the last picture, and keep nothing else."""
         with self._turn:
-            self._over, client = self._over or why, self._client
+            self.over, client = self.over or why, self._client
             self._frame = self._changes = None
             self._turn.notify_all()
         if client is not None:
-            client.ended = self._over
+            client.ended = self.over
             client.wake()
 
     # the client's side
@@ -141,8 +144,8 @@ class LiveSession:
             Busy: there is a client, or the session is over.
         """
         with self._turn:
-            if self._over:
-                raise Busy(self._over)
+            if self.over:
+                raise Busy(self.over)
             if self._client is not None:
                 raise Busy("Another page or program sends frames to this stream already; stop it there first.")
             self._client = Client(wake, self.counts.received)
@@ -178,7 +181,7 @@ class LiveSession:
     def stop(self) -> None:
         """Let the node end after the picture that it computes."""
         with self._turn:
-            self._over = self._over or "The stream was stopped."
+            self.stopped, self.over = True, self.over or "The stream was stopped."
             self._turn.notify_all()
 
     def leave(self, client: Client) -> None:
@@ -227,13 +230,13 @@ def open_session(node: str, settings: Changes, patience: float = PATIENCE) -> It
 
 
 def sessions() -> list[LiveSession]:
-    """Return the sessions that are open."""
+    """Return the sessions that take frames."""
     with _lock:
-        return list(_sessions.values())
+        return [session for session in _sessions.values() if not session.over]
 
 
 def session_of(token: str) -> LiveSession | None:
-    """Return the open session that a token belongs to."""
+    """Return the session that a token belongs to."""
     return next((one for one in sessions() if secrets.compare_digest(one.token.encode(), token.encode())), None)
 
 

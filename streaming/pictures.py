@@ -32,7 +32,7 @@ def read(data: bytes) -> torch.Tensor:
         BadFrame: the bytes are none, or of a size that is not taken. Nothing large is decoded to find that out.
     """
     pixels = _raw(data) if data.startswith(RAW) else _packed(data)
-    return torch.from_numpy(pixels).unsqueeze(0).to(torch.float32).div_(255)
+    return torch.from_numpy(pixels.astype(numpy.float32) / 255.0)[None]  # as ComfyUI loads images
 
 
 def _raw(data: bytes) -> numpy.ndarray:
@@ -42,7 +42,7 @@ def _raw(data: bytes) -> numpy.ndarray:
     _check(width, height)
     if len(data) != _HEADER.size + 3 * width * height:
         raise BadFrame(f"A raw frame of {width}x{height} pixels has 3 bytes each; this one has not, and was left out.")
-    return numpy.frombuffer(bytearray(data), numpy.uint8, offset=_HEADER.size).reshape(height, width, 3)
+    return numpy.frombuffer(data, numpy.uint8, offset=_HEADER.size).reshape(height, width, 3)
 
 
 def _packed(data: bytes) -> numpy.ndarray:
@@ -66,7 +66,7 @@ def _check(width: int, height: int) -> None:
 
 def write(picture: torch.Tensor, kind: str) -> bytes:
     """Return a picture, shape (1, H, W, 3), as one of ``FORMATS``; pixels are rounded as ComfyUI saves them."""
-    pixels = picture[0, ..., :3].to(torch.float32).mul(255).clamp_(0, 255).to(torch.uint8).contiguous().numpy()
+    pixels = numpy.clip(255.0 * picture[0, ..., :3].float().numpy(), 0, 255).astype(numpy.uint8)
     if kind == "raw":
         return _HEADER.pack(RAW, pixels.shape[1], pixels.shape[0]) + pixels.tobytes()
     packed = BytesIO()

@@ -169,3 +169,20 @@ def test_a_workflow_that_takes_no_live_frames_is_not_run(
     panel.get_by_text("has no TRT Stream that takes live frames").wait_for()
     opened.shot("no-node")
     assert comfy.get("/queue") == {"queue_running": [], "queue_pending": []}
+
+
+def test_a_stream_that_is_stopped_before_it_begins_never_begins(
+    opened: EnginePage, panel: Locator, comfy: ComfyProcess
+) -> None:
+    comfy.free()  # so that its models have to be loaded
+    wire = Wire(opened)
+    panel.get_by_role("button", name="Start with webcam").click()
+    panel.get_by_text("Starting TRT Stream").wait_for()
+    panel.get_by_role("button", name="Stop").click()
+    panel.get_by_text("Stopped.").wait_for()
+    queued = ("queue_running", "queue_pending")
+    until(opened, lambda: not any(comfy.get("/queue")[name] for name in queued), "end of the prompt")
+    history = comfy.get("/history")
+    last = max(history.values(), key=lambda entry: entry["prompt"][0])
+    assert "execution_interrupted" in [name for name, _ in last["status"]["messages"]], "it is no error"
+    assert wire.frames() == []

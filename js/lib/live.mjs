@@ -22,8 +22,8 @@ export class Live {
         this.page = page;
         this.camera = new Camera();
         this.#draw();
-        for (const event of ["execution_error", "execution_interrupted", "execution_success"]) api.addEventListener(event, () => this.#ran());
-        api.addEventListener("hybrid_trt.live", ({ detail }) => detail.open && this.waiting && this.#connect());
+        api.addEventListener("status", ({ detail }) => detail?.exec_info?.queue_remaining === 0 && this.#idle());
+        api.addEventListener("hybrid_trt.live", ({ detail }) => detail.open && this.#opened());
     }
 
     /** Show the panel in a tab's element. What streams goes on while it is not shown. */
@@ -35,6 +35,7 @@ export class Live {
     #draw() {
         this.element = make("div", "hybrid-trt-panel hybrid-trt-live");
         this.picture = make("canvas", "hybrid-trt-live-picture");
+        this.picture.setAttribute("role", "img");
         this.picture.setAttribute("aria-label", t("livePicture"));
         this.pace = make("div", "hybrid-trt-live-pace");
         this.words = make("div", "hybrid-trt-live-words");
@@ -54,14 +55,16 @@ export class Live {
         this.#show(true);
         try {
             await this.camera.open(kind, () => this.stop());
+            if (!this.running) return this.camera.close(); // stopped while the browser asked for leave
             this.#say("busy", t("liveStarting"));
             if (!await this.#connect()) await this.#queue();
         } catch (failure) {
+            this.queued = false;
             this.#end(failure.message, "bad");
         }
     }
 
-    /** End the stream: its node ends, and the camera is off. */
+    /** End the stream: its node ends, now or when it begins, and the camera is off. */
     stop() {
         this.link?.tell({ stop: true });
         this.#end(t("liveStopped"));
@@ -69,7 +72,6 @@ export class Live {
 
     /** @returns {Promise<boolean>} whether a stream runs that takes frames */
     async #connect() {
-        this.waiting = false;
         const link = new LiveLink(this.api, {
             ready: (settings) => this.#ready(settings), picture: (data, number) => this.#paint(data, number),
             refused: (text) => this.#say("warn", said(text)), ended: (text) => this.#end(said(text)), lost: () => this.#again(),
@@ -84,18 +86,31 @@ export class Live {
         return true;
     }
 
+    /** Run the workflow, unless it waits in the queue already. */
     async #queue() {
+        if (this.queued) return;
         if (!takesLive(await this.page.prompt())) throw new Error(t("liveNoNode"));
-        this.waiting = true;
+        this.queued = true; // until its stream opens
         if (await this.page.queue() === false) throw new Error(t("liveNotQueued"));
+        const { Running: running, Pending: pending } = await this.api.getQueue();
+        if (!running.length && !pending.length) this.#idle();
     }
 
-    /** A prompt has ended: if it had to open a stream, there is none. */
-    #ran() {
-        if (this.waiting) this.#end(t("liveNotRun"), "bad");
+    /** A stream has begun. */
+    #opened() {
+        if (!this.queued) return;
+        this.queued = false;
+        this.#connect();
+    }
+
+    /** The queue is empty: if the workflow had to open a stream, there is none. */
+    #idle() {
+        if (this.queued && this.running) this.#end(t("liveNotRun"), "bad");
+        this.queued = false;
     }
 
     #ready(settings) {
+        if (!this.running) return this.stop(); // nobody waits for it any more
         this.controls.show(settings);
         this.#say("good", t("liveRuns"));
         this.loop ??= setInterval(() => this.#look(), LOOK);
@@ -106,7 +121,7 @@ export class Live {
         if (this.taking || !this.link?.free || !this.camera.fresh) return;
         this.taking = true;
         try {
-            const frame = await this.camera.frame(...this.controls.sides());
+            const frame = await this.camera.frame(...this.controls.sides);
             if (frame) this.link?.send(frame);
         } finally {
             this.taking = false;
@@ -134,7 +149,6 @@ export class Live {
     }
 
     #end(words, tone = "") {
-        this.waiting = false;
         clearInterval(this.loop);
         clearInterval(this.teller);
         this.loop = this.teller = null;

@@ -16,15 +16,15 @@ export class LiveControls {
         this.size = make("div", "hybrid-trt-row");
         this.numbers = ["liveWidth", "liveHeight"].map((key) => {
             const input = Object.assign(make("input"), { type: "number", value: 512, ...SIDES });
+            input.addEventListener("change", () => { input.value = side(input.value); });
             this.size.append(labelled(t(key), input));
             return input;
         });
     }
 
-    /** Width and height of the frames, as far as they are allowed. */
-    sides() {
-        const { min, max, step } = SIDES;
-        return this.numbers.map(({ value }) => Math.min(max, Math.max(min, step * Math.round(Number(value) / step))));
+    /** Width and height of the frames. */
+    get sides() {
+        return this.numbers.map(({ value }) => side(value));
     }
 
     /** Whether the stream runs: nothing else hears of changes. */
@@ -80,6 +80,12 @@ export class LiveControls {
         label.classList.add("hybrid-trt-live-text");
         return label;
     }
+}
+
+/** The side of a frame that is nearest to a number, of those that are allowed. */
+export function side(value) {
+    const { min, max, step } = SIDES;
+    return Math.min(max, Math.max(min, step * Math.round(Number(value) / step)));
 }
 
 /** An input with its name before it, and more behind. */
