@@ -44,7 +44,8 @@ class TRTStream(io.ComfyNode):
     @classmethod
     def execute(
         cls, model: ModelPatcher, vae: VAE, positive: list, negative: list, seed_each_frame: str, similar_frames: float,
-        control_images: str, frames: torch.Tensor | None = None, clip: CLIP | None = None, **sampler: Any,
+        control_images: str, frames: torch.Tensor | None = None, clip: CLIP | None = None, wait_seconds: int = 30,
+        **sampler: Any,
     ) -> io.NodeOutput:  # fmt: skip
         new_seeds = seed_each_frame == schemas.NEW_SEEDS
         settings = Settings(**sampler, new_seeds=new_seeds, follow=control_images, similar=similar_frames)
@@ -52,7 +53,7 @@ class TRTStream(io.ComfyNode):
         if (context := executing()) is not None:
             record_times(context.prompt_id, context.node_id, times)
         if frames is None:
-            pictures = _live(stream, times, cls.hidden.unique_id)
+            pictures = _live(stream, times, cls.hidden.unique_id, wait_seconds)
         else:
             _check_counts(stream, frames.shape[0])
             source = BatchSource(frames, _progress(frames.shape[0]))
@@ -66,19 +67,21 @@ def _is_connected(cls: type[TRTStream], name: str) -> bool:
     return name in node.get("inputs", {})
 
 
-def _live(stream: Stream, times: FrameTimes, node_id: str) -> torch.Tensor:
+def _live(stream: Stream, times: FrameTimes, node_id: str, patience: float) -> torch.Tensor:
     """Run a stream whose frames come from the page or a client, and return its last picture.
 
     Raises:
         ValueError: no frame came; the text is for the user.
         InterruptProcessingException: the stream was stopped before its first frame.
     """
-    with open_session(node_id, stream.now()) as session:
+    with open_session(node_id, stream.now(), patience) as session:
         last = run_stream(stream, session, times)
     if last is None and session.stopped:
         raise model_management.InterruptProcessingException
     if last is None:
-        raise ValueError("TRT Stream got no frame, so there is no picture. Start it in the panel TRT live and run again.")
+        raise ValueError(
+            "TRT Stream got no frame, so there is no picture. Start it in the panel TRT live, or connect frames."
+        )
     return last
 
 

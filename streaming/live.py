@@ -19,8 +19,6 @@ from comfy import model_management
 
 from .frames import Changes, Frame
 
-PATIENCE = 30.0
-"""Seconds that a session waits for a client, the first one or the next."""
 LOOK_EVERY = 0.1
 """Seconds after which a node that waits looks at ComfyUI's *Interrupt* again."""
 
@@ -204,8 +202,11 @@ def given(changes: Changes) -> dict[str, Any]:
 
 
 @contextmanager
-def open_session(node: str, settings: Changes, patience: float = PATIENCE) -> Iterator[LiveSession]:
+def open_session(node: str, settings: Changes, patience: float) -> Iterator[LiveSession]:
     """Let a client join for as long as the block lasts; ``settings`` has what may be changed, with its first values.
+
+    Args:
+        patience: seconds to wait for a client, the first one or the next.
 
     Raises:
         Busy: another node streams live on this device.

@@ -59,12 +59,16 @@ def test_pictures_are_those_of_stock_nodes_also_after_changes(comfy: ComfyProces
         assert same(picture, expected), (picture - expected).abs().max()
 
 
-def test_a_stream_that_got_no_frame_says_so(comfy: ComfyProcess) -> None:
-    async def act(token: str) -> None:
+def test_a_stream_without_frames_is_an_error_or_an_interrupt_if_it_was_stopped(comfy: ComfyProcess) -> None:
+    async def stop(token: str) -> None:
         async with joined(comfy, token) as client:
             await client.stop()
 
-    history = run_stream(comfy, live(), act)
+    async def nobody(_: str) -> None:
+        await asyncio.sleep(0)
+
+    assert run_stream(comfy, live(), stop).status == "interrupted"
+    history = run_stream(comfy, live(wait=1), nobody)
     assert history.status == "error"
     assert "got no frame" in history.error
 

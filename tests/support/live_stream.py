@@ -37,7 +37,7 @@ def _node(kind: str, **inputs: Any) -> dict[str, Any]:
     return {"class_type": kind, "inputs": inputs}
 
 
-def live(strength: float = 0.8, prompt: str = "a cat", **sampler: Any) -> Prompt:
+def live(strength: float = 0.8, prompt: str = "a cat", wait: int = 30, **sampler: Any) -> Prompt:
     """A prompt whose TRT Stream takes live frames."""
     return _before(strength, prompt, None) | {
         "stream": _node(
@@ -50,6 +50,7 @@ def live(strength: float = 0.8, prompt: str = "a cat", **sampler: Any) -> Prompt
             control_images="the frame",
             seed_each_frame="the same",
             similar_frames=0.0,
+            wait_seconds=wait,
             **SAMPLER | sampler,
         ),
         "show": _node("PreviewImage", images=["stream", 0]),
