@@ -164,16 +164,31 @@ def samplers_of(prompt: Mapping[str, Any], node_id: str, readers: Mapping[str, S
 
 def picture_of(prompt: Mapping[str, Any], sampler: str) -> Picture | None:
     """Return the picture of a sampler, None where it is not certain or the node is none."""
-    streams = class_of(prompt, sampler) == STREAM
-    latent = inputs_of(prompt, sampler).get("frames" if streams else "latent_image")
-    if not is_link(latent) or not (streams or _EMPTY.search(class_of(prompt, latent[0]))):
-        return None
-    empty = inputs_of(prompt, latent[0])
-    asked = (empty.get("width"), empty.get("height"), 1 if streams else empty.get("batch_size", 1))
+    if class_of(prompt, sampler) == STREAM:
+        asked = (*_frame_size(prompt, sampler), 1)
+    else:
+        latent = inputs_of(prompt, sampler).get("latent_image")
+        if not is_link(latent) or not _EMPTY.search(class_of(prompt, latent[0])):
+            return None
+        empty = inputs_of(prompt, latent[0])
+        asked = (empty.get("width"), empty.get("height"), empty.get("batch_size", 1))
     width, height, images = (_number(prompt, value) for value in asked)
     if not all(isinstance(n, int) and 0 < n < MAX_NUMBER for n in (width, height, images)):
         return None
     return Picture.sampled(width, height, images, _cfg(prompt, sampler))
+
+
+def _frame_size(prompt: Mapping[str, Any], stream: str) -> tuple[Any, Any]:
+    """Return width and height of a stream's frames: those of the nearest node before it that has both."""
+    link = inputs_of(prompt, stream).get("frames")
+    for _ in range(MAX_DEPTH):
+        if not is_link(link):
+            break
+        inputs = inputs_of(prompt, link[0])
+        if "width" in inputs and "height" in inputs:
+            return inputs["width"], inputs["height"]
+        link = next((inputs[name] for name in ("image", "images", "pixels") if name in inputs), None)
+    return None, None
 
 
 def _cfg(prompt: Mapping[str, Any], sampler: str) -> float | None:

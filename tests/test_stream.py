@@ -2,172 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-import numpy
 import pytest
-from comfy_process import ComfyProcess, History
-from scenarios import CONDITIONING, SETTINGS, Prompt, node
+import slow
+from comfy_process import ComfyProcess
+from streams import Case, compared
 
 LIMIT = 1e-5
-CONTROLS = ("tiny_sd15_a", "tiny_sd15_b")
-STRENGTHS = (0.7, 0.4)
-
-
-@dataclass(frozen=True)
-class Case:
-    """Everything that decides the pictures.
-
-    Attributes:
-        follow: where the control images come from, as the node has it.
-        images: images that each ControlNet gets: one for each frame, or one for all.
-        region: ``"area"`` or ``"mask"``: a second positive prompt acts on a part of the picture alone.
-    """
-
-    frames: int = 3
-    width: int = 64
-    height: int = 72
-    steps: int = 2
-    cfg: float = 1.0
-    sampler: str = "lcm"
-    scheduler: str = "sgm_uniform"
-    denoise: float = 0.5
-    seed: int = 7
-    controls: int = 0
-    follow: str = "as connected"
-    images: int = 3
-    region: str = ""
-    family: str = "sd15"
-    unet: str = ""
-    vae: str = "tiny_kl"
-    new_seeds: bool = False
-    patch: tuple[str, dict[str, Any]] | None = None
-
-
-def loaders(case: Case) -> Prompt:
-    """The nodes that both ways have in common: models, prompts, frames and control images."""
-    unet = case.unet or f"tiny_{case.family}_unet"
-    built = {
-        "model": node("UNETLoader", unet_name=f"{unet}.safetensors", weight_dtype="default"),
-        "vae": node("VAELoader", vae_name=f"{case.vae}.safetensors"),
-        "positive": node("TestConditioning", tokens=77, seed=1, **CONDITIONING[case.family]),
-        "negative": node("TestConditioning", tokens=77, seed=2, **CONDITIONING[case.family]),
-        "frames": image(case, 5, case.frames),
-    }
-    for name in controls_of(case):
-        built[name] = node("ControlNetLoader", control_net_name=f"{name}.safetensors")
-        built[f"image_{name}"] = image(case, 31 + len(built), case.images)
-    if case.patch is not None:
-        built["plain_model"] = built["model"]
-        built["model"] = node(case.patch[0], model=["plain_model", 0], **case.patch[1])
-    if case.region:
-        built["plain"] = built["positive"]
-        built["part"] = node("TestConditioning", tokens=77, seed=3, **CONDITIONING[case.family])
-        size = {"width": 64, "height": 72, "x": 32, "y": 0}
-        # as wide as ComfyUI's node lets a part be at least
-        built["part_there"] = node("ConditioningSetArea", conditioning=["part", 0], strength=1.0, **size)
-        if case.region == "mask":
-            built["mask"] = node("SolidMask", value=0.6, width=64, height=64)
-            built["part_there"] = node("ConditioningSetMask", conditioning=["part", 0], mask=["mask", 0], strength=0.8,
-                                       set_cond_area="default")
-        built["positive"] = node("ConditioningCombine", conditioning_1=["plain", 0], conditioning_2=["part_there", 0])
-    return built
-
-
-def image(case: Case, seed: int, batch: int) -> dict[str, Any]:
-    return node("TestImage", seed=seed, width=case.width, height=case.height, batch=batch, channels=3)
-
-
-def controls_of(case: Case) -> tuple[str, ...]:
-    return tuple(name.replace("sd15", case.family) for name in CONTROLS[: case.controls])
-
-
-def sampled(case: Case) -> dict[str, Any]:
-    return {"steps": case.steps, "cfg": case.cfg, "sampler_name": case.sampler, "scheduler": case.scheduler,
-            "denoise": case.denoise}
-
-
-def stock(case: Case) -> Prompt:
-    """A prompt that makes and saves each picture with ComfyUI's own nodes."""
-    built = loaders(case)
-    for number in range(case.frames):
-        built |= stock_frame(case, number)
-    return built
-
-
-def stock_frame(case: Case, number: int, strengths: tuple[float, ...] = STRENGTHS) -> Prompt:
-    def own(name: str) -> str:
-        return f"{name}_of_{number}"
-
-    built = {own("frame"): node("ImageFromBatch", image=["frames", 0], batch_index=number, length=1)}
-    positive, negative = ["positive", 0], ["negative", 0]
-    if case.follow == "edges of the frame":
-        built[own("edges")] = node("Canny", image=[own("frame"), 0], low_threshold=0.4, high_threshold=0.8)
-    for name, strength in zip(controls_of(case), strengths, strict=False):
-        shown = {"the frame": own("frame"), "edges of the frame": own("edges")}.get(case.follow, own(f"image_{name}"))
-        if case.follow == "as connected":
-            index = number if case.images > 1 else 0
-            built[shown] = node("ImageFromBatch", image=[f"image_{name}", 0], batch_index=index, length=1)
-        built[own(name)] = node(
-            "ControlNetApplyAdvanced", positive=positive, negative=negative, control_net=[name, 0], image=[shown, 0],
-            strength=strength, start_percent=0.0, end_percent=0.9)
-        positive, negative = [own(name), 0], [own(name), 1]
-    built[own("latent")] = node("VAEEncode", pixels=[own("frame"), 0], vae=["vae", 0])
-    if case.denoise == 1:
-        width, height = case.width // 8 * 8, case.height // 8 * 8
-        built[own("latent")] = node("EmptyLatentImage", width=width, height=height, batch_size=1)
-    seed = case.seed + number if case.new_seeds else case.seed
-    built[own("sampler")] = node("KSampler", model=["model", 0], positive=positive, negative=negative,
-                                 latent_image=[own("latent"), 0], seed=seed, **sampled(case))
-    built[own("picture")] = node("VAEDecode", samples=[own("sampler"), 0], vae=["vae", 0])
-    return built | saved([own("picture"), 0], own("save"))
-
-
-def saved(pictures: list, name: str) -> Prompt:
-    return {f"{name}_pixels": node("TestPixels", image=pictures),
-            name: node("TestSaveLatent", latent=[f"{name}_pixels", 0], name=name)}
-
-
-def streamed(case: Case, engines: bool = False, **more: Any) -> Prompt:
-    """The same pictures by one TRT Stream."""
-    built, positive, negative = loaders(case), ["positive", 0], ["negative", 0]
-    controls = {name: [name, 0] for name in controls_of(case)}
-    model, vae = ["model", 0], ["vae", 0]
-    if engines:
-        numbered = {f"control_net_{n}": link for n, link in enumerate(controls.values(), start=1)}
-        settings = SETTINGS | {"when_missing": "build now"}
-        built["accelerate"] = node("TRTAccelerate", model=model, vae=vae, **numbered, **settings)
-        model, vae = ["accelerate", 0], ["accelerate", 1]
-        controls = {name: ["accelerate", n] for n, name in enumerate(controls, start=2)}
-    for (name, net), strength in zip(controls.items(), STRENGTHS, strict=False):
-        built[f"apply_{name}"] = node(
-            "ControlNetApplyAdvanced", positive=positive, negative=negative, control_net=net,
-            image=[f"image_{name}", 0], strength=strength, start_percent=0.0, end_percent=0.9)
-        positive, negative = [f"apply_{name}", 0], [f"apply_{name}", 1]
-    seeds = "a new one for each frame" if case.new_seeds else "the same"
-    given = {"similar_frames": 0.0, "seed_each_frame": seeds, "control_images": case.follow, "seed": case.seed} | more
-    built["stream"] = node("TRTStream", model=model, vae=vae, positive=positive, negative=negative,
-                           frames=["frames", 0], **sampled(case), **given)
-    built["report"] = node("TRTReport", after=["stream", 0])
-    return built | saved(["stream", 0], "save")
-
-
-def pictures_of(history: History, name: str = "save") -> numpy.ndarray:
-    assert history.ok, history.error
-    return numpy.load(history.output(name, "latent")[0])
-
-
-def compared(comfy: ComfyProcess, case: Case, **options: Any) -> tuple[float, History]:
-    """Return the largest difference of a value between a stream's pictures and stock's, and the stream's history."""
-    native = comfy.queue(stock(case), timeout=120)
-    wanted = numpy.concatenate([pictures_of(native, f"save_of_{n}") for n in range(case.frames)])
-    history = comfy.queue(streamed(case, **options), timeout=300)
-    found = pictures_of(history)
-    assert found.shape == wanted.shape
-    assert all(numpy.abs(one - wanted[0]).max() > 1e-3 for one in wanted[1:]), "pictures of unlike frames are alike"
-    return float(numpy.abs(found - wanted).max()), history
-
 
 CASES = {
     "one step": Case(steps=1),
@@ -196,14 +36,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_streams_pictures_are_those_of_stock_nodes(comfy: ComfyProcess, name: str) -> None:
-    difference, history = compared(comfy, CASES[name])
+SLOW = set(CASES) - {"one step", "ancestral, new seeds", "from noise", "one image for all", "the frame", "mask"}
+
+
+@pytest.mark.parametrize("case", slow.cases(CASES, SLOW))
+def test_a_streams_pictures_are_those_of_stock_nodes(comfy: ComfyProcess, case: Case) -> None:
+    difference, history = compared(comfy, case)
     assert difference <= LIMIT
-    stream, = history.output("report", "report")[0]["streams"]
-    assert (stream["frames"], stream["one_by_one"]) == (CASES[name].frames, "")
+    (stream,) = history.output("report", "report")[0]["streams"]
+    assert (stream["frames"], stream["one_by_one"]) == (case.frames, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [
     Case(controls=2, cfg=3.0, sampler="euler", vae="tiny_sdxl_taesd"),
     Case(controls=2, steps=1, follow="the frame"),

@@ -23,7 +23,7 @@ from comfy_execution.graph_utils import GraphBuilder, is_link
 
 import nodes  # ComfyUI's
 
-from . import model_patches, other_packs_sampling, stream_double
+from . import model_patches, other_packs_sampling, prompt_parts, stream_double
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 TOOLS = SUPPORT.parents[1] / "tools"
@@ -296,6 +296,8 @@ NODES = [
           io.Int, io.Latent, always=True, enable_expand=True, hidden=[io.Hidden.dynprompt, io.Hidden.unique_id]),
     _node("TestSampler", sampler, [MODEL, *CONDITIONINGS, LATENT, STEPS], io.Latent, enable_expand=True),
     _node("TestPixels", pixels, [io.Image.Input("image")], io.Latent),
+    _node("TestPromptParts", prompt_parts.prompt_parts, [io.String.Input("action"), integer("turn", 0, 0)],
+          always=True),
     _node("TestPictures", pictures, [ENGINE.Input("engine")], ENGINE),
     _node("TestModelsAlive", models_alive, [integer("turn", 0, 0), io.Latent.Input("after", optional=True)]),
     _node("TestStreamDouble", stream_double.stream_double, [
