@@ -6,7 +6,9 @@ import asyncio
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
+import av
 import pytest
 import torch
 from comfy_process import ComfyProcess
@@ -14,6 +16,11 @@ from hybrid_trt.streaming import pictures
 from live_client import image, joined, run_stream
 from live_stream import by_stock_nodes, live
 from pack import ROOT
+from shipped_workflows import object_info, shipped
+from workflow_recipes import with_tiny_models
+from workflow_to_prompt import to_prompt
+
+__all__ = ["object_info"]  # a fixture: pytest finds it by name
 
 
 def same(picture: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -98,3 +105,33 @@ def test_the_program_of_the_documentation_streams_a_folder(comfy: ComfyProcess, 
     assert [path.name for path in made] == ["00000.jpg", "00001.jpg", "00002.jpg"]
     wanted = pictures.read(pictures.write(by_stock_nodes(comfy, image(2), seed=5), "jpeg"))
     assert (pictures.read(made[2].read_bytes()) - wanted).abs().mean() < 0.002
+
+
+@pytest.mark.slow
+def test_the_template_for_videos_paints_each_frame_on_engines(sd15: ComfyProcess, object_info: dict[str, Any]) -> None:
+    prompt = to_prompt(with_tiny_models(shipped("sd15_video"), object_info), object_info)
+    history = sd15.queue(prompt, timeout=300)
+    ids = {entry["class_type"]: node for node, entry in prompt.items()}
+    report = history.output(ids["TRTReport"], "report")[0]
+    assert (report["unet"]["engine"], report["unet"]["native"]) == (6, 0), "three frames of two steps"
+    (saved,) = history.output(ids["SaveVideo"], "images")
+    with av.open(str(sd15.base / "output" / saved["subfolder"] / saved["filename"])) as video:
+        assert len([*video.decode(video=0)]) == 3
+
+
+@pytest.mark.slow
+def test_the_template_for_webcams_streams_on_engines(sd15: ComfyProcess, object_info: dict[str, Any]) -> None:
+    prompt = to_prompt(with_tiny_models(shipped("sd15_webcam"), object_info), object_info)
+
+    async def act(token: str) -> None:
+        async with joined(sd15, token) as client:
+            for n in range(4):
+                await client.frame(image(n, 128, 128))
+                assert (await client.picture())[0] == n
+            await client.stop()
+
+    history = run_stream(sd15, prompt, act, timeout=300)
+    ids = {entry["class_type"]: node for node, entry in prompt.items()}
+    report = history.output(ids["TRTReport"], "report")[0]
+    assert (report["unet"]["engine"], report["unet"]["native"]) == (8, 0), "four frames of two steps"
+    assert len(history.output(ids["SaveImage"], "images")) == 1, "the last picture"

@@ -48,7 +48,7 @@ def run_stream(
     """Queue a prompt that streams, let ``act`` use the stream by its token, and return how the prompt ended."""
     queued = comfy.submit(prompt)
     try:
-        asyncio.run(act(token_of(comfy)))
+        asyncio.run(act(token_of(comfy, timeout)))
     except BaseException:
         comfy.interrupt(queued)
         comfy.wait(queued, timeout)
