@@ -202,6 +202,7 @@ TABLE: dict[Feature, tuple[str, ...]] = {
         "comfy.samplers:KSampler.__init__(self, _, _, _, _, _, _, _, ...)",
         "comfy.samplers:KSampler.sigmas",
         "comfy.sampler_helpers:cond_has_hooks(_, ...)",
+        "comfy.model_patcher:ModelPatcher.get_free_memory(self, _, ...)",
         "comfy.sample:prepare_noise(_, _, ...)",
         "comfy.samplers:encode_model_conds(_, _, _, _, _, **)",
         "comfy.model_base:BaseModel.extra_conds(self, **)",

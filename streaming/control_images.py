@@ -11,7 +11,7 @@ from comfy.controlnet import ControlBase, ControlNet
 
 from ..comfy_model.comfyui_shims import give_hint
 from ..comfy_model.whose_code import makes_hints_as_comfyui
-from .settings import AS_CONNECTED, EDGES
+from .settings import AS_CONNECTED, EDGES, THE_FRAME
 from .transfers import upload
 
 Conditioning = list[list[Any]]
@@ -74,11 +74,14 @@ class ControlImages:
             return True
         return all(count < 2 or number % count == other % count for count in self.counts())
 
-    def show(self, number: int, frame: torch.Tensor, latent: torch.Tensor | None) -> None:
+    def show(
+        self, number: int, frame: torch.Tensor, latent: torch.Tensor | None, there: torch.Tensor | None = None
+    ) -> None:
         """Give the ControlNets the images of a frame, before it is sampled.
 
         Args:
             frame: (1, H, W, 3).
+            there: the same on the device, if it is there already.
             latent: of this frame. The hints are made at once where ComfyUI's own code would make them in the first
                 step, and would wait for the device. None leaves all of them to ComfyUI.
         """
@@ -97,7 +100,26 @@ class ControlImages:
             control.cond_hint_original = image
             control.cond_hint = control.extra_concat = None
             if latent is not None and _makes_hint_here(control):
-                give_hint(control, latent, _hint(control, image, latent, self._device))
+                known = _as_hint(there) if self._follow == THE_FRAME and there is not None else None
+                give_hint(control, latent, self._hint(control, image, latent, known))
+
+    def _hint(
+        self, control: ControlNet, image: torch.Tensor, latent: torch.Tensor, there: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the hint that ComfyUI makes of an image, on the device. It has versions, so it can be kept.
+
+        Args:
+            there: the image on the device, if it is there already.
+        """
+        ratio, dtype = control.compression_ratio, control.manual_cast_dtype or control.control_model.dtype
+        size = latent.shape[2] * ratio, latent.shape[3] * ratio
+        if tuple(image.shape[2:]) != size or control.upscale_algorithm != "nearest-exact":
+            # in main memory, as ComfyUI does: a device may round positions in another way
+            image = comfy.utils.common_upscale(image, size[1], size[0], control.upscale_algorithm, "center")
+            there = None
+        with torch.inference_mode(False), torch.no_grad():
+            there = upload(image, self._device) if there is None else there
+            return control.preprocess_image(there).to(dtype, copy=True)
 
     def end(self) -> None:
         """Free what the ControlNets hold."""
@@ -116,18 +138,9 @@ def _edges(frame: torch.Tensor) -> torch.Tensor:
 
 
 def _makes_hint_here(control: ControlBase) -> bool:
-    """Tell whether ``_hint`` does all that ComfyUI does for a control's image."""
+    """Tell whether ``ControlImages`` does all that ComfyUI does for a control's image."""
     if type(control) is not ControlNet or control.vae is not None or control.latent_format is not None:
         return False
     if control.concat_mask or control.extra_concat_orig or control.multigpu_clones:
         return False
     return makes_hints_as_comfyui(control)
-
-
-def _hint(control: ControlNet, image: torch.Tensor, latent: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the hint that ComfyUI makes of an image, on the device. It has versions, so it can be kept."""
-    ratio, dtype = control.compression_ratio, control.manual_cast_dtype or control.control_model.dtype
-    height, width = latent.shape[2] * ratio, latent.shape[3] * ratio
-    sized = comfy.utils.common_upscale(image, width, height, control.upscale_algorithm, "center")
-    with torch.inference_mode(False), torch.no_grad():
-        return upload(control.preprocess_image(sized).clone(), device).to(dtype)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +64,8 @@ class OpenSampling(comfy.samplers.Sampler):
                *_: Any, **__: Any) -> torch.Tensor:  # fmt: skip
         """Run the frames. ComfyUI calls this when models are loaded and conditionings are prepared."""
         self._guider, self._options = model_wrap, extra_args["model_options"]
-        self._frames()
+        with _memory_asked_once(model_wrap.model_patcher), _nothing_collected():
+            self._frames()
         return noise
 
     def take(self, conds: dict[str, Conditioning]) -> None:
@@ -149,6 +152,31 @@ class OpenSampling(comfy.samplers.Sampler):
         if self._empty is None or self._empty.shape != latent.shape:
             self._empty = latent.to(device=device, dtype=torch.float32)
         return self._empty
+
+
+@contextlib.contextmanager
+def _memory_asked_once(patcher: ModelPatcher) -> Iterator[None]:
+    """Give the same answer on free memory to each step: to find it takes the time of many launches.
+
+    The patcher is the stream's own. ComfyUI asks it to decide if prompts share a call.
+    """
+    free = patcher.get_free_memory(patcher.load_device)
+    patcher.get_free_memory = lambda _device: free
+    try:
+        yield
+    finally:
+        del patcher.get_free_memory
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Keep Python from looking through what is there already for garbage: that takes as long as many frames."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _same_conditions(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:

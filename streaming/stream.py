@@ -23,6 +23,7 @@ from .frame_vae import FrameVAE
 from .frames import Changes
 from .open_sampling import OpenSampling, why_one_by_one
 from .settings import LEAST_DENOISE, Settings
+from .transfers import upload
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -81,11 +82,13 @@ class Stream:
             number: of the frame, for its seed and control images.
         """
         settings, seed = self.settings, self.settings.seed_of(number)
-        latent = self._empty(image) if settings.from_noise else self._vae.encode(image)
-        self.controls.show(number, image, latent if self._open else None)
+        there = upload(image, self._model.load_device)
+        latent = self._empty(image) if settings.from_noise else self._vae.encode(there)
         if self._open:
+            self.controls.show(number, image, latent, there)
             sampled = self._open.sample_frame(latent, seed, settings)
         else:
+            self.controls.show(number, image, None)
             sampled = self._sample_alone(latent, seed)
         return self._vae.decode(sampled)
 

@@ -6,10 +6,10 @@ import torch
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on the device. The host does not wait for what the device does before."""
+    """Return a tensor on the device, in the same memory layout. The host does not wait for the device's other work."""
     if tensor.device == device or device.type != "cuda":
         return tensor.to(device)
-    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def download(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
@@ -17,5 +17,5 @@ def download(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | Non
     if not tensor.is_cuda:
         return tensor, None
     there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    there.copy_(tensor, non_blocking=True)
+    there.copy_(tensor.contiguous(), non_blocking=True)
     return there, torch.cuda.current_stream(tensor.device).record_event()
