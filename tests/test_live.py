@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import struct
 import zlib
 from contextlib import suppress
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -363,3 +365,24 @@ def test_the_token_is_told_to_who_sends_our_header_alone(comfy: ComfyProcess) ->
 
     history = run_stream(comfy, double(), act)
     assert history.ok
+
+
+@pytest.mark.slow
+def test_two_thousand_frames_leave_no_memory_behind(comfy: ComfyProcess) -> None:
+    def resident() -> int:
+        status = Path(f"/proc/{comfy.pid}/status").read_text(encoding="utf-8")
+        return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) >> 10
+
+    used: list[int] = []
+
+    async def act(token: str) -> None:
+        async with joined(comfy, token) as client:
+            for n in range(2000):
+                await client.frame(image(n % 7, 256, 256))
+                await client.picture()
+                if n % 100 == 99:
+                    used.append(resident())
+            await client.stop()
+
+    assert run_stream(comfy, double(), act).ok
+    assert max(used[10:]) - max(used[:10]) <= 10, used

@@ -186,3 +186,20 @@ def test_a_stream_that_is_stopped_before_it_begins_never_begins(
     last = max(history.values(), key=lambda entry: entry["prompt"][0])
     assert "execution_interrupted" in [name for name, _ in last["status"]["messages"]], "it is no error"
     assert wire.frames() == []
+
+
+def test_a_workflow_that_fails_before_its_stream_opens_is_told(
+    opened: EnginePage, panel: Locator, comfy: ComfyProcess
+) -> None:
+    broken = comfy.base / "models" / "checkpoints" / "broken.safetensors"
+    broken.write_bytes(b"none")
+    try:
+        prompt = live() | {"load": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": broken.name}}}
+        opened.page.page.evaluate("prompt => app.loadApiJson(prompt, 'live')", prompt)
+        opened.page.settle()
+        panel.get_by_role("button", name="Start with webcam").click()
+        panel.get_by_text("ended before its TRT Stream took frames").wait_for(timeout=30000)
+        opened.shot("failed")
+        assert panel.locator("video").evaluate("video => video.srcObject") is None, "the camera is off"
+    finally:
+        broken.unlink()

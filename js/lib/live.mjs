@@ -92,8 +92,8 @@ export class Live {
         if (!takesLive(await this.page.prompt())) throw new Error(t("liveNoNode"));
         this.queued = true; // until its stream opens
         if (await this.page.queue() === false) throw new Error(t("liveNotQueued"));
-        const { Running: running, Pending: pending } = await this.api.getQueue();
-        if (!running.length && !pending.length) this.#idle();
+        const queue = await (await this.api.fetchApi("/queue")).json(); // it may have ended already
+        if (!queue.queue_running.length && !queue.queue_pending.length) this.#idle();
     }
 
     /** A stream has begun. */
