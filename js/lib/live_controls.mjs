@@ -70,7 +70,7 @@ export class LiveControls {
     }
 
     #text(name, value) {
-        const input = Object.assign(make("textarea"), { rows: 3, value });
+        const input = Object.assign(make("textarea"), { rows: 3, value, placeholder: t("livePrompt") });
         let timer;
         input.addEventListener("input", () => {
             clearTimeout(timer);

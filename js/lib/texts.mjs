@@ -108,7 +108,7 @@ const TEXTS = {
         liveLost: "The connection was lost; trying again …", liveGone: "The stream has ended.",
         livePace: "{fps} pictures a second · p50 {p50} ms, p99 {p99} ms · delay {delay} ms",
         liveWidth: "Width", liveHeight: "Height", liveStrength: "Strength {number}", live_denoise: "Denoise", live_steps: "Steps", live_cfg: "CFG",
-        live_seed: "Seed", liveAnother: "Another", live_prompt: "Prompt", live_negative: "Negative", liveNoClip: "Connect CLIP to TRT Stream to change the prompt here.",
+        live_seed: "Seed", liveAnother: "Another", live_prompt: "Prompt", live_negative: "Negative", livePrompt: "Another prompt in place of the workflow's", liveNoClip: "Connect CLIP to TRT Stream to change the prompt here.",
     },
     zh: {
         accelerate: "加速此工作流", accelerateRemove: "移除加速",
@@ -214,7 +214,7 @@ const TEXTS = {
         liveLost: "连接已断开，正在重试…", liveGone: "实时流已结束。",
         livePace: "每秒 {fps} 张 · p50 {p50} 毫秒，p99 {p99} 毫秒 · 延迟 {delay} 毫秒",
         liveWidth: "宽度", liveHeight: "高度", liveStrength: "强度 {number}", live_denoise: "降噪", live_steps: "步数", live_cfg: "CFG",
-        live_seed: "种子", liveAnother: "换一个", live_prompt: "提示词", live_negative: "反向提示词", liveNoClip: "要在此更改提示词，请把 CLIP 连接到“TRT 流”。",
+        live_seed: "种子", liveAnother: "换一个", live_prompt: "提示词", live_negative: "反向提示词", livePrompt: "用其他提示词代替工作流中的提示词", liveNoClip: "要在此更改提示词，请把 CLIP 连接到“TRT 流”。",
     },
 };
 
