@@ -18,6 +18,7 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -70,10 +71,16 @@ class Scale:
     tiny: bool
     frames: int
     prompts: int = PROMPTS
+    build: bool = True
 
     @property
     def side(self) -> int:
         return 64 if self.tiny else 512
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """What the engine node does without an engine."""
+        return {} if self.build else {"when_missing": "use native"}
 
     def loader(self, family: str) -> dict[str, Any]:
         if self.tiny or family != "sd15":
@@ -109,7 +116,7 @@ def common(case: Case, scale: Scale, engines: bool) -> Prompt:
         built[f"net_{i}"] = node("ControlNetLoader", control_net_name=f"{scale.control(case.family, i)}.safetensors")
     if engines:
         built["accelerate"] = node("TRTAccelerate", model=["model", 0], vae=["vae", 0], **nets,
-                                   **(TINY_ENGINE if scale.tiny else ENGINE))
+                                   **(TINY_ENGINE if scale.tiny else ENGINE) | scale.missing)
     return built
 
 
@@ -218,6 +225,10 @@ def streamed(comfy: ComfyProcess, case: Case, scale: Scale, native: dict[str, An
     shown = pictures(comfy.queue(stream(case, scale, COMPARED, save=True), 580))
     built_s = time.perf_counter() - started
     done(comfy.queue(stream(case, scale, 2 * DISTINCT), 300))
+    turn = time.monotonic_ns() % 2**31
+    comfy.queue({"waits": node("TestHostWaits", action="begin", turn=turn)})
+    done(comfy.queue(stream(case, scale, 4 * DISTINCT), 300))
+    waits = comfy.queue({"waits": node("TestHostWaits", action="end", turn=turn)}).output("waits", "waits")
     history = done(comfy.queue(stream(case, scale, scale.frames), 580))
     report = history.output("report", "report")[0]
     (times,) = report["streams"]
@@ -227,7 +238,7 @@ def streamed(comfy: ComfyProcess, case: Case, scale: Scale, native: dict[str, An
         "native_fps": native["fps"], "native_p50_ms": native["p50_ms"], "native_p95_ms": native["p95_ms"],
         "frames": times["frames"], "node_s": round(history.seconds, 2), "first_run_s": round(built_s, 1),
         "rel_err": max(relative_difference(a, b) for a, b in zip(shown, wanted, strict=True)),
-        "one_by_one": times["one_by_one"],
+        "one_by_one": times["one_by_one"], "host_waits_in_80_frames": waits,
         "served": [(row["name"], row["kind"], row["backend"], row["engine"], row["native"], row["reasons"])
                    for row in report["rows"]],
     }  # fmt: skip
@@ -253,30 +264,29 @@ def parts(comfy: ComfyProcess, scale: Scale, engines: bool) -> dict[str, Any]:
     return {**figures, **each}
 
 
-def run(options: argparse.Namespace, scale: Scale) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Measure all that was asked for: native first, because engines put weights into their own layout."""
+def run(options: argparse.Namespace, scale: Scale, keep: Callable[..., None]) -> None:
+    """Measure all that was asked for: native first, because engines put weights into their own layout.
+
+    Args:
+        keep: takes a row as soon as it is there, or the parts of a prompt by ``native`` and ``engines``.
+    """
     cases = [CASES[name] for name in options.cases if name in CASES]
     others = {name for name in options.cases if name not in CASES}
     arguments = ["--cpu"] if scale.tiny else []
     arguments += ["--disable-dynamic-vram"] if options.mode == "disable-dynamic-vram" else []
-    rows, looked = [], {}
     with server(options.comfyui, options.base, options.out.with_suffix(".log"), *arguments) as comfy:
         native = {case.name: native_of(comfy, case, scale) for case in cases}
         plain = short_prompt(comfy, scale, False) if PROMPT.name in others else {}
         if PARTS.name in others:
-            looked["native"] = parts(comfy, scale, False)
+            keep(native=parts(comfy, scale, False))
         for case in cases:
-            rows.append(streamed(comfy, case, scale, native[case.name]))
-            print(json.dumps({k: v for k, v in rows[-1].items() if k != "served"}), flush=True)
+            keep(streamed(comfy, case, scale, native[case.name]))
         if plain:
             ours = short_prompt(comfy, scale, True)
-            rows.append({"case": PROMPT.name, **ours, **{f"native_{name}": value for name, value in plain.items()},
-                         "saved_ms": round(plain["p50_ms"] - ours["p50_ms"], 1)})
-            print(json.dumps(rows[-1]), flush=True)
+            keep({"case": PROMPT.name, **ours, **{f"native_{name}": value for name, value in plain.items()},
+                  "saved_ms": round(plain["p50_ms"] - ours["p50_ms"], 1)})
         if PARTS.name in others:
-            looked["engines"] = parts(comfy, scale, True)
-            print(json.dumps(looked, indent=1), flush=True)
-    return rows, looked
+            keep(engines=parts(comfy, scale, True))
 
 
 def meta(options: argparse.Namespace) -> dict[str, Any]:
@@ -297,22 +307,33 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=every, default=every)
     parser.add_argument("--frames", type=int, default=2000)
     parser.add_argument("--mode", choices=("default", "disable-dynamic-vram"), default="disable-dynamic-vram")
+    parser.add_argument("--no-build", action="store_true", help="build nothing: live weights as graphs, the VAE native")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU, to try the script")
     options = parser.parse_args()
     for name in ("comfyui", "base", "out"):
         setattr(options, name, getattr(options, name).resolve())
-    scale = Scale(options.tiny, options.frames, 20 if options.tiny else PROMPTS)
+    scale = Scale(options.tiny, options.frames, 20 if options.tiny else PROMPTS, not options.no_build)
     if not scale.tiny:
         named = [CASES.get(name, PARTS) for name in options.cases]
         models.make(options.comfyui, options.base, scale.files(named))
     else:
         models.tiny_models.make_images(options.base / "input")
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    known = json.loads(options.out.read_text()) if options.out.exists() else {"rows": [], "parts": {}}
-    rows, looked = run(options, scale)
-    kept = {row["case"]: row for row in [*known["rows"], *rows]}
-    result = {"meta": meta(options), "rows": list(kept.values()), "parts": looked or known.get("parts", {})}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    known: dict[str, Any] = {"rows": [], "parts": {}}
+    if options.out.exists():
+        known |= json.loads(options.out.read_text())
+    rows = {row["case"]: row for row in known["rows"]}
+
+    def keep(row: dict[str, Any] | None = None, **looked: Any) -> None:
+        """Write a result at once: the machine may be taken away."""
+        print(json.dumps(row or looked), flush=True)
+        if row:
+            rows[row["case"]] = row
+        known["parts"] |= looked
+        result = {"meta": meta(options), "rows": list(rows.values()), "parts": known["parts"]}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    run(options, scale, keep)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ PASSES_ON = {
     "TRTSamplerPatch": ("model",),
 }
 """Our nodes that hand on what they get: their inputs in the order of their outputs."""
+SERVING = (*PASSES_ON, UNET_ENGINE)
+"""Our nodes that bring engines, behind which none is missing. TRT Stream only takes what it gets."""
 SIZES = {ACCELERATE: (330.0, 400.0), CONTROL_ENGINE: (330.0, 300.0)}
 _KINDS = {"model": "MODEL", "vae": "VAE"}
 _CHANGES_WEIGHTS = re.compile("lora|modelmerge", re.IGNORECASE)
@@ -99,7 +101,7 @@ def _model_places(workflow: Workflow) -> Iterator[tuple[Port, list[Link]]]:
                 seen.update(more)
                 queue += more
                 continue
-            served = served or any(map(is_ours, behind))
+            served = served or any(node["type"] in SERVING for node in behind)
             if any(map(_runs, behind)):
                 links.append(link)
         if links and not served:

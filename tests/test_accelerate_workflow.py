@@ -33,6 +33,9 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         drawn({**PLAIN, "other": "Loader", "merge": "ModelMergeSimple"},
               "load.0 merge.0, other.0 merge.1, merge.0 s.0"),
         ["Sampler TRTAccelerate ModelMergeSimple Loader"]),
+    "a stream": (
+        drawn({"load": "Loader", "lora": "LoraLoader", "s": "TRTStream"}, "load.0 lora.0, lora.0 s.0"),
+        ["TRTStream TRTAccelerate LoraLoader Loader"]),
     "two samplers share one way": (
         drawn({**PLAIN, "t": "Sampler"}, "load.0 s.0, load.0 t.0"), ["Sampler TRTAccelerate Loader"] * 2),
     "with and without LoRA": (
@@ -94,7 +97,7 @@ def ways(prompt: dict[str, Any]) -> list[str]:
     def up(node: str) -> list[str]:
         sources = [value for value in prompt[node]["inputs"].values() if is_link(value)]
         return [prompt[node]["class_type"], *(up(sources[0][0]) if sources else [])]
-    return sorted(" ".join(up(node)) for node, entry in prompt.items() if entry["class_type"] == "Sampler")
+    return sorted(" ".join(up(node)) for node, entry in prompt.items() if entry["class_type"] in ("Sampler", "TRTStream"))
 
 
 def without_ours(prompt: dict[str, Any]) -> dict[str, Any]:

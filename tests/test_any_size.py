@@ -25,7 +25,7 @@ from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Engine, Library, trust
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.nodes import building
-from hybrid_trt.page_api.workflow_graph import asked_pictures
+from hybrid_trt.page_api.workflow_graph import asked_pictures, network_inputs
 from hybrid_trt.sampling import engine_status
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.engine_status import status
@@ -127,6 +127,25 @@ def test_a_prompt_tells_its_pictures_with_the_batch_that_cfg_makes_of_them() -> 
     assert asked_pictures(graph(width=["number", 0]), "engine", "model") == (), "what is not certain is not asked for"
     assert asked_pictures(graph(latent_image=["up", 0]), "engine", "model") == ()
     assert asked_pictures({"engine": None, "x": {"inputs": {"a": ["engine", 0]}}}, "engine", "model") == ()
+
+
+def test_a_stream_tells_the_size_of_its_frames_and_both_networks_of_its_vae() -> None:
+    def streamed(denoise: float = 0.5, **frames: Any) -> dict[str, Any]:
+        return {
+            "all": {"class_type": "TRTAccelerate", "inputs": {"model": ["load", 0], "vae": ["load", 2]}},
+            "stream": {"class_type": "TRTStream", "inputs": {
+                "model": ["all", 0], "vae": ["all", 1], "frames": ["more", 0], "cfg": 1.0, "denoise": denoise}},
+            "more": {"class_type": "RepeatImageBatch", "inputs": {"image": ["video", 0], "amount": 2}},
+            "video": {"class_type": "ImageScale", "inputs": {
+                "image": ["file", 0], "width": 512, "height": 384} | frames},
+            "file": {"class_type": "LoadVideo", "inputs": {}},
+        }  # fmt: skip
+
+    for name in ("model", "vae", "vae:encode"):
+        assert asked_pictures(streamed(), "all", name) == (Picture(512, 384, (1,)),)
+    assert asked_pictures(streamed(width=["file", 1]), "all", "model") == ()
+    assert network_inputs(streamed(), "all") == ["model", "vae", "vae:encode"]
+    assert network_inputs(streamed(denoise=1.0), "all") == ["model", "vae"], "noise is not encoded"
 
 
 @pytest.mark.parametrize(("guider", "inputs", "batches"), [

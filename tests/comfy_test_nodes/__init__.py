@@ -298,6 +298,7 @@ NODES = [
     _node("TestPixels", pixels, [io.Image.Input("image")], io.Latent),
     _node("TestPromptParts", prompt_parts.prompt_parts, [io.String.Input("action"), integer("turn", 0, 0)],
           always=True),
+    _node("TestHostWaits", prompt_parts.host_waits, [io.String.Input("action"), integer("turn", 0, 0)], always=True),
     _node("TestPictures", pictures, [ENGINE.Input("engine")], ENGINE),
     _node("TestModelsAlive", models_alive, [integer("turn", 0, 0), io.Latent.Input("after", optional=True)]),
     _node("TestStreamDouble", stream_double.stream_double, [

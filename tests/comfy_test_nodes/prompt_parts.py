@@ -9,11 +9,13 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections import Counter
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from comfy_api.latest import io
 
 EVERY = 0.001
@@ -97,3 +99,29 @@ def prompt_parts(action: str, turn: int) -> io.NodeOutput:
         _looker.append(Looker())
         return io.NodeOutput(ui={"parts": []})
     return io.NodeOutput(ui={"parts": [_looker.pop().end()]})
+
+
+_waits: Counter[str] = Counter()
+
+
+def host_waits(action: str, turn: int) -> io.NodeOutput:
+    """Begin to count where torch waits for the GPU, or end it and tell the lines; torch's events are not seen."""
+    if not torch.cuda.is_available():
+        return io.NodeOutput(ui={"waits": []})
+    if action == "begin":
+        _waits.clear()
+        warnings.simplefilter("always")
+        warnings.showwarning = _count_wait
+        torch.cuda.set_sync_debug_mode("warn")
+        return io.NodeOutput(ui={"waits": []})
+    torch.cuda.set_sync_debug_mode("default")
+    return io.NodeOutput(ui={"waits": [[line, count] for line, count in _waits.most_common(40)]})
+
+
+def _count_wait(message: Warning | str, _category: type, file: str, line: int, *_: Any) -> None:
+    if "synchroniz" in str(message):
+        frame, names = sys._getframe(1), []
+        while frame is not None and len(names) < 6:
+            names.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+            frame = frame.f_back
+        _waits[f"{Path(file).name}:{line} < {' < '.join(names)}"] += 1

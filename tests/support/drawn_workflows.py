@@ -13,6 +13,7 @@ TYPES: dict[str, tuple[list[str], list[str]]] = {
     "FreeU": (["MODEL"], ["MODEL"]),
     "PatchFromImage": (["MODEL", "IMAGE"], ["MODEL"]),
     "Sampler": (["MODEL"], ["LATENT"]),
+    "TRTStream": (["MODEL"], ["IMAGE"]),
     "Scheduler": (["MODEL"], ["SIGMAS"]),
     "ModelSave": (["MODEL"], []),
     "ControlNetLoader": ([], ["CONTROL_NET"]),
