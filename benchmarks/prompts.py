@@ -218,7 +218,7 @@ def run_vae(comfyui: Path, base: Path, out: Path, controls: int, runs: int = 15)
     with server(comfyui, base, out / "server_vae.log", "--disable-dynamic-vram") as comfy:
         for turn in range(runs + 2):
             for vae_engine in (False, True):
-                prompt = sd15_prompt(controls, 100 + turn, "build now", vae_engine=vae_engine)
+                prompt = sd15_prompt(controls, 100 + 2 * turn + vae_engine, "build now", vae_engine=vae_engine)
                 history = comfy.queue(prompt, timeout=500)
                 assert history.ok, history.error
                 if turn > 1:  # the first of each builds and opens engines, the second captures

@@ -21,7 +21,7 @@ from ..architectures.fused_linear import FusedLinear
 from .module_copy import plain_copy
 from .network import NativeNetwork
 from .stored_weights import is_quantised, quantised_again, stored_dtypes, tensors_of, weights_with_patches
-from .torch_kernels import empty_laid_out, laid_out
+from .torch_kernels import empty_laid_out, lay_out_in_place
 from .weight_formats import cast_when_called
 from .weight_hash import edition_of, value_of
 from .weight_patches import acting, version_of
@@ -272,8 +272,8 @@ class LiveWeights:
         owner, leaf = self._native_place(name)
         if is_quantised(owner._parameters[leaf]):
             return self._native_tensor(name)
-        live = owner._parameters[leaf].data
-        ready = laid_out(live)
+        live = owner._parameters[leaf]
+        ready = lay_out_in_place(live)
         if ready.data_ptr() != live.data_ptr():
             owner._parameters[leaf] = torch.nn.Parameter(ready, requires_grad=False)
         return ready

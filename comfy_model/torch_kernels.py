@@ -21,6 +21,30 @@ def laid_out(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
 
 
+def lay_out_in_place(tensor: torch.Tensor) -> torch.Tensor:
+    """Lay a tensor out within its own memory where no other tensor views that; return it as ``laid_out`` gives it.
+
+    New memory for each convolution of a model would leave holes where the old was, which other sizes do not fill.
+    """
+    ready = laid_out(tensor)
+    if ready.data_ptr() == tensor.data_ptr() or not _has_memory_alone(tensor):
+        return ready
+    with torch.inference_mode(tensor.is_inference()):
+        place = tensor.as_strided(ready.shape, ready.stride())
+        place.copy_(ready)
+        tensor.data = place  # whoever holds this very tensor sees its values still
+    return tensor.data
+
+
+def _has_memory_alone(tensor: torch.Tensor) -> bool:
+    """Tell whether no other tensor has its memory; False where this torch does not tell."""
+    uses = getattr(torch._C, "_storage_Use_Count", None)
+    if uses is None or tensor.untyped_storage().nbytes() != tensor.nbytes:
+        return False
+    alone = torch.empty(1)
+    return uses(tensor.untyped_storage()._cdata) == uses(alone.untyped_storage()._cdata)
+
+
 def empty_laid_out(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory for a tensor as ``laid_out`` gives it."""
     return torch.empty_strided(shape, strides_laid_out(shape, device), dtype=dtype, device=device)

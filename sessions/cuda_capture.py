@@ -117,8 +117,10 @@ class CudaCapture:
         here = torch.cuda.current_stream(self._device)
         self.stream.wait_stream(here)
         with torch.cuda.stream(self.stream):
-            body()  # makes the work space now: made in the capture, it would belong to this graph alone
+            self._make_work_space()
+            body()  # makes what else libraries keep
         here.wait_stream(self.stream)
+        free_idle_memory(self._device)
         try:
             # thread_local: other threads of ComfyUI may use CUDA while this one captures
             with torch.cuda.device(self._device), torch.cuda.graph(
@@ -129,8 +131,16 @@ class CudaCapture:
             self._leave_pool()
             self._leave_capture()
             raise
-        torch.cuda.empty_cache()  # what earlier runs took outside the graph
+        free_idle_memory(self._device)
         return graph
+
+    def _make_work_space(self) -> None:
+        """Have torch make the stream's work space for matrix products.
+
+        Made in a capture it would belong to this graph alone, and in the midst of a run it would keep what lies around.
+        """
+        one = torch.ones(16, 16, device=self._device, dtype=torch.float16)
+        torch.addmm(one[0], one, one)
 
     def new_wait_point(self) -> WaitPoint:
         """Return a wait point for one graph, whose event has already come."""
@@ -192,6 +202,12 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             seen.add(id(link))
             waiting += [link.__cause__, link.__context__]
             yield link
+
+
+def free_idle_memory(device: torch.device) -> None:
+    """Free what torch keeps of earlier runs outside of graphs."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def give_back_graph_memory(device: torch.device) -> int:

@@ -20,7 +20,16 @@ import torch
 from ..architectures.calls import AsyncInputs
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import outside_recording
-from .cuda_capture import Capture, CudaCapture, Replay, WaitPoint, release_failed_capture, wait_for, with_wait_point
+from .cuda_capture import (
+    Capture,
+    CudaCapture,
+    Replay,
+    WaitPoint,
+    free_idle_memory,
+    release_failed_capture,
+    wait_for,
+    with_wait_point,
+)
 
 log = logging.getLogger(__name__)
 
@@ -83,12 +92,15 @@ class _CapturedGraph:
                 buffers[alike][1].copy_(tensor)
             static[name] = buffers[alike][1]
         sizes, views = {}, {}
-        for name, result in function(static).items():
+        results = dict(function(static))
+        for name, result in results.items():
             # its own strides if it has no gaps, else those of a contiguous tensor
             strides = torch.empty_like(result, device="meta", memory_format=torch.preserve_format).stride()
             place = sizes.get(result.dtype, 0)
             views[name] = (result.dtype, result.shape, strides, place)
             sizes[result.dtype] = place + -(-result.numel() // 64) * 64
+        del results, result
+        free_idle_memory(device)  # else the block would lie in the midst of what the run took, and keep all of it
         with torch.inference_mode(False):
             block = {dtype: torch.empty(size, dtype=dtype, device=device) for dtype, size in sizes.items()}
         copied = [name for name, _ in buffers.values()]
@@ -248,6 +260,7 @@ class GraphCache:
     ) -> _CapturedGraph | None:
         while len(self._captured) >= self._limit:
             self._captured.popitem(last=False)
+        free_idle_memory(self.device)
         before = _reserved(self.device)
         try:
             # held in this frame: ``release_failed_capture`` would take the buffers for memory of the capture

@@ -5,14 +5,14 @@ Channels_last is for GPUs; here the CPU is said to want it too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import networks
 import pytest
 import torch
 from hybrid_trt.comfy_model import torch_kernels
 from hybrid_trt.comfy_model.live_weights import LiveWeights
-from hybrid_trt.comfy_model.torch_kernels import empty_laid_out, laid_out, strides_of
+from hybrid_trt.comfy_model.torch_kernels import empty_laid_out, laid_out, lay_out_in_place, strides_of
 
 SHAPES = [(2, 3, 5, 7), (1, 3, 5, 7), (4, 3, 1, 1), (1, 1, 1, 1), (2, 1, 5, 7), (0, 3, 5, 7)]
 
@@ -64,3 +64,41 @@ def test_weights_lie_as_they_were_compiled(kind: str, share: bool, channels_last
     assert {name: live[name].stride() for name in values} == when_compiled
     assert all(torch.equal(live[name], value) for name, value in values.items())
     assert any(value.shape[2:] == (1, 1) for value in values.values()), "by these alone layouts could be mistaken"
+
+
+@pytest.mark.usefixtures("channels_last")
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_weight_is_laid_out_in_its_own_memory_and_whoever_holds_it_sees_its_values(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        weight = torch.nn.Parameter(torch.randn(4, 6, 3, 3), requires_grad=False)
+        values, place = weight.clone(), weight.data_ptr()
+    ready = lay_out_in_place(weight)
+    assert ready.data_ptr() == weight.data_ptr() == place
+    assert ready.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(ready, values)
+    assert torch.equal(weight, values)
+    assert lay_out_in_place(weight).data_ptr() == place, "nothing is left to do"
+
+
+@pytest.mark.usefixtures("channels_last")
+@pytest.mark.parametrize("others", [lambda w: w.view(-1), lambda w: w.data, lambda w: w[0], lambda w: w.detach()])
+def test_a_weight_whose_memory_another_tensor_views_is_left_as_it_is(others: Callable) -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 6, 3, 3), requires_grad=False)
+    view, values = others(weight), weight.clone()
+    seen = view.clone()
+    ready = lay_out_in_place(weight)
+    assert ready.data_ptr() != weight.data_ptr()
+    assert torch.equal(ready, values)
+    assert torch.equal(weight, values)
+    assert torch.equal(view, seen)
+
+
+@pytest.mark.usefixtures("channels_last")
+def test_a_weight_that_is_part_of_a_larger_tensor_leaves_the_rest_alone() -> None:
+    whole = torch.randn(8, 6, 3, 3)
+    values, weight = whole.clone(), torch.nn.Parameter(whole[:4], requires_grad=False)
+    assert torch.equal(lay_out_in_place(weight), values[:4])
+    assert torch.equal(whole, values)
+    del whole
+    assert torch.equal(lay_out_in_place(weight), values[:4])
+    assert torch.equal(weight, values[:4])
