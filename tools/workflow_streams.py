@@ -27,7 +27,7 @@ PICTURES = "report.latent or any"
 
 
 def webcam() -> Recipe:
-    """What a webcam sees becomes a picture, again and again."""
+    """A webcam's frames become pictures while it runs."""
     text = f"""# Webcam to picture, accelerated
 
 What a webcam sees becomes a picture, many times a second, and a ControlNet holds its edges.
