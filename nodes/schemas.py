@@ -288,7 +288,7 @@ def stream(samplers: Sequence[str], schedulers: Sequence[str]) -> io.Schema:
             ),
         ],
         outputs=[io.Image.Output("pictures", display_name="pictures", tooltip="One for each frame.")],
-        hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
+        hidden=[io.Hidden.unique_id],
     )
 
 

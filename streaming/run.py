@@ -65,7 +65,7 @@ class _Loop:
     def __init__(self, stream: Stream, source: Source, times: FrameTimes):
         self._stream, self._source, self._times = stream, source, times
         self.last: torch.Tensor | None = None
-        self._given = 0.0
+        self._there = 0.0
         self._computed: _Started | None = None  # the latest frame that is no repetition
 
     def run(self, frames: Iterator[Frame]) -> None:
@@ -121,12 +121,12 @@ class _Loop:
             started.end.synchronize()
         if started.sums is not None and not bool(torch.isfinite(started.sums).all()):
             self._again(started)
+        now = time.perf_counter()  # it is there; what the source does with it is part of the next frame's time
+        self._times.add(1000 * (now - max(started.begun, self._there)))
+        self._times.repeated += started.repeats is not None
+        self._there = now
         self.last = made.picture
         self._source.give(started.frame.number, made.picture)
-        now = time.perf_counter()
-        self._times.add(1000 * (now - max(started.begun, self._given)))
-        self._times.repeated += started.repeats is not None
-        self._given = now
 
     def _again(self, started: _Started) -> None:
         """Have native make a picture that an engine spoilt."""

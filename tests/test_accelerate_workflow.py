@@ -97,7 +97,8 @@ def ways(prompt: dict[str, Any]) -> list[str]:
     def up(node: str) -> list[str]:
         sources = [value for value in prompt[node]["inputs"].values() if is_link(value)]
         return [prompt[node]["class_type"], *(up(sources[0][0]) if sources else [])]
-    return sorted(" ".join(up(node)) for node, entry in prompt.items() if entry["class_type"] in ("Sampler", "TRTStream"))
+    samplers = ("Sampler", "TRTStream")
+    return sorted(" ".join(up(node)) for node, entry in prompt.items() if entry["class_type"] in samplers)
 
 
 def without_ours(prompt: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import comfy.controlnet
@@ -18,7 +19,7 @@ from comfy_process import ComfyProcess
 from hybrid_trt.engine_library import Library
 from hybrid_trt.sampling import frame_times
 from hybrid_trt.sampling.frame_times import FrameTimes
-from hybrid_trt.streaming import open_sampling
+from hybrid_trt.streaming import open_sampling, run
 from hybrid_trt.streaming.frames import Changes, Frame
 from hybrid_trt.streaming.run import run_stream
 from hybrid_trt.streaming.settings import Settings
@@ -173,7 +174,11 @@ def test_the_nodes_own_controlnets_are_left_as_they_were(file: Path, vae: comfy.
     assert stream.controls.controls[0].cond_hint is None, "nothing is kept on the device"
 
 
-def test_a_picture_is_given_before_the_next_frame_is_waited_for(file: Path, vae: comfy.sd.VAE) -> None:
+def test_a_picture_is_given_before_the_next_frame_is_waited_for(
+    file: Path, vae: comfy.sd.VAE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = SimpleNamespace(synchronize=lambda: None)  # as of a device that may still compute
+    monkeypatch.setattr(run, "download", lambda tensor: (tensor, event))
     frames = [Frame(n, image(n)) for n in range(3)]
     waiting, full = Given(*frames, ready=False), Given(*frames)
     for source in (waiting, full):
@@ -287,6 +292,12 @@ def test_a_step_cache_has_each_frame_sampled_by_itself_and_the_node_says_why(com
 def test_a_number_of_control_images_that_fits_no_frames_is_told(comfy: ComfyProcess) -> None:
     history = comfy.queue(streamed_prompt(Case(frames=5, controls=1, images=3)))
     assert "ControlNet 1 has 3 images, and there are 5 frames." in history.error
+
+
+def test_the_same_frames_are_not_sampled_again_in_the_next_prompt(comfy: ComfyProcess) -> None:
+    prompt = streamed_prompt(Case(frames=2, steps=1, seed=77))
+    assert "stream" not in comfy.queue(prompt).cached
+    assert "stream" in comfy.queue(prompt).cached
 
 
 def test_the_report_tells_frame_times(comfy: ComfyProcess) -> None:
