@@ -79,7 +79,7 @@ class Scale:
 
     @property
     def missing(self) -> dict[str, str]:
-        """What the engine node does without an engine."""
+        """The choice of the engine node for a model without an engine, if it is another."""
         return {} if self.build else {"when_missing": "use native"}
 
     def loader(self, family: str) -> dict[str, Any]:

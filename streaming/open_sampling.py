@@ -54,6 +54,7 @@ class OpenSampling(comfy.samplers.Sampler):
         self._frames = frames
         self._guider: Any = None
         self._options: dict[str, Any] = {}
+        self._models: list[Any] = []
         self._prepared_for: tuple = ()
         self._new: dict[str, Conditioning] | None = None
         self._schedule: _Schedule | None = None
@@ -64,6 +65,9 @@ class OpenSampling(comfy.samplers.Sampler):
                *_: Any, **__: Any) -> torch.Tensor:  # fmt: skip
         """Run the frames. ComfyUI calls this when models are loaded and conditionings are prepared."""
         self._guider, self._options = model_wrap, extra_args["model_options"]
+        self._models = model_management.loaded_models(only_currently_used=True)
+        # each step looks its sigma up in there, which would wait for a copy
+        model_wrap.inner_model.model_sampling.to(model_wrap.model_patcher.load_device)
         with _memory_asked_once(model_wrap.model_patcher), _nothing_collected():
             self._frames()
         return noise
@@ -74,8 +78,8 @@ class OpenSampling(comfy.samplers.Sampler):
 
     def reload(self) -> None:
         """Load what the sampling was opened with, where something else was loaded in its place."""
-        if self._guider is not None:
-            model_management.load_models_gpu([self._guider.model_patcher, *self._guider.loaded_models])
+        if self._models:
+            model_management.load_models_gpu(self._models)
 
     def sample_frame(self, latent: torch.Tensor, seed: int, settings: Settings) -> torch.Tensor:
         """Return the sampled latent as KSampler gives it, but on its device; without waiting for it."""
@@ -223,14 +227,15 @@ def _why_apart(model: ModelPatcher, conds: dict[str, Conditioning]) -> str:
     guider = comfy.samplers.CFGGuider(model)
     guider.set_conds(conds["positive"], conds["negative"])
     guider.conds = guider.original_conds
-    return "another pack takes part in the sampling" if others_take_part(guider, ()) else ""
+    theirs = (model.wrappers, model.callbacks, model.object_patches, model.injections, model.weight_wrapper_patches)
+    return "another pack takes part in the sampling" if others_take_part(guider, theirs) else ""
 
 
 def _acts_on_runs(model: ModelPatcher) -> str | None:
     """Return the name of another node that does something at the start or the end of each sampling, or None."""
     options = model.model_options.get("transformer_options", {})
     for place, owner, kinds in zip(("wrappers", "callbacks"), (WrappersMP, CallbacksMP), PER_RUN, strict=True):
-        wanted = [getattr(owner, kind) for kind in kinds]
+        wanted = [getattr(owner, kind, None) for kind in kinds]
         for found in (getattr(model, place), options.get(place, {})):
             names = [name for kind in wanted for name, held in found.get(kind, {}).items() if held and name != KEY]
             if names:

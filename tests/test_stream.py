@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import slow
 from comfy_process import ComfyProcess
-from streams import Case, compared
+from streams import Case, compared, pictures_of, streamed
 
 LIMIT = 1e-5
 
@@ -60,3 +62,26 @@ def test_a_stream_on_engines_gives_the_pictures_of_stock_nodes(comfy: ComfyProce
     calls = case.frames * case.steps
     assert counts == {"unet": (calls, 0), "controlnet": (calls, 0), "vae_decoder": (case.frames, 0),
                       "vae_encoder": (case.frames, 0)}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_any_patch_of_another_node_acts_on_each_frame_as_in_stock(comfy: ComfyProcess) -> None:
+    """Each kind of patch: where it may carry something from frame to frame, each is a sampling of its own."""
+    (kinds,) = [options["options"] for name, (_, options) in
+                comfy.object_info("TestModelPatch")["input"]["required"].items() if name == "kind"]  # fmt: skip
+    differences = {}
+    for kind in [kind for kind in kinds if kind.startswith("sd15/")]:
+        case = Case(frames=2, cfg=3.0, sampler="euler", controls=1, images=1, patch=("TestModelPatch", {"kind": kind}))
+        differences[kind], _ = compared(comfy, case)
+    assert len(differences) > 30
+    assert max(differences.values()) <= LIMIT, differences
+
+
+@pytest.mark.slow
+def test_a_lora_hooked_to_the_prompt_acts_on_each_frame(comfy: ComfyProcess) -> None:
+    case = Case(steps=2, hooked=True)
+    difference, history = compared(comfy, case)
+    assert difference <= LIMIT
+    assert "weight hooks" in history.output("report", "report")[0]["streams"][0]["one_by_one"]
+    pictures = pictures_of(history)
+    assert abs(pictures_of(comfy.queue(streamed(replace(case, hooked=False)))) - pictures).max() > 1e-3

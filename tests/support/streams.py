@@ -41,6 +41,7 @@ class Case:
     vae: str = "tiny_kl"
     new_seeds: bool = False
     patch: tuple[str, dict[str, Any]] | None = None
+    hooked: bool = False
 
 
 def loaders(case: Case) -> Prompt:
@@ -59,6 +60,11 @@ def loaders(case: Case) -> Prompt:
     if case.patch is not None:
         built["plain_model"] = built["model"]
         built["model"] = node(case.patch[0], model=["plain_model", 0], **case.patch[1])
+    if case.hooked:
+        built["plain"] = built["positive"]
+        built["hook"] = node("CreateHookLoraModelOnly", lora_name="tiny_sd15_lora.safetensors", strength_model=0.8)
+        built["positive"] = node("ConditioningSetProperties", cond_NEW=["plain", 0], strength=1.0, hooks=["hook", 0],
+                                 set_cond_area="default")
     if case.region:
         built["plain"] = built["positive"]
         built["part"] = node("TestConditioning", tokens=77, seed=3, **CONDITIONING[case.family])
