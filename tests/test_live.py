@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import struct
+import weakref
 import zlib
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,8 @@ import aiohttp
 import pytest
 import torch
 from comfy_process import ComfyProcess
-from hybrid_trt.streaming import pictures
+from hybrid_trt.streaming import live, pictures
+from hybrid_trt.streaming.frames import Changes
 from live_client import double, image, joined, opened, run_stream, token_of
 from our_routes import ask
 
@@ -386,3 +388,20 @@ def test_two_thousand_frames_leave_no_memory_behind(comfy: ComfyProcess) -> None
 
     assert run_stream(comfy, double(), act).ok
     assert max(used[10:]) - max(used[:10]) <= 10, used
+
+
+def test_a_gpu_has_one_live_stream_at_a_time_and_an_end_frees_all() -> None:
+    with live.open_session("1", Changes(seed=1), 5.0) as session:
+        with pytest.raises(live.Busy, match="Another TRT Stream"), live.open_session("2", Changes(), 5.0):
+            pass
+        client = session.join(lambda: None)
+        frame = image(0)
+        session.put(client, session.count(), frame)
+        kept = weakref.ref(frame)
+        del frame
+        assert kept() is not None
+    assert client.ended == "The stream has ended."
+    assert live.sessions() == []
+    assert kept() is None, "a frame that nobody took is gone"
+    with live.open_session("2", Changes(), 5.0):
+        pass

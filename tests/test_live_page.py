@@ -203,3 +203,11 @@ def test_a_workflow_that_fails_before_its_stream_opens_is_told(
         assert panel.locator("video").evaluate("video => video.srcObject") is None, "the camera is off"
     finally:
         broken.unlink()
+
+
+def test_a_screen_is_streamed_too(opened: EnginePage, panel: Locator) -> None:
+    wire = Wire(opened)
+    panel.get_by_role("button", name="Start with screen").click()
+    until(opened, lambda: len(wire.pictures()) >= 2, "pictures")
+    panel.get_by_role("button", name="Stop").click()
+    panel.get_by_text("Stopped.").wait_for()
