@@ -77,7 +77,18 @@ def changes(handler: Handler) -> Handler:
 
 
 def check_same_site(request: web.Request) -> None:
-    """Refuse what a page of another site sends in the user's browser.
+    """Refuse what a page of another site sends in the user's browser, and what has not our header.
+
+    Raises:
+        Refused: 403.
+    """
+    check_origin(request)
+    if HEADER not in request.headers:
+        raise Refused(403, f"The request has no {HEADER} header, so it was refused; send '{HEADER}: 1'.")
+
+
+def check_origin(request: web.Request) -> None:
+    """Refuse what a page of another site sends in the user's browser; for requests that have no headers of ours.
 
     Raises:
         Refused: 403.
@@ -92,8 +103,6 @@ def check_same_site(request: web.Request) -> None:
             "This page was opened under a name that is not this computer's, as pages of attackers are, so the request "
             "was refused; open ComfyUI as localhost, by its address or over https.",
         )
-    if HEADER not in request.headers:
-        raise Refused(403, f"The request has no {HEADER} header, so it was refused; send '{HEADER}: 1'.")
 
 
 def _same_host(origin: str, host: str) -> bool:

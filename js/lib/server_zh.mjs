@@ -26,6 +26,14 @@ const PHRASES = [
     [/Broken: (\d+) values of the normal picture are no numbers \(NaN\)\./, "已损坏：普通图像中有 $1 个值不是数字（NaN）。"], [/Broken: (\d+) values of the accelerated picture are no numbers \(NaN\)\./, "已损坏：加速图像中有 $1 个值不是数字（NaN）。"],
     ["They are white in the difference.", "它们在差异图中为白色。"], ["SSIM was not computed: ", "未计算 SSIM："], ["it needs torchmetrics (pip install torchmetrics, with the Python that runs ComfyUI).", "需要 torchmetrics（用运行 ComfyUI 的 Python 执行 pip install torchmetrics）。"],
     [/a picture has to be (\d+) px wide and high\./, "图像的宽和高至少为 $1 像素。"],
+    // a live stream
+    ["The stream was stopped.", "实时流已停止。"], ["The stream has ended.", "实时流已结束。"], ["The stream was interrupted.", "实时流已中断。"],
+    ["The stream ended with an error; ComfyUI's page and log say more.", "实时流因错误而结束；详情见 ComfyUI 页面和日志。"],
+    [/No page or program sent frames for ([\d.]+) s, so the stream ended\./, "$1 秒内没有页面或程序发送画面，实时流已结束。"],
+    ["Another page or program sends frames to this stream already; stop it there first.", "已有其他页面或程序向此实时流发送画面；请先在那里停止。"],
+    ["This is not the token of a stream that runs, so the connection ends; ask for it again.", "这不是运行中的实时流的令牌，连接结束；请重新获取。"],
+    [/The message was left out: (.+)\./, "此消息被忽略：$1。"], ["The frame is no JPEG, PNG or raw frame that can be read, so it was left out.", "此画面不是可读取的 JPEG、PNG 或原始画面，已被忽略。"],
+    [/A frame is (\d+) to (\d+) pixels wide and high; this one has (\d+x\d+), so it was left out\./, "画面的宽和高须为 $1 到 $2 像素；此画面为 $3，已被忽略。"],
     // what becomes of the picture
     ["Same picture, normal speed", "图像相同，速度为原速"], ["Same picture as that node makes without engines", "图像与该节点不用引擎时相同"],
     ["The normal model runs: it leaves out what does not fit, or ends the prompt", "由普通模型运行：不适合的部分会被略去，或任务会中止"],
