@@ -161,9 +161,10 @@ def source_changed(engine: Engine) -> Fallback | None:
 
     Nothing either for an engine that serves any weights.
     Only of engines built here: a path that a stranger wrote is never touched, it may lead to his server.
+    Another worker's path says nothing either: the file there is of other times here.
     """
     record, source = trust.record_of(engine), engine.manifest.source
-    if record is None or record.verdict != trust.BUILT or engine.manifest.identity.any_weights:
+    if record is None or record.verdict != trust.BUILT or not record.here or engine.manifest.identity.any_weights:
         return None
     try:
         stat = os.stat(source["path"])

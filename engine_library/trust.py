@@ -2,12 +2,13 @@
 
 An engine's key is a hash that anybody can compute over whatever files, so it says nothing about what these compute. A
 record beside the manifest does: it is signed with a secret of this user. Machines that share the secret's folder trust
-each other's engines.
+each other's engines, and so do workers with one fleet key, which signs the record as well.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import hmac
 import json
@@ -19,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import schema
+from . import fleet_key, schema
 from .atomic_files import claim, replace, temporary_beside, write_file
 from .fallback import Fallback, Reason
+from .gpu_driver import driver_version
 from .manifest import RECORD_NAME, Manifest
 from .safe_files import is_private, open_regular, read_json
 
@@ -36,6 +38,8 @@ SEAL = 64
 """Characters of a signature."""
 BUILT, REFUSED = "built", "refused"
 _NAMES = ("verdict", "why", "parity", "gpu")
+_OWN, _FLEET = "signature", "fleet"
+"""Names of a record's signatures: with this machine's secret, and with the fleet key where there is one."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,14 @@ class Record:
         parity: figures of the comparison on a device, as in a manifest. On a GPU also its ``driver``, and milliseconds
             of one call, ``engine_ms`` and ``native_ms``; for an engine of any weights ``refit_s``: seconds to take all.
         gpu: on which GPU it ran and computed what native does; ``""`` on none.
+        here: False if it is another worker's, whose fleet key is ours.
     """
 
     verdict: str
     why: str = ""
     parity: Mapping = field(default_factory=dict)
     gpu: str = ""
+    here: bool = True
 
     @property
     def fields(self) -> dict:
@@ -73,21 +79,22 @@ _unkept: dict[tuple[str, str], Record] = {}
 def keep(folder: Path, manifest: Manifest, record: Record, home: Path | None = None) -> None:
     """Sign an engine's record and keep it in ``folder``, or beside the secret when the library is read-only.
 
+    Beside the secret as well when another worker of the fleet built it: its own record stays for the others.
+
     Args:
         folder: where the engine's files are now.
         home: where they will be, when that is elsewhere.
     """
     try:
         fields = record.fields
-        text = json.dumps({**fields, "signature": sign(_signed(manifest, fields))}, indent=1)
-        elsewhere = _elsewhere(manifest)
-        try:
-            write_file(folder / RECORD_NAME, text)
-        except OSError:
-            elsewhere.parent.mkdir(exist_ok=True)
-            write_file(elsewhere, text)
-        else:
+        text = json.dumps({**fields, **_signatures(_signed(manifest, fields))}, indent=1)
+        place, elsewhere = folder / RECORD_NAME, _elsewhere(manifest)
+        there = _read(place, manifest)
+        if (there is None or there.here) and _wrote(place, text):
             elsewhere.unlink(missing_ok=True)  # which would win
+        else:
+            elsewhere.parent.mkdir(parents=True, exist_ok=True)
+            write_file(elsewhere, text)
         _unkept.pop((str(home or folder), manifest.digest), None)
     except OSError as error:
         _unkept[str(home or folder), manifest.digest] = record
@@ -99,13 +106,13 @@ def keep(folder: Path, manifest: Manifest, record: Record, home: Path | None = N
 
 
 def record_of(engine: Engine) -> Record | None:
-    """Return this machine's record of an engine, or None; cheap while no file changes."""
+    """Return this machine's record of an engine, else one of its fleet, or None; cheap while no file changes."""
     if (unkept := _unkept.get((str(engine.folder), engine.manifest.digest))) is not None:
         return unkept
     places = [engine.folder / RECORD_NAME]
     with contextlib.suppress(OSError):  # no home
         places.insert(0, _elsewhere(engine.manifest))  # newer: it was written when the folder could not be any more
-    stamp = (engine.manifest.digest, key_stamp(), *(_stamp(place) for place in places))
+    stamp = (engine.manifest.digest, key_stamp(), fleet_key.stamp(), *(_stamp(place) for place in places))
     known = _known.get(str(engine.folder))
     if known is None or known[0] != stamp:
         found = next((record for place in places if (record := _read(place, engine.manifest)) is not None), None)
@@ -127,7 +134,7 @@ def call_times(engines: Sequence[Engine]) -> tuple[float, float] | None:
 
 
 def built_here(engine: Engine) -> bool:
-    """Tell whether this machine built an engine, and nobody has changed what its manifest says since."""
+    """Tell whether this machine or its fleet built an engine, and nobody has changed what its manifest says since."""
     record = record_of(engine)
     return record is not None and record.verdict == BUILT
 
@@ -164,6 +171,8 @@ def why_unusable(engine: Engine, gpu: str = "") -> Fallback | None:
             ", or this machine's secret is gone (in a container that forgets its home, let "
             f"{FOLDER_VARIABLE} name a folder that lasts and that only you can read)"
         )  # fmt: skip
+        if refused := fleet_key.why_refused():
+            lost += f", and no fleet key is used: {refused}"
         return Fallback(Reason.STALE_ENGINE, f"{engine.folder.name} was not built on this machine{lost}")
     if record.verdict == REFUSED:
         return Fallback(Reason.BROKEN_ENGINE, record.why)
@@ -171,6 +180,9 @@ def why_unusable(engine: Engine, gpu: str = "") -> Fallback | None:
         elsewhere = f"has run on {record.gpu}" if record.gpu else "has not run on a GPU yet"
         text = f"{engine.folder.name} {elsewhere} and was not compared with the normal model on {gpu}"
         return Fallback(Reason.UNCHECKED, text)
+    if gpu and not record.here and (proved := figures(engine).get("driver") or "unknown") != _driver():
+        text = f"{engine.folder.name} was built by another worker with driver {proved}, and here it is"
+        return Fallback(Reason.UNCHECKED, f"{text} {_driver() or 'unknown'}: it was not compared with the normal model")
     return None
 
 
@@ -178,15 +190,44 @@ def _signed(manifest: Manifest, fields: Mapping) -> str:
     return json.dumps([manifest.digest, fields], sort_keys=True)
 
 
+def _signatures(text: str) -> dict[str, str]:
+    """Return a text's signatures, so that an engine outlives the fleet key on the machine that built it."""
+    if not (fleet := fleet_key.sign(text)):
+        return {_OWN: sign(text)}
+    with contextlib.suppress(OSError):
+        return {_OWN: sign(text), _FLEET: fleet}
+    return {_OWN: "", _FLEET: fleet}  # no secret can be kept here, so this worker knows it by the fleet key alone
+
+
 def _read(path: Path, manifest: Manifest) -> Record | None:
-    """Return a record that is whole, signed here and of this manifest. Earlier versions knew more verdicts."""
+    """Return a record that is whole, signed by this machine or its fleet, and of this manifest.
+
+    Earlier versions knew more verdicts.
+    """
     try:
-        data = schema.mapping(read_json(path), "", (*_NAMES, "signature"))
+        data = schema.mapping(read_json(path), "", (*_NAMES, _OWN), (_FLEET,))
     except (OSError, schema.MalformedInput):
         return None
     fields = {name: data[name] for name in _NAMES}
-    ours = is_signed(_signed(manifest, fields), data["signature"])
-    return Record(**fields) if ours and fields["verdict"] in (BUILT, REFUSED) else None
+    text = _signed(manifest, fields)
+    here = is_signed(text, data[_OWN])
+    ours = here or _FLEET in data and fleet_key.is_signed(text, data[_FLEET])
+    return Record(**fields, here=here) if ours and fields["verdict"] in (BUILT, REFUSED) else None
+
+
+def _wrote(path: Path, text: str) -> bool:
+    """Write a file and tell whether that could be done."""
+    try:
+        write_file(path, text)
+    except OSError:
+        return False
+    return True
+
+
+@functools.cache
+def _driver() -> str:
+    """Return the driver's version, asked once per process; ``""`` where it cannot be told."""
+    return driver_version()
 
 
 def _elsewhere(manifest: Manifest) -> Path:

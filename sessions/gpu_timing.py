@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import subprocess
 from collections.abc import Callable
 
 import torch
@@ -31,13 +30,3 @@ def each(call: Callable[[], object], warm: int, timed: int) -> list[float]:
         end.synchronize()
         times.append(start.elapsed_time(end))
     return times
-
-
-def driver_version() -> str:
-    """Return the version of NVIDIA's driver, or ``""`` if its tool does not tell."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return (told.split() or [""])[0]

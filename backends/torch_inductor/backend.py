@@ -23,6 +23,7 @@ from ...engine_library import BuildError, Engine, Fallback, Manifest, Reason, Un
 from ...sessions.session import refusal_of, refuse
 from .. import BuildRequest, BuildSizes, LiveTask, Progress, gpu_of
 from . import compiled
+from .cpu import cpu_kind
 
 if TYPE_CHECKING:
     from ...comfy_model.network import NativeNetwork
@@ -73,6 +74,8 @@ class TorchBackend:
             return Fallback(Reason.WRONG_GPU, f"it was compiled for {identity.device}")
         if identity.backend_version != self.version():
             return Fallback(Reason.STALE_ENGINE, f"it was compiled by torch {identity.backend_version}")
+        if device.type == "cpu" and manifest.parity.get("cpu", cpu_kind()) != cpu_kind():
+            return Fallback(Reason.STALE_ENGINE, "it was compiled for a CPU with other instructions")
         return None
 
     def writes(self, name: str) -> bool:

@@ -17,11 +17,13 @@ from ...comfy_model.float32 import results_in_float32
 from ...comfy_model.torch_kernels import best_attention, laid_out
 from ...engine_library import BuildError, yardstick
 from ...engine_library.engine import furthest
+from ...engine_library.gpu_driver import driver_version
 from ...sessions import gpu_timing
 from ...sessions.cuda_graphs import GraphCache
 from .. import LiveTask, Progress
 from . import attention, quantised_graph
 from .compiled import Compiled, compile_in_parts, compile_to_file, file_name, lifted, open_file
+from .cpu import cpu_kind
 from .free_sizes import FreeSizes
 
 log = logging.getLogger(__name__)
@@ -81,7 +83,7 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
             record.append({**case, **found, **({"attention": kernel, "attention_ms": timed} if timed else {})})
         first = first or compiled
         del results, given, compiled
-    figures = {}
+    figures = {"cpu": cpu_kind()} if task.device.type == "cpu" else {}
     if task.device.type == "cuda":
         progress("measuring", 0.97)
         figures = _figures(function, first, weights, _inputs(task, task.sizes[0]))
@@ -168,7 +170,7 @@ def _figures(function: torch.nn.Module, compiled: Compiled, weights: list, given
     except Exception:
         log.warning("what a call takes was not measured", exc_info=True)
         return {}
-    return {"driver": gpu_timing.driver_version(), "native_ms": round(native, 3), "engine_ms": round(engine, 3)}
+    return {"driver": driver_version(), "native_ms": round(native, 3), "engine_ms": round(engine, 3)}
 
 
 def _compared(

@@ -26,7 +26,7 @@ from ...architectures.shapes import PRECISIONS, SIZE_NAMES, RequestedSizes
 from ...backends import AUTO, backends, gpu_of
 from ...backends.lookup import backends_for, refusals
 from ...comfy_model.hash_cache import source_changed
-from ...engine_library import BuildError, Library, LibraryError, Unavailable, trust, yardstick
+from ...engine_library import BuildError, Library, LibraryError, Unavailable, fleet_key, trust, yardstick
 from ...engine_library.disk import free_bytes, gigabytes
 from ...engine_library.inventory import Entry, delete, entries, select, verify
 from . import comfyui, doctor, workflows
@@ -111,6 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     add("inspect", _inspect, "Show the manifest of an engine.").add_argument("engine")
     add("doctor", _doctor, "Report for support: versions, card, backends and why not, library, last errors; nothing "
                            "personal.")  # fmt: skip
+    key = add("fleet-key", _fleet_key, "Make a key for workers that accept each other's engines; who has it can run "
+                                       "programs on each of them.")  # fmt: skip
+    key.add_argument("file", type=Path, metavar="FILE", help=f"a new file, for {fleet_key.VARIABLE} to name")
     return parser
 
 
@@ -204,6 +207,12 @@ def _inspect(options: argparse.Namespace) -> int:
         raise LibraryError(entry.reason)
     _print_json({**entry.engine.manifest.to_json(), "state": entry.state, "reason": entry.reason})
     return 0
+
+
+def _fleet_key(options: argparse.Namespace) -> int:
+    fleet_key.make(options.file)
+    text = f"{options.file} is the key; let {fleet_key.VARIABLE} name it on each worker, where only ComfyUI may read it"
+    return _done(options, {"file": str(options.file)}, text)
 
 
 def _doctor(options: argparse.Namespace) -> int:

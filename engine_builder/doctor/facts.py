@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...architectures import profile_words
 from ...comfy_model.hash_cache import source_changed
-from ...engine_library import Fallback, Library, Reason, inventory, trust, yardstick
+from ...engine_library import Fallback, Library, Reason, fleet_key, inventory, trust, yardstick
 from ...engine_library.disk import free_bytes, gigabytes, read_settings
+from ...engine_library.gpu_driver import driver_version
 from ...engine_library.manifest import PACK_VERSION
 from .privacy import hider
 
@@ -143,8 +144,6 @@ def _told_of_torch() -> dict[str, str]:
 
 
 def _driver() -> str:
-    from ...sessions.gpu_timing import driver_version
-
     return driver_version() or "not found (nvidia-smi does not tell it)"
 
 
@@ -227,6 +226,7 @@ def _library(place: Place) -> Any:
         "size": gigabytes(sum(entry.bytes for entry in found)),
         "free": gigabytes(free_bytes(root)),
         "secret of this machine": _told(_secret),
+        "fleet key": _told(_fleet),
         "contents": [_told(lambda entry=entry: _engine(entry)) for entry in found],
     }
 
@@ -268,9 +268,16 @@ def _secret() -> str:
     return ("there" if trust.key_stamp() is not None else "none yet, or it cannot be read") + named
 
 
+def _fleet() -> str:
+    """Say whether a fleet key is in use, and never which."""
+    return "in use" if fleet_key.in_use() else fleet_key.why_refused() or "none"
+
+
 def _settings(place: Place) -> dict[str, Any]:
     names = [*VARIABLES, *sorted(name for name in os.environ if name.startswith("HYBRID_TRT_"))]
     found: dict[str, Any] = {name: _quoted(os.environ[name]) for name in names if name in os.environ}
+    if fleet_key.VARIABLE in found:
+        found[fleet_key.VARIABLE] = "set"  # somebody may have put the key itself there
     if place.library is not None:
         found |= asdict(read_settings(place.library.roots[0]))
     if place.options is not None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ...backends import Progress
 from ...comfy_model.comfyui_shims import import_comfyui
 from ...engine_library import BuildError, Engine, Manifest, Reason, Unavailable, ValidationFailed, yardstick
+from ...engine_library.gpu_driver import driver_version
 from .task import Task, backend_of, function_of, tensors_of
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ def check_engine(task: Task, progress: Progress) -> dict:
     import_comfyui(task["comfyui"])
     import torch
 
-    from ...sessions import gpu_timing
     from ...sessions.gpu_memory import is_out_of_memory
     from .parity import compare
 
@@ -89,7 +89,7 @@ def check_engine(task: Task, progress: Progress) -> dict:
     against = f"native{' in float32' if exact else ''} {where}"
     parity = {**yardstick.figures(record), "cases": record, "against": against}
     if native_ms:
-        parity["driver"] = gpu_timing.driver_version()
+        parity["driver"] = driver_version()
         parity |= {"native_ms": round(native_ms, 3), "engine_ms": round(engine_ms, 3)}
     if refit_s:
         parity["refit_s"] = round(refit_s, 1)

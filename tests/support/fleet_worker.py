@@ -1,0 +1,64 @@
+"""A worker of a fleet: a process with a secret of its own, which has an engine built where it must, and runs a call.
+
+    fleet_worker.py LIBRARY BACKEND BUILDS
+
+BUILDS is ``builds`` or ``runs``. Prints the steps of its builds, the names of the engines that served, how far its
+result is from the normal model, and the seconds that all of it took.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tools")]
+
+from pack import import_comfy
+
+import_comfy()
+
+import torch
+from any_weights import PROFILE, SIZES, inputs_of
+from hybrid_trt.architectures.calls import EngineCall
+from hybrid_trt.backends import backends
+from hybrid_trt.engine_builder.build import build_engine, run_here
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import Library
+from hybrid_trt.engine_library.engine import relative_error
+from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
+from small_networks import native_call, network
+
+
+def work(root: Path, backend: str, builds: bool) -> dict:
+    """Return what this worker did."""
+    net, steps, library, began = network("unet", "unlike_levels"), [], Library([root]), time.monotonic()
+
+    def run(task: dict, *rest: object) -> dict:
+        steps.append(task["step"])
+        return run_here(task, *rest)
+
+    if builds:
+        calls = (SIZES,) if backend == "torch" else ()
+        build_engine(BuildOrder(net, "float32", PROFILE, backends()[backend], calls=calls), library, lambda *_: None,
+                     run=run)  # fmt: skip
+    handle = EngineHandle(net, EngineChoice(PROFILE, backend=backend), library, f"node of {root}")
+    handle.plan()
+    handle.open()
+    with torch.inference_mode():
+        done, result = handle.serve(None, lambda: EngineCall(inputs_of(net), dict))
+        native = native_call(net, inputs_of(net))[0]
+    serving = done and bool(handle.session.serving)
+    return {
+        "steps": steps,
+        "serving": serving,
+        "error": relative_error(result["out"], native) if done else None,
+        "why": handle.fallback.sentence() if handle.fallback else "",
+        "seconds": time.monotonic() - began,
+    }
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(work(Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "builds")) + "\n")
