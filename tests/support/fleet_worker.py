@@ -2,7 +2,7 @@
 
     fleet_worker.py LIBRARY BACKEND BUILDS
 
-BUILDS is ``builds`` or ``runs``. Prints the steps of its builds, the names of the engines that served, how far its
+BUILDS is ``builds`` or ``runs``. Prints the steps of its builds, whether an engine served, how far its
 result is from the normal model, and the seconds that all of it took.
 """
 
@@ -21,35 +21,38 @@ from pack import import_comfy
 import_comfy()
 
 import torch
-from any_weights import PROFILE, SIZES, inputs_of
+from builds import small_network
 from hybrid_trt.architectures.calls import EngineCall
+from hybrid_trt.architectures.shapes import Profile, Range, sample_inputs
 from hybrid_trt.backends import backends
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
-from small_networks import native_call, network
+from small_networks import native_call
+
+CALL = {"B": 1, "H": 8, "W": 8, "T": 77}
+PROFILE = Profile({symbol: Range(size, size, size) for symbol, size in CALL.items()})
 
 
 def work(root: Path, backend: str, builds: bool) -> dict:
     """Return what this worker did."""
-    net, steps, library, began = network("unet", "unlike_levels"), [], Library([root]), time.monotonic()
+    net, steps, library, began = small_network(), [], Library([root]), time.monotonic()
+    given = sample_inputs(net.architecture().inputs(net.module, "float32"), CALL, seed=3)
 
     def run(task: dict, *rest: object) -> dict:
         steps.append(task["step"])
         return run_here(task, *rest)
 
     if builds:
-        calls = (SIZES,) if backend == "torch" else ()
-        build_engine(BuildOrder(net, "float32", PROFILE, backends()[backend], calls=calls), library, lambda *_: None,
-                     run=run)  # fmt: skip
+        build_engine(BuildOrder(net, "float32", PROFILE, backends()[backend]), library, lambda *_: None, run=run)
     handle = EngineHandle(net, EngineChoice(PROFILE, backend=backend), library, f"node of {root}")
     handle.plan()
     handle.open()
     with torch.inference_mode():
-        done, result = handle.serve(None, lambda: EngineCall(inputs_of(net), dict))
-        native = native_call(net, inputs_of(net))[0]
+        done, result = handle.serve(None, lambda: EngineCall(given, dict))
+        native = native_call(net, given)[0]
     serving = done and bool(handle.session.serving)
     return {
         "steps": steps,
