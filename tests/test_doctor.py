@@ -23,7 +23,7 @@ from hybrid_trt.engine_builder import jobs as jobs_module
 from hybrid_trt.engine_builder.command_line import main as cli_module
 from hybrid_trt.engine_builder.doctor import KeptWarnings, Place, as_text, report
 from hybrid_trt.engine_builder.doctor.privacy import hider
-from hybrid_trt.engine_library import BuildError, Library, trust
+from hybrid_trt.engine_library import BuildError, Library, fleet_key, trust
 from pack import ROOT
 from scenarios import Scenario, prompt
 
@@ -263,6 +263,28 @@ def test_a_key_that_is_not_there_is_told_and_none_is_made(
     told = doctor(capsys, "--library", str(tmp_path / "library"), "--device", "cpu")
     assert "secret of this machine: none yet" in told
     assert trust.key_stamp() is None
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows keeps no such rights")
+def test_it_tells_whether_a_fleet_key_is_in_use_and_never_the_key(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, secret, path = ("--library", str(tmp_path / "library"), "--device", "cpu"), "5ec4e7" * 11, tmp_path / "key"
+    monkeypatch.delenv(fleet_key.VARIABLE, raising=False)
+    assert "fleet key: none" in doctor(capsys, *options)
+    path.write_text("0123456789abcdef" * 4)
+    path.chmod(0o600)
+    monkeypatch.setenv(fleet_key.VARIABLE, str(path))
+    told = doctor(capsys, *options)
+    assert "fleet key: in use" in told
+    assert path.read_text() not in told
+    path.chmod(0o644)
+    assert "may be read by others" in doctor(capsys, *options)
+    monkeypatch.setenv(fleet_key.VARIABLE, secret)
+    told = doctor(capsys, *options)
+    assert f"{fleet_key.VARIABLE}: set" in told
+    assert "cannot be read" in told
+    assert secret not in told, "somebody took the variable for the key's place"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows keeps no such rights")
