@@ -39,11 +39,6 @@ class Engine:
     folder: Path
     manifest: Manifest
 
-    @property
-    def main_file(self) -> Path:
-        """The file that the backend opens."""
-        return self.folder / next(iter(self.manifest.files))
-
     def check_sizes(self) -> None:
         """Raise Unavailable when a file is missing or has another size than when it was built."""
         for name, expected in self.manifest.files.items():

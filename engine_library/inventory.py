@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -17,6 +18,8 @@ from .fallback import Fallback, Reason, Unavailable
 from .library import Library, Usable, manifests
 from .manifest import USE_NAME, Manifest, ManifestError
 from .safe_files import open_regular
+
+log = logging.getLogger(__name__)
 
 READY, STALE, UNCHECKED, BROKEN = "ready", "stale", "unchecked", "broken"
 _STATES = {Reason.BROKEN_ENGINE: BROKEN, Reason.UNCHECKED: UNCHECKED}
@@ -92,6 +95,10 @@ def _entry(path: Path, name: str, usable: Usable, stale: Stale, gpu: str) -> Ent
         flaw = Library.why_unusable(engine, usable, gpu) or stale(engine)
     except ManifestError as error:
         flaw = Fallback(Reason.BROKEN_ENGINE, str(error))
+    except Exception as error:  # of a backend, for example; the other engines are listed all the same
+        log.warning("Hybrid TRT: %s could not be looked at, so it is listed as broken.", folder, exc_info=True)
+        what = f"{folder.name} could not be looked at ({type(error).__name__}: {error}); the log has the whole error"
+        flaw = Fallback(Reason.BROKEN_ENGINE, what)
     state = READY if flaw is None else _STATES.get(flaw.reason, STALE)
     used = last_used(engine) if engine is not None else None
     text = used.isoformat(timespec="seconds") if used is not None else None
@@ -100,11 +107,10 @@ def _entry(path: Path, name: str, usable: Usable, stale: Stale, gpu: str) -> Ent
 
 def _disk_use(folder: Path) -> int:
     total = 0
-    for file in folder.rglob("*"):
-        try:
-            total += file.stat().st_size if file.is_file() else 0
-        except OSError:
-            pass  # deleted since it was listed
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # deleted since it was listed
+                total += os.stat(os.path.join(where, name)).st_size
     return total
 
 

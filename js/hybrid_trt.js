@@ -9,6 +9,7 @@ import { ENGINE_NODES } from "./lib/graph.mjs";
 import { labelValues } from "./lib/labels.mjs";
 import { logLines } from "./lib/log_words.mjs";
 import { NodeView } from "./lib/node_view.mjs";
+import { Live } from "./lib/live.mjs";
 import { inChinese } from "./lib/notes_zh.mjs";
 import { Panel } from "./lib/panel.mjs";
 import { PictureSizes } from "./lib/picture_sizes.mjs";
@@ -182,6 +183,10 @@ app.registerExtension({
         app.extensionManager.registerSidebarTab({
             id: SIDEBAR, icon: "pi pi-bolt", title: t("panel"), tooltip: t("panel"), type: "custom",
             render: openSidebar, destroy: closeSidebar,
+        });
+        const live = new Live(api, { prompt: async () => (await app.graphToPrompt()).output, queue: () => app.queuePrompt(0) });
+        app.extensionManager.registerSidebarTab({
+            id: "hybrid_trt.live", icon: "pi pi-video", title: t("live"), tooltip: t("live"), type: "custom", render: (element) => live.open(element),
         });
     },
     nodeCreated(node) {

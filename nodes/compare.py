@@ -98,7 +98,7 @@ def compare(normal: torch.Tensor, other: torch.Tensor, amplify: int = 0) -> Comp
 
 
 def words(found: Comparison, count: int) -> str:
-    """Say it, the answer in the first line; ``count``: of pictures in each batch."""
+    """Say it, the answer in the first line, see also ``in_one_line``; ``count``: of pictures in each batch."""
     if any(found.broken):
         normal, other = found.broken
         which = "both pictures" if normal and other else "the normal picture" if normal else "the accelerated picture"
@@ -118,6 +118,11 @@ def words(found: Comparison, count: int) -> str:
     if isinstance(found.ssim, str):
         lines.append(f"SSIM was not computed: {found.ssim}.")
     return "\n".join(lines)
+
+
+def in_one_line(text: str) -> str:
+    """Return the figures of a comparison in words, without how they are shown."""
+    return ". ".join(text.splitlines()[:2])
 
 
 def _psnr(difference: torch.Tensor) -> float:

@@ -22,6 +22,7 @@ from ..sampling.frame_times import FrameTimes, prompt_times
 from ..sampling.report import as_drawn, plot, report_text, verdict
 from ..sampling.run_context import executing
 from . import schemas
+from .compare import in_one_line
 from .schemas import REPORT as NODE_ID
 
 log = logging.getLogger(__name__)
@@ -43,12 +44,14 @@ class TRTReport(io.ComfyNode):
         return _wants_plot(cls.hidden.unique_id)
 
     @classmethod
-    def execute(cls, after: Any, time_calls: bool = True) -> io.NodeOutput:
+    def execute(cls, after: Any, time_calls: bool = True, comparison: str = "") -> io.NodeOutput:
         rows, copies = _rows_before(cls.hidden.dynprompt, cls.hidden.unique_id)
         streams = prompt_times(executing().prompt_id, set(upstream(cls.hidden.dynprompt, cls.hidden.unique_id)))
         text = report_text(rows, streams) if rows or (engine := _engine(after)) is None else status(engine)
         if copies:
             text = f"{text}\nCounted over {copies} samplings that a loop or another node started."
+        if comparison:
+            text = f"{text}\nTRT Compare: {in_one_line(comparison)}"
         log.info("Hybrid TRT: %s", text.replace("\n", ": "))
         ui = {"text": [text], "report": [report_json(rows, streams)]}
         if rows:

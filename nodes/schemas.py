@@ -173,6 +173,13 @@ def report() -> io.Schema:
                 optional=True,  # prompts of before there was this input stay valid
                 tooltip="Measure how long each step takes. On a GPU two events per step do it, and nothing waits.",
             ),
+            io.String.Input(
+                "comparison",
+                optional=True,
+                force_input=True,
+                tooltip="The text of TRT Compare: its figures become a line of this report. What is compared must not "
+                "come out of this report.",
+            ),
         ],
         outputs=[
             io.MatchType.Output(template=anything, id="after_out", display_name="latent or any"),
@@ -274,6 +281,16 @@ def stream(samplers: Sequence[str], schedulers: Sequence[str]) -> io.Schema:
                 step=0.001,
                 tooltip="A frame that differs less from the one before gets the same picture: mean difference of the "
                 "pixels, 0 to 1. 0 is off; 0.01 skips a still camera's.",
+                advanced=True,
+            ),
+            io.Int.Input(
+                "wait_seconds",
+                display_name="wait for live frames (s)",
+                default=30,
+                min=1,
+                max=3600,
+                optional=True,
+                tooltip="A live stream ends when no page and no program is connected for so long.",
                 advanced=True,
             ),
         ],

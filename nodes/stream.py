@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from comfy import model_management
 from comfy.samplers import KSampler
 from comfy.utils import ProgressBar
 from comfy_api.latest import io, ui
@@ -14,6 +15,7 @@ from comfy_api.latest import io, ui
 from ..sampling.frame_times import FrameTimes, record_times
 from ..sampling.run_context import executing
 from ..streaming.batch import BatchSource
+from ..streaming.live import open_session
 from ..streaming.run import run_stream
 from ..streaming.settings import AS_CONNECTED, Settings
 from ..streaming.stream import Stream
@@ -42,7 +44,8 @@ class TRTStream(io.ComfyNode):
     @classmethod
     def execute(
         cls, model: ModelPatcher, vae: VAE, positive: list, negative: list, seed_each_frame: str, similar_frames: float,
-        control_images: str, frames: torch.Tensor | None = None, clip: CLIP | None = None, **sampler: Any,
+        control_images: str, frames: torch.Tensor | None = None, clip: CLIP | None = None, wait_seconds: int = 30,
+        **sampler: Any,
     ) -> io.NodeOutput:  # fmt: skip
         new_seeds = seed_each_frame == schemas.NEW_SEEDS
         settings = Settings(**sampler, new_seeds=new_seeds, follow=control_images, similar=similar_frames)
@@ -50,7 +53,7 @@ class TRTStream(io.ComfyNode):
         if (context := executing()) is not None:
             record_times(context.prompt_id, context.node_id, times)
         if frames is None:
-            pictures = _live(stream, times, cls.hidden.unique_id)
+            pictures = _live(stream, times, cls.hidden.unique_id, wait_seconds)
         else:
             _check_counts(stream, frames.shape[0])
             source = BatchSource(frames, _progress(frames.shape[0]))
@@ -59,18 +62,21 @@ class TRTStream(io.ComfyNode):
         return io.NodeOutput(pictures, ui=ui.PreviewText(times.sentence()))
 
 
-def _live(stream: Stream, times: FrameTimes, node_id: str) -> torch.Tensor:
-    """Run a stream whose frames come from the page or a client, and return its last picture."""
-    try:
-        from ..streaming.live import open_session
-    except ImportError:
-        raise ValueError(
-            "TRT Stream has no frames, and this version takes none from outside. Connect an IMAGE batch to frames."
-        ) from None
-    with open_session(node_id, stream.now()) as session:
+def _live(stream: Stream, times: FrameTimes, node_id: str, patience: float) -> torch.Tensor:
+    """Run a stream whose frames come from the page or a client, and return its last picture.
+
+    Raises:
+        ValueError: no frame came; the text is for the user.
+        InterruptProcessingException: the stream was stopped before its first frame.
+    """
+    with open_session(node_id, stream.now(), patience) as session:
         last = run_stream(stream, session, times)
+    if last is None and session.stopped:
+        raise model_management.InterruptProcessingException
     if last is None:
-        raise ValueError("TRT Stream got no frame, so there is no picture. Start the camera, then run again.")
+        raise ValueError(
+            "TRT Stream got no frame, so there is no picture. Start it in the panel TRT live, or connect frames."
+        )
     return last
 
 

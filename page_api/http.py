@@ -41,6 +41,7 @@ def reads(handler: Handler) -> Handler:
     @functools.wraps(handler)
     async def guarded(request: web.Request) -> web.StreamResponse:
         try:
+            check_plain(request)
             return await handler(request)
         except Refused as refusal:
             return _error(refusal.status, str(refusal))
@@ -55,6 +56,16 @@ def reads(handler: Handler) -> Handler:
     return guarded
 
 
+def check_plain(request: web.Request) -> None:
+    """Refuse a body that is packed: aiohttp waits for ever for the end of one that is cut off or packed otherwise.
+
+    Raises:
+        Refused: 415.
+    """
+    if "Content-Encoding" in request.headers:
+        raise Refused(415, "The request's body is compressed, so it was not read; send it as it is.")
+
+
 def changes(handler: Handler) -> Handler:
     """Guard a route that changes something: only for pages of this server, and for programs that send our header."""
 
@@ -66,7 +77,18 @@ def changes(handler: Handler) -> Handler:
 
 
 def check_same_site(request: web.Request) -> None:
-    """Refuse what a page of another site sends in the user's browser.
+    """Refuse what a page of another site sends in the user's browser, and what has not our header.
+
+    Raises:
+        Refused: 403.
+    """
+    check_origin(request)
+    if HEADER not in request.headers:
+        raise Refused(403, f"The request has no {HEADER} header, so it was refused; send '{HEADER}: 1'.")
+
+
+def check_origin(request: web.Request) -> None:
+    """Refuse what a page of another site sends in the user's browser; for requests that have no headers of ours.
 
     Raises:
         Refused: 403.
@@ -81,8 +103,6 @@ def check_same_site(request: web.Request) -> None:
             "This page was opened under a name that is not this computer's, as pages of attackers are, so the request "
             "was refused; open ComfyUI as localhost, by its address or over https.",
         )
-    if HEADER not in request.headers:
-        raise Refused(403, f"The request has no {HEADER} header, so it was refused; send '{HEADER}: 1'.")
 
 
 def _same_host(origin: str, host: str) -> bool:
@@ -160,7 +180,10 @@ def strict_json(data: Any) -> str:
 
 
 def _error(status: int, text: str) -> web.Response:
-    return answer({"error": text}, status)
+    refusal = answer({"error": text}, status)
+    if status in (413, 415):  # its body was not read, and would be taken for the next request
+        refusal.force_close()
+    return refusal
 
 
 def _sentence(text: str) -> str:

@@ -128,7 +128,9 @@ def _unserved(workflow: Workflow, port: Port, kind: str) -> list[Link]:
 
 
 def _take(workflow: Workflow, node: Node, name: str, port: Port, links: list[Link]) -> bool:
-    """Lead links through an input of a node, where that is free and no circle comes of it."""
+    """Lead links through an input of a node, where it has one that is free and no circle comes of it."""
+    if name not in PASSES_ON[node["type"]]:
+        return False
     graph, slot = port.graph, PASSES_ON[node["type"]].index(name)
     circle = graph.depends_on(port.node, node["id"]) or any(graph.depends_on(node["id"], link.target) for link in links)
     if node["inputs"][slot]["link"] is not None or circle:

@@ -132,7 +132,7 @@ def _base_of_this_process(base: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def models(environment: Environment) -> dict[str, Path]:
-    """All tiny models by name, in the base's models directory; control_a.png and control_b.png in its input directory.
+    """All tiny models by name, in the base's models directory; control images and a video in its input directory.
 
     A process of its own makes them once for all, so that this one imports none of ComfyUI's top-level modules.
     """
@@ -145,7 +145,8 @@ def models(environment: Environment) -> dict[str, Path]:
     if made.returncode:
         pytest.fail(f"the tiny models could not be made:\n{made.stdout}")
     files = [f"models/{recipe.file}" for recipe in tiny_models.RECIPES.values()]
-    for file in [*files, *(path.relative_to(shared) for path in (shared / "input").glob("control_?.png"))]:
+    inputs = [*(shared / "input").glob("control_?.png"), shared / "input" / "tiny_video.mp4"]
+    for file in [*files, *(path.relative_to(shared) for path in inputs)]:
         if not (base / file).exists() or not (base / file).samefile(shared / file):
             (base / file).parent.mkdir(parents=True, exist_ok=True)
             (base / file).unlink(missing_ok=True)

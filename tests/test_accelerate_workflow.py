@@ -164,6 +164,23 @@ def test_four_controlnets_and_the_vae_go_through_it_and_the_fifth_gets_a_node_of
     assert wires(changed) == wires(data)
 
 
+@pytest.mark.parametrize(("plain", "wired", "nets", "nodes"), [
+    (PLAIN, "load.0 s.0", 7, ["TRTAccelerate", *["TRTControlNetEngine"] * 3]),
+    ({**PLAIN, "other": "Loader", "one": "Decode", "two": "Decode"}, "load.0 s.0, load.2 one.0, other.2 two.0", 5,
+     ["TRTAccelerate", "TRTControlNetEngine"]),
+    ({"other": "Loader", "one": "Decode"}, "other.2 one.0", 2, ["TRTControlNetEngine"] * 2),
+], ids=["seven ControlNets", "a second VAE", "no sampler"])  # fmt: skip
+def test_what_has_no_room_in_a_node_gets_one_of_its_own_or_stays_as_it_is(
+    plain: dict[str, str], wired: str, nets: int, nodes: list[str]
+) -> None:
+    more = {f"net{i}": "ControlNetLoader" for i in range(nets)} | {f"apply{i}": "Apply" for i in range(nets)}
+    data = drawn({**plain, **more}, ", ".join([wired, *(f"net{i}.0 apply{i}.0" for i in range(nets))]))
+    changed, added = accelerated(data)
+    assert added == nodes
+    assert len(remove(Workflow(changed))) == len(nodes)
+    assert wires(changed) == wires(data)
+
+
 @pytest.mark.parametrize(("more", "wired"), [
     ({"net": "DiffControlNetLoader", "apply": "Apply"}, "load.0 s.0, load.0 net.0, net.0 apply.0"),
     ({"decode": "Decode", "patch": "PatchFromImage", "lora": "LoraLoader"},

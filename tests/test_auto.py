@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import slow
 import torch
+from builds import main_file
 from comfy.model_patcher import ModelPatcher
 from hybrid_trt.architectures.calls import EngineCall
 from hybrid_trt.architectures.shapes import Profile, Range, sample_inputs
@@ -318,9 +319,9 @@ def test_live_weights_serve_in_the_place_of_an_engine_that_does_not_open(
     opens: bool, net: NativeNetwork, ort: Callable[..., Engine], tmp_path: Path
 ) -> None:
     engine = ort(FASTER)
-    contents = bytearray(engine.main_file.read_bytes())
+    contents = bytearray(main_file(engine).read_bytes())
     contents[len(contents) // 2] ^= 0xFF
-    engine.main_file.write_bytes(contents)
+    main_file(engine).write_bytes(contents)
     handle = handle_of(net, tmp_path)
     assert handle.session.engines == [engine]
     handle.plan()

@@ -25,6 +25,7 @@ from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model import hash_cache
 from hybrid_trt.engine_builder.command_line import main as cli_module
 from hybrid_trt.engine_library.atomic_files import sweep
+from hybrid_trt.engine_library.safe_files import NOTES
 
 
 class CommandLine:
@@ -172,8 +173,9 @@ def test_a_workflow_is_accelerated_into_a_file_beside_it(environment: Any, tmp_p
 
 @pytest.mark.parametrize(("text", "words"), [
     ("{", "is no JSON"), ("[]", "is no workflow"), ('{"nodes": [1], "links": [], "version": 0.4}', "it is damaged"),
-    ('{"nodes": [], "links": [], "version": 1}', "only workflows of version 0.4"),
-], ids=["no JSON", "a list", "damaged", "another version"])  # fmt: skip
+    ('{"nodes": [], "links": [], "version": 1}', "only workflows of version 0.4"), ("[" * 9999, "nested more than 100"),
+    ('{"nodes": [], "x": NaN}', "NaN is no JSON"), (" " * (NOTES + 1), f"has more than {NOTES} bytes"),
+], ids=["no JSON", "a list", "damaged", "another version", "nested", "NaN", "huge"])  # fmt: skip
 def test_files_that_are_no_workflows_are_told_in_a_sentence(
     environment: Any, tmp_path: Path, text: str, words: str
 ) -> None:

@@ -17,7 +17,8 @@ from comfy_process import ComfyProcess, PromptRejected
 from hybrid_trt.nodes import compare as module
 from hybrid_trt.nodes.compare import Comparison, compare, words
 from PIL import Image
-from scenarios import node
+from scenarios import Scenario, node
+from scenarios import prompt as prompt_of
 
 
 def picture(seed: int = 1, count: int = 1, width: int = 24, height: int = 16) -> torch.Tensor:
@@ -166,6 +167,27 @@ def test_real_pictures_in_comfyui(comfy: ComfyProcess) -> None:
     assert same.output("compare", "tone") == ["good"]
     assert same.output("compare", "numbers") == [
         {"same": True, "psnr": None, "ssim": 1.0, "largest": 0.0, "shown": 1000}]  # fmt: skip
+
+
+def test_a_report_shows_the_comparisons_figures_in_one_line_on_request(comfy: ComfyProcess) -> None:
+    sampled = prompt_of(Scenario(controls=(), width=64, height=64, steps=1), True, "compared")
+    graph = sampled | {name: one for name, one in prompt("control_a.png", "control_b.png").items() if name != "save"}
+    before = comfy.queue(sampled).output("report", "text")[0]
+    graph["report"]["inputs"]["comparison"] = ["compare", 1]
+    graph["sampler"]["inputs"]["seed"] += 1  # else ComfyUI would have kept what it sampled
+    history = comfy.queue(graph)
+    *others, line = history.output("report", "text")[0].splitlines()
+    (numbers,) = history.output("compare", "numbers")
+    assert "TRT Compare" not in before
+    assert len(others) == len(before.splitlines())
+    assert line.startswith("TRT Compare: Different pictures: PSNR ")
+    assert f"{numbers['psnr']:.1f} dB" in line
+    assert f" {255 * numbers['largest']:.3g} of 255 " in line
+    assert numbers["ssim"] is None or f"SSIM {numbers['ssim']:.4f}" in line
+
+    graph["b"] = graph["a"]
+    assert comfy.queue(graph).output("report", "text")[0].splitlines()[-1] == (
+        "TRT Compare: The same picture: no value differs.")  # fmt: skip
 
 
 def test_unequal_sizes_end_the_prompt_in_a_sentence(comfy: ComfyProcess) -> None:

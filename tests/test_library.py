@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pack
 import pytest
+from builds import main_file
 from hybrid_trt.architectures.image_latent import ANY
 from hybrid_trt.architectures.shapes import Dim, Profile, Range, ShapeMismatch, TensorSpec, bind, outside
 from hybrid_trt.engine_library import (
@@ -122,7 +123,7 @@ def test_publishing_the_same_key_replaces_the_engine(tmp_path: Path) -> None:
     library = Library([tmp_path])
     publish(library, identity(), b"old")
     engine = publish(library, identity(), b"newer")
-    assert engine.main_file.read_bytes() == b"newer"
+    assert main_file(engine).read_bytes() == b"newer"
     assert [p.name for p in tmp_path.iterdir()] == [engine.folder.name]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from builds import contents, read_only
+from builds import contents, main_file, read_only
 from fake_engine import publish_engine as publish
 from hybrid_trt.comfy_model import hash_cache
 from hybrid_trt.comfy_model.hash_cache import source_changed
@@ -131,6 +131,35 @@ def test_an_engine_with_a_lora_built_in_is_no_staler_than_the_plain_one(
     assert [states(tmp_path / "library")[name][0] for name in found] == [STALE, STALE]
 
 
+@pytest.mark.fault("a backend fails when it is asked about an engine of the list")
+def test_an_engine_that_cannot_be_looked_at_does_not_hide_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [publish(tmp_path, weights=letter * 64).folder.name for letter in "abc"]
+
+    def usable(manifest: Manifest) -> Fallback | None:
+        if manifest.identity.weights == "b" * 64:
+            raise RuntimeError("the driver is gone")
+        return None
+
+    found = states(tmp_path, usable)
+    assert set(found) == set(names)
+    assert [found[name][0] for name in names] == [READY, BROKEN, READY]
+    assert "could not be looked at (RuntimeError: the driver is gone)" in found[names[1]][1]
+    assert any(record.exc_info for record in caplog.records)
+
+
+@pytest.mark.fault("an engine is deleted while the list of engines is made")
+def test_an_engine_that_goes_while_it_is_listed_does_not_hide_the_others(tmp_path: Path, system: str) -> None:
+    gone, stays = publish(tmp_path), publish(tmp_path, weights="b" * 64)
+
+    def usable(manifest: Manifest) -> Fallback | None:
+        shutil.rmtree(gone.folder, ignore_errors=True)
+        return None
+
+    assert states(tmp_path, usable)[stays.folder.name] == (READY, "")
+
+
 def test_disk_use_counts_everything_in_the_folder(tmp_path: Path) -> None:
     engine = publish(tmp_path, b"x" * 1000)
     (engine.folder / "runtime.cache").write_bytes(b"y" * 500)
@@ -144,7 +173,7 @@ def test_verify_reads_everything_and_delete_leaves_nothing(tmp_path: Path) -> No
     engine = publish(tmp_path)
     (entry,) = entries(Library([tmp_path]), lambda _: None, source_changed)
     assert verify(entry) is None
-    engine.main_file.write_bytes(b"\x08ENGINE")
+    main_file(engine).write_bytes(b"\x08ENGINE")
     assert verify(entry).reason is Reason.BROKEN_ENGINE
     assert "its hash differs" in verify(entry).detail
     delete(entry)
@@ -165,7 +194,7 @@ def test_deleting_from_a_read_only_library_is_told(tmp_path: Path) -> None:
 def test_an_engine_in_use_is_deleted_or_left_whole(tmp_path: Path, system: str) -> None:
     engine = publish(tmp_path)
     (entry,) = entries(Library([tmp_path]), lambda _: None, source_changed)
-    with engine.main_file.open("rb"):
+    with main_file(engine).open("rb"):
         if system == "windows":
             with pytest.raises(LibraryError, match="one of its files is in use"):
                 delete(entry)
@@ -332,7 +361,7 @@ def test_a_library_whose_drive_is_gone_is_told_in_a_sentence(tmp_path: Path, mon
 
     monkeypatch.setattr(shutil, "disk_usage", gone)
     monkeypatch.setattr(library_routes, "library", lambda: Library([tmp_path / "library"]))
-    answer = asyncio.run(library_routes._list(SimpleNamespace()))
+    answer = asyncio.run(library_routes._list(SimpleNamespace(headers={})))
     assert answer.status == 409
     assert re.match("The library could not be used .*cannot find the path", json.loads(answer.text)["error"])
 

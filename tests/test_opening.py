@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from builds import read_only
+from builds import main_file, read_only
 from comfy import model_management
 from fake_engine import publish_engine
 from hybrid_trt.comfy_model.hash_cache import source_changed
@@ -29,12 +29,12 @@ def test_what_is_opened_is_read_anew_each_time_and_compared_with_what_was_built(
     engine = publish_engine(tmp_path / "library", b"\x08engine" * 1000)
     for _ in range(2):
         assert engine.read_checked("model.onnx") == b"\x08engine" * 1000
-    stat = engine.main_file.stat()
-    engine.main_file.write_bytes(b"\x08ENGINE" * 1000)
-    os.utime(engine.main_file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    stat = main_file(engine).stat()
+    main_file(engine).write_bytes(b"\x08ENGINE" * 1000)
+    os.utime(main_file(engine), ns=(stat.st_atime_ns, stat.st_mtime_ns))
     with pytest.raises(Unavailable, match="its hash differs"):
         engine.read_checked("model.onnx")
-    engine.main_file.write_bytes(b"\x08engine" * 1000)
+    main_file(engine).write_bytes(b"\x08engine" * 1000)
     assert engine.read_checked("model.onnx")
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import http.client
 import json
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
@@ -238,6 +241,20 @@ def test_huge_and_broken_bodies_are_refused(comfy: ComfyProcess) -> None:
     assert ask(comfy, "POST", "/nodes", b"[" * 100_000)[0] == 400
     for number in (b"NaN", b"Infinity", b"1" * 5000):
         assert ask(comfy, "POST", "/settings", b'{"limit_gb": ' + number + b"}")[0] == 400
+
+
+@pytest.mark.fault("a request's body is compressed, or is said to be")
+@pytest.mark.parametrize("path", ["/settings", "/nodes", "/accelerate", "/builds/clear"])
+def test_compressed_bodies_are_refused_at_once(comfy: ComfyProcess, path: str) -> None:
+    for encoding, body in (("deflate", b"{}"), ("gzip", gzip.compress(b"{}")[:-9]), ("gzip", b"{}")):
+        connection = http.client.HTTPConnection("127.0.0.1", comfy.port, timeout=5)
+        headers = OURS | {"Content-Encoding": encoding, "Content-Length": str(len(body))}
+        connection.request("POST", f"/hybrid_trt{path}", headers=headers)
+        time.sleep(0.1)  # aiohttp has the headers before the body; else it may refuse the body itself
+        connection.send(body)
+        answer = connection.getresponse()
+        assert (answer.status, "compressed" in json.load(answer)["error"]) == (415, True)
+        connection.close()
 
 
 def test_a_node_that_never_ran_is_unknown(comfy: ComfyProcess) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import fake_engine
 import pytest
 import torch
+from builds import main_file
 from comfy import model_management
 from comfy.controlnet import ControlNet
 from fake_recorder import Recorder
@@ -143,7 +144,7 @@ class ReadingBackend:
 
     def load(self, engine: Engine, _device: torch.device) -> Any:
         runner = type("Runner", (), {"bytes": 1, "capturable": False, "run": lambda *_: None})()
-        runner.contents = engine.main_file.read_bytes()
+        runner.contents = main_file(engine).read_bytes()
         return runner
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import patched as patched_models
 import pytest
 import torch
+from builds import main_file
 from hybrid_trt.architectures.shapes import Picture, sample_inputs
 from hybrid_trt.backends import backends, file_backend
 from hybrid_trt.comfy_model.network import NativeNetwork
@@ -79,7 +80,7 @@ def test_with_live_weights_behind_them_each_engine_serves_its_size_and_one_that_
     found = backends_of(OF_PORTRAIT, BEST, {**BEST, "W": 10}, BEST)
     assert found == ["onnxruntime", "onnxruntime", "torch", "onnxruntime"]
     session.unload()
-    portrait.main_file.write_bytes(bytes(portrait.main_file.stat().st_size))
+    main_file(portrait).write_bytes(bytes(main_file(portrait).stat().st_size))
     assert backends_of(BEST, OF_PORTRAIT, BEST) == ["onnxruntime", "torch", "onnxruntime"]
     assert backends_of(BEST, OF_PORTRAIT) == ["onnxruntime", "torch"]
     assert [engine for engine in session.engines if refusal_of(engine) is not None] == [portrait]
@@ -97,7 +98,7 @@ def test_one_that_is_damaged_leaves_the_others_in_service_by_name_too(first: boo
     portrait = build(handle)
     handle.refresh()
     damaged, its_calls, others = (portrait, OF_PORTRAIT, BEST) if first else (square, BEST, OF_PORTRAIT)
-    damaged.main_file.write_bytes(bytes(damaged.main_file.stat().st_size))
+    main_file(damaged).write_bytes(bytes(main_file(damaged).stat().st_size))
     with patched_models.sampling_node():
         handle.plan()
         handle.open()  # as ComfyUI does before it samples
@@ -126,7 +127,7 @@ def test_where_all_are_damaged_the_run_is_natives(tmp_path: Path) -> None:
     net = network("unet", "unlike_levels")
     handles = [handle_of(net, tmp_path), handle_of(net, tmp_path, PORTRAIT)]
     for engine in map(build, handles):
-        engine.main_file.write_bytes(bytes(engine.main_file.stat().st_size))
+        main_file(engine).write_bytes(bytes(main_file(engine).stat().st_size))
     handle = handles[1]
     handle.refresh()
     with patched_models.sampling_node():

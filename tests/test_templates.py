@@ -78,7 +78,7 @@ def test_a_template_opens_readable_in_a_small_window(small: ComfyPage, name: str
         x, y, width, height = node["at"]
         assert x + width <= WIDTH, node
         assert y + height <= HEIGHT or name == "sd15_controlnet_stack", node
-    encodes = any(node["type"] == "VAEEncode" for node in shipped(name)["nodes"])
+    encodes = any(node["type"] in ("VAEEncode", "TRTStream") for node in shipped(name)["nodes"])
     engines = sum(map(engines_of, shipped(name)["nodes"])) + encodes
     are = "are" if engines > 1 else "is"
     raw.get_by_text(f"{engines} of {engines} engines {are} missing").first.wait_for(state="attached")
@@ -124,7 +124,7 @@ def test_notes_name_what_is_visible_in_the_workflow(name: str) -> None:
     (note,) = (node["widgets_values"][0] for node in workflow["nodes"] if node["type"] == "MarkdownNote")
     seen = {node.get("title") or node["type"] for node in workflow["nodes"]} | {g["title"] for g in workflow["groups"]}
     seen |= {PAGE.get(node["type"], "") for node in workflow["nodes"]}
-    seen |= WIDGETS | {"Run", "TRT Accelerate"}
+    seen |= WIDGETS | {"Run", "TRT Accelerate", "TRT live", "Start with webcam", "Stop"}
     told = [word for pair in re.findall(r"\*\*(.+?)\*\*|\*(.+?)\*", note) for word in pair if word]
     assert len(told) > 3
     no_names = r"\d|More .*|Other .*|.*/.*|.*tensors"
@@ -135,6 +135,6 @@ def test_notes_name_what_is_visible_in_the_workflow(name: str) -> None:
 PAGE = {"TRTReport": "TRT Report", "TRTApplyControlNet": "TRT Apply ControlNet", "SaveImage": "Save Image",
         "KSampler": "KSampler", "TRTUNetEngine": "TRT UNet Engine", "TRTAccelerate": "TRT Accelerate",
         "TRTSamplerPatch": "TRT Sampler Patch", "LatentUpscaleBy": "Upscale Latent By",
-        "TRTCompare": "TRT Compare"}  # fmt: skip
+        "TRTCompare": "TRT Compare", "TRTStream": "TRT Stream", "SaveVideo": "Save Video"}  # fmt: skip
 """Names of nodes without a title of their own on the page."""
-WIDGETS = {"strength", "start", "end", "rows", "denoise", "strength_model", "scale_by"}
+WIDGETS = {"strength", "start", "end", "rows", "denoise", "strength_model", "scale_by", "seed", "steps", "frames"}

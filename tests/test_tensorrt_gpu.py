@@ -14,6 +14,7 @@ from pathlib import Path
 import networks
 import pytest
 import torch
+from builds import main_file
 from comfy import model_management
 from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends import backends, gpu_of, onnxruntime
@@ -220,7 +221,7 @@ def test_an_engine_of_another_version_is_stale(backend: object, pair: dict) -> N
 def test_a_damaged_plan_never_runs(backend: object, pair: dict, told: bool, tmp_path: Path) -> None:
     engine, _same = pair["unet"]
     folder = Path(shutil.copytree(engine.folder, tmp_path / engine.folder.name))
-    plan = folder / engine.main_file.name
+    plan = folder / main_file(engine).name
     plan.write_bytes(plan.read_bytes()[: plan.stat().st_size // 2])
     manifest = replace(engine.manifest, files=describe_files(folder, list(engine.manifest.files)))
     damaged = Engine(folder, manifest if told else engine.manifest)

@@ -112,13 +112,13 @@ class ComfyPage:
 
 
 @contextmanager
-def chromium() -> Iterator[Browser]:
-    """The system's Chromium, headless. Playwright's own download is not used."""
+def chromium(*more: str) -> Iterator[Browser]:
+    """The system's Chromium, headless, with ``more`` arguments. Playwright's own download is not used."""
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:
         raise BrowserMissing("No Chromium found: install the package 'chromium' of your system.")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=list(CHROMIUM_ARGUMENTS))
+        browser = playwright.chromium.launch(executable_path=path, args=[*CHROMIUM_ARGUMENTS, *more])
         try:
             yield browser
         finally:

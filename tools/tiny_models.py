@@ -88,6 +88,25 @@ def make_images(input_dir: Path) -> dict[str, Path]:
     return paths
 
 
+def make_video(input_dir: Path) -> Path:
+    """Write a video of three frames of 128x128 in which a square moves."""
+    import av
+    import numpy
+
+    path = Path(input_dir) / "tiny_video.mp4"
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    with av.open(str(temporary), "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width = stream.height = 128
+        for n in range(3):
+            pixels = numpy.full((128, 128, 3), 40, numpy.uint8)
+            pixels[40:88, 16 + 24 * n : 64 + 24 * n] = (200, 120, 60)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    os.replace(temporary, path)
+    return path
+
+
 def import_comfy_on_cpu() -> None:
     """Let ComfyUI's modules be imported on a machine without a GPU; someone who imported them before has decided."""
     if "comfy.model_management" in sys.modules:
@@ -341,6 +360,7 @@ def main(arguments: list[str] | None = None) -> None:
     make(options.models, options.names or None, lambda text: print(text, flush=True))
     if options.input:
         make_images(options.input)
+        make_video(options.input)
 
 
 if __name__ == "__main__":

@@ -87,9 +87,10 @@ APP = (
     ("CLIPTextEncode", ("text",)), ("LoadImage", ("image",)), ("LoraLoader", ("lora_name", "strength_model")),
     ("TRTApplyControlNet", ("rows.strength_1", "rows.strength_2", "rows.strength_3", "rows.strength_4")),
     ("CheckpointLoaderSimple", ("ckpt_name",)), ("EmptyLatentImage", ("width", "height")),
-    ("KSampler", ("denoise", "seed")),
+    ("KSampler", ("denoise", "seed")), ("LoadVideo", ("file",)), ("TRTStream", ("denoise", "seed")),
 )
 """Widgets that App mode shows, in this order."""
+SAVES = ("SaveImage", "SaveVideo")
 
 
 def node(
@@ -125,7 +126,7 @@ def app_mode(nodes: Nodes) -> dict[str, Any]:
     inputs = [[numbers[key], widget, *([{"description": entry["title"]}] if entry["title"] else [])]
               for kind, widgets in APP for key, entry in nodes.items() if entry["type"] == kind
               for widget in widgets if _in_app(widget, entry["widgets"])]
-    return {"inputs": inputs, "outputs": [numbers[key] for key, entry in nodes.items() if entry["type"] == "SaveImage"]}
+    return {"inputs": inputs, "outputs": [numbers[key] for key, entry in nodes.items() if entry["type"] in SAVES]}
 
 
 def _in_app(widget: str, values: dict[str, Any]) -> bool:

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from workflow_parts import SD15, SDXL, Recipe
+from workflow_streams import video, webcam
 from workflow_to_prompt import ObjectInfo, Workflow, set_widget
 from workflow_variants import (
     advanced,
@@ -30,6 +31,8 @@ RECIPES: tuple[Recipe, ...] = (
     repaint(),
     compare(),
     advanced(),
+    webcam(),
+    video(),
 )
 
 
@@ -61,4 +64,8 @@ def with_tiny_models(workflow: Workflow, object_info: ObjectInfo, nets: tuple[st
         put("EmptyLatentImage", width=128, height=128)
     if "KSampler" in types:
         put("KSampler", steps=4)
+    if "TRTStream" in types:
+        put("TRTStream", steps=2)
+    if "LoadVideo" in types:
+        put("LoadVideo", file="tiny_video.mp4")
     return workflow

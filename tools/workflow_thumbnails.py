@@ -109,10 +109,32 @@ def _held(image: Image.Image) -> None:
     image.paste(_scene("picture", 300), (276, TOP))
 
 
+def _webcam(image: Image.Image) -> None:
+    draw = ImageDraw.Draw(image)
+    draw.rounded_rectangle((MARGIN, TOP + 70, 200, TOP + 200), 18, "#2f3338", TEXT, 5)
+    draw.polygon([(200, TOP + 120), (240, TOP + 90), (240, TOP + 180), (200, TOP + 150)], TEXT)
+    draw.ellipse((70, TOP + 95, 150, TOP + 175), "#8ec5e8", TEXT, 5)
+    _arrow(image, 264, 300)
+    image.paste(_scene("picture", 232), (344, TOP + 34))
+
+
+def _video(image: Image.Image) -> None:
+    draw = ImageDraw.Draw(image)
+    for left, kind in ((MARGIN, "winter"), (344, "picture")):
+        draw.rectangle((left, TOP, left + 232, TOP + 300), "#101010")
+        for side in (left + 8, left + 208):
+            for hole in range(8):
+                draw.rectangle((side, TOP + 10 + 36 * hole, side + 16, TOP + 30 + 36 * hole), "#d0d0d0")
+        for number in range(2):
+            image.paste(_scene(kind, 144), (left + 44, TOP + 4 + 148 * number))
+    _arrow(image, 264, 300)
+
+
 DRAWN: dict[str, Callable[[Image.Image], None]] = {
     "sd15_text_to_image": _prompt, "sd15_lora": _lora, "sd15_image_to_image": _repaint, "sd15_two_passes": _passes,
     "sd15_two_controlnets": _two, "sdxl_two_controlnets": _two, "sd15_controlnet_stack": _four,
     "sd15_img2img_controlnet": _held, "sd15_compare_native_and_engines": _compare, "sd15_advanced": _advanced,
+    "sd15_webcam": _webcam, "sd15_video": _video,
 }  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from ...architectures.shapes import SIZE_NAMES
 from ...backends import AUTO
-from ...engine_library import schema
 from ...engine_library.atomic_files import write_file
+from ...engine_library.safe_files import NOTES, read_json
 from ...saved_workflows.accelerate import ENGINE_NODES, accelerate
 from ...saved_workflows.api_format import change_prompt, is_prompt
 from ...saved_workflows.graph import WorkflowError, change
@@ -74,9 +74,9 @@ def _settings(options: Namespace) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = schema.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise WorkflowError(f"{path} is no JSON, so nothing was done; save the workflow in ComfyUI first.") from None
+        data = read_json(path.resolve(), NOTES)
+    except ValueError as error:
+        raise WorkflowError(f"{path} was left alone: {error}; save the workflow in ComfyUI first.") from None
     if not is_prompt(data) and not (isinstance(data, dict) and isinstance(data.get("nodes"), list)):
         raise WorkflowError(f"{path} is no workflow of ComfyUI, in neither of its formats, so nothing was done.")
     return data

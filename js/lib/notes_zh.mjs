@@ -12,6 +12,8 @@ const TWO = `两张图像决定新图片的形状：一张用边缘，一张用�
 ${TOLD}`;
 const MORE = (least, most) => `更多 ControlNet：*TRT 加速* 最多接受四个；再增大 *TRT 应用 ControlNet* 上的**行数**。${SIZES(least, most)}`;
 
+const LCM = "LoRA 是 *latent-consistency/lcm-lora-sdv1-5* 的 *pytorch_lora_weights.safetensors*，以所示的文件名保存：有了它四步就够了。";
+
 /** First line of an English note -> the whole note in Chinese. */
 export const NOTES = {
     "# Text to image, accelerated": `# 文生图，已加速
@@ -87,6 +89,28 @@ LoRA 改变图片的风格，带 LoRA 的模型会被加速。
 3. ${RUN}
 
 *TRT 加速* 用一个节点完成这一切；由这些节点组成的工作流仍可运行。`,
+    "# Webcam to picture, accelerated": `# 摄像头到图片，已加速
+
+摄像头看到的画面每秒多次变成图片，ControlNet 保持其边缘。
+
+1. **1 Models**：选择您的 checkpoint、LCM LoRA 和用于边缘的 ControlNet。
+2. 在侧边栏打开“TRT 实时”面板，点击“用摄像头开始”。第一次运行会构建缺少的引擎，需要几分钟。
+3. 运行时可在那里更改强度、降噪、种子和提示词。“停止”之后，*保存图像* 保存最后一张图片。
+
+*TRT 流* 的“帧”没有连接，因此接收实时画面。ControlNet 的图像由每一帧生成，所以 *No picture yet* 不会出现。需要更快时使用 1 到 2 步，或加载 VAE taesd。
+
+${LCM}`,
+    "# Video to video, accelerated": `# 视频到视频，已加速
+
+按照提示词重画视频的每一帧，ControlNet 保持其边缘。
+
+1. **1 Models**：选择您的 checkpoint、LCM LoRA 和用于边缘的 ControlNet。
+2. **3 Video and prompt**：放入 *Video*，并写出它应该变成什么。
+3. ${RUN}
+
+*TRT 流* 一次采样所有帧。**降噪**决定改变多少；每帧使用相同的种子使图像保持稳定。*保存视频* 保存结果和声音。
+
+${LCM}`,
 };
 
 /** A template's note in Chinese, or as it is. */

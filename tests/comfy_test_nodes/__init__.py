@@ -23,7 +23,7 @@ from comfy_execution.graph_utils import GraphBuilder, is_link
 
 import nodes  # ComfyUI's
 
-from . import model_patches, other_packs_sampling, prompt_parts
+from . import model_patches, other_packs_sampling, prompt_parts, stream_double
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 TOOLS = SUPPORT.parents[1] / "tools"
@@ -301,6 +301,9 @@ NODES = [
     _node("TestHostWaits", prompt_parts.host_waits, [io.String.Input("action"), integer("turn", 0, 0)], always=True),
     _node("TestPictures", pictures, [ENGINE.Input("engine")], ENGINE),
     _node("TestModelsAlive", models_alive, [integer("turn", 0, 0), io.Latent.Input("after", optional=True)]),
+    _node("TestStreamDouble", stream_double.stream_double, [
+        io.Float.Input("seconds", default=0.0), io.Float.Input("patience", default=10.0), integer("turn", 0, 0),
+        integer("fail_at", -1, -1)], always=True, hidden=[io.Hidden.unique_id]),
     _node("TestHoldBuilds", hold_builds, [io.String.Input("phase")]),
     _node("TestModelPatch", model_patches.patched, [
         MODEL, io.Combo.Input("kind", options=list(model_patches.KINDS))], io.Model),

@@ -23,12 +23,13 @@ test("every language has every text, and gaps are filled", () => {
 });
 
 test("all that TRT Compare says is said in Chinese too", () => {
-    const code = readFileSync(new URL("../../nodes/compare.py", import.meta.url), "utf8");
+    const code = ["compare", "report"].map((name) => readFileSync(new URL(`../../nodes/${name}.py`, import.meta.url), "utf8")).join();
     const told = [
         "The same picture: no value differs.", "Hardly a difference: PSNR 48.0 dB, SSIM 0.9869", "Some difference: PSNR 34.1 dB",
         "Different pictures: PSNR 10.8 dB", "Largest difference of a pixel: 5.35 of 255 (2.10%).", "The difference is shown 20 times as bright.",
         "The difference is shown as it is.", "Of 8 pictures these are the figures of the worst.",
         ...["the normal picture", "the accelerated picture", "both pictures"].map((which) => `Broken: 12 values of ${which} are no numbers (NaN). They are white in the difference.`),
+        "TRT Compare: The same picture: no value differs.",
         "SSIM was not computed: it needs torchmetrics (pip install torchmetrics, with the Python that runs ComfyUI).", "SSIM was not computed: a picture has to be 11 px wide and high.",
     ];
     for (const line of told) {
@@ -37,7 +38,25 @@ test("all that TRT Compare says is said in Chinese too", () => {
         setLanguage("zh");
         const left = said(line).match(/[A-Za-z]+/g) ?? [];
         setLanguage("en");
-        const names = ["PSNR", "SSIM", "dB", "NaN", "torchmetrics", "ComfyUI", "Python", "pip", "install"];
+        const names = ["TRT", "PSNR", "SSIM", "dB", "NaN", "torchmetrics", "ComfyUI", "Python", "pip", "install"];
+        assert.deepEqual(left.filter((word) => !names.includes(word)), [], line);
+    }
+});
+
+test("what a build says that lacks memory or time is said in Chinese too", () => {
+    const sources = ["resources.py", "worker/main.py", "limits.py"].map((name) => readFileSync(new URL(`../../engine_builder/${name}`, import.meta.url), "utf8"));
+    const code = sources.join().replace(/"\s+f?"/g, ""); // sentences over several lines
+    const told = [
+        ...["building", "checking"].map((what) => `${what} the engine of x.safetensors with tensorrt needs about 9.5 GB of main memory and 500 MB are available, so it was not started and the normal model keeps running; close other programs or unload ComfyUI's models, then build again, or choose the backend onnxruntime, which needs 1.2 GB`),
+        "memory did not suffice (MemoryError), so no engine was made and the normal model keeps running; close other programs, unload ComfyUI's models or choose smaller sizes, then build again",
+        "the build with torch took longer than the 30 minutes that the settings allow, so it was ended and the normal model keeps running; raise that limit in Settings > Hybrid TRT, or choose fewer sizes on the engine node",
+    ];
+    for (const line of told) {
+        for (const part of line.split("; ")[1].split(", or choose the backend")) assert.ok(code.includes(part.split(", which")[0]), part);
+        setLanguage("zh");
+        const left = said(line).match(/[A-Za-z]+/g) ?? [];
+        setLanguage("en");
+        const names = ["x", "safetensors", "tensorrt", "torch", "onnxruntime", "GB", "MB", "MemoryError", "ComfyUI", "Hybrid", "TRT"];
         assert.deepEqual(left.filter((word) => !names.includes(word)), [], line);
     }
 });

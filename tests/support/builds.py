@@ -24,10 +24,16 @@ from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.comfy_model.network import UNET_PREFIX, NativeNetwork
 from hybrid_trt.engine_builder.jobs import BuildQueue
 from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import Engine
 from pack import ROOT
 
 CPU = torch.device("cpu")
 PROFILE = Profile({"B": Range(1, 2, 4), "H": Range(4, 16, 40), "W": Range(4, 16, 40), "T": Range(77, 77, 154)})
+
+
+def main_file(engine: Engine) -> Path:
+    """Return the file that the backend opens."""
+    return engine.folder / next(iter(engine.manifest.files))
 
 
 def small_network(seed: int = 1, **changes: Any) -> NativeNetwork:

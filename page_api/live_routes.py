@@ -1,0 +1,175 @@
+"""Live frames over a WebSocket, for the page and for other programs.
+
+A client asks for the session's token, opens the WebSocket, and sends it in its first message, for browsers send no
+headers of ours there. Then each binary message is a frame, and each text changes settings. Pictures come back behind
+4 bytes with the number of their frame (little endian), counted from 0 on this connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from contextlib import suppress
+from typing import Any
+
+from aiohttp import WSMsgType, web
+from server import PromptServer
+
+from ..engine_library.schema import MalformedInput
+from ..streaming import live, pictures
+from ..streaming.live import Busy, LiveSession, given
+from ..streaming.pictures import BadFrame
+from .http import PREFIX, Refused, answer, changes, check_origin, reads, strict_json
+from .live_messages import Hello, read_hello, read_message
+
+log = logging.getLogger(__name__)
+
+EVENT = "hybrid_trt.live"
+"""Tells every page that a node's live session has opened or ended."""
+FIRST_MESSAGE_WITHIN = 10.0
+HEARTBEAT = 20.0
+"""Seconds between two pings: a client that answers none is gone."""
+SEND_WITHIN = 10.0
+"""Seconds for one message: a client that takes none for so long is gone."""
+ENDED, REFUSED = 1000, 1008
+"""Codes that a WebSocket is closed with."""
+NO_STREAM = "No TRT Stream runs live now; connect no frames to the node and run the workflow."
+
+
+def register() -> None:
+    """Add the routes to ComfyUI's server."""
+    if PromptServer.instance is None:
+        return
+    PromptServer.instance.routes.post(f"{PREFIX}/live/token")(_token)
+    PromptServer.instance.routes.get(f"{PREFIX}/live")(_connect)
+    live.watch(lambda node, opened: PromptServer.instance.send_sync(EVENT, {"node": node, "open": opened}))
+
+
+@changes
+async def _token(_request: web.Request) -> web.Response:
+    """Tell the token of the stream that runs. It changes nothing, yet only ComfyUI's own page may know."""
+    session = next(iter(live.sessions()), None)
+    if session is None:
+        raise Refused(409, NO_STREAM)
+    return answer({"token": session.token, "node": session.node})
+
+
+@reads
+async def _connect(request: web.Request) -> web.StreamResponse:
+    check_origin(request)
+    socket = web.WebSocketResponse(heartbeat=HEARTBEAT, max_msg_size=pictures.MAX_BYTES, compress=False)
+    await socket.prepare(request)
+    try:
+        session, hello = await _first_message(socket)
+        connection = Connection(socket, session, hello)
+    except (Busy, Refused) as refusal:
+        await _goodbye(socket, str(refusal), REFUSED)
+        return socket
+    try:
+        await connection.serve()
+    except Exception:
+        log.exception("Hybrid TRT: a live connection failed, so it ends; its client may connect again")
+    finally:
+        session.leave(connection.client)
+        if not socket.closed and request.transport is not None:
+            request.transport.abort()  # a client that takes nothing does not take a farewell either
+    return socket
+
+
+async def _first_message(socket: web.WebSocketResponse) -> tuple[LiveSession, Hello]:
+    try:
+        message = await socket.receive(FIRST_MESSAGE_WITHIN)
+    except asyncio.TimeoutError:
+        raise Refused(
+            408, f"No first message came within {FIRST_MESSAGE_WITHIN:g} s, so the connection ends."
+        ) from None
+    if message.type is not WSMsgType.TEXT:
+        raise Refused(400, "The first message is no text with the stream's token, so the connection ends.")
+    try:
+        hello = read_hello(message.data)
+    except MalformedInput as error:
+        raise Refused(400, f"The first message was not understood: {error}; the connection ends.") from None
+    session = live.session_of(hello.token)
+    if session is None:
+        raise Refused(403, "This is not the token of a stream that runs, so the connection ends; ask for it again.")
+    return session, hello
+
+
+async def _goodbye(socket: web.WebSocketResponse, text: str, code: int) -> None:
+    """Tell why the connection ends, and end it: the reason of a close has room for few words, hence the message."""
+    with suppress(ConnectionError, asyncio.TimeoutError):
+        await asyncio.wait_for(socket.send_str(strict_json({"ended" if code == ENDED else "error": text})), SEND_WITHIN)
+        await asyncio.wait_for(socket.close(code=code), SEND_WITHIN)
+
+
+class Connection:
+    """A client at its WebSocket: frames come in, pictures go out, and one of each waits at most."""
+
+    def __init__(self, socket: web.WebSocketResponse, session: LiveSession, hello: Hello):
+        self.socket, self.session, self.format = socket, session, hello.format
+        self._frame = (0, b"")
+        self._frame_came, self._news = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self.client = session.join(lambda: loop.call_soon_threadsafe(self._news.set))
+
+    async def serve(self) -> None:
+        """Serve until the client or the session ends."""
+        await self._tell({"ready": given(self.session.now)})
+        tasks = [asyncio.create_task(part()) for part in (self._receive, self._unpack, self._send)]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+        for error in ended:
+            if isinstance(error, Exception) and not isinstance(error, ConnectionError | asyncio.TimeoutError):
+                raise error
+
+    async def _receive(self) -> None:
+        async for message in self.socket:
+            if message.type is WSMsgType.BINARY:
+                self._frame = (self.session.count(), message.data)
+                self._frame_came.set()
+            elif message.type is WSMsgType.TEXT:
+                await self._change(message.data)
+
+    async def _change(self, text: str) -> None:
+        try:
+            wanted = read_message(text, self.session.now)
+        except MalformedInput as error:
+            await self._tell({"error": f"The message was left out: {error}."})
+            return
+        if wanted is None:
+            self.session.stop()
+            return
+        self.session.change(self.client, wanted)
+        await self._tell({"changed": given(wanted)})
+
+    async def _unpack(self) -> None:
+        """Hand on the newest frame; those that come while one is unpacked replace each other."""
+        while True:
+            await self._frame_came.wait()
+            self._frame_came.clear()
+            number, data = self._frame
+            try:
+                self.session.put(self.client, number, await asyncio.to_thread(pictures.read, data))
+            except BadFrame as error:
+                await self._tell({"error": str(error)})
+
+    async def _send(self) -> None:
+        """Send the newest picture whenever there is one, and the end."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if (taken := self.session.take(self.client)) is not None:
+                number, picture = taken
+                data = await asyncio.to_thread(pictures.write, picture, self.format)
+                await asyncio.wait_for(self.socket.send_bytes(struct.pack("<I", number) + data), SEND_WITHIN)
+            if self.client.ended:
+                await _goodbye(self.socket, self.client.ended, ENDED)
+                return
+
+    async def _tell(self, data: dict[str, Any]) -> None:
+        await asyncio.wait_for(self.socket.send_str(strict_json(data)), SEND_WITHIN)

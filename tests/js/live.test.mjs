@@ -1,0 +1,47 @@
+import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
+import { test } from "node:test";
+import { Pace, takesLive } from "../../js/lib/live_link.mjs";
+import { said } from "../../js/lib/server_zh.mjs";
+import { setLanguage } from "../../js/lib/texts.mjs";
+
+test("two frames are under way at most, and an answer or three seconds free their place", () => {
+    const pace = new Pace();
+    assert.deepEqual([pace.free(0), pace.send(0), pace.free(0), pace.send(10), pace.free(10)], [true, 0, true, 1, false]);
+    pace.answer(1, 30); // the first one was dropped
+    assert.deepEqual([pace.free(30), pace.send(30), pace.send(31), pace.free(32)], [true, 2, 3, false]);
+    assert.equal(pace.free(3031), true);
+});
+
+test("times of pictures are told: how many a second, the usual and the slowest, and the delay", () => {
+    const pace = new Pace();
+    for (let n = 0; n < 100; n += 1) {
+        pace.send(100 * n);
+        pace.answer(n, 100 * n + (n === 50 ? 60 : 30));
+    }
+    const { fps, p50, p99, delay } = pace.told(9930);
+    assert.deepEqual([Math.round(fps), p50, p99, delay], [10, 100, 130, 30]);
+    assert.deepEqual(new Pace().told(0), { fps: 0, p50: 0, p99: 0, delay: 0 });
+});
+
+test("a prompt takes live frames where nothing is wired into a stream's frames", () => {
+    const stream = (inputs) => ({ 1: { class_type: "LoadImage", inputs: {} }, 2: { class_type: "TRTStream", inputs } });
+    assert.equal(takesLive(stream({ steps: 1 })), true);
+    assert.equal(takesLive(stream({ frames: ["1", 0] })), false);
+    assert.equal(takesLive({ 1: { class_type: "LoadImage", inputs: {} } }), false);
+});
+
+test("what a live stream says is said in Chinese too", () => {
+    const code = ["live.py", "pictures.py"].map((file) => readFileSync(new URL(`../../streaming/${file}`, import.meta.url), "utf8")).join("");
+    const told = [
+        "The stream was stopped.", "The stream has ended.", "The stream was interrupted.", "The stream ended with an error; ComfyUI's page and log say more.",
+        "No page or program sent frames for 30 s, so the stream ended.", "Another page or program sends frames to this stream already; stop it there first.",
+        "The frame is no JPEG, PNG or raw frame that can be read, so it was left out.",
+        "A frame is 64 to 2048 pixels wide and high; this one has 32x64, so it was left out.",
+    ];
+    setLanguage("zh");
+    const left = told.map((line) => said(line).replaceAll(/ComfyUI|JPEG|PNG|\d+x\d+/g, "").match(/[A-Za-z]+/g));
+    setLanguage("en");
+    assert.deepEqual(left, told.map(() => null));
+    for (const line of told) assert.ok(code.includes(line.split(/\d/)[0].split(" ").slice(0, 4).join(" ").trim()), line);
+});

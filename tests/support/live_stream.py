@@ -1,0 +1,83 @@
+"""Prompts with TRT Stream that takes live frames, and the same frame by ComfyUI's own nodes; all on tiny models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from comfy_process import ComfyProcess
+from hybrid_trt.streaming import pictures
+
+Prompt = dict[str, Any]
+SAMPLER = {"steps": 2, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 0.6, "seed": 7}
+
+
+def _before(strength: float, prompt: str, image: list | None) -> Prompt:
+    """The nodes up to the conditionings: ControlNet's image is the frame."""
+    return {
+        "load": _node("CheckpointLoaderSimple", ckpt_name="tiny_sd15.safetensors"),
+        "text": _node("CLIPTextEncode", clip=["load", 1], text=prompt),
+        "empty": _node("CLIPTextEncode", clip=["load", 1], text=""),
+        "net": _node("ControlNetLoader", control_net_name="tiny_sd15_a.safetensors"),
+        "picture": _node("EmptyImage", width=64, height=64, batch_size=1, color=0),
+        "control": _node(
+            "ControlNetApplyAdvanced",
+            positive=["text", 0],
+            negative=["empty", 0],
+            control_net=["net", 0],
+            image=image or ["picture", 0],
+            strength=strength,
+            start_percent=0.0,
+            end_percent=1.0,
+        ),
+    }
+
+
+def _node(kind: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": kind, "inputs": inputs}
+
+
+def live(strength: float = 0.8, prompt: str = "a cat", wait: int = 30, **sampler: Any) -> Prompt:
+    """A prompt whose TRT Stream takes live frames."""
+    return _before(strength, prompt, None) | {
+        "stream": _node(
+            "TRTStream",
+            model=["load", 0],
+            vae=["load", 2],
+            clip=["load", 1],
+            positive=["control", 0],
+            negative=["control", 1],
+            control_images="the frame",
+            seed_each_frame="the same",
+            similar_frames=0.0,
+            wait_seconds=wait,
+            **SAMPLER | sampler,
+        ),
+        "show": _node("PreviewImage", images=["stream", 0]),
+    }
+
+
+def by_stock_nodes(
+    comfy: ComfyProcess, frame: torch.Tensor, strength: float = 0.8, prompt: str = "a cat", **sampler: Any
+) -> torch.Tensor:
+    """The picture that ComfyUI's own nodes make of a frame, as its PNG has it."""
+    (comfy.base / "input" / "live_frame.png").write_bytes(pictures.write(frame, "png"))
+    history = comfy.queue(
+        _before(strength, prompt, ["frame", 0])
+        | {
+            "frame": _node("LoadImage", image="live_frame.png"),
+            "encode": _node("VAEEncode", pixels=["frame", 0], vae=["load", 2]),
+            "sample": _node(
+                "KSampler",
+                model=["load", 0],
+                positive=["control", 0],
+                negative=["control", 1],
+                latent_image=["encode", 0],
+                **SAMPLER | sampler,
+            ),
+            "decode": _node("VAEDecode", samples=["sample", 0], vae=["load", 2]),
+            "save": _node("SaveImage", images=["decode", 0], filename_prefix="live"),
+        }
+    )
+    (saved,) = history.output("save", "images")
+    return pictures.read((comfy.base / "output" / saved["subfolder"] / saved["filename"]).read_bytes())

@@ -1,0 +1,137 @@
+"""TRT Stream with live frames on tiny models: each picture is the one that stock nodes make of its frame."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import av
+import pytest
+import torch
+from comfy_process import ComfyProcess
+from hybrid_trt.streaming import pictures
+from live_client import image, joined, run_stream
+from live_stream import by_stock_nodes, live
+from pack import ROOT
+from shipped_workflows import object_info, shipped
+from workflow_recipes import with_tiny_models
+from workflow_to_prompt import to_prompt
+
+__all__ = ["object_info"]  # a fixture: pytest finds it by name
+
+
+def same(picture: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Tell whether two pictures agree up to the rounding of a whole step."""
+    return picture.shape == wanted.shape and bool((picture - wanted).abs().max() <= 1.01 / 255)
+
+
+@pytest.mark.parametrize("kind", ["raw", "png"])
+def test_pictures_are_those_of_stock_nodes_also_after_changes(comfy: ComfyProcess, kind: str) -> None:
+    made: list[torch.Tensor] = []
+
+    async def act(token: str) -> None:
+        async with joined(comfy, token, format=kind) as client:
+            assert client.told[0]["ready"] == {
+                "prompt": "",
+                "negative": "",
+                "strengths": [0.8],
+                "seed": 7,
+                "steps": 2,
+                "denoise": 0.6,
+                "cfg": 1.0,
+            }
+            for n, change in enumerate(
+                [{}, {"strengths": [0.1], "seed": 11}, {"prompt": "a dog", "steps": 3, "denoise": 0.9}]
+            ):
+                if change:
+                    assert "changed" in await client.ask(change)
+                await client.frame(image(n, 96, 64), kind)
+                number, picture = await client.picture()
+                assert number == n
+                made.append(picture)
+            await client.stop()
+
+    assert run_stream(comfy, live(), act).ok
+    wanted = [
+        by_stock_nodes(comfy, image(0, 96, 64)),
+        by_stock_nodes(comfy, image(1, 96, 64), 0.1, seed=11),
+        by_stock_nodes(comfy, image(2, 96, 64), 0.1, "a dog", seed=11, steps=3, denoise=0.9),
+    ]
+    assert not same(wanted[0], wanted[1])
+    assert not same(wanted[1], wanted[2])
+    for picture, expected in zip(made, wanted, strict=True):
+        assert same(picture, expected), (picture - expected).abs().max()
+
+
+def test_a_stream_without_frames_is_an_error_or_an_interrupt_if_it_was_stopped(comfy: ComfyProcess) -> None:
+    async def stop(token: str) -> None:
+        async with joined(comfy, token) as client:
+            await client.stop()
+
+    async def nobody(_: str) -> None:
+        await asyncio.sleep(0)
+
+    assert run_stream(comfy, live(), stop).status == "interrupted"
+    history = run_stream(comfy, live(wait=1), nobody)
+    assert history.status == "error"
+    assert "got no frame" in history.error
+
+
+def test_the_program_of_the_documentation_streams_a_folder(comfy: ComfyProcess, tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.+?)```", (ROOT / "docs" / "real_time.md").read_text(encoding="utf-8"), re.S)
+    assert len(code.splitlines()) <= 40
+    client, folder, results = tmp_path / "client.py", tmp_path / "frames", tmp_path / "results"
+    client.write_text(code, encoding="utf-8")
+    folder.mkdir()
+    results.mkdir()
+    for n in range(3):
+        (folder / f"{n}.png").write_bytes(pictures.write(image(n), "png"))
+    (folder / "3.jpg").write_bytes(b"none")
+
+    async def act(_: str) -> None:
+        ran = await asyncio.create_subprocess_exec(
+            sys.executable, client, folder, results, comfy.url,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)  # fmt: skip
+        told, _ = await asyncio.wait_for(ran.communicate(), 50)
+        assert ran.returncode == 0, told
+        for words in (b'"changed": {"seed": 5}', b"so it was left out", b"The stream was stopped."):
+            assert words in told, told
+
+    assert run_stream(comfy, live(), act).ok
+    made = sorted(results.iterdir())
+    assert [path.name for path in made] == ["00000.jpg", "00001.jpg", "00002.jpg"]
+    wanted = pictures.read(pictures.write(by_stock_nodes(comfy, image(2), seed=5), "jpeg"))
+    assert (pictures.read(made[2].read_bytes()) - wanted).abs().mean() < 0.002
+
+
+@pytest.mark.slow
+def test_the_template_for_videos_paints_each_frame_on_engines(sd15: ComfyProcess, object_info: dict[str, Any]) -> None:
+    prompt = to_prompt(with_tiny_models(shipped("sd15_video"), object_info), object_info)
+    history = sd15.queue(prompt, timeout=300)
+    ids = {entry["class_type"]: node for node, entry in prompt.items()}
+    report = history.output(ids["TRTReport"], "report")[0]
+    assert (report["unet"]["engine"], report["unet"]["native"]) == (6, 0), "three frames of two steps"
+    (saved,) = history.output(ids["SaveVideo"], "images")
+    with av.open(str(sd15.base / "output" / saved["subfolder"] / saved["filename"])) as video:
+        assert len([*video.decode(video=0)]) == 3
+
+
+@pytest.mark.slow
+def test_the_template_for_webcams_streams_on_engines(sd15: ComfyProcess, object_info: dict[str, Any]) -> None:
+    prompt = to_prompt(with_tiny_models(shipped("sd15_webcam"), object_info), object_info)
+
+    async def act(token: str) -> None:
+        async with joined(sd15, token) as client:
+            for n in range(4):
+                await client.frame(image(n, 128, 128))
+                assert (await client.picture())[0] == n
+            await client.stop()
+
+    history = run_stream(sd15, prompt, act, timeout=300)
+    ids = {entry["class_type"]: node for node, entry in prompt.items()}
+    report = history.output(ids["TRTReport"], "report")[0]
+    assert (report["unet"]["engine"], report["unet"]["native"]) == (8, 0), "four frames of two steps"
+    assert len(history.output(ids["SaveImage"], "images")) == 1, "the last picture"
