@@ -38,6 +38,7 @@ class Feature(Enum):
     QUEUE = "readings of ComfyUI's queue", "nothing is known of prompts that wait or run"
     BUILDS = "builds in ComfyUI", "engines are built by the command line alone"
     WHOLE_GRAPHS = "builds for a workflow on the command line", "it builds for single models alone"
+    WARMING = "workflows that warm a worker", "it is ready at once, and its first prompt opens the engines"
 
 
 TABLE: dict[Feature, tuple[str, ...]] = {
@@ -236,6 +237,11 @@ TABLE: dict[Feature, tuple[str, ...]] = {
         "execution:PromptExecutor.__init__(self, _, cache_type, cache_args, ...)",
         "execution:PromptExecutor.execute(self, _, _, _, _, ...)",
         "execution:validate_prompt(_, _, _, ...)",
+    ),
+    Feature.WARMING: (
+        "execution:validate_prompt(_, _, _, ...)",
+        "execution:PromptQueue.put(self, _, ...)",
+        "execution:PromptQueue.get_history(self, prompt_id, ...)",
     ),
 }
 
