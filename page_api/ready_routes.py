@@ -1,4 +1,4 @@
-"""Routes for those who hand out work: is this server warm, and warm it for a workflow."""
+"""Routes for those who hand out work: one tells if this server is warm, one warms it for a workflow."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ VARIABLE = "HYBRID_TRT_WARM"
 """Environment variable: the files of API workflows that warm the server when it starts, as in PATH."""
 MAX_WORKFLOW = 32 << 20
 MAX_NAME, MAX_WARMED = 200, 100
+NEEDED = (Feature.QUEUE, Feature.WARMING)
 
 _warmed: dict[str, Warming] = {}
 """What warms or has warmed this server, by name; the same name again replaces it."""
@@ -58,7 +59,7 @@ async def _start(_app: web.Application) -> None:
 
 @reads
 async def _ready(_request: web.Request) -> web.Response:
-    """Whether work may come: 200 when the server is warm, else 503; see docs/fleet.md."""
+    """Answer 200 when the server is warm, else 503, with what docs/fleet.md lists."""
     found = list(_warmed.values())
     waits_for = [one.text or f"{one.name} is {one.state}." for one in found if one.state != warming.WARM_NOW]
     facts = await asyncio.to_thread(_facts)
@@ -73,7 +74,7 @@ async def _warm(request: web.Request) -> web.Response:
     name = data.get("name", "workflow")
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
         raise Refused(400, f"The name must be a text of 1 to {MAX_NAME} characters; nothing was done.")
-    if why := switched_off([Feature.QUEUE, Feature.WARMING]):
+    if why := switched_off(NEEDED):
         raise Refused(409, why[0])
     if name not in _warmed and len(_warmed) >= MAX_WARMED:
         raise Refused(409, f"This server was warmed for {MAX_WARMED} workflows; use the name of one of them again.")
@@ -90,7 +91,7 @@ async def _warm(request: web.Request) -> web.Response:
 
 
 async def _from_file(order: Warming) -> None:
-    if why := switched_off([Feature.QUEUE, Feature.WARMING]):
+    if why := switched_off(NEEDED):
         raise NotWarmed(why[0])
     async with _turns:
         try:
