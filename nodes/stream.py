@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
     from comfy.sd import CLIP, VAE
 
-TOLD_EVERY = 1.0
+TOLD_EVERY = 2.0
 """Seconds between two messages about progress: each takes the page and the server some time."""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from .frames import Frame
+from .transfers import copy
 
 
 class BatchSource:
@@ -38,5 +39,5 @@ class BatchSource:
         """Put a picture into the batch."""
         if self.pictures is None:
             self.pictures = torch.empty(self._images.shape[0], *picture.shape[1:], dtype=picture.dtype)
-        self.pictures[number] = picture[0]
+        copy(picture[0], self.pictures[number])
         self._progress(number + 1)

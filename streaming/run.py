@@ -16,7 +16,7 @@ from ..sampling.frame_times import FrameTimes
 from ..sampling.nan_guard import NOT_FINITE, native_again, watched_apart
 from .frames import Frame, Source
 from .stream import Stream
-from .transfers import download
+from .transfers import download, mean_difference
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class _Loop:
             return False
         if not self._stream.controls.alike(frame.number, last.frame.number):
             return False
-        return float((frame.image - last.frame.image).abs().mean()) <= least
+        return mean_difference(frame.image, last.frame.image) <= least
 
     def _give(self, started: _Started) -> None:
         made = started.repeats or started

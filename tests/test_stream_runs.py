@@ -24,6 +24,7 @@ from hybrid_trt.streaming.frames import Changes, Frame
 from hybrid_trt.streaming.run import run_stream
 from hybrid_trt.streaming.settings import Settings
 from hybrid_trt.streaming.stream import Stream
+from hybrid_trt.streaming.transfers import copy, mean_difference
 from memory_fixtures import file, library
 from patched import Patched, load, sampling_node
 from streams import Case, compared
@@ -304,3 +305,13 @@ def test_the_report_tells_frame_times(comfy: ComfyProcess) -> None:
     history = comfy.queue(streamed_prompt(Case(frames=4, steps=1)))
     (text,) = history.output("report", "text")
     assert re.search(r"Stream: 4 frames, [\d.]+ a second; p50 [\d.]+ ms, p95 [\d.]+ ms, p99 [\d.]+ ms\.", text)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_copies_in_main_memory_keep_values_whatever_the_layout(dtype: torch.dtype) -> None:
+    made = random(2, 6, 5, 3, seed=1).to(dtype)
+    for source in (made[1:], made[1:].movedim(-1, 1), made[..., :2]):
+        target = torch.empty_strided(source.shape, source.stride(), dtype=dtype)
+        copy(source, target)
+        assert torch.equal(target, source)
+    assert mean_difference(made, made + 0.5) == pytest.approx(0.5, rel=2e-2)
