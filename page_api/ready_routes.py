@@ -33,7 +33,7 @@ MAX_NAME, MAX_WARMED = 200, 100
 NEEDED = (Feature.QUEUE, Feature.WARMING)
 
 _warmed: dict[str, Warming] = {}
-"""What warms or has warmed this server, by name; the same name again replaces it."""
+"""Workflows that warm or have warmed this server, by name; the same name again replaces one."""
 _turns = asyncio.Lock()
 _tasks: set[asyncio.Task] = set()
 
