@@ -38,6 +38,7 @@ class Feature(Enum):
     QUEUE = "readings of ComfyUI's queue", "nothing is known of prompts that wait or run"
     BUILDS = "builds in ComfyUI", "engines are built by the command line alone"
     WHOLE_GRAPHS = "builds for a workflow on the command line", "it builds for single models alone"
+    WARMING = "workflows that warm a worker", "its first prompt opens the engines"
 
 
 TABLE: dict[Feature, tuple[str, ...]] = {
@@ -148,8 +149,7 @@ TABLE: dict[Feature, tuple[str, ...]] = {
     Feature.STAGING: (
         "comfy.patcher_extension:WrappersMP.PREPARE_SAMPLING",
         "comfy.patcher_extension:CallbacksMP.ON_CLEANUP",
-        "comfy.sampler_helpers:_prepare_sampling"
-        "(_, _, _, model_options, force_full_load, force_offload)",
+        "comfy.sampler_helpers:_prepare_sampling(_, _, _, model_options, force_full_load, force_offload)",
         "comfy.sampler_helpers:estimate_memory(_, _, _, ...)",
         "comfy.sampler_helpers:get_additional_models(_, _, ...)",
         "comfy.controlnet:ControlLora",
@@ -171,8 +171,7 @@ TABLE: dict[Feature, tuple[str, ...]] = {
     Feature.ON_DEVICE: (
         "comfy.conds:CONDRegular._copy_with(self, _, ...)",
         "comfy.conds:CONDRegular.cond",
-        "comfy.conds:CONDNoiseShape",
-        "comfy.conds:CONDCrossAttn",
+        "comfy.conds:CONDNoiseShape", "comfy.conds:CONDCrossAttn",
         "comfy.samplers:CFGGuider.model_options",
         "comfy.patcher_extension:WrappersMP.CALC_COND_BATCH",
         "comfy.samplers:_calc_cond_batch(_, _, _, _, _)",
@@ -237,6 +236,8 @@ TABLE: dict[Feature, tuple[str, ...]] = {
         "execution:PromptExecutor.execute(self, _, _, _, _, ...)",
         "execution:validate_prompt(_, _, _, ...)",
     ),
+    Feature.WARMING: ("execution:validate_prompt(_, _, _, ...)", "execution:PromptQueue.put(self, _, ...)",
+                      "execution:PromptQueue.get_history(self, prompt_id, ...)"),
 }
 
 COMPUTED_HERE_TOO = {
@@ -300,11 +301,11 @@ def switch_off(feature: Feature, why: str) -> None:
         log.warning("Hybrid TRT: %s. Please report this with the version of your ComfyUI.", _sentence(feature, why))
 
 
-def switched_off(features: Iterable[Feature] = tuple(Feature)) -> list[str]:
-    """Return what this ComfyUI is not used for, and why, each in a sentence; empty where all is as expected."""
-    off = check() if _off is None else _off
-    told = [f"{_sentence(feature, '; '.join(off[feature]))}." for feature in features if feature in off]
-    return [*told, *(f"{why}. Images are right, at most slower." for why in _without)]
+def switched_off(features: Iterable[Feature] | None = None) -> list[str]:
+    """Return what this ComfyUI is not used for, and why, a sentence each; of some features, or of all and families."""
+    off, left_out = check() if _off is None else _off, _without if features is None else []
+    told = [f"{_sentence(one, '; '.join(off[one]))}." for one in features or Feature if one in off]
+    return [*told, *(f"{why}. Images are right, at most slower." for why in left_out)]
 
 
 def _sentence(feature: Feature, why: str) -> str:

@@ -16,23 +16,29 @@ from ..engine_builder.jobs import Job, State
 from ..engine_builder.order import BuildOrder
 from ..engine_library import Engine, Fallback, Reason, Unavailable
 from ..engine_library.manifest import MANIFEST_NAME
-from ..page_api.build_orders import running_orders, running_pictures
+from ..page_api.build_orders import running_orders, running_pictures, warms
 from ..page_api.builds import builds, cancelled, ended, node_states
 from ..sampling.call_stats import ever_uncovered
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import lacks_engine, refused_engines, to_build
+from ..sampling.run_context import executing
 from .schemas import BUILD_NOW, IN_BACKGROUND, USE_NATIVE
 
 NO_BUILDS = "This ComfyUI cannot build it, the command line can; the log says why."
 
 _found: dict[Path, Engine] = {}  # the engines that nodes have found
 _losses = 0  # how many of them were gone afterwards
+_left_out = 0  # builds that were not ordered, as the prompt was one that warms
 
 
 def build_if_missing(handle: EngineHandle, when_missing: str) -> None:
-    """Order what a handle lacks, and wait for it when it is wanted now."""
+    """Order what a handle lacks, and wait for it when it is wanted now. A prompt that warms orders nothing."""
+    global _left_out
     if not works(Feature.BUILDS):
         handle.note = NO_BUILDS
+        return
+    if (context := executing()) is not None and warms(context.prompt_id):
+        _left_out += lacks_engine(handle)
         return
     for order, _ in _orders(handle) if lacks_engine(handle) else ():
         if when_missing != BUILD_NOW:
@@ -79,8 +85,8 @@ def generation(when_missing: str) -> str:
     """Return a text that changes when nodes that build have to run again.
 
     It changes when a build in the background has ended, one that a prompt waits for was cancelled, an engine that some
-    node found is gone or damaged, the prompt asks for another picture, calls ran uncompiled, or it orders builds. It
-    looks at a few files' sizes and reads nothing.
+    node found is gone or damaged, a prompt that warmed left a build out, the prompt asks for another picture, calls ran
+    uncompiled, or it orders builds. It looks at a few files' sizes and reads nothing.
 
     It is the same for all nodes: ComfyUI gives a node's cached output to any other with the same inputs.
     """
@@ -90,7 +96,7 @@ def generation(when_missing: str) -> str:
     for folder in [folder for folder, engine in list(_found.items()) if _is_lost(engine)]:
         _found.pop(folder, None)
         _losses += 1
-    happened = _losses + (ended() if when_missing == IN_BACKGROUND else cancelled())
+    happened = _losses + _left_out + (ended() if when_missing == IN_BACKGROUND else cancelled())
     return f"{happened} {ever_uncovered()} {running_pictures()} {running_orders()}"
 
 

@@ -23,6 +23,9 @@ ORDER = "hybrid_trt_build"
 ``graph`` is the whole workflow, of which the prompt holds only what the nodes depend on.
 """
 
+WARM = "hybrid_trt_warm"
+"""Key in ``extra_data`` of a prompt that warms: it opens engines and builds none."""
+
 
 @dataclass(frozen=True)
 class Order:
@@ -52,6 +55,13 @@ def order_of(prompt_id: str) -> Order | None:
     """Return the order that a running prompt carries, or None."""
     running, _ = queued()
     return next((_read(item.extra) for item in running if item.prompt_id == prompt_id), None)
+
+
+def warms(prompt_id: str) -> bool:
+    """Tell whether a running prompt is one that warms."""
+    running, _ = queued()
+    return any(item.prompt_id == prompt_id and isinstance(item.extra, Mapping) and item.extra.get(WARM) is True
+               for item in running)  # fmt: skip
 
 
 def running_orders() -> str:

@@ -15,6 +15,7 @@ from ..comfy_model.comfyui_internals import Feature, switched_off
 from ..engine_builder.jobs import Job
 from .build_routes import states
 from .builds import builds
+from .prompt_errors import failure, refusal
 from .workflow_graph import ENGINE_NODES
 
 REPORT = "hybrid_trt_build"
@@ -64,16 +65,8 @@ def _run(executor: PromptExecutor, prompt: dict[str, Any]) -> None:
     reports = {f"{REPORT}_{node}": {"class_type": "TRTReport", "inputs": {"after": [node, 0]}} for node in engines}
     prompt, prompt_id = {**prompt, **reports}, uuid.uuid4().hex
     valid, error, outputs, refused = asyncio.run(validate_prompt(prompt_id, prompt, list(reports)))
-    for node, found in refused.items():
-        first, where = found["errors"][0], f"{found['class_type']} (node {node})"
-        told = first.get("extra_info", {})
-        if first["type"] == "value_not_in_list" and told["input_name"].endswith("_name"):
-            file = told["received_value"]
-            raise ValueError(f"{file} is missing: put it where {where} looks, or choose another file.")
-        raise ValueError(f"{where}: {first['message']}: {first['details']}.")
-    if not valid:
-        raise ValueError(error["message"])
+    if (why := refusal(None if valid else error, refused)) is not None:
+        raise ValueError(why)
     executor.execute(prompt, prompt_id, {}, outputs)
-    for event, data in executor.status_messages:
-        if event == "execution_error":
-            raise ValueError(f"{data['node_type']} (node {data['node_id']}): {data['exception_message'].strip()}.")
+    if (why := failure(executor.status_messages)) is not None:
+        raise ValueError(why)

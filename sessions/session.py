@@ -198,9 +198,9 @@ def shared(key: tuple, fits: Callable[[Found], bool], make: Callable[[], Found])
     return found
 
 
-def open_engines() -> list[Engine]:
-    """The engines that somebody holds a session of."""
-    return [engine for session in list(_open.values()) for engine in session.engines]
+def open_sessions() -> list[Session]:
+    """The sessions that somebody holds, without those that are made of others."""
+    return [session for session in list(_open.values()) if session.parts == {session}]
 
 
 _refused: dict[str, tuple[object, str]] = {}

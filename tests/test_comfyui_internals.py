@@ -138,6 +138,7 @@ def test_a_family_whose_code_is_another_is_left_out_alone(
     assert place.partition("(")[0].replace(":", ".") in line
     assert "Images are right" in line
     assert any(f"family {family} " in text for text in internals.switched_off())
+    assert internals.switched_off([Feature.WHOLE_GRAPHS]) == [], "builds for a workflow still work"
 
 
 def test_a_family_whose_modules_are_missing_is_left_out(
