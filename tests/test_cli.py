@@ -185,6 +185,7 @@ def test_files_that_are_no_workflows_are_told_in_a_sentence(
     assert "Traceback" not in message
 
 
+@pytest.mark.slow
 def test_all_that_a_stock_workflow_needs_is_built_in_the_sizes_of_its_picture(
     comfyui_with_models: Path, tmp_path: Path
 ) -> None:

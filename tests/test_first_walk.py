@@ -64,6 +64,7 @@ def page(opened: ComfyPage, request: pytest.FixtureRequest) -> Iterator[EnginePa
     assert not opened.errors
 
 
+@pytest.mark.slow
 def test_from_an_empty_canvas_to_a_picture_on_four_engines_in_five_clicks(
     page: EnginePage, full_names: ComfyProcess
 ) -> None:

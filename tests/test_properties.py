@@ -101,18 +101,20 @@ def client(comfy: ComfyProcess) -> Iterator[Client]:
     """A client, for as long as nothing but the library's notes changes on the server's disk."""
     library = comfy.base / "models" / "trt_engines"
     publish(library)
-    before = files(comfy.base)
+    before, hidden = files(comfy.base), hidden_in(library)
     found = Client(comfy)
     yield found
     log.info("%s requests were sent", found.sent)
     assert files(comfy.base) == before
-    assert {path.name for path in library.iterdir() if path.name.startswith(".")} <= {
-        ".settings.json", NOTES, ".weights_hashes.json", ".lock"
-    }
+    assert hidden_in(library) <= {*hidden, ".settings.json", NOTES, ".weights_hashes.json", ".lock"}
     (library / ".settings.json").unlink(missing_ok=True)
     for engine in library.glob("[!.]*"):
         if engine.is_dir():
             Library.remove(engine)
+
+
+def hidden_in(library: Path) -> set[str]:
+    return {path.name for path in library.iterdir() if path.name.startswith(".")}
 
 
 def files(base: Path) -> dict[str, tuple[int, int]]:
