@@ -224,8 +224,10 @@ def run_vae(comfyui: Path, base: Path, out: Path, controls: int, runs: int = 15)
                 if turn > 1:  # the first of each builds and opens engines, the second captures
                     found[vae_engine].append(history.seconds)
     before, after = (round(statistics.median(found[one]) * 1000, 1) for one in (False, True))
+    served = [(row["name"], row["backend"], row["engine"], row["native"])
+              for row in history.output("report", "report")[0]["rows"]]  # fmt: skip
     row = {"case": f"sd15_ksampler_{controls}cn_vae", "mode": "disable-dynamic-vram", "native_vae_ms": before,
            "engine_vae_ms": after, "saved_ms": round(before - after, 1), "native_vae_runs_s": found[False],
-           "engine_vae_runs_s": found[True], "report": history.output("report", "report")[0]["rows"]}  # fmt: skip
-    print({k: v for k, v in row.items() if k != "report"}, flush=True)
+           "engine_vae_runs_s": found[True], "served": served}  # fmt: skip
+    print({k: v for k, v in row.items() if k != "served"}, flush=True)
     return [row]

@@ -16,16 +16,20 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import comfy.sd
+import comfy.utils
 import networks
 import pytest
 import slow
 import tensorrt_rtx as trt
 from builds import main_file
-from hybrid_trt.architectures.shapes import Profile, Range, TensorSpec
+from hybrid_trt.architectures import Role
+from hybrid_trt.architectures.shapes import Profile, Range, RequestedSizes, TensorSpec
 from hybrid_trt.backends import BuildRequest
 from hybrid_trt.backends.tensorrt import build as messages
 from hybrid_trt.backends.tensorrt import build as trt_build
 from hybrid_trt.backends.tensorrt import flavour as trt_flavour
+from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as builder
 from hybrid_trt.engine_builder.worker import parity
 from hybrid_trt.engine_library import BuildError, Library
@@ -97,6 +101,26 @@ def test_an_engine_is_built_from_the_very_graph_that_was_proved(
     assert weights <= main_file(engine).stat().st_size <= 1.2 * weights + 20e6
     residuals = [s for s in (*manifest.inputs, *manifest.outputs) if "output_" in s.name or "middle_" in s.name]
     assert len(residuals) == len(network.module.input_blocks) + 1
+
+
+VAES = {f"{name}-{role.value}-{precision}": (name, role, precision) for name in ("tiny_kl", "tiny_sdxl_taesd")
+        for role in (Role.VAE_DECODER, Role.VAE_ENCODER) for precision in ("float16", "bfloat16", "float32")}
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "precision"), slow.cases(VAES, set(VAES) - {"tiny_sdxl_taesd-vae_decoder-float16"})
+)
+def test_a_vaes_engine_is_built_from_a_graph_that_computes_what_native_does(
+    name: str, role: Role, precision: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    vae = comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(models[name])))
+    network = NativeNetwork.of_vae(vae, role, name)
+    profile = network.architecture().profile(RequestedSizes(min_size=64, opt_size=64, max_size=128))
+    order = builder.BuildOrder(network, precision, profile, RTX)
+    engine = builder.build_engine(order, Library([tmp_path]), ignore, run=builder.run_here)
+    assert engine.manifest.identity.backend == "tensorrt_rtx"
+    assert 0 < engine.manifest.parity["rel_err"] <= (1e-3 if precision == "float16" else 1e-5)
+    assert list(engine.manifest.files) == ["engine.trt", "parameters.json"]
 
 
 @pytest.mark.slow
