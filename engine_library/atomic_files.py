@@ -169,11 +169,13 @@ class FileLock:
                 raise
         raise FileExistsError(errno.EEXIST, "can be neither opened nor made", str(self.path))
 
-    def release(self) -> None:
-        """Give the lock back and remove its file."""
+    def release(self, keep: bool = False) -> None:
+        """Give the lock back and remove its file, unless that is to be kept."""
         fd, self._fd = self._fd, None
         if fd is None:
             return
+        if keep:
+            return _close(fd)
         try:
             self.path.unlink(missing_ok=True)  # while still locked: whoever waits sees that this file is gone
             _close(fd)
@@ -337,7 +339,11 @@ def _put_back(folder: Path) -> bool:
 
 
 def sweep(root: Path) -> list[str]:
-    """Remove the work folders of processes that are dead, and return their names. Never raises for want of rights."""
+    """Remove the work folders and locks of processes that are dead. Never raises for want of rights.
+
+    Returns:
+        The names of the folders.
+    """
     swept = []
     try:
         sweep_temporaries(root)
@@ -350,11 +356,23 @@ def sweep(root: Path) -> list[str]:
                 shutil.rmtree(folder, ignore_errors=True)
                 swept.append(folder.name)
             lock.release()
+        for path in root.glob(f".*{_LOCK_SUFFIX}"):
+            _sweep_lock(path)
     except OSError as error:
         log.debug("Hybrid TRT: %s was not swept (%s)", root, error)
     if swept:
         log.info("Hybrid TRT: removed what %d unfinished build(s) had left in %s", len(swept), root)
     return swept
+
+
+def _sweep_lock(path: Path) -> None:
+    """Remove the lock file of an engine that nobody builds. Whoever is about to lock it sees that it is gone."""
+    with contextlib.suppress(OSError):  # another user's
+        if path.is_symlink() or path.stat().st_size != _LENGTH:
+            return  # none that we made
+        lock = FileLock(path)
+        if lock.acquire():
+            lock.release(keep=not lock.reliable)
 
 
 def _lock_path(folder: Path) -> Path:

@@ -70,6 +70,8 @@ class Environment:
         variables.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         if _users_comfyui() is not None:
             variables["PYTHONDONTWRITEBYTECODE"] = "1"  # no __pycache__ in a checkout that is not ours
+        else:  # whoever set it for all programs would wait a second longer for each server
+            variables.pop("PYTHONDONTWRITEBYTECODE", None)
         return variables
 
 
