@@ -1,0 +1,88 @@
+"""``python -m farm serve``: Ray, the application in it, and its end."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import tempfile
+import threading
+from pathlib import Path
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray else reports to its makers
+os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's own ports are open to those who can read its token
+import ray
+from ray import serve
+
+from . import access
+from .app import NAME, application
+from .settings import WorkerSettings
+
+log = logging.getLogger("farm")
+
+
+def serve_farm(arguments: argparse.Namespace, token: str, comfyui_arguments: list[str]) -> int:
+    """Start a farm, and return when it was told to end and has ended."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    os.environ.pop(access.VARIABLE, None)  # no worker needs it
+    _start_ray(arguments)
+    end = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: end.set())
+    try:
+        return _serve(arguments, token, comfyui_arguments, end)
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def _start_ray(arguments: argparse.Namespace) -> None:
+    """Join the cluster that RAY_ADDRESS names, or start one."""
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(namespace=NAME)
+        return
+    if arguments.metrics_port is None:
+        os.environ["RAY_enable_metrics_collection"] = "0"  # Ray shows them at all addresses
+    ray.init(address="local", namespace=NAME, include_dashboard=False, _metrics_export_port=arguments.metrics_port)
+
+
+def _serve(arguments: argparse.Namespace, token: str, comfyui_arguments: list[str], end: threading.Event) -> int:
+    gpus = 0 if arguments.cpu else 1
+    workers = arguments.workers or int(ray.cluster_resources().get("GPU", 0) if gpus else 1)
+    if not workers:
+        log.error("Ray sees no GPU: start the farm with --cpu, or look at nvidia-smi.")
+        return 1
+    settings = WorkerSettings(
+        comfyui=str(arguments.comfyui.resolve()),
+        python=str(arguments.python.absolute()),  # the link of a virtual environment, not its target
+        work=str(arguments.work.resolve() if arguments.work else Path(tempfile.gettempdir()) / NAME),
+        base=str(arguments.base.resolve()) if arguments.base else "",
+        warm=tuple(str(file.resolve()) for file in arguments.warm),
+        arguments=(*(["--cpu"] if arguments.cpu else []), *comfyui_arguments),
+    )
+    serve.start(http_options={"host": arguments.host, "port": arguments.port})
+    farm = application(settings, access.digest(token), workers, gpus)
+    failures: list[str] = []
+    threading.Thread(target=_run, args=(farm, end, failures), daemon=True).start()
+    end.wait()
+    if failures:
+        log.error("The farm cannot start: %s", failures[0])
+        return 1
+    log.info("The farm ends; prompts that run get %d s.", arguments.drain)
+    try:
+        serve.get_app_handle(NAME).drain.remote().result(timeout_s=arguments.drain)
+    except TimeoutError:
+        log.error("Not all prompts ended in time; they are lost.")
+    return 0
+
+
+def _run(farm: serve.Application, end: threading.Event, failures: list[str]) -> None:
+    """Wait until all workers are warm, and say so."""
+    try:
+        serve.run(farm, name=NAME)
+    except Exception as error:
+        failures.append(str(error))
+        end.set()
+    else:
+        log.info("The farm is ready.")
