@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     render.add_argument("--out", type=Path, required=True, help="the folder for pictures; what is there is kept")
     render.add_argument("--url", default=URL, help=f"the farm's address ({URL})")
     render.add_argument("--at-once", type=int, default=0, help="prompts on their way; else one more than workers")
+    render.add_argument("--patience", type=float, default=60, help="seconds to wait for a farm that is away (60)")
     for command in (serve, render):
         command.add_argument("--token-file", type=Path, help=f"else {VARIABLE}, else {token_file()}")
     return parser

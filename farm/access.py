@@ -42,7 +42,7 @@ def token(file: Path | None, make: bool = False) -> str:
     try:
         return _checked(found.read_text(encoding="utf-8"), str(found))
     except (OSError, UnicodeDecodeError) as error:
-        raise NoToken(f"The token cannot be read ({error}): set {VARIABLE}, or name its file with --token-file.") from None
+        raise NoToken(f"The token cannot be read ({error}): set {VARIABLE}, or use --token-file.") from None
 
 
 def digest(text: str) -> str:

@@ -102,11 +102,12 @@ class Comfy:
                 *self.settings.arguments]  # fmt: skip
 
     def _environment(self) -> dict[str, str]:
-        """Return our variables, less those that lead to this interpreter's packages or hold the farm's token."""
-        gone = ("PYTHONPATH", "PYTHONHOME", "HYBRID_TRT_FARM_TOKEN")
-        kept = {name: value for name, value in os.environ.items() if name not in gone}
+        """Return our variables, less those of Ray and those that lead to this interpreter's packages."""
+        gone = ("PYTHONPATH", "PYTHONHOME", "OMP_NUM_THREADS")
+        kept = {name: value for name, value in os.environ.items() if name not in gone and not name.startswith("RAY_")}
         warm = {"HYBRID_TRT_WARM": os.pathsep.join(self.settings.warm)} if self.settings.warm else {}
-        return kept | warm | {"PYTHONUNBUFFERED": "1"}
+        threads = {"OMP_NUM_THREADS": self.settings.threads} if self.settings.threads else {}
+        return kept | warm | threads | {"PYTHONUNBUFFERED": "1"}
 
     async def _is_warm(self) -> bool:
         if not self.alive:

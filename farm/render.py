@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from .prompts import Prompt, is_prompt, with_seed
 
 log = logging.getLogger("farm")
 
-TRIES = 5
 WAIT = 3.0
 """Seconds between two tries, where the farm does not answer or is busy."""
 _MOST_SEEDS = 100_000
@@ -112,7 +112,7 @@ async def _render(batch: Batch, missing: list[int], arguments: argparse.Namespac
             async def one(seed: int) -> None:
                 async with turns:
                     try:
-                        batch.keep(seed, await _done(farm, with_seed(batch.prompt, seed)))
+                        batch.keep(seed, await _done(farm, with_seed(batch.prompt, seed), arguments.patience))
                     except NotRendered as error:
                         failures[seed] = str(error)
                     bar.update()
@@ -129,16 +129,14 @@ async def _workers(farm: aiohttp.ClientSession) -> int:
         return 0
 
 
-async def _done(farm: aiohttp.ClientSession, prompt: Prompt) -> dict[str, Any]:
+async def _done(farm: aiohttp.ClientSession, prompt: Prompt, patience: float) -> dict[str, Any]:
     """Return the ``done`` event of a prompt, tried again where the farm is away or busy.
 
     Raises:
         NotRendered: the farm refused it, it failed, or the farm stayed away.
     """
-    why = ""
-    for attempt in range(TRIES):
-        if attempt:
-            await asyncio.sleep(WAIT)
+    began = time.monotonic()
+    while True:
         try:
             async with farm.post("/render", json={"workflow": prompt}) as answer:
                 if answer.status == 200:
@@ -151,7 +149,9 @@ async def _done(farm: aiohttp.ClientSession, prompt: Prompt) -> dict[str, Any]:
                     raise NotRendered(why)
         except aiohttp.ClientError as error:
             why = f"The farm does not answer: {error!r}"
-    raise NotRendered(why)
+        if time.monotonic() - began > patience:
+            raise NotRendered(why)
+        await asyncio.sleep(WAIT)
 
 
 def _last(body: bytes) -> dict[str, Any]:

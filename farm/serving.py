@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import secrets
 import signal
 import tempfile
 import threading
 from pathlib import Path
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray else reports to its makers
-os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's own ports are open to those who can read its token
+if not os.environ.get("RAY_ADDRESS"):  # Ray's own ports ask for a token that this farm's processes alone have
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 import ray
 from ray import serve
 
@@ -60,6 +63,7 @@ def _serve(arguments: argparse.Namespace, token: str, comfyui_arguments: list[st
         base=str(arguments.base.resolve()) if arguments.base else "",
         warm=tuple(str(file.resolve()) for file in arguments.warm),
         arguments=(*(["--cpu"] if arguments.cpu else []), *comfyui_arguments),
+        threads=os.environ.get("OMP_NUM_THREADS", ""),
     )
     serve.start(http_options={"host": arguments.host, "port": arguments.port})
     farm = application(settings, access.digest(token), workers, gpus)

@@ -16,6 +16,7 @@ class WorkerSettings:
         base: ComfyUI's ``--base-directory``; ``""`` leaves it to ComfyUI.
         warm: API workflows that run before a worker takes prompts, as paths.
         arguments: more arguments for ComfyUI.
+        threads: OMP_NUM_THREADS for ComfyUI; ``""`` leaves it unset, for Ray else sets it to 1.
     """
 
     comfyui: str
@@ -24,3 +25,4 @@ class WorkerSettings:
     base: str = ""
     warm: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
+    threads: str = ""

@@ -1,0 +1,130 @@
+"""Starts a farm of its own for tests, with Ray's interpreter, and talks to it over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+from builds import until
+from comfy_process import ComfyProcess
+from pack import ROOT
+
+TOKEN = "a-token-for-tests-alone"
+PATIENCE = 120.0
+
+
+def farm_environment() -> dict[str, str]:
+    """Variables of the farm and of those who ask it."""
+    return os.environ | {"HYBRID_TRT_FARM_TOKEN": TOKEN, "PYTHONPATH": ""}
+
+
+class FarmProcess:
+    """A farm on a free port of loopback, for as long as the `with` block lasts. Its workers use a server's folders."""
+
+    def __init__(self, python: str, comfy: ComfyProcess, folder: Path, *arguments: str) -> None:
+        self.python, self.comfy, self.folder, self.arguments = python, comfy, folder, arguments
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.log = folder / "farm.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def work(self) -> Path:
+        """The folder in which each worker has one of its own."""
+        return self.folder / "work"
+
+    def __enter__(self) -> FarmProcess:
+        command = [self.python, "-m", "farm", "serve", "--cpu", "--comfyui", str(self.comfy.comfyui), "--python",
+                   sys.executable, "--base", str(self.comfy.base), "--port", str(self.port), "--work", str(self.work),
+                   *self.arguments]  # fmt: skip
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                             env=farm_environment())  # fmt: skip
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        family = self.family()
+        self.end()
+        if self.wait(60) is None:
+            self._process.kill()
+        for process in psutil.wait_procs(family, timeout=30)[1]:
+            process.kill()
+
+    def end(self) -> None:
+        """Ask the farm to end."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def wait(self, patience: float) -> int | None:
+        """Return the farm's exit status, None where it does not end in time."""
+        until(lambda: self._process.poll() is not None, patience)
+        return self._process.poll()
+
+    def until_ready(self, workers: int = 2, patience: float = PATIENCE) -> FarmProcess:
+        """Wait until so many workers are ready."""
+        def ready() -> bool:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the farm ended:\n{self.log.read_text()}")
+            try:
+                return self.ask("GET", "/ready")[1].get("workers", 0) >= workers
+            except (OSError, ValueError, AttributeError):
+                return False
+
+        assert until(ready, patience), self.log.read_text()
+        return self
+
+    def family(self) -> list[psutil.Process]:
+        """Return all processes that the farm started."""
+        return psutil.Process(self._process.pid).children(recursive=True) if self._process.poll() is None else []
+
+    def workers(self) -> list[psutil.Process]:
+        """Return the processes of the workers that have a ComfyUI."""
+        return [process for process in self.family() if any("guard.py" in " ".join(child.cmdline())
+                                                            for child in process.children())]  # fmt: skip
+
+    def ask(self, method: str, path: str, body: Any = None, token: str | None = TOKEN) -> tuple[int, Any]:
+        """Return status and JSON of a request; a list of events where the farm streams them."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        try:
+            headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            answer = connection.getresponse()
+            text = answer.read().decode()
+            if "ndjson" in (answer.headers["Content-Type"] or ""):
+                return answer.status, [json.loads(line) for line in text.splitlines()]
+            return answer.status, json.loads(text)
+        finally:
+            connection.close()
+
+    def client(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start ``python -m farm render`` with arguments."""
+        command = [self.python, "-m", "farm", "render", *arguments, "--url", self.url]
+        return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT, text=True, env=farm_environment())  # fmt: skip
+
+
+def kill_while_it_renders(worker: psutil.Process) -> None:
+    """Kill a worker that has a prompt: its ComfyUI is stopped before, so that one it has does not end."""
+    (guard,) = [child for child in worker.children() if "guard.py" in " ".join(child.cmdline())]
+    (comfyui,) = guard.children()
+    comfyui.suspend()
+    time.sleep(2)
+    worker.kill()
+    comfyui.resume()
