@@ -13,8 +13,8 @@ URL = "http://127.0.0.1:8400"
 
 def main(argv: list[str]) -> int:
     """Run a command of the farm and return its exit status."""
-    own, _, rest = _split(argv)
-    arguments = _parser().parse_args(own)
+    at = argv.index("--") if "--" in argv else len(argv)
+    arguments, rest = _parser().parse_args(argv[:at]), argv[at + 1 :]
     try:
         if arguments.command == "serve":
             from .serving import serve_farm  # needs Ray, which a machine that only asks has not
@@ -28,11 +28,6 @@ def main(argv: list[str]) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-
-
-def _split(argv: list[str]) -> tuple[list[str], str, list[str]]:
-    at = argv.index("--") if "--" in argv else len(argv)
-    return argv[:at], "--", argv[at + 1 :]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,7 +12,6 @@ from typing import Any
 
 from ray import serve
 from ray.exceptions import RayActorError
-from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 from ray.util.metrics import Counter, Histogram
 from starlette.requests import Request
@@ -33,7 +32,8 @@ MODEL_SETS = 3
 _SECONDS = [0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000]
 
 
-@serve.deployment(max_ongoing_requests=1, health_check_period_s=2, graceful_shutdown_timeout_s=60)
+@serve.deployment(max_ongoing_requests=1, health_check_period_s=2, graceful_shutdown_timeout_s=60,
+                  max_constructor_retry_count=2)  # fmt: skip
 class Worker:
     """One ComfyUI. It takes one prompt at a time; where ComfyUI ends, so does the worker, and Ray starts another."""
 
@@ -132,13 +132,12 @@ class Gate:
         if not is_prompt(prompt):
             return _refusal(400, f'Send {{"workflow": ...}} of at most {MAX_BODY >> 20} MB, in API format.')
         events = self._events(prompt)
-        first = await anext(events)  # its answer decides the status
+        first = await anext(events)  # decides the status
+        while first["event"] == "worker died":
+            first = await anext(events)
         if first["event"] == "refused":
             await events.aclose()
             return JSONResponse({"error": first["error"], "node_errors": first["node_errors"]}, 400)
-        if first["event"] == "busy":
-            await events.aclose()
-            return _refusal(503, "Too many prompts wait; try again later.")
         return StreamingResponse(_lines(first, events), media_type="application/x-ndjson")
 
     async def _events(self, prompt: Prompt) -> AsyncIterator[Event]:
@@ -154,9 +153,6 @@ class Gate:
                 except RayActorError:
                     log.warning("A worker died while it ran a prompt (attempt %d of %d).", attempt, ATTEMPTS)
                     yield {"event": "worker died", "attempt": attempt}
-                except BackPressureError:
-                    yield {"event": "busy"}
-                    return
             yield {"event": "failed", "error": f"{ATTEMPTS} workers died while they ran this prompt; see their logs."}
         finally:
             self.rendering -= 1

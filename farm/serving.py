@@ -24,6 +24,9 @@ from .settings import WorkerSettings
 
 log = logging.getLogger("farm")
 
+STORE = 1 << 30
+"""Bytes of shared memory in which Ray passes pictures on."""
+
 
 def serve_farm(arguments: argparse.Namespace, token: str, comfyui_arguments: list[str]) -> int:
     """Start a farm, and return when it was told to end and has ended."""
@@ -36,18 +39,22 @@ def serve_farm(arguments: argparse.Namespace, token: str, comfyui_arguments: lis
     try:
         return _serve(arguments, token, comfyui_arguments, end)
     finally:
-        serve.shutdown()
+        if os.environ.get("RAY_ADDRESS"):  # others may serve there too
+            serve.delete(NAME)
+        else:
+            serve.shutdown()
         ray.shutdown()
 
 
 def _start_ray(arguments: argparse.Namespace) -> None:
     """Join the cluster that RAY_ADDRESS names, or start one."""
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(namespace=NAME)
+        ray.init(namespace=NAME, runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[1])}})
         return
     if arguments.metrics_port is None:
         os.environ["RAY_enable_metrics_collection"] = "0"  # Ray shows them at all addresses
-    ray.init(address="local", namespace=NAME, include_dashboard=False, _metrics_export_port=arguments.metrics_port)
+    ray.init(address="local", namespace=NAME, include_dashboard=False, object_store_memory=STORE,
+             _metrics_export_port=arguments.metrics_port)  # fmt: skip
 
 
 def _serve(arguments: argparse.Namespace, token: str, comfyui_arguments: list[str], end: threading.Event) -> int:

@@ -184,7 +184,8 @@ def test_a_farm_that_cannot_be_warm_ends_with_comfyuis_reason(comfy: ComfyProces
     (tmp_path / "wrong.json").write_text(json.dumps(wrong), encoding="utf-8")
     with FarmProcess(FARM_PYTHON, comfy, tmp_path, "--workers", "1", "--warm", str(tmp_path / "wrong.json")) as process:
         assert process.wait(180) == 1
-    assert "no_such_model.safetensors is missing" in process.log.read_text().splitlines()[-1]
+    told = process.log.read_text().split("The farm cannot start: ")[1]
+    assert "no_such_model.safetensors is missing: put it where UNETLoader (node unet) looks" in told
 
 
 @needs_ray
@@ -253,9 +254,10 @@ asyncio.run(HybridTRT().get_node_list())
 """
 
 
-def test_importing_the_pack_asks_for_no_cuda() -> None:
+def test_importing_the_pack_asks_for_no_cuda(tmp_path: Path) -> None:
     folders = [str(ROOT / "tests" / "support"), str(ROOT / "tools")]
-    done = subprocess.run([sys.executable, "-c", IMPORT_PACK, *folders], stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", IMPORT_PACK, *folders], cwd=tmp_path, stderr=subprocess.PIPE,
+                          text=True, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
 
 
