@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 from ray.util.metrics import Counter, Histogram
 from starlette.requests import Request
@@ -153,6 +153,11 @@ class Gate:
                 except RayActorError:
                     log.warning("A worker died while it ran a prompt (attempt %d of %d).", attempt, ATTEMPTS)
                     yield {"event": "worker died", "attempt": attempt}
+                except RayTaskError as error:
+                    log.error("A worker failed: %s", error)
+                    why = f"The worker failed ({type(error.cause).__name__}); see the log."
+                    yield {"event": "failed", "error": why}
+                    return
             yield {"event": "failed", "error": f"{ATTEMPTS} workers died while they ran this prompt; see their logs."}
         finally:
             self.rendering -= 1

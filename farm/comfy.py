@@ -81,6 +81,8 @@ class Comfy:
                 async for event in _progress(socket_, name):
                     yield event
             yield await self._end(name)
+        except aiohttp.ClientResponseError as error:
+            yield {"event": "failed", "error": f"ComfyUI answered {error.status} for {error.request_info.url.path}."}
         except (aiohttp.ClientError, OSError) as error:
             raise ComfyLost(f"ComfyUI does not answer: {error!r}") from error
         finally:
@@ -128,6 +130,9 @@ class Comfy:
     async def _submit(self, name: str, prompt: Prompt) -> dict[str, Any] | None:
         """Queue a prompt; return ComfyUI's reason where it refuses any part of it."""
         async with self._http.post("/prompt", json={"prompt": prompt, "client_id": name, "prompt_id": name}) as answer:
+            if answer.content_type != "application/json":
+                message = f"ComfyUI failed when it checked the workflow ({answer.status}); its log says where."
+                return {"error": {"message": message}, "node_errors": {}}
             told = await answer.json()
         if answer.status == 200 and not told.get("node_errors"):
             return None

@@ -22,8 +22,8 @@ def is_prompt(data: Any) -> bool:
 
 
 def models_key(prompt: Prompt) -> str:
-    """Return a short text that is the same for workflows with the same model files."""
-    named = {f"{name}={value}" for _, name, value in _inputs(prompt) if _is_model(value)}
+    """Return a short text that is the same for workflows with the same model files, whatever their LoRAs."""
+    named = {f"{name}={value}" for _, name, value in _inputs(prompt) if _is_model(value) and "lora" not in name}
     return hashlib.sha256("\n".join(sorted(named)).encode()).hexdigest()[:16]
 
 

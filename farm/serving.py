@@ -37,13 +37,16 @@ def serve_farm(arguments: argparse.Namespace, token: str, comfyui_arguments: lis
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: end.set())
     try:
-        return _serve(arguments, token, comfyui_arguments, end)
+        why = _serve(arguments, token, comfyui_arguments, end)
     finally:
         if os.environ.get("RAY_ADDRESS"):  # others may serve there too
             serve.delete(NAME)
         else:
             serve.shutdown()
         ray.shutdown()
+    if why:
+        log.error(why)
+    return 1 if why else 0
 
 
 def _start_ray(arguments: argparse.Namespace) -> None:
@@ -57,12 +60,12 @@ def _start_ray(arguments: argparse.Namespace) -> None:
              _metrics_export_port=arguments.metrics_port)  # fmt: skip
 
 
-def _serve(arguments: argparse.Namespace, token: str, comfyui_arguments: list[str], end: threading.Event) -> int:
+def _serve(arguments: argparse.Namespace, token: str, comfyui_arguments: list[str], end: threading.Event) -> str:
+    """Have workers start, and wait for the end; return what went wrong."""
     gpus = 0 if arguments.cpu else 1
     workers = arguments.workers or int(ray.cluster_resources().get("GPU", 0) if gpus else 1)
     if not workers:
-        log.error("Ray sees no GPU: start the farm with --cpu, or look at nvidia-smi.")
-        return 1
+        return "Ray sees no GPU: start the farm with --cpu, or look at nvidia-smi."
     settings = WorkerSettings(
         comfyui=str(arguments.comfyui.resolve()),
         python=str(arguments.python.absolute()),  # the link of a virtual environment, not its target
@@ -78,14 +81,13 @@ def _serve(arguments: argparse.Namespace, token: str, comfyui_arguments: list[st
     threading.Thread(target=_run, args=(farm, end, failures), daemon=True).start()
     end.wait()
     if failures:
-        log.error("The farm cannot start: %s", failures[0])
-        return 1
+        return f"The farm cannot start: {failures[0]}"
     log.info("The farm ends; prompts that run get %d s.", arguments.drain)
     try:
         serve.get_app_handle(NAME).drain.remote().result(timeout_s=arguments.drain)
     except TimeoutError:
-        log.error("Not all prompts ended in time; they are lost.")
-    return 0
+        return "Not all prompts ended in time; they are lost."
+    return ""
 
 
 def _run(farm: serve.Application, end: threading.Event, failures: list[str]) -> None:
@@ -93,7 +95,13 @@ def _run(farm: serve.Application, end: threading.Event, failures: list[str]) -> 
     try:
         serve.run(farm, name=NAME)
     except Exception as error:
-        failures.append(str(error))
+        failures.append(_reason() or str(error))
         end.set()
     else:
         log.info("The farm is ready.")
+
+
+def _reason() -> str:
+    """Return why the workers do not start, as their ComfyUI says it; else as Ray does."""
+    told = [one.message for app in serve.status().applications.values() for one in app.deployments.values()]
+    return "\n".join(told).rpartition("ComfyLost: ")[2].strip()

@@ -22,7 +22,7 @@ import pytest
 from builds import until
 from comfy_process import ComfyProcess, PromptRejected
 from environment import TORCH_PACKAGES
-from farm_process import TOKEN, FarmProcess, farm_environment, kill_while_it_renders
+from farm_process import TOKEN, FarmProcess, comfyui_of, farm_environment, kill_while_it_renders
 from pack import ROOT
 from PIL import Image
 from scenarios import A, Prompt, Scenario, node, prompt
@@ -155,9 +155,28 @@ def test_a_bad_workflow_is_refused_with_comfyuis_own_reason(farm: FarmProcess, c
     status, told = farm.ask("POST", "/render", {"workflow": wrong})
     assert (status, told["error"]) == (400, native.value.error)
     assert told["node_errors"]["unet"]["errors"] == native.value.node_errors["unet"]["errors"]
+    lost = {"1": {"class_type": "SaveImage", "inputs": {"images": ["2", 0], "filename_prefix": "x"}}}
+    status, told = farm.ask("POST", "/render", {"workflow": lost})
+    assert (status, bool(told["error"]["message"])) == (400, True)
     for body in ({"workflow": {"nodes": []}}, {"workflow": []}, {}, [1], {"workflow": {"1": {"class_type": "X"}}}):
         status, told = farm.ask("POST", "/render", body)
         assert (status, "API format" in told["error"]["message"]) == (400, True)
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.fault("the ComfyUI of a farm's worker dies while it renders")
+def test_where_comfyui_dies_another_worker_renders_its_prompt(farm: FarmProcess) -> None:
+    farm.until_ready(workers=2)
+    with ThreadPoolExecutor() as threads:
+        running = [threads.submit(farm.ask, "POST", "/render", {"workflow": work(seed, 96, 100)}) for seed in (1, 2, 3)]
+        assert until(lambda: farm.ask("GET", "/ready")[1]["rendering"] == 3, 20)
+        time.sleep(2)
+        comfyui_of(farm.workers()[0]).kill()
+        ends = [one.result()[1][-1] for one in running]
+    assert [end["event"] for end in ends] == ["done"] * 3, ends
+    assert sorted(end["attempts"] for end in ends) == [1, 1, 2]
+    farm.until_ready(workers=2)
 
 
 @needs_ray
@@ -184,7 +203,7 @@ def test_a_farm_that_cannot_be_warm_ends_with_comfyuis_reason(comfy: ComfyProces
     (tmp_path / "wrong.json").write_text(json.dumps(wrong), encoding="utf-8")
     with FarmProcess(FARM_PYTHON, comfy, tmp_path, "--workers", "1", "--warm", str(tmp_path / "wrong.json")) as process:
         assert process.wait(180) == 1
-    told = process.log.read_text().split("The farm cannot start: ")[1]
+    told = process.log.read_text().rpartition("The farm cannot start: ")[2]
     assert "no_such_model.safetensors is missing: put it where UNETLoader (node unet) looks" in told
 
 

@@ -120,10 +120,16 @@ class FarmProcess:
                                 stderr=subprocess.STDOUT, text=True, env=farm_environment())  # fmt: skip
 
 
-def kill_while_it_renders(worker: psutil.Process) -> None:
-    """Kill a worker that has a prompt: its ComfyUI is stopped before, so that one it has does not end."""
+def comfyui_of(worker: psutil.Process) -> psutil.Process:
+    """Return the process of a worker's ComfyUI."""
     (guard,) = [child for child in worker.children() if "guard.py" in " ".join(child.cmdline())]
     (comfyui,) = guard.children()
+    return comfyui
+
+
+def kill_while_it_renders(worker: psutil.Process) -> None:
+    """Kill a worker that has a prompt: its ComfyUI is stopped before, so that one it has does not end."""
+    comfyui = comfyui_of(worker)
     comfyui.suspend()
     time.sleep(2)
     worker.kill()
