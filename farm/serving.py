@@ -69,20 +69,24 @@ def _serve(arguments: argparse.Namespace, token: str, comfyui_arguments: list[st
     settings = WorkerSettings(
         comfyui=str(arguments.comfyui.resolve()),
         python=str(arguments.python.absolute()),  # the link of a virtual environment, not its target
-        work=str(arguments.work.resolve() if arguments.work else Path(tempfile.gettempdir()) / NAME),
+        work=str(arguments.work.resolve() if arguments.work else tempfile.mkdtemp(prefix="hybrid-trt-farm-")),
         base=str(arguments.base.resolve()) if arguments.base else "",
         warm=tuple(str(file.resolve()) for file in arguments.warm),
         arguments=(*(["--cpu"] if arguments.cpu else []), *comfyui_arguments),
         threads=os.environ.get("OMP_NUM_THREADS", ""),
     )
     serve.start(http_options={"host": arguments.host, "port": arguments.port})
+    log.info("The workers' logs are in %s.", settings.work)
     farm = application(settings, access.digest(token), workers, gpus)
     failures: list[str] = []
     threading.Thread(target=_run, args=(farm, end, failures), daemon=True).start()
     end.wait()
     if failures:
         return f"The farm cannot start: {failures[0]}"
-    log.info("The farm ends; prompts that run get %d s.", arguments.drain)
+    if NAME not in serve.status().applications:
+        return ""
+    log.info("The farm ends; prompts that run get %d s. Ctrl+C ends it at once.", arguments.drain)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         serve.get_app_handle(NAME).drain.remote().result(timeout_s=arguments.drain)
     except TimeoutError:

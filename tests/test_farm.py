@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import base64
 import http.client
+import importlib
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -51,6 +53,14 @@ def work(seed: int = 0, size: int = 64, steps: int = 1) -> Prompt:
 def pixels(source: Any) -> numpy.ndarray:
     with Image.open(source) as picture:
         return numpy.array(picture)
+
+
+def part(name: str) -> types.ModuleType:
+    """Return a module of the farm that needs no Ray, without the repository's root on sys.path."""
+    if "farm" not in sys.modules:
+        sys.modules["farm"] = package = types.ModuleType("farm")
+        package.__path__ = [str(ROOT / "farm")]
+    return importlib.import_module(f"farm.{name}")
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +262,44 @@ def test_the_container_has_the_comfyui_and_the_torch_that_are_tested() -> None:
     pins = (ROOT / "tools" / "pins.txt").read_text(encoding="utf-8").splitlines()
     torch = " ".join(line for name in TORCH_PACKAGES for line in pins if line.startswith(f"{name}=="))
     assert f'ARG TORCH="{torch}"\n' in text
+
+
+def test_a_token_is_made_once_and_only_its_owner_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    access = part("access")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv(access.VARIABLE, raising=False)
+    with pytest.raises(access.NoToken, match=access.VARIABLE):
+        access.token(None)
+    made = access.token(None, make=True)
+    assert (len(made) >= 32, access.token(None, make=True), access.token(None)) == (True, made, made)
+    assert access.token_file().stat().st_mode & 0o777 == 0o600
+    assert [file.name for file in access.token_file().parent.iterdir()] == ["farm_token"]
+    monkeypatch.setenv(access.VARIABLE, "short")
+    with pytest.raises(access.NoToken, match="shorter than 16"):
+        access.token(None)
+    hashed = access.digest(made)
+    admitted = [f"Bearer {made}", f"Basic {made}", made, f"Bearer {hashed}", f"Bearer {made}x", "Bearer", None]
+    assert [access.admits(header, hashed) for header in admitted] == [True] + [False] * 6
+
+
+def test_workflows_have_the_same_key_when_a_worker_that_ran_one_has_the_models_of_the_other() -> None:
+    prompts, one = part("prompts"), work(1)
+    lora = {**one, "lora": node("LoraLoaderModelOnly", lora_name="x.safetensors", model=["unet", 0], strength_model=1)}
+    alone = {key: value for key, value in one.items() if "tiny_sd15_a" not in key}
+    keys = [prompts.models_key(each) for each in (one, work(2, 96, 4), lora, alone)]
+    assert (keys[0] == keys[1] == keys[2], keys[3] != keys[0]) == (True, True)
+
+
+def test_a_workflow_keeps_its_own_report_and_its_pictures_go_to_a_folder_of_their_own() -> None:
+    prompts, one = part("prompts"), work()
+    before = json.dumps(one)
+    ready = prompts.prepared(one, "here")
+    assert ready["picture"]["inputs"]["filename_prefix"] == "here/farm/picture"
+    assert ready[prompts.REPORT]["inputs"]["after"] == ["decode", 0]
+    assert ready.keys() - one.keys() == {prompts.REPORT}
+    reported = {**one, "mine": node("TRTReport", after=["sampler", 0])}
+    assert prompts.prepared(reported, "here").keys() == reported.keys()
+    assert json.dumps(one) == before
 
 
 IMPORT_PACK = """
