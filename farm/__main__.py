@@ -43,8 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--cpu", action="store_true", help="workers take no GPU")
     serve.add_argument("--host", default="127.0.0.1", help="the address that the farm listens at (127.0.0.1)")
     serve.add_argument("--port", type=int, default=8400, help="(8400)")
-    serve.add_argument("--metrics-port", type=int,
-                       help="show metrics for Prometheus here, to all addresses")  # fmt: skip
+    serve.add_argument("--metrics-port", type=int, help="show metrics for Prometheus here, on loopback")
     serve.add_argument("--work", type=Path, help="a folder for logs and pictures; else a temporary one")
     serve.add_argument("--drain", type=float, default=600, help="seconds that running prompts get at the end (600)")
     render = commands.add_parser("render", help="render a workflow for many seeds")

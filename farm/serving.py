@@ -12,7 +12,8 @@ import threading
 from pathlib import Path
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray else reports to its makers
-if not os.environ.get("RAY_ADDRESS"):  # Ray's own ports ask for a token that this farm's processes alone have
+if not os.environ.get("RAY_ADDRESS"):  # Ray's own ports are on loopback, and ask for a token that nobody else has
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # makes loopback the node's address, on Linux too
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 import ray
@@ -55,7 +56,7 @@ def _start_ray(arguments: argparse.Namespace) -> None:
         ray.init(namespace=NAME, runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[1])}})
         return
     if arguments.metrics_port is None:
-        os.environ["RAY_enable_metrics_collection"] = "0"  # Ray shows them at all addresses
+        os.environ["RAY_enable_metrics_collection"] = "0"
     ray.init(address="local", namespace=NAME, include_dashboard=False, object_store_memory=STORE,
              _metrics_export_port=arguments.metrics_port)  # fmt: skip
 

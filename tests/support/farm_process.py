@@ -5,11 +5,14 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
+from collections import defaultdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,7 +28,14 @@ PATIENCE = 120.0
 
 def farm_environment() -> dict[str, str]:
     """Variables of the farm and of those who ask it."""
-    return os.environ | {"HYBRID_TRT_FARM_TOKEN": TOKEN, "PYTHONPATH": ""}
+    soon = {"RAY_metrics_report_interval_ms": "500"}
+    return os.environ | soon | {"HYBRID_TRT_FARM_TOKEN": TOKEN, "PYTHONPATH": ""}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 class FarmProcess:
@@ -33,9 +43,7 @@ class FarmProcess:
 
     def __init__(self, python: str, comfy: ComfyProcess, folder: Path, *arguments: str) -> None:
         self.python, self.comfy, self.folder, self.arguments = python, comfy, folder, arguments
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port, self.metrics_port = free_port(), free_port()
         self.log = folder / "farm.log"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -51,7 +59,7 @@ class FarmProcess:
     def __enter__(self) -> FarmProcess:
         command = [self.python, "-m", "farm", "serve", "--cpu", "--comfyui", str(self.comfy.comfyui), "--python",
                    sys.executable, "--base", str(self.comfy.base), "--port", str(self.port), "--work", str(self.work),
-                   *self.arguments]  # fmt: skip
+                   "--metrics-port", str(self.metrics_port), *self.arguments]  # fmt: skip
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                              env=farm_environment())  # fmt: skip
@@ -112,6 +120,17 @@ class FarmProcess:
             return answer.status, json.loads(text)
         finally:
             connection.close()
+
+    def metrics(self) -> dict[tuple[str, str], float]:
+        """Return the farm's own metrics: the sum of all workers, by name and the first label that is the farm's."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        found: dict[tuple[str, str], float] = defaultdict(float)
+        for line in lines:
+            if match := re.match(r"ray_hybrid_trt_farm_(\w+)\{(.*)\} (\S+)$", line):
+                label = re.search(r'\b(?:end|by)="([^"]*)"', match[2])
+                found[match[1], label[1] if label else ""] += float(match[3])
+        return dict(found)
 
     def client(self, *arguments: str) -> subprocess.Popen[str]:
         """Start ``python -m farm render`` with arguments."""
