@@ -164,14 +164,20 @@ def test_prompts_go_to_the_worker_that_has_their_models(farm: FarmProcess) -> No
 
 @needs_ray
 def test_a_prompt_whose_asker_goes_away_is_interrupted(farm: FarmProcess) -> None:
+    def interrupted() -> int:
+        return sum(log.read_text().count("Processing interrupted") for log in farm.work.glob("*/comfyui.log"))
+
+    before, body = interrupted(), json.dumps({"workflow": work(1, 96, 5000)})
     connection = http.client.HTTPConnection("127.0.0.1", farm.port, timeout=60)
-    body = json.dumps({"workflow": work(1, 96, 5000)})
     connection.request("POST", "/render", body, {"Authorization": f"Bearer {TOKEN}"})
-    connection.getresponse().readline()
+    answer = connection.getresponse()
+    while json.loads(answer.readline()).get("node") != "sampler":
+        assert farm.ask("GET", "/ready")[1]["rendering"] == 1
+    answer.close()
     connection.close()
     assert until(lambda: farm.ask("GET", "/ready")[1]["rendering"] == 0, 20)
-    logs = list(farm.work.glob("*/comfyui.log"))
-    assert until(lambda: any("Processing interrupted" in log.read_text() for log in logs), 20)
+    assert until(lambda: interrupted() == before + 1, 20)
+    assert farm.ask("POST", "/render", {"workflow": work(1)})[1][-1]["event"] == "done"
 
 
 @needs_ray
