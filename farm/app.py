@@ -26,6 +26,8 @@ log = logging.getLogger("ray.serve")
 
 NAME = "hybrid_trt_farm"
 ATTEMPTS = 3
+ENDS = ("done", "failed", "refused")
+"""Events that are a prompt's last."""
 MAX_BODY = 32 << 20
 MODEL_SETS = 3
 """Sets of models that a worker is taken to hold: prompts go where theirs are."""
@@ -107,8 +109,6 @@ class Gate:
             return _refusal(401, "The token is missing or wrong: send it as 'Authorization: Bearer TOKEN'.")
         if route != ("POST", "/render"):
             return _refusal(404, "The farm answers GET /ready and POST /render.")
-        if self.draining:
-            return _refusal(503, "The farm shuts down and takes no more prompts.")
         return await self._render(request)
 
     async def drain(self) -> None:
@@ -127,8 +127,10 @@ class Gate:
     async def _render(self, request: Request) -> Response:
         try:
             prompt = (await _body(request))["workflow"]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             prompt = None
+        if self.draining:
+            return _refusal(503, "The farm shuts down and takes no more prompts.")
         if not is_prompt(prompt):
             return _refusal(400, f'Send {{"workflow": ...}} of at most {MAX_BODY >> 20} MB, in API format.')
         events = self._events(prompt)
@@ -146,11 +148,14 @@ class Gate:
         self.rendering += 1
         try:
             for attempt in range(1, ATTEMPTS + 1):
+                event: Event = {}
                 try:
                     async for event in worker.render.remote(prompt):
                         yield event | ({"attempts": attempt} if event["event"] == "done" else {})
                     return
                 except RayActorError:
+                    if event.get("event") in ENDS:  # its prompt had ended before
+                        return
                     log.warning("A worker died while it ran a prompt (attempt %d of %d).", attempt, ATTEMPTS)
                     yield {"event": "worker died", "attempt": attempt}
                 except RayTaskError as error:

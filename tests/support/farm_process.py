@@ -18,12 +18,30 @@ from types import TracebackType
 from typing import Any
 
 import psutil
+import pytest
 from builds import until
 from comfy_process import ComfyProcess
 from pack import ROOT
+from scenarios import A, Prompt, Scenario, node, prompt
 
+FARM_PYTHON = os.environ.get("HYBRID_TRT_FARM_PYTHON", "")
+needs_ray = pytest.mark.skipif(not FARM_PYTHON, reason="there is no Ray here: tools/environment.py --farm brings it")
 TOKEN = "a-token-for-tests-alone"
 PATIENCE = 120.0
+BUILDS = {"when_missing": "build now", "backend": "onnxruntime", "opt_size": 64, "max_size": 96}
+
+
+def work(seed: int = 0, size: int = 64, steps: int = 1) -> Prompt:
+    """A picture by a UNet and a ControlNet, whose engines are built where they are missing; it has no report."""
+    made = prompt(Scenario(controls=(A,), steps=steps, width=size, height=size, seed=seed, settings=BUILDS), True, "")
+    del made["save"], made["report"]
+    made["vae"] = node("VAELoader", vae_name="tiny_kl.safetensors")
+    made["decode"] = node("VAEDecode", samples=["sampler", 0], vae=["vae", 0])
+    made["picture"] = node("SaveImage", images=["decode", 0], filename_prefix="farm/picture")
+    for one in made.values():
+        if "seed" in one["inputs"]:  # the client sets each of them
+            one["inputs"]["seed"] = seed
+    return made
 
 
 def farm_environment() -> dict[str, str]:
