@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import slow
 from build_page import NET_1 as NET
-from build_page import TITLE, WORKFLOW, browser, load, no_engines, page
+from build_page import TITLE, WORKFLOW, browser, load, no_engines, page, page_of_both
 from build_page import opened_in_both as opened
 from comfy_process import ComfyProcess
 from engine_page import STACK_MEASURED, EnginePage, reload
@@ -21,7 +21,7 @@ from workflow_to_prompt import set_widget
 
 pytestmark = pytest.mark.browser
 
-__all__ = ["browser", "opened", "page"]  # fixtures: pytest finds them by name
+__all__ = ["browser", "opened", "page", "page_of_both"]  # fixtures: pytest finds them by name
 
 SIZES = ("min_size", "opt_size", "max_size", "max_images", "max_tokens")
 PRESET = "id => app.graph.getNodeById(id).widgets.find(w => w.name === 'size_preset').value"

@@ -89,7 +89,7 @@ def test_progress_is_streamed_and_the_answer_ends_with_pictures_and_report(farm:
     (picture,) = done["pictures"]
     assert (picture["node"], picture["folder"]) == ("picture", "farm")
     assert pixels(io.BytesIO(base64.b64decode(picture["data"]))).shape == (64, 64, 3)
-    assert list(farm.work.glob("*/*/farm")) == [], "what was sent is deleted"
+    assert until(lambda: list(farm.work.glob("*/*/farm")) == [], 10), "what was sent is deleted"
 
 
 @needs_ray

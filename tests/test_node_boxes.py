@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import slow
-from build_page import NAME, browser, page
+from build_page import NAME, browser, page, page_of_both
 from build_page import NET_1 as NET
 from build_page import opened_in_both as opened
 from comfy_process import ComfyProcess
@@ -19,7 +19,7 @@ from workflow_recipes import with_tiny_models
 
 pytestmark = pytest.mark.browser
 
-__all__ = ["browser", "opened", "page"]  # fixtures: pytest finds them by name
+__all__ = ["browser", "opened", "page", "page_of_both"]  # fixtures: pytest finds them by name
 
 PANEL = "open => app.extensionManager.setting.set('Comfy.RightSidePanel.IsOpen', open)"
 RAN = """([id, text, native]) => app.graph.getNodeById(id).onExecuted({ text: [text], native: [native] })"""

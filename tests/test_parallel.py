@@ -27,7 +27,7 @@ from hybrid_trt.engine_builder.jobs import BuildQueue, State
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import BuildError, Engine, Library, trust
 from hybrid_trt.engine_library.engine import relative_error
-from small_networks import native_call
+from small_networks import ONE_LEVEL, native_call
 from small_networks import network as network_of
 
 SIZES = {"H": 16, "W": 16, "T": 77}
@@ -170,7 +170,7 @@ def assert_serves(engine: Engine, net: NativeNetwork, call: dict) -> None:
 def test_two_processes_compile_a_size_in_halves(room: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
-    net, phases, lines = network_of("controlnet", "inpainting_channels"), [], []
+    net, phases, lines = network_of("controlnet", ONE_LEVEL), [], []
     calls = ({"B": 2, "H": 6, "W": 8, "T": 77, "HB": 1},)
     wanted = BuildOrder(net, "float32", PROFILE, backends()["torch"], calls=calls)
     started = time.perf_counter()

@@ -29,7 +29,7 @@ from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Unavailable
 from quantised import FORMATS, quantised
-from small_networks import CPU, native_call, network
+from small_networks import CPU, ONE_LEVEL, native_call, network
 
 LAYOUT = "inpainting_channels"
 LIMIT = 1e-5
@@ -113,7 +113,7 @@ def test_an_engine_is_built_without_the_weights_and_serves_them_with_loras(
     name: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parallel, "room_for_processes", lambda _task: processes)
-    net = quantised("unet", LAYOUT, name)
+    net = quantised("unet", ONE_LEVEL, name)
     order, lines = BuildOrder(net, "float32", PROFILE, backends()["torch"]), []
     engine = build_engine(order, Library([tmp_path]), lambda *_: None, lines.append)
     assert not any("one process compiles all of it" in line for line in lines), "no part failed"

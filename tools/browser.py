@@ -34,6 +34,16 @@ QUEUE = """() => new Promise((done, failed) => {
         if (ok === false) { forget(); failed(new Error(JSON.stringify(app.lastNodeErrors))); } }); })"""
 BOXES = """() => app.graph.nodes.map(n => { const b = n.getBounding();
     return { id: Number(n.id), type: n.type, x: b[0], y: b[1], width: b[2], height: b[3] }; })"""
+#: Wait until no node and no element of a widget has moved or changed its size for a tenth of a second.
+STILL = """() => new Promise(done => { const begun = performance.now(); let since = begun, last;
+    const rect = e => { const r = e.getBoundingClientRect(); return [r.x, r.y, r.width, r.height]; };
+    const look = now => {
+        const places = JSON.stringify(app.canvas.graph.nodes.map(n => [...n.pos, ...n.size,
+            ...(n.widgets ?? []).map(w => [w.y, w.computedHeight, w.element ? rect(w.element) : 0]),
+            ...[...document.querySelectorAll(`[data-node-id='${n.id}']`)].map(rect)]));
+        if (places !== last) { last = places; since = now; }
+        if (now - since >= 100 || now - begun >= 3000) done(); else requestAnimationFrame(look); };
+    requestAnimationFrame(() => requestAnimationFrame(look)); })"""
 #: Fit the view to all nodes, groups included, with a margin in pixels of the screen at each side.
 FIT = """({ left, top, right, bottom }) => {
     const boxes = [...app.graph.nodes.map(n => n.getBounding()), ...app.graph.groups.map(g => [...g.pos, ...g.size])];
@@ -59,14 +69,24 @@ class ComfyPage:
     vue: bool
     errors: list[str] = field(default_factory=list)
 
+    def show_as(self, vue: bool) -> None:
+        """Choose the kind of nodes: Vue's, or LiteGraph's canvas."""
+        self.vue = vue
+        self.page.evaluate("vue => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', vue)", vue)
+        self.page.wait_for_function("vue => LiteGraph.vueNodesMode === vue", arg=vue)
+
     def load(self, workflow: dict[str, Any], name: str | None = None) -> None:
         """Open a UI-format workflow in place of what is open now, and let the page lay it out."""
         self.page.evaluate("([workflow, name]) => app.loadGraphData(workflow, true, true, name)", [workflow, name])
         self.page.wait_for_function("count => app.graph.nodes.length === count", arg=len(workflow["nodes"]))
-        self.settle()
+        self.until_still()
+
+    def until_still(self) -> None:
+        """Wait until the page has drawn its nodes: sizes and positions of widgets are known only then."""
+        self.page.evaluate(STILL)
 
     def settle(self) -> None:
-        """Wait until the page has drawn its nodes: sizes and positions of widgets are known only then."""
+        """Give the page time for what no event and no place of a node tells."""
         self.page.wait_for_timeout(400)
 
     def problems(self) -> list[str]:
@@ -108,7 +128,7 @@ class ComfyPage:
     def fit(self, left: int = 20, top: int = 20, right: int = 20, bottom: int = 20) -> None:
         """Zoom to the whole workflow, margins in pixels."""
         self.page.evaluate(FIT, {"left": left, "top": top, "right": right, "bottom": bottom})
-        self.settle()
+        self.until_still()
 
 
 @contextmanager
@@ -143,8 +163,7 @@ def comfy_page(browser: Browser, url: str, vue: bool = False, width: int = 1600,
         page.page.on("crash", lambda _: page.errors.append("the browser's tab crashed"))
         page.page.goto(url, wait_until="domcontentloaded")
         page.page.wait_for_function(READY, timeout=90000)
-        page.page.evaluate("vue => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', vue)", vue)
-        page.page.wait_for_function("vue => LiteGraph.vueNodesMode === vue", arg=vue)
+        page.show_as(vue)
         yield page
     finally:
         context.close()

@@ -41,11 +41,18 @@ def opened(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess
         yield page
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
-def opened_in_both(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
-    """Both kinds of nodes, in a run of the quick tests too."""
-    with comfy_page(browser, comfy.url, vue=request.param) as page:
+@pytest.fixture(scope="module")
+def page_of_both(browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
+    with comfy_page(browser, comfy.url) as page:
         yield page
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
+def opened_in_both(request: pytest.FixtureRequest, page_of_both: ComfyPage) -> ComfyPage:
+    """Both kinds of nodes, in a run of the quick tests too; one page, as opening it takes long."""
+    page_of_both.page.evaluate("() => app.extensionManager.command.execute('Comfy.NewBlankWorkflow')")
+    page_of_both.show_as(request.param)
+    return page_of_both
 
 
 @pytest.fixture

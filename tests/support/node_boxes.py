@@ -79,7 +79,7 @@ def drawn(page: EnginePage, tiny: dict[str, Any], state: dict[str, Any]) -> int:
     net = page.node(NET_1)
     close_up(page, net)
     page.wait_for(net, state["state"], timeout=30)
-    page.page.settle()
+    page.page.until_still()
     return net
 
 
@@ -113,7 +113,7 @@ def close_up(page: EnginePage, node: int) -> None:
     """One node in its real size."""
     page.page.page.evaluate("""id => { const node = app.graph.getNodeById(id); app.canvas.ds.scale = 1;
         app.canvas.ds.offset = [500 - node.pos[0], 200 - node.pos[1]]; app.canvas.setDirty(true, true); }""", node)
-    page.page.settle()
+    page.page.until_still()
 
 
 def overlaps(boxes: list[dict[str, Any]]) -> list[tuple[str, str]]:

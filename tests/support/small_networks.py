@@ -34,6 +34,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
                             "transformer_depth": [1, 1], "transformer_depth_output": [1] * 4,
                             "transformer_depth_middle": 1, "in_channels": 9},
 }
+ONE_LEVEL = "one_level"
+"""The smallest layout, for tests that compile one: Inductor takes as long for each layer, however small it is."""
+SMALLEST = {ONE_LEVEL: {"context_dim": 64, "num_heads": 4, "channel_mult": [1], "num_res_blocks": [1],
+                        "transformer_depth": [1], "transformer_depth_output": [1, 1], "transformer_depth_middle": 1}}
 
 
 def random_weights(module: torch.nn.Module, dtype: torch.dtype = torch.float32) -> None:
@@ -50,7 +54,7 @@ def network(
     kind: str, layout: str, dtype: torch.dtype = torch.float32, operations: type = comfy.ops.disable_weight_init
 ) -> NativeNetwork:
     """A random network of a layout inside a real ComfyUI patcher; computes in float32."""
-    config = SMALL | LAYOUTS[layout] | {"operations": operations, "dtype": dtype, "device": CPU}
+    config = SMALL | (LAYOUTS | SMALLEST)[layout] | {"operations": operations, "dtype": dtype, "device": CPU}
     depths = [list(config.pop(name)) for name in ("transformer_depth", "transformer_depth_output")]
     if kind == "unet":
         config |= {"transformer_depth": depths[0], "transformer_depth_output": depths[1]}
