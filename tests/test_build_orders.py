@@ -21,7 +21,7 @@ from build_page import (
     workflow,
 )
 from comfy_process import ComfyProcess
-from engine_page import EnginePage
+from engine_page import PRESS_IN_REPORT, EnginePage
 from workflow_to_prompt import to_prompt
 
 pytestmark = pytest.mark.browser
@@ -46,9 +46,6 @@ TWICE = """([title, another]) => { const g = app.graph, find = name => g.nodes.f
 GONE = """() => {
     app.graph.nodes.find(n => n.title.startsWith('Load ControlNet 2')).widgets[0].value = 'gone.safetensors';
     app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""
-#: The one button for all engines of the workflow: it builds what is missing, or cancels all builds.
-PRESS_IN_REPORT = """() => app.graph.nodes.find(n => n.type === 'TRTReport').widgets.find(w => w.name === 'run_text')
-    .element.querySelector('.hybrid-trt-workflow button').click()"""
 MUTED, BYPASSED = 2, 4
 SET_MODES = """([ids, modes]) => { ids.forEach((id, i) => { app.graph.getNodeById(id).mode = modes[i]; });
     app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState(); }"""

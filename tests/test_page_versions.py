@@ -48,22 +48,34 @@ def oldest(environment: Any, comfy: ComfyProcess) -> Iterator[ComfyProcess]:
         yield process
 
 
-@pytest.fixture(scope="module", params=VUE)
-def oldest_page(request: pytest.FixtureRequest, browser: Browser, oldest: ComfyProcess) -> Iterator[ComfyPage]:
-    with comfy_page(browser, oldest.url, vue=VUE[request.param]) as page:
+@pytest.fixture(scope="module")
+def of_oldest(browser: Browser, oldest: ComfyProcess) -> Iterator[ComfyPage]:
+    with comfy_page(browser, oldest.url) as page:
         html = page.page.evaluate("async () => (await fetch('/')).text()")
         assert html == (Path(os.environ[FOLDER]) / "index.html").read_text(encoding="utf-8")
         yield page
 
 
+@pytest.fixture(scope="module")
+def of_newest(browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
+    with comfy_page(browser, comfy.url) as page:
+        yield page
+
+
+@pytest.fixture(scope="module", params=VUE)
+def oldest_page(request: pytest.FixtureRequest, of_oldest: ComfyPage) -> ComfyPage:
+    of_oldest.show_as(VUE[request.param])
+    return of_oldest
+
+
 @pytest.fixture(scope="module", params=slow.cases(
     {f"{age}-{kind}": f"{age}-{kind}" for age in ("oldest", "newest") for kind in VUE},
     ["oldest-vue", "newest-litegraph"]))
-def page(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
+def page(request: pytest.FixtureRequest) -> ComfyPage:
     age, kind = request.param.split("-")
-    server = comfy if age == "newest" else request.getfixturevalue("oldest")
-    with comfy_page(browser, server.url, vue=VUE[kind]) as opened:
-        yield opened
+    opened: ComfyPage = request.getfixturevalue(f"of_{age}")
+    opened.show_as(VUE[kind])
+    return opened
 
 
 def engine_values(page: ComfyPage) -> dict[str, Any]:

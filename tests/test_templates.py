@@ -34,10 +34,16 @@ VIEW = """() => { const { scale, offset } = app.canvas.ds;
                  .map(r => [r.x, r.y, r.width, r.height]) }; }"""
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
-def small(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
-    with comfy_page(browser, comfy.url, vue=request.param, width=WIDTH, height=HEIGHT) as page:
+@pytest.fixture(scope="module")
+def small_page(browser: Browser, comfy: ComfyProcess) -> Iterator[ComfyPage]:
+    with comfy_page(browser, comfy.url, width=WIDTH, height=HEIGHT) as page:
         yield page
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["litegraph", "vue"])
+def small(request: pytest.FixtureRequest, small_page: ComfyPage) -> ComfyPage:
+    small_page.show_as(request.param)
+    return small_page
 
 
 @pytest.mark.browser
@@ -61,7 +67,7 @@ def test_a_template_opens_readable_in_a_small_window(small: ComfyPage, name: str
     card.click()
     raw.wait_for_function("count => app.graph.nodes.length === count", arg=len(shipped(name)["nodes"]))
     dialog.wait_for(state="detached")
-    small.settle()
+    small.until_still()
     raw.wait_for_timeout(700)
     page.shot("open")
     view = raw.evaluate(VIEW)

@@ -11,7 +11,7 @@ import pytest
 from browser import ComfyPage
 from build_page import NET_1, NET_2, browser, load, object_info, opened, workflow
 from comfy_process import ComfyProcess
-from engine_page import EnginePage
+from engine_page import PRESS_IN_REPORT, EnginePage
 from workflow_to_prompt import set_widget
 
 pytestmark = pytest.mark.browser
@@ -53,7 +53,8 @@ def built(opened: ComfyPage, sd15: ComfyProcess, object_info: dict[str, Any]) ->
     set_widget(made, "KSampler", "steps", 2, object_info)
     page = EnginePage(opened, "true_states")
     load(page, copy.deepcopy(made))
-    page.click(page.node(NET_1))
+    page.wait_for(page.node(NET_1), "unknown", "none", timeout=30)
+    opened.page.evaluate(PRESS_IN_REPORT)
     page.wait_for(page.node(NET_1), "queued", "building", timeout=60)
     for title in ("TRTUNetEngine", NET_1, NET_2):
         assert page.wait_for(page.node(title), "ready", "failed")["state"] == "ready"

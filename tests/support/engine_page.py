@@ -38,6 +38,10 @@ STATUS = """id => { const widget = app.canvas.graph.getNodeById(id).widgets.find
              width: bar.hidden ? null : parseFloat(bar.firstChild.style.width),
              button: app.canvas.graph.getNodeById(id).widgets.find(w => w.name === 'build_engine').label }; }"""
 
+#: The one button for all engines of the workflow: it builds what is missing, or cancels all builds.
+PRESS_IN_REPORT = """() => app.graph.nodes.find(n => n.type === 'TRTReport').widgets.find(w => w.name === 'run_text')
+    .element.querySelector('.hybrid-trt-workflow button').click()"""
+
 
 @dataclass
 class EnginePage:
