@@ -178,7 +178,7 @@ def test_an_unknown_number_of_rows_is_told_on_the_node(sd15: ComfyProcess, rows:
     assert ("chain a second" in history.error) == (rows == 17)
 
 
-@pytest.mark.parametrize("rows", [2.0, " 2"])
+@pytest.mark.parametrize("rows", [2.0, pytest.param(" 2", marks=pytest.mark.slow)])
 def test_a_number_of_rows_that_is_no_text_is_taken_as_it_is_meant(sd15: ComfyProcess, rows: object) -> None:
     graph = prompt(ENGINES, engines=True, name="engine")
     graph["apply"]["inputs"]["rows"] = rows

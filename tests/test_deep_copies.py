@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slow
 import torch
 from comfy.controlnet import ControlNet
 from comfy.patcher_extension import WrappersMP
@@ -49,7 +50,8 @@ def _of(attributes: dict) -> ControlNet:
     return made
 
 
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("copied", slow.cases(
+    COPIES, ["copy", "its attributes", "in a conditioning", "a copy of a copy"]))
 def test_a_copied_control_runs_on_the_engine_of_the_one_that_it_is_a_copy_of(graphs: Graphs, copied: Callable) -> None:
     model, control = graphs.patched().model, graphs.controls(True, True)
     for _ in range(2):  # the first opens the engines
@@ -114,6 +116,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 }
 
 
+@slow.when("onnxruntime", but=["options"])
 @pytest.mark.parametrize("change", [*CHANGES.values(), None], ids=[*CHANGES, "options of each call"])
 @pytest.mark.parametrize("backend", ["torch", "onnxruntime"])
 def test_copies_of_what_belongs_to_a_patched_model_share_its_engine(

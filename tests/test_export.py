@@ -61,7 +61,8 @@ def engine_error(net: NativeNetwork, engine: Engine, symbols: dict[str, int]) ->
 
 KINDS = {f"{kind}-{layout}": (kind, layout) for layout in LAYOUTS for kind in ("unet", "controlnet")}
 SLOW = ("controlnet-sd15_as_published", "unet-sd15_as_published", "controlnet-sdxl_as_published",
-        "unet-sdxl_as_published", "controlnet-inpainting_channels", "controlnet-sdxl_refiner")
+        "unet-sdxl_as_published", "controlnet-inpainting_channels", "unet-inpainting_channels",
+        "controlnet-sdxl_refiner")
 
 
 @pytest.mark.parametrize(("kind", "layout"), slow.cases(KINDS, SLOW))
