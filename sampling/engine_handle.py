@@ -84,9 +84,9 @@ class EngineHandle(Shared):
             self.lacks_engine(_why_none(error, self.network.label))
 
     def lacks_engine(self, fallback: Fallback) -> None:
-        """Leave all calls to native. That a build failed says more than that there is no engine."""
-        failed = self.fallback is not None and self.fallback.reason is Reason.BUILD_FAILED
-        if not failed or fallback.reason is not Reason.NO_ENGINE:
+        """Leave all calls to native. What became of its build says more than that there is no engine."""
+        told = self.fallback is not None and self.fallback.reason in (Reason.BUILD_FAILED, Reason.BUILT_ELSEWHERE)
+        if not told or fallback.reason is not Reason.NO_ENGINE:
             self.fallback = fallback
         self.found = self.patcher.model.session = None
 
