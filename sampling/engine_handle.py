@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_one_at_a_time = threading.RLock()
+"""Held while a call is given to an engine: ComfyUI calls from several threads where it shares a step among GPUs. Much
+that is done then is for the whole process, such as torch's choice of an attention. The GPUs themselves run at once."""
+
 FOR_THE_RUN = (Reason.ENGINE_FAILED, Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
 """Reasons of one call that leave the rest of the run to native."""
 
@@ -172,7 +176,7 @@ class EngineHandle(Shared):
         fallback = refusal or self.fallback or why_again() or self._watch.changed()
         if fallback is None:
             try:
-                with timed(stats.times), self._range():
+                with _one_at_a_time, timed(stats.times), self._range():
                     session = self.session
                     if not session.loaded:
                         stats.count_opening()
