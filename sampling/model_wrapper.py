@@ -151,7 +151,7 @@ class BackboneRouter(Shared):
 
     def begin_run(self, patcher: ModelPatcher) -> None:
         """Tell the session that ComfyUI has loaded the weights; an ON_PRE_RUN callback."""
-        if patcher.model is self._base:
+        if patcher.model is self._base and works(Feature.SEVERAL_GPUS):
             devices = {copy.load_device for copy in patcher.get_additional_models_with_key(COPIES)}
             self._copies = {device: copy for device, copy in self._copies.items() if device in devices}
             self._run = self._run if devices else None
