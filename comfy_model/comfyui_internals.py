@@ -144,7 +144,6 @@ TABLE: dict[Feature, tuple[str, ...]] = {
         "comfy.model_patcher:ModelPatcher.match_multigpu_clones(self, ...)",
         "comfy.model_patcher:ModelPatcher.get_clone_model_override(self, ...)",
         "comfy.model_patcher:ModelPatcher.get_additional_models_with_key(self, _, ...)",
-        "comfy.model_patcher:ModelPatcher.set_additional_models(self, _, _, ...)",
     ),
     Feature.STAGING: (
         "comfy.patcher_extension:WrappersMP.PREPARE_SAMPLING",
