@@ -140,6 +140,7 @@ TABLE: dict[Feature, tuple[str, ...]] = {
     ),
     Feature.SEVERAL_GPUS: (
         "comfy.patcher_extension:CallbacksMP.ON_MATCH_MULTIGPU_CLONES",
+        "comfy.patcher_extension:WrappersMP.PREPARE_SAMPLING", "comfy.controlnet:ControlNet.previous_controlnet",
         "comfy.patcher_extension:CallbacksMP.ON_CLEANUP", "comfy.model_patcher:ModelPatcher.clone_base_uuid",
         "comfy.model_patcher:ModelPatcher.match_multigpu_clones(self, ...)",
         "comfy.model_patcher:ModelPatcher.get_clone_model_override(self, ...)",

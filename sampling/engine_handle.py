@@ -16,7 +16,7 @@ from ..engine_library import Fallback, Library, Reason, Unavailable, inventory, 
 from ..sessions.session import Active, Session
 from . import Shared
 from .call_stats import CallStats, open_stats, range_of, timed
-from .engine_patcher import EnginePatcher, keep, keep_beside
+from .engine_patcher import ControlEnginePatcher, EnginePatcher, keep, keep_beside
 from .nan_guard import why_again
 from .native_network import NetworkWatch
 from .run_context import executing
@@ -57,7 +57,8 @@ class EngineHandle(Shared):
         self.library = library
         self.node_id = node_id
         self.node_key = node_key
-        self.patcher = EnginePatcher.on(network.device, self)
+        kind = ControlEnginePatcher if network.role is Role.CONTROLNET else EnginePatcher
+        self.patcher = kind.on(network.device, self)
         self.bind: Binding | None = None
         self.encodes_prompts = False
         self.found: Found | None = None

@@ -7,7 +7,6 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from contextvars import Context, copy_context
 from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,7 @@ from .nan_guard import redo_unless_finite, watch
 from .native_network import arguments_of, by_name, forward_arguments, run_native, with_residuals_copied
 from .native_weights import NativeWeights
 from .run_context import as_run, tensors_of_run
-from .several_gpus import COPIES, in_run, on_its_gpu
+from .several_gpus import COPIES, SharedRun, on_its_gpu
 from .steady_prompts import SteadyPrompts
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from comfy.patcher_extension import WrapperExecutor
 
 KEY = "hybrid_trt"
-COPIES_KEY = "hybrid_trt several GPUs"
 
 STRANGER = "a second model without TRT Sampler Patch"
 """Name for counted calls of another model within the sampling of a patched one."""
@@ -87,8 +85,7 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
     patched.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
     patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, router.begin_run)
     if works(Feature.SEVERAL_GPUS):
-        patched.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, COPIES_KEY)
-        patched.add_callback_with_key(CallbacksMP.ON_CLEANUP, COPIES_KEY, router.end_run)
+        router.shared.attach(patched)
         patched.remove_callbacks_with_key(CallbacksMP.ON_MATCH_MULTIGPU_CLONES, KEY)
         patched.add_callback_with_key(CallbacksMP.ON_MATCH_MULTIGPU_CLONES, KEY, router.match_copy)
     if works(Feature.STAGING):
@@ -136,7 +133,7 @@ class BackboneRouter(Shared):
         self.native_weights = NativeWeights(partial(_plan, handle, refusal, self._weight_patches))
         self.reached = Reached(handle)
         self._copies: dict[torch.device, BackboneRouter] = {}
-        self._run: Context | None = None  # that of the threads of several GPUs
+        self.shared = SharedRun()
 
     def match_copy(self, patcher: ModelPatcher, copy: ModelPatcher) -> None:
         """Plan a run of ComfyUI's copy of the model on another GPU; an ON_MATCH_MULTIGPU_CLONES callback."""
@@ -147,21 +144,15 @@ class BackboneRouter(Shared):
             known = self._copies[device] = BackboneRouter(copy, on_its_gpu(self._handle, copy), None)
         _plan(known._handle, None, known._weight_patches, copy, {})
         copy.set_additional_models(KEY, [known._handle.patcher])
-        self._run = copy_context()
 
     def begin_run(self, patcher: ModelPatcher) -> None:
         """Tell the session that ComfyUI has loaded the weights; an ON_PRE_RUN callback."""
         if patcher.model is self._base and works(Feature.SEVERAL_GPUS):
             devices = {copy.load_device for copy in patcher.get_additional_models_with_key(COPIES)}
             self._copies = {device: copy for device, copy in self._copies.items() if device in devices}
-            self._run = self._run if devices else None
         for router in (self, *self._copies.values()):
             if patcher.model is router._base and router._handle.session is not None:
                 router._handle.session.begin_run(patcher)
-
-    def end_run(self, _patcher: ModelPatcher) -> None:
-        """Let go of the run; an ON_CLEANUP callback."""
-        self._run = None
 
     @torch.compiler.disable  # another node may compile the UNet: there is nothing to trace in an engine
     def __call__(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -173,7 +164,7 @@ class BackboneRouter(Shared):
             executor.original = partial(router._route, executor.original)
         else:
             executor.original = partial(self._pass_by, executor.original, called_on)
-        context = in_run(self._run)
+        context = self.shared.here()
         return executor(*args, **kwargs) if context is None else context.run(executor, *args, **kwargs)
 
     def _route(self, native: Callable[..., torch.Tensor], /, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from any_weights import lora
 from comfy import model_management
+from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from hybrid_trt.backends.torch_inductor.session import LiveSession
@@ -24,12 +25,12 @@ from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.sampling.engine_handle import EngineHandle
 from hybrid_trt.sampling.model_wrapper import KEY, BackboneRouter
 from hybrid_trt.sessions.file_session import FileSession
-from memory_fixtures import file, library, nothing_loaded
-from patched import LIMIT, Patched, gone, load, sampling_node
+from memory_fixtures import Controlled, controlnet, file, files, library, nothing_loaded
+from patched import LIMIT, NAME, PROFILE, Patched, gone, load, sampling_node
 
 from sampling import STEPS, error, sample
 
-__all__ = ["file", "library", "nothing_loaded"]  # fixtures: pytest finds them by name
+__all__ = ["controlnet", "file", "files", "library", "nothing_loaded"]  # fixtures: pytest finds them by name
 
 CALLS = 2 * STEPS
 """Of a run: each step calls the UNet once on each GPU."""
@@ -119,7 +120,7 @@ def test_the_engine_of_a_second_gpu_stays_open_from_run_to_run(both: Split) -> N
 
 
 @pytest.mark.fault("an engine gives values that are no numbers (NaN) on one of several GPUs")
-@pytest.mark.parametrize("which", ["first", "second"])
+@pytest.mark.parametrize("which", [pytest.param("first", marks=pytest.mark.slow), "second"])
 def test_native_does_the_run_again_on_all_gpus_when_an_engine_of_one_gives_no_numbers(
     both: Split, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +165,7 @@ def test_a_lora_behind_the_engine_acts_as_in_native_on_each_gpu(both: Split) -> 
     assert both.patched.counts == (CALLS, 0)
 
 
+@pytest.mark.slow
 def test_live_weights_follow_a_lora_on_each_gpu(file: Path, library: Library) -> None:
     both = Split(file, library, "torch")
 
@@ -180,8 +182,55 @@ def test_without_the_split_the_model_runs_as_before_and_its_copies_may_go(both: 
     copy = weakref.ref(both.router._copies[SECOND]._base)
     assert error(both.patched.sample(), sample(load(both.file))) <= LIMIT
     assert both.patched.counts == (STEPS, 0)
-    assert both.router._run is None
+    assert both.router.shared.context is None
     both.model = both.patched.model
     model_management.unload_all_models()
     gc.collect()
     assert copy() is None
+
+
+def test_controlnets_run_on_engines_of_each_gpu_which_stay_open(
+    files: dict[str, Path], controlnet: ControlNet, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Split(files[NAME], library, "torch")
+    controlled = Controlled(both.patched.native, controlnet, library)
+    control, sessions = controlled.net.control_model, []
+    for seed in (1, 2):
+        latent = both.sample(seed=seed, control=controlled.net)
+        assert error(latent, both.natively(seed=seed, control=controlled.plain.copy())) <= LIMIT
+        second = controlled.net.multigpu_clones[SECOND].control_model
+        assert second is control.on_gpus[SECOND]
+        sessions.append([control.handle.session, second.handle.session])
+        assert [session.device for session in sessions[-1]] == [torch.device("cpu"), SECOND]
+        assert (control.handle.stats.engine, control.handle.stats.native) == (CALLS, 0)
+        assert both.patched.counts == (CALLS, 0)
+        assert control.run is second.run is None, "it ended"
+        monkeypatch.setattr(LiveSession, "unload", lambda self: pytest.fail(f"{self.status(PROFILE)} is closed"))
+    monkeypatch.undo()
+    assert sessions[0] == sessions[1]
+    assert all(session.loaded for session in sessions[0])
+    assert controlled.handle.stats.reopened == 0
+    assert error(latent, both.natively(seed=2)) > 100 * LIMIT
+
+
+@pytest.mark.slow
+@pytest.mark.fault("a ControlNet's engine gives values that are no numbers (NaN) on one of several GPUs")
+def test_native_does_the_run_again_when_a_controlnets_engine_on_one_gpu_gives_no_numbers(
+    files: dict[str, Path], controlnet: ControlNet, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Split(files[NAME], library, "torch")
+    controlled = Controlled(both.patched.native, controlnet, library)
+    both.sample(seed=5, control=controlled.net)
+    session = controlled.net.control_model.on_gpus[SECOND].handle.session
+    run = session.run
+
+    def broken(*args: Any) -> dict[str, torch.Tensor]:
+        results = run(*args)
+        next(iter(results.values())).view(-1)[7] = float("nan")
+        return results
+
+    monkeypatch.setattr(session, "run", broken)
+    latent = both.sample(control=controlled.net)
+    assert error(latent, both.natively(control=controlled.plain)) <= LIMIT
+    assert both.patched.counts == (CALLS, CALLS)
+    assert (controlled.handle.stats.engine, controlled.handle.stats.native) == (CALLS, CALLS)
