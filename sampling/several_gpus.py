@@ -19,6 +19,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..comfy_model.network import NativeNetwork
+from ..sessions.cuda_capture import give_back_graph_memory
 from . import Shared
 from .controlnet import EngineControlModel, back_with_engine
 from .engine_handle import EngineHandle
@@ -36,12 +37,13 @@ class SharedRun(Shared):
     """A run that several GPUs share: the context of its sampling thread, lent to those of the GPUs until it ends.
 
     Attributes:
-        context: that of the run under way, or None; for a run on one GPU too.
+        context: that of the run under way; None while there is none, or where one GPU has it alone.
     """
 
     def __init__(self) -> None:
         self.context: Context | None = None
         self._controls: list[EngineControlModel] = []
+        self._devices: list[torch.device] = []
 
     def attach(self, patcher: ModelPatcher) -> None:
         """Take part in the runs of a patcher and its clones, instead of an earlier object."""
@@ -57,17 +59,19 @@ class SharedRun(Shared):
         """Give ControlNets an engine on each GPU before ComfyUI copies them; a PREPARE_SAMPLING wrapper."""
         devices = [copy.load_device for copy in model.get_additional_models_with_key(COPIES)]
         if devices:
-            self.context = copy_context()
+            self.context, self._devices = copy_context(), [model.load_device, *devices]
             self._controls = list(_engine_controls(conds, devices))
             for control in self._controls:
                 control.run = self.context
         return executor(model, noise_shape, conds, *rest, **more)
 
     def end(self, _patcher: ModelPatcher) -> None:
-        """Let go of the run; an ON_CLEANUP callback."""
+        """Let go of the run, and of the memory that its graphs keep on each GPU; an ON_CLEANUP callback."""
         for control in self._controls:
             control.run = None
-        self.context, self._controls = None, []
+        for device in self._devices:
+            give_back_graph_memory(device)
+        self.context, self._controls, self._devices = None, [], []
 
     def here(self) -> Context | None:
         """Return the context to make a call in, or None for the caller's own."""
@@ -89,7 +93,7 @@ def on_its_gpu(handle: EngineHandle, copy: ModelPatcher) -> EngineHandle:
 
 def _engine_controls(conds: Mapping[str, list], devices: list[torch.device]) -> Iterator[EngineControlModel]:
     """Iterate over the networks of a run's engine-backed ControlNets, on all GPUs; those that lack are made."""
-    for control in {id(one): one for group in conds.values() for cond in group for one in _chain(cond)}.values():
+    for control in {id(one): one for group in conds.values() for cond in group or () for one in _chain(cond)}.values():
         model = getattr(control, "control_model", None)
         if type(control) is not ControlNet or not isinstance(model, EngineControlModel):
             continue

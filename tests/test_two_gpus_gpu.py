@@ -141,6 +141,7 @@ def test_controlnets_of_a_split_step_give_natives_latent(server: ComfyProcess) -
     for _ in range(2):
         history = server.queue(split(scenario, True))
         assert rows(history) == [(2 * STEPS, 0, {})]
+        assert all(row["native"] == 0 for row in history.output("report", "report")[0]["rows"])
         assert relative_difference(latent_of(history), reference) <= LIMIT
         scenario = scenario.but(seed=scenario.seed + 1)
         reference = native_latent(server, scenario)

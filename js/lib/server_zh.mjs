@@ -15,7 +15,7 @@ const PHRASES = [
     [/No engine was asked for in this prompt: no TRT node lies before this one, or the sampler's result came from ComfyUI's cache\./, "此任务没有用到引擎：此节点之前没有 TRT 节点，或采样结果来自 ComfyUI 的缓存。"],
     // a stream
     [/Stream: (\d+) frames, ([\d.]+) a second;/, "流：$1 帧，每秒 $2 帧；"], [/; (\d+) repeated, because their frames were alike/, "；$1 帧因与前一帧相似而重复使用图像"], [/; (\d+) made again at normal speed/, "；$1 帧按原速重做"],
-    ["Each frame was a sampling of its own, which takes longer: ", "每一帧单独采样，因此较慢："], ["the conditioning or the model carries weight hooks", "条件或模型带有权重钩子"], ["MultiGPU shares each step among GPUs", "MultiGPU 把每一步分到多个 GPU"],
+    ["Each frame was a sampling of its own, which takes longer: ", "每一帧单独采样，因此较慢："], ["the conditioning or the model carries weight hooks", "条件或模型带有权重钩子"], ["MultiGPU shares each step among GPUs", "MultiGPU 把每一步分到多个 GPU"], ["MultiGPU CFG Split made a copy of the model that no engine is known for", "MultiGPU CFG Split 复制了模型，而该副本没有已知的引擎"], ["remove MultiGPU CFG Split if you want the engine", "若要使用引擎，请移除 MultiGPU CFG Split"],
     ["latents of this kind of model are those of videos", "此类模型的潜空间是视频的形式"], [/another node \((.+?)\) acts on each sampling/, "另一个节点（$1）作用于每次采样"], ["another pack takes part in the sampling", "其他节点包参与采样"],
     ["this ComfyUI samples in a way that is not known", "此 ComfyUI 的采样方式未知"],
     // a comparison of two pictures
