@@ -137,7 +137,7 @@ def _with_stacks(
 
     def replaced(cond: dict) -> dict:
         control = cond.get("control")
-        if not isinstance(control, ControlBase) or not any(map(_has_engine, _chain(control))):
+        if not isinstance(control, ControlBase) or not any(map(has_engine, _chain(control))):
             return cond
         # one object per control: ComfyUI batches conditionings only when their controls are the same
         return {**cond, "control": stacks.setdefault(id(control), ControlStack(control, late))}
@@ -189,7 +189,7 @@ def _chain(control: ControlBase | None) -> Iterator[ControlBase]:
         yield control
 
 
-def _has_engine(control: ControlBase) -> bool:
+def has_engine(control: ControlBase) -> bool:
     return isinstance(getattr(control, "control_model", None), EngineControlModel)
 
 
@@ -204,7 +204,7 @@ def _can_join(control: ControlBase, x_noisy: torch.Tensor, batched_number: int) 
 
 def _may_join(control: ControlBase) -> bool:
     """Tell whether the settings and the engine of a ControlNet let it join; the rest depends on the run."""
-    if not _has_engine(control):
+    if not has_engine(control):
         return False
     session = control.control_model.handle.session
     if session is None or not session.joins_stacks:

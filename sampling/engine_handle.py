@@ -12,14 +12,15 @@ from ..architectures.calls import Binding, EngineCall, OtherKind, Unsupported
 from ..backends.lookup import EngineChoice, Found, look_up, open_session
 from ..comfy_model.attention import remark
 from ..comfy_model.network import NativeNetwork
-from ..engine_library import Fallback, Library, Reason, Unavailable, inventory, trust
-from ..sessions.session import Active, Session
+from ..engine_library import Fallback, Library, Reason, Unavailable
+from ..sessions.session import Session
 from . import Shared
 from .call_stats import CallStats, open_stats, range_of, timed
 from .engine_patcher import ControlEnginePatcher, EnginePatcher, keep, keep_beside
 from .nan_guard import why_again
 from .native_network import NetworkWatch
 from .run_context import executing
+from .served_calls import ServedCall, served_by_engine, served_by_native
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -163,6 +164,10 @@ class EngineHandle(Shared):
             self.stats.remark = remark(network.module, patcher or network.patcher, network.prefix)
         self._context = context  # last: who sees it finds the run begun
 
+    def why_native_now(self) -> Fallback | None:
+        """Return why native has to serve the next call of this run, whatever its inputs, or None."""
+        return self.fallback or why_again() or self._watch.changed()
+
     def serve(
         self, refusal: Fallback | None, call: Callable[[], EngineCall], patcher: ModelPatcher | None = None
     ) -> tuple[bool, Any]:
@@ -174,7 +179,7 @@ class EngineHandle(Shared):
             patcher: the one that ComfyUI samples with. One execution of a node may sample several.
         """
         stats = self.begin_run(patcher)
-        fallback = refusal or self.fallback or why_again() or self._watch.changed()
+        fallback = refusal or self.why_native_now()
         if fallback is None:
             try:
                 with _one_at_a_time, timed(stats.times), self._range():
@@ -189,8 +194,9 @@ class EngineHandle(Shared):
                 if fallback.reason in FOR_THE_RUN and not fallback.this_call_only:
                     self.give_up(fallback)
             else:
-                _count(stats, session.active, beside=bound.late is not None)
+                served_by_engine(ServedCall(self, stats, session, session.active, patcher, bound.late is not None))
                 return True, result
+        served_by_native()
         stats.count_native(fallback, self.choice.asked_for(fallback.uncovered, self.network))
         return False, None
 
@@ -203,16 +209,6 @@ def _why_none(error: Exception, label: str) -> Fallback:
         return Fallback(Reason.NO_ENGINE, f"the library cannot be read ({error})")
     log.error("Hybrid TRT: no engine could be looked up for %s", label, exc_info=error)
     return Fallback(Reason.ENGINE_FAILED, f"looking the engine up failed ({type(error).__name__}: {error})")
-
-
-def _count(stats: CallStats, served: Active, beside: bool) -> None:
-    stats.count_engine(served.backend_name, served.uncovered, beside)
-    if (why := served.plain) is not None:
-        stats.count_plain(why)
-    if stats.engine_name != served.name:  # the first call of a run
-        inventory.mark_used(served.serving)
-        stats.proof = trust.call_times(served.serving)
-    stats.engine_name = served.name
 
 
 def _as_fallback(error: Unavailable | Unsupported) -> Fallback:

@@ -32,11 +32,11 @@ NOT_FINITE = Fallback(
 
 NOT_FINITE_HERE = "it gave values that are no numbers (NaN), so the normal model does this step and the rest of the run"
 
-_watch: ContextVar[_Watch | None] = ContextVar("watch of the run", default=None)
+_watch: ContextVar[Watch | None] = ContextVar("watch of the run", default=None)
 _again: ContextVar[Fallback | None] = ContextVar("why native does the run again", default=None)
 
 
-class _Watch:
+class Watch:
     """Sum of a run's results on each device: not finite if one result is not.
 
     Attributes:
@@ -81,9 +81,9 @@ def watched(call: EngineCall) -> EngineCall:
 
 
 @contextlib.contextmanager
-def watched_apart() -> Iterator[_Watch]:
+def watched_apart() -> Iterator[Watch]:
     """Watch the calls inside by themselves, for a caller that looks at their sums; the run's own watch misses them."""
-    run = _Watch()
+    run = Watch()
     token = _watch.set(run)
     try:
         yield run
@@ -126,7 +126,7 @@ def redo_unless_finite(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> 
     """Sample, and once more with native alone if an engine gave a NaN; an OUTER_SAMPLE wrapper."""
     if _watch.get() is not None:  # a sampling inside of another one
         return executor(*args, **kwargs)
-    guider, run = executor.class_obj, _Watch()
+    guider, run = executor.class_obj, Watch()
     conds = {name: [dict(cond) for cond in group] for name, group in guider.conds.items()}  # sampling changes them
     random = _random_state(guider.model_patcher.load_device)
     token = _watch.set(run)

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -95,6 +95,37 @@ def wait_at_point() -> None:
     wait_point = _wait_point.get()
     if wait_point is not None:
         wait_point.wait()
+
+
+_larger_graph: ContextVar[list[Any] | None] = ContextVar("hybrid_trt_larger_graph", default=None)
+
+
+@contextmanager
+def part_of_larger_graph(read: list[Any]) -> Iterator[None]:
+    """Run calls of this thread as they are captured in a larger graph: kernel by kernel, and no cache keeps a result.
+
+    Tensors of a capture have no values after it.
+
+    Args:
+        read: takes what the graph reads of caches; it has to live as long as the graph.
+    """
+    token = _larger_graph.set(read)
+    try:
+        yield
+    finally:
+        _larger_graph.reset(token)
+
+
+def in_larger_graph() -> bool:
+    """Tell whether this thread's calls are part of a larger graph."""
+    return _larger_graph.get() is not None
+
+
+def read_by_larger_graph(tensors: Any) -> None:
+    """Keep what a cache gives as long as the larger graph that reads it, if this call is part of one."""
+    read = _larger_graph.get()
+    if read is not None:
+        read.append(tensors)
 
 
 class CudaCapture:

@@ -26,6 +26,7 @@ from .cuda_capture import (
     Replay,
     WaitPoint,
     free_idle_memory,
+    in_larger_graph,
     release_failed_capture,
     wait_for,
     with_wait_point,
@@ -199,6 +200,8 @@ class GraphCache:
     ) -> Tensors:
         """Return ``function(prepare(inputs))``: the same values, in new tensors unless they are lent (see ``stream``).
 
+        As a part of a larger graph it runs plainly.
+
         Args:
             function: launches work on the current stream and nothing else, always the same work for the same key.
             inputs: name -> tensor.
@@ -208,6 +211,10 @@ class GraphCache:
             own: makes a function for one graph alone, where ``function`` has a state that other shapes change.
             late: inputs that are not computed yet. A graph with a wait point waits on the way, all else at the start.
         """
+        if in_larger_graph():
+            if late is not None:
+                wait_for(late.ready, late.stream, (inputs[name] for name in late.names))
+            return function(prepare(inputs))
         if token != self._token:
             self.clear()
             self._token = token

@@ -157,6 +157,9 @@ class FileSession:
     def plain(self) -> str | None:
         return None if self.graphs is None else self.graphs.plain
 
+    def state(self) -> None:
+        """Return None: a graph holds an execution context of its own, which no larger one can have."""
+
     @property
     def joins_stacks(self) -> bool:
         return self.graphs is not None

@@ -16,6 +16,7 @@ from ..comfy_model.live_weights import LiveWeights
 from ..comfy_model.network import NativeNetwork
 from ..comfy_model.torch_kernels import laid_out
 from ..engine_library import Reason, Unavailable
+from .cuda_capture import in_larger_graph, read_by_larger_graph
 from .gpu_memory import no_room
 
 if TYPE_CHECKING:
@@ -67,7 +68,10 @@ class ResultCache:
         """
         for entry in self._entries:
             if entry.source() is source and entry.weights == weights and entry.extra == extra and entry.holds():
+                read_by_larger_graph(entry.results)
                 return entry.results
+        if in_larger_graph():  # the source is of the graph, and each replay has other values in it
+            return self._compute(source, extra)
         others = (entry for entry in self._entries if entry.weights == weights and entry.source() is not None)
         self._entries = [entry for entry in others if entry.source() is not source or entry.holds()]
         results = self._compute(source, extra)

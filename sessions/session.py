@@ -121,6 +121,15 @@ class Active(Protocol):
     uncovered: UncoveredCall | None
     plain: str | None
 
+    def state(self) -> Hashable | None:
+        """Return what calls compute with: while it is the same, a larger CUDA graph that holds them is right.
+
+        None if no such graph may hold them, or if the weights are not there.
+
+        Raises:
+            Unavailable: memory is short.
+        """
+
 
 class Session(HoldsMemory, RunsBeside, Protocol):
     """Serves the calls of a network on one device; shared by all who use the same engine or the same live weights.

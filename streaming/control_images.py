@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import comfy.utils
@@ -28,6 +29,7 @@ class ControlImages:
     Attributes:
         positive, negative: the conditionings with the copies.
         controls: the copies, the first to act first.
+        hints: those that were made here for the latest frame, by the number of their ControlNet.
     """
 
     def __init__(self, positive: Conditioning, negative: Conditioning, follow: str, device: torch.device):
@@ -38,6 +40,7 @@ class ControlImages:
         """
         self._device = device
         self.controls: list[ControlBase] = []
+        self.hints: dict[int, torch.Tensor] = {}
         copies: dict[int, ControlBase] = {}
         self.positive, self.negative = (self._copied(given, copies) for given in (positive, negative))
         self._follow = follow
@@ -74,6 +77,22 @@ class ControlImages:
             return True
         return all(count < 2 or number % count == other % count for count in self.counts())
 
+    @property
+    def hints_are_ours(self) -> bool:
+        """True if every control image of the latest frame is a hint that was made here."""
+        return len(self.hints) == sum(image is not None for image in self._given)
+
+    @contextlib.contextmanager
+    def instead(self, hints: Mapping[int, torch.Tensor], latent: torch.Tensor) -> Iterator[None]:
+        """Let the ControlNets have these hints, of the same sizes, in the place of those that were made."""
+        for place, hint in hints.items():
+            give_hint(self.controls[place], latent, hint)
+        try:
+            yield
+        finally:
+            for place in hints:
+                give_hint(self.controls[place], latent, self.hints[place])
+
     def show(
         self, number: int, frame: torch.Tensor, latent: torch.Tensor | None, there: torch.Tensor | None = None
     ) -> None:
@@ -82,8 +101,8 @@ class ControlImages:
         Args:
             frame: (1, H, W, 3).
             there: the same on the device, if it is there already.
-            latent: of this frame. The hints are made at once where ComfyUI's own code would make them in the first
-                step, and would wait for the device. None leaves all of them to ComfyUI.
+            latent: one of the frame's shape, on any device. The hints are made at once where ComfyUI's own code would
+                make them in the first step, and would wait for the device. None leaves all of them to ComfyUI.
         """
         edges = _edges(frame) if self._follow == EDGES and self.controls else None
         for place, control in enumerate(self.controls):
@@ -99,9 +118,11 @@ class ControlImages:
             image = given[index : index + 1] if source[1] is not None else _as_hint(frame if edges is None else edges)
             control.cond_hint_original = image
             control.cond_hint = control.extra_concat = None
+            self.hints.pop(place, None)
             if latent is not None and _makes_hint_here(control):
                 known = _as_hint(there) if self._follow == THE_FRAME and there is not None else None
-                give_hint(control, latent, self._hint(control, image, latent, known))
+                self.hints[place] = self._hint(control, image, latent, known)
+                give_hint(control, latent, self.hints[place])
 
     def _hint(
         self, control: ControlNet, image: torch.Tensor, latent: torch.Tensor, there: torch.Tensor | None
@@ -123,6 +144,7 @@ class ControlImages:
 
     def end(self) -> None:
         """Free what the ControlNets hold."""
+        self.hints.clear()
         for control in self.controls:
             control.cleanup()
 

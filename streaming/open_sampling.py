@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import comfy.k_diffusion.sampling
 import comfy.sample
 import comfy.samplers
 import torch
@@ -29,6 +30,10 @@ PER_RUN = ("OUTER_SAMPLE", "PREPARE_SAMPLING", "SAMPLER_SAMPLE"), ("ON_PRE_RUN",
 """Places of wrappers and of callbacks that ComfyUI calls once in each sampling."""
 
 
+DRAW_BY_SEED = ("lcm",)
+"""Samplers that draw noise of a frame's seed once between two steps, and nothing else."""
+
+
 @dataclass(frozen=True)
 class _Schedule:
     """The steps of each frame."""
@@ -39,12 +44,20 @@ class _Schedule:
 
 
 @dataclass(frozen=True)
-class _Noise:
-    """The noise of a seed, and the state that drawing it leaves the random numbers in."""
+class Noise:
+    """The noise of a frame.
+
+    Attributes:
+        values: at the start, on the device.
+        steps: what the sampler adds between its steps, in order; None if it draws that itself.
+        state: in which drawing ``values`` leaves ComfyUI's random numbers.
+    """
 
     made_for: tuple
     values: torch.Tensor
+    steps: tuple[torch.Tensor, ...] | None
     state: torch.Tensor
+    seed: int
 
 
 class OpenSampling(comfy.samplers.Sampler):
@@ -58,7 +71,7 @@ class OpenSampling(comfy.samplers.Sampler):
         self._prepared_for: tuple = ()
         self._new: dict[str, Conditioning] | None = None
         self._schedule: _Schedule | None = None
-        self._noise: _Noise | None = None
+        self._noise: Noise | None = None
         self._empty: torch.Tensor | None = None
 
     def sample(self, model_wrap: Any, sigmas: torch.Tensor, extra_args: dict, callback: Any, noise: torch.Tensor,
@@ -81,26 +94,47 @@ class OpenSampling(comfy.samplers.Sampler):
         if self._models:
             model_management.load_models_gpu(self._models)
 
-    def sample_frame(self, latent: torch.Tensor, seed: int, settings: Settings) -> torch.Tensor:
+    @property
+    def conds_are_fixed(self) -> bool:
+        """True if the conditionings are prepared, and depend on the size of frames alone."""
+        return self._new is None and bool(self._prepared_for)
+
+    def sample_frame(self, latent: torch.Tensor, noise: Noise, settings: Settings) -> torch.Tensor:
         """Return the sampled latent as KSampler gives it, but on its device; without waiting for it."""
         guider = self._guider
         device = guider.model_patcher.load_device
         schedule = self._schedule_of(settings, device)
         if len(schedule.sigmas) == 0:
             return latent
-        noise = self._noise_of(seed, tuple(latent.shape), device)
         if settings.from_noise:  # ComfyUI leaves an empty latent as it is
             latent = self._empty_of(latent, device)
         else:
             latent = guider.inner_model.process_latent_in(latent.to(device=device, dtype=torch.float32))
         guider.set_cfg(settings.cfg)
-        self._prepare(latent, noise.values, seed)
+        self._prepare(latent, noise.values, noise.seed)
         self._options["transformer_options"]["sample_sigmas"] = schedule.sigmas
-        extra = {"model_options": self._options, "seed": seed}
+        extra = {"model_options": self._options, "seed": noise.seed}
         torch.set_rng_state(noise.state)
-        sampled = schedule.sampler.sample(guider, schedule.sigmas, extra, None, noise.values, latent, None, True)
+        sampler = schedule.sampler
+        sampler.extra_options = {} if noise.steps is None else {"noise_sampler": _in_turn(noise.steps)}
+        sampled = sampler.sample(guider, schedule.sigmas, extra, None, noise.values, latent, None, True)
         sampled = guider.inner_model.process_latent_out(sampled.to(torch.float32))
         return sampled.to(model_management.intermediate_dtype())
+
+    def noise_of(self, seed: int, shape: tuple[int, ...], settings: Settings) -> Noise:
+        """Return the noise that ComfyUI draws for a latent of this shape."""
+        made_for = (seed, shape, settings.sampler_name, settings.scheduler, settings.steps, settings.denoise)
+        if self._noise is None or self._noise.made_for != made_for:
+            device = self._guider.model_patcher.load_device
+            sigmas = self._schedule_of(settings, device).sigmas
+            values = comfy.sample.prepare_noise(torch.zeros(shape), seed)
+            state = torch.get_rng_state()
+            values, steps = upload(values, device).to(torch.float32), None
+            if settings.sampler_name in DRAW_BY_SEED:
+                draw = comfy.k_diffusion.sampling.default_noise_sampler(values, seed)
+                steps = tuple(draw(None, None) for _ in range(int((sigmas[1:] > 0).sum())))
+            self._noise = Noise(made_for, values, steps, state, seed)
+        return self._noise
 
     def _prepare(self, latent: torch.Tensor, noise: torch.Tensor, seed: int) -> None:
         """Prepare conditionings as ComfyUI does at the start of a sampling, unless a frame before had the same."""
@@ -145,13 +179,6 @@ class OpenSampling(comfy.samplers.Sampler):
             self._schedule = _Schedule(made_for, sampler, _where_read(settings.sampler_name, steps.sigmas))
         return self._schedule
 
-    def _noise_of(self, seed: int, shape: tuple[int, ...], device: torch.device) -> _Noise:
-        if self._noise is None or self._noise.made_for != (seed, shape):
-            values = comfy.sample.prepare_noise(torch.zeros(shape), seed)
-            state = torch.get_rng_state()
-            self._noise = _Noise((seed, shape), upload(values, device).to(torch.float32), state)
-        return self._noise
-
     def _empty_of(self, latent: torch.Tensor, device: torch.device) -> torch.Tensor:
         if self._empty is None or self._empty.shape != latent.shape:
             self._empty = latent.to(device=device, dtype=torch.float32)
@@ -181,6 +208,12 @@ def _nothing_collected() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def _in_turn(noises: tuple[torch.Tensor, ...]) -> Callable[..., torch.Tensor]:
+    """Return a noise sampler, as ComfyUI's samplers take one, that gives these in turn."""
+    left = iter(noises)
+    return lambda _sigma, _sigma_next: next(left)
 
 
 def _same_conditions(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:

@@ -13,7 +13,7 @@ import torch
 from comfy import model_management
 
 from ..sampling.frame_times import FrameTimes
-from ..sampling.nan_guard import NOT_FINITE, native_again, watched_apart
+from ..sampling.nan_guard import NOT_FINITE, native_again
 from .frames import Frame, Source
 from .stream import Stream
 from .transfers import download, mean_difference
@@ -93,12 +93,11 @@ class _Loop:
         return self._computed
 
     def _compute(self, frame: Frame, begun: float) -> _Started:
-        with watched_apart() as watch:
-            picture = self._stream.picture(frame.image, frame.number)
-        if not watch.engines:
-            return _Started(frame, begun, *_in_turn(download(picture)))
-        sums = torch.stack([total.to(picture.device) for total in (*watch.sums(), picture.sum(dtype=torch.float32))])
-        (there, _), (sums, end) = download(picture), download(sums)
+        made = self._stream.picture(frame.image, frame.number)
+        there, end = download(made.pixels)
+        if made.sums is None:
+            return _Started(frame, begun, there, None, end)
+        sums, end = download(made.sums)
         return _Started(frame, begun, there, sums, end)
 
     def _change(self, frame: Frame) -> None:
@@ -133,10 +132,5 @@ class _Loop:
         log.error("Hybrid TRT: %s; the normal model's image takes its place", NOT_FINITE.detail)
         self._times.again += 1
         with native_again():
-            picture = self._stream.picture(started.frame.image, started.frame.number)
-        started.picture, started.sums = picture.cpu(), None
-
-
-def _in_turn(loaded: tuple[torch.Tensor, torch.cuda.Event | None]) -> tuple:
-    there, end = loaded
-    return there, None, end
+            made = self._stream.picture(started.frame.image, started.frame.number)
+        started.picture, started.sums = made.pixels.cpu(), None

@@ -10,7 +10,7 @@ sampling of its own, as stock nodes do it, and the stream says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,11 @@ import comfy.sample
 import comfy.samplers
 import torch
 
+from ..architectures import Role
+from ..sampling.control_stack import has_engine
+from ..sampling.nan_guard import watched_apart
 from .control_images import Conditioning, ControlImages
+from .frame_graph import FrameGraph, FrameInputs, Picture, with_sums
 from .frame_vae import FrameVAE
 from .frames import Changes
 from .open_sampling import OpenSampling, why_one_by_one
@@ -31,6 +35,12 @@ if TYPE_CHECKING:
 
 OURS = "hybrid_trt_stream"
 """Key of the VAE among the models that are loaded with a stream's model."""
+
+
+ROLES = (Role.BACKBONE, Role.VAE_DECODER, Role.VAE_ENCODER)
+OPTIONS = ("model_function_wrapper", "sampler_cfg_function", "sampler_post_cfg_function", "sampler_pre_cfg_function",
+           "sampler_calc_cond_batch_function", "denoise_mask_function")
+"""Where nodes put functions that act on each step and may remember something from step to step."""
 
 
 class Stream:
@@ -52,6 +62,10 @@ class Stream:
         self._clip = clip
         self._conds = {"positive": self.controls.positive, "negative": self.controls.negative}
         self._open: OpenSampling | None = None
+        self._edition = 0  # of the prompts
+        self._controls_have_engines = all(map(has_engine, self.controls.controls))
+        self._options_of_others = any(map(model.model_options.get, OPTIONS))
+        self._graph = FrameGraph(model.load_device, self._made)
         self.one_by_one = why_one_by_one(self._model, self._conds)
 
     def run(self, first: torch.Tensor, frames: Callable[[], None]) -> None:
@@ -70,26 +84,46 @@ class Stream:
                 self._open = OpenSampling(frames)
                 guider.sample(empty, empty, self._open, torch.tensor([1.0, 0.0]), seed=self.settings.seed)
         finally:
+            self._graph.clear()
             self._open = None
             self.controls.end()
 
-    def picture(self, image: torch.Tensor, number: int) -> torch.Tensor:
-        """Return the picture of a frame, both (1, H, W, 3), 0 to 1; on a GPU without waiting for it.
+    def picture(self, image: torch.Tensor, number: int) -> Picture:
+        """Return the picture of a frame (1, H, W, 3), 0 to 1; on a GPU without waiting for it.
 
         To be called by the function that was given to ``run``.
 
         Args:
             number: of the frame, for its seed and control images.
         """
-        settings, seed = self.settings, self.settings.seed_of(number)
-        there = upload(image, self._model.load_device)
-        latent = self._empty(image) if settings.from_noise else self._vae.encode(there)
-        if self._open:
-            self.controls.show(number, image, latent, there)
-            sampled = self._open.sample_frame(latent, seed, settings)
-        else:
+        seed, there = self.settings.seed_of(number), upload(image, self._model.load_device)
+        if self._open is None:
             self.controls.show(number, image, None)
-            sampled = self._sample_alone(latent, seed)
+            latent = self._empty(image) if self.settings.from_noise else self._vae.encode(there)
+            with watched_apart() as watch:
+                return with_sums(self._vae.decode(self._sample_alone(latent, seed)), watch)
+        shape = self._latent_shape(image)
+        self.controls.show(number, image, torch.empty(shape, device="meta"), there)
+        noise = self._open.noise_of(seed, shape, self.settings)
+        roles = (Role.BACKBONE, Role.VAE_DECODER) if self.settings.from_noise else ROLES
+        given = FrameInputs(there, noise, dict(self.controls.hints))
+        return self._graph.picture(given, self._fixed(shape), roles)
+
+    def _fixed(self, shape: tuple[int, ...]) -> Hashable | None:
+        """Return all that pictures depend on besides their inputs; None if they depend on more than that."""
+        if not self._open.conds_are_fixed or not self.controls.hints_are_ours or not self._controls_have_engines:
+            return None
+        if self._options_of_others:
+            return None
+        strengths = tuple(control.strength for control in self.controls.controls)
+        return shape, replace(self.settings, seed=0, new_seeds=False, similar=0.0), strengths, self._edition
+
+    def _made(self, given: FrameInputs) -> torch.Tensor:
+        """Launch all the work of a frame, and return its picture."""
+        empty = torch.empty(given.noise.values.shape, device="meta")
+        latent = self._empty(given.image) if self.settings.from_noise else self._vae.encode(given.image)
+        with self.controls.instead(given.hints, empty):
+            sampled = self._open.sample_frame(latent, given.noise, self.settings)
         return self._vae.decode(sampled)
 
     def change(self, changes: Changes) -> None:
@@ -109,6 +143,7 @@ class Stream:
         new = {name: self._encoded(self._conds[name], text) for name, text in texts.items() if text is not None}
         if new:
             self._conds = {**self._conds, **new}
+            self._edition += 1
             self._reload()
             if self._open:
                 self._open.take(self._conds)
@@ -127,8 +162,10 @@ class Stream:
 
     def _empty(self, image: torch.Tensor) -> torch.Tensor:
         """Return the latent that ComfyUI makes of an empty one of an image's size."""
-        channels = self._model.get_model_object("latent_format").latent_channels
-        return torch.zeros(self._vae.latent_shape(image, channels))
+        return torch.zeros(self._latent_shape(image))
+
+    def _latent_shape(self, image: torch.Tensor) -> tuple[int, ...]:
+        return self._vae.latent_shape(image, self._model.get_model_object("latent_format").latent_channels)
 
     def _sample_alone(self, latent: torch.Tensor, seed: int) -> torch.Tensor:
         """Sample as ComfyUI's KSampler node does."""

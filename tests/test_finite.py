@@ -57,9 +57,9 @@ def test_a_run_of_numbers_is_done_once_and_nothing_is_asked_of_the_gpu_before_it
     file: Path, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patched, asked, seen = Patched(load(file), library), [], []
-    original, see = nan_guard._Watch.finite, nan_guard._Watch.see
-    monkeypatch.setattr(nan_guard._Watch, "finite", lambda self: asked.append(len(seen)) or original(self))
-    monkeypatch.setattr(nan_guard._Watch, "see", lambda self, result: seen.append(1) or see(self, result))
+    original, see = nan_guard.Watch.finite, nan_guard._Watch.see
+    monkeypatch.setattr(nan_guard.Watch, "finite", lambda self: asked.append(len(seen)) or original(self))
+    monkeypatch.setattr(nan_guard.Watch, "see", lambda self, result: seen.append(1) or see(self, result))
     patched.sample()
     assert patched.counts == (STEPS, 0)
     assert asked == [STEPS], "once, after the last call"
@@ -77,7 +77,7 @@ def test_while_native_does_a_run_again_no_engine_of_any_network_serves(file: Pat
 
 
 def test_large_half_precision_numbers_are_numbers() -> None:
-    run = nan_guard._Watch()
+    run = nan_guard.Watch()
     for _ in range(100):
         run.see(torch.full((4, 4, 128, 128), 65504.0, dtype=torch.float16))
     assert run.finite()

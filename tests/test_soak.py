@@ -75,6 +75,7 @@ def long_server(
     """A server of its own, with engines, that keeps no results of old prompts: memory would grow with them."""
     base = environment.base
     shutil.rmtree(base / "models" / "trt_engines", ignore_errors=True)
+    (base / "custom_nodes").mkdir(exist_ok=True)
     for name, target in (("hybrid-trt", ROOT), ("comfy_test_nodes", ROOT / "tests" / "comfy_test_nodes")):
         if not (base / "custom_nodes" / name).exists():
             (base / "custom_nodes" / name).symlink_to(target, target_is_directory=True)

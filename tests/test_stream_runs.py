@@ -25,6 +25,7 @@ from hybrid_trt.streaming.run import run_stream
 from hybrid_trt.streaming.settings import Settings
 from hybrid_trt.streaming.stream import Stream
 from hybrid_trt.streaming.transfers import copy, mean_difference
+from given_frames import Given, apart, image, prompts, random, stock, streamed, with_image
 from memory_fixtures import file, library
 from patched import Patched, load, sampling_node
 from streams import Case, compared
@@ -36,35 +37,6 @@ LIMIT = 1e-5
 OWN = Settings(steps=2, cfg=1.0, sampler_name="euler_ancestral", scheduler="normal", denoise=0.5, seed=7)
 
 
-class Given:
-    """A source that has all of its frames from the start."""
-
-    def __init__(self, *frames: Frame, ready: bool = True):
-        self._frames, self._ready = frames, ready
-        self.pictures: dict[int, torch.Tensor] = {}
-        self.asked: list[int] = []
-
-    def frames(self) -> Iterator[Frame]:
-        for frame in self._frames:
-            self.asked.append(len(self.pictures))
-            yield frame
-
-    def ready(self) -> bool:
-        return self._ready
-
-    def give(self, number: int, picture: torch.Tensor) -> None:
-        self.pictures[number] = picture.clone()
-
-
-def random(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def image(seed: int, side: int = 64) -> torch.Tensor:
-    small = random(1, 3, 9, 9, seed=seed)
-    return torch.nn.functional.interpolate(small, (side, side), mode="bilinear").sigmoid().movedim(1, -1).contiguous()
-
-
 @pytest.fixture(scope="module")
 def vae(models: dict[str, Path]) -> comfy.sd.VAE:
     return comfy.sd.VAE(sd=load_torch_file(str(models["tiny_kl"])))
@@ -73,38 +45,6 @@ def vae(models: dict[str, Path]) -> comfy.sd.VAE:
 @pytest.fixture(scope="module")
 def net(models: dict[str, Path]) -> comfy.controlnet.ControlNet:
     return comfy.controlnet.load_controlnet(str(models["tiny_sd15_flat_a"]))
-
-
-def prompts(*controls: comfy.controlnet.ControlBase, seed: int = 1) -> tuple[list, list]:
-    options: dict[str, Any] = {"control": controls[-1], "control_apply_to_uncond": False} if controls else {}
-    return tuple([[random(1, 77, 768, seed=seed + i), dict(options)]] for i in range(2))
-
-
-def with_image(net: comfy.controlnet.ControlNet, shown: torch.Tensor, strength: float) -> comfy.controlnet.ControlNet:
-    return net.copy().set_cond_hint(shown[..., :3].movedim(-1, 1), strength, (0.0, 1.0))
-
-
-def stock(model: Any, vae: comfy.sd.VAE, positive: list, negative: list, own: Settings, frame: torch.Tensor
-          ) -> torch.Tensor:
-    """The picture that VAEEncode, KSampler and VAEDecode make."""
-    with torch.inference_mode():
-        latent = vae.encode(frame)
-        noise = comfy.sample.prepare_noise(latent, own.seed)
-        latent = comfy.sample.sample(
-            model, noise, own.steps, own.cfg, own.sampler_name, own.scheduler, positive, negative, latent,
-            denoise=own.denoise, disable_pbar=True, seed=own.seed)  # fmt: skip
-        return vae.decode(latent)
-
-
-def streamed(stream: Stream, source: Given) -> FrameTimes:
-    times = FrameTimes()
-    with torch.inference_mode(), sampling_node():
-        run_stream(stream, source, times)
-    return times
-
-
-def apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).abs().max())
 
 
 def test_changes_act_from_their_frame_on_and_are_stocks(file: Path, vae: comfy.sd.VAE, net: Any) -> None:

@@ -118,6 +118,14 @@ class LiveSession:
     def loaded(self) -> bool:
         return self._live.weights.loaded
 
+    def state(self) -> Hashable | None:
+        if not self.loaded:
+            return None
+        self._follow()
+        self._new_run = False
+        weights = self._live.weights
+        return id(self), weights.generation, weights.version, frozenset(self._opened)
+
     @property
     def parts(self) -> frozenset[LiveSession]:
         return frozenset([self])

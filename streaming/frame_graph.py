@@ -1,0 +1,154 @@
+"""A whole frame as one CUDA graph: encoding, ControlNets, all steps and decoding are one launch for the host.
+
+A stream of few steps waits for its host, not for the GPU: ComfyUI's sampling and the launches of each network take
+longer than the networks. Once some frames in a row had the same settings, all they launch is captured. From then on a
+frame copies its image, its hints and its noise into the graph's buffers and replays it.
+
+That holds only where each call is an engine's that can be part of a larger graph, and while their weights stay what
+they were. All else runs as before, and so does every frame after a change of settings, until they are steady again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..architectures import Role
+from ..sampling.nan_guard import Watch, watched_apart
+from ..sampling.served_calls import Calls, calls_listed
+from ..sessions.cuda_capture import Capture, part_of_larger_graph
+from ..sessions.cuda_graphs import GraphCache
+from .open_sampling import Noise
+
+log = logging.getLogger(__name__)
+
+STEADY = 30
+"""Frames with the same settings before they are captured, which takes the time of several frames."""
+
+
+@dataclass(frozen=True)
+class FrameInputs:
+    """What differs from frame to frame: tensors on the device.
+
+    Attributes:
+        image: (1, H, W, 3).
+        hints: by the number of their ControlNet.
+    """
+
+    image: torch.Tensor
+    noise: Noise
+    hints: Mapping[int, torch.Tensor]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by name."""
+        steps = {f"noise {n}": drawn for n, drawn in enumerate(self.noise.steps or ())}
+        hints = {f"hint {place}": hint for place, hint in self.hints.items()}
+        return {"image": self.image, "noise": self.noise.values, **steps, **hints}
+
+    def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> FrameInputs:
+        """Return the same with other tensors of these names."""
+        steps = self.noise.steps and tuple(tensors[f"noise {n}"] for n in range(len(self.noise.steps)))
+        noise = replace(self.noise, values=tensors["noise"], steps=steps)
+        return FrameInputs(tensors["image"], noise, {place: tensors[f"hint {place}"] for place in self.hints})
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The picture of a frame (1, H, W, 3) on its device; sums of what engines gave for it, None without engines."""
+
+    pixels: torch.Tensor
+    sums: torch.Tensor | None
+
+
+def with_sums(pixels: torch.Tensor, watch: Watch) -> Picture:
+    """Return a picture with the sums of the calls that were watched, and its own."""
+    if not watch.engines:
+        return Picture(pixels, None)
+    totals = (*watch.sums(), pixels.sum(dtype=torch.float32))
+    return Picture(pixels, torch.stack([total.to(pixels.device) for total in totals]))
+
+
+class FrameGraph:
+    """Makes the pictures of one stream."""
+
+    def __init__(self, device: torch.device, made: Callable[[FrameInputs], torch.Tensor],
+                 capture: Capture | None = None):
+        """
+        Args:
+            made: launches all the work of a frame.
+        """
+        self._made = made
+        self._graphs = GraphCache(device, limit=1, capture=capture)
+        self._can_capture = capture is not None or self._graphs.stream is not None
+        self._fixed: Hashable | None = None
+        self._steady = 0
+        self._calls: Calls = []  # of the latest frame
+        self._read: list[object] = []
+        self._failed: Hashable | None = None
+
+    @property
+    def captured(self) -> bool:
+        """True if there is a graph."""
+        return len(self._graphs) > 0
+
+    def clear(self) -> None:
+        """Drop the graph, and all that it read."""
+        self._graphs.clear()
+        self._calls, self._read, self._steady = [], [], 0
+
+    def picture(self, given: FrameInputs, fixed: Hashable | None, roles: Collection[Role]) -> Picture:
+        """Return the picture of a frame.
+
+        Args:
+            fixed: all that it depends on besides its inputs and the engines; None if there is more than that.
+            roles: of the networks that it needs, but for ControlNets.
+        """
+        self._steady = self._steady + 1 if fixed is not None and fixed == self._fixed else 0
+        self._fixed = fixed
+        steady = self._can_capture and self._steady >= STEADY and fixed != self._failed
+        state = self._state(roles) if steady else None
+        return self._plainly(given) if state is None else self._by_graph(given, (fixed, state))
+
+    def _state(self, roles: Collection[Role]) -> Hashable | None:
+        """Return what the engines of the latest frame compute with; None if it was not all on engines."""
+        if None in self._calls:
+            return None
+        handles = {call.handle: call for call in self._calls}
+        if not {handle.network.role for handle in handles}.issuperset(roles):
+            return None
+        states = [call.state() for call in handles.values()]
+        return None if None in states else tuple(states)
+
+    def _plainly(self, given: FrameInputs) -> Picture:
+        with calls_listed() as self._calls, watched_apart() as watch:
+            try:
+                picture = with_sums(self._made(given), watch)
+            finally:
+                self._count()
+        return picture
+
+    def _by_graph(self, given: FrameInputs, token: Hashable) -> Picture:
+        def frame(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            read: list[object] = []
+            with calls_listed() as self._calls, watched_apart() as watch, part_of_larger_graph(read):
+                picture = with_sums(self._made(given.with_tensors(tensors)), watch)
+            self._read = read
+            return {"pixels": picture.pixels, "sums": picture.sums}
+
+        before = self.captured
+        results = self._graphs.run(frame, given.tensors(), token=token)
+        self._count()
+        if self.captured and not before:
+            log.info("Hybrid TRT: frames of this stream are one CUDA graph, %.0f MB", self._graphs.bytes / 1e6)
+        if self._graphs.plain is not None:
+            log.info("Hybrid TRT: frames of this stream are no CUDA graph (%s)", self._graphs.plain)
+            self._failed = self._fixed
+        return Picture(results["pixels"], results["sums"])
+
+    def _count(self) -> None:
+        for call in self._calls:
+            if call is not None:
+                call.count()
