@@ -34,7 +34,7 @@ demo:
 # `pytest`, not `python -m pytest`: the latter puts the root on sys.path, where our `nodes` hides ComfyUI's.
 test:
 	@$(ENVIRONMENT) --browser run -- ruff check .
-	@$(ENVIRONMENT) --browser run -- pytest $(ARGS)
+	@$(ENVIRONMENT) --browser --farm run -- pytest $(ARGS)
 
 test-newest:
 	@$(OTHER_VERSIONS) newest -- pytest $(ARGS)
@@ -46,7 +46,7 @@ benchmark-builds:
 	@$(ENVIRONMENT) run -- python benchmarks/build_times.py $(ARGS)
 
 env:
-	@$(ENVIRONMENT) --browser
+	@$(ENVIRONMENT) --browser --farm
 
 clean:
 	rm -rf build .hypothesis .pytest_cache .ruff_cache

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ..backends import Backend, Progress
-from ..engine_library import BuildError, Reason, Unavailable
+from ..engine_library import BuildError, Reason, Unavailable, life_signs
 from ..engine_library.atomic_files import FileLock
 from ..engine_library.disk import gigabytes
 
@@ -80,7 +80,7 @@ def _ours(lock: FileLock, progress: Progress) -> Iterator[Progress]:
 def _wait(lock: FileLock, words: str, progress: Progress, patient: bool = True) -> None:
     lock.path.parent.mkdir(parents=True, exist_ok=True)
     while not lock.acquire():
-        if not patient and lock.elsewhere():
+        if not patient and life_signs.elsewhere(lock.path):
             raise Unavailable(Reason.BUILT_ELSEWHERE, lock.holder())
         progress(words.format(lock.holder()), 0.0)
         time.sleep(POLL)

@@ -212,33 +212,20 @@ class FileLock:
 
     def lost(self) -> bool:
         """Tell whether another machine took over what this lock held, since it saw no life sign."""
-        try:
-            lock, _ = life_signs.parsed(life_signs.read(self.path))
-        except FileNotFoundError:
-            return self._fd is not None  # taken over and given back
-        except OSError:
-            return False  # the disk does not answer: nobody can have taken it
-        return self._fd is not None and lock not in ("", self._id)
+        return self._fd is not None and not life_signs.names(self.path, self._id)
 
-    def elsewhere(self) -> bool:
-        """Tell whether its holder is on another machine, or in a container with a mount of its own."""
-        try:
-            _, reach = life_signs.parsed(life_signs.read(self.path))
-            return reach not in ("", life_signs.reach(self.path))
-        except OSError:
-            return False
-
-    def release(self) -> None:
-        """Give the lock back and remove its file."""
-        lost = self.lost()
+    def release(self, keep: bool = False) -> None:
+        """Give the lock back and remove its file, unless that is to be kept."""
+        keep = keep or self.lost()
         self._ended.set()
         with self._using:
             fd, self._fd = self._fd, None
         if fd is None:
             return
+        if keep:
+            return life_signs.close(fd)
         try:
-            if not lost:
-                self.path.unlink(missing_ok=True)  # while still locked: whoever waits sees that this file is gone
+            self.path.unlink(missing_ok=True)  # while still locked: whoever waits sees that this file is gone
             life_signs.close(fd)
         except OSError:
             # Windows removes no open file, so whoever has just opened this one keeps it, and nothing is lost
@@ -371,7 +358,11 @@ def _put_back(folder: Path) -> bool:
 
 
 def sweep(root: Path) -> list[str]:
-    """Remove the work folders of processes that are dead, and return their names. Never raises for want of rights."""
+    """Remove the work folders and locks of processes that are dead. Never raises for want of rights.
+
+    Returns:
+        The names of the folders.
+    """
     swept = []
     try:
         sweep_temporaries(root)
@@ -384,11 +375,23 @@ def sweep(root: Path) -> list[str]:
                 shutil.rmtree(folder, ignore_errors=True)
                 swept.append(folder.name)
             lock.release()
+        for path in root.glob(f".*{_LOCK_SUFFIX}"):
+            _sweep_lock(path)
     except OSError as error:
         log.debug("Hybrid TRT: %s was not swept (%s)", root, error)
     if swept:
         log.info("Hybrid TRT: removed what %d unfinished build(s) had left in %s", len(swept), root)
     return swept
+
+
+def _sweep_lock(path: Path) -> None:
+    """Remove the lock file of an engine that nobody builds. Whoever is about to lock it sees that it is gone."""
+    with contextlib.suppress(OSError):  # another user's
+        if path.is_symlink() or path.stat().st_size != life_signs.LENGTH:
+            return  # none that we made
+        lock = FileLock(path)
+        if lock.acquire():
+            lock.release(keep=not lock.reliable)
 
 
 def _lock_path(folder: Path) -> Path:

@@ -118,6 +118,24 @@ def parsed(text: bytes) -> tuple[str, str]:
         return "", ""
 
 
+def names(path: Path, lock: str) -> bool:
+    """Tell whether a lock is still the one that its file names, as far as that can be read."""
+    try:
+        return parsed(read(path))[0] in ("", lock)
+    except FileNotFoundError:
+        return False  # another machine took it over and gave it back
+    except OSError:
+        return True  # the disk does not answer: nobody can have taken it
+
+
+def elsewhere(path: Path) -> bool:
+    """Tell whether a lock's holder is on another machine, or in a container with a mount of its own."""
+    try:
+        return parsed(read(path))[1] not in ("", reach(path))
+    except OSError:
+        return False
+
+
 def is_silent(path: Path, text: bytes) -> bool:
     """Tell whether this text has stood in a lock file for so long that its holder is dead. The first look says no."""
     now = time.monotonic()

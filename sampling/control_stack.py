@@ -326,13 +326,25 @@ def _merged(chain: list[ControlNet], results: list[Control]) -> Control:
         return merged
     flat = [_flat(result) for result in results]
     for control, tensors in zip(chain, flat, strict=True):
-        if control.strength != 1.0:
-            torch._foreach_mul_(tensors, control.strength)
+        _scale(tensors, control.strength)
     # a single result may be written to; each of several may be lent by its session
     total = flat[0] if len(flat) == 1 else torch._foreach_add(flat[0], flat[1])
     for tensors in flat[2:]:
         torch._foreach_add_(total, tensors)
     return {"input": [], "middle": [], "output": [], **_with(results[0], total)}
+
+
+def _scale(tensors: list[torch.Tensor], strength: float | torch.Tensor) -> None:
+    """Multiply tensors by a strength in place; by one that is a tensor, float32 without dimensions, in float32."""
+    if not isinstance(strength, torch.Tensor):
+        if strength != 1.0:
+            torch._foreach_mul_(tensors, strength)
+    elif all(tensor.dtype == strength.dtype for tensor in tensors):
+        torch._foreach_mul_(tensors, strength)
+    else:
+        wide = [tensor.to(strength.dtype) for tensor in tensors]
+        torch._foreach_mul_(wide, strength)
+        torch._foreach_copy_(tensors, wide)
 
 
 def _with(result: Control, tensors: list[torch.Tensor]) -> Control:

@@ -53,14 +53,6 @@ Capture = Callable[[Callable[[], None]], Replay]
 """Runs a function once while capturing it."""
 
 
-def wait_for(ready: torch.cuda.Event, stream: torch.cuda.Stream, tensors: Iterable[torch.Tensor]) -> None:
-    """Let the current stream wait for an event of another stream, and read these tensors of that stream."""
-    here = torch.cuda.current_stream(stream.device)
-    here.wait_event(ready)
-    for tensor in tensors:
-        tensor.record_stream(here)
-
-
 class WaitPoint:
     """The place in a graph where it waits for late inputs: each replay waits for the latest record of the event.
 
@@ -97,21 +89,45 @@ def wait_at_point() -> None:
         wait_point.wait()
 
 
-_larger_graph: ContextVar[list[Any] | None] = ContextVar("hybrid_trt_larger_graph", default=None)
-
-
-@contextmanager
-def part_of_larger_graph(read: list[Any]) -> Iterator[None]:
-    """Run calls of this thread as they are captured in a larger graph: kernel by kernel, and no cache keeps a result.
+class LargerGraph:
+    """A graph that calls are a part of: they run kernel by kernel, and no cache keeps a result.
 
     Tensors of a capture have no values after it.
 
-    Args:
-        read: takes what the graph reads of caches; it has to live as long as the graph.
+    Attributes:
+        read: what it reads of caches; it has to live as long as the graph.
     """
-    token = _larger_graph.set(read)
+
+    def __init__(self) -> None:
+        self.read: list[Any] = []
+        self._held: list[torch.Tensor] = []
+        self._streams: set[torch.cuda.Stream] = set()
+
+    def hold(self, tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
+        """Keep tensors of another stream until all streams have joined: freeing one is work of its stream."""
+        self._held += tensors
+        self._streams.add(stream)
+
+    def join(self) -> None:
+        """Free what is held, on its streams, and let the current stream wait for these."""
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        self._held.clear()
+        for stream in self._streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        self._streams.clear()
+
+
+_larger_graph: ContextVar[LargerGraph | None] = ContextVar("hybrid_trt_larger_graph", default=None)
+
+
+@contextmanager
+def part_of(larger: LargerGraph) -> Iterator[None]:
+    """Run calls of this thread as parts of a larger graph."""
+    token = _larger_graph.set(larger)
     try:
         yield
+        larger.join()
     finally:
         _larger_graph.reset(token)
 
@@ -123,9 +139,21 @@ def in_larger_graph() -> bool:
 
 def read_by_larger_graph(tensors: Any) -> None:
     """Keep what a cache gives as long as the larger graph that reads it, if this call is part of one."""
-    read = _larger_graph.get()
-    if read is not None:
-        read.append(tensors)
+    larger = _larger_graph.get()
+    if larger is not None:
+        larger.read.append(tensors)
+
+
+def wait_for(ready: torch.cuda.Event, stream: torch.cuda.Stream, tensors: Iterable[torch.Tensor]) -> None:
+    """Let the current stream wait for an event of another stream, and read these tensors of that stream."""
+    here = torch.cuda.current_stream(stream.device)
+    here.wait_event(ready)
+    larger = _larger_graph.get()
+    if larger is not None:
+        larger.hold(tensors, stream)
+        return
+    for tensor in tensors:
+        tensor.record_stream(here)
 
 
 class CudaCapture:

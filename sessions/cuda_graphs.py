@@ -212,9 +212,7 @@ class GraphCache:
             late: inputs that are not computed yet. A graph with a wait point waits on the way, all else at the start.
         """
         if in_larger_graph():
-            if late is not None:
-                wait_for(late.ready, late.stream, (inputs[name] for name in late.names))
-            return function(prepare(inputs))
+            return self._as_part(function, inputs, prepare, late)
         if token != self._token:
             self.clear()
             self._token = token
@@ -243,6 +241,24 @@ class GraphCache:
                 torch.cuda.current_stream(self.device).wait_stream(late.stream)
             raise
         return dict(graph.targets) if self._lends() else graph.results()
+
+    def _as_part(self, function: Function, inputs: Tensors, prepare: Function, late: AsyncInputs | None) -> Tensors:
+        """Run plainly as a part of a larger graph, beside what computes the late inputs if the function can wait."""
+        prepared = prepare(inputs)
+        if late is None:
+            return function(prepared)
+        arriving = [inputs[name] for name in late.names]
+        as_they_come = all(prepared[name].data_ptr() == inputs[name].data_ptr() for name in late.names)
+        if not self.takes_late or not as_they_come:
+            wait_for(late.ready, late.stream, arriving)
+            return function(prepare(inputs))  # what was prepared before did not wait
+        wait_point = WaitPoint(late.ready)
+        with with_wait_point(wait_point):
+            results = function(prepared)
+        if not wait_point.passed:
+            raise RuntimeError("the network did not wait for its late inputs")
+        wait_for(late.ready, late.stream, arriving)
+        return results
 
     def _lends(self) -> bool:
         stream = self.stream

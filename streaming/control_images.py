@@ -41,6 +41,7 @@ class ControlImages:
         self._device = device
         self.controls: list[ControlBase] = []
         self.hints: dict[int, torch.Tensor] = {}
+        self._strengths: dict[int, tuple[float, torch.Tensor]] = {}
         copies: dict[int, ControlBase] = {}
         self.positive, self.negative = (self._copied(given, copies) for given in (positive, negative))
         self._follow = follow
@@ -82,16 +83,29 @@ class ControlImages:
         """True if every control image of the latest frame is a hint that was made here."""
         return len(self.hints) == sum(image is not None for image in self._given)
 
+    def strength_tensors(self) -> dict[int, torch.Tensor]:
+        """Return the strengths of the ControlNets that have hints, on the device, by their number."""
+        for place in self.hints:
+            strength = self.controls[place].strength
+            if place not in self._strengths or self._strengths[place][0] != strength:
+                self._strengths[place] = strength, upload(torch.tensor(strength, dtype=torch.float32), self._device)
+        return {place: self._strengths[place][1] for place in self.hints}
+
     @contextlib.contextmanager
-    def instead(self, hints: Mapping[int, torch.Tensor], latent: torch.Tensor) -> Iterator[None]:
-        """Let the ControlNets have these hints, of the same sizes, in the place of those that were made."""
+    def instead(
+        self, hints: Mapping[int, torch.Tensor], strengths: Mapping[int, torch.Tensor], latent: torch.Tensor
+    ) -> Iterator[None]:
+        """Let the ControlNets have these hints and strengths in the place of their own."""
+        own = {place: self.controls[place].strength for place in hints}
         for place, hint in hints.items():
             give_hint(self.controls[place], latent, hint)
+            self.controls[place].strength = strengths[place]
         try:
             yield
         finally:
             for place in hints:
                 give_hint(self.controls[place], latent, self.hints[place])
+                self.controls[place].strength = own[place]
 
     def show(
         self, number: int, frame: torch.Tensor, latent: torch.Tensor | None, there: torch.Tensor | None = None

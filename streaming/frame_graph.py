@@ -13,46 +13,51 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from ..architectures import Role
 from ..sampling.nan_guard import Watch, watched_apart
 from ..sampling.served_calls import Calls, calls_listed
-from ..sessions.cuda_capture import Capture, part_of_larger_graph
+from ..sessions.cuda_capture import Capture, LargerGraph, part_of
 from ..sessions.cuda_graphs import GraphCache
 from .open_sampling import Noise
 
 log = logging.getLogger(__name__)
 
-STEADY = 30
-"""Frames with the same settings before they are captured, which takes the time of several frames."""
+STEADY, STEADY_AGAIN = 10, 90
+"""Frames with the same settings before they are captured, at first and after a change: a capture takes the time of many
+frames, and settings that change once may change again."""
 
 
 @dataclass(frozen=True)
 class FrameInputs:
-    """What differs from frame to frame: tensors on the device.
+    """The inputs that differ from frame to frame: tensors on the device.
 
     Attributes:
         image: (1, H, W, 3).
-        hints: by the number of their ControlNet.
+        hints: by the number of their ControlNet; ``strengths`` likewise, float32 without dimensions.
     """
 
     image: torch.Tensor
     noise: Noise
     hints: Mapping[int, torch.Tensor]
+    strengths: Mapping[int, torch.Tensor]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name."""
         steps = {f"noise {n}": drawn for n, drawn in enumerate(self.noise.steps or ())}
         hints = {f"hint {place}": hint for place, hint in self.hints.items()}
-        return {"image": self.image, "noise": self.noise.values, **steps, **hints}
+        strengths = {f"strength {place}": strength for place, strength in self.strengths.items()}
+        return {"image": self.image, "noise": self.noise.values, **steps, **hints, **strengths}
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> FrameInputs:
         """Return the same with other tensors of these names."""
         steps = self.noise.steps and tuple(tensors[f"noise {n}"] for n in range(len(self.noise.steps)))
         noise = replace(self.noise, values=tensors["noise"], steps=steps)
-        return FrameInputs(tensors["image"], noise, {place: tensors[f"hint {place}"] for place in self.hints})
+        hints = {place: tensors[f"hint {place}"] for place in self.hints}
+        return FrameInputs(tensors["image"], noise, hints, {place: tensors[f"strength {place}"] for place in hints})
 
 
 @dataclass(frozen=True)
@@ -75,18 +80,18 @@ class FrameGraph:
     """Makes the pictures of one stream."""
 
     def __init__(self, device: torch.device, made: Callable[[FrameInputs], torch.Tensor],
-                 capture: Capture | None = None):
+                 made_of: Callable[[FrameInputs], torch.Tensor], capture: Capture | None = None):
         """
         Args:
-            made: launches all the work of a frame.
+            made: launches all the work of the frame at hand; ``made_of`` does so with other tensors than its own.
         """
-        self._made = made
+        self._made, self._made_of = made, made_of
         self._graphs = GraphCache(device, limit=1, capture=capture)
         self._can_capture = capture is not None or self._graphs.stream is not None
         self._fixed: Hashable | None = None
-        self._steady = 0
+        self._steady, self._needed = 0, STEADY
         self._calls: Calls = []  # of the latest frame
-        self._read: list[object] = []
+        self._read: list[Any] = []
         self._failed: Hashable | None = None
 
     @property
@@ -106,9 +111,11 @@ class FrameGraph:
             fixed: all that it depends on besides its inputs and the engines; None if there is more than that.
             roles: of the networks that it needs, but for ControlNets.
         """
-        self._steady = self._steady + 1 if fixed is not None and fixed == self._fixed else 0
-        self._fixed = fixed
-        steady = self._can_capture and self._steady >= STEADY and fixed != self._failed
+        if fixed is None or fixed != self._fixed:
+            self._needed = STEADY if self._fixed is None else STEADY_AGAIN
+            self._fixed, self._steady = fixed, 0
+        self._steady += fixed is not None
+        steady = self._can_capture and self._steady > self._needed and fixed != self._failed
         state = self._state(roles) if steady else None
         return self._plainly(given) if state is None else self._by_graph(given, (fixed, state))
 
@@ -132,10 +139,10 @@ class FrameGraph:
 
     def _by_graph(self, given: FrameInputs, token: Hashable) -> Picture:
         def frame(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            read: list[object] = []
-            with calls_listed() as self._calls, watched_apart() as watch, part_of_larger_graph(read):
-                picture = with_sums(self._made(given.with_tensors(tensors)), watch)
-            self._read = read
+            larger = LargerGraph()
+            with calls_listed() as self._calls, watched_apart() as watch, part_of(larger):
+                picture = with_sums(self._made_of(given.with_tensors(tensors)), watch)
+            self._read = larger.read
             return {"pixels": picture.pixels, "sums": picture.sums}
 
         before = self.captured

@@ -40,7 +40,7 @@ OURS = "hybrid_trt_stream"
 ROLES = (Role.BACKBONE, Role.VAE_DECODER, Role.VAE_ENCODER)
 OPTIONS = ("model_function_wrapper", "sampler_cfg_function", "sampler_post_cfg_function", "sampler_pre_cfg_function",
            "sampler_calc_cond_batch_function", "denoise_mask_function")
-"""Where nodes put functions that act on each step and may remember something from step to step."""
+"""Places of other nodes' functions that act on each step and may remember something from step to step."""
 
 
 class Stream:
@@ -65,7 +65,7 @@ class Stream:
         self._edition = 0  # of the prompts
         self._controls_have_engines = all(map(has_engine, self.controls.controls))
         self._options_of_others = any(map(model.model_options.get, OPTIONS))
-        self._graph = FrameGraph(model.load_device, self._made)
+        self._graph = FrameGraph(model.load_device, self._made, self._made_of)
         self.one_by_one = why_one_by_one(self._model, self._conds)
 
     def run(self, first: torch.Tensor, frames: Callable[[], None]) -> None:
@@ -106,7 +106,7 @@ class Stream:
         self.controls.show(number, image, torch.empty(shape, device="meta"), there)
         noise = self._open.noise_of(seed, shape, self.settings)
         roles = (Role.BACKBONE, Role.VAE_DECODER) if self.settings.from_noise else ROLES
-        given = FrameInputs(there, noise, dict(self.controls.hints))
+        given = FrameInputs(there, noise, dict(self.controls.hints), self.controls.strength_tensors())
         return self._graph.picture(given, self._fixed(shape), roles)
 
     def _fixed(self, shape: tuple[int, ...]) -> Hashable | None:
@@ -115,16 +115,19 @@ class Stream:
             return None
         if self._options_of_others:
             return None
-        strengths = tuple(control.strength for control in self.controls.controls)
-        return shape, replace(self.settings, seed=0, new_seeds=False, similar=0.0), strengths, self._edition
+        return shape, replace(self.settings, seed=0, new_seeds=False, similar=0.0), self._edition
 
     def _made(self, given: FrameInputs) -> torch.Tensor:
         """Launch all the work of a frame, and return its picture."""
-        empty = torch.empty(given.noise.values.shape, device="meta")
         latent = self._empty(given.image) if self.settings.from_noise else self._vae.encode(given.image)
-        with self.controls.instead(given.hints, empty):
-            sampled = self._open.sample_frame(latent, given.noise, self.settings)
+        sampled = self._open.sample_frame(latent, given.noise, self.settings)
         return self._vae.decode(sampled)
+
+    def _made_of(self, given: FrameInputs) -> torch.Tensor:
+        """Do the same with other tensors than the frame's own."""
+        latent = torch.empty(given.noise.values.shape, device="meta")
+        with self.controls.instead(given.hints, given.strengths, latent):
+            return self._made(given)
 
     def change(self, changes: Changes) -> None:
         """Change settings from the next frame on; nothing is built or loaded for it, but the text encoder for a prompt.

@@ -6,6 +6,7 @@ The repository's root must never be on sys.path: the pack's `nodes` package and 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import subprocess
@@ -79,11 +80,20 @@ BUILD_FOR_MINUTES = ("test_tensorrt.py", "test_live_torch.py", "test_cli.py", "t
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules that take long come first, most of them because of ComfyUI: at the end no process is left alone."""
-    long = {item.path for item in items if {"comfy", "own_server"} & set(getattr(item, "fixturenames", ()))}
-    long |= {item.path for item in items if item.path.name in BUILD_FOR_MINUTES}
-    items.sort(key=lambda item: item.path not in long)
+    """Modules that take long come first: at the end no process is left alone.
+
+    Those with a server of ComfyUI come after those that build, so that the processes do not all wait for its engines.
+    """
+    serving = {item.path for item in items if {"comfy", "own_server"} & set(getattr(item, "fixturenames", ()))}
+    items.sort(key=lambda item: (item.path.name not in BUILD_FOR_MINUTES, item.path not in serving))
     slow.mark(items)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _only_new_objects_are_searched() -> None:
+    """Keep what is imported out of later garbage collections: with torch in it, one took a second after each test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

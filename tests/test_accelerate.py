@@ -85,7 +85,7 @@ def press(comfy: ComfyProcess) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("cfg", [1.0, 5.0])
+@pytest.mark.parametrize("cfg", [pytest.param(1.0, marks=pytest.mark.slow), 5.0])
 def test_without_engines_the_picture_is_natives_and_the_node_says_why(comfy: ComfyProcess, cfg: float) -> None:
     shutil.rmtree(comfy.base / "models" / "trt_engines", ignore_errors=True)
     scenario = SCENARIO.but(cfg=cfg, seed=11)

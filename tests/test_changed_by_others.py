@@ -9,6 +9,7 @@ from typing import Any
 import comfy.samplers
 import comfy.sd
 import pytest
+import slow
 import torch
 from comfy.ldm.modules.diffusionmodules.mmdit import PatchEmbed
 from comfy.model_patcher import ModelPatcher
@@ -61,6 +62,7 @@ def with_an_injected_part(model: Any) -> Any:
 BEFORE = (with_another_part, with_a_bypassed_lora, with_an_injected_part)
 
 
+@slow.when("torch", but=["with_a_bypassed_lora"])
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
 @pytest.mark.parametrize("before", BEFORE)
 def test_it_is_taken_back_as_long_as_the_node_is_there_too(
@@ -275,6 +277,7 @@ def with_a_lora(model: Any) -> Any:
     return other
 
 
+@slow.when("torch", but=["with_a_lora"])
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
 @pytest.mark.parametrize("change", [with_a_lora, with_another_part, with_an_injected_part])
 def test_the_second_model_of_a_guider_keeps_what_stands_behind_its_sampler_patch(

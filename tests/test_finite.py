@@ -57,7 +57,7 @@ def test_a_run_of_numbers_is_done_once_and_nothing_is_asked_of_the_gpu_before_it
     file: Path, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patched, asked, seen = Patched(load(file), library), [], []
-    original, see = nan_guard.Watch.finite, nan_guard._Watch.see
+    original, see = nan_guard.Watch.finite, nan_guard.Watch.see
     monkeypatch.setattr(nan_guard.Watch, "finite", lambda self: asked.append(len(seen)) or original(self))
     monkeypatch.setattr(nan_guard.Watch, "see", lambda self, result: seen.append(1) or see(self, result))
     patched.sample()

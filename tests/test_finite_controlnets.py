@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import slow
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
@@ -87,6 +88,7 @@ def check(graphs: Graphs, latent: torch.Tensor, reference: torch.Tensor, spoiled
 
 
 @pytest.mark.fault("a ControlNet's engine gives values that are no numbers")
+@slow.when("one by one", but=["native by a LoRA"])
 @pytest.mark.parametrize("joins", [True, False], ids=["run as one", "one by one"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_patched_model_is_sampled_again_natively(

@@ -198,7 +198,7 @@ def test_a_lock_of_this_machine_needs_no_life_sign(tmp_path: Path, monkeypatch: 
     assert lock.acquire()
     for _ in range(3):
         assert not other.acquire()
-        assert not other.elsewhere()
+        assert not life_signs.elsewhere(other.path)
     lock.release()
     assert other.acquire()
     other.release()

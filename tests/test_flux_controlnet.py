@@ -118,6 +118,7 @@ def test_a_graph_for_all_sizes_computes_what_native_does(layout: str, tmp_path: 
         assert error(net, session, control_call(net, **changes)) <= LIMIT, changes
 
 
+@pytest.mark.slow
 @COMPILES
 def test_a_compiled_file_computes_what_native_does(tmp_path: Path) -> None:
     net, torch_backend = control_network("union"), backends()["torch"]

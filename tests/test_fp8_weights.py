@@ -12,6 +12,7 @@ import comfy.sd
 import comfy.utils
 import patched as patched_model
 import pytest
+import slow
 import tiny_models
 import torch
 from any_weights import another, built, error, handle_of, inputs_of, lora, native, patched, served
@@ -119,6 +120,7 @@ def test_live_weights_are_what_native_samples_with(dtype: torch.dtype, how: str)
     assert error(of_live(net, patcher), expected) <= LIMIT
 
 
+@slow.when("torch.bfloat16")
 @pytest.mark.parametrize("dtype", [FP8[0], torch.bfloat16], ids=str)
 def test_a_replaceable_engine_follows_loras_as_native_rounds_them(tmp_path: Path, dtype: torch.dtype) -> None:
     net = stored_as(dtype)
@@ -173,6 +175,7 @@ def test_while_an_engine_serves_native_is_as_comfyui_loads_it(kept: Kept, device
     assert not kept.native.model.model_lowvram, "off the device weights would not be rounded"
 
 
+@slow.when("torch")
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
 def test_native_serves_where_comfyui_loads_a_part_only(
     kept: Kept, backend: str, monkeypatch: pytest.MonkeyPatch

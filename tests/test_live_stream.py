@@ -10,6 +10,7 @@ from typing import Any
 
 import av
 import pytest
+import slow
 import torch
 from comfy_process import ComfyProcess
 from hybrid_trt.streaming import pictures
@@ -28,6 +29,7 @@ def same(picture: torch.Tensor, wanted: torch.Tensor) -> bool:
     return picture.shape == wanted.shape and bool((picture - wanted).abs().max() <= 1.01 / 255)
 
 
+@slow.when("png")  # ``test_live.py`` sends each kind
 @pytest.mark.parametrize("kind", ["raw", "png"])
 def test_pictures_are_those_of_stock_nodes_also_after_changes(comfy: ComfyProcess, kind: str) -> None:
     made: list[torch.Tensor] = []

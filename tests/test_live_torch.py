@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import slow
 import torch
 from compiling import COMPILES
 from fake_recorder import Recorder
@@ -62,6 +63,7 @@ def error(session: LiveSession, net: NativeNetwork, given: dict[str, torch.Tenso
         return max(relative_error(r, n) for r, n in zip(results, native_call(net, given), strict=True))
 
 
+@slow.when("sd15_as_published")
 @pytest.mark.parametrize("layout", ["sd15_as_published", "sdxl_as_published", "unlike_levels"])
 @pytest.mark.parametrize("kind", ["unet", "controlnet"])
 def test_a_live_session_computes_what_native_does_in_any_order_of_shapes(kind: str, layout: str) -> None:

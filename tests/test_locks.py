@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 from builds import contents
 from hybrid_trt.engine_library import atomic_files
-from hybrid_trt.engine_library.atomic_files import FileLock, sweep_temporaries, write_file
+from hybrid_trt.engine_library.atomic_files import FileLock, sweep, sweep_temporaries, write_file
 
 UNDER_WINDOWS_RULES_TOO = True
 
@@ -130,3 +132,70 @@ def test_half_written_files_are_swept_when_they_are_old(tmp_path: Path) -> None:
     assert not old.exists()
     assert young.exists()
     assert atomic_files.TEMPORARY == ".tmp-"
+
+
+@pytest.mark.fault("killed builds left the locks of their engines in the library")
+def test_locks_of_dead_builders_are_swept_and_never_one_that_is_held_or_of_others(tmp_path: Path) -> None:
+    left, held = FileLock(tmp_path / ".left.lock"), FileLock(tmp_path / ".held.lock")
+    assert left.acquire()
+    left.release(keep=True)  # as a kill leaves it
+    foreign = tmp_path / ".foreign.lock"
+    foreign.write_text("of another program")
+    (tmp_path / ".link.lock").symlink_to(foreign)
+    (tmp_path / ".folder.lock").mkdir()
+    assert held.acquire()
+    there = {path.name for path in tmp_path.iterdir()}
+    assert sweep(tmp_path) == [], "no engine was half built"
+    assert {path.name for path in tmp_path.iterdir()} == there - {".left.lock"}
+    assert not FileLock(held.path).acquire(), "its holder still has it"
+    assert foreign.read_text() == "of another program"
+    held.release()
+
+
+def test_where_nothing_locks_no_engines_lock_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    held = FileLock(tmp_path / ".held.lock")
+    monkeypatch.setattr(atomic_files, "_system_lock", cannot)
+    assert held.acquire()
+    sweep(tmp_path)
+    assert held.path.is_file()
+    held.release()
+    assert not held.path.exists()
+
+
+def test_builders_that_meet_a_sweep_never_hold_an_engines_lock_together(tmp_path: Path) -> None:
+    """A sweep removes a file that a builder has opened and not locked yet."""
+    held, most, taken = 0, 0, 0
+    guard, stop = threading.Lock(), threading.Event()
+
+    def build() -> None:
+        nonlocal held, most, taken
+        for _ in range(100):
+            lock = FileLock(tmp_path / ".engine.lock")
+            if not lock.acquire():
+                continue
+            with guard:
+                held, taken = held + 1, taken + 1
+                most = max(most, held)
+            time.sleep(0.0005)
+            with guard:
+                held -= 1
+            lock.release(keep=True)  # as a kill leaves it
+
+    def care() -> None:
+        while not stop.is_set():
+            sweep(tmp_path)
+
+    sweeper, builders = threading.Thread(target=care), [threading.Thread(target=build) for _ in range(3)]
+    for thread in (sweeper, *builders):
+        thread.start()
+    for thread in builders:
+        thread.join()
+    stop.set()
+    sweeper.join()
+    assert most == 1
+    assert taken > 10
+    sweep(tmp_path)
+    assert not (tmp_path / ".engine.lock").exists()

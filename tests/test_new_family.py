@@ -152,7 +152,7 @@ def test_a_network_in_tokens_with_buffers_is_compiled(
 
 
 ROOMS = ("backends", "engine_builder", "engine_library", "sampling", "sessions", "comfy_model", "nodes", "page_api",
-         "saved_workflows", "streaming", "js")
+         "saved_workflows", "streaming", "farm", "js")
 WORDS_OF_WORKFLOWS = "notes_zh.mjs"
 """Notes of the workflows that are shipped, in Chinese: these name the models that they are for."""
 

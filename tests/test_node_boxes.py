@@ -101,6 +101,7 @@ def test_new_nodes_hold_their_text_and_their_title(page: EnginePage) -> None:
         assert "16 at normal speed" in said
 
 
+@slow.when("vue")
 def test_a_comparison_shows_its_answer_and_the_difference_on_the_node(page: EnginePage) -> None:
     """Two real pictures go through it."""
     raw = page.page.page
@@ -230,6 +231,7 @@ def test_a_size_that_is_typed_above_the_largest_is_refused_with_a_word(page: Eng
     assert raw.evaluate(value, [net, "min_size"]) == 64
 
 
+@slow.when("vue")
 def test_build_says_that_a_model_is_missing_and_does_nothing(page: EnginePage, tiny: dict[str, Any]) -> None:
     raw = page.page.page
     server_says(page, STATES["none"])

@@ -46,6 +46,13 @@ def test_requirements_agree_with_the_project_and_leave_torch_alone() -> None:
     assert {"torch", "numpy", "safetensors", "comfyui-frontend-package"} <= set(declared)
 
 
+def test_the_farms_requirements_are_an_extra_of_their_own() -> None:
+    lines = (ROOT / "requirements-farm.txt").read_text().splitlines()
+    wanted = sorted(line for line in lines if line and not line.startswith("#"))
+    block = re.search(r"^farm = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    assert sorted(re.findall(r'"([^"]+)"', block)) == wanted
+
+
 def test_pack_version_is_the_same_everywhere() -> None:
     version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
     assert f'PACK_VERSION = "{version}"' in (ROOT / "engine_library" / "manifest.py").read_text()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,18 +15,17 @@ import torch
 from comfy import model_management
 from comfy.utils import load_torch_file
 from comfy_process import ComfyProcess
+from given_frames import Given, apart, image, prompts, random, stock, streamed, with_image
 from hybrid_trt.engine_library import Library
 from hybrid_trt.sampling import frame_times
 from hybrid_trt.sampling.frame_times import FrameTimes
 from hybrid_trt.streaming import open_sampling, run
 from hybrid_trt.streaming.frames import Changes, Frame
-from hybrid_trt.streaming.run import run_stream
 from hybrid_trt.streaming.settings import Settings
 from hybrid_trt.streaming.stream import Stream
 from hybrid_trt.streaming.transfers import copy, mean_difference
-from given_frames import Given, apart, image, prompts, random, stock, streamed, with_image
 from memory_fixtures import file, library
-from patched import Patched, load, sampling_node
+from patched import Patched, load
 from streams import Case, compared
 from streams import streamed as streamed_prompt
 

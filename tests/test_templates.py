@@ -41,7 +41,7 @@ def small(request: pytest.FixtureRequest, browser: Browser, comfy: ComfyProcess)
 
 
 @pytest.mark.browser
-@slow.when("vue", but=["sd15_text_to_image", "sd15_controlnet_stack"])
+@slow.when("vue", but=["sd15_controlnet_stack"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_template_opens_readable_in_a_small_window(small: ComfyPage, name: str) -> None:
     """Its card has a name and a picture; its nodes can be read, start in the corner, and none covers another."""

@@ -138,7 +138,17 @@ ONE = {name: (name, kind.scenarios[:1]) for name, kind in KINDS.items()}
 ALL = {f"all of {name}": (name, kind.scenarios) for name, kind in KINDS.items() if len(kind.scenarios) > 1}
 
 
-@pytest.mark.parametrize(("name", "scenarios"), slow.cases(ONE | ALL, ALL))
+ELSEWHERE = {
+    "SD1.5 and SD2", "SDXL",  # ``test_parity.py``
+    "inpainting and instruct-pix2pix UNets", "union ControlNets",  # further below
+    "Qwen-Image and Qwen-Image-Edit",  # ``test_qwen_image.py``
+    "Krea 2",  # ``test_krea2.py``
+    "Flux.1 (dev, schnell, Kontext, Fill)",  # ``test_flux_prompts.py``
+}
+"""Kinds of which other tests compare a whole prompt with native too."""
+
+
+@pytest.mark.parametrize(("name", "scenarios"), slow.cases(ONE | ALL, ALL.keys() | ELSEWHERE))
 def test_it_gives_natives_latent(sdxl: ComfyProcess, name: str, scenarios: Sequence[Scenario]) -> None:
     kind = KINDS[name]
     for number, scenario in enumerate(scenarios):

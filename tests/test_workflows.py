@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slow
 from comfy_process import ComfyProcess
 from make_workflows import pack_version
 from shipped_workflows import FOLDER, NAMES, TITLES, object_info, shipped
@@ -86,7 +87,11 @@ def test_files_name_nothing_of_the_machine_that_made_them(name: str, text: str) 
     assert text not in (FOLDER / f"{TITLES[name]}.json").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", CALLS)
+IN_THE_PAGE = ("sd15_two_controlnets", "sd15_advanced")
+"""``test_workflows_in_page.py`` runs them there."""
+
+
+@pytest.mark.parametrize("name", slow.cases({name: name for name in CALLS}, IN_THE_PAGE))
 def test_they_run_on_engines(sd15: ComfyProcess, object_info: dict[str, Any], name: str) -> None:
     prompt = to_prompt(with_tiny_models(shipped(name), object_info), object_info)
     history = sd15.queue(prompt, timeout=300)

@@ -8,6 +8,7 @@ never share models, settings or outputs.
     python3 tools/environment.py                        prepare, and say where things are
     python3 tools/environment.py run -- python x.py     prepare, then run
     python3 tools/environment.py --browser run -- ...   have a Chromium and the oldest frontend too
+    python3 tools/environment.py --farm run -- ...      have an environment with Ray too (HYBRID_TRT_FARM_PYTHON there)
 
 Variables: COMFYUI_PATH (use that ComfyUI instead of the pinned one), HYBRID_TRT_CACHE (default ~/.cache/hybrid-trt).
 Only the standard library is used here, since nothing else is there yet.
@@ -32,6 +33,7 @@ from setup_steps import SetupError, clean_variables, pip, run_logged, say, share
 
 ROOT = Path(__file__).resolve().parent.parent
 PINS = ROOT / "tools" / "pins.txt"
+FARM_PINS = ROOT / "tools" / "farm_pins.txt"
 BASE = ROOT / "build" / "comfyui"
 
 BASE_FOLDERS = ("models", "input", "output", "user/default", "temp", "custom_nodes")
@@ -56,6 +58,8 @@ class Environment:
     """ComfyUI's --base-directory inside this clone."""
     oldest_frontend: Path | None
     """The oldest frontend that the page is tested with, for ComfyUI's --front-end-root; only beside a browser."""
+    farm_python: Path | None = None
+    """The interpreter of an environment with Ray, for the farm and its tests."""
 
     def variables(self) -> dict[str, str]:
         """All variables for a child process that runs in this environment."""
@@ -66,18 +70,23 @@ class Environment:
         variables["HYBRID_TRT_BASE"] = str(self.base)
         if self.oldest_frontend is not None:
             variables["HYBRID_TRT_OLDEST_FRONTEND"] = str(self.oldest_frontend)
+        if self.farm_python is not None:
+            variables["HYBRID_TRT_FARM_PYTHON"] = str(self.farm_python)
         # several processes on few cores: threads that wait by spinning took ten times the processor time of the work
         variables.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         if _users_comfyui() is not None:
             variables["PYTHONDONTWRITEBYTECODE"] = "1"  # no __pycache__ in a checkout that is not ours
+        else:  # whoever set it for all programs would wait a second longer for each server
+            variables.pop("PYTHONDONTWRITEBYTECODE", None)
         return variables
 
 
-def ensure(browser: bool = False) -> Environment:
+def ensure(browser: bool = False, farm: bool = False) -> Environment:
     """Make whatever is missing and return the environment; quick when all is there.
 
     Args:
         browser: have a Chromium executable and the oldest frontend too.
+        farm: have an environment with Ray too.
 
     Raises:
         SetupError: something is missing that cannot be made here.
@@ -87,10 +96,12 @@ def ensure(browser: bool = False) -> Environment:
     cache = _cache()
     if browser:
         _ensure_browser(cache)
-    python = _ensure_venv(cache, users_comfyui)
+    theirs = [] if users_comfyui is None else [users_comfyui / "requirements.txt"]
+    python = _ensure_venv(cache, "venv", [PINS, *theirs])
     comfyui = users_comfyui or unpacked(cache, python, f"comfyui-{COMFYUI_VERSION}", COMFYUI)
     frontend = unpacked(cache, python, f"frontend-{OLDEST_FRONTEND_VERSION}", OLDEST_FRONTEND) if browser else None
-    return Environment(python, comfyui, _ensure_base(), frontend)
+    farm_python = _ensure_venv(cache, "farm", [FARM_PINS]) if farm else None
+    return Environment(python, comfyui, _ensure_base(), frontend, farm_python)
 
 
 def _check_interpreter() -> None:
@@ -130,13 +141,12 @@ def _cache() -> Path:
 # Virtual environment
 
 
-def _ensure_venv(cache: Path, users_comfyui: Path | None) -> Path:
-    """The interpreter of a complete virtual environment for these pins, this Python and the user's ComfyUI."""
-    requirements = [PINS] if users_comfyui is None else [PINS, users_comfyui / "requirements.txt"]
+def _ensure_venv(cache: Path, name: str, requirements: Sequence[Path]) -> Path:
+    """The interpreter of a complete virtual environment for these requirements and this Python."""
     digest = hashlib.sha256(f"python {sys.version_info[0]}.{sys.version_info[1]}\n".encode())
     for file in requirements:
         digest.update(hashlib.sha256(file.read_bytes()).digest())
-    venv = cache / f"venv-{digest.hexdigest()[:12]}"
+    venv = cache / f"{name}-{digest.hexdigest()[:12]}"
     python = venv / "bin" / "python"
 
     def ready() -> bool:
@@ -156,7 +166,7 @@ def _make_venv(cache: Path, venv: Path, requirements: Sequence[Path], lock: IO[b
         say(f"removing {venv}, which was left half made")
         shutil.rmtree(venv)
     started = time.monotonic()
-    say(f"making {venv} (once; about 6 GB and a few minutes)")
+    say(f"making {venv} (once; {'about 6 GB and a few minutes' if PINS in requirements else 'about 0.6 GB'})")
     create_venv(venv, log, lock)
     pip_here = pip(venv / "bin" / "python")
     pins, *others = requirements
@@ -259,6 +269,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--browser", action="store_true",
                         help="have a Chromium and the oldest frontend too, for the browser tests")  # fmt: skip
+    parser.add_argument("--farm", action="store_true", help="have an environment with Ray too, for the farm's tests")
     parser.add_argument("action", nargs="?", choices=["run"], help="run the command that follows '--'")
     own, command = list(argv), []
     if "--" in own:
@@ -275,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prepare, then become the given command."""
     arguments = _arguments(sys.argv[1:] if argv is None else argv)
     try:
-        environment = ensure(browser=arguments.browser)
+        environment = ensure(arguments.browser, arguments.farm)
     except SetupError as error:
         say(str(error))
         return 1

@@ -6,6 +6,7 @@ that any library prints goes to stderr, which the server keeps as the build's lo
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -44,6 +45,9 @@ OOM_SCORE = 500
 NICE = 10
 """Behind the server and the desktop; Linux derives from it whose reads and writes go first, too."""
 
+RARELY = (50_000, 20, 20)
+"""Thresholds of Python's garbage collection: imports make half a million objects that stay, and it reads them all."""
+
 
 def main(arguments: list[str]) -> int:
     """Do the task on stdin. Ends with the process that started it, however that ends."""
@@ -51,6 +55,7 @@ def main(arguments: list[str]) -> int:
     order = json.loads(sys.stdin.buffer.readline())
     _die_with(order["parent"])
     _be_modest()
+    gc.set_threshold(*RARELY)
     _keep_to(order["task"])
     sys.path.extend(p for p in order["sys_path"] if p not in sys.path)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")

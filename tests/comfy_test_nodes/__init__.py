@@ -326,4 +326,5 @@ class TestNodes(ComfyExtension):
 async def comfy_entrypoint() -> TestNodes:
     """Called by ComfyUI when it loads the pack."""
     _support("tiny_transformers").let_comfyui_load_zimage()
+    gc.freeze()  # ComfyUI collects garbage after prompts, and would look at all that was imported each time
     return TestNodes()

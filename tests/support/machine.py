@@ -43,7 +43,7 @@ def answer(folder: Path, lock: FileLock, command: str) -> object:
         return work.name
     if command == "sweep":
         return atomic_files.sweep(folder)
-    return {"take": lock.acquire, "lost": lock.lost, "elsewhere": lock.elsewhere}[command]()
+    return {"take": lock.acquire, "lost": lock.lost, "elsewhere": lambda: life_signs.elsewhere(lock.path)}[command]()
 
 
 class Machine:

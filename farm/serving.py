@@ -1,0 +1,112 @@
+"""``python -m farm serve``: Ray, the application in it, and its end."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import secrets
+import signal
+import tempfile
+import threading
+from pathlib import Path
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray else reports to its makers
+if not os.environ.get("RAY_ADDRESS"):  # Ray's own ports are on loopback, and ask for a token that nobody else has
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # makes loopback the node's address, on Linux too
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+import ray
+from ray import serve
+
+from . import access
+from .app import NAME, application
+from .settings import WorkerSettings
+
+log = logging.getLogger("farm")
+
+STORE = 1 << 30
+"""Bytes of shared memory in which Ray passes pictures on."""
+
+
+def serve_farm(arguments: argparse.Namespace, token: str, comfyui_arguments: list[str]) -> int:
+    """Start a farm, and return when it was told to end and has ended."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    os.environ.pop(access.VARIABLE, None)  # no worker needs it
+    _start_ray(arguments)
+    end = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: end.set())
+    try:
+        why = _serve(arguments, token, comfyui_arguments, end)
+    finally:
+        if os.environ.get("RAY_ADDRESS"):  # others may serve there too
+            serve.delete(NAME)
+        else:
+            serve.shutdown()
+        ray.shutdown()
+    if why:
+        log.error(why)
+    return 1 if why else 0
+
+
+def _start_ray(arguments: argparse.Namespace) -> None:
+    """Join the cluster that RAY_ADDRESS names, or start one."""
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(namespace=NAME, runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[1])}})
+        return
+    if arguments.metrics_port is None:
+        os.environ["RAY_enable_metrics_collection"] = "0"
+    ray.init(address="local", namespace=NAME, include_dashboard=False, object_store_memory=STORE,
+             _metrics_export_port=arguments.metrics_port)  # fmt: skip
+
+
+def _serve(arguments: argparse.Namespace, token: str, comfyui_arguments: list[str], end: threading.Event) -> str:
+    """Have workers start, and wait for the end; return what went wrong."""
+    gpus = 0 if arguments.cpu else 1
+    workers = arguments.workers or int(ray.cluster_resources().get("GPU", 0) if gpus else 1)
+    if not workers:
+        return "Ray sees no GPU: start the farm with --cpu, or look at nvidia-smi."
+    settings = WorkerSettings(
+        comfyui=str(arguments.comfyui.resolve()),
+        python=str(arguments.python.absolute()),  # the link of a virtual environment, not its target
+        work=str(arguments.work.resolve() if arguments.work else tempfile.mkdtemp(prefix="hybrid-trt-farm-")),
+        base=str(arguments.base.resolve()) if arguments.base else "",
+        warm=tuple(str(file.resolve()) for file in arguments.warm),
+        arguments=(*(["--cpu"] if arguments.cpu else []), *comfyui_arguments),
+        threads=os.environ.get("OMP_NUM_THREADS", ""),
+    )
+    serve.start(http_options={"host": arguments.host, "port": arguments.port})
+    log.info("The workers' logs are in %s.", settings.work)
+    farm = application(settings, access.digest(token), workers, gpus)
+    failures: list[str] = []
+    threading.Thread(target=_run, args=(farm, end, failures), daemon=True).start()
+    end.wait()
+    if failures:
+        return f"The farm cannot start: {failures[0]}"
+    if NAME not in serve.status().applications:
+        return ""
+    log.info("The farm ends; prompts that run get %d s. Ctrl+C ends it at once.", arguments.drain)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        serve.get_app_handle(NAME).drain.remote().result(timeout_s=arguments.drain)
+    except TimeoutError:
+        return "Not all prompts ended in time; they are lost."
+    return ""
+
+
+def _run(farm: serve.Application, end: threading.Event, failures: list[str]) -> None:
+    """Wait until all workers are warm, and say so."""
+    try:
+        serve.run(farm, name=NAME)
+    except Exception as error:
+        failures.append(_reason() or str(error))
+        end.set()
+    else:
+        log.info("The farm is ready.")
+
+
+def _reason() -> str:
+    """Return why the workers do not start, as their ComfyUI says it; else as Ray does."""
+    told = [one.message for app in serve.status().applications.values() for one in app.deployments.values()]
+    return "\n".join(told).rpartition("ComfyLost: ")[2].strip()

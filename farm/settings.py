@@ -1,0 +1,28 @@
+"""Settings of a farm, as its command line gives them and its workers get them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """One worker's ComfyUI.
+
+    Attributes:
+        comfyui: ComfyUI's folder, with the pack among its custom nodes.
+        python: the interpreter that has ComfyUI's packages.
+        work: a folder for logs, and for pictures until they are sent.
+        base: ComfyUI's ``--base-directory``; ``""`` leaves it to ComfyUI.
+        warm: API workflows that run before a worker takes prompts, as paths.
+        arguments: more arguments for ComfyUI.
+        threads: OMP_NUM_THREADS for ComfyUI; ``""`` leaves it unset, for Ray else sets it to 1.
+    """
+
+    comfyui: str
+    python: str
+    work: str
+    base: str = ""
+    warm: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    threads: str = ""

@@ -1,0 +1,199 @@
+"""Parts of the farm, each alone: its token, its view of workflows, its container, and what imports what."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from environment import TORCH_PACKAGES
+from farm_process import FARM_PYTHON, farm_environment, needs_ray, work
+from pack import ROOT
+from scenarios import node
+from setup_downloads import COMFYUI_VERSION
+
+
+def part(name: str) -> types.ModuleType:
+    """Return a module of the farm that needs no Ray, without the repository's root on sys.path."""
+    if "farm" not in sys.modules:
+        sys.modules["farm"] = package = types.ModuleType("farm")
+        package.__path__ = [str(ROOT / "farm")]
+    return importlib.import_module(f"farm.{name}")
+
+
+@needs_ray
+def test_a_batch_that_cannot_be_rendered_is_told_in_a_sentence(tmp_path: Path) -> None:
+    good, other, page = (tmp_path / f"{name}.json" for name in ("good", "other", "page"))
+    good.write_text(json.dumps(work()), encoding="utf-8")
+    other.write_text(json.dumps(work(steps=2)), encoding="utf-8")
+    page.write_text('{"nodes": [], "links": []}', encoding="utf-8")
+    out = tmp_path / "out"
+
+    def said(workflow: Path, seeds: str) -> tuple[int, str]:
+        command = [FARM_PYTHON, "-m", "farm", "render", str(workflow), "--seeds", seeds, "--out", str(out), "--url",
+                   "http://127.0.0.1:9", "--patience", "0"]  # fmt: skip
+        done = subprocess.run(command, cwd=ROOT, env=farm_environment(), capture_output=True, text=True, check=False)
+        return done.returncode, done.stderr.splitlines()[-1]
+
+    for workflow, seeds, status, words in (
+        (good, "1", 1, "Seed 1 was not rendered: The farm does not answer"),
+        (other, "1", 2, "has pictures of another workflow"),
+        (page, "1", 2, "Export (API)"),
+        (tmp_path / "missing.json", "1", 2, "cannot be read"),
+        (good, "5-1", 2, "backwards"),
+        (good, "all", 2, "1-100 or 7,9,20-30"),
+    ):
+        code, line = said(workflow, seeds)
+        assert (code, words in line) == (status, True), line
+    assert [path.name for path in out.iterdir()] == ["workflow.sha256"]
+
+
+@needs_ray
+def test_containerfile_and_compose_file_are_without_complaints_of_their_linters() -> None:
+    folder = ROOT / "farm" / "container"
+    for command in (
+        ["hadolint", str(folder / "Containerfile")],
+        ["check-jsonschema", "--builtin-schema", "vendor.compose-spec", str(folder / "compose.yaml")],
+    ):
+        command[0] = str(Path(FARM_PYTHON).with_name(command[0]))
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+def test_the_container_has_the_comfyui_and_the_torch_that_are_tested() -> None:
+    text = (ROOT / "farm" / "container" / "Containerfile").read_text(encoding="utf-8")
+    assert f"ARG COMFYUI=v{COMFYUI_VERSION}\n" in text
+    pins = (ROOT / "tools" / "pins.txt").read_text(encoding="utf-8").splitlines()
+    torch = " ".join(line for name in TORCH_PACKAGES for line in pins if line.startswith(f"{name}=="))
+    assert f'ARG TORCH="{torch}"\n' in text
+
+
+def test_a_token_is_made_once_and_only_its_owner_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    access = part("access")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv(access.VARIABLE, raising=False)
+    with pytest.raises(access.NoToken, match=access.VARIABLE):
+        access.token(None)
+    made = access.token(None, make=True)
+    assert (len(made) >= 32, access.token(None, make=True), access.token(None)) == (True, made, made)
+    assert access.token_file().stat().st_mode & 0o777 == 0o600
+    assert [file.name for file in access.token_file().parent.iterdir()] == ["farm_token"]
+    monkeypatch.setenv(access.VARIABLE, "short")
+    with pytest.raises(access.NoToken, match="shorter than 16"):
+        access.token(None)
+    hashed = access.digest(made)
+    admitted = [f"Bearer {made}", f"Basic {made}", made, f"Bearer {hashed}", f"Bearer {made}x", "Bearer", None]
+    assert [access.admits(header, hashed) for header in admitted] == [True] + [False] * 6
+
+
+def test_workflows_have_the_same_key_when_a_worker_that_ran_one_has_the_models_of_the_other() -> None:
+    prompts, one = part("prompts"), work(1)
+    lora = {**one, "lora": node("LoraLoaderModelOnly", lora_name="x.safetensors", model=["unet", 0], strength_model=1)}
+    alone = {key: value for key, value in one.items() if "tiny_sd15_a" not in key}
+    keys = [prompts.models_key(each) for each in (one, work(2, 96, 4), lora, alone)]
+    assert (keys[0] == keys[1] == keys[2], keys[3] != keys[0]) == (True, True)
+
+
+def test_a_workflow_keeps_its_own_report_and_its_pictures_go_to_a_folder_of_their_own() -> None:
+    prompts, one = part("prompts"), work()
+    before = json.dumps(one)
+    ready = prompts.prepared(one, "here")
+    assert ready["picture"]["inputs"]["filename_prefix"] == "here/farm/picture"
+    assert ready[prompts.REPORT]["inputs"]["after"] == ["decode", 0]
+    assert ready.keys() - one.keys() == {prompts.REPORT}
+    reported = {**one, "mine": node("TRTReport", after=["sampler", 0])}
+    assert prompts.prepared(reported, "here").keys() == reported.keys()
+    assert json.dumps(one) == before
+
+
+GATE_WITH_WORKERS_THAT_DIE = """
+import asyncio, json, sys
+from farm.app import Gate
+from ray.exceptions import RayActorError
+
+class Workers:
+    def __init__(self, *lives):
+        self.lives, self.render = list(lives), self
+    def options(self, **_):
+        return self
+    async def remote(self, prompt):
+        for event in self.lives.pop(0):
+            yield {"event": event}
+        raise RayActorError
+
+async def told(*lives):
+    return [event["event"] async for event in Gate.func_or_class(Workers(*lives), "")._events({})]
+
+json.dump([asyncio.run(told(*lives)) for lives in json.loads(sys.argv[1])], sys.stdout)
+"""
+
+
+@needs_ray
+def test_a_prompt_that_has_ended_is_not_rendered_again_and_one_that_kills_workers_ends_after_three() -> None:
+    lives = [[["started", "done"]], [["started"], ["done"]], [["refused"]], [[], ["started"], []]]
+    done = subprocess.run([FARM_PYTHON, "-c", GATE_WITH_WORKERS_THAT_DIE, json.dumps(lives)], cwd=ROOT,
+                          env=farm_environment(), capture_output=True, text=True, check=True)  # fmt: skip
+    died = "worker died"
+    first, second, third, last = json.loads(done.stdout.splitlines()[-1])
+    assert (first, second, third) == (["started", "done"], ["started", died, "done"], ["refused"])
+    assert last == [died, "started", died, died, "failed"]
+
+
+IMPORT_PACK = """
+import asyncio, sys, types
+sys.path[:0] = sys.argv[1:3]
+import pack
+pack.import_comfy()
+import server, torch
+
+def asked(*_, **__):
+    raise AssertionError("CUDA was asked for")
+
+for name in ("_lazy_init", "is_available", "device_count", "current_device", "get_device_properties", "init"):
+    setattr(torch.cuda, name, asked)
+from hybrid_trt.nodes import HybridTRT
+import hybrid_trt.comfy_model.comfyui_internals as internals
+internals.check()
+asyncio.run(HybridTRT().get_node_list())
+"""
+
+
+def test_importing_the_pack_asks_for_no_cuda(tmp_path: Path) -> None:
+    folders = [str(ROOT / "tests" / "support"), str(ROOT / "tools")]
+    done = subprocess.run([sys.executable, "-c", IMPORT_PACK, *folders], cwd=tmp_path, stderr=subprocess.PIPE,
+                          text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def imports(path: Path) -> set[str]:
+    """Return the packages that a file imports, however deep; relative ones with their dots."""
+    found = set()
+    for step in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(step, ast.Import):
+            found |= {name.name.split(".")[0] for name in step.names}
+        elif isinstance(step, ast.ImportFrom):
+            found.add("." * step.level + (step.module or "").split(".")[0])
+    return found
+
+
+def test_the_pack_imports_nothing_of_ray_or_the_farm_and_the_farm_nothing_of_the_pack() -> None:
+    rooms = [path.parent.name for path in ROOT.glob("*/__init__.py")]
+    theirs = {"ray", "farm", ".farm", "..farm", "...farm", "aiohttp_cors", "tqdm"}
+    packed = [file for room in rooms if room != "farm" for file in (ROOT / room).rglob("*.py")]
+    for path in [ROOT / "__init__.py", *packed]:
+        assert not imports(path) & theirs, path
+    for path in (ROOT / "farm").glob("*.py"):
+        named = imports(path)
+        assert not any(name.startswith("..") for name in named), path
+        assert not named & {"torch", "numpy", "comfy", "hybrid_trt", *rooms} - {"farm"}, path
+
+
+@needs_ray
+def test_the_farm_is_imported_without_torch_and_so_without_cuda() -> None:
+    code = "import sys, farm.app, farm.serving, farm.render; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([FARM_PYTHON, "-c", code], cwd=ROOT, env=farm_environment(), check=False).returncode == 0
