@@ -78,18 +78,22 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
         wrappers[WrappersMP.APPLY_MODEL] = [kept.cast]
     if stacks:
         wrappers[WrappersMP.CALC_COND_BATCH].append(partial(run_stacks_at_once, backbone=handle))
+    callbacks: dict[str, list[Callable[..., Any]]] = {CallbacksMP.ON_PRE_RUN: [router.begin_run]}
+    takes_part = [router.native_weights] if works(Feature.STAGING) else []
+    takes_part += [router.shared] if works(Feature.SEVERAL_GPUS) else []
+    if takes_part:
+        wrappers[WrappersMP.PREPARE_SAMPLING] = [one.prepare for one in takes_part]
+        callbacks[CallbacksMP.ON_CLEANUP] = [one.end_run for one in takes_part]
+    if works(Feature.SEVERAL_GPUS):
+        callbacks[CallbacksMP.ON_MATCH_MULTIGPU_CLONES] = [router.match_copy]
     for place, ours in wrappers.items():
         patched.remove_wrappers_with_key(place, KEY)
         for wrapper in ours:
             patched.add_wrapper_with_key(place, KEY, wrapper)
-    patched.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
-    patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, router.begin_run)
-    if works(Feature.SEVERAL_GPUS):
-        router.shared.attach(patched)
-        patched.remove_callbacks_with_key(CallbacksMP.ON_MATCH_MULTIGPU_CLONES, KEY)
-        patched.add_callback_with_key(CallbacksMP.ON_MATCH_MULTIGPU_CLONES, KEY, router.match_copy)
-    if works(Feature.STAGING):
-        router.native_weights.attach(patched, KEY)
+    for event, ours in callbacks.items():
+        patched.remove_callbacks_with_key(event, KEY)
+        for callback in ours:
+            patched.add_callback_with_key(event, KEY, callback)
     patched.set_additional_models(KEY, [handle.patcher])
     return patched
 

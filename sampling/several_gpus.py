@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..comfy_model.network import NativeNetwork
 from ..sessions.cuda_capture import give_back_graph_memory
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 COPIES = "multigpu"
 """Under this name a patcher has ComfyUI's copies of its model on other GPUs."""
-KEY = "hybrid_trt several GPUs"
 
 
 class SharedRun(Shared):
@@ -45,13 +43,6 @@ class SharedRun(Shared):
         self._controls: list[EngineControlModel] = []
         self._devices: list[torch.device] = []
 
-    def attach(self, patcher: ModelPatcher) -> None:
-        """Take part in the runs of a patcher and its clones, instead of an earlier object."""
-        patcher.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)
-        patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, self.prepare)
-        patcher.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
-        patcher.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, self.end)
-
     def prepare(
         self, executor: WrapperExecutor, model: ModelPatcher, noise_shape: Any, conds: Mapping[str, list], *rest: Any,
         **more: Any,
@@ -65,7 +56,7 @@ class SharedRun(Shared):
                 control.run = self.context
         return executor(model, noise_shape, conds, *rest, **more)
 
-    def end(self, _patcher: ModelPatcher) -> None:
+    def end_run(self, _patcher: ModelPatcher) -> None:
         """Let go of the run, and of the memory that its graphs keep on each GPU; an ON_CLEANUP callback."""
         for control in self._controls:
             control.run = None
