@@ -8,7 +8,9 @@ CLOCK: seconds that its clock is ahead. Reads commands from its input, a line ea
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -22,6 +24,24 @@ import pack  # noqa: F401
 from hybrid_trt.engine_library import atomic_files, life_signs
 from hybrid_trt.engine_library.atomic_files import FileLock
 
+_locked: dict[tuple[int, int], int] = {}
+
+
+def _lock_here(fd: int) -> None:
+    """Lock a file against others of this process alone."""
+    found = os.fstat(fd)
+    holder = _locked.get((found.st_dev, found.st_ino), fd)
+    if holder != fd and _is_open(holder, found):
+        raise BlockingIOError(errno.EAGAIN, "locked")
+    _locked[found.st_dev, found.st_ino] = fd
+
+
+def _is_open(fd: int, file: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), file)
+    except OSError:  # closed, which frees the lock
+        return False
+
 
 def become(name: str, silence: float, ahead: float = 0.0) -> None:
     """Make this process a machine of its own."""
@@ -29,7 +49,7 @@ def become(name: str, silence: float, ahead: float = 0.0) -> None:
     time.time = lambda: right() + ahead
     life_signs._kernel = lambda: name
     life_signs.BEAT, life_signs.SILENCE = silence / 10, silence
-    atomic_files._system_lock = lambda fd: None
+    atomic_files._system_lock = _lock_here
     atomic_files._SETTLE = 0.1
 
 
