@@ -34,15 +34,16 @@ QUEUE = """() => new Promise((done, failed) => {
         if (ok === false) { forget(); failed(new Error(JSON.stringify(app.lastNodeErrors))); } }); })"""
 BOXES = """() => app.graph.nodes.map(n => { const b = n.getBounding();
     return { id: Number(n.id), type: n.type, x: b[0], y: b[1], width: b[2], height: b[3] }; })"""
-#: Wait until no node and no element of a widget has moved or changed its size for a tenth of a second.
-STILL = """() => new Promise(done => { const begun = performance.now(); let since = begun, last;
+#: Wait until no node and no element of a widget has moved or changed its size for a tenth of a second and five frames.
+STILL = """() => new Promise(done => { const begun = performance.now(); let since = begun, frames = 0, last;
     const rect = e => { const r = e.getBoundingClientRect(); return [r.x, r.y, r.width, r.height]; };
     const look = now => {
         const places = JSON.stringify(app.canvas.graph.nodes.map(n => [...n.pos, ...n.size,
             ...(n.widgets ?? []).map(w => [w.y, w.computedHeight, w.element ? rect(w.element) : 0]),
             ...[...document.querySelectorAll(`[data-node-id='${n.id}']`)].map(rect)]));
-        if (places !== last) { last = places; since = now; }
-        if (now - since >= 100 || now - begun >= 3000) done(); else requestAnimationFrame(look); };
+        if (places !== last) { last = places; since = now; frames = 0; }
+        frames += 1;
+        if ((frames > 5 && now - since >= 100) || now - begun >= 3000) done(); else requestAnimationFrame(look); };
     requestAnimationFrame(() => requestAnimationFrame(look)); })"""
 #: Fit the view to all nodes, groups included, with a margin in pixels of the screen at each side.
 FIT = """({ left, top, right, bottom }) => {
