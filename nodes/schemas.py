@@ -283,15 +283,6 @@ def stream(samplers: Sequence[str], schedulers: Sequence[str]) -> io.Schema:
                 "pixels, 0 to 1. 0 is off; 0.01 skips a still camera's.",
                 advanced=True,
             ),
-            io.Boolean.Input(
-                "steps_as_batch",
-                display_name="steps of neighbouring frames at once",
-                default=False,
-                optional=True,
-                tooltip="More frames a second at two steps and more, with lcm or euler: frames at different steps share "
-                "each call. A picture comes as many frames later as there are steps, less one.",
-                advanced=True,
-            ),
             io.Int.Input(
                 "wait_seconds",
                 display_name="wait for live frames (s)",
@@ -300,6 +291,15 @@ def stream(samplers: Sequence[str], schedulers: Sequence[str]) -> io.Schema:
                 max=3600,
                 optional=True,
                 tooltip="A live stream ends when no page and no program is connected for so long.",
+                advanced=True,
+            ),
+            io.Boolean.Input(
+                "steps_as_batch",
+                display_name="steps of neighbouring frames at once",
+                default=False,
+                optional=True,
+                tooltip="More frames a second at two steps and more, with lcm or euler: frames at different steps share "
+                "each call. A picture comes as many frames later as there are steps, less one.",
                 advanced=True,
             ),
         ],

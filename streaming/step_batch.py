@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from .control_images import Conditioning
 
 OF_ALL_STEPS = frozenset((
-    "pooled_output", "control", "control_apply_to_uncond", "strength", "area", "width", "height", "crop_w", "crop_h",
-    "target_width", "target_height", "aesthetic_score",
+    "pooled_output", "control", "control_apply_to_uncond", "strength", "area", "set_area_to_bounds", "width", "height",
+    "crop_w", "crop_h", "target_width", "target_height", "aesthetic_score",
 ))  # fmt: skip
 """Options of a conditioning that act on each image of a batch and on each step alike."""
 

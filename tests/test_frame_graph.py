@@ -111,6 +111,20 @@ def test_frames_with_steady_settings_are_replayed_and_are_stocks(
         assert apart(pictures[frame.number], wanted(ours, OWN, frame)) <= LIMIT, frame.number
 
 
+def test_frames_in_work_at_several_steps_are_replayed_and_are_stocks(
+    file: Path, models: dict[str, Path], tmp_path: Path
+) -> None:
+    own = replace(OWN, steps_as_batch=True, new_seeds=True)
+    given = frames({5: Changes(strengths=(0.2,))}, count=8)
+    ours = OnEngines(file, models, tmp_path, own)
+    pictures = ours.run(*given)
+    assert (ours.recorder.captured, ours.recorder.replayed) == (1, 8)
+    assert ours.patched.counts == (8 + 2, 0), "a call for each frame, and one more for the last one before each end"
+    for frame in given:
+        seeded, strength = replace(OWN, seed=OWN.seed + frame.number), 0.2 if frame.number >= 5 else 0.6
+        assert apart(pictures[frame.number], wanted(ours, seeded, frame, strength)) <= LIMIT, frame.number
+
+
 def test_each_frames_seed_acts_in_a_replay(file: Path, models: dict[str, Path], tmp_path: Path) -> None:
     own = replace(OWN, new_seeds=True)
     ours, given = OnEngines(file, models, tmp_path, own), frames()

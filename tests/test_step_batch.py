@@ -18,6 +18,7 @@ from given_frames import Given, apart, image, prompts, random, stock, streamed, 
 from hybrid_trt.engine_library import Library
 from hybrid_trt.sampling.frame_times import FrameTimes
 from hybrid_trt.streaming.frames import Changes, Frame
+from hybrid_trt.streaming.open_sampling import OpenSampling
 from hybrid_trt.streaming.settings import THE_FRAME, Settings
 from hybrid_trt.streaming.stream import Stream
 from memory_fixtures import file, library
@@ -38,6 +39,7 @@ CASES = {
     "new seeds, euler": Case(steps=2, sampler="euler", frames=4, new_seeds=True, controls=1, images=1, end=1.0),
     "fewer frames than steps": Case(steps=5, frames=2, images=2, controls=1, end=1.0),
     "area, cropped": Case(steps=3, region="area", cfg=3.0, width=133, height=75, frames=4),
+    "a model that sees another picture": Case(unet="tiny_sd15_ip2p_unet", steps=3),
     "TAESD": Case(steps=4, vae="tiny_sdxl_taesd", frames=5),
     "SDXL": Case(steps=3, family="sdxl", controls=1, cfg=3.0, sampler="euler", vae="tiny_sdxl_taesd", end=1.0),
 }
@@ -45,11 +47,10 @@ APART = {
     "another sampler": (Case(sampler="dpmpp_2m", scheduler="karras"), "neither lcm nor euler"),
     "a part of the steps": (Case(controls=1), "a ControlNet acts on a part of the steps"),
     "a mask": (Case(region="mask", end=1.0), "has a mask"),
-    "a model that sees the frame": (Case(unet="tiny_sd15_ip2p_unet"), "sees each frame beside its prompt"),
     "a patch": (Case(patch=("HyperTile", {"tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False})),
                 "another node acts on each step"),
 }  # fmt: skip
-SLOW = set(CASES) - {"four steps, two ControlNets", "euler, cfg"}
+SLOW = set(CASES) - {"four steps, two ControlNets"}
 
 
 @pytest.mark.parametrize("case", slow.cases(CASES, SLOW))
@@ -104,7 +105,7 @@ def batches(monkeypatch: pytest.MonkeyPatch, model: Any) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("count", [5, 2])
+@pytest.mark.parametrize("count", [5, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_source_gets_all_its_pictures_in_order_each_so_many_frames_later_as_there_are_steps_less_one(
     file: Path, vae: comfy.sd.VAE, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
@@ -131,14 +132,15 @@ class TextEncoder:
 def test_each_frame_is_finished_with_the_settings_that_it_came_with(
     file: Path, vae: comfy.sd.VAE, net: Any
 ) -> None:
-    changes = {2: Changes(strengths=(0.2,)), 3: Changes(steps=4, denoise=0.8), 6: Changes(cfg=3.0, seed=9),
-               7: Changes(prompt="a cat"), 8: Changes(steps=1), 10: Changes(steps=2)}  # fmt: skip
-    sides = {5: 72, 6: 72}
-    frames = [Frame(n, image(20 + n, sides.get(n, 64)), changes.get(n)) for n in range(12)]
+    euler = replace(OWN, sampler_name="euler", scheduler="normal", steps=2)
+    changes = {2: Changes(strengths=(0.2,)), 3: Changes(steps=3, denoise=0.8), 5: Changes(cfg=3.0, seed=9),
+               6: Changes(prompt="a cat"), 7: Changes(steps=1), 8: Changes(steps=2)}  # fmt: skip
+    sides = {4: 72}
+    frames = [Frame(n, image(20 + n, sides.get(n, 64)), changes.get(n)) for n in range(9)]
     source, shown = Counted(*frames), image(5)
-    times = streamed(Stream(load(file), vae, *prompts(with_image(net, shown, 1.0)), OWN, TextEncoder()), source)
-    assert (source.order, times.steps_apart) == (list(range(12)), "")
-    model, own, strength = load(file), OWN, 1.0
+    times = streamed(Stream(load(file), vae, *prompts(with_image(net, shown, 1.0)), euler, TextEncoder()), source)
+    assert (source.order, times.steps_apart) == (list(range(9)), "")
+    model, own, strength = load(file), euler, 1.0
     positive, negative = prompts(with_image(net, shown, strength))
     for frame in frames:
         change = frame.changes or Changes()
@@ -150,6 +152,17 @@ def test_each_frame_is_finished_with_the_settings_that_it_came_with(
             positive = [[random(1, 77, 768, seed=len(change.prompt)), positive[0][1]]]
         wanted = stock(model, vae, positive, negative, own, frame.image)
         assert apart(source.pictures[frame.number], wanted) <= LIMIT, frame.number
+
+
+def test_frames_that_the_model_sees_beside_its_prompt_are_sampled_one_after_another(
+    file: Path, vae: comfy.sd.VAE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OpenSampling, "_depend_on_frames", lambda *_: True)  # as with an inpainting UNet
+    source, model = Counted(*(Frame(n, image(n)) for n in range(2))), load(file)
+    seen = batches(monkeypatch, model)
+    times = streamed(Stream(model, vae, *prompts(), OWN), source)
+    assert "the model sees each frame beside its prompt" in times.sentence()
+    assert seen == [1] * 2 * OWN.steps
 
 
 def test_a_frame_like_the_one_before_gets_its_picture_when_that_is_there(file: Path, vae: comfy.sd.VAE) -> None:
