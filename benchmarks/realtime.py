@@ -121,8 +121,9 @@ def common(case: Case, scale: Scale, engines: bool) -> Prompt:
     for i in range(case.controls):
         built[f"net_{i}"] = node("ControlNetLoader", control_net_name=f"{scale.control(case.family, i)}.safetensors")
     if engines:
+        room = {"max_images": case.steps} if case.at_once else {}
         built["accelerate"] = node("TRTAccelerate", model=["model", 0], vae=["vae", 0], **nets,
-                                   **(TINY_ENGINE if scale.tiny else ENGINE) | scale.missing)
+                                   **(TINY_ENGINE if scale.tiny else ENGINE) | scale.missing | room)
     return built
 
 

@@ -106,7 +106,7 @@ class _Loop:
             self._change(frame)
         elif self._is_like_the_last(frame):
             started.repeats = self._computed
-            return None
+            return self._launched(self._stream.advance()) if self._stream.busy else None  # it may be in work
         self._computed = started
         return self._launched(self._stream.begin(frame.image, frame.number, started))
 

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from .control_images import Conditioning
 
 OF_ALL_STEPS = frozenset((
-    "pooled_output", "control", "control_apply_to_uncond", "strength", "area", "set_area_to_bounds", "width", "height",
-    "crop_w", "crop_h", "target_width", "target_height", "aesthetic_score",
+    "pooled_output", "control", "control_apply_to_uncond", "strength", "width", "height", "crop_w", "crop_h",
+    "target_width", "target_height", "aesthetic_score",
 ))  # fmt: skip
-"""Options of a conditioning that act on each image of a batch and on each step alike."""
+"""Options of a conditioning that act on each image of a batch and on each step alike.
+
+For an area ComfyUI makes a hint of its size, in the place of those of the frames in work."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,12 @@ class StepBatch:
         shape: of a frame's latent.
     """
 
-    def __init__(self, steps: int, shape: tuple[int, ...], device: torch.device):
-        self.shape, self._steps = shape, steps
+    def __init__(self, steps: int, prompts: int, shape: tuple[int, ...], device: torch.device):
+        """
+        Args:
+            prompts: that may share a call. ComfyUI would repeat hints for the second in each.
+        """
+        self.shape, self._steps, self._prompts = shape, steps, prompts
         self._frames: list[InWork] = []
         self._latents = torch.zeros(steps - 1, *shape[1:], device=device)
         self._hints: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
@@ -79,11 +85,11 @@ class StepBatch:
         return frames[-1].key
 
     def _hint(self, place: int, hints: list[torch.Tensor]) -> torch.Tensor:
-        """Return the hints of a ControlNet as a batch, the same tensor for the same ones: what is made of it is kept."""
+        """Return the hints of a ControlNet as a batch: for the same ones the same tensor, so that results are kept."""
         known = self._hints.get(place)
         if known is None or any(one is not other for one, other in zip(known[0], hints, strict=True)):
             with torch.inference_mode(False), torch.no_grad():
-                known = self._hints[place] = hints, torch.cat(hints)
+                known = self._hints[place] = hints, torch.cat(hints * self._prompts)
         return known[1]
 
 
@@ -100,7 +106,7 @@ def why_apart(model: ModelPatcher, conds: Mapping[str, Conditioning], sampler_na
         return "another node acts on each step"
     entries = [entry for conditioning in conds.values() for entry in conditioning]
     if not all(_is_of_all_steps(text, options) for text, options in entries):
-        return "a prompt acts on a part of the steps, or has a mask"
+        return "a prompt acts on a part of the steps or of the picture"
     return ""
 
 

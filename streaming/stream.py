@@ -135,7 +135,8 @@ class Stream:
             if steps > 1:
                 why = self._why_apart(shape)
                 self.steps_apart = why and f"Frames were sampled one after another: {why}."
-                self._batch = None if why else StepBatch(steps, shape, self._model.load_device)
+                prompts = 1 if self.settings.cfg == 1 else 2
+                self._batch = None if why else StepBatch(steps, prompts, shape, self._model.load_device)
         return self._batch is not None
 
     def _why_apart(self, shape: tuple[int, ...]) -> str:

@@ -114,15 +114,14 @@ def test_frames_with_steady_settings_are_replayed_and_are_stocks(
 def test_frames_in_work_at_several_steps_are_replayed_and_are_stocks(
     file: Path, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    own = replace(OWN, steps_as_batch=True, new_seeds=True)
-    given = frames({5: Changes(strengths=(0.2,))}, count=8)
+    own, given = replace(OWN, steps_as_batch=True, new_seeds=True), frames()
     ours = OnEngines(file, models, tmp_path, own)
     pictures = ours.run(*given)
-    assert (ours.recorder.captured, ours.recorder.replayed) == (1, 8)
-    assert ours.patched.counts == (8 + 2, 0), "a call for each frame, and one more for the last one before each end"
+    assert (ours.recorder.captured, ours.recorder.replayed) == (1, 5)
+    assert ours.patched.counts == (FRAMES + OWN.steps - 1, 0), "a replay counts as its calls"
     for frame in given:
-        seeded, strength = replace(OWN, seed=OWN.seed + frame.number), 0.2 if frame.number >= 5 else 0.6
-        assert apart(pictures[frame.number], wanted(ours, seeded, frame, strength)) <= LIMIT, frame.number
+        seeded = replace(OWN, seed=OWN.seed + frame.number)
+        assert apart(pictures[frame.number], wanted(ours, seeded, frame)) <= LIMIT, frame.number
 
 
 def test_each_frames_seed_acts_in_a_replay(file: Path, models: dict[str, Path], tmp_path: Path) -> None:

@@ -32,13 +32,13 @@ OWN = Settings(steps=3, cfg=1.0, sampler_name="lcm", scheduler="sgm_uniform", de
 AT_ONCE = {"steps_as_batch": True}
 
 CASES = {
-    "four steps, two ControlNets": Case(steps=4, controls=2, frames=6, images=6, end=1.0),
+    "four steps, two ControlNets": Case(steps=4, controls=2, frames=5, images=5, end=1.0),
     "the frame": Case(steps=4, controls=2, frames=6, follow="the frame", end=1.0),
     "euler, cfg": Case(steps=3, sampler="euler", scheduler="normal", cfg=3.0, frames=5, controls=1, images=5, end=1.0),
     "from noise, new seeds": Case(steps=4, denoise=1.0, frames=5, new_seeds=True),
     "new seeds, euler": Case(steps=2, sampler="euler", frames=4, new_seeds=True, controls=1, images=1, end=1.0),
     "fewer frames than steps": Case(steps=5, frames=2, images=2, controls=1, end=1.0),
-    "area, cropped": Case(steps=3, region="area", cfg=3.0, width=133, height=75, frames=4),
+    "cropped": Case(steps=3, width=77, height=67, controls=1, end=1.0),
     "a model that sees another picture": Case(unet="tiny_sd15_ip2p_unet", steps=3),
     "TAESD": Case(steps=4, vae="tiny_sdxl_taesd", frames=5),
     "SDXL": Case(steps=3, family="sdxl", controls=1, cfg=3.0, sampler="euler", vae="tiny_sdxl_taesd", end=1.0),
@@ -46,7 +46,8 @@ CASES = {
 APART = {
     "another sampler": (Case(sampler="dpmpp_2m", scheduler="karras"), "neither lcm nor euler"),
     "a part of the steps": (Case(controls=1), "a ControlNet acts on a part of the steps"),
-    "a mask": (Case(region="mask", end=1.0), "has a mask"),
+    "a mask": (Case(region="mask"), "a prompt acts on a part of the steps or of the picture"),
+    "an area": (Case(region="area", width=128, controls=1, end=1.0), "a prompt acts on a part"),
     "a patch": (Case(patch=("HyperTile", {"tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False})),
                 "another node acts on each step"),
 }  # fmt: skip
@@ -101,7 +102,7 @@ def batches(monkeypatch: pytest.MonkeyPatch, model: Any) -> list[int]:
     """Return the list that takes the number of images of each call of a model's UNet."""
     seen, unet = [], model.model.diffusion_model
     forward = unet.forward
-    monkeypatch.setattr(unet, "forward", lambda x, *args, **given: seen.append(x.shape[0]) or forward(x, *args, **given))
+    monkeypatch.setattr(unet, "forward", lambda x, *rest, **more: seen.append(x.shape[0]) or forward(x, *rest, **more))
     return seen
 
 
@@ -134,12 +135,11 @@ def test_each_frame_is_finished_with_the_settings_that_it_came_with(
 ) -> None:
     euler = replace(OWN, sampler_name="euler", scheduler="normal", steps=2)
     changes = {2: Changes(strengths=(0.2,)), 3: Changes(steps=3, denoise=0.8), 5: Changes(cfg=3.0, seed=9),
-               6: Changes(prompt="a cat"), 7: Changes(steps=1), 8: Changes(steps=2)}  # fmt: skip
-    sides = {4: 72}
-    frames = [Frame(n, image(20 + n, sides.get(n, 64)), changes.get(n)) for n in range(9)]
+               6: Changes(prompt="a cat")}  # fmt: skip
+    frames = [Frame(n, image(20 + n, 72 if n == 4 else 64), changes.get(n)) for n in range(7)]
     source, shown = Counted(*frames), image(5)
     times = streamed(Stream(load(file), vae, *prompts(with_image(net, shown, 1.0)), euler, TextEncoder()), source)
-    assert (source.order, times.steps_apart) == (list(range(9)), "")
+    assert (source.order, times.steps_apart) == (list(range(7)), "")
     model, own, strength = load(file), euler, 1.0
     positive, negative = prompts(with_image(net, shown, strength))
     for frame in frames:
@@ -174,6 +174,26 @@ def test_a_frame_like_the_one_before_gets_its_picture_when_that_is_there(file: P
     assert [apart(source.pictures[a], source.pictures[b]) == 0 for a, b in ((0, 1), (1, 2), (3, 4), (4, 5))] == [
         True, False, True, False]  # fmt: skip
     assert apart(source.pictures[4], stock(load(file), vae, *prompts(), OWN, shown[3])) <= LIMIT
+
+
+def test_a_still_camera_gets_its_picture_after_as_many_frames_as_there_are_steps(
+    file: Path, vae: comfy.sd.VAE
+) -> None:
+    source = Counted(*(Frame(n, image(1)) for n in range(5)))
+    streamed(Stream(load(file), vae, *prompts(), replace(OWN, similar=0.01)), source)
+    assert source.asked == [0, 0, 0, 3, 4], "the alike ones are given as soon as the first is"
+
+
+@pytest.mark.slow
+def test_frames_in_work_on_engines_are_those_of_stock_nodes(comfy: ComfyProcess) -> None:
+    case = Case(controls=2, cfg=3.0, sampler="euler", frames=4, images=4, end=1.0, vae="tiny_sdxl_taesd")
+    difference, history = compared(comfy, case, engines=True, **AT_ONCE)
+    assert difference <= 10 * LIMIT  # of a value; engines themselves are held to a relative error
+    report = history.output("report", "report")[0]
+    assert report["streams"][0]["steps_apart"] == ""
+    counts = {row["kind"]: (row["engine"], row["native"]) for row in report["rows"]}
+    calls = case.frames + case.steps - 1
+    assert counts == dict.fromkeys(("unet", "controlnet", "vae_decoder", "vae_encoder"), (calls, 0))
 
 
 @pytest.mark.fault("an engine gives values that are no numbers (NaN) for one of the frames in work")

@@ -19,7 +19,7 @@ const PHRASES = [
     ["latents of this kind of model are those of videos", "此类模型的潜空间是视频的形式"], [/another node \((.+?)\) acts on each sampling/, "另一个节点（$1）作用于每次采样"], ["another pack takes part in the sampling", "其他节点包参与采样"],
     ["this ComfyUI samples in a way that is not known", "此 ComfyUI 的采样方式未知"],
     ["Frames were sampled one after another: ", "逐帧采样："], ["the sampler is neither lcm nor euler", "采样器不是 lcm 或 euler"], ["a network of this kind may take all images of a batch for the same step", "此类网络可能把一批图像都当作同一步"],
-    ["another node acts on each step", "另一个节点作用于每一步"], ["a prompt acts on a part of the steps, or has a mask", "某个提示词只作用于部分步，或带有遮罩"], ["a ControlNet acts on a part of the steps", "某个 ControlNet 只作用于部分步"],
+    ["another node acts on each step", "另一个节点作用于每一步"], ["a prompt acts on a part of the steps or of the picture", "某个提示词只作用于部分步或图像的一部分"], ["a ControlNet acts on a part of the steps", "某个 ControlNet 只作用于部分步"],
     ["a ControlNet is of a kind with hints of its own", "某个 ControlNet 的控制图像由其自身制作"], ["the schedule leaves noise in a picture, or has a step without any", "调度器在图像中留下噪声，或有一步没有噪声"], ["the model sees each frame beside its prompt", "模型除提示词外还会看到每一帧"],
     // a comparison of two pictures
     ["TRT Compare: ", "TRT 比较："],
