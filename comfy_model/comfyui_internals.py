@@ -28,6 +28,7 @@ class Feature(Enum):
     ENGINES = "engines", "everything runs at normal speed"
     STACKS = "ControlNets side by side", "they run one after another"
     HINTS = "kept control images", "ComfyUI makes them anew in each run"
+    SEVERAL_GPUS = "engines on several GPUs at once", "shared steps run at normal speed"
     STAGING = "model weights that wait in main memory", "ComfyUI loads them before each run"
     STAGED_ONCE = "model weights that are staged once for many runs", "they are staged for each run"
     ON_DEVICE = "prompts that are copied to the GPU once", "they are copied in each step"
@@ -93,15 +94,11 @@ TABLE: dict[Feature, tuple[str, ...]] = {
         "comfy.model_management:soft_empty_cache(...)",
         "comfy.model_management:is_device_cpu(_, ...)",
         "comfy.model_management:is_oom(_, ...)",
-        "comfy.samplers:CFGGuider.conds",
-        "comfy.samplers:CFGGuider.model_patcher",
+        "comfy.samplers:CFGGuider.conds", "comfy.samplers:CFGGuider.model_patcher",
         "comfy.controlnet:ControlNet.copy(self, ...)",
-        "comfy.controlnet:ControlNet.control_model",
-        "comfy.controlnet:ControlNet.control_model_wrapped",
+        "comfy.controlnet:ControlNet.control_model", "comfy.controlnet:ControlNet.control_model_wrapped",
         "comfy.controlnet:ControlNet.manual_cast_dtype",
-        "comfy.ops:mixed_precision_ops(...)",
-        "comfy.ops:manual_cast",
-        "comfy.quant_ops:QUANT_ALGOS",
+        "comfy.ops:mixed_precision_ops(...)", "comfy.ops:manual_cast", "comfy.quant_ops:QUANT_ALGOS",
         "comfy.lora:calculate_weight(_, _, _, ...)",
         "comfy.float:stochastic_rounding(_, _, seed, ...)",
         "comfy.utils:string_to_seed(_, ...)",
@@ -126,17 +123,12 @@ TABLE: dict[Feature, tuple[str, ...]] = {
         "comfy.controlnet:ControlNet.model_sampling_current",
         "comfy.controlnet:ControlNet.previous_controlnet",
         "comfy.controlnet:ControlNet.timestep_range",
-        "comfy.controlnet:ControlNet.cond_hint",
-        "comfy.controlnet:ControlNet.vae",
+        "comfy.controlnet:ControlNet.cond_hint", "comfy.controlnet:ControlNet.vae",
         "comfy.controlnet:ControlNet.latent_format",
-        "comfy.controlnet:ControlNet.extra_hooks",
-        "comfy.controlnet:ControlNet.extra_concat_orig",
-        "comfy.controlnet:ControlNet.multigpu_clones",
-        "comfy.controlnet:ControlNet.global_average_pooling",
-        "comfy.controlnet:ControlNet.strength_type",
-        "comfy.controlnet:ControlNet.strength",
-        "comfy.controlnet:ControlNet.extra_args",
-        "comfy.controlnet:ControlNet.extra_conds",
+        "comfy.controlnet:ControlNet.extra_hooks", "comfy.controlnet:ControlNet.extra_concat_orig",
+        "comfy.controlnet:ControlNet.multigpu_clones", "comfy.controlnet:ControlNet.global_average_pooling",
+        "comfy.controlnet:ControlNet.strength_type", "comfy.controlnet:ControlNet.strength",
+        "comfy.controlnet:ControlNet.extra_args", "comfy.controlnet:ControlNet.extra_conds",
         "comfy.controlnet:ControlNet.compression_ratio",
     ),
     Feature.HINTS: (
@@ -145,6 +137,14 @@ TABLE: dict[Feature, tuple[str, ...]] = {
         "comfy.controlnet:ControlNet.upscale_algorithm",
         "comfy.controlnet:ControlNet.preprocess_image",
         "comfy.controlnet:ControlNet.concat_mask",
+    ),
+    Feature.SEVERAL_GPUS: (
+        "comfy.patcher_extension:CallbacksMP.ON_MATCH_MULTIGPU_CLONES",
+        "comfy.patcher_extension:WrappersMP.PREPARE_SAMPLING", "comfy.controlnet:ControlNet.previous_controlnet",
+        "comfy.patcher_extension:CallbacksMP.ON_CLEANUP", "comfy.model_patcher:ModelPatcher.clone_base_uuid",
+        "comfy.model_patcher:ModelPatcher.match_multigpu_clones(self, ...)",
+        "comfy.model_patcher:ModelPatcher.get_clone_model_override(self, ...)",
+        "comfy.model_patcher:ModelPatcher.get_additional_models_with_key(self, _, ...)",
     ),
     Feature.STAGING: (
         "comfy.patcher_extension:WrappersMP.PREPARE_SAMPLING",

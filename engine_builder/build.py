@@ -90,6 +90,7 @@ def build_engine(
     run: Runner = run_step,
     again: bool = False,
     make_room: MakeRoom | None = None,
+    patient: bool = True,
 ) -> Engine:
     """Export, check, compile and publish one engine. Blocks until it is done.
 
@@ -102,9 +103,11 @@ def build_engine(
         log_line: takes what exporter and backend write.
         again: build although the engine is there.
         make_room: called before a step that needs the GPU.
+        patient: wait for an engine that another machine builds, rather than leave it to that one.
 
     Raises:
-        Unavailable: no engine can be built for this network, or none by this backend on this machine.
+        Unavailable: no engine can be built for this network, or none by this backend on this machine; or another
+            machine builds it.
         BuildError: an engine differs from native, or the backend could not build; the text is for the user.
         LibraryError: the library cannot take the engine; the text is for the user.
     """
@@ -121,15 +124,15 @@ def build_engine(
         if not again and (found := _existing(order, library, identity)) is not None:
             return found
         try:
-            with _explained(library), hold(library.lock(identity), order.target_device, progress):
+            with _explained(library), hold(library.lock(identity), order.target_device, progress, patient) as ours:
                 if not again and (found := _existing(order, library, identity)) is not None:
                     return found
                 if not again and (engine := unchecked_engine(order, library, identity)) is not None:
-                    return check_engine(order, library, engine, progress, log_line, run)
+                    return check_engine(order, library, engine, ours, log_line, run)
                 if refusal is not None:
                     raise Unavailable(refusal.reason, refusal.detail)
                 _check_precision(order)
-                return _Build(order, library, identity, progress, log_line, run).run()
+                return _Build(order, library, identity, ours, log_line, run).run()
         except WeightsChanged:
             order.network.forget_hash()
     raise BuildError(

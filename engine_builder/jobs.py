@@ -14,7 +14,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from ..comfy_model.weight_patches import version_of
-from ..engine_library import BuildError, Engine, Fallback, Library, LibraryError, Unavailable
+from ..engine_library import BuildError, Engine, Fallback, Library, LibraryError, Reason, Unavailable
 from .build import MakeRoom, build_engine
 from .expected_time import expected_seconds
 from .order import BuildOrder
@@ -92,6 +92,11 @@ class Job:
         if self._begin is None:
             return 0.0
         return (self._end if self._end is not None else time.monotonic()) - self._begin
+
+    @property
+    def elsewhere(self) -> bool:
+        """Tell whether it was left to another machine, which builds the same engine."""
+        return self.fallback is not None and self.fallback.reason is Reason.BUILT_ELSEWHERE
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it has ended; whether it has."""
@@ -262,7 +267,7 @@ class BuildQueue:
             self._tell(job)
             job.expected = expected_seconds(order, library)
             job.engine = build_engine(
-                order, library, progress, job.log.append, again=again, make_room=self._make_room
+                order, library, progress, job.log.append, again=again, make_room=self._make_room, patient=False
             )
             ended = State.DONE
         except Cancelled:
@@ -278,7 +283,9 @@ class BuildQueue:
             if job.state is not State.RUNNING:
                 return  # cancelled in the last moment
             self._finish(job, ended)
-        if ended is State.FAILED:
+        if job.elsewhere:
+            log.info("Hybrid TRT: %s: %s", job.label, job.message)
+        elif ended is State.FAILED:
             log.error("Hybrid TRT: the engine for %s was not built: %s", job.label, job.message)
         self._tell(job)
 

@@ -12,24 +12,33 @@ from pathlib import Path
 import torch
 
 from ..backends import Backend, Progress
-from ..engine_library import BuildError
+from ..engine_library import BuildError, Reason, Unavailable, life_signs
 from ..engine_library.atomic_files import FileLock
 from ..engine_library.disk import gigabytes
 
 log = logging.getLogger(__name__)
 
 POLL = 0.25
+LOOK = 1.0
+"""Seconds between two looks at a lock that is held."""
+TAKEN = "it took this build over, having seen no sign of life of this one for a while"
 
 
 @contextmanager
-def hold(engine_lock: FileLock, device: torch.device, progress: Progress) -> Iterator[None]:
+def hold(engine_lock: FileLock, device: torch.device, progress: Progress, patient: bool = True) -> Iterator[Progress]:
     """Hold the lock of an engine and that of its GPU; waits for both, telling who has them.
+
+    Yields ``progress`` as it is to be used meanwhile: it raises when another machine takes the engine's lock over.
+
+    Args:
+        patient: wait for an engine that another machine builds, too.
 
     Raises:
         OSError: the library cannot be written.
+        Unavailable: another machine builds the engine.
     """
     with ExitStack() as held:
-        _wait(engine_lock, "waiting for the same engine that {} builds", progress)
+        _wait(engine_lock, "waiting for the same engine that {} builds", progress, patient)
         held.callback(engine_lock.release)
         gpu_lock = _gpu_lock(device)
         if gpu_lock is not None:
@@ -38,12 +47,41 @@ def hold(engine_lock: FileLock, device: torch.device, progress: Progress) -> Ite
                 held.callback(gpu_lock.release)
             except OSError as error:
                 log.debug("Hybrid TRT: no lock for %s (%s)", device, error)  # another user's: then builds may overlap
-        yield
+        with _ours(engine_lock, progress) as watched:
+            yield watched
 
 
-def _wait(lock: FileLock, words: str, progress: Progress) -> None:
+@contextmanager
+def _ours(lock: FileLock, progress: Progress) -> Iterator[Progress]:
+    """Stop a build whose lock is lost, and tell that, whatever error comes of it.
+
+    The other machine's engine is as good. One that is published in the same moment all the same does no harm: it is
+    whole, and takes the place of its equal.
+    """
+
+    looked = time.monotonic()
+
+    def watched(phase: str, fraction: float) -> None:
+        nonlocal looked
+        if time.monotonic() - looked >= LOOK:
+            looked = time.monotonic()
+            if lock.lost():
+                raise Unavailable(Reason.BUILT_ELSEWHERE, TAKEN)
+        progress(phase, fraction)
+
+    try:
+        yield watched
+    except Exception as error:
+        if lock.lost():
+            raise Unavailable(Reason.BUILT_ELSEWHERE, TAKEN) from error
+        raise
+
+
+def _wait(lock: FileLock, words: str, progress: Progress, patient: bool = True) -> None:
     lock.path.parent.mkdir(parents=True, exist_ok=True)
     while not lock.acquire():
+        if not patient and life_signs.elsewhere(lock.path):
+            raise Unavailable(Reason.BUILT_ELSEWHERE, lock.holder())
         progress(words.format(lock.holder()), 0.0)
         time.sleep(POLL)
 

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import secrets
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from . import life_signs
 from .safe_files import SMALL, open_regular, read_json
 
 log = logging.getLogger(__name__)
@@ -105,9 +104,9 @@ def sync(path: Path) -> None:
 
 def sweep_temporaries(folder: Path) -> None:
     """Remove what processes left half written that died an hour ago or more."""
-    for path in folder.glob(f"{TEMPORARY}*"):
+    for path in list(folder.glob(f"{TEMPORARY}*")):
         with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > ABANDONED:
+            if life_signs.disk_time(temporary_beside(path)) - path.stat().st_mtime > ABANDONED:
                 path.unlink()
 
 
@@ -122,29 +121,35 @@ def _patiently(rename: Callable[[], None]) -> None:
             time.sleep(0.05)
 
 
-# --- locks: the system frees one when its holder dies, however it dies ---
+# --- locks: the system frees one when its holder dies, however it dies; between machines, silence does ---
 
-_STARTED = time.time()
-_LENGTH = 512
 _ATTEMPTS = 100
+_SETTLE = 0.5
+"""Seconds in which another machine that takes the same lock over shows."""
 _BUSY = {errno.EACCES, errno.EAGAIN, errno.EDEADLK}
 _LOCKED_BYTE = 1 << 30  # far behind the text: Windows lets nobody read a locked byte
 
 
 class FileLock:
-    """Lock between processes: a file with its holder's name in it. Without a living holder it is free.
+    """Lock between processes and machines: a file with its holder's name in it. Without a living holder it is free.
+
+    On one machine, the system's lock on the file decides. Its word does not always reach other machines: for these, the
+    holder gives life signs in the file, and whoever sees none for long enough takes the lock over.
 
     Attributes:
-        reliable: False on file systems that cannot lock; there ``acquire`` always succeeds.
+        reliable: False on file systems that cannot lock; there life signs alone decide.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self.reliable = True
+        self._id = secrets.token_hex(8)
         self._fd: int | None = None
+        self._using = threading.Lock()
+        self._ended = threading.Event()
 
     def acquire(self) -> bool:
-        """Take the lock if it is free; never waits.
+        """Take the lock if it is free; never waits, but for half a second when it takes over from a dead machine.
 
         Raises:
             OSError: the file cannot be made, for example because the folder is read-only.
@@ -153,35 +158,78 @@ class FileLock:
             try:
                 fd = open_regular(self.path, os.O_RDWR)
             except FileNotFoundError:
-                _appear(self.path)
+                _appear(self.path, self._id)
                 continue
             try:
                 if not self._lock(fd):
                     os.close(fd)
                     return False
-                if _is_at(fd, self.path):  # else its last holder removed it between our open and our lock
-                    _write_holder(fd)  # it may be one that a dead holder left
-                    self._fd = fd
-                    return True
+                if life_signs.is_at(fd, self.path):  # else its last holder removed it between our open and our lock
+                    text = life_signs.contents(fd)
+                    if self._is_free(fd, text) or life_signs.is_silent(self.path, text) and self._take_over(fd):
+                        self._hold(fd)
+                        return True
+                    os.close(fd)
+                    return False
                 os.close(fd)
             except BaseException:
-                _close(fd)
+                life_signs.close(fd)
                 raise
         raise FileExistsError(errno.EEXIST, "can be neither opened nor made", str(self.path))
 
+    def _is_free(self, fd: int, text: bytes) -> bool:
+        """Tell whether nobody can hold a file that the system let us lock."""
+        lock, reach = life_signs.parsed(text)
+        return lock == self._id or not reach or self.reliable and reach == life_signs.reach(fd)
+
+    def _take_over(self, fd: int) -> bool:
+        """Put our record in the place of a dead machine's; of several that do it at once, the last one has the lock."""
+        life_signs.write(fd, self._id, durable=True)
+        time.sleep(_SETTLE)
+        ours = life_signs.parsed(life_signs.read(self.path))[0] == self._id
+        if ours:
+            log.info("Hybrid TRT: took %s over: no life sign for %.0f s", self.path.name, life_signs.SILENCE)
+        return ours
+
+    def _hold(self, fd: int) -> None:
+        life_signs.forget(self.path)
+        life_signs.write(fd, self._id)  # another name may stand there, that of a dead holder
+        self._fd = fd
+        self._ended.clear()
+        threading.Thread(target=self._live, name="hybrid-trt lock", daemon=True).start()
+
+    def _live(self) -> None:
+        """Give life signs until the lock is given back or lost."""
+        count = 0
+        while not self._ended.wait(life_signs.BEAT):
+            if self.lost():
+                return
+            count += 1
+            with self._using:
+                if self._fd is None:
+                    return
+                life_signs.write(self._fd, self._id, count, durable=True)
+
+    def lost(self) -> bool:
+        """Tell whether another machine took over what this lock held, since it saw no life sign."""
+        return self._fd is not None and not life_signs.names(self.path, self._id)
+
     def release(self, keep: bool = False) -> None:
         """Give the lock back and remove its file, unless that is to be kept."""
-        fd, self._fd = self._fd, None
+        keep = keep or self.lost()
+        self._ended.set()
+        with self._using:
+            fd, self._fd = self._fd, None
         if fd is None:
             return
         if keep:
-            return _close(fd)
+            return life_signs.close(fd)
         try:
             self.path.unlink(missing_ok=True)  # while still locked: whoever waits sees that this file is gone
-            _close(fd)
+            life_signs.close(fd)
         except OSError:
             # Windows removes no open file, so whoever has just opened this one keeps it, and nothing is lost
-            _close(fd)
+            life_signs.close(fd)
             with contextlib.suppress(OSError):
                 self.path.unlink()
 
@@ -216,49 +264,20 @@ def _system_lock(fd: int) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _appear(path: Path) -> None:
+def _appear(path: Path, lock: str) -> None:
     """Make the lock file with us as its holder, unless it is there; whoever locks it first has it."""
     temporary = temporary_beside(path)
     try:
-        temporary.write_bytes(_holder())
+        life_signs.write_new(temporary, lock)
         claim(temporary, path)
     except FileExistsError:
         pass
     except OSError:  # no links on this disk, or a full disk
         with contextlib.suppress(FileExistsError):
-            _write_holder(fd := os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644))
-            os.close(fd)
+            life_signs.write_new(path, lock)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-
-
-def _holder() -> bytes:
-    holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": _STARTED, "locked": time.time()}
-    return json.dumps(holder).encode().ljust(_LENGTH)
-
-
-def _write_holder(fd: int) -> None:
-    """Write the holder at once and always as long, so that nobody reads half of it."""
-    try:
-        os.lseek(fd, 0, os.SEEK_SET)
-        os.write(fd, _holder())
-    except OSError:
-        pass  # a full disk: the lock holds all the same, only namelessly
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _close(fd: int) -> None:
-    try:
-        os.close(fd)
-    except OSError:
-        pass
 
 
 # --- folders for what is not an engine yet, or no longer: invisible to the library, swept when left behind ---
@@ -368,7 +387,7 @@ def sweep(root: Path) -> list[str]:
 def _sweep_lock(path: Path) -> None:
     """Remove the lock file of an engine that nobody builds. Whoever is about to lock it sees that it is gone."""
     with contextlib.suppress(OSError):  # another user's
-        if path.is_symlink() or path.stat().st_size != _LENGTH:
+        if path.is_symlink() or path.stat().st_size != life_signs.LENGTH:
             return  # none that we made
         lock = FileLock(path)
         if lock.acquire():

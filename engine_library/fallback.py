@@ -16,6 +16,7 @@ class Reason(str, Enum):
     NO_ENGINE = "no engine"
     NOT_WIRED = "no engine wired in"
     BUILD_FAILED = "build failed"
+    BUILT_ELSEWHERE = "another machine builds it"
     STALE_ENGINE = "stale engine"
     BROKEN_ENGINE = "broken engine"
     UNCHECKED = "not checked here"
@@ -46,6 +47,7 @@ _ADVICE = {
     Reason.NO_ENGINE: "press Build engine, or choose 'build first' or 'build meanwhile' on its node, and run",
     Reason.NOT_WIRED: "switch TRT UNet Engine on again, or wire its engine into TRT Sampler Patch",
     Reason.BUILD_FAILED: "fix what the message names and run again",
+    Reason.BUILT_ELSEWHERE: "nothing to do: it is used as soon as it is in the library",
     Reason.STALE_ENGINE: "build it again: it was made by another version, on another machine or for another GPU",
     Reason.BROKEN_ENGINE: "build it again: its files are missing or damaged",
     Reason.UNCHECKED: "press Check engine, or choose 'build first' on the engine node, to have it compared with the "

@@ -17,7 +17,7 @@ from ..engine_builder.order import BuildOrder
 from ..engine_library import Engine, Fallback, Reason, Unavailable
 from ..engine_library.manifest import MANIFEST_NAME
 from ..page_api.build_orders import running_orders, running_pictures, warms
-from ..page_api.builds import builds, cancelled, ended, node_states
+from ..page_api.builds import builds, ended, node_states, to_do
 from ..sampling.call_stats import ever_uncovered
 from ..sampling.engine_handle import EngineHandle
 from ..sampling.engine_status import lacks_engine, refused_engines, to_build
@@ -84,9 +84,9 @@ def _orders(handle: EngineHandle) -> list[tuple[BuildOrder, bool]]:
 def generation(when_missing: str) -> str:
     """Return a text that changes when nodes that build have to run again.
 
-    It changes when a build in the background has ended, one that a prompt waits for was cancelled, an engine that some
-    node found is gone or damaged, a prompt that warmed left a build out, the prompt asks for another picture, calls ran
-    uncompiled, or it orders builds. It looks at a few files' sizes and reads nothing.
+    It changes when a build in the background has ended, one that a prompt waits for was cancelled or left to another
+    machine, an engine that some node found is gone or damaged, a prompt that warmed left a build out, the prompt asks
+    for another picture, calls ran uncompiled, or it orders builds. It looks at a few files' sizes and reads nothing.
 
     It is the same for all nodes: ComfyUI gives a node's cached output to any other with the same inputs.
     """
@@ -96,7 +96,7 @@ def generation(when_missing: str) -> str:
     for folder in [folder for folder, engine in list(_found.items()) if _is_lost(engine)]:
         _found.pop(folder, None)
         _losses += 1
-    happened = _losses + _left_out + (ended() if when_missing == IN_BACKGROUND else cancelled())
+    happened = _losses + _left_out + (ended() if when_missing == IN_BACKGROUND else to_do())
     return f"{happened} {ever_uncovered()} {running_pictures()} {running_orders()}"
 
 
@@ -140,7 +140,7 @@ def _build_now(order: BuildOrder, handle: EngineHandle) -> bool:
 
 def _build_in_background(order: BuildOrder, handle: EngineHandle) -> None:
     last = builds.latest(order, handle.library)
-    if last is not None and last.state is State.FAILED:
+    if last is not None and last.state is State.FAILED and not last.elsewhere:
         _tell_failure(last, handle)  # it would fail again, at every prompt; 'build now' tries anew
     elif last is not None and last.state is State.CANCELLED and not last.attended:
         handle.note = "Its build was cancelled; 'build first' starts it again."
@@ -156,7 +156,9 @@ def _submit(order: BuildOrder, handle: EngineHandle, again: bool = False, waits:
 
 
 def _tell_failure(job: Job, handle: EngineHandle) -> None:
-    if handle.session is not None:
+    if handle.session is not None and job.elsewhere:
+        handle.note = job.message
+    elif handle.session is not None:
         handle.note = f"A larger one was not built: {job.message}"
     elif job.fallback is not None:
         handle.fallback = job.fallback

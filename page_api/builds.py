@@ -17,7 +17,7 @@ builds = BuildQueue(gpu_room.make_room)
 node_states = NodeStates(library(), builds)
 pending_orders = PendingOrders()
 
-_ended = _cancelled = 0
+_ended = _to_do = 0
 
 
 def ended() -> int:
@@ -25,17 +25,17 @@ def ended() -> int:
     return _ended
 
 
-def cancelled() -> int:
-    """Return the number of builds that somebody has cancelled: a node that builds first starts them again."""
-    return _cancelled
+def to_do() -> int:
+    """Return the number of builds that were cancelled or left to another machine: 'build first' orders them again."""
+    return _to_do
 
 
 def _on_change(job: Job) -> None:
     """Tell the page, with the keys of the nodes that ordered the job."""
-    global _ended, _cancelled
+    global _ended, _to_do
     if job.state.final:
         _ended += 1
-        _cancelled += job.state is State.CANCELLED
+        _to_do += job.state is State.CANCELLED or job.elsewhere
         node_states.ended(job)
     if PromptServer.instance is not None:
         PromptServer.instance.send_sync(EVENT, {**job.to_json(), "keys": node_states.keys_of(job)})

@@ -315,6 +315,8 @@ def _failure(job: Job | None) -> dict:
     """Return how the last build ended, as far as it explains that there is no engine."""
     if job is None:
         return {}
+    if job.elsewhere:
+        return {"state": "none", "text": job.message, "job": job.to_json()}
     if job.state is State.FAILED:
         return {"state": "failed", "text": job.message, "job": job.to_json()}
     if job.state is State.CANCELLED:

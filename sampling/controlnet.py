@@ -7,6 +7,7 @@ that convert ControlNets treat it as any other.
 from __future__ import annotations
 
 import copy
+from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from .engine_handle import EngineHandle
 from .hint_cache import KeptHints
 from .nan_guard import watched
 from .native_network import arguments_of, by_name, run_native
+from .run_context import in_run
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -44,13 +46,20 @@ def back_with_engine(controlnet: ControlNet, handle: EngineHandle) -> ControlNet
 
 
 class EngineControlModel:
-    """Takes the place of ``ControlNet.control_model``: same call, same result, computed by an engine or by native."""
+    """Takes the place of ``ControlNet.control_model``: same call, same result, computed by an engine or by native.
+
+    Attributes:
+        on_gpus: those that stand for it on other GPUs.
+        run: context of the run under way, where several GPUs share it; their threads know none.
+    """
 
     def __init__(self, handle: EngineHandle, controlnet: ControlNet):
         self.native: torch.nn.Module = controlnet.control_model
         self.native_patcher: ModelPatcher = controlnet.control_model_wrapped
         self.handle = handle
         self.hints = KeptHints()
+        self.on_gpus: dict[torch.device, EngineControlModel] = {}
+        self.run: Context | None = None
         self._arguments = arguments_of(handle.network)
 
     @property
@@ -69,6 +78,10 @@ class EngineControlModel:
             Residuals as native gives them. ComfyUI may write to them: it multiplies them by the strength in place. On
             the session's own stream they are lent until the next call.
         """
+        context = in_run(self.run)
+        return self._compute(*args, **kwargs) if context is None else context.run(self._compute, *args, **kwargs)
+
+    def _compute(self, *args: Any, **kwargs: Any) -> Control:
         call = by_name(self._arguments, args, kwargs)
         served, residuals = self.handle.serve(None, lambda: watched(self.handle.bind(call)))
         if served:

@@ -16,7 +16,7 @@ from ..engine_library import Fallback, Library, Reason, Unavailable
 from ..sessions.session import Session
 from . import Shared
 from .call_stats import CallStats, open_stats, range_of, timed
-from .engine_patcher import EnginePatcher, keep, keep_beside
+from .engine_patcher import ControlEnginePatcher, EnginePatcher, keep, keep_beside
 from .nan_guard import why_again
 from .native_network import NetworkWatch
 from .run_context import executing
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from comfy_execution.utils import ExecutionContext
 
 log = logging.getLogger(__name__)
+
+_one_at_a_time = threading.RLock()
+"""Held while a call is given to an engine: ComfyUI calls from several threads where it shares a step among GPUs. Much
+that is done then is for the whole process, such as torch's choice of an attention. The GPUs themselves run at once."""
 
 FOR_THE_RUN = (Reason.ENGINE_FAILED, Reason.BROKEN_ENGINE, Reason.WRONG_GPU)
 """Reasons of one call that leave the rest of the run to native."""
@@ -54,7 +58,8 @@ class EngineHandle(Shared):
         self.library = library
         self.node_id = node_id
         self.node_key = node_key
-        self.patcher = EnginePatcher.on(network.device, self)
+        kind = ControlEnginePatcher if network.role is Role.CONTROLNET else EnginePatcher
+        self.patcher = kind.on(network.device, self)
         self.bind: Binding | None = None
         self.encodes_prompts = False
         self.found: Found | None = None
@@ -85,9 +90,9 @@ class EngineHandle(Shared):
             self.lacks_engine(_why_none(error, self.network.label))
 
     def lacks_engine(self, fallback: Fallback) -> None:
-        """Leave all calls to native. That a build failed says more than that there is no engine."""
-        failed = self.fallback is not None and self.fallback.reason is Reason.BUILD_FAILED
-        if not failed or fallback.reason is not Reason.NO_ENGINE:
+        """Leave all calls to native. What became of its build says more than that there is no engine."""
+        told = self.fallback is not None and self.fallback.reason in (Reason.BUILD_FAILED, Reason.BUILT_ELSEWHERE)
+        if not told or fallback.reason is not Reason.NO_ENGINE:
             self.fallback = fallback
         self.found = self.patcher.model.session = None
 
@@ -177,7 +182,7 @@ class EngineHandle(Shared):
         fallback = refusal or self.why_native_now()
         if fallback is None:
             try:
-                with timed(stats.times), self._range():
+                with _one_at_a_time, timed(stats.times), self._range():
                     session = self.session
                     if not session.loaded:
                         stats.count_opening()

@@ -7,6 +7,7 @@ loaded later find that memory taken.
 
 from __future__ import annotations
 
+import uuid
 import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Protocol
@@ -88,7 +89,7 @@ class EnginePatcher(Shared, ModelPatcher):
         return [] if owner is None else owner.models_beside()
 
     def deepclone_multigpu(self, new_load_device: torch.device | None = None, **_: Any) -> EnginePatcher:
-        """Return a patcher without an engine for a second GPU, where native serves."""
+        """Return a patcher without an engine for another GPU; ``several_gpus`` puts one with an engine in its place."""
         clone = EnginePatcher.on(new_load_device or self.load_device)
         clone.clone_base_uuid = self.clone_base_uuid  # so ComfyUI does not clone this one again
         return clone
@@ -138,6 +139,21 @@ class EnginePatcher(Shared, ModelPatcher):
             self.model.session.unload()
         self.model.device = self.offload_device
         self.model.model_loaded_weight_memory = 0
+
+
+class ControlEnginePatcher(EnginePatcher):
+    """The patcher of a ControlNet's engine, which is like no other one.
+
+    ComfyUI unloads what is like a ControlNet before each run that several GPUs share, to copy it. An engine is not
+    copied, and stays open.
+    """
+
+    @property
+    def clone_base_uuid(self) -> uuid.UUID:
+        return uuid.uuid4()
+
+    @clone_base_uuid.setter
+    def clone_base_uuid(self, _value: uuid.UUID) -> None: ...
 
 
 def keep(patcher: EnginePatcher, prompt_id: str) -> None:

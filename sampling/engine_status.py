@@ -17,7 +17,8 @@ from .call_stats import last_run
 from .engine_handle import EngineHandle
 
 BUILDABLE = (
-    Reason.NO_ENGINE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.UNCHECKED, Reason.WRONG_GPU,
+    Reason.NO_ENGINE, Reason.BUILT_ELSEWHERE, Reason.STALE_ENGINE, Reason.BROKEN_ENGINE, Reason.UNCHECKED,
+    Reason.WRONG_GPU,
 )  # fmt: skip
 """Reasons for running native that a build ends."""
 

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import give_hint, hint_of, hints_by_size
 from ..comfy_model.whose_code import makes_hints_as_comfyui
+from ..sessions.cuda_capture import in_larger_graph
 
 LARGEST = 32 << 20
 """Bytes of the largest hint that is kept, and of the largest image: 20 and 10 pictures of 512 by 512 pixels."""
@@ -71,7 +72,7 @@ class KeptHints:
 
         It is the same tensor from call to call if the hint has versions, which show changes.
         """
-        if hint.is_inference():  # a kept repetition may be of older values
+        if hint.is_inference() or in_larger_graph():  # a kept repetition may be of older values
             return comfy.controlnet.broadcast_image_to(hint, batch, batched_number)
         made_for = (hint._version, batch, batched_number)
         known = self._repeated.get(hint)

@@ -32,6 +32,7 @@ from .nan_guard import redo_unless_finite, watch
 from .native_network import arguments_of, by_name, forward_arguments, run_native, with_residuals_copied
 from .native_weights import NativeWeights
 from .run_context import as_run, tensors_of_run
+from .several_gpus import COPIES, SharedRun, on_its_gpu
 from .steady_prompts import SteadyPrompts
 
 if TYPE_CHECKING:
@@ -77,14 +78,22 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
         wrappers[WrappersMP.APPLY_MODEL] = [kept.cast]
     if stacks:
         wrappers[WrappersMP.CALC_COND_BATCH].append(partial(run_stacks_at_once, backbone=handle))
+    callbacks: dict[str, list[Callable[..., Any]]] = {CallbacksMP.ON_PRE_RUN: [router.begin_run]}
+    takes_part = [router.native_weights] if works(Feature.STAGING) else []
+    takes_part += [router.shared] if works(Feature.SEVERAL_GPUS) else []
+    if takes_part:
+        wrappers[WrappersMP.PREPARE_SAMPLING] = [one.prepare for one in takes_part]
+        callbacks[CallbacksMP.ON_CLEANUP] = [one.end_run for one in takes_part]
+    if works(Feature.SEVERAL_GPUS):
+        callbacks[CallbacksMP.ON_MATCH_MULTIGPU_CLONES] = [router.match_copy]
     for place, ours in wrappers.items():
         patched.remove_wrappers_with_key(place, KEY)
         for wrapper in ours:
             patched.add_wrapper_with_key(place, KEY, wrapper)
-    patched.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
-    patched.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, router.begin_run)
-    if works(Feature.STAGING):
-        router.native_weights.attach(patched, KEY)
+    for event, ours in callbacks.items():
+        patched.remove_callbacks_with_key(event, KEY)
+        for callback in ours:
+            patched.add_callback_with_key(event, KEY, callback)
     patched.set_additional_models(KEY, [handle.patcher])
     return patched
 
@@ -127,22 +136,40 @@ class BackboneRouter(Shared):
         self._compiled: tuple[dict, Callable[..., torch.Tensor]] | None = None
         self.native_weights = NativeWeights(partial(_plan, handle, refusal, self._weight_patches))
         self.reached = Reached(handle)
+        self._copies: dict[torch.device, BackboneRouter] = {}
+        self.shared = SharedRun()
+
+    def match_copy(self, patcher: ModelPatcher, copy: ModelPatcher) -> None:
+        """Plan a run of ComfyUI's copy of the model on another GPU; an ON_MATCH_MULTIGPU_CLONES callback."""
+        if patcher.model is not self._base or self._refusal is not None:
+            return
+        device, known = copy.load_device, self._copies.get(copy.load_device)
+        if known is None or known._base is not copy.model:
+            known = self._copies[device] = BackboneRouter(copy, on_its_gpu(self._handle, copy), None)
+        _plan(known._handle, None, known._weight_patches, copy, {})
+        copy.set_additional_models(KEY, [known._handle.patcher])
 
     def begin_run(self, patcher: ModelPatcher) -> None:
         """Tell the session that ComfyUI has loaded the weights; an ON_PRE_RUN callback."""
-        if patcher.model is self._base and self._handle.session is not None:
-            self._handle.session.begin_run(patcher)
+        if patcher.model is self._base and works(Feature.SEVERAL_GPUS):
+            devices = {copy.load_device for copy in patcher.get_additional_models_with_key(COPIES)}
+            self._copies = {device: copy for device, copy in self._copies.items() if device in devices}
+        for router in (self, *self._copies.values()):
+            if patcher.model is router._base and router._handle.session is not None:
+                router._handle.session.begin_run(patcher)
 
     @torch.compiler.disable  # another node may compile the UNet: there is nothing to trace in an engine
     def __call__(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> torch.Tensor:
         called_on = executor.class_obj
-        if self._is_our_unet(called_on):
-            executor.original = partial(self._route, executor.original)
+        ours = (router for router in (self, *self._copies.values()) if router._is_our_unet(called_on))
+        if (router := next(ours, None)) is not None:
+            executor.original = partial(router._route, executor.original)
         elif (router := _router_of(called_on)) is not None:  # the second model of a guider that samples with two
             executor.original = partial(router._route, executor.original)
         else:
             executor.original = partial(self._pass_by, executor.original, called_on)
-        return executor(*args, **kwargs)
+        context = self.shared.here()
+        return executor(*args, **kwargs) if context is None else context.run(executor, *args, **kwargs)
 
     def _route(self, native: Callable[..., torch.Tensor], /, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Serve a call of our backbone: its forward's arguments and result."""
@@ -175,7 +202,7 @@ class BackboneRouter(Shared):
         self.reached.calls += 1
         given = by_name(forward_arguments(type(_uncompiled(called_on))), args, kwargs)
         if _on_several_gpus(given.get("transformer_options") or {}):
-            handle.serve(SEVERAL_GPUS, _never)
+            handle.serve(self._refusal or SEVERAL_GPUS, _never)
             return run_native(lambda: native(*args, **kwargs), handle.stats, handle.network.device)
         stats = open_stats(Role.BACKBONE.value, STRANGER, handle.node_id, device=handle.network.device)
         stats.count_native(Fallback(Reason.OTHER_MODEL, "the call is for another model, or a copy of ours"))
@@ -188,7 +215,7 @@ class BackboneRouter(Shared):
         """Return the reason why native has to serve a call, whatever its tensors, or None."""
         if patcher is None:
             return Fallback(Reason.OTHER_MODEL, "the call comes from outside of sampling")
-        if _on_several_gpus(options):
+        if _on_several_gpus(options) and not works(Feature.SEVERAL_GPUS):
             return SEVERAL_GPUS
         if (fallback := _why_not_patched_so(patcher, self._weight_patches, self._handle)) is not None:
             return fallback
@@ -279,9 +306,8 @@ def _never() -> EngineCall:
 
 SEVERAL_GPUS = Fallback(
     Reason.MODEL_PATCHED,
-    "MultiGPU CFG Split shares each step among GPUs; an engine is on one",
-    advice="remove MultiGPU CFG Split if you want the engine: on one GPU it is faster than the split "
-    "(two H100s: 6 steps took 0.14 s with the engine of one, 1.6 s shared)",
+    "MultiGPU CFG Split made a copy of the model that no engine is known for",
+    advice="remove MultiGPU CFG Split if you want the engine",
 )
 
 

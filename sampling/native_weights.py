@@ -24,7 +24,7 @@ import comfy.controlnet
 import torch
 from comfy import model_management, sampler_helpers
 from comfy import utils as comfy_utils
-from comfy.patcher_extension import CallbacksMP, WrappersMP
+from comfy.patcher_extension import CallbacksMP
 
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import knows_pins
@@ -159,13 +159,6 @@ class NativeWeights(Shared):
         self._memory = (0.0, 0.0)
         self._wanted = False
         self._gave_back = False
-
-    def attach(self, patcher: ModelPatcher, key: str) -> None:
-        """Take part in the runs of a patcher and its clones, instead of an earlier object with this key."""
-        patcher.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, key)
-        patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, key, self.prepare)
-        patcher.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, key)
-        patcher.add_callback_with_key(CallbacksMP.ON_CLEANUP, key, self.end_run)
 
     def prepare(
         self,

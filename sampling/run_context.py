@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +104,11 @@ def as_run(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
             return executor(*args, **kwargs)
     finally:
         run.tensors.release()  # somebody may still hold the run
+
+
+def in_run(context: Context | None) -> Context | None:
+    """Return a context to make a call in, where this thread belongs to no run although one is under way."""
+    return None if context is None or current_run() is not None else context.copy()
 
 
 def tensors_of_run() -> SteadyTensors | None:

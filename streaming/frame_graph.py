@@ -173,7 +173,7 @@ class FrameGraph:
         results = self._graphs.run(frame, given.tensors(), token=token)
         self._count()
         if self.captured and not before:
-            log.info("Hybrid TRT: frames of this stream are one CUDA graph, %.0f MB", self._graphs.bytes / 1e6)
+            log.info("Hybrid TRT: frames of this stream are one CUDA graph from now on")
         if self._graphs.plain is not None:
             log.info("Hybrid TRT: frames of this stream are no CUDA graph (%s)", self._graphs.plain)
             self._failed = self._fixed

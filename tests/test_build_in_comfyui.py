@@ -15,6 +15,7 @@ import pytest
 import slow
 from builds import ROOT, children, contents, gone, until
 from comfy_process import ComfyProcess
+from machine import Machine
 from scenarios import Scenario, compare, latent_of, native_latent, node, prompt, relative_difference
 
 LIMIT = 4.0
@@ -122,6 +123,38 @@ def test_a_prompt_that_builds_first_runs_native_after_a_cancel_and_the_next_one_
     assert until(lambda: running(comfy), 20), "the next press of Run builds it"
     comfy.interrupt(again)
     assert comfy.wait(again, timeout=30).status == "interrupted"
+
+
+@pytest.mark.fault("another machine builds the engine that a prompt waits for")
+def test_a_prompt_runs_native_while_another_machine_builds_its_engine_and_builds_when_that_has_given_up(
+    comfy: ComfyProcess,
+) -> None:
+    graph = prompt(OTHER.but(settings=BUILD_NOW | {"max_size": 320}), engines=True, name="elsewhere")
+    number = comfy.submit(graph)
+    assert until(lambda: running(comfy, "starting the exporter"), 60)
+    library = comfy.base / "models" / "trt_engines"
+    (lock,) = (path.name for path in library.glob(".*.lock") if not path.name.startswith(".building-"))
+    comfy.interrupt(number)
+    assert comfy.wait(number, timeout=30).status == "interrupted"
+    other = Machine(library, "another machine", silence=5.0)
+    try:
+        assert until(lambda: other.ask(f"take {lock}"), 10)
+        for _ in range(2):  # the second is not answered from ComfyUI's cache
+            began = time.monotonic()
+            native = comfy.queue(graph)
+            assert report(native) == {"engine": 0, "native": 4, "reasons": {"another machine builds it": 4}}
+            (text,) = native.output("unet_engine", "text")
+            assert f"nother machine builds it: process {other.process.pid} on " in text
+            assert "Same picture, normal speed; nothing to do: it is used as soon as it is in the library." in text
+            assert time.monotonic() - began < 20
+        assert not running(comfy)
+        other.ask("give")
+        number = comfy.submit(graph)
+        assert until(lambda: running(comfy, "starting the exporter"), 60), "the next press of Run builds it"
+        comfy.interrupt(number)
+        assert comfy.wait(number, timeout=30).status == "interrupted"
+    finally:
+        other.end()
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from hybrid_trt.engine_library import Library
 from hybrid_trt.sampling import control_stack
 from hybrid_trt.sampling.controlnet import back_with_engine
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
+from hybrid_trt.sampling.hint_cache import KeptHints
 from hybrid_trt.sampling.vae import vae_with_engines
 from hybrid_trt.sessions.cuda_capture import LargerGraph, part_of
 from hybrid_trt.sessions.cuda_graphs import GraphCache
@@ -282,3 +283,11 @@ def test_a_strength_on_the_device_scales_in_float32_as_a_gpu_does_with_a_number(
     scaled = [tensor.clone() for tensor in given]
     control_stack._scale(scaled, torch.tensor(0.7, dtype=torch.float32))
     assert all(torch.equal(one, (tensor.float() * 0.7).to(dtype)) for one, tensor in zip(scaled, given, strict=True))
+
+
+def test_a_repeated_hint_of_a_larger_graph_is_made_anew_from_its_buffer() -> None:
+    kept, buffer = KeptHints(), torch.ones(2, 3, 8, 8)
+    with part_of(LargerGraph()):
+        first = kept.repeated(buffer, 4, 2)
+        assert kept.repeated(buffer, 4, 2) is not first
+    assert kept.repeated(buffer, 4, 2) is kept.repeated(buffer, 4, 2)

@@ -184,7 +184,7 @@ def test_models_with_such_attributes_are_served(
 def test_clones_and_deep_clones_of_what_has_an_engine_take_one_keyword_more(fast_disk: None, controlled: Any) -> None:
     engine = controlled.handle.patcher
     clone = engine.clone()
-    assert (type(clone), clone.fast_disk, clone.model) == (EnginePatcher, False, engine.model)
+    assert (type(clone), clone.fast_disk, clone.model) == (type(engine), False, engine.model)
     assert type(engine.deepclone_multigpu(CPU)) is EnginePatcher
     reference = controlled.net.deepclone_multigpu(CPU)
     assert reference.control_model is not controlled.net.control_model.native

@@ -15,7 +15,7 @@ const PHRASES = [
     [/No engine was asked for in this prompt: no TRT node lies before this one, or the sampler's result came from ComfyUI's cache\./, "此任务没有用到引擎：此节点之前没有 TRT 节点，或采样结果来自 ComfyUI 的缓存。"],
     // a stream
     [/Stream: (\d+) frames, ([\d.]+) a second;/, "流：$1 帧，每秒 $2 帧；"], [/; (\d+) repeated, because their frames were alike/, "；$1 帧因与前一帧相似而重复使用图像"], [/; (\d+) made again at normal speed/, "；$1 帧按原速重做"],
-    ["Each frame was a sampling of its own, which takes longer: ", "每一帧单独采样，因此较慢："], ["the conditioning or the model carries weight hooks", "条件或模型带有权重钩子"], ["MultiGPU shares each step among GPUs", "MultiGPU 把每一步分到多个 GPU"],
+    ["Each frame was a sampling of its own, which takes longer: ", "每一帧单独采样，因此较慢："], ["the conditioning or the model carries weight hooks", "条件或模型带有权重钩子"], ["MultiGPU shares each step among GPUs", "MultiGPU 把每一步分到多个 GPU"], ["MultiGPU CFG Split made a copy of the model that no engine is known for", "MultiGPU CFG Split 复制了模型，而该副本没有已知的引擎"], ["remove MultiGPU CFG Split if you want the engine", "若要使用引擎，请移除 MultiGPU CFG Split"],
     ["latents of this kind of model are those of videos", "此类模型的潜空间是视频的形式"], [/another node \((.+?)\) acts on each sampling/, "另一个节点（$1）作用于每次采样"], ["another pack takes part in the sampling", "其他节点包参与采样"],
     ["this ComfyUI samples in a way that is not known", "此 ComfyUI 的采样方式未知"],
     ["Frames were sampled one after another: ", "逐帧采样："], ["the sampler is neither lcm nor euler", "采样器不是 lcm 或 euler"], ["a network of this kind may take all images of a batch for the same step", "此类网络可能把一批图像都当作同一步"],
@@ -47,7 +47,7 @@ const PHRASES = [
     ["build it again: its files are missing or damaged", "请重新构建：它的文件缺失或损坏"],
     ["press Check engine, or choose 'build first' on the engine node, to have it compared with the normal model", "点击“检查引擎”，或在引擎节点上选择“先构建”，与普通模型比较"],
     ["install the backend that the message names, or choose another on the engine node", "安装提示中的后端，或在引擎节点上选择其他后端"], ["build an engine for this GPU, or choose a backend that supports it", "为此 GPU 构建引擎，或选择支持它的后端"],
-    ["wire the same model into the engine node and the sampler patch", "把同一个模型连接到引擎节点和采样器补丁"], ["nothing to do: this kind of network has no engine yet and always runs at normal speed", "无需操作：这类网络还没有引擎，总是按原速运行"],
+    ["wire the same model into the engine node and the sampler patch", "把同一个模型连接到引擎节点和采样器补丁"], ["nothing to do: it is used as soon as it is in the library", "无需操作：引擎一进入引擎库就会被使用"], ["nothing to do: this kind of network has no engine yet and always runs at normal speed", "无需操作：这类网络还没有引擎，总是按原速运行"],
     ["choose a wider Picture size on the engine node and build again", "在引擎节点上选择更大的“图像尺寸”并重新构建"], ["build again for ", "重新构建，尺寸 "],
     ["put the LoRA before the engine node and build again, or set 'Engine is for' to any checkpoint and LoRA, or leave it: the normal model applies it", "把 LoRA 放在引擎节点之前并重新构建，或把“引擎适用于”设为“任意检查点和 LoRA”，或保持不变：由普通模型应用它"],
     ["remove the patch node (FreeU, PAG, HyperTile, IPAdapter ...) if you want the engine", "如需使用引擎，请移除补丁节点（FreeU、PAG、HyperTile、IPAdapter 等）"], ["remove the hooks from the conditioning if you want the engine", "如需使用引擎，请移除条件上的钩子"],
@@ -61,7 +61,7 @@ const PHRASES = [
     [/the build with (\w+) took longer than the ([\d.]+) minutes that the settings allow, so it was ended and the normal model keeps running; /, "用 $1 构建的时间超过设置所允许的 $2 分钟，因此已结束，普通模型继续运行；"],
     ["raise that limit in Settings > Hybrid TRT, or choose fewer sizes on the engine node", "请在“设置 > Hybrid TRT”中提高上限，或在引擎节点上选择更少的尺寸"],
     // why
-    ["no engine wired in", "没有接入引擎"], [/\bno engine\b/, "没有引擎"], [/\bbuild failed\b/, "构建失败"], ["stale engine", "引擎已过期"], ["broken engine", "引擎已损坏"], ["not checked here", "未在本机检验"], ["backend missing", "缺少后端"], ["wrong GPU", "GPU 不符"],
+    ["no engine wired in", "没有接入引擎"], [/\bno engine\b/, "没有引擎"], [/\bbuild failed\b/, "构建失败"], ["another machine builds it", "另一台机器正在构建它"], ["it took this build over, having seen no sign of life of this one for a while", "它接手了这次构建，因为一段时间没有看到本机的活动迹象"], ["stale engine", "引擎已过期"], ["broken engine", "引擎已损坏"], ["not checked here", "未在本机检验"], ["backend missing", "缺少后端"], ["wrong GPU", "GPU 不符"],
     ["engine of another model", "其他模型的引擎"], ["unsupported model", "不支持的模型"], ["size the engine was not built for", "引擎不含此尺寸"], ["hooks", "条件带有钩子"], ["weights patched", "权重被修改"], ["model patched", "模型被修改"], ["not called through TRT Sampler Patch", "未经“TRT 采样器补丁”调用"],
     ["made for another kind of model", "用于其他类型的模型"], ["unsupported input", "不支持的输入"], ["engine failed", "引擎出错"],
     [/(width|height) (\d+) px is outside the engine's (\d+) to (\d+) px/, "$2 像素超出引擎的 $3 到 $4 像素"], ["TRT UNet Engine is bypassed, muted or not connected", "“TRT UNet 引擎”被绕过、静音或未连接"],

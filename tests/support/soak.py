@@ -20,6 +20,8 @@ from scenarios import Control, Scenario, latent_of, prompt, relative_difference
 LIMITS = {"cpu": 1e-4, "cuda": 5e-2}
 """Of a picture. One or two steps of a second-order sampler with guidance enlarge the rounding of each call. A GPU
 computes in half precision; without its ControlNets a picture changes by 0.27 at least."""
+BUILDS = {"cpu": 0.08, "cuda": 0.02}
+"""Share of prompts of a long soak that build what they lack: half a minute each time on a GPU, some seconds on a CPU."""
 LORA = "tiny_sd15_lora.safetensors"
 SIZES = (48, 64, 64, 72, 96, 128)
 """Engines take 64 px and more."""
@@ -86,7 +88,8 @@ class Soak:
 
     def __init__(self, comfy: ComfyProcess, seed: int, long: bool, readings: int):
         self._comfy, self._random, self._long, self._readings = comfy, Random(seed), long, readings
-        self._limit = LIMITS[comfy.get("/system_stats")["devices"][0]["type"]]
+        device = comfy.get("/system_stats")["devices"][0]["type"]
+        self._limit, self._builds = LIMITS[device], BUILDS[device]
         self.seen = Figures(seed)
 
     def run(self, count: int, seconds: float = float("inf")) -> Figures:
@@ -105,7 +108,7 @@ class Soak:
         r = self._random
         unet = r.choices(("tiny_sd15_unet", "tiny_sd15_other_unet", FLAT), (6, 1, 2))[0]
         settings = dict(r.choice(SETTINGS))
-        if self._long and r.random() < 0.08:
+        if self._long and r.random() < self._builds:
             settings = {"when_missing": r.choice(("build now", "build now", "build in background"))}
         width, height = (r.choice(SIZES if self._long else SIZES[:4]) for _ in range(2))
         return Scenario(

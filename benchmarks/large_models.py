@@ -1,0 +1,336 @@
+"""Flux.1, Z-Image, Krea 2 and Qwen-Image at full size: a step of ComfyUI's sampling, native and on a torch engine.
+
+    python benchmarks/large_models.py --comfyui ~/ComfyUI --base /tmp/benchmark --out large.json --cases flux1_1024
+
+Each row is a case: ``native_ms`` and ``engine_ms`` are medians of the steps of whole samplings in one process, cfg 1,
+and ``rel_err`` compares a latent after one step. ``*_peak_mb`` is the most GPU memory in use while sampling,
+``build_mb`` the most main memory of all processes during the build, less what this one had before. ``first_step_s`` is
+a sampling of one step right after the build: the compiled file is opened. Weights are random, made on the GPU, in no
+file. ``--tiny`` tries all of it with tiny models on a CPU: its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import networks
+import psutil
+import tiny_models
+import torch
+from timing import PeakMemory
+from tiny_transformers import FLUX1, KREA2, QWEN_IMAGE, ZIMAGE, let_comfyui_load_zimage
+
+_FLUX1 = FLUX1 | {"hidden_size": 3072, "num_heads": 24, "context_in_dim": 4096, "vec_in_dim": 768, "depth": 19,
+                  "depth_single_blocks": 38}  # fmt: skip
+_ZIMAGE = ZIMAGE | {"dim": 3840, "n_layers": 30, "n_heads": 30, "n_kv_heads": 30, "cap_feat_dim": 2560,
+                    "axes_dims": [32, 48, 48]}  # fmt: skip
+_QWEN = {"in_channels": 64, "num_layers": 60, "attention_head_dim": 128, "num_attention_heads": 24,
+         "joint_attention_dim": 3584, "axes_dims_rope": [16, 56, 56]}  # fmt: skip
+_KREA2 = {"features": 6144, "heads": 48, "kvheads": 12, "layers": 28, "txtdim": 2560, "txtlayers": 12}
+_PRO2 = {"depth": 6, "depth_single_blocks": 0, "control_latent_channels": 16}
+STEPS = 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its calls.
+
+    Attributes:
+        network: kind of network, as ``tiny_models`` names it.
+        width: features of a prompt's token; ``pooled`` those of the prompt as a whole.
+        eight_bit: attention and feed-forward layers are float8.
+        control: one Flux ControlNet as large as Union Pro 2 acts in each step.
+    """
+
+    network: str
+    config: dict[str, Any]
+    tiny: dict[str, Any]
+    side: int
+    tokens: int
+    width: int
+    tiny_width: int
+    pooled: int = 0
+    eight_bit: bool = False
+    control: bool = False
+
+
+_FLUX = Case("flux", _FLUX1, FLUX1, 1024, 512, 4096, 64, pooled=768)
+_Z = Case("zimage", _ZIMAGE, ZIMAGE, 1024, 128, 2560, 64)
+CASES = {
+    "flux1_1024": _FLUX, "flux1_512": replace(_FLUX, side=512), "flux1_1024_fp8": replace(_FLUX, eight_bit=True),
+    "flux1_1024_cn": replace(_FLUX, control=True), "zimage_1024": _Z, "zimage_512": replace(_Z, side=512),
+    "zimage_1024_fp8": replace(_Z, eight_bit=True),
+    "krea2_1024_fp8": Case("krea2", _KREA2, KREA2, 1024, 64, 12 * 2560, 240, eight_bit=True),
+    "qwen_1328_fp8": Case("qwen_image", _QWEN, QWEN_IMAGE | {"in_channels": 64, "num_layers": 2}, 1328, 64, 3584, 48,
+                          eight_bit=True),
+}  # fmt: skip
+
+
+def drawn(network: str, config: dict[str, Any], eight_bit: bool, device: str) -> dict[str, torch.Tensor]:
+    """Random weights in main memory, bfloat16 but for layers in eight bits; drawn on the device."""
+    shapes = tiny_models._SHAPES[network](config)
+    kind, scale = "float8_e4m3fn", tiny_models._QUANTISED["float8_e4m3fn"][1]
+    marker = torch.tensor(list(tiny_models._quantised_as(kind)), dtype=torch.uint8)
+    found = {}
+    for name, shape in shapes.items():
+        values = torch.randn(shape, device=device)
+        if len(shape) > 1:
+            values *= 1 / max(1, torch.Size(shape[1:]).numel()) ** 0.5
+        else:
+            values = 0.05 * values + (1.0 if name.endswith(("weight", "scale")) else 0.0)
+        layer = name.removesuffix(".weight")
+        if eight_bit and len(shape) == 2 and _is_in_blocks(name):
+            found |= {f"{layer}.weight_scale": torch.tensor(scale), f"{layer}.comfy_quant": marker}
+            found[name] = (values / scale).clamp(-448, 448).to(torch.float8_e4m3fn).cpu()
+        else:
+            found[name] = values.to(torch.bfloat16).cpu()
+    return found
+
+
+def _is_in_blocks(name: str) -> bool:
+    return name.endswith(".weight") and any(part in name for part in (
+        "double_blocks.", "single_blocks.", "transformer_blocks.", "layers.", "blocks.")) and not any(
+        part in name for part in ("norm", "modulation", "adaLN", "mod."))  # fmt: skip
+
+
+class Model:
+    """A case's model with its conditioning, native and on an engine."""
+
+    def __init__(self, case: Case, base: Path, tiny: bool):
+        import comfy.controlnet
+        import comfy.sd
+        from hybrid_trt.backends import backends
+        from hybrid_trt.backends.lookup import EngineChoice
+        from hybrid_trt.comfy_model.network import NativeNetwork
+        from hybrid_trt.engine_library import Library
+
+        self.case, self.side = case, 128 if tiny else case.side
+        device = "cpu" if tiny else "cuda"
+        config, width = (case.tiny, case.tiny_width) if tiny else (case.config, case.width)
+        weights = drawn(case.network, config, case.eight_bit, device)
+        self.native = comfy.sd.load_diffusion_model_state_dict(weights)
+        self.control = None
+        if case.control:
+            control = config | (_PRO2 | {"depth": 1} if tiny else _PRO2)
+            self.control = comfy.controlnet.load_controlnet_state_dict(
+                drawn("flux_controlnet", control, False, device))
+        del weights
+        pooled = {"pooled_output": torch.randn(1, config.get("vec_in_dim") or case.pooled)} if case.pooled else {}
+        self.prompt = torch.randn(1, case.tokens, width), pooled
+        self.network = NativeNetwork.of_model(self.native, "model")
+        self.library, self.backend = Library([base / "models" / "trt_engines"]), backends()["torch"]
+        self.choice = EngineChoice(self._profile(), "auto", "torch")
+        self.patched: Any = None
+
+    def _profile(self) -> Any:
+        from hybrid_trt.architectures.shapes import Profile
+
+        return Profile.around(self._calls(self.network))
+
+    def _calls(self, network: Any) -> list[dict[str, int]]:
+        from hybrid_trt.architectures.shapes import Picture, RequestedSizes
+
+        architecture = network.architecture()
+        profile = architecture.profile(RequestedSizes(max_tokens=self.case.tokens))
+        unit = architecture.symbols["T"].step
+        calls = architecture.calls(profile, Picture(self.side, self.side, (1,)))
+        return [call | {"T": -(-self.case.tokens // unit)} for call in calls]
+
+    def build(self) -> float:
+        """Build the engine of the backbone, and of the ControlNet; return the error that its build measured."""
+        from hybrid_trt.comfy_model.network import NativeNetwork
+        from hybrid_trt.sampling.controlnet import back_with_engine
+        from hybrid_trt.sampling.engine_handle import EngineHandle
+        from hybrid_trt.sampling.model_wrapper import patch_model
+
+        error = self._built(self.network)
+        self.handles = [EngineHandle(self.network, self.choice, self.library, "model")]
+        self.patched = patch_model(self.native, self.handles[0])
+        self.backed = None
+        if self.control is not None:
+            network = NativeNetwork.of_controlnet(self.control, "control")
+            self._built(network)
+            self.handles.append(EngineHandle(network, self.choice, self.library, "control"))
+            self.backed = back_with_engine(self.control, self.handles[1])
+        return error
+
+    def _built(self, network: Any) -> float:
+        from hybrid_trt.architectures.shapes import Profile
+        from hybrid_trt.engine_builder.build import build_engine
+        from hybrid_trt.engine_builder.order import BuildOrder
+
+        calls = self._calls(network)
+        order = BuildOrder(network, network.precision, Profile.around(calls), self.backend, calls=tuple(calls))
+        return build_engine(order, self.library, lambda *_: None).manifest.parity["rel_err"]
+
+    def sample(self, engines: bool, steps: int, seed: int = 1) -> tuple[torch.Tensor, list[float]]:
+        """A sampling by ComfyUI's code: the latent, and the milliseconds from one step to the next."""
+        import comfy.sample
+
+        format_ = self.native.get_model_object("latent_format")
+        side = self.side // 8
+        shape = (1, format_.latent_channels, *([1] if format_.latent_dimensions == 3 else []), side, side)
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        tokens, options = self.prompt
+        options = dict(options)
+        net = self.backed if engines else self.control
+        if net is not None:
+            image = torch.rand(1, 3, self.side, self.side, generator=torch.Generator().manual_seed(2))
+            options |= {"control": self._with_image(net, image), "control_apply_to_uncond": False}
+        stamps: list[Any] = []
+        conds = [[tokens, options]]
+        latent = comfy.sample.sample(
+            self.patched if engines else self.native, noise, steps, 1.0, "euler", "simple", conds, conds,
+            torch.zeros(shape), callback=lambda *_: stamps.append(_now()), disable_pbar=True, seed=seed)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return latent, [_between(a, b) for a, b in zip(stamps[:-1], stamps[1:], strict=True)]
+
+    def _with_image(self, net: Any, image: torch.Tensor) -> Any:
+        encoder = _Encoder(self.native.get_model_object("latent_format").latent_channels)
+        return net.copy().set_cond_hint(image, 0.7, (0.0, 1.0), vae=encoder)
+
+
+class _Encoder:
+    """Stands for a VAE: a ControlNet of Flux takes a latent as its hint, and which one does not matter here."""
+
+    downscale_ratio = 8
+
+    def __init__(self, channels: int):
+        self.channels = channels
+
+    def encode(self, image: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.interpolate(image.movedim(-1, 1), scale_factor=1 / 8).mean(1, True).repeat(
+            1, self.channels, 1, 1)
+
+    def spacial_compression_encode(self) -> int:
+        return 8
+
+
+def _now() -> Any:
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start: Any, end: Any) -> float:
+    return 1000 * (end - start) if isinstance(start, float) else start.elapsed_time(end)
+
+
+class MainMemory:
+    """The most main memory of this process and its children inside the block, in MB, less what it had before."""
+
+    def __enter__(self) -> MainMemory:
+        self.peak, self._before, self._ended = 0.0, self._used(), threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.2):
+            self.peak = max(self.peak, self._used() - self._before)
+
+    @staticmethod
+    def _used() -> float:
+        this, total = psutil.Process(), 0
+        for process in (this, *this.children(recursive=True)):
+            try:
+                total += process.memory_info().rss - process.memory_info().shared
+            except psutil.Error:
+                continue
+        return total / 1e6
+
+
+def measure(case: Case, base: Path, tiny: bool) -> dict[str, Any]:
+    """Return a case's row."""
+    from hybrid_trt.engine_library.engine import relative_error
+
+    memory = None if tiny else PeakMemory()
+    steps = 3 if tiny else STEPS
+    model = Model(case, base, tiny)
+    row: dict[str, Any] = {"precision": model.network.precision, "side": model.side, "tokens": case.tokens}
+    wanted, _ = model.sample(False, 1)
+    row["native_ms"], row["native_peak_mb"] = timed(memory, lambda: model.sample(False, steps)[1])
+    started = time.perf_counter()
+    with MainMemory() as main:
+        row["build_error"] = model.build()
+    row |= {"build_s": round(time.perf_counter() - started, 1), "build_mb": round(main.peak)}
+    started = time.perf_counter()
+    found, _ = model.sample(True, 1)
+    row["first_step_s"] = round(time.perf_counter() - started, 2)
+    row["rel_err"] = relative_error(found, wanted)
+    model.sample(True, 3)
+    row["engine_ms"], row["engine_peak_mb"] = timed(memory, lambda: model.sample(True, steps)[1])
+    row["faster"] = round(row["native_ms"] / row["engine_ms"], 3)
+    row["served"] = [(handle.stats.kind, handle.stats.engine_name, handle.stats.engine, handle.stats.native,
+                      dict(handle.stats.details), handle.stats.why_plain) for handle in model.handles]  # fmt: skip
+    return row
+
+
+def timed(memory: PeakMemory | None, sample: Callable[[], list[float]]) -> tuple[float, float | None]:
+    """Return the median milliseconds of a step, the first two left out, and the most GPU memory in MB."""
+    gc.collect()
+    if memory is None:
+        return round(statistics.median(sample()), 2), None
+    with memory:
+        steps = sample()
+    return round(statistics.median(steps[2:]), 2), round(memory.peak)
+
+
+def let_comfyui_load_tiny_models() -> None:
+    """Add sizes that ComfyUI reads off no file."""
+    from comfy import model_detection
+
+    let_comfyui_load_zimage()
+    own = model_detection.detect_unet_config
+
+    def with_more_sizes(*args: Any, **kwargs: Any) -> dict[str, Any] | None:
+        found = own(*args, **kwargs)
+        return found | QWEN_IMAGE if found is not None and found.get("image_model") == "qwen_image" else found
+
+    model_detection.detect_unet_config = with_more_sizes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--comfyui", type=Path, required=True)
+    parser.add_argument("--base", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU, to try the script")
+    options = parser.parse_args()
+    networks.import_pack(options.comfyui)
+    if options.tiny:
+        tiny_models.import_comfy_on_cpu()
+        let_comfyui_load_tiny_models()
+    meta = {"gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "a CPU", "torch": torch.__version__,
+            "date": datetime.now(timezone.utc).date().isoformat(),
+            "command": " ".join(["python benchmarks/large_models.py", *sys.argv[1:]])}  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    with torch.inference_mode():
+        for name in options.cases:
+            rows.append({"case": name, **measure(CASES[name], options.base, options.tiny)})
+            print(json.dumps(rows[-1]), flush=True)
+            options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""MultiGPU CFG Split: each GPU's copy of the UNet runs on an engine of its own, or natively with a reason.
+
+The second GPU is a double, the CPU under another name. What only GPUs show is in ``test_two_gpus_gpu.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import comfy.multigpu
+import pytest
+import torch
+from any_weights import lora
+from comfy import model_management
+from comfy.controlnet import ControlNet
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
+from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.engine_library import Library, Reason
+from hybrid_trt.sampling.engine_handle import EngineHandle
+from hybrid_trt.sampling.model_wrapper import KEY, BackboneRouter
+from hybrid_trt.sessions.file_session import FileSession
+from memory_fixtures import Controlled, controlnet, file, files, library, nothing_loaded
+from patched import LIMIT, NAME, PROFILE, Patched, gone, load, sampling_node
+
+from sampling import STEPS, error, sample
+
+__all__ = ["controlnet", "file", "files", "library", "nothing_loaded"]  # fixtures: pytest finds them by name
+
+CALLS = 2 * STEPS
+"""Of a run: each step calls the UNet once on each GPU."""
+SECOND = torch.device("cpu", 1)
+
+
+@pytest.fixture(autouse=True)
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [torch.device("cpu"), SECOND]
+    monkeypatch.setattr(model_management, "get_all_torch_devices",
+                        lambda exclude_current=False: devices[int(exclude_current):])  # fmt: skip
+
+
+def split(model: ModelPatcher) -> ModelPatcher:
+    return comfy.multigpu.create_multigpu_deepclones(model, 2)
+
+
+class Split:
+    """A model with an engine, and its copy on a second GPU."""
+
+    def __init__(self, file: Path, library: Library, backend: str = "onnxruntime"):
+        self.file = file
+        self.patched = Patched(load(file), library, backend)
+        self.model = split(self.patched.model)
+
+    def sample(self, model: ModelPatcher | None = None, **options: Any) -> torch.Tensor:
+        with sampling_node():
+            return sample(model or self.model, **options)
+
+    def natively(self, **options: Any) -> torch.Tensor:
+        return sample(split(load(self.file)), **options)
+
+    def with_lora(self, model: ModelPatcher) -> ModelPatcher:
+        patched = model.clone()
+        assert patched.add_patches(lora(self.patched.handle.network, 7), 1.0)
+        return patched
+
+    @property
+    def router(self) -> BackboneRouter:
+        (router,) = self.model.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY)
+        return router
+
+    @property
+    def second(self) -> EngineHandle:
+        return self.router._copies[SECOND]._handle
+
+
+@pytest.fixture
+def both(file: Path, library: Library) -> Iterator[Split]:
+    made = Split(file, library)
+    yield made
+    made.model.set_additional_models("multigpu", [])
+
+
+@pytest.mark.parametrize(("backend", "kind"), [("onnxruntime", FileSession), ("torch", LiveSession)])
+def test_each_gpu_has_an_engine_of_its_own_and_the_picture_is_natives(
+    file: Path, library: Library, backend: str, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, calls = Split(file, library, backend), []
+    run = kind.run
+
+    def counted(self: Any, *rest: Any) -> dict[str, torch.Tensor]:
+        calls.append((self, threading.get_ident()))
+        return run(self, *rest)
+
+    monkeypatch.setattr(kind, "run", counted)
+    for seed in (1, 2):
+        calls.clear()
+        assert error(both.sample(seed=seed), both.natively(seed=seed)) <= LIMIT
+        assert both.patched.counts == (CALLS, 0)
+        assert len(calls) == CALLS
+        sessions, threads = ({call[i] for call in calls} for i in (0, 1))
+        assert sessions == {both.patched.handle.session, both.second.session}
+        assert {session.device for session in sessions} == {torch.device("cpu"), SECOND}
+        assert len(threads) == 2
+        assert threading.get_ident() not in threads
+
+
+def test_the_engine_of_a_second_gpu_stays_open_from_run_to_run(both: Split) -> None:
+    both.sample()
+    session = both.second.session
+    assert session.loaded
+    both.sample(seed=2)
+    assert both.second.session is session
+    assert session.loaded
+    assert both.patched.handle.stats.reopened == 0
+
+
+@pytest.mark.fault("an engine gives values that are no numbers (NaN) on one of several GPUs")
+@pytest.mark.parametrize("which", [pytest.param("first", marks=pytest.mark.slow), "second"])
+def test_native_does_the_run_again_on_all_gpus_when_an_engine_of_one_gives_no_numbers(
+    both: Split, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both.sample(seed=5)
+    session = (both.patched.handle if which == "first" else both.second).session
+    run = session.run
+
+    def broken(*args: Any) -> dict[str, torch.Tensor]:
+        results = run(*args)
+        next(iter(results.values())).view(-1)[7] = float("nan")
+        return results
+
+    monkeypatch.setattr(session, "run", broken)
+    latent = both.sample()
+    assert latent.isfinite().all()
+    assert error(latent, both.natively()) <= LIMIT
+    stats = both.patched.handle.stats
+    assert (stats.engine, stats.native) == (CALLS, CALLS)
+    assert stats.reasons == {Reason.ENGINE_FAILED.value: CALLS}
+
+
+@pytest.mark.fault("one of several GPUs has no engine of its kind")
+def test_a_gpu_without_an_engine_runs_native_with_a_reason_and_the_others_run_on_theirs(
+    both: Split, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refresh = EngineHandle.refresh
+    monkeypatch.setattr(EngineHandle, "refresh",
+                        lambda self: gone(self) if self.network.device == SECOND else refresh(self))  # fmt: skip
+    assert error(both.sample(), both.natively()) <= LIMIT
+    assert both.patched.counts == (STEPS, STEPS)
+    assert both.patched.handle.stats.reasons == {Reason.NO_ENGINE.value: STEPS}
+
+
+@pytest.mark.fault("a LoRA stands behind the engine of several GPUs")
+def test_a_lora_behind_the_engine_acts_as_in_native_on_each_gpu(both: Split) -> None:
+    latent = both.sample(both.with_lora(both.model))
+    assert error(latent, sample(both.with_lora(split(load(both.file))))) <= LIMIT
+    assert error(latent, both.natively()) > 100 * LIMIT
+    assert both.patched.counts == (0, CALLS)
+    assert both.patched.handle.stats.reasons == {Reason.WEIGHTS_PATCHED.value: CALLS}
+    assert error(both.sample(), both.natively()) <= LIMIT
+    assert both.patched.counts == (CALLS, 0)
+
+
+@pytest.mark.slow
+def test_live_weights_follow_a_lora_on_each_gpu(file: Path, library: Library) -> None:
+    both = Split(file, library, "torch")
+
+    both.sample()
+    latent = both.sample(both.with_lora(both.model))
+    assert error(latent, sample(both.with_lora(split(load(file))))) <= LIMIT
+    assert error(latent, both.natively()) > 100 * LIMIT
+    assert both.patched.counts == (CALLS, 0)
+    assert error(both.sample(), both.natively()) <= LIMIT
+
+
+def test_without_the_split_the_model_runs_as_before_and_its_copies_may_go(both: Split) -> None:
+    both.sample()
+    copy = weakref.ref(both.router._copies[SECOND]._base)
+    assert error(both.patched.sample(), sample(load(both.file))) <= LIMIT
+    assert both.patched.counts == (STEPS, 0)
+    assert both.router.shared.context is None
+    both.model = both.patched.model
+    model_management.unload_all_models()
+    gc.collect()
+    assert copy() is None
+
+
+def test_controlnets_run_on_engines_of_each_gpu_which_stay_open(
+    files: dict[str, Path], controlnet: ControlNet, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Split(files[NAME], library, "torch")
+    controlled = Controlled(both.patched.native, controlnet, library)
+    control, sessions = controlled.net.control_model, []
+    for seed in (1, 2):
+        latent = both.sample(seed=seed, control=controlled.net)
+        assert error(latent, both.natively(seed=seed, control=controlled.plain.copy())) <= LIMIT
+        second = controlled.net.multigpu_clones[SECOND].control_model
+        assert second is control.on_gpus[SECOND]
+        sessions.append([control.handle.session, second.handle.session])
+        assert [session.device for session in sessions[-1]] == [torch.device("cpu"), SECOND]
+        assert (control.handle.stats.engine, control.handle.stats.native) == (CALLS, 0)
+        assert both.patched.counts == (CALLS, 0)
+        assert control.run is second.run is None, "it ended"
+        monkeypatch.setattr(LiveSession, "unload", lambda self: pytest.fail(f"{self.status(PROFILE)} is closed"))
+    monkeypatch.undo()
+    assert sessions[0] == sessions[1]
+    assert all(session.loaded for session in sessions[0])
+    assert controlled.handle.stats.reopened == 0
+    assert error(latent, both.natively(seed=2)) > 100 * LIMIT
+
+
+@pytest.mark.slow
+@pytest.mark.fault("a ControlNet's engine gives values that are no numbers (NaN) on one of several GPUs")
+def test_native_does_the_run_again_when_a_controlnets_engine_on_one_gpu_gives_no_numbers(
+    files: dict[str, Path], controlnet: ControlNet, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Split(files[NAME], library, "torch")
+    controlled = Controlled(both.patched.native, controlnet, library)
+    both.sample(seed=5, control=controlled.net)
+    session = controlled.net.control_model.on_gpus[SECOND].handle.session
+    run = session.run
+
+    def broken(*args: Any) -> dict[str, torch.Tensor]:
+        results = run(*args)
+        next(iter(results.values())).view(-1)[7] = float("nan")
+        return results
+
+    monkeypatch.setattr(session, "run", broken)
+    latent = both.sample(control=controlled.net)
+    assert error(latent, both.natively(control=controlled.plain)) <= LIMIT
+    assert both.patched.counts == (CALLS, CALLS)
+    assert (controlled.handle.stats.engine, controlled.handle.stats.native) == (CALLS, CALLS)
