@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
+from ..sampling.model_wrapper import KEY
 from .frame_graph import FrameInputs
 from .open_sampling import Noise
 from .settings import STEPS_AS_BATCH
@@ -99,15 +100,23 @@ def why_apart(model: ModelPatcher, conds: Mapping[str, Conditioning], sampler_na
         return f"the sampler is neither {' nor '.join(STEPS_AS_BATCH)}"
     if not isinstance(model.model.diffusion_model, UNetModel):
         return "a network of this kind may take all images of a batch for the same step"
-    options = model.model_options
-    others = [name for name in options if options[name] and name != "transformer_options"]
-    patches = [name for name, held in options.get("transformer_options", {}).items() if held]
-    if others or set(patches) - {"wrappers", "callbacks"}:
+    if _another_acts_on_steps(model):
         return "another node acts on each step"
     entries = [entry for conditioning in conds.values() for entry in conditioning]
     if not all(_is_of_all_steps(text, options) for text, options in entries):
         return "a prompt acts on a part of the steps or of the picture"
     return ""
+
+
+def _another_acts_on_steps(model: ModelPatcher) -> bool:
+    """Tell whether another node does something in each step: it may take the first image's step for that of all."""
+    options, rest = dict(model.model_options), dict(model.object_patches)
+    patches = dict(options.pop("transformer_options", {}))
+    rest.pop("model_sampling", None)
+    added = (model.wrappers, model.callbacks, patches.pop("wrappers", {}), patches.pop("callbacks", {}))
+    names = {name for places in added for held in places.values() for name, functions in held.items() if functions}
+    settings = [value for part in (options, patches) for value in part.values()]
+    return bool(names - {KEY} or rest) or any(isinstance(value, torch.Tensor) or value for value in settings)
 
 
 def _is_of_all_steps(text: torch.Tensor, options: Mapping[str, Any]) -> bool:

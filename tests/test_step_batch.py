@@ -185,6 +185,20 @@ def test_a_still_camera_gets_its_picture_after_as_many_frames_as_there_are_steps
 
 
 @pytest.mark.slow
+def test_any_patch_of_another_node_acts_on_each_frame_in_work_as_in_stock(comfy: ComfyProcess) -> None:
+    """Each kind of patch: where it may look at the step of one image alone, frames are sampled one after another."""
+    (kinds,) = [options["options"] for name, (_, options) in
+                comfy.object_info("TestModelPatch")["input"]["required"].items() if name == "kind"]  # fmt: skip
+    differences = {}
+    for kind in [kind for kind in kinds if kind.startswith("sd15/")]:
+        case = Case(frames=2, cfg=3.0, sampler="euler", controls=1, images=1, end=1.0,
+                    patch=("TestModelPatch", {"kind": kind}))  # fmt: skip
+        differences[kind], _ = compared(comfy, case, **AT_ONCE)
+    assert len(differences) > 30
+    assert max(differences.values()) <= LIMIT, differences
+
+
+@pytest.mark.slow
 def test_frames_in_work_on_engines_are_those_of_stock_nodes(comfy: ComfyProcess) -> None:
     case = Case(controls=2, cfg=3.0, sampler="euler", frames=4, images=4, end=1.0, vae="tiny_sdxl_taesd")
     difference, history = compared(comfy, case, engines=True, **AT_ONCE)
