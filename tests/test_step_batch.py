@@ -237,7 +237,7 @@ def test_native_makes_the_frame_again_that_an_engine_spoilt_and_no_other(
     assert patched.counts == (len(frames) + OWN.steps - 1, OWN.steps), "calls on engines, and native ones"
 
 
-@pytest.mark.fault("a stream is interrupted")
+@pytest.mark.fault("a stream is interrupted while frames are in work")
 def test_a_stream_that_is_interrupted_with_frames_in_work_leaves_the_model_as_it_was(
     file: Path, vae: comfy.sd.VAE, net: Any
 ) -> None:
