@@ -21,7 +21,7 @@ LIMITS = {"cpu": 1e-4, "cuda": 5e-2}
 """Of a picture. One or two steps of a second-order sampler with guidance enlarge the rounding of each call. A GPU
 computes in half precision; without its ControlNets a picture changes by 0.27 at least."""
 BUILDS = {"cpu": 0.08, "cuda": 0.02}
-"""Share of prompts of a long soak that build what they lack: half a minute each time on a GPU, some seconds on a CPU."""
+"""Share of prompts of a long soak that build what they lack, for half a minute each time on a GPU."""
 LORA = "tiny_sd15_lora.safetensors"
 SIZES = (48, 64, 64, 72, 96, 128)
 """Engines take 64 px and more."""
