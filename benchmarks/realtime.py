@@ -48,7 +48,7 @@ WARM = 3 * DISTINCT
 
 @dataclass(frozen=True)
 class Case:
-    """A way to make pictures of frames; without frames, of noise."""
+    """A way to make pictures of frames; without frames, of noise. ``at_once``: steps of neighbouring frames are."""
 
     name: str
     family: str
@@ -57,11 +57,13 @@ class Case:
     steps: int
     sampler: str = "lcm"
     denoise: float = 0.6
+    at_once: bool = False
 
 
 CASES = {case.name: case for case in (
     Case("turbo_1step_1cn_taesd", "sd15", "taesd", 1, 1), Case("turbo_1step_1cn_kl", "sd15", "kl", 1, 1),
     Case("lcm_4step_2cn_taesd", "sd15", "taesd", 2, 4),
+    Case("lcm_4step_2cn_taesd_batch", "sd15", "taesd", 2, 4, at_once=True),
     Case("sdxl_turbo_2step_1cn_taesd", "sdxl", "taesd", 1, 2, "euler"),
 )}  # fmt: skip
 PROMPT = Case("prompt_1step_0cn", "sd15", "kl", 0, 1, denoise=1.0)
@@ -119,8 +121,9 @@ def common(case: Case, scale: Scale, engines: bool) -> Prompt:
     for i in range(case.controls):
         built[f"net_{i}"] = node("ControlNetLoader", control_net_name=f"{scale.control(case.family, i)}.safetensors")
     if engines:
+        room = {"max_images": case.steps} if case.at_once else {}
         built["accelerate"] = node("TRTAccelerate", model=["model", 0], vae=["vae", 0], **nets,
-                                   **(TINY_ENGINE if scale.tiny else ENGINE) | scale.missing)
+                                   **(TINY_ENGINE if scale.tiny else ENGINE) | scale.missing | room)
     return built
 
 
@@ -186,7 +189,8 @@ def stream(case: Case, scale: Scale, frames: int, save: bool = False) -> Prompt:
     built["first"] = node("ImageFromBatch", image=["video", 0], batch_index=0, length=1)
     built["stream"] = node(
         "TRTStream", model=model, vae=vae, positive=positive, negative=negative, frames=["frames", 0], seed=7,
-        control_images="the frame", seed_each_frame="the same", similar_frames=0.0, **sampling_of(case))
+        control_images="the frame", seed_each_frame="the same", similar_frames=0.0,
+        steps_as_batch=case.at_once, **sampling_of(case))
     built["report"] = node("TRTReport", after=["stream", 0], time_calls=False)
     if not save:
         return built
@@ -243,7 +247,7 @@ def streamed(comfy: ComfyProcess, case: Case, scale: Scale, native: dict[str, An
         "native_fps": native["fps"], "native_p50_ms": native["p50_ms"], "native_p95_ms": native["p95_ms"],
         "frames": times["frames"], "node_s": round(history.seconds, 2), "first_run_s": round(built_s, 1),
         "rel_err": max(relative_difference(a, b) for a, b in zip(shown, wanted, strict=True)),
-        "one_by_one": times["one_by_one"], "host_waits_in_80_frames": waits,
+        "one_by_one": times["one_by_one"], "steps_apart": times["steps_apart"], "host_waits_in_80_frames": waits,
         "served": [(row["name"], row["kind"], row["backend"], row["engine"], row["native"], row["reasons"])
                    for row in report["rows"]],
     }  # fmt: skip

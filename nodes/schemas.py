@@ -293,6 +293,15 @@ def stream(samplers: Sequence[str], schedulers: Sequence[str]) -> io.Schema:
                 tooltip="A live stream ends when no page and no program is connected for so long.",
                 advanced=True,
             ),
+            io.Boolean.Input(
+                "steps_as_batch",
+                display_name="steps of neighbouring frames at once",
+                default=False,
+                optional=True,
+                tooltip="More frames a second at two steps and more, with lcm or euler: frames at different steps "
+                "share each call. A picture comes as many frames later as there are steps, less one.",
+                advanced=True,
+            ),
         ],
         outputs=[io.Image.Output("pictures", display_name="pictures", tooltip="One for each frame.")],
         hidden=[io.Hidden.unique_id],

@@ -15,6 +15,7 @@ from typing import Any
 from comfy_execution.graph import DynamicPrompt
 
 from ..architectures.shapes import VAE_SETTINGS, Picture
+from ..streaming.settings import STEPS_AS_BATCH
 from .read_graph import class_of, inputs_of, is_link, is_node, node_of, nodes_of
 
 MODEL_NAME_INPUTS = ("unet_name", "ckpt_name", "control_net_name", "vae_name", "model_name")
@@ -165,7 +166,7 @@ def samplers_of(prompt: Mapping[str, Any], node_id: str, readers: Mapping[str, S
 def picture_of(prompt: Mapping[str, Any], sampler: str) -> Picture | None:
     """Return the picture of a sampler, None where it is not certain or the node is none."""
     if class_of(prompt, sampler) == STREAM:
-        asked = (*_frame_size(prompt, sampler), 1)
+        asked = (*_frame_size(prompt, sampler), _frames_at_once(inputs_of(prompt, sampler)))
     else:
         latent = inputs_of(prompt, sampler).get("latent_image")
         if not is_link(latent) or not _EMPTY.search(class_of(prompt, latent[0])):
@@ -176,6 +177,11 @@ def picture_of(prompt: Mapping[str, Any], sampler: str) -> Picture | None:
     if not all(isinstance(n, int) and 0 < n < MAX_NUMBER for n in (width, height, images)):
         return None
     return Picture.sampled(width, height, images, _cfg(prompt, sampler))
+
+
+def _frames_at_once(inputs: Mapping[str, Any]) -> Any:
+    """Return the number of a stream's frames that share a call: one, or one at each step."""
+    return inputs.get("steps") if inputs.get("steps_as_batch") and inputs.get("sampler_name") in STEPS_AS_BATCH else 1
 
 
 def _frame_size(prompt: Mapping[str, Any], stream: str) -> tuple[Any, Any]:

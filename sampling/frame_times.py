@@ -19,11 +19,12 @@ class FrameTimes:
         repeated: those of them that are the picture of a frame before, because the frames were alike.
         again: those of them that native made again, because an engine gave values that are no numbers.
         one_by_one: why each frame is a sampling of its own, as stock nodes do it; empty if it is not.
+        steps_apart: why the steps of its frames are no batch although they were to be, a sentence.
     """
 
     def __init__(self) -> None:
         self.count = self.repeated = self.again = 0
-        self.one_by_one = ""
+        self.one_by_one = self.steps_apart = ""
         self._ms: deque[float] = deque(maxlen=MOST)
 
     def add(self, ms: float) -> None:
@@ -45,7 +46,8 @@ class FrameTimes:
         """Return the figures as data."""
         shares = {f"p{percent}_ms": round(self.percentile(percent), 2) for percent in (50, 95, 99)}
         counts = {"frames": self.count, "repeated": self.repeated, "again": self.again}
-        return {**counts, "fps": round(self.fps, 2), **shares, "one_by_one": self.one_by_one}
+        remarks = {"one_by_one": self.one_by_one, "steps_apart": self.steps_apart}
+        return {**counts, "fps": round(self.fps, 2), **shares, **remarks}
 
     def sentence(self) -> str:
         """Return the figures for people."""
@@ -55,7 +57,7 @@ class FrameTimes:
             told += f"; {self.repeated} repeated, because their frames were alike"
         if self.again:
             told += f"; {self.again} made again at normal speed"
-        return f"{told}. {self.one_by_one}".strip() if self.one_by_one else f"{told}."
+        return " ".join(filter(None, (f"{told}.", self.one_by_one, self.steps_apart)))
 
 
 _streams: OrderedDict[tuple[str, str], FrameTimes] = OrderedDict()

@@ -72,6 +72,12 @@ class ControlImages:
         for control, strength in zip(self.controls, strengths, strict=False):
             control.strength = float(strength)
 
+    def why_apart(self) -> str:
+        """Return why one call cannot have the hints of several frames at several steps; empty if it can."""
+        if any(tuple(control.timestep_percent_range) != (0.0, 1.0) for control in self.controls):
+            return "a ControlNet acts on a part of the steps"
+        return "" if all(map(_makes_hint_here, self.controls)) else "a ControlNet is of a kind with hints of its own"
+
     def alike(self, number: int, other: int) -> bool:
         """Tell whether two frames have the same control images, if these are not made of the frames."""
         if self._follow != AS_CONNECTED:

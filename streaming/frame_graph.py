@@ -38,49 +38,72 @@ class FrameInputs:
     Attributes:
         image: (1, H, W, 3).
         hints: by the number of their ControlNet; ``strengths`` likewise, float32 without dimensions.
+        work: latents of the frames before that are in work; None where frames are sampled one after another.
     """
 
     image: torch.Tensor
     noise: Noise
     hints: Mapping[int, torch.Tensor]
     strengths: Mapping[int, torch.Tensor]
+    work: torch.Tensor | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name."""
         steps = {f"noise {n}": drawn for n, drawn in enumerate(self.noise.steps or ())}
         hints = {f"hint {place}": hint for place, hint in self.hints.items()}
         strengths = {f"strength {place}": strength for place, strength in self.strengths.items()}
-        return {"image": self.image, "noise": self.noise.values, **steps, **hints, **strengths}
+        work = {} if self.work is None else {"work": self.work}
+        return {"image": self.image, "noise": self.noise.values, **steps, **hints, **strengths, **work}
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> FrameInputs:
         """Return the same with other tensors of these names."""
         steps = self.noise.steps and tuple(tensors[f"noise {n}"] for n in range(len(self.noise.steps)))
         noise = replace(self.noise, values=tensors["noise"], steps=steps)
         hints = {place: tensors[f"hint {place}"] for place in self.hints}
-        return FrameInputs(tensors["image"], noise, hints, {place: tensors[f"strength {place}"] for place in hints})
+        strengths = {place: tensors[f"strength {place}"] for place in hints}
+        return FrameInputs(tensors["image"], noise, hints, strengths, tensors.get("work"))
+
+
+@dataclass(frozen=True)
+class Made:
+    """The pixels of a frame (1, H, W, 3); where frames are in work, also its latent and theirs after the step."""
+
+    pixels: torch.Tensor
+    latent: torch.Tensor | None = None
+    work: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Picture:
-    """The picture of a frame (1, H, W, 3) on its device; sums of what engines gave for it, None without engines."""
+    """The picture of a frame (1, H, W, 3) on its device; sums of what engines gave for it, None without engines.
+
+    Attributes:
+        work: latents of the frames in work.
+    """
 
     pixels: torch.Tensor
     sums: torch.Tensor | None
+    work: torch.Tensor | None = None
 
 
-def with_sums(pixels: torch.Tensor, watch: Watch) -> Picture:
-    """Return a picture with the sums of the calls that were watched, and its own."""
+def with_sums(made: Made, watch: Watch) -> Picture:
+    """Return a picture with the sums of the calls that were watched, and its own.
+
+    Calls for several frames are watched by what is left of them in each: no step removes a NaN from a latent.
+    """
+    pixels = made.pixels
     if not watch.engines:
-        return Picture(pixels, None)
-    totals = (*watch.sums(), pixels.sum(dtype=torch.float32))
-    return Picture(pixels, torch.stack([total.to(pixels.device) for total in totals]))
+        return Picture(pixels, None, made.work)
+    seen = watch.sums() if made.latent is None else [made.latent.sum(dtype=torch.float32)]
+    totals = (*seen, pixels.sum(dtype=torch.float32))
+    return Picture(pixels, torch.stack([total.to(pixels.device) for total in totals]), made.work)
 
 
 class FrameGraph:
     """Makes the pictures of one stream."""
 
-    def __init__(self, device: torch.device, made: Callable[[FrameInputs], torch.Tensor],
-                 made_of: Callable[[FrameInputs], torch.Tensor], capture: Capture | None = None):
+    def __init__(self, device: torch.device, made: Callable[[FrameInputs], Made],
+                 made_of: Callable[[FrameInputs], Made], capture: Capture | None = None):
         """
         Args:
             made: launches all the work of the frame at hand; ``made_of`` does so with other tensors than its own.
@@ -143,7 +166,8 @@ class FrameGraph:
             with calls_listed() as self._calls, watched_apart() as watch, part_of(larger):
                 picture = with_sums(self._made_of(given.with_tensors(tensors)), watch)
             self._read = larger.read
-            return {"pixels": picture.pixels, "sums": picture.sums}
+            work = {} if picture.work is None else {"work": picture.work}
+            return {"pixels": picture.pixels, "sums": picture.sums, **work}
 
         before = self.captured
         results = self._graphs.run(frame, given.tensors(), token=token)
@@ -153,7 +177,7 @@ class FrameGraph:
         if self._graphs.plain is not None:
             log.info("Hybrid TRT: frames of this stream are no CUDA graph (%s)", self._graphs.plain)
             self._failed = self._fixed
-        return Picture(results["pixels"], results["sums"])
+        return Picture(results["pixels"], results["sums"], results.get("work"))
 
     def _count(self) -> None:
         for call in self._calls:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,8 @@ class _Schedule:
     made_for: tuple
     sampler: comfy.samplers.KSAMPLER
     sigmas: torch.Tensor
+    there: torch.Tensor
+    """The same on the device."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,37 @@ class OpenSampling(comfy.samplers.Sampler):
         schedule = self._schedule_of(settings, device)
         if len(schedule.sigmas) == 0:
             return latent
+        latent = self._begun(latent, noise, settings, schedule)
+        extra = {"model_options": self._options, "seed": noise.seed}
+        torch.set_rng_state(noise.state)
+        sampler = schedule.sampler
+        sampler.extra_options = {} if noise.steps is None else {"noise_sampler": _in_turn(noise.steps)}
+        sampled = sampler.sample(guider, schedule.sigmas, extra, None, noise.values, latent, None, True)
+        return self._ended(sampled)
+
+    def step_all(
+        self, latent: torch.Tensor, noise: Noise, work: torch.Tensor, settings: Settings
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take all frames in work a step further, in one call; return the sampled latent of the oldest, and the others.
+
+        Args:
+            latent: of the new frame, which has its first step.
+            noise: its own at the start; ``steps`` has what is added to the frames after each step.
+            work: latents of the frames before, the newest first, each a step further than the next newer one.
+        """
+        guider = self._guider
+        schedule, sampling = self._schedule_of(settings, work.device), guider.inner_model.model_sampling
+        latent = self._begun(latent, noise, settings, schedule)
+        first, last = schedule.sigmas[0], schedule.sigmas[-1]
+        full = schedule.sampler.max_denoise(guider, schedule.sigmas)
+        latents = torch.cat((sampling.noise_scaling(first, noise.values, latent, full), work))
+        denoised = guider(latents, schedule.there[:-1], model_options=self._options, seed=noise.seed)
+        latents = _stepped(settings.sampler_name, sampling, latents, denoised, schedule.there, noise.steps)
+        return self._ended(sampling.inverse_noise_scaling(last, latents[-1:])), latents[:-1]
+
+    def _begun(self, latent: torch.Tensor, noise: Noise, settings: Settings, schedule: _Schedule) -> torch.Tensor:
+        """Prepare the guider for a frame, and return its latent as networks have it."""
+        guider, device = self._guider, self._guider.model_patcher.load_device
         if settings.from_noise:  # ComfyUI leaves an empty latent as it is
             latent = self._empty_of(latent, device)
         else:
@@ -113,13 +146,26 @@ class OpenSampling(comfy.samplers.Sampler):
         guider.set_cfg(settings.cfg)
         self._prepare(latent, noise.values, noise.seed)
         self._options["transformer_options"]["sample_sigmas"] = schedule.sigmas
-        extra = {"model_options": self._options, "seed": noise.seed}
-        torch.set_rng_state(noise.state)
-        sampler = schedule.sampler
-        sampler.extra_options = {} if noise.steps is None else {"noise_sampler": _in_turn(noise.steps)}
-        sampled = sampler.sample(guider, schedule.sigmas, extra, None, noise.values, latent, None, True)
-        sampled = guider.inner_model.process_latent_out(sampled.to(torch.float32))
+        return latent
+
+    def _ended(self, sampled: torch.Tensor) -> torch.Tensor:
+        sampled = self._guider.inner_model.process_latent_out(sampled.to(torch.float32))
         return sampled.to(model_management.intermediate_dtype())
+
+    def steps_of(self, settings: Settings) -> int:
+        """Return the number of steps of each frame."""
+        return len(self._schedule_of(settings, self._guider.model_patcher.load_device).sigmas) - 1
+
+    def ends_clean(self, settings: Settings) -> bool:
+        """Tell whether each frame has noise left up to the last step, and none after it."""
+        *before, last = self._schedule_of(settings, self._guider.model_patcher.load_device).sigmas.tolist()
+        return last == 0 and all(before)
+
+    def fixes_conds(self, shape: tuple[int, ...]) -> bool:
+        """Tell whether the conditionings are the same for all frames with latents of a shape."""
+        empty = torch.zeros(shape, device=self._guider.model_patcher.load_device)
+        self._prepare(empty, empty, 0)
+        return self.conds_are_fixed
 
     def noise_of(self, seed: int, shape: tuple[int, ...], settings: Settings) -> Noise:
         """Return the noise that ComfyUI draws for a latent of this shape."""
@@ -176,7 +222,8 @@ class OpenSampling(comfy.samplers.Sampler):
             if len(steps.sigmas):
                 full = sampler.max_denoise(self._guider, steps.sigmas)
                 sampler.max_denoise = lambda *_: full  # it reads two values from the device in each sampling
-            self._schedule = _Schedule(made_for, sampler, _where_read(settings.sampler_name, steps.sigmas))
+            sigmas = steps.sigmas
+            self._schedule = _Schedule(made_for, sampler, _where_read(settings.sampler_name, sigmas), sigmas.to(device))
         return self._schedule
 
     def _empty_of(self, latent: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -214,6 +261,25 @@ def _in_turn(noises: tuple[torch.Tensor, ...]) -> Callable[..., torch.Tensor]:
     """Return a noise sampler, as ComfyUI's samplers take one, that gives these in turn."""
     left = iter(noises)
     return lambda _sigma, _sigma_next: next(left)
+
+
+def _stepped(
+    sampler_name: str, sampling: Any, latents: torch.Tensor, denoised: torch.Tensor, sigmas: torch.Tensor,
+    noises: Sequence[torch.Tensor] | None,
+) -> torch.Tensor:  # fmt: skip
+    """Return the latents after a step of each, of which latent n is at step n.
+
+    LCM takes what the network made of a latent and adds noise for the next step, but in the last one. Euler goes from
+    the latent straight towards that, as far as the sigmas tell.
+
+    Args:
+        sigmas: of the steps, then the last one's end.
+        noises: for the ends of all steps but the last.
+    """
+    if sampler_name in DRAW_BY_SEED:
+        return torch.cat((sampling.noise_scaling(sigmas[1:-1], torch.cat(tuple(noises)), denoised[:-1]), denoised[-1:]))
+    now, end = (part.view(-1, *[1] * (latents.ndim - 1)) for part in (sigmas[:-1], sigmas[1:]))
+    return latents + (latents - denoised) / now * (end - now)
 
 
 def _same_conditions(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:

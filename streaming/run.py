@@ -1,10 +1,14 @@
-"""The loop of a stream: a frame is started before the picture of the one before is taken from the device."""
+"""The loop of a stream: a frame is started before the picture of the one before is taken from the device.
+
+Where frames are in work at several steps, a picture is there some frames after its own; the order stays the same.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +18,7 @@ from comfy import model_management
 
 from ..sampling.frame_times import FrameTimes
 from ..sampling.nan_guard import NOT_FINITE, native_again
+from .frame_graph import Picture
 from .frames import Frame, Source
 from .stream import Stream
 from .transfers import download, mean_difference
@@ -23,11 +28,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Started:
-    """A frame whose picture the device may still compute.
+    """A frame in work, or one whose picture the device may still compute.
 
     Attributes:
         begun: when the host took the frame up.
-        picture: in main memory, as soon as ``end`` is reached.
+        picture: in main memory, as soon as ``end`` is reached; None before its last step is launched.
         sums: of what engines gave for it, and of the picture; empty where no engine took part.
         end: None if all is there.
         repeats: the frame before that this one is so much like that it gets its picture.
@@ -35,10 +40,15 @@ class _Started:
 
     frame: Frame
     begun: float
-    picture: torch.Tensor
+    picture: torch.Tensor | None = None
     sums: torch.Tensor | None = None
     end: torch.cuda.Event | None = None
     repeats: _Started | None = None
+
+    @property
+    def launched(self) -> bool:
+        """True if the device has all of the work on its picture."""
+        return (self.repeats or self).picture is not None
 
 
 def run_stream(stream: Stream, source: Source, times: FrameTimes) -> torch.Tensor | None:
@@ -67,38 +77,54 @@ class _Loop:
         self.last: torch.Tensor | None = None
         self._there = 0.0
         self._computed: _Started | None = None  # the latest frame that is no repetition
+        self._order: deque[_Started] = deque()  # those whose pictures are not given yet
 
     def run(self, frames: Iterator[Frame]) -> None:
-        waiting: _Started | None = None
         for frame in frames:
             model_management.throw_exception_if_processing_interrupted()
-            if frame.changes is not None and waiting is not None:  # it may have to be made again, as it was
-                waiting = self._give(waiting)
-            started = self._start(frame)
-            if waiting is not None:
-                self._give(waiting)
-            waiting = started
-            if started.end is None or not self._source.ready():  # it is there, or nobody knows when the next frame is
-                waiting = self._give(waiting)
-        if waiting is not None:
-            self._give(waiting)
+            if frame.changes is not None or not self._stream.joins(frame.image):
+                self._finish()  # those before may have to be made again, as they were
+            launched = self._start(frame)
+            self._give_launched(but=launched)
+            if launched is None or launched.end is None or not self._source.ready():
+                self._give_launched()  # it is there, or nobody knows when the next frame is
+        self._finish()
 
-    def _start(self, frame: Frame) -> _Started:
-        begun = time.perf_counter()
+    def _finish(self) -> None:
+        """Give the pictures of all frames so far."""
+        while self._stream.busy:
+            model_management.throw_exception_if_processing_interrupted()
+            launched = self._launched(self._stream.advance())
+            self._give_launched(but=launched)
+        self._give_launched()
+
+    def _start(self, frame: Frame) -> _Started | None:
+        """Start a frame, and return the one whose picture this launched."""
+        started = _Started(frame, time.perf_counter())
+        self._order.append(started)
         if frame.changes is not None:
             self._change(frame)
         elif self._is_like_the_last(frame):
-            return _Started(frame, begun, self._computed.picture, repeats=self._computed)
-        self._computed = self._compute(frame, begun)
-        return self._computed
+            started.repeats = self._computed
+            return self._launched(self._stream.advance()) if self._stream.busy else None  # it may be in work
+        self._computed = started
+        return self._launched(self._stream.begin(frame.image, frame.number, started))
 
-    def _compute(self, frame: Frame, begun: float) -> _Started:
-        made = self._stream.picture(frame.image, frame.number)
-        there, end = download(made.pixels)
-        if made.sums is None:
-            return _Started(frame, begun, there, None, end)
-        sums, end = download(made.sums)
-        return _Started(frame, begun, there, sums, end)
+    def _launched(self, made: tuple[_Started, Picture] | None) -> _Started | None:
+        """Begin to take a picture from the device."""
+        self._times.steps_apart = self._stream.steps_apart
+        if made is None:
+            return None
+        started, picture = made
+        started.picture, started.end = download(picture.pixels)
+        if picture.sums is not None:
+            started.sums, started.end = download(picture.sums)
+        return started
+
+    def _give_launched(self, but: _Started | None = None) -> None:
+        """Give pictures in the order of their frames, up to one that is not launched yet, or to ``but``."""
+        while self._order and self._order[0].launched and self._order[0] is not but:
+            self._give(self._order.popleft())
 
     def _change(self, frame: Frame) -> None:
         try:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 AS_CONNECTED, THE_FRAME, EDGES = "as connected", "the frame", "edges of the frame"
 FOLLOW = (AS_CONNECTED, THE_FRAME, EDGES)
 """Choices for the control images of a frame."""
+STEPS_AS_BATCH = ("lcm", "euler")
+"""Samplers whose steps of several frames can be one batch."""
 FROM_NOISE = 0.9999
 """ComfyUI samples all of its schedule from this denoise on."""
 LEAST_DENOISE = 0.01
@@ -19,6 +21,7 @@ class Settings:
     Attributes:
         new_seeds: whether a frame's seed is ``seed`` and its number, added up.
         follow: where control images come from, one of ``FOLLOW``.
+        steps_as_batch: whether the steps of neighbouring frames are to be one batch, where that is exact.
         similar: mean difference of pixels up to which a frame counts as the one before; 0: none does.
     """
 
@@ -31,6 +34,7 @@ class Settings:
     new_seeds: bool = False
     follow: str = AS_CONNECTED
     similar: float = 0.0
+    steps_as_batch: bool = False
 
     @property
     def from_noise(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import comfy.sample
 import comfy.samplers
@@ -22,11 +22,12 @@ from ..architectures import Role
 from ..sampling.control_stack import has_engine
 from ..sampling.nan_guard import watched_apart
 from .control_images import Conditioning, ControlImages
-from .frame_graph import FrameGraph, FrameInputs, Picture, with_sums
+from .frame_graph import FrameGraph, FrameInputs, Made, Picture, with_sums
 from .frame_vae import FrameVAE
 from .frames import Changes
-from .open_sampling import OpenSampling, why_one_by_one
+from .open_sampling import Noise, OpenSampling, why_one_by_one
 from .settings import LEAST_DENOISE, Settings
+from .step_batch import InWork, StepBatch, why_apart
 from .transfers import upload
 
 if TYPE_CHECKING:
@@ -44,12 +45,13 @@ OPTIONS = ("model_function_wrapper", "sampler_cfg_function", "sampler_post_cfg_f
 
 
 class Stream:
-    """Frames to pictures, one at a time; see the module.
+    """Frames to pictures, one at a time or a step of each at a time; see the module.
 
     Attributes:
         settings: those of the next frame; ``change`` sets them.
         controls: its ControlNets and their images.
         one_by_one: why each frame is a sampling of its own, a sentence; empty if it is not.
+        steps_apart: why the steps of its frames are no batch although they were to be, a sentence.
     """
 
     def __init__(self, model: ModelPatcher, vae: VAE, positive: Conditioning, negative: Conditioning,
@@ -66,7 +68,10 @@ class Stream:
         self._controls_have_engines = all(map(has_engine, self.controls.controls))
         self._options_of_others = any(map(model.model_options.get, OPTIONS))
         self._graph = FrameGraph(model.load_device, self._made, self._made_of)
+        self._batch: StepBatch | None = None
+        self._decided_for: Hashable | None = None
         self.one_by_one = why_one_by_one(self._model, self._conds)
+        self.steps_apart = ""
 
     def run(self, first: torch.Tensor, frames: Callable[[], None]) -> None:
         """Call ``frames`` while the sampling is open, so that it may call ``picture``; then close it.
@@ -78,15 +83,69 @@ class Stream:
             if self.one_by_one:
                 frames()
             else:
-                empty = self._empty(first)
+                empty = self._empty(first).repeat(self.settings.steps if self.settings.steps_as_batch else 1, 1, 1, 1)
                 guider = comfy.samplers.CFGGuider(self._model)
                 guider.set_conds(self._conds["positive"], self._conds["negative"])
                 self._open = OpenSampling(frames)
                 guider.sample(empty, empty, self._open, torch.tensor([1.0, 0.0]), seed=self.settings.seed)
         finally:
             self._graph.clear()
-            self._open = None
+            self._open = self._batch = self._decided_for = None
             self.controls.end()
+
+    @property
+    def busy(self) -> bool:
+        """True if frames are in work: ``advance`` finishes them."""
+        return self._batch is not None and self._batch.busy
+
+    def joins(self, image: torch.Tensor) -> bool:
+        """Tell whether a frame may begin beside those in work."""
+        return not self.busy or self._batch.shape == self._latent_shape(image)
+
+    def begin(self, image: torch.Tensor, number: int, key: Any) -> tuple[Any, Picture] | None:
+        """Begin a frame; return the picture that this completes and its frame's key, or None.
+
+        Args:
+            key: anything but None; that of the picture is the same one, unless frames are in work.
+        """
+        if not self._steps_are_batch(image):
+            return key, self.picture(image, number)
+        there, noise = self._shown(image, number)
+        return self._step(InWork(key, there, noise, dict(self.controls.hints)))
+
+    def advance(self) -> tuple[Any, Picture] | None:
+        """Take the frames in work a step further, without a new one; return as ``begin`` does."""
+        return self._step(self._batch.filler())
+
+    def _step(self, new: InWork) -> tuple[Any, Picture] | None:
+        given = self._batch.inputs(new, self.controls.strength_tensors())
+        made = self._graph.picture(given, self._fixed(self._batch.shape), self._roles())
+        done = self._batch.advance(new, made.work)
+        return None if done is None else (done, made)
+
+    def _steps_are_batch(self, image: torch.Tensor) -> bool:
+        """Tell whether a frame's steps are to be part of a batch; the batch is there then."""
+        if not self.settings.steps_as_batch or self._open is None:
+            return False
+        shape = self._latent_shape(image)
+        decided_for = (shape, self.settings, self._edition)
+        if self._decided_for != decided_for:
+            self._decided_for = decided_for
+            steps, self._batch, self.steps_apart = self._open.steps_of(self.settings), None, ""
+            if steps > 1:
+                why = self._why_apart(shape)
+                self.steps_apart = why and f"Frames were sampled one after another: {why}."
+                prompts = 1 if self.settings.cfg == 1 else 2
+                self._batch = None if why else StepBatch(steps, prompts, shape, self._model.load_device)
+        return self._batch is not None
+
+    def _why_apart(self, shape: tuple[int, ...]) -> str:
+        why = why_apart(self._model, self._conds, self.settings.sampler_name) or self.controls.why_apart()
+        if why:
+            return why
+        if not self._open.ends_clean(self.settings):
+            return "the schedule leaves noise in a picture, or has a step without any"
+        return "" if self._open.fixes_conds(shape) else "the model sees each frame beside its prompt"
 
     def picture(self, image: torch.Tensor, number: int) -> Picture:
         """Return the picture of a frame (1, H, W, 3), 0 to 1; on a GPU without waiting for it.
@@ -96,18 +155,24 @@ class Stream:
         Args:
             number: of the frame, for its seed and control images.
         """
-        seed, there = self.settings.seed_of(number), upload(image, self._model.load_device)
         if self._open is None:
+            seed, there = self.settings.seed_of(number), upload(image, self._model.load_device)
             self.controls.show(number, image, None)
             latent = self._empty(image) if self.settings.from_noise else self._vae.encode(there)
             with watched_apart() as watch:
-                return with_sums(self._vae.decode(self._sample_alone(latent, seed)), watch)
-        shape = self._latent_shape(image)
-        self.controls.show(number, image, torch.empty(shape, device="meta"), there)
-        noise = self._open.noise_of(seed, shape, self.settings)
-        roles = (Role.BACKBONE, Role.VAE_DECODER) if self.settings.from_noise else ROLES
+                return with_sums(Made(self._vae.decode(self._sample_alone(latent, seed))), watch)
+        there, noise = self._shown(image, number)
         given = FrameInputs(there, noise, dict(self.controls.hints), self.controls.strength_tensors())
-        return self._graph.picture(given, self._fixed(shape), roles)
+        return self._graph.picture(given, self._fixed(self._latent_shape(image)), self._roles())
+
+    def _shown(self, image: torch.Tensor, number: int) -> tuple[torch.Tensor, Noise]:
+        """Show a frame to the ControlNets; return it on the device, and its noise."""
+        there, shape = upload(image, self._model.load_device), self._latent_shape(image)
+        self.controls.show(number, image, torch.empty(shape, device="meta"), there)
+        return there, self._open.noise_of(self.settings.seed_of(number), shape, self.settings)
+
+    def _roles(self) -> tuple[Role, ...]:
+        return (Role.BACKBONE, Role.VAE_DECODER) if self.settings.from_noise else ROLES
 
     def _fixed(self, shape: tuple[int, ...]) -> Hashable | None:
         """Return all that pictures depend on besides their inputs; None if they depend on more than that."""
@@ -117,17 +182,22 @@ class Stream:
             return None
         return shape, replace(self.settings, seed=0, new_seeds=False, similar=0.0), self._edition
 
-    def _made(self, given: FrameInputs) -> torch.Tensor:
+    def _made(self, given: FrameInputs) -> Made:
         """Launch all the work of a frame, and return its picture."""
-        latent = self._empty(given.image) if self.settings.from_noise else self._vae.encode(given.image)
-        sampled = self._open.sample_frame(latent, given.noise, self.settings)
-        return self._vae.decode(sampled)
+        return self._launched(given) if given.work is None else self._made_of(given)
 
-    def _made_of(self, given: FrameInputs) -> torch.Tensor:
-        """Do the same with other tensors than the frame's own."""
+    def _made_of(self, given: FrameInputs) -> Made:
+        """Do the same with other tensors than the frame's own, or with those of several frames."""
         latent = torch.empty(given.noise.values.shape, device="meta")
         with self.controls.instead(given.hints, given.strengths, latent):
-            return self._made(given)
+            return self._launched(given)
+
+    def _launched(self, given: FrameInputs) -> Made:
+        latent = self._empty(given.image) if self.settings.from_noise else self._vae.encode(given.image)
+        if given.work is None:
+            return Made(self._vae.decode(self._open.sample_frame(latent, given.noise, self.settings)))
+        sampled, work = self._open.step_all(latent, given.noise, given.work, self.settings)
+        return Made(self._vae.decode(sampled), sampled, work)
 
     def change(self, changes: Changes) -> None:
         """Change settings from the next frame on; nothing is built or loaded for it, but the text encoder for a prompt.

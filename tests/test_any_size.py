@@ -144,6 +144,11 @@ def test_a_stream_tells_the_size_of_its_frames_and_both_networks_of_its_vae() ->
     for name in ("model", "vae", "vae:encode"):
         assert asked_pictures(streamed(), "all", name) == (Picture(512, 384, (1,)),)
     assert asked_pictures(streamed(width=["file", 1]), "all", "model") == ()
+    at_once = streamed()
+    at_once["stream"]["inputs"] |= {"steps": 4, "steps_as_batch": True, "sampler_name": "lcm"}
+    assert asked_pictures(at_once, "all", "model") == (Picture(512, 384, (4,)),), "a frame at each step"
+    at_once["stream"]["inputs"] |= {"sampler_name": "dpmpp_2m"}
+    assert asked_pictures(at_once, "all", "model") == (Picture(512, 384, (1,)),), "only where a batch is exact"
     assert network_inputs(streamed(), "all") == ["model", "vae", "vae:encode"]
     assert network_inputs(streamed(denoise=1.0), "all") == ["model", "vae"], "noise is not encoded"
 

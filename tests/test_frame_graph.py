@@ -112,6 +112,19 @@ def test_frames_with_steady_settings_are_replayed_and_are_stocks(
         assert apart(pictures[frame.number], wanted(ours, OWN, frame)) <= LIMIT, frame.number
 
 
+def test_frames_in_work_at_several_steps_are_replayed_and_are_stocks(
+    file: Path, models: dict[str, Path], tmp_path: Path
+) -> None:
+    own, given = replace(OWN, steps_as_batch=True, new_seeds=True), frames()
+    ours = OnEngines(file, models, tmp_path, own)
+    pictures = ours.run(*given)
+    assert (ours.recorder.captured, ours.recorder.replayed) == (1, 5)
+    assert ours.patched.counts == (FRAMES + OWN.steps - 1, 0), "a replay counts as its calls"
+    for frame in given:
+        seeded = replace(OWN, seed=OWN.seed + frame.number)
+        assert apart(pictures[frame.number], wanted(ours, seeded, frame)) <= LIMIT, frame.number
+
+
 def test_each_frames_seed_acts_in_a_replay(file: Path, models: dict[str, Path], tmp_path: Path) -> None:
     own = replace(OWN, new_seeds=True)
     ours, given = OnEngines(file, models, tmp_path, own), frames()

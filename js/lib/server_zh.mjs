@@ -18,6 +18,9 @@ const PHRASES = [
     ["Each frame was a sampling of its own, which takes longer: ", "每一帧单独采样，因此较慢："], ["the conditioning or the model carries weight hooks", "条件或模型带有权重钩子"], ["MultiGPU shares each step among GPUs", "MultiGPU 把每一步分到多个 GPU"], ["MultiGPU CFG Split made a copy of the model that no engine is known for", "MultiGPU CFG Split 复制了模型，而该副本没有已知的引擎"], ["remove MultiGPU CFG Split if you want the engine", "若要使用引擎，请移除 MultiGPU CFG Split"],
     ["latents of this kind of model are those of videos", "此类模型的潜空间是视频的形式"], [/another node \((.+?)\) acts on each sampling/, "另一个节点（$1）作用于每次采样"], ["another pack takes part in the sampling", "其他节点包参与采样"],
     ["this ComfyUI samples in a way that is not known", "此 ComfyUI 的采样方式未知"],
+    ["Frames were sampled one after another: ", "逐帧采样："], ["the sampler is neither lcm nor euler", "采样器不是 lcm 或 euler"], ["a network of this kind may take all images of a batch for the same step", "此类网络可能把一批图像都当作同一步"],
+    ["another node acts on each step", "另一个节点作用于每一步"], ["a prompt acts on a part of the steps or of the picture", "某个提示词只作用于部分步或图像的一部分"], ["a ControlNet acts on a part of the steps", "某个 ControlNet 只作用于部分步"],
+    ["a ControlNet is of a kind with hints of its own", "某个 ControlNet 的控制图像由其自身制作"], ["the schedule leaves noise in a picture, or has a step without any", "调度器在图像中留下噪声，或有一步没有噪声"], ["the model sees each frame beside its prompt", "模型除提示词外还会看到每一帧"],
     // a comparison of two pictures
     ["TRT Compare: ", "TRT 比较："],
     ["The same picture: no value differs.", "图像相同：没有任何差异。"], ["Hardly a difference", "几乎没有差异"], ["Some difference", "有一些差异"], ["Different pictures", "图像不同"],

@@ -20,6 +20,7 @@ class Case:
     Attributes:
         follow: where the control images come from, as the node has it.
         images: images that each ControlNet gets: one for each frame, or one for all.
+        end: the share of steps that ControlNets act on.
         region: ``"area"`` or ``"mask"``: a second positive prompt acts on a part of the picture alone.
     """
 
@@ -42,6 +43,7 @@ class Case:
     new_seeds: bool = False
     patch: tuple[str, dict[str, Any]] | None = None
     hooked: bool = False
+    end: float = 0.9
 
 
 def loaders(case: Case) -> Prompt:
@@ -115,7 +117,7 @@ def stock_frame(case: Case, number: int, strengths: tuple[float, ...] = STRENGTH
             built[shown] = node("ImageFromBatch", image=[f"image_{name}", 0], batch_index=index, length=1)
         built[own(name)] = node(
             "ControlNetApplyAdvanced", positive=positive, negative=negative, control_net=[name, 0], image=[shown, 0],
-            strength=strength, start_percent=0.0, end_percent=0.9)
+            strength=strength, start_percent=0.0, end_percent=case.end)
         positive, negative = [own(name), 0], [own(name), 1]
     built[own("latent")] = node("VAEEncode", pixels=[own("frame"), 0], vae=["vae", 0])
     if case.denoise == 1:
@@ -147,7 +149,7 @@ def streamed(case: Case, engines: bool = False, **more: Any) -> Prompt:
     for (name, net), strength in zip(controls.items(), STRENGTHS, strict=False):
         built[f"apply_{name}"] = node(
             "ControlNetApplyAdvanced", positive=positive, negative=negative, control_net=net,
-            image=[f"image_{name}", 0], strength=strength, start_percent=0.0, end_percent=0.9)
+            image=[f"image_{name}", 0], strength=strength, start_percent=0.0, end_percent=case.end)
         positive, negative = [f"apply_{name}", 0], [f"apply_{name}", 1]
     seeds = "a new one for each frame" if case.new_seeds else "the same"
     given = {"similar_frames": 0.0, "seed_each_frame": seeds, "control_images": case.follow, "seed": case.seed} | more
