@@ -200,6 +200,14 @@ def architecture_of(module: torch.nn.Module, role: Role | None = None) -> Archit
     return next((a for a in alike if a.matches(module)), None)
 
 
+def timestep_per_image(module: torch.nn.Module) -> bool:
+    """Tell whether each image of a batch may be at a timestep of its own.
+
+    A family says so by ``timestep_per_image``; of other networks it is not known.
+    """
+    return getattr(architecture_of(module, Role.BACKBONE), "timestep_per_image", False)
+
+
 def runs_per_step(architecture: str) -> bool:
     """Tell whether each step calls networks of an architecture; True where its name is not known."""
     known = architectures().get(architecture)

@@ -33,6 +33,7 @@ class UNetArchitecture(LatentSizes):
     adapter_blocks: tuple[int, ...] = ()
 
     role = Role.BACKBONE
+    timestep_per_image = True
     arguments = ("x", "timesteps", "context", "y", "control", "transformer_options")
 
     def matches(self, module: torch.nn.Module) -> bool:

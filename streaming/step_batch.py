@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
+from ..architectures import timestep_per_image
 from ..sampling.model_wrapper import KEY
 from .frame_graph import FrameInputs
 from .open_sampling import Noise
@@ -98,7 +98,7 @@ def why_apart(model: ModelPatcher, conds: Mapping[str, Conditioning], sampler_na
     """Return why the steps of several frames cannot be one batch, a part of a sentence; empty if they can."""
     if sampler_name not in STEPS_AS_BATCH:
         return f"the sampler is neither {' nor '.join(STEPS_AS_BATCH)}"
-    if not isinstance(model.model.diffusion_model, UNetModel):
+    if not timestep_per_image(model.model.diffusion_model):
         return "a network of this kind may take all images of a batch for the same step"
     if _another_acts_on_steps(model):
         return "another node acts on each step"
