@@ -55,7 +55,7 @@ def settings(request: pytest.FixtureRequest, server: ComfyProcess) -> dict[str, 
     if (refusal := backends()[name].unavailable(torch.device("cuda", 0))) is not None:
         pytest.skip(str(refusal))
     when = "use native" if request.param == "torch" else "build now"
-    for folder in (server.base / "models" / "trt_engines").glob("*_*"):
+    for folder in (server.base / "models" / "trt_engines").glob("[!.]*_*"):
         shutil.rmtree(folder)
     return {"backend": name, "when_missing": when, "min_size": 128, "max_size": 128, "max_images": 2, "max_tokens": 77}
 
