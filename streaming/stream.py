@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
     from comfy.sd import CLIP, VAE
 
+    from .frame_nodes import FrameNodes
+
 OURS = "hybrid_trt_stream"
 """Key of the VAE among the models that are loaded with a stream's model."""
 
@@ -67,11 +69,16 @@ class Stream:
         self._edition = 0  # of the prompts
         self._controls_have_engines = all(map(has_engine, self.controls.controls))
         self._options_of_others = any(map(model.model_options.get, OPTIONS))
+        self._frame_nodes: FrameNodes | None = None
         self._graph = FrameGraph(model.load_device, self._made, self._made_of)
         self._batch: StepBatch | None = None
         self._decided_for: Hashable | None = None
         self.one_by_one = why_one_by_one(self._model, self._conds)
         self.steps_apart = ""
+
+    def follow(self, nodes: FrameNodes) -> None:
+        """Have these nodes make images of ControlNets from each frame."""
+        self._frame_nodes = nodes
 
     def run(self, first: torch.Tensor, frames: Callable[[], None]) -> None:
         """Call ``frames`` while the sampling is open, so that it may call ``picture``; then close it.
@@ -157,7 +164,7 @@ class Stream:
         """
         if self._open is None:
             seed, there = self.settings.seed_of(number), upload(image, self._model.load_device)
-            self.controls.show(number, image, None)
+            self._show(number, image, None)
             latent = self._empty(image) if self.settings.from_noise else self._vae.encode(there)
             with watched_apart() as watch:
                 return with_sums(Made(self._vae.decode(self._sample_alone(latent, seed))), watch)
@@ -168,8 +175,15 @@ class Stream:
     def _shown(self, image: torch.Tensor, number: int) -> tuple[torch.Tensor, Noise]:
         """Show a frame to the ControlNets; return it on the device, and its noise."""
         there, shape = upload(image, self._model.load_device), self._latent_shape(image)
-        self.controls.show(number, image, torch.empty(shape, device="meta"), there)
+        self._show(number, image, torch.empty(shape, device="meta"), there)
         return there, self._open.noise_of(self.settings.seed_of(number), shape, self.settings)
+
+    def _show(self, number: int, image: torch.Tensor, latent: torch.Tensor | None,
+              there: torch.Tensor | None = None) -> None:  # fmt: skip
+        made = None if self._frame_nodes is None else self._frame_nodes.images(image)
+        if made:
+            self._reload()  # the nodes may have loaded models of their own
+        self.controls.show(number, image, latent, there, made)
 
     def _roles(self) -> tuple[Role, ...]:
         return (Role.BACKBONE, Role.VAE_DECODER) if self.settings.from_noise else ROLES
