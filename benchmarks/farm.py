@@ -61,11 +61,12 @@ def farm(options: argparse.Namespace, workers: int, warm: Path, log: Path) -> It
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
     command = [str(options.ray), "-m", "farm", "serve", "--comfyui", str(options.comfyui), "--base", str(options.base),
-               "--python", sys.executable, "--port", url.rpartition(":")[2], "--workers", str(workers),
+               "--python", str(options.python), "--port", url.rpartition(":")[2], "--workers", str(workers),
                "--warm", str(warm), *(["--cpu"] if options.tiny else []), "--", "--front-end-root",
                str(prompts.prepared(options.base)), *([] if options.tiny else ["--disable-dynamic-vram"])]  # fmt: skip
     with log.open("wb") as file:
-        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=variables())
+        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                                   env=variables())  # fmt: skip
     try:
         deadline = time.monotonic() + PATIENCE
         while ready(url) < workers:
@@ -79,7 +80,9 @@ def farm(options: argparse.Namespace, workers: int, warm: Path, log: Path) -> It
 
 
 def variables() -> dict[str, str]:
-    return os.environ | {"HYBRID_TRT_FARM_TOKEN": "a-token-for-benchmarks", "PYTHONPATH": os.environ.get("RAY_PATH", "")}
+    """Those of the farm: a token, and no packages of the Python that runs ComfyUI."""
+    own = {"HYBRID_TRT_FARM_TOKEN": "a-token-for-benchmarks", "PYTHONPATH": os.environ.get("RAY_PATH", "")}
+    return os.environ | own
 
 
 def ready(url: str) -> int:
@@ -116,6 +119,7 @@ def main() -> None:
     parser.add_argument("--comfyui", type=Path, required=True, help="ComfyUI's source, its requirements installed")
     parser.add_argument("--base", type=Path, required=True, help="where models, engines and outputs go")
     parser.add_argument("--ray", type=Path, default=Path(sys.executable), help="the Python that has Ray")
+    parser.add_argument("--python", type=Path, default=Path(sys.executable), help="the Python that runs ComfyUI")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--prompts", type=int, default=PROMPTS)
     parser.add_argument("--tiny", action="store_true")
