@@ -314,7 +314,7 @@ def test_frames_that_are_none_are_told_and_the_stream_goes_on(comfy: ComfyProces
         async with joined(comfy, token) as client:
             await client.stop()
 
-    assert run_stream(comfy, double(), act).output("stream", "numbers") == [13]
+    assert run_stream(comfy, double(), act).output("stream", "numbers") == [14]
 
 
 def test_an_interrupt_and_an_error_end_the_connection_with_words(comfy: ComfyProcess) -> None:
