@@ -45,7 +45,7 @@ WARM = 8.0
 
 @dataclass
 class Seen:
-    """What the client saw: times of frames and pictures by number, changes, and memory in MB over time."""
+    """Observations of the client: times of frames and pictures by number, changes, and memory in MB over time."""
 
     sent: list[float] = field(default_factory=list)
     answered: dict[int, float] = field(default_factory=dict)
