@@ -69,6 +69,17 @@ def stream(samplers: Sequence[str], schedulers: Sequence[str]) -> io.Schema:
                 advanced=True,
             ),
             io.Int.Input(
+                "remembered_frames",
+                display_name="attend to earlier frames",
+                default=0,
+                min=0,
+                max=4,
+                optional=True,
+                tooltip="Steadier pictures: the UNet's self-attention sees so many earlier frames too. Pictures are "
+                "then no longer those of their frames alone, and the UNet runs at normal speed.",
+                advanced=True,
+            ),
+            io.Int.Input(
                 "wait_seconds",
                 display_name="wait for live frames (s)",
                 default=30,

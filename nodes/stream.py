@@ -47,7 +47,7 @@ class TRTStream(io.ComfyNode):
     def execute(
         cls, model: ModelPatcher, vae: VAE, positive: list, negative: list, seed_each_frame: str, similar_frames: float,
         control_images: str, frames: torch.Tensor | None = None, clip: CLIP | None = None, wait_seconds: int = 30,
-        **sampler: Any,
+        remembered_frames: int = 0, **sampler: Any,
     ) -> io.NodeOutput:  # fmt: skip
         graph, own = cls.hidden.dynprompt, cls.hidden.unique_id
         values = {_key(link): link for link in values_needed(graph, own)}
@@ -55,7 +55,8 @@ class TRTStream(io.ComfyNode):
             return _again_with(values, graph.get_node(own))
         values = {link: sampler.pop(key) for key, link in values.items()}
         new_seeds = seed_each_frame == frame_schemas.NEW_SEEDS
-        settings = Settings(**sampler, new_seeds=new_seeds, follow=control_images, similar=similar_frames)
+        settings = Settings(**sampler, new_seeds=new_seeds, follow=control_images, similar=similar_frames,
+                            remembered=remembered_frames)  # fmt: skip
         stream, times, shown = Stream(model, vae, positive, negative, settings, clip), FrameTimes(), own
         if values:
             own, shown = graph.get_parent_node_id(own), graph.get_display_node_id(own)

@@ -25,6 +25,7 @@ from .control_images import Conditioning, ControlImages
 from .frame_graph import FrameGraph, FrameInputs, Made, Picture, with_sums
 from .frame_vae import FrameVAE
 from .frames import Changes
+from .kept_tokens import kept_by
 from .open_sampling import Noise, OpenSampling, why_one_by_one
 from .settings import LEAST_DENOISE, Settings
 from .step_batch import InWork, StepBatch, why_apart
@@ -61,6 +62,7 @@ class Stream:
         self.settings = settings
         self.controls = ControlImages(positive, negative, settings.follow, model.load_device)
         self._model = model.clone()
+        self._kept = kept_by(self._model, settings.remembered)
         self._model.set_additional_models(OURS, [vae.patcher])  # loaded together, so that neither evicts the other
         self._vae = FrameVAE(vae, self._reload)
         self._clip = clip
@@ -98,7 +100,13 @@ class Stream:
         finally:
             self._graph.clear()
             self._open = self._batch = self._decided_for = None
+            self.forget_frames()
             self.controls.end()
+
+    def forget_frames(self) -> None:
+        """Forget the tokens of earlier frames: they may be no numbers."""
+        if self._kept is not None:
+            self._kept.clear()
 
     @property
     def busy(self) -> bool:
@@ -147,6 +155,8 @@ class Stream:
         return self._batch is not None
 
     def _why_apart(self, shape: tuple[int, ...]) -> str:
+        if self._kept is not None:
+            return "pictures depend on the frames before"
         why = why_apart(self._model, self._conds, self.settings.sampler_name) or self.controls.why_apart()
         if why:
             return why
@@ -180,6 +190,8 @@ class Stream:
 
     def _show(self, number: int, image: torch.Tensor, latent: torch.Tensor | None,
               there: torch.Tensor | None = None) -> None:  # fmt: skip
+        if self._kept is not None:
+            self._kept.begin()
         made = None if self._frame_nodes is None else self._frame_nodes.images(image)
         if made:
             self._reload()  # the nodes may have loaded models of their own
