@@ -106,7 +106,8 @@ def engine_choice(
         family = network.architecture()
     except Unavailable:  # it gets no engine, and the handle says why
         family = ANY
-    return EngineChoice(family.profile(RequestedSizes(**sizes)), precision, backend, weights == REPLACEABLE)
+    replaceable = weights == REPLACEABLE and network.companion is None  # with two files, each engine is for just these
+    return EngineChoice(family.profile(RequestedSizes(**sizes)), precision, backend, replaceable)
 
 
 def find(network: NativeNetwork, choice: EngineChoice, place: Place) -> EngineHandle:
