@@ -120,7 +120,7 @@ def _every(fun: ZImage_Control) -> int:
 
 def _fits(net: torch.nn.Module, fun: torch.nn.Module) -> bool:
     """Tell whether a patch's network is one for a Z-Image, and meets its last block before the last layer."""
-    if type(fun) is not ZImage_Control or not 1 <= fun.n_control_layers <= LAYERS or len(net.noise_refiner) != 2:
+    if type(fun) is not ZImage_Control or not 2 <= fun.n_control_layers <= LAYERS or len(net.noise_refiner) != 2:
         return False
     blocks, refiners = list(fun.control_layers), list(fun.control_noise_refiner)
     blocks, refiners = (blocks + refiners, []) if fun.refiner_control else (blocks, refiners)
