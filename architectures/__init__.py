@@ -8,11 +8,12 @@ a table.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -219,6 +220,13 @@ def absorbed_patch(module: torch.nn.Module, patches: Mapping[str, Sequence[Any]]
         if patch is not None and architecture.matches(WithCompanion(module, companion_of(patch).model)):
             return kind, patch
     return None
+
+
+@functools.cache
+def patch_nodes() -> Mapping[str, Collection[str]]:
+    """The nodes of model patches that engines compute themselves, and which inputs of each decide on the engine."""
+    kinds = (getattr(architecture, "absorbs", None) for architecture in architectures().values())
+    return {kind.node: kind.decides for kind in kinds if kind is not None}
 
 
 def timestep_per_image(module: torch.nn.Module) -> bool:

@@ -37,11 +37,13 @@ class AbsorbedPatch:
     Attributes:
         kind: the name of ComfyUI's class.
         node: that of the node that sets it.
+        decides: the inputs of that node that decide which engine it is; others come anew with each call.
         places: the places of the network where it acts, by ComfyUI's names.
     """
 
     kind: str
     node: str
+    decides: tuple[str, ...]
     places: frozenset[str]
 
     def find(self, patches: Mapping[str, Sequence[Any]]) -> Any | None:

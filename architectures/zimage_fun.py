@@ -21,10 +21,13 @@ from . import Role
 from .calls import Binding, EngineCall, PerImagePass, Unsupported
 from .model_patches import AbsorbedPatch, WithCompanion
 from .shapes import Dim, Picture, Profile, Range, RequestedSizes, Symbol, TensorSpec
-from .zimage import GROUP, NEEDS as _BASE_NEEDS, PATCH, PIXELS, TokenSizes, ZImage, block, finished, is_plain, started
+from .zimage import GROUP, PATCH, PIXELS, TokenSizes, ZImage, block, finished, is_plain, started
+from .zimage import NEEDS as _BASE_NEEDS
 
 BASE = ZImage()
-FUN = AbsorbedPatch("ZImageControlPatch", "ZImageFunControlnet", frozenset({"noise_refiner", "double_block"}))
+FUN = AbsorbedPatch(
+    "ZImageControlPatch", "ZImageFunControlnet", ("model", "model_patch"), frozenset({"noise_refiner", "double_block"})
+)
 LAYERS = 30
 """Native takes a network for one of so many layers, and spreads the blocks of the patch over them."""
 BEHIND = 10 * LAYERS

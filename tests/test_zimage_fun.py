@@ -28,7 +28,6 @@ from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.engine_library.engine import relative_error
-from hybrid_trt.sampling.model_wrapper import patch_model
 
 LIMIT = 1e-5
 STEPS = 2
@@ -244,7 +243,8 @@ def test_an_engine_of_onnx_runtime_serves_its_two_files_and_no_other(
     for strength, sizes in ((0.7, {}), (1.0, {"size": (13, 11), "batch": 2}), (0.0, {"size": (16, 8)})):
         native = fun.with_fun(model, patch, strength=strength)
         patched = zimage.Patched(native, library, "onnxruntime")
-        assert relative_error(patched.sample(*GIVEN, steps=STEPS, **sizes), own_sampling(native, **sizes)) <= LIMIT, sizes
+        found = patched.sample(*GIVEN, steps=STEPS, **sizes)
+        assert relative_error(found, own_sampling(native, **sizes)) <= LIMIT, sizes
         assert patched.counts[1] == 0, sizes
     lora = lora_of(environment)
     patched.model = comfy.sd.load_lora_for_models(patched.model, None, lora, 0.8, 0)[0]

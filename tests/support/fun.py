@@ -1,55 +1,19 @@
-"""Tiny Fun controls of Z-Image, as ComfyUI's own nodes load and set them; in this process."""
+"""Models behind tiny Fun controls, as ComfyUI's own nodes set them; in this process."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import comfy.ops
 import comfy.sd
 import torch
 import zimage
-from comfy.ldm.lumina.controlnet import ZImage_Control
-from comfy.model_patcher import CoreModelPatcher, ModelPatcher
+from comfy.model_patcher import ModelPatcher
 from comfy_extras.nodes_model_patch import ZImageFunControlnet
 from hybrid_trt.comfy_model.network import NativeNetwork
-from small_networks import random_weights
+from tiny_fun import VERSIONS, PictureAsLatent, control
 from tiny_transformers import let_comfyui_load_zimage
 
-#: Versions of Fun control: the layers that the model has to have for them, and what ComfyUI reads off their files.
-VERSIONS: dict[str, tuple[int, dict[str, Any]]] = {
-    "1": (16, {"n_control_layers": 2}),
-    "2.1": (16, {"n_control_layers": 2, "refiner_control": True, "additional_in_dim": 17}),
-    "2.0": (21, {"n_control_layers": 3, "refiner_control": True, "additional_in_dim": 17, "broken": True}),
-}
-
-
-class PictureAsLatent:
-    """A VAE that ComfyUI's Fun node can ask.
-
-    Attributes:
-        encoded: the pictures that it encoded so far.
-    """
-
-    encoded = 0
-
-    def spacial_compression_encode(self) -> int:
-        return 8
-
-    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        self.encoded += 1
-        small = torch.nn.functional.avg_pool2d(pixels.movedim(-1, 1), 8)
-        return small.repeat(1, 6, 1, 1)[:, :16]
-
-
-def control(dtype: torch.dtype = torch.float32, other: bool = False, **config: Any) -> ModelPatcher:
-    """A MODEL_PATCH with random weights; ``other`` ones are those of another file."""
-    net = ZImage_Control(dim=256, n_heads=4, n_kv_heads=4, operations=comfy.ops.manual_cast, dtype=dtype,
-                         device=zimage.CPU, **config)
-    random_weights(net, dtype)
-    if other:
-        for parameter in net.parameters():
-            parameter.data = parameter.data.flip(0)
-    return CoreModelPatcher(net.eval().requires_grad_(False), zimage.CPU, zimage.CPU)
+__all__ = ["VERSIONS", "PictureAsLatent", "control", "model", "network", "picture", "with_fun"]
 
 
 def picture(seed: int = 2, height: int = 64, width: int = 48, images: int = 1) -> torch.Tensor:
