@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..architectures.fused_linear import FusedLinear
-from ..engine_library.fallback import Reason, Unavailable
 from .live_weights import LiveWeights
-from .network import NativeNetwork
+from .network import NativeNetwork, patchers_of
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -82,9 +81,5 @@ class JoinedWeights:
         for part in self._parts:
             part.release()
 
-    def _patchers(self, patcher: ModelPatcher) -> tuple[ModelPatcher, ModelPatcher]:
-        wanted = self._companion()
-        found = next((one for one in patcher.model_patches_models() if one.model is wanted), None)
-        if found is None:
-            raise Unavailable(Reason.OTHER_MODEL, "the model that is sampled lacks the patch that the engine computes")
-        return patcher, found
+    def _patchers(self, patcher: ModelPatcher) -> tuple[ModelPatcher, ...]:
+        return patchers_of(patcher, self._companion())

@@ -235,6 +235,23 @@ class NativeNetwork:
         return Fallback(Reason.MODEL_PATCHED, place if who is None else f"{place} by {who}", advice=advice)
 
 
+def patchers_of(patcher: ModelPatcher, companion: torch.nn.Module | None) -> tuple[ModelPatcher, ...]:
+    """Return the patchers of a network's parts: one that ComfyUI samples with, and its model patch's.
+
+    Args:
+        companion: the network of that patch, None where the engine computes none.
+
+    Raises:
+        Unavailable: the patcher has no such patch.
+    """
+    if companion is None:
+        return (patcher,)
+    found = next((one for one in patcher.model_patches_models() if one.model is companion), None)
+    if found is None:
+        raise Unavailable(Reason.OTHER_MODEL, "the model that is sampled lacks the patch that the engine computes")
+    return patcher, found
+
+
 def _together(model: torch.nn.Module, patcher: ModelPatcher) -> WithCompanion:
     """Return a model's network with a companion: the same module for as long as the model and the patcher live."""
     known = _both.setdefault(model, weakref.WeakKeyDictionary())

@@ -106,8 +106,7 @@ def engine_choice(
         family = network.architecture()
     except Unavailable:  # it gets no engine, and the handle says why
         family = ANY
-    replaceable = weights == REPLACEABLE and network.companion is None  # with two files, each engine is for just these
-    return EngineChoice(family.profile(RequestedSizes(**sizes)), precision, backend, replaceable)
+    return EngineChoice(family.profile(RequestedSizes(**sizes)), precision, backend, weights == REPLACEABLE)
 
 
 def find(network: NativeNetwork, choice: EngineChoice, place: Place) -> EngineHandle:

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,27 @@ def test_an_engine_of_onnx_runtime_serves_its_two_files_and_no_other(
         patched = zimage.Patched(other, library, "onnxruntime")
         assert relative_error(patched.sample(*GIVEN, steps=STEPS), own_sampling(other)) <= LIMIT
         assert list(patched.handle.stats.reasons) == [Reason.NO_ENGINE.value], name
+
+
+@pytest.mark.slow
+def test_an_engine_for_any_weights_serves_other_files_of_both_networks_and_loras(
+    environment: Any, model: ModelPatcher, patch: ModelPatcher, tmp_path: Path
+) -> None:
+    library, lora = Library([tmp_path]), lora_of(environment)
+    net = NativeNetwork.of_model(fun.with_fun(model, patch), "zimage")
+    built_once(replace(order_of(net, "onnxruntime"), replaceable=True), library)
+    other, other_patch = fun.model(), fun.control(other=True, **TWO_ONE)
+    for parameter in other.model.parameters():
+        parameter.data *= 1.1
+    latents = []
+    for base, companion, strength in ((model, patch, 0.0), (model, other_patch, 0.0), (other, patch, 0.5),
+                                      (other, other_patch, 0.8), (model, patch, 0.8)):  # fmt: skip
+        native = fun.with_fun(comfy.sd.load_lora_for_models(base, None, lora, strength, 0)[0], companion)
+        patched = zimage.Patched(native, library, "onnxruntime", any_weights=True)
+        latents.append(own_sampling(native))
+        assert relative_error(patched.sample(*GIVEN, steps=STEPS), latents[-1]) <= LIMIT
+        assert patched.counts[1] == 0
+    assert all(relative_error(a, b) > 100 * LIMIT for i, a in enumerate(latents) for b in latents[:i])
 
 
 def _beside(given: dict) -> dict:
