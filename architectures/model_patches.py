@@ -61,6 +61,11 @@ class AbsorbedPatch:
         return own and kind.__name__ == self.kind and re.split(r"[./\\]", kind.__module__)[-1] == _MODULE
 
 
+def models_of(patch: Any) -> list[ModelPatcher]:
+    """Return the patchers of a patch's networks, which ComfyUI loads with the model."""
+    return patch.models() if hasattr(patch, "models") else []
+
+
 def companion_of(patch: Any) -> ModelPatcher:
-    """Return the patcher of a model patch's network."""
-    return patch.models()[0]
+    """Return the patcher of the network of a model patch that engines compute."""
+    return models_of(patch)[0]

@@ -18,6 +18,7 @@ import tiny_models
 import torch
 import zimage
 from built_once import built_once
+from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from compiling import COMPILES
 from hybrid_trt.architectures.calls import Unsupported
@@ -29,6 +30,8 @@ from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.engine_library.engine import relative_error
+from hybrid_trt.sampling import native_weights
+from hybrid_trt.sessions.file_session import FileSession
 
 LIMIT = 1e-5
 STEPS = 2
@@ -258,6 +261,28 @@ def test_an_engine_of_onnx_runtime_serves_its_two_files_and_no_other(
         patched = zimage.Patched(other, library, "onnxruntime")
         assert relative_error(patched.sample(*GIVEN, steps=STEPS), own_sampling(other)) <= LIMIT
         assert list(patched.handle.stats.reasons) == [Reason.NO_ENGINE.value], name
+
+
+@pytest.mark.slow
+def test_the_patchs_native_weights_are_loaded_for_native_alone(
+    model: ModelPatcher, patch: ModelPatcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A double: the pack takes the CPU for a device whose memory is not the main memory."""
+    library = Library([tmp_path])
+    native = fun.with_fun(model, patch)
+    built_once(order_of(NativeNetwork.of_model(native, "zimage"), "onnxruntime"), library)
+    expected = own_sampling(native)
+    patched = zimage.Patched(native, library, "onnxruntime")
+    monkeypatch.setattr(native_weights, "has_memory_of_its_own", lambda _device: True)
+    # behind a run that needed native the next one has its weights from the start
+    for fails, loaded in ((False, False), (True, True), (False, True), (False, False)):
+        model_management.unload_all_models()
+        with monkeypatch.context() as failing:
+            if fails:
+                failing.setattr(FileSession, "_call", None)
+            assert relative_error(patched.sample(*GIVEN, steps=STEPS), expected) <= LIMIT
+        assert patched.counts == ((0, 2 * STEPS) if fails else (2 * STEPS, 0))
+        assert any(one is patch for one in model_management.loaded_models()) is loaded
 
 
 @pytest.mark.slow
