@@ -93,7 +93,7 @@ class NativeNetwork:
 
     @property
     def starts(self) -> tuple[str, ...]:
-        """What the names of the weights of each part begin with in ``module``."""
+        """The beginnings of the names of each part's weights in ``module``."""
         return ("",) if self.companion is None else ("base.", "companion.")
 
     @property

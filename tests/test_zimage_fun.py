@@ -20,6 +20,7 @@ import zimage
 from built_once import built_once
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
+from comfy_execution.graph import DynamicPrompt
 from compiling import COMPILES
 from hybrid_trt.architectures.calls import Unsupported
 from hybrid_trt.architectures.shapes import Picture, RequestedSizes
@@ -30,6 +31,7 @@ from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.engine_library.engine import relative_error
+from hybrid_trt.page_api.workflow_graph import model_name, node_key
 from hybrid_trt.sampling import native_weights
 from hybrid_trt.sessions.file_session import FileSession
 
@@ -66,7 +68,7 @@ def call_of(net: NativeNetwork, **sizes: int) -> dict[str, Any]:
 
 
 def errors(session: Any, net: NativeNetwork, **sizes: int) -> tuple[float, float]:
-    """How far an engine is from native in a call, and how far native without the patch is from native with it."""
+    """Errors against native in a call: the engine's, and that of native without the patch."""
     given = call_of(net, **sizes)
     session.sync_from(net, net.patcher)
     with torch.inference_mode():
@@ -404,6 +406,32 @@ def test_patches_that_no_engine_computes_leave_the_model_its_own_engine(model: M
         patches[0].__class__ = Other
     for native in (fun.with_fun(model, too_many), fun.with_fun(model, fun.control(n_control_layers=1)), given):
         assert NativeNetwork.of_model(native, "zimage").architecture().name == "zimage"
+
+
+GRAPH: dict[str, Any] = {
+    "unet": {"class_type": "UNETLoader", "inputs": {"unet_name": "model"}},
+    "lora": {"class_type": "LoraLoaderModelOnly", "inputs": {"model": ["unet", 0], "lora_name": "lora"}},
+    "file": {"class_type": "ModelPatchLoader", "inputs": {"name": "fun"}},
+    "vae": {"class_type": "VAELoader", "inputs": {"vae_name": "vae"}},
+    "image": {"class_type": "LoadImage", "inputs": {"image": "one"}},
+    "fun": {"class_type": "ZImageFunControlnet", "inputs": {
+        "model": ["lora", 0], "model_patch": ["file", 0], "vae": ["vae", 0], "image": ["image", 0], "strength": 0.7}},
+    "engine": {"class_type": "TRTUNetEngine", "inputs": {"model": ["fun", 0], "backend": "torch"}},
+}
+
+
+@pytest.mark.parametrize(("node", "value", "same"), [
+    ("fun", {"strength": 0.2}, True), ("image", {"image": "two"}, True), ("vae", {"vae_name": "other"}, True),
+    ("file", {"name": "other"}, False), ("lora", {"lora_name": "other"}, False), ("engine", {"backend": "auto"}, False),
+], ids=["strength", "image", "VAE", "file of the patch", "LoRA", "backend"])  # fmt: skip
+def test_a_node_on_the_page_is_the_same_for_all_images_and_strengths(node: str, value: dict, same: bool) -> None:
+    other = copy.deepcopy(GRAPH)
+    other[node]["inputs"] |= value
+    assert (node_key(other, "engine") == node_key(GRAPH, "engine")) is same
+
+
+def test_an_engine_is_called_by_the_models_file_and_not_by_that_of_its_vae() -> None:
+    assert model_name(DynamicPrompt(GRAPH), "engine", "model", "") == "model"
 
 
 def test_nothing_keeps_a_model_or_a_patch_that_nobody_uses(tmp_path: Path) -> None:
