@@ -80,6 +80,7 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("diffusion_models/tiny_sd15_ip2p_unet.safetensors", (Part("unet", 19, SD15_FLAT | {"in_channels": 8}),)),
     Recipe("diffusion_models/tiny_sdxl_unet.safetensors", (Part("unet", 20, SDXL),)),
     Recipe("diffusion_models/tiny_zimage.safetensors", (Part("zimage", 91, ZIMAGE),)),
+    Recipe("diffusion_models/tiny_zimage_16.safetensors", (Part("zimage", 94, ZIMAGE | {"n_layers": 16}),)),
     Recipe("diffusion_models/tiny_zimage_fp8.safetensors", (
         Part("quantised_zimage", 91, ZIMAGE | {"format": "float8_e4m3fn"}),)),
     Recipe("diffusion_models/tiny_zimage_int8.safetensors", (
