@@ -143,6 +143,13 @@ KINDS = {
         FLUX.but(controls=(union("depth", 2, 0.6, file="tiny_flux1_union"), Control("tiny_flux1_a", 1, 0.4)),
                  vae=FLUX_VAE, batch=2, apply="stock", settings=TORCH),
     ]),
+    "ControlNets of Flux.1 (XLabs, Mistoline)": Kind([
+        FLUX.but(controls=(Control("tiny_flux1_xlabs", 1, 0.7),)),
+        FLUX.but(controls=(Control("tiny_flux1_mistoline", 1, 0.7), Control("tiny_flux1_xlabs", 2, 0.5, 0.0, 0.5)),
+                 cfg=3.0, width=144, height=80),
+        FLUX.but(controls=(Control("tiny_flux1_mistoline", 2, 0.6), Control("tiny_flux1_a", 1, 0.4)), vae=FLUX_VAE,
+                 batch=2, apply="stock", settings=TORCH),
+    ]),
     "Control-LoRAs": Kind([SD15.but(controls=(Control("tiny_sd15_control_lora", 1, 0.5), A))], "unsupported model"),
 }  # fmt: skip
 

@@ -118,6 +118,10 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("controlnet/tiny_flux1_union.safetensors", (
         Part("flux_controlnet", 45, FLUX1 | {"depth_single_blocks": 1, "control_latent_channels": 16,
                                              "num_union_modes": 7}),)),
+    Recipe("controlnet/tiny_flux1_xlabs.safetensors", (
+        Part("flux_pixel_controlnet", 46, FLUX1 | {"depth_single_blocks": 0}),)),
+    Recipe("controlnet/tiny_flux1_mistoline.safetensors", (
+        Part("flux_pixel_controlnet", 47, FLUX1 | {"depth_single_blocks": 1, "mistoline": True}),)),
     Recipe("controlnet/tiny_sd15_t2i.safetensors", (Part("t2i_adapter", 51),)),
     Recipe("controlnet/tiny_sd15_control_lora.safetensors", (Part("control_lora", 61, SD15 | {"rank": 4}),)),
     Recipe("loras/tiny_sd15_lora.safetensors", (Part("lora", 71, SD15 | {"rank": 4}),)),
