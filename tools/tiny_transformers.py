@@ -34,6 +34,11 @@ QWEN_IMAGE = {"attention_head_dim": 32, "num_attention_heads": 2, "joint_attenti
 #: ComfyUI has heads of 128 features in Krea 2, and 20 heads in what reads the prompt. Two queries share keys here.
 KREA2 = {"features": 256, "heads": 2, "kvheads": 1, "layers": 2, "txtdim": 80, "txtlayers": 3}
 
+#: ComfyUI has heads of 128 features in Wan, and prompts of 4096 features.
+WAN = {"model_type": "t2v", "dim": 256, "ffn_dim": 256, "num_heads": 2, "num_layers": 2, "in_dim": 16, "out_dim": 16}
+WAN_I2V = WAN | {"model_type": "i2v", "in_dim": 36}
+WAN_VACE = WAN | {"model_type": "vace", "num_layers": 4, "vace_layers": 2, "vace_in_dim": 96}
+WAN_5B = WAN | {"in_dim": 48, "out_dim": 48}
 
 
 def let_comfyui_load_zimage() -> None:
@@ -131,3 +136,14 @@ def krea2_shapes(config: dict[str, Any]) -> Shapes:
     from comfy.ldm.krea2.model import SingleStreamDiT
 
     return shapes_of(lambda: SingleStreamDiT(**config, operations=comfy.ops.disable_weight_init))
+
+
+def wan_shapes(config: dict[str, Any]) -> Shapes:
+    """Names and shapes of a Wan's weights."""
+    import comfy.ops
+    from comfy.ldm.wan.model import VaceWanModel, WanModel
+
+    config = dict(config, operations=comfy.ops.disable_weight_init)
+    if config["model_type"] == "vace":
+        return shapes_of(lambda: VaceWanModel(**config))
+    return shapes_of(lambda: WanModel(**config))
