@@ -310,7 +310,8 @@ NEEDS = (
     "comfy.ldm.wan.model:WanI2VCrossAttention",
     "comfy.ldm.wan.model:WanModel._forward"
     "(self, x, timestep, context, clip_fea, time_dim_concat, transformer_options, **)",
-    "comfy.ldm.wan.model:WanModel.rope_encode(self, t, h, w, device, dtype, transformer_options)",
+    "comfy.ldm.wan.model:WanModel.rope_encode"
+    "(self, t, h, w, t_start, steps_t, steps_h, steps_w, device, dtype, transformer_options, ...)",
     "comfy.ldm.wan.model:WanSelfAttention",
     "comfy.ldm.wan.model:WanT2VCrossAttention",
 )
