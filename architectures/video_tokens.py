@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .shapes import MOST, Dim, Examples, Profile, Range, RequestedSizes, Symbol
+from .shapes import MOST, Dim, Examples, Picture, Profile, Range, RequestedSizes, Symbol
 from .token_sizes import CPU_TOKENS, PATCH, PICTURE, TokenSizes, unlike
 
 FRAMES = Dim("F")
 VIDEO = FRAMES * PICTURE
+EACH = 4
+"""Frames of the video that a latent frame stands for; the first one stands for one."""
 MOST_FRAMES = 33
-"""Latent frames that a file engine takes; each stands for four of the video, the first for one."""
+"""Latent frames that a file engine takes."""
 CLIP = 257
 """Tokens that ComfyUI's CLIP encoder makes of a picture."""
 MOST_CONTROLS = 4
@@ -23,8 +25,6 @@ MOST_CONTROLS = 4
 @dataclass(frozen=True, kw_only=True)
 class VideoSizes(TokenSizes):
     """Batch, latent frames, rows and columns of a frame's tokens, tokens of the prompt and of CLIP, control videos.
-
-    No node of the graph tells the number of frames for certain: it is the usual one until a run tells another.
 
     Attributes:
         usual_frames: latent frames of the videos that the family is used for.
@@ -41,7 +41,7 @@ class VideoSizes(TokenSizes):
         """See ``Architecture``."""
         return {
             "B": Symbol("batch"),
-            "F": Symbol("latent frames", of_picture=False),
+            "F": Symbol("latent frames"),
             "R": Symbol("height", self.pixels, "px"),
             "C": Symbol("width", self.pixels, "px"),
             "T": Symbol("prompt tokens", of_picture=False),
@@ -71,6 +71,11 @@ class VideoSizes(TokenSizes):
             extremes=unlike(found.values()),
             extremes_on_cpu=unlike(_for_cpu(sizes, found["min"]) for sizes in found.values()),
         )
+
+    def calls(self, profile: Profile, picture: Picture) -> list[dict[str, int]]:
+        """See ``Architecture``."""
+        frames = (picture.length - 1) // EACH + 1
+        return [{**call, **({"F": frames} if "F" in call else {})} for call in super().calls(profile, picture)]
 
     def words(self, profile: Profile) -> str:
         """See ``Architecture``: ``up to 2 in a batch, 256 to 1280 px, 512 tokens, up to 33 latent frames``."""
