@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .shapes import MOST, Dim, Examples, Picture, Profile, Range, RequestedSizes, Symbol
-from .token_sizes import CPU_TOKENS, PATCH, PICTURE, TokenSizes, unlike
+from .token_sizes import CPU_TOKENS, PICTURE, TokenSizes, unlike
 
 FRAMES = Dim("F")
 VIDEO = FRAMES * PICTURE
