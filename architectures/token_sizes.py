@@ -43,6 +43,7 @@ class TokenSizes:
 
     Attributes:
         pixels: per token, along each side.
+        usual_prompt: tokens of a prompt where nothing tells its length.
         one_length: whether all prompts are of one length as a rule, so that a call has both of CFG.
     """
 
@@ -50,6 +51,7 @@ class TokenSizes:
 
     per_step = True
     pixels = PIXELS
+    usual_prompt = USUAL_PROMPT
     one_length = False
     batch = "B"
     prompt = "T"
@@ -79,7 +81,7 @@ class TokenSizes:
         asked.check()
         asked = asked.filled(self.sizes)
         size = Range(*(math.ceil(side / self.pixels) for side in (asked.min_size, asked.opt_size, asked.max_size)))
-        tokens = Range(1, min(USUAL_PROMPT, asked.max_tokens), asked.max_tokens)
+        tokens = Range(1, min(self.usual_prompt, asked.max_tokens), asked.max_tokens)
         batch, references = Range(1, asked.max_images, 2 * asked.max_images), Range(0, 0, REFERENCES * size.max**2)
         return Profile({"B": batch, "R": size, "C": size, "T": tokens, "L": references})
 

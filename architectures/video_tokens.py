@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from .shapes import MOST, Dim, Examples, Picture, Profile, Range, RequestedSizes, Symbol
-from .token_sizes import CPU_TOKENS, PICTURE, TokenSizes, unlike
+from .token_sizes import CPU_TOKENS, PATCH, PICTURE, TokenSizes, unlike
 
 FRAMES = Dim("F")
 VIDEO = FRAMES * PICTURE
@@ -33,6 +35,7 @@ class VideoSizes(TokenSizes):
     pixels: int
     usual_frames: int
 
+    usual_prompt = 512
     one_length = True
     free: ClassVar[Mapping[str, Range]] = {"T": Range(2, 97, MOST["max_tokens"])}
 
@@ -51,10 +54,9 @@ class VideoSizes(TokenSizes):
 
     def profile(self, asked: RequestedSizes) -> Profile:
         """See ``Architecture``."""
-        own = super().profile(asked).only("BRC").ranges
-        most = asked.filled(self.sizes).max_tokens
+        own = super().profile(asked).only("BRCT").ranges
         frames, clip, controls = (1, self.usual_frames, MOST_FRAMES), (1, CLIP, 2 * CLIP), (1, 1, MOST_CONTROLS)
-        more = {"F": frames, "T": (1, most, most), "I": clip, "V": controls}
+        more = {"F": frames, "I": clip, "V": controls}
         return Profile({**own, **{symbol: Range(*sizes) for symbol, sizes in more.items()}})
 
     def examples(self, profile: Profile) -> Examples:
@@ -106,3 +108,15 @@ def _for_cpu(sizes: Mapping[str, int], least: Mapping[str, int]) -> dict[str, in
 
 def _tokens(sizes: Mapping[str, int]) -> int:
     return math.prod(sizes.get(symbol, 1) for symbol in "BFRCV")
+
+
+def to_tokens(video: torch.Tensor) -> torch.Tensor:
+    """(batch, channels, frames, height, width) -> (batch, tokens, features), in the order of native's weights."""
+    patches = video.unflatten(4, (-1, PATCH)).unflatten(3, (-1, PATCH))
+    return patches.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3)
+
+
+def to_video(tokens: torch.Tensor, frames: int, rows: int, columns: int) -> torch.Tensor:
+    """Tokens as the network gives them -> (batch, channels, frames, height, width)."""
+    patches = tokens.unflatten(1, (frames, rows, columns)).unflatten(-1, (PATCH, PATCH, -1))
+    return patches.permute(0, 6, 1, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)

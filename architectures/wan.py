@@ -24,7 +24,7 @@ from .calls import Binding, EngineCall, Unsupported
 from .rotary import write_out_norms
 from .shapes import Dim, Sizes, TensorSpec
 from .token_sizes import BATCH, KEPT, PATCH, TOKENS, attended
-from .video_tokens import FRAMES, VIDEO, VideoSizes
+from .video_tokens import FRAMES, VIDEO, VideoSizes, to_tokens, to_video
 
 PATCHES = (1, PATCH, PATCH)
 CONTROLS, IMAGE = Dim("V"), Dim("I")
@@ -116,7 +116,7 @@ def _bind(
     options = (call.get("transformer_options") or {}).get("rope_options")
     changed = None if options is None else tuple(sorted(options.items()))
     inputs = {
-        "video": _tokens(padded),
+        "video": to_tokens(padded),
         "context": context,
         "timestep": _timesteps(call["timestep"], frames, vace),
         "pe": places(frames, *x.shape[3:], changed, x.device, x.dtype),
@@ -128,7 +128,7 @@ def _bind(
 
     def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         rows, columns = (side // PATCH for side in padded.shape[3:])
-        video = _video(outputs["out"], frames, rows, columns)
+        video = to_video(outputs["out"], frames, rows, columns)
         return video[:, :, : x.shape[2], : x.shape[3], : x.shape[4]].to(x.device, x.dtype)
 
     return EngineCall(inputs, finish)
@@ -161,24 +161,12 @@ def _controls(call: Mapping[str, Any], strengths: Callable[..., torch.Tensor]) -
         raise Unsupported("a control video without a strength")
     return {
         "strengths": strengths(tuple(map(float, given[: videos.shape[1]])), videos.device),
-        "controls": _tokens(videos.movedim(1, 0).flatten(0, 1)),
+        "controls": to_tokens(videos.movedim(1, 0).flatten(0, 1)),
     }
 
 
 def _strengths(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, device=device)
-
-
-def _tokens(video: torch.Tensor) -> torch.Tensor:
-    """(batch, channels, frames, height, width) -> (batch, tokens, features), in the order of native's weights."""
-    patches = video.unflatten(4, (-1, PATCH)).unflatten(3, (-1, PATCH))
-    return patches.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3)
-
-
-def _video(tokens: torch.Tensor, frames: int, rows: int, columns: int) -> torch.Tensor:
-    """Tokens as the network gives them -> (batch, channels, frames, height, width)."""
-    patches = tokens.unflatten(1, (frames, rows, columns)).unflatten(-1, (PATCH, PATCH, -1))
-    return patches.permute(0, 6, 1, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)
 
 
 def _places(
