@@ -14,6 +14,7 @@ from typing import Any
 
 from comfy_execution.graph import DynamicPrompt
 
+from ..architectures import patch_nodes
 from ..architectures.shapes import VAE_SETTINGS, Picture
 from ..streaming.settings import STEPS_AS_BATCH
 from .read_graph import class_of, inputs_of, is_link, is_node, node_of, nodes_of
@@ -32,6 +33,8 @@ DECODE, ENCODE = "vae", "vae:encode"
 
 MAX_PICTURES, MAX_NUMBER, MAX_CFG = 16, 100_000, 1e6
 _EMPTY = re.compile("empty.*latent", re.IGNORECASE)
+_OF_VIDEO = {"width", "height", "length", "batch_size"}
+"""A node with all of these inputs makes the latent of a video, with what conditions it as a rule."""
 
 _OF_ONE_PROMPT = {"model", "conditioning"}
 """Links into a guider that samples with one prompt, without CFG."""
@@ -46,11 +49,15 @@ class BadPrompt(ValueError):
     """A prompt of which no key can be made; the text is for the user."""
 
 
-def upstream(prompt: DynamicPrompt, node_id: str, first_inputs: tuple[str, ...] | None = None) -> Iterator[str]:
+def upstream(
+    prompt: DynamicPrompt, node_id: str, first_inputs: tuple[str, ...] | None = None,
+    inputs: tuple[str, ...] | None = None,
+) -> Iterator[str]:  # fmt: skip
     """Yield the ids of the nodes that a node depends on, the nearest first, itself not included.
 
     Args:
-        first_inputs: follow only these inputs of the node itself; of the others all.
+        first_inputs: follow only these inputs of the node itself.
+        inputs: the same of the others; by default all.
     """
     seen, queue = {node_id}, [(node_id, first_inputs)]
     while queue:
@@ -58,7 +65,7 @@ def upstream(prompt: DynamicPrompt, node_id: str, first_inputs: tuple[str, ...] 
         for name, value in inputs_of(prompt, current).items():
             if (allowed is None or name in allowed) and is_link(value) and value[0] not in seen:
                 seen.add(value[0])
-                queue.append((value[0], None))
+                queue.append((value[0], inputs))
                 yield value[0]
 
 
@@ -87,8 +94,12 @@ def all_nodes(prompt: DynamicPrompt) -> dict[str, Any]:
 
 
 def model_name(prompt: DynamicPrompt, node_id: str, input_name: str, default: str) -> str:
-    """Return the file that a loader upstream of an input was told to load, or ``default``."""
-    for node in upstream(prompt, node_id, (input_name.partition(":")[0],)):
+    """Return the file that a loader upstream of an input was told to load, or ``default``.
+
+    The nearest loader in a row of nodes that hand such an input on, else the nearest of all.
+    """
+    own = (input_name.partition(":")[0],)
+    for node in (*upstream(prompt, node_id, own, own), *upstream(prompt, node_id, own)):
         inputs = inputs_of(prompt, node)
         for name in MODEL_NAME_INPUTS:
             if isinstance(inputs.get(name), str):
@@ -166,17 +177,27 @@ def samplers_of(prompt: Mapping[str, Any], node_id: str, readers: Mapping[str, S
 def picture_of(prompt: Mapping[str, Any], sampler: str) -> Picture | None:
     """Return the picture of a sampler, None where it is not certain or the node is none."""
     if class_of(prompt, sampler) == STREAM:
-        asked = (*_frame_size(prompt, sampler), _frames_at_once(inputs_of(prompt, sampler)))
+        asked = (*_frame_size(prompt, sampler), _frames_at_once(inputs_of(prompt, sampler)), 1)
     else:
-        latent = inputs_of(prompt, sampler).get("latent_image")
-        if not is_link(latent) or not _EMPTY.search(class_of(prompt, latent[0])):
+        made = _makes_latent(prompt, sampler)
+        empty = inputs_of(prompt, made)
+        if not (_EMPTY.search(class_of(prompt, made)) or _OF_VIDEO <= empty.keys()):
             return None
-        empty = inputs_of(prompt, latent[0])
-        asked = (empty.get("width"), empty.get("height"), empty.get("batch_size", 1))
-    width, height, images = (_number(prompt, value) for value in asked)
-    if not all(isinstance(n, int) and 0 < n < MAX_NUMBER for n in (width, height, images)):
+        asked = (empty.get("width"), empty.get("height"), empty.get("batch_size", 1), empty.get("length", 1))
+    width, height, images, length = (_number(prompt, value) for value in asked)
+    if not all(isinstance(n, int) and 0 < n < MAX_NUMBER for n in (width, height, images, length)):
         return None
-    return Picture.sampled(width, height, images, _cfg(prompt, sampler))
+    return Picture.sampled(width, height, images, _cfg(prompt, sampler), length)
+
+
+def _makes_latent(prompt: Mapping[str, Any], sampler: str) -> str:
+    """Return the node that made a sampler's latent, which other samplers may have sampled before with other models."""
+    for _ in range(MAX_DEPTH):
+        latent = inputs_of(prompt, sampler).get("latent_image")
+        if not is_link(latent):
+            break
+        sampler = latent[0]
+    return sampler
 
 
 def _frames_at_once(inputs: Mapping[str, Any]) -> Any:
@@ -287,9 +308,9 @@ def _key(prompt: Mapping[str, Any], node_id: str, known: dict[str, str], path: t
         raise BadPrompt(f"the prompt has no node {node_id[:80]!r} with a class and inputs")
     if node_id in path or len(path) > MAX_DEPTH:
         raise BadPrompt(f"the prompt has a loop or is too deep at node {node_id[:80]!r}")
-    inputs = {}
+    inputs, decides = {}, patch_nodes().get(node["class_type"])
     for name, value in node["inputs"].items():
-        if name not in _IGNORED:
+        if name not in _IGNORED and (decides is None or name in decides):
             inputs[name] = (
                 [_key(prompt, value[0], known, (*path, node_id)), value[1]] if is_link(value) else _plain(value)
             )

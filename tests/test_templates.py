@@ -143,7 +143,8 @@ def test_notes_name_what_is_visible_in_the_workflow(name: str) -> None:
 PAGE = {"TRTReport": "TRT Report", "TRTApplyControlNet": "TRT Apply ControlNet", "SaveImage": "Save Image",
         "KSampler": "KSampler", "TRTUNetEngine": "TRT UNet Engine", "TRTAccelerate": "TRT Accelerate",
         "TRTSamplerPatch": "TRT Sampler Patch", "LatentUpscaleBy": "Upscale Latent By",
-        "TRTCompare": "TRT Compare", "TRTStream": "TRT Stream", "SaveVideo": "Save Video"}  # fmt: skip
+        "TRTCompare": "TRT Compare", "TRTStream": "TRT Stream", "SaveVideo": "Save Video", "TRTFrame": "TRT Frame",
+        "LoadDA3Model": "Load Depth Anything 3"}  # fmt: skip
 """Names of nodes without a title of their own on the page."""
 WIDGETS = {"strength", "start", "end", "rows", "denoise", "strength_model", "scale_by", "seed", "steps", "frames",
            "guidance"}  # fmt: skip

@@ -33,6 +33,8 @@ FLUX_VAE = "tiny_flux_kl"
 SD15 = Scenario(width=64, height=64, controls=(), settings=BUILD, steps=2)
 QWEN = SD15.but(family="qwen", unet="tiny_qwen_image", loader="TestTokenNetwork")
 KREA2 = SD15.but(family="krea2", unet="tiny_krea2")
+ANIMA = SD15.but(family="anima", unet="tiny_anima", loader="TestTokenNetwork")
+WAN = SD15.but(family="wan", unet="tiny_wan", length=9)
 
 def union(kind: str, image: int = 1, strength: float = 0.8, before: bool = False, file: str = "tiny_sdxl_a") -> Control:
     """A union ControlNet whose type is set in front of its engine node, or behind it."""
@@ -66,6 +68,13 @@ INT8 = 0.05
 """Of layers that round their inputs, see ``test_int8_on_an_engine_is_as_near_to_the_plain_model_as_native_is``."""
 ZIMAGE = Scenario("zimage", "tiny_zimage", controls=(), width=64, height=64, settings=BUILD, steps=2)
 Z_LORA = ("LoraLoaderModelOnly", {"lora_name": "tiny_zimage_lora.safetensors", "strength_model": 0.8})
+FUN = ("ZImageFunControlnet", {"model_patch": ["fun", 0], "vae": ["fun_vae", 0], "image": ["fun_image", 0],
+                               "strength": 0.7})  # fmt: skip
+FUN_PARTS = {
+    "fun": node("TestFunPatch", version="2.1"), "fun_vae": node("VAELoader", vae_name=f"{FLUX_VAE}.safetensors"),
+    "fun_image": node("TestImage", seed=3, width=72, height=64, batch=1, channels=3),
+}
+WITH_FUN = ZIMAGE.but(unet="tiny_zimage_16", loras_before=[FUN], parts=FUN_PARTS)
 ADAPTER = Control("tiny_sd15_t2i", 3, 0.9, engine=False)
 KINDS = {
     "SD1.5 and SD2": Kind([SD15.but(controls=(A,))]),
@@ -101,6 +110,16 @@ KINDS = {
         KREA2.but(width=136, height=120, batch=2, tokens=(77, 77)),
         KREA2.but(tokens=(130, 9), settings=TORCH),
     ]),
+    "Anima": Kind([
+        ANIMA, ANIMA.but(width=136, height=120, batch=2), ANIMA.but(settings=TORCH, tokens=(130, 9)),
+    ]),
+    "Wan 2.1 and 2.2 (text and image to video)": Kind([
+        WAN.but(width=104, height=72),
+        WAN.but(unet="tiny_wan22_i2v", batch=2),
+        WAN.but(unet="tiny_wan22_5b", length=0, width=96),
+        WAN.but(settings=TORCH, length=13, tokens=(130, 130)),
+    ]),
+    "VACE of Wan": Kind([WAN.but(unet="tiny_wan_vace"), WAN.but(unet="tiny_wan_vace", settings=TORCH, cfg=1.0)]),
     "fp8 checkpoints (`comfy_quant`, `scaled_fp8`)": Kind([
         QUANTISED.but(unet="tiny_sdxl_fp8_unet"),
         SD15.but(unet="tiny_sd15_quantised_unet", settings=TORCH, controls=(Control("tiny_sd15_flat_a", 1, 0.7),)),
@@ -113,6 +132,12 @@ KINDS = {
         ZIMAGE.but(settings=TORCH, width=88, tokens=(20, 20), loras_before=[Z_LORA]),
         ZIMAGE.but(settings=TORCH, batch=2, tokens=(31, 40),
                    patches=[Z_LORA, ("ModelSamplingAuraFlow", {"shift": 3.0})]),
+    ]),
+    "Z-Image with Fun control": Kind([
+        WITH_FUN,
+        WITH_FUN.but(width=136, height=104, batch=2, tokens=(31, 40), cfg=1.0, loras_before=[Z_LORA, FUN]),
+        WITH_FUN.but(settings=TORCH, parts=FUN_PARTS | {"fun": node("TestFunPatch", version="1")}),
+        WITH_FUN.but(settings=TORCH, batch=2, tokens=(31, 40), patches=[Z_LORA]),
     ]),
     "Z-Image in fp8": Kind([ZIMAGE.but(unet="tiny_zimage_fp8", settings=TORCH, loras_before=[Z_LORA])]),
     "Z-Image in int8": Kind([ZIMAGE.but(unet="tiny_zimage_int8", settings=TORCH)], limit=INT8),
@@ -150,6 +175,8 @@ ELSEWHERE = {
     "inpainting and instruct-pix2pix UNets", "union ControlNets",  # further below
     "Qwen-Image and Qwen-Image-Edit",  # ``test_qwen_image.py``
     "Krea 2",  # ``test_krea2.py``
+    "Anima",  # ``test_anima.py``
+    "Wan 2.1 and 2.2 (text and image to video)", "VACE of Wan",  # ``test_wan.py``
     "Flux.1 (dev, schnell, Kontext, Fill)",  # ``test_flux_prompts.py``
 }
 """Kinds of which other tests compare a whole prompt with native too."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiny_transformers import FLUX1, FLUX2, KREA2, QWEN_IMAGE, ZIMAGE
+from tiny_transformers import ANIMA, FLUX1, FLUX2, KREA2, QWEN_IMAGE, WAN, WAN_5B, WAN_I2V, WAN_VACE, ZIMAGE
 
 #: Raise this when the drawing of weights changes, so that files made before are made again.
 RECIPE_VERSION = 1
@@ -80,6 +80,7 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("diffusion_models/tiny_sd15_ip2p_unet.safetensors", (Part("unet", 19, SD15_FLAT | {"in_channels": 8}),)),
     Recipe("diffusion_models/tiny_sdxl_unet.safetensors", (Part("unet", 20, SDXL),)),
     Recipe("diffusion_models/tiny_zimage.safetensors", (Part("zimage", 91, ZIMAGE),)),
+    Recipe("diffusion_models/tiny_zimage_16.safetensors", (Part("zimage", 94, ZIMAGE | {"n_layers": 16}),)),
     Recipe("diffusion_models/tiny_zimage_fp8.safetensors", (
         Part("quantised_zimage", 91, ZIMAGE | {"format": "float8_e4m3fn"}),)),
     Recipe("diffusion_models/tiny_zimage_int8.safetensors", (
@@ -96,6 +97,15 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("controlnet/tiny_qwen_image_control.safetensors", (
         Part("qwen_image_control", 93, QWEN_IMAGE | {"in_channels": 64, "num_layers": 1}),)),
     Recipe("diffusion_models/tiny_krea2.safetensors", (Part("krea2", 92, KREA2),)),
+    Recipe("diffusion_models/tiny_anima.safetensors", (Part("anima", 94, ANIMA | {"model_channels": 256}),)),
+    Recipe("diffusion_models/tiny_wan.safetensors", (Part("wan", 95, WAN),)),
+    Recipe("diffusion_models/tiny_wan_low_noise.safetensors", (Part("wan", 96, WAN),)),
+    Recipe("diffusion_models/tiny_wan_i2v.safetensors", (Part("wan", 97, WAN_I2V),)),
+    Recipe("diffusion_models/tiny_wan_flf2v.safetensors", (
+        Part("wan", 98, WAN_I2V | {"flf_pos_embed_token_number": 514}),)),
+    Recipe("diffusion_models/tiny_wan22_i2v.safetensors", (Part("wan", 99, WAN | {"in_dim": 36}),)),
+    Recipe("diffusion_models/tiny_wan22_5b.safetensors", (Part("wan", 100, WAN_5B),)),
+    Recipe("diffusion_models/tiny_wan_vace.safetensors", (Part("wan", 101, WAN_VACE),)),
     Recipe("vae/tiny_sdxl_taesd.safetensors", (Part("taesd", 1, {"scale": 0.13025}),)),
     Recipe("vae/tiny_kl.safetensors", (Part("vae", 81, {"decoder_ch": 32}),)),
     Recipe("vae/tiny_flux_kl.safetensors", (Part("vae", 82, {"decoder_ch": 32, "z_channels": 16}),)),

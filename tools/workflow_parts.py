@@ -89,7 +89,7 @@ SETTINGS = {"when_missing": "build now"}
 """Widgets of nodes with engines; the sizes stay 0, which is what fits the model."""
 FOLDERS = {"ckpt_name": "checkpoints", "control_net_name": "controlnet", "lora_name": "loras",
            "unet_name": "diffusion_models", "clip_name": "text_encoders", "clip_name1": "text_encoders",
-           "clip_name2": "text_encoders", "vae_name": "vae"}
+           "clip_name2": "text_encoders", "vae_name": "vae", "model_name": "geometry_estimation"}
 """Widgets that name a model's file, and the folder below models."""
 APP = (
     ("CLIPTextEncode", ("text",)), ("TextEncodeQwenImageEditPlus", ("prompt",)), ("LoadImage", ("image",)),

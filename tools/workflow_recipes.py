@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from workflow_parts import SD15, SDXL, Recipe
-from workflow_streams import video, webcam
+from workflow_streams import depth_and_pose, video, webcam
 from workflow_to_prompt import ObjectInfo, Workflow, set_widget
 from workflow_transformers import (
     FLUX1,
@@ -43,6 +43,7 @@ RECIPES: tuple[Recipe, ...] = (
     compare(),
     advanced(),
     webcam(),
+    depth_and_pose(),
     video(),
     *TRANSFORMERS,
 )

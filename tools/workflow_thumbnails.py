@@ -6,6 +6,7 @@ The template browser shows them in squares of about 300 pixels.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
@@ -42,8 +43,8 @@ def write(recipe: Recipe, folder: Path) -> Path:
     return path
 
 
-def _two(image: Image.Image) -> None:
-    for number, kind in enumerate(("edges", "depth")):
+def _two(image: Image.Image, kinds: tuple[str, str] = ("edges", "depth")) -> None:
+    for number, kind in enumerate(kinds):
         image.paste(_scene(kind, 146), (MARGIN, TOP + number * 154))
     _arrow(image, 182, 300)
     image.paste(_scene("picture", 300), (276, TOP))
@@ -146,7 +147,7 @@ DRAWN: dict[str, Callable[[Image.Image], None]] = {
     "sd15_text_to_image": _prompt, "sd15_lora": _lora, "sd15_image_to_image": _repaint, "sd15_two_passes": _passes,
     "sd15_two_controlnets": _two, "sdxl_two_controlnets": _two, "sd15_controlnet_stack": _four,
     "sd15_img2img_controlnet": _held, "sd15_compare_native_and_engines": _compare, "sd15_advanced": _advanced,
-    "sd15_webcam": _webcam, "sd15_video": _video,
+    "sd15_depth_and_pose": partial(_two, kinds=("depth", "pose")), "sd15_webcam": _webcam, "sd15_video": _video,
     **dict.fromkeys(("flux1_text_to_image", "zimage_text_to_image", "krea2_text_to_image", "qwen_text_to_image"),
                     _prompt),
     "flux1_controlnet": _one, "qwen_edit": _changed,

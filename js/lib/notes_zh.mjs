@@ -103,6 +103,19 @@ LoRA 改变图片的风格，带 LoRA 的模型会被加速。
 *TRT 流* 的“帧”没有连接，因此接收实时画面。ControlNet 的图像由每一帧生成，所以 *No picture yet* 不会出现。需要更快时使用 1 到 2 步，或加载 VAE taesd。
 
 ${LCM}`,
+    "# Webcam with depth and pose, accelerated": `# 摄像头画面的深度和姿势，已加速
+
+摄像头看到的画面变成图片。一个 ControlNet 保持其深度，另一个保持人物的姿势。
+
+1. **1 Models**：选择您的 checkpoint、LCM LoRA 以及用于深度和姿势的 ControlNet。*Load Depth Anything 3* 和 *Load SDPose* 加载寻找深度和姿势的模型。
+2. 在侧边栏打开“TRT 实时”面板，点击“用摄像头开始”。第一次运行会构建缺少的引擎，需要几分钟。
+3. 运行时可在那里更改各个强度、降噪、种子和提示词。
+
+*TRT 帧* 代表该帧：它与 *TRT 应用 ControlNet* 之间的所有节点对每一帧重新运行。那里可以放任何其他节点，例如您自己的节点包中的节点。*Depth* 和 *Pose* 是可选的：不需要的可以忽略（bypass）。
+
+每一帧都要等待这些模型；*TRT 报告* 显示所用的时间。SDPose 是一个大模型。
+
+${LCM}`,
     "# Video to video, accelerated": `# 视频到视频，已加速
 
 按照提示词重画视频的每一帧，ControlNet 保持其边缘。
