@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -395,17 +396,49 @@ def test_a_patch_behind_the_engine_node_is_named_with_what_to_do(
     assert "put the engine node behind ZImageFunControlnet" in caplog.text
 
 
+def replacement_of(own: Callable) -> Callable:
+    """Another pack's function in the place of a method of ComfyUI's, which looks like that."""
+
+    @functools.wraps(own)
+    def replacement(self: Any, *given: Any, **options: Any) -> Any:
+        found = own(self, *given, **options)
+        if isinstance(found, dict):
+            return {**found, "img": given[0]["img_input"] * 0.9} if "img_input" in found else found
+        return tuple(part if part is None else part * 1.1 for part in found) if isinstance(found, tuple) else found * 1.1
+
+    return replacement
+
+
 def test_patches_that_no_engine_computes_leave_the_model_its_own_engine(model: ModelPatcher) -> None:
     too_many = fun.control(n_control_layers=3, refiner_control=True, additional_in_dim=17)
 
     class Other(type(fun.with_fun(model, too_many).model_options["transformer_options"]["patches"]["double_block"][0])):
         """Another pack's patch that inherits from ComfyUI's."""
 
-    given = fun.with_fun(model, fun.control(**TWO_ONE))
+    given, elsewhere = fun.with_fun(model, fun.control(**TWO_ONE)), fun.control(**TWO_ONE)
     for patches in given.model_options["transformer_options"]["patches"].values():
         patches[0].__class__ = Other
-    for native in (fun.with_fun(model, too_many), fun.with_fun(model, fun.control(n_control_layers=1)), given):
+    elsewhere.load_device = torch.device("cpu", 1)
+    others = (too_many, fun.control(n_control_layers=1), elsewhere)
+    for native in (given, *(fun.with_fun(model, other) for other in others)):
         assert NativeNetwork.of_model(native, "zimage").architecture().name == "zimage"
+
+
+@pytest.mark.parametrize("name", ["forward_control_block", "forward_noise_refiner_block", "forward", "__call__"])
+def test_code_of_another_pack_in_the_patch_is_natives(
+    model: ModelPatcher, patch: ModelPatcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    native = fun.with_fun(model, patch)
+    patched = zimage.Patched(native, Library([tmp_path]))
+    before = patched.sample(*GIVEN, steps=STEPS)
+    one = native.model_options["transformer_options"]["patches"]["double_block"][0]
+    kind = type(one) if name == "__call__" else type(patch.model)
+    monkeypatch.setattr(kind, name, replacement_of(getattr(kind, name)))
+    expected = own_sampling(native)
+    assert relative_error(before, expected) > 100 * LIMIT
+    assert relative_error(patched.sample(*GIVEN, steps=STEPS), expected) <= LIMIT
+    assert patched.counts[0] == 0
+    assert list(patched.handle.stats.reasons) == [Reason.MODEL_PATCHED.value]
 
 
 GRAPH: dict[str, Any] = {
