@@ -12,7 +12,7 @@ from comfy_process import ComfyProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 NODES = ("TRTAccelerate", "TRTUNetEngine", "TRTControlNetEngine", "TRTVAEEngine", "TRTApplyControlNet",
-         "TRTSamplerPatch", "TRTReport", "TRTCompare", "TRTStream")
+         "TRTSamplerPatch", "TRTReport", "TRTCompare", "TRTStream", "TRTFrame")
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])

@@ -278,6 +278,17 @@ def _vae_shapes(config: dict[str, Any]) -> Shapes:
     return {name: shape for name, shape in shapes.items() if channels != 16 or "quant_conv" not in name}
 
 
+def _video_vae_shapes(config: dict[str, Any]) -> Shapes:
+    """The autoencoder of Wan 2.1, Qwen-Image and Krea 2, whose width ComfyUI reads off the file."""
+    from comfy.ldm.wan.vae import WanVAE
+
+    return shapes_of(lambda: WanVAE(**config, temperal_downsample=[False, True, True]))
+
+
+def _nothing_shapes(config: dict[str, Any]) -> Shapes:
+    return {"nothing": (1,)}
+
+
 def _clip_l_shapes(config: dict[str, Any]) -> Shapes:
     """CLIP-L at its full size (ComfyUI fixes it): only the projection, which SD1.5 files lack, is left out."""
     import comfy.clip_model
@@ -336,6 +347,7 @@ def _lora(of: Callable[[dict[str, Any]], Shapes], config: dict[str, Any]) -> Sha
 
 _SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {
     "unet": _unet_shapes, "controlnet": _controlnet_shapes, "taesd": _taesd_shapes, "vae": _vae_shapes,
+    "video_vae": _video_vae_shapes, "nothing": _nothing_shapes,
     "clip_l": _clip_l_shapes, "t2i_adapter": _t2i_adapter_shapes, "control_lora": _control_lora_shapes,
     "lora": _lora_shapes, "zimage": zimage_shapes, "quantised_unet": _quantised_shapes,
     "quantised_zimage": partial(_quantised_shapes, of=zimage_shapes), "zimage_lora": zimage_lora_shapes,

@@ -101,6 +101,9 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("vae/tiny_kl.safetensors", (Part("vae", 81, {"decoder_ch": 32}),)),
     Recipe("vae/tiny_flux_kl.safetensors", (Part("vae", 82, {"decoder_ch": 32, "z_channels": 16}),)),
     Recipe("vae/tiny_flux2_kl.safetensors", (Part("vae", 83, {"decoder_ch": 32, "z_channels": 32, "statistics": 1}),)),
+    Recipe("vae/tiny_qwen_vae.safetensors", (Part("video_vae", 84, {"dim": 8, "z_dim": 16}),)),
+    # ComfyUI fixes the sizes of text encoders, none of which is tiny: this file can be chosen, not loaded
+    Recipe("text_encoders/no_text_encoder.safetensors", (Part("nothing", 85),)),
     Recipe("controlnet/tiny_sd15_a.safetensors", (Part("controlnet", 31, SD15, "control_model."),)),
     Recipe("controlnet/tiny_sd15_b.safetensors", (Part("controlnet", 32, SD15, "control_model."),)),
     Recipe("controlnet/tiny_sd15_flat_a.safetensors", (Part("controlnet", 33, SD15_FLAT, "control_model."),)),

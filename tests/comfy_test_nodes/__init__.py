@@ -23,7 +23,7 @@ from comfy_execution.graph_utils import GraphBuilder, is_link
 
 import nodes  # ComfyUI's
 
-from . import model_patches, other_packs_sampling, prompt_parts, stream_double
+from . import image_nodes, model_patches, other_packs_sampling, prompt_parts, stream_double
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 TOOLS = SUPPORT.parents[1] / "tools"
@@ -281,6 +281,7 @@ def hold_builds(phase: str) -> io.NodeOutput:
 
 NODES = [
     TestEndLoop,
+    *image_nodes.NODES,
     _node("TestConditioning", conditioning, [
         integer("tokens", 77, 1, 77 * 8), integer("width", 768, 1, 4096), integer("pooled", 0, 0, 4096), SEED,
     ], io.Conditioning),
