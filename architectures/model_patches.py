@@ -56,9 +56,9 @@ class AbsorbedPatch:
         return patch if alone and self._is_one(type(patch)) else None
 
     def _is_one(self, kind: type) -> bool:
-        call = kind.__call__
-        own = getattr(call, "__module__", None) == kind.__module__  # no other pack has put its code there
-        return own and kind.__name__ == self.kind and re.split(r"[./\\]", kind.__module__)[-1] == _MODULE
+        named = kind.__name__ == self.kind and re.split(r"[./\\]", kind.__module__)[-1] == _MODULE
+        code = getattr(kind.__call__, "__globals__", {})  # another pack's, where that has replaced it
+        return named and code.get("__name__") == kind.__module__
 
 
 def models_of(patch: Any) -> list[ModelPatcher]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..architectures import Architecture, Role, absorbed_patch, architecture_of
-from ..architectures.model_patches import WithCompanion, companion_of
+from ..architectures.model_patches import AbsorbedPatch, WithCompanion, companion_of
 from ..engine_library.fallback import Fallback, Reason, Unavailable
 from .attention import part_replaced, preference_class, unknown_preference
 from .changed_layers import LayerWatch
@@ -65,10 +65,10 @@ class NativeNetwork:
     def of_model(cls, model: ModelPatcher, label: str) -> NativeNetwork:
         """The UNet of a MODEL, with the companion of its model patch where engines compute that too."""
         base = cls(model, model.model.diffusion_model, UNET_PREFIX, _compute_dtype(model), label, Role.BACKBONE)
-        found = absorbed_patch(base.module, model.model_options.get("transformer_options", {}).get("patches", {}))
-        patcher = None if found is None else companion_of(found[1])
-        if patcher is None or patcher.load_device != model.load_device:
+        found = base._absorbed(model.model_options.get("transformer_options", {}).get("patches", {}))
+        if found is None:
             return base
+        patcher = companion_of(found[1])
         own = replace(base, patcher=patcher, module=patcher.model, prefix="", label=f"{label} ({found[0].node})")
         return replace(base, module=_together(model.model, patcher), companion=own)
 
@@ -227,10 +227,15 @@ class NativeNetwork:
         detail = f"the engine computes the patch of {kind.node} too, and the model that is sampled has {which}"
         return Fallback(Reason.OTHER_MODEL, detail, advice=f"put the engine node behind {kind.node}")
 
+    def _absorbed(self, patches: Mapping[str, Sequence[Any]]) -> tuple[AbsorbedPatch, Any] | None:
+        """The patch that an engine of this network would compute, with its kind, if it is on the same device."""
+        found = absorbed_patch(self.module, patches)
+        return found if found is not None and companion_of(found[1]).load_device == self.patcher.load_device else None
+
     def _not_absorbed(self, patches: Mapping[str, Sequence[Any]]) -> Fallback:
         place, given = next((place, given) for place, given in patches.items() if given)
         who = next((type(patch).__name__ for patch in given if not isinstance(patch, FunctionType)), None)
-        found = absorbed_patch(self.parts[0].module, patches)
+        found = self.parts[0]._absorbed(patches)
         advice = "" if found is None else f"put the engine node behind {found[0].node}, whose patch engines compute"
         return Fallback(Reason.MODEL_PATCHED, place if who is None else f"{place} by {who}", advice=advice)
 

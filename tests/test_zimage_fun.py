@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,13 @@ import comfy.sd
 import comfy.utils
 import fun
 import pytest
-import tiny_models
 import torch
 import zimage
 from built_once import built_once
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
-from comfy_execution.graph import DynamicPrompt
 from compiling import COMPILES
-from hybrid_trt.architectures.calls import Unsupported
+from fun_sampling import GIVEN, STEPS, TWO_ONE, B, C, call_of, lora_of, model, own_sampling, patch
 from hybrid_trt.architectures.shapes import Picture, RequestedSizes
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
@@ -31,40 +28,23 @@ from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
 from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.engine_library.engine import relative_error
-from hybrid_trt.page_api.workflow_graph import model_name, node_key
 from hybrid_trt.sampling import native_weights
 from hybrid_trt.sessions.file_session import FileSession
 
+__all__ = ["model", "patch"]  # fixtures: pytest finds them by name
+
 LIMIT = 1e-5
-STEPS = 2
-A, B, C = zimage.prompts(20, 31, 70)
-GIVEN = [[A, {}]], [[B, {}]]
 SIZES = {
     "small": {"width": 6},
     "odd sides, two pictures": {"height": 13, "width": 11, "batch": 2, "tokens": 30},
     "a whole number of groups": {"height": 16, "width": 8, "tokens": 32},
     "many tokens": {"height": 10, "width": 34, "tokens": 100},
 }
-TWO_ONE = fun.VERSIONS["2.1"][1]
-
-
-@pytest.fixture(scope="module")
-def model() -> ModelPatcher:
-    return fun.model()
-
-
-@pytest.fixture(scope="module")
-def patch() -> ModelPatcher:
-    return fun.control(**TWO_ONE)
 
 
 def order_of(net: NativeNetwork, backend: str, *calls: dict[str, int]) -> BuildOrder:
     profile = net.architecture().profile(RequestedSizes(64, 128, 256, 2))
     return BuildOrder(net, "float32", profile, backends()[backend], calls=calls)
-
-
-def call_of(net: NativeNetwork, **sizes: int) -> dict[str, Any]:
-    return {**zimage.call(**sizes), "transformer_options": net.patcher.model_options["transformer_options"]}
 
 
 def errors(session: Any, net: NativeNetwork, **sizes: int) -> tuple[float, float]:
@@ -77,10 +57,6 @@ def errors(session: Any, net: NativeNetwork, **sizes: int) -> tuple[float, float
         bound = net.architecture().binding(net.module)(given)
         found = bound.finish(session.run(bound.inputs, bound.extras))
     return relative_error(found, expected), relative_error(without, expected)
-
-
-def own_sampling(model: ModelPatcher, **options: Any) -> torch.Tensor:
-    return zimage.sample(model, *GIVEN, steps=STEPS, **options)
 
 
 @pytest.mark.parametrize("version", fun.VERSIONS)
@@ -201,11 +177,6 @@ def test_another_file_of_the_same_layout_is_served_with_its_own_weights(
     assert relative_error(latents[1], latents[0]) > 100 * LIMIT
 
 
-def lora_of(environment: Any) -> dict[str, torch.Tensor]:
-    (file,) = tiny_models.make(environment.base / "models", ["tiny_zimage_lora"]).values()
-    return comfy.utils.load_torch_file(str(file))
-
-
 def test_loras_before_and_behind_the_engine_are_followed(
     environment: Any, model: ModelPatcher, patch: ModelPatcher, tmp_path: Path
 ) -> None:
@@ -306,132 +277,6 @@ def test_an_engine_for_any_weights_serves_other_files_of_both_networks_and_loras
         assert relative_error(patched.sample(*GIVEN, steps=STEPS), latents[-1]) <= LIMIT
         assert patched.counts[1] == 0
     assert all(relative_error(a, b) > 100 * LIMIT for i, a in enumerate(latents) for b in latents[:i])
-
-
-def _beside(given: dict) -> dict:
-    return {"img": given["img"] * 1.1}
-
-
-def with_another_patch(native: ModelPatcher, _patch: ModelPatcher) -> ModelPatcher:
-    native = native.clone()
-    native.set_model_double_block_patch(_beside)
-    return native
-
-
-def without_patches(native: ModelPatcher, _patch: ModelPatcher) -> ModelPatcher:
-    native = native.clone()
-    native.model_options["transformer_options"].pop("patches")
-    return native
-
-
-def with_other_file(native: ModelPatcher, patch: ModelPatcher) -> ModelPatcher:
-    return fun.with_fun(without_patches(native, patch), fun.control(other=True, **TWO_ONE))
-
-
-def with_two(native: ModelPatcher, patch: ModelPatcher) -> ModelPatcher:
-    return fun.with_fun(native, patch, fun.picture(7), 0.4)
-
-
-BEHIND = {
-    "another patch beside it": (with_another_patch, Reason.MODEL_PATCHED, "noise_refiner by ZImageControlPatch"),
-    "two at once": (with_two, Reason.MODEL_PATCHED, "noise_refiner by ZImageControlPatch"),
-    "none": (without_patches, Reason.OTHER_MODEL, "the model that is sampled has none"),
-    "another file": (with_other_file, Reason.OTHER_MODEL, "the model that is sampled has that of another file"),
-}
-
-
-@pytest.mark.parametrize(("change", "reason", "words"), BEHIND.values(), ids=BEHIND)
-@pytest.mark.fault("a model is sampled with other patches than its engine computes")
-def test_a_model_with_other_patches_than_at_the_engine_gives_natives_picture_and_a_reason(
-    model: ModelPatcher, patch: ModelPatcher, tmp_path: Path, caplog: Any,
-    change: Callable[[ModelPatcher, ModelPatcher], ModelPatcher], reason: Reason, words: str,
-) -> None:  # fmt: skip
-    patched = zimage.Patched(fun.with_fun(model, patch), Library([tmp_path]))
-    own, native = patched.model, change(patched.native, patch)
-    patched.model = change(own, patch)
-    assert relative_error(patched.sample(*GIVEN, steps=STEPS), own_sampling(native)) <= LIMIT
-    assert patched.counts == (0, 2 * STEPS)
-    assert f"{reason.value}: " in caplog.text
-    assert words in caplog.text
-    patched.model = own
-    assert relative_error(patched.sample(*GIVEN, steps=STEPS), own_sampling(patched.native)) <= LIMIT
-    assert patched.counts == (2 * STEPS, 0), "with its own patch the engine serves again"
-
-
-def test_several_control_images_at_once_give_natives_picture_and_a_reason(
-    model: ModelPatcher, patch: ModelPatcher, tmp_path: Path, caplog: Any
-) -> None:
-    patched = zimage.Patched(fun.with_fun(model, patch, fun.picture(images=2)), Library([tmp_path]))
-    sizes = {"batch": 2, "cfg": 1.0}
-    assert relative_error(patched.sample(*GIVEN, steps=STEPS, **sizes), own_sampling(patched.native, **sizes)) <= LIMIT
-    assert patched.counts == (0, STEPS)
-    assert f"{Reason.UNSUPPORTED_INPUT.value}: Fun control with 2 images at once" in caplog.text
-
-
-class Smaller(fun.PictureAsLatent):
-    """A VAE whose latents are smaller than it says."""
-
-    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        return super().encode(pixels)[..., :-2]
-
-
-def test_control_images_that_no_engine_takes_are_refused_by_name() -> None:
-    base, patch = zimage.network(n_layers=16), fun.control(**TWO_ONE)
-    refused = {"encodes its image to another size": fun.network(base, patch, vae=Smaller()),
-               "there is no Fun control": fun.network(base, patch)}
-    for words, net in refused.items():
-        given = call_of(net, width=6) if "size" in words else zimage.call(width=6)
-        with pytest.raises(Unsupported, match=words):
-            net.architecture().binding(net.module)(given)
-
-
-def test_a_patch_behind_the_engine_node_is_named_with_what_to_do(
-    model: ModelPatcher, patch: ModelPatcher, tmp_path: Path, caplog: Any
-) -> None:
-    patched = zimage.Patched(model, Library([tmp_path]))
-    patched.model = fun.with_fun(patched.model, patch)
-    assert relative_error(patched.sample(*GIVEN, steps=STEPS), own_sampling(fun.with_fun(model, patch))) <= LIMIT
-    assert patched.counts == (0, 2 * STEPS)
-    assert "put the engine node behind ZImageFunControlnet" in caplog.text
-
-
-def test_patches_that_no_engine_computes_leave_the_model_its_own_engine(model: ModelPatcher) -> None:
-    too_many = fun.control(n_control_layers=3, refiner_control=True, additional_in_dim=17)
-
-    class Other(type(fun.with_fun(model, too_many).model_options["transformer_options"]["patches"]["double_block"][0])):
-        """Another pack's patch that inherits from ComfyUI's."""
-
-    given = fun.with_fun(model, fun.control(**TWO_ONE))
-    for patches in given.model_options["transformer_options"]["patches"].values():
-        patches[0].__class__ = Other
-    for native in (fun.with_fun(model, too_many), fun.with_fun(model, fun.control(n_control_layers=1)), given):
-        assert NativeNetwork.of_model(native, "zimage").architecture().name == "zimage"
-
-
-GRAPH: dict[str, Any] = {
-    "unet": {"class_type": "UNETLoader", "inputs": {"unet_name": "model"}},
-    "lora": {"class_type": "LoraLoaderModelOnly", "inputs": {"model": ["unet", 0], "lora_name": "lora"}},
-    "file": {"class_type": "ModelPatchLoader", "inputs": {"name": "fun"}},
-    "vae": {"class_type": "VAELoader", "inputs": {"vae_name": "vae"}},
-    "image": {"class_type": "LoadImage", "inputs": {"image": "one"}},
-    "fun": {"class_type": "ZImageFunControlnet", "inputs": {
-        "model": ["lora", 0], "model_patch": ["file", 0], "vae": ["vae", 0], "image": ["image", 0], "strength": 0.7}},
-    "engine": {"class_type": "TRTUNetEngine", "inputs": {"model": ["fun", 0], "backend": "torch"}},
-}
-
-
-@pytest.mark.parametrize(("node", "value", "same"), [
-    ("fun", {"strength": 0.2}, True), ("image", {"image": "two"}, True), ("vae", {"vae_name": "other"}, True),
-    ("file", {"name": "other"}, False), ("lora", {"lora_name": "other"}, False), ("engine", {"backend": "auto"}, False),
-], ids=["strength", "image", "VAE", "file of the patch", "LoRA", "backend"])  # fmt: skip
-def test_a_node_on_the_page_is_the_same_for_all_images_and_strengths(node: str, value: dict, same: bool) -> None:
-    other = copy.deepcopy(GRAPH)
-    other[node]["inputs"] |= value
-    assert (node_key(other, "engine") == node_key(GRAPH, "engine")) is same
-
-
-def test_an_engine_is_called_by_the_models_file_and_not_by_that_of_its_vae() -> None:
-    assert model_name(DynamicPrompt(GRAPH), "engine", "model", "") == "model"
 
 
 def test_nothing_keeps_a_model_or_a_patch_that_nobody_uses(tmp_path: Path) -> None:
