@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..architectures import Architecture, Role, absorbed_patch, architecture_of
+from ..architectures.kept_tokens import kept_in
 from ..architectures.model_patches import AbsorbedPatch, WithCompanion, companion_of
 from ..engine_library.fallback import Fallback, Reason, Unavailable
 from .attention import part_replaced, preference_class, unknown_preference
@@ -51,6 +52,7 @@ class NativeNetwork:
         label: its name as the user knows it.
         role: what it is to ComfyUI; a VAE's module has two roles.
         companion: the network of a model patch that its engine computes too, or None. ``module`` is both then.
+        keeps_tokens: whether its engine computes ``KeptTokens`` too, which is a patch without a network.
     """
 
     patcher: ModelPatcher
@@ -60,6 +62,7 @@ class NativeNetwork:
     label: str
     role: Role
     companion: NativeNetwork | None = None
+    keeps_tokens: bool = False
 
     @classmethod
     def of_model(cls, model: ModelPatcher, label: str) -> NativeNetwork:
@@ -168,6 +171,9 @@ class NativeNetwork:
         if self.role not in known:
             known[self.role] = architecture_of(self.module, self.role)
         architecture = known[self.role]
+        if self.keeps_tokens:  # its calls have more inputs
+            able = getattr(architecture, "keeping_tokens", None)
+            architecture = None if able is None else able(self.module)
         if architecture is None:
             raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} is a {type(self.module).__name__}")
         if (what := unreadable_weights(self.module, self.patcher)) is not None:
@@ -215,6 +221,8 @@ class NativeNetwork:
         Args:
             patches: by ComfyUI's names of their places.
         """
+        if self.keeps_tokens and kept_in(patches) is not None:
+            return None
         if self.companion is None:
             return None if not any(patches.values()) else self._not_absorbed(patches)
         kind = self.architecture().absorbs

@@ -13,7 +13,7 @@ from comfy.utils import load_torch_file
 from comfy_process import ComfyProcess
 from given_frames import Given, apart, image, prompts, random, stock, streamed
 from hybrid_trt.streaming.frames import Frame
-from hybrid_trt.streaming.kept_tokens import kept_by
+from hybrid_trt.streaming.kept_tokens import with_kept
 from hybrid_trt.streaming.settings import Settings
 from hybrid_trt.streaming.stream import Stream
 from memory_fixtures import file
@@ -99,8 +99,8 @@ def test_another_size_begins_anew(file: Path, models: dict[str, Path]) -> None:
 def test_models_of_other_kinds_are_refused_with_a_sentence(models: dict[str, Path]) -> None:
     model = comfy.sd.load_diffusion_model(str(models["tiny_flux1_unet"]))
     with pytest.raises(ValueError, match="cannot attend to earlier frames, only UNets can"):
-        kept_by(model, 1)
-    assert kept_by(model, 0) is None
+        with_kept(model, 1)
+    assert with_kept(model, 0) == (model, None)
 
 
 def test_the_node_remembers_frames_when_asked_and_the_report_says_why_the_unet_is_native(comfy: ComfyProcess) -> None:
