@@ -25,24 +25,25 @@ class _Call:
     """One of the calls of each frame.
 
     Attributes:
-        now: tokens of each layer in the frame at hand, (B, L, C).
+        shape: of its latents; ``dtype`` theirs and that of the tokens.
         slots: for each frame that is remembered, the parts of ``kept`` that are its own.
+        now: tokens of each layer in the frame at hand, (B, L, C).
         kept: those of earlier frames, (B, frames * L, C).
         count: the number of slots that are filled, from the first on.
         next: the slot to be filled next.
         marks: an element for each slot.
+        layer: the layer that native comes to next.
     """
 
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     slots: list[list[torch.Tensor]]
     now: list[torch.Tensor] = field(default_factory=list)
     kept: list[torch.Tensor] = field(default_factory=list)
     count: int = 0
     next: int = 0
     marks: torch.Tensor | None = None
-
-    def fits(self, batch: int, like: torch.Tensor) -> bool:
-        known = self.now[0] if self.now else None
-        return known is not None and (len(known), known.dtype, known.device) == (batch, like.dtype, like.device)
+    layer: int = 0
 
     def add(self, like: torch.Tensor) -> None:
         """Make room for another layer."""
@@ -79,27 +80,27 @@ class KeptTokens:
         self.edition = 0
         self.full = False
         self._size: tuple[int, ...] = ()
-        self._calls: dict[int, _Call] = {}
-        self._done: list[_Call] = []  # of the frame, when it was launched last
+        self._calls: dict[tuple[torch.device, int], _Call] = {}  # by their number among those of a device
+        self._done: dict[torch.device, list[_Call]] = {}  # of the frame, when it was launched last
         self._first: tuple | None = None  # the layer that each call begins with
-        self._layer = 0
 
     def begin(self, size: tuple[int, ...]) -> None:
         """Begin another frame; one of another size has none before it."""
         if size != self._size:
             self.clear()
             self._size = size
-        for call in self._done:
+        done = [call for calls in self._done.values() for call in calls]
+        for call in done:
             call.advance()
-        self.full = bool(self._done) and all(call.count == self.frames for call in self._done)
+        self.full = bool(done) and all(call.count == self.frames for call in done)
 
     def launch(self) -> None:
         """Begin the calls of the frame, also where they were made before."""
-        self._done = []
+        self._done = {}
 
     def clear(self) -> None:
         """Forget all frames."""
-        self._calls, self._done, self.full = {}, [], False
+        self._calls, self._done, self.full = {}, {}, False
         self.edition += 1
 
     def before(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -108,25 +109,26 @@ class KeptTokens:
         Args:
             x: the latents of the call.
         """
-        call = self._calls.get(len(self._done))
-        if call is None or not call.count or not call.fits(len(x), x):
+        call = self._calls.get((x.device, len(self._done.get(x.device, ()))))
+        if call is None or not call.count or (call.shape, call.dtype) != (tuple(x.shape), x.dtype):
             return x.new_empty(0), []
         return call.marks[: call.count], [call.earlier(layer) for layer in range(len(call.now))]
 
     def keep(self, x: torch.Tensor, tokens: Sequence[torch.Tensor]) -> None:
         """End a call, with the tokens that its layers had."""
-        call = self._begun(len(x), x)
+        call = self._begun(tuple(x.shape), x)
         while len(call.now) < len(tokens):
             call.add(tokens[len(call.now)].to(x.device, x.dtype))
         torch._foreach_copy_(call.now, list(tokens))
 
-    def _begun(self, batch: int, like: torch.Tensor) -> _Call:
-        number = len(self._done)
-        call = self._calls.get(number)
-        if call is None or not call.fits(batch, like):
-            call = self._calls[number] = _Call([[] for _ in range(self.frames)])
+    def _begun(self, shape: tuple[int, ...], like: torch.Tensor) -> _Call:
+        done = self._done.setdefault(like.device, [])
+        place = (like.device, len(done))
+        call = self._calls.get(place)
+        if call is None or (call.shape, call.dtype) != (shape, like.dtype):
+            call = self._calls[place] = _Call(shape, like.dtype, [[] for _ in range(self.frames)])
             self.edition += 1
-        self._done.append(call)
+        done.append(call)
         return call
 
     def __call__(
@@ -136,14 +138,13 @@ class KeptTokens:
         layer = (options.get("block"), options.get("block_index"))
         self._first = self._first or layer
         if layer == self._first:
-            self._begun(len(n), n)
-            self._layer = 0
-        call = self._done[-1]
-        if len(call.now) == self._layer:
+            self._begun(tuple(options.get("original_shape", n.shape)), n).layer = 0
+        call = self._done[n.device][-1]
+        if len(call.now) == call.layer:
             call.add(n)
-        context = torch.cat((context, call.earlier(self._layer)), dim=1) if call.count else context
-        call.now[self._layer].copy_(n)  # the next layers may write to it
-        self._layer += 1
+        context = torch.cat((context, call.earlier(call.layer)), dim=1) if call.count else context
+        call.now[call.layer].copy_(n)  # the next layers may write to it
+        call.layer += 1
         return n, context, context
 
 

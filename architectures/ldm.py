@@ -75,13 +75,13 @@ def token_dims(module: torch.nn.Module) -> list[tuple[int, int]]:
     Empty if a layer has no self-attention in its place.
     """
     downs = [down for _, down in skip_dims(module)]
-    blocks = [*module.input_blocks, module.middle_block, *module.output_blocks]
+    blocks = [*module.input_blocks, module.middle_block or torch.nn.Identity(), *module.output_blocks]
     found = []
     for block, down in zip(blocks, [*downs, downs[-1], *reversed(downs)], strict=True):
         layers = [layer for layer in block.modules() if isinstance(layer, BasicTransformerBlock)]
         if any(layer.disable_self_attn for layer in layers):
             return []
-        found += [(layer.attn1.to_q.in_features, down) for layer in layers]
+        found += [(layer.norm1.normalized_shape[0], down) for layer in layers]
     return found
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def with_kept(model: ModelPatcher, frames: int) -> tuple[ModelPatcher, KeptTokens | None]:
-    """Return a model whose self-attention sees so many earlier frames, and what remembers them; None for no frames.
+    """Return a clone whose self-attention sees so many earlier frames, and what remembers them; None for no frames.
 
     Live weights compute that too, where they can. File engines cannot.
 
@@ -22,7 +22,7 @@ def with_kept(model: ModelPatcher, frames: int) -> tuple[ModelPatcher, KeptToken
         ValueError: this kind of model has no such place; the text is for the user.
     """
     if not frames:
-        return model, None
+        return model.clone(), None
     layers = model.get_model_object("diffusion_model").modules()
     if not any(isinstance(layer, BasicTransformerBlock) for layer in layers):
         raise ValueError(

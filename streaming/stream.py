@@ -63,7 +63,7 @@ class Stream:
                  settings: Settings, clip: CLIP | None = None):
         self.settings = settings
         self.controls = ControlImages(positive, negative, settings.follow, model.load_device)
-        self._model, self._kept = with_kept(model.clone(), settings.remembered)
+        self._model, self._kept = with_kept(model, settings.remembered)
         self._model.set_additional_models(OURS, [vae.patcher])  # loaded together, so that neither evicts the other
         self._vae = FrameVAE(vae, self._reload)
         self._clip = clip
@@ -177,7 +177,7 @@ class Stream:
             seed, there = self.settings.seed_of(number), upload(image, self._model.load_device)
             self._show(number, image, None)
             latent = self._empty(image) if self.settings.from_noise else self._vae.encode(there)
-            with watched_apart() as watch, self._kept_tokens():
+            with watched_apart() as watch:
                 return with_sums(Made(self._vae.decode(self._sample_alone(latent, seed))), watch)
         there, noise = self._shown(image, number)
         given = FrameInputs(there, noise, dict(self.controls.hints), self.controls.strength_tensors())
@@ -216,7 +216,7 @@ class Stream:
         return self._kept is not None and not self._kept.full
 
     @contextlib.contextmanager
-    def _kept_tokens(self) -> Iterator[None]:
+    def _tokens_kept(self) -> Iterator[None]:
         """Tell what keeps tokens that a frame's calls begin. Calls of sizes that do not stay are not captured."""
         if self._kept is not None:
             self._kept.launch()
@@ -236,8 +236,9 @@ class Stream:
     def _launched(self, given: FrameInputs) -> Made:
         latent = self._empty(given.image) if self.settings.from_noise else self._vae.encode(given.image)
         if given.work is None:
-            with self._kept_tokens():
-                return Made(self._vae.decode(self._open.sample_frame(latent, given.noise, self.settings)))
+            with self._tokens_kept():
+                sampled = self._open.sample_frame(latent, given.noise, self.settings)
+            return Made(self._vae.decode(sampled))
         sampled, work = self._open.step_all(latent, given.noise, given.work, self.settings)
         return Made(self._vae.decode(sampled), sampled, work)
 
@@ -288,10 +289,11 @@ class Stream:
         latent = comfy.sample.fix_empty_latent_channels(self._model, latent.cpu())
         noise = comfy.sample.prepare_noise(latent, seed)
         positive, negative = self._conds["positive"], self._conds["negative"]
-        return comfy.sample.sample(
-            self._model, noise, own.steps, own.cfg, own.sampler_name, own.scheduler, positive, negative, latent,
-            denoise=own.denoise, disable_pbar=True, seed=seed,
-        )  # fmt: skip
+        with self._tokens_kept():
+            return comfy.sample.sample(
+                self._model, noise, own.steps, own.cfg, own.sampler_name, own.scheduler, positive, negative, latent,
+                denoise=own.denoise, disable_pbar=True, seed=seed,
+            )  # fmt: skip
 
     def _reload(self) -> None:
         """Load the models of the open sampling again, wherever something else was loaded in their place."""
