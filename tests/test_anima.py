@@ -122,6 +122,14 @@ def test_what_a_call_leaves_on_the_network_is_no_part_of_it(models: dict[str, Pa
     assert isinstance(session.live.weights.module, Anima)
 
 
+def test_what_makes_the_prompt_ready_is_not_held_a_second_time(network: NativeNetwork) -> None:
+    session = LiveSession(network, backends()["torch"], "float32")
+    assert error_of(network, session.run, Call().drawn(WIDTH)) <= LIMIT
+    held = {name: p.numel() * p.element_size() for name, p in network.module.named_parameters()}
+    adapters = sum(size for name, size in held.items() if name.startswith("llm_adapter."))
+    assert 0 < adapters == sum(held.values()) - session.live.weights.most_bytes
+
+
 @pytest.mark.parametrize("backend", ["torch", "onnxruntime"])
 def test_whole_prompts_are_natives(models: dict[str, Path], tmp_path: Path, backend: str) -> None:
     network = network_of(models, FILE)
