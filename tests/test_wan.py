@@ -8,13 +8,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import comfy.ops
 import comfy.sample
 import comfy.sd
 import pytest
 import slow
 import torch
+from comfy.ldm.wan.ar_model import CausalWanModel
+from comfy.ldm.wan.model import CameraWanModel, HumoWanModel, SCAILWanModel
+from comfy.ldm.wan.model_animate import AnimateWanModel
 from comfy.model_patcher import ModelPatcher
 from compiling import COMPILES
+from hybrid_trt.architectures import Role, architecture_of
 from hybrid_trt.architectures.calls import Unsupported
 from hybrid_trt.architectures.shapes import Picture, Profile, RequestedSizes, outside
 from hybrid_trt.backends import backends
@@ -330,6 +335,14 @@ def test_a_reference_for_a_network_that_takes_one_is_a_reason(models: dict[str, 
     assert bind(call).inputs
     with pytest.raises(Unsupported, match="reference_latent"):
         bind({**call, "reference_latent": torch.zeros(1, 16, 8, 6)})
+
+
+@pytest.mark.parametrize("kind", [CameraWanModel, SCAILWanModel, HumoWanModel, CausalWanModel, AnimateWanModel])
+def test_no_engine_is_for_relatives(kind: type) -> None:
+    """They compute more: natively they are as before, and the node names their class."""
+    sizes = {"dim": 256, "ffn_dim": 256, "num_heads": 2, "num_layers": 2}
+    net = kind(**sizes, operations=comfy.ops.disable_weight_init, device="meta", dtype=torch.float32)
+    assert architecture_of(net, Role.BACKBONE) is None
 
 
 def test_the_same_places_are_the_same_tensor_and_other_nodes_options_move_them(models: dict[str, Path]) -> None:
