@@ -8,14 +8,15 @@ a table.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .calls import Binding, PerImagePass
 from .image_latent import ANY
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from .fused_linear import FusedLinear
+    from .model_patches import AbsorbedPatch
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,8 @@ class Architecture(Protocol):
             and nothing of them is captured as a CUDA graph.
         arguments: the positional arguments of the native forward, in order. ``control`` and ``transformer_options`` are
             ComfyUI's in every backbone.
+
+    One for a network with the companion of a model patch also has ``absorbs``, see ``model_patches``.
     """
 
     name: str
@@ -198,6 +202,31 @@ def architecture_of(module: torch.nn.Module, role: Role | None = None) -> Archit
     """
     alike = (a for a in architectures().values() if role in (None, a.role))
     return next((a for a in alike if a.matches(module)), None)
+
+
+def absorbed_patch(module: torch.nn.Module, patches: Mapping[str, Sequence[Any]]) -> tuple[AbsorbedPatch, Any] | None:
+    """The model patch of a network's calls that engines compute themselves, with its kind, or None.
+
+    Args:
+        patches: those of the calls, by ComfyUI's names of their places.
+    """
+    if not any(patches.values()):
+        return None
+    from .model_patches import WithCompanion, companion_of
+
+    for architecture in architectures().values():
+        kind: AbsorbedPatch | None = getattr(architecture, "absorbs", None)
+        patch = None if kind is None else kind.find(patches)
+        if patch is not None and architecture.matches(WithCompanion(module, companion_of(patch).model)):
+            return kind, patch
+    return None
+
+
+@functools.cache
+def patch_nodes() -> Mapping[str, Collection[str]]:
+    """The nodes of model patches that engines compute themselves, and which inputs of each decide on the engine."""
+    kinds = (getattr(architecture, "absorbs", None) for architecture in architectures().values())
+    return {kind.node: kind.decides for kind in kinds if kind is not None}
 
 
 def timestep_per_image(module: torch.nn.Module) -> bool:

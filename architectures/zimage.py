@@ -7,7 +7,7 @@ the stream are multiples of 32 tokens long, so an engine's sizes are numbers of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, ClassVar
@@ -41,6 +41,7 @@ class TokenSizes:
     batch, prompt = "B", "T"
     free: ClassVar[Mapping[str, Range]] = {}
     per_step = True
+    small: ClassVar[Sequence[dict[str, int]]] = ({"B": 1, "N": 2, "T": 2}, {"B": 2, "N": 3, "T": 1})
     symbols = {
         "B": Symbol("batch"),
         "N": Symbol("picture tokens", GROUP),
@@ -58,7 +59,7 @@ class TokenSizes:
 
     def examples(self, profile: Profile) -> Examples:
         """See ``Architecture``."""
-        small, other = ({"B": 1, "N": 2, "T": 2}, {"B": 2, "N": 3, "T": 1})
+        small, other = self.small
         fitting = [profile.clamp(sizes) for sizes in (small, other)]
         least, best, most = (profile.sizes(which) for which in ("min", "opt", "max"))
         return Examples(
@@ -113,7 +114,7 @@ class ZImage(TokenSizes):
             and module.pad_tokens_multiple == GROUP
             and module.patch_size == PATCH
             and module.clip_text_pooled_proj is None
-            and all(map(_is_plain, (*module.layers, *module.noise_refiner, *module.context_refiner)))
+            and all(map(is_plain, (*module.layers, *module.noise_refiner, *module.context_refiner)))
         )
 
     def inputs(self, module: NextDiT, dtype: str) -> list[TensorSpec]:
@@ -158,8 +159,9 @@ class ZImage(TokenSizes):
         return partial(_bind, lru_cache(8)(partial(_places, module.rope_embedder)))
 
 
-def _is_plain(block: torch.nn.Module) -> bool:
-    attention = block.attention if type(block) is JointTransformerBlock else None
+def is_plain(layer: torch.nn.Module, kind: type = JointTransformerBlock) -> bool:
+    """Tell whether a layer is a block that ``block`` computes, of exactly this class."""
+    attention = layer.attention if type(layer) is kind else None
     return attention is not None and attention.qk_norm and attention.n_local_heads == attention.n_local_kv_heads
 
 
@@ -256,7 +258,7 @@ def _fed_forward(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return layer.w2(_bounded(F.silu(layer.w1(x)) * layer.w3(x)))
 
 
-def _block(layer: torch.nn.Module, x: torch.Tensor, places: torch.Tensor, time: torch.Tensor | None) -> torch.Tensor:
+def block(layer: torch.nn.Module, x: torch.Tensor, places: torch.Tensor, time: torch.Tensor | None) -> torch.Tensor:
     """Compute a block; without a time it has no modulation."""
     dtype, scales, gates = x.dtype, (0.0, 0.0), (1.0, 1.0)
     if time is not None:
@@ -284,9 +286,25 @@ class _PromptEncoder(torch.nn.Module):
         padding = self._parameters["cap_pad_token"].to(x.dtype).expand(x.shape[0], -x.shape[1] % GROUP, -1)
         x = torch.cat([x, padding], 1)
         places = _prompt_places(self.rotary, x.shape[1], x.device)
-        for block in self.blocks:
-            x = _block(block, x, places, None)
+        for layer in self.blocks:
+            x = block(layer, x, places, None)
         return (x,)
+
+
+def started(
+    net: NextDiT, picture: torch.Tensor, padding: torch.Tensor, timesteps: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute what the first block takes: the picture's tokens, and the time."""
+    time = net.t_embedder((1.0 - timesteps) * net.time_scale, dtype=picture.dtype)
+    embedded = net.x_embedder(picture)
+    return torch.where(padding > 0.5, net.x_pad_token.to(embedded.dtype), embedded), time
+
+
+def finished(net: NextDiT, x: torch.Tensor, time: torch.Tensor) -> tuple[torch.Tensor]:
+    """Compute the network's output from the picture's tokens behind the last block."""
+    last = net.final_layer
+    x = last.norm_final(x) * (1 + last.adaLN_modulation(time).unsqueeze(1))
+    return (-last.linear(x),)
 
 
 class _OnTokens(torch.nn.Module):
@@ -306,17 +324,13 @@ class _OnTokens(torch.nn.Module):
         picture_places: torch.Tensor,
     ) -> tuple[torch.Tensor]:
         net = self.net
-        time = net.t_embedder((1.0 - timesteps) * net.time_scale, dtype=picture.dtype)
-        embedded = net.x_embedder(picture)
-        x = torch.where(padding > 0.5, net.x_pad_token.to(embedded.dtype), embedded)
-        for block in net.noise_refiner:
-            x = _block(block, x, picture_places, time)
+        x, time = started(net, picture, padding, timesteps)
+        for layer in net.noise_refiner:
+            x = block(layer, x, picture_places, time)
         x, places = torch.cat([prompt, x], 1), torch.cat([prompt_places, picture_places])
-        for block in net.layers:
-            x = _block(block, x, places, time)
-        last, x = net.final_layer, x[:, prompt.shape[1] :]
-        x = last.norm_final(x) * (1 + last.adaLN_modulation(time).unsqueeze(1))
-        return (-last.linear(x),)
+        for layer in net.layers:
+            x = block(layer, x, places, time)
+        return finished(net, x[:, prompt.shape[1] :], time)
 
 
 FILE_MARKS = ("cap_embedder.1.",)

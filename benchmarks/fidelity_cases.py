@@ -115,7 +115,9 @@ def words(scenario: Scenario) -> str:
         f"{scenario.length} frames" * bool(scenario.length),
         "prompts of {} and {} tokens".format(*scenario.tokens) * (scenario.tokens != (77, 77)),
         "a prompt for an area" * scenario.area, f"guidance {scenario.cfg:g}" * (scenario.cfg in (1.0, 3.0)),
-        "a LoRA before" * bool(scenario.loras_before), " and ".join(name for name, _ in scenario.patches),
+        "a LoRA before" * any("Lora" in name for name, _ in scenario.loras_before),
+        *(f"version {part['inputs']['version']}" for part in scenario.parts.values() if "version" in part["inputs"]),
+        " and ".join(name for name, _ in scenario.patches),
         "ControlNets " * bool(controls) + " and ".join(controls), "stock apply nodes" * (scenario.apply == "stock"),
     ]  # fmt: skip
     return ", ".join(part for part in parts if part)

@@ -40,6 +40,7 @@ _QWEN = {"in_channels": 64, "num_layers": 60, "attention_head_dim": 128, "num_at
 _KREA2 = {"features": 6144, "heads": 48, "kvheads": 12, "layers": 28, "txtdim": 2560, "txtlayers": 12}
 _WAN = WAN | {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40}
 _PRO2 = {"depth": 6, "depth_single_blocks": 0, "control_latent_channels": 16}
+_FUN = {"n_control_layers": 15, "additional_in_dim": 17, "refiner_control": True}
 STEPS = 12
 
 
@@ -53,6 +54,7 @@ class Case:
         side: pixels along the width; ``height`` is another where it is not 0. A video has ``length`` frames.
         eight_bit: attention and feed-forward layers are float8.
         control: one Flux ControlNet as large as Union Pro 2 acts in each step.
+        fun: a Fun control of Z-Image, of these blocks, which one engine computes with the model.
     """
 
     network: str
@@ -65,6 +67,7 @@ class Case:
     pooled: int = 0
     eight_bit: bool = False
     control: bool = False
+    fun: dict[str, Any] | None = None
     height: int = 0
     length: int = 1
 
@@ -76,6 +79,7 @@ CASES = {
     "flux1_1024": _FLUX, "flux1_512": replace(_FLUX, side=512), "flux1_1024_fp8": replace(_FLUX, eight_bit=True),
     "flux1_1024_cn": replace(_FLUX, control=True), "zimage_1024": _Z, "zimage_512": replace(_Z, side=512),
     "zimage_1024_fp8": replace(_Z, eight_bit=True),
+    "zimage_1024_fun": replace(_Z, tiny=ZIMAGE | {"n_layers": 29}, fun=_FUN),
     "krea2_1024_fp8": Case("krea2", _KREA2, KREA2, 1024, 64, 12 * 2560, 240, eight_bit=True),
     "qwen_1328_fp8": Case("qwen_image", _QWEN, QWEN_IMAGE | {"in_channels": 64, "num_layers": 2}, 1328, 64, 3584, 48,
                           eight_bit=True),
@@ -110,6 +114,25 @@ def _is_in_blocks(name: str) -> bool:
         part in name for part in ("norm", "modulation", "adaLN", "mod."))  # fmt: skip
 
 
+def with_fun(model: Any, config: dict[str, Any], fun: dict[str, Any], side: int, device: str) -> Any:
+    """Return a Z-Image behind ComfyUI's node for Fun control; random weights in bfloat16, drawn on the device."""
+    import comfy.ops
+    from comfy.ldm.lumina.controlnet import ZImage_Control
+    from comfy.model_management import get_torch_device, unet_offload_device
+    from comfy.model_patcher import CoreModelPatcher
+    from comfy_extras.nodes_model_patch import ZImageFunControlnet
+
+    sizes = {name: config[name] for name in ("dim", "n_heads", "n_kv_heads")}
+    net = ZImage_Control(**sizes, **fun, device="cpu", dtype=torch.bfloat16, operations=comfy.ops.manual_cast)
+    for name, parameter in net.named_parameters():
+        scale = parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.05
+        values = torch.randn(parameter.shape, device=device) * scale + float("norm" in name)
+        parameter.data = values.to(torch.bfloat16).cpu()
+    patch = CoreModelPatcher(net.eval().requires_grad_(False), get_torch_device(), unet_offload_device())
+    image = torch.rand(1, side, side, 3, generator=torch.Generator().manual_seed(2))
+    return ZImageFunControlnet().diffsynth_controlnet(model, patch, _Encoder(16), image, 0.7)[0]
+
+
 class Model:
     """A case's model with its conditioning, native and on an engine."""
 
@@ -133,6 +156,8 @@ class Model:
             self.control = comfy.controlnet.load_controlnet_state_dict(
                 drawn("flux_controlnet", control, False, device))
         del weights
+        if case.fun is not None:
+            self.native = with_fun(self.native, config, case.fun, self.side, device)
         pooled = {"pooled_output": torch.randn(1, config.get("vec_in_dim") or case.pooled)} if case.pooled else {}
         self.prompt = torch.randn(1, case.tokens, width), pooled
         self.network = NativeNetwork.of_model(self.native, "model")

@@ -145,6 +145,12 @@ def rel_err(value: Run, reference: Run) -> float:
 
 def server(comfyui: Path, base: Path, log: Path, *arguments: str, **environment: str) -> ComfyProcess:
     """A server on the GPU with the pack and the test nodes; it needs no web front end."""
+    return ComfyProcess(comfyui, base, arguments=["--front-end-root", str(prepared(base)), *arguments], log=log,
+                        cpu=False, environment=environment)
+
+
+def prepared(base: Path) -> Path:
+    """Put the pack and the test nodes into a base directory; return the folder of a page that shows nothing."""
     page = base / "page"
     page.mkdir(parents=True, exist_ok=True)
     (page / "index.html").write_text("<html></html>")
@@ -153,8 +159,7 @@ def server(comfyui: Path, base: Path, log: Path, *arguments: str, **environment:
     for name, target in (("hybrid-trt", models.ROOT), ("comfy_test_nodes", models.ROOT / "tests" / "comfy_test_nodes")):
         if not (nodes / name).is_symlink():
             (nodes / name).symlink_to(target, target_is_directory=True)
-    return ComfyProcess(comfyui, base, arguments=["--front-end-root", str(page), *arguments], log=log, cpu=False,
-                        environment=environment)
+    return page
 
 
 def run(comfyui: Path, base: Path, out: Path, control_counts: list[int], modes: list[str]) -> list[dict[str, Any]]:

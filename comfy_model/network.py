@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..architectures import Architecture, Role, architecture_of
+from ..architectures import Architecture, Role, absorbed_patch, architecture_of
+from ..architectures.model_patches import AbsorbedPatch, WithCompanion, companion_of
 from ..engine_library.fallback import Fallback, Reason, Unavailable
 from .attention import part_replaced, preference_class, unknown_preference
 from .changed_layers import LayerWatch
 from .hash_cache import hashes_without_patches
 from .stored_weights import has_quantised
 from .weight_formats import multiplies_in_fp8, rounded_unlike, unreadable_weights
-from .weight_hash import Check, fingerprint, forget_hash, known_hash, weights_hash
+from .weight_hash import Check, fingerprint, forget_hash, hash_of_parts, known_hash, weights_hash
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlNet
@@ -30,6 +33,10 @@ _UNPATCHED = object()
 _architectures: weakref.WeakKeyDictionary[torch.nn.Module, dict[Role, Architecture | None]] = (
     weakref.WeakKeyDictionary()
 )
+_both: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakKeyDictionary[ModelPatcher, WithCompanion]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Model -> a companion's patcher -> the networks of both; these refer to neither."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class NativeNetwork:
         dtype: what it computes in.
         label: its name as the user knows it.
         role: what it is to ComfyUI; a VAE's module has two roles.
+        companion: the network of a model patch that its engine computes too, or None. ``module`` is both then.
     """
 
     patcher: ModelPatcher
@@ -51,11 +59,18 @@ class NativeNetwork:
     dtype: torch.dtype
     label: str
     role: Role
+    companion: NativeNetwork | None = None
 
     @classmethod
     def of_model(cls, model: ModelPatcher, label: str) -> NativeNetwork:
-        """The UNet of a MODEL."""
-        return cls(model, model.model.diffusion_model, UNET_PREFIX, _compute_dtype(model), label, Role.BACKBONE)
+        """The UNet of a MODEL, with the companion of its model patch where engines compute that too."""
+        base = cls(model, model.model.diffusion_model, UNET_PREFIX, _compute_dtype(model), label, Role.BACKBONE)
+        found = base._absorbed(model.model_options.get("transformer_options", {}).get("patches", {}))
+        if found is None:
+            return base
+        patcher = companion_of(found[1])
+        own = replace(base, patcher=patcher, module=patcher.model, prefix="", label=f"{label} ({found[0].node})")
+        return replace(base, module=_together(model.model, patcher), companion=own)
 
     @classmethod
     def of_controlnet(cls, controlnet: ControlNet, label: str) -> NativeNetwork:
@@ -68,6 +83,18 @@ class NativeNetwork:
     def of_vae(cls, vae: VAE, role: Role, label: str) -> NativeNetwork:
         """The decoder or encoder of a VAE, one module for both."""
         return cls(vae.patcher, vae.first_stage_model, "", vae.vae_dtype, label, role)
+
+    @property
+    def parts(self) -> tuple[NativeNetwork, ...]:
+        """The networks with weights of one patcher each that it is made of: itself, or its base and its companion."""
+        if self.companion is None:
+            return (self,)
+        return replace(self, module=self.module.base, companion=None), self.companion
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """The beginnings of the names of each part's weights in ``module``."""
+        return ("",) if self.companion is None else ("base.", "companion.")
 
     @property
     def device(self) -> torch.device:
@@ -121,8 +148,9 @@ class NativeNetwork:
         if (left := self._leftovers()) or (changed := (watch or LayerWatch(self.module)).look()) is not None:
             what = f"another node's {left[0]} lies on the model" if left else changed
             raise Unavailable(Reason.MODEL_PATCHED, what)
-        if (name := unknown_preference(self.module, self.patcher, self.prefix)) is not None:
-            raise Unavailable(Reason.MODEL_PATCHED, f"its layers prefer the attention {name}")
+        for part in self.parts:
+            if (name := unknown_preference(part.module, part.patcher, part.prefix)) is not None:
+                raise Unavailable(Reason.MODEL_PATCHED, f"its layers prefer the attention {name}")
         return architecture
 
     def architecture(self) -> Architecture:
@@ -133,7 +161,8 @@ class NativeNetwork:
         """
         if (replaced := replaced_part(self.patcher)) is not None:
             raise Unavailable(Reason.MODEL_PATCHED, replaced)
-        if self.patcher.weight_wrapper_patches or self.patcher.hook_patches or self.patcher.injections:
+        patchers = [part.patcher for part in self.parts]
+        if any(one.weight_wrapper_patches or one.hook_patches or one.injections for one in patchers):
             raise Unavailable(Reason.MODEL_PATCHED, "another node changes the weights while sampling")
         known = _architectures.setdefault(self.module, {})
         if self.role not in known:
@@ -146,8 +175,9 @@ class NativeNetwork:
         if multiplies_in_fp8(self.module):
             what = "multiplies in fp8 (fp8_e4m3fn_fast), as no engine does; weight_dtype fp8_e4m3fn has engines"
             raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} {what}")
-        if self.patcher.is_dynamic() and (what := rounded_unlike(self.patcher)) is not None:
-            raise Unavailable(Reason.MODEL_PATCHED, what)
+        for one in patchers:
+            if one.is_dynamic() and (what := rounded_unlike(one)) is not None:
+                raise Unavailable(Reason.MODEL_PATCHED, what)
         return architecture
 
     def other_dtype(self, patcher: ModelPatcher) -> Fallback | None:
@@ -160,11 +190,11 @@ class NativeNetwork:
 
     def weights_hash(self, check: Check | None = None) -> str:
         """Hash of the weights with the patcher's LoRAs in; cached, see ``weight_hash.weights_hash``."""
-        return weights_hash(self.patcher, self.prefix, check)
+        return hash_of_parts([weights_hash(part.patcher, part.prefix, check) for part in self.parts])
 
     def known_hash(self) -> str:
         """As ``weights_hash`` if somebody has needed it already, else ``""``."""
-        return known_hash(self.patcher, self.prefix)
+        return hash_of_parts([known_hash(part.patcher, part.prefix) for part in self.parts])
 
     def other_hashes(self) -> set[str]:
         """Hashes that it certainly has not; cheap, see ``hash_cache.hashes_without_patches``."""
@@ -172,11 +202,68 @@ class NativeNetwork:
 
     def forget_hash(self) -> None:
         """Hash the weights anew next time."""
-        forget_hash(self.patcher)
+        for part in self.parts:
+            forget_hash(part.patcher)
 
     def fingerprint(self) -> str:
         """Quick hash of a part of the weights, see ``weight_hash.fingerprint``."""
-        return fingerprint(self.patcher, self.prefix)
+        return hash_of_parts([fingerprint(part.patcher, part.prefix) for part in self.parts])[:16]
+
+    def why_patched(self, patches: Mapping[str, Sequence[Any]]) -> Fallback | None:
+        """Return why its engine does not compute the model patches of a call, or None. Cheap.
+
+        Args:
+            patches: by ComfyUI's names of their places.
+        """
+        if self.companion is None:
+            return None if not any(patches.values()) else self._not_absorbed(patches)
+        kind = self.architecture().absorbs
+        patch = kind.find(patches)
+        if patch is not None and companion_of(patch).model is self.companion.module:
+            return None
+        if patch is None and any(patches.values()):
+            return self._not_absorbed(patches)
+        which = "none" if patch is None else "that of another file"
+        detail = f"the engine computes the patch of {kind.node} too, and the model that is sampled has {which}"
+        return Fallback(Reason.OTHER_MODEL, detail, advice=f"put the engine node behind {kind.node}")
+
+    def _absorbed(self, patches: Mapping[str, Sequence[Any]]) -> tuple[AbsorbedPatch, Any] | None:
+        """The patch that an engine of this network would compute, with its kind, if it is on the same device."""
+        found = absorbed_patch(self.module, patches)
+        return found if found is not None and companion_of(found[1]).load_device == self.patcher.load_device else None
+
+    def _not_absorbed(self, patches: Mapping[str, Sequence[Any]]) -> Fallback:
+        place, given = next((place, given) for place, given in patches.items() if given)
+        who = next((type(patch).__name__ for patch in given if not isinstance(patch, FunctionType)), None)
+        found = self.parts[0]._absorbed(patches)
+        advice = "" if found is None else f"put the engine node behind {found[0].node}, whose patch engines compute"
+        return Fallback(Reason.MODEL_PATCHED, place if who is None else f"{place} by {who}", advice=advice)
+
+
+def patchers_of(patcher: ModelPatcher, companion: torch.nn.Module | None) -> tuple[ModelPatcher, ...]:
+    """Return the patchers of a network's parts: one that ComfyUI samples with, and its model patch's.
+
+    Args:
+        companion: the network of that patch, None where the engine computes none.
+
+    Raises:
+        Unavailable: the patcher has no such patch.
+    """
+    if companion is None:
+        return (patcher,)
+    found = next((one for one in patcher.model_patches_models() if one.model is companion), None)
+    if found is None:
+        raise Unavailable(Reason.OTHER_MODEL, "the model that is sampled lacks the patch that the engine computes")
+    return patcher, found
+
+
+def _together(model: torch.nn.Module, patcher: ModelPatcher) -> WithCompanion:
+    """Return a model's network with a companion: the same module for as long as the model and the patcher live."""
+    known = _both.setdefault(model, weakref.WeakKeyDictionary())
+    found = known.get(patcher)
+    if found is None or found.base is not model.diffusion_model:
+        found = known[patcher] = WithCompanion(model.diffusion_model, patcher.model)
+    return found
 
 
 def replaced_part(patcher: ModelPatcher) -> str | None:

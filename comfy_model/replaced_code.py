@@ -26,6 +26,9 @@ _LOOKED_INTO = (*_FOLLOWED, "torch", "einops", "math", "comfy_kitchen")
 ATTENTION = "scaled_dot_product_attention"
 """The function of torch that ComfyUI's attention and that of engines come down to."""
 
+_CALLED = ("forward", "decode", "encode", "forward_control_block", "forward_noise_refiner_block")
+"""Methods that ComfyUI calls from outside: two of VAEs, and two of model patches' networks."""
+
 _MAY_DIFFER: Mapping[tuple[str, str], Callable[[Callable], bool]] = {APPLY_CONTROL: only_adds_residuals}
 """Places where packs leave harmless functions for good, each with a test of that: they differ only in calls that no
 engine takes."""
@@ -124,7 +127,7 @@ def _places_of(kinds: Collection[type]) -> _Places:
     for name in ("__call__", "_call_impl", "_wrapped_call_impl"):
         reach(vars(torch.nn.Module), name, torch.nn.Module.__module__, f"Module.{name}")
     reach(vars(torch.nn.functional), ATTENTION, torch.nn.functional.__name__, ATTENTION)
-    for name in ("forward", "decode", "encode"):  # a VAE is called by the last two
+    for name in _CALLED:
         reach_methods(name)
     while todo:
         function = todo.pop()

@@ -23,7 +23,7 @@ from .changed_layers import layer_classes
 from .module_copy import ReplacedForward, plain_copy
 from .network import NativeNetwork
 from .stored_weights import is_fp8, stored_dtypes
-from .weight_hash import combine, current_weights, digest, hashing_pool
+from .weight_hash import combine, current_weights, digest, hash_of_parts, hashing_pool
 
 ALIGNMENT = 64
 """Of each weight in a data file."""
@@ -47,21 +47,25 @@ def write_weights(
         Their hash, as ``weight_hash.weights_hash`` makes it, or ""; and name -> (shape, offset in the file, dtype).
     """
     total = max(1, sum(p.numel() for p in network.module.parameters()))
-    index, digests, done, dtypes = {}, {}, 0, _dtypes(network, dtype, live=False)
+    index, hashes, done, dtypes = {}, [], 0, _dtypes(network, dtype, live=False)
     with path.open("wb") as file, hashing_pool() as pool:
-        for name, live in current_weights(network.patcher, network.prefix):
-            weight = live.clone()  # ComfyUI may change the live one at any time
-            pending = pool.submit(digest, name, weight) if hashed else None
-            file.seek(-file.tell() % ALIGNMENT, 1)
-            own = dtypes.get(name, dtype)
-            index[name] = (list(weight.shape), file.tell(), str(own).removeprefix("torch."))
-            if weight.numel():
-                file.write(memoryview(weight.to(own).contiguous().flatten().view(torch.uint8).numpy()))
-            if pending is not None:
-                digests[name] = pending.result()
-            done += weight.numel()
-            step(min(1.0, done / total))
-    return combine(digests) if hashed else "", index
+        for start, part in zip(network.starts, network.parts, strict=True):
+            digests = {}
+            for own_name, live in current_weights(part.patcher, part.prefix):
+                name = start + own_name
+                weight = live.clone()  # ComfyUI may change the live one at any time
+                pending = pool.submit(digest, own_name, weight) if hashed else None
+                file.seek(-file.tell() % ALIGNMENT, 1)
+                own = dtypes.get(name, dtype)
+                index[name] = (list(weight.shape), file.tell(), str(own).removeprefix("torch."))
+                if weight.numel():
+                    file.write(memoryview(weight.to(own).contiguous().flatten().view(torch.uint8).numpy()))
+                if pending is not None:
+                    digests[own_name] = pending.result()
+                done += weight.numel()
+                step(min(1.0, done / total))
+            hashes.append(combine(digests))
+    return hash_of_parts(hashes) if hashed else "", index
 
 
 def _dtypes(network: NativeNetwork, dtype: torch.dtype, live: bool) -> dict[str, torch.dtype]:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..architectures.model_patches import WithCompanion
+
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
@@ -94,6 +96,9 @@ def has_quantised(module: torch.nn.Module) -> bool:
 
 def stored_dtypes(module: torch.nn.Module, compute: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtype of each parameter in a copy that computes in ``compute``, by its name there."""
+    if isinstance(module, WithCompanion):
+        parts = {name: stored_dtypes(part, compute) for name, part in module.named_children()}
+        return {f"{name}.{own}": dtype for name, part in parts.items() for own, dtype in part.items()}
     usual, found = _usual_dtype(module), {}
     for path, layer in module.named_modules():
         for leaf, weight in layer._parameters.items():

@@ -13,7 +13,7 @@ import hashlib
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -193,6 +193,13 @@ def combine(digests: Mapping[str, bytes]) -> str:
     for name in sorted(digests):
         total.update(digests[name])
     return total.hexdigest()
+
+
+def hash_of_parts(hashes: Sequence[str]) -> str:
+    """The hash of a network from those of its parts; ``""`` where one of them is not known."""
+    if len(hashes) == 1 or not all(hashes):
+        return hashes[0] if len(hashes) == 1 else ""
+    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
 
 def hashing_pool() -> ThreadPoolExecutor:

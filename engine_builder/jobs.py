@@ -318,8 +318,8 @@ class BuildQueue:
 def _key(order: BuildOrder, library: Library, again: bool) -> tuple:
     """Return what makes two orders the same, found without reading weights. Holds no model."""
     network = order.network
-    patcher = network.patcher
-    weights = (weakref.ref(patcher.model), version_of(patcher), network.prefix)
+    patchers = [(part.patcher, part.prefix) for part in network.parts]
+    weights = [(weakref.ref(patcher.model), version_of(patcher), prefix) for patcher, prefix in patchers]
     profile = tuple(order.profile.to_json().items())
     made = (order.precision, str(profile), order.backend.name, str(order.target_device), str(library.roots[0]))
     return (*weights, *made, str(order.calls), order.any_weights, again)

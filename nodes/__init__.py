@@ -61,11 +61,11 @@ def nodes() -> list[type[io.ComfyNode]]:
             from .engine_nodes import TRTControlNetEngine, TRTUNetEngine, TRTVAEEngine
             from .report import TRTReport
             from .sampler_patch import TRTSamplerPatch
-            from .stream import TRTStream
+            from .stream import TRTFrame, TRTStream
 
             return [
                 TRTAccelerate, TRTUNetEngine, TRTControlNetEngine, TRTVAEEngine, TRTApplyControlNet, TRTSamplerPatch,
-                TRTReport, TRTCompare, TRTStream,
+                TRTReport, TRTCompare, TRTStream, TRTFrame,
             ]
         except (ImportError, AttributeError) as error:  # of what the table of internals does not name
             log.debug("Hybrid TRT: the nodes cannot be loaded", exc_info=True)

@@ -12,7 +12,7 @@ from comfy.samplers import KSampler
 from comfy_api.latest import io, ui
 
 from ..comfy_model.comfyui_internals import Feature, switched_off
-from . import schemas
+from . import frame_schemas, schemas
 from .apply_controlnet import TRTApplyControlNet
 from .compare import TRTCompare
 
@@ -103,14 +103,28 @@ class TRTStream(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schemas.stream(KSampler.SAMPLERS, KSampler.SCHEDULERS)
+        return frame_schemas.stream(KSampler.SAMPLERS, KSampler.SCHEDULERS)
 
     @classmethod
     def execute(cls, **_: Any) -> io.NodeOutput:
         raise ValueError(f"TRT Stream makes no pictures here. {why()} Use VAE Encode, KSampler and VAE Decode.")
 
 
+class TRTFrame(io.ComfyNode):
+    """An example -> itself."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return frame_schemas.frame()
+
+    @classmethod
+    def execute(cls, example: Any = None) -> io.NodeOutput:
+        if example is None:
+            raise ValueError(f"TRT Frame has no picture here. {why()} Connect an image in its place.")
+        return io.NodeOutput(example)
+
+
 NODES = [
     TRTAccelerate, TRTUNetEngine, TRTControlNetEngine, TRTVAEEngine, TRTApplyControlNet, TRTSamplerPatch, TRTReport,
-    TRTCompare, TRTStream,
+    TRTCompare, TRTStream, TRTFrame,
 ]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from comfy_api.latest import io
 
 from ..architectures.shapes import MOST, PRECISIONS, TOKEN_STEP, VAE_SETTINGS
 from ..backends import AUTO, backends
-from ..streaming.settings import FOLLOW
 
 USE_NATIVE = "use native"
 BUILD_NOW = "build now"
@@ -25,8 +22,6 @@ SEARCHED_FOR = ["tensorrt", "speed", "speed up", "fast", "faster", "accelerate",
 
 CONTROL_INPUTS = ("control_net_1", "control_net_2", "control_net_3", "control_net_4")
 """The ControlNets of TRT Accelerate."""
-
-SAME_SEED, NEW_SEEDS = "the same", "a new one for each frame"
 
 BUILT_IN, REPLACEABLE = "built in", "replaceable"
 """Weights that an engine has: one model's with its LoRAs, or those of whatever is sampled."""
@@ -225,86 +220,6 @@ def compare() -> io.Schema:
         ],
         hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
         is_output_node=True,
-    )
-
-
-def stream(samplers: Sequence[str], schedulers: Sequence[str]) -> io.Schema:
-    """TRT Stream; with the names of ComfyUI's samplers and schedulers."""
-    return io.Schema(
-        node_id="TRTStream",
-        display_name="TRT Stream",
-        category=CATEGORY,
-        description="Samples frame after frame without a pause: a batch of frames, for example of a video, or live "
-        "ones. Each picture is the one that VAE Encode, KSampler and VAE Decode make of its frame alone.",
-        search_aliases=["real time", "realtime", "live", "webcam", "video to video", "streamdiffusion", "frames"],
-        inputs=[
-            io.Model.Input("model", tooltip="That of TRT Accelerate is fast; any other works."),
-            io.Vae.Input("vae", tooltip="TAESD is the fast one."),
-            io.Conditioning.Input("positive", tooltip="With its ControlNets, if there are any."),
-            io.Conditioning.Input("negative", tooltip="Does nothing at a cfg of 1."),
-            io.Image.Input("frames", optional=True, tooltip="The frames. Leave it open for live ones."),
-            io.Clip.Input("clip", optional=True, tooltip="Lets the prompt of a live stream change while it runs."),
-            io.Combo.Input(
-                "control_images",
-                options=list(FOLLOW),
-                default=FOLLOW[0],
-                tooltip="The image of each ControlNet: its own, one for each frame or one for all; the frame; or the "
-                "frame's edges.",
-            ),
-            io.Int.Input("steps", default=1, min=1, max=8, tooltip="Sampling steps of each frame."),
-            io.Float.Input("cfg", default=1.0, min=0.0, max=30.0, step=0.1, tooltip="1 is twice as fast as any other."),
-            io.Combo.Input("sampler_name", options=list(samplers), default="lcm"),
-            io.Combo.Input("scheduler", options=list(schedulers), default="sgm_uniform"),
-            io.Float.Input(
-                "denoise",
-                default=0.5,
-                min=0.01,
-                max=1.0,
-                step=0.01,
-                tooltip="How far a picture may be from its frame. At 1 it starts from noise, and a frame only acts "
-                "through ControlNets.",
-            ),
-            io.Int.Input("seed", default=0, min=0, max=2**64 - 1, control_after_generate=True),
-            io.Combo.Input(
-                "seed_each_frame",
-                display_name="seed of each frame",
-                options=[SAME_SEED, NEW_SEEDS],
-                default=SAME_SEED,
-                tooltip="The same seed keeps the pictures steady. Else a frame's number is added to it.",
-            ),
-            io.Float.Input(
-                "similar_frames",
-                display_name="skip similar frames",
-                default=0.0,
-                min=0.0,
-                max=1.0,
-                step=0.001,
-                tooltip="A frame that differs less from the one before gets the same picture: mean difference of the "
-                "pixels, 0 to 1. 0 is off; 0.01 skips a still camera's.",
-                advanced=True,
-            ),
-            io.Int.Input(
-                "wait_seconds",
-                display_name="wait for live frames (s)",
-                default=30,
-                min=1,
-                max=3600,
-                optional=True,
-                tooltip="A live stream ends when no page and no program is connected for so long.",
-                advanced=True,
-            ),
-            io.Boolean.Input(
-                "steps_as_batch",
-                display_name="steps of neighbouring frames at once",
-                default=False,
-                optional=True,
-                tooltip="More frames a second at two steps and more, with lcm or euler: frames at different steps "
-                "share each call. A picture comes as many frames later as there are steps, less one.",
-                advanced=True,
-            ),
-        ],
-        outputs=[io.Image.Output("pictures", display_name="pictures", tooltip="One for each frame.")],
-        hidden=[io.Hidden.unique_id],
     )
 
 

@@ -11,15 +11,17 @@ from comfy import model_management
 from comfy.samplers import KSampler
 from comfy.utils import ProgressBar
 from comfy_api.latest import io, ui
+from comfy_execution.graph_utils import GraphBuilder
 
 from ..sampling.frame_times import FrameTimes, record_times
 from ..sampling.run_context import executing
 from ..streaming.batch import BatchSource
+from ..streaming.frame_nodes import FrameNodes, Link, values_needed
 from ..streaming.live import open_session
 from ..streaming.run import run_stream
 from ..streaming.settings import AS_CONNECTED, Settings
 from ..streaming.stream import Stream
-from . import schemas
+from . import frame_schemas
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -34,7 +36,7 @@ class TRTStream(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schemas.stream(KSampler.SAMPLERS, KSampler.SCHEDULERS)
+        return frame_schemas.stream(KSampler.SAMPLERS, KSampler.SCHEDULERS)
 
     @classmethod
     def fingerprint_inputs(cls, **given: Any) -> float:
@@ -45,21 +47,60 @@ class TRTStream(io.ComfyNode):
     def execute(
         cls, model: ModelPatcher, vae: VAE, positive: list, negative: list, seed_each_frame: str, similar_frames: float,
         control_images: str, frames: torch.Tensor | None = None, clip: CLIP | None = None, wait_seconds: int = 30,
-        **sampler: Any,
+        remembered_frames: int = 0, **sampler: Any,
     ) -> io.NodeOutput:  # fmt: skip
-        new_seeds = seed_each_frame == schemas.NEW_SEEDS
-        settings = Settings(**sampler, new_seeds=new_seeds, follow=control_images, similar=similar_frames)
-        stream, times = Stream(model, vae, positive, negative, settings, clip), FrameTimes()
+        graph, own = cls.hidden.dynprompt, cls.hidden.unique_id
+        values = {_key(link): link for link in values_needed(graph, own)}
+        if not values.keys() <= sampler.keys():
+            return _again_with(values, graph.get_node(own))
+        values = {link: sampler.pop(key) for key, link in values.items()}
+        new_seeds = seed_each_frame == frame_schemas.NEW_SEEDS
+        settings = Settings(**sampler, new_seeds=new_seeds, follow=control_images, similar=similar_frames,
+                            remembered=remembered_frames)  # fmt: skip
+        stream, times, shown = Stream(model, vae, positive, negative, settings, clip), FrameTimes(), own
+        if values:
+            own, shown = graph.get_parent_node_id(own), graph.get_display_node_id(own)
+            stream.follow(FrameNodes(graph, own, values, stream.controls.controls))
         if (context := executing()) is not None:
-            record_times(context.prompt_id, context.node_id, times)
+            record_times(context.prompt_id, shown, times)
         if frames is None:
-            pictures = _live(stream, times, cls.hidden.unique_id, wait_seconds)
+            pictures = _live(stream, times, shown, wait_seconds)
         else:
             _check_counts(stream, frames.shape[0])
             source = BatchSource(frames, _progress(frames.shape[0]))
             run_stream(stream, source, times)
             pictures = source.pictures
         return io.NodeOutput(pictures, ui=ui.PreviewText(times.sentence()))
+
+
+class TRTFrame(io.ComfyNode):
+    """Nothing, or an example -> an image that stands for the frame of a stream."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return frame_schemas.frame()
+
+    @classmethod
+    def execute(cls, example: torch.Tensor | None = None) -> io.NodeOutput:
+        return io.NodeOutput(_drawn() if example is None else example[:1])
+
+
+def _drawn() -> torch.Tensor:
+    """Return a picture for nodes that run before there is a frame: (1, 512, 512, 3), a gradient in each direction."""
+    line = torch.linspace(0.0, 1.0, 512)
+    return torch.stack(torch.broadcast_tensors(line[:, None], line, line.flip(0)), dim=-1)[None].clone()
+
+
+def _key(link: Link) -> str:
+    """Return a name for the value of another node's output among a stream's inputs."""
+    return f"value {link[1]} of {link[0]}"
+
+
+def _again_with(values: dict[str, Link], node: dict[str, Any]) -> io.NodeOutput:
+    """Have ComfyUI run this node once more, and hand it these values too: it hands out values of inputs alone."""
+    graph = GraphBuilder()
+    again = graph.node(node["class_type"], **node["inputs"], **{key: list(link) for key, link in values.items()})
+    return io.NodeOutput(again.out(0), expand=graph.finalize())
 
 
 def _live(stream: Stream, times: FrameTimes, node_id: str, patience: float) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 
 from comfy_execution.graph import DynamicPrompt
 
+from ..architectures import patch_nodes
 from ..architectures.shapes import VAE_SETTINGS, Picture
 from ..streaming.settings import STEPS_AS_BATCH
 from .read_graph import class_of, inputs_of, is_link, is_node, node_of, nodes_of
@@ -48,11 +49,15 @@ class BadPrompt(ValueError):
     """A prompt of which no key can be made; the text is for the user."""
 
 
-def upstream(prompt: DynamicPrompt, node_id: str, first_inputs: tuple[str, ...] | None = None) -> Iterator[str]:
+def upstream(
+    prompt: DynamicPrompt, node_id: str, first_inputs: tuple[str, ...] | None = None,
+    inputs: tuple[str, ...] | None = None,
+) -> Iterator[str]:  # fmt: skip
     """Yield the ids of the nodes that a node depends on, the nearest first, itself not included.
 
     Args:
-        first_inputs: follow only these inputs of the node itself; of the others all.
+        first_inputs: follow only these inputs of the node itself.
+        inputs: the same of the others; by default all.
     """
     seen, queue = {node_id}, [(node_id, first_inputs)]
     while queue:
@@ -60,7 +65,7 @@ def upstream(prompt: DynamicPrompt, node_id: str, first_inputs: tuple[str, ...] 
         for name, value in inputs_of(prompt, current).items():
             if (allowed is None or name in allowed) and is_link(value) and value[0] not in seen:
                 seen.add(value[0])
-                queue.append((value[0], None))
+                queue.append((value[0], inputs))
                 yield value[0]
 
 
@@ -89,8 +94,12 @@ def all_nodes(prompt: DynamicPrompt) -> dict[str, Any]:
 
 
 def model_name(prompt: DynamicPrompt, node_id: str, input_name: str, default: str) -> str:
-    """Return the file that a loader upstream of an input was told to load, or ``default``."""
-    for node in upstream(prompt, node_id, (input_name.partition(":")[0],)):
+    """Return the file that a loader upstream of an input was told to load, or ``default``.
+
+    The nearest loader in a row of nodes that hand such an input on, else the nearest of all.
+    """
+    own = (input_name.partition(":")[0],)
+    for node in (*upstream(prompt, node_id, own, own), *upstream(prompt, node_id, own)):
         inputs = inputs_of(prompt, node)
         for name in MODEL_NAME_INPUTS:
             if isinstance(inputs.get(name), str):
@@ -299,9 +308,9 @@ def _key(prompt: Mapping[str, Any], node_id: str, known: dict[str, str], path: t
         raise BadPrompt(f"the prompt has no node {node_id[:80]!r} with a class and inputs")
     if node_id in path or len(path) > MAX_DEPTH:
         raise BadPrompt(f"the prompt has a loop or is too deep at node {node_id[:80]!r}")
-    inputs = {}
+    inputs, decides = {}, patch_nodes().get(node["class_type"])
     for name, value in node["inputs"].items():
-        if name not in _IGNORED:
+        if name not in _IGNORED and (decides is None or name in decides):
             inputs[name] = (
                 [_key(prompt, value[0], known, (*path, node_id)), value[1]] if is_link(value) else _plain(value)
             )

@@ -161,7 +161,7 @@ class EngineHandle(Shared):
                 keep_beside(network.module, network.role, self.patcher)
             else:
                 keep(self.patcher, context.prompt_id if context else "")
-            self.stats.remark = remark(network.module, patcher or network.patcher, network.prefix)
+            self.stats.remark = remark(network.parts[0].module, patcher or network.patcher, network.prefix)
         self._context = context  # last: who sees it finds the run begun
 
     def why_native_now(self) -> Fallback | None:
@@ -186,8 +186,8 @@ class EngineHandle(Shared):
                     session = self.session
                     if not session.loaded:
                         stats.count_opening()
+                    bound = call()  # first: what it asks other models for may take the session's memory
                     session.sync_from(self.network, patcher or self.network.patcher)
-                    bound = call()
                     result = bound.finish(session.run(bound.inputs, bound.extras, bound.late))
             except (Unsupported, Unavailable) as error:
                 fallback = _as_fallback(error)

@@ -87,7 +87,7 @@ def status(handle: EngineHandle) -> str:
         if wants_any and not takes_any_weights(handle.choice, network.device):
             name = session.engines[0].manifest.identity.backend
             text += f". {name} has no engines for any checkpoint and LoRA: this one is for this model only"
-    its = remark(network.module, network.patcher, network.prefix)
+    its = remark(network.parts[0].module, network.patcher, network.prefix)
     return ". ".join(filter(None, (text, its, handle.note)))
 
 

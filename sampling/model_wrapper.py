@@ -8,7 +8,6 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from ..architectures.calls import EngineCall
 from ..comfy_model.attention import OVERRIDE, other_attention
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import outside_recording
-from ..comfy_model.network import replaced_part
+from ..comfy_model.network import NativeNetwork, replaced_part
 from ..comfy_model.weight_formats import rounded_unlike
 from ..comfy_model.weight_patches import WeightPatches
 from ..engine_library import Fallback, Reason
@@ -217,11 +216,10 @@ class BackboneRouter(Shared):
             return Fallback(Reason.OTHER_MODEL, "the call comes from outside of sampling")
         if _on_several_gpus(options) and not works(Feature.SEVERAL_GPUS):
             return SEVERAL_GPUS
-        if (fallback := _why_not_patched_so(patcher, self._weight_patches, self._handle)) is not None:
+        handle = self._handle
+        if (fallback := _why_not_patched_so(patcher, self._weight_patches, handle)) is not None:
             return fallback
-        if (name := _active_patch(options)) is not None:
-            return Fallback(Reason.MODEL_PATCHED, name)
-        return None
+        return _why_patched(handle.network, options)
 
     def _as_compiled(self, native: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Return native's forward, compiled if another node compiles the UNet, because that cannot trace through us."""
@@ -343,7 +341,8 @@ def _plan(
     """
     handle.plan(patcher)
     serves = refusal is None and handle.fallback is None
-    serves = serves and _why_not_patched_so(patcher, weight_patches, handle) is None and _active_patch(options) is None
+    serves = serves and _why_not_patched_so(patcher, weight_patches, handle) is None
+    serves = serves and _why_patched(handle.network, options) is None
     handle.patcher.model.expected = serves
     return serves and handle.session.owns_weights(patcher)
 
@@ -367,15 +366,13 @@ def _why_not_patched_so(patcher: ModelPatcher, weight_patches: WeightPatches, ha
     return None if what is None else Fallback(Reason.MODEL_PATCHED, what)
 
 
-def _active_patch(options: Mapping) -> str | None:
-    """Return the name of a patch inside the UNet that another node set for this call, or None."""
-    for name, patches in options.get("patches", {}).items():
-        if patches:
-            who = next((type(patch).__name__ for patch in patches if not isinstance(patch, FunctionType)), None)
-            return name if who is None else f"{name} by {who}"
+def _why_patched(network: NativeNetwork, options: Mapping) -> Fallback | None:
+    """Return the reason why native serves a call whose inside another node has patched, or None."""
+    if (fallback := network.why_patched(options.get("patches", {}))) is not None:
+        return fallback
     for name, patches in options.get("patches_replace", {}).items():
         if patches:
-            return f"{name} replaced"
+            return Fallback(Reason.MODEL_PATCHED, f"{name} replaced")
     override = options.get(OVERRIDE)
     name = None if override is None else other_attention(override)
-    return None if name is None else f"attention by {name}"
+    return None if name is None else Fallback(Reason.MODEL_PATCHED, f"attention by {name}")

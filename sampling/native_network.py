@@ -33,15 +33,15 @@ class NetworkWatch:
 
     def __init__(self, network: NativeNetwork):
         self.layers = LayerWatch(network.module)
-        self._patcher = network.patcher
+        self._patchers = [part.patcher for part in network.parts]
         self._run: SamplingRun | None = None  # the last run in which the network was checked
         self._changed: Fallback | None = None  # the result of that check
-        self._edition = 0  # edition of the weights when the engine was looked up
+        self._editions: list[int] = []  # those of the weights when the engine was looked up
 
     def begin(self) -> None:
         """Remember the state of the weights while the engine is looked up, which has checked the layers."""
         self._run, self._changed = current_run(), None
-        self._edition = look_for_edits(self._patcher)
+        self._editions = self._look_for_edits()
 
     def weights_edited(self) -> bool:
         """Check the network once per run, and tell whether its weights changed since the engine was looked up.
@@ -53,7 +53,10 @@ class NetworkWatch:
             return False
         self._run, what = run, self.layers.look()
         self._changed = None if what is None else Fallback(Reason.MODEL_PATCHED, what)
-        return look_for_edits(self._patcher) != self._edition
+        return self._look_for_edits() != self._editions
+
+    def _look_for_edits(self) -> list[int]:
+        return [look_for_edits(patcher) for patcher in self._patchers]
 
     def changed(self) -> Fallback | None:
         """Return the reason why the network of this call is no longer the engine's, or None. Quick."""

@@ -26,6 +26,7 @@ from comfy import model_management, sampler_helpers
 from comfy import utils as comfy_utils
 from comfy.patcher_extension import CallbacksMP
 
+from ..architectures.model_patches import models_of
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import knows_pins
 from ..comfy_model.weight_formats import patches_rounded
@@ -62,6 +63,16 @@ class OffloadedPatcher:
     def model_size(self) -> int:
         """Return the bytes that loading takes: none, and less if there are weights to give back."""
         return self.native.loaded_size() if self.native.is_dynamic() else 0
+
+    def model_patches_models(self) -> list[ModelPatcher]:
+        """Return the models that patches need on the device, without those that the engine computes itself."""
+        native = self.native
+        needed = native.model_patches_models()
+        if native.is_dynamic():
+            return needed  # they hold nothing there until they are called
+        patches = native.model_options["transformer_options"].get("patches", {})
+        inside = [id(model) for given in patches.values() for patch in given for model in models_of(patch)]
+        return [model for model in needed if id(model) not in inside]
 
     def partially_load(self, device_to: torch.device, *_: Any, **__: Any) -> int | None:
         """Patch the model as loading does, and take its weights off the device.

@@ -1,4 +1,4 @@
-"""Accelerating a workflow: TRT Accelerate behind each model loader and its LoRAs. What is there stays as it is.
+"""Accelerating a workflow: TRT Accelerate behind each model loader, its LoRAs and its Fun control. The rest stays.
 
 The node also takes in the VAE and up to four ControlNets of its graph; further ones get TRT ControlNet Engine.
 Acceleration is taken out by wiring what was before.
@@ -28,7 +28,7 @@ SERVING = (*PASSES_ON, UNET_ENGINE)
 """Our nodes that bring engines, behind which none is missing. TRT Stream only takes what it gets."""
 SIZES = {ACCELERATE: (330.0, 400.0), CONTROL_ENGINE: (330.0, 300.0)}
 _KINDS = {"model": "MODEL", "vae": "VAE"}
-_CHANGES_WEIGHTS = re.compile("lora|modelmerge", re.IGNORECASE)
+_CHANGES_WEIGHTS = re.compile("lora|modelmerge|^ZImageFunControlnet$", re.IGNORECASE)
 _NO_RUN = {"MODEL", "CLIP", "VAE", "SIGMAS"}
 """Types that nodes make which call no network: patches, loaders, schedulers."""
 
@@ -109,7 +109,7 @@ def _model_places(workflow: Workflow) -> Iterator[tuple[Port, list[Link]]]:
 
 
 def _changes_weights(node: Node) -> bool:
-    """Tell whether a node gives a MODEL other weights, as LoRAs do."""
+    """Tell whether a node gives a MODEL other weights, as LoRAs do, or a patch with weights that engines compute."""
     gives = any(output["type"] == "MODEL" for output in node.get("outputs") or [])
     return gives and bool(_CHANGES_WEIGHTS.search(node["type"])) and not is_ours(node)
 
@@ -128,12 +128,12 @@ def _unserved(workflow: Workflow, port: Port, kind: str) -> list[Link]:
 
 
 def _take(workflow: Workflow, node: Node, name: str, port: Port, links: list[Link]) -> bool:
-    """Lead links through an input of a node, where it has one that is free and no circle comes of it."""
+    """Lead links through an input of a node, where it has one that is free; none of which a circle comes."""
     if name not in PASSES_ON[node["type"]]:
         return False
     graph, slot = port.graph, PASSES_ON[node["type"]].index(name)
-    circle = graph.depends_on(port.node, node["id"]) or any(graph.depends_on(node["id"], link.target) for link in links)
-    if node["inputs"][slot]["link"] is not None or circle:
+    links = [link for link in links if not graph.depends_on(node["id"], link.target)]  # no circle
+    if not links or node["inputs"][slot]["link"] is not None or graph.depends_on(port.node, node["id"]):
         return False
     _lead_through(workflow, port, links, node, slot)
     return True

@@ -6,12 +6,13 @@ import logging
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..comfy_model.network import patchers_of
 from ..comfy_model.weight_formats import cast_when_called
-from ..comfy_model.weight_hash import edition_of, own_hash, value_of
+from ..comfy_model.weight_hash import edition_of, hash_of_parts, own_hash, value_of
 from ..comfy_model.weight_patches import acting, all_same, version_of
 from ..engine_library import Engine, Reason, Unavailable, trust
 
@@ -40,7 +41,8 @@ class EngineWeights:
             Unavailable: the engine is not one of this network.
         """
         self._module = weakref.ref(network.module)
-        self._prefix = network.prefix
+        self._places = list(zip(network.starts, (part.prefix for part in network.parts), strict=True))
+        self._companion = None if network.companion is None else weakref.ref(network.companion.module)
         self._device = network.device
         self._dtype = getattr(torch, engine.manifest.identity.precision)
         self._label = network.label
@@ -54,7 +56,7 @@ class EngineWeights:
         self._patcher: weakref.ref[ModelPatcher] | None = None
         self._inside: dict[str, list] | None = None  # parameter -> its patches; None: the weights are unknown
         self._as_opened = True  # no weights were put into the engine yet
-        self._version: tuple = (None, 0)
+        self._version: tuple = ((), ())
 
     def belong_to(self, module: torch.nn.Module) -> bool:
         """Tell whether these are the weights of that native module."""
@@ -74,17 +76,19 @@ class EngineWeights:
         return self._inside is None or self._state() != self._version
 
     def _state(self) -> tuple:
-        """Return a value that changes with the patcher's weights."""
-        patcher = self._patcher()
-        return version_of(patcher), edition_of(patcher)
+        """Return a value that changes with the patcher's weights: its patches, then what others edited."""
+        patchers = self._patchers()
+        return tuple(map(version_of, patchers)), tuple(map(edition_of, patchers))
+
+    def _patchers(self) -> tuple[ModelPatcher, ...]:
+        return patchers_of(self._patcher(), None if self._companion is None else self._companion())
 
     def refit(self, runner: Runner) -> None:
         """Put the weights that differ into a runner's engine."""
         started = time.perf_counter()
-        patcher = self._patcher()
-        version, entries = self._state(), patcher.get_key_patches(self._prefix or None)
-        values = _Values(entries, {i: self._prefix + name for name, i in self._initialisers.items()}, self)
-        wanted = {name: acting(entries[self._prefix + name][1:]) for name in self._initialisers}
+        version, entries = self._state(), self._entries()
+        values = _Values(entries, {i: name for name, i in self._initialisers.items()}, self)
+        wanted = {name: acting(entries[name].entry[1:]) for name in self._initialisers}
         edited = self._inside is not None and self._version[1] != version[1]
         inside = self._models_own() if self._as_opened else None if edited else self._inside
         self._inside, self._as_opened = None, False  # even if this fails, the old weights are no longer complete
@@ -101,31 +105,49 @@ class EngineWeights:
 
     def _models_own(self) -> dict[str, list] | None:
         """Return the patches in an engine that was just opened: none, if it was built with this model's own weights."""
-        patcher = self._patcher()
-        if not self._built_with or own_hash(patcher, self._prefix) != self._built_with:
+        if not self._built_with or self._own_hash() != self._built_with:
             return None
         return {name: [] for name in self._initialisers}
 
-    def _value(self, key: str, entry: list) -> torch.Tensor:
+    def _own_hash(self) -> str:
+        parts = zip(self._patchers(), self._places, strict=True)
+        return hash_of_parts([own_hash(patcher, prefix) for patcher, (_, prefix) in parts])
+
+    def _entries(self) -> dict[str, _Entry]:
+        """The weights of the network by their names in it."""
+        found = {}
+        for patcher, (start, prefix) in zip(self._patchers(), self._places, strict=True):
+            for key, entry in patcher.get_key_patches(prefix or None).items():
+                found[start + key.removeprefix(prefix)] = _Entry(patcher, key, entry)
+        return found
+
+    def _value(self, weight: _Entry) -> torch.Tensor:
         """Return a copy of a weight in the engine's dtype, in main memory."""
-        original, *patches = entry
-        cast = cast_when_called(self._patcher()).get(key)
-        value = value_of(key, original, acting(patches), self._device, cast)
+        original, *patches = weight.entry
+        cast = cast_when_called(weight.patcher).get(weight.key)
+        value = value_of(weight.key, original, acting(patches), self._device, cast)
         return value.to("cpu", self._dtype, copy=True).contiguous()
+
+
+class _Entry(NamedTuple):
+    """A weight of a patcher's model with its patches, as ``get_key_patches`` gives them."""
+
+    patcher: ModelPatcher
+    key: str
+    entry: list
 
 
 class _Values(Mapping[str, torch.Tensor]):
     """Mapping of initialiser -> its value, computed when it is read."""
 
-    def __init__(self, entries: Mapping[str, list], keys: Mapping[str, str], weights: EngineWeights):
-        self._entries, self._keys, self._weights = entries, keys, weights
+    def __init__(self, entries: Mapping[str, _Entry], names: Mapping[str, str], weights: EngineWeights):
+        self._entries, self._names, self._weights = entries, names, weights
 
     def __getitem__(self, initialiser: str) -> torch.Tensor:
-        key = self._keys[initialiser]
-        return self._weights._value(key, self._entries[key])
+        return self._weights._value(self._entries[self._names[initialiser]])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._names)

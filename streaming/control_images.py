@@ -114,33 +114,38 @@ class ControlImages:
                 self.controls[place].strength = own[place]
 
     def show(
-        self, number: int, frame: torch.Tensor, latent: torch.Tensor | None, there: torch.Tensor | None = None
-    ) -> None:
+        self, number: int, frame: torch.Tensor, latent: torch.Tensor | None, there: torch.Tensor | None = None,
+        made: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
         """Give the ControlNets the images of a frame, before it is sampled.
 
         Args:
             frame: (1, H, W, 3).
             there: the same on the device, if it is there already.
+            made: images that nodes made of this frame, by the number of their ControlNet.
             latent: one of the frame's shape, on any device. The hints are made at once where ComfyUI's own code would
                 make them in the first step, and would wait for the device. None leaves all of them to ComfyUI.
         """
-        edges = _edges(frame) if self._follow == EDGES and self.controls else None
+        made = made or {}
+        edges = _edges(frame) if self._follow == EDGES and len(made) < len(self.controls) else None
         for place, control in enumerate(self.controls):
             given = self._given[place]
             if given is None:
                 continue
             index = number % given.shape[0]
-            source = (index, given) if self._follow == AS_CONNECTED else (number, None)
+            source = (index, given) if self._follow == AS_CONNECTED and place not in made else (number, None)
             size = None if latent is None else tuple(latent.shape[2:])
             if self._set[place] == (source[0], size) and source[1] is not None and size is not None:
                 continue  # the same image as before
             self._set[place] = (source[0], size)
-            image = given[index : index + 1] if source[1] is not None else _as_hint(frame if edges is None else edges)
+            of_frame = made.get(place, frame if edges is None else edges)
+            image = given[index : index + 1] if source[1] is not None else _as_hint(of_frame)
             control.cond_hint_original = image
             control.cond_hint = control.extra_concat = None
             self.hints.pop(place, None)
             if latent is not None and _makes_hint_here(control):
-                known = _as_hint(there) if self._follow == THE_FRAME and there is not None else None
+                follows = self._follow == THE_FRAME and place not in made
+                known = _as_hint(there) if follows and there is not None else None
                 self.hints[place] = self._hint(control, image, latent, known)
                 give_hint(control, latent, self.hints[place])
 

@@ -157,6 +157,7 @@ class _Loop:
         """Have native make a picture that an engine spoilt."""
         log.error("Hybrid TRT: %s; the normal model's image takes its place", NOT_FINITE.detail)
         self._times.again += 1
+        self._stream.forget_frames()
         with native_again():
             made = self._stream.picture(started.frame.image, started.frame.number)
         started.picture, started.sums = made.pixels.cpu(), None

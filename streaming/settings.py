@@ -22,6 +22,7 @@ class Settings:
         new_seeds: whether a frame's seed is ``seed`` and its number, added up.
         follow: where control images come from, one of ``FOLLOW``.
         steps_as_batch: whether the steps of neighbouring frames are to be one batch, where that is exact.
+        remembered: earlier frames whose tokens self-attention sees too, see ``kept_tokens``; 0: none, which is exact.
         similar: mean difference of pixels up to which a frame counts as the one before; 0: none does.
     """
 
@@ -34,6 +35,7 @@ class Settings:
     new_seeds: bool = False
     follow: str = AS_CONNECTED
     similar: float = 0.0
+    remembered: int = 0
     steps_as_batch: bool = False
 
     @property

@@ -25,6 +25,7 @@ from .control_images import Conditioning, ControlImages
 from .frame_graph import FrameGraph, FrameInputs, Made, Picture, with_sums
 from .frame_vae import FrameVAE
 from .frames import Changes
+from .kept_tokens import kept_by
 from .open_sampling import Noise, OpenSampling, why_one_by_one
 from .settings import LEAST_DENOISE, Settings
 from .step_batch import InWork, StepBatch, why_apart
@@ -33,6 +34,8 @@ from .transfers import upload
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
     from comfy.sd import CLIP, VAE
+
+    from .frame_nodes import FrameNodes
 
 OURS = "hybrid_trt_stream"
 """Key of the VAE among the models that are loaded with a stream's model."""
@@ -59,6 +62,7 @@ class Stream:
         self.settings = settings
         self.controls = ControlImages(positive, negative, settings.follow, model.load_device)
         self._model = model.clone()
+        self._kept = kept_by(self._model, settings.remembered)
         self._model.set_additional_models(OURS, [vae.patcher])  # loaded together, so that neither evicts the other
         self._vae = FrameVAE(vae, self._reload)
         self._clip = clip
@@ -67,11 +71,16 @@ class Stream:
         self._edition = 0  # of the prompts
         self._controls_have_engines = all(map(has_engine, self.controls.controls))
         self._options_of_others = any(map(model.model_options.get, OPTIONS))
+        self._frame_nodes: FrameNodes | None = None
         self._graph = FrameGraph(model.load_device, self._made, self._made_of)
         self._batch: StepBatch | None = None
         self._decided_for: Hashable | None = None
         self.one_by_one = why_one_by_one(self._model, self._conds)
         self.steps_apart = ""
+
+    def follow(self, nodes: FrameNodes) -> None:
+        """Have these nodes make images of ControlNets from each frame."""
+        self._frame_nodes = nodes
 
     def run(self, first: torch.Tensor, frames: Callable[[], None]) -> None:
         """Call ``frames`` while the sampling is open, so that it may call ``picture``; then close it.
@@ -91,7 +100,13 @@ class Stream:
         finally:
             self._graph.clear()
             self._open = self._batch = self._decided_for = None
+            self.forget_frames()
             self.controls.end()
+
+    def forget_frames(self) -> None:
+        """Forget the tokens of earlier frames: they may be no numbers."""
+        if self._kept is not None:
+            self._kept.clear()
 
     @property
     def busy(self) -> bool:
@@ -140,6 +155,8 @@ class Stream:
         return self._batch is not None
 
     def _why_apart(self, shape: tuple[int, ...]) -> str:
+        if self._kept is not None:
+            return "pictures depend on the frames before"
         why = why_apart(self._model, self._conds, self.settings.sampler_name) or self.controls.why_apart()
         if why:
             return why
@@ -157,7 +174,7 @@ class Stream:
         """
         if self._open is None:
             seed, there = self.settings.seed_of(number), upload(image, self._model.load_device)
-            self.controls.show(number, image, None)
+            self._show(number, image, None)
             latent = self._empty(image) if self.settings.from_noise else self._vae.encode(there)
             with watched_apart() as watch:
                 return with_sums(Made(self._vae.decode(self._sample_alone(latent, seed))), watch)
@@ -168,8 +185,17 @@ class Stream:
     def _shown(self, image: torch.Tensor, number: int) -> tuple[torch.Tensor, Noise]:
         """Show a frame to the ControlNets; return it on the device, and its noise."""
         there, shape = upload(image, self._model.load_device), self._latent_shape(image)
-        self.controls.show(number, image, torch.empty(shape, device="meta"), there)
+        self._show(number, image, torch.empty(shape, device="meta"), there)
         return there, self._open.noise_of(self.settings.seed_of(number), shape, self.settings)
+
+    def _show(self, number: int, image: torch.Tensor, latent: torch.Tensor | None,
+              there: torch.Tensor | None = None) -> None:  # fmt: skip
+        if self._kept is not None:
+            self._kept.begin()
+        made = None if self._frame_nodes is None else self._frame_nodes.images(image)
+        if made:
+            self._reload()  # the nodes may have loaded models of their own
+        self.controls.show(number, image, latent, there, made)
 
     def _roles(self) -> tuple[Role, ...]:
         return (Role.BACKBONE, Role.VAE_DECODER) if self.settings.from_noise else ROLES

@@ -29,6 +29,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "patch before a LoRA, a sampler between": (
         drawn({**LORA, "free": "FreeU", "t": "Sampler"}, "load.0 free.0, free.0 lora.0, free.0 t.0, lora.0 s.0"),
         ["Sampler TRTAccelerate FreeU Loader", "Sampler TRTAccelerate LoraLoader FreeU Loader"]),
+    "a patch that engines compute": (
+        drawn({**LORA, "file": "ModelPatchLoader", "fun": "ZImageFunControlnet", "free": "FreeU"},
+              "load.0 lora.0, lora.0 fun.0, file.0 fun.1, load.2 fun.2, fun.0 free.0, free.0 s.0"),
+        ["Sampler FreeU TRTAccelerate ZImageFunControlnet LoraLoader Loader"]),
     "merged models": (
         drawn({**PLAIN, "other": "Loader", "merge": "ModelMergeSimple"},
               "load.0 merge.0, other.0 merge.1, merge.0 s.0"),
@@ -193,6 +197,18 @@ def test_it_never_makes_a_circle(more: dict[str, str], wired: str) -> None:
     to_prompt(changed, OBJECT_INFO)  # which refuses circles among reroutes
     graph = Workflow(changed).root
     assert not any(graph.depends_on(link.origin, link.target) for link in graph.links.values())
+
+
+def test_a_vae_that_a_patch_before_the_node_needs_goes_through_it_for_all_others() -> None:
+    data = drawn({**PLAIN, "fun": "ZImageFunControlnet", "decode": "Decode"},
+                 "load.0 fun.0, load.2 fun.2, load.2 decode.0, fun.0 s.0")
+    changed, _ = accelerated(data)
+    graph = Workflow(changed).root
+    types = {number: node["type"] for number, node in graph.nodes.items()}
+    assert {(types[link.origin], types[link.target]) for link in graph.links.values() if link.slot > 0} == {
+        ("Loader", "ZImageFunControlnet"), ("Loader", "TRTAccelerate"), ("TRTAccelerate", "Decode")}
+    assert remove(Workflow(changed))
+    assert wires(changed) == wires(data)
 
 
 @pytest.mark.parametrize("data", [

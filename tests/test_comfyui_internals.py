@@ -246,7 +246,7 @@ def test_the_pack_loads_without_all_that_a_feature_needs_and_pictures_are_native
         feature = its.Feature[feature.name]
         off = its.check()
         nodes = asyncio.run(loaded(again, "nodes").HybridTRT().get_node_list())
-        assert len({node.GET_SCHEMA().node_id for node in nodes}) == 9
+        assert len({node.GET_SCHEMA().node_id for node in nodes}) == 10
         assert feature in off
         assert len([line for line in said(caplog) if feature.value[0] in line]) == 1
         if feature.name == "ENGINES":

@@ -299,21 +299,22 @@ def test_frames_that_are_none_are_told_and_the_stream_goes_on(comfy: ComfyProces
                 (raw[:8], "whole header"),
                 (b"RGB8" + struct.pack("<II", 2**32 - 1, 2**32 - 1), "64 to 2048"),
                 (b"RGB8" + bytes(8), "64 to 2048"),
+                (b"RGB8" + struct.pack("<II", 3840, 2160) + bytes(3 * 3840 * 2160), "this one has 3840x2160"),
             ]:
                 await client.socket.send_bytes(data)
                 assert words in (await client.text())["error"], data[:20]
             await client.frame(image(1))
             number, picture = await client.picture()
-            assert number == 13, "frames that were left out are counted"
+            assert number == 14, "frames that were left out are counted"
             assert same(picture, 1 - image(1))
             with suppress(ConnectionError):  # the server may end the connection before it has all
-                await client.socket.send_bytes(bytes((16 << 20) + 1))
+                await client.socket.send_bytes(bytes(pictures.MAX_BYTES + 1))
                 ended = await client.socket.receive(5)
                 assert ended.type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.ERROR)
         async with joined(comfy, token) as client:
             await client.stop()
 
-    assert run_stream(comfy, double(), act).output("stream", "numbers") == [13]
+    assert run_stream(comfy, double(), act).output("stream", "numbers") == [14]
 
 
 def test_an_interrupt_and_an_error_end_the_connection_with_words(comfy: ComfyProcess) -> None:

@@ -137,3 +137,32 @@ def test_the_template_for_webcams_streams_on_engines(sd15: ComfyProcess, object_
     report = history.output(ids["TRTReport"], "report")[0]
     assert (report["unet"]["engine"], report["unet"]["native"]) == (8, 0), "four frames of two steps"
     assert len(history.output(ids["SaveImage"], "images")) == 1, "the last picture"
+
+
+FOUND_BY = {"DA3Render": "ImageInvert", "SDPoseDrawKeypoints": "ImageSharpen"}
+"""Nodes without models in the place of those that draw depth and pose, whose models are large."""
+
+
+@pytest.mark.slow
+def test_the_template_with_depth_and_pose_streams_on_engines(sd15: ComfyProcess, object_info: dict[str, Any]) -> None:
+    prompt = to_prompt(with_tiny_models(shipped("sd15_depth_and_pose"), object_info), object_info)
+    (frame,) = (name for name, entry in prompt.items() if entry["class_type"] == "TRTFrame")
+    for name, entry in prompt.items():
+        if (kind := FOUND_BY.get(entry["class_type"])) is not None:
+            settings = {"sharpen_radius": 2, "sigma": 1.0, "alpha": 1.0} if kind == "ImageSharpen" else {}
+            prompt[name] = {"class_type": kind, "inputs": {"image": [frame, 0], **settings}}
+    finders = ("LoadDA3Model", "DA3Inference", "SDPoseKeypointExtractor")
+    prompt = {name: entry for name, entry in prompt.items() if entry["class_type"] not in finders}
+
+    async def act(token: str) -> None:
+        async with joined(sd15, token) as client:
+            for n in range(4):
+                await client.frame(image(n, 128, 128))
+                assert (await client.picture())[0] == n
+            await client.stop()
+
+    history = run_stream(sd15, prompt, act, timeout=300)
+    ids = {entry["class_type"]: node for node, entry in prompt.items()}
+    report = history.output(ids["TRTReport"], "report")[0]
+    assert (report["unet"]["engine"], report["unet"]["native"]) == (4 * 2, 0)
+    assert [row["engine"] for row in report["controlnets"]] == [8, 8]

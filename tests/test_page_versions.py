@@ -17,7 +17,7 @@ from comfy_process import ComfyProcess
 from engine_page import EnginePage
 from node_boxes import overlaps
 from playwright.sync_api import Browser
-from shipped_workflows import NAMES, shipped
+from shipped_workflows import IN_PAGES, NAMES, shipped
 from workflow_recipes import with_tiny_models
 from workflow_to_prompt import to_prompt
 
@@ -85,7 +85,7 @@ def engine_values(page: ComfyPage) -> dict[str, Any]:
 
 @slow.when("vue", but=["sd15_text_to_image"])
 @slow.when("litegraph", but=["sd15_advanced", "sdxl_two_controlnets"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IN_PAGES)
 def test_a_template_opens_converts_and_is_saved_on_the_oldest_page(
     oldest_page: ComfyPage, comfy: ComfyProcess, name: str
 ) -> None:

@@ -28,6 +28,7 @@ NODES = {
     "TRTReport": "TRT Report",
     "TRTCompare": "TRT Compare",
     "TRTStream": "TRT Stream",
+    "TRTFrame": "TRT Frame",
 }
 
 

@@ -68,6 +68,13 @@ INT8 = 0.05
 """Of layers that round their inputs, see ``test_int8_on_an_engine_is_as_near_to_the_plain_model_as_native_is``."""
 ZIMAGE = Scenario("zimage", "tiny_zimage", controls=(), width=64, height=64, settings=BUILD, steps=2)
 Z_LORA = ("LoraLoaderModelOnly", {"lora_name": "tiny_zimage_lora.safetensors", "strength_model": 0.8})
+FUN = ("ZImageFunControlnet", {"model_patch": ["fun", 0], "vae": ["fun_vae", 0], "image": ["fun_image", 0],
+                               "strength": 0.7})  # fmt: skip
+FUN_PARTS = {
+    "fun": node("TestFunPatch", version="2.1"), "fun_vae": node("VAELoader", vae_name=f"{FLUX_VAE}.safetensors"),
+    "fun_image": node("TestImage", seed=3, width=72, height=64, batch=1, channels=3),
+}
+WITH_FUN = ZIMAGE.but(unet="tiny_zimage_16", loras_before=[FUN], parts=FUN_PARTS)
 ADAPTER = Control("tiny_sd15_t2i", 3, 0.9, engine=False)
 KINDS = {
     "SD1.5 and SD2": Kind([SD15.but(controls=(A,))]),
@@ -126,6 +133,12 @@ KINDS = {
         ZIMAGE.but(settings=TORCH, batch=2, tokens=(31, 40),
                    patches=[Z_LORA, ("ModelSamplingAuraFlow", {"shift": 3.0})]),
     ]),
+    "Z-Image with Fun control": Kind([
+        WITH_FUN,
+        WITH_FUN.but(width=136, height=104, batch=2, tokens=(31, 40), cfg=1.0, loras_before=[Z_LORA, FUN]),
+        WITH_FUN.but(settings=TORCH, parts=FUN_PARTS | {"fun": node("TestFunPatch", version="1")}),
+        WITH_FUN.but(settings=TORCH, batch=2, tokens=(31, 40), patches=[Z_LORA]),
+    ]),
     "Z-Image in fp8": Kind([ZIMAGE.but(unet="tiny_zimage_fp8", settings=TORCH, loras_before=[Z_LORA])]),
     "Z-Image in int8": Kind([ZIMAGE.but(unet="tiny_zimage_int8", settings=TORCH)], limit=INT8),
     "Flux.1 (dev, schnell, Kontext, Fill)": Kind([
@@ -141,6 +154,13 @@ KINDS = {
                  cfg=3.0, width=120, height=72),
         FLUX.but(controls=(union("depth", 2, 0.6, file="tiny_flux1_union"), Control("tiny_flux1_a", 1, 0.4)),
                  vae=FLUX_VAE, batch=2, apply="stock", settings=TORCH),
+    ]),
+    "ControlNets of Flux.1 (XLabs, Mistoline)": Kind([
+        FLUX.but(controls=(Control("tiny_flux1_xlabs", 1, 0.7),)),
+        FLUX.but(controls=(Control("tiny_flux1_mistoline", 1, 0.7), Control("tiny_flux1_xlabs", 2, 0.5, 0.0, 0.5)),
+                 cfg=3.0, width=144, height=80),
+        FLUX.but(controls=(Control("tiny_flux1_mistoline", 2, 0.6), Control("tiny_flux1_a", 1, 0.4)), vae=FLUX_VAE,
+                 batch=2, apply="stock", settings=TORCH),
     ]),
     "Control-LoRAs": Kind([SD15.but(controls=(Control("tiny_sd15_control_lora", 1, 0.5), A))], "unsupported model"),
 }  # fmt: skip

@@ -10,9 +10,11 @@ import pytest
 import slow
 from comfy_process import ComfyProcess
 from make_workflows import pack_version
-from shipped_workflows import FOLDER, NAMES, TITLES, object_info, shipped
+from scenarios import latent_of, relative_difference
+from shipped_workflows import FOLDER, NAMES, TITLES, TRANSFORMERS, object_info, shipped
+from tiny_prompts import without_text_encoders
 from workflow_recipes import with_tiny_models
-from workflow_to_prompt import VIRTUAL, to_prompt
+from workflow_to_prompt import VIRTUAL, Prompt, bypass, set_widget, to_prompt
 
 __all__ = ["object_info"]  # a fixture: pytest finds it by name
 
@@ -28,6 +30,7 @@ CALLS = {
     "sd15_controlnet_stack": (4, 12),
     "sd15_compare_native_and_engines": (4, 7),
 }
+ENCODES_TEXT = ("CLIPTextEncode", "TextEncodeQwenImageEditPlus")
 
 
 def test_the_folder_holds_workflows_that_comfyui_can_list() -> None:
@@ -75,7 +78,8 @@ def test_app_mode_shows_the_prompt_the_pictures_and_what_is_saved(name: str, obj
     data = workflow["extra"]["linearData"]
     assert all(widget in sent[node]["inputs"] for node, widget, *_ in data["inputs"])
     shown = [(kinds[node], widget) for node, widget, *_ in data["inputs"]]
-    assert shown.count(("CLIPTextEncode", "text")) == 2
+    texts = [(kind, widget) for kind, widget in shown if kind in ENCODES_TEXT]
+    assert len(texts) == sum(kind in ENCODES_TEXT for kind in kinds.values()) >= 1
     assert shown.count(("LoadImage", "image")) == list(kinds.values()).count("LoadImage")
     (saved,) = data["outputs"]
     assert kinds[saved] in ("SaveImage", "SaveVideo")
@@ -105,6 +109,32 @@ def test_they_run_on_engines(sd15: ComfyProcess, object_info: dict[str, Any], na
     if "TRTCompare" in ids:
         (numbers,) = history.output(ids["TRTCompare"], "numbers")
         assert numbers["same"] or numbers["psnr"] > 60
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers_on_engines_make_the_picture_of_the_normal_model(
+    comfy: ComfyProcess, object_info: dict[str, Any], name: str
+) -> None:
+    def prompt(engines: bool) -> Prompt:
+        workflow = with_tiny_models(shipped(name), object_info)
+        for widget, value in {"backend": "torch", "when_missing": "use native"}.items():
+            set_widget(workflow, "TRTAccelerate", widget, value, object_info)
+        if not engines:
+            bypass(workflow, ["TRTAccelerate", "TRTReport", "PreviewImage"])
+        made = without_text_encoders(to_prompt(workflow, object_info))
+        (sampler,) = (node for node, entry in made.items() if entry["class_type"] == "KSampler")
+        return made | {"save": {"class_type": "TestSaveLatent", "inputs": {"latent": [sampler, 0], "name": name}}}
+
+    native = latent_of(comfy.queue(prompt(False)))
+    assert native.std() > 0.1
+    engines = prompt(True)
+    history = comfy.queue(engines, timeout=120)
+    (node,) = (node for node, entry in engines.items() if entry["class_type"] == "TRTReport")
+    report = history.output(node, "report")[0]
+    assert relative_difference(latent_of(history), native) <= 1e-5
+    rows = [report["unet"], *report["controlnets"]]  # a VAE has an engine after a build alone
+    assert all(row["engine"] > 0 and row["native"] == 0 for row in rows), report
+    assert len(report["controlnets"]) == (name == "flux1_controlnet")
 
 
 def test_engines_are_built_without_sampling(sd15: ComfyProcess, object_info: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from comfy_process import ComfyProcess
 from engine_page import STACK_MEASURED
 from make_workflows import build
 from node_boxes import overlaps
-from shipped_workflows import NAMES, Workflow, object_info, shipped
+from shipped_workflows import IN_PAGES, NAMES, Workflow, object_info, shipped
 from workflow_recipes import RECIPES, with_tiny_models
 from workflow_to_prompt import bypass, set_widget, to_prompt
 
@@ -108,7 +108,7 @@ def page(opened: ComfyPage) -> Iterator[ComfyPage]:
 
 @slow.when("vue")
 @pytest.mark.browser
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IN_PAGES)
 def test_opens_without_problems_and_converts_as_the_page_does(
     page: ComfyPage, object_info: dict[str, Any], name: str
 ) -> None:
@@ -126,7 +126,7 @@ def test_opens_without_problems_and_converts_as_the_page_does(
 
 @slow.when("vue")
 @pytest.mark.browser
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IN_PAGES)
 def test_files_are_what_the_recipes_make(page: ComfyPage, object_info: dict[str, Any], name: str) -> None:
     recipe = next(recipe for recipe in RECIPES if recipe.name == name)
     versions = {"hybrid-trt": "0.0.0", "comfy-core": "0.0.0"}

@@ -28,6 +28,7 @@ from tiny_transformers import (
     Shapes,
     anima_shapes,
     flux_controlnet_shapes,
+    flux_pixel_controlnet_shapes,
     flux_shapes,
     krea2_shapes,
     qwen_image_control_shapes,
@@ -190,7 +191,8 @@ def _draw_vae(part: Part, name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 def _draw_controlnet(part: Part, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """As `_draw`, with a loud hint encoder: eight plain layers would leave under 1 % of the image in the residuals."""
-    return _draw(part, name, shape, gain=1.65 if name.startswith("input_hint_block.") else 1.0)
+    loud = name.startswith(("input_hint_block.", "input_cond_block."))
+    return _draw(part, name, shape, gain=1.65 if loud else 1.0)
 
 
 def _draw_quantised(part: Part, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -280,6 +282,17 @@ def _vae_shapes(config: dict[str, Any]) -> Shapes:
     return {name: shape for name, shape in shapes.items() if channels != 16 or "quant_conv" not in name}
 
 
+def _video_vae_shapes(config: dict[str, Any]) -> Shapes:
+    """The autoencoder of Wan 2.1, Qwen-Image and Krea 2, whose width ComfyUI reads off the file."""
+    from comfy.ldm.wan.vae import WanVAE
+
+    return shapes_of(lambda: WanVAE(**config, temperal_downsample=[False, True, True]))
+
+
+def _nothing_shapes(config: dict[str, Any]) -> Shapes:
+    return {"nothing": (1,)}
+
+
 def _clip_l_shapes(config: dict[str, Any]) -> Shapes:
     """CLIP-L at its full size (ComfyUI fixes it): only the projection, which SD1.5 files lack, is left out."""
     import comfy.clip_model
@@ -338,15 +351,18 @@ def _lora(of: Callable[[dict[str, Any]], Shapes], config: dict[str, Any]) -> Sha
 
 _SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {
     "unet": _unet_shapes, "controlnet": _controlnet_shapes, "taesd": _taesd_shapes, "vae": _vae_shapes,
+    "video_vae": _video_vae_shapes, "nothing": _nothing_shapes,
     "clip_l": _clip_l_shapes, "t2i_adapter": _t2i_adapter_shapes, "control_lora": _control_lora_shapes,
     "lora": _lora_shapes, "zimage": zimage_shapes, "quantised_unet": _quantised_shapes,
     "quantised_zimage": partial(_quantised_shapes, of=zimage_shapes), "zimage_lora": zimage_lora_shapes,
     "flux": flux_shapes, "flux_controlnet": flux_controlnet_shapes,
+    "flux_pixel_controlnet": flux_pixel_controlnet_shapes,
     "quantised_flux": partial(_quantised_shapes, of=flux_shapes), "flux_lora": _flux_lora_shapes,
     "qwen_image": qwen_image_shapes, "krea2": krea2_shapes, "qwen_image_control": qwen_image_control_shapes,
     "wan": wan_shapes, "anima": anima_shapes}
 _DRAW: dict[str, Callable[[Part, str, tuple[int, ...]], torch.Tensor]] = {
-    "taesd": _draw_taesd, "vae": _draw_vae, "controlnet": _draw_controlnet, "control_lora": _draw_low_rank,
+    "taesd": _draw_taesd, "vae": _draw_vae, "controlnet": _draw_controlnet,
+    "flux_pixel_controlnet": _draw_controlnet, "control_lora": _draw_low_rank,
     "lora": _draw_low_rank, "flux_lora": _draw_low_rank,
     **dict.fromkeys(("quantised_unet", "quantised_zimage", "quantised_flux"), _draw_quantised)}
 

@@ -80,6 +80,7 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("diffusion_models/tiny_sd15_ip2p_unet.safetensors", (Part("unet", 19, SD15_FLAT | {"in_channels": 8}),)),
     Recipe("diffusion_models/tiny_sdxl_unet.safetensors", (Part("unet", 20, SDXL),)),
     Recipe("diffusion_models/tiny_zimage.safetensors", (Part("zimage", 91, ZIMAGE),)),
+    Recipe("diffusion_models/tiny_zimage_16.safetensors", (Part("zimage", 94, ZIMAGE | {"n_layers": 16}),)),
     Recipe("diffusion_models/tiny_zimage_fp8.safetensors", (
         Part("quantised_zimage", 91, ZIMAGE | {"format": "float8_e4m3fn"}),)),
     Recipe("diffusion_models/tiny_zimage_int8.safetensors", (
@@ -109,6 +110,9 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("vae/tiny_kl.safetensors", (Part("vae", 81, {"decoder_ch": 32}),)),
     Recipe("vae/tiny_flux_kl.safetensors", (Part("vae", 82, {"decoder_ch": 32, "z_channels": 16}),)),
     Recipe("vae/tiny_flux2_kl.safetensors", (Part("vae", 83, {"decoder_ch": 32, "z_channels": 32, "statistics": 1}),)),
+    Recipe("vae/tiny_qwen_vae.safetensors", (Part("video_vae", 84, {"dim": 8, "z_dim": 16}),)),
+    # ComfyUI fixes the sizes of text encoders, none of which is tiny: this file can be chosen, not loaded
+    Recipe("text_encoders/no_text_encoder.safetensors", (Part("nothing", 85),)),
     Recipe("controlnet/tiny_sd15_a.safetensors", (Part("controlnet", 31, SD15, "control_model."),)),
     Recipe("controlnet/tiny_sd15_b.safetensors", (Part("controlnet", 32, SD15, "control_model."),)),
     Recipe("controlnet/tiny_sd15_flat_a.safetensors", (Part("controlnet", 33, SD15_FLAT, "control_model."),)),
@@ -123,6 +127,10 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("controlnet/tiny_flux1_union.safetensors", (
         Part("flux_controlnet", 45, FLUX1 | {"depth_single_blocks": 1, "control_latent_channels": 16,
                                              "num_union_modes": 7}),)),
+    Recipe("controlnet/tiny_flux1_xlabs.safetensors", (
+        Part("flux_pixel_controlnet", 46, FLUX1 | {"depth_single_blocks": 0}),)),
+    Recipe("controlnet/tiny_flux1_mistoline.safetensors", (
+        Part("flux_pixel_controlnet", 47, FLUX1 | {"depth_single_blocks": 1, "mistoline": True}),)),
     Recipe("controlnet/tiny_sd15_t2i.safetensors", (Part("t2i_adapter", 51),)),
     Recipe("controlnet/tiny_sd15_control_lora.safetensors", (Part("control_lora", 61, SD15 | {"rank": 4}),)),
     Recipe("loras/tiny_sd15_lora.safetensors", (Part("lora", 71, SD15 | {"rank": 4}),)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -135,6 +135,18 @@ def flux_controlnet_shapes(config: dict[str, Any]) -> Shapes:
             shapes[theirs] = net[name] if part is None else (part[2], *net[name][1:])
             named.add(name)
     return shapes | {name: shape for name, shape in net.items() if name not in named}
+
+
+def flux_pixel_controlnet_shapes(config: dict[str, Any]) -> Shapes:
+    """A ControlNet that takes pixels, in the names of XLabs, or of Mistoline with ``mistoline``."""
+    import comfy.ops
+    from comfy.ldm.flux.controlnet import ControlNetFlux
+
+    net = shapes_of(lambda: ControlNetFlux(**config, operations=comfy.ops.disable_weight_init))
+    theirs = {"_norm.weight": "_norm.scale"}
+    if config.get("mistoline"):
+        theirs["controlnet_single_blocks."] = "single_controlnet_blocks."
+    return {reduce(lambda now, pair: now.replace(*pair), theirs.items(), name): shape for name, shape in net.items()}
 
 
 def qwen_image_shapes(config: dict[str, Any]) -> Shapes:

@@ -25,16 +25,22 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Family:
-    """Difference between the families of models. Nets are (what the image shows, file name)."""
+class Published:
+    """A family of models: its name, the size of its pictures, and each file's "owner/repository/folder"."""
 
     title: str
+    size: int
+    downloads: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Family(Published):
+    """Difference between the families whose models are checkpoints. Nets are (what the image shows, file name)."""
+
     checkpoint: str
     nets: tuple[tuple[str, str], ...]
-    size: int
     min_size: int
     max_size: int
-    downloads: dict[str, str]
     hint: str = ""
 
 
@@ -81,13 +87,18 @@ MODELS, ENGINES, CONTROLS, SAMPLE = "#3f789e", "#8A8", "#b58b2a", "#a1309b"
 """Colours of groups."""
 SETTINGS = {"when_missing": "build now"}
 """Widgets of nodes with engines; the sizes stay 0, which is what fits the model."""
-FOLDERS = {"ckpt_name": "checkpoints", "control_net_name": "controlnet", "lora_name": "loras"}
+FOLDERS = {"ckpt_name": "checkpoints", "control_net_name": "controlnet", "lora_name": "loras",
+           "unet_name": "diffusion_models", "clip_name": "text_encoders", "clip_name1": "text_encoders",
+           "clip_name2": "text_encoders", "vae_name": "vae", "model_name": "geometry_estimation"}
 """Widgets that name a model's file, and the folder below models."""
 APP = (
-    ("CLIPTextEncode", ("text",)), ("LoadImage", ("image",)), ("LoraLoader", ("lora_name", "strength_model")),
+    ("CLIPTextEncode", ("text",)), ("TextEncodeQwenImageEditPlus", ("prompt",)), ("LoadImage", ("image",)),
+    ("LoraLoader", ("lora_name", "strength_model")),
     ("TRTApplyControlNet", ("rows.strength_1", "rows.strength_2", "rows.strength_3", "rows.strength_4")),
-    ("CheckpointLoaderSimple", ("ckpt_name",)), ("EmptyLatentImage", ("width", "height")),
-    ("KSampler", ("denoise", "seed")), ("LoadVideo", ("file",)), ("TRTStream", ("denoise", "seed")),
+    ("CheckpointLoaderSimple", ("ckpt_name",)), ("UNETLoader", ("unet_name",)),
+    ("EmptyLatentImage", ("width", "height")), ("EmptySD3LatentImage", ("width", "height")),
+    ("FluxGuidance", ("guidance",)), ("KSampler", ("denoise", "seed")), ("LoadVideo", ("file",)),
+    ("TRTStream", ("denoise", "seed")),
 )
 """Widgets that App mode shows, in this order."""
 SAVES = ("SaveImage", "SaveVideo")
@@ -115,8 +126,9 @@ def with_downloads(nodes: Nodes, repositories: dict[str, str]) -> Nodes:
         for widget, folder in FOLDERS.items():
             file = entry["widgets"].get(widget)
             if file in repositories:
-                url = f"https://huggingface.co/{repositories[file]}/resolve/main/{file}"
-                entry["models"] = [{"name": file, "url": url, "directory": folder}]
+                owner, repository, *place = repositories[file].split("/")
+                url = "/".join(("https://huggingface.co", owner, repository, "resolve/main", *place, file))
+                entry.setdefault("models", []).append({"name": file, "url": url, "directory": folder})
     return nodes
 
 
@@ -148,9 +160,9 @@ def loaders(family: Family, nets: int = 0) -> Nodes:
     return nodes
 
 
-def accelerate(nets: int = 0, model: str = "checkpoint.MODEL") -> Nodes:
-    """The one node that runs a model and the loaded ControlNets on engines."""
-    inputs = {"model": model, "vae": "checkpoint.VAE"}
+def accelerate(nets: int = 0, model: str = "checkpoint.MODEL", vae: str | None = "checkpoint.VAE") -> Nodes:
+    """The one node that runs a model, its VAE and the loaded ControlNets on engines."""
+    inputs = {"model": model} | ({} if vae is None else {"vae": vae})
     inputs |= {f"control_net_{i}": f"net_{i}.CONTROL_NET" for i in range(1, nets + 1)}
     return {"accelerate": node("TRTAccelerate", None, SETTINGS, inputs, ENGINE)}
 
@@ -173,10 +185,10 @@ def prompts(clip: str = "checkpoint.CLIP") -> Nodes:
     }
 
 
-def latent(family: Family) -> Nodes:
+def latent(family: Published, kind: str = "EmptyLatentImage") -> Nodes:
     """An empty latent of the size that a family was trained on."""
     widgets = {"width": family.size, "height": family.size, "batch_size": 1}
-    return {"latent": node("EmptyLatentImage", None, widgets, size=(300, 0))}
+    return {"latent": node(kind, None, widgets, size=(300, 0))}
 
 
 def apply(ranges: tuple[tuple[float, float, float], ...], accelerated: str = "accelerate.control_net_{}") -> Nodes:
@@ -191,14 +203,14 @@ def apply(ranges: tuple[tuple[float, float, float], ...], accelerated: str = "ac
 
 
 def sampler(latent: str, model: str = "accelerate.model", applied: bool = False, denoise: float = 1.0,
-            title: str | None = None) -> dict[str, Any]:
+            title: str | None = None, settings: dict[str, Any] | None = None) -> dict[str, Any]:
     """A sampler of a model, behind the prompts or behind the stack of ControlNets."""
     first, second = ("apply.positive", "apply.negative") if applied else (
         "positive.CONDITIONING", "negative.CONDITIONING")
     return node(
         "KSampler", title,
         {"seed": 20, "control_after_generate": "fixed", "steps": 20, "cfg": 7.0, "sampler_name": "euler",
-         "scheduler": "normal", "denoise": denoise},
+         "scheduler": "normal", "denoise": denoise} | (settings or {}),
         {"model": model, "positive": first, "negative": second, "latent_image": latent}, (300, 0))
 
 
@@ -216,6 +228,6 @@ def results(sampled: str = "sampler.LATENT", vae: str = "accelerate.vae") -> Nod
     }
 
 
-def recipe(name: str, family: Family, title: str, nodes: Nodes, groups: list[dict[str, Any]]) -> Recipe:
+def recipe(name: str, family: Published, title: str, nodes: Nodes, groups: list[dict[str, Any]]) -> Recipe:
     """A recipe whose models can be downloaded."""
     return Recipe(name, f"{family.title} - {title}", with_downloads(nodes, family.downloads), groups)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from workflow_parts import (
     CONTROLS,
     ENGINES,
     MODELS,
     SAMPLE,
     SD15,
+    Family,
     Nodes,
     Recipe,
     accelerate,
@@ -23,6 +26,8 @@ from workflow_parts import (
 LCM = "lcm-lora-sdv1-5.safetensors"
 LORA_HINT = "The LoRA is *pytorch_lora_weights.safetensors* of *latent-consistency/lcm-lora-sdv1-5*, saved under the " \
     "name shown: it makes four steps enough."
+FINDERS = {"depth_anything_3_small.safetensors": "Comfy-Org/Depth-Anything-3/geometry_estimation",
+           "sdpose_wholebody_fp16.safetensors": "Comfy-Org/SDPose/checkpoints"}
 PICTURES = "report.latent or any"
 
 
@@ -52,6 +57,50 @@ frame, so *No picture yet* is never seen. For more speed use 1 to 2 **steps**, o
         group("2 Accelerate", ENGINES, ["accelerate"]),
         group("3 Prompt", CONTROLS, ["positive", "negative"], ["image_1", "apply"]),
         group("4 Stream", SAMPLE, ["stream"], ["report", "save"]),
+    ])
+
+
+def depth_and_pose() -> Recipe:
+    """A webcam's frames become pictures that have their depth and pose."""
+    text = f"""# Webcam with depth and pose, accelerated
+
+What a webcam sees becomes a picture. One ControlNet holds its depth, another one the pose of a person.
+
+1. **1 Models**: choose your checkpoint, an LCM LoRA, and your ControlNets for depth and pose. *Load Depth Anything 3* \
+and *Load SDPose* take the models that find depth and pose.
+2. Open the panel *TRT live* in the sidebar and press *Start with webcam*. The first run builds what is missing, which \
+takes minutes.
+3. Change each **strength**, **denoise**, **seed** and the prompt there while it runs.
+
+*TRT Frame* stands for the frame: all nodes between it and *TRT Apply ControlNet* run again for each frame. Put any \
+others there, for example those of your own packs. *Depth* and *Pose* are optional: bypass what you do not need.
+
+Each frame waits for these models; *TRT Report* shows the times. SDPose is a large model.
+
+{LORA_HINT}
+"""
+    family = replace(SD15, nets=SD15.nets[1:3], downloads=SD15.downloads | FINDERS)
+    file = {"ckpt_name": "sdpose_wholebody_fp16.safetensors"}
+    nodes = _before(text, family) | {
+        "depth_model": node("LoadDA3Model", "Load Depth Anything 3",
+                            {"model_name": "depth_anything_3_small.safetensors"}, size=(330, 0)),
+        "pose_model": node("CheckpointLoaderSimple", "Load SDPose", file, size=(330, 0)),
+        "frame": node("TRTFrame", None, {}, {}, (330, 0)),
+        "depth": node("DA3Inference", "Depth", {"resolution": 252},
+                      {"da3_model": "depth_model.DA3_MODEL", "image": "frame.frame"}, (330, 0)),
+        "image_1": node("DA3Render", "Depth as an image", {}, {"da3_geometry": "depth.da3_geometry"}, (330, 0)),
+        "pose": node("SDPoseKeypointExtractor", "Pose", {"batch_size": 1},
+                     {"model": "pose_model.MODEL", "vae": "pose_model.VAE", "image": "frame.frame"}, (330, 0)),
+        "image_2": node("SDPoseDrawKeypoints", "Pose as an image", {}, {"keypoints": "pose.keypoints"}, (330, 0)),
+    }
+    nodes |= apply(((0.6, 0.0, 1.0), (0.8, 0.0, 1.0))) | _stream(0.7, control_images="as connected") | {
+        "save": node("SaveImage", None, {"filename_prefix": "hybrid-trt"}, {"images": PICTURES}, (360, 340))}
+    return recipe("sd15_depth_and_pose", family, "webcam with depth and pose", nodes, [
+        group("1 Models", MODELS, ["note"], ["checkpoint", "lora", "net_1", "net_2"], ["depth_model", "pose_model"]),
+        group("2 Accelerate", ENGINES, ["accelerate"]),
+        group("3 Depth and pose", CONTROLS, ["frame", "depth", "image_1"], ["pose", "image_2"]),
+        group("4 Prompt", CONTROLS, ["positive", "negative"], ["apply"]),
+        group("5 Stream", SAMPLE, ["stream"], ["report", "save"]),
     ])
 
 
@@ -88,17 +137,18 @@ keeps the pictures steady. *Save Video* keeps the result with its sound.
     ])
 
 
-def _before(text: str) -> Nodes:
-    """Models, the one node that accelerates them, and prompts."""
+def _before(text: str, family: Family | None = None) -> Nodes:
+    """Models, the one node that accelerates them, and prompts; with all ControlNets of a family, else with one."""
+    nets = 1 if family is None else len(family.nets)
     file = {"lora_name": LCM, "strength_model": 1.0, "strength_clip": 1.0}
     lora = node("LoraLoader", "Load LoRA", file, {"model": "checkpoint.MODEL", "clip": "checkpoint.CLIP"}, (330, 0))
-    return ({"note": note(text, 480)} | loaders(SD15, 1) | {"lora": lora} | accelerate(1, "lora.MODEL")
-            | prompts("lora.CLIP"))
+    return ({"note": note(text, 480)} | loaders(family or SD15, nets) | {"lora": lora}
+            | accelerate(nets, "lora.MODEL") | prompts("lora.CLIP"))
 
 
-def _stream(denoise: float, **frames: str) -> Nodes:
+def _stream(denoise: float, control_images: str = "edges of the frame", **frames: str) -> Nodes:
     """The stream and its report."""
-    widgets = {"control_images": "edges of the frame", "steps": 4, "cfg": 1.0, "sampler_name": "lcm",
+    widgets = {"control_images": control_images, "steps": 4, "cfg": 1.0, "sampler_name": "lcm",
                "scheduler": "sgm_uniform", "denoise": denoise, "seed": 20, "control_after_generate": "fixed"}
     inputs = {"model": "accelerate.model", "vae": "accelerate.vae", "clip": "lora.CLIP", "positive": "apply.positive",
               "negative": "apply.negative", **frames}

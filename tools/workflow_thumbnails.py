@@ -6,6 +6,7 @@ The template browser shows them in squares of about 300 pixels.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
@@ -42,8 +43,8 @@ def write(recipe: Recipe, folder: Path) -> Path:
     return path
 
 
-def _two(image: Image.Image) -> None:
-    for number, kind in enumerate(("edges", "depth")):
+def _two(image: Image.Image, kinds: tuple[str, str] = ("edges", "depth")) -> None:
+    for number, kind in enumerate(kinds):
         image.paste(_scene(kind, 146), (MARGIN, TOP + number * 154))
     _arrow(image, 182, 300)
     image.paste(_scene("picture", 300), (276, TOP))
@@ -93,6 +94,18 @@ def _advanced(image: Image.Image) -> None:
         draw.text((SIZE / 2, top + 42), name, TEXT, _font(40), anchor="mm")
 
 
+def _one(image: Image.Image) -> None:
+    image.paste(_scene("edges", 200), (MARGIN, TOP + 50))
+    _arrow(image, 234, 300)
+    image.paste(_scene("picture", 262), (314, TOP + 19))
+
+
+def _changed(image: Image.Image) -> None:
+    image.paste(_scene("picture", 232), (MARGIN, TOP + 34))
+    _arrow(image, 264, 300)
+    image.paste(_scene("winter", 232), (344, TOP + 34))
+
+
 def _compare(image: Image.Image) -> None:
     draw = ImageDraw.Draw(image)
     for left, words, colour in ((MARGIN, "without", NATIVE), (314, "with", ENGINE)):
@@ -134,7 +147,10 @@ DRAWN: dict[str, Callable[[Image.Image], None]] = {
     "sd15_text_to_image": _prompt, "sd15_lora": _lora, "sd15_image_to_image": _repaint, "sd15_two_passes": _passes,
     "sd15_two_controlnets": _two, "sdxl_two_controlnets": _two, "sd15_controlnet_stack": _four,
     "sd15_img2img_controlnet": _held, "sd15_compare_native_and_engines": _compare, "sd15_advanced": _advanced,
-    "sd15_webcam": _webcam, "sd15_video": _video,
+    "sd15_depth_and_pose": partial(_two, kinds=("depth", "pose")), "sd15_webcam": _webcam, "sd15_video": _video,
+    **dict.fromkeys(("flux1_text_to_image", "zimage_text_to_image", "krea2_text_to_image", "qwen_text_to_image"),
+                    _prompt),
+    "flux1_controlnet": _one, "qwen_edit": _changed,
 }  # fmt: skip
 
 

@@ -14,6 +14,9 @@ const MORE = (least, most) => `更多 ControlNet：*TRT 加速* 最多接受四�
 
 const LCM = "LoRA 是 *latent-consistency/lcm-lora-sdv1-5* 的 *pytorch_lora_weights.safetensors*，以所示的文件名保存：有了它四步就够了。";
 
+const CHOOSE = "选择您的模型、文本编码器和 VAE。";
+const VAE_NOT = "VAE 不经过 *TRT 加速*：能解码视频的 VAE 以正常速度运行。";
+
 /** First line of an English note -> the whole note in Chinese. */
 export const NOTES = {
     "# Text to image, accelerated": `# 文生图，已加速
@@ -100,6 +103,19 @@ LoRA 改变图片的风格，带 LoRA 的模型会被加速。
 *TRT 流* 的“帧”没有连接，因此接收实时画面。ControlNet 的图像由每一帧生成，所以 *No picture yet* 不会出现。需要更快时使用 1 到 2 步，或加载 VAE taesd。
 
 ${LCM}`,
+    "# Webcam with depth and pose, accelerated": `# 摄像头画面的深度和姿势，已加速
+
+摄像头看到的画面变成图片。一个 ControlNet 保持其深度，另一个保持人物的姿势。
+
+1. **1 Models**：选择您的 checkpoint、LCM LoRA 以及用于深度和姿势的 ControlNet。*Load Depth Anything 3* 和 *Load SDPose* 加载寻找深度和姿势的模型。
+2. 在侧边栏打开“TRT 实时”面板，点击“用摄像头开始”。第一次运行会构建缺少的引擎，需要几分钟。
+3. 运行时可在那里更改各个强度、降噪、种子和提示词。
+
+*TRT 帧* 代表该帧：它与 *TRT 应用 ControlNet* 之间的所有节点对每一帧重新运行。那里可以放任何其他节点，例如您自己的节点包中的节点。*Depth* 和 *Pose* 是可选的：不需要的可以忽略（bypass）。
+
+每一帧都要等待这些模型；*TRT 报告* 显示所用的时间。SDPose 是一个大模型。
+
+${LCM}`,
     "# Video to video, accelerated": `# 视频到视频，已加速
 
 按照提示词重画视频的每一帧，ControlNet 保持其边缘。
@@ -111,6 +127,56 @@ ${LCM}`,
 *TRT 流* 一次采样所有帧。**降噪**决定改变多少；每帧使用相同的种子使图像保持稳定。*保存视频* 保存结果和声音。
 
 ${LCM}`,
+    "# Flux.1, accelerated": `# Flux.1，已加速
+
+由提示词生成图片，与不使用本节点包时相同，只是更快。
+
+1. **1 Models**：选择您的模型、文本编码器和 VAE。
+2. ${RUN}
+
+*TRT 加速* 接受模型和 VAE，并输出加速后的两者。**引导**决定图片多么贴近提示词；改变它不需要重新构建。${TOLD}`,
+    "# Flux.1 with a ControlNet, accelerated": `# Flux.1，一个 ControlNet，已加速
+
+一张图像用边缘决定新图片的形状。ControlNet 与模型一起被加速。
+
+1. **1 Models**：选择您的模型。ControlNet 是 *Shakker-Labs/FLUX.1-dev-ControlNet-Union-Pro-2.0* 的 *diffusion_pytorch_model.safetensors*，以所示的文件名保存。
+2. **3 ControlNet**：放入 *Control image 1 (edges)*；它的**强度**、**起点**和**终点**在 *TRT 应用 ControlNet* 上。
+3. ${RUN}
+
+*Type of control* 说明图像显示的是什么。Union Pro 2 自己能看出来；Union 和 Union Pro 需要它。InstantX 的 ControlNet 也可以放在这里。`,
+    "# Z-Image, accelerated": `# Z-Image，已加速
+
+由提示词生成图片，与不使用本节点包时相同，只是更快。
+
+1. **1 Models**：${CHOOSE}
+2. ${RUN}
+
+*TRT 加速* 接受模型和 VAE，并输出加速后的两者。提示词只为所有步数编码一次。LoRA 放在 *TRT 加速* 之前。${TOLD}`,
+    "# Krea 2, accelerated": `# Krea 2，已加速
+
+由任意长度的提示词生成图片，与不使用本节点包时相同，只是更快。
+
+1. **1 Models**：${CHOOSE}
+2. ${RUN}
+
+${VAE_NOT}LoRA 放在 *TRT 加速* 之前。${TOLD}`,
+    "# Qwen-Image, accelerated": `# Qwen-Image，已加速
+
+由任意长度的提示词生成图片，与不使用本节点包时相同，只是更快。
+
+1. **1 Models**：${CHOOSE}
+2. ${RUN}
+
+${VAE_NOT}InstantX 的 ControlNet 也可以经过 *TRT 加速*。${TOLD}`,
+    "# Qwen-Image-Edit, accelerated": `# Qwen-Image-Edit，已加速
+
+按照提示词修改一张图片，其余部分保持不变。
+
+1. **1 Models**：${CHOOSE}
+2. **3 Picture and prompt**：放入 *Picture to change*，并在 *Prompt* 中写出要改变什么。
+3. ${RUN}
+
+第二张和第三张图像接到 *Prompt* 和 *Negative prompt*，文字中称它们为 picture 2 和 picture 3。${VAE_NOT}${TOLD}`,
 };
 
 /** A template's note in Chinese, or as it is. */

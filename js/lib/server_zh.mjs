@@ -53,6 +53,8 @@ const PHRASES = [
     ["remove the patch node (FreeU, PAG, HyperTile, IPAdapter ...) if you want the engine", "如需使用引擎，请移除补丁节点（FreeU、PAG、HyperTile、IPAdapter 等）"], ["remove the hooks from the conditioning if you want the engine", "如需使用引擎，请移除条件上的钩子"],
     ["remove the node that computes the UNet by itself (DeepCache ...) if you want the engine", "如需使用引擎，请移除自行计算 UNet 的节点（DeepCache 等）"], ["choose a ControlNet, or a prompt, for the kind of model that is sampled", "请选择适合所采样模型的 ControlNet 或提示词"],
     ["remove the input that the message names if you want the engine", "如需使用引擎，请移除提示中的输入"], ["see the log for the error; run again to retry the engine", "错误见日志；重新运行会再次尝试引擎"],
+    [/put the engine node behind (\w+), whose patch engines compute/, "请把引擎节点放在 $1 之后，引擎会计算它的补丁"], [/put the engine node behind (\w+)/, "请把引擎节点放在 $1 之后"],
+    [/the engine computes the patch of (\w+) too, and the model that is sampled has none/, "引擎还计算 $1 的补丁，而所采样的模型没有此补丁"], [/the engine computes the patch of (\w+) too, and the model that is sampled has that of another file/, "引擎还计算 $1 的补丁，而所采样的模型用的是另一个文件的补丁"],
     [/building the engine of (.+) with (\w+) needs about ([\d.]+ .B) of main memory and ([\d.]+ .B) are available/, "用 $2 构建 $1 的引擎约需 $3 内存，可用 $4"],
     [/checking the engine of (.+) with (\w+) needs about ([\d.]+ .B) of main memory and ([\d.]+ .B) are available/, "用 $2 检查 $1 的引擎约需 $3 内存，可用 $4"],
     [", so it was not started and the normal model keeps running; ", "，因此没有开始，普通模型继续运行；"], ["close other programs or unload ComfyUI's models, then build again", "请关闭其他程序或卸载 ComfyUI 的模型，然后重新构建"],

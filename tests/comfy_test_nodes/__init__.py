@@ -23,7 +23,7 @@ from comfy_execution.graph_utils import GraphBuilder, is_link
 
 import nodes  # ComfyUI's
 
-from . import model_patches, other_packs_sampling, prompt_parts, stream_double
+from . import image_nodes, model_patches, other_packs_sampling, prompt_parts, stream_double
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 TOOLS = SUPPORT.parents[1] / "tools"
@@ -168,6 +168,12 @@ def token_network(unet_name: str, weight_dtype: str) -> model_patcher.ModelPatch
     return _support("token_networks").load(folder_paths.get_full_path_or_raise("diffusion_models", unet_name))
 
 
+def fun_patch(version: str, other: bool = False) -> model_patcher.ModelPatcher:
+    """Return a tiny Fun control as ModelPatchLoader loads one, whose sizes are in no file."""
+    tiny = _support("tiny_fun")
+    return tiny.control(other=other, **tiny.VERSIONS[version][1])
+
+
 def _support(name: str) -> Any:
     """Return a module that the tests share, which may take others of theirs."""
     for folder in (SUPPORT, TOOLS):
@@ -275,6 +281,7 @@ def hold_builds(phase: str) -> io.NodeOutput:
 
 NODES = [
     TestEndLoop,
+    *image_nodes.NODES,
     _node("TestConditioning", conditioning, [
         integer("tokens", 77, 1, 77 * 8), integer("width", 768, 1, 4096), integer("pooled", 0, 0, 4096), SEED,
     ], io.Conditioning),
@@ -290,6 +297,9 @@ NODES = [
     _node("TestOtherPacksWeights", other_packs_weights, [
         io.String.Input("unet_name"), io.String.Input("kind", default="GGUF")], io.Model),
     _node("TestTokenNetwork", token_network, [io.String.Input("unet_name"), io.String.Input("weight_dtype")], io.Model),
+    _node("TestFunPatch", fun_patch, [
+        io.String.Input("version", default="2.1"), io.Boolean.Input("other", default=False, optional=True)],
+        io.Custom("MODEL_PATCH")),
     _node("TestToyModel", toy_model, [SEED], io.Model, io.ControlNet),
     # what stands in the loop is no input of its start
     _node("TestStartLoop", start_loop, [integer("first", 0, 0), integer("step", 1, 1), integer("count", 2, 1, 8)],

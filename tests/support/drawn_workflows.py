@@ -11,6 +11,8 @@ TYPES: dict[str, tuple[list[str], list[str]]] = {
     "LoraLoader": (["MODEL", "CLIP"], ["MODEL", "CLIP"]),
     "ModelMergeSimple": (["model1:MODEL", "model2:MODEL"], ["MODEL"]),
     "FreeU": (["MODEL"], ["MODEL"]),
+    "ZImageFunControlnet": (["MODEL", "MODEL_PATCH", "VAE", "IMAGE"], ["MODEL"]),
+    "ModelPatchLoader": ([], ["MODEL_PATCH"]),
     "PatchFromImage": (["MODEL", "IMAGE"], ["MODEL"]),
     "Sampler": (["MODEL"], ["LATENT"]),
     "TRTStream": (["MODEL"], ["IMAGE"]),

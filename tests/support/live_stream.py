@@ -57,13 +57,21 @@ def live(strength: float = 0.8, prompt: str = "a cat", wait: int = 30, **sampler
     }
 
 
+def inverted(prompt: Prompt, frame: list) -> Prompt:
+    """The same prompt with a node that makes the control image of a frame."""
+    control = prompt["control"] | {"inputs": prompt["control"]["inputs"] | {"image": ["invert", 0]}}
+    return prompt | {"invert": _node("ImageInvert", image=frame), "control": control}
+
+
 def by_stock_nodes(
-    comfy: ComfyProcess, frame: torch.Tensor, strength: float = 0.8, prompt: str = "a cat", **sampler: Any
-) -> torch.Tensor:
+    comfy: ComfyProcess, frame: torch.Tensor, strength: float = 0.8, prompt: str = "a cat", invert: bool = False,
+    **sampler: Any,
+) -> torch.Tensor:  # fmt: skip
     """The picture that ComfyUI's own nodes make of a frame, as its PNG has it."""
+    before = _before(strength, prompt, ["frame", 0])
     (comfy.base / "input" / "live_frame.png").write_bytes(pictures.write(frame, "png"))
     history = comfy.queue(
-        _before(strength, prompt, ["frame", 0])
+        (inverted(before, ["frame", 0]) if invert else before)
         | {
             "frame": _node("LoadImage", image="live_frame.png"),
             "encode": _node("VAEEncode", pixels=["frame", 0], vae=["load", 2]),

@@ -63,6 +63,7 @@ class Scenario:
         apply: ``"trt"`` for our stacking node, ``"stock"`` for a chain of ComfyUI's own.
         image_options: inputs of TestImage other than seed and size.
         vae: the file of the VAE that ControlNets get, if they take one.
+        parts: more nodes, that others name in their inputs.
     """
 
     family: str = "sd15"
@@ -86,6 +87,7 @@ class Scenario:
     settings: dict[str, Any] = field(default_factory=dict)
     image_options: dict[str, Any] = field(default_factory=dict)
     vae: str | None = None
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def but(self, **changes: Any) -> Scenario:
         """This scenario with some things changed."""
@@ -111,6 +113,7 @@ def prompt(scenario: Scenario, engines: bool, name: str) -> Prompt:
         "negative": node("TestConditioning", tokens=s.tokens[1], seed=2, **CONDITIONING[s.family]),
         "latent": _latent(s),
         "save": node("TestSaveLatent", latent=["sampler", 0], name=name),
+        **s.parts,
     }
     model = _models(built, s, engines)
     positive, negative = _conditioning(built, s, engines)

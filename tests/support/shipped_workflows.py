@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slow
 from comfy_process import ComfyProcess
 from workflow_recipes import RECIPES
+from workflow_transformers import TRANSFORMERS as RECIPES_OF_TRANSFORMERS
 
 FOLDER = Path(__file__).resolve().parents[2] / "workflows"
 NAMES = [recipe.name for recipe in RECIPES]
 TITLES = {recipe.name: recipe.title for recipe in RECIPES}
+TRANSFORMERS = [recipe.name for recipe in RECIPES_OF_TRANSFORMERS]
+IN_PAGES = slow.cases({name: name for name in NAMES}, set(TRANSFORMERS) - {"flux1_controlnet", "qwen_edit"})
+"""All names for tests in the page; of transformers' workflows, which are alike there, the quick tests open two."""
 
 Workflow = dict[str, Any]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ from scenarios import CONDITIONING, SETTINGS, Prompt, node
 
 CONTROLS = ("tiny_sd15_a", "tiny_sd15_b")
 STRENGTHS = (0.7, 0.4)
+NODES = "nodes"
+"""In the place of a choice of TRT Stream's: nodes behind TRT Frame make the control images."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ def loaders(case: Case) -> Prompt:
     for name in controls_of(case):
         built[name] = node("ControlNetLoader", control_net_name=f"{name}.safetensors")
         built[f"image_{name}"] = image(case, 31 + len(built), case.images)
+    if case.follow == NODES:
+        built["tint"] = image(case, 99, 1)
     if case.patch is not None:
         built["plain_model"] = built["model"]
         built["model"] = node(case.patch[0], model=["plain_model", 0], **case.patch[1])
@@ -83,6 +88,19 @@ def loaders(case: Case) -> Prompt:
 
 def image(case: Case, seed: int, batch: int) -> dict[str, Any]:
     return node("TestImage", seed=seed, width=case.width, height=case.height, batch=batch, channels=3)
+
+
+def made_by_nodes(frame: list, place: int, names: Callable[[str], str]) -> tuple[Prompt, list]:
+    """Nodes that make a ControlNet's image of a frame: of V1 and of V3, with several inputs, some from elsewhere."""
+    if place == 0:
+        edges, mixed = names("edges_of_frame"), names("mixed")
+        return {edges: node("Canny", image=frame, low_threshold=0.1, high_threshold=0.3),
+                mixed: node("ImageBlend", image1=[edges, 0], image2=["tint", 0], blend_factor=0.3,
+                            blend_mode="normal")}, [mixed, 0]  # fmt: skip
+    smaller, inverted = names("smaller"), names("inverted")
+    return {smaller: node("ResizeImageMaskNode", **{"input": frame, "resize_type": "scale by multiplier",
+                                                    "resize_type.multiplier": 0.75, "scale_method": "area"}),
+            inverted: node("ImageInvert", image=[smaller, 0])}, [inverted, 0]  # fmt: skip
 
 
 def controls_of(case: Case) -> tuple[str, ...]:
@@ -110,11 +128,14 @@ def stock_frame(case: Case, number: int, strengths: tuple[float, ...] = STRENGTH
     positive, negative = ["positive", 0], ["negative", 0]
     if case.follow == "edges of the frame":
         built[own("edges")] = node("Canny", image=[own("frame"), 0], low_threshold=0.4, high_threshold=0.8)
-    for name, strength in zip(controls_of(case), strengths, strict=False):
+    for place, (name, strength) in enumerate(zip(controls_of(case), strengths, strict=False)):
         shown = {"the frame": own("frame"), "edges of the frame": own("edges")}.get(case.follow, own(f"image_{name}"))
         if case.follow == "as connected":
             index = number if case.images > 1 else 0
             built[shown] = node("ImageFromBatch", image=[f"image_{name}", 0], batch_index=index, length=1)
+        if case.follow == NODES:
+            made, (shown, _) = made_by_nodes([own("frame"), 0], place, own)
+            built |= made
         built[own(name)] = node(
             "ControlNetApplyAdvanced", positive=positive, negative=negative, control_net=[name, 0], image=[shown, 0],
             strength=strength, start_percent=0.0, end_percent=case.end)
@@ -135,8 +156,12 @@ def saved(pictures: list, name: str) -> Prompt:
             name: node("TestSaveLatent", latent=[f"{name}_pixels", 0], name=name)}
 
 
-def streamed(case: Case, engines: bool = False, **more: Any) -> Prompt:
-    """The same pictures by one TRT Stream."""
+def streamed(case: Case, engines: bool = False, example: list | None = None, **more: Any) -> Prompt:
+    """The same pictures by one TRT Stream.
+
+    Args:
+        example: TRT Frame's, where the prompt has one.
+    """
     built, positive, negative = loaders(case), ["positive", 0], ["negative", 0]
     controls = {name: [name, 0] for name in controls_of(case)}
     model, vae = ["model", 0], ["vae", 0]
@@ -146,13 +171,20 @@ def streamed(case: Case, engines: bool = False, **more: Any) -> Prompt:
         built["accelerate"] = node("TRTAccelerate", model=model, vae=vae, **numbered, **settings)
         model, vae = ["accelerate", 0], ["accelerate", 1]
         controls = {name: ["accelerate", n] for n, name in enumerate(controls, start=2)}
-    for (name, net), strength in zip(controls.items(), STRENGTHS, strict=False):
+    if case.follow == NODES:
+        built["frame"] = node("TRTFrame", **({"example": example} if example else {}))
+    for place, ((name, net), strength) in enumerate(zip(controls.items(), STRENGTHS, strict=False)):
+        shown = [f"image_{name}", 0]
+        if case.follow == NODES:
+            made, shown = made_by_nodes(["frame", 0], place, str)
+            built |= made
         built[f"apply_{name}"] = node(
             "ControlNetApplyAdvanced", positive=positive, negative=negative, control_net=net,
-            image=[f"image_{name}", 0], strength=strength, start_percent=0.0, end_percent=case.end)
+            image=shown, strength=strength, start_percent=0.0, end_percent=case.end)
         positive, negative = [f"apply_{name}", 0], [f"apply_{name}", 1]
     seeds = "a new one for each frame" if case.new_seeds else "the same"
-    given = {"similar_frames": 0.0, "seed_each_frame": seeds, "control_images": case.follow, "seed": case.seed} | more
+    follow = "as connected" if case.follow == NODES else case.follow
+    given = {"similar_frames": 0.0, "seed_each_frame": seeds, "control_images": follow, "seed": case.seed} | more
     built["stream"] = node("TRTStream", model=model, vae=vae, positive=positive, negative=negative,
                            frames=["frames", 0], **sampled(case), **given)
     built["report"] = node("TRTReport", after=["stream", 0])

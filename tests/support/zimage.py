@@ -76,11 +76,12 @@ def sample(
 class Patched:
     """A model with its engine behind the sampler patch."""
 
-    def __init__(self, native: ModelPatcher, library: Library, backend: str = "torch"):
+    def __init__(self, native: ModelPatcher, library: Library, backend: str = "torch", any_weights: bool = False):
         self.native = native
         network = NativeNetwork.of_model(native, "zimage")
         profile = network.architecture().profile(RequestedSizes(64, 128, 256, 2))
-        self.handle = EngineHandle(network, EngineChoice(profile, backend=backend), library, "engine")
+        choice = EngineChoice(profile, backend=backend, replaceable=any_weights)
+        self.handle = EngineHandle(network, choice, library, "engine")
         self.model = patch_model(native, self.handle)
 
     def sample(self, *args: Any, **options: Any) -> torch.Tensor:

@@ -1,0 +1,276 @@
+"""Z-Image with Fun control, a model patch with a network of its own: both in one engine.
+
+The control image's tokens are embedded once per image. Blocks of the patch follow them through the network, and what
+they give is added to the picture's tokens. Unlike the picture's they are not padded, so their number is a size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from comfy.ldm.common_dit import pad_to_patch_size
+from comfy.ldm.lumina.controlnet import ZImage_Control, ZImageControlTransformerBlock
+
+from . import Role
+from .calls import Binding, EngineCall, PerImagePass, Unsupported
+from .model_patches import AbsorbedPatch, WithCompanion
+from .shapes import Dim, Picture, Profile, Range, RequestedSizes, Symbol, TensorSpec
+from .zimage import GROUP, PATCH, PIXELS, TokenSizes, ZImage, block, finished, is_plain, started
+from .zimage import NEEDS as _BASE_NEEDS
+
+BASE = ZImage()
+FUN = AbsorbedPatch(
+    "ZImageControlPatch", "ZImageFunControlnet", ("model", "model_patch"), frozenset({"noise_refiner", "double_block"})
+)
+LAYERS = 30
+"""Native takes a network for one of so many layers, and spreads the blocks of the patch over them."""
+BEHIND = 10 * LAYERS
+"""The number of a layer behind the last: there the patch encodes its image for the picture, and does nothing else."""
+
+
+class FunSizes(TokenSizes):
+    """The sizes of Z-Image, and the tokens of the control image: as many as the picture has without padding."""
+
+    small = ({"B": 1, "N": 2, "T": 2, "C": 50}, {"B": 2, "N": 3, "T": 1, "C": 70})
+    symbols = {**TokenSizes.symbols, "C": Symbol("control tokens")}
+
+    def profile(self, asked: RequestedSizes) -> Profile:
+        """See ``Architecture``."""
+        ranges = super().profile(asked).ranges
+        groups, best = ranges["N"], asked.filled(self.sizes).opt_size
+        return Profile({**ranges, "C": Range(GROUP * (groups.min - 1) + 1, _tokens(best, best), GROUP * groups.max)})
+
+    def calls(self, profile: Profile, picture: Picture) -> list[dict[str, int]]:
+        """See ``Architecture``."""
+        tokens = _tokens(picture.width, picture.height)
+        return [{**call, "C": tokens} for call in super().calls(profile, picture)]
+
+
+def _tokens(width: int, height: int) -> int:
+    return math.ceil(width / PIXELS) * math.ceil(height / PIXELS)
+
+
+@dataclass(frozen=True)
+class ZImageFun(FunSizes):
+    """Z-Image and a Fun control, of any version; the strength is an input."""
+
+    name = "zimage_fun"
+    role = Role.BACKBONE
+    arguments = BASE.arguments
+    absorbs = FUN
+
+    def matches(self, module: torch.nn.Module) -> bool:
+        """See ``Architecture``."""
+        return type(module) is WithCompanion and BASE.matches(module.base) and _fits(module.base, module.companion)
+
+    def inputs(self, module: WithCompanion, dtype: str) -> list[TensorSpec]:
+        """See ``Architecture``."""
+        return [*BASE.inputs(module.base, dtype), _hint(module.companion, dtype), _STRENGTH]
+
+    def engine_inputs(self, module: WithCompanion, dtype: str) -> list[TensorSpec]:
+        """See ``Architecture``."""
+        control = TensorSpec("control", dtype, (1, Dim("C"), module.base.dim))
+        return [*BASE.engine_inputs(module.base, dtype), control, _STRENGTH]
+
+    def outputs(self, module: WithCompanion, dtype: str) -> list[TensorSpec]:
+        """See ``Architecture``."""
+        return BASE.outputs(module.base, dtype)
+
+    def function(self, module: WithCompanion) -> torch.nn.Module:
+        """See ``Architecture``."""
+        return _WithFun(module)
+
+    def fuse_layers(self, module: WithCompanion) -> list:
+        """See ``Architecture``: none, as in Z-Image."""
+        return []
+
+    def passes(self, module: WithCompanion) -> list[PerImagePass]:
+        """See ``Architecture``: the prompt's, and the embedding of the control image."""
+        net, fun = module.base, module.companion
+        takes = _hint(fun, str(net.dtype).removeprefix("torch."))
+        hint = PerImagePass(takes, ("control",), _HintEmbedder(_embedder(fun)))
+        fun.control_all_x_embedder = torch.nn.Identity()
+        return [*BASE.passes(net), hint]
+
+    def binding(self, module: WithCompanion) -> Binding:
+        """See ``Architecture``."""
+        return _Binding(BASE.binding(module.base), _hint(module.companion, "float32").dims[1])
+
+
+_STRENGTH = TensorSpec("strength", "float32", (1,), sample="unit", steady=True)
+
+
+def _embedder(fun: ZImage_Control) -> torch.nn.Linear:
+    return fun.control_all_x_embedder[f"{PATCH}-1"]
+
+
+def _hint(fun: ZImage_Control, dtype: str) -> TensorSpec:
+    """The control image as the patch encodes it, with the masked image and its mask where it takes such."""
+    channels = fun.control_in_dim + fun.additional_in_dim
+    return TensorSpec("hint", dtype, (1, channels, Dim("H"), Dim("W")))
+
+
+def _every(fun: ZImage_Control) -> int:
+    """The number of layers from one control block to the next."""
+    return round(LAYERS / fun.n_control_layers)
+
+
+def _fits(net: torch.nn.Module, fun: torch.nn.Module) -> bool:
+    """Tell whether a patch's network is one for a Z-Image, and meets its last block before the last layer."""
+    if type(fun) is not ZImage_Control or not 2 <= fun.n_control_layers <= LAYERS or len(net.noise_refiner) != 2:
+        return False
+    blocks, refiners = list(fun.control_layers), list(fun.control_noise_refiner)
+    blocks, refiners = (blocks + refiners, []) if fun.refiner_control else (blocks, refiners)
+    plain = all(is_plain(one, ZImageControlTransformerBlock) for one in blocks) and all(map(is_plain, refiners))
+    ends = _every(fun) * (fun.n_control_layers - 1) < len(net.layers)  # else native goes on with it in the next step
+    return plain and ends and _embedder(fun).out_features == net.dim
+
+
+class _Binding:
+    """Calls with a Fun patch: Z-Image's, with the encoded control image and the strength."""
+
+    def __init__(self, base: Binding, channels: int):
+        self._base, self._channels = base, channels
+        self._hint: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        self._strength = lru_cache(8)(_strength)
+
+    def __call__(self, call: Mapping[str, Any]) -> EngineCall:
+        bound = self._base(call)
+        patch = FUN.find((call.get("transformer_options") or {}).get("patches", {}))
+        if patch is None:
+            raise Unsupported("there is no Fun control, or another patch beside it")
+        bound.inputs["hint"] = self._steady(self._encoded(patch, call["x"]))
+        bound.inputs["strength"] = self._strength(float(patch.strength), call["x"].device)
+        return bound
+
+    def _encoded(self, patch: Callable[[dict], Any], x: torch.Tensor) -> torch.Tensor:
+        """Return the patch's image, which it encodes anew for each size of a picture."""
+        if any(side % PATCH for side in x.shape[2:]):
+            x = pad_to_patch_size(x, (PATCH, PATCH))
+        patch({"x": x, "img": None, "txt": None, "block_index": BEHIND})
+        found = patch.encoded_image
+        if found is None:
+            raise Unsupported("Fun control without an image")
+        if len(found) != 1:
+            raise Unsupported(f"Fun control with {len(found)} images at once")
+        if tuple(found.shape[1:]) != (self._channels, *x.shape[2:]):
+            raise Unsupported("the VAE of the Fun control encodes its image to another size than the picture's")
+        return found
+
+    def _steady(self, hint: torch.Tensor) -> torch.Tensor:
+        """Return the same tensor while the hint is the same one: a copy, since ComfyUI's has no version."""
+        if self._hint[0] is not hint:
+            with torch.inference_mode(False):
+                self._hint = hint, hint.clone()
+        return self._hint[1]
+
+
+def _strength(value: float, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor([value], dtype=torch.float32, device=device)
+
+
+class _HintEmbedder(torch.nn.Module):
+    """Native's way of an encoded control image to tokens."""
+
+    def __init__(self, embedder: torch.nn.Linear):
+        super().__init__()
+        self.embedder = embedder
+
+    def forward(self, hint: torch.Tensor) -> tuple[torch.Tensor]:
+        patches = hint.unflatten(3, (-1, PATCH)).unflatten(2, (-1, PATCH)).permute(0, 2, 4, 3, 5, 1)
+        return (self.embedder(patches.flatten(3).flatten(1, 2)),)
+
+
+class _WithFun(torch.nn.Module):
+    """All that native does in each step."""
+
+    def __init__(self, both: WithCompanion):
+        super().__init__()
+        self.net = both.base
+        self.fun = both.companion
+
+    def forward(
+        self,
+        picture: torch.Tensor,
+        padding: torch.Tensor,
+        prompt: torch.Tensor,
+        timesteps: torch.Tensor,
+        prompt_places: torch.Tensor,
+        picture_places: torch.Tensor,
+        control: torch.Tensor,
+        strength: torch.Tensor,
+    ) -> tuple[torch.Tensor]:
+        net, fun = self.net, self.fun
+        x, time = started(net, picture, padding, timesteps)
+        control_places = picture_places[: control.shape[1]]
+        if not fun.refiner_control:
+            for layer in fun.control_noise_refiner:
+                control = block(layer, control, control_places, time)
+        unrefined = x
+        for layer, own in zip(net.noise_refiner, _refining(fun), strict=True):
+            x = block(layer, x, picture_places, time)
+            given = []
+            for one in own:
+                skip, control = _control_block(one, control, unrefined, control_places, time)
+                given.append(skip)
+            if given:
+                x = _added(x, given[0], strength, 0)
+        refined, before = x, prompt.shape[1]
+        x, places = torch.cat([prompt, x], 1), torch.cat([prompt_places, picture_places])
+        blocks = {_every(fun) * i: one for i, one in enumerate(fun.control_layers)}
+        for i, layer in enumerate(net.layers):
+            x = block(layer, x, places, time)
+            if i in blocks:
+                skip, control = _control_block(blocks[i], control, refined, control_places, time)
+                x = _added(x, skip, strength, before)
+        return finished(net, x[:, before:], time)
+
+
+def _refining(fun: ZImage_Control) -> list[list[torch.nn.Module]]:
+    """The blocks that run beside each of the two refiners; of several the first one's result is added.
+
+    Files whose own refiners are empty were trained with the others in their place: ComfyUI calls these broken.
+    """
+    if not fun.refiner_control:
+        return [[], []]
+    if fun.broken:
+        first, *others = fun.control_layers
+        return [[first], others]
+    return [[one] for one in fun.control_noise_refiner]
+
+
+def _control_block(
+    layer: ZImageControlTransformerBlock, control: torch.Tensor, x: torch.Tensor, places: torch.Tensor,
+    time: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Compute what is added to the picture's tokens, and the control's tokens for the next block."""
+    if layer.block_id == 0:
+        control = layer.before_proj(control) + x[:, : control.shape[1]]
+    control = block(layer, control, places, time)
+    return layer.after_proj(control), control
+
+
+def _added(x: torch.Tensor, skip: torch.Tensor, strength: torch.Tensor, before: int) -> torch.Tensor:
+    """Add a control to the tokens that it is for, which have ``before`` others before them."""
+    scaled = (skip.float() * strength).to(x.dtype)
+    return x + F.pad(scaled, (0, 0, before, x.shape[1] - before - skip.shape[1]))
+
+
+FILE_MARKS = ()
+"""No file has both networks; those of Z-Image are known to its own family."""
+
+NEEDS = (
+    *_BASE_NEEDS,
+    "comfy.ldm.lumina.controlnet:ZImage_Control.forward(self, cap_feats, control_context, x_freqs_cis, adaln_input)",
+    "comfy.ldm.lumina.controlnet:ZImageControlTransformerBlock.forward(self, c, x, **)",
+)
+"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
+
+ARCHITECTURES = (ZImageFun(),)

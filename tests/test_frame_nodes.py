@@ -1,0 +1,101 @@
+"""TRT Frame: nodes between it and a ControlNet run again for each frame, as stock nodes run for that frame."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+from comfy_process import ComfyProcess
+from live_client import image, joined, run_stream
+from live_stream import by_stock_nodes, inverted, live
+from scenarios import node
+from streams import NODES, Case, compared, pictures_of, streamed
+
+LIMIT = 1e-5
+ONE = Case(controls=1, steps=1, frames=2, images=1, follow=NODES)
+CASES = {
+    "two ControlNets": Case(controls=2, follow=NODES),
+    "from noise, odd size": replace(ONE, denoise=1.0, width=77),
+    "each frame alone": replace(ONE, hooked=True),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_control_images_are_those_that_the_nodes_make_of_each_frame_alone(comfy: ComfyProcess, case: Case) -> None:
+    difference, history = compared(comfy, case)
+    assert difference <= LIMIT
+    (stream,) = history.output("report", "report")[0]["streams"]
+    assert (stream["frames"], bool(stream["one_by_one"])) == (case.frames, case.hooked)
+
+
+def test_pictures_are_the_same_whatever_the_example(comfy: ComfyProcess) -> None:
+    """Also one of the frames' very size, and with other images than its own behind it: none is taken for a frame's."""
+    wanted = pictures_of(comfy.queue(streamed(ONE)))
+    found = pictures_of(comfy.queue(streamed(ONE, example=["frames", 0])))
+    assert numpy.array_equal(found, wanted)
+
+
+@pytest.mark.slow
+def test_a_stream_on_engines_follows_the_nodes_too(comfy: ComfyProcess) -> None:
+    difference, history = compared(comfy, CASES["two ControlNets"], engines=True)
+    assert difference <= 10 * LIMIT
+    rows = history.output("report", "report")[0]["rows"]
+    assert all(row["native"] == 0 for row in rows)
+
+
+def test_live_frames_go_through_the_nodes_and_the_page_finds_the_stream(comfy: ComfyProcess) -> None:
+    made: list[torch.Tensor] = []
+
+    async def act(token: str) -> None:
+        async with joined(comfy, token, format="png") as client:
+            for n in range(2):
+                await client.frame(image(n, 96, 64), "png")
+                made.append((await client.picture())[1])
+            await client.stop()
+
+    prompt = inverted(live(), ["frame", 0]) | {"frame": node("TRTFrame")}
+    assert run_stream(comfy, prompt, act).ok
+    wanted = [by_stock_nodes(comfy, image(n, 96, 64), invert=True) for n in range(2)]
+    assert (wanted[0] - by_stock_nodes(comfy, image(0, 96, 64))).abs().max() > 2 / 255, "the node changes nothing"
+    for picture, expected in zip(made, wanted, strict=True):
+        assert (picture - expected).abs().max() <= 1.01 / 255
+
+
+@pytest.mark.parametrize(("kind", "words"), [
+    ("TestWaits", "TestWaits waits for something else while it runs, so TRT Stream cannot"),
+    ("TestExpands", "TestExpands becomes other nodes when it runs, so TRT Stream cannot"),
+    ("TestTwoImages", "not one image for a frame, so TRT Stream stops. Look at ImageBlend."),
+])  # fmt: skip
+def test_a_node_that_cannot_run_for_each_frame_is_an_error_and_no_old_image(
+    comfy: ComfyProcess, kind: str, words: str
+) -> None:
+    prompt = streamed(ONE)
+    prompt["odd"] = node(kind, image=["frame", 0])
+    edges = prompt["edges_of_frame"]
+    history = comfy.queue(prompt | {"edges_of_frame": edges | {"inputs": edges["inputs"] | {"image": ["odd", 0]}}})
+    assert history.status == "error"
+    assert words in history.error
+
+
+@pytest.mark.parametrize("way", ["frames", "latent of a model", "mask"])
+def test_a_frame_that_reaches_anything_but_a_controlnets_image_is_an_error(comfy: ComfyProcess, way: str) -> None:
+    case = replace(ONE, unet="tiny_sd15_ip2p_unet") if way == "latent of a model" else ONE
+    prompt = streamed(case, example=["frames", 0])
+    stream = prompt["stream"]["inputs"]
+    if way == "frames":
+        stream["frames"], words = ["frame", 0], "reaches TRTStream, which"
+    elif way == "latent of a model":
+        prompt["ip2p"] = node("InstructPixToPixConditioning", positive=stream["positive"], negative=stream["negative"],
+                              vae=["vae", 0], pixels=["frame", 0])  # fmt: skip
+        stream["positive"], words = ["ip2p", 0], "reaches InstructPixToPixConditioning, which"
+    else:
+        prompt["mask"] = node("ImageToMask", image=["frame", 0], channel="red")
+        prompt["masked"] = node("ConditioningSetMask", conditioning=stream["positive"], mask=["mask", 0], strength=1.0,
+                                set_cond_area="default")  # fmt: skip
+        stream["positive"], words = ["masked", 0], "reaches ImageToMask, which"
+    history = comfy.queue(prompt)
+    assert history.status == "error"
+    assert words in history.error
+    assert "Wire it to the images of ControlNets alone." in history.error
