@@ -319,6 +319,20 @@ def test_what_no_engine_takes_is_a_reason(
         network.architecture().binding(network.module)({**CALLS[name].drawn(), **change})
 
 
+@pytest.mark.parametrize("prompt", [
+    Prompt("tiny_wan_i2v", entries=picture(3, (8, 6))),
+    Prompt(entries=lambda random: {"context_latents": [random(1, 16, 1, 8, 6)]}),
+], ids=["no picture by CLIP", "references in context"])  # fmt: skip
+def test_a_prompt_that_no_engine_takes_is_natives_for_a_reason(
+    models: dict[str, Path], tmp_path: Path, prompt: Prompt
+) -> None:
+    patched = Patched(network_of(models, prompt.file), tmp_path, "torch")
+    expected = prompt.sample(network_of(models, prompt.file).patcher)
+    assert error(prompt.sample(patched.model), expected) == 0
+    assert patched.counts == (0, 3)
+    assert patched.handle.stats.reasons.keys() == {"unsupported input"}
+
+
 def test_what_native_does_not_look_at_is_no_reason(models: dict[str, Path]) -> None:
     network, call = network_of(models, "tiny_wan"), CALLS["several frames"].drawn()
     session = LiveSession(network, backends()["torch"], "float32")
