@@ -300,5 +300,6 @@ def test_nothing_keeps_a_model_or_a_patch_that_nobody_uses(tmp_path: Path) -> No
 
 def test_weights_of_two_networks_can_all_that_those_of_one_can() -> None:
     """Engines use the one in the place of the other."""
-    of_one, of_two = ({name for name in vars(kind) if not name.startswith("_")} for kind in (LiveWeights, JoinedWeights))
+    kinds = (LiveWeights, JoinedWeights)
+    of_one, of_two = ({name for name in vars(kind) if not name.startswith("_")} for kind in kinds)
     assert of_one <= of_two
