@@ -19,7 +19,7 @@ from built_once import built_once
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from compiling import COMPILES
-from fun_sampling import GIVEN, STEPS, TWO_ONE, B, C, call_of, lora_of, model, own_sampling, patch
+from fun_sampling import GIVEN, STEPS, TWO_ONE, A, B, C, call_of, lora_of, model, own_sampling, patch
 from hybrid_trt.architectures.shapes import Picture, RequestedSizes
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
@@ -128,6 +128,7 @@ def test_prompts_of_other_lengths_and_a_control_image_of_another_size_are_served
 ) -> None:
     vae = fun.PictureAsLatent()
     native = fun.with_fun(model, patch, fun.picture(height=90, width=70), vae=vae)
+    area = {"area": (8, 4, 0, 2), "set_area_to_bounds": False, "strength": 1.0}
     given = [[C, {}]], [[B, {}]]
     patched = zimage.Patched(native, Library([tmp_path]))
     before, passes = vae.encoded, patched.encoded
@@ -136,6 +137,9 @@ def test_prompts_of_other_lengths_and_a_control_image_of_another_size_are_served
     assert vae.encoded == before + 2, "the image and the empty one beside it, for the picture's size"
     assert relative_error(found, zimage.sample(native, *given, steps=STEPS)) <= LIMIT
     assert patched.encoded == passes + 3, "two prompts and the control image, once each"
+    given = [[C, {}], [A, area]], [[B, {}]]
+    assert relative_error(patched.sample(*given, steps=STEPS), zimage.sample(native, *given, steps=STEPS)) <= LIMIT
+    assert patched.counts[1] == 0, "a part of the picture has a control image of its size"
 
 
 def test_inpainting_and_its_mask_are_served(model: ModelPatcher, patch: ModelPatcher, tmp_path: Path) -> None:
