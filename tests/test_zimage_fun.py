@@ -19,6 +19,7 @@ from built_once import built_once
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from compiling import COMPILES
+from dynamic_vram import on_cpu
 from fun_sampling import GIVEN, STEPS, TWO_ONE, A, B, C, call_of, lora_of, model, own_sampling, patch
 from hybrid_trt.architectures.shapes import Picture, RequestedSizes
 from hybrid_trt.backends import backends
@@ -238,6 +239,18 @@ def test_an_engine_of_onnx_runtime_serves_its_two_files_and_no_other(
         patched = zimage.Patched(other, library, "onnxruntime")
         assert relative_error(patched.sample(*GIVEN, steps=STEPS), own_sampling(other)) <= LIMIT
         assert list(patched.handle.stats.reasons) == [Reason.NO_ENGINE.value], name
+
+
+def test_under_dynamic_vram_the_weights_of_both_are_followed(model: ModelPatcher, tmp_path: Path) -> None:
+    """A double of it, whose native calls leave LoRAs out."""
+    base = on_cpu(fun.model())
+    for other in (False, True):
+        companion = fun.control(other=other, **TWO_ONE)
+        expected = own_sampling(fun.with_fun(model, companion))
+        patched = zimage.Patched(fun.with_fun(base, on_cpu(companion)), Library([tmp_path]))
+        assert relative_error(own_sampling(patched.native), expected) == 0
+        assert relative_error(patched.sample(*GIVEN, steps=STEPS), expected) <= LIMIT
+        assert patched.counts[1] == 0
 
 
 @pytest.mark.slow
