@@ -1,6 +1,7 @@
 # Everything here prepares its own environment at the first use: see tools/environment.py.
 #
 #   make demo                     a ControlNet image, native and with engines, side by side
+#   make demo ARGS=zimage_text_to_image  the same with another shipped workflow; ARGS=--help names them
 #   make test                     ruff, then all tests
 #   make test ARGS="-k fallback"  some tests
 #   make test-newest              the tests with the newest packages there are, and what differs from the pinned ones

@@ -1,4 +1,8 @@
-"""ComfyUI's ControlNets for Flux.1 as engines, those that take the control image as a latent: InstantX and Union."""
+"""ComfyUI's ControlNets for Flux.1 as engines.
+
+Those of InstantX and Union take the control image as a latent. Those of XLabs and Mistoline take its pixels, which a
+hint encoder makes a latent: it is a per-image pass.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,15 @@ from comfy.ldm.flux.controlnet import ControlNetFlux
 from comfy.ldm.flux.layers import DoubleStreamBlock, SingleStreamBlock
 
 from . import Role
-from .calls import Binding, EngineCall, OtherKind, ResidualLayout, Unsupported
+from .calls import Binding, EngineCall, OtherKind, PerImagePass, ResidualLayout, Unsupported
 from .flux import FLUX1, KEPT, conditioning, conditioning_specs, rotary_of, to_tokens
 from .image_tokens import BATCH, IMAGE, PROMPT, TokenSizes
 from .rotary import RotaryAttention, rotary_inputs, write_out_norms
-from .shapes import TensorSpec
+from .shapes import Dim, TensorSpec
 
+HINT, PIXELS = "hint", "hint_pixels"
+"""The hint's tokens, which an engine takes; and the control image of the networks that encode it themselves."""
+LATENT, PATCH = 8, 2
 MODE = "mode"
 """The input of a union ControlNet that says which of its types each token of the prompt stands for, mostly none."""
 
@@ -36,13 +43,17 @@ class FluxControlNetArchitecture(TokenSizes):
     arguments = ("x", "timesteps", "context", "y", "guidance", "hint")
 
     def matches(self, module: torch.nn.Module) -> bool:
-        return type(module) is ControlNetFlux and module.latent_input
+        return type(module) is ControlNetFlux
 
     def inputs(self, module: ControlNetFlux, dtype: str) -> list[TensorSpec]:
+        specs = self.engine_inputs(module, dtype)
+        return specs if module.latent_input else [_pixels(dtype) if spec.name == HINT else spec for spec in specs]
+
+    def engine_inputs(self, module: ControlNetFlux, dtype: str) -> list[TensorSpec]:
         mode = TensorSpec(MODE, dtype, (PROMPT, module.num_union_modes), steady=True, sample="unit")
         return [
             TensorSpec("image", dtype, (BATCH, IMAGE, module.in_channels)),
-            TensorSpec("hint", dtype, (BATCH, IMAGE, module.pos_embed_input.in_features)),
+            TensorSpec(HINT, dtype, (BATCH, IMAGE, module.pos_embed_input.in_features)),
             TensorSpec("context", dtype, (BATCH, PROMPT, module.txt_in.in_features)),
             TensorSpec("timesteps", dtype, (BATCH,), sample="sigma"),
             *rotary_inputs(module.hidden_size // module.num_heads),
@@ -56,8 +67,24 @@ class FluxControlNetArchitecture(TokenSizes):
     def function(self, module: ControlNetFlux) -> torch.nn.Module:
         return _ControlNetFunction(module)
 
+    def passes(self, module: ControlNetFlux) -> list[PerImagePass]:
+        if module.latent_input:
+            return []
+        block = "input_cond_block" if module.mistoline else "input_hint_block"
+        found = PerImagePass(
+            _pixels(str(module.dtype).removeprefix("torch.")), (HINT,), _HintEncoder(getattr(module, block))
+        )
+        setattr(module, block, torch.nn.Identity())
+        return [found]
+
     def binding(self, module: ControlNetFlux) -> Binding:
         return partial(_bind, module, _layout(module), lru_cache(KEPT)(partial(_places, module)))
+
+
+def _pixels(dtype: str) -> TensorSpec:
+    """The control image. Native cuts its latent into tokens without padding, so sides are whole tokens."""
+    side = PATCH * LATENT
+    return TensorSpec(PIXELS, dtype, (Dim("P"), 3, Dim("H", up=side), Dim("W", up=side)), sample="unit")
 
 
 def _residuals(module: ControlNetFlux) -> list[str]:
@@ -71,12 +98,13 @@ def _own(module: ControlNetFlux) -> dict[str, list[str]]:
 
 
 def _layout(module: ControlNetFlux) -> ResidualLayout:
-    """Each block's residual stands for several blocks of the model, one after another."""
-    blocks = {"input": module.main_model_double, "output": module.main_model_single}
-    places = {
-        kind: [name for name in names for _ in range(-(-blocks[kind] // len(names)))][: blocks[kind]]
-        for kind, names in _own(module).items()
-    }
+    """Each block's residual stands for several of the model: neighbours, or for pixels every so many."""
+    places = {}
+    for kind, names in _own(module).items():
+        blocks = module.main_model_double if kind == "input" else module.main_model_single
+        repeats = -(-blocks // len(names))
+        order = [name for name in names for _ in range(repeats)] if module.latent_input else names * repeats
+        places[kind] = order[:blocks]
     return ResidualLayout(places, from_end=False)
 
 
@@ -95,12 +123,15 @@ def _bind(module: ControlNetFlux, layout: ResidualLayout, places: Any, call: Map
         raise Unsupported("a control type that this union ControlNet has not")
     if types:
         context = torch.cat((torch.zeros_like(context[:, :1]), context), 1)
-    hint = to_tokens(call["hint"], patch)
-    if hint.shape[0] == 1:
-        hint = hint.expand(x.shape[0], -1, -1)
-    inputs = {"image": to_tokens(x, patch), "hint": hint, "context": context, "timesteps": call["timesteps"]}
+    inputs = {"image": to_tokens(x, patch), "context": context, "timesteps": call["timesteps"]}
     inputs |= conditioning(module, call) | places(tuple(x.shape[-2:]), context.shape[1], types, x.dtype, x.device)
-    return EngineCall(inputs, lambda outputs: layout.give(outputs, x))
+    extras: dict[str, int] = {}
+    if module.latent_input:
+        hint = to_tokens(call["hint"], patch)
+        inputs[HINT] = hint.expand(x.shape[0], -1, -1) if hint.shape[0] == 1 else hint
+    else:  # the very tensor: by it the encoded one is found in the next step
+        inputs[PIXELS], extras[PIXELS] = call["hint"], x.shape[0]
+    return EngineCall(inputs, lambda outputs: layout.give(outputs, x), extras)
 
 
 def _places(
@@ -166,7 +197,8 @@ class _ControlNetFunction(torch.nn.Module):
         y, *guidance = rest
         ids = image[:, :1, :1]  # joined, and not looked at
         found = net.forward_orig(image, ids, hint, context, ids, timesteps, y, *guidance, control_type=())
-        own, step = _own(net), {kind: -(-len(given) // len(_own(net)[kind])) for kind, given in found.items()}
+        own = _own(net)
+        step = {kind: -(-len(given) // len(own[kind])) if net.latent_input else 1 for kind, given in found.items()}
         return tuple(found[kind][step[kind] * i] for kind, names in own.items() for i in range(len(names)))
 
     def _with_options(self, _block: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -175,6 +207,19 @@ class _ControlNetFunction(torch.nn.Module):
     def _with_type(self, _layer: torch.nn.Module, _args: tuple, prompt: torch.Tensor) -> torch.Tensor:
         embedding = self.controlnet.controlnet_mode_embedder.weight.to(prompt.dtype)
         return prompt * (1 - self._mode.sum(-1, keepdim=True)) + self._mode @ embedding
+
+
+class _HintEncoder(torch.nn.Module):
+    """A control image's pixels -> the hint's tokens, for each image of the batch."""
+
+    def __init__(self, block: torch.nn.Module):
+        super().__init__()
+        self.block = block
+
+    def forward(self, pixels: torch.Tensor, batch: int) -> tuple[torch.Tensor]:
+        if pixels.shape[0] not in (1, batch):
+            raise Unsupported(f"{pixels.shape[0]} control images for a batch of {batch}")
+        return (to_tokens(self.block(pixels * 2.0 - 1.0), PATCH).expand(batch, -1, -1),)
 
 
 class _NoPlaces(torch.nn.Module):
@@ -197,4 +242,4 @@ NEEDS = (
 )
 """Names in ComfyUI's own code that the family relies on, see ``needs``."""
 
-ARCHITECTURES = (FluxControlNetArchitecture(FLUX1, 8, 2, 256, "flux1_controlnet"),)
+ARCHITECTURES = (FluxControlNetArchitecture(FLUX1, LATENT, PATCH, 256, "flux1_controlnet"),)

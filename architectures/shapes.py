@@ -303,18 +303,20 @@ class Picture:
     Attributes:
         batches: of the calls that sample it, the usual one first.
         images: in the latent; 0 where only a call tells of the picture.
+        length: frames, where it is a video.
     """
 
     width: int
     height: int
     batches: tuple[int, ...]
     images: int = field(default=0, compare=False)
+    length: int = 1
 
     @classmethod
-    def sampled(cls, width: int, height: int, images: int, cfg: float | None) -> Picture:
+    def sampled(cls, width: int, height: int, images: int, cfg: float | None, length: int = 1) -> Picture:
         """Return the picture of a sampler: with CFG a call has both prompts. None is a CFG that is not known."""
         batches = (2 * images, images) if cfg is None else (images,) if cfg == 1 else (2 * images,)
-        return cls(width, height, batches, images)
+        return cls(width, height, batches, images, length)
 
 
 @dataclass(frozen=True)
@@ -389,10 +391,7 @@ def sample_inputs(specs: Sequence[TensorSpec], symbols: Mapping[str, int], seed:
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for spec in specs:
-        shape = spec.shape(symbols)
-        if spec.sample == "normal":
-            values = torch.randn(shape, generator=generator)
-        else:
-            values = torch.rand(shape, generator=generator) * SAMPLE_RANGES[spec.sample]
+        draw, end = (torch.randn, 1) if spec.sample == "normal" else (torch.rand, SAMPLE_RANGES[spec.sample])
+        values = draw(spec.shape(symbols), generator=generator) * end
         found[spec.name] = values.to(getattr(torch, spec.dtype))
     return found

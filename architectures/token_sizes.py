@@ -40,11 +40,19 @@ class TokenSizes:
     """Batch, rows and columns of the picture's tokens, tokens of the prompt and of all reference images.
 
     ComfyUI runs prompts of unlike lengths one after the other, so the batch is that of the latent as a rule.
+
+    Attributes:
+        pixels: per token, along each side.
+        usual_prompt: tokens of a prompt where nothing tells its length.
+        one_length: whether all prompts are of one length as a rule, so that a call has both of CFG.
     """
 
     sizes: Sizes
 
     per_step = True
+    pixels = PIXELS
+    usual_prompt = USUAL_PROMPT
+    one_length = False
     batch = "B"
     prompt = "T"
     free = {"T": Range(2, 97, MOST["max_tokens"]), "L": Range(2, 4099, 1 << 16)}
@@ -72,8 +80,8 @@ class TokenSizes:
         """See ``Architecture``."""
         asked.check()
         asked = asked.filled(self.sizes)
-        size = Range(*(math.ceil(side / PIXELS) for side in (asked.min_size, asked.opt_size, asked.max_size)))
-        tokens = Range(1, min(USUAL_PROMPT, asked.max_tokens), asked.max_tokens)
+        size = Range(*(math.ceil(side / self.pixels) for side in (asked.min_size, asked.opt_size, asked.max_size)))
+        tokens = Range(1, min(self.usual_prompt, asked.max_tokens), asked.max_tokens)
         batch, references = Range(1, asked.max_images, 2 * asked.max_images), Range(0, 0, REFERENCES * size.max**2)
         return Profile({"B": batch, "R": size, "C": size, "T": tokens, "L": references})
 
@@ -84,7 +92,7 @@ class TokenSizes:
         opt = profile.sizes("opt")
         return Examples(
             traced={"B": 2, "R": 3, "C": 4, "T": 7, "L": 6},
-            compared=_unlike(profile.clamp(sizes) for sizes in (small, odd)),
+            compared=unlike(profile.clamp(sizes) for sizes in (small, odd)),
             compiled=[opt],
             extremes=self._extremes(profile, math.inf),
             extremes_on_cpu=self._extremes(profile, CPU_TOKENS),
@@ -100,7 +108,7 @@ class TokenSizes:
             while sizes["B"] // 2 >= least and sizes["B"] * sizes["R"] * sizes["C"] > most:
                 sizes["B"] //= 2
             found.append(sizes)
-        return _unlike(found)
+        return unlike(found)
 
     def words(self, profile: Profile) -> str:
         """See ``Architecture``: ``up to 2 in a batch, 256 to 1024 px, 512 tokens``."""
@@ -109,21 +117,21 @@ class TokenSizes:
             batch = ranges["B"]
             parts.append(f"batch {batch.max}" if batch.min == batch.max else f"up to {batch.max} in a batch")
         if {"R", "C"} <= ranges.keys():
-            height, width = (_span(ranges[symbol]) for symbol in "RC")
+            height, width = (self._span(ranges[symbol]) for symbol in "RC")
             parts.append(f"{width} px" if height == width else f"{width} x {height} px")
         parts += [f"{ranges['T'].max} tokens"] if "T" in ranges else []
         return ", ".join(parts)
 
     def calls(self, profile: Profile, picture: Picture) -> list[dict[str, int]]:
         """See ``Architecture``: prompts of two lengths are two calls, so each has the batch of the latent."""
-        size = {"R": math.ceil(picture.height // LATENT / PATCH), "C": math.ceil(picture.width // LATENT / PATCH)}
-        usual = profile.sizes("opt")
-        batches = (picture.images,) if picture.images else picture.batches
+        latent, usual = self.pixels // PATCH, profile.sizes("opt")
+        size = {"R": math.ceil(picture.height // latent / PATCH), "C": math.ceil(picture.width // latent / PATCH)}
+        batches = (picture.images,) if picture.images and not self.one_length else picture.batches
         return [{s: {**size, "B": batch}.get(s, n) for s, n in usual.items()} for batch in batches]
 
     def call_words(self, call: Mapping[str, int]) -> str:
         """See ``Architecture``: ``832x1216, 30 tokens``; the batch where it is not one; what a file leaves free."""
-        parts = [f"{PIXELS * call['C']}x{PIXELS * call['R']}"] if {"R", "C"} <= call.keys() else []
+        parts = [f"{self.pixels * call['C']}x{self.pixels * call['R']}"] if {"R", "C"} <= call.keys() else []
         if call.get("B", 1) != 1:
             parts.append(f"batch {call['B']}")
         parts.append(f"{call['T']} tokens" if "T" in call else "any prompt")
@@ -133,12 +141,13 @@ class TokenSizes:
             parts.append("any references")
         return ", ".join(parts)
 
+    def _span(self, sizes: Range) -> str:
+        low, high = (self.pixels * size for size in (sizes.min, sizes.max))
+        return f"{high}" if low == high else f"{low} to {high}"
 
-def _span(sizes: Range) -> str:
-    return f"{sizes.min * PIXELS}" if sizes.min == sizes.max else f"{sizes.min * PIXELS} to {sizes.max * PIXELS}"
 
-
-def _unlike(cases: Iterable[dict[str, int]]) -> list[dict[str, int]]:
+def unlike(cases: Iterable[dict[str, int]]) -> list[dict[str, int]]:
+    """The cases without repeats."""
     return [dict(found) for found in dict.fromkeys(tuple(sizes.items()) for sizes in cases)]
 
 

@@ -112,6 +112,7 @@ def words(scenario: Scenario) -> str:
     parts = [
         (scenario.unet or f"tiny_{scenario.family}_unet").removeprefix("tiny_").removesuffix("_unet"),
         f"{scenario.width}x{scenario.height} px", f"{scenario.batch} pictures" * (scenario.batch > 1),
+        f"{scenario.length} frames" * bool(scenario.length),
         "prompts of {} and {} tokens".format(*scenario.tokens) * (scenario.tokens != (77, 77)),
         "a prompt for an area" * scenario.area, f"guidance {scenario.cfg:g}" * (scenario.cfg in (1.0, 3.0)),
         "a LoRA before" * any("Lora" in name for name, _ in scenario.loras_before),

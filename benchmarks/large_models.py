@@ -1,4 +1,4 @@
-"""Flux.1, Z-Image, Krea 2 and Qwen-Image at full size: a step of ComfyUI's sampling, native and on a torch engine.
+"""Flux.1, Z-Image, Krea 2, Qwen-Image and Wan at full size: a step of ComfyUI's sampling, native and on a torch engine.
 
     python benchmarks/large_models.py --comfyui ~/ComfyUI --base /tmp/benchmark --out large.json --cases flux1_1024
 
@@ -29,7 +29,7 @@ import psutil
 import tiny_models
 import torch
 from timing import PeakMemory
-from tiny_transformers import FLUX1, KREA2, QWEN_IMAGE, ZIMAGE, let_comfyui_load_zimage
+from tiny_transformers import FLUX1, KREA2, QWEN_IMAGE, WAN, ZIMAGE, let_comfyui_load_zimage
 
 _FLUX1 = FLUX1 | {"hidden_size": 3072, "num_heads": 24, "context_in_dim": 4096, "vec_in_dim": 768, "depth": 19,
                   "depth_single_blocks": 38}  # fmt: skip
@@ -38,6 +38,7 @@ _ZIMAGE = ZIMAGE | {"dim": 3840, "n_layers": 30, "n_heads": 30, "n_kv_heads": 30
 _QWEN = {"in_channels": 64, "num_layers": 60, "attention_head_dim": 128, "num_attention_heads": 24,
          "joint_attention_dim": 3584, "axes_dims_rope": [16, 56, 56]}  # fmt: skip
 _KREA2 = {"features": 6144, "heads": 48, "kvheads": 12, "layers": 28, "txtdim": 2560, "txtlayers": 12}
+_WAN = WAN | {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40}
 _PRO2 = {"depth": 6, "depth_single_blocks": 0, "control_latent_channels": 16}
 _FUN = {"n_control_layers": 15, "additional_in_dim": 17, "refiner_control": True}
 STEPS = 12
@@ -50,6 +51,7 @@ class Case:
     Attributes:
         network: kind of network, as ``tiny_models`` names it.
         width: features of a prompt's token; ``pooled`` those of the prompt as a whole.
+        side: pixels along the width; ``height`` is another where it is not 0. A video has ``length`` frames.
         eight_bit: attention and feed-forward layers are float8.
         control: one Flux ControlNet as large as Union Pro 2 acts in each step.
         fun: a Fun control of Z-Image, of these blocks, which one engine computes with the model.
@@ -66,10 +68,13 @@ class Case:
     eight_bit: bool = False
     control: bool = False
     fun: dict[str, Any] | None = None
+    height: int = 0
+    length: int = 1
 
 
 _FLUX = Case("flux", _FLUX1, FLUX1, 1024, 512, 4096, 64, pooled=768)
 _Z = Case("zimage", _ZIMAGE, ZIMAGE, 1024, 128, 2560, 64)
+_VIDEO = Case("wan", _WAN, WAN, 832, 512, 4096, 4096, height=480, length=17)
 CASES = {
     "flux1_1024": _FLUX, "flux1_512": replace(_FLUX, side=512), "flux1_1024_fp8": replace(_FLUX, eight_bit=True),
     "flux1_1024_cn": replace(_FLUX, control=True), "zimage_1024": _Z, "zimage_512": replace(_Z, side=512),
@@ -78,6 +83,7 @@ CASES = {
     "krea2_1024_fp8": Case("krea2", _KREA2, KREA2, 1024, 64, 12 * 2560, 240, eight_bit=True),
     "qwen_1328_fp8": Case("qwen_image", _QWEN, QWEN_IMAGE | {"in_channels": 64, "num_layers": 2}, 1328, 64, 3584, 48,
                           eight_bit=True),
+    "wan22_480": _VIDEO, "wan22_480_fp8": replace(_VIDEO, eight_bit=True),
 }  # fmt: skip
 
 
@@ -139,6 +145,7 @@ class Model:
         from hybrid_trt.engine_library import Library
 
         self.case, self.side = case, 128 if tiny else case.side
+        self.height = self.side if tiny or not case.height else case.height
         device = "cpu" if tiny else "cuda"
         config, width = (case.tiny, case.tiny_width) if tiny else (case.config, case.width)
         weights = drawn(case.network, config, case.eight_bit, device)
@@ -167,9 +174,11 @@ class Model:
         from hybrid_trt.architectures.shapes import Picture, RequestedSizes
 
         architecture = network.architecture()
-        profile = architecture.profile(RequestedSizes(max_tokens=self.case.tokens))
+        specs = architecture.engine_inputs(network.module, network.precision)
+        own = {symbol for spec in specs for dim in spec.dims if not isinstance(dim, int) for symbol in dim.symbols}
+        profile = architecture.profile(RequestedSizes(max_tokens=self.case.tokens)).only(own)
         unit = architecture.symbols["T"].step
-        calls = architecture.calls(profile, Picture(self.side, self.side, (1,)))
+        calls = architecture.calls(profile, Picture(self.side, self.height, (1,), length=self.case.length))
         return [call | {"T": -(-self.case.tokens // unit)} for call in calls]
 
     def build(self) -> float:
@@ -204,8 +213,8 @@ class Model:
         import comfy.sample
 
         format_ = self.native.get_model_object("latent_format")
-        side = self.side // 8
-        shape = (1, format_.latent_channels, *([1] if format_.latent_dimensions == 3 else []), side, side)
+        frames = [(self.case.length - 1) // 4 + 1] if format_.latent_dimensions == 3 else []
+        shape = (1, format_.latent_channels, *frames, self.height // 8, self.side // 8)
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         tokens, options = self.prompt
         options = dict(options)
@@ -288,7 +297,8 @@ def measure(case: Case, base: Path, tiny: bool) -> dict[str, Any]:
     memory = None if tiny else PeakMemory()
     steps = 3 if tiny else STEPS
     model = Model(case, base, tiny)
-    row: dict[str, Any] = {"precision": model.network.precision, "side": model.side, "tokens": case.tokens}
+    row: dict[str, Any] = {"precision": model.network.precision, "side": model.side, "height": model.height,
+                           "length": case.length, "tokens": case.tokens}
     wanted, _ = model.sample(False, 1)
     row["native_ms"], row["native_peak_mb"] = timed(memory, lambda: model.sample(False, steps)[1])
     started = time.perf_counter()

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import dis
 import functools
+import inspect
 import weakref
 from collections.abc import Iterator, Sequence
 from operator import eq, itemgetter
@@ -136,13 +138,22 @@ def replaced(layer: torch.nn.Module) -> str | None:
 
 
 @functools.cache
+def left_by_forward(kind: type) -> frozenset[str]:
+    """The names of attributes that a class's forward writes: they tell of its last call, and are no settings."""
+    functions = [inspect.unwrap(function) for name in COMPUTES if (function := getattr(kind, name, None)) is not None]
+    codes = [getattr(function, "__code__", None) for function in functions]
+    steps = (step for code in codes if code is not None for step in dis.get_instructions(code))
+    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
+
+
+@functools.cache
 def methods(kind: type) -> frozenset[str]:
     """The names of all methods of a class."""
     return frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
 
 
 def layer_classes(kind: type) -> Iterator[type]:
-    """The class and those below it that are of ComfyUI, torch or one of our own families.
+    """The class and those below it that are of ComfyUI, torch, einops or one of our own families.
 
     Those below it only for a layer that casts its weights: another pack made it, or ComfyUI, for quantised ones, and
     it stands for the plain layer, since its weights come dequantised.
@@ -150,7 +161,7 @@ def layer_classes(kind: type) -> Iterator[type]:
     for base in kind.__mro__ if hasattr(kind, "comfy_cast_weights") else (kind,):
         if base is not kind and getattr(base, "forward", _NO_FORWARD) is _NO_FORWARD:
             continue  # it stands for no layer
-        if base.__module__.split(".")[0] in ("comfy", "torch") or base.__module__.startswith(f"{_FAMILIES}."):
+        if base.__module__.split(".")[0] in ("comfy", "torch", "einops") or base.__module__.startswith(f"{_FAMILIES}."):
             yield base
 
 

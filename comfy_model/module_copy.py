@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from .changed_layers import methods, replaced
+from .changed_layers import left_by_forward, methods, replaced
 from .comfyui_shims import is_of_loading
 from .stored_weights import class_of_copy, tensors_of
 
@@ -56,7 +56,7 @@ def _copy(
     kind = kind or kind_of(type(module))
     copy = kind.__new__(kind)
     torch.nn.Module.__init__(copy)
-    machinery = set(copy.__dict__) | methods(type(module))
+    machinery = set(copy.__dict__) | methods(type(module)) | left_by_forward(type(module))
     copy.__dict__.update(
         {k: v for k, v in module.__dict__.items() if k not in machinery and not is_of_loading(k, v)}
     )

@@ -21,7 +21,7 @@ import torch
 from .. import architectures
 from ..engine_library.manifest import LAYOUT_PREFIX
 from .attention import preference_class
-from .changed_layers import methods
+from .changed_layers import left_by_forward, methods
 from .comfyui_shims import is_of_loading
 from .stored_weights import kept_dtypes
 
@@ -75,7 +75,7 @@ def _lines(module: torch.nn.Module, told: _Told) -> Iterator[str]:
         yield f"{name} is a {_kind(type(layer))}"
         buffers = ((leaf, buffer) for leaf, buffer in sorted(layer._buffers.items()) if buffer is not None)
         yield from (f"{name} {leaf} {_values(buffer)}" for leaf, buffer in buffers)
-        skipped = _MACHINERY | methods(type(layer))
+        skipped = _MACHINERY | methods(type(layer)) | left_by_forward(type(layer))
         yield from (f"{name} {setting}" for setting in _settings(layer.__dict__, skipped, told))
 
 

@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     render.add_argument("workflow", type=Path, help="a workflow, saved with Export (API)")
     render.add_argument("--seeds", required=True, help="such as 1-100 or 7,9,20-30")
     render.add_argument("--out", type=Path, required=True, help="the folder for pictures; what is there is kept")
+    render.add_argument("--inputs", type=Path, help="a folder with the pictures that the workflow reads; they are sent")
     render.add_argument("--url", default=URL, help=f"the farm's address ({URL})")
     render.add_argument("--at-once", type=int, default=0, help="prompts on their way; else one more than workers")
     render.add_argument("--patience", type=float, default=60, help="seconds to wait for a farm that is away (60)")

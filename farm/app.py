@@ -17,8 +17,9 @@ from ray.util.metrics import Counter, Histogram
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from . import access
+from . import access, pictures
 from .comfy import Comfy, ComfyLost, Event
+from .pictures import Pictures
 from .prompts import Prompt, is_prompt, models_key
 from .settings import WorkerSettings
 
@@ -61,12 +62,12 @@ class Worker:
         """Note that this worker has a set of models from now on: ComfyUI loads them when the prompt runs."""
         return key
 
-    async def render(self, prompt: Prompt) -> AsyncIterator[Event]:
-        """Run a workflow and yield its events."""
+    async def render(self, prompt: Prompt, brought: Pictures) -> AsyncIterator[Event]:
+        """Run a workflow, with the pictures that it brought, and yield its events."""
         await self.models(serve.get_multiplexed_model_id())
         began, event = time.monotonic(), {}
         try:
-            async for event in self.comfy.render(prompt):
+            async for event in self.comfy.render(prompt, brought):
                 if event["event"] == "done":
                     event |= {"seconds": round(time.monotonic() - began, 3), "worker": self.comfy.folder.name}
                 yield event
@@ -126,14 +127,19 @@ class Gate:
 
     async def _render(self, request: Request) -> Response:
         try:
-            prompt = (await _body(request))["workflow"]
+            body = await _body(request)
+            prompt = body["workflow"]
         except (ValueError, TypeError, KeyError, RecursionError):
             prompt = None
         if self.draining:
             return _refusal(503, "The farm shuts down and takes no more prompts.")
         if not is_prompt(prompt):
-            return _refusal(400, f'Send {{"workflow": ...}} of at most {MAX_BODY >> 20} MB, in API format.')
-        events = self._events(prompt)
+            return _refusal(400, f'Send {{"workflow": ...}} in API format, {MAX_BODY >> 20} MB at most with pictures.')
+        try:
+            brought = await asyncio.to_thread(pictures.read, body.get("inputs"), prompt)
+        except ValueError as error:
+            return _refusal(400, str(error))
+        events = self._events(prompt, brought)
         first = await anext(events)  # decides the status
         while first["event"] == "worker died":
             first = await anext(events)
@@ -142,7 +148,7 @@ class Gate:
             return JSONResponse({"error": first["error"], "node_errors": first["node_errors"]}, 400)
         return StreamingResponse(_lines(first, events), media_type="application/x-ndjson")
 
-    async def _events(self, prompt: Prompt) -> AsyncIterator[Event]:
+    async def _events(self, prompt: Prompt, brought: Pictures) -> AsyncIterator[Event]:
         """Yield a prompt's events; where its worker dies, another one runs it from the start."""
         worker = self.worker.options(stream=True, multiplexed_model_id=models_key(prompt))
         self.rendering += 1
@@ -150,7 +156,7 @@ class Gate:
             for attempt in range(1, ATTEMPTS + 1):
                 event: Event = {}
                 try:
-                    async for event in worker.render.remote(prompt):
+                    async for event in worker.render.remote(prompt, brought):
                         yield event | ({"attempts": attempt} if event["event"] == "done" else {})
                     return
                 except RayActorError:

@@ -17,6 +17,8 @@ from typing import Any
 
 import aiohttp
 
+from . import folders, pictures
+from .pictures import Pictures
 from .prompts import Prompt, prepared
 from .settings import WorkerSettings
 
@@ -34,7 +36,7 @@ class Comfy:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
-        self.folder = Path(settings.work) / uuid.uuid4().hex[:12]
+        self.folder, self._lock = folders.take(Path(settings.work), settings.farm)
         self.url = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._http: aiohttp.ClientSession | None = None
@@ -50,7 +52,7 @@ class Comfy:
         Raises:
             ComfyLost: it ended, or a workflow failed to warm it.
         """
-        self.folder.mkdir(parents=True)
+        await asyncio.to_thread(folders.remove_left, Path(self.settings.work), self.settings.farm)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -64,14 +66,22 @@ class Comfy:
         while not await self._is_warm():
             await asyncio.sleep(0.2)
 
-    async def render(self, prompt: Prompt) -> AsyncIterator[Event]:
+    async def render(self, prompt: Prompt, brought: Pictures) -> AsyncIterator[Event]:
         """Run a workflow and yield its events; the last one is ``done``, ``failed`` or ``refused``.
+
+        Args:
+            brought: pictures that it reads.
 
         Raises:
             ComfyLost: ComfyUI ended meanwhile.
         """
         name = str(uuid.uuid4())
         try:
+            try:
+                prompt = await asyncio.to_thread(pictures.put, prompt, brought, self._temporary)
+            except OSError as error:
+                yield {"event": "failed", "error": f"The worker cannot write the request's pictures: {error}"}
+                return
             async with self._http.ws_connect("/ws", params={"clientId": name}, max_msg_size=MAX_MESSAGE) as socket_:
                 refused = await self._submit(name, prepared(prompt, name))
                 if refused is not None:
@@ -95,6 +105,12 @@ class Comfy:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(PATIENCE + 5)
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.release()
+
+    @property
+    def _temporary(self) -> Path:
+        """ComfyUI's temporary folder."""
+        return self.folder / "temp"
 
     def _command(self, port: int) -> list[str]:
         base = ["--base-directory", self.settings.base] if self.settings.base else []
@@ -147,11 +163,11 @@ class Comfy:
             told = dict(entry["status"]["messages"]).get("execution_error", {})
             return {"event": "failed", "error": told.get("exception_message", "The prompt was interrupted.").strip(),
                     "node": told.get("node_id"), "node_type": told.get("node_type")}  # fmt: skip
-        pictures, reports = [], []
+        made, reports = [], []
         for node, output in entry["outputs"].items():
             reports += output.get("report", [])
-            pictures += [await self._picture(name, node, file) for file in output.get("images", [])]
-        return {"event": "done", "pictures": pictures, "report": reports}
+            made += [await self._picture(name, node, file) for file in output.get("images", [])]
+        return {"event": "done", "pictures": made, "report": reports}
 
     async def _picture(self, name: str, node: str, file: dict[str, str]) -> dict[str, str]:
         async with self._http.get("/view", params=file) as answer:
@@ -166,7 +182,8 @@ class Comfy:
                             ("/history", {"delete": [name]})):  # fmt: skip
             with contextlib.suppress(aiohttp.ClientError, OSError):
                 await (await self._http.post(route, json=body)).read()
-        shutil.rmtree(self.folder / name, ignore_errors=True)
+        for left in (self.folder / name, self._temporary / pictures.FOLDER):
+            shutil.rmtree(left, ignore_errors=True)
 
     def _log_tail(self) -> str:
         text = (self.folder / "comfyui.log").read_text(encoding="utf-8", errors="replace")

@@ -23,7 +23,7 @@ def is_prompt(data: Any) -> bool:
 
 def models_key(prompt: Prompt) -> str:
     """Return a short text that is the same for workflows with the same model files, whatever their LoRAs."""
-    named = {f"{name}={value}" for _, name, value in _inputs(prompt) if _is_model(value) and "lora" not in name}
+    named = {f"{name}={value}" for _, name, value in inputs_of(prompt) if _is_model(value) and "lora" not in name}
     return hashlib.sha256("\n".join(sorted(named)).encode()).hexdigest()[:16]
 
 
@@ -34,7 +34,7 @@ def with_seed(prompt: Prompt, seed: int) -> Prompt:
         ValueError: it has none.
     """
     seeded, found = copy.deepcopy(prompt), False
-    for inputs, name, value in _inputs(seeded):
+    for inputs, name, value in inputs_of(seeded):
         if name in _SEEDS and isinstance(value, int):
             inputs[name], found = seed, True
     if not found:
@@ -45,7 +45,7 @@ def with_seed(prompt: Prompt, seed: int) -> Prompt:
 def prepared(prompt: Prompt, folder: str) -> Prompt:
     """Return a copy of a workflow whose pictures go to a folder of their own, and which has a report."""
     ready = copy.deepcopy(prompt)
-    for inputs, name, value in _inputs(ready):
+    for inputs, name, value in inputs_of(ready):
         if name == "filename_prefix" and isinstance(value, str):
             inputs[name] = f"{folder}/{value}"
     if all(node["class_type"] != "TRTReport" for node in ready.values()) and (link := _last_link(ready)) is not None:
@@ -55,12 +55,13 @@ def prepared(prompt: Prompt, folder: str) -> Prompt:
 
 def _last_link(prompt: Prompt) -> list[Any] | None:
     """Return a link into a node at the workflow's end, whose result no other node uses."""
-    used = {value[0] for _, _, value in _inputs(prompt) if _is_link(value)}
+    used = {value[0] for _, _, value in inputs_of(prompt) if _is_link(value)}
     ends = (node for key, node in prompt.items() if key not in used)
     return next((value for node in ends for value in node["inputs"].values() if _is_link(value)), None)
 
 
-def _inputs(prompt: Prompt) -> Iterator[tuple[dict[str, Any], str, Any]]:
+def inputs_of(prompt: Prompt) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield each input of a workflow: the inputs of its node, its name, its value."""
     for node in prompt.values():
         for name, value in list(node["inputs"].items()):
             yield node["inputs"], name, value

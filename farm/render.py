@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 from tqdm import tqdm
 
+from .pictures import Pictures, for_request, of_folder
 from .prompts import Prompt, is_prompt, with_seed
 
 log = logging.getLogger("farm")
@@ -42,7 +43,7 @@ def render_batch(arguments: argparse.Namespace, token: str) -> int:
         raise ValueError(f"The workflow cannot be read: {error}") from None
     if not is_prompt(prompt):
         raise ValueError(f"{arguments.workflow} is no workflow in API format: save it with Export (API) in ComfyUI.")
-    batch = Batch(prompt, arguments.out)
+    batch = Batch(prompt, arguments.out, of_folder(prompt, arguments.inputs) if arguments.inputs else {})
     missing = [seed for seed in seeds(arguments.seeds) if not batch.has(seed)]
     failures = asyncio.run(_render(batch, missing, arguments, token))
     for seed, why in sorted(failures.items()):
@@ -71,14 +72,18 @@ def seeds(text: str) -> list[int]:
 class Batch:
     """A folder of pictures of one workflow. A seed's report is written last: where it is, the seed is done."""
 
-    def __init__(self, prompt: Prompt, folder: Path) -> None:
+    def __init__(self, prompt: Prompt, folder: Path, pictures: Pictures) -> None:
         """Open a folder, or make it.
+
+        Args:
+            pictures: those that go with each request.
 
         Raises:
             ValueError: the folder has pictures of another workflow.
         """
-        self.prompt, self.folder = prompt, folder
-        mark = hashlib.sha256(json.dumps(with_seed(prompt, 0), sort_keys=True).encode()).hexdigest()
+        self.prompt, self.folder, self.inputs = prompt, folder, for_request(pictures)
+        made_of = json.dumps(with_seed(prompt, 0), sort_keys=True)
+        mark = hashlib.sha256((made_of + json.dumps(self.inputs, sort_keys=True) * bool(pictures)).encode()).hexdigest()
         folder.mkdir(parents=True, exist_ok=True)
         note = folder / "workflow.sha256"
         if not note.exists():
@@ -112,7 +117,8 @@ async def _render(batch: Batch, missing: list[int], arguments: argparse.Namespac
             async def one(seed: int) -> None:
                 async with turns:
                     try:
-                        batch.keep(seed, await _done(farm, with_seed(batch.prompt, seed), arguments.patience))
+                        body = {"workflow": with_seed(batch.prompt, seed), "inputs": batch.inputs}
+                        batch.keep(seed, await _done(farm, body, arguments.patience))
                     except NotRendered as error:
                         failures[seed] = str(error)
                     bar.update()
@@ -129,8 +135,8 @@ async def _workers(farm: aiohttp.ClientSession) -> int:
         return 0
 
 
-async def _done(farm: aiohttp.ClientSession, prompt: Prompt, patience: float) -> dict[str, Any]:
-    """Return the ``done`` event of a prompt, tried again where the farm is away or busy.
+async def _done(farm: aiohttp.ClientSession, body: dict[str, Any], patience: float) -> dict[str, Any]:
+    """Return the ``done`` event of a request, tried again where the farm is away or busy.
 
     Raises:
         NotRendered: the farm refused it, it failed, or the farm stayed away.
@@ -138,7 +144,7 @@ async def _done(farm: aiohttp.ClientSession, prompt: Prompt, patience: float) ->
     began = time.monotonic()
     while True:
         try:
-            async with farm.post("/render", json={"workflow": prompt}) as answer:
+            async with farm.post("/render", json=body) as answer:
                 if answer.status == 200:
                     last = _last(await answer.read())
                     if last["event"] != "done":

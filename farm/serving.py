@@ -71,6 +71,7 @@ def _serve(arguments: argparse.Namespace, token: str, comfyui_arguments: list[st
         comfyui=str(arguments.comfyui.resolve()),
         python=str(arguments.python.absolute()),  # the link of a virtual environment, not its target
         work=str(arguments.work.resolve() if arguments.work else tempfile.mkdtemp(prefix="hybrid-trt-farm-")),
+        farm=secrets.token_hex(8),
         base=str(arguments.base.resolve()) if arguments.base else "",
         warm=tuple(str(file.resolve()) for file in arguments.warm),
         arguments=(*(["--cpu"] if arguments.cpu else []), *comfyui_arguments),

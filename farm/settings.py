@@ -13,6 +13,7 @@ class WorkerSettings:
         comfyui: ComfyUI's folder, with the pack among its custom nodes.
         python: the interpreter that has ComfyUI's packages.
         work: a folder for logs, and for pictures until they are sent.
+        farm: a name that no other farm has: its workers leave each other's folders alone.
         base: ComfyUI's ``--base-directory``; ``""`` leaves it to ComfyUI.
         warm: API workflows that run before a worker takes prompts, as paths.
         arguments: more arguments for ComfyUI.
@@ -22,6 +23,7 @@ class WorkerSettings:
     comfyui: str
     python: str
     work: str
+    farm: str
     base: str = ""
     warm: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()

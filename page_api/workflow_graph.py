@@ -33,6 +33,8 @@ DECODE, ENCODE = "vae", "vae:encode"
 
 MAX_PICTURES, MAX_NUMBER, MAX_CFG = 16, 100_000, 1e6
 _EMPTY = re.compile("empty.*latent", re.IGNORECASE)
+_OF_VIDEO = {"width", "height", "length", "batch_size"}
+"""A node with all of these inputs makes the latent of a video, with what conditions it as a rule."""
 
 _OF_ONE_PROMPT = {"model", "conditioning"}
 """Links into a guider that samples with one prompt, without CFG."""
@@ -175,17 +177,27 @@ def samplers_of(prompt: Mapping[str, Any], node_id: str, readers: Mapping[str, S
 def picture_of(prompt: Mapping[str, Any], sampler: str) -> Picture | None:
     """Return the picture of a sampler, None where it is not certain or the node is none."""
     if class_of(prompt, sampler) == STREAM:
-        asked = (*_frame_size(prompt, sampler), _frames_at_once(inputs_of(prompt, sampler)))
+        asked = (*_frame_size(prompt, sampler), _frames_at_once(inputs_of(prompt, sampler)), 1)
     else:
-        latent = inputs_of(prompt, sampler).get("latent_image")
-        if not is_link(latent) or not _EMPTY.search(class_of(prompt, latent[0])):
+        made = _makes_latent(prompt, sampler)
+        empty = inputs_of(prompt, made)
+        if not (_EMPTY.search(class_of(prompt, made)) or _OF_VIDEO <= empty.keys()):
             return None
-        empty = inputs_of(prompt, latent[0])
-        asked = (empty.get("width"), empty.get("height"), empty.get("batch_size", 1))
-    width, height, images = (_number(prompt, value) for value in asked)
-    if not all(isinstance(n, int) and 0 < n < MAX_NUMBER for n in (width, height, images)):
+        asked = (empty.get("width"), empty.get("height"), empty.get("batch_size", 1), empty.get("length", 1))
+    width, height, images, length = (_number(prompt, value) for value in asked)
+    if not all(isinstance(n, int) and 0 < n < MAX_NUMBER for n in (width, height, images, length)):
         return None
-    return Picture.sampled(width, height, images, _cfg(prompt, sampler))
+    return Picture.sampled(width, height, images, _cfg(prompt, sampler), length)
+
+
+def _makes_latent(prompt: Mapping[str, Any], sampler: str) -> str:
+    """Return the node that made a sampler's latent, which other samplers may have sampled before with other models."""
+    for _ in range(MAX_DEPTH):
+        latent = inputs_of(prompt, sampler).get("latent_image")
+        if not is_link(latent):
+            break
+        sampler = latent[0]
+    return sampler
 
 
 def _frames_at_once(inputs: Mapping[str, Any]) -> Any:

@@ -70,7 +70,7 @@ def kept_by(model: ModelPatcher, frames: int) -> KeptTokens | None:
     layers = model.get_model_object("diffusion_model").modules()
     if not any(isinstance(layer, BasicTransformerBlock) for layer in layers):
         raise ValueError(
-            "Only UNets (SD 1.5, SD 2, SDXL) can attend to earlier frames, so there are no pictures. "
+            "This kind of model cannot attend to earlier frames, only UNets can, so there are no pictures. "
             "Set 'attend to earlier frames' of TRT Stream to 0."
         )
     kept = KeptTokens(frames)

@@ -75,6 +75,15 @@ def test_a_picture_has_the_tokens_that_its_run_had() -> None:
     assert lacking(picture, [long], [PORTRAIT]) == [[long]]
 
 
+def test_a_node_that_makes_the_latent_of_a_video_tells_its_length() -> None:
+    made = graph(latent_image=["video", 2])
+    made["video"] = {"class_type": "WanImageToVideo", "inputs": {
+        "width": 832, "height": 480, "length": 81, "batch_size": 1}}  # fmt: skip
+    assert asked_pictures(made, "engine", "model") == (Picture(832, 480, (2,), length=81),)
+    del made["video"]["inputs"]["length"]
+    assert asked_pictures(made, "engine", "model") == ()
+
+
 def test_a_network_of_image_tokens_tells_what_lacks_without_telling_a_height() -> None:
     """Of such a call nobody knows which picture it samples."""
 
@@ -126,6 +135,10 @@ def test_a_prompt_tells_its_pictures_with_the_batch_that_cfg_makes_of_them() -> 
     assert asked_pictures(later, "engine", "model") == first, "what comes after its sampler is another's"
     assert asked_pictures(graph(width=["number", 0]), "engine", "model") == (), "what is not certain is not asked for"
     assert asked_pictures(graph(latent_image=["up", 0]), "engine", "model") == ()
+    samplers = {"first": {"class_type": "KSamplerAdvanced", "inputs": {"latent_image": ["empty", 0]}}}
+    assert asked_pictures(graph(latent_image=["first", 0]) | samplers, "engine", "model") == first
+    samplers["first"]["inputs"]["latent_image"] = ["sampler", 0]
+    assert asked_pictures(graph(latent_image=["first", 0]) | samplers, "engine", "model") == (), "a ring"
     assert asked_pictures({"engine": None, "x": {"inputs": {"a": ["engine", 0]}}}, "engine", "model") == ()
 
 

@@ -9,26 +9,43 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import slow
 from PIL import Image, ImageChops
+from shipped_workflows import TRANSFORMERS
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
+#: Calls in eight steps; a ControlNet acts in its range, and a VAE that decodes videos has no engine.
+SAMPLED, DECODED = (8, 0), (1, 0)
+CALLS = {
+    "sd15_two_controlnets": [SAMPLED] * 3 + [DECODED], "flux1_text_to_image": [SAMPLED, DECODED],
+    "flux1_controlnet": [(7, 0), SAMPLED, DECODED], "zimage_text_to_image": [SAMPLED, DECODED],
+    "krea2_text_to_image": [SAMPLED], "qwen_text_to_image": [SAMPLED], "qwen_edit": [SAMPLED],
+}  # fmt: skip
+
+
+def test_there_is_a_demo_of_each_family() -> None:
+    assert set(CALLS) >= set(TRANSFORMERS)
+
+
 @slow.SLOW
-def test_the_demo_shows_the_same_picture_twice_and_says_what_ran_on_engines(environment: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", CALLS)
+def test_the_demo_shows_the_same_picture_twice_and_says_what_ran_on_engines(
+    environment: Any, tmp_path: Path, name: str
+) -> None:
     base, out = tmp_path / "base", tmp_path / "demo"
     (base / "custom_nodes").mkdir(parents=True)
     (base / "custom_nodes" / "hybrid-trt").symlink_to(ROOT, target_is_directory=True)
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "demo.py"), "--out", str(out)], capture_output=True, text=True,
+        [sys.executable, str(ROOT / "tools" / "demo.py"), name, "--out", str(out)], capture_output=True, text=True,
         timeout=600, check=False,
         env=os.environ | {"HYBRID_TRT_COMFYUI": str(environment.comfyui), "HYBRID_TRT_BASE": str(base)})
     assert done.returncode == 0, done.stderr
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     assert 0 < report["latent_rel_err"] <= 1e-5
-    rows = [report["unet"], *report["controlnets"]]
-    assert [(row["engine"], row["native"]) for row in rows] == [(8, 0)] * 3
+    assert [(row["engine"], row["native"]) for row in report["networks"]] == CALLS[name]
     assert report["seconds"].keys() == {"build", "native", "engine"}
     native, engine = (Image.open(path).convert("RGB") for path in report["images"])
     low, high = zip(*native.getextrema(), strict=True)

@@ -93,6 +93,36 @@ def test_progress_is_streamed_and_the_answer_ends_with_pictures_and_report(farm:
 
 
 @needs_ray
+def test_a_request_brings_the_pictures_of_its_workflow(farm: FarmProcess, comfy: ComfyProcess, tmp_path: Path) -> None:
+    """They replace a ControlNet's image; no worker keeps them, and its input folder has none of them."""
+    source = tmp_path / "inputs" / "mine.png"
+    source.parent.mkdir()
+    Image.effect_noise((64, 64), 80).convert("RGB").save(source)
+
+    def controlled(image: str) -> dict[str, Any]:
+        made = work(5)
+        (name,) = (name for name, one in made.items() if one["class_type"] == "TestImage")
+        return made | {name: node("LoadImage", image=image)}
+
+    carried = {"mine.png": base64.b64encode(source.read_bytes()).decode()}
+    status, told = farm.ask("POST", "/render", {"workflow": controlled("mine.png")})
+    assert (status, "LoadImage" in json.dumps(told)) == (400, True), "no worker has it"
+    status, told = farm.ask("POST", "/render", {"workflow": controlled("mine.png"), "inputs": carried | {"b.png": ""}})
+    assert (status, "b.png" in told["error"]["message"]) == (400, True)
+    workflow, out = tmp_path / "workflow.json", tmp_path / "out"
+    workflow.write_text(json.dumps(controlled("mine.png")), encoding="utf-8")
+    with farm.client(str(workflow), "--seeds", "5", "--out", str(out), "--inputs", str(source.parent)) as client:
+        said = client.communicate(timeout=120)[0]
+    assert client.returncode == 0, said
+    shutil.copyfile(source, comfy.base / "input" / "carried.png")
+    (file,) = comfy.queue(controlled("carried.png")).output("picture", "images")
+    expected = pixels(comfy.base / "output" / file["subfolder"] / file["filename"])
+    assert (pixels(out / "5_0.png") == expected).all()
+    assert not (comfy.base / "input" / "mine.png").exists()
+    assert until(lambda: list(farm.work.glob("*/temp/inputs")) == [], 10)
+
+
+@needs_ray
 def test_prometheus_gets_prompts_calls_and_seconds(farm: FarmProcess) -> None:
     before = farm.metrics()
     assert [farm.ask("POST", "/render", {"workflow": work(seed)})[0] for seed in (90, 91)] == [200, 200]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib
 import json
+import re
 import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 from environment import TORCH_PACKAGES
@@ -111,6 +114,80 @@ def test_a_workflow_keeps_its_own_report_and_its_pictures_go_to_a_folder_of_thei
     assert json.dumps(one) == before
 
 
+def reading(*names: str) -> dict[str, Any]:
+    """A workflow that reads pictures."""
+    return {str(number): node("LoadImage", image=name) for number, name in enumerate(names)}
+
+
+def test_a_requests_pictures_are_stored_by_their_content_and_the_workflow_reads_them_there(tmp_path: Path) -> None:
+    pictures, workflow = part("pictures"), reading("a.png", "../../b.JPG", "a.png", "of the worker.png")
+    data = {"a.png": b"one", "../../b.JPG": b"two"}
+    brought = pictures.read(pictures.for_request(data), workflow)
+    assert brought == data
+    before = json.dumps(workflow)
+    ready = pictures.put(workflow, brought, tmp_path / "temp")
+    assert json.dumps(workflow) == before
+    names = [one["inputs"]["image"] for one in ready.values()]
+    files = [f"inputs/{hashlib.sha256(data[name]).hexdigest()}" for name in ("a.png", "../../b.JPG")]
+    assert names == [f"{files[0]}.png [temp]", f"{files[1]}.jpg [temp]", f"{files[0]}.png [temp]", "of the worker.png"]
+    there = {path.relative_to(tmp_path).as_posix(): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert there == {f"temp/{files[0]}.png": b"one", f"temp/{files[1]}.jpg": b"two"}
+    again = pictures.put(reading("c.png"), {"c.png": b"one"}, tmp_path / "temp")
+    assert again["0"] == ready["0"], "the same to ComfyUI"
+
+
+@pytest.mark.fault("a request brings a file that is no picture, or that its workflow does not read")
+def test_a_request_with_a_wrong_picture_is_refused_with_its_name() -> None:
+    read = part("pictures").read
+    assert read(None, reading("a.png")) == {}
+    for carried, words in (
+        (["a.png"], '"inputs" is an object'), ({"b.png": "QQ=="}, "no input of the workflow has this value"),
+        ({"a.sh": "QQ=="}, "'a.sh' is no picture's name"), ({"a.png": "not base64"}, "'a.png' is not in base64"),
+        ({"a.png": 7}, "'a.png' is not in base64"), ({"a.png/../../x.py": "QQ=="}, "is no picture's name"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=re.escape(words)):
+            read(carried, reading("a.png", "a.sh", "a.png/../../x.py"))
+
+
+def test_the_client_sends_pictures_of_its_folder_alone(tmp_path: Path) -> None:
+    inputs, outside = tmp_path / "inputs", tmp_path / "secret.png"
+    (inputs / "deep").mkdir(parents=True)
+    for path in (outside, inputs / "a.png", inputs / "deep" / "b.webp", inputs / "unused.png", inputs / "notes.txt"):
+        path.write_bytes(path.name.encode())
+    (inputs / "link.png").symlink_to(outside)
+    workflow = reading("a.png", "deep/b.webp", "../secret.png", str(outside), "link.png", "notes.txt", "absent.png")
+    assert part("pictures").of_folder(workflow, inputs) == {"a.png": b"a.png", "deep/b.webp": b"b.webp"}
+
+
+WORKER = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from farm import folders
+folder, lock = folders.take(Path(sys.argv[2]), "before")
+print(folder, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.fault("a farm's worker was killed and left its folder")
+def test_folders_of_dead_workers_go_when_a_farm_starts_and_those_of_living_ones_stay(tmp_path: Path) -> None:
+    folders = part("folders")
+    (tmp_path / "mine").mkdir()
+    own, lock = folders.take(tmp_path, "now")
+    lock.release()  # as one of this farm's that was killed: its log is still wanted
+    with subprocess.Popen([sys.executable, "-c", WORKER, str(ROOT), str(tmp_path)], stdout=subprocess.PIPE,
+                          text=True) as worker:  # fmt: skip
+        left = Path(worker.stdout.readline().strip())
+        (left / "comfyui.log").write_text("x", encoding="utf-8")
+        folders.remove_left(tmp_path, "now")
+        assert {path.name for path in tmp_path.iterdir()} == {"mine", own.name, left.name}
+        worker.kill()
+        worker.wait()
+        folders.remove_left(tmp_path, "now")
+    assert {path.name for path in tmp_path.iterdir()} == {"mine", own.name}
+
+
 GATE_WITH_WORKERS_THAT_DIE = """
 import asyncio, json, sys
 from farm.app import Gate
@@ -121,13 +198,13 @@ class Workers:
         self.lives, self.render = list(lives), self
     def options(self, **_):
         return self
-    async def remote(self, prompt):
+    async def remote(self, prompt, brought):
         for event in self.lives.pop(0):
             yield {"event": event}
         raise RayActorError
 
 async def told(*lives):
-    return [event["event"] async for event in Gate.func_or_class(Workers(*lives), "")._events({})]
+    return [event["event"] async for event in Gate.func_or_class(Workers(*lives), "")._events({}, {})]
 
 json.dump([asyncio.run(told(*lives)) for lives in json.loads(sys.argv[1])], sys.stdout)
 """

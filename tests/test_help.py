@@ -48,6 +48,17 @@ def test_help_names_settings_by_the_labels_that_the_node_shows(comfy: ComfyProce
         assert len(named) == (6 if node == "TRTVAEEngine" else 10)
 
 
+@pytest.mark.parametrize("language", ["en", "zh"])
+@pytest.mark.parametrize("node", ["TRTAccelerate", "TRTUNetEngine"])
+def test_help_names_each_family_of_models_that_has_engines(node: str, language: str) -> None:
+    code = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "architectures").glob("*.py"))
+    families = set(re.findall(r'\bSizes\("([^"]+)"', code)) - {"VAE"}
+    assert len(families) >= 7
+    (line,) = re.findall(r"^(?:These models have engines: |以下模型有引擎：)(.+)", (
+        ROOT / "js" / "docs" / node / f"{language}.md").read_text(encoding="utf-8"), re.M)
+    assert {family for family in families if family not in line} == set()
+
+
 def test_chinese_names_cover_every_node_and_input(comfy: ComfyProcess) -> None:
     served = comfy.get("/i18n")["zh"]["nodeDefs"]
     info = comfy.object_info()

@@ -35,6 +35,8 @@ FLUX_VAE = "tiny_flux_kl"
 SD15 = Scenario(width=64, height=64, controls=(), settings=BUILD, steps=2)
 QWEN = SD15.but(family="qwen", unet="tiny_qwen_image", loader="TestTokenNetwork")
 KREA2 = SD15.but(family="krea2", unet="tiny_krea2")
+ANIMA = SD15.but(family="anima", unet="tiny_anima", loader="TestTokenNetwork")
+WAN = SD15.but(family="wan", unet="tiny_wan", length=9)
 
 def union(kind: str, image: int = 1, strength: float = 0.8, before: bool = False, file: str = "tiny_sdxl_a") -> Control:
     """A union ControlNet whose type is set in front of its engine node, or behind it."""
@@ -104,6 +106,16 @@ KINDS = {
         KREA2.but(width=136, height=120, batch=2, tokens=(77, 77)),
         KREA2.but(tokens=(130, 9), settings=TORCH),
     ]),
+    "Anima": Kind([
+        ANIMA, ANIMA.but(width=136, height=120, batch=2), ANIMA.but(settings=TORCH, tokens=(130, 9)),
+    ]),
+    "Wan 2.1 and 2.2 (text and image to video)": Kind([
+        WAN.but(width=104, height=72),
+        WAN.but(unet="tiny_wan22_i2v", batch=2),
+        WAN.but(unet="tiny_wan22_5b", length=0, width=96),
+        WAN.but(settings=TORCH, length=13, tokens=(130, 130)),
+    ]),
+    "VACE of Wan": Kind([WAN.but(unet="tiny_wan_vace"), WAN.but(unet="tiny_wan_vace", settings=TORCH, cfg=1.0)]),
     "fp8 checkpoints (`comfy_quant`, `scaled_fp8`)": Kind([
         QUANTISED.but(unet="tiny_sdxl_fp8_unet"),
         SD15.but(unet="tiny_sd15_quantised_unet", settings=TORCH, controls=(Control("tiny_sd15_flat_a", 1, 0.7),)),
@@ -139,6 +151,13 @@ KINDS = {
         FLUX.but(controls=(union("depth", 2, 0.6, file="tiny_flux1_union"), Control("tiny_flux1_a", 1, 0.4)),
                  vae=FLUX_VAE, batch=2, apply="stock", settings=TORCH),
     ]),
+    "ControlNets of Flux.1 (XLabs, Mistoline)": Kind([
+        FLUX.but(controls=(Control("tiny_flux1_xlabs", 1, 0.7),)),
+        FLUX.but(controls=(Control("tiny_flux1_mistoline", 1, 0.7), Control("tiny_flux1_xlabs", 2, 0.5, 0.0, 0.5)),
+                 cfg=3.0, width=144, height=80),
+        FLUX.but(controls=(Control("tiny_flux1_mistoline", 2, 0.6), Control("tiny_flux1_a", 1, 0.4)), vae=FLUX_VAE,
+                 batch=2, apply="stock", settings=TORCH),
+    ]),
     "Control-LoRAs": Kind([SD15.but(controls=(Control("tiny_sd15_control_lora", 1, 0.5), A))], "unsupported model"),
 }  # fmt: skip
 
@@ -152,6 +171,8 @@ ELSEWHERE = {
     "inpainting and instruct-pix2pix UNets", "union ControlNets",  # further below
     "Qwen-Image and Qwen-Image-Edit",  # ``test_qwen_image.py``
     "Krea 2",  # ``test_krea2.py``
+    "Anima",  # ``test_anima.py``
+    "Wan 2.1 and 2.2 (text and image to video)", "VACE of Wan",  # ``test_wan.py``
     "Flux.1 (dev, schnell, Kontext, Fill)",  # ``test_flux_prompts.py``
 }
 """Kinds of which other tests compare a whole prompt with native too."""

@@ -1,4 +1,4 @@
-"""Z-Image with Fun control: what no engine computes is native's, and a reason names it; the view of the page."""
+"""Z-Image with Fun control: native computes what an engine does not, and a reason names it; the view of the page."""
 
 from __future__ import annotations
 

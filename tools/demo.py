@@ -1,7 +1,8 @@
-"""The shipped SD1.5 workflow twice in a real ComfyUI: native, and with UNet and ControlNets on engines.
+"""A shipped workflow twice in a real ComfyUI: native, and with its model, ControlNets and VAE on engines.
 
 Tiny random models stand in for real ones, so the pictures are abstract; what counts is that they are the same. The
-workflow is the one in workflows/, loaded as a user would load it: only model names, size and steps are changed.
+workflow is the one in workflows/, loaded as a user would load it: only model names, size and steps are changed. No text
+encoder of a transformer is tiny, so random prompts stand in for those too.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ from typing import Any
 import numpy
 from comfy_process import ComfyProcess, History
 from safetensors.numpy import load_file
+from tiny_prompts import without_text_encoders
+from workflow_recipes import RECIPES, TINY, with_tiny_models
 from workflow_to_prompt import Prompt, bypass, set_widget, to_prompt
+from workflow_transformers import TRANSFORMERS
 
 ROOT = Path(__file__).resolve().parent.parent
-WORKFLOW = ROOT / "workflows" / "SD 1.5 - two ControlNets.json"
-TOOLS = ROOT / "tools"
+TITLES = {recipe.name: recipe.title for recipe in RECIPES}
+USUAL = "sd15_two_controlnets"
+WORKFLOWS = (USUAL, *(recipe.name for recipe in TRANSFORMERS))
+TOOLS, TEST_NODES = ROOT / "tools", ROOT / "tests" / "comfy_test_nodes"
 MAX_ERROR = 1e-5
 ENGINE_NODES = ("TRTAccelerate", "TRTReport", "PreviewImage")
 """Our nodes that have a part in the engine run only, and the stock node that shows the report's picture."""
@@ -59,21 +65,19 @@ def saying(text: str) -> Iterator[None]:
         ticker.join()
 
 
-def demo_prompt(object_info: dict[str, Any], engines: bool, seed: int) -> Prompt:
-    """The shipped workflow as an API prompt for the tiny models, with the latent saved too.
+def demo_prompt(name: str, object_info: dict[str, Any], engines: bool, seed: int) -> Prompt:
+    """A shipped workflow as an API prompt for the tiny models, with the latent saved too.
 
     Args:
         engines: as shipped; otherwise with all engine nodes bypassed, so that nothing of ours computes.
     """
-    workflow = json.loads(WORKFLOW.read_text(encoding="utf-8"))
+    shipped = json.loads((ROOT / "workflows" / f"{TITLES[name]}.json").read_text(encoding="utf-8"))
+    workflow = with_tiny_models(shipped, object_info)
     changes: dict[tuple[str, str], Any] = {
-        ("CheckpointLoaderSimple", "ckpt_name"): "tiny_sd15.safetensors",
-        ("EmptyLatentImage", "width"): SIZE,
-        ("EmptyLatentImage", "height"): SIZE,
         ("KSampler", "steps"): STEPS,
         ("KSampler", "seed"): seed,
         ("TRTAccelerate", "when_missing"): "build now",
-        ("TRTAccelerate", "min_size"): SIZE // 2,  # a picture smaller than what fits SD1.5
+        ("TRTAccelerate", "min_size"): SIZE // 2,  # a picture smaller than what fits the family
         ("TRTAccelerate", "opt_size"): SIZE,
         ("TRTAccelerate", "max_size"): SIZE * 2,
     }
@@ -82,11 +86,8 @@ def demo_prompt(object_info: dict[str, Any], engines: bool, seed: int) -> Prompt
     if not engines:
         bypass(workflow, ENGINE_NODES)
     prompt = to_prompt(workflow, object_info)
-    loaders = {"ControlNetLoader": "tiny_sd15_{}.safetensors", "LoadImage": "control_{}.png"}
-    for (class_type, pattern), widget in zip(loaders.items(), ("control_net_name", "image"), strict=True):
-        nodes = [n for n in prompt.values() if n["class_type"] == class_type]
-        for node, letter in zip(nodes, "ab", strict=True):
-            node["inputs"][widget] = pattern.format(letter)
+    if name != USUAL:
+        prompt = without_text_encoders(prompt)
     sampler = next(i for i, n in prompt.items() if n["class_type"] == "KSampler")
     prompt["latent"] = {
         "class_type": "SaveLatent",
@@ -118,12 +119,27 @@ def keep_image(comfy: ComfyProcess, history: History, prompt: Prompt, target: Pa
     return target
 
 
-def make_models(comfyui: Path, base: Path) -> None:
+def make_models(name: str, comfyui: Path, base: Path) -> None:
     """Tiny models and control images where ComfyUI finds them."""
-    names = ["tiny_sd15", "tiny_sd15_a", "tiny_sd15_b"]
+    names = ["tiny_sd15", "tiny_sd15_a", "tiny_sd15_b"] if name == USUAL else sorted(set(TINY.values()))
     folders = ["--comfyui", str(comfyui), "--models", str(base / "models"), "--input", str(base / "input")]
     command = [sys.executable, str(TOOLS / "tiny_models.py"), *folders, *names]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+@contextlib.contextmanager
+def with_test_nodes(name: str, base: Path) -> Iterator[None]:
+    """Have ComfyUI load the nodes that stand in for text encoders, where a workflow needs them."""
+    link = base / "custom_nodes" / TEST_NODES.name
+    needed = name != USUAL and not link.exists()
+    if needed:
+        link.unlink(missing_ok=True)
+        link.symlink_to(TEST_NODES, target_is_directory=True)
+    try:
+        yield
+    finally:
+        if needed:
+            link.unlink()
 
 
 def build_seconds(base: Path) -> float:
@@ -132,19 +148,25 @@ def build_seconds(base: Path) -> float:
     return sum(sum(json.loads(path.read_text(encoding="utf-8"))["seconds"].values()) for path in manifests)
 
 
-def run(comfy: ComfyProcess, out: Path) -> dict[str, Any]:
+def asked(prompt: Prompt) -> int:
+    """Count the networks that a workflow asks engines for."""
+    (node,) = (n for n in prompt.values() if n["class_type"] == "TRTAccelerate")
+    return sum(name in ("model", "vae") or name.startswith("control_net") for name in node["inputs"])
+
+
+def run(name: str, comfy: ComfyProcess, out: Path) -> dict[str, Any]:
     """Sample natively and through engines; returns the report. Both pictures go to ``out``."""
     info = comfy.object_info()
-    say("sampling natively, twice")
-    comfy.queue(demo_prompt(info, engines=False, seed=WARM_UP_SEED))
-    native_prompt = demo_prompt(info, engines=False, seed=SEED)
+    say(f"sampling '{TITLES[name]}' natively, twice")
+    comfy.queue(demo_prompt(name, info, engines=False, seed=WARM_UP_SEED))
+    native_prompt = demo_prompt(name, info, engines=False, seed=SEED)
     native = comfy.queue(native_prompt)
     expected = latent(comfy, native, native_prompt)
 
-    with saying("building four engines (UNet, two ControlNets and VAE), then sampling on them"):
-        comfy.queue(demo_prompt(info, engines=True, seed=WARM_UP_SEED), timeout=900)
+    engine_prompt = demo_prompt(name, info, engines=True, seed=SEED)
+    with saying(f"building {asked(engine_prompt)} engines, then sampling on them"):
+        comfy.queue(demo_prompt(name, info, engines=True, seed=WARM_UP_SEED), timeout=900)
     say("sampling on the engines again, now that they are there")
-    engine_prompt = demo_prompt(info, engines=True, seed=SEED)
     engine = comfy.queue(engine_prompt)
     found = latent(comfy, engine, engine_prompt)
     counts = outputs_of(engine, engine_prompt, "TRTReport")["report"][0]
@@ -152,13 +174,14 @@ def run(comfy: ComfyProcess, out: Path) -> dict[str, Any]:
     error = numpy.linalg.norm(found.astype(float) - expected) / numpy.linalg.norm(expected.astype(float))
     kept = ("name", "engine", "native", "reasons")
     return {
+        "workflow": TITLES[name],
         "latent_rel_err": float(error) if numpy.isfinite(found).all() else float("inf"),
         "images": [
             str(keep_image(comfy, native, native_prompt, out / "native.png")),
             str(keep_image(comfy, engine, engine_prompt, out / "engine.png")),
         ],
-        "unet": counts["unet"],
-        "controlnets": [{key: row[key] for key in kept} for row in counts["controlnets"]],
+        "asked": asked(engine_prompt),
+        "networks": [{key: row[key] for key in kept} for row in counts["rows"]],
         "seconds": {
             "build": round(build_seconds(comfy.base), 2),
             "native": round(native.seconds, 2),
@@ -169,13 +192,14 @@ def run(comfy: ComfyProcess, out: Path) -> dict[str, Any]:
 
 def failures(report: dict[str, Any]) -> list[str]:
     """List what the demo promises and this run did not keep, a sentence each."""
-    wrong = []
+    wrong, rows = [], report["networks"]
     if not report["latent_rel_err"] <= MAX_ERROR:
         wrong.append(f"the latents differ by {report['latent_rel_err']:.1e}, more than {MAX_ERROR:.0e}")
-    if len(report["controlnets"]) != 2:
-        wrong.append(f"{len(report['controlnets'])} ControlNets were asked for an engine instead of 2")
-    for name, row in [("the UNet", report["unet"]), *((row["name"], row) for row in report["controlnets"])]:
+    if len(rows) < report["asked"]:
+        wrong.append(f"{len(rows)} networks ran, and {report['asked']} were asked for an engine")
+    for row in rows:
         if row["native"] or not row["engine"]:
+            name = row["name"]
             wrong.append(f"{name} ran {row['engine']} calls on its engine and {row['native']} native {row['reasons']}")
     return wrong
 
@@ -183,9 +207,8 @@ def failures(report: dict[str, Any]) -> list[str]:
 def table(report: dict[str, Any]) -> str:
     """The report for people."""
     seconds = report["seconds"]
-    lines = [f"{'network':28}{'on engine':>10}{'native':>8}"]
-    for name, row in [("UNet", report["unet"]), *((row["name"], row) for row in report["controlnets"])]:
-        lines.append(f"{name:28}{row['engine']:>10}{row['native']:>8}")
+    lines = [f"{'network':40}{'on engine':>10}{'native':>8}"]
+    lines += [f"{row['name']:40}{row['engine']:>10}{row['native']:>8}" for row in report["networks"]]
     lines += [
         "",
         f"difference of the latents    {report['latent_rel_err']:.1e} (limit {MAX_ERROR:.0e})",
@@ -199,22 +222,23 @@ def table(report: dict[str, Any]) -> str:
 def main() -> int:
     """Run the demo; 0 when the pictures agree and everything ran on engines."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("workflow", nargs="?", choices=WORKFLOWS, default=USUAL, help=f"which one; without: {USUAL}")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "demo", help="folder for pictures and report.json")
-    out: Path = parser.parse_args().out.resolve()
+    options = parser.parse_args()
+    out, name = options.out.resolve(), options.workflow
     comfyui, base = Path(os.environ["HYBRID_TRT_COMFYUI"]), Path(os.environ["HYBRID_TRT_BASE"])
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("report.json", "native.png", "engine.png"):
-        (out / name).unlink(missing_ok=True)  # what is there afterwards is of this run
+    for file in ("report.json", "native.png", "engine.png"):
+        (out / file).unlink(missing_ok=True)  # what is there afterwards is of this run
     # engines of earlier runs would hide a broken build
     shutil.rmtree(base / "models" / "trt_engines", ignore_errors=True)
     with saying("making tiny random models"):
-        make_models(comfyui, base)
-    with saying("starting ComfyUI"):
-        comfy = ComfyProcess(comfyui, base, log=out / "comfyui.log").start()
-    try:
-        report = run(comfy, out)
-    finally:
-        comfy.stop()
+        make_models(name, comfyui, base)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(with_test_nodes(name, base))
+        with saying("starting ComfyUI"):
+            comfy = stack.enter_context(ComfyProcess(comfyui, base, log=out / "comfyui.log"))
+        report = run(name, comfy, out)
     path = out / "report.json"
     path.write_text(json.dumps(report, indent=1), encoding="utf-8")
     print(table(report))

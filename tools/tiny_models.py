@@ -26,12 +26,15 @@ from typing import TYPE_CHECKING, Any
 from tiny_recipes import RECIPES, Part, Recipe
 from tiny_transformers import (
     Shapes,
+    anima_shapes,
     flux_controlnet_shapes,
+    flux_pixel_controlnet_shapes,
     flux_shapes,
     krea2_shapes,
     qwen_image_control_shapes,
     qwen_image_shapes,
     shapes_of,
+    wan_shapes,
     zimage_lora_shapes,
     zimage_shapes,
 )
@@ -188,7 +191,8 @@ def _draw_vae(part: Part, name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 def _draw_controlnet(part: Part, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """As `_draw`, with a loud hint encoder: eight plain layers would leave under 1 % of the image in the residuals."""
-    return _draw(part, name, shape, gain=1.65 if name.startswith("input_hint_block.") else 1.0)
+    loud = name.startswith(("input_hint_block.", "input_cond_block."))
+    return _draw(part, name, shape, gain=1.65 if loud else 1.0)
 
 
 def _draw_quantised(part: Part, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -352,10 +356,13 @@ _SHAPES: dict[str, Callable[[dict[str, Any]], Shapes]] = {
     "lora": _lora_shapes, "zimage": zimage_shapes, "quantised_unet": _quantised_shapes,
     "quantised_zimage": partial(_quantised_shapes, of=zimage_shapes), "zimage_lora": zimage_lora_shapes,
     "flux": flux_shapes, "flux_controlnet": flux_controlnet_shapes,
+    "flux_pixel_controlnet": flux_pixel_controlnet_shapes,
     "quantised_flux": partial(_quantised_shapes, of=flux_shapes), "flux_lora": _flux_lora_shapes,
-    "qwen_image": qwen_image_shapes, "krea2": krea2_shapes, "qwen_image_control": qwen_image_control_shapes}
+    "qwen_image": qwen_image_shapes, "krea2": krea2_shapes, "qwen_image_control": qwen_image_control_shapes,
+    "wan": wan_shapes, "anima": anima_shapes}
 _DRAW: dict[str, Callable[[Part, str, tuple[int, ...]], torch.Tensor]] = {
-    "taesd": _draw_taesd, "vae": _draw_vae, "controlnet": _draw_controlnet, "control_lora": _draw_low_rank,
+    "taesd": _draw_taesd, "vae": _draw_vae, "controlnet": _draw_controlnet,
+    "flux_pixel_controlnet": _draw_controlnet, "control_lora": _draw_low_rank,
     "lora": _draw_low_rank, "flux_lora": _draw_low_rank,
     **dict.fromkeys(("quantised_unet", "quantised_zimage", "quantised_flux"), _draw_quantised)}
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiny_transformers import FLUX1, FLUX2, KREA2, QWEN_IMAGE, ZIMAGE
+from tiny_transformers import ANIMA, FLUX1, FLUX2, KREA2, QWEN_IMAGE, WAN, WAN_5B, WAN_I2V, WAN_VACE, ZIMAGE
 
 #: Raise this when the drawing of weights changes, so that files made before are made again.
 RECIPE_VERSION = 1
@@ -97,6 +97,15 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("controlnet/tiny_qwen_image_control.safetensors", (
         Part("qwen_image_control", 93, QWEN_IMAGE | {"in_channels": 64, "num_layers": 1}),)),
     Recipe("diffusion_models/tiny_krea2.safetensors", (Part("krea2", 92, KREA2),)),
+    Recipe("diffusion_models/tiny_anima.safetensors", (Part("anima", 94, ANIMA | {"model_channels": 256}),)),
+    Recipe("diffusion_models/tiny_wan.safetensors", (Part("wan", 95, WAN),)),
+    Recipe("diffusion_models/tiny_wan_low_noise.safetensors", (Part("wan", 96, WAN),)),
+    Recipe("diffusion_models/tiny_wan_i2v.safetensors", (Part("wan", 97, WAN_I2V),)),
+    Recipe("diffusion_models/tiny_wan_flf2v.safetensors", (
+        Part("wan", 98, WAN_I2V | {"flf_pos_embed_token_number": 514}),)),
+    Recipe("diffusion_models/tiny_wan22_i2v.safetensors", (Part("wan", 99, WAN | {"in_dim": 36}),)),
+    Recipe("diffusion_models/tiny_wan22_5b.safetensors", (Part("wan", 100, WAN_5B),)),
+    Recipe("diffusion_models/tiny_wan_vace.safetensors", (Part("wan", 101, WAN_VACE),)),
     Recipe("vae/tiny_sdxl_taesd.safetensors", (Part("taesd", 1, {"scale": 0.13025}),)),
     Recipe("vae/tiny_kl.safetensors", (Part("vae", 81, {"decoder_ch": 32}),)),
     Recipe("vae/tiny_flux_kl.safetensors", (Part("vae", 82, {"decoder_ch": 32, "z_channels": 16}),)),
@@ -118,6 +127,10 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("controlnet/tiny_flux1_union.safetensors", (
         Part("flux_controlnet", 45, FLUX1 | {"depth_single_blocks": 1, "control_latent_channels": 16,
                                              "num_union_modes": 7}),)),
+    Recipe("controlnet/tiny_flux1_xlabs.safetensors", (
+        Part("flux_pixel_controlnet", 46, FLUX1 | {"depth_single_blocks": 0}),)),
+    Recipe("controlnet/tiny_flux1_mistoline.safetensors", (
+        Part("flux_pixel_controlnet", 47, FLUX1 | {"depth_single_blocks": 1, "mistoline": True}),)),
     Recipe("controlnet/tiny_sd15_t2i.safetensors", (Part("t2i_adapter", 51),)),
     Recipe("controlnet/tiny_sd15_control_lora.safetensors", (Part("control_lora", 61, SD15 | {"rank": 4}),)),
     Recipe("loras/tiny_sd15_lora.safetensors", (Part("lora", 71, SD15 | {"rank": 4}),)),

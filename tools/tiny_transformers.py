@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,6 +36,19 @@ QWEN_IMAGE = {"attention_head_dim": 32, "num_attention_heads": 2, "joint_attenti
 #: ComfyUI has heads of 128 features in Krea 2, and 20 heads in what reads the prompt. Two queries share keys here.
 KREA2 = {"features": 256, "heads": 2, "kvheads": 1, "layers": 2, "txtdim": 80, "txtlayers": 3}
 
+#: ComfyUI has heads of 128 features in Wan, and prompts of 4096 features.
+WAN = {"model_type": "t2v", "dim": 256, "ffn_dim": 256, "num_heads": 2, "num_layers": 2, "in_dim": 16, "out_dim": 16}
+WAN_I2V = WAN | {"model_type": "i2v", "in_dim": 36}
+WAN_VACE = WAN | {"model_type": "vace", "num_layers": 4, "vace_layers": 2, "vace_in_dim": 96}
+WAN_5B = WAN | {"in_dim": 48, "out_dim": 48}
+
+#: What ComfyUI reads off no file of Anima, and the rest of its sizes. What makes its prompts ready is small: ComfyUI
+#: has just one size of it, and runs it by itself.
+ANIMA = {"num_blocks": 2, "num_heads": 2}
+_ANIMA = {"max_img_h": 240, "max_img_w": 240, "max_frames": 128, "in_channels": 16, "out_channels": 16,
+          "patch_spatial": 2, "patch_temporal": 1, "crossattn_emb_channels": 1024, "pos_emb_cls": "rope3d",
+          "use_adaln_lora": True}
+_ANIMAS_ADAPTER = {"source_dim": 64, "target_dim": 16, "model_dim": 32, "num_layers": 1, "num_heads": 2}
 
 
 def let_comfyui_load_zimage() -> None:
@@ -50,6 +65,19 @@ def let_comfyui_load_zimage() -> None:
 
     if own.__name__ != with_more_sizes.__name__:
         model_detection.detect_unet_config = with_more_sizes
+
+
+@contextmanager
+def small_anima_adapter() -> Iterator[None]:
+    """Inside, ComfyUI makes Anima's adapter for prompts as small as in the tiny file."""
+    from comfy.ldm.anima import model
+
+    own = model.LLMAdapter
+    model.LLMAdapter = partial(own, **_ANIMAS_ADAPTER)
+    try:
+        yield
+    finally:
+        model.LLMAdapter = own
 
 
 def shapes_of(build: Callable[[], torch.nn.Module]) -> Shapes:
@@ -109,6 +137,18 @@ def flux_controlnet_shapes(config: dict[str, Any]) -> Shapes:
     return shapes | {name: shape for name, shape in net.items() if name not in named}
 
 
+def flux_pixel_controlnet_shapes(config: dict[str, Any]) -> Shapes:
+    """A ControlNet that takes pixels, in the names of XLabs, or of Mistoline with ``mistoline``."""
+    import comfy.ops
+    from comfy.ldm.flux.controlnet import ControlNetFlux
+
+    net = shapes_of(lambda: ControlNetFlux(**config, operations=comfy.ops.disable_weight_init))
+    theirs = {"_norm.weight": "_norm.scale"}
+    if config.get("mistoline"):
+        theirs["controlnet_single_blocks."] = "single_controlnet_blocks."
+    return {reduce(lambda now, pair: now.replace(*pair), theirs.items(), name): shape for name, shape in net.items()}
+
+
 def qwen_image_shapes(config: dict[str, Any]) -> Shapes:
     """Names and shapes of a Qwen-Image's weights."""
     import comfy.ops
@@ -131,3 +171,23 @@ def krea2_shapes(config: dict[str, Any]) -> Shapes:
     from comfy.ldm.krea2.model import SingleStreamDiT
 
     return shapes_of(lambda: SingleStreamDiT(**config, operations=comfy.ops.disable_weight_init))
+
+
+def wan_shapes(config: dict[str, Any]) -> Shapes:
+    """Names and shapes of a Wan's weights."""
+    import comfy.ops
+    from comfy.ldm.wan.model import VaceWanModel, WanModel
+
+    config = dict(config, operations=comfy.ops.disable_weight_init)
+    if config["model_type"] == "vace":
+        return shapes_of(lambda: VaceWanModel(**config))
+    return shapes_of(lambda: WanModel(**config))
+
+
+def anima_shapes(config: dict[str, Any]) -> Shapes:
+    """Names and shapes of an Anima's weights."""
+    import comfy.ops
+    from comfy.ldm.anima.model import Anima
+
+    with small_anima_adapter():
+        return shapes_of(lambda: Anima(**_ANIMA, **config, operations=comfy.ops.disable_weight_init))

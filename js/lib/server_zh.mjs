@@ -73,6 +73,7 @@ const PHRASES = [
     [/comparing batch (\d+) with the normal model/, "与普通模型比较（批量 $1）"], ["comparing with the normal model", "与普通模型比较"], [/^measuring\b/, "测量"], [/^saving\b/, "保存"], [/^building with (\w+)/, "用 $1 构建"],
     // an engine in figures
     [/up to (\d+) images/g, "最多 $1 张图像"], [/\b(\d+) images?\b/g, "$1 张图像"], [/(\d+) (?:to|-) (\d+) px/g, "$1 到 $2 像素"], [/(\d+) px/g, "$1 像素"], [/(\d+) tokens/g, "$1 词元"], [/\bbatch (\d+)/g, "批量 $1"],
+    [/up to (\d+) latent frames/g, "最多 $1 个潜空间帧"], [/(\d+) latent frames?/g, "$1 个潜空间帧"], [/(\d+) control videos/g, "$1 个控制视频"],
     ["takes any LoRA", "适用任意 LoRA"], [" on live weights", "（实时权重）"], [/compiled for /, "已编译 "],
 ];
 

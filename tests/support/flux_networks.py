@@ -58,15 +58,21 @@ CONTROLS: dict[str, dict[str, Any]] = {
     "without_singles": {"depth": 2, "depth_single_blocks": 0, "guidance_embed": False},
     "union": {"depth": 2, "depth_single_blocks": 0, "num_union_modes": 7},
     "inpaint": {"depth": 1, "depth_single_blocks": 0, "control_latent_channels": 17},
-}
-"""Layouts of ControlNets that take a latent, as they differ from Flux.1's model."""
+    "xlabs": {"depth": 2, "depth_single_blocks": 0, "latent_input": False, "control_latent_channels": None},
+    "mistoline": {"depth": 3, "depth_single_blocks": 2, "latent_input": False, "control_latent_channels": None,
+                  "mistoline": True},
+}  # fmt: skip
+"""Layouts of ControlNets as they differ from Flux.1's model. The last two take pixels, the others a latent."""
+PIXELS = ("xlabs", "mistoline")
 
 
 def control_network(layout: str, dtype: torch.dtype = torch.float32) -> NativeNetwork:
-    """A random ControlNet of a layout for ``FLUX1``, whose latent has 16 channels."""
+    """A random ControlNet of a layout for ``FLUX1``, whose latent has 16 channels. Hint encoders are loud."""
     config = FLUX1 | {"latent_input": True, "control_latent_channels": 16} | CONTROLS[layout]
     module = ControlNetFlux(**config, dtype=dtype, device=CPU, operations=comfy.ops.disable_weight_init)
     random_weights(module, dtype)
+    for name, p in module.named_parameters():
+        p.data *= 2.0 if name.startswith(("input_hint_block", "input_cond_block")) else 1.0
     module.eval().requires_grad_(False)
     return NativeNetwork(ModelPatcher(module, CPU, CPU), module, "", dtype, layout, Role.CONTROLNET)
 
@@ -76,7 +82,11 @@ def control_call(net: NativeNetwork, hints: int = 1, **changes: Any) -> dict[str
     given, types = call(net, **{name: v for name, v in changes.items() if name != "control_type"}), {}
     channels = net.module.pos_embed_input.in_features // 4
     generator = torch.Generator().manual_seed(9)
-    hint = torch.randn(hints, channels, *given["x"].shape[2:], generator=generator).to(net.dtype)
+    height, width = given["x"].shape[2:]
+    if net.module.latent_input:
+        hint = torch.randn(hints, channels, height, width, generator=generator).to(net.dtype)
+    else:
+        hint = torch.rand(hints, 3, 8 * height, 8 * width, generator=generator).to(net.dtype)
     if "control_type" in changes:
         types["control_type"] = changes["control_type"]
     timesteps = given.pop("timestep").to(net.dtype)

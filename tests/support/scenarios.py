@@ -14,7 +14,8 @@ Link = list[Any]
 
 CONDITIONING = {"sd15": {"width": 768, "pooled": 0}, "sdxl": {"width": 2048, "pooled": 1280},
                 "zimage": {"width": 64, "pooled": 0}, "flux1": {"width": 64, "pooled": 32},
-                "qwen": {"width": 48, "pooled": 0}, "krea2": {"width": 240, "pooled": 0}}
+                "qwen": {"width": 48, "pooled": 0}, "krea2": {"width": 240, "pooled": 0},
+                "wan": {"width": 4096, "pooled": 0}, "anima": {"width": 1024, "pooled": 0}}
 SETTINGS = {
     "when_missing": "use native",
     "min_size": 64,
@@ -54,6 +55,7 @@ class Scenario:
 
     Attributes:
         tokens: prompt lengths of positive and negative.
+        length: frames of a video; 0 for a picture.
         loader: class of the node that loads the model.
         area: whether a second positive prompt acts on a part of the picture only.
         patches: model nodes after the sampler patch: (class, inputs without the model).
@@ -72,6 +74,7 @@ class Scenario:
     width: int = 128
     height: int = 128
     batch: int = 1
+    length: int = 0
     tokens: tuple[int, int] = (77, 77)
     area: bool = False
     steps: int = 4
@@ -117,7 +120,7 @@ def prompt(scenario: Scenario, engines: bool, name: str) -> Prompt:
         "unet": node(s.loader, unet_name=unet, weight_dtype="default"),
         "positive": node("TestConditioning", tokens=s.tokens[0], seed=1, **CONDITIONING[s.family]),
         "negative": node("TestConditioning", tokens=s.tokens[1], seed=2, **CONDITIONING[s.family]),
-        "latent": node("EmptyLatentImage", width=s.width, height=s.height, batch_size=s.batch),
+        "latent": _latent(s),
         "save": node("TestSaveLatent", latent=["sampler", 0], name=name),
         **s.parts,
     }
@@ -130,6 +133,11 @@ def prompt(scenario: Scenario, engines: bool, name: str) -> Prompt:
     if engines:
         built["report"] = node("TRTReport", after=["sampler", 0])
     return built
+
+
+def _latent(s: Scenario) -> dict[str, Any]:
+    sizes = {"width": s.width, "height": s.height, "batch_size": s.batch}
+    return node("EmptyHunyuanLatentVideo", **sizes, length=s.length) if s.length else node("EmptyLatentImage", **sizes)
 
 
 def _models(built: Prompt, s: Scenario, engines: bool) -> Link:

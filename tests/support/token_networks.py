@@ -15,7 +15,7 @@ import tiny_transformers
 from comfy import model_detection
 from comfy.model_patcher import ModelPatcher
 
-NOT_IN_FILES = {"qwen_image": tiny_transformers.QWEN_IMAGE}
+NOT_IN_FILES = {"qwen_image": tiny_transformers.QWEN_IMAGE, "anima": tiny_transformers.ANIMA}
 """ComfyUI's name of a family -> the sizes of the tiny one that it takes to be always the same."""
 
 
@@ -30,7 +30,8 @@ def _told() -> Iterator[None]:
 
     model_detection.detect_unet_config = detected
     try:
-        yield
+        with tiny_transformers.small_anima_adapter():
+            yield
     finally:
         model_detection.detect_unet_config = detect
 

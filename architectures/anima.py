@@ -1,0 +1,192 @@
+"""Anima: a transformer on the tokens of a picture, which attends to the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from comfy.ldm.anima.model import Anima as Native
+from comfy.ldm.common_dit import pad_to_patch_size
+from comfy.ldm.cosmos.position_embedding import VideoRopePosition3DEmb
+from comfy.ldm.cosmos.predict2 import Attention, Block
+
+from . import Role
+from .calls import Binding, EngineCall, Unsupported
+from .rotary import write_out_norms
+from .shapes import MOST, Dim, Profile, Range, RequestedSizes, Sizes, TensorSpec
+from .token_sizes import BATCH, KEPT, PATCH, PICTURE, TOKENS, TokenSizes, attended
+from .video_tokens import to_tokens, to_video
+
+
+@dataclass(frozen=True)
+class Anima(TokenSizes):
+    """The transformer from its tokens on; ComfyUI itself has made the prompt ready, once per run."""
+
+    name = "anima"
+    role = Role.BACKBONE
+    arguments = ("x", "timesteps", "context", "fps", "padding_mask")
+    usual_prompt = 512
+    one_length = True
+    free: ClassVar[Mapping[str, Range]] = {"T": Range(2, 97, MOST["max_tokens"])}
+
+    def matches(self, module: torch.nn.Module) -> bool:
+        return (
+            type(module) is Native
+            and (module.patch_spatial, module.patch_temporal) == (PATCH, 1)
+            and module.concat_padding_mask
+            and module.use_adaln_lora
+            and not module.extra_per_block_abs_pos_emb
+            and type(module.pos_embedder) is VideoRopePosition3DEmb
+            and all(type(block) is Block for block in module.blocks)
+        )
+
+    def profile(self, asked: RequestedSizes) -> Profile:
+        """See ``Architecture``: there are no references."""
+        return super().profile(asked).only("BRCT")
+
+    def inputs(self, module: Native, dtype: str) -> list[TensorSpec]:
+        block, each = module.blocks[0], PATCH * PATCH
+        return [
+            TensorSpec("image", dtype, (BATCH, PICTURE, each * module.in_channels)),
+            TensorSpec("context", dtype, (BATCH, TOKENS, block.cross_attn.context_dim)),
+            TensorSpec("timestep", "float32", (BATCH,), sample="sigma"),
+            TensorSpec("pe", "float32", (Dim("R"), Dim("C"), block.self_attn.head_dim // 2, 2), steady=True),
+        ]
+
+    def outputs(self, module: Native, dtype: str) -> list[TensorSpec]:
+        return [TensorSpec("out", dtype, (BATCH, PICTURE, PATCH * PATCH * module.out_channels))]
+
+    def function(self, module: Native) -> torch.nn.Module:
+        return _OnTokens(module)
+
+    def binding(self, module: Native) -> Binding:
+        return partial(_bind, lru_cache(KEPT)(partial(_places, module.pos_embedder)))
+
+
+_TAKEN = frozenset({*Anima.arguments, "transformer_options", "denoise_mask", "crossattn_controlnet"})
+"""Arguments that a call may carry. Native looks at neither of the last two."""
+
+
+def _bind(places: Callable[..., torch.Tensor], call: Mapping[str, Any]) -> EngineCall:
+    x, context, timestep = call["x"], call.get("context"), call["timesteps"]
+    if context is None:
+        raise Unsupported("there is no prompt")
+    for name in ("fps", "padding_mask", *(call.keys() - _TAKEN)):
+        if call.get(name) is not None:
+            raise Unsupported(name)
+    if x.ndim != 5 or x.shape[2] != 1:
+        raise Unsupported("a latent of several pictures in a row")
+    if timestep.ndim != 1:
+        raise Unsupported("timesteps of parts of a picture")
+    padded = pad_to_patch_size(x, (1, PATCH, PATCH))
+    rows, columns = (side // PATCH for side in padded.shape[3:])
+    inputs = {"image": to_tokens(padded), "context": context, "timestep": timestep}
+    inputs["pe"] = places(rows, columns, x.device)
+
+    def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return to_video(outputs["out"], 1, rows, columns)[..., : x.shape[3], : x.shape[4]].to(x.device, x.dtype)
+
+    return EngineCall(inputs, finish)
+
+
+def _places(embedder: VideoRopePosition3DEmb, rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    """Cosine and sine of each token's angles, as native places it: (rows, columns, angles, 2)."""
+    turns = embedder.generate_embeddings(torch.Size((1, 1, rows, columns, 1)), device=device, fps=None)
+    return turns[..., 0].unflatten(0, (rows, columns)).contiguous()
+
+
+def _waves(count: int, times: torch.Tensor) -> torch.Tensor:
+    """Native's cosines and sines of timesteps: (batch, 1, features)."""
+    half = count // 2
+    rates = torch.exp(-torch.arange(half, device=times.device, dtype=torch.float32) * _LOG / half)
+    angles = times[:, None, None] * rates
+    return torch.cat([angles.cos(), angles.sin()], -1)
+
+
+_LOG = 9.210340371976184
+"""Native's natural logarithm of 10000."""
+
+
+def _turned(norm: torch.nn.RMSNorm, x: torch.Tensor, pe: torch.Tensor) -> torch.Tensor:
+    """Norm and turn queries or keys (batch, tokens, heads, features); a feature's partner is half of them further."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.to(x.dtype).float()
+    a, b = normed.chunk(2, -1)
+    cos, sin = pe.unsqueeze(1).unbind(-1)
+    return torch.stack([a * cos - b * sin, b * cos + a * sin], -2).flatten(-2).to(x.dtype)
+
+
+def _heads(layer: Attention, x: torch.Tensor) -> torch.Tensor:
+    return x.unflatten(-1, (layer.n_heads, -1))
+
+
+def _self_attention(layer: Attention, x: torch.Tensor, pe: torch.Tensor) -> torch.Tensor:
+    q, k, v = (_heads(layer, project(x)) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
+    return layer.output_proj(attended(_turned(layer.q_norm, q, pe), _turned(layer.k_norm, k, pe), v))
+
+
+def _cross_attention(layer: Attention, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    q, k = layer.q_norm(_heads(layer, layer.q_proj(x))), layer.k_norm(_heads(layer, layer.k_proj(words)))
+    return layer.output_proj(attended(q, k, _heads(layer, layer.v_proj(words))))
+
+
+def _block(
+    block: Block, x: torch.Tensor, time: torch.Tensor, lora: torch.Tensor, words: torch.Tensor, pe: torch.Tensor
+) -> torch.Tensor:
+    """Native's block; ``x`` may be of a wider dtype than what is computed in between."""
+    parts = (
+        (block.adaln_modulation_self_attn, block.layer_norm_self_attn, lambda y: _self_attention(
+            block.self_attn, y, pe)),
+        (block.adaln_modulation_cross_attn, block.layer_norm_cross_attn, lambda y: _cross_attention(
+            block.cross_attn, y, words)),
+        (block.adaln_modulation_mlp, block.layer_norm_mlp, block.mlp),
+    )  # fmt: skip
+    for modulation, norm, layer in parts:
+        shift, scale, gate = (modulation(time) + lora).chunk(3, -1)
+        found = layer((norm(x) * (1 + scale) + shift).to(time.dtype))
+        x = torch.addcmul(x, gate.to(x.dtype), found.to(x.dtype))
+    return x
+
+
+class _OnTokens(torch.nn.Module):
+    def __init__(self, net: Native):
+        super().__init__()
+        write_out_norms(net)
+        del net.llm_adapter  # ComfyUI's own is for the prompt
+        self.net = net
+
+    def forward(
+        self, image: torch.Tensor, context: torch.Tensor, timestep: torch.Tensor, pe: torch.Tensor
+    ) -> tuple[torch.Tensor]:
+        net, dtype = self.net, image.dtype
+        x = net.x_embedder.proj[1](F.pad(image, (0, PATCH * PATCH)))  # padding is what native marks with ones
+        time, lora = net.t_embedder[1](_waves(net.model_channels, timestep).to(dtype))
+        time, pe = net.t_embedding_norm(time), pe.flatten(0, 1)
+        if dtype == torch.float16:
+            x = x.float()
+        for block in net.blocks:
+            x = _block(block, x, time, lora, context, pe)
+        last = net.final_layer
+        shift, scale = (last.adaln_modulation(time) + lora[..., : 2 * last.hidden_size]).chunk(2, -1)
+        return (last.linear(last.layer_norm(x.to(dtype)) * (1 + scale) + shift),)
+
+
+SIZES = Sizes("Anima", 512, 1024, 1536, max_tokens=512)
+
+FILE_MARKS = ("llm_adapter.blocks.",)
+
+NEEDS = (
+    "comfy.ldm.anima.model:Anima",
+    "comfy.ldm.common_dit:pad_to_patch_size(img, patch_size, ...)",
+    "comfy.ldm.cosmos.position_embedding:VideoRopePosition3DEmb.generate_embeddings(self, B_T_H_W_C, fps, ...)",
+    "comfy.ldm.cosmos.predict2:Attention",
+    "comfy.ldm.cosmos.predict2:Block",
+    "comfy.ldm.cosmos.predict2:MiniTrainDIT._forward(self, x, timesteps, context, fps, padding_mask, **)",
+)
+"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
+
+ARCHITECTURES = (Anima(SIZES),)
