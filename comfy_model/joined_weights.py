@@ -58,7 +58,7 @@ class JoinedWeights:
             own.only(part)
 
     def forget(self, layers: Collection[torch.nn.Module]) -> None:
-        """See ``LiveWeights``."""
+        """Follow the parameters of these layers no longer."""
         for own in self._parts:
             own.forget(layers)
 
