@@ -391,10 +391,7 @@ def sample_inputs(specs: Sequence[TensorSpec], symbols: Mapping[str, int], seed:
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for spec in specs:
-        shape = spec.shape(symbols)
-        if spec.sample == "normal":
-            values = torch.randn(shape, generator=generator)
-        else:
-            values = torch.rand(shape, generator=generator) * SAMPLE_RANGES[spec.sample]
+        draw, end = (torch.randn, 1) if spec.sample == "normal" else (torch.rand, SAMPLE_RANGES[spec.sample])
+        values = draw(spec.shape(symbols), generator=generator) * end
         found[spec.name] = values.to(getattr(torch, spec.dtype))
     return found

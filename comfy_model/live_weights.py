@@ -12,7 +12,7 @@ Two places, decided per tensor each time:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -124,6 +124,10 @@ class LiveWeights:
         """From now on follow the parameters of a part of ``module`` alone."""
         wanted = {id(parameter) for parameter in part.parameters()}
         self._places = {name: place for name, place in self._places.items() if id(self._parameter(name)) in wanted}
+
+    def forget(self, layers: Collection[torch.nn.Module]) -> None:
+        """From now on follow no parameters of some layers, which ``module`` does without."""
+        self._places = {name: place for name, place in self._places.items() if place[0] not in layers}
 
     def fuse(self, layers: Sequence[FusedLinear]) -> None:
         """Keep the parameters of fused layers of ``module`` in one tensor each."""

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase, ControlNet
 
-_LIBRARIES = ("torch", "torchvision", "einops", "comfy_kitchen", "comfy_aimdo", "safetensors", "numpy", "scipy", "torchsde",
-              "tqdm")  # fmt: skip
+_LIBRARIES = ("torch", "torchvision", "einops", "comfy_kitchen", "comfy_aimdo", "safetensors", "numpy", "scipy",
+              "torchsde", "tqdm")  # fmt: skip
 _PACKS = ("custom_nodes", "site-packages", "dist-packages", "tests")
 """Folders in which the code of others lies, wherever they are."""
 _OURS = __name__.rpartition(".comfy_model")[0]

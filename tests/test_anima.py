@@ -13,12 +13,16 @@ import token_networks
 import torch
 from comfy.ldm.anima.model import Anima
 from comfy.model_patcher import ModelPatcher
+from compiling import COMPILES
 from hybrid_trt.architectures.calls import Unsupported
-from hybrid_trt.architectures.shapes import Picture, RequestedSizes, outside
+from hybrid_trt.architectures.shapes import Picture, Profile, RequestedSizes, outside
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.comfy_model.structure_hash import structure_hash
+from hybrid_trt.engine_builder.build import build_engine
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import Library, trust
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sessions.file_session import FileSession
 from token_calls import (
@@ -122,6 +126,14 @@ def test_what_a_call_leaves_on_the_network_is_no_part_of_it(models: dict[str, Pa
     assert isinstance(session.live.weights.module, Anima)
 
 
+def test_what_makes_the_prompt_ready_is_not_held_a_second_time(network: NativeNetwork) -> None:
+    session = LiveSession(network, backends()["torch"], "float32")
+    assert error_of(network, session.run, Call().drawn(WIDTH)) <= LIMIT
+    held = {name: p.numel() * p.element_size() for name, p in network.module.named_parameters()}
+    adapters = sum(size for name, size in held.items() if name.startswith("llm_adapter."))
+    assert 0 < adapters == sum(held.values()) - session.live.weights.most_bytes
+
+
 @pytest.mark.parametrize("backend", ["torch", "onnxruntime"])
 def test_whole_prompts_are_natives(models: dict[str, Path], tmp_path: Path, backend: str) -> None:
     network = network_of(models, FILE)
@@ -197,3 +209,20 @@ def test_without_numbers_the_profile_is_what_the_family_is_used_for(network: Nat
         assert outside(profile, call, architecture.symbols) is None
     assert architecture.words(profile) == "up to 2 in a batch, 512 to 1536 px, 512 tokens"
     assert architecture.call_words(call) == "832x1216, 512 tokens"
+
+
+@pytest.mark.slow
+@COMPILES
+def test_one_compiled_file_serves_prompts_of_any_length(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
+    network, call = network_of(models, FILE), {"B": 2, "R": 4, "C": 3, "T": 97}
+    order = BuildOrder(network, "float32", Profile.around([call]), backends()["torch"], calls=(call,))
+    build_engine(order, Library([tmp_path]), lambda *_: None)
+    patched = Patched(network, tmp_path, "torch")
+    for words in (12, 130):
+        expected = sample(network_of(models, FILE).patcher, WIDTH, words=(words, words))
+        assert error(patched.sample(WIDTH, words=(words, words)), expected) <= LIMIT
+        assert patched.counts == (3, 0), patched.handle.stats.reasons
+        assert patched.handle.session.uncovered is None, "the file served"

@@ -157,7 +157,8 @@ def test_every_layout_gives_and_takes_the_tokens_that_natives_layers_have(layout
     net = replace(network("unet", layout), keeps_tokens=True)
     architecture, native, ours = net.architecture(), KeptTokens(2), KeptTokens(2)
     session, bind = LiveSession(net, backends()["torch"], "float32"), architecture.binding(net.module)
-    specs = [spec for spec in architecture.inputs(net.module, "float32") if not spec.optional and spec.name != "earlier"]
+    inputs = architecture.inputs(net.module, "float32")
+    specs = [spec for spec in inputs if not spec.optional and spec.name != "earlier"]
     for frame in range(4):
         given = sample_inputs(specs, {"B": 2, "H": 13, "W": 10, "T": 77}, seed=frame)
         for kept in (native, ours):

@@ -8,13 +8,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import comfy.ops
 import comfy.sample
 import comfy.sd
 import pytest
 import slow
 import torch
+from comfy.ldm.wan.ar_model import CausalWanModel
+from comfy.ldm.wan.model import CameraWanModel, HumoWanModel, SCAILWanModel
+from comfy.ldm.wan.model_animate import AnimateWanModel
 from comfy.model_patcher import ModelPatcher
 from compiling import COMPILES
+from hybrid_trt.architectures import Role, architecture_of
 from hybrid_trt.architectures.calls import Unsupported
 from hybrid_trt.architectures.shapes import Picture, Profile, RequestedSizes, outside
 from hybrid_trt.backends import backends
@@ -314,6 +319,20 @@ def test_what_no_engine_takes_is_a_reason(
         network.architecture().binding(network.module)({**CALLS[name].drawn(), **change})
 
 
+@pytest.mark.parametrize("prompt", [
+    Prompt("tiny_wan_i2v", entries=picture(3, (8, 6))),
+    Prompt(entries=lambda random: {"context_latents": [random(1, 16, 1, 8, 6)]}),
+], ids=["no picture by CLIP", "references in context"])  # fmt: skip
+def test_a_prompt_that_no_engine_takes_is_natives_for_a_reason(
+    models: dict[str, Path], tmp_path: Path, prompt: Prompt
+) -> None:
+    patched = Patched(network_of(models, prompt.file), tmp_path, "torch")
+    expected = prompt.sample(network_of(models, prompt.file).patcher)
+    assert error(prompt.sample(patched.model), expected) == 0
+    assert patched.counts == (0, 3)
+    assert patched.handle.stats.reasons.keys() == {"unsupported input"}
+
+
 def test_what_native_does_not_look_at_is_no_reason(models: dict[str, Path]) -> None:
     network, call = network_of(models, "tiny_wan"), CALLS["several frames"].drawn()
     session = LiveSession(network, backends()["torch"], "float32")
@@ -330,6 +349,14 @@ def test_a_reference_for_a_network_that_takes_one_is_a_reason(models: dict[str, 
     assert bind(call).inputs
     with pytest.raises(Unsupported, match="reference_latent"):
         bind({**call, "reference_latent": torch.zeros(1, 16, 8, 6)})
+
+
+@pytest.mark.parametrize("kind", [CameraWanModel, SCAILWanModel, HumoWanModel, CausalWanModel, AnimateWanModel])
+def test_no_engine_is_for_relatives(kind: type) -> None:
+    """They compute more: natively they are as before, and the node names their class."""
+    sizes = {"dim": 256, "ffn_dim": 256, "num_heads": 2, "num_layers": 2}
+    net = kind(**sizes, operations=comfy.ops.disable_weight_init, device="meta", dtype=torch.float32)
+    assert architecture_of(net, Role.BACKBONE) is None
 
 
 def test_the_same_places_are_the_same_tensor_and_other_nodes_options_move_them(models: dict[str, Path]) -> None:

@@ -48,7 +48,9 @@ class LiveNetwork:
         copy = self.weights.module
         self.passes = PerImagePasses(architecture.passes(copy), self.device, self.dtype)
         self.weights.fuse(architecture.fuse_layers(copy))
+        layers = set(copy.modules())
         self.function = architecture.function(copy)
+        self.weights.forget(layers.difference(copy.modules()))
         self._compiled: dict[Sizes, Compiled] = {}
         self._flat: list[torch.Tensor] = []
         self._flat_of = -1
