@@ -152,7 +152,9 @@ def test_a_file_engine_leaves_such_calls_to_native_with_the_reason(
     assert max(apart(source.pictures[n], one) for n, one in enumerate(wish)) <= LIMIT
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [
+    name if name in ("unlike_levels", "sdxl_refiner") else pytest.param(name, marks=pytest.mark.slow)
+    for name in LAYOUTS])
 def test_every_layout_gives_and_takes_the_tokens_that_natives_layers_have(layout: str) -> None:
     net = replace(network("unet", layout), keeps_tokens=True)
     architecture, native, ours = net.architecture(), KeptTokens(2), KeptTokens(2)
