@@ -49,9 +49,11 @@ class _Call:
         """Make room for another layer."""
         batch, length, width = like.shape
         with torch.inference_mode(False):
-            self.now.append(torch.empty_like(like, memory_format=torch.contiguous_format))
-            self.kept.append(like.new_empty(batch, len(self.slots) * length, width))
+            now = torch.empty_like(like, memory_format=torch.contiguous_format)
+            kept = like.new_empty(batch, len(self.slots) * length, width)
             self.marks = like.new_zeros(len(self.slots)) if self.marks is None else self.marks
+        self.now.append(now)  # where memory lacked for one of them there is neither
+        self.kept.append(kept)
         for slot, part in zip(self.slots, self.kept[-1].split(length, dim=1), strict=True):
             slot.append(part)
 
@@ -61,6 +63,9 @@ class _Call:
         return kept if self.count == len(self.slots) else kept[:, : self.count * length]
 
     def advance(self) -> None:
+        """Count the tokens of now among those of earlier frames, in the place of the oldest."""
+        if not self.now:
+            return
         torch._foreach_copy_(self.slots[self.next], self.now)
         self.next = (self.next + 1) % len(self.slots)
         self.count = min(self.count + 1, len(self.slots))

@@ -20,7 +20,7 @@ from hybrid_trt.architectures.kept_tokens import PLACE, KeptTokens
 from hybrid_trt.architectures.shapes import sample_inputs
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
-from hybrid_trt.engine_library import Library
+from hybrid_trt.engine_library import Library, Reason, Unavailable
 from hybrid_trt.sampling.engine_handle import EngineHandle
 from hybrid_trt.sampling.model_wrapper import KEY
 from hybrid_trt.streaming.frames import Changes, Frame
@@ -134,6 +134,29 @@ def test_a_frame_that_an_engine_spoilt_is_seen_by_none_after_it(
     monkeypatch.setattr(session, "run", spoilt)
     assert streamed(stream, source).again == 1
     wish = [*wanted(file, vae, frames[:2], [own] * 2), *wanted(file, vae, frames[2:], [own] * 3)]
+    assert max(apart(source.pictures[n], one) for n, one in enumerate(wish)) <= LIMIT
+
+
+def test_a_call_that_native_takes_over_sees_and_leaves_the_same_tokens(
+    file: Path, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, frames = replace(EULER, remembered=1), numbered(*map(image, range(4)))
+    patched, vae = Patched(load(file), Library([tmp_path]), "torch"), comfy.sd.VAE(
+        sd=load_torch_file(str(models["tiny_kl"])))
+    stream, source = Stream(patched.model, vae, *prompts(), own), Given(*frames)
+    handle = handle_of(stream)
+    session, run, calls = handle.session, handle.session.run, []
+
+    def failing(*given: object) -> dict[str, torch.Tensor]:
+        calls.append(given)
+        if len(calls) in (3, 6):  # the first step of the second frame, the last of the third
+            raise Unavailable(Reason.UNSUPPORTED_INPUT, "not this one")
+        return run(*given)
+
+    monkeypatch.setattr(session, "run", failing)
+    streamed(stream, source)
+    assert (handle.stats.engine, handle.stats.native) == (6, 2)
+    wish = wanted(file, vae, frames, [own] * 4)
     assert max(apart(source.pictures[n], one) for n, one in enumerate(wish)) <= LIMIT
 
 
