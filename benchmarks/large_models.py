@@ -1,4 +1,4 @@
-"""Flux.1, Z-Image, Krea 2, Qwen-Image and Wan at full size: a step of ComfyUI's sampling, native and on a torch engine.
+"""Flux.1, Z-Image, Krea 2, Qwen-Image, Anima and Wan at full size: a sampling step, native and on a torch engine.
 
     python benchmarks/large_models.py --comfyui ~/ComfyUI --base /tmp/benchmark --out large.json --cases flux1_1024
 
@@ -29,7 +29,7 @@ import psutil
 import tiny_models
 import torch
 from timing import PeakMemory
-from tiny_transformers import FLUX1, KREA2, QWEN_IMAGE, WAN, ZIMAGE, let_comfyui_load_zimage
+from tiny_transformers import ANIMA, FLUX1, KREA2, QWEN_IMAGE, WAN, ZIMAGE, let_comfyui_load_zimage, small_anima_adapter
 
 _FLUX1 = FLUX1 | {"hidden_size": 3072, "num_heads": 24, "context_in_dim": 4096, "vec_in_dim": 768, "depth": 19,
                   "depth_single_blocks": 38}  # fmt: skip
@@ -83,6 +83,8 @@ CASES = {
     "krea2_1024_fp8": Case("krea2", _KREA2, KREA2, 1024, 64, 12 * 2560, 240, eight_bit=True),
     "qwen_1328_fp8": Case("qwen_image", _QWEN, QWEN_IMAGE | {"in_channels": 64, "num_layers": 2}, 1328, 64, 3584, 48,
                           eight_bit=True),
+    "anima_1024": Case("anima", ANIMA | {"model_channels": 2048, "num_blocks": 28, "num_heads": 16},
+                       ANIMA | {"model_channels": 256}, 1024, 512, 1024, 1024),
     "wan22_480": _VIDEO, "wan22_480_fp8": replace(_VIDEO, eight_bit=True),
 }  # fmt: skip
 
@@ -149,7 +151,8 @@ class Model:
         device = "cpu" if tiny else "cuda"
         config, width = (case.tiny, case.tiny_width) if tiny else (case.config, case.width)
         weights = drawn(case.network, config, case.eight_bit, device)
-        self.native = comfy.sd.load_diffusion_model_state_dict(weights)
+        with small_anima_adapter():
+            self.native = comfy.sd.load_diffusion_model_state_dict(weights)
         self.control = None
         if case.control:
             control = config | (_PRO2 | {"depth": 1} if tiny else _PRO2)
@@ -336,7 +339,8 @@ def let_comfyui_load_tiny_models() -> None:
 
     def with_more_sizes(*args: Any, **kwargs: Any) -> dict[str, Any] | None:
         found = own(*args, **kwargs)
-        return found | QWEN_IMAGE if found is not None and found.get("image_model") == "qwen_image" else found
+        more = {"qwen_image": QWEN_IMAGE, "anima": ANIMA}
+        return found and found | more.get(found.get("image_model"), {})
 
     model_detection.detect_unet_config = with_more_sizes
 

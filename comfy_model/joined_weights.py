@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,6 +56,11 @@ class JoinedWeights:
         """Follow the parameters of a part of ``module`` alone."""
         for own in self._parts:
             own.only(part)
+
+    def forget(self, layers: Collection[torch.nn.Module]) -> None:
+        """Follow the parameters of these layers no longer."""
+        for own in self._parts:
+            own.forget(layers)
 
     def fuse(self, layers: Sequence[FusedLinear]) -> None:
         """Keep the parameters of fused layers in one tensor each."""

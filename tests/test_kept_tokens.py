@@ -59,7 +59,7 @@ def pictures_by(file: Path, models: dict[str, Path], own: Settings, frames: list
 def test_a_frame_sees_the_keys_and_values_of_those_before_it_at_its_own_step(
     file: Path, models: dict[str, Path], remembered: int
 ) -> None:
-    frames, own = [image(n) for n in range(4)], replace(OWN, remembered=remembered)
+    frames, own = [image(n) for n in range(3)], replace(OWN, remembered=remembered)
     model, vae = load(file), comfy.sd.VAE(sd=load_torch_file(str(models["tiny_kl"])))
     attention = EarlierKeys(remembered)
     model.model_options["transformer_options"] = {"optimized_attention_override": attention}
@@ -80,7 +80,7 @@ def test_frames_that_do_not_change_have_the_pictures_of_stock_nodes(file: Path, 
 
 
 def test_pictures_of_a_trembling_video_differ_less_from_frame_to_frame(file: Path, models: dict[str, Path]) -> None:
-    frames = [(image(3) + 0.1 * random(1, 64, 64, 3, seed=n)).clamp(0, 1) for n in range(6)]
+    frames = [(image(3) + 0.1 * random(1, 64, 64, 3, seed=n)).clamp(0, 1) for n in range(4)]
 
     def unrest(remembered: int) -> float:
         made = pictures_by(file, models, replace(OWN, remembered=remembered), frames)
@@ -90,7 +90,7 @@ def test_pictures_of_a_trembling_video_differ_less_from_frame_to_frame(file: Pat
 
 
 def test_another_size_begins_anew(file: Path, models: dict[str, Path]) -> None:
-    frames = [image(0), image(1, 96), image(2, 96)]
+    frames = [image(0), image(1, 72), image(2, 72)]
     found, plain = (pictures_by(file, models, replace(OWN, remembered=n), frames) for n in (1, 0))
     assert apart(found[1], plain[1]) <= LIMIT
     assert apart(found[2], plain[2]) > 10 * LIMIT

@@ -170,6 +170,38 @@ def test_each_model_of_a_guider_that_samples_with_two_has_its_own_engine_and_cou
     assert rows == {"tiny_sd15_unet.safetensors": (4, 0)} | second
 
 
+@pytest.mark.slow
+def test_two_models_that_sample_one_video_after_the_other_have_each_their_engine(sd15: ComfyProcess) -> None:
+    """As Wan 2.2 is sampled, a second time with another seed."""
+    files = ("tiny_wan", "tiny_wan_low_noise")
+    video = Scenario("wan", controls=(), width=96, height=64, length=9, settings=TORCH)
+
+    def graph(engines: bool, seed: int) -> Prompt:
+        parts = [prompt(video.but(unet=file), engines, f"video_{engines}") for file in files]
+        names = ("unet", "unet_engine", "patch")
+        built = parts[0] | {f"second_{name}": parts[1][name] for name in names if name in parts[1]}
+        for name in (f"second_{name}" for name in names):
+            inputs = built.get(name, {"inputs": {}})["inputs"]
+            inputs |= {key: [f"second_{value[0]}", value[1]] for key, value in inputs.items() if type(value) is list}
+        given = built["sampler"]["inputs"]
+        common = {key: given[key] for key in ("positive", "negative", "steps", "cfg", "sampler_name", "scheduler")}
+        first = {"add_noise": "enable", "start_at_step": 0, "end_at_step": 2, "return_with_leftover_noise": "enable"}
+        second = {"add_noise": "disable", "start_at_step": 2, "end_at_step": 4, "return_with_leftover_noise": "disable"}
+        built["begin"] = node("KSamplerAdvanced", model=given["model"], latent_image=given["latent_image"],
+                              noise_seed=seed, **common, **first)  # fmt: skip
+        model = [f"second_{given['model'][0]}", 0]
+        built["sampler"] = node("KSamplerAdvanced", model=model, latent_image=["begin", 0], noise_seed=seed,
+                                **common, **second)  # fmt: skip
+        return built
+
+    for seed in (3, 4):
+        native, history = sd15.queue(graph(False, seed)), sd15.queue(graph(True, seed))
+        assert relative_difference(latent_of(history), latent_of(native)) <= LIMIT
+        rows = history.output("report", "report")[0]["rows"]
+        assert {row["name"]: (row["engine"], row["native"]) for row in rows} == {
+            f"{file}.safetensors": (2, 0) for file in files}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def two_devices(sd15: ComfyProcess) -> Iterator[ComfyProcess]:
     """The server with a second device: a double, the CPU under another name."""

@@ -23,6 +23,8 @@ from fun_sampling import GIVEN, STEPS, TWO_ONE, B, C, call_of, lora_of, model, o
 from hybrid_trt.architectures.shapes import Picture, RequestedSizes
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.comfy_model.joined_weights import JoinedWeights
+from hybrid_trt.comfy_model.live_weights import LiveWeights
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
@@ -294,3 +296,10 @@ def test_nothing_keeps_a_model_or_a_patch_that_nobody_uses(tmp_path: Path) -> No
     companion = None
     gc.collect()
     assert nets[1]() is None
+
+
+def test_weights_of_two_networks_can_all_that_those_of_one_can() -> None:
+    """Engines use the one in the place of the other."""
+    kinds = (LiveWeights, JoinedWeights)
+    of_one, of_two = ({name for name in vars(kind) if not name.startswith("_")} for kind in kinds)
+    assert of_one <= of_two
