@@ -114,7 +114,7 @@ class _Binding:
             encode_conditioning=_same,
         )
         self._unencoded = SimpleNamespace(model=as_it_is)
-        self._kept: tuple[tuple[Any, ...], torch.Tensor] | None = None
+        self._made_of: tuple[Any, ...] | None = None
         self._strength = lru_cache(8)(_strength)
 
     def __call__(self, call: Mapping[str, Any]) -> EngineCall:
@@ -129,10 +129,11 @@ class _Binding:
 
     def _hint(self, patch: Any, x: torch.Tensor) -> torch.Tensor:
         """Return the same tensor for the same image, mask and size of a picture."""
-        of = (patch.image, patch.mask, x.shape[3:], x.dtype, x.device)
-        if self._kept is None or any(a is not b for a, b in zip(of[:2], self._kept[0])) or of[2:] != self._kept[0][2:]:
-            self._kept = of, self._fitted(patch, x)
-        return self._kept[1]
+        made_of = (id(patch.image), id(patch.mask), x.shape[3:], x.dtype, x.device)
+        if made_of != self._made_of:
+            self._images = patch.image, patch.mask  # kept, so that no other tensor gets their numbers
+            self._made_of, self._made = made_of, self._fitted(patch, x)
+        return self._made
 
     def _fitted(self, patch: Any, x: torch.Tensor) -> torch.Tensor:
         """Return what the patch's own code would embed for a picture: its image and mask, at the picture's size."""
@@ -141,7 +142,7 @@ class _Binding:
         padded = pad_to_patch_size(x, (1, PATCH, PATCH))
         try:
             own({"x": padded, "transformer_options": {"model_patch_data": found}})
-        except (ValueError, RuntimeError) as error:
+        except ValueError as error:
             raise Unsupported(f"LLLite with such an image or mask: {error}") from None
         hint = found[own]
         if len(hint) != 1:

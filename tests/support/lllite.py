@@ -44,9 +44,9 @@ def behind(
     return AnimaLLLiteApply().apply_patch(model, patch, control, strength, start, end, mask)[0]
 
 
-def anima(models: dict[str, Path]) -> ModelPatcher:
+def anima(models: dict[str, Path], dtype: torch.dtype | None = None) -> ModelPatcher:
     """A MODEL of its own."""
-    return token_networks.load(str(models[BASE]))
+    return token_networks.load(str(models[BASE]), dtype)
 
 
 def network(model: ModelPatcher) -> NativeNetwork:
