@@ -159,15 +159,8 @@ def _block(
     return x
 
 
-def _unchanged(_block: int, _layer: str, x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
 class OnTokens(torch.nn.Module):
-    """All that native does in each step.
-
-    Its last argument gives what layers take instead of their inputs: number of the block, name of the layer, input.
-    """
+    """All that native does in each step."""
 
     def __init__(self, net: Native):
         super().__init__()
@@ -176,9 +169,15 @@ class OnTokens(torch.nn.Module):
         self.net = net
 
     def forward(
+        self, image: torch.Tensor, context: torch.Tensor, timestep: torch.Tensor, pe: torch.Tensor
+    ) -> tuple[torch.Tensor]:
+        return self.run(image, context, timestep, pe, lambda _block, _layer, x: x)
+
+    def run(
         self, image: torch.Tensor, context: torch.Tensor, timestep: torch.Tensor, pe: torch.Tensor,
-        change: Callable[[int, str, torch.Tensor], torch.Tensor] = _unchanged,
+        change: Callable[[int, str, torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor]:  # fmt: skip
+        """Run with what layers take instead of their inputs: number of the block, name of the layer, input."""
         net, dtype = self.net, image.dtype
         x = net.x_embedder.proj[1](F.pad(image, (0, PATCH * PATCH)))  # padding is what native marks with ones
         time, lora = net.t_embedder[1](_waves(net.model_channels, timestep).to(dtype))

@@ -199,7 +199,7 @@ class _WithLLLite(OnTokens):
             own = getattr(self.lllite, name, None)
             return x if own is None else _changed(own, x, control, strength)
 
-        return super().forward(image, context, timestep, pe, change)
+        return self.run(image, context, timestep, pe, change)
 
 
 def _changed(layer: AnimaLLLiteModule, x: torch.Tensor, control: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
