@@ -21,14 +21,18 @@ from comfy.ldm.anima.lllite import (
     AnimaLLLitePatch,
 )
 from comfy.model_patcher import ModelPatcher
+from compiling import COMPILES
 from hybrid_trt.architectures.calls import Unsupported
+from hybrid_trt.architectures.shapes import Profile
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
-from hybrid_trt.engine_library import Reason
+from hybrid_trt.engine_builder.build import build_engine, run_here
+from hybrid_trt.engine_builder.order import BuildOrder
+from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.page_api.workflow_graph import node_key
-from token_calls import Call, Patched, engine_of, natively, sample
+from token_calls import Call, Patched, engine_of, natively, profile_of, sample
 
 LIMIT = 1e-5
 WIDTH = 1024
@@ -67,10 +71,12 @@ def mask(height: int = 72, width: int = 48) -> torch.Tensor:
     return found
 
 
-def results(net: NativeNetwork, model: ModelPatcher, call: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+def results(
+    net: NativeNetwork, model: ModelPatcher, call: dict[str, Any], session: LiveSession | None = None
+) -> tuple[torch.Tensor, ...]:
     """A call's results: the engine's, native's, and native's without the patch."""
     given = lllite.given(model, call)
-    session = LiveSession(net, backends()["torch"], net.precision)
+    session = session or LiveSession(net, backends()["torch"], net.precision)
     session.sync_from(net, model)
     with torch.inference_mode():
         expected = net.parts[0].module(**given)
@@ -237,6 +243,44 @@ def test_an_engine_of_onnx_runtime_serves_its_two_files_and_no_other(
         ours = patched(native, tmp_path, "onnxruntime")
         assert relative_error(ours.sample(WIDTH, **TOGETHER), own_sampling(native)) <= LIMIT
         assert list(ours.handle.stats.reasons) == [Reason.NO_ENGINE.value]
+
+
+@pytest.mark.slow
+@COMPILES
+def test_calls_of_a_compiled_size_give_natives_result_at_any_strength_and_with_another_file(
+    model: ModelPatcher, patch: ModelPatcher, other: ModelPatcher, tmp_path: Path
+) -> None:
+    net, call = lllite.network(lllite.behind(model, patch)), {"B": 2, "R": 4, "C": 3, "T": 97}
+    order = BuildOrder(net, "float32", Profile.around([call]), backends()["torch"], calls=(call,))
+    engine = build_engine(order, Library([tmp_path]), lambda *_: None)
+    for one, strength in ((patch, 0.7), (patch, 0.2), (other, 1.0)):
+        native = lllite.behind(model, one, strength=strength)
+        session = LiveSession(lllite.network(native), backends()["torch"], "float32")
+        session.use([engine])
+        found, expected, plain = results(lllite.network(native), native, Call(2, words=9).drawn(WIDTH), session)
+        assert relative_error(found, expected) <= LIMIT
+        assert relative_error(plain, expected) > 1000 * LIMIT
+        assert session.uncovered is None
+        assert session.refusal is None
+
+
+@pytest.mark.slow
+def test_an_engine_for_any_weights_serves_other_files_of_both_networks(
+    models: dict[str, Path], model: ModelPatcher, patch: ModelPatcher, other: ModelPatcher, tmp_path: Path
+) -> None:
+    net = lllite.network(lllite.behind(model, patch))
+    order = BuildOrder(net, "float32", profile_of(net), backends()["onnxruntime"], replaceable=True)
+    build_engine(order, Library([tmp_path]), lambda *_: None, run=run_here)
+    second, latents = lllite.anima(models), []
+    for parameter in second.model.parameters():
+        parameter.data *= 1.1
+    for base, one in ((model, patch), (model, other), (second, patch), (with_lora(second, 0.5), other)):
+        native = lllite.behind(base, one)
+        ours = Patched(lllite.network(native), tmp_path, "onnxruntime", any_weights=True)
+        latents.append(own_sampling(native))
+        assert relative_error(ours.sample(WIDTH, **TOGETHER), latents[-1]) <= LIMIT
+        assert ours.counts == (3, 0), ours.handle.stats.reasons
+    assert all(relative_error(a, b) > 100 * LIMIT for i, a in enumerate(latents) for b in latents[:i])
 
 
 def with_another_patch(model: ModelPatcher, _other: ModelPatcher) -> ModelPatcher:
