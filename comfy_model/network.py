@@ -51,6 +51,7 @@ class NativeNetwork:
         label: its name as the user knows it.
         role: what it is to ComfyUI; a VAE's module has two roles.
         companion: the network of a model patch that its engine computes too, or None. ``module`` is both then.
+        absorbs: the kind of that patch.
     """
 
     patcher: ModelPatcher
@@ -60,6 +61,7 @@ class NativeNetwork:
     label: str
     role: Role
     companion: NativeNetwork | None = None
+    absorbs: AbsorbedPatch | None = None
 
     @classmethod
     def of_model(cls, model: ModelPatcher, label: str) -> NativeNetwork:
@@ -68,9 +70,9 @@ class NativeNetwork:
         found = base._absorbed(model.model_options.get("transformer_options", {}).get("patches", {}))
         if found is None:
             return base
-        patcher = companion_of(found[1])
-        own = replace(base, patcher=patcher, module=patcher.model, prefix="", label=f"{label} ({found[0].node})")
-        return replace(base, module=_together(model.model, patcher), companion=own)
+        kind, patcher = found[0], companion_of(found[1])
+        own = replace(base, patcher=patcher, module=patcher.model, prefix="", label=f"{label} ({kind.node})")
+        return replace(base, module=_together(model.model, patcher), companion=own, absorbs=kind)
 
     @classmethod
     def of_controlnet(cls, controlnet: ControlNet, label: str) -> NativeNetwork:
@@ -89,7 +91,7 @@ class NativeNetwork:
         """The networks with weights of one patcher each that it is made of: itself, or its base and its companion."""
         if self.companion is None:
             return (self,)
-        return replace(self, module=self.module.base, companion=None), self.companion
+        return replace(self, module=self.module.base, companion=None, absorbs=None), self.companion
 
     @property
     def starts(self) -> tuple[str, ...]:
@@ -217,7 +219,7 @@ class NativeNetwork:
         """
         if self.companion is None:
             return None if not any(patches.values()) else self._not_absorbed(patches)
-        kind = self.architecture().absorbs
+        kind = self.absorbs
         patch = kind.find(patches)
         if patch is not None and companion_of(patch).model is self.companion.module:
             return None

@@ -12,6 +12,8 @@ import pytest
 import slow
 from comfy_process import ComfyProcess
 from scenarios import (
+    FUN,
+    FUN_PARTS,
     A,
     Control,
     Prompt,
@@ -68,12 +70,6 @@ INT8 = 0.05
 """Of layers that round their inputs, see ``test_int8_on_an_engine_is_as_near_to_the_plain_model_as_native_is``."""
 ZIMAGE = Scenario("zimage", "tiny_zimage", controls=(), width=64, height=64, settings=BUILD, steps=2)
 Z_LORA = ("LoraLoaderModelOnly", {"lora_name": "tiny_zimage_lora.safetensors", "strength_model": 0.8})
-FUN = ("ZImageFunControlnet", {"model_patch": ["fun", 0], "vae": ["fun_vae", 0], "image": ["fun_image", 0],
-                               "strength": 0.7})  # fmt: skip
-FUN_PARTS = {
-    "fun": node("TestFunPatch", version="2.1"), "fun_vae": node("VAELoader", vae_name=f"{FLUX_VAE}.safetensors"),
-    "fun_image": node("TestImage", seed=3, width=72, height=64, batch=1, channels=3),
-}
 WITH_FUN = ZIMAGE.but(unet="tiny_zimage_16", loras_before=[FUN], parts=FUN_PARTS)
 LLLITE = ("AnimaLLLiteApply", {"model_patch": ["lllite", 0], "image": ["lllite_image", 0], "strength": 0.7,
                                "start_percent": 0.0, "end_percent": 1.0})  # fmt: skip
