@@ -85,8 +85,8 @@ def results(
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.7, 1.0, -2.5])
-def test_calls_give_natives_result(model: ModelPatcher, patch: ModelPatcher, strength: float) -> None:
-    native = lllite.behind(model, patch, strength=strength)
+def test_calls_give_natives_result(models: dict[str, Path], patch: ModelPatcher, strength: float) -> None:
+    native = lllite.behind(lllite.anima(models), patch, strength=strength)
     net = lllite.network(native)
     assert net.architecture().name == "anima_lllite"
     for call in (Call(), Call(2, (13, 11), 30), Call(words=1), Call(3, (5, 9), 128)):
@@ -248,8 +248,9 @@ def test_an_engine_of_onnx_runtime_serves_its_two_files_and_no_other(
 @pytest.mark.slow
 @COMPILES
 def test_calls_of_a_compiled_size_give_natives_result_at_any_strength_and_with_another_file(
-    model: ModelPatcher, patch: ModelPatcher, other: ModelPatcher, tmp_path: Path
+    models: dict[str, Path], patch: ModelPatcher, other: ModelPatcher, tmp_path: Path
 ) -> None:
+    model = lllite.anima(models)  # no sampling has put a LoRA into it
     net, call = lllite.network(lllite.behind(model, patch)), {"B": 2, "R": 4, "C": 3, "T": 97}
     order = BuildOrder(net, "float32", Profile.around([call]), backends()["torch"], calls=(call,))
     engine = build_engine(order, Library([tmp_path]), lambda *_: None)
