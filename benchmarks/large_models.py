@@ -41,6 +41,8 @@ _KREA2 = {"features": 6144, "heads": 48, "kvheads": 12, "layers": 28, "txtdim": 
 _WAN = WAN | {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40}
 _PRO2 = {"depth": 6, "depth_single_blocks": 0, "control_latent_channels": 16}
 _FUN = {"n_control_layers": 15, "additional_in_dim": 17, "refiner_control": True}
+_LLLITE = {"channels": 3, "cond_dim": 64, "cond_emb_dim": 32, "mlp_dim": 64, "resblocks": 1, "aspp": True}
+_TARGETS = ("self_attn_q_proj", "self_attn_k_proj", "self_attn_v_proj", "cross_attn_q_proj", "mlp_layer1")
 STEPS = 12
 
 
@@ -55,6 +57,7 @@ class Case:
         eight_bit: attention and feed-forward layers are float8.
         control: one Flux ControlNet as large as Union Pro 2 acts in each step.
         fun: a Fun control of Z-Image, of these blocks, which one engine computes with the model.
+        lllite: an LLLite acts on all layers of Anima that it can; one engine computes both.
     """
 
     network: str
@@ -68,12 +71,15 @@ class Case:
     eight_bit: bool = False
     control: bool = False
     fun: dict[str, Any] | None = None
+    lllite: bool = False
     height: int = 0
     length: int = 1
 
 
 _FLUX = Case("flux", _FLUX1, FLUX1, 1024, 512, 4096, 64, pooled=768)
 _Z = Case("zimage", _ZIMAGE, ZIMAGE, 1024, 128, 2560, 64)
+_ANIMA = Case("anima", ANIMA | {"model_channels": 2048, "num_blocks": 28, "num_heads": 16},
+              ANIMA | {"model_channels": 256}, 1024, 512, 1024, 1024)  # fmt: skip
 _VIDEO = Case("wan", _WAN, WAN, 832, 512, 4096, 4096, height=480, length=17)
 CASES = {
     "flux1_1024": _FLUX, "flux1_512": replace(_FLUX, side=512), "flux1_1024_fp8": replace(_FLUX, eight_bit=True),
@@ -83,8 +89,7 @@ CASES = {
     "krea2_1024_fp8": Case("krea2", _KREA2, KREA2, 1024, 64, 12 * 2560, 240, eight_bit=True),
     "qwen_1328_fp8": Case("qwen_image", _QWEN, QWEN_IMAGE | {"in_channels": 64, "num_layers": 2}, 1328, 64, 3584, 48,
                           eight_bit=True),
-    "anima_1024": Case("anima", ANIMA | {"model_channels": 2048, "num_blocks": 28, "num_heads": 16},
-                       ANIMA | {"model_channels": 256}, 1024, 512, 1024, 1024),
+    "anima_1024": _ANIMA, "anima_1024_lllite": replace(_ANIMA, lllite=True),
     "wan22_480": _VIDEO, "wan22_480_fp8": replace(_VIDEO, eight_bit=True),
 }  # fmt: skip
 
@@ -135,6 +140,24 @@ def with_fun(model: Any, config: dict[str, Any], fun: dict[str, Any], side: int,
     return ZImageFunControlnet().diffsynth_controlnet(model, patch, _Encoder(16), image, 0.7)[0]
 
 
+def with_lllite(model: Any, config: dict[str, Any], side: int, device: str) -> Any:
+    """Return an Anima behind ComfyUI's node for LLLite; random weights in bfloat16, drawn on the device."""
+    import comfy.ops
+    from comfy.ldm.anima.lllite import AnimaLLLite
+    from comfy.model_management import get_torch_device, unet_offload_device
+    from comfy.model_patcher import CoreModelPatcher
+    from comfy_extras.nodes_model_patch import AnimaLLLiteApply
+
+    targets = [f"{i}_{target}" for i in range(config["num_blocks"]) for target in _TARGETS]
+    sizes = {"model_channels": config["model_channels"], "targets": targets}
+    weights = drawn("anima_lllite", _LLLITE | sizes, False, device)
+    net = AnimaLLLite(weights, {}, device="cpu", dtype=torch.bfloat16, operations=comfy.ops.manual_cast)
+    patch = CoreModelPatcher(net, get_torch_device(), unet_offload_device())
+    net.load_state_dict(weights, assign=patch.is_dynamic())
+    image = torch.rand(1, side, side, 3, generator=torch.Generator().manual_seed(2))
+    return AnimaLLLiteApply().apply_patch(model, patch, image, 0.7, 0.0, 1.0)[0]
+
+
 class Model:
     """A case's model with its conditioning, native and on an engine."""
 
@@ -161,6 +184,8 @@ class Model:
         del weights
         if case.fun is not None:
             self.native = with_fun(self.native, config, case.fun, self.side, device)
+        if case.lllite:
+            self.native = with_lllite(self.native, config, self.side, device)
         pooled = {"pooled_output": torch.randn(1, config.get("vec_in_dim") or case.pooled)} if case.pooled else {}
         self.prompt = torch.randn(1, case.tokens, width), pooled
         self.network = NativeNetwork.of_model(self.native, "model")
