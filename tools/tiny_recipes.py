@@ -8,7 +8,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiny_transformers import ANIMA, FLUX1, FLUX2, KREA2, QWEN_IMAGE, WAN, WAN_5B, WAN_I2V, WAN_VACE, ZIMAGE
+from tiny_transformers import (
+    ANIMA,
+    FLUX1,
+    FLUX2,
+    HUNYUAN_IMAGE21,
+    HUNYUAN_REFINER,
+    HUNYUAN_VIDEO,
+    HUNYUAN_VIDEO15,
+    KREA2,
+    QWEN_IMAGE,
+    WAN,
+    WAN_5B,
+    WAN_I2V,
+    WAN_VACE,
+    ZIMAGE,
+)
 
 #: Raise this when the drawing of weights changes, so that files made before are made again.
 RECIPE_VERSION = 1
@@ -106,6 +121,12 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
     Recipe("diffusion_models/tiny_wan22_i2v.safetensors", (Part("wan", 99, WAN | {"in_dim": 36}),)),
     Recipe("diffusion_models/tiny_wan22_5b.safetensors", (Part("wan", 100, WAN_5B),)),
     Recipe("diffusion_models/tiny_wan_vace.safetensors", (Part("wan", 101, WAN_VACE),)),
+    Recipe("diffusion_models/tiny_hunyuan_video15.safetensors", (Part("hunyuan", 102, HUNYUAN_VIDEO15),)),
+    Recipe("diffusion_models/tiny_hunyuan_video15_sr.safetensors", (
+        Part("hunyuan", 103, HUNYUAN_VIDEO15 | {"in_channels": 98, "meanflow": True}),)),
+    Recipe("diffusion_models/tiny_hunyuan_video.safetensors", (Part("hunyuan", 104, HUNYUAN_VIDEO),)),
+    Recipe("diffusion_models/tiny_hunyuan_image21.safetensors", (Part("hunyuan", 105, HUNYUAN_IMAGE21),)),
+    Recipe("diffusion_models/tiny_hunyuan_image21_refiner.safetensors", (Part("hunyuan", 106, HUNYUAN_REFINER),)),
     Recipe("vae/tiny_sdxl_taesd.safetensors", (Part("taesd", 1, {"scale": 0.13025}),)),
     Recipe("vae/tiny_kl.safetensors", (Part("vae", 81, {"decoder_ch": 32}),)),
     Recipe("vae/tiny_flux_kl.safetensors", (Part("vae", 82, {"decoder_ch": 32, "z_channels": 16}),)),
