@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from operator import mul
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -136,7 +137,7 @@ def _bind(module: Native, places: Callable[..., torch.Tensor], call: Mapping[str
         "video": to_tokens(video, patch),
         "context": context,
         "timestep": timestep,
-        "pe": places(tuple(x.shape[2:]), x.device, x.dtype).unflatten(0, (frames, rows, columns)),
+        "pe": places((frames, rows, columns), x.device, x.dtype),
         **_conditioning(module, call, context),
     }
     if module.time_r_in is not None:
@@ -194,14 +195,12 @@ def _next_sigma(call: Mapping[str, Any], timestep: torch.Tensor) -> dict[str, to
     return {name: value.to(timestep.dtype).expand(timestep.shape[0]) for name, value in found.items()}
 
 
-def _places(module: Native, size: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Cosine and sine of each token's angles, as native places it: (tokens, angles, 2)."""
-    net, latent = SimpleNamespace(patch_size=module.patch_size), torch.zeros(1, 1, *size, device=device, dtype=dtype)
-    ids = (Native.img_ids if len(module.patch_size) == len(_SIDES) else Native.img_ids_2d)(net, latent)
-    return module.pe_embedder(ids)[0, 0, ..., 0].contiguous()
-
-
-_SIDES = ("frames", "height", "width")
+def _places(module: Native, size: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Cosine and sine of each token's angles, as native places it: (frames, rows, columns, angles, 2)."""
+    patches = module.patch_size
+    latent = torch.zeros(1, 1, *map(mul, size[-len(patches) :], patches), device=device, dtype=dtype)
+    ids = (Native.img_ids if latent.ndim == _OF_VIDEO else Native.img_ids_2d)(SimpleNamespace(patch_size=patches), latent)
+    return module.pe_embedder(ids)[0, 0, ..., 0].unflatten(0, size).contiguous()
 
 
 def _plain_attention(
