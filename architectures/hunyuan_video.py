@@ -20,7 +20,7 @@ from comfy.ldm.hunyuan_video.model import HunyuanVideo as Native
 from . import Role
 from .calls import Binding, EngineCall, Unsupported
 from .rotary import RotaryAttention, write_out_norms
-from .shapes import MOST, Dim, Examples, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
+from .shapes import Dim, Examples, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
 from .token_sizes import BATCH, KEPT, TOKENS, unlike
 from .video_tokens import FRAMES, VIDEO, VideoSizes, to_tokens
 
@@ -29,6 +29,8 @@ SEEN = 729
 """Tokens that ComfyUI's SigLIP encoder makes of a picture."""
 MOST_GLYPHS = 256
 """Tokens of quoted text, by byT5, that a file engine takes."""
+_SUMMED = 4096
+"""Tokens of a prompt that a compiled file sums in one way, to take their mean; Inductor sums more in another."""
 Options = Mapping[str, Any]
 
 
@@ -50,7 +52,7 @@ class HunyuanVideo(VideoSizes):
                  "guiding_frame_index", "ref_latent", "disable_time_r", "control", "transformer_options")  # fmt: skip
     usual_prompt = 128
     one_length = False
-    free: ClassVar[Mapping[str, Range]] = {"T": Range(2, 97, MOST["max_tokens"]), "G": Range(2, 33, MOST_GLYPHS)}
+    free: ClassVar[Mapping[str, Range]] = {"T": Range(2, 97, _SUMMED), "G": Range(2, 33, MOST_GLYPHS)}
 
     @property
     def symbols(self) -> Mapping[str, Symbol]:
@@ -199,8 +201,8 @@ def _places(module: Native, size: tuple[int, int, int], device: torch.device, dt
     """Cosine and sine of each token's angles, as native places it: (frames, rows, columns, angles, 2)."""
     patches = module.patch_size
     latent = torch.zeros(1, 1, *map(mul, size[-len(patches) :], patches), device=device, dtype=dtype)
-    ids = (Native.img_ids if latent.ndim == _OF_VIDEO else Native.img_ids_2d)(SimpleNamespace(patch_size=patches), latent)
-    return module.pe_embedder(ids)[0, 0, ..., 0].unflatten(0, size).contiguous()
+    ids = Native.img_ids if latent.ndim == _OF_VIDEO else Native.img_ids_2d
+    return module.pe_embedder(ids(SimpleNamespace(patch_size=patches), latent))[0, 0, ..., 0].unflatten(0, size).contiguous()
 
 
 def _plain_attention(

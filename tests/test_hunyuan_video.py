@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.5, HunyuanVideo, HunyuanImage 2.1: each call and whole prompts equal native's, the rest is a reason."""
+"""HunyuanVideo 1.5, HunyuanVideo, HunyuanImage 2.1: calls and prompts equal native's, the rest is a reason."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import slow
 import torch
 from comfy.model_patcher import ModelPatcher
 from compiling import COMPILES
+from dynamic_vram import on_cpu
 from hybrid_trt.architectures.calls import Unsupported
 from hybrid_trt.architectures.shapes import Picture, Profile, RequestedSizes, outside
 from hybrid_trt.backends import backends
@@ -317,6 +318,17 @@ def test_the_same_places_are_the_same_tensor(models: dict[str, Path]) -> None:
     first, second = (bind({**call, "x": call["x"] + i}).inputs for i in range(2))
     assert first["pe"] is second["pe"]
     assert bind({**call, "x": torch.zeros(1, 65, 2, 4, 5)}).inputs["pe"] is not first["pe"]
+
+
+def test_under_dynamic_vram_prompts_and_loras_are_natives(models: dict[str, Path], tmp_path: Path) -> None:
+    def with_lora(model: ModelPatcher) -> ModelPatcher:
+        return comfy.sd.load_lora_for_models(model, None, lora(VIDEO15), 0.7, 0)[0]
+
+    dynamic, native = on_cpu(network_of(models, VIDEO15).patcher), network_of(models, VIDEO15).patcher
+    patched, prompt = Patched(NativeNetwork.of_model(dynamic, VIDEO15), tmp_path, "torch"), PROMPTS["text by byT5"]
+    for model, reference in ((patched.model, native), (with_lora(patched.model), with_lora(native))):
+        assert error(prompt.sample(model), prompt.sample(reference)) <= LIMIT
+        assert patched.counts == (prompt.calls, 0), patched.handle.stats.reasons
 
 
 def replace_block(model: ModelPatcher, kind: str = "double_block") -> None:
