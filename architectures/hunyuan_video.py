@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from operator import mul
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -25,13 +24,10 @@ from .token_sizes import BATCH, KEPT, TOKENS, unlike
 from .video_tokens import FRAMES, VIDEO, VideoSizes, to_tokens
 
 GLYPHS, IMAGE = Dim("G"), Dim("I")
-SEEN = 729
-"""Tokens that ComfyUI's SigLIP encoder makes of a picture."""
-MOST_GLYPHS = 256
-"""Tokens of quoted text, by byT5, that a file engine takes."""
+SEEN, MOST_GLYPHS = 729, 256
+"""Tokens that ComfyUI's SigLIP encoder makes of a picture; those of quoted text, by byT5, that a file engine takes."""
 _SUMMED = 4096
 """Tokens of a prompt that a compiled file sums in one way, to take their mean; Inductor sums more in another."""
-Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +126,7 @@ def _bind(module: Native, places: Callable[..., torch.Tensor], call: Mapping[str
     for name in (*_UNSERVED, *(call.keys() - _IGNORED - set(HunyuanVideo.arguments))):
         if call.get(name) is not None:
             raise Unsupported(name)
-    video = x if x.ndim == _OF_VIDEO else x.unsqueeze(2)
-    patch = module.patch_size[-1]
+    video, patch = x if x.ndim == _OF_VIDEO else x.unsqueeze(2), module.patch_size[-1]
     frames, rows, columns = video.shape[2], video.shape[3] // patch, video.shape[4] // patch
     if (rows * patch, columns * patch) != video.shape[3:]:
         raise Unsupported("a latent of odd sides, which the network does not take")
@@ -199,10 +194,10 @@ def _next_sigma(call: Mapping[str, Any], timestep: torch.Tensor) -> dict[str, to
 
 def _places(module: Native, size: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Cosine and sine of each token's angles, as native places it: (frames, rows, columns, angles, 2)."""
-    patches = module.patch_size
-    latent = torch.zeros(1, 1, *map(mul, size[-len(patches) :], patches), device=device, dtype=dtype)
-    ids = Native.img_ids if latent.ndim == _OF_VIDEO else Native.img_ids_2d
-    return module.pe_embedder(ids(SimpleNamespace(patch_size=patches), latent))[0, 0, ..., 0].unflatten(0, size).contiguous()
+    sides = map(mul, size[-len(module.patch_size) :], module.patch_size)
+    latent = torch.zeros(1, 1, *sides, device=device, dtype=dtype)
+    ids = (Native.img_ids if latent.ndim == _OF_VIDEO else Native.img_ids_2d)(module, latent)
+    return module.pe_embedder(ids)[0, 0, ..., 0].unflatten(0, size).contiguous()
 
 
 def _plain_attention(
@@ -211,7 +206,7 @@ def _plain_attention(
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-_PLAIN: Options = {"optimized_attention_override": _plain_attention}
+_PLAIN = {"optimized_attention_override": _plain_attention}
 
 
 class _OnTokens(torch.nn.Module):
@@ -239,7 +234,8 @@ class _OnTokens(torch.nn.Module):
         if guidance is not None:
             vec = vec + net.guidance_in(timestep_embedding(guidance, 256).to(video.dtype))
         txt = self._words(context, timestep, byt5, vision)
-        unmoved = pe.new_tensor((1.0, 0.0)).expand(txt.shape[1], pe.shape[3], 2)
+        unmoved = pe.new_ones(txt.shape[1], pe.shape[3])
+        unmoved = torch.stack((unmoved, torch.zeros_like(unmoved)), -1)
         options = RotaryAttention(torch.cat((unmoved, pe.flatten(0, 2)))).options
         for block in net.double_blocks:
             img, txt = block(img=img, txt=txt, vec=vec, pe=None, transformer_options=options)
