@@ -153,7 +153,7 @@ _OF_VIDEO = 5
 
 
 def _conditioning(module: Native, call: Mapping[str, Any], context: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a call has beside its prompt, of that which the network takes."""
+    """Those tensors beside the prompt that the network takes."""
     given = {name: call.get(name) for name in ("y", "guidance", "txt_byt5", "clip_fea")}
 
     def needed(name: str) -> torch.Tensor:
