@@ -215,7 +215,7 @@ FILE_MARKS = ("txtfusion.projector.",)
 
 NEEDS = (
     "comfy.ldm.flux.layers:EmbedND.forward(self, ids)",
-    "comfy.ldm.flux.layers:timestep_embedding(t, dim, ...)",
+    "comfy.ldm.flux.layers:timestep_embedding(t, dim, max_period, time_factor)",
     "comfy.ldm.krea2.model:SingleStreamBlock",
     "comfy.ldm.krea2.model:SingleStreamDiT.process_img(self, x, index)",
     "comfy.ldm.krea2.model:SingleStreamDiT._forward"

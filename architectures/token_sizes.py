@@ -43,6 +43,7 @@ class TokenSizes:
 
     Attributes:
         pixels: per token, along each side.
+        patch: latent elements per token, along each side.
         usual_prompt: tokens of a prompt where nothing tells its length.
         one_length: whether all prompts are of one length as a rule, so that a call has both of CFG.
     """
@@ -51,6 +52,7 @@ class TokenSizes:
 
     per_step = True
     pixels = PIXELS
+    patch = PATCH
     usual_prompt = USUAL_PROMPT
     one_length = False
     batch = "B"
@@ -124,8 +126,9 @@ class TokenSizes:
 
     def calls(self, profile: Profile, picture: Picture) -> list[dict[str, int]]:
         """See ``Architecture``: prompts of two lengths are two calls, so each has the batch of the latent."""
-        latent, usual = self.pixels // PATCH, profile.sizes("opt")
-        size = {"R": math.ceil(picture.height // latent / PATCH), "C": math.ceil(picture.width // latent / PATCH)}
+        latent, usual = self.pixels // self.patch, profile.sizes("opt")
+        rows, columns = (math.ceil(side // latent / self.patch) for side in (picture.height, picture.width))
+        size = {"R": rows, "C": columns}
         batches = (picture.images,) if picture.images and not self.one_length else picture.batches
         return [{s: {**size, "B": batch}.get(s, n) for s, n in usual.items()} for batch in batches]
 

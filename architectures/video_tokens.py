@@ -30,10 +30,12 @@ class VideoSizes(TokenSizes):
 
     Attributes:
         usual_frames: latent frames of the videos that the family is used for.
+        most_frames: those that a file engine takes; a family of pictures has one.
     """
 
     pixels: int
     usual_frames: int
+    most_frames: int = MOST_FRAMES
 
     usual_prompt = 512
     one_length = True
@@ -55,7 +57,7 @@ class VideoSizes(TokenSizes):
     def profile(self, asked: RequestedSizes) -> Profile:
         """See ``Architecture``."""
         own = super().profile(asked).only("BRCT").ranges
-        frames, clip, controls = (1, self.usual_frames, MOST_FRAMES), (1, CLIP, 2 * CLIP), (1, 1, MOST_CONTROLS)
+        frames, clip, controls = (1, self.usual_frames, self.most_frames), (1, CLIP, 2 * CLIP), (1, 1, MOST_CONTROLS)
         more = {"F": frames, "I": clip, "V": controls}
         return Profile({**own, **{symbol: Range(*sizes) for symbol, sizes in more.items()}})
 
@@ -83,14 +85,14 @@ class VideoSizes(TokenSizes):
         """See ``Architecture``: ``up to 2 in a batch, 256 to 1280 px, 512 tokens, up to 33 latent frames``."""
         frames = profile.ranges.get("F")
         own = super().words(profile)
-        if frames is None:
+        if frames is None or self.most_frames == 1:
             return own
         return f"{own}, {'' if frames.min == frames.max else 'up to '}{frames.max} latent frames"
 
     def call_words(self, call: Mapping[str, int]) -> str:
         """See ``Architecture``: ``832x480, 512 tokens, 21 latent frames``; the batch where it is not one."""
         parts = [super().call_words(call)]
-        if "F" in call:
+        if "F" in call and self.most_frames > 1:
             parts.append(f"{call['F']} latent frame{'s' if call['F'] != 1 else ''}")
         if call.get("V", 1) != 1:
             parts.append(f"{call['V']} control videos")
@@ -110,9 +112,9 @@ def _tokens(sizes: Mapping[str, int]) -> int:
     return math.prod(sizes.get(symbol, 1) for symbol in "BFRCV")
 
 
-def to_tokens(video: torch.Tensor) -> torch.Tensor:
+def to_tokens(video: torch.Tensor, patch: int = PATCH) -> torch.Tensor:
     """(batch, channels, frames, height, width) -> (batch, tokens, features), in the order of native's weights."""
-    patches = video.unflatten(4, (-1, PATCH)).unflatten(3, (-1, PATCH))
+    patches = video.unflatten(4, (-1, patch)).unflatten(3, (-1, patch))
     return patches.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3)
 
 

@@ -1,4 +1,4 @@
-"""Flux.1, Z-Image, Krea 2, Qwen-Image, Anima and Wan at full size: a sampling step, native and on a torch engine.
+"""Large models, from Flux.1 to HunyuanVideo 1.5, at full size: a sampling step, native and on a torch engine.
 
     python benchmarks/large_models.py --comfyui ~/ComfyUI --base /tmp/benchmark --out large.json --cases flux1_1024
 
@@ -29,7 +29,17 @@ import psutil
 import tiny_models
 import torch
 from timing import PeakMemory
-from tiny_transformers import ANIMA, FLUX1, KREA2, QWEN_IMAGE, WAN, ZIMAGE, let_comfyui_load_zimage, small_anima_adapter
+from tiny_transformers import (
+    ANIMA,
+    FLUX1,
+    HUNYUAN_VIDEO15,
+    KREA2,
+    QWEN_IMAGE,
+    WAN,
+    ZIMAGE,
+    let_comfyui_load_zimage,
+    small_anima_adapter,
+)
 
 _FLUX1 = FLUX1 | {"hidden_size": 3072, "num_heads": 24, "context_in_dim": 4096, "vec_in_dim": 768, "depth": 19,
                   "depth_single_blocks": 38}  # fmt: skip
@@ -39,6 +49,8 @@ _QWEN = {"in_channels": 64, "num_layers": 60, "attention_head_dim": 128, "num_at
          "joint_attention_dim": 3584, "axes_dims_rope": [16, 56, 56]}  # fmt: skip
 _KREA2 = {"features": 6144, "heads": 48, "kvheads": 12, "layers": 28, "txtdim": 2560, "txtlayers": 12}
 _WAN = WAN | {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40}
+_HUNYUAN15 = HUNYUAN_VIDEO15 | {"hidden_size": 2048, "num_heads": 16, "context_in_dim": 3584, "depth": 54,
+                                "depth_single_blocks": 0}  # fmt: skip
 _PRO2 = {"depth": 6, "depth_single_blocks": 0, "control_latent_channels": 16}
 _FUN = {"n_control_layers": 15, "additional_in_dim": 17, "refiner_control": True}
 _LLLITE = {"channels": 3, "cond_dim": 64, "cond_emb_dim": 32, "mlp_dim": 64, "resblocks": 1, "aspp": True}
@@ -91,6 +103,7 @@ CASES = {
                           eight_bit=True),
     "anima_1024": _ANIMA, "anima_1024_lllite": replace(_ANIMA, lllite=True),
     "wan22_480": _VIDEO, "wan22_480_fp8": replace(_VIDEO, eight_bit=True),
+    "hunyuan15_480": Case("hunyuan", _HUNYUAN15, HUNYUAN_VIDEO15, 848, 128, 3584, 64, 768, height=480, length=33),
 }  # fmt: skip
 
 
@@ -242,7 +255,8 @@ class Model:
 
         format_ = self.native.get_model_object("latent_format")
         frames = [(self.case.length - 1) // 4 + 1] if format_.latent_dimensions == 3 else []
-        shape = (1, format_.latent_channels, *frames, self.height // 8, self.side // 8)
+        pixels = format_.spacial_downscale_ratio
+        shape = (1, format_.latent_channels, *frames, self.height // pixels, self.side // pixels)
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         tokens, options = self.prompt
         options = dict(options)

@@ -36,6 +36,7 @@ SD15 = Scenario(width=64, height=64, controls=(), settings=BUILD, steps=2)
 QWEN = SD15.but(family="qwen", unet="tiny_qwen_image", loader="TestTokenNetwork")
 KREA2 = SD15.but(family="krea2", unet="tiny_krea2")
 ANIMA = SD15.but(family="anima", unet="tiny_anima", loader="TestTokenNetwork")
+HUNYUAN = SD15.but(family="hunyuan", unet="tiny_hunyuan_video15", length=9)
 WAN = SD15.but(family="wan", unet="tiny_wan", length=9)
 
 def union(kind: str, image: int = 1, strength: float = 0.8, before: bool = False, file: str = "tiny_sdxl_a") -> Control:
@@ -131,6 +132,16 @@ KINDS = {
         WAN.but(settings=TORCH, length=13, tokens=(130, 130)),
     ]),
     "VACE of Wan": Kind([WAN.but(unet="tiny_wan_vace"), WAN.but(unet="tiny_wan_vace", settings=TORCH, cfg=1.0)]),
+    "HunyuanVideo 1.5": Kind([
+        HUNYUAN.but(width=112, height=80),
+        HUNYUAN.but(tokens=(30, 9), batch=2),
+        HUNYUAN.but(unet="tiny_hunyuan_video15_sr", settings=TORCH, length=13, cfg=1.0),
+    ]),
+    "HunyuanVideo, HunyuanImage 2.1": Kind([
+        HUNYUAN.but(unet="tiny_hunyuan_video", tokens=(30, 9)),
+        HUNYUAN.but(unet="tiny_hunyuan_image21", length=0, width=160, height=96),
+        HUNYUAN.but(unet="tiny_hunyuan_image21_refiner", settings=TORCH),
+    ]),
     "fp8 checkpoints (`comfy_quant`, `scaled_fp8`)": Kind([
         QUANTISED.but(unet="tiny_sdxl_fp8_unet"),
         SD15.but(unet="tiny_sd15_quantised_unet", settings=TORCH, controls=(Control("tiny_sd15_flat_a", 1, 0.7),)),
@@ -189,6 +200,7 @@ ELSEWHERE = {
     "Anima",  # ``test_anima.py``
     "Anima with LLLite",  # ``test_anima_lllite.py``
     "Wan 2.1 and 2.2 (text and image to video)", "VACE of Wan",  # ``test_wan.py``
+    "HunyuanVideo 1.5", "HunyuanVideo, HunyuanImage 2.1",  # ``test_hunyuan_video.py``
     "Flux.1 (dev, schnell, Kontext, Fill)",  # ``test_flux_prompts.py``
 }
 """Kinds of which other tests compare a whole prompt with native too."""

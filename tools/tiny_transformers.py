@@ -42,6 +42,20 @@ WAN_I2V = WAN | {"model_type": "i2v", "in_dim": 36}
 WAN_VACE = WAN | {"model_type": "vace", "num_layers": 4, "vace_layers": 2, "vace_in_dim": 96}
 WAN_5B = WAN | {"in_dim": 48, "out_dim": 48}
 
+#: ComfyUI has heads of 128 features in HunyuanVideo's network. Text by byT5 and pictures have just one size.
+_HUNYUAN = {"vec_in_dim": None, "context_in_dim": 64, "hidden_size": 256, "mlp_ratio": 4.0, "num_heads": 2, "depth": 2,
+            "depth_single_blocks": 1, "theta": 256, "qkv_bias": True, "guidance_embed": False, "byt5": True,
+            "meanflow": False, "use_cond_type_embedding": False, "vision_in_dim": None, "meanflow_sum": False,
+            "axes_dim": [16, 56, 56]}
+HUNYUAN_VIDEO15 = _HUNYUAN | {"in_channels": 65, "out_channels": 32, "patch_size": [1, 1, 1], "vision_in_dim": 1152,
+                              "use_cond_type_embedding": True, "meanflow_sum": True}
+HUNYUAN_VIDEO = _HUNYUAN | {"in_channels": 16, "out_channels": 16, "patch_size": [1, 2, 2], "vec_in_dim": 768,
+                            "guidance_embed": True, "byt5": False}
+HUNYUAN_IMAGE21 = _HUNYUAN | {"in_channels": 64, "out_channels": 64, "patch_size": [1, 1], "axes_dim": [64, 64],
+                              "meanflow": True, "guidance_embed": True}
+HUNYUAN_REFINER = _HUNYUAN | {"in_channels": 128, "out_channels": 64, "patch_size": [1, 1, 1], "byt5": False,
+                              "meanflow": True}
+
 #: What ComfyUI reads off no file of Anima, and the rest of its sizes. What makes its prompts ready is small: ComfyUI
 #: has just one size of it, and runs it by itself.
 ANIMA = {"num_blocks": 2, "num_heads": 2}
@@ -186,6 +200,14 @@ def wan_shapes(config: dict[str, Any]) -> Shapes:
     if config["model_type"] == "vace":
         return shapes_of(lambda: VaceWanModel(**config))
     return shapes_of(lambda: WanModel(**config))
+
+
+def hunyuan_shapes(config: dict[str, Any]) -> Shapes:
+    """Names and shapes of the weights of HunyuanVideo's network."""
+    import comfy.ops
+    from comfy.ldm.hunyuan_video.model import HunyuanVideo
+
+    return shapes_of(lambda: HunyuanVideo(**config, operations=comfy.ops.disable_weight_init))
 
 
 def anima_shapes(config: dict[str, Any]) -> Shapes:

@@ -1,0 +1,300 @@
+"""HunyuanVideo 1.5, HunyuanVideo, HunyuanImage 2.1 and its refiner: one transformer on tokens of prompt and video.
+
+A picture is a video of one frame. Native's own blocks compute; the cut is at the tokens, as for Wan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from operator import mul
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from comfy.ldm.flux.layers import DoubleStreamBlock, SingleStreamBlock, timestep_embedding
+from comfy.ldm.hunyuan_video.model import HunyuanVideo as Native
+
+from . import Role
+from .calls import Binding, EngineCall, Unsupported
+from .rotary import RotaryAttention, write_out_norms
+from .shapes import Dim, Examples, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
+from .token_sizes import BATCH, KEPT, TOKENS, unlike
+from .video_tokens import FRAMES, VIDEO, VideoSizes, to_tokens
+
+GLYPHS, IMAGE = Dim("G"), Dim("I")
+SEEN, MOST_GLYPHS = 729, 256
+"""Tokens that ComfyUI's SigLIP encoder makes of a picture; those of quoted text, by byT5, that a file engine takes."""
+_SUMMED = 4096
+"""Tokens of a prompt that a compiled file sums in one way, to take their mean; Inductor sums more in another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HunyuanVideo(VideoSizes):
+    """The transformer from its tokens on. Text by byT5 and a picture by SigLIP stand beside the prompt.
+
+    Attributes:
+        patches: latent elements per token, along each side of the latent.
+        vision: whether it takes a picture by SigLIP.
+    """
+
+    name: str
+    patches: tuple[int, ...]
+    vision: bool = False
+
+    role = Role.BACKBONE
+    arguments = ("x", "timestep", "context", "y", "txt_byt5", "clip_fea", "guidance", "attention_mask",
+                 "guiding_frame_index", "ref_latent", "disable_time_r", "control", "transformer_options")  # fmt: skip
+    usual_prompt = 128
+    one_length = False
+    free: ClassVar[Mapping[str, Range]] = {"T": Range(2, 97, _SUMMED), "G": Range(2, 33, MOST_GLYPHS)}
+
+    @property
+    def symbols(self) -> Mapping[str, Symbol]:
+        """See ``Architecture``."""
+        own = {symbol: words for symbol, words in super().symbols.items() if symbol != "V"}
+        return {**own, "G": Symbol("byT5 tokens", of_picture=False)}
+
+    @property
+    def patch(self) -> int:
+        return self.patches[-1]
+
+    def profile(self, asked: RequestedSizes) -> Profile:
+        """See ``Architecture``: a call may go without pictures and without text by byT5."""
+        own = super().profile(asked).only("BFRCT").ranges
+        return Profile({**own, "I": Range(0, 0, SEEN), "G": Range(0, 0, MOST_GLYPHS)})
+
+    def examples(self, profile: Profile) -> Examples:
+        """See ``Architecture``: with pictures and text by byT5, and without."""
+        own = super().examples(profile)
+        more = ({"I": 0, "G": 0}, {"I": 25, "G": 11})
+        compared = [{**sizes, **one} for sizes, one in zip(own.compared, more, strict=False)]
+        traced = {**own.traced, **({"G": 5} if "G" in profile.ranges else {})}
+        return replace(own, traced=traced, compared=unlike(map(profile.clamp, compared)))
+
+    def matches(self, module: torch.nn.Module) -> bool:
+        return (
+            type(module) is Native
+            and tuple(module.patch_size) == self.patches
+            and (module.vision_in is not None) is self.vision
+            and hasattr(module, "final_layer")
+            and all(type(block) is DoubleStreamBlock for block in module.double_blocks)
+            and all(type(block) is SingleStreamBlock for block in module.single_blocks)
+        )
+
+    def inputs(self, module: Native, dtype: str) -> list[TensorSpec]:
+        words, pairs = module.txt_in.input_embedder.in_features, module.hidden_size // module.num_heads // 2
+        found = [
+            TensorSpec("video", dtype, (BATCH, VIDEO, self.patch**2 * module.in_channels)),
+            TensorSpec("context", dtype, (BATCH, TOKENS, words)),
+            TensorSpec("timestep", "float32", (BATCH,), sample="timestep"),
+            TensorSpec("pe", "float32", (FRAMES, Dim("R"), Dim("C"), pairs, 2), steady=True),
+        ]
+        if module.vector_in is not None:
+            found.append(TensorSpec("y", dtype, (BATCH, module.params.vec_in_dim)))
+        if module.params.guidance_embed:
+            found.append(TensorSpec("guidance", dtype, (BATCH,), sample="unit"))
+        if module.byt5_in is not None:
+            found.append(TensorSpec("byt5", dtype, (BATCH, GLYPHS, module.byt5_in.fc1.in_features)))
+        if module.vision_in is not None:
+            found.append(TensorSpec("vision", dtype, (BATCH, IMAGE, module.vision_in_dim)))
+        if module.time_r_in is not None:
+            found.append(TensorSpec("next_sigma", "float32", (BATCH,), sample="sigma"))
+            found.append(TensorSpec("has_next", "float32", (BATCH,), sample="unit"))
+        return found
+
+    def outputs(self, module: Native, dtype: str) -> list[TensorSpec]:
+        return [TensorSpec("out", dtype, (BATCH, VIDEO, self.patch**2 * module.out_channels))]
+
+    def function(self, module: Native) -> torch.nn.Module:
+        return _OnTokens(module)
+
+    def binding(self, module: Native) -> Binding:
+        return partial(_bind, module, lru_cache(KEPT)(partial(_places, module)))
+
+
+_UNSERVED = ("attention_mask", "guiding_frame_index", "ref_latent", "control")
+_IGNORED = frozenset({"denoise_mask", "crossattn_controlnet"})
+"""Arguments that native does not look at."""
+
+
+def _bind(module: Native, places: Callable[..., torch.Tensor], call: Mapping[str, Any]) -> EngineCall:
+    x, context, timestep = call["x"], call.get("context"), call["timestep"]
+    if context is None:
+        raise Unsupported("there is no prompt")
+    for name in (*_UNSERVED, *(call.keys() - _IGNORED - set(HunyuanVideo.arguments))):
+        if call.get(name) is not None:
+            raise Unsupported(name)
+    video, patch = x if x.ndim == _OF_VIDEO else x.unsqueeze(2), module.patch_size[-1]
+    frames, rows, columns = video.shape[2], video.shape[3] // patch, video.shape[4] // patch
+    if (rows * patch, columns * patch) != video.shape[3:]:
+        raise Unsupported("a latent of odd sides, which the network does not take")
+    inputs = {
+        "video": to_tokens(video, patch),
+        "context": context,
+        "timestep": timestep,
+        "pe": places((frames, rows, columns), x.device, x.dtype),
+        **_conditioning(module, call, context),
+    }
+    if module.time_r_in is not None:
+        inputs |= _next_sigma(call, timestep)
+
+    def finish(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        patches = outputs["out"].unflatten(1, (frames, rows, columns)).unflatten(-1, (-1, patch, patch))
+        result = patches.permute(0, 4, 1, 2, 5, 3, 6).flatten(5, 6).flatten(3, 4)
+        return (result if x.ndim == _OF_VIDEO else result.squeeze(2)).to(x.device, x.dtype)
+
+    return EngineCall(inputs, finish)
+
+
+_OF_VIDEO = 5
+"""Dimensions of a video's latent."""
+
+
+def _conditioning(module: Native, call: Mapping[str, Any], context: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Those tensors beside the prompt that the network takes."""
+    given = {name: call.get(name) for name in ("y", "guidance", "txt_byt5", "clip_fea")}
+
+    def needed(name: str) -> torch.Tensor:
+        if given[name] is None:
+            raise Unsupported(f"there is no {name}, which the engine's network takes")
+        return given[name]
+
+    def or_none(name: str, width: int) -> torch.Tensor:
+        return context.new_zeros(context.shape[0], 0, width) if given[name] is None else given[name]
+
+    found = {}
+    if module.vector_in is not None:
+        found["y"] = needed("y")[:, : module.params.vec_in_dim]
+    if module.params.guidance_embed:
+        found["guidance"] = needed("guidance")
+    if module.byt5_in is not None:
+        found["byt5"] = or_none("txt_byt5", module.byt5_in.fc1.in_features)
+    if module.vision_in is not None:
+        found["vision"] = or_none("clip_fea", module.vision_in_dim)
+    elif given["clip_fea"] is not None:
+        raise Unsupported("a picture by CLIP, which the network does not take")
+    return found
+
+
+def _next_sigma(call: Mapping[str, Any], timestep: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The sigma of the step behind this one, where the sampler's list has it; the host waits for nothing."""
+    options = call.get("transformer_options") or {}
+    if call.get("disable_time_r"):
+        return {"next_sigma": torch.zeros_like(timestep), "has_next": torch.zeros_like(timestep)}
+    if "sigmas" not in options or "sample_sigmas" not in options:
+        raise Unsupported("there is no list of sigmas, which the engine's network takes")
+    every = options["sample_sigmas"].to(timestep.device)
+    here = every[:-1] == options["sigmas"][0].to(timestep.device)
+    first = here & (here.cumsum(0) == 1)
+    found = {"next_sigma": (every[1:] * first).sum(), "has_next": here.any()}
+    return {name: value.to(timestep.dtype).expand(timestep.shape[0]) for name, value in found.items()}
+
+
+def _places(module: Native, size: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Cosine and sine of each token's angles, as native places it: (frames, rows, columns, angles, 2)."""
+    sides = map(mul, size[-len(module.patch_size) :], module.patch_size)
+    latent = torch.zeros(1, 1, *sides, device=device, dtype=dtype)
+    ids = (Native.img_ids if latent.ndim == _OF_VIDEO else Native.img_ids_2d)(module, latent)
+    return module.pe_embedder(ids)[0, 0, ..., 0].unflatten(0, size).contiguous()
+
+
+def _plain_attention(
+    _native: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, **_: Any
+) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+_PLAIN = {"optimized_attention_override": _plain_attention}
+
+
+class _OnTokens(torch.nn.Module):
+    """Native's forward behind its patches, with the parts that a network lacks left out."""
+
+    def __init__(self, net: Native):
+        super().__init__()
+        write_out_norms(net)
+        self.net = net
+
+    def forward(
+        self, video: torch.Tensor, context: torch.Tensor, timestep: torch.Tensor, pe: torch.Tensor,
+        *more: torch.Tensor,
+    ) -> tuple[torch.Tensor]:  # fmt: skip
+        net, taken = self.net, iter(more)
+        patches = net.img_in.proj
+        img = F.linear(video, patches.weight.flatten(1).to(video.dtype), patches.bias.to(video.dtype))
+        y = next(taken) if net.vector_in is not None else None
+        guidance = next(taken) if net.params.guidance_embed else None
+        byt5 = next(taken) if net.byt5_in is not None else None
+        vision = next(taken) if net.vision_in is not None else None
+        vec = self._time(timestep, video.dtype, *taken)
+        if y is not None:
+            vec = vec + net.vector_in(y)
+        if guidance is not None:
+            vec = vec + net.guidance_in(timestep_embedding(guidance, 256).to(video.dtype))
+        txt = self._words(context, timestep, byt5, vision)
+        unmoved = pe.new_ones(txt.shape[1], pe.shape[3])
+        unmoved = torch.stack((unmoved, torch.zeros_like(unmoved)), -1)
+        options = RotaryAttention(torch.cat((unmoved, pe.flatten(0, 2)))).options
+        for block in net.double_blocks:
+            img, txt = block(img=img, txt=txt, vec=vec, pe=None, transformer_options=options)
+        words = txt.shape[1]
+        img = torch.cat((txt, img), 1)
+        for block in net.single_blocks:
+            img = block(img, vec=vec, pe=None, transformer_options=options)
+        return (net.final_layer(img[:, words:], vec),)
+
+    def _time(self, timestep: torch.Tensor, dtype: torch.dtype, *behind: torch.Tensor) -> torch.Tensor:
+        net = self.net
+        vec = net.time_in(timestep_embedding(timestep, 256, time_factor=1.0).to(dtype))
+        if net.time_r_in is None:
+            return vec
+        next_sigma, has_next = behind
+        both = vec + net.time_r_in(timestep_embedding(next_sigma, 256, time_factor=1000.0).to(dtype))
+        return torch.where(has_next.unsqueeze(1) > 0, both if net.params.meanflow_sum else both / 2, vec)
+
+    def _words(
+        self, context: torch.Tensor, timestep: torch.Tensor, byt5: torch.Tensor | None, vision: torch.Tensor | None
+    ) -> torch.Tensor:
+        """All tokens of text and picture, in native's order."""
+        net, kinds = self.net, self.net.cond_type_embedding
+        txt = net.txt_in(context, timestep, None, transformer_options=_PLAIN)
+        if kinds is not None:
+            txt = txt + kinds.weight[0].to(txt.dtype)
+        if byt5 is not None:
+            glyphs = net.byt5_in(byt5)
+            if kinds is not None:
+                txt = torch.cat((glyphs + kinds.weight[1].to(txt.dtype), txt), 1)
+            else:
+                txt = torch.cat((txt, glyphs), 1)
+        if vision is not None:
+            seen = net.vision_in(vision)
+            seen = seen if kinds is None else seen + kinds.weight[2]
+            txt = torch.cat((seen.to(txt.dtype), txt), 1)
+        return txt
+
+
+_VIDEO = Sizes("HunyuanVideo", 256, 640, 1280, max_tokens=1024)
+_PICTURE = Sizes("HunyuanImage 2.1", 512, 2048, 2560, max_tokens=1024)
+
+FILE_MARKS = ("txt_in.individual_token_refiner.",)
+
+NEEDS = (
+    "comfy.ldm.flux.layers:DoubleStreamBlock",
+    "comfy.ldm.flux.layers:SingleStreamBlock",
+    "comfy.ldm.flux.layers:timestep_embedding(t, dim, max_period, time_factor)",
+    "comfy.ldm.hunyuan_video.model:HunyuanVideo._forward"
+    "(self, x, timestep, context, y, txt_byt5, clip_fea, guidance, attention_mask, guiding_frame_index, ref_latent, "
+    "disable_time_r, control, transformer_options, **)",
+    "comfy.ldm.hunyuan_video.model:HunyuanVideo.img_ids(self, x)",
+    "comfy.ldm.hunyuan_video.model:HunyuanVideo.img_ids_2d(self, x)",
+)
+"""Names in ComfyUI's own code that the family relies on, see ``needs``."""
+
+ARCHITECTURES = (
+    HunyuanVideo(_VIDEO, name="hunyuan_video15", patches=(1, 1, 1), vision=True, pixels=16, usual_frames=31),
+    HunyuanVideo(_VIDEO, name="hunyuan_video", patches=(1, 2, 2), pixels=16, usual_frames=19),
+    HunyuanVideo(_PICTURE, name="hunyuan_image21", patches=(1, 1), pixels=32, usual_frames=1, most_frames=1),
+    HunyuanVideo(_PICTURE, name="hunyuan_image21_refiner", patches=(1, 1, 1), pixels=16, usual_frames=1),
+)
