@@ -58,7 +58,8 @@ class Architecture(Protocol):
         arguments: the positional arguments of the native forward, in order. ``control`` and ``transformer_options`` are
             ComfyUI's in every backbone.
 
-    One for a network with the companion of a model patch also has ``absorbs``, see ``model_patches``.
+    One for a network with the companion of a model patch also has ``absorbs``, see ``model_patches``. One whose
+    calls may attend to earlier frames has ``keeping_tokens``: module -> the architecture of such calls, or None.
     """
 
     name: str

@@ -61,7 +61,7 @@ class Anima(TokenSizes):
         return [TensorSpec("out", dtype, (BATCH, PICTURE, PATCH * PATCH * module.out_channels))]
 
     def function(self, module: Native) -> torch.nn.Module:
-        return _OnTokens(module)
+        return OnTokens(module)
 
     def binding(self, module: Native) -> Binding:
         return partial(_bind, lru_cache(KEPT)(partial(_places, module.pos_embedder)))
@@ -124,26 +124,33 @@ def _heads(layer: Attention, x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(-1, (layer.n_heads, -1))
 
 
-def _self_attention(layer: Attention, x: torch.Tensor, pe: torch.Tensor) -> torch.Tensor:
-    q, k, v = (_heads(layer, project(x)) for project in (layer.q_proj, layer.k_proj, layer.v_proj))
+Change = Callable[[str, torch.Tensor], torch.Tensor]
+"""The name of a layer of a block, and its input -> what the layer takes instead."""
+
+
+def _self_attention(layer: Attention, x: torch.Tensor, pe: torch.Tensor, change: Change) -> torch.Tensor:
+    projections = {"q_proj": layer.q_proj, "k_proj": layer.k_proj, "v_proj": layer.v_proj}
+    q, k, v = (_heads(layer, project(change(f"self_attn.{name}", x))) for name, project in projections.items())
     return layer.output_proj(attended(_turned(layer.q_norm, q, pe), _turned(layer.k_norm, k, pe), v))
 
 
-def _cross_attention(layer: Attention, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    q, k = layer.q_norm(_heads(layer, layer.q_proj(x))), layer.k_norm(_heads(layer, layer.k_proj(words)))
+def _cross_attention(layer: Attention, x: torch.Tensor, words: torch.Tensor, change: Change) -> torch.Tensor:
+    q = layer.q_norm(_heads(layer, layer.q_proj(change("cross_attn.q_proj", x))))
+    k = layer.k_norm(_heads(layer, layer.k_proj(words)))
     return layer.output_proj(attended(q, k, _heads(layer, layer.v_proj(words))))
 
 
 def _block(
-    block: Block, x: torch.Tensor, time: torch.Tensor, lora: torch.Tensor, words: torch.Tensor, pe: torch.Tensor
-) -> torch.Tensor:
+    block: Block, x: torch.Tensor, time: torch.Tensor, lora: torch.Tensor, words: torch.Tensor, pe: torch.Tensor,
+    change: Change,
+) -> torch.Tensor:  # fmt: skip
     """Native's block; ``x`` may be of a wider dtype than what is computed in between."""
     parts = (
         (block.adaln_modulation_self_attn, block.layer_norm_self_attn, lambda y: _self_attention(
-            block.self_attn, y, pe)),
+            block.self_attn, y, pe, change)),
         (block.adaln_modulation_cross_attn, block.layer_norm_cross_attn, lambda y: _cross_attention(
-            block.cross_attn, y, words)),
-        (block.adaln_modulation_mlp, block.layer_norm_mlp, block.mlp),
+            block.cross_attn, y, words, change)),
+        (block.adaln_modulation_mlp, block.layer_norm_mlp, lambda y: block.mlp(change("mlp.layer1", y))),
     )  # fmt: skip
     for modulation, norm, layer in parts:
         shift, scale, gate = (modulation(time) + lora).chunk(3, -1)
@@ -152,7 +159,9 @@ def _block(
     return x
 
 
-class _OnTokens(torch.nn.Module):
+class OnTokens(torch.nn.Module):
+    """All that native does in each step."""
+
     def __init__(self, net: Native):
         super().__init__()
         write_out_norms(net)
@@ -162,14 +171,21 @@ class _OnTokens(torch.nn.Module):
     def forward(
         self, image: torch.Tensor, context: torch.Tensor, timestep: torch.Tensor, pe: torch.Tensor
     ) -> tuple[torch.Tensor]:
+        return self.run(image, context, timestep, pe, lambda _block, _layer, x: x)
+
+    def run(
+        self, image: torch.Tensor, context: torch.Tensor, timestep: torch.Tensor, pe: torch.Tensor,
+        change: Callable[[int, str, torch.Tensor], torch.Tensor],
+    ) -> tuple[torch.Tensor]:  # fmt: skip
+        """Run with what layers take instead of their inputs: number of the block, name of the layer, input."""
         net, dtype = self.net, image.dtype
         x = net.x_embedder.proj[1](F.pad(image, (0, PATCH * PATCH)))  # padding is what native marks with ones
         time, lora = net.t_embedder[1](_waves(net.model_channels, timestep).to(dtype))
         time, pe = net.t_embedding_norm(time), pe.flatten(0, 1)
         if dtype == torch.float16:
             x = x.float()
-        for block in net.blocks:
-            x = _block(block, x, time, lora, context, pe)
+        for i, block in enumerate(net.blocks):
+            x = _block(block, x, time, lora, context, pe, partial(change, i))
         last = net.final_layer
         shift, scale = (last.adaln_modulation(time) + lora[..., : 2 * last.hidden_size]).chunk(2, -1)
         return (last.linear(last.layer_norm(x.to(dtype)) * (1 + scale) + shift),)

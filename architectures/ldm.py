@@ -69,6 +69,32 @@ def residual_spec(name: str, dtype: str, skip: tuple[int, int], optional: bool) 
     return TensorSpec(name, dtype, (BATCH, channels, Dim("H", down=down), Dim("W", down=down)), optional)
 
 
+def token_dims(module: torch.nn.Module) -> list[tuple[int, int]]:
+    """(features, downsampling) of the tokens of each self-attention layer of a UNet, in the order of a pass.
+
+    Empty if a layer has no self-attention in its place.
+    """
+    downs = [down for _, down in skip_dims(module)]
+    blocks = [*module.input_blocks, module.middle_block or torch.nn.Identity(), *module.output_blocks]
+    found = []
+    for block, down in zip(blocks, [*downs, downs[-1], *reversed(downs)], strict=True):
+        layers = [layer for layer in block.modules() if isinstance(layer, BasicTransformerBlock)]
+        if any(layer.disable_self_attn for layer in layers):
+            return []
+        found += [(layer.norm1.normalized_shape[0], down) for layer in layers]
+    return found
+
+
+def token_specs(module: torch.nn.Module, dtype: str, prefix: str, frames: Dim | None = None) -> list[TensorSpec]:
+    """The tokens of each self-attention layer of one frame, or of so many."""
+    specs = []
+    for number, (features, down) in enumerate(token_dims(module)):
+        length = Dim("H", down=down) * Dim("W", down=down)
+        dims = (BATCH, length if frames is None else frames * length, features)
+        specs.append(TensorSpec(f"{prefix}{number}", dtype, dims, optional=frames is not None))
+    return specs
+
+
 def residual_places(module: torch.nn.Module, prefix: str = "") -> dict[str, list[str | None]]:
     """The residuals of ``residual_specs`` in the order in which native consumes ComfyUI's lists."""
     blocks = range(len(module.input_blocks))

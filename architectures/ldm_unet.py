@@ -14,7 +14,11 @@ from . import Role, ldm
 from .calls import Binding, EngineCall, ResidualLayout, Unsupported
 from .fused_linear import FusedLinear
 from .image_latent import LatentSizes
-from .shapes import TensorSpec
+from .kept_tokens import PLACE, TokensOfCall, kept_in
+from .shapes import Dim, TensorSpec
+
+EARLIER = Dim("E")
+"""Earlier frames whose tokens a call is given."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,14 @@ class UNetArchitecture(LatentSizes):
 
     Attributes:
         adapter_blocks: the input blocks behind which the family's T2I-adapters act.
+        keeps_tokens: whether it also takes the tokens of earlier frames, and gives its own; see ``kept_tokens``. Live
+            weights alone do so, and nothing is compiled.
     """
 
     name: str
     takes_y: bool
     adapter_blocks: tuple[int, ...] = ()
+    keeps_tokens: bool = False
 
     role = Role.BACKBONE
     timestep_per_image = True
@@ -49,16 +56,28 @@ class UNetArchitecture(LatentSizes):
         skips = ldm.skip_dims(module)
         blocks = self._adapter_blocks(module)
         adapters = [ldm.residual_spec(f"control_input_{i}", dtype, skips[i], optional=True) for i in blocks]
-        return [x, *ldm.conditioning_specs(module, dtype), *residuals, *adapters]
+        specs = [x, *ldm.conditioning_specs(module, dtype), *residuals, *adapters]
+        if self.keeps_tokens:
+            specs.append(TensorSpec("earlier", dtype, (EARLIER,)))  # its size tells how many there are
+            specs += ldm.token_specs(module, dtype, "earlier_", EARLIER)
+        return specs
 
     def outputs(self, module: UNetModel, dtype: str) -> list[TensorSpec]:
-        return [TensorSpec("out", dtype, (ldm.BATCH, module.out_channels, ldm.HEIGHT, ldm.WIDTH))]
+        out = TensorSpec("out", dtype, (ldm.BATCH, module.out_channels, ldm.HEIGHT, ldm.WIDTH))
+        return [out, *(ldm.token_specs(module, dtype, "tokens_") if self.keeps_tokens else ())]
 
     def function(self, module: UNetModel) -> torch.nn.Module:
-        return _UNetFunction(module, self.takes_y, self._adapter_blocks(module))
+        layers = len(ldm.token_dims(module)) if self.keeps_tokens else 0
+        return _UNetFunction(module, self.takes_y, self._adapter_blocks(module), layers)
 
     def fuse_layers(self, module: UNetModel) -> list[FusedLinear]:
-        return ldm.fuse_layers(module)
+        # with tokens of earlier frames keys take more than queries do, and the weights stay those of the other engine
+        return [] if self.keeps_tokens else ldm.fuse_layers(module)
+
+    def keeping_tokens(self, module: UNetModel) -> UNetArchitecture | None:
+        """Return the same for calls that attend to earlier frames; None where a network cannot."""
+        able = ldm.token_dims(module)
+        return replace(self, name=f"{self.name}_kept", keeps_tokens=True) if able else None
 
     def passes(self, module: UNetModel) -> list:
         return []
@@ -69,7 +88,8 @@ class UNetArchitecture(LatentSizes):
     def binding(self, module: UNetModel) -> Binding:
         blocks = range(len(module.input_blocks))
         adapters = [f"control_input_{i}" if i in self.adapter_blocks else None for i in blocks]
-        return partial(_bind, ResidualLayout({**ldm.residual_places(module, "control_"), "input": adapters}))
+        bind = partial(_bind, ResidualLayout({**ldm.residual_places(module, "control_"), "input": adapters}))
+        return partial(_bind_kept, bind) if self.keeps_tokens else bind
 
     def _adapter_blocks(self, module: UNetModel) -> list[int]:
         return [block for block in self.adapter_blocks if block < len(module.input_blocks)]
@@ -97,19 +117,43 @@ def _bind(layout: ResidualLayout, call: Mapping[str, Any]) -> EngineCall:
     return EngineCall(inputs, finish, residuals=residuals)
 
 
+def _bind_kept(bind: Binding, call: Mapping[str, Any]) -> EngineCall:
+    kept = kept_in((call.get("transformer_options") or {}).get("patches", {}))
+    if kept is None:
+        raise Unsupported("nothing remembers earlier frames")
+    bound, x = bind(call), call["x"]
+    (bound.inputs["earlier"], earlier), finish = kept.before(x), bound.finish
+    bound.inputs |= {f"earlier_{number}": tokens for number, tokens in enumerate(earlier)}
+
+    def finish_and_keep(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        kept.keep(x, [tokens for name, tokens in outputs.items() if name != "out"])
+        return finish(outputs)
+
+    bound.finish = finish_and_keep
+    return bound
+
+
 _ARGUMENTS = frozenset({*UNetArchitecture.arguments, "crossattn_controlnet"})
 """Arguments that a call may carry. The last one is a prompt for ControlNets alone; native's UNet ignores it."""
 
 
 class _UNetFunction(torch.nn.Module):
-    def __init__(self, unet: UNetModel, takes_y: bool, adapter_blocks: list[int]):
+    def __init__(self, unet: UNetModel, takes_y: bool, adapter_blocks: list[int], layers: int):
+        """
+        Args:
+            layers: those that take the tokens of earlier frames and give their own; 0 where none does.
+        """
         super().__init__()
         self.unet = unet
         self.takes_y = takes_y
         self.adapter_blocks = adapter_blocks
+        self.layers = layers
 
     def forward(self, x: torch.Tensor, timesteps: torch.Tensor, context: torch.Tensor, *rest: torch.Tensor) -> tuple:
         y, rest = (rest[0], rest[1:]) if self.takes_y else (None, rest)
+        options, tokens = ldm.transformer_options(), TokensOfCall(rest[len(rest) - self.layers :])
+        if self.layers:
+            rest, options["patches"] = rest[: -self.layers - 1], {PLACE: [tokens]}
         blocks = len(self.unet.input_blocks)
         adapters = dict(zip(self.adapter_blocks, rest[blocks + 1 :], strict=True))
         control = {
@@ -118,4 +162,4 @@ class _UNetFunction(torch.nn.Module):
             "middle": [rest[blocks]],
         }
         # _forward, not forward: wrappers of the user's graph have no place in the engine
-        return (self.unet._forward(x, timesteps, context, y, control, ldm.transformer_options()),)
+        return (self.unet._forward(x, timesteps, context, y, control, options), *tokens.tokens)

@@ -8,7 +8,7 @@ patches it takes.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,6 @@ import torch
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
-
-_MODULE = "nodes_model_patch"
-"""ComfyUI's module of model patches; its nodes are imported by their path, so the rest of its name may be anything."""
-
 
 class WithCompanion(torch.nn.Module):
     """A network and its companion as one module."""
@@ -30,33 +26,42 @@ class WithCompanion(torch.nn.Module):
         self.companion = companion
 
 
+def _same(parts: Mapping[str, Any]) -> Any | None:
+    """Return the one object that lies in all places, or None."""
+    first = next(iter(parts.values()))
+    return first if all(part is first for part in parts.values()) else None
+
+
 @dataclass(frozen=True)
 class AbsorbedPatch:
     """A kind of model patch that an architecture computes itself.
 
     Attributes:
-        kind: the name of ComfyUI's class.
-        node: that of the node that sets it.
+        node: the name of the node that sets it.
         decides: the inputs of that node that decide which engine it is; others come anew with each call.
-        places: the places of the network where it acts, by ComfyUI's names.
+        module: the last part of the name of ComfyUI's module with the patch's classes. That of its nodes is imported
+            by its path, so the rest of its name may be anything.
+        places: the places of the network where it acts, by ComfyUI's names -> the name of the class that acts there.
+        joined: what lies in these places -> the patch, which has the companion; None where they do not go together.
     """
 
-    kind: str
     node: str
     decides: tuple[str, ...]
-    places: frozenset[str]
+    module: str
+    places: Mapping[str, str]
+    joined: Callable[[Mapping[str, Any]], Any | None] = _same
 
     def find(self, patches: Mapping[str, Sequence[Any]]) -> Any | None:
         """Return the patch of this kind that acts in a call, or None where there is none, or another one beside it."""
-        found = [(place, patch) for place, given in patches.items() for patch in given]
-        if len(found) != len(self.places) or {place for place, _ in found} != self.places:
+        found = {place: given for place, given in patches.items() if given}
+        if found.keys() != self.places.keys() or any(len(given) != 1 for given in found.values()):
             return None
-        patch = found[0][1]
-        alone = all(other is patch for _, other in found)
-        return patch if alone and self._is_one(type(patch)) else None
+        parts = {place: given[0] for place, given in found.items()}
+        known = all(self._is_one(type(part), self.places[place]) for place, part in parts.items())
+        return self.joined(parts) if known else None
 
-    def _is_one(self, kind: type) -> bool:
-        named = kind.__name__ == self.kind and re.split(r"[./\\]", kind.__module__)[-1] == _MODULE
+    def _is_one(self, kind: type, name: str) -> bool:
+        named = kind.__name__ == name and re.split(r"[./\\]", kind.__module__)[-1] == self.module
         code = getattr(kind.__call__, "__globals__", {})  # another pack's, where that has replaced it
         return named and code.get("__name__") == kind.__module__
 

@@ -26,8 +26,9 @@ from .zimage import NEEDS as _BASE_NEEDS
 
 BASE = ZImage()
 FUN = AbsorbedPatch(
-    "ZImageControlPatch", "ZImageFunControlnet", ("model", "model_patch"), frozenset({"noise_refiner", "double_block"})
-)
+    "ZImageFunControlnet", ("model", "model_patch"), "nodes_model_patch",
+    dict.fromkeys(("noise_refiner", "double_block"), "ZImageControlPatch"),
+)  # fmt: skip
 LAYERS = 30
 """Native takes a network for one of so many layers, and spreads the blocks of the patch over them."""
 BEHIND = 10 * LAYERS

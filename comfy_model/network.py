@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..architectures import Architecture, Role, absorbed_patch, architecture_of
+from ..architectures.kept_tokens import kept_in
 from ..architectures.model_patches import AbsorbedPatch, WithCompanion, companion_of
 from ..engine_library.fallback import Fallback, Reason, Unavailable
 from .attention import part_replaced, preference_class, unknown_preference
@@ -51,6 +52,8 @@ class NativeNetwork:
         label: its name as the user knows it.
         role: what it is to ComfyUI; a VAE's module has two roles.
         companion: the network of a model patch that its engine computes too, or None. ``module`` is both then.
+        absorbs: the kind of that patch.
+        keeps_tokens: whether its engine computes ``KeptTokens`` too, which is a patch without a network.
     """
 
     patcher: ModelPatcher
@@ -60,6 +63,8 @@ class NativeNetwork:
     label: str
     role: Role
     companion: NativeNetwork | None = None
+    absorbs: AbsorbedPatch | None = None
+    keeps_tokens: bool = False
 
     @classmethod
     def of_model(cls, model: ModelPatcher, label: str) -> NativeNetwork:
@@ -68,9 +73,9 @@ class NativeNetwork:
         found = base._absorbed(model.model_options.get("transformer_options", {}).get("patches", {}))
         if found is None:
             return base
-        patcher = companion_of(found[1])
-        own = replace(base, patcher=patcher, module=patcher.model, prefix="", label=f"{label} ({found[0].node})")
-        return replace(base, module=_together(model.model, patcher), companion=own)
+        kind, patcher = found[0], companion_of(found[1])
+        own = replace(base, patcher=patcher, module=patcher.model, prefix="", label=f"{label} ({kind.node})")
+        return replace(base, module=_together(model.model, patcher), companion=own, absorbs=kind)
 
     @classmethod
     def of_controlnet(cls, controlnet: ControlNet, label: str) -> NativeNetwork:
@@ -89,7 +94,7 @@ class NativeNetwork:
         """The networks with weights of one patcher each that it is made of: itself, or its base and its companion."""
         if self.companion is None:
             return (self,)
-        return replace(self, module=self.module.base, companion=None), self.companion
+        return replace(self, module=self.module.base, companion=None, absorbs=None), self.companion
 
     @property
     def starts(self) -> tuple[str, ...]:
@@ -168,6 +173,9 @@ class NativeNetwork:
         if self.role not in known:
             known[self.role] = architecture_of(self.module, self.role)
         architecture = known[self.role]
+        if self.keeps_tokens:  # its calls have more inputs
+            able = getattr(architecture, "keeping_tokens", None)
+            architecture = None if able is None else able(self.module)
         if architecture is None:
             raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} is a {type(self.module).__name__}")
         if (what := unreadable_weights(self.module, self.patcher)) is not None:
@@ -215,9 +223,11 @@ class NativeNetwork:
         Args:
             patches: by ComfyUI's names of their places.
         """
+        if self.keeps_tokens and kept_in(patches) is not None:
+            return None
         if self.companion is None:
             return None if not any(patches.values()) else self._not_absorbed(patches)
-        kind = self.architecture().absorbs
+        kind = self.absorbs
         patch = kind.find(patches)
         if patch is not None and companion_of(patch).model is self.companion.module:
             return None

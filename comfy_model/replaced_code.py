@@ -26,8 +26,9 @@ _LOOKED_INTO = (*_FOLLOWED, "torch", "einops", "math", "comfy_kitchen")
 ATTENTION = "scaled_dot_product_attention"
 """The function of torch that ComfyUI's attention and that of engines come down to."""
 
-_CALLED = ("forward", "decode", "encode", "forward_control_block", "forward_noise_refiner_block")
-"""Methods that ComfyUI calls from outside: two of VAEs, and two of model patches' networks."""
+_CALLED = ("forward", "decode", "encode", "forward_control_block", "forward_noise_refiner_block", "apply",
+           "encode_conditioning")
+"""Methods that ComfyUI calls from outside: two of VAEs, and those of model patches' networks."""
 
 _MAY_DIFFER: Mapping[tuple[str, str], Callable[[Callable], bool]] = {APPLY_CONTROL: only_adds_residuals}
 """Places where packs leave harmless functions for good, each with a test of that: they differ only in calls that no

@@ -76,7 +76,7 @@ def stream(samplers: Sequence[str], schedulers: Sequence[str]) -> io.Schema:
                 max=4,
                 optional=True,
                 tooltip="Steadier pictures: the UNet's self-attention sees so many earlier frames too. Pictures are "
-                "then no longer those of their frames alone, and the UNet runs at normal speed.",
+                "then no longer those of their frames alone, and the UNet runs uncompiled: slower.",
                 advanced=True,
             ),
             io.Int.Input(

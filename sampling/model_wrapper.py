@@ -7,6 +7,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,17 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
             patched.add_callback_with_key(event, KEY, callback)
     patched.set_additional_models(KEY, [handle.patcher])
     return patched
+
+
+def with_tokens_kept(model: ModelPatcher) -> ModelPatcher:
+    """Return a clone of a routed model whose engine takes the patch ``KeptTokens`` too; ``model`` where none can."""
+    router = next(iter(model.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY)), None)
+    if not isinstance(router, BackboneRouter) or router._refusal is not None:
+        return model
+    known = router._handle
+    network = replace(known.network, keeps_tokens=True)
+    handle = EngineHandle(network, known.choice, known.library, known.node_id, known.node_key)
+    return model if handle.fallback is not None else patch_model(model, handle)
 
 
 def count_as_native(model: ModelPatcher, label: str, node_id: str, fallback: Fallback) -> ModelPatcher:

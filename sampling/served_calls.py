@@ -38,7 +38,8 @@ class ServedCall:
     def count(self) -> None:
         """Count the call; also each time that a larger graph repeats it."""
         stats, served = self.stats, self.served
-        stats.count_engine(served.backend_name, served.uncovered, self.beside)
+        uncovered = None if self.handle.network.keeps_tokens else served.uncovered  # nothing is compiled for such calls
+        stats.count_engine(served.backend_name, uncovered, self.beside)
         if (why := served.plain) is not None:
             stats.count_plain(why)
         if stats.engine_name != served.name:  # the first call of a run

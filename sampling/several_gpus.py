@@ -77,7 +77,8 @@ def on_its_gpu(handle: EngineHandle, copy: ModelPatcher) -> EngineHandle:
     patcher = handle.network.patcher.clone(model_override=copy.get_clone_model_override())
     patcher.load_device = copy.load_device
     patcher.set_additional_models(COPIES, [])
-    found = _like(handle, NativeNetwork.of_model(patcher, handle.network.label))
+    network = NativeNetwork.of_model(patcher, handle.network.label)
+    found = _like(handle, replace(network, keeps_tokens=handle.network.keeps_tokens))
     found.patcher.clone_base_uuid = handle.patcher.clone_base_uuid  # so ComfyUI makes no other one
     return found
 

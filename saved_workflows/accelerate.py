@@ -1,4 +1,4 @@
-"""Accelerating a workflow: TRT Accelerate behind each model loader, its LoRAs and its Fun control. The rest stays.
+"""Accelerating a workflow: TRT Accelerate behind each model loader, its LoRAs and what engines compute too.
 
 The node also takes in the VAE and up to four ControlNets of its graph; further ones get TRT ControlNet Engine.
 Acceleration is taken out by wiring what was before.
@@ -28,7 +28,7 @@ SERVING = (*PASSES_ON, UNET_ENGINE)
 """Our nodes that bring engines, behind which none is missing. TRT Stream only takes what it gets."""
 SIZES = {ACCELERATE: (330.0, 400.0), CONTROL_ENGINE: (330.0, 300.0)}
 _KINDS = {"model": "MODEL", "vae": "VAE"}
-_CHANGES_WEIGHTS = re.compile("lora|modelmerge|^ZImageFunControlnet$", re.IGNORECASE)
+_CHANGES_WEIGHTS = re.compile("lora|modelmerge|^ZImageFunControlnet$|^AnimaLLLiteApply$", re.IGNORECASE)
 _NO_RUN = {"MODEL", "CLIP", "VAE", "SIGMAS"}
 """Types that nodes make which call no network: patches, loaders, schedulers."""
 

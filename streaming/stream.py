@@ -10,7 +10,8 @@ sampling of its own, as stock nodes do it, and the stream says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +22,12 @@ import torch
 from ..architectures import Role
 from ..sampling.control_stack import has_engine
 from ..sampling.nan_guard import watched_apart
+from ..sessions.cuda_capture import LargerGraph, part_of
 from .control_images import Conditioning, ControlImages
 from .frame_graph import FrameGraph, FrameInputs, Made, Picture, with_sums
 from .frame_vae import FrameVAE
 from .frames import Changes
-from .kept_tokens import kept_by
+from .kept_tokens import with_kept
 from .open_sampling import Noise, OpenSampling, why_one_by_one
 from .settings import LEAST_DENOISE, Settings
 from .step_batch import InWork, StepBatch, why_apart
@@ -61,8 +63,7 @@ class Stream:
                  settings: Settings, clip: CLIP | None = None):
         self.settings = settings
         self.controls = ControlImages(positive, negative, settings.follow, model.load_device)
-        self._model = model.clone()
-        self._kept = kept_by(self._model, settings.remembered)
+        self._model, self._kept = with_kept(model, settings.remembered)
         self._model.set_additional_models(OURS, [vae.patcher])  # loaded together, so that neither evicts the other
         self._vae = FrameVAE(vae, self._reload)
         self._clip = clip
@@ -191,7 +192,7 @@ class Stream:
     def _show(self, number: int, image: torch.Tensor, latent: torch.Tensor | None,
               there: torch.Tensor | None = None) -> None:  # fmt: skip
         if self._kept is not None:
-            self._kept.begin()
+            self._kept.begin(self._latent_shape(image))
         made = None if self._frame_nodes is None else self._frame_nodes.images(image)
         if made:
             self._reload()  # the nodes may have loaded models of their own
@@ -204,9 +205,23 @@ class Stream:
         """Return all that pictures depend on besides their inputs; None if they depend on more than that."""
         if not self._open.conds_are_fixed or not self.controls.hints_are_ours or not self._controls_have_engines:
             return None
-        if self._options_of_others:
+        if self._options_of_others or self._fills_kept:
             return None
-        return shape, replace(self.settings, seed=0, new_seeds=False, similar=0.0), self._edition
+        kept = None if self._kept is None else self._kept.edition
+        return shape, replace(self.settings, seed=0, new_seeds=False, similar=0.0), self._edition, kept
+
+    @property
+    def _fills_kept(self) -> bool:
+        """True if fewer frames are kept than are to be: the next frame's calls have other sizes."""
+        return self._kept is not None and not self._kept.full
+
+    @contextlib.contextmanager
+    def _tokens_kept(self) -> Iterator[None]:
+        """Tell what keeps tokens that a frame's calls begin. Calls of sizes that do not stay are not captured."""
+        if self._kept is not None:
+            self._kept.launch()
+        with part_of(LargerGraph()) if self._fills_kept else contextlib.nullcontext():
+            yield
 
     def _made(self, given: FrameInputs) -> Made:
         """Launch all the work of a frame, and return its picture."""
@@ -221,7 +236,9 @@ class Stream:
     def _launched(self, given: FrameInputs) -> Made:
         latent = self._empty(given.image) if self.settings.from_noise else self._vae.encode(given.image)
         if given.work is None:
-            return Made(self._vae.decode(self._open.sample_frame(latent, given.noise, self.settings)))
+            with self._tokens_kept():
+                sampled = self._open.sample_frame(latent, given.noise, self.settings)
+            return Made(self._vae.decode(sampled))
         sampled, work = self._open.step_all(latent, given.noise, given.work, self.settings)
         return Made(self._vae.decode(sampled), sampled, work)
 
@@ -272,10 +289,11 @@ class Stream:
         latent = comfy.sample.fix_empty_latent_channels(self._model, latent.cpu())
         noise = comfy.sample.prepare_noise(latent, seed)
         positive, negative = self._conds["positive"], self._conds["negative"]
-        return comfy.sample.sample(
-            self._model, noise, own.steps, own.cfg, own.sampler_name, own.scheduler, positive, negative, latent,
-            denoise=own.denoise, disable_pbar=True, seed=seed,
-        )  # fmt: skip
+        with self._tokens_kept():
+            return comfy.sample.sample(
+                self._model, noise, own.steps, own.cfg, own.sampler_name, own.scheduler, positive, negative, latent,
+                denoise=own.denoise, disable_pbar=True, seed=seed,
+            )  # fmt: skip
 
     def _reload(self) -> None:
         """Load the models of the open sampling again, wherever something else was loaded in their place."""

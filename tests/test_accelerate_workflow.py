@@ -33,6 +33,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         drawn({**LORA, "file": "ModelPatchLoader", "fun": "ZImageFunControlnet", "free": "FreeU"},
               "load.0 lora.0, lora.0 fun.0, file.0 fun.1, load.2 fun.2, fun.0 free.0, free.0 s.0"),
         ["Sampler FreeU TRTAccelerate ZImageFunControlnet LoraLoader Loader"]),
+    "another patch that engines compute": (
+        drawn({**PLAIN, "file": "ModelPatchLoader", "lllite": "AnimaLLLiteApply"},
+              "load.0 lllite.0, file.0 lllite.1, lllite.0 s.0"),
+        ["Sampler TRTAccelerate AnimaLLLiteApply Loader"]),
     "merged models": (
         drawn({**PLAIN, "other": "Loader", "merge": "ModelMergeSimple"},
               "load.0 merge.0, other.0 merge.1, merge.0 s.0"),

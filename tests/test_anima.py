@@ -67,15 +67,10 @@ def test_one_engine_of_onnx_runtime_serves_all_calls(network: NativeNetwork, tmp
     assert max(worst.values()) <= LIMIT, worst
 
 
-def in_half(file: Path, dtype: torch.dtype) -> ModelPatcher:
-    with token_networks._told():
-        return comfy.sd.load_diffusion_model(str(file), model_options={"dtype": dtype})
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_as_near_to_float32_as_native_is(models: dict[str, Path], dtype: torch.dtype) -> None:
     """In float16 what goes from block to block is float32: it is large here, so that its rounding would show."""
-    exact, half = network_of(models, FILE), NativeNetwork.of_model(in_half(models[FILE], dtype), FILE)
+    exact, half = network_of(models, FILE), NativeNetwork.of_model(token_networks.load(str(models[FILE]), dtype), FILE)
     for network in (exact, half):
         network.module.x_embedder.proj[1].weight.data.mul_(30)
     call = CALLS["odd sides, a batch"].drawn(WIDTH)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import comfy.sd
 import pytest
 import torch
 from comfy.utils import load_torch_file
 from comfy_process import ComfyProcess
+from earlier_keys import EarlierKeys
 from given_frames import Given, apart, image, prompts, random, stock, streamed
 from hybrid_trt.streaming.frames import Frame
-from hybrid_trt.streaming.kept_tokens import kept_by
+from hybrid_trt.streaming.kept_tokens import with_kept
 from hybrid_trt.streaming.settings import Settings
 from hybrid_trt.streaming.stream import Stream
 from memory_fixtures import file
@@ -26,25 +26,6 @@ __all__ = ["file"]  # a fixture: pytest finds it by name
 
 OWN = Settings(steps=2, cfg=2.0, sampler_name="euler", scheduler="simple", denoise=0.6, seed=7, remembered=1)
 LIMIT = 1e-5
-PROMPT = 77
-
-
-class EarlierKeys:
-    """Attention that computes keys and values of the frame, and puts those of earlier frames behind them."""
-
-    def __init__(self, frames: int):
-        self.frames, self.earlier, self.now = frames, [], []
-
-    def next_frame(self) -> None:
-        self.earlier, self.now = [self.now, *self.earlier][: self.frames], []
-
-    def __call__(self, native: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, **options: Any
-                 ) -> torch.Tensor:  # fmt: skip
-        if k.shape[1] != PROMPT:
-            before = [frame[len(self.now)] for frame in self.earlier if frame]
-            self.now.append((k, v))
-            k, v = (torch.cat([own, *(one[part] for one in before)], 1) for part, own in enumerate((k, v)))
-        return native(q, k, v, heads, **options)
 
 
 def pictures_by(file: Path, models: dict[str, Path], own: Settings, frames: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -99,11 +80,11 @@ def test_another_size_begins_anew(file: Path, models: dict[str, Path]) -> None:
 def test_models_of_other_kinds_are_refused_with_a_sentence(models: dict[str, Path]) -> None:
     model = comfy.sd.load_diffusion_model(str(models["tiny_flux1_unet"]))
     with pytest.raises(ValueError, match="cannot attend to earlier frames, only UNets can"):
-        kept_by(model, 1)
-    assert kept_by(model, 0) is None
+        with_kept(model, 1)
+    assert with_kept(model, 0)[1] is None
 
 
-def test_the_node_remembers_frames_when_asked_and_the_report_says_why_the_unet_is_native(comfy: ComfyProcess) -> None:
+def test_the_node_remembers_frames_when_asked_and_the_unet_stays_on_live_weights(comfy: ComfyProcess) -> None:
     case = Case(frames=3, steps=1)
     asked = prompt_of(case, remembered_frames=1)
     asked["accelerate"] = node("TRTAccelerate", model=["model", 0], **SETTINGS | {"backend": "torch"})
@@ -114,6 +95,4 @@ def test_the_node_remembers_frames_when_asked_and_the_report_says_why_the_unet_i
     assert abs(found[0] - pictures_of(plain)[0]).max() <= LIMIT
     assert abs(found[1:] - pictures_of(plain)[1:]).max() > 10 * LIMIT
     (row,) = history.output("report", "report")[0]["rows"]
-    assert (row["engine"], row["native"]) == (0, 3)
-    assert row["reasons"] == {"model patched": 3}
-    assert "attn1_patch by KeptTokens" in " ".join(history.output("report", "text"))
+    assert (row["engine"], row["native"]) == (3, 0)

@@ -12,6 +12,8 @@ import pytest
 import slow
 from comfy_process import ComfyProcess
 from scenarios import (
+    FUN,
+    FUN_PARTS,
     A,
     Control,
     Prompt,
@@ -69,13 +71,14 @@ INT8 = 0.05
 """Of layers that round their inputs, see ``test_int8_on_an_engine_is_as_near_to_the_plain_model_as_native_is``."""
 ZIMAGE = Scenario("zimage", "tiny_zimage", controls=(), width=64, height=64, settings=BUILD, steps=2)
 Z_LORA = ("LoraLoaderModelOnly", {"lora_name": "tiny_zimage_lora.safetensors", "strength_model": 0.8})
-FUN = ("ZImageFunControlnet", {"model_patch": ["fun", 0], "vae": ["fun_vae", 0], "image": ["fun_image", 0],
-                               "strength": 0.7})  # fmt: skip
-FUN_PARTS = {
-    "fun": node("TestFunPatch", version="2.1"), "fun_vae": node("VAELoader", vae_name=f"{FLUX_VAE}.safetensors"),
-    "fun_image": node("TestImage", seed=3, width=72, height=64, batch=1, channels=3),
-}
 WITH_FUN = ZIMAGE.but(unet="tiny_zimage_16", loras_before=[FUN], parts=FUN_PARTS)
+LLLITE = ("AnimaLLLiteApply", {"model_patch": ["lllite", 0], "image": ["lllite_image", 0], "strength": 0.7,
+                               "start_percent": 0.0, "end_percent": 1.0})  # fmt: skip
+LLLITE_PARTS = {
+    "lllite": node("ModelPatchLoader", name="tiny_anima_lllite.safetensors"),
+    "lllite_image": node("TestImage", seed=3, width=72, height=64, batch=1, channels=3),
+}
+WITH_LLLITE = ANIMA.but(loras_before=[LLLITE], parts=LLLITE_PARTS)
 ADAPTER = Control("tiny_sd15_t2i", 3, 0.9, engine=False)
 KINDS = {
     "SD1.5 and SD2": Kind([SD15.but(controls=(A,))]),
@@ -113,6 +116,14 @@ KINDS = {
     ]),
     "Anima": Kind([
         ANIMA, ANIMA.but(width=136, height=120, batch=2), ANIMA.but(settings=TORCH, tokens=(130, 9)),
+    ]),
+    "Anima with LLLite": Kind([
+        WITH_LLLITE,
+        WITH_LLLITE.but(width=136, height=120, batch=2, loras_before=[
+            (LLLITE[0], LLLITE[1] | {"strength": 1.0, "end_percent": 0.5})], steps=4),
+        WITH_LLLITE.but(settings=TORCH, tokens=(130, 9)),
+        WITH_LLLITE.but(settings=TORCH, width=104, parts=LLLITE_PARTS | {
+            "lllite": node("ModelPatchLoader", name="tiny_anima_lllite_inpaint.safetensors")}),
     ]),
     "Wan 2.1 and 2.2 (text and image to video)": Kind([
         WAN.but(width=104, height=72),
@@ -187,6 +198,7 @@ ELSEWHERE = {
     "Qwen-Image and Qwen-Image-Edit",  # ``test_qwen_image.py``
     "Krea 2",  # ``test_krea2.py``
     "Anima",  # ``test_anima.py``
+    "Anima with LLLite",  # ``test_anima_lllite.py``
     "Wan 2.1 and 2.2 (text and image to video)", "VACE of Wan",  # ``test_wan.py``
     "HunyuanVideo 1.5", "HunyuanVideo, HunyuanImage 2.1",  # ``test_hunyuan_video.py``
     "Flux.1 (dev, schnell, Kontext, Fill)",  # ``test_flux_prompts.py``

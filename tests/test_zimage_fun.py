@@ -19,7 +19,8 @@ from built_once import built_once
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from compiling import COMPILES
-from fun_sampling import GIVEN, STEPS, TWO_ONE, B, C, call_of, lora_of, model, own_sampling, patch
+from dynamic_vram import on_cpu
+from fun_sampling import GIVEN, STEPS, TWO_ONE, A, B, C, call_of, lora_of, model, own_sampling, patch
 from hybrid_trt.architectures.shapes import Picture, RequestedSizes
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
@@ -130,6 +131,7 @@ def test_prompts_of_other_lengths_and_a_control_image_of_another_size_are_served
 ) -> None:
     vae = fun.PictureAsLatent()
     native = fun.with_fun(model, patch, fun.picture(height=90, width=70), vae=vae)
+    area = {"area": (8, 4, 0, 2), "set_area_to_bounds": False, "strength": 1.0}
     given = [[C, {}]], [[B, {}]]
     patched = zimage.Patched(native, Library([tmp_path]))
     before, passes = vae.encoded, patched.encoded
@@ -138,6 +140,9 @@ def test_prompts_of_other_lengths_and_a_control_image_of_another_size_are_served
     assert vae.encoded == before + 2, "the image and the empty one beside it, for the picture's size"
     assert relative_error(found, zimage.sample(native, *given, steps=STEPS)) <= LIMIT
     assert patched.encoded == passes + 3, "two prompts and the control image, once each"
+    given = [[C, {}], [A, area]], [[B, {}]]
+    assert relative_error(patched.sample(*given, steps=STEPS), zimage.sample(native, *given, steps=STEPS)) <= LIMIT
+    assert patched.counts[1] == 0, "a part of the picture has a control image of its size"
 
 
 def test_inpainting_and_its_mask_are_served(model: ModelPatcher, patch: ModelPatcher, tmp_path: Path) -> None:
@@ -236,6 +241,18 @@ def test_an_engine_of_onnx_runtime_serves_its_two_files_and_no_other(
         patched = zimage.Patched(other, library, "onnxruntime")
         assert relative_error(patched.sample(*GIVEN, steps=STEPS), own_sampling(other)) <= LIMIT
         assert list(patched.handle.stats.reasons) == [Reason.NO_ENGINE.value], name
+
+
+def test_under_dynamic_vram_the_weights_of_both_are_followed(model: ModelPatcher, tmp_path: Path) -> None:
+    """A double of it, whose native calls leave LoRAs out."""
+    base = on_cpu(fun.model())
+    for other in (False, True):
+        companion = fun.control(other=other, **TWO_ONE)
+        expected = own_sampling(fun.with_fun(model, companion))
+        patched = zimage.Patched(fun.with_fun(base, on_cpu(companion)), Library([tmp_path]))
+        assert relative_error(own_sampling(patched.native), expected) == 0
+        assert relative_error(patched.sample(*GIVEN, steps=STEPS), expected) <= LIMIT
+        assert patched.counts[1] == 0
 
 
 @pytest.mark.slow

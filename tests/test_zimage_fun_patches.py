@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,15 @@ import torch
 import zimage
 from comfy.model_patcher import ModelPatcher
 from comfy_execution.graph import DynamicPrompt
+from comfy_process import ComfyProcess
 from fun_sampling import GIVEN, STEPS, TWO_ONE, call_of, model, own_sampling, patch
 from hybrid_trt.architectures.calls import Unsupported
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_library import Library, Reason
 from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.page_api.workflow_graph import model_name, node_key
+from one_node import NODE, accelerated
+from scenarios import FUN, FUN_PARTS, Scenario, latent_of, native_latent, node, relative_difference
 
 __all__ = ["model", "patch"]  # fixtures: pytest finds them by name
 
@@ -180,6 +185,41 @@ def test_a_node_on_the_page_is_the_same_for_all_images_and_strengths(node: str, 
     other = copy.deepcopy(GRAPH)
     other[node]["inputs"] |= value
     assert (node_key(other, "engine") == node_key(GRAPH, "engine")) is same
+
+
+@pytest.mark.slow
+def test_a_press_on_build_makes_the_engine_of_both_networks_for_all_strengths_and_images(comfy: ComfyProcess) -> None:
+    library, scenario = comfy.base / "models" / "trt_engines", Scenario(
+        "zimage", "tiny_zimage_16", controls=(), width=64, height=64, steps=2, loras_before=[FUN], parts=FUN_PARTS)
+    shutil.rmtree(library, ignore_errors=True)
+    graph = accelerated(scenario)
+    pressed = {key: entry for key, entry in graph.items() if key not in ("save", "report", "sampler")}
+    pressed["build"] = node("TRTReport", after=[NODE, 0])
+    order = {"nodes": [NODE], "missing_only": True, "graph": graph}
+    assert comfy.queue(pressed, extra_data={"hybrid_trt_build": order}).ok
+    assert wait_until(lambda: not any(job["state"] in ("queued", "running") for job in comfy.get("/hybrid_trt/builds")))
+    assert [folder.name.partition("-")[0] for folder in library.glob("[!.]*/")] == ["zimage_fun"]
+    image = node("TestImage", seed=9, width=120, height=64, batch=1, channels=3)
+    for strength, parts in ((0.7, FUN_PARTS), (0.2, FUN_PARTS | {"fun_image": image})):
+        changed = scenario.but(loras_before=[(FUN[0], FUN[1] | {"strength": strength})], parts=parts)
+        history = comfy.queue(accelerated(changed))
+        assert relative_difference(latent_of(history), native_latent(comfy, changed)) <= LIMIT
+        (row,) = history.output("report", "report")[0]["rows"]
+        assert (row["native"], row["engine"]) == (0, 2)
+    plain = scenario.but(loras_before=[])
+    history = comfy.queue(accelerated(plain))
+    assert relative_difference(latent_of(history), native_latent(comfy, plain)) <= LIMIT
+    assert history.output("report", "report")[0]["unet"]["reasons"] == {Reason.NO_ENGINE.value: 2}
+
+
+def wait_until(happened: Callable[[], bool], seconds: float = 240) -> bool:
+    """Wait for something; False where it did not happen in time."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 def test_an_engine_is_called_by_the_models_file_and_not_by_that_of_its_vae() -> None:

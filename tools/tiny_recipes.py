@@ -10,6 +10,7 @@ from typing import Any
 
 from tiny_transformers import (
     ANIMA,
+    ANIMA_LLLITE,
     FLUX1,
     FLUX2,
     HUNYUAN_IMAGE21,
@@ -113,6 +114,10 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (
         Part("qwen_image_control", 93, QWEN_IMAGE | {"in_channels": 64, "num_layers": 1}),)),
     Recipe("diffusion_models/tiny_krea2.safetensors", (Part("krea2", 92, KREA2),)),
     Recipe("diffusion_models/tiny_anima.safetensors", (Part("anima", 94, ANIMA | {"model_channels": 256}),)),
+    Recipe("model_patches/tiny_anima_lllite.safetensors", (Part("anima_lllite", 95, ANIMA_LLLITE),)),
+    Recipe("model_patches/tiny_anima_lllite_other.safetensors", (Part("anima_lllite", 96, ANIMA_LLLITE),)),
+    Recipe("model_patches/tiny_anima_lllite_inpaint.safetensors", (
+        Part("anima_lllite", 97, ANIMA_LLLITE | {"channels": 4, "aspp": False}),)),
     Recipe("diffusion_models/tiny_wan.safetensors", (Part("wan", 95, WAN),)),
     Recipe("diffusion_models/tiny_wan_low_noise.safetensors", (Part("wan", 96, WAN),)),
     Recipe("diffusion_models/tiny_wan_i2v.safetensors", (Part("wan", 97, WAN_I2V),)),

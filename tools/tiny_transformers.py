@@ -59,6 +59,10 @@ HUNYUAN_REFINER = _HUNYUAN | {"in_channels": 128, "out_channels": 64, "patch_siz
 #: What ComfyUI reads off no file of Anima, and the rest of its sizes. What makes its prompts ready is small: ComfyUI
 #: has just one size of it, and runs it by itself.
 ANIMA = {"num_blocks": 2, "num_heads": 2}
+#: An LLLite of it, and the layers that it changes: not all, as in published files.
+ANIMA_LLLITE = {"channels": 3, "cond_dim": 16, "cond_emb_dim": 24, "model_channels": 256, "mlp_dim": 16, "resblocks": 1,
+                "aspp": True, "targets": ["0_self_attn_q_proj", "0_self_attn_k_proj", "0_self_attn_v_proj",
+                                          "1_self_attn_q_proj", "1_cross_attn_q_proj", "1_mlp_layer1"]}
 _ANIMA = {"max_img_h": 240, "max_img_w": 240, "max_frames": 128, "in_channels": 16, "out_channels": 16,
           "patch_spatial": 2, "patch_temporal": 1, "crossattn_emb_channels": 1024, "pos_emb_cls": "rope3d",
           "use_adaln_lora": True}
@@ -79,6 +83,21 @@ def let_comfyui_load_zimage() -> None:
 
     if own.__name__ != with_more_sizes.__name__:
         model_detection.detect_unet_config = with_more_sizes
+
+
+def let_comfyui_load_tiny_models() -> None:
+    """Add all sizes that ComfyUI reads off no file to what it finds in one, in this process."""
+    from comfy import model_detection
+
+    let_comfyui_load_zimage()
+    own = model_detection.detect_unet_config
+
+    def with_more_sizes(*args: Any, **kwargs: Any) -> dict[str, Any] | None:
+        found = own(*args, **kwargs)
+        more = {"qwen_image": QWEN_IMAGE, "anima": ANIMA}
+        return found and found | more.get(found.get("image_model"), {})
+
+    model_detection.detect_unet_config = with_more_sizes
 
 
 @contextmanager
@@ -213,3 +232,19 @@ def anima_shapes(config: dict[str, Any]) -> Shapes:
 
     with small_anima_adapter():
         return shapes_of(lambda: Anima(**_ANIMA, **config, operations=comfy.ops.disable_weight_init))
+
+
+def anima_lllite_shapes(config: dict[str, Any]) -> Shapes:
+    """Names and shapes of an LLLite's weights: the embedding of its image, and a network for each layer it changes."""
+    import comfy.ops
+    from comfy.ldm.anima import lllite
+
+    config, ops = dict(config), comfy.ops.disable_weight_init
+    channels, dim, features, width, hidden = (
+        config[name] for name in ("channels", "cond_dim", "cond_emb_dim", "model_channels", "mlp_dim"))  # fmt: skip
+    dilations = (1, 2, 4, 8) if config.get("aspp") else ()
+    parts = {"lllite_conditioning1": lambda: lllite.AnimaLLLiteConditioning(
+        channels, dim, features, config["resblocks"], dilations, operations=ops)}  # fmt: skip
+    for target in config["targets"]:
+        parts[f"lllite_dit_blocks_{target}"] = lambda: lllite.AnimaLLLiteModule(width, features, hidden, operations=ops)
+    return {f"{part}.{name}": shape for part, build in parts.items() for name, shape in shapes_of(build).items()}

@@ -390,7 +390,7 @@ def live_session(network: NativeNetwork, backend: Compiler, precision: str) -> L
     Raises:
         Unavailable: another node replaced a part of the module.
     """
-    key = (id(network.module), network.role, precision, str(network.device))
+    key = (id(network.module), network.architecture().name, network.role, precision, str(network.device))
     try:
         # ids come again
         return shared(key, lambda found: found.runs(network.module), lambda: LiveSession(network, backend, precision))

@@ -12,6 +12,7 @@ TYPES: dict[str, tuple[list[str], list[str]]] = {
     "ModelMergeSimple": (["model1:MODEL", "model2:MODEL"], ["MODEL"]),
     "FreeU": (["MODEL"], ["MODEL"]),
     "ZImageFunControlnet": (["MODEL", "MODEL_PATCH", "VAE", "IMAGE"], ["MODEL"]),
+    "AnimaLLLiteApply": (["MODEL", "MODEL_PATCH", "IMAGE"], ["MODEL"]),
     "ModelPatchLoader": ([], ["MODEL_PATCH"]),
     "PatchFromImage": (["MODEL", "IMAGE"], ["MODEL"]),
     "Sampler": (["MODEL"], ["LATENT"]),

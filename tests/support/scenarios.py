@@ -100,6 +100,15 @@ def node(class_type: str, **inputs: Any) -> dict[str, Any]:
     return {"class_type": class_type, "inputs": inputs}
 
 
+FUN = ("ZImageFunControlnet", {"model_patch": ["fun", 0], "vae": ["fun_vae", 0], "image": ["fun_image", 0],
+                               "strength": 0.7})  # fmt: skip
+FUN_PARTS = {
+    "fun": node("TestFunPatch", version="2.1"), "fun_vae": node("VAELoader", vae_name="tiny_flux_kl.safetensors"),
+    "fun_image": node("TestImage", seed=3, width=72, height=64, batch=1, channels=3),
+}
+"""A Fun control of Z-Image as a node before the engine node, and the parts that it takes."""
+
+
 def prompt(scenario: Scenario, engines: bool, name: str) -> Prompt:
     """The scenario as a prompt that saves its latent under ``name``.
 

@@ -107,8 +107,8 @@ def sample(
 class Patched:
     """A network's model with an engine behind the sampler patch."""
 
-    def __init__(self, network: NativeNetwork, folder: Path, backend: str):
-        choice = EngineChoice(profile_of(network), backend=backend)
+    def __init__(self, network: NativeNetwork, folder: Path, backend: str, any_weights: bool = False):
+        choice = EngineChoice(profile_of(network), backend=backend, replaceable=any_weights)
         self.handle = EngineHandle(network, choice, Library([folder]), f"{backend} in {folder}")
         self.model = patch_model(network.patcher, self.handle)
 

@@ -12,6 +12,7 @@ from typing import Any
 import comfy.controlnet
 import comfy.sd
 import tiny_transformers
+import torch
 from comfy import model_detection
 from comfy.model_patcher import ModelPatcher
 
@@ -42,7 +43,7 @@ def load_control(path: str) -> comfy.controlnet.ControlNet:
         return comfy.controlnet.load_controlnet(path)
 
 
-def load(path: str) -> ModelPatcher:
-    """The MODEL of a file as ComfyUI's loader node gives it."""
+def load(path: str, dtype: torch.dtype | None = None) -> ModelPatcher:
+    """The MODEL of a file as ComfyUI's loader node gives it; ``dtype`` is what its weights are to be."""
     with _told():
-        return comfy.sd.load_diffusion_model(path)
+        return comfy.sd.load_diffusion_model(path, model_options={} if dtype is None else {"dtype": dtype})
