@@ -27,29 +27,19 @@ from typing import Any
 import networks
 import psutil
 import tiny_models
+import tiny_transformers as small
 import torch
 from timing import PeakMemory
-from tiny_transformers import (
-    ANIMA,
-    FLUX1,
-    HUNYUAN_VIDEO15,
-    KREA2,
-    QWEN_IMAGE,
-    WAN,
-    ZIMAGE,
-    let_comfyui_load_zimage,
-    small_anima_adapter,
-)
 
-_FLUX1 = FLUX1 | {"hidden_size": 3072, "num_heads": 24, "context_in_dim": 4096, "vec_in_dim": 768, "depth": 19,
+_FLUX1 = small.FLUX1 | {"hidden_size": 3072, "num_heads": 24, "context_in_dim": 4096, "vec_in_dim": 768, "depth": 19,
                   "depth_single_blocks": 38}  # fmt: skip
-_ZIMAGE = ZIMAGE | {"dim": 3840, "n_layers": 30, "n_heads": 30, "n_kv_heads": 30, "cap_feat_dim": 2560,
+_ZIMAGE = small.ZIMAGE | {"dim": 3840, "n_layers": 30, "n_heads": 30, "n_kv_heads": 30, "cap_feat_dim": 2560,
                     "axes_dims": [32, 48, 48]}  # fmt: skip
 _QWEN = {"in_channels": 64, "num_layers": 60, "attention_head_dim": 128, "num_attention_heads": 24,
          "joint_attention_dim": 3584, "axes_dims_rope": [16, 56, 56]}  # fmt: skip
 _KREA2 = {"features": 6144, "heads": 48, "kvheads": 12, "layers": 28, "txtdim": 2560, "txtlayers": 12}
-_WAN = WAN | {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40}
-_HUNYUAN15 = HUNYUAN_VIDEO15 | {"hidden_size": 2048, "num_heads": 16, "context_in_dim": 3584, "depth": 54,
+_WAN = small.WAN | {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40}
+_HUNYUAN15 = small.HUNYUAN_VIDEO15 | {"hidden_size": 2048, "num_heads": 16, "context_in_dim": 3584, "depth": 54,
                                 "depth_single_blocks": 0}  # fmt: skip
 _PRO2 = {"depth": 6, "depth_single_blocks": 0, "control_latent_channels": 16}
 _FUN = {"n_control_layers": 15, "additional_in_dim": 17, "refiner_control": True}
@@ -88,22 +78,22 @@ class Case:
     length: int = 1
 
 
-_FLUX = Case("flux", _FLUX1, FLUX1, 1024, 512, 4096, 64, pooled=768)
-_Z = Case("zimage", _ZIMAGE, ZIMAGE, 1024, 128, 2560, 64)
-_ANIMA = Case("anima", ANIMA | {"model_channels": 2048, "num_blocks": 28, "num_heads": 16},
-              ANIMA | {"model_channels": 256}, 1024, 512, 1024, 1024)  # fmt: skip
-_VIDEO = Case("wan", _WAN, WAN, 832, 512, 4096, 4096, height=480, length=17)
+_FLUX = Case("flux", _FLUX1, small.FLUX1, 1024, 512, 4096, 64, pooled=768)
+_Z = Case("zimage", _ZIMAGE, small.ZIMAGE, 1024, 128, 2560, 64)
+_ANIMA = Case("anima", small.ANIMA | {"model_channels": 2048, "num_blocks": 28, "num_heads": 16},
+              small.ANIMA | {"model_channels": 256}, 1024, 512, 1024, 1024)  # fmt: skip
+_VIDEO = Case("wan", _WAN, small.WAN, 832, 512, 4096, 4096, height=480, length=17)
 CASES = {
     "flux1_1024": _FLUX, "flux1_512": replace(_FLUX, side=512), "flux1_1024_fp8": replace(_FLUX, eight_bit=True),
     "flux1_1024_cn": replace(_FLUX, control=True), "zimage_1024": _Z, "zimage_512": replace(_Z, side=512),
     "zimage_1024_fp8": replace(_Z, eight_bit=True),
-    "zimage_1024_fun": replace(_Z, tiny=ZIMAGE | {"n_layers": 29}, fun=_FUN),
-    "krea2_1024_fp8": Case("krea2", _KREA2, KREA2, 1024, 64, 12 * 2560, 240, eight_bit=True),
-    "qwen_1328_fp8": Case("qwen_image", _QWEN, QWEN_IMAGE | {"in_channels": 64, "num_layers": 2}, 1328, 64, 3584, 48,
-                          eight_bit=True),
+    "zimage_1024_fun": replace(_Z, tiny=small.ZIMAGE | {"n_layers": 29}, fun=_FUN),
+    "krea2_1024_fp8": Case("krea2", _KREA2, small.KREA2, 1024, 64, 12 * 2560, 240, eight_bit=True),
+    "qwen_1328_fp8": Case("qwen_image", _QWEN, small.QWEN_IMAGE | {"in_channels": 64, "num_layers": 2}, 1328, 64, 3584,
+                          48, eight_bit=True),
     "anima_1024": _ANIMA, "anima_1024_lllite": replace(_ANIMA, lllite=True),
     "wan22_480": _VIDEO, "wan22_480_fp8": replace(_VIDEO, eight_bit=True),
-    "hunyuan15_480": Case("hunyuan", _HUNYUAN15, HUNYUAN_VIDEO15, 848, 128, 3584, 64, 768, height=480, length=33),
+    "hunyuan15_480": Case("hunyuan", _HUNYUAN15, small.HUNYUAN_VIDEO15, 848, 128, 3584, 64, 768, height=480, length=33),
 }  # fmt: skip
 
 
@@ -187,7 +177,7 @@ class Model:
         device = "cpu" if tiny else "cuda"
         config, width = (case.tiny, case.tiny_width) if tiny else (case.config, case.width)
         weights = drawn(case.network, config, case.eight_bit, device)
-        with small_anima_adapter():
+        with small.small_anima_adapter():
             self.native = comfy.sd.load_diffusion_model_state_dict(weights)
         self.control = None
         if case.control:
@@ -369,21 +359,6 @@ def timed(memory: PeakMemory | None, sample: Callable[[], list[float]]) -> tuple
     return round(statistics.median(steps[2:]), 2), round(memory.peak)
 
 
-def let_comfyui_load_tiny_models() -> None:
-    """Add sizes that ComfyUI reads off no file."""
-    from comfy import model_detection
-
-    let_comfyui_load_zimage()
-    own = model_detection.detect_unet_config
-
-    def with_more_sizes(*args: Any, **kwargs: Any) -> dict[str, Any] | None:
-        found = own(*args, **kwargs)
-        more = {"qwen_image": QWEN_IMAGE, "anima": ANIMA}
-        return found and found | more.get(found.get("image_model"), {})
-
-    model_detection.detect_unet_config = with_more_sizes
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--comfyui", type=Path, required=True)
@@ -395,7 +370,7 @@ def main() -> None:
     networks.import_pack(options.comfyui)
     if options.tiny:
         tiny_models.import_comfy_on_cpu()
-        let_comfyui_load_tiny_models()
+        small.let_comfyui_load_tiny_models()
     meta = {"gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "a CPU", "torch": torch.__version__,
             "date": datetime.now(timezone.utc).date().isoformat(),
             "command": " ".join(["python benchmarks/large_models.py", *sys.argv[1:]])}  # fmt: skip

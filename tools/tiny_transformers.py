@@ -85,6 +85,21 @@ def let_comfyui_load_zimage() -> None:
         model_detection.detect_unet_config = with_more_sizes
 
 
+def let_comfyui_load_tiny_models() -> None:
+    """Add all sizes that ComfyUI reads off no file to what it finds in one, in this process."""
+    from comfy import model_detection
+
+    let_comfyui_load_zimage()
+    own = model_detection.detect_unet_config
+
+    def with_more_sizes(*args: Any, **kwargs: Any) -> dict[str, Any] | None:
+        found = own(*args, **kwargs)
+        more = {"qwen_image": QWEN_IMAGE, "anima": ANIMA}
+        return found and found | more.get(found.get("image_model"), {})
+
+    model_detection.detect_unet_config = with_more_sizes
+
+
 @contextmanager
 def small_anima_adapter() -> Iterator[None]:
     """Inside, ComfyUI makes Anima's adapter for prompts as small as in the tiny file."""
