@@ -32,7 +32,7 @@ def _same(parts: Mapping[str, Any]) -> Any | None:
     return first if all(part is first for part in parts.values()) else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AbsorbedPatch:
     """A kind of model patch that an architecture computes itself.
 
