@@ -90,6 +90,8 @@ def with_tiny_models(workflow: Workflow, object_info: ObjectInfo, nets: tuple[st
         put("KSampler", steps=4)
     if "TRTStream" in types:
         put("TRTStream", steps=2)
+    if "LoadDA3Model" in types:
+        put("LoadDA3Model", model_name="no_depth_model.safetensors")
     if "LoadVideo" in types:
         put("LoadVideo", file="tiny_video.mp4")
     return workflow
