@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -67,10 +68,11 @@ class Worker:
         await self.models(serve.get_multiplexed_model_id())
         began, event = time.monotonic(), {}
         try:
-            async for event in self.comfy.render(prompt, brought):
-                if event["event"] == "done":
-                    event |= {"seconds": round(time.monotonic() - began, 3), "worker": self.comfy.folder.name}
-                yield event
+            async with contextlib.aclosing(self.comfy.render(prompt, brought)) as events:
+                async for event in events:
+                    if event["event"] == "done":
+                        event |= {"seconds": round(time.monotonic() - began, 3), "worker": self.comfy.folder.name}
+                    yield event
         except ComfyLost as error:
             log.error("%s", error)
             os._exit(1)  # one way to fail: the gate sees a worker that died, and Ray starts another
@@ -155,8 +157,9 @@ class Gate:
         try:
             for attempt in range(1, ATTEMPTS + 1):
                 event: Event = {}
+                running = worker.render.remote(prompt, brought)
                 try:
-                    async for event in worker.render.remote(prompt, brought):
+                    async for event in running:
                         yield event | ({"attempts": attempt} if event["event"] == "done" else {})
                     return
                 except RayActorError:
@@ -169,6 +172,8 @@ class Gate:
                     why = f"The worker failed ({type(error.cause).__name__}); see the log."
                     yield {"event": "failed", "error": why}
                     return
+                finally:  # by itself Ray does so only where it is the first to see that the asker went away
+                    running.cancel()
             yield {"event": "failed", "error": f"{ATTEMPTS} workers died while they ran this prompt; see their logs."}
         finally:
             self.rendering -= 1

@@ -93,9 +93,11 @@ def test_files_name_nothing_of_the_machine_that_made_them(name: str, text: str) 
 
 IN_THE_PAGE = ("sd15_two_controlnets", "sd15_advanced")
 """``test_workflows_in_page.py`` runs them there."""
+LIKE_OTHERS = (*IN_THE_PAGE, "sd15_text_to_image", "sd15_image_to_image")
+"""Those, and two that have nothing of their own."""
 
 
-@pytest.mark.parametrize("name", slow.cases({name: name for name in CALLS}, IN_THE_PAGE))
+@pytest.mark.parametrize("name", slow.cases({name: name for name in CALLS}, LIKE_OTHERS))
 def test_they_run_on_engines(sd15: ComfyProcess, object_info: dict[str, Any], name: str) -> None:
     prompt = to_prompt(with_tiny_models(shipped(name), object_info), object_info)
     history = sd15.queue(prompt, timeout=300)
