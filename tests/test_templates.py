@@ -46,7 +46,7 @@ def small(request: pytest.FixtureRequest, small_page: ComfyPage) -> ComfyPage:
     return small_page
 
 
-OPENED_SMALL = ("sd15_controlnet_stack", "sd15_advanced", "sd15_depth_and_pose", "sdxl_two_controlnets", "flux1_controlnet")
+OPENED_SMALL = ("sd15_controlnet_stack", "sd15_advanced", "sd15_depth_and_pose", "flux1_controlnet")
 """The largest ones of each kind."""
 
 
