@@ -16,7 +16,7 @@ from typing import Any
 import folder_paths  # noqa: F401  (a command finds ComfyUI by it)
 import pytest
 import torch
-from builds import backend, network, order, queue
+from builds import backend, network, order, queue, until
 from comfy_process import ComfyProcess
 from fake_engine import publish, publish_engine
 from hybrid_trt.comfy_model import hash_cache
@@ -205,10 +205,15 @@ def limit(comfy: ComfyProcess, gigabytes: float) -> None:
 
 
 def test_the_page_gets_the_report_of_its_server_with_builds_that_failed_there(comfy: ComfyProcess) -> None:
-    for folder in (comfy.base / "models" / "trt_engines").glob("[!.]*_*"):  # what the server's tests before have left
-        shutil.rmtree(folder)
+    def busy() -> bool:
+        states = [job["state"] for job in comfy.get("/hybrid_trt/builds")]
+        return "queued" in states or "running" in states or any(comfy.get("/queue").values())
+
     limit(comfy, 1e-6)
     try:
+        assert until(lambda: not busy(), 60), "prompts and builds of the server's tests before"
+        for folder in (comfy.base / "models" / "trt_engines").glob("[!.]*_*"):  # and what they left
+            shutil.rmtree(folder)
         settings = {"when_missing": "build now", "backend": "onnxruntime"}
         scenario = Scenario(controls=(), width=64, height=64, steps=1, settings=settings)
         comfy.queue(prompt(scenario, True, "doctor"), timeout=120)

@@ -198,15 +198,30 @@ class Workers:
         self.lives, self.render = list(lives), self
     def options(self, **_):
         return self
-    async def remote(self, prompt, brought):
-        for event in self.lives.pop(0):
+    def remote(self, prompt, brought):
+        return Running(self.lives.pop(0))
+
+class Running:
+    def __init__(self, life):
+        self.life = life
+    async def __aiter__(self):
+        for event in self.life:
             yield {"event": event}
         raise RayActorError
+    def cancel(self):
+        cancelled.append(self.life)
 
 async def told(*lives):
     return [event["event"] async for event in Gate.func_or_class(Workers(*lives), "")._events({}, {})]
 
-json.dump([asyncio.run(told(*lives)) for lives in json.loads(sys.argv[1])], sys.stdout)
+async def left():
+    events = Gate.func_or_class(Workers(["started", "done"]), "")._events({}, {})
+    await anext(events)
+    await events.aclose()
+    return cancelled[-1]
+
+cancelled = []
+json.dump([asyncio.run(told(*lives)) for lives in json.loads(sys.argv[1])] + [asyncio.run(left())], sys.stdout)
 """
 
 
@@ -216,9 +231,10 @@ def test_a_prompt_that_has_ended_is_not_rendered_again_and_one_that_kills_worker
     done = subprocess.run([FARM_PYTHON, "-c", GATE_WITH_WORKERS_THAT_DIE, json.dumps(lives)], cwd=ROOT,
                           env=farm_environment(), capture_output=True, text=True, check=True)  # fmt: skip
     died = "worker died"
-    first, second, third, last = json.loads(done.stdout.splitlines()[-1])
+    first, second, third, last, left = json.loads(done.stdout.splitlines()[-1])
     assert (first, second, third) == (["started", "done"], ["started", died, "done"], ["refused"])
     assert last == [died, "started", died, died, "failed"]
+    assert left == ["started", "done"], "what its asker left is cancelled"
 
 
 IMPORT_PACK = """
