@@ -40,6 +40,7 @@ class Comfy:
         self.url = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._http: aiohttp.ClientSession | None = None
+        self._cleaning: asyncio.Future | None = None
 
     @property
     def alive(self) -> bool:
@@ -95,8 +96,9 @@ class Comfy:
             yield {"event": "failed", "error": f"ComfyUI answered {error.status} for {error.request_info.url.path}."}
         except (aiohttp.ClientError, OSError) as error:
             raise ComfyLost(f"ComfyUI does not answer: {error!r}") from error
-        finally:
-            await self._clean(name)
+        finally:  # to its end, also where whoever asked goes away meanwhile
+            self._cleaning = asyncio.ensure_future(self._clean(name))
+            await asyncio.shield(self._cleaning)
 
     def stop(self) -> None:
         """End ComfyUI, by closing what its guard reads; remove its folder."""
