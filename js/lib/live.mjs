@@ -90,7 +90,7 @@ export class Live {
     async #queue() {
         if (this.queued) return;
         if (!takesLive(await this.page.prompt())) throw new Error(t("liveNoNode"));
-        if (!this.running) return; // stopped meanwhile
+        if (!this.running || this.queued) return; // stopped meanwhile, or started again
         this.queued = true; // until its stream opens
         if (await this.page.queue() === false) throw new Error(t("liveNotQueued"));
         const queue = await (await this.api.fetchApi("/queue")).json(); // it may have ended already
