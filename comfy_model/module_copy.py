@@ -1,7 +1,12 @@
-"""A copy of a native module's structure that computes in plain torch: no casting, streaming or patching per call."""
+"""Copies of native modules without what ComfyUI keeps on layers to load them.
+
+``plain_copy`` has the structure alone, and computes in plain torch: no casting, streaming or patching per call.
+``native_copy`` is another native module, with weights of its own.
+"""
 
 from __future__ import annotations
 
+import copy as copying
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -40,6 +45,19 @@ def plain_copy(
         ReplacedForward: a layer computes something else than its class says.
     """
     return _copy(module, "", dtype, parameter, buffer, kind_of).eval().requires_grad_(False)
+
+
+def native_copy(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a deep copy of a native module that ComfyUI loads anew, wherever the weights are now."""
+    held = [(layer.__dict__, name, value) for layer in module.modules() for name, value in layer.__dict__.items()
+            if is_of_loading(name, value)]  # fmt: skip
+    for attributes, name, _ in held:  # memory of ComfyUI's allocator: it cannot be copied
+        del attributes[name]
+    try:
+        return copying.deepcopy(module)
+    finally:
+        for attributes, name, value in held:
+            attributes[name] = value
 
 
 def _copy(

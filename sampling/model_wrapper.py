@@ -128,6 +128,12 @@ def has_engine(model: ModelPatcher) -> bool:
     return any(isinstance(wrapper, BackboneRouter) for wrapper in model.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY))
 
 
+def encodes_prompts(model: ModelPatcher) -> bool:
+    """Tell whether a part of the model's engine runs once per prompt, and not in each step."""
+    routers = model.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY)
+    return any(isinstance(router, BackboneRouter) and router._handle.encodes_prompts for router in routers)
+
+
 class BackboneRouter(Shared):
     """A DIFFUSION_MODEL wrapper that puts the engine in the place of the native forward.
 

@@ -7,7 +7,6 @@ watch for NaN and leave calls to native as the sampling thread does.
 
 from __future__ import annotations
 
-import copy as copying
 from collections.abc import Iterator, Mapping
 from contextvars import Context, copy_context
 from dataclasses import replace
@@ -17,6 +16,7 @@ import torch
 from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher
 
+from ..comfy_model.module_copy import native_copy
 from ..comfy_model.network import NativeNetwork
 from ..sessions.cuda_capture import give_back_graph_memory
 from . import Shared
@@ -111,7 +111,7 @@ def _control_on(control: ControlNet, model: EngineControlModel, device: torch.de
     if device not in model.on_gpus:
         native, before = control.copy(), model.native_patcher
         with torch.inference_mode(False):  # the threads of GPUs are outside of it, and native's weights are used there
-            native.control_model = copying.deepcopy(model.native)
+            native.control_model = native_copy(model.native)
         native.control_model_wrapped = ModelPatcher(native.control_model, device, before.offload_device)
         network = replace(model.network, patcher=native.control_model_wrapped, module=native.control_model)
         model.on_gpus[device] = back_with_engine(native, _like(model.handle, network)).control_model

@@ -2,7 +2,7 @@
 
 A stream of few steps waits for its host, not for the GPU: ComfyUI's sampling and the launches of each network take
 longer than the networks. Once some frames in a row had the same settings, all they launch is captured. From then on a
-frame copies its image, its hints and its noise into the graph's buffers and replays it.
+frame copies its image, its hints, its prompts and its noise into the graph's buffers and replays it.
 
 That holds only where each call is an engine's that can be part of a larger graph, and while their weights stay what
 they were. All else runs as before, and so does every frame after a change of settings, until they are steady again.
@@ -38,6 +38,7 @@ class FrameInputs:
     Attributes:
         image: (1, H, W, 3).
         hints: by the number of their ControlNet; ``strengths`` likewise, float32 without dimensions.
+        prompts: tensors of the conditionings by name.
         work: latents of the frames before that are in work; None where frames are sampled one after another.
     """
 
@@ -45,6 +46,7 @@ class FrameInputs:
     noise: Noise
     hints: Mapping[int, torch.Tensor]
     strengths: Mapping[int, torch.Tensor]
+    prompts: Mapping[str, torch.Tensor]
     work: torch.Tensor | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -52,8 +54,9 @@ class FrameInputs:
         steps = {f"noise {n}": drawn for n, drawn in enumerate(self.noise.steps or ())}
         hints = {f"hint {place}": hint for place, hint in self.hints.items()}
         strengths = {f"strength {place}": strength for place, strength in self.strengths.items()}
+        prompts = {f"prompt {name}": tensor for name, tensor in self.prompts.items()}
         work = {} if self.work is None else {"work": self.work}
-        return {"image": self.image, "noise": self.noise.values, **steps, **hints, **strengths, **work}
+        return {"image": self.image, "noise": self.noise.values, **steps, **hints, **strengths, **prompts, **work}
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> FrameInputs:
         """Return the same with other tensors of these names."""
@@ -61,7 +64,8 @@ class FrameInputs:
         noise = replace(self.noise, values=tensors["noise"], steps=steps)
         hints = {place: tensors[f"hint {place}"] for place in self.hints}
         strengths = {place: tensors[f"strength {place}"] for place in hints}
-        return FrameInputs(tensors["image"], noise, hints, strengths, tensors.get("work"))
+        prompts = {name: tensors[f"prompt {name}"] for name in self.prompts}
+        return FrameInputs(tensors["image"], noise, hints, strengths, prompts, tensors.get("work"))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from ..comfy_model.comfyui_internals import Feature, works
 from ..sampling.model_wrapper import KEY
 from ..sampling.run_context import others_take_part
+from .prompt_inputs import Prompts, prompts_of, with_tensors
 from .transfers import upload
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class OpenSampling(comfy.samplers.Sampler):
         self._options: dict[str, Any] = {}
         self._models: list[Any] = []
         self._prepared_for: tuple = ()
+        self._looked_at: tuple = ()
+        self._prompts = Prompts()
         self._new: dict[str, Conditioning] | None = None
         self._schedule: _Schedule | None = None
         self._noise: Noise | None = None
@@ -163,9 +166,24 @@ class OpenSampling(comfy.samplers.Sampler):
 
     def fixes_conds(self, shape: tuple[int, ...]) -> bool:
         """Tell whether the conditionings are the same for all frames with latents of a shape."""
-        empty = torch.zeros(shape, device=self._guider.model_patcher.load_device)
-        self._prepare(empty, empty, 0)
+        if self._new is not None or self._looked_at != shape:
+            empty = torch.zeros(shape, device=self._guider.model_patcher.load_device)
+            self._prepare(empty, empty, 0)
         return self.conds_are_fixed
+
+    def prompts(self, shape: tuple[int, ...]) -> Prompts:
+        """Return the prompts of frames with latents of a shape; nothing if they are others for each frame."""
+        return self._prompts if self.fixes_conds(shape) else Prompts()
+
+    @contextlib.contextmanager
+    def instead(self, prompts: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Sample with these tensors of prompts in the place of their own."""
+        guider, own = self._guider, self._guider.conds
+        guider.conds = with_tensors(own, prompts) if prompts else own
+        try:
+            yield
+        finally:
+            guider.conds = own
 
     def noise_of(self, seed: int, shape: tuple[int, ...], settings: Settings) -> Noise:
         """Return the noise that ComfyUI draws for a latent of this shape."""
@@ -194,7 +212,10 @@ class OpenSampling(comfy.samplers.Sampler):
         guider.conds = comfy.samplers.process_conds(
             guider.inner_model, noise, conds, latent.device, latent, None, seed, latent_shapes=[latent.shape]
         )
-        self._prepared_for = () if self._depend_on_frames(latent) else tuple(latent.shape)
+        self._looked_at, prompts = tuple(latent.shape), prompts_of(guider.conds)
+        known = self._prepared_for == self._looked_at and prompts.form is not None
+        fixed = (known and prompts.form == self._prompts.form) or not self._depend_on_frames(latent)
+        self._prepared_for, self._prompts = self._looked_at if fixed else (), prompts
 
     def _depend_on_frames(self, latent: torch.Tensor) -> bool:
         """Tell whether conditionings depend on a frame's latent, its noise or its seed, and not only on its size."""

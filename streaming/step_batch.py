@@ -69,7 +69,9 @@ class StepBatch:
         """Return a repetition of the newest frame, which fills a place."""
         return replace(self._frames[0], key=None)
 
-    def inputs(self, new: InWork, strengths: Mapping[int, torch.Tensor]) -> FrameInputs:
+    def inputs(
+        self, new: InWork, strengths: Mapping[int, torch.Tensor], prompts: Mapping[str, torch.Tensor]
+    ) -> FrameInputs:
         """Return the inputs of a call that takes all frames a step further, the new one its first."""
         if not self._frames:
             self._frames = [replace(new, key=None)] * (self._steps - 1)
@@ -77,7 +79,7 @@ class StepBatch:
         drawn = None if new.noise.steps is None else tuple(
             frame.noise.steps[step] for step, frame in enumerate(frames[:-1]))  # fmt: skip
         hints = {place: self._hint(place, [frame.hints[place] for frame in frames]) for place in new.hints}
-        return FrameInputs(new.image, replace(new.noise, steps=drawn), hints, strengths, self._latents)
+        return FrameInputs(new.image, replace(new.noise, steps=drawn), hints, strengths, prompts, self._latents)
 
     def advance(self, new: InWork, latents: torch.Tensor) -> Any:
         """Go on from that call; return the key of the frame that had its last step in it."""

@@ -21,6 +21,7 @@ import torch
 
 from ..architectures import Role
 from ..sampling.control_stack import has_engine
+from ..sampling.model_wrapper import encodes_prompts
 from ..sampling.nan_guard import watched_apart
 from ..sessions.cuda_capture import LargerGraph, part_of
 from .control_images import Conditioning, ControlImages
@@ -29,6 +30,7 @@ from .frame_vae import FrameVAE
 from .frames import Changes
 from .kept_tokens import with_kept
 from .open_sampling import Noise, OpenSampling, why_one_by_one
+from .prompt_inputs import Prompts
 from .settings import LEAST_DENOISE, Settings
 from .step_batch import InWork, StepBatch, why_apart
 from .transfers import upload
@@ -89,6 +91,8 @@ class Stream:
         Args:
             first: an image of the size of the frames to come; other sizes may follow.
         """
+        if self._clip is not None:
+            self._encode("")  # the first time takes as long as many frames
         try:
             if self.one_by_one:
                 frames()
@@ -134,8 +138,9 @@ class Stream:
         return self._step(self._batch.filler())
 
     def _step(self, new: InWork) -> tuple[Any, Picture] | None:
-        given = self._batch.inputs(new, self.controls.strength_tensors())
-        made = self._graph.picture(given, self._fixed(self._batch.shape), self._roles())
+        prompts = self._prompts(self._batch.shape)
+        given = self._batch.inputs(new, self.controls.strength_tensors(), prompts.tensors)
+        made = self._graph.picture(given, self._fixed(self._batch.shape, prompts), self._roles())
         done = self._batch.advance(new, made.work)
         return None if done is None else (done, made)
 
@@ -180,8 +185,14 @@ class Stream:
             with watched_apart() as watch:
                 return with_sums(Made(self._vae.decode(self._sample_alone(latent, seed))), watch)
         there, noise = self._shown(image, number)
-        given = FrameInputs(there, noise, dict(self.controls.hints), self.controls.strength_tensors())
-        return self._graph.picture(given, self._fixed(self._latent_shape(image)), self._roles())
+        shape = self._latent_shape(image)
+        prompts, hints = self._prompts(shape), dict(self.controls.hints)
+        given = FrameInputs(there, noise, hints, self.controls.strength_tensors(), prompts.tensors)
+        return self._graph.picture(given, self._fixed(shape, prompts), self._roles())
+
+    def _prompts(self, shape: tuple[int, ...]) -> Prompts:
+        """Return what a frame takes of prompts; nothing where engines encode each once, in front of all frames."""
+        return Prompts() if encodes_prompts(self._model) else self._open.prompts(shape)
 
     def _shown(self, image: torch.Tensor, number: int) -> tuple[torch.Tensor, Noise]:
         """Show a frame to the ControlNets; return it on the device, and its noise."""
@@ -201,14 +212,15 @@ class Stream:
     def _roles(self) -> tuple[Role, ...]:
         return (Role.BACKBONE, Role.VAE_DECODER) if self.settings.from_noise else ROLES
 
-    def _fixed(self, shape: tuple[int, ...]) -> Hashable | None:
+    def _fixed(self, shape: tuple[int, ...], prompts: Prompts) -> Hashable | None:
         """Return all that pictures depend on besides their inputs; None if they depend on more than that."""
         if not self._open.conds_are_fixed or not self.controls.hints_are_ours or not self._controls_have_engines:
             return None
         if self._options_of_others or self._fills_kept:
             return None
         kept = None if self._kept is None else self._kept.edition
-        return shape, replace(self.settings, seed=0, new_seeds=False, similar=0.0), self._edition, kept
+        texts = self._edition if prompts.form is None else prompts.form
+        return shape, replace(self.settings, seed=0, new_seeds=False, similar=0.0), texts, kept
 
     @property
     def _fills_kept(self) -> bool:
@@ -230,7 +242,7 @@ class Stream:
     def _made_of(self, given: FrameInputs) -> Made:
         """Do the same with other tensors than the frame's own, or with those of several frames."""
         latent = torch.empty(given.noise.values.shape, device="meta")
-        with self.controls.instead(given.hints, given.strengths, latent):
+        with self.controls.instead(given.hints, given.strengths, latent), self._open.instead(given.prompts):
             return self._launched(given)
 
     def _launched(self, given: FrameInputs) -> Made:
@@ -273,8 +285,11 @@ class Stream:
     def _encoded(self, conditioning: Conditioning, text: str) -> Conditioning:
         if self._clip is None:
             raise ValueError("The prompt stays as it is: connect CLIP to TRT Stream to change it while it runs.")
-        tensor, options = self._clip.encode_from_tokens_scheduled(self._clip.tokenize(text))[0]
+        tensor, options = self._encode(text)
         return [[tensor, {**before, **options}] for _, before in conditioning]
+
+    def _encode(self, text: str) -> tuple[torch.Tensor, dict[str, Any]]:
+        return self._clip.encode_from_tokens_scheduled(self._clip.tokenize(text))[0]
 
     def _empty(self, image: torch.Tensor) -> torch.Tensor:
         """Return the latent that ComfyUI makes of an empty one of an image's size."""

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hybrid_trt.backends.torch_inductor import compiled
+from hybrid_trt.backends.torch_inductor import compiled, opened_files
 
 if not compiled.can_compile():
     pytest.skip("this torch is too old to compile to a file", allow_module_level=True)
@@ -55,7 +55,7 @@ def test_buffers_that_a_forward_reads_are_inputs_as_weights_are(tmp_path: Path) 
     function.layer.scale += 1
     x = torch.randn(2, 8)
     with torch.inference_mode():
-        results = compiled.open_file(path)(*compiled.lifted(function).values(), x)
+        results = opened_files.open_file(path)(*compiled.lifted(function).values(), x)
         torch.testing.assert_close(tuple(results), function(x))
 
 
@@ -66,21 +66,21 @@ def test_opening_copies_nothing_of_what_it_has_read(file: Path, monkeypatch: pyt
     monkeypatch.setattr(BundledAOTAutogradResult, "__reduce_ex__", copied)
     with pytest.raises(AssertionError, match="all that was read is copied"):
         torch._inductor.CompiledArtifact.load(path=str(file))
-    assert_computes_the_same(compiled.open_file(file))
+    assert_computes_the_same(opened_files.open_file(file))
 
 
 def test_where_torch_keeps_its_files_otherwise_it_opens_them_itself(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "pickle", SimpleNamespace(loads=lambda _: ("two", "things")))
-    assert_computes_the_same(compiled.open_file(file))
+    monkeypatch.setattr(opened_files, "pickle", SimpleNamespace(loads=lambda _: ("two", "things")))
+    assert_computes_the_same(opened_files.open_file(file))
 
 
 def test_kernels_that_have_to_be_put_in_their_place_are_left_to_torch(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "pickle", SimpleNamespace(loads=lambda _: (None, {1: "kernel"}, {})))
-    assert_computes_the_same(compiled.open_file(file))
+    monkeypatch.setattr(opened_files, "pickle", SimpleNamespace(loads=lambda _: (None, {1: "kernel"}, {})))
+    assert_computes_the_same(opened_files.open_file(file))
 
 
 def test_a_damaged_file_is_refused(file: Path, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_damaged_file_is_refused(file: Path, tmp_path: Path) -> None:
     path = tmp_path / "other.bin"
     path.write_bytes(checksum(data) + other)
     with pytest.raises(RuntimeError):
-        compiled.open_file(path)
+        opened_files.open_file(path)
 
 
 def test_opening_reads_none_of_the_sources_of_torch(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,19 @@ def test_opening_reads_none_of_the_sources_of_torch(file: Path, monkeypatch: pyt
     from torch._inductor import codecache
 
     monkeypatch.setattr(codecache, "torch_key", lambda: pytest.fail("all of torch's sources are hashed"))
-    assert_computes_the_same(compiled.open_file(file))
+    assert_computes_the_same(opened_files.open_file(file))
+
+
+def test_a_file_that_was_opened_is_not_opened_again_in_this_process(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch keeps what a program loads for good, so each time would take memory."""
+    opened, cpu = opened_files.open_contents(file.read_bytes(), torch.device("cpu")), torch.device("cpu")
+    monkeypatch.setattr(opened_files, "_open", lambda *_: pytest.fail("it is opened again"))
+    assert opened_files.open_contents(file.read_bytes(), cpu) is opened
+    assert_computes_the_same(opened)
+    with pytest.raises(pytest.fail.Exception, match="opened again"):
+        opened_files.open_contents(file.read_bytes() + b" ", cpu)
 
 
 def checksum(data: bytes) -> bytes:

@@ -35,11 +35,11 @@ def frames(changes: dict[int, Changes] | None = None, count: int = FRAMES) -> li
     return [Frame(n, image(40 + n), (changes or {}).get(n)) for n in range(count)]
 
 
-def wanted(ours: OnEngines, own: Settings, frame: Frame, strength: float = 0.6, prompt: int = 1
+def wanted(ours: OnEngines, own: Settings, frame: Frame, strength: float = 0.6, prompt: int = 1, tokens: int = 77
            ) -> torch.Tensor:
     """Stock's picture of a frame whose control image is the frame itself."""
     control = with_image(ours.native_net, frame.image, strength)
-    return stock(ours.native, ours.native_vae, *prompts(control, seed=prompt), own, frame.image)
+    return stock(ours.native, ours.native_vae, *prompts(control, seed=prompt, tokens=tokens), own, frame.image)
 
 
 def test_frames_with_steady_settings_are_replayed_and_are_stocks(
@@ -47,7 +47,7 @@ def test_frames_with_steady_settings_are_replayed_and_are_stocks(
 ) -> None:
     ours, given = OnEngines(file, models, tmp_path), frames()
     pictures = ours.run(*given)
-    assert (ours.recorder.captured, ours.recorder.replayed) == (1, 3)
+    assert (ours.recorder.captured, ours.recorder.replayed) == (1, 4)
     assert ours.patched.counts == (FRAMES * OWN.steps, 0), "a replayed frame counts as its calls"
     for frame in given:
         assert apart(pictures[frame.number], wanted(ours, OWN, frame)) <= LIMIT, frame.number
@@ -70,7 +70,7 @@ def test_each_frames_seed_acts_in_a_replay(file: Path, models: dict[str, Path], 
     own = replace(OWN, new_seeds=True)
     ours, given = OnEngines(file, models, tmp_path, own), frames()
     pictures = ours.run(*given)
-    assert ours.recorder.replayed == 3
+    assert ours.recorder.replayed == 4
     for frame in given[-2:]:
         seeded = replace(OWN, seed=OWN.seed + frame.number)
         assert apart(pictures[frame.number], wanted(ours, seeded, frame)) <= LIMIT
@@ -103,18 +103,24 @@ class TextEncoder:
         return len(text)
 
     def encode_from_tokens_scheduled(self, tokens: int) -> list:
-        return [[random(1, 77, 768, seed=tokens), {"pooled_output": None}]]
+        return [[random(1, 77 * (1 + tokens // 9), 768, seed=tokens), {"pooled_output": None}]]
 
 
-@pytest.mark.slow
-def test_a_new_prompt_acts_from_its_frame_on(file: Path, models: dict[str, Path], tmp_path: Path) -> None:
-    ours = OnEngines(file, models, tmp_path, clip=TextEncoder())
-    given = frames({5: Changes(prompt="a cat")}, 9)
+@pytest.mark.parametrize(("at_once", "text", "captures"), [
+    (False, "a cat", 1), (True, "a cat", 1), pytest.param(False, "a very long prompt", 2, marks=pytest.mark.slow)],
+    ids=["short", "steps as a batch", "of more tokens"])
+def test_a_new_prompt_acts_from_its_frame_on_and_only_a_longer_one_is_captured_anew(
+    file: Path, models: dict[str, Path], tmp_path: Path, at_once: bool, text: str, captures: int
+) -> None:
+    ours = OnEngines(file, models, tmp_path, replace(OWN, steps_as_batch=at_once), clip=TextEncoder())
+    given = frames({5: Changes(prompt=text)}, 9)
     pictures = ours.run(*given)
-    assert ours.recorder.captured == 2
-    for frame in (given[5], given[8]):
-        wish = wanted(ours, OWN, frame, prompt=len("a cat"))
-        assert apart(pictures[frame.number], wish) <= LIMIT, frame.number
+    assert ours.recorder.captured == captures
+    tokens = TextEncoder().encode_from_tokens_scheduled(len(text))[0][0].shape[1]
+    for frame in (given[4], given[5], given[8]):
+        told = {} if frame.number < 5 else {"prompt": len(text), "tokens": tokens}
+        assert apart(pictures[frame.number], wanted(ours, OWN, frame, **told)) <= LIMIT, frame.number
+    assert apart(pictures[8], wanted(ours, OWN, given[8])) > 1e-4
 
 
 @pytest.mark.parametrize(("follow", "count"), [
@@ -126,7 +132,7 @@ def test_control_images_act_in_a_replay_wherever_they_come_from(
     shown = torch.cat([image(70 + n) for n in range(count)])
     ours, given = OnEngines(file, models, tmp_path, replace(OWN, follow=follow), shown), frames()
     pictures = ours.run(*given)
-    assert ours.recorder.replayed == 3
+    assert ours.recorder.replayed == 4
     assert len({float(picture.sum()) for picture in pictures.values()}) == FRAMES
     frame = given[-1]
     control = shown[-1:] if follow == AS_CONNECTED else edges(frame.image)

@@ -132,9 +132,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     """Sizes of the files that are opened from now on."""
     found, open_live = [], type(TORCH).open_live
 
-    def opens(self: Any, engine: Engine, sizes: dict[str, int]) -> Callable[..., Any]:
+    def opens(self: Any, engine: Engine, sizes: dict[str, int], device: torch.device) -> Callable[..., Any]:
         found.append(sizes)
-        return open_live(self, engine, sizes)
+        return open_live(self, engine, sizes, device)
 
     monkeypatch.setattr(type(TORCH), "open_live", opens)
     return found

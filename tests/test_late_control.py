@@ -14,7 +14,7 @@ from control_stacks import CHOICE, step_of_comfyui
 from fake_recorder import Recorder
 from hybrid_trt.architectures.calls import AsyncInputs, EngineCall
 from hybrid_trt.architectures.shapes import TensorSpec
-from hybrid_trt.backends.torch_inductor import compiled, late_inputs
+from hybrid_trt.backends.torch_inductor import compiled, late_inputs, opened_files
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.engine_builder.worker_tasks import _spec_json
 from hybrid_trt.engine_library import Library
@@ -55,7 +55,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Network, C
     names = sorted(name for name, _ in made.named_parameters())
     weights = [made.get_parameter(name).data for name in names]
     compiled.compile_to_file(made, weights, names, inputs(), file, late=[1, 2])
-    run = compiled.open_file(file)
+    run = opened_files.open_file(file)
     with torch.no_grad():
         yield made, lambda *given: run(*weights, *given)
 

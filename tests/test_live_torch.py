@@ -275,7 +275,7 @@ def test_a_compiled_file_that_fails_when_it_runs_leaves_the_call_to_live_weights
         def sizes(self, _engine: Any) -> list[dict[str, int]]:
             return [{s: n for s, n in SIZES.items() if s != "HB"}]
 
-        def open_live(self, _engine: Any, _symbols: Any) -> Callable[..., Any]:
+        def open_live(self, _engine: Any, _symbols: Any, _device: Any) -> Callable[..., Any]:
             return lambda *_: (calls.append(1), (_ for _ in ()).throw(AssertionError("expected size 640==640")))
 
     engine = SimpleNamespace(folder=tmp_path / "engine", manifest=SimpleNamespace(bytes=1))

@@ -18,7 +18,7 @@ from fake_recorder import Recorder
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.shapes import Dim, TensorSpec, sample_inputs
 from hybrid_trt.backends import LiveTask, backends
-from hybrid_trt.backends.torch_inductor import attention, compile_step, compiled, parts
+from hybrid_trt.backends.torch_inductor import attention, compile_step, compiled, opened_files, parts
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import parallel
@@ -186,7 +186,7 @@ def test_two_processes_compile_a_size_in_halves(room: Any, tmp_path: Path, monke
     left = {path.name for path in engine.folder.iterdir()}
     assert left == {"manifest.json", "checked_here.json", *engine.manifest.files}
     for call in calls:
-        opened = compiled.open_file(engine.folder / compiled.file_name(call))
+        opened = opened_files.open_file(engine.folder / compiled.file_name(call))
         assert opened.__class__ is parts.InParts
         assert len(opened._steps) == 2
         assert_serves(engine, net, call)

@@ -15,7 +15,7 @@ import_comfy()
 
 from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.shapes import sample_inputs
-from hybrid_trt.backends.torch_inductor import compiled, parts
+from hybrid_trt.backends.torch_inductor import compiled, opened_files, parts
 from hybrid_trt.engine_library.engine import relative_error
 from small_networks import network as network_of
 
@@ -127,7 +127,7 @@ def test_parts_that_others_compile_are_put_together_in_a_file(tmp_path: Path) ->
     with ThreadPoolExecutor(1) as other:
         compiled.compile_in_parts(other.submit, 2, network, weights, names, [x], path)()
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
-    made = compiled.open_file(path)
+    made = opened_files.open_file(path)
     assert isinstance(made, parts.InParts)
     with torch.inference_mode():
         assert torch.allclose(made(*weights, x)[0], network(x)[0], atol=1e-6)

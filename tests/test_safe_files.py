@@ -329,7 +329,7 @@ def test_a_compiled_file_that_was_changed_through_a_mapping_does_not_run(tmp_pat
     library = Library([tmp_path])
     engine = build_engine(BuildOrder(small_network(), "float32", PROFILE, backend), library, lambda *_: None)
     sizes = backend.sizes(engine)[0]
-    assert backend.open_live(engine, sizes)
+    assert backend.open_live(engine, sizes, torch.device("cpu"))
     name = compiled.file_name(sizes)
     path = engine.folder / name
     before = path.stat()
@@ -337,4 +337,4 @@ def test_a_compiled_file_that_was_changed_through_a_mapping_does_not_run(tmp_pat
         contents[-1] ^= 1
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(Unavailable, match="its hash differs"):
-        backend.open_live(engine, sizes)
+        backend.open_live(engine, sizes, torch.device("cpu"))

@@ -234,7 +234,7 @@ def test_an_engine_that_cannot_be_opened_is_told_and_wanted_anew_and_tried_again
 ) -> None:
     net, opened = network("unet", "unlike_levels"), []
 
-    def refuse(_self: Any, engine: Engine, _symbols: dict) -> None:
+    def refuse(_self: Any, engine: Engine, *_: Any) -> None:
         opened.append(engine.manifest.created)
         raise OSError("the disk is gone")
 

@@ -5,6 +5,7 @@ The second GPU is a double, the CPU under another name. What only GPUs show is i
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 import weakref
@@ -211,6 +212,25 @@ def test_controlnets_run_on_engines_of_each_gpu_which_stay_open(
     assert all(session.loaded for session in sessions[0])
     assert controlled.handle.stats.reopened == 0
     assert error(latent, both.natively(seed=2)) > 100 * LIMIT
+
+
+@pytest.mark.fault("dynamic VRAM keeps memory of its own on a ControlNet that a second GPU needs")
+def test_a_controlnet_gets_an_engine_on_each_gpu_wherever_comfyui_keeps_its_weights(
+    files: dict[str, Path], controlnet: ControlNet, library: Library
+) -> None:
+    """ComfyUI's own copy of such a ControlNet fails: it copies that memory."""
+    both = Split(files[NAME], library, "torch")
+    controlled = Controlled(both.patched.native, controlnet, library)
+    model = controlled.net.control_model
+    kept = ctypes.pointer(ctypes.c_int(5))
+    layer = next(layer for layer in model.native.modules() if isinstance(layer, torch.nn.Conv2d))
+    layer._v_weight = [kept]
+    latent = both.sample(control=controlled.net)
+    assert layer.__dict__.pop("_v_weight") == [kept]
+    assert error(latent, both.natively(control=controlled.plain)) <= LIMIT
+    copy = controlled.net.multigpu_clones[SECOND].control_model
+    assert not any(hasattr(layer, "_v_weight") for layer in copy.native.modules())
+    assert model.handle.stats.native == 0
 
 
 @pytest.mark.slow

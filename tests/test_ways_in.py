@@ -228,7 +228,7 @@ def test_an_engine_from_elsewhere_is_never_opened(
     for engine in engines:
         if engine.manifest.identity.backend == "torch":
             with pytest.raises(Unavailable):
-                TORCH.open_live(engine, TORCH.sizes(engine)[0])
+                TORCH.open_live(engine, TORCH.sizes(engine)[0], torch.device("cpu"))
             continue
         load = backends()[engine.manifest.identity.backend].load
         with pytest.raises(Unavailable):

@@ -22,7 +22,7 @@ from ...comfy_model.structure_hash import structure_hash
 from ...engine_library import BuildError, Engine, Fallback, Manifest, Reason, Unavailable, trust
 from ...sessions.session import refusal_of, refuse
 from .. import BuildRequest, BuildSizes, LiveTask, Progress, gpu_of
-from . import compiled
+from . import compiled, opened_files
 from .cpu import cpu_kind
 
 if TYPE_CHECKING:
@@ -145,8 +145,8 @@ class TorchBackend:
         inputs = network.architecture().engine_inputs(network.module, network.precision)
         return {dim.symbol for spec in inputs for dim in spec.dims if not isinstance(dim, int)}
 
-    def open_live(self, engine: Engine, sizes: dict[str, int]) -> compiled.Compiled:
-        """Open an engine's compiled file for some sizes, those that it leaves free not among them.
+    def open_live(self, engine: Engine, sizes: dict[str, int], device: torch.device) -> compiled.Compiled:
+        """Open an engine's compiled file for some sizes, those that it leaves free not among them, on a device.
 
         Raises:
             Unavailable: the files were not made on this machine, or have changed.
@@ -154,4 +154,4 @@ class TorchBackend:
         if (refusal := trust.why_unusable(engine)) is not None:
             raise Unavailable(refusal.reason, refusal.detail)
         name = next(name for name in engine.manifest.files if compiled.sizes_of(name) == sizes)
-        return compiled.open_contents(engine.read_checked(name))
+        return opened_files.open_contents(engine.read_checked(name), device)

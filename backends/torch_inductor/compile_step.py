@@ -22,9 +22,10 @@ from ...sessions import gpu_timing
 from ...sessions.cuda_graphs import GraphCache
 from .. import LiveTask, Progress
 from . import attention, quantised_graph
-from .compiled import Compiled, compile_in_parts, compile_to_file, file_name, lifted, open_file
+from .compiled import Compiled, compile_in_parts, compile_to_file, file_name, lifted
 from .cpu import cpu_kind
 from .free_sizes import FreeSizes
+from .opened_files import open_file
 
 log = logging.getLogger(__name__)
 

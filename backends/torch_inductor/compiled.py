@@ -1,4 +1,4 @@
-"""Inductor's side: trace a network for one set of sizes, compile it, keep the result in a file, open it again.
+"""Inductor's side: trace a network for one set of sizes, compile it, and keep the result in a file.
 
 The trace has the weights as inputs, so one file serves every checkpoint of a layout, and LoRAs. ``standalone_compile``
 makes a file that a new process opens in seconds: nothing is traced, guarded or looked up again.
@@ -242,60 +242,6 @@ def _choices() -> AbstractContextManager[None]:
         log.warning("Hybrid TRT: Inductor chooses alone with this torch (%s): networks run slower", error)
         return nullcontext()
     return our_rows()
-
-
-def open_file(path: Path) -> Compiled:
-    """Open a file of ``compile_to_file`` or ``compile_in_parts`` that this process has just written."""
-    return open_contents(path.read_bytes())
-
-
-def open_contents(contents: bytes) -> Compiled:
-    """Open what such a file holds: a pickle, which the caller knows to be ours."""
-    import torch._inductor.config
-
-    keep_others_out()
-    let_kernels_be_recorded()
-    # nothing is compiled here, and starting Inductor's pool of compilers would keep all cores busy for seconds
-    with torch._inductor.config.patch(compile_threads=1), torch.inference_mode(False), torch.no_grad():
-        if not contents.startswith(PARTS_HEADER):
-            return _opened(contents)
-        each, plans, outputs = pickle.loads(contents[len(PARTS_HEADER):])
-        return parts.InParts([_opened(one) for one in each], plans, outputs)
-
-
-def _opened(contents: bytes) -> Compiled:
-    opened = _without_a_copy(contents)
-    if opened is None:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "compiled"
-            path.write_bytes(contents)
-            opened = torch._inductor.CompiledArtifact.load(path=str(path))
-    return opened
-
-
-def _without_a_copy(contents: bytes) -> Compiled | None:
-    """Return what ``CompiledArtifact.load`` gives, or None where this torch keeps its files otherwise.
-
-    torch first copies, object by object, all that it has read, so as to be able to write it once more, and reads all of
-    its own sources to tell whether it is the torch that wrote the file: an engine knows that by torch's version.
-    """
-    try:
-        from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
-        from torch._inductor.standalone_compile import AOTCompiledArtifact
-        from torch.utils._appending_byte_serializer import BytesReader
-
-        reader = BytesReader(contents)
-        if reader.read_bytes() != AOTCompiledArtifact.AOT_HEADER:
-            return None
-        reader.read_bytes()  # the hash of torch's sources
-        entry, kernels, arguments = pickle.loads(reader.read_bytes())
-        if kernels or arguments:  # which have to be put in their place
-            return None
-        entry.__deepcopy__ = lambda memo: entry
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        log.info("Hybrid TRT: compiled files open more slowly with this torch (%s)", error)
-        return None
-    return deserialize_bundled_cache_entry(entry)
 
 
 def file_name(symbols: Mapping[str, int], free: Collection[str] = ()) -> str:

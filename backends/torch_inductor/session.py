@@ -44,7 +44,7 @@ class Compiler(Protocol):
 
     def sizes(self, engine: Engine) -> list[dict[str, int]]: ...
 
-    def open_live(self, engine: Engine, sizes: dict[str, int]) -> Compiled: ...
+    def open_live(self, engine: Engine, sizes: dict[str, int], device: torch.device) -> Compiled: ...
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,8 @@ class LiveSession:
         engine = self._files.pop(plan.sizes)
         started = time.perf_counter()
         try:
-            self._live.add_compiled(plan.sizes, self.backend.open_live(engine, dict(plan.sizes)))
+            opened = self.backend.open_live(engine, dict(plan.sizes), self.device)
+            self._live.add_compiled(plan.sizes, opened)
         except Exception as error:
             self._refuse(engine, error)
             return

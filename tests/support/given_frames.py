@@ -46,9 +46,9 @@ def image(seed: int, side: int = 64) -> torch.Tensor:
     return torch.nn.functional.interpolate(small, (side, side), mode="bilinear").sigmoid().movedim(1, -1).contiguous()
 
 
-def prompts(*controls: comfy.controlnet.ControlBase, seed: int = 1) -> tuple[list, list]:
+def prompts(*controls: comfy.controlnet.ControlBase, seed: int = 1, tokens: int = 77) -> tuple[list, list]:
     options: dict[str, Any] = {"control": controls[-1], "control_apply_to_uncond": False} if controls else {}
-    return tuple([[random(1, 77, 768, seed=seed + i), dict(options)]] for i in range(2))
+    return tuple([[random(1, 77 if i else tokens, 768, seed=seed + i), dict(options)]] for i in range(2))
 
 
 def with_image(net: comfy.controlnet.ControlNet, shown: torch.Tensor, strength: float) -> comfy.controlnet.ControlNet:

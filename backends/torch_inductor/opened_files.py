@@ -1,0 +1,90 @@
+"""Compiled files, opened: each once in this process for each GPU, whatever GPU of its kind it was compiled on.
+
+torch keeps a program's kernels in memory for good, so one that was opened a second time would have them twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import pickle
+import tempfile
+import threading
+from pathlib import Path
+
+import torch
+
+from . import other_gpu, parts
+from .cache_folder import keep_others_out
+from .compiled import PARTS_HEADER, Compiled, let_kernels_be_recorded
+
+log = logging.getLogger(__name__)
+
+_opened: dict[tuple[bytes, int | None], Compiled] = {}
+"""By a file's hash and its GPU. A program has no weights, and calls do not change it."""
+_lock = threading.Lock()
+
+
+def open_file(path: Path) -> Compiled:
+    """Open a file of ``compile_to_file`` or ``compile_in_parts`` that this process has just written."""
+    return _open(path.read_bytes(), None)
+
+
+def open_contents(contents: bytes, device: torch.device) -> Compiled:
+    """Open what such a file holds, or return what was opened before: a pickle, which the caller knows to be ours."""
+    key = hashlib.sha256(contents).digest(), device.index if device.type == "cuda" else None
+    with _lock:
+        if key not in _opened:
+            _opened[key] = _open(contents, key[1])
+        return _opened[key]
+
+
+def _open(contents: bytes, gpu: int | None) -> Compiled:
+    import torch._inductor.config
+
+    keep_others_out()
+    let_kernels_be_recorded()
+    # nothing is compiled here, and starting Inductor's pool of compilers would keep all cores busy for seconds
+    with torch._inductor.config.patch(compile_threads=1), torch.inference_mode(False), torch.no_grad():
+        if not contents.startswith(PARTS_HEADER):
+            return _one(contents, gpu)
+        each, plans, outputs = pickle.loads(contents[len(PARTS_HEADER):])
+        return parts.InParts([_one(one, gpu) for one in each], plans, outputs)
+
+
+def _one(contents: bytes, gpu: int | None) -> Compiled:
+    opened = _without_a_copy(contents, gpu)
+    if opened is None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "compiled"
+            path.write_bytes(contents)
+            opened = torch._inductor.CompiledArtifact.load(path=str(path))
+    return opened
+
+
+def _without_a_copy(contents: bytes, gpu: int | None) -> Compiled | None:
+    """Return what ``CompiledArtifact.load`` gives, or None where this torch keeps its files otherwise.
+
+    torch first copies, object by object, all that it has read, so as to be able to write it once more, and reads all of
+    its own sources to tell whether it is the torch that wrote the file: an engine knows that by torch's version.
+    """
+    try:
+        from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
+        from torch._inductor.standalone_compile import AOTCompiledArtifact
+        from torch.utils._appending_byte_serializer import BytesReader
+
+        reader = BytesReader(contents)
+        if reader.read_bytes() != AOTCompiledArtifact.AOT_HEADER:
+            return None
+        reader.read_bytes()  # the hash of torch's sources
+        held = reader.read_bytes()
+        entry, kernels, arguments = pickle.loads(held)
+        if kernels or arguments:  # which have to be put in their place
+            return None
+        if gpu is not None and other_gpu.is_of_another(entry, gpu):
+            entry = other_gpu.read_for(held, gpu)
+        entry.__deepcopy__ = lambda memo: entry
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        log.info("Hybrid TRT: compiled files open more slowly with this torch (%s)", error)
+        return None
+    return deserialize_bundled_cache_entry(entry)
