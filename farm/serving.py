@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import secrets
 import signal
@@ -75,7 +76,7 @@ def _serve(arguments: argparse.Namespace, token: str, comfyui_arguments: list[st
         base=str(arguments.base.resolve()) if arguments.base else "",
         warm=tuple(str(file.resolve()) for file in arguments.warm),
         arguments=(*(["--cpu"] if arguments.cpu else []), *comfyui_arguments),
-        threads=os.environ.get("OMP_NUM_THREADS", ""),
+        threads=os.environ.get("OMP_NUM_THREADS") or str(_threads(workers)),
     )
     serve.start(http_options={"host": arguments.host, "port": arguments.port})
     log.info("The workers' logs are in %s.", settings.work)
@@ -94,6 +95,12 @@ def _serve(arguments: argparse.Namespace, token: str, comfyui_arguments: list[st
     except TimeoutError:
         return "Not all prompts ended in time; they are lost."
     return ""
+
+
+def _threads(workers: int) -> int:
+    """Return how many threads each worker's ComfyUI takes, so that those of a machine share its cores."""
+    machines = sum(node["Alive"] for node in ray.nodes())
+    return max(1, (os.cpu_count() or 1) // math.ceil(workers / max(1, machines)))
 
 
 def _run(farm: serve.Application, end: threading.Event, failures: list[str]) -> None:
