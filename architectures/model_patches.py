@@ -7,6 +7,7 @@ patches it takes.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,21 @@ class AbsorbedPatch:
         parts = {place: given[0] for place, given in found.items()}
         known = all(self._is_one(type(part), self.places[place]) for place, part in parts.items())
         return self.joined(parts) if known else None
+
+    def again(self, patches: Mapping[str, Sequence[Any]], companion: ModelPatcher) -> dict[str, Any]:
+        """Return the same patch by its places, with another network; it keeps what it computes to itself.
+
+        Args:
+            patches: those of a call, in which ``find`` finds the patch.
+        """
+        patch = self.find(patches)
+        own = copy.copy(patch)
+        own.model_patch, made = companion, {id(patch): own}
+        for (part,) in (patches[place] for place in self.places):
+            if id(part) not in made:
+                made[id(part)] = copy.copy(part)
+                made[id(part)].patch = own
+        return {place: made[id(patches[place][0])] for place in self.places}
 
     def _is_one(self, kind: type, name: str) -> bool:
         named = kind.__name__ == name and re.split(r"[./\\]", kind.__module__)[-1] == self.module

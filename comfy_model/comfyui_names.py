@@ -133,6 +133,7 @@ TABLE: dict[Feature, tuple[str, ...]] = {
         "comfy.model_patcher:ModelPatcher.match_multigpu_clones(self, ...)",
         "comfy.model_patcher:ModelPatcher.get_clone_model_override(self, ...)",
         "comfy.model_patcher:ModelPatcher.get_additional_models_with_key(self, _, ...)",
+        "comfy.model_management:unload_model_and_clones(_, ...)",
     ),
     Feature.STAGING: (
         "comfy.patcher_extension:WrappersMP.PREPARE_SAMPLING",

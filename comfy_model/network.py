@@ -245,8 +245,12 @@ class NativeNetwork:
     def _not_absorbed(self, patches: Mapping[str, Sequence[Any]]) -> Fallback:
         place, given = next((place, given) for place, given in patches.items() if given)
         who = next((type(patch).__name__ for patch in given if not isinstance(patch, FunctionType)), None)
-        found = self.parts[0]._absorbed(patches)
-        advice = "" if found is None else f"put the engine node behind {found[0].node}, whose patch engines compute"
+        found, advice = absorbed_patch(self.parts[0].module, patches), ""
+        if found is not None:
+            node, device = found[0].node, companion_of(found[1]).load_device
+            elsewhere = f"have the model on {device}, where the patch of {node} is, if you want the engine"
+            here = f"put the engine node behind {node}, whose patch engines compute"
+            advice = here if device == self.patcher.load_device else elsewhere
         return Fallback(Reason.MODEL_PATCHED, place if who is None else f"{place} by {who}", advice=advice)
 
 

@@ -248,9 +248,8 @@ class CallStats:
 
     def count_opening(self) -> None:
         """Count a call that has to open its engine again; the server's first one is logged."""
-        if self.engine:
-            self.reopened += 1
-            log_once(OPENED, self.name)
+        self.reopened += 1
+        log_once(OPENED, self.name)
 
     def count_plain(self, why: str) -> None:
         """Count a call whose capture as a CUDA graph failed; the server's first one is logged."""

@@ -66,6 +66,7 @@ class EngineHandle(Shared):
         self.fallback: Fallback | None = None
         self.note = ""
         self.stats: CallStats | None = None
+        self._served: CallStats | None = None  # those of the last run that its engine served
         self._context = self._looked_up_in = self  # no execution context: the first call begins a run
         self._beginning = threading.Lock()
         self._watch = NetworkWatch(network)
@@ -184,7 +185,7 @@ class EngineHandle(Shared):
             try:
                 with _one_at_a_time, timed(stats.times), self._range():
                     session = self.session
-                    if not session.loaded:
+                    if not session.loaded and self._served is stats:
                         stats.count_opening()
                     bound = call()  # first: what it asks other models for may take the session's memory
                     session.sync_from(self.network, patcher or self.network.patcher)
@@ -194,6 +195,7 @@ class EngineHandle(Shared):
                 if fallback.reason in FOR_THE_RUN and not fallback.this_call_only:
                     self.give_up(fallback)
             else:
+                self._served = stats
                 served_by_engine(ServedCall(self, stats, session, session.active, patcher, bound.late is not None))
                 return True, result
         served_by_native()

@@ -32,7 +32,7 @@ from .nan_guard import redo_unless_finite, watch
 from .native_network import arguments_of, by_name, forward_arguments, run_native, with_residuals_copied
 from .native_weights import NativeWeights
 from .run_context import as_run, tensors_of_run
-from .several_gpus import COPIES, SharedRun, forget_dead_models, on_its_gpu
+from .several_gpus import COPIES, SEVERAL_GPUS, SharedRun, forget_dead_models, on_its_gpu, on_several_gpus
 from .steady_prompts import SteadyPrompts
 
 if TYPE_CHECKING:
@@ -159,10 +159,13 @@ class BackboneRouter(Shared):
 
     def match_copy(self, patcher: ModelPatcher, copy: ModelPatcher) -> None:
         """Plan a run of ComfyUI's copy of the model on another GPU; an ON_MATCH_MULTIGPU_CLONES callback."""
-        if patcher.model is not self._base or self._refusal is not None:
+        if patcher.model is not self._base:
+            return
+        edited = self.shared.patches.plan(patcher, copy)
+        if self._refusal is not None:
             return
         device, known = copy.load_device, self._copies.get(copy.load_device)
-        if known is None or known._base is not copy.model:
+        if known is None or known._base is not copy.model or edited:
             known = self._copies[device] = BackboneRouter(copy, on_its_gpu(self._handle, copy), None)
         _plan(known._handle, None, known._weight_patches, copy, {})
         copy.set_additional_models(KEY, [known._handle.patcher])
@@ -186,6 +189,8 @@ class BackboneRouter(Shared):
             executor.original = partial(router._route, executor.original)
         else:
             executor.original = partial(self._pass_by, executor.original, called_on)
+        if self.shared.context is not None:
+            self.shared.patches.put(by_name(self._arguments, args, kwargs).get("transformer_options") or {})
         context = self.shared.here()
         return executor(*args, **kwargs) if context is None else context.run(executor, *args, **kwargs)
 
@@ -219,7 +224,7 @@ class BackboneRouter(Shared):
         handle = self._handle
         self.reached.calls += 1
         given = by_name(forward_arguments(type(_uncompiled(called_on))), args, kwargs)
-        if _on_several_gpus(given.get("transformer_options") or {}):
+        if on_several_gpus(given.get("transformer_options") or {}):
             handle.serve(self._refusal or SEVERAL_GPUS, _never)
             return run_native(lambda: native(*args, **kwargs), handle.stats, handle.network.device)
         stats = open_stats(Role.BACKBONE.value, STRANGER, handle.node_id, device=handle.network.device)
@@ -233,7 +238,7 @@ class BackboneRouter(Shared):
         """Return the reason why native has to serve a call, whatever its tensors, or None."""
         if patcher is None:
             return Fallback(Reason.OTHER_MODEL, "the call comes from outside of sampling")
-        if _on_several_gpus(options) and not works(Feature.SEVERAL_GPUS):
+        if on_several_gpus(options) and not works(Feature.SEVERAL_GPUS):
             return SEVERAL_GPUS
         handle = self._handle
         if (fallback := _why_not_patched_so(patcher, self._weight_patches, handle)) is not None:
@@ -319,18 +324,6 @@ def _compile_key() -> str | None:
 
 def _never() -> EngineCall:
     raise AssertionError("nothing is bound for a call that is refused")
-
-
-SEVERAL_GPUS = Fallback(
-    Reason.MODEL_PATCHED,
-    "MultiGPU CFG Split made a copy of the model that no engine is known for",
-    advice="remove MultiGPU CFG Split if you want the engine",
-)
-
-
-def _on_several_gpus(options: Mapping) -> bool:
-    """Tell whether ComfyUI makes several calls at once, each in a thread and on a GPU of its own."""
-    return options.get("multigpu_thread_device") is not None
 
 
 def _uncompiled(unet: torch.nn.Module) -> torch.nn.Module:

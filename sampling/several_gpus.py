@@ -19,6 +19,8 @@ from comfy.model_patcher import ModelPatcher
 
 from ..comfy_model.module_copy import native_copy
 from ..comfy_model.network import NativeNetwork
+from ..comfy_model.patches_on_gpus import THREAD, PatchesOnGpus
+from ..engine_library import Fallback, Reason
 from ..sessions.cuda_capture import give_back_graph_memory
 from . import Shared
 from .controlnet import EngineControlModel, back_with_engine
@@ -32,15 +34,24 @@ COPIES = "multigpu"
 """Under this name a patcher has ComfyUI's copies of its model on other GPUs."""
 
 
+SEVERAL_GPUS = Fallback(
+    Reason.MODEL_PATCHED,
+    "MultiGPU CFG Split made a copy of the model that no engine is known for",
+    advice="remove MultiGPU CFG Split if you want the engine",
+)
+
+
 class SharedRun(Shared):
     """A run that several GPUs share: the context of its sampling thread, lent to those of the GPUs until it ends.
 
     Attributes:
         context: that of the run under way; None while there is none, or where one GPU has it alone.
+        patches: the model patch of each GPU.
     """
 
     def __init__(self) -> None:
         self.context: Context | None = None
+        self.patches = PatchesOnGpus()
         self._controls: list[EngineControlModel] = []
         self._devices: list[torch.device] = []
 
@@ -70,6 +81,11 @@ class SharedRun(Shared):
         return in_run(self.context)
 
 
+def on_several_gpus(options: Mapping) -> bool:
+    """Tell whether ComfyUI makes several calls at once, each in a thread and on a GPU of its own."""
+    return options.get(THREAD) is not None
+
+
 def forget_dead_models() -> None:
     """Drop models whose patchers are gone from ComfyUI's list: *MultiGPU CFG Split* looks at each one."""
     if None in model_management.loaded_models():
@@ -79,11 +95,13 @@ def forget_dead_models() -> None:
 def on_its_gpu(handle: EngineHandle, copy: ModelPatcher) -> EngineHandle:
     """Return a handle like ``handle`` for ComfyUI's copy of its model on another GPU.
 
-    The copy's network has the patches of the engine node, not those that were added behind it.
+    The copy's network has the patches of the engine node, not those that were added behind it. Its model patch is that
+    GPU's own.
     """
     patcher = handle.network.patcher.clone(model_override=copy.get_clone_model_override())
     patcher.load_device = copy.load_device
     patcher.set_additional_models(COPIES, [])
+    PatchesOnGpus().plan(handle.network.patcher, patcher)
     network = NativeNetwork.of_model(patcher, handle.network.label)
     found = _like(handle, replace(network, keeps_tokens=handle.network.keeps_tokens))
     found.patcher.clone_base_uuid = handle.patcher.clone_base_uuid  # so ComfyUI makes no other one

@@ -23,6 +23,7 @@ from ..architectures import Role
 from ..sampling.control_stack import has_engine
 from ..sampling.model_wrapper import encodes_prompts
 from ..sampling.nan_guard import watched_apart
+from ..sampling.several_gpus import COPIES
 from ..sessions.cuda_capture import LargerGraph, part_of
 from .control_images import Conditioning, ControlImages
 from .frame_graph import FrameGraph, FrameInputs, Made, Picture, with_sums
@@ -66,7 +67,8 @@ class Stream:
         self.settings = settings
         self.controls = ControlImages(positive, negative, settings.follow, model.load_device)
         self._model, self._kept = with_kept(model, settings.remembered)
-        self._model.set_additional_models(OURS, [vae.patcher])  # loaded together, so that neither evicts the other
+        if not model.get_additional_models_with_key(COPIES):  # ComfyUI would copy the VAE with the model
+            self._model.set_additional_models(OURS, [vae.patcher])  # loaded together: neither evicts the other
         self._vae = FrameVAE(vae, self._reload)
         self._clip = clip
         self._conds = {"positive": self.controls.positive, "negative": self.controls.negative}
