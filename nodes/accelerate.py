@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from comfy.model_patcher import ModelPatcher
@@ -15,7 +16,7 @@ from ..sampling.engine_status import status
 from ..sampling.model_wrapper import patch_model
 from ..sampling.vae import native_vae, vae_with_engines
 from . import building, schemas
-from .engines import Place, build, controlnet_network, engine_choice, find, find_vae
+from .engines import Place, build, controlnet_network, engine_choice, find, find_vae, for_its_pictures
 from .schemas import CONTROL_INPUTS
 
 if TYPE_CHECKING:
@@ -38,26 +39,23 @@ class TRTAccelerate(io.ComfyNode):
         controls = {name: given.pop(name, None) for name in CONTROL_INPUTS}
         place = Place(cls.hidden.dynprompt, cls.hidden.unique_id, "model")
         network = NativeNetwork.of_model(model, place.label("UNet"))
+        place, given = for_its_pictures(network, place, given)
         handles = {"model": find(network, engine_choice(network, **given), place)}
         lines = {}
         for name, control in controls.items():
-            found = None if control is None else _find(control, cls._place(name), given)
+            found = None if control is None else _find(control, replace(place, input_name=name), given)
             if isinstance(found, EngineHandle):
                 handles[name] = found
             elif found is not None:
                 lines[name] = found.sentence()
         vae = None if vae is None else native_vae(vae)
-        vae_handles = {} if vae is None else find_vae(vae, cls._place("vae"), given)
+        vae_handles = {} if vae is None else find_vae(vae, replace(place, input_name="vae"), given)
         handles |= {role.value: handle for role, handle in vae_handles.items()}
         build(list(handles.values()), when_missing, place.order)
         lines = {name: f"{handle.network.label}: {status(handle)}" for name, handle in handles.items()} | lines
         backed = [_backed(control, handles.get(name)) for name, control in controls.items()]
         model, vae = patch_model(model, handles["model"]), vae and vae_with_engines(vae, vae_handles)
         return io.NodeOutput(model, vae, *backed, ui=ui.PreviewText("\n".join(lines.values())))
-
-    @classmethod
-    def _place(cls, name: str) -> Place:
-        return Place(cls.hidden.dynprompt, cls.hidden.unique_id, name)
 
 
 def _find(control: ControlBase, place: Place, settings: dict[str, Any]) -> EngineHandle | Fallback:

@@ -13,7 +13,7 @@ from ..sampling.controlnet import back_with_engine, native_controlnet
 from ..sampling.engine_status import status
 from ..sampling.vae import native_vae, vae_with_engines
 from . import building, schemas
-from .engines import Place, build, controlnet_network, engine_choice, find, find_vae
+from .engines import Place, build, controlnet_network, engine_choice, find, find_vae, for_its_pictures
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase
@@ -35,6 +35,7 @@ class TRTUNetEngine(io.ComfyNode):
     def execute(cls, model: ModelPatcher, when_missing: str, **settings: int | str) -> io.NodeOutput:
         place = Place(cls.hidden.dynprompt, cls.hidden.unique_id, "model")
         network = NativeNetwork.of_model(model, place.label("UNet"))
+        place, settings = for_its_pictures(network, place, settings)
         handle = find(network, engine_choice(network, **settings), place)
         build([handle], when_missing, place.order)
         return io.NodeOutput(handle, ui=ui.PreviewText(status(handle)))
@@ -57,6 +58,7 @@ class TRTControlNetEngine(io.ComfyNode):
         network = controlnet_network(control_net, place)
         if isinstance(network, Fallback):
             return io.NodeOutput(control_net, ui=ui.PreviewText(network.sentence()))
+        place, settings = for_its_pictures(network, place, settings)
         handle = find(network, engine_choice(network, **settings), place)
         build([handle], when_missing, place.order)
         backed = back_with_engine(native_controlnet(control_net), handle)
@@ -78,7 +80,7 @@ class TRTVAEEngine(io.ComfyNode):
     def execute(cls, vae: VAE, when_missing: str, **settings: int | str) -> io.NodeOutput:
         place = Place(cls.hidden.dynprompt, cls.hidden.unique_id, "vae")
         vae = native_vae(vae)
-        handles = find_vae(vae, place, settings)
+        handles = find_vae(vae, place, settings, own_sizes=True)
         build(list(handles.values()), when_missing, place.order)
         text = "\n".join(f"{handle.network.label}: {status(handle)}" for handle in handles.values())
         return io.NodeOutput(vae_with_engines(vae, handles), ui=ui.PreviewText(text))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from comfy.controlnet import ControlNet
 from comfy_execution.graph import DynamicPrompt
 
 from ..architectures import ANY, Role
-from ..architectures.shapes import VAE_SETTINGS, RequestedSizes
+from ..architectures.shapes import SIZE_NAMES, VAE_SETTINGS, RequestedSizes
 from ..backends import AUTO
 from ..backends.lookup import EngineChoice
 from ..comfy_model.network import NativeNetwork
@@ -19,6 +19,7 @@ from ..engine_library import Fallback, Reason, Unavailable
 from ..page_api.build_orders import Order, order_of
 from ..page_api.builds import node_states, pending_orders
 from ..page_api.library_folder import library
+from ..page_api.picture_fit import auto
 from ..page_api.workflow_graph import (
     DECODE,
     ENCODE,
@@ -58,11 +59,16 @@ VAE_ROLES = {DECODE: (Role.VAE_DECODER, "VAE decode"), ENCODE: (Role.VAE_ENCODER
 
 @dataclass(frozen=True)
 class Place:
-    """One network of an engine node: the running prompt, the node's id, and the input that the network comes in by."""
+    """One network of an engine node: the running prompt, the node's id, and the input that the network comes in by.
+
+    Attributes:
+        sizes: numbers in the place of those that were sent, see ``for_its_pictures``.
+    """
 
     prompt: DynamicPrompt
     node_id: str
     input_name: str
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def label(self, default: str) -> str:
         """Return the file that the network was loaded from, or ``default``."""
@@ -76,7 +82,12 @@ class Place:
         if drawn in original and original[drawn]["class_type"] == prompt.get_node(node_id)["class_type"]:
             prompt, node_id = DynamicPrompt(original), drawn
         try:
-            return node_key(alone(whole_prompt(prompt, node_id), node_id, self.input_name), node_id)
+            graph = alone(whole_prompt(prompt, node_id), node_id, self.input_name)
+            if self.sizes:
+                sent = graph[node_id]["inputs"]
+                inputs = {name: self.sizes.get(name, value) for name, value in sent.items()}
+                graph = {**graph, node_id: {**graph[node_id], "inputs": inputs}}
+            return node_key(graph, node_id)
         except BadPrompt as error:  # for example nodes that expand while they run
             log.debug("Hybrid TRT: node %s has no key (%s)", node_id, error)
             return ""
@@ -109,6 +120,28 @@ def engine_choice(
     return EngineChoice(family.profile(RequestedSizes(**sizes)), precision, backend, weights == REPLACEABLE)
 
 
+def for_its_pictures(
+    network: NativeNetwork, place: Place, settings: Mapping[str, Any]
+) -> tuple[Place, dict[str, Any]]:
+    """Return a node's place and settings, with Auto's numbers where a press on Build has pictures that need them.
+
+    The page sends zeros while nobody knows the family of the model, and with it what is usual. It follows once the
+    node tells that: the build is for the numbers of then, and the node is known by them as well.
+    """
+    order, numbers = place.order, [name for name in SIZE_NAMES if name in settings]
+    if order is None or any(settings[name] for name in numbers if name != "opt_size"):
+        return place, dict(settings)
+    pictures = asked_pictures(order.graph, drawn_id(place.prompt, place.node_id), "model")
+    try:
+        wanted = auto(pictures, network.architecture().sizes, 0) if pictures else {}
+    except Unavailable:  # it gets no engine, and the handle says why
+        wanted = {}
+    sizes = {name: wanted[name] for name in numbers if name in wanted}
+    if not any(size for name, size in sizes.items() if name != "opt_size"):  # best at another size is no other engine
+        return place, dict(settings)
+    return replace(place, sizes=sizes), {**settings, **sizes}
+
+
 def find(network: NativeNetwork, choice: EngineChoice, place: Place) -> EngineHandle:
     """Return the handle for a network's engine, which the page knows of from then on."""
     key, order = place.key, place.order
@@ -116,6 +149,8 @@ def find(network: NativeNetwork, choice: EngineChoice, place: Place) -> EngineHa
     pictures = asked_pictures(order.graph, drawn, name) if order is not None else ()
     pictures = pictures or asked_pictures(all_nodes(place.prompt), place.node_id, name)
     handle = EngineHandle(network, replace(choice, pictures=pictures), library(), place.node_id, key)
+    if place.sizes:
+        node_states.also(key, replace(place, sizes={}).key)
     node_states.learn(key, handle)
     return handle
 
@@ -154,24 +189,30 @@ def controlnet_network(control_net: ControlBase, place: Place) -> NativeNetwork 
     return refusal
 
 
-def find_vae(vae: VAE, place: Place, settings: dict[str, Any]) -> dict[Role, EngineHandle]:
+def find_vae(
+    vae: VAE, place: Place, settings: Mapping[str, Any], own_sizes: bool = False
+) -> dict[Role, EngineHandle]:
     """Return the handles for those networks of a native VAE that the graph calls behind a node.
 
     Args:
         settings: those of the engine node; a VAE follows its sizes and its backend.
+        own_sizes: whether the node's sizes are for the VAE alone.
     """
     order, given = place.order, {name: settings[name] for name in VAE_SETTINGS if name in settings}
     drawn = drawn_id(place.prompt, place.node_id)
     calls = vae_calls(order.graph, drawn) if order is not None and drawn in order.graph else None
     handles = {}
     for name in calls or vae_calls(all_nodes(place.prompt), place.node_id):
-        own, role, words = replace(place, input_name=name), *VAE_ROLES[name]
+        role, words = VAE_ROLES[name]
         network = NativeNetwork.of_vae(vae, role, f"{words}: {place.label('VAE')}")
-        handles[role] = find(network, engine_choice(network, AUTO, **given), own)
+        if own_sizes and not handles:
+            place, given = for_its_pictures(network, place, given)
+        handles[role] = find(network, engine_choice(network, AUTO, **given), replace(place, input_name=name))
     return handles
 
 
 def _order_given(key: str) -> None:
     """Note that the running prompt has ordered a network's build, or that there is nothing to build."""
     if (context := executing()) is not None:
-        pending_orders.given(context.prompt_id, key)
+        for one in node_states.keys_like(key):
+            pending_orders.given(context.prompt_id, one)

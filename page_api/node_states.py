@@ -47,6 +47,7 @@ class NodeStates:
         self._lock = threading.Lock()
         self._path = library.roots[0] / FILE_NAME
         self._known: OrderedDict[str, NodeRecord] = read_records(self._path)
+        self._sent: OrderedDict[str, str] = OrderedDict()  # node key -> the one that the page sent it by
         self._jobs: dict[str, list[str]] = {}  # node key -> its last job, after those that it waits for besides
 
     def learn(self, key: str, handle: EngineHandle) -> None:
@@ -68,12 +69,26 @@ class NodeStates:
         refusal = (handle.fallback.reason.value, handle.fallback.detail) if handle.fallback is not None else None
         profile = wanted_profile(network, handle.choice) if architecture else handle.choice.profile
         without = handle.session is not None and not handle.session.engines
-        self._keep(key, NodeRecord(
+        record = NodeRecord(
             network.label, architecture, handle.choice.precision_for(network), profile.to_json(),
             handle.choice.backend, str(network.device), weights, refusal, source, status(handle) if without else "",
             network.role.value,
             sum(p.numel() for p in network.module.parameters()),
-        ))  # fmt: skip
+        )  # fmt: skip
+        for one in self.keys_like(key):
+            self._keep(one, record)
+
+    def also(self, key: str, sent: str) -> None:
+        """Know a node by two keys: that of the numbers that Auto follows with, and that of those that were sent."""
+        with self._lock:
+            self._sent[key] = sent
+            while len(self._sent) > MAX_NODES:
+                self._sent.popitem(last=False)
+
+    def keys_like(self, key: str) -> list[str]:
+        """Return a node's key, and with it the one that the page sent it by, if that is another one."""
+        with self._lock:
+            return [key, self._sent[key]] if key in self._sent else [key]
 
     def refused(self, key: str, label: str, fallback: Fallback) -> None:
         """Remember that a node's model can have no engine."""
@@ -81,9 +96,10 @@ class NodeStates:
 
     def ordered(self, key: str, job: Job) -> None:
         """Remember that a node waits for a job."""
-        with self._lock:
-            others = (self._builds.get(known) for known in self._jobs.get(key, ()) if known != job.id)
-            self._jobs[key] = [*(other.id for other in others if other and not other.state.final), job.id]
+        for one in self.keys_like(key):
+            with self._lock:
+                others = (self._builds.get(known) for known in self._jobs.get(one, ()) if known != job.id)
+                self._jobs[one] = [*(other.id for other in others if other and not other.state.final), job.id]
 
     def ended(self, job: Job) -> None:
         """Learn from a job that has ended which weights the nodes that ordered it have."""

@@ -6,6 +6,7 @@ Pictures of every step are kept in the folder that HYBRID_TRT_SHOTS names.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,6 +51,9 @@ COUNTING = """id => {
     Object.defineProperty(net, 'comfyClass', { configurable: true, get() {
         if (/hybrid-trt.*graph.mjs/.test(new Error().stack)) count.looks += 1;
         return kind; } }); }"""
+SIZES = ("min_size", "opt_size", "max_size", "max_images", "max_tokens")
+LARGEST = "id => app.graph.getNodeById(id).widgets.find(w => w.name === 'max_size').value"
+UNKNOWN = "tiny_of_no_other_test.safetensors"
 #: An edit as the page notices it: its undo history gets a step.
 EDIT = """steps => {
     app.graph.nodes.find(n => n.type === 'KSampler').widgets.find(w => w.name === 'steps').value = steps;
@@ -214,6 +218,35 @@ def test_a_size_that_will_not_fit_is_told_before_the_run_and_built_for(
     page.wait_for(net, "none", timeout=30)
     assert "does not fit" not in page.status(net)["text"]
     assert "does not fit" in page.status(page.node(NET_2))["text"], "the others are as they were"
+
+
+@pytest.mark.fault("Build is clicked on a node with Auto for a picture that its model's usual sizes do not hold")
+def test_the_first_build_with_auto_is_for_the_graphs_picture_and_stays_on_its_node(
+    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
+) -> None:
+    """Auto's numbers change once the build has loaded the model: what is usual for it is known only then."""
+    if page.page.vue:
+        pytest.skip("The server and the numbers are the same in both modes.")
+    no_engines(comfy)
+    nets = comfy.base / "models" / "controlnet"
+    shutil.copy(nets / "tiny_sd15_a.safetensors", nets / UNKNOWN)
+    made, raw = workflow(object_info, **dict.fromkeys(SIZES, 0)), page.page.page
+    set_widget(made, "Load ControlNet 1 (edges)", "control_net_name", UNKNOWN, object_info)
+    for side, size in (("width", 1088), ("height", 512)):
+        set_widget(made, "EmptyLatentImage", side, size, object_info)
+    load(page, made)
+    net = page.node(NET_1)
+    page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 30)
+    assert raw.evaluate(LARGEST, net) == 0, "nobody knows the model yet"
+    page.click(net)
+    page.wait_for(net, "building", timeout=60)
+    raw.wait_for_function(f"id => ({LARGEST})(id) === 1088", arg=net)
+    raw.wait_for_timeout(1000)
+    assert page.status(net)["state"] == "building", "the build that runs"
+    assert page.wait_for(net, "ready", "failed", "none", "unknown")["state"] == "ready"
+    assert "does not fit" not in page.status(net)["text"]
+    (engine,) = comfy.get("/hybrid_trt/engines")["engines"]
+    assert "1088" in engine["profile"]
 
 
 def test_a_build_inside_a_subgraph_is_seen_in_a_second_tab(
