@@ -229,7 +229,7 @@ def test_one_more_size_stands_beside_the_others_and_nothing_is_lost_or_opened_ag
     net, opened = network("unet", "unlike_levels"), []
     session = LiveSession(net, TORCH, "float32", Recorder())
 
-    def open_live(_self: Any, engine: Engine, symbols: dict[str, int]) -> Callable[..., tuple]:
+    def open_live(_self: Any, engine: Engine, symbols: dict[str, int], _device: Any) -> Callable[..., tuple]:
         opened.append((engine.folder.name, symbols["T"]))
         return lambda *tensors: session.live.function(*tensors[len(session.live.flat_weights()) :])
 
