@@ -1,4 +1,4 @@
-"""Sizes of transformers that count a picture's tokens, whatever its shape: batch, tokens of pictures and of the prompt."""
+"""Sizes of transformers that count a picture's tokens, whatever its shape: batch, tokens of pictures and prompt."""
 
 from __future__ import annotations
 
