@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import os
 import secrets
 import signal
@@ -22,7 +21,7 @@ from ray import serve
 
 from . import access
 from .app import NAME, application
-from .settings import WorkerSettings
+from .settings import WorkerSettings, threads_each
 
 log = logging.getLogger("farm")
 
@@ -76,7 +75,7 @@ def _serve(arguments: argparse.Namespace, token: str, comfyui_arguments: list[st
         base=str(arguments.base.resolve()) if arguments.base else "",
         warm=tuple(str(file.resolve()) for file in arguments.warm),
         arguments=(*(["--cpu"] if arguments.cpu else []), *comfyui_arguments),
-        threads=os.environ.get("OMP_NUM_THREADS") or str(_threads(workers)),
+        threads=os.environ.get("OMP_NUM_THREADS") or _threads(workers if gpus else 0),
     )
     serve.start(http_options={"host": arguments.host, "port": arguments.port})
     log.info("The workers' logs are in %s.", settings.work)
@@ -97,10 +96,10 @@ def _serve(arguments: argparse.Namespace, token: str, comfyui_arguments: list[st
     return ""
 
 
-def _threads(workers: int) -> int:
-    """Return how many threads each worker's ComfyUI takes, so that those of a machine share its cores."""
+def _threads(workers: int) -> str:
+    """Return OMP_NUM_THREADS for so many workers with GPUs; without any, pictures shall be those of one ComfyUI."""
     machines = sum(node["Alive"] for node in ray.nodes())
-    return max(1, (os.cpu_count() or 1) // math.ceil(workers / max(1, machines)))
+    return str(threads_each(os.cpu_count() or 1, workers, machines)) if workers else ""
 
 
 def _run(farm: serve.Application, end: threading.Event, failures: list[str]) -> None:

@@ -1,7 +1,9 @@
-"""The conditionings of a run on the sampling device, copied once for the whole run.
+"""The conditionings of a run, and its table of sigmas, on the sampling device: copied once for the whole run.
 
-ComfyUI keeps prompts in main memory and copies them to the device in each step. Each copy waits until the GPU is idle,
-and the GPU then rests until the next network has been started.
+ComfyUI keeps prompts in main memory and copies them to the device in each step. With dynamic VRAM, or where an engine
+has the weights, it also keeps the table there in which it looks each step's sigma up. Each copy waits until the GPU is
+idle, and the GPU then rests until the next network has been started. Where several GPUs share a step, the others copy
+prompts from the first one, which waits for nothing.
 
 Those waits also kept progress, preview and interrupt close to the GPU's work. Here a call returns when the call before
 it has ended on the GPU instead. The GPU then always has one whole call to do, and the host is no further ahead.
@@ -9,8 +11,9 @@ it has ended on the GPU instead. The GPU then always has one whole call to do, a
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import comfy.conds
@@ -21,6 +24,7 @@ from ..sessions.cuda_capture import give_back_graph_memory
 from . import Shared
 
 if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
     from comfy.patcher_extension import WrapperExecutor
 
 RUN = "hybrid_trt_run"
@@ -88,7 +92,8 @@ def sample_on_device(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> An
     options = executor.class_obj.model_options
     run = options[RUN] = RunInputs()
     try:
-        result = executor(*args, **kwargs)
+        with sigmas_on_device(executor.class_obj.model_patcher):
+            result = executor(*args, **kwargs)
         run.give_back_graph_memory()
         return result
     finally:
@@ -96,12 +101,34 @@ def sample_on_device(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> An
         run.release()
 
 
+@contextlib.contextmanager
+def sigmas_on_device(model: ModelPatcher) -> Iterator[None]:
+    """Have a model's table of sigmas where it samples, and those of its copies on other GPUs."""
+    moved: list[tuple[torch.nn.Module, torch.device]] = []
+    for patcher in (model, *model.get_additional_models_with_key("multigpu")):
+        sampling = patcher.get_model_object("model_sampling")
+        held = next(sampling.buffers(), None) if isinstance(sampling, torch.nn.Module) else None
+        if held is not None and not any(sampling is one for one, _ in moved):  # copies may share one
+            moved.append((sampling, held.device))
+            _move(sampling, patcher.load_device)
+    try:
+        yield
+    finally:
+        for sampling, before in moved:
+            _move(sampling, before)
+
+
+def _move(sampling: torch.nn.Module, device: torch.device) -> None:
+    with torch.inference_mode(False):  # the threads of GPUs are outside of it
+        sampling.to(device)
+
+
 def call_on_device(
     executor: WrapperExecutor, model: Any, conds: Conds, x_in: torch.Tensor, timestep: torch.Tensor, model_options: dict
 ) -> Any:
     """Put conditionings where the call computes, and keep the host one call ahead; a CALC_COND_BATCH wrapper."""
     run: RunInputs | None = model_options.get(RUN)
-    if run is None or "multigpu_clones" in model_options:
+    if run is None:
         return executor(model, conds, x_in, timestep, model_options)
     result = executor(model, run.on_device(conds, x_in.device), x_in, timestep, model_options)
     run.wait_for_previous_call(x_in.device)

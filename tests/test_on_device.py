@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,7 +112,8 @@ def test_copies_go_with_a_tensor_that_nobody_has_any_more_and_all_at_the_end_of_
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_run_has_its_own_and_leaves_nothing_in_the_options(fails: bool) -> None:
-    guider, seen = SimpleNamespace(model_options={"others": 1}), []
+    model = SimpleNamespace(get_additional_models_with_key=lambda _key: [], get_model_object=lambda _name: None)
+    guider, seen = SimpleNamespace(model_options={"others": 1}, model_patcher=model), []
 
     def sampler(*_: object) -> str:
         run = guider.model_options[RUN]
@@ -136,14 +137,52 @@ def test_a_run_has_its_own_and_leaves_nothing_in_the_options(fails: bool) -> Non
     assert [len(run._copies) for run in seen] == [0, 0]
 
 
-@pytest.mark.parametrize("options", [{}, {RUN: RunInputs(), "multigpu_clones": {}}], ids=["no run", "several GPUs"])
-def test_without_a_run_or_on_several_gpus_a_call_is_comfyuis_own(options: dict) -> None:
+@pytest.mark.parametrize(("options", "there"), [({}, False), ({RUN: RunInputs(), "multigpu_clones": {}}, True)],
+                         ids=["no run", "several GPUs"])  # fmt: skip
+def test_prompts_of_a_call_are_on_its_device_also_where_several_gpus_share_it(options: dict, there: bool) -> None:
+    """The other GPUs copy them from there: that waits for nothing."""
     conds, seen = [[{"model_conds": {"c_crossattn": prompt()}}]], []
     x = torch.zeros(1, 4, 8, 8, device=META)
     executor = WrapperExecutor.new_executor(lambda *given: seen.append(given), [call_on_device])
     executor.execute(None, conds, x, None, options)
-    assert seen[0][1] is conds
     assert seen[0][4] is options
+    (given,) = seen[0][1][0]
+    assert given["model_conds"]["c_crossattn"].cond.device == (META if there else torch.device("cpu"))
+    assert (seen[0][1] is conds) is not there
+
+
+class Table(torch.nn.Module):
+    """Stands for ComfyUI's table of sigmas; no GPU is needed to tell where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = torch.device("cpu")
+
+    def buffers(self, recurse: bool = True) -> Iterator[Any]:
+        return iter([SimpleNamespace(device=self.place)])
+
+    def to(self, device: torch.device) -> None:
+        self.place = device
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["each its own", "one for both"])
+def test_each_gpu_looks_sigmas_up_in_its_own_memory_during_a_run_alone(shared: bool) -> None:
+    """Else each step waits for a copy of its sigma."""
+
+    def patcher(device: torch.device, table: torch.nn.Module, *copies: Any) -> Any:
+        return SimpleNamespace(load_device=device, get_model_object={"model_sampling": table}.get,
+                               get_additional_models_with_key=lambda _key: copies)  # fmt: skip
+
+    def run() -> None:
+        assert tables[0].place == GPU
+        assert tables[1].place == (before if shared else META)
+        raise RuntimeError("interrupted")
+
+    tables, before = [Table() for _ in range(2)], torch.device("cpu")
+    model = patcher(GPU, tables[0], patcher(META, tables[0] if shared else tables[1]))
+    with pytest.raises(RuntimeError, match="interrupted"), device_inputs.sigmas_on_device(model):
+        run()
+    assert [table.place for table in tables] == [before, before], "as it was before"
 
 
 class FakeGPU:
