@@ -39,7 +39,7 @@ class TRTAccelerate(io.ComfyNode):
         controls = {name: given.pop(name, None) for name in CONTROL_INPUTS}
         place = Place(cls.hidden.dynprompt, cls.hidden.unique_id, "model")
         network = NativeNetwork.of_model(model, place.label("UNet"))
-        place, given = for_its_pictures(network, place, given)
+        place, given = for_its_pictures(network, place, when_missing, given)
         handles = {"model": find(network, engine_choice(network, **given), place)}
         lines = {}
         for name, control in controls.items():

@@ -35,7 +35,7 @@ class TRTUNetEngine(io.ComfyNode):
     def execute(cls, model: ModelPatcher, when_missing: str, **settings: int | str) -> io.NodeOutput:
         place = Place(cls.hidden.dynprompt, cls.hidden.unique_id, "model")
         network = NativeNetwork.of_model(model, place.label("UNet"))
-        place, settings = for_its_pictures(network, place, settings)
+        place, settings = for_its_pictures(network, place, when_missing, settings)
         handle = find(network, engine_choice(network, **settings), place)
         build([handle], when_missing, place.order)
         return io.NodeOutput(handle, ui=ui.PreviewText(status(handle)))
@@ -58,7 +58,7 @@ class TRTControlNetEngine(io.ComfyNode):
         network = controlnet_network(control_net, place)
         if isinstance(network, Fallback):
             return io.NodeOutput(control_net, ui=ui.PreviewText(network.sentence()))
-        place, settings = for_its_pictures(network, place, settings)
+        place, settings = for_its_pictures(network, place, when_missing, settings)
         handle = find(network, engine_choice(network, **settings), place)
         build([handle], when_missing, place.order)
         backed = back_with_engine(native_controlnet(control_net), handle)
@@ -80,7 +80,7 @@ class TRTVAEEngine(io.ComfyNode):
     def execute(cls, vae: VAE, when_missing: str, **settings: int | str) -> io.NodeOutput:
         place = Place(cls.hidden.dynprompt, cls.hidden.unique_id, "vae")
         vae = native_vae(vae)
-        handles = find_vae(vae, place, settings, own_sizes=True)
+        handles = find_vae(vae, place, settings, when_missing)
         build(list(handles.values()), when_missing, place.order)
         text = "\n".join(f"{handle.network.label}: {status(handle)}" for handle in handles.values())
         return io.NodeOutput(vae_with_engines(vae, handles), ui=ui.PreviewText(text))

@@ -121,17 +121,19 @@ def engine_choice(
 
 
 def for_its_pictures(
-    network: NativeNetwork, place: Place, settings: Mapping[str, Any]
+    network: NativeNetwork, place: Place, when_missing: str, settings: Mapping[str, Any]
 ) -> tuple[Place, dict[str, Any]]:
-    """Return a node's place and settings, with Auto's numbers where a press on Build has pictures that need them.
+    """Return a node's place and settings, with Auto's numbers where it builds, and pictures need them.
 
     The page sends zeros while nobody knows the family of the model, and with it what is usual. It follows once the
     node tells that: the build is for the numbers of then, and the node is known by them as well.
     """
     order, numbers = place.order, [name for name in SIZE_NAMES if name in settings]
-    if order is None or any(settings[name] for name in numbers if name != "opt_size"):
+    builds = order is not None or when_missing != USE_NATIVE
+    if not builds or any(settings[name] for name in numbers if name != "opt_size"):
         return place, dict(settings)
-    pictures = asked_pictures(order.graph, drawn_id(place.prompt, place.node_id), "model")
+    graph = order.graph if order is not None else all_nodes(place.prompt)
+    pictures = asked_pictures(graph, drawn_id(place.prompt, place.node_id), "model")
     try:
         wanted = auto(pictures, network.architecture().sizes, 0) if pictures else {}
     except Unavailable:  # it gets no engine, and the handle says why
@@ -190,13 +192,13 @@ def controlnet_network(control_net: ControlBase, place: Place) -> NativeNetwork 
 
 
 def find_vae(
-    vae: VAE, place: Place, settings: Mapping[str, Any], own_sizes: bool = False
+    vae: VAE, place: Place, settings: Mapping[str, Any], when_missing: str | None = None
 ) -> dict[Role, EngineHandle]:
     """Return the handles for those networks of a native VAE that the graph calls behind a node.
 
     Args:
         settings: those of the engine node; a VAE follows its sizes and its backend.
-        own_sizes: whether the node's sizes are for the VAE alone.
+        when_missing: that of a node whose sizes are for the VAE alone.
     """
     order, given = place.order, {name: settings[name] for name in VAE_SETTINGS if name in settings}
     drawn = drawn_id(place.prompt, place.node_id)
@@ -205,8 +207,8 @@ def find_vae(
     for name in calls or vae_calls(all_nodes(place.prompt), place.node_id):
         role, words = VAE_ROLES[name]
         network = NativeNetwork.of_vae(vae, role, f"{words}: {place.label('VAE')}")
-        if own_sizes and not handles:
-            place, given = for_its_pictures(network, place, given)
+        if when_missing is not None and not handles:
+            place, given = for_its_pictures(network, place, when_missing, given)
         handles[role] = find(network, engine_choice(network, AUTO, **given), replace(place, input_name=name))
     return handles
 

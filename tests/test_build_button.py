@@ -53,7 +53,6 @@ COUNTING = """id => {
         return kind; } }); }"""
 SIZES = ("min_size", "opt_size", "max_size", "max_images", "max_tokens")
 LARGEST = "id => app.graph.getNodeById(id).widgets.find(w => w.name === 'max_size').value"
-UNKNOWN = "tiny_of_no_other_test.safetensors"
 #: An edit as the page notices it: its undo history gets a step.
 EDIT = """steps => {
     app.graph.nodes.find(n => n.type === 'KSampler').widgets.find(w => w.name === 'steps').value = steps;
@@ -221,24 +220,31 @@ def test_a_size_that_will_not_fit_is_told_before_the_run_and_built_for(
 
 
 @pytest.mark.fault("Build is clicked on a node with Auto for a picture that its model's usual sizes do not hold")
+@pytest.mark.parametrize("how", ["button", pytest.param("run", marks=pytest.mark.slow)])
 def test_the_first_build_with_auto_is_for_the_graphs_picture_and_stays_on_its_node(
-    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any]
+    page: EnginePage, comfy: ComfyProcess, object_info: dict[str, Any], how: str
 ) -> None:
     """Auto's numbers change once the build has loaded the model: what is usual for it is known only then."""
     if page.page.vue:
         pytest.skip("The server and the numbers are the same in both modes.")
     no_engines(comfy)
     nets = comfy.base / "models" / "controlnet"
-    shutil.copy(nets / "tiny_sd15_a.safetensors", nets / UNKNOWN)
+    unknown = f"tiny_of_no_other_test_{how}.safetensors"
+    shutil.copy(nets / "tiny_sd15_a.safetensors", nets / unknown)
     made, raw = workflow(object_info, **dict.fromkeys(SIZES, 0)), page.page.page
-    set_widget(made, "Load ControlNet 1 (edges)", "control_net_name", UNKNOWN, object_info)
+    set_widget(made, "Load ControlNet 1 (edges)", "control_net_name", unknown, object_info)
+    set_widget(made, "KSampler", "steps", 1, object_info)
+    set_widget(made, NET_1, "when_missing", "build now" if how == "run" else "use native", object_info)
     for side, size in (("width", 1088), ("height", 512)):
         set_widget(made, "EmptyLatentImage", side, size, object_info)
     load(page, made)
     net = page.node(NET_1)
     page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 30)
     assert raw.evaluate(LARGEST, net) == 0, "nobody knows the model yet"
-    page.click(net)
+    if how == "run":
+        raw.get_by_test_id("queue-button").click()
+    else:
+        page.click(net)
     page.wait_for(net, "building", timeout=60)
     raw.wait_for_function(f"id => ({LARGEST})(id) === 1088", arg=net)
     raw.wait_for_timeout(1000)
