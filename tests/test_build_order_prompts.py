@@ -7,10 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from comfy_execution.graph import DynamicPrompt
 from execution import PromptQueue
+from hybrid_trt.architectures.shapes import SIZE_NAMES
+from hybrid_trt.nodes.engines import Place
 from hybrid_trt.page_api import build_orders
 from hybrid_trt.page_api.build_orders import ORDER, PendingOrders, order_of, running_orders
-from hybrid_trt.page_api.workflow_graph import node_key
+from hybrid_trt.page_api.workflow_graph import alone, node_key
 
 PROMPT: dict[str, Any] = {
     "1": {"class_type": "Loader", "inputs": {"ckpt_name": "a"}},
@@ -97,3 +100,21 @@ def test_a_prompt_without_an_order_and_a_malformed_order_build_nothing(queue: Pr
     put(queue, "picture", extra=extra)
     queue.get()
     assert (order_of("picture"), running_orders(), PendingOrders().by_prompt()) == (None, "", {})
+
+
+@pytest.mark.parametrize(("kind", "network"), [
+    ("TRTUNetEngine", "model"), ("TRTVAEEngine", "vae"), ("TRTVAEEngine", "vae:encode"), ("TRTAccelerate", "model"),
+    ("TRTAccelerate", "control_net_1"), ("TRTAccelerate", "vae")])
+def test_a_node_that_builds_for_other_numbers_has_the_key_that_the_page_asks_by_once_it_follows(
+    kind: str, network: str
+) -> None:
+    sizes = dict.fromkeys(SIZE_NAMES, 0)
+    if kind == "TRTVAEEngine":
+        sizes = {name: 0 for name in sizes if name not in ("max_images", "max_tokens")}
+    links = {name: ["1", i] for i, name in enumerate(("model", "vae", "control_net_1"))}
+    inputs = {**(links if kind == "TRTAccelerate" else {network.partition(":")[0]: ["1", 0]}), **sizes}
+    auto, sent = {"max_size": 1088, "min_size": 320}, {"1": PROMPT["1"], "2": {"class_type": kind, "inputs": inputs}}
+    follows = {**sent, "2": {"class_type": kind, "inputs": inputs | auto}}
+    place = Place(DynamicPrompt(sent), "2", network, auto)
+    assert place.key == node_key(alone(follows, "2", network), "2")
+    assert place.key != node_key(alone(sent, "2", network), "2")
