@@ -256,7 +256,8 @@ def test_the_limit_is_set_in_the_settings_dialog(page: EnginePage, comfy: ComfyP
     page.shot("refused")
     assert json.loads(file.read_text())["limit_gb"] == 12.5
     file.unlink()
-    reload(page)  # no dialog is left over the canvas
+    raw.keyboard.press("Escape")
+    field.wait_for(state="detached")
 
 
 @slow.when("litegraph")
