@@ -12,7 +12,7 @@ from comfy_process import ComfyProcess
 from one_node import NODE, accelerated
 from scenarios import A, B, Scenario, control_effect, latent_of, native_latent, prompt, relative_difference
 
-SCENARIO = Scenario(controls=(A, B))
+SCENARIO = Scenario(controls=(A, B), width=64, height=64)
 ONE_NET = SCENARIO.but(controls=(B,))
 
 

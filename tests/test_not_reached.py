@@ -11,7 +11,7 @@ from scenarios import Control, Prompt, Scenario, latent_of, native_latent, node,
 
 LIMIT = 1e-5
 STEPS = 4
-PLAIN = Scenario(controls=(), steps=STEPS, seed=921)
+PLAIN = Scenario(controls=(), steps=STEPS, seed=921, width=64, height=64)
 
 
 def ran(comfy: ComfyProcess, built: Prompt) -> tuple[Any, dict[str, Any], str]:

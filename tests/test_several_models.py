@@ -23,7 +23,7 @@ from scenarios import (
 )
 
 LIMIT = 1e-5
-PLAIN = Scenario(controls=(), seed=41)
+PLAIN = Scenario(controls=(), seed=41, width=64, height=64)
 TORCH = {"backend": "torch"}
 REPLACEABLE = {"backend": "onnxruntime", "weights": "replaceable", "when_missing": "build now"}
 OTHER = "tiny_sd15_other_unet.safetensors"
