@@ -33,7 +33,8 @@ KINDS = {**GGUF, "NF4": "bitsandbytes weights",
 @pytest.mark.fault("another pack's loader brings weights of its own (GGUF)")
 @pytest.mark.parametrize(
     ("kind", "backend"),
-    [*((kind, AUTO) for kind in KINDS), *((kind, "torch") for kind in GGUF), ("GGUF", "onnxruntime")],
+    [*((kind, AUTO) for kind in KINDS), ("GGUF", "torch"), ("GGUF", "onnxruntime"),
+     *(pytest.param(kind, "torch", marks=pytest.mark.slow) for kind in GGUF if kind != "GGUF")],
 )
 def test_native_serves_it_and_the_reason_says_what_its_weights_are(
     file: Path, library: Library, kind: str, backend: str, caplog: pytest.LogCaptureFixture
