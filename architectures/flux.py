@@ -20,7 +20,7 @@ from einops import rearrange
 
 from . import Role
 from .calls import Binding, EngineCall, ResidualLayout, Unsupported
-from .image_tokens import BATCH, IMAGE, PROMPT, TokenSizes
+from .image_tokens import BATCH, IMAGE, PROMPT, ImageTokenSizes
 from .rotary import Rotary, RotaryAttention, rotary_inputs, write_out_norms
 from .shapes import Sizes, TensorSpec
 
@@ -32,7 +32,7 @@ KEPT = 4
 
 
 @dataclass(frozen=True)
-class FluxArchitecture(TokenSizes):
+class FluxArchitecture(ImageTokenSizes):
     """A transformer that takes tokens of picture and prompt, sigmas, rotary embeddings and one tensor per residual.
 
     It takes ``y`` and ``guidance`` where the network does. Residuals are inputs named ``control_input_<i>``, one for

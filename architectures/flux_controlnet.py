@@ -19,7 +19,7 @@ from comfy.ldm.flux.layers import DoubleStreamBlock, SingleStreamBlock
 from . import Role
 from .calls import Binding, EngineCall, OtherKind, PerImagePass, ResidualLayout, Unsupported
 from .flux import FLUX1, KEPT, conditioning, conditioning_specs, rotary_of, to_tokens
-from .image_tokens import BATCH, IMAGE, PROMPT, TokenSizes
+from .image_tokens import BATCH, IMAGE, PROMPT, ImageTokenSizes
 from .rotary import RotaryAttention, rotary_inputs, write_out_norms
 from .shapes import Dim, TensorSpec
 
@@ -31,7 +31,7 @@ MODE = "mode"
 
 
 @dataclass(frozen=True)
-class FluxControlNetArchitecture(TokenSizes):
+class FluxControlNetArchitecture(ImageTokenSizes):
     """A ControlNet that takes tokens of picture, hint and prompt, and gives one residual per block of its own.
 
     A union ControlNet with a type has one token more than the prompt, and that comes first: it is the type's embedding.

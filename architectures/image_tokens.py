@@ -1,4 +1,4 @@
-"""Sizes of transformers that take a picture as a row of tokens: batch, tokens of pictures, tokens of the prompt."""
+"""Sizes of transformers that count a picture's tokens, whatever its shape: batch, tokens of pictures and prompt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU_TOKENS = 4096
 
 
 @dataclass(frozen=True)
-class TokenSizes:
+class ImageTokenSizes:
     """The sizes of a transformer whose picture, and pictures that it refers to, are one row of tokens.
 
     Attributes:

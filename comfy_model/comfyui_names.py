@@ -161,6 +161,7 @@ TABLE: dict[Feature, tuple[str, ...]] = {
         "comfy.conds:CONDRegular.cond",
         "comfy.conds:CONDNoiseShape", "comfy.conds:CONDCrossAttn",
         "comfy.samplers:CFGGuider.model_options",
+        "comfy.model_patcher:ModelPatcher.get_additional_models_with_key(self, _, ...)",
         "comfy.patcher_extension:WrappersMP.CALC_COND_BATCH",
         "comfy.samplers:_calc_cond_batch(_, _, _, _, _)",
     ),

@@ -21,7 +21,7 @@ from ray import serve
 
 from . import access
 from .app import NAME, application
-from .settings import WorkerSettings
+from .settings import WorkerSettings, threads_each
 
 log = logging.getLogger("farm")
 
@@ -75,7 +75,7 @@ def _serve(arguments: argparse.Namespace, token: str, comfyui_arguments: list[st
         base=str(arguments.base.resolve()) if arguments.base else "",
         warm=tuple(str(file.resolve()) for file in arguments.warm),
         arguments=(*(["--cpu"] if arguments.cpu else []), *comfyui_arguments),
-        threads=os.environ.get("OMP_NUM_THREADS", ""),
+        threads=os.environ.get("OMP_NUM_THREADS") or _threads(workers if gpus else 0),
     )
     serve.start(http_options={"host": arguments.host, "port": arguments.port})
     log.info("The workers' logs are in %s.", settings.work)
@@ -94,6 +94,12 @@ def _serve(arguments: argparse.Namespace, token: str, comfyui_arguments: list[st
     except TimeoutError:
         return "Not all prompts ended in time; they are lost."
     return ""
+
+
+def _threads(workers: int) -> str:
+    """Return OMP_NUM_THREADS for so many workers with GPUs; without any, pictures shall be those of one ComfyUI."""
+    machines = sum(node["Alive"] for node in ray.nodes())
+    return str(threads_each(os.cpu_count() or 1, workers, machines)) if workers else ""
 
 
 def _run(farm: serve.Application, end: threading.Event, failures: list[str]) -> None:

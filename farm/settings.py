@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -28,3 +29,8 @@ class WorkerSettings:
     warm: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     threads: str = ""
+
+
+def threads_each(cores: int, workers: int, machines: int) -> int:
+    """Return how many threads a worker takes, so that the workers of a machine share its cores."""
+    return max(1, cores // math.ceil(workers / machines))

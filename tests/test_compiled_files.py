@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hybrid_trt.backends.torch_inductor import compiled, opened_files
+from hybrid_trt.engine_library import BuildError
 
 if not compiled.can_compile():
     pytest.skip("this torch is too old to compile to a file", allow_module_level=True)
@@ -57,6 +58,15 @@ def test_buffers_that_a_forward_reads_are_inputs_as_weights_are(tmp_path: Path) 
     with torch.inference_mode():
         results = opened_files.open_file(path)(*compiled.lifted(function).values(), x)
         torch.testing.assert_close(tuple(results), function(x))
+
+
+def test_a_tensor_of_plain_numbers_is_refused_in_words(tmp_path: Path) -> None:
+    function = Function()
+    function.layer.forward = lambda x: x @ function.layer.weight * torch.tensor([0.5] * 8)
+    tensors = compiled.lifted(function)
+    names, weights, inputs = list(tensors), list(tensors.values()), [torch.randn(2, 8)]
+    with pytest.raises(BuildError, match=r"plain numbers, of shape \(8,\), .* make it of an input, or keep it as"):
+        compiled.compile_to_file(function, weights, names, inputs, tmp_path / "B2.bin")
 
 
 def test_opening_copies_nothing_of_what_it_has_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ import torch
 from comfy import conds as kinds
 from comfy.conds import CONDConstant, CONDCrossAttn, CONDList, CONDNoiseShape, CONDRegular
 from comfy.model_patcher import ModelPatcher
+from comfy.model_sampling import ModelSamplingDiscrete
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from hybrid_trt.engine_library import Library
 from hybrid_trt.sampling import device_inputs
@@ -112,7 +113,8 @@ def test_copies_go_with_a_tensor_that_nobody_has_any_more_and_all_at_the_end_of_
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_run_has_its_own_and_leaves_nothing_in_the_options(fails: bool) -> None:
-    guider, seen = SimpleNamespace(model_options={"others": 1}), []
+    model = SimpleNamespace(get_additional_models_with_key=lambda _key: [], get_model_object=lambda _name: None)
+    guider, seen = SimpleNamespace(model_options={"others": 1}, model_patcher=model), []
 
     def sampler(*_: object) -> str:
         run = guider.model_options[RUN]
@@ -136,14 +138,34 @@ def test_a_run_has_its_own_and_leaves_nothing_in_the_options(fails: bool) -> Non
     assert [len(run._copies) for run in seen] == [0, 0]
 
 
-@pytest.mark.parametrize("options", [{}, {RUN: RunInputs(), "multigpu_clones": {}}], ids=["no run", "several GPUs"])
-def test_without_a_run_or_on_several_gpus_a_call_is_comfyuis_own(options: dict) -> None:
+@pytest.mark.parametrize(("options", "there"), [({}, False), ({RUN: RunInputs(), "multigpu_clones": {}}, True)],
+                         ids=["no run", "several GPUs"])  # fmt: skip
+def test_prompts_of_a_call_are_on_its_device_also_where_several_gpus_share_it(options: dict, there: bool) -> None:
+    """The other GPUs copy them from there: that waits for nothing."""
     conds, seen = [[{"model_conds": {"c_crossattn": prompt()}}]], []
     x = torch.zeros(1, 4, 8, 8, device=META)
     executor = WrapperExecutor.new_executor(lambda *given: seen.append(given), [call_on_device])
     executor.execute(None, conds, x, None, options)
-    assert seen[0][1] is conds
     assert seen[0][4] is options
+    (given,) = seen[0][1][0]
+    assert given["model_conds"]["c_crossattn"].cond.device == (META if there else torch.device("cpu"))
+    assert (seen[0][1] is conds) is not there
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["each its own", "one for both"])
+def test_each_gpu_looks_sigmas_up_in_a_table_of_its_own_memory(shared: bool) -> None:
+    """Else each step waits for a copy of its sigma."""
+
+    def patcher(device: torch.device, table: torch.nn.Module, *copies: Any) -> Any:
+        return SimpleNamespace(load_device=device, get_model_object={"model_sampling": table}.get,
+                               get_additional_models_with_key=lambda _key: copies)  # fmt: skip
+
+    tables = [ModelSamplingDiscrete() for _ in range(2)]
+    places = torch.device("cpu"), META
+    copy = patcher(META, tables[0] if shared else tables[1])
+    device_inputs.sigmas_to_device(patcher(places[0], tables[0], copy))
+    assert tables[0].log_sigmas.device == places[0]
+    assert tables[1].log_sigmas.device == (places[0] if shared else META)
 
 
 class FakeGPU:

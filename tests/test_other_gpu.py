@@ -34,7 +34,7 @@ def call(args):
 
 
 def written() -> bytes:
-    """What torch writes on the first GPU, as far as it names that."""
+    """The pickle that torch writes on the first GPU, as far as it names that."""
     properties = DeviceProperties("cuda", 0, 132, 90)
     compiled = SimpleNamespace(compile_meta={"device": 0, "cc": 90})
     kernel = SimpleNamespace(device_props=properties, triton_meta={"device": 0}, compile_results=[compiled])

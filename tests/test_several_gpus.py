@@ -233,6 +233,20 @@ def test_a_controlnet_gets_an_engine_on_each_gpu_wherever_comfyui_keeps_its_weig
     assert model.handle.stats.native == 0
 
 
+@pytest.mark.fault("a model of an earlier prompt is garbage when MultiGPU CFG Split looks at what is loaded")
+def test_what_is_left_of_earlier_models_does_not_stop_the_split(file: Path, library: Library) -> None:
+    gone = load(file)
+    model_management.load_models_gpu([gone])
+    held: list[Any] = [gone.model]
+    held.append(held)  # until Python looks for cycles
+    del held, gone
+    assert None in model_management.loaded_models()
+    patched = Patched(load(file), library, "torch")
+    model = comfy.multigpu.create_multigpu_deepclones(patched.model, 2, reuse_loaded=True)
+    assert [copy.load_device for copy in model.get_additional_models_with_key("multigpu")] == [SECOND]
+    model.set_additional_models("multigpu", [])
+
+
 @pytest.mark.slow
 @pytest.mark.fault("a ControlNet's engine gives values that are no numbers (NaN) on one of several GPUs")
 def test_native_does_the_run_again_when_a_controlnets_engine_on_one_gpu_gives_no_numbers(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...comfy_model.torch_kernels import best_attention
+from ...engine_library import BuildError
 from .. import Submit
 from . import inductor_tuning, late_inputs, parts, quantised_graph
 from .cache_folder import keep_others_out
@@ -198,6 +199,9 @@ def traced(
 
     Args:
         functional: nothing is written in place in it.
+
+    Raises:
+        BuildError: the network makes a tensor of plain numbers, which no file would have.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -215,11 +219,19 @@ def traced(
     if functional and quantised_graph.has_quantised(function):  # their class of tensors cannot be functionalised
         flat = trace(flat)(*given)
     graph = trace(torch.func.functionalize(flat) if functional else flat)(*given)
+    _refuse_numbers(graph)
     inductor_tuning.keep_channels_last(graph)
     quantised_graph.write_out(graph)
     placeholders = graph.graph.find_nodes(op="placeholder")
     late_inputs.wait_where_needed(graph, [placeholders[count + i] for i in late])
     return graph, given
+
+
+def _refuse_numbers(graph: torch.fx.GraphModule) -> None:
+    for node in graph.graph.find_nodes(op="get_attr"):
+        if node.users and isinstance(value := getattr(graph, str(node.target), None), torch.Tensor):
+            raise BuildError(f"the network makes a tensor of plain numbers, of shape {tuple(value.shape)}, which a "
+                             "compiled file cannot hold: its family has to make it of an input, or keep it as a buffer")
 
 
 @_few_searches_for_garbage()

@@ -89,13 +89,15 @@ class Soak:
     def __init__(self, comfy: ComfyProcess, seed: int, long: bool, readings: int):
         self._comfy, self._random, self._long, self._readings = comfy, Random(seed), long, readings
         device = comfy.get("/system_stats")["devices"][0]["type"]
-        self._limit, self._builds = LIMITS[device], BUILDS[device]
+        self._limit, self._builds, self._on_gpu = LIMITS[device], BUILDS[device], device != "cpu"
         self.seen = Figures(seed)
 
     def run(self, count: int, seconds: float = float("inf")) -> Figures:
         """Run prompts with mishaps between them; stop early when the time is over."""
         began, every = time.monotonic(), max(1, count // self._readings)
         while self.seen.prompts < count and (passed := time.monotonic() - began) < seconds:
+            if self._on_gpu and self.seen.prompts >= count // 2:
+                self._builds = 0.0  # torch keeps what it loads of a program for good: the last half has no new ones
             self._mishap()
             self._prompt()
             if self.seen.prompts % every == 0:
