@@ -11,8 +11,9 @@ it has ended on the GPU instead. The GPU then always has one whole call to do, a
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import comfy.conds
@@ -90,9 +91,9 @@ def sample_on_device(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> An
     """Give the run its ``RunInputs``, which end with it; an OUTER_SAMPLE wrapper."""
     options = executor.class_obj.model_options
     run = options[RUN] = RunInputs()
-    sigmas_to_device(executor.class_obj.model_patcher)
     try:
-        result = executor(*args, **kwargs)
+        with sigmas_on_device(executor.class_obj.model_patcher):
+            result = executor(*args, **kwargs)
         run.give_back_graph_memory()
         return result
     finally:
@@ -100,15 +101,26 @@ def sample_on_device(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> An
         run.release()
 
 
-def sigmas_to_device(model: ModelPatcher) -> None:
-    """Put a model's table of sigmas where it samples, and those of its copies on other GPUs."""
-    done: list[torch.nn.Module] = []
+@contextlib.contextmanager
+def sigmas_on_device(model: ModelPatcher) -> Iterator[None]:
+    """Have a model's table of sigmas where it samples, and those of its copies on other GPUs."""
+    moved: list[tuple[torch.nn.Module, torch.device]] = []
     for patcher in (model, *model.get_additional_models_with_key("multigpu")):
         sampling = patcher.get_model_object("model_sampling")
-        if isinstance(sampling, torch.nn.Module) and not any(sampling is one for one in done):  # copies may share one
-            with torch.inference_mode(False):  # the threads of GPUs are outside of it
-                sampling.to(patcher.load_device)
-            done.append(sampling)
+        held = next(sampling.buffers(), None) if isinstance(sampling, torch.nn.Module) else None
+        if held is not None and not any(sampling is one for one, _ in moved):  # copies may share one
+            moved.append((sampling, held.device))
+            _move(sampling, patcher.load_device)
+    try:
+        yield
+    finally:
+        for sampling, before in moved:
+            _move(sampling, before)
+
+
+def _move(sampling: torch.nn.Module, device: torch.device) -> None:
+    with torch.inference_mode(False):  # the threads of GPUs are outside of it
+        sampling.to(device)
 
 
 def call_on_device(

@@ -16,7 +16,7 @@ from comfy import model_management, sampler_helpers
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..comfy_model.comfyui_internals import Feature, works
-from ..sampling.device_inputs import sigmas_to_device
+from ..sampling.device_inputs import sigmas_on_device
 from ..sampling.model_wrapper import KEY
 from ..sampling.run_context import others_take_part
 from .prompt_inputs import Prompts, prompts_of, with_tensors
@@ -85,8 +85,8 @@ class OpenSampling(comfy.samplers.Sampler):
         """Run the frames. ComfyUI calls this when models are loaded and conditionings are prepared."""
         self._guider, self._options = model_wrap, extra_args["model_options"]
         self._models = model_management.loaded_models(only_currently_used=True)
-        sigmas_to_device(model_wrap.model_patcher)
-        with _memory_asked_once(model_wrap.model_patcher), _nothing_collected():
+        model = model_wrap.model_patcher
+        with sigmas_on_device(model), _memory_asked_once(model), _nothing_collected():
             self._frames()
         return noise
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,6 @@ import torch
 from comfy import conds as kinds
 from comfy.conds import CONDConstant, CONDCrossAttn, CONDList, CONDNoiseShape, CONDRegular
 from comfy.model_patcher import ModelPatcher
-from comfy.model_sampling import ModelSamplingDiscrete
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from hybrid_trt.engine_library import Library
 from hybrid_trt.sampling import device_inputs
@@ -152,20 +151,38 @@ def test_prompts_of_a_call_are_on_its_device_also_where_several_gpus_share_it(op
     assert (seen[0][1] is conds) is not there
 
 
+class Table(torch.nn.Module):
+    """Stands for ComfyUI's table of sigmas; no GPU is needed to tell where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = torch.device("cpu")
+
+    def buffers(self, recurse: bool = True) -> Iterator[Any]:
+        return iter([SimpleNamespace(device=self.place)])
+
+    def to(self, device: torch.device) -> None:
+        self.place = device
+
+
 @pytest.mark.parametrize("shared", [False, True], ids=["each its own", "one for both"])
-def test_each_gpu_looks_sigmas_up_in_a_table_of_its_own_memory(shared: bool) -> None:
+def test_each_gpu_looks_sigmas_up_in_its_own_memory_during_a_run_alone(shared: bool) -> None:
     """Else each step waits for a copy of its sigma."""
 
     def patcher(device: torch.device, table: torch.nn.Module, *copies: Any) -> Any:
         return SimpleNamespace(load_device=device, get_model_object={"model_sampling": table}.get,
                                get_additional_models_with_key=lambda _key: copies)  # fmt: skip
 
-    tables = [ModelSamplingDiscrete() for _ in range(2)]
-    places = torch.device("cpu"), META
-    copy = patcher(META, tables[0] if shared else tables[1])
-    device_inputs.sigmas_to_device(patcher(places[0], tables[0], copy))
-    assert tables[0].log_sigmas.device == places[0]
-    assert tables[1].log_sigmas.device == (places[0] if shared else META)
+    def run() -> None:
+        assert tables[0].place == GPU
+        assert tables[1].place == (before if shared else META)
+        raise RuntimeError("interrupted")
+
+    tables, before = [Table() for _ in range(2)], torch.device("cpu")
+    model = patcher(GPU, tables[0], patcher(META, tables[0] if shared else tables[1]))
+    with pytest.raises(RuntimeError, match="interrupted"), device_inputs.sigmas_on_device(model):
+        run()
+    assert [table.place for table in tables] == [before, before], "as it was before"
 
 
 class FakeGPU:
