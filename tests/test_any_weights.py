@@ -47,6 +47,7 @@ def refits(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
     return put
 
 
+@slow.when("unet")
 @pytest.mark.parametrize("kind", ["unet", "controlnet"])
 def test_an_engine_serves_every_checkpoint_of_its_layout(tmp_path: Path, kind: str) -> None:
     first = network(kind, "unlike_levels")

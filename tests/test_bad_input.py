@@ -13,8 +13,8 @@ from comfy_process import ComfyProcess
 from scenarios import A, B, Control, Scenario, compare, latent_of, native_latent, prompt, relative_difference
 
 LIMIT = 1e-5
-ENGINES = Scenario()
-UNET_ONLY = Scenario(controls=())
+ENGINES = Scenario(width=64, height=64)
+UNET_ONLY = ENGINES.but(controls=())
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:

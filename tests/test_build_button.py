@@ -172,8 +172,8 @@ def test_looking_at_the_graph_serialises_nothing_and_is_done_only_when_it_change
     page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 30)
     raw.wait_for_timeout(1000)
     raw.evaluate(COUNTING, net)
-    raw.wait_for_timeout(5000)
-    assert raw.evaluate("() => window.__count") == {"above": 0, "beside": 0, "looks": 0}, "in 5 idle seconds"
+    raw.wait_for_timeout(3000)
+    assert raw.evaluate("() => window.__count") == {"above": 0, "beside": 0, "looks": 0}, "in 3 idle seconds"
     for steps in range(5, 15):
         raw.evaluate(EDIT, steps)
     image = {"seed": size, "width": 64, "height": 64, "batch": 1, "channels": 3}

@@ -172,6 +172,7 @@ def test_memory_beyond_that_of_a_task_is_refused_to_its_process(tmp_path: Path) 
     assert process.exitcode == 0
 
 
+@slow.when("silence")
 @pytest.mark.parametrize("behaviour", ["silence", "hold_the_gil", "helper,silence"])
 def test_a_cancel_ends_it_with_all_its_helpers_within_two_seconds(build: Build, behaviour: str) -> None:
     seen: list[psutil.Process] = []
@@ -266,6 +267,7 @@ run_in_worker(json.loads({task!r}), lambda *_: None, print)
 
 
 @pytest.mark.fault("ComfyUI is killed while a builder runs")
+@slow.when("silence")
 @pytest.mark.parametrize("behaviour", ["silence", "hold_the_gil"])
 def test_it_dies_with_the_server(task: dict, monkeypatch: pytest.MonkeyPatch, behaviour: str) -> None:
     import json

@@ -22,8 +22,8 @@ LIMIT = 4.0
 """Seconds in which a cancel takes effect: twice what the page promises, for the other tests that run meanwhile."""
 IN_BACKGROUND = {"when_missing": "build in background", "max_size": 256, "max_images": 1}
 BUILD_NOW = {**IN_BACKGROUND, "when_missing": "build now"}
-FLAT = Scenario(unet="tiny_sd15_flat_unet", controls=(), settings=IN_BACKGROUND)
-OTHER = Scenario(unet="tiny_sd15_other_unet", controls=(), settings=IN_BACKGROUND)
+FLAT = Scenario(unet="tiny_sd15_flat_unet", controls=(), settings=IN_BACKGROUND, width=64, height=64)
+OTHER = Scenario(unet="tiny_sd15_other_unet", controls=(), settings=IN_BACKGROUND, width=64, height=64)
 
 
 def builds(comfy: ComfyProcess) -> list[dict[str, Any]]:

@@ -218,6 +218,7 @@ def test_a_model_that_is_seen_first_while_it_is_sampled_is_the_engines_when_it_h
     assert found[0].counts == (STEPS, 0)
 
 
+@slow.when("another_layer")
 @pytest.mark.parametrize("change", [tiled, another_layer, other_weights])
 def test_a_file_that_was_loaded_twice_is_changed_in_one_model_alone(file: Path, library: Library, change: Any) -> None:
     native, again, node = load(file), load(file), Patched(load(file), library)
@@ -278,6 +279,7 @@ def with_a_lora(model: Any) -> Any:
 
 
 @slow.when("torch", but=["with_a_lora"])
+@slow.when("with_an_injected_part")
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
 @pytest.mark.parametrize("change", [with_a_lora, with_another_part, with_an_injected_part])
 def test_the_second_model_of_a_guider_keeps_what_stands_behind_its_sampler_patch(

@@ -305,6 +305,7 @@ def test_a_reader_that_has_had_enough_is_no_error_to_tell(environment: Any, tmp_
     assert process.wait() == 1
 
 
+@pytest.mark.slow  # ``test_build_child.py`` and ``test_build_in_comfyui.py`` kill who builds, too
 def test_a_killed_build_leaves_no_process_and_no_half_engine(
     environment: Any, build: tuple[str, ...], tmp_path: Path, renamed_pack: Path
 ) -> None:

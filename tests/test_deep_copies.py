@@ -51,7 +51,7 @@ def _of(attributes: dict) -> ControlNet:
 
 
 @pytest.mark.parametrize("copied", slow.cases(
-    COPIES, ["copy", "its attributes", "in a conditioning", "a copy of a copy"]))
+    COPIES, ["copy", "by hand", "its attributes", "in a conditioning", "a copy of a copy"]))
 def test_a_copied_control_runs_on_the_engine_of_the_one_that_it_is_a_copy_of(graphs: Graphs, copied: Callable) -> None:
     model, control = graphs.patched().model, graphs.controls(True, True)
     for _ in range(2):  # the first opens the engines

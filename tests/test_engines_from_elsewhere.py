@@ -15,7 +15,7 @@ from scenarios import Scenario, compare, prompt
 
 OURS = {"X-Hybrid-TRT": "1"}
 SETTINGS = {"max_size": 128, "max_images": 1, "max_tokens": 77}
-UNET = Scenario(controls=(), settings=SETTINGS)
+UNET = Scenario(controls=(), settings=SETTINGS, width=64, height=64)
 FORGED = '{"verdict": "built", "why": "", "parity": {}, "gpu": "", "signature": "' + "0" * 64 + '"}'
 
 

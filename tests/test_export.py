@@ -60,7 +60,7 @@ def engine_error(net: NativeNetwork, engine: Engine, symbols: dict[str, int]) ->
 
 
 KINDS = {f"{kind}-{layout}": (kind, layout) for layout in LAYOUTS for kind in ("unet", "controlnet")}
-SLOW = ("controlnet-sd15_as_published", "unet-sd15_as_published", "controlnet-sdxl_as_published",
+SLOW = ("unet-sdxl_refiner", "controlnet-sd15_as_published", "unet-sd15_as_published", "controlnet-sdxl_as_published",
         "unet-sdxl_as_published", "controlnet-inpainting_channels", "unet-inpainting_channels",
         "controlnet-sdxl_refiner")
 
@@ -117,6 +117,7 @@ def loading_flags(net: NativeNetwork) -> list[tuple]:
 
 @pytest.mark.parametrize("state", ["not_loaded", "patched_in_place", "lowvram"])
 @slow.when("lowvram")
+@slow.when("not_loaded")
 def test_a_lora_is_built_in_whatever_state_the_model_is_loaded_in(tmp_path: Path, state: str) -> None:
     plain = network("unet", "unlike_levels", operations=comfy.ops.disable_weight_init)
     net = with_lora(plain)

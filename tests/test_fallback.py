@@ -109,16 +109,16 @@ def test_easycache_after_the_sampler_patch_still_caches(sd15: ComfyProcess) -> N
 
 @pytest.mark.fault("a LoRA stands before an engine with weights of its own")
 def test_a_lora_before_the_engine_node_needs_an_engine_of_its_own_and_gets_one(sd15: ComfyProcess) -> None:
-    scenario = Scenario(loras_before=(LORA,))
+    scenario = ENGINES.but(loras_before=(LORA,))
     missing = compare(sd15, scenario)
     assert missing.error <= LIMIT
-    assert missing.unet == {"engine": 0, "native": 4, "reasons": {"no engine": 4}}
+    assert missing.unet == {"engine": 0, "native": 2, "reasons": {"no engine": 2}}
     built = compare(sd15, scenario.but(settings=BUILD))
     assert built.error <= LIMIT
-    assert built.unet["engine"] == 4
-    without = compare(sd15, Scenario())
+    assert built.unet["engine"] == 2
+    without = compare(sd15, ENGINES)
     assert without.error <= LIMIT, "the engine with the LoRA served the model without it"
-    assert relative_difference(native_latent(sd15, Scenario()), native_latent(sd15, scenario)) > 0.1
+    assert relative_difference(native_latent(sd15, ENGINES), native_latent(sd15, scenario)) > 0.1
 
 
 @pytest.mark.fault("the picture or the prompt is larger than the engine takes")

@@ -189,7 +189,7 @@ def test_the_report_says_what_is_switched_off(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_prompt_of_this_comfyui_has_no_complaint(sd15: ComfyProcess) -> None:
-    history = sd15.queue(prompt(Scenario(controls=(A, B), steps=STEPS, seed=35), True, "fast"))
+    history = sd15.queue(prompt(Scenario(controls=(A, B), steps=STEPS, seed=35, width=64, height=64), True, "fast"))
     latent_of(history)
     text = history.output("report", "text")[0]
     assert "Accelerated: 3 of 3 models" in text

@@ -89,6 +89,7 @@ def check(graphs: Graphs, latent: torch.Tensor, reference: torch.Tensor, spoiled
 
 @pytest.mark.fault("a ControlNet's engine gives values that are no numbers")
 @slow.when("one by one", but=["native by a LoRA"])
+@slow.when("native by a patch")
 @pytest.mark.parametrize("joins", [True, False], ids=["run as one", "one by one"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_patched_model_is_sampled_again_natively(

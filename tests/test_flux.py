@@ -149,7 +149,8 @@ def test_a_graph_for_all_sizes_computes_what_native_does(layout: str, tmp_path: 
 
 
 @COMPILES
-@pytest.mark.parametrize("layout", ["dev", pytest.param("klein", marks=pytest.mark.slow)])
+@pytest.mark.slow  # ``test_free_sizes.py`` and ``test_new_family.py`` compile networks in tokens in CI
+@pytest.mark.parametrize("layout", ["dev", "klein"])
 def test_a_compiled_file_computes_what_native_does(layout: str, tmp_path: Path) -> None:
     net = network(layout)
     torch_backend, tokens = backends()["torch"], 24 if layout == "dev" else 96

@@ -130,6 +130,7 @@ def test_a_replaceable_engine_follows_loras_as_native_rounds_them(tmp_path: Path
         assert error(served(handle, patcher), native(net, patcher)) <= LIMIT
 
 
+@slow.when("controlnet")
 @pytest.mark.parametrize("kind", ["unet", "controlnet"])
 def test_an_engine_with_a_lora_built_in_has_the_rounded_weights(tmp_path: Path, kind: str) -> None:
     plain = stored_as(torch.float8_e4m3fn, kind)

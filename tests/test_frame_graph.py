@@ -45,7 +45,7 @@ def wanted(ours: OnEngines, own: Settings, frame: Frame, strength: float = 0.6, 
 def test_frames_with_steady_settings_are_replayed_and_are_stocks(
     file: Path, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    ours, given = OnEngines(file, models, tmp_path), frames()
+    ours, given = OnEngines(file, models, tmp_path, vae="tiny_kl"), frames()
     pictures = ours.run(*given)
     assert (ours.recorder.captured, ours.recorder.replayed) == (1, 4)
     assert ours.patched.counts == (FRAMES * OWN.steps, 0), "a replayed frame counts as its calls"
@@ -66,6 +66,7 @@ def test_frames_in_work_at_several_steps_are_replayed_and_are_stocks(
         assert apart(pictures[frame.number], wanted(ours, seeded, frame)) <= LIMIT, frame.number
 
 
+@pytest.mark.slow  # as in the test above, a step after another
 def test_each_frames_seed_acts_in_a_replay(file: Path, models: dict[str, Path], tmp_path: Path) -> None:
     own = replace(OWN, new_seeds=True)
     ours, given = OnEngines(file, models, tmp_path, own), frames()

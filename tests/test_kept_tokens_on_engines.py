@@ -68,7 +68,7 @@ def test_live_weights_make_the_pictures_of_native_with_the_tokens_of_earlier_fra
 ) -> None:
     own, frames = replace(EULER, remembered=remembered, cfg=cfg), numbered(*map(image, range(6)))
     patched, vae = Patched(load(file), Library([tmp_path]), "torch"), comfy.sd.VAE(
-        sd=load_torch_file(str(models["tiny_kl"])))
+        sd=load_torch_file(str(models["tiny_sdxl_taesd"])))
     stream, source = Stream(patched.model, vae, *prompts(), own), Given(*frames)
     handle = handle_of(stream)
     recorder = handle.session.graphs._capture = Recorder() if calls_captured else None
@@ -122,7 +122,7 @@ def test_a_frame_that_an_engine_spoilt_is_seen_by_none_after_it(
 ) -> None:
     own, frames = replace(EULER, remembered=1), numbered(*map(image, range(5)))
     patched, vae = Patched(load(file), Library([tmp_path]), "torch"), comfy.sd.VAE(
-        sd=load_torch_file(str(models["tiny_kl"])))
+        sd=load_torch_file(str(models["tiny_sdxl_taesd"])))
     stream, source = Stream(patched.model, vae, *prompts(), own), Given(*frames, ready=False)
     session, run = handle_of(stream).session, handle_of(stream).session.run
     calls: list[int] = []
@@ -142,7 +142,7 @@ def test_a_call_that_native_takes_over_sees_and_leaves_the_same_tokens(
 ) -> None:
     own, frames = replace(EULER, remembered=1), numbered(*map(image, range(4)))
     patched, vae = Patched(load(file), Library([tmp_path]), "torch"), comfy.sd.VAE(
-        sd=load_torch_file(str(models["tiny_kl"])))
+        sd=load_torch_file(str(models["tiny_sdxl_taesd"])))
     stream, source = Stream(patched.model, vae, *prompts(), own), Given(*frames)
     handle = handle_of(stream)
     session, run, calls = handle.session, handle.session.run, []
@@ -166,7 +166,7 @@ def test_a_file_engine_leaves_such_calls_to_native_with_the_reason(
 ) -> None:
     own, frames = replace(EULER, remembered=1), numbered(*map(image, range(3)))
     patched, vae = Patched(load(file), library_of(file, tmp_path)), comfy.sd.VAE(
-        sd=load_torch_file(str(models["tiny_kl"])))
+        sd=load_torch_file(str(models["tiny_sdxl_taesd"])))
     stream, source = Stream(patched.model, vae, *prompts(), own), Given(*frames)
     streamed(stream, source)
     assert patched.counts == (0, 3 * own.steps)

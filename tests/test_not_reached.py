@@ -11,7 +11,7 @@ from scenarios import Control, Prompt, Scenario, latent_of, native_latent, node,
 
 LIMIT = 1e-5
 STEPS = 4
-PLAIN = Scenario(controls=(), steps=STEPS, seed=921)
+PLAIN = Scenario(controls=(), steps=STEPS, seed=921, width=64, height=64)
 
 
 def ran(comfy: ComfyProcess, built: Prompt) -> tuple[Any, dict[str, Any], str]:
@@ -73,6 +73,7 @@ def test_a_report_counts_what_a_node_samples_in_a_thread_of_its_own(sd15: ComfyP
         assert text.startswith("Accelerated: 2 of 2 models")
 
 
+@slow.when("alone")
 @pytest.mark.parametrize("controls", [(), (Control("tiny_sd15_a", 1, 0.7),)], ids=["alone", "with_a_controlnet"])
 def test_without_an_engine_the_model_runs_native_and_the_node_says_so(sd15: ComfyProcess, controls: tuple) -> None:
     """As the page sends it where TRT UNet Engine is bypassed or muted."""

@@ -73,7 +73,8 @@ def test_without_the_package_nothing_is_said_of_sizes(monkeypatch: pytest.Monkey
     assert not any(getattr(backend, "one_size", False) for name, backend in backends().items() if name != "onnxruntime")
 
 
-@pytest.mark.parametrize(("pictures", "sizes"), [((), BEST), ((PORTRAIT,), OF_PORTRAIT)], ids=["square", "portrait"])
+@pytest.mark.parametrize(("pictures", "sizes"), slow.cases(
+    {"square": ((), BEST), "portrait": ((PORTRAIT,), OF_PORTRAIT)}, ["square"]))
 def test_an_engine_is_for_the_graphs_picture_and_other_sizes_are_natives(
     net: NativeNetwork, pictures: tuple, sizes: dict[str, int], tmp_path: Path
 ) -> None:
@@ -174,6 +175,7 @@ def test_the_page_tells_of_all_engines_of_a_node(tmp_path: Path) -> None:
     assert found["bytes"] == sum(engine.manifest.bytes for engine in handle.library.engines())
 
 
+@slow.when("square")
 @pytest.mark.parametrize("pictures", [(), (PORTRAIT,)], ids=["square", "portrait"])
 def test_a_longer_prompt_gets_an_engine_of_its_own_after_the_run_that_showed_it(
     net: NativeNetwork, pictures: tuple, tmp_path: Path

@@ -34,8 +34,11 @@ def native(graphs: Graphs, way: str) -> torch.Tensor:
 
 CASES = [
     *((way, "both on engines", False) for way in others.ALL_WAYS),
-    *((way, engines, False) for way in ("held back", "hint") for engines in ("the first on an engine", "plain")),
-    *((way, "both on engines", True) for way in ("held back", "method", "copies")),
+    *(("held back", engines, False) for engines in ("the first on an engine", "plain")),
+    ("held back", "both on engines", True),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("hint", "the first on an engine", False), ("hint", "plain", False), ("method", "both on engines", True),
+        ("copies", "both on engines", True))),
 ]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import comfy.samplers
 import pytest
+import slow
 import torch
 from comfy.cldm import cldm
 from comfy.ldm.modules import attention
@@ -125,6 +126,8 @@ def attention_of(model: ModelPatcher) -> torch.nn.Module:
 SETTINGS = {"GroupNorm.eps": (norm_of, "eps", 0.5), "heads": (attention_of, "heads", 1)}
 
 
+@slow.when("torch", but=["heads"])
+@slow.when("onnxruntime", but=["GroupNorm.eps"])
 @BACKENDS
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_setting_that_a_pack_writes_is_natives_until_it_is_put_back(
@@ -320,6 +323,7 @@ def edited(model: ModelPatcher, edit: Callable[[torch.nn.Module], None]) -> Mode
 
 
 @pytest.mark.fault("another pack writes to weights after the engine node")
+@slow.when("torch", but=["in_place"])
 @BACKENDS
 @pytest.mark.parametrize("edit", EDITS)
 def test_weights_that_a_pack_writes_to_after_the_engine_node_act_as_in_native(

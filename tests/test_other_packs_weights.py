@@ -33,7 +33,8 @@ KINDS = {**GGUF, "NF4": "bitsandbytes weights",
 @pytest.mark.fault("another pack's loader brings weights of its own (GGUF)")
 @pytest.mark.parametrize(
     ("kind", "backend"),
-    [*((kind, AUTO) for kind in KINDS), *((kind, "torch") for kind in GGUF), ("GGUF", "onnxruntime")],
+    [*((kind, AUTO) for kind in KINDS), ("GGUF", "torch"), ("GGUF", "onnxruntime"),
+     *(pytest.param(kind, "torch", marks=pytest.mark.slow) for kind in GGUF if kind != "GGUF")],
 )
 def test_native_serves_it_and_the_reason_says_what_its_weights_are(
     file: Path, library: Library, kind: str, backend: str, caplog: pytest.LogCaptureFixture
@@ -113,7 +114,7 @@ def test_a_controlnet_beside_it_is_recorded_and_it_never_is(
 
 def test_in_a_real_comfyui_with_a_lora_and_two_controlnets_it_gives_natives_picture(sd15: ComfyProcess) -> None:
     lora = ("LoraLoaderModelOnly", {"lora_name": "tiny_sd15_lora.safetensors", "strength_model": 0.8})
-    scenario = Scenario(controls=(A, B), loras_before=(lora,), steps=2)
+    scenario = Scenario(controls=(A, B), loras_before=(lora,), steps=2, width=64, height=64)
 
     def graph(scenario: Scenario, engines: bool, name: str) -> Prompt:
         built = prompt(scenario, engines, name)

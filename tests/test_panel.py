@@ -395,7 +395,7 @@ def test_the_panel_asks_nothing_while_nothing_happens_or_nobody_sees_it(page: En
     panel.get_by_role("region", name="routes.safetensors").wait_for()
     raw.wait_for_timeout(500)
     asked.clear()
-    raw.wait_for_timeout(3000)
+    raw.wait_for_timeout(2000)
     assert asked == [], "idle"
     with raw.expect_response("**/hybrid_trt/builds"):
         for _ in range(5):

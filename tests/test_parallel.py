@@ -166,6 +166,7 @@ def assert_serves(engine: Engine, net: NativeNetwork, call: dict) -> None:
     assert max(relative_error(r, n) for r, n in zip(results, native, strict=True)) <= 1e-5
 
 
+@pytest.mark.slow  # ``test_quantised_engines.py`` compiles with two processes in less time
 @COMPILES
 def test_two_processes_compile_a_size_in_halves(room: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))

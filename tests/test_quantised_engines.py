@@ -71,7 +71,13 @@ def test_a_layer_gives_native_s_result_to_the_bit(name: str, dtype: torch.dtype)
                 assert torch.equal(weights.module.get_submodule(path)(given), layer(given)), path
 
 
-@pytest.mark.parametrize(("name", "kind"), [*((name, "unet") for name in FORMATS), ("fp8", "controlnet")])
+LAYER_BY_LAYER = {"fp8 e5m2", "int8", "int8 rows", "mxfp8"}
+"""Formats that a test above tries too, on layers."""
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    *(pytest.param(name, "unet", marks=[pytest.mark.slow] * (name in LAYER_BY_LAYER)) for name in FORMATS),
+    ("fp8", "controlnet")])
 def test_live_weights_compute_what_native_does_with_loras_too(name: str, kind: str) -> None:
     net = quantised(kind, LAYOUT, name)
     expected = native(net, net.patcher)
@@ -114,8 +120,9 @@ def test_an_engine_is_built_without_the_weights_and_serves_them_with_loras(
 ) -> None:
     monkeypatch.setattr(parallel, "room_for_processes", lambda _task: processes)
     net = quantised("unet", ONE_LEVEL, name)
-    order, lines = BuildOrder(net, "float32", PROFILE, backends()["torch"]), []
-    engine = build_engine(order, Library([tmp_path]), lambda *_: None, lines.append)
+    order, lines, phases = BuildOrder(net, "float32", PROFILE, backends()["torch"]), [], []
+    engine = build_engine(order, Library([tmp_path]), lambda phase, _: phases.append(phase), lines.append)
+    assert any(phase.endswith(f" with {processes} processes") for phase in phases) is (processes > 0), phases
     assert not any("one process compiles all of it" in line for line in lines), "no part failed"
     assert "read" not in engine.manifest.seconds, "weights are inputs of what is compiled"
     handle = handle_of(net, tmp_path, backend="torch")

@@ -17,7 +17,7 @@ from scenarios import A, Prompt, Scenario, latent_of, native_latent, prompt, rel
 
 LIMIT = 1e-5
 OPENED = "Hybrid TRT: opened "
-WORK = Scenario(controls=(A,), steps=4)
+WORK = Scenario(controls=(A,), steps=4, width=64, height=64)
 MISSING = "no_such_model.safetensors"
 
 

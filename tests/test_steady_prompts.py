@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slow
 import tiny_models
 import torch
 import zimage
@@ -56,6 +57,7 @@ RUNS = {
 """Positive and negative prompts, CFG, and the calls of unlike prompts in a run."""
 
 
+@slow.when("1", but=["parts of the picture"])
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_prompts_are_encoded_once_per_run_and_the_latent_is_natives(

@@ -78,7 +78,8 @@ def test_frames_are_sampled_one_after_another_where_a_batch_would_not_be_exact_a
 
 @pytest.fixture(scope="module")
 def vae(models: dict[str, Path]) -> comfy.sd.VAE:
-    return comfy.sd.VAE(sd=load_torch_file(str(models["tiny_kl"])))
+    """One that takes little time; the streams on a server have a KL autoencoder."""
+    return comfy.sd.VAE(sd=load_torch_file(str(models["tiny_sdxl_taesd"])))
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ CASES = {
 }
 
 
-SLOW = set(CASES) - {"ancestral, new seeds", "from noise", "one image for all", "the frame", "mask"}
+SLOW = set(CASES) - {"ancestral, new seeds", "mask"}
 
 
 @pytest.mark.parametrize("case", slow.cases(CASES, SLOW))

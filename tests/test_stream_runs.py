@@ -37,7 +37,8 @@ OWN = Settings(steps=2, cfg=1.0, sampler_name="euler_ancestral", scheduler="norm
 
 @pytest.fixture(scope="module")
 def vae(models: dict[str, Path]) -> comfy.sd.VAE:
-    return comfy.sd.VAE(sd=load_torch_file(str(models["tiny_kl"])))
+    """One that takes little time; the streams on a server have a KL autoencoder."""
+    return comfy.sd.VAE(sd=load_torch_file(str(models["tiny_sdxl_taesd"])))
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from workflow_to_prompt import set_widget
 pytestmark = pytest.mark.browser
 __all__ = ["browser", "object_info", "opened"]  # fixtures
 
-SIDE = 192
+SIDE = 144
 """Pixels of the picture; the first ControlNet's engine is for smaller ones alone."""
 CUT = """id => { const node = app.graph.getNodeById(id), [link] = node.outputs[0].links;
     const { target_id, target_slot } = app.graph.getLink(link);

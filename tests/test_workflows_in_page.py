@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -115,13 +116,14 @@ def test_opens_without_problems_and_converts_as_the_page_does(
     """With models that exist here: without them ComfyUI marks the loaders, as it should."""
     workflow = with_tiny_models(shipped(name), object_info, NETS[name])
     page.load(workflow)
-    page.page.wait_for_timeout(600)  # the error panel takes its time
-    assert page.problems() == []
+    loaded = time.monotonic()
     prompt = page.prompt()
     assert prompt == to_prompt(workflow, object_info)
     assert prompt == to_prompt(page.workflow(), object_info)  # a saved file lists widgets as sockets too
     looked, serialised = page.page.evaluate(LOOK)
     assert looked == serialised
+    page.page.wait_for_timeout(max(0, 600 - 1000 * (time.monotonic() - loaded)))  # the error panel takes its time
+    assert page.problems() == []
 
 
 @slow.when("vue")
@@ -261,10 +263,10 @@ def test_undo_and_redo_go_through_every_edit_of_the_stack(page: ComfyPage) -> No
 
     page.load(shipped("sd15_advanced"))
     states = [seen()]
-    for edit in (["rows", "3"], ["rows.end_3", 0.5], ["rows", "1"]):
+    for edit in (["rows", "3"], ["rows", "1"]):
         raw.evaluate(SET_VALUE, edit)
         states.append(seen())
-    assert [edits - states[0][2] for *_, edits in states] == [0, 1, 2, 3]
+    assert [edits - states[0][2] for *_, edits in states] == [0, 1, 2]
     for command, course in (("Undo", states[-2::-1]), ("Redo", states[1:])):
         for state in course:
             raw.evaluate("name => { app.extensionManager.command.execute(`Comfy.${name}`) }", command)

@@ -72,6 +72,7 @@ def test_calls_of_any_size_give_natives_result_on_onnx_runtime(tmp_path: Path) -
     assert relative_error(served(session, net, other), natively(net, zimage.call(tokens=10))) > 100 * LIMIT
 
 
+@pytest.mark.slow  # ``test_free_sizes.py`` and ``test_new_family.py`` compile networks in tokens in CI
 @COMPILES
 def test_calls_of_a_compiled_size_give_natives_result(tmp_path: Path) -> None:
     net = zimage.network()

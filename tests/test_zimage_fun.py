@@ -13,6 +13,7 @@ import comfy.sd
 import comfy.utils
 import fun
 import pytest
+import slow
 import torch
 import zimage
 from built_once import built_once
@@ -62,6 +63,7 @@ def errors(session: Any, net: NativeNetwork, **sizes: int) -> tuple[float, float
     return relative_error(found, expected), relative_error(without, expected)
 
 
+@slow.when("2.0")
 @pytest.mark.parametrize("version", fun.VERSIONS)
 def test_calls_of_each_version_give_natives_result(version: str) -> None:
     layers, config = fun.VERSIONS[version]
@@ -74,7 +76,7 @@ def test_calls_of_each_version_give_natives_result(version: str) -> None:
         assert (effect > 1000 * LIMIT) is (strength != 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float8_e4m3fn])
 def test_a_patch_stored_in_fewer_bits_is_cast_as_native_casts_it(dtype: torch.dtype) -> None:
     net = fun.network(zimage.network(n_layers=16), fun.control(dtype=dtype, **TWO_ONE))
     error, effect = errors(LiveSession(net, backends()["torch"], "float32"), net, width=6)
@@ -160,6 +162,11 @@ def test_inpainting_and_its_mask_are_served(model: ModelPatcher, patch: ModelPat
     assert all(relative_error(a, b) > 100 * LIMIT for i, a in enumerate(latents) for b in latents[:i])
 
 
+LIKE_LLLITE = pytest.mark.slow
+"""Another patch of a second network shows it in less time: ``test_anima_lllite.py``."""
+
+
+@LIKE_LLLITE
 def test_control_goes_on_and_off_between_prompts(model: ModelPatcher, patch: ModelPatcher, tmp_path: Path) -> None:
     library, kinds = Library([tmp_path]), []
     for on in (True, False, True):
@@ -171,6 +178,7 @@ def test_control_goes_on_and_off_between_prompts(model: ModelPatcher, patch: Mod
     assert kinds == ["zimage_fun", "zimage", "zimage_fun"]
 
 
+@LIKE_LLLITE
 def test_another_file_of_the_same_layout_is_served_with_its_own_weights(
     model: ModelPatcher, patch: ModelPatcher, tmp_path: Path
 ) -> None:
@@ -184,6 +192,7 @@ def test_another_file_of_the_same_layout_is_served_with_its_own_weights(
     assert relative_error(latents[1], latents[0]) > 100 * LIMIT
 
 
+@LIKE_LLLITE
 def test_loras_before_and_behind_the_engine_are_followed(
     environment: Any, model: ModelPatcher, patch: ModelPatcher, tmp_path: Path
 ) -> None:

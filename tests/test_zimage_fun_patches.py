@@ -12,6 +12,7 @@ from typing import Any
 
 import fun
 import pytest
+import slow
 import torch
 import zimage
 from comfy.model_patcher import ModelPatcher
@@ -63,7 +64,7 @@ BEHIND = {
 }
 
 
-@pytest.mark.parametrize(("change", "reason", "words"), BEHIND.values(), ids=BEHIND)
+@pytest.mark.parametrize(("change", "reason", "words"), slow.cases(BEHIND, set(BEHIND) - {"another patch beside it"}))
 @pytest.mark.fault("a model is sampled with other patches than its engine computes")
 def test_a_model_with_other_patches_than_at_the_engine_gives_natives_picture_and_a_reason(
     model: ModelPatcher, patch: ModelPatcher, tmp_path: Path, caplog: Any,

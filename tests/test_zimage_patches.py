@@ -10,6 +10,7 @@ import comfy.ops
 import comfy.sd
 import comfy.utils
 import pytest
+import slow
 import tiny_models
 import torch
 import zimage
@@ -94,7 +95,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("apply", "words"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("apply", "words"), slow.cases(REFUSED, ["Fun 2.1", "noise refiner"]))
 def test_a_patch_inside_gives_natives_picture_and_a_reason(
     patched: zimage.Patched, apply: Callable[[ModelPatcher], ModelPatcher], words: str, caplog: Any
 ) -> None:

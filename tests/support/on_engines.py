@@ -38,12 +38,12 @@ def steady_after_two(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OnEngines:
-    """A stream whose networks all run on engines, with a double of CUDA's captures."""
+    """A stream whose networks all run on engines, with a double of CUDA's captures; TAESD takes the least time."""
 
     def __init__(self, file: Path, models: dict[str, Path], folder: Path, own: Settings = OWN,
-                 images: torch.Tensor | None = None, clip: Any = None):
+                 images: torch.Tensor | None = None, clip: Any = None, vae: str = "tiny_sdxl_taesd"):
         library = Library([folder])
-        self.native_vae = comfy.sd.VAE(sd=load_torch_file(str(models["tiny_kl"])))
+        self.native_vae = comfy.sd.VAE(sd=load_torch_file(str(models[vae])))
         networks = {role: NativeNetwork.of_vae(self.native_vae, role, "vae")
                     for role in (Role.VAE_ENCODER, Role.VAE_DECODER)}
         vae = vae_with_engines(self.native_vae, {role: self._handle(one, library) for role, one in networks.items()})
