@@ -85,7 +85,8 @@ def test_a_driver_that_fails_or_is_not_there_leaves_the_memory_where_it_is(
 def test_a_run_gives_it_back_at_its_end_on_each_gpu_that_it_used(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
     given_back = []
     monkeypatch.setattr(device_inputs, "give_back_graph_memory", given_back.append)
-    guider = SimpleNamespace(model_options={})
+    model = SimpleNamespace(get_additional_models_with_key=lambda _key: [], get_model_object=lambda _name: None)
+    guider = SimpleNamespace(model_options={}, model_patcher=model)
 
     def sample() -> str:
         guider.model_options[device_inputs.RUN]._ends[GPU] = torch.cuda.Event
