@@ -87,6 +87,7 @@ WIRING = {
 DRAW = """([nodes, links]) => { app.graph.clear(); const made = {};
     for (const [key, [type, x, y]] of Object.entries(nodes)) {
         const node = LiteGraph.createNode(type); node.pos = [x, y]; node.size[0] = Math.max(node.size[0], 310);
+        if (type === 'ControlNetLoader') node.widgets[0].value = 'tiny_sd15_a.safetensors';
         app.graph.add(node); made[key] = node; }
     for (const [from, output, to, input] of links)
         made[from].connect(output, made[to], made[to].findInputSlot(input)); }"""
@@ -166,6 +167,8 @@ def take_first(page: ComfyPage, workflow: dict[str, Any]) -> None:
     page.page.evaluate("() => { app.graph.nodes.find(n => n.type === 'SaveImage').imgs = null; }")
     page.fit(**MARGINS)
     run = page.page.get_by_test_id("queue-button").first.bounding_box()
+    page.page.evaluate("() => document.activeElement?.blur()")  # its tooltip stays else
+    page.page.wait_for_timeout(1000)
     save(page, IMAGES / "first_picture.png", None, {
         "3": page.page.evaluate(TOP_OF, "Load Checkpoint"), "4": page.page.evaluate(TOP_OF, "Control image 1 (edges)"),
         "5": (run["x"] - 10, run["y"] + run["height"] + 20)})
