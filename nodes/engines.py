@@ -125,8 +125,8 @@ def for_its_pictures(
 ) -> tuple[Place, dict[str, Any]]:
     """Return a node's place and settings, with Auto's numbers where it builds, and pictures need them.
 
-    The page sends zeros while nobody knows the family of the model, and with it what is usual. It follows once the
-    node tells that: the build is for the numbers of then, and the node is known by them as well.
+    The page sends zeros for Auto until it knows the model's family. Once the build has loaded the model, it sends
+    Auto's numbers. So the build is for these numbers, and the node is known by the keys of both.
     """
     order, numbers = place.order, [name for name in SIZE_NAMES if name in settings]
     builds = order is not None or when_missing != USE_NATIVE

@@ -105,13 +105,13 @@ def sample_on_device(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> An
 def sigmas_on_device(model: ModelPatcher) -> Iterator[None]:
     """Have a model's table of sigmas where it samples, and those of its copies on other GPUs."""
     moved: list[tuple[torch.nn.Module, torch.device]] = []
-    for patcher in (model, *model.get_additional_models_with_key("multigpu")):
-        sampling = patcher.get_model_object("model_sampling")
-        held = next(sampling.buffers(), None) if isinstance(sampling, torch.nn.Module) else None
-        if held is not None and not any(sampling is one for one, _ in moved):  # copies may share one
-            moved.append((sampling, held.device))
-            _move(sampling, patcher.load_device)
     try:
+        for patcher in (model, *model.get_additional_models_with_key("multigpu")):
+            sampling = patcher.get_model_object("model_sampling")
+            held = next(sampling.buffers(), None) if isinstance(sampling, torch.nn.Module) else None
+            if held is not None and not any(sampling is one for one, _ in moved):  # copies may share one
+                moved.append((sampling, held.device))
+                _move(sampling, patcher.load_device)
         yield
     finally:
         for sampling, before in moved:

@@ -16,7 +16,7 @@ Conds = Mapping[str, Sequence[Mapping[str, Any]]]
 TENSORS = (comfy.conds.CONDRegular, comfy.conds.CONDCrossAttn)
 """Kinds of conditions that hold a tensor, and nothing that tells how it is used."""
 TEXT = ("cross_attn", "pooled_output", "model_conds", "uuid")
-"""Options that are there in another form too, or act on nothing."""
+"""Options that ``model_conds`` holds for the networks, itself, and an id that no network reads."""
 
 
 @dataclass(frozen=True)

@@ -28,25 +28,14 @@ from hybrid_trt.sampling.model_wrapper import KEY, BackboneRouter
 from hybrid_trt.sessions.file_session import FileSession
 from memory_fixtures import Controlled, controlnet, file, files, library, nothing_loaded
 from patched import LIMIT, NAME, PROFILE, Patched, gone, load, sampling_node
+from second_device import SECOND, split, two_devices
 
 from sampling import STEPS, error, sample
 
-__all__ = ["controlnet", "file", "files", "library", "nothing_loaded"]  # fixtures: pytest finds them by name
+__all__ = ["controlnet", "file", "files", "library", "nothing_loaded", "two_devices"]  # fixtures
 
 CALLS = 2 * STEPS
 """Of a run: each step calls the UNet once on each GPU."""
-SECOND = torch.device("cpu", 1)
-
-
-@pytest.fixture(autouse=True)
-def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = [torch.device("cpu"), SECOND]
-    monkeypatch.setattr(model_management, "get_all_torch_devices",
-                        lambda exclude_current=False: devices[int(exclude_current):])  # fmt: skip
-
-
-def split(model: ModelPatcher) -> ModelPatcher:
-    return comfy.multigpu.create_multigpu_deepclones(model, 2)
 
 
 class Split:

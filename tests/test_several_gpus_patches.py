@@ -19,7 +19,6 @@ import token_calls
 import token_networks
 import torch
 import zimage
-from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from comfy.utils import load_torch_file
@@ -37,23 +36,12 @@ from hybrid_trt.streaming.stream import Stream
 from lllite_sampling import TOGETHER, WIDTH
 from memory_fixtures import file, nothing_loaded
 from patched import Patched, gone, load
+from second_device import SECOND, split, two_devices
 
-__all__ = ["file", "nothing_loaded"]  # fixtures: pytest finds them by name
+__all__ = ["file", "nothing_loaded", "two_devices"]  # fixtures: pytest finds them by name
 
 LIMIT = 1e-5
 STEPS = 3
-SECOND = torch.device("cpu", 1)
-
-
-@pytest.fixture(autouse=True)
-def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = [torch.device("cpu"), SECOND]
-    monkeypatch.setattr(model_management, "get_all_torch_devices",
-                        lambda exclude_current=False: devices[int(exclude_current):])  # fmt: skip
-
-
-def split(model: ModelPatcher) -> ModelPatcher:
-    return comfy.multigpu.create_multigpu_deepclones(model, 2)
 
 
 @dataclass
