@@ -248,7 +248,7 @@ def test_the_first_build_with_auto_is_for_the_graphs_picture_and_stays_on_its_no
     page.wait_for(net, "building", timeout=60)
     raw.wait_for_function(f"id => ({LARGEST})(id) === 1088", arg=net)
     raw.wait_for_timeout(1000)
-    assert page.status(net)["state"] == "building", "the build that runs"
+    assert page.status(net)["state"] in ("building", "ready"), "the node keeps its build; a fast machine ends it here"
     assert page.wait_for(net, "ready", "failed", "none", "unknown")["state"] == "ready"
     assert "does not fit" not in page.status(net)["text"]
     (engine,) = comfy.get("/hybrid_trt/engines")["engines"]
