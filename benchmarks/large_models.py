@@ -6,7 +6,11 @@ Each row is a case: ``native_ms`` and ``engine_ms`` are medians of the steps of 
 and ``rel_err`` compares a latent after one step. ``*_peak_mb`` is the most GPU memory in use while sampling,
 ``build_mb`` the most main memory of all processes during the build, less what this one had before. ``first_step_s`` is
 a sampling of one step right after the build: the compiled file is opened. Weights are random, made on the GPU, in no
-file. ``--tiny`` tries all of it with tiny models on a CPU: its figures mean nothing.
+file. ``--profile`` adds the kernels of one step, native and on the engine, by their GPU milliseconds.
+
+``--again`` builds nothing: it times the first step on an engine of an earlier process, with another checkpoint and with
+a LoRA. Native's step comes first each time, and puts the weights on the GPU. A case that fails has its ``error`` in its
+row, and the next one runs. ``--tiny`` tries all of it with tiny models on a CPU: its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import statistics
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -29,7 +34,8 @@ import psutil
 import tiny_models
 import tiny_transformers as small
 import torch
-from timing import PeakMemory
+from large_weights import HintEncoder, drawn, with_fun, with_lllite
+from timing import PeakMemory, kernels
 
 _FLUX1 = small.FLUX1 | {"hidden_size": 3072, "num_heads": 24, "context_in_dim": 4096, "vec_in_dim": 768, "depth": 19,
                   "depth_single_blocks": 38}  # fmt: skip
@@ -43,8 +49,6 @@ _HUNYUAN15 = small.HUNYUAN_VIDEO15 | {"hidden_size": 2048, "num_heads": 16, "con
                                 "depth_single_blocks": 0}  # fmt: skip
 _PRO2 = {"depth": 6, "depth_single_blocks": 0, "control_latent_channels": 16}
 _FUN = {"n_control_layers": 15, "additional_in_dim": 17, "refiner_control": True}
-_LLLITE = {"channels": 3, "cond_dim": 64, "cond_emb_dim": 32, "mlp_dim": 64, "resblocks": 1, "aspp": True}
-_TARGETS = ("self_attn_q_proj", "self_attn_k_proj", "self_attn_v_proj", "cross_attn_q_proj", "mlp_layer1")
 STEPS = 12
 
 
@@ -95,70 +99,6 @@ CASES = {
     "wan22_480": _VIDEO, "wan22_480_fp8": replace(_VIDEO, eight_bit=True),
     "hunyuan15_480": Case("hunyuan", _HUNYUAN15, small.HUNYUAN_VIDEO15, 848, 128, 3584, 64, 768, height=480, length=33),
 }  # fmt: skip
-
-
-def drawn(network: str, config: dict[str, Any], eight_bit: bool, device: str) -> dict[str, torch.Tensor]:
-    """Random weights in main memory, bfloat16 but for layers in eight bits; drawn on the device."""
-    shapes = tiny_models._SHAPES[network](config)
-    kind, scale = "float8_e4m3fn", tiny_models._QUANTISED["float8_e4m3fn"][1]
-    marker = torch.tensor(list(tiny_models._quantised_as(kind)), dtype=torch.uint8)
-    found = {}
-    for name, shape in shapes.items():
-        values = torch.randn(shape, device=device)
-        if len(shape) > 1:
-            values *= 1 / max(1, torch.Size(shape[1:]).numel()) ** 0.5
-        else:
-            values = 0.05 * values + (1.0 if name.endswith(("weight", "scale")) else 0.0)
-        layer = name.removesuffix(".weight")
-        if eight_bit and len(shape) == 2 and _is_in_blocks(name):
-            found |= {f"{layer}.weight_scale": torch.tensor(scale), f"{layer}.comfy_quant": marker}
-            found[name] = (values / scale).clamp(-448, 448).to(torch.float8_e4m3fn).cpu()
-        else:
-            found[name] = values.to(torch.bfloat16).cpu()
-    return found
-
-
-def _is_in_blocks(name: str) -> bool:
-    return name.endswith(".weight") and any(part in name for part in (
-        "double_blocks.", "single_blocks.", "transformer_blocks.", "layers.", "blocks.")) and not any(
-        part in name for part in ("norm", "modulation", "adaLN", "mod."))  # fmt: skip
-
-
-def with_fun(model: Any, config: dict[str, Any], fun: dict[str, Any], side: int, device: str) -> Any:
-    """Return a Z-Image behind ComfyUI's node for Fun control; random weights in bfloat16, drawn on the device."""
-    import comfy.ops
-    from comfy.ldm.lumina.controlnet import ZImage_Control
-    from comfy.model_management import get_torch_device, unet_offload_device
-    from comfy.model_patcher import CoreModelPatcher
-    from comfy_extras.nodes_model_patch import ZImageFunControlnet
-
-    sizes = {name: config[name] for name in ("dim", "n_heads", "n_kv_heads")}
-    net = ZImage_Control(**sizes, **fun, device="cpu", dtype=torch.bfloat16, operations=comfy.ops.manual_cast)
-    for name, parameter in net.named_parameters():
-        scale = parameter[0].numel() ** -0.5 if parameter.ndim > 1 else 0.05
-        values = torch.randn(parameter.shape, device=device) * scale + float("norm" in name)
-        parameter.data = values.to(torch.bfloat16).cpu()
-    patch = CoreModelPatcher(net.eval().requires_grad_(False), get_torch_device(), unet_offload_device())
-    image = torch.rand(1, side, side, 3, generator=torch.Generator().manual_seed(2))
-    return ZImageFunControlnet().diffsynth_controlnet(model, patch, _Encoder(16), image, 0.7)[0]
-
-
-def with_lllite(model: Any, config: dict[str, Any], side: int, device: str) -> Any:
-    """Return an Anima behind ComfyUI's node for LLLite; random weights in bfloat16, drawn on the device."""
-    import comfy.ops
-    from comfy.ldm.anima.lllite import AnimaLLLite
-    from comfy.model_management import get_torch_device, unet_offload_device
-    from comfy.model_patcher import CoreModelPatcher
-    from comfy_extras.nodes_model_patch import AnimaLLLiteApply
-
-    targets = [f"{i}_{target}" for i in range(config["num_blocks"]) for target in _TARGETS]
-    sizes = {"model_channels": config["model_channels"], "targets": targets}
-    weights = drawn("anima_lllite", _LLLITE | sizes, False, device)
-    net = AnimaLLLite(weights, {}, device="cpu", dtype=torch.bfloat16, operations=comfy.ops.manual_cast)
-    patch = CoreModelPatcher(net, get_torch_device(), unet_offload_device())
-    net.load_state_dict(weights, assign=patch.is_dynamic())
-    image = torch.rand(1, side, side, 3, generator=torch.Generator().manual_seed(2))
-    return AnimaLLLiteApply().apply_patch(model, patch, image, 0.7, 0.0, 1.0)[0]
 
 
 class Model:
@@ -213,22 +153,38 @@ class Model:
         return [call | {"T": -(-self.case.tokens // unit)} for call in calls]
 
     def build(self) -> float:
-        """Build the engine of the backbone, and of the ControlNet; return the error that its build measured."""
+        """Build the engines of the backbone and of the ControlNet; return the error that the first build measured."""
+        errors = [self._built(network) for network in self._networks()]
+        self.use_engines()
+        return errors[0]
+
+    def _networks(self) -> list[Any]:
         from hybrid_trt.comfy_model.network import NativeNetwork
+
+        control = [] if self.control is None else [NativeNetwork.of_controlnet(self.control, "control")]
+        return [NativeNetwork.of_model(self.native, "model"), *control]
+
+    def use_engines(self) -> None:
+        """Have the library's engines serve the model, and its ControlNet."""
         from hybrid_trt.sampling.controlnet import back_with_engine
         from hybrid_trt.sampling.engine_handle import EngineHandle
         from hybrid_trt.sampling.model_wrapper import patch_model
 
-        error = self._built(self.network)
-        self.handles = [EngineHandle(self.network, self.choice, self.library, "model")]
+        self.handles = [EngineHandle(one, self.choice, self.library, one.label) for one in self._networks()]
         self.patched = patch_model(self.native, self.handles[0])
-        self.backed = None
-        if self.control is not None:
-            network = NativeNetwork.of_controlnet(self.control, "control")
-            self._built(network)
-            self.handles.append(EngineHandle(network, self.choice, self.library, "control"))
-            self.backed = back_with_engine(self.control, self.handles[1])
-        return error
+        self.backed = None if self.control is None else back_with_engine(self.control, self.handles[1])
+
+    def add_lora(self) -> None:
+        """Put a LoRA of rank 16 on the attention layers."""
+        from comfy.weight_adapter import LoRAAdapter
+
+        self.native = self.native.clone()
+        patches = {}
+        for name, weight in self.native.model.diffusion_model.named_parameters():
+            if weight.ndim == 2 and any(part in name for part in (".qkv", "_qkv", "linear1", "to_q", "wq", "q_proj")):
+                up, down = (0.05 * torch.randn(size) for size in ((weight.shape[0], 16), (16, weight.shape[1])))
+                patches[f"diffusion_model.{name}"] = LoRAAdapter(set(), (up, down, 16.0, None, None, None))
+        assert self.native.add_patches(patches), "no layer takes the LoRA"
 
     def _built(self, network: Any) -> float:
         from hybrid_trt.architectures.shapes import Profile
@@ -264,24 +220,8 @@ class Model:
         return latent, [_between(a, b) for a, b in zip(stamps[:-1], stamps[1:], strict=True)]
 
     def _with_image(self, net: Any, image: torch.Tensor) -> Any:
-        encoder = _Encoder(self.native.get_model_object("latent_format").latent_channels)
+        encoder = HintEncoder(self.native.get_model_object("latent_format").latent_channels)
         return net.copy().set_cond_hint(image, 0.7, (0.0, 1.0), vae=encoder)
-
-
-class _Encoder:
-    """Stands for a VAE: a ControlNet of Flux takes a latent as its hint, and which one does not matter here."""
-
-    downscale_ratio = 8
-
-    def __init__(self, channels: int):
-        self.channels = channels
-
-    def encode(self, image: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.interpolate(image.movedim(-1, 1), scale_factor=1 / 8).mean(1, True).repeat(
-            1, self.channels, 1, 1)
-
-    def spacial_compression_encode(self) -> int:
-        return 8
 
 
 def _now() -> Any:
@@ -322,7 +262,7 @@ class MainMemory:
         return total / 1e6
 
 
-def measure(case: Case, base: Path, tiny: bool) -> dict[str, Any]:
+def measure(case: Case, base: Path, tiny: bool, profile: bool) -> dict[str, Any]:
     """Return a case's row."""
     from hybrid_trt.engine_library.engine import relative_error
 
@@ -346,6 +286,31 @@ def measure(case: Case, base: Path, tiny: bool) -> dict[str, Any]:
     row["faster"] = round(row["native_ms"] / row["engine_ms"], 3)
     row["served"] = [(handle.stats.kind, handle.stats.engine_name, handle.stats.engine, handle.stats.native,
                       dict(handle.stats.details), handle.stats.why_plain) for handle in model.handles]  # fmt: skip
+    if profile:
+        for way in ("native", "engine"):
+            row[f"{way}_kernels"] = kernels(lambda way=way: model.sample(way == "engine", 1))
+    return row
+
+
+def measure_again(case: Case, base: Path, tiny: bool) -> dict[str, Any]:
+    """Return the seconds of first steps on an engine of an earlier process: its own, another checkpoint's, a LoRA's."""
+    from hybrid_trt.engine_library.engine import relative_error
+
+    row: dict[str, Any] = {}
+    model = Model(case, base, tiny)
+    for what in ("new_process", "other_checkpoint", "lora"):
+        if what == "other_checkpoint":
+            model = Model(case, base, tiny)
+        elif what == "lora":
+            model.add_lora()
+        model.use_engines()
+        latents = []
+        for way in ("native", "engine"):  # native comes first and puts the weights on the GPU
+            started = time.perf_counter()
+            latents.append(model.sample(way == "engine", 1)[0])
+            row[f"{what}_{way}_s"] = round(time.perf_counter() - started, 2)
+        row[f"{what}_rel_err"] = relative_error(latents[1], latents[0])
+        row[f"{what}_calls"] = [(one.stats.engine, one.stats.native, one.stats.why_plain) for one in model.handles]
     return row
 
 
@@ -365,6 +330,8 @@ def main() -> None:
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--profile", action="store_true", help="also the kernels of a step")
+    parser.add_argument("--again", action="store_true", help="with engines that an earlier process has built")
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU, to try the script")
     options = parser.parse_args()
     networks.import_pack(options.comfyui)
@@ -377,7 +344,13 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
         for name in options.cases:
-            rows.append({"case": name, **measure(CASES[name], options.base, options.tiny)})
+            try:
+                row = (measure_again(CASES[name], options.base, options.tiny) if options.again else
+                       measure(CASES[name], options.base, options.tiny, options.profile))
+            except Exception as error:
+                traceback.print_exc()
+                row = {"error": f"{type(error).__name__}: {error}"[:400]}
+            rows.append({"case": name} | row)
             print(json.dumps(rows[-1]), flush=True)
             options.out.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
             gc.collect()

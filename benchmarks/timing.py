@@ -47,6 +47,19 @@ def matmul_tflops(size: int = 8192) -> float:
     return 2 * size**3 / gpu_ms(lambda: a @ b, 20)["median"] / 1e9
 
 
+def kernels(call: Callable[[], Any], most: int = 15) -> list[tuple[str, float, int]]:
+    """The kernels that take the most GPU time in a call: name, milliseconds, launches; the sum of all comes first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    place = "device" if torch.cuda.is_available() else "cpu"
+    with profile(activities=[ProfilerActivity.CUDA if place == "device" else ProfilerActivity.CPU]) as seen:
+        call()
+    rows = [(one.key[:120], round(getattr(one, f"self_{place}_time_total") / 1000, 3), one.count)
+            for one in seen.key_averages() if getattr(one, f"self_{place}_time_total")]  # fmt: skip
+    rows.sort(key=lambda row: -row[1])
+    return [("all", round(sum(ms for _, ms, _ in rows), 3), sum(n for *_, n in rows)), *rows[:most]]
+
+
 class PeakMemory:
     """The GPU's memory in use by everyone, in MB: the highest value inside the block, less what was there before."""
 

@@ -98,8 +98,9 @@ def _serve(arguments: argparse.Namespace, token: str, comfyui_arguments: list[st
 
 def _threads(workers: int) -> str:
     """Return OMP_NUM_THREADS for so many workers with GPUs; without any, pictures shall be those of one ComfyUI."""
-    machines = sum(node["Alive"] for node in ray.nodes())
-    return str(threads_each(os.cpu_count() or 1, workers, machines)) if workers else ""
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    cores = [int(one.get("CPU", 1)) for one in machines if one.get("GPU")]  # Ray heeds a container's limits
+    return str(threads_each(cores, workers)) if workers else ""
 
 
 def _run(farm: serve.Application, end: threading.Event, failures: list[str]) -> None:

@@ -31,6 +31,10 @@ class WorkerSettings:
     threads: str = ""
 
 
-def threads_each(cores: int, workers: int, machines: int) -> int:
-    """Return how many threads a worker takes, so that the workers of a machine share its cores."""
-    return max(1, cores // math.ceil(workers / machines))
+def threads_each(cores: list[int], workers: int) -> int:
+    """Return how many threads a worker takes, so that the workers of a machine share its cores.
+
+    Args:
+        cores: those of each machine.
+    """
+    return max(1, min(cores, default=1) // math.ceil(workers / max(1, len(cores))))

@@ -159,9 +159,10 @@ def test_the_client_sends_pictures_of_its_folder_alone(tmp_path: Path) -> None:
     assert part("pictures").of_folder(workflow, inputs) == {"a.png": b"a.png", "deep/b.webp": b"b.webp"}
 
 
-@pytest.mark.parametrize(("cores", "workers", "machines", "each"), [(32, 2, 1, 16), (32, 3, 2, 16), (2, 8, 1, 1)])
-def test_workers_of_a_machine_share_its_cores(cores: int, workers: int, machines: int, each: int) -> None:
-    assert part("settings").threads_each(cores, workers, machines) == each
+@pytest.mark.parametrize(
+    ("cores", "workers", "each"), [([32], 2, 16), ([32, 32], 3, 16), ([64, 16], 2, 16), ([2], 8, 1), ([], 1, 1)])
+def test_workers_of_a_machine_share_its_cores(cores: list[int], workers: int, each: int) -> None:
+    assert part("settings").threads_each(cores, workers) == each
 
 
 WORKER = """
