@@ -110,7 +110,7 @@ def _live(stream: Stream, times: FrameTimes, node_id: str, patience: float) -> t
         ValueError: no frame came; the text is for the user.
         InterruptProcessingException: the stream was stopped before its first frame.
     """
-    with open_session(node_id, stream.now(), patience) as session:
+    with open_session(node_id, stream.now(), patience, stream.settings.steps_as_batch) as session:
         last = run_stream(stream, session, times)
     if last is None and session.stopped:
         raise model_management.InterruptProcessingException

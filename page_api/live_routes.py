@@ -115,7 +115,8 @@ class Connection:
 
     async def serve(self) -> None:
         """Serve until the client or the session ends."""
-        await self._tell({"ready": given(self.session.now)})
+        more = {"steps_as_batch": True} if self.session.steps_as_batch else {}
+        await self._tell({"ready": given(self.session.now), **more})
         tasks = [asyncio.create_task(part()) for part in (self._receive, self._unpack, self._send)]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -163,12 +164,13 @@ class Connection:
         while True:
             await self._news.wait()
             self._news.clear()
+            ended = self.client.ended  # read before the picture is taken, which is the last one then
             if (taken := self.session.take(self.client)) is not None:
                 number, picture = taken
                 data = await asyncio.to_thread(pictures.write, picture, self.format)
                 await asyncio.wait_for(self.socket.send_bytes(struct.pack("<I", number) + data), SEND_WITHIN)
-            if self.client.ended:
-                await _goodbye(self.socket, self.client.ended, ENDED)
+            if ended:
+                await _goodbye(self.socket, ended, ENDED)
                 return
 
     async def _tell(self, data: dict[str, Any]) -> None:

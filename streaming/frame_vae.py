@@ -26,10 +26,14 @@ log = logging.getLogger(__name__)
 class FrameVAE:
     """A VAE for frames of one stream; ``reload`` brings back the models that ComfyUI's own way put aside."""
 
-    def __init__(self, vae: VAE, reload: Callable[[], None]):
+    def __init__(self, vae: VAE, reload: Callable[[], None], stays_loaded: bool):
+        """
+        Args:
+            stays_loaded: whether it is loaded for as long as the stream runs; else ComfyUI's own way loads it.
+        """
         self._vae = vae
         self._reload = reload
-        self._plain = _is_plain(vae)
+        self._plain = stays_loaded and _is_plain(vae)
 
     def latent_shape(self, image: torch.Tensor, channels: int) -> tuple[int, ...]:
         """Return the shape of an empty latent for an image (1, H, W, 3), cropped as encoding crops it."""

@@ -34,8 +34,8 @@ class Frame:
 class Source(Protocol):
     """Something that frames come from and that pictures are given to."""
 
-    def frames(self) -> Iterator[Frame]:
-        """Yield the next frame, after waiting for it; end when the stream is over."""
+    def frames(self) -> Iterator[Frame | None]:
+        """Yield the next frame, after waiting for it; None where the last one is all for now; end with the stream."""
         ...
 
     def ready(self) -> bool:

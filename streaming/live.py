@@ -20,7 +20,7 @@ from comfy import model_management
 from .frames import Changes, Frame
 
 LOOK_EVERY = 0.1
-"""Seconds after which a node that waits looks at ComfyUI's *Interrupt* again."""
+"""Seconds without a frame after which frames in work are finished; a node that waits looks at *Interrupt* as often."""
 
 _sessions: dict[str, LiveSession] = {}
 """The open session of each device."""
@@ -56,12 +56,13 @@ class LiveSession:
 
     Attributes:
         settings: what may be changed, with the values of the frame that was taken last.
+        steps_as_batch: whether pictures come some frames later, one less than there are steps.
         stopped: whether its client ended the stream.
         over: why no more frames are taken, a sentence; empty while they are.
     """
 
-    def __init__(self, node: str, settings: Changes, patience: float):
-        self.node, self.settings = node, settings
+    def __init__(self, node: str, settings: Changes, patience: float, steps_as_batch: bool = False):
+        self.node, self.settings, self.steps_as_batch = node, settings, steps_as_batch
         self.token = secrets.token_urlsafe(24)
         self.counts = Counts()
         self.stopped = False
@@ -76,31 +77,37 @@ class LiveSession:
 
     # the node's side
 
-    def frames(self) -> Iterator[Frame]:
+    def frames(self) -> Iterator[Frame | None]:
         """Yield the newest frame each time, until somebody stops the stream or no client comes.
 
         Raises:
             comfy.model_management.InterruptProcessingException: the user interrupts the prompt.
         """
-        while (frame := self._wait_for_frame()) is not None:
-            yield frame
+        idle = True
+        while not self.over:
+            frame = self._next()
+            if frame is not None or not idle:
+                yield frame
+            idle = frame is None
 
-    def _wait_for_frame(self) -> Frame | None:
+    def _next(self) -> Frame | None:
+        """Return the newest frame; None if none comes within a moment, or none will any more."""
+        model_management.throw_exception_if_processing_interrupted()
         with self._turn:
-            while not self.over:
-                model_management.throw_exception_if_processing_interrupted()
-                if self._frame is not None:
-                    frame, changes = replace(self._frame, changes=self._changes), self._changes
-                    self._frame = self._changes = None
-                    self.counts.taken += 1
-                    if changes is not None:
-                        self.settings = merged(self.settings, changes)
-                    return frame
-                if self._client is None and time.monotonic() - self._alone_since > self._patience:
-                    self.over = f"No page or program sent frames for {self._patience:g} s, so the stream ended."
-                    break
+            if self._frame is None and not self.over:
                 self._turn.wait(LOOK_EVERY)
-        return None
+            if self._frame is None or self.over:
+                if self._client is None and time.monotonic() - self._alone_since > self._patience:
+                    self.over = (
+                        self.over or f"No page or program sent frames for {self._patience:g} s, so the stream ended."
+                    )
+                return None
+            frame, changes = replace(self._frame, changes=self._changes), self._changes
+            self._frame = self._changes = None
+            self.counts.taken += 1
+            if changes is not None:
+                self.settings = merged(self.settings, changes)
+            return frame
 
     def ready(self) -> bool:
         """Tell whether the next frame is there."""
@@ -202,7 +209,9 @@ def given(changes: Changes) -> dict[str, Any]:
 
 
 @contextmanager
-def open_session(node: str, settings: Changes, patience: float) -> Iterator[LiveSession]:
+def open_session(
+    node: str, settings: Changes, patience: float, steps_as_batch: bool = False
+) -> Iterator[LiveSession]:
     """Let a client join for as long as the block lasts; ``settings`` has what may be changed, with its first values.
 
     Args:
@@ -211,7 +220,8 @@ def open_session(node: str, settings: Changes, patience: float) -> Iterator[Live
     Raises:
         Busy: another node streams live on this device.
     """
-    device, session = str(model_management.get_torch_device()), LiveSession(node, settings, patience)
+    session = LiveSession(node, settings, patience, steps_as_batch)
+    device = str(model_management.get_torch_device())
     with _lock:
         if device in _sessions:
             raise Busy("Another TRT Stream runs live on this GPU, so this one did not start; stop that one first.")

@@ -9,7 +9,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -79,9 +79,12 @@ class _Loop:
         self._computed: _Started | None = None  # the latest frame that is no repetition
         self._order: deque[_Started] = deque()  # those whose pictures are not given yet
 
-    def run(self, frames: Iterator[Frame]) -> None:
+    def run(self, frames: Iterator[Frame | None]) -> None:
         for frame in frames:
             model_management.throw_exception_if_processing_interrupted()
+            if frame is None:
+                self._finish(until=self._source.ready)
+                continue
             if frame.changes is not None or not self._stream.joins(frame.image):
                 self._finish()  # those before may have to be made again, as they were
             launched = self._start(frame)
@@ -90,9 +93,9 @@ class _Loop:
                 self._give_launched()  # it is there, or nobody knows when the next frame is
         self._finish()
 
-    def _finish(self) -> None:
-        """Give the pictures of all frames so far."""
-        while self._stream.busy:
+    def _finish(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Give the pictures of all frames so far, or of some ``until`` there is something else to do."""
+        while self._stream.busy and not until():
             model_management.throw_exception_if_processing_interrupted()
             launched = self._launched(self._stream.advance())
             self._give_launched(but=launched)

@@ -69,9 +69,10 @@ class Stream:
         self._model, self._kept = with_kept(model, settings.remembered)
         if not model.get_additional_models_with_key(COPIES):  # ComfyUI would copy the VAE with the model
             self._model.set_additional_models(OURS, [vae.patcher])  # loaded together: neither evicts the other
-        self._vae = FrameVAE(vae, self._reload)
         self._clip = clip
         self._conds = {"positive": self.controls.positive, "negative": self.controls.negative}
+        self.one_by_one = why_one_by_one(self._model, self._conds)
+        self._vae = FrameVAE(vae, self._reload, stays_loaded=not self.one_by_one)
         self._open: OpenSampling | None = None
         self._edition = 0  # of the prompts
         self._controls_have_engines = all(map(has_engine, self.controls.controls))
@@ -80,7 +81,6 @@ class Stream:
         self._graph = FrameGraph(model.load_device, self._made, self._made_of)
         self._batch: StepBatch | None = None
         self._decided_for: Hashable | None = None
-        self.one_by_one = why_one_by_one(self._model, self._conds)
         self.steps_apart = ""
 
     def follow(self, nodes: FrameNodes) -> None:
@@ -260,7 +260,8 @@ class Stream:
         """Change settings from the next frame on; nothing is built or loaded for it, but the text encoder for a prompt.
 
         Raises:
-            ValueError: there is no text encoder for a new prompt; the text is for the user.
+            ValueError: there is no text encoder for a new prompt, or it fails; the text is for the user. The other
+                settings are changed then.
         """
         given = {name: getattr(changes, name) for name in ("seed", "steps", "denoise", "cfg")}
         given = {name: value for name, value in given.items() if value is not None}
@@ -287,7 +288,11 @@ class Stream:
     def _encoded(self, conditioning: Conditioning, text: str) -> Conditioning:
         if self._clip is None:
             raise ValueError("The prompt stays as it is: connect CLIP to TRT Stream to change it while it runs.")
-        tensor, options = self._encode(text)
+        try:
+            tensor, options = self._encode(text)
+        except Exception as error:  # of any kind: parentheses in thousands, files of embeddings, memory
+            self._reload()
+            raise ValueError(f"The prompt stays as it is: the text encoder failed ({error!r:.200}).") from error
         return [[tensor, {**before, **options}] for _, before in conditioning]
 
     def _encode(self, text: str) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -15,6 +15,8 @@ import aiohttp
 import pytest
 import torch
 from comfy_process import ComfyProcess
+from hybrid_trt.page_api.live_messages import Hello
+from hybrid_trt.page_api.live_routes import Connection
 from hybrid_trt.streaming import live, pictures
 from hybrid_trt.streaming.frames import Changes
 from live_client import double, image, joined, opened, run_stream, token_of
@@ -389,6 +391,33 @@ def test_two_thousand_frames_leave_no_memory_behind(comfy: ComfyProcess) -> None
 
     assert run_stream(comfy, double(), act).ok
     assert max(used[10:]) - max(used[:10]) <= 10, used
+
+
+def test_a_client_that_still_takes_a_picture_when_the_stream_ends_gets_the_last_one_too() -> None:
+    session, sent = live.LiveSession("1", Changes(), 5.0), []
+
+    class Socket:
+        """Takes so long for the first picture that the stream ends meanwhile, with another one."""
+
+        async def send_bytes(self, data: bytes) -> None:
+            sent.append(struct.unpack_from("<I", data)[0])
+            if sent == [0]:
+                session.give(1, image(1))
+                session.end("The stream has ended.")
+
+        async def send_str(self, text: str) -> None:
+            sent.append(json.loads(text))
+
+        async def close(self, code: int) -> None:
+            sent.append(code)
+
+    async def serve() -> None:
+        connection = Connection(Socket(), session, Hello(session.token, "raw"))
+        session.give(0, image(0))
+        await asyncio.wait_for(connection._send(), 10)
+
+    asyncio.run(serve())
+    assert sent == [0, 1, {"ended": "The stream has ended."}, 1000]
 
 
 def test_a_gpu_has_one_live_stream_at_a_time_and_an_end_frees_all() -> None:

@@ -68,6 +68,25 @@ def test_pictures_are_those_of_stock_nodes_also_after_changes(comfy: ComfyProces
         assert same(picture, expected), (picture - expected).abs().max()
 
 
+def test_frames_in_work_are_finished_when_no_other_comes(comfy: ComfyProcess) -> None:
+    made: list[torch.Tensor] = []
+
+    async def act(token: str) -> None:
+        async with joined(comfy, token) as client:
+            assert client.told[0]["steps_as_batch"] is True, "a page then has more frames under way"
+            for n in range(2):
+                await client.frame(image(n))
+                number, picture = await client.picture()
+                assert number == n
+                made.append(picture)
+            await client.stop()
+
+    settings = {"steps": 4, "sampler_name": "lcm"}
+    assert run_stream(comfy, live(steps_as_batch=True, **settings), act).ok
+    for n, picture in enumerate(made):
+        assert same(picture, by_stock_nodes(comfy, image(n), **settings))
+
+
 def test_a_stream_without_frames_is_an_error_or_an_interrupt_if_it_was_stopped(comfy: ComfyProcess) -> None:
     async def stop(token: str) -> None:
         async with joined(comfy, token) as client:

@@ -90,7 +90,7 @@ def net(models: dict[str, Path]) -> comfy.controlnet.ControlNet:
 class Counted(Given):
     """Frames, and how many pictures were there when each was asked for; ``order`` is that of the pictures."""
 
-    def __init__(self, *frames: Frame, ready: bool = True):
+    def __init__(self, *frames: Frame | None, ready: bool = True):
         super().__init__(*frames, ready=ready)
         self.order: list[int] = []
 
@@ -119,6 +119,19 @@ def test_a_source_gets_all_its_pictures_in_order_each_so_many_frames_later_as_th
     assert seen == [OWN.steps] * (count + OWN.steps - 1), "always one size of a batch, and no call without a use"
     for number in range(count):
         assert apart(source.pictures[number], stock(load(file), vae, *prompts(), OWN, image(20 + number))) <= LIMIT
+
+
+def test_frames_in_work_are_finished_where_no_other_comes_for_now(
+    file: Path, vae: comfy.sd.VAE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = [Frame(n, image(n)) for n in range(3)]
+    source, model = Counted(frames[0], frames[1], None, frames[2], ready=False), load(file)
+    seen = batches(monkeypatch, model)
+    streamed(Stream(model, vae, *prompts(), OWN), source)
+    assert (source.order, source.asked) == ([0, 1, 2], [0, 0, 0, 2])
+    assert len(seen) == (2 + OWN.steps - 1) + OWN.steps
+    for frame in frames:
+        assert apart(source.pictures[frame.number], stock(load(file), vae, *prompts(), OWN, frame.image)) <= LIMIT
 
 
 class TextEncoder:

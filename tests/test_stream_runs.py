@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,6 +84,26 @@ def test_a_new_prompt_acts_from_its_frame_on(file: Path, vae: comfy.sd.VAE) -> N
     new = [[random(1, 77, 768, seed=len("a cat")), {}]]
     wanted = stock(load(file), vae, new, negative, OWN, frame)
     assert apart(source.pictures[0], wanted) > 1e-3
+    assert max(apart(source.pictures[n], wanted) for n in (1, 2)) <= LIMIT
+
+
+@pytest.mark.fault("the text encoder fails on a new prompt of a stream")
+def test_a_prompt_that_cannot_be_encoded_leaves_the_one_before_and_the_stream_goes_on(
+    file: Path, vae: comfy.sd.VAE, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clip, frame = TextEncoder(), image(3)
+    source = Given(Frame(0, frame), Frame(1, frame, Changes(prompt="((a", seed=9)), Frame(2, frame))
+    known = clip.encode_from_tokens_scheduled
+
+    def encode(tokens: int) -> list:
+        if tokens:
+            raise RecursionError("too many parentheses")
+        return known(tokens)
+
+    monkeypatch.setattr(clip, "encode_from_tokens_scheduled", encode)
+    streamed(Stream(load(file), vae, *prompts(), OWN, clip), source)
+    assert "The prompt stays as it is: the text encoder failed" in caplog.text
+    wanted = stock(load(file), vae, *prompts(), replace(OWN, seed=9), frame)
     assert max(apart(source.pictures[n], wanted) for n in (1, 2)) <= LIMIT
 
 
@@ -185,6 +206,27 @@ def test_an_interrupted_stream_leaves_the_model_as_it_was(file: Path, vae: comfy
     assert model.model.current_patcher is None
     assert stream.controls.controls[0].cond_hint is None
     assert apart(stock(model, vae, *prompts(), OWN, image(1)), stock(load(file), vae, *prompts(), OWN, image(1))) == 0
+
+
+@pytest.mark.fault("a stream's frames are samplings of their own, before which nothing has loaded the VAE")
+def test_the_vae_is_loaded_for_each_frame_that_is_a_sampling_of_its_own(
+    file: Path, vae: comfy.sd.VAE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[bool] = []
+
+    def look(call: Any) -> Any:
+        return lambda given: loaded.append(vae.patcher in model_management.loaded_models()) or call(given)
+
+    for name in ("encode", "decode"):
+        monkeypatch.setattr(vae.first_stage_model, name, look(getattr(vae.first_stage_model, name)))
+    monkeypatch.setattr("hybrid_trt.streaming.stream.why_one_by_one", lambda *_: "for a test")
+    stream = Stream(load(file), vae, *prompts(), OWN)
+    source = Given(Frame(0, image(0)), Frame(1, image(1)))
+    model_management.unload_all_models()
+    streamed(stream, source)
+    assert loaded == [True] * 4
+    for number in (0, 1):
+        assert apart(source.pictures[number], stock(load(file), vae, *prompts(), OWN, image(number))) <= LIMIT
 
 
 @pytest.mark.fault("memory is too short to encode or decode a frame at once")

@@ -3,7 +3,7 @@
 import { isLink } from "./graph.mjs";
 import { request } from "./server.mjs";
 
-/** Frames that are under way at most: one that is computed, and one that waits. */
+/** Frames that are under way at most, besides those that the stream keeps: one that is computed, and one that waits. */
 const UNDER_WAY = 2;
 /** Milliseconds after which a frame without an answer counts as lost. */
 const LOST = 3000;
@@ -17,6 +17,7 @@ export function takesLive(prompt) {
 /** Which frames are under way, and how long the last ones took. Times are milliseconds. */
 export class Pace {
     constructor() {
+        this.kept = 0; // frames that the stream keeps in work
         this.sent = []; // number and time of frames without an answer
         this.count = 0;
         this.came = [];
@@ -40,7 +41,7 @@ export class Pace {
     /** Whether another frame may go out. */
     free(now) {
         this.sent = this.sent.filter(([, time]) => now - time < LOST);
-        return this.sent.length < UNDER_WAY;
+        return this.sent.length < UNDER_WAY + this.kept;
     }
 
     /** Pictures a second over the last two, the times between pictures that half and 99 % keep, and the usual delay. */
@@ -106,6 +107,9 @@ export class LiveLink {
     }
 
     #hear(message) {
+        this.batch ??= message.steps_as_batch;
+        const { steps } = message.ready ?? message.changed ?? {};
+        if (this.batch && steps) this.pace.kept = steps - 1;
         if ("ready" in message) {
             this.ready = true;
             this.hears.ready(message.ready);

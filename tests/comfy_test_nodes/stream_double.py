@@ -25,6 +25,8 @@ def stream_double(hidden: Any, seconds: float, patience: float, turn: int, fail_
     told = {"numbers": [], "sizes": [], "changes": []}
     with live.open_session(hidden.unique_id, now, patience) as session:
         for frame in session.frames():
+            if frame is None:
+                continue
             if frame.number == fail_at:
                 raise RuntimeError("the double was told to fail")
             end = time.monotonic() + seconds

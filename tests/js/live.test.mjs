@@ -13,6 +13,15 @@ test("two frames are under way at most, and an answer or three seconds free thei
     assert.equal(pace.free(3031), true);
 });
 
+test("as many frames more are under way as a stream keeps in work: their pictures come with later frames", () => {
+    const pace = new Pace();
+    pace.kept = 3;
+    for (let n = 0; n < 5; n += 1) assert.equal(pace.free(n) && pace.send(n), n);
+    assert.equal(pace.free(5), false);
+    pace.answer(0, 6);
+    assert.equal(pace.free(6), true);
+});
+
 test("times of pictures are told: how many a second, the usual and the slowest, and the delay", () => {
     const pace = new Pace();
     for (let n = 0; n < 100; n += 1) {

@@ -20,12 +20,12 @@ from patched import sampling_node
 class Given:
     """A source that has all of its frames from the start."""
 
-    def __init__(self, *frames: Frame, ready: bool = True):
+    def __init__(self, *frames: Frame | None, ready: bool = True):
         self._frames, self._ready = frames, ready
         self.pictures: dict[int, torch.Tensor] = {}
         self.asked: list[int] = []
 
-    def frames(self) -> Iterator[Frame]:
+    def frames(self) -> Iterator[Frame | None]:
         for frame in self._frames:
             self.asked.append(len(self.pictures))
             yield frame

@@ -10,8 +10,9 @@ import numpy
 from comfy_process import ComfyProcess, History
 from scenarios import CONDITIONING, SETTINGS, Prompt, node
 
-CONTROLS = ("tiny_sd15_a", "tiny_sd15_b")
-STRENGTHS = (0.7, 0.4)
+CONTROLS = ("tiny_sd15_a", "tiny_sd15_b", "tiny_sd15_control_lora", "tiny_sd15_shuffle")
+STRENGTHS = (0.7, 0.4, 0.5, 0.6)
+LORA = {"sd15": "tiny_sd15_lora.safetensors", "sdxl": "tiny_sdxl_lora.safetensors"}
 NODES = "nodes"
 """In the place of a choice of TRT Stream's: nodes behind TRT Frame make the control images."""
 
@@ -24,7 +25,11 @@ class Case:
         follow: where the control images come from, as the node has it.
         images: images that each ControlNet gets: one for each frame, or one for all.
         end: the share of steps that ControlNets act on.
-        region: ``"area"`` or ``"mask"``: a second positive prompt acts on a part of the picture alone.
+        start: the share of steps before that.
+        region: ``"area"`` or ``"mask"``: a second positive prompt acts on a part of the picture alone; ``"timesteps"``:
+            on a part of the steps; ``"all"``: on all of both.
+        tokens: lengths of the positive and the negative prompt.
+        lora: ``"before"`` or ``"behind"`` the engine node.
     """
 
     frames: int = 3
@@ -46,7 +51,11 @@ class Case:
     new_seeds: bool = False
     patch: tuple[str, dict[str, Any]] | None = None
     hooked: bool = False
+    start: float = 0.0
     end: float = 0.9
+    strengths: tuple[float, ...] = STRENGTHS
+    tokens: tuple[int, int] = (77, 77)
+    lora: str = ""
 
 
 def loaders(case: Case) -> Prompt:
@@ -55,8 +64,8 @@ def loaders(case: Case) -> Prompt:
     built = {
         "model": node("UNETLoader", unet_name=f"{unet}.safetensors", weight_dtype="default"),
         "vae": node("VAELoader", vae_name=f"{case.vae}.safetensors"),
-        "positive": node("TestConditioning", tokens=77, seed=1, **CONDITIONING[case.family]),
-        "negative": node("TestConditioning", tokens=77, seed=2, **CONDITIONING[case.family]),
+        "positive": node("TestConditioning", tokens=case.tokens[0], seed=1, **CONDITIONING[case.family]),
+        "negative": node("TestConditioning", tokens=case.tokens[1], seed=2, **CONDITIONING[case.family]),
         "frames": image(case, 5, case.frames),
     }
     for name in controls_of(case):
@@ -67,6 +76,9 @@ def loaders(case: Case) -> Prompt:
     if case.patch is not None:
         built["plain_model"] = built["model"]
         built["model"] = node(case.patch[0], model=["plain_model", 0], **case.patch[1])
+    if case.lora:
+        built["without_lora"] = built["model"]
+        built["model"] = with_lora(case, ["without_lora", 0])
     if case.hooked:
         built["plain"] = built["positive"]
         built["hook"] = node("CreateHookLoraModelOnly", lora_name="tiny_sd15_lora.safetensors", strength_model=0.8)
@@ -78,12 +90,20 @@ def loaders(case: Case) -> Prompt:
         size = {"width": 64, "height": 72, "x": 32, "y": 0}
         # as wide as ComfyUI's node lets a part be at least
         built["part_there"] = node("ConditioningSetArea", conditioning=["part", 0], strength=1.0, **size)
+        if case.region == "timesteps":
+            built["part_there"] = node("ConditioningSetTimestepRange", conditioning=["part", 0], start=0.0, end=0.5)
+        if case.region == "all":
+            built["part_there"] = built["part"]
         if case.region == "mask":
             built["mask"] = node("SolidMask", value=0.6, width=64, height=64)
             built["part_there"] = node("ConditioningSetMask", conditioning=["part", 0], mask=["mask", 0], strength=0.8,
                                        set_cond_area="default")
         built["positive"] = node("ConditioningCombine", conditioning_1=["plain", 0], conditioning_2=["part_there", 0])
     return built
+
+
+def with_lora(case: Case, model: list) -> dict[str, Any]:
+    return node("LoraLoaderModelOnly", model=model, lora_name=LORA[case.family], strength_model=0.8)
 
 
 def image(case: Case, seed: int, batch: int) -> dict[str, Any]:
@@ -120,7 +140,7 @@ def stock(case: Case) -> Prompt:
     return built
 
 
-def stock_frame(case: Case, number: int, strengths: tuple[float, ...] = STRENGTHS) -> Prompt:
+def stock_frame(case: Case, number: int) -> Prompt:
     def own(name: str) -> str:
         return f"{name}_of_{number}"
 
@@ -128,7 +148,7 @@ def stock_frame(case: Case, number: int, strengths: tuple[float, ...] = STRENGTH
     positive, negative = ["positive", 0], ["negative", 0]
     if case.follow == "edges of the frame":
         built[own("edges")] = node("Canny", image=[own("frame"), 0], low_threshold=0.4, high_threshold=0.8)
-    for place, (name, strength) in enumerate(zip(controls_of(case), strengths, strict=False)):
+    for place, (name, strength) in enumerate(zip(controls_of(case), case.strengths, strict=False)):
         shown = {"the frame": own("frame"), "edges of the frame": own("edges")}.get(case.follow, own(f"image_{name}"))
         if case.follow == "as connected":
             index = number if case.images > 1 else 0
@@ -138,7 +158,7 @@ def stock_frame(case: Case, number: int, strengths: tuple[float, ...] = STRENGTH
             built |= made
         built[own(name)] = node(
             "ControlNetApplyAdvanced", positive=positive, negative=negative, control_net=[name, 0], image=[shown, 0],
-            strength=strength, start_percent=0.0, end_percent=case.end)
+            strength=strength, start_percent=case.start, end_percent=case.end)
         positive, negative = [own(name), 0], [own(name), 1]
     built[own("latent")] = node("VAEEncode", pixels=[own("frame"), 0], vae=["vae", 0])
     if case.denoise == 1:
@@ -168,19 +188,22 @@ def streamed(case: Case, engines: bool = False, example: list | None = None, **m
     if engines:
         numbered = {f"control_net_{n}": link for n, link in enumerate(controls.values(), start=1)}
         settings = SETTINGS | {"when_missing": "build now"}
-        built["accelerate"] = node("TRTAccelerate", model=model, vae=vae, **numbered, **settings)
+        given = ["without_lora", 0] if case.lora == "behind" else model
+        built["accelerate"] = node("TRTAccelerate", model=given, vae=vae, **numbered, **settings)
         model, vae = ["accelerate", 0], ["accelerate", 1]
+        if case.lora == "behind":
+            built["model"], model = with_lora(case, model), ["model", 0]
         controls = {name: ["accelerate", n] for n, name in enumerate(controls, start=2)}
     if case.follow == NODES:
         built["frame"] = node("TRTFrame", **({"example": example} if example else {}))
-    for place, ((name, net), strength) in enumerate(zip(controls.items(), STRENGTHS, strict=False)):
+    for place, ((name, net), strength) in enumerate(zip(controls.items(), case.strengths, strict=False)):
         shown = [f"image_{name}", 0]
         if case.follow == NODES:
             made, shown = made_by_nodes(["frame", 0], place, str)
             built |= made
         built[f"apply_{name}"] = node(
             "ControlNetApplyAdvanced", positive=positive, negative=negative, control_net=net,
-            image=shown, strength=strength, start_percent=0.0, end_percent=case.end)
+            image=shown, strength=strength, start_percent=case.start, end_percent=case.end)
         positive, negative = [f"apply_{name}", 0], [f"apply_{name}", 1]
     seeds = "a new one for each frame" if case.new_seeds else "the same"
     follow = "as connected" if case.follow == NODES else case.follow
