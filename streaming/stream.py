@@ -260,8 +260,8 @@ class Stream:
         """Change settings from the next frame on; nothing is built or loaded for it, but the text encoder for a prompt.
 
         Raises:
-            ValueError: there is no text encoder for a new prompt, or it fails; the text is for the user. The other
-                settings are changed then.
+            ValueError: there is no text encoder for a new prompt, or it fails; the text is for the user. All else
+                is changed then.
         """
         given = {name: getattr(changes, name) for name in ("seed", "steps", "denoise", "cfg")}
         given = {name: value for name, value in given.items() if value is not None}
@@ -271,13 +271,20 @@ class Stream:
         if changes.strengths is not None:
             self.controls.strengths(changes.strengths)
         texts = {"positive": changes.prompt, "negative": changes.negative}
-        new = {name: self._encoded(self._conds[name], text) for name, text in texts.items() if text is not None}
+        new, failed = {}, None
+        for name, text in texts.items():
+            try:
+                new |= {} if text is None else {name: self._encoded(self._conds[name], text)}
+            except ValueError as error:
+                failed = error
         if new:
             self._conds = {**self._conds, **new}
             self._edition += 1
             self._reload()
             if self._open:
                 self._open.take(self._conds)
+        if failed is not None:
+            raise failed
 
     def now(self) -> Changes:
         """Return what may be changed, with its values; an empty prompt for one that is not known as a text."""

@@ -92,18 +92,20 @@ def test_a_prompt_that_cannot_be_encoded_leaves_the_one_before_and_the_stream_go
     file: Path, vae: comfy.sd.VAE, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clip, frame = TextEncoder(), image(3)
-    source = Given(Frame(0, frame), Frame(1, frame, Changes(prompt="((a", seed=9)), Frame(2, frame))
+    source = Given(Frame(0, frame), Frame(1, frame, Changes(prompt="((a", negative="b", seed=9)), Frame(2, frame))
     known = clip.encode_from_tokens_scheduled
 
     def encode(tokens: int) -> list:
-        if tokens:
+        if tokens == 3:
             raise RecursionError("too many parentheses")
         return known(tokens)
 
     monkeypatch.setattr(clip, "encode_from_tokens_scheduled", encode)
-    streamed(Stream(load(file), vae, *prompts(), OWN, clip), source)
+    positive, negative = prompts()
+    streamed(Stream(load(file), vae, positive, negative, replace(OWN, cfg=3.0), clip), source)
     assert "The prompt stays as it is: the text encoder failed" in caplog.text
-    wanted = stock(load(file), vae, *prompts(), replace(OWN, seed=9), frame)
+    negative = [[random(1, 77, 768, seed=1), {}]]
+    wanted = stock(load(file), vae, positive, negative, replace(OWN, cfg=3.0, seed=9), frame)
     assert max(apart(source.pictures[n], wanted) for n in (1, 2)) <= LIMIT
 
 

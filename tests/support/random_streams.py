@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from streams import CONTROLS, STRENGTHS, Case
+from streams import STRENGTHS, Case
 
 FEW_STEPS = (1, 1, 2, 2, 3, 3, 4, 8)
 SIDES = (64, 64, 72, 67, 77, 96)
@@ -23,7 +23,6 @@ class DrawnStreams:
 
     Args:
         samplers, schedulers: the names that ComfyUI's KSampler has.
-        engines: draw what the tiny engines of the tests can serve, and some of what they cannot.
     """
 
     def __init__(self, seed: int, samplers: list[str], schedulers: list[str]):
@@ -37,8 +36,10 @@ class DrawnStreams:
         sampler = r.choice(usual) if r.random() < (0.9 if at_once else 0.5) else r.choice(self._samplers)
         family, frames = r.choice(("sd15", "sd15", "sdxl")), r.choice((1, 2, 2, 3, 3, 5))
         controls = r.choice((0, 1, 2, 3) if family == "sd15" else (0, 1, 2))
-        start, end = r.choice(((0.0, 1.0), (0.0, 1.0), (0.0, 0.6), (0.3, 0.9), (0.5, 1.0)))
-        region = r.choice(("", "", "", "area", "mask", "timesteps", "all"))
+        at_once_too = at_once and r.random() < 0.7  # else something has frames sampled one after another
+        start, end = (0.0, 1.0) if at_once_too else r.choice(((0.0, 1.0), (0.0, 0.6), (0.3, 0.9), (0.5, 1.0)))
+        hooked = family == "sd15" and not at_once and r.random() < 0.08
+        region = "" if hooked else r.choice(("", "all")) if at_once_too else r.choice(("", "area", "mask", "timesteps"))
         case = Case(
             frames=frames, width=128 if region == "area" else r.choice(SIDES), height=72 if region == "area" else
             r.choice(SIDES), steps=r.choice(FEW_STEPS), cfg=r.choice((1.0, 1.0, 3.0, 0.5)), sampler=sampler,
@@ -48,9 +49,9 @@ class DrawnStreams:
             images=r.choice((1, frames)), region=region, family=family,
             unet=r.choice(("", "", "tiny_sd15_other_unet", "tiny_sd15_ip2p_unet")) if family == "sd15" else "",
             vae=r.choice(("tiny_kl", "tiny_sdxl_taesd")), new_seeds=r.random() < 0.3,
-            patch=r.choice(PATCHES) if r.random() < 0.2 else None, hooked=family == "sd15" and r.random() < 0.05,
+            patch=r.choice(PATCHES[: 2 if at_once_too else None]) if r.random() < 0.2 else None, hooked=hooked,
             start=start, end=end, strengths=tuple(r.choice((one, one, 0.0, 1.3)) for one in STRENGTHS),
             tokens=(r.choice((77, 77, 154, 231)), r.choice((77, 77, 154))),
-            lora=r.choice(("", "", "", "before", "behind")),
+            lora=r.choice(("", "", "", "before", "behind")), apply=r.choice(("stock", "trt")),
         )  # fmt: skip
         return case, {"steps_as_batch": at_once, "similar_frames": r.choice((0.0, 0.0, 0.001))}

@@ -30,6 +30,7 @@ class Case:
             on a part of the steps; ``"all"``: on all of both.
         tokens: lengths of the positive and the negative prompt.
         lora: ``"before"`` or ``"behind"`` the engine node.
+        apply: ``"stock"`` nodes apply the stream's ControlNets, or ``"trt"``: our one.
     """
 
     frames: int = 3
@@ -56,6 +57,7 @@ class Case:
     strengths: tuple[float, ...] = STRENGTHS
     tokens: tuple[int, int] = (77, 77)
     lora: str = ""
+    apply: str = "stock"
 
 
 def loaders(case: Case) -> Prompt:
@@ -196,15 +198,24 @@ def streamed(case: Case, engines: bool = False, example: list | None = None, **m
         controls = {name: ["accelerate", n] for n, name in enumerate(controls, start=2)}
     if case.follow == NODES:
         built["frame"] = node("TRTFrame", **({"example": example} if example else {}))
+    rows: dict[str, Any] = {}
     for place, ((name, net), strength) in enumerate(zip(controls.items(), case.strengths, strict=False)):
         shown = [f"image_{name}", 0]
         if case.follow == NODES:
             made, shown = made_by_nodes(["frame", 0], place, str)
             built |= made
+        given = {"control_net": net, "image": shown, "strength": strength, "start": case.start, "end": case.end}
+        rows |= {f"rows.{key}_{place + 1}": value for key, value in given.items()}
+        if case.apply == "trt":
+            continue
         built[f"apply_{name}"] = node(
             "ControlNetApplyAdvanced", positive=positive, negative=negative, control_net=net,
             image=shown, strength=strength, start_percent=case.start, end_percent=case.end)
         positive, negative = [f"apply_{name}", 0], [f"apply_{name}", 1]
+    if case.apply == "trt" and rows:
+        built["apply"] = node("TRTApplyControlNet", positive=positive, negative=negative, **rows,
+                              rows=str(len(controls)))
+        positive, negative = ["apply", 0], ["apply", 1]
     seeds = "a new one for each frame" if case.new_seeds else "the same"
     follow = "as connected" if case.follow == NODES else case.follow
     given = {"similar_frames": 0.0, "seed_each_frame": seeds, "control_images": follow, "seed": case.seed} | more
