@@ -141,19 +141,6 @@ def test_sixty_frames_of_a_webcam_come_back_in_order_and_change_at_once(
         assert alike(came[number], frames[number], comfy, **changed) < 0.002, (number, changed)
 
 
-@pytest.mark.slow
-def test_the_page_sends_as_many_frames_more_as_a_stream_keeps_in_work(opened: EnginePage, panel: Locator) -> None:
-    prompt = live(steps=4, sampler_name="lcm", steps_as_batch=True)
-    opened.page.page.evaluate("prompt => app.loadApiJson(prompt, 'live')", prompt)
-    opened.page.settle()
-    wire = Wire(opened)
-    panel.get_by_role("button", name="Start with webcam").click()
-    until(opened, lambda: len(wire.pictures()) >= 8, "pictures")
-    until(opened, lambda: len(wire.frames()) - 1 - max(wire.pictures()) >= 3, "frames in work")
-    panel.get_by_role("button", name="Stop").click()
-    panel.get_by_text("Stopped.").wait_for()
-
-
 @pytest.mark.fault("the page's connection to a live stream breaks")
 def test_a_broken_connection_is_made_again_and_an_interrupt_ends_all(
     opened: EnginePage, panel: Locator, comfy: ComfyProcess

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { test } from "node:test";
-import { Pace, takesLive } from "../../js/lib/live_link.mjs";
+import { LiveLink, Pace, takesLive } from "../../js/lib/live_link.mjs";
 import { said } from "../../js/lib/server_zh.mjs";
 import { setLanguage } from "../../js/lib/texts.mjs";
 
@@ -13,13 +13,28 @@ test("two frames are under way at most, and an answer or three seconds free thei
     assert.equal(pace.free(3031), true);
 });
 
-test("as many frames more are under way as a stream keeps in work: their pictures come with later frames", () => {
-    const pace = new Pace();
-    pace.kept = 3;
-    for (let n = 0; n < 5; n += 1) assert.equal(pace.free(n) && pace.send(n), n);
-    assert.equal(pace.free(5), false);
-    pace.answer(0, 6);
-    assert.equal(pace.free(6), true);
+test("as many frames more are under way as a stream keeps in work: their pictures come with later frames", async (context) => {
+    let socket;
+    const kept = { WebSocket: globalThis.WebSocket, location: globalThis.location };
+    context.after(() => Object.assign(globalThis, kept));
+    Object.assign(globalThis, { location: { href: "http://here/" }, WebSocket: class { constructor() { socket = this; } send() {} close() {} } });
+    const api = { fetchApi: async () => new Response('{"token": "t"}'), apiURL: (path) => path };
+    const link = new LiveLink(api, { ready() {}, picture() {}, refused() {}, ended() {}, lost() {} });
+    await link.open();
+    const hear = (message) => socket.onmessage({ data: JSON.stringify(message) });
+    const underWay = () => {
+        let count = 0;
+        for (link.pace.sent = []; link.free; count += 1) link.send(new ArrayBuffer(0));
+        return count;
+    };
+    hear({ ready: { steps: 4 } });
+    assert.equal(underWay(), 2);
+    hear({ ready: { steps: 4 }, steps_as_batch: true });
+    assert.equal(underWay(), 5);
+    hear({ changed: { seed: 3 } });
+    assert.equal(underWay(), 5);
+    hear({ changed: { steps: 2 } });
+    assert.equal(underWay(), 3);
 });
 
 test("times of pictures are told: how many a second, the usual and the slowest, and the delay", () => {
