@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 FRAME = "TRTFrame"
 """The node whose image stands for the frame."""
+APPLY = frozenset(("ControlNetApply", "ControlNetApplyAdvanced", "ControlNetApplySD3", "TRTApplyControlNet"))
+"""Nodes that do nothing with an image whose strength is 0."""
 Link = tuple[str, int]
 """A node's id, and the number of one of its outputs."""
 _NOT_FOR_EACH = "TRT Stream cannot run it for each frame. Take it out of the way from TRT Frame to the ControlNet."
@@ -126,12 +128,21 @@ class FrameNodes:
                     f"TRT Frame's image reaches {taker or 'TRT Stream'}, which is no ControlNet's image, so TRT Stream "
                     "cannot follow it from frame to frame. Wire it to the images of ControlNets alone."
                 )
-            links = _links(self._graph, name).values()
+            links = [link for key, link in _links(self._graph, name).items() if not self._is_left_out(name, key)]
             applies = any(isinstance(self._values.get(link), ControlBase) for link in links)
             for link in links:
                 if link[0] in names and not (applies and link in known) and (link, taker) not in seen:
                     seen.add((link, taker))
                     waiting.append((link[0], taker or (self._title(name) if _is_image(self._values.get(link)) else "")))
+
+    def _is_left_out(self, name: str, key: str) -> bool:
+        """Tell whether an input is the image of a ControlNet that has no strength."""
+        given = self._graph.get_node(name)
+        if given["class_type"] not in APPLY or "image" not in key:
+            return False
+        place = key.replace("image", "strength")
+        strength = _links(self._graph, name).get(place)
+        return (given["inputs"].get(place) if strength is None else self._values.get(strength)) == 0
 
     def _needed(self, names: Sequence[str]) -> Iterator[str]:
         """Return the nodes that the images are made by, in order."""

@@ -30,6 +30,12 @@ def test_control_images_are_those_that_the_nodes_make_of_each_frame_alone(comfy:
     assert (stream["frames"], bool(stream["one_by_one"])) == (case.frames, case.hooked)
 
 
+@pytest.mark.parametrize("apply", ["stock", pytest.param("trt", marks=pytest.mark.slow)])
+def test_nodes_behind_a_controlnet_without_strength_are_left_out(comfy: ComfyProcess, apply: str) -> None:
+    case = replace(ONE, controls=2, strengths=(0.0, 0.4), apply=apply)
+    assert compared(comfy, case)[0] <= LIMIT
+
+
 def test_pictures_are_the_same_whatever_the_example(comfy: ComfyProcess) -> None:
     """Also one of the frames' very size, and with other images than its own behind it: none is taken for a frame's."""
     wanted = pictures_of(comfy.queue(streamed(ONE)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from streams import STRENGTHS, Case
+from streams import NODES, STRENGTHS, Case
 
 FEW_STEPS = (1, 1, 2, 2, 3, 3, 4, 8)
 SIDES = (64, 64, 72, 67, 77, 96)
@@ -45,7 +45,7 @@ class DrawnStreams:
             r.choice(SIDES), steps=r.choice(FEW_STEPS), cfg=r.choice((1.0, 1.0, 3.0, 0.5)), sampler=sampler,
             scheduler=r.choice(("sgm_uniform", "normal", "simple", r.choice(self._schedulers))),
             denoise=r.choice((0.5, 0.9, 1.0, 0.1, round(r.uniform(0.01, 1), 2))), seed=r.choice((7, 0, 2**63, 123456)),
-            controls=controls, follow=r.choice(("as connected", "the frame", "edges of the frame")),
+            controls=controls, follow=r.choice(("as connected", "the frame", "edges of the frame", NODES)),
             images=r.choice((1, frames)), region=region, family=family,
             unet=r.choice(("", "", "tiny_sd15_other_unet", "tiny_sd15_ip2p_unet")) if family == "sd15" else "",
             vae=r.choice(("tiny_kl", "tiny_sdxl_taesd")), new_seeds=r.random() < 0.3,
