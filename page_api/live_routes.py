@@ -160,10 +160,13 @@ class Connection:
                 await self._tell({"error": str(error)})
 
     async def _send(self) -> None:
-        """Send the newest picture whenever there is one, and the end."""
+        """Send the newest picture whenever there is one, why a change was left out, and the end."""
         while True:
             await self._news.wait()
             self._news.clear()
+            if why := self.client.refused:
+                self.client.refused = ""
+                await self._tell({"error": why})
             ended = self.client.ended  # read before the picture is taken, which is the last one then
             if (taken := self.session.take(self.client)) is not None:
                 number, picture = taken

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from .frames import Frame
+from .frames import Changes, Frame
 from .transfers import copy
 
 
@@ -41,3 +41,6 @@ class BatchSource:
             self.pictures = torch.empty(self._images.shape[0], *picture.shape[1:], dtype=picture.dtype)
         copy(picture[0], self.pictures[number])
         self._progress(number + 1)
+
+    def refuse(self, why: str, settings: Changes) -> None:
+        """Do nothing: images of a batch bring no changes."""

@@ -48,3 +48,7 @@ class Source(Protocol):
     def give(self, number: int, picture: torch.Tensor) -> None:
         """Take the picture of a frame, shape (1, H, W, 3), 0 to 1, on the CPU; this must not block."""
         ...
+
+    def refuse(self, why: str, settings: Changes) -> None:
+        """Hear that changes were left out, in a sentence for the user; ``settings`` are those that hold."""
+        ...

@@ -47,6 +47,8 @@ class Client:
 
     wake: Callable[[], None]
     first: int
+    refused: str = ""
+    """The sentence that says why a change was left out; empty once it is told."""
     ended: str = ""
     """The sentence that says why the session is over."""
 
@@ -122,6 +124,15 @@ class LiveSession:
             if client is None or number < client.first:  # who asked for it has gone
                 return
             self._picture = (number, picture)
+        client.wake()
+
+    def refuse(self, why: str, settings: Changes) -> None:
+        """Have the client told that changes were left out; ``settings`` are those that hold."""
+        with self._turn:
+            self.settings, client = settings, self._client
+            if client is None:
+                return
+            client.refused = why
         client.wake()
 
     def end(self, why: str) -> None:

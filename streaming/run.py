@@ -134,6 +134,7 @@ class _Loop:
             self._stream.change(frame.changes)
         except ValueError as error:
             log.warning("Hybrid TRT: %s", error)
+            self._source.refuse(str(error), self._stream.now())
 
     def _is_like_the_last(self, frame: Frame) -> bool:
         last, least = self._computed, self._stream.settings.similar

@@ -70,6 +70,7 @@ class Stream:
         if not model.get_additional_models_with_key(COPIES):  # ComfyUI would copy the VAE with the model
             self._model.set_additional_models(OURS, [vae.patcher])  # loaded together: neither evicts the other
         self._clip = clip
+        self._texts = dict.fromkeys(("positive", "negative"), None if clip is None else "")
         self._conds = {"positive": self.controls.positive, "negative": self.controls.negative}
         self.one_by_one = why_one_by_one(self._model, self._conds)
         self._vae = FrameVAE(vae, self._reload, stays_loaded=not self.one_by_one)
@@ -279,6 +280,7 @@ class Stream:
                 failed = error
         if new:
             self._conds = {**self._conds, **new}
+            self._texts |= {name: texts[name] for name in new}
             self._edition += 1
             self._reload()
             if self._open:
@@ -288,9 +290,9 @@ class Stream:
 
     def now(self) -> Changes:
         """Return what may be changed, with its values; an empty prompt for one that is not known as a text."""
-        own, text = self.settings, None if self._clip is None else ""
+        own, texts = self.settings, self._texts
         strengths = tuple(control.strength for control in self.controls.controls)
-        return Changes(text, text, strengths, own.seed, own.steps, own.denoise, own.cfg)
+        return Changes(texts["positive"], texts["negative"], strengths, own.seed, own.steps, own.denoise, own.cfg)
 
     def _encoded(self, conditioning: Conditioning, text: str) -> Conditioning:
         if self._clip is None:

@@ -68,6 +68,28 @@ def test_pictures_are_those_of_stock_nodes_also_after_changes(comfy: ComfyProces
         assert same(picture, expected), (picture - expected).abs().max()
 
 
+@pytest.mark.fault("the text encoder fails on a new prompt of a stream")
+def test_a_prompt_that_cannot_be_encoded_is_told_and_the_one_before_stays(comfy: ComfyProcess) -> None:
+    made: list[torch.Tensor] = []
+
+    async def act(token: str) -> None:
+        async with joined(comfy, token) as client:
+            assert "changed" in await client.ask({"prompt": "a dog"})
+            await client.frame(image(0))
+            await client.picture()
+            assert "changed" in await client.ask({"prompt": "(" * 4000 + "a" + ")" * 4000, "seed": 11})
+            await client.frame(image(0))
+            made.append((await client.picture())[1])
+            assert "The prompt stays as it is" in client.told[-1]["error"]
+        async with joined(comfy, token) as again:
+            assert again.told[0]["ready"]["prompt"] == "a dog"
+            assert again.told[0]["ready"]["seed"] == 11
+            await again.stop()
+
+    assert run_stream(comfy, live(), act).ok
+    assert same(made[0], by_stock_nodes(comfy, image(0), 0.8, "a dog", seed=11))
+
+
 def test_frames_in_work_are_finished_when_no_other_comes(comfy: ComfyProcess) -> None:
     made: list[torch.Tensor] = []
 

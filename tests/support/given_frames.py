@@ -10,7 +10,7 @@ import comfy.sample
 import comfy.sd
 import torch
 from hybrid_trt.sampling.frame_times import FrameTimes
-from hybrid_trt.streaming.frames import Frame
+from hybrid_trt.streaming.frames import Changes, Frame
 from hybrid_trt.streaming.run import run_stream
 from hybrid_trt.streaming.settings import Settings
 from hybrid_trt.streaming.stream import Stream
@@ -24,6 +24,7 @@ class Given:
         self._frames, self._ready = frames, ready
         self.pictures: dict[int, torch.Tensor] = {}
         self.asked: list[int] = []
+        self.refused: list[tuple[str, Changes]] = []
 
     def frames(self) -> Iterator[Frame | None]:
         for frame in self._frames:
@@ -35,6 +36,9 @@ class Given:
 
     def give(self, number: int, picture: torch.Tensor) -> None:
         self.pictures[number] = picture.clone()
+
+    def refuse(self, why: str, settings: Changes) -> None:
+        self.refused.append((why, settings))
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
