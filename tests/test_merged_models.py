@@ -1,4 +1,4 @@
-"""Merged models: engines compute with the weights that ComfyUI samples with, also where its loader leaves some alone."""
+"""Merged models: engines have the weights that ComfyUI samples with, also where its loader leaves some alone."""
 
 from __future__ import annotations
 
