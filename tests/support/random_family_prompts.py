@@ -196,7 +196,7 @@ class _Graph:
         return positive, negative
 
     def videos(self, positive: Link, negative: Link, latent: Link) -> tuple[Link, Link, Link]:
-        """What Wan's nodes add to prompts."""
+        """Add to prompts as Wan's nodes do."""
         w = self.w
         width, height, batch = w.size
         common = {"vae": self.vae(), "width": width, "height": height, "length": w.length, "batch_size": batch}

@@ -1,4 +1,4 @@
-"""What is drawn at random, sampled natively and through engines, and judged by how far native is from itself."""
+"""Compares drawn workflows natively and through engines, and judges by how far native is from itself."""
 
 from __future__ import annotations
 
