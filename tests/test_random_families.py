@@ -43,7 +43,7 @@ def searched(native: ComfyProcess, engines: ComfyProcess, workflows: list[Workfl
             found.append(f"{what}: {workflow}")
     assert not found, "\n".join(found)
     assert seen.workflows > len(workflows) / 2, f"ComfyUI can do too little of what is drawn: {seen}"
-    assert seen.on_engines > seen.native, f"too little of it runs on engines: {seen}"
+    assert seen.on_engines > seen.native / 4, f"too little of it runs on engines: {seen}"
     return seen
 
 
