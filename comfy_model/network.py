@@ -20,6 +20,7 @@ from .hash_cache import hashes_without_patches
 from .stored_weights import has_quantised
 from .weight_formats import multiplies_in_fp8, rounded_unlike, unreadable_weights
 from .weight_hash import Check, fingerprint, forget_hash, hash_of_parts, known_hash, weights_hash
+from .weight_patches import why_reshaped
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlNet
@@ -184,6 +185,8 @@ class NativeNetwork:
             what = "multiplies in fp8 (fp8_e4m3fn_fast), as no engine does; weight_dtype fp8_e4m3fn has engines"
             raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} {what}")
         for one in patchers:
+            if (fallback := why_reshaped(one)) is not None:
+                raise Unavailable(fallback.reason, fallback.detail, advice=fallback.advice)
             if one.is_dynamic() and (what := rounded_unlike(one)) is not None:
                 raise Unavailable(Reason.MODEL_PATCHED, what)
         return architecture

@@ -152,9 +152,33 @@ def _usual_dtype(module: torch.nn.Module) -> torch.dtype:
 
 
 def weights_with_patches(patcher: ModelPatcher, prefix: str) -> dict[str, list]:
-    """Return what ``ModelPatcher.get_key_patches`` does: it fails for models with quantised layers."""
-    if not has_quantised(patcher.model):
-        return patcher.get_key_patches(prefix or None)
+    """Return what ``ModelPatcher.get_key_patches`` does, without the patches that ComfyUI itself never applies.
+
+    It also serves models with quantised layers, for which that method fails.
+    """
+    found = _quantised_with_patches(patcher, prefix) if has_quantised(patcher.model) else patcher.get_key_patches(
+        prefix or None)  # fmt: skip
+    dynamic = patcher.is_dynamic()
+    for key in found.keys() & patcher.patches.keys():
+        if _never_patched(patcher.model, key, dynamic):
+            found[key] = found[key][:1]
+    return found
+
+
+def _never_patched(model: torch.nn.Module, key: str, dynamic: bool) -> bool:
+    """Tell whether ComfyUI loads a weight as it is, whatever patches it has, as ``ModelPatcher.load`` does.
+
+    It does so with weights that lie beside layers (``modulation`` of a block), and with buffers. With dynamic VRAM also
+    with those of layers that are not its own. Merged models have patches on all of them.
+    """
+    path, _, leaf = key.rpartition(".")
+    layer = model.get_submodule(path)
+    if leaf not in layer._parameters or dynamic and not hasattr(layer, "comfy_cast_weights"):
+        return True
+    return any(weight is not None for child in layer.children() for weight in child.parameters())
+
+
+def _quantised_with_patches(patcher: ModelPatcher, prefix: str) -> dict[str, list]:
     found = {}
     for path, layer in patcher.model.named_modules():
         for leaf, weight in (*layer._parameters.items(), *layer._buffers.items()):

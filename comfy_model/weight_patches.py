@@ -69,6 +69,50 @@ def _acts_at_any_strength(value: object) -> bool:
     return getattr(value, "name", "") == "lora" and len(parts) > 5 and parts[5] is not None
 
 
+_reshaped: dict[tuple[object, int], str] = {}
+"""Answers of ``why_reshaped``, as ``_acts``: the name of a weight, or nothing."""
+
+
+def why_reshaped(patcher: ModelPatcher) -> Fallback | None:
+    """Return why no engine serves a patcher whose patches give a weight another shape, as LoRAs of Flux tools do.
+
+    Cheap where the patches are known.
+    """
+    if not patcher.patches:
+        return None
+    key = (patcher.patches_uuid, len(patcher.patches))
+    if key not in _reshaped:
+        if len(_reshaped) >= 1024:
+            _reshaped.clear()
+        _reshaped[key] = next((name for name in patcher.patches if _gets_another_shape(patcher, name)), "")
+    if not (name := _reshaped[key]):
+        return None
+    return Fallback(
+        Reason.WEIGHTS_PATCHED, f"a LoRA gives {name} another shape, which no engine takes",
+        advice="nothing to do: the normal model applies it",
+    )  # fmt: skip
+
+
+def _gets_another_shape(patcher: ModelPatcher, name: str) -> bool:
+    given = (_shape_given_by(patch[1]) for patch in acting(patcher.patches[name]) if patch[3] is None)
+    shapes = [shape for shape in given if shape is not None]
+    if not shapes:
+        return False
+    kept = patcher.backup.get(name)
+    weight = patcher.get_model_object(name) if kept is None else kept.weight
+    return tuple(shapes[-1]) != tuple(weight.shape)
+
+
+def _shape_given_by(value: object) -> tuple[int, ...] | None:
+    """The shape that a patch orders: some LoRAs do, and differences that are to be padded."""
+    if isinstance(value, tuple) and len(value) == 2 and value[0] == "diff":
+        padded = len(value[1]) > 1 and value[1][1].get("pad_weight")
+        return tuple(value[1][0].shape) if padded else None
+    parts = getattr(value, "weights", ())
+    named = getattr(value, "name", "") == "lora" and len(parts) > 5 and parts[5] is not None
+    return tuple(parts[5]) if named else None
+
+
 def _patches_of(patcher: ModelPatcher) -> dict[str, list]:
     """Name -> patches, all that gives a patcher a new uuid but hooks."""
     every = {f"weight {key}": found for key, patches in patcher.patches.items() if (found := acting(patches))}

@@ -21,7 +21,7 @@ from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import outside_recording
 from ..comfy_model.network import NativeNetwork, replaced_part
 from ..comfy_model.weight_formats import rounded_unlike
-from ..comfy_model.weight_patches import WeightPatches
+from ..comfy_model.weight_patches import WeightPatches, why_reshaped
 from ..engine_library import Fallback, Reason
 from . import Shared
 from .call_stats import open_stats, timed
@@ -363,7 +363,7 @@ def _why_not_patched_so(patcher: ModelPatcher, weight_patches: WeightPatches, ha
     """Return the reason why the engine is not valid for a model with these patches, or None."""
     if patcher.hook_patches or patcher.current_hooks or patcher.forced_hooks:
         return Fallback(Reason.HOOKS, "the conditioning or the model carries weight hooks")
-    if (fallback := handle.network.other_dtype(patcher)) is not None:
+    if (fallback := handle.network.other_dtype(patcher) or why_reshaped(patcher)) is not None:
         return fallback
     if handle.follows_patches:
         if patcher.weight_wrapper_patches:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..comfy_model.network import patchers_of
+from ..comfy_model.stored_weights import weights_with_patches
 from ..comfy_model.weight_formats import cast_when_called
 from ..comfy_model.weight_hash import edition_of, hash_of_parts, own_hash, value_of
 from ..comfy_model.weight_patches import acting, all_same, version_of
@@ -117,7 +118,7 @@ class EngineWeights:
         """The weights of the network by their names in it."""
         found = {}
         for patcher, (start, prefix) in zip(self._patchers(), self._places, strict=True):
-            for key, entry in patcher.get_key_patches(prefix or None).items():
+            for key, entry in weights_with_patches(patcher, prefix).items():
                 found[start + key.removeprefix(prefix)] = _Entry(patcher, key, entry)
         return found
 
@@ -130,7 +131,7 @@ class EngineWeights:
 
 
 class _Entry(NamedTuple):
-    """A weight of a patcher's model with its patches, as ``get_key_patches`` gives them."""
+    """A weight of a patcher's model with its patches, as ``weights_with_patches`` gives them."""
 
     patcher: ModelPatcher
     key: str

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from comfy_process import ComfyProcess, History
+from safetensors.torch import save_file
 from scenarios import CONDITIONING, SETTINGS, Link, Prompt, latent_of, node, relative_difference
 
 LIMIT = 1e-5
@@ -151,3 +153,39 @@ def test_disabled_guidance_runs_native_with_a_reason(comfy: ComfyProcess) -> Non
     _, error, calls = compared(comfy, graph(False), graph(True))
     assert error == 0
     assert calls == {"engine": 0, "native": 2, "reasons": {"unsupported input": 2}}
+
+
+@pytest.mark.fault("a LoRA gives a layer more inputs (Flux.1 Canny, Depth)")
+def test_a_lora_that_widens_a_layer_runs_native_with_the_reason(comfy: ComfyProcess) -> None:
+    generator = torch.Generator().manual_seed(3)
+    layer, shapes = "diffusion_model.img_in", {"lora_A": (4, 128), "lora_B": (256, 4)}
+    lora = {f"{layer}.{part}.weight": torch.randn(shape, generator=generator) for part, shape in shapes.items()}
+    lora[f"{layer}.reshape_weight"] = torch.tensor([256, 128])  # the control image comes as further channels
+    save_file(lora, comfy.base / "models" / "loras" / "widens.safetensors")
+
+    def graph(engine: bool, place: str, control: bool = True) -> Prompt:
+        made = Graph(BACKENDS["torch"] if engine else None)
+        for here in ("before", "behind"):
+            if place == here:
+                made.model = made.add(here, "LoraLoaderModelOnly", model=made.model, lora_name="widens.safetensors",
+                                      strength_model=0.8)  # fmt: skip
+            if here == "before":
+                made.on_engine()
+        if control:
+            made.add("vae", "VAELoader", vae_name="tiny_flux_kl.safetensors")
+            made.add("pixels", "TestImage", seed=4, width=64, height=64, batch=1, channels=3)
+            made.add("control", "InstructPixToPixConditioning", positive=made.positive, negative=made.negative,
+                     vae=["vae", 0], pixels=["pixels", 0])  # fmt: skip
+            made.positive, made.negative = ["control", 0], ["control", 1]
+        return made.sampled(cfg=2.0)
+
+    for place in ("before", "behind"):
+        native = latent_of(comfy.queue(graph(False, place)))
+        history = comfy.queue(graph(True, place))
+        assert relative_difference(latent_of(history), native) == 0
+        assert relative_difference(native, latent_of(comfy.queue(graph(False, place, control=False)))) > 0.01
+        assert counts(history) == {"engine": 0, "native": 2, "reasons": {"weights patched": 2}}
+        assert "img_in" in history.output("engine" if place == "before" else "report", "text")[0]
+    _, error, calls = compared(comfy, graph(False, "", False), graph(True, "", False))
+    assert error <= LIMIT
+    assert calls["native"] == 0, "the model without the LoRA has its engine again"

@@ -6,23 +6,17 @@ Slow: about a quarter of an hour. `make test ARGS="-m slow tests/test_random_wor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-import numpy
 import pytest
 from comfy_process import ComfyProcess, PromptRejected
 from model_nodes import model_nodes
-from random_workflows import Draws, Workflow, prompt_of
+from random_search import Seen, wrong
+from random_workflows import Draws, prompt_of
 from scenarios import Prompt, Scenario, latent_of, node, prompt, relative_difference
 
 COUNT = 40
-LIMIT = 2e-5
-ASTRAY = 20
-"""An engine may be so many times as far from native as native is from itself after a nudge."""
-AMPLIFIES = {"ModelMergeAdd": 1e-3, "ModelComputeDtype": 1e-2}
-"""Limits where rounding leads further astray than a nudge shows: weights added to weights, half precision."""
 
 
 @pytest.fixture(scope="module")
@@ -32,51 +26,6 @@ def native(sd15: ComfyProcess) -> Iterator[ComfyProcess]:
         yield process
 
 
-def latent(comfy: ComfyProcess, workflow: Workflow, engines: bool) -> tuple[numpy.ndarray | str, list[dict]]:
-    """The latent, or what failed; and the report's rows."""
-    history = comfy.queue(prompt_of(workflow, engines, "engines" if engines else "native"), timeout=300)
-    if not history.ok:
-        return str(history.error), []
-    rows = history.output("report", "report")[0]["rows"] if engines else []
-    return numpy.load(history.output("save", "latent")[0]), rows
-
-
-@dataclass
-class Seen:
-    """Count of what was compared, and of the calls of networks that it took."""
-
-    workflows: int = 0
-    on_engines: int = 0
-    native: int = 0
-
-    def add(self, rows: list[dict]) -> None:
-        self.workflows += 1
-        self.on_engines += sum(row["engine"] for row in rows)
-        self.native += sum(row["native"] for row in rows)
-
-
-def wrong(native: ComfyProcess, engines: ComfyProcess, workflow: Workflow, seen: Seen) -> str | None:
-    """Return what differs more than rounding explains; None too where ComfyUI cannot do it or gives no numbers."""
-    try:
-        reference, _ = latent(native, workflow, False)
-    except PromptRejected:
-        return None
-    found, rows = latent(engines, workflow, True)
-    if isinstance(reference, str) or isinstance(found, str):
-        same = isinstance(reference, str) and isinstance(found, str)
-        return None if same else f"natively {reference!s:.200}, with engines {found!s:.200}"
-    if not numpy.isfinite(reference).all() or not reference.any():
-        return None
-    seen.add(rows)
-    error = relative_difference(found, reference)
-    classes = {name for name, *_ in (*workflow.before, *workflow.after)}
-    limit = max([LIMIT, *(AMPLIFIES[name] for name in classes & AMPLIFIES.keys())])
-    if error <= limit:
-        return None
-    nudged, _ = latent(native, workflow.nudged(), False)
-    return None if error <= ASTRAY * relative_difference(nudged, reference) else f"{error:.1e} from native"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_a_random_workflow_acts_as_in_native(sd15: ComfyProcess, native: ComfyProcess, seed: int) -> None:
@@ -84,7 +33,7 @@ def test_a_random_workflow_acts_as_in_native(sd15: ComfyProcess, native: ComfyPr
     draws, workflow, found, seen = Draws(random, sd15.object_info()), None, [], Seen()
     for _ in range(COUNT):
         workflow = draws.but_one_thing(workflow) if workflow and random.random() < 0.4 else draws.workflow()
-        if (what := wrong(native, sd15, workflow, seen)) is not None:
+        if (what := wrong(native, sd15, workflow, prompt_of, seen)) is not None:
             found.append(f"{what}: {workflow}")
     assert not found, "\n".join(found)
     assert seen.workflows > COUNT / 2, f"ComfyUI can do too little of what is drawn: {seen}"

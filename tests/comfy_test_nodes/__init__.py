@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import folder_paths
@@ -71,6 +72,12 @@ def conditioning(tokens: int, width: int, pooled: int, seed: int) -> list:
     """
     extras = {"pooled_output": _random(seed + 1, 1, pooled)} if pooled else {}
     return [[_random(seed, 1, tokens, width), extras]]
+
+
+def prompt_mask(conditioning: list, words: int) -> list:
+    """Return prompts of which the first tokens alone are words, as text encoders tell of padded ones."""
+    return [[tokens, {**more, "attention_mask": (torch.arange(tokens.shape[1]) < words).long()[None]}]
+            for tokens, more in conditioning]
 
 
 def image(seed: int, width: int, height: int, batch: int, channels: int) -> torch.Tensor:
@@ -166,6 +173,21 @@ def in_tiles(model: model_patcher.ModelPatcher, way: str) -> model_patcher.Model
 def token_network(unet_name: str, weight_dtype: str) -> model_patcher.ModelPatcher:
     """Return the model of a tiny file of a family whose sizes are in no file."""
     return _support("token_networks").load(folder_paths.get_full_path_or_raise("diffusion_models", unet_name))
+
+
+def token_control(control_net_name: str) -> controlnet.ControlNet:
+    """Return the ControlNet of a tiny file of such a family."""
+    return _support("token_networks").load_control(folder_paths.get_full_path_or_raise("controlnet", control_net_name))
+
+
+def seen(seed: int) -> SimpleNamespace:
+    """Return what a CLIP vision model tells Wan of a picture, at random."""
+    return SimpleNamespace(penultimate_hidden_states=_random(seed, 1, 257, 1280))
+
+
+def latent(seed: int, width: int, height: int, channels: int) -> dict:
+    """Return a random latent, as a VAE might have encoded one."""
+    return {"samples": _random(seed, 1, channels, height, width)}
 
 
 def fun_patch(version: str, other: bool = False) -> model_patcher.ModelPatcher:
@@ -285,6 +307,8 @@ NODES = [
     _node("TestConditioning", conditioning, [
         integer("tokens", 77, 1, 77 * 8), integer("width", 768, 1, 4096), integer("pooled", 0, 0, 4096), SEED,
     ], io.Conditioning),
+    _node("TestPromptMask", prompt_mask, [io.Conditioning.Input("conditioning"), integer("words", 9, 1)],
+          io.Conditioning),
     _node("TestImage", image, [
         SEED, integer("width", 128, 1, 8192), integer("height", 128, 1, 8192), integer("batch", 1, 1, 64),
         integer("channels", 3, 1, 4),
@@ -297,6 +321,10 @@ NODES = [
     _node("TestOtherPacksWeights", other_packs_weights, [
         io.String.Input("unet_name"), io.String.Input("kind", default="GGUF")], io.Model),
     _node("TestTokenNetwork", token_network, [io.String.Input("unet_name"), io.String.Input("weight_dtype")], io.Model),
+    _node("TestTokenControl", token_control, [io.String.Input("control_net_name")], io.ControlNet),
+    _node("TestLatent", latent, [SEED, *(integer(name, 8, 1, 1024) for name in ("width", "height", "channels"))],
+          io.Latent),
+    _node("TestSeen", seen, [SEED], io.ClipVisionOutput),
     _node("TestFunPatch", fun_patch, [
         io.String.Input("version", default="2.1"), io.Boolean.Input("other", default=False, optional=True)],
         io.Custom("MODEL_PATCH")),
