@@ -10,7 +10,6 @@ Without a GPU that the backend takes, each test is skipped with the reason that 
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,12 @@ from typing import Any
 import pytest
 import torch
 from comfy_process import ComfyProcess
+from gpu_server import gpu_server
 from hybrid_trt.backends import backends
-from hybrid_trt.engine_library.disk import Settings, write_settings
 from scenarios import Scenario, control_effect, latent_of, native_latent, prompt, relative_difference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.tensorrt]
 
-ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = 200
 LIMIT = 1e-2
 """Of the latent after all steps, in half precision; without its ControlNets it changes by 0.27 at least."""
@@ -49,20 +47,7 @@ def backend(request: pytest.FixtureRequest) -> Any:
 def server(
     environment: Any, models: dict[str, Path], backend: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ComfyProcess]:
-    """A server on the GPU with an empty engine library; it needs no page."""
-    base, page = environment.base, tmp_path_factory.mktemp("page")
-    (page / "index.html").write_text("<html></html>")
-    library = base / "models" / "trt_engines"
-    shutil.rmtree(library, ignore_errors=True)
-    write_settings(library, Settings(tensorrt_level=1))  # quick builds: it is not speed that is shown here
-    for name, target in (("hybrid-trt", ROOT), ("comfy_test_nodes", ROOT / "tests" / "comfy_test_nodes")):
-        link = base / "custom_nodes" / name
-        link.parent.mkdir(parents=True, exist_ok=True)
-        if not link.exists():
-            link.symlink_to(target, target_is_directory=True)
-    # else it would remember the latents of prompts that it has seen before
-    arguments = ["--front-end-root", str(page), "--cache-classic"]
-    with ComfyProcess(environment.comfyui, base, arguments=arguments, cpu=False) as process:
+    with gpu_server(environment, tmp_path_factory.mktemp("page")) as process:
         yield process
 
 

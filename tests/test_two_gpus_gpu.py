@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import torch
 from comfy_process import ComfyProcess, History
+from gpu_server import gpu_server
 from hybrid_trt.backends import backends
-from hybrid_trt.engine_library.disk import Settings, write_settings
 from scenarios import Prompt, Scenario, latent_of, native_latent, node, prompt, relative_difference
 
-ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 1e-2
 """Of the latent after all steps, in half precision."""
 STEPS = 6
@@ -32,19 +31,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 def server(
     request: pytest.FixtureRequest, environment: Any, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ComfyProcess]:
-    """A server on both GPUs with an empty engine library; it needs no page."""
-    base, page = environment.base, tmp_path_factory.mktemp("page")
-    (page / "index.html").write_text("<html></html>")
-    library = base / "models" / "trt_engines"
-    shutil.rmtree(library, ignore_errors=True)
-    write_settings(library, Settings(tensorrt_level=1))  # quick builds: it is not speed that is shown here
-    for name, target in (("hybrid-trt", ROOT), ("comfy_test_nodes", ROOT / "tests" / "comfy_test_nodes")):
-        link = base / "custom_nodes" / name
-        link.parent.mkdir(parents=True, exist_ok=True)
-        if not link.exists():
-            link.symlink_to(target, target_is_directory=True)
-    arguments = ["--front-end-root", str(page), "--cache-classic", *request.param]
-    with ComfyProcess(environment.comfyui, base, arguments=arguments, cpu=False) as process:
+    with gpu_server(environment, tmp_path_factory.mktemp("page"), *request.param) as process:
         yield process
 
 
