@@ -68,7 +68,6 @@ def test_pictures_are_those_of_stock_nodes_also_after_changes(comfy: ComfyProces
         assert same(picture, expected), (picture - expected).abs().max()
 
 
-@pytest.mark.fault("the text encoder fails on a new prompt of a stream")
 def test_a_prompt_that_cannot_be_encoded_is_told_and_the_one_before_stays(comfy: ComfyProcess) -> None:
     made: list[torch.Tensor] = []
 
