@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeVar
 
 from ..engine_library import Fallback, Reason
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
+
+Answer = TypeVar("Answer")
 
 
 class WeightPatches:
@@ -35,19 +37,27 @@ class WeightPatches:
 
 
 _acts: dict[tuple[object, int], bool] = {}
-"""Answers of ``version_of``, by uuid and number of patched weights."""
+"""By uuid and number of patched weights: True where patches act."""
+_reshaped: dict[tuple[object, int], str] = {}
+"""The weight that patches give another shape, or nothing; by the same."""
 
 
 def version_of(patcher: ModelPatcher) -> object | None:
     """Return what tells a patcher's weights from those of its model's other patchers; None for the model's own."""
     if not patcher.patches:
         return None
+    acts = _remembered(_acts, patcher, lambda: any(acting(patches) for patches in patcher.patches.values()))
+    return patcher.patches_uuid if acts else None
+
+
+def _remembered(answers: dict[tuple[object, int], Answer], patcher: ModelPatcher, ask: Callable[[], Answer]) -> Answer:
+    """Return an answer about a patcher's patches, asked for once."""
     key = (patcher.patches_uuid, len(patcher.patches))
-    if key not in _acts:
-        if len(_acts) >= 1024:
-            _acts.clear()
-        _acts[key] = any(acting(patches) for patches in patcher.patches.values())
-    return patcher.patches_uuid if _acts[key] else None
+    if key not in answers:
+        if len(answers) >= 1024:
+            answers.clear()
+        answers[key] = ask()
+    return answers[key]
 
 
 def acting(patches: Iterable[tuple]) -> list[tuple]:
@@ -62,15 +72,8 @@ def _is_idle(patch: tuple) -> bool:
 
 def _acts_at_any_strength(value: object) -> bool:
     """Tell whether a patch sets a weight, or gives it another shape, however weak it is."""
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
-        kind, parts = value
-        return kind == "set" or len(parts) > 1  # a difference with an order to pad
-    parts = getattr(value, "weights", ())
-    return getattr(value, "name", "") == "lora" and len(parts) > 5 and parts[5] is not None
-
-
-_reshaped: dict[tuple[object, int], str] = {}
-"""Answers of ``why_reshaped``, as ``_acts``: the name of a weight, or nothing."""
+    is_set = isinstance(value, tuple) and len(value) == 2 and value[0] == "set"
+    return is_set or _shape_given_by(value) is not None
 
 
 def why_reshaped(patcher: ModelPatcher) -> Fallback | None:
@@ -80,12 +83,9 @@ def why_reshaped(patcher: ModelPatcher) -> Fallback | None:
     """
     if not patcher.patches:
         return None
-    key = (patcher.patches_uuid, len(patcher.patches))
-    if key not in _reshaped:
-        if len(_reshaped) >= 1024:
-            _reshaped.clear()
-        _reshaped[key] = next((name for name in patcher.patches if _gets_another_shape(patcher, name)), "")
-    if not (name := _reshaped[key]):
+    name = _remembered(_reshaped, patcher, lambda: next(
+        (name for name in patcher.patches if _gets_another_shape(patcher, name)), ""))  # fmt: skip
+    if not name:
         return None
     return Fallback(
         Reason.WEIGHTS_PATCHED, f"a LoRA gives {name} another shape, which no engine takes",
@@ -104,7 +104,7 @@ def _gets_another_shape(patcher: ModelPatcher, name: str) -> bool:
 
 
 def _shape_given_by(value: object) -> tuple[int, ...] | None:
-    """The shape that a patch orders: some LoRAs do, and differences that are to be padded."""
+    """Return the shape that a patch orders: some LoRAs do, and differences that are to be padded."""
     if isinstance(value, tuple) and len(value) == 2 and value[0] == "diff":
         padded = len(value[1]) > 1 and value[1][1].get("pad_weight")
         return tuple(value[1][0].shape) if padded else None

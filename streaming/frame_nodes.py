@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 FRAME = "TRTFrame"
 """The node whose image stands for the frame."""
-APPLY = frozenset(("ControlNetApply", "ControlNetApplyAdvanced", "ControlNetApplySD3", "TRTApplyControlNet"))
+APPLY = frozenset(("ControlNetApply", "ControlNetApplyAdvanced", "ControlNetApplySD3",
+                   "ControlNetInpaintingAliMamaApply", "TRTApplyControlNet"))  # fmt: skip
 """Nodes that do nothing with an image whose strength is 0."""
 Link = tuple[str, int]
 """A node's id, and the number of one of its outputs."""

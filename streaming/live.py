@@ -99,10 +99,9 @@ class LiveSession:
             if self._frame is None and not self.over:
                 self._turn.wait(LOOK_EVERY)
             if self._frame is None or self.over:
-                if self._client is None and time.monotonic() - self._alone_since > self._patience:
-                    self.over = (
-                        self.over or f"No page or program sent frames for {self._patience:g} s, so the stream ended."
-                    )
+                alone = self._client is None and time.monotonic() - self._alone_since > self._patience
+                if alone and not self.over:
+                    self.over = f"No page or program sent frames for {self._patience:g} s, so the stream ended."
                 return None
             frame, changes = replace(self._frame, changes=self._changes), self._changes
             self._frame = self._changes = None
