@@ -6,7 +6,6 @@ import gzip
 import http.client
 import json
 import re
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
@@ -246,14 +245,21 @@ def test_huge_and_broken_bodies_are_refused(comfy: ComfyProcess) -> None:
 @pytest.mark.fault("a request's body is compressed, or is said to be")
 @pytest.mark.parametrize("path", ["/settings", "/nodes", "/accelerate", "/builds/clear"])
 def test_compressed_bodies_are_refused_at_once(comfy: ComfyProcess, path: str) -> None:
-    for encoding, body in (("deflate", b"{}"), ("gzip", gzip.compress(b"{}")[:-9]), ("gzip", b"{}")):
-        connection = http.client.HTTPConnection("127.0.0.1", comfy.port, timeout=5)
-        headers = OURS | {"Content-Encoding": encoding, "Content-Length": str(len(body))}
+    for encoding in ("deflate", "gzip"):
+        connection = http.client.HTTPConnection("127.0.0.1", comfy.port, timeout=60)
+        headers = OURS | {"Content-Encoding": encoding, "Content-Length": "2"}
         connection.request("POST", f"/hybrid_trt{path}", headers=headers)
-        time.sleep(0.1)  # aiohttp has the headers before the body; else it may refuse the body itself
-        connection.send(body)
-        answer = connection.getresponse()
+        answer = connection.getresponse()  # the body was never sent
         assert (answer.status, "compressed" in json.load(answer)["error"]) == (415, True)
+        connection.close()
+
+
+@pytest.mark.parametrize("path", ["/settings", "/nodes", "/accelerate", "/builds/clear"])
+def test_a_compressed_body_that_came_with_its_headers_is_refused(comfy: ComfyProcess, path: str) -> None:
+    for encoding, body in (("deflate", b"{}"), ("gzip", gzip.compress(b"{}")[:-9]), ("gzip", gzip.compress(b"{}"))):
+        connection = http.client.HTTPConnection("127.0.0.1", comfy.port, timeout=60)
+        connection.request("POST", f"/hybrid_trt{path}", body, OURS | {"Content-Encoding": encoding})
+        assert connection.getresponse().status in (400, 415)  # 400: aiohttp met the bad body before our code ran
         connection.close()
 
 
