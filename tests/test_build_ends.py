@@ -7,14 +7,28 @@ import signal
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from builds import backend, children, contents, gone, network, order, pretend, queue, read_only, small_disk, until
+from builds import (
+    PROMPTLY,
+    backend,
+    children,
+    contents,
+    gone,
+    network,
+    order,
+    pretend,
+    queue,
+    read_only,
+    small_disk,
+    until,
+)  # fmt: skip
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder import build as build_module
 from hybrid_trt.engine_builder import jobs as jobs_module
-from hybrid_trt.engine_builder import worker_process
+from hybrid_trt.engine_builder import limits, worker_process
 from hybrid_trt.engine_builder.jobs import BuildQueue, State
 from hybrid_trt.engine_builder.limits import TimeLimit
 from hybrid_trt.engine_library import BuildError, Library, LibraryError
@@ -23,17 +37,13 @@ from windows_rules import windows_rules
 
 __all__ = ["backend", "network", "queue"]  # fixtures: pytest finds them by name
 
-LIMIT = 2.0
-"""Seconds in which a cancel has to take effect."""
-
-
 PHASES = ["exporting", "slow: compiling"]
 """One of each of a build's two processes."""
 
 
 @pytest.mark.fault("a build is cancelled in any of its phases")
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_cancel_takes_effect_within_two_seconds_in_every_phase(
+def test_a_cancel_takes_effect_promptly_in_every_phase(
     queue: BuildQueue, network: NativeNetwork, backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     monkeypatch.setenv("HYBRID_TRT_TEST_BUILD", "silence")
@@ -45,9 +55,9 @@ def test_a_cancel_takes_effect_within_two_seconds_in_every_phase(
     begun = time.monotonic()
     queue.cancel(job)
     assert job.state is State.CANCELLED
-    assert gone(processes, LIMIT)
-    assert until(lambda: contents(tmp_path) == [], LIMIT)
-    assert time.monotonic() - begun < LIMIT
+    assert gone(processes, PROMPTLY)
+    assert until(lambda: contents(tmp_path) == [], PROMPTLY)
+    assert time.monotonic() - begun < PROMPTLY
 
 
 @pytest.mark.fault("the system kills the builder")
@@ -63,7 +73,7 @@ def test_a_builder_that_is_killed_fails_the_job_and_the_next_one_succeeds(
         assert until(lambda: job.phase == phase or job.state.final, 60)
         assert job.state is State.RUNNING, job.message
         os.kill(children()[0].pid, signal.SIGKILL)
-        assert job.wait(5)
+        assert job.wait(60)
         assert job.state is State.FAILED
         assert "SIGKILL" in job.message
         assert "the normal model keeps running" in job.message
@@ -76,7 +86,7 @@ def test_a_builder_that_is_killed_fails_the_job_and_the_next_one_succeeds(
         assert again.state is State.DONE, again.message
         assert contents(tmp_path) == [again.engine.folder.name]
         third = queue.submit(order(network, backend), library)
-        assert third.wait(5)
+        assert third.wait(60)
         assert third.engine == again.engine, "it is there and is not built again"
 
 
@@ -108,17 +118,21 @@ def test_every_step_of_a_build_counts_as_its_time(
     assert contents(tmp_path) == []
 
 
-def test_the_time_of_all_steps_is_added_and_that_between_them_is_not() -> None:
+def test_the_time_of_all_steps_is_added_and_that_between_them_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(limits, "time", SimpleNamespace(perf_counter=lambda: now))
+
     def run(_task: dict, progress: Any, *_: Any) -> dict:
-        time.sleep(0.1)
+        nonlocal now
+        now += 10
         progress("working", 0.5)
         return {}
 
-    limit = TimeLimit(0.25 / 60, "slow")
+    limit = TimeLimit(25 / 60, "slow")
     kept = limit.kept_by(run)
     for _ in range(2):
         kept({"step": "check"}, lambda *_: None, print, {})
-        time.sleep(0.3)
+        now += 30
     with pytest.raises(BuildError, match="slow took longer"):
         kept({"step": "check"}, lambda *_: None, print, {})
 
@@ -133,15 +147,15 @@ def test_a_builder_that_was_stopped_is_ended_and_the_next_build_runs(
     process.suspend()
     monkeypatch.setattr(worker_process, "STILL", 1.0)
     monkeypatch.setattr(worker_process, "LOOK", 0.2)
-    assert job.wait(10)
+    assert job.wait(60)
     assert job.state is State.FAILED
     assert "The builder did nothing for" in job.message
     assert "the normal model keeps running" in job.message
-    assert gone([process], LIMIT)
+    assert gone([process], PROMPTLY)
     assert contents(tmp_path) == []
     monkeypatch.setattr(jobs_module, "build_engine", lambda *_, **__: None)
     after = queue.submit(order(network, backend), Library([tmp_path]))
-    assert after.wait(5)
+    assert after.wait(60)
     assert after.state is State.DONE
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builds import backend, children, contents, gone, network, order, pretend, queue, small_network, until
+from builds import PROMPTLY, backend, children, contents, gone, network, order, pretend, queue, small_network, until
 from comfy import model_management
 from hybrid_trt.backends import backends
 from hybrid_trt.comfy_model.network import NativeNetwork
@@ -27,8 +27,6 @@ from hybrid_trt.engine_library.engine import describe_files
 __all__ = ["backend", "network", "queue"]  # fixtures: pytest finds them by name
 
 UNDER_WINDOWS_RULES_TOO = True
-LIMIT = 2.0
-"""Seconds in which a cancel has to take effect."""
 
 
 @pytest.fixture
@@ -70,14 +68,14 @@ def test_fifty_queued_builds_behind_a_real_one_leave_no_process_and_no_file(
 ) -> None:
     queued = [queue.submit(order(network, backend), Library([tmp_path]))]
     queued += [queue.submit(one, Library([tmp_path])) for one in orders(network, 49)]
-    assert until(children, 30)
+    assert until(children, 60)
     processes = children()
     begun = time.monotonic()
     for job in queued:
         assert queue.cancel(job)
-    assert gone(processes, LIMIT)
-    assert until(lambda: contents(tmp_path) == [], LIMIT)
-    assert time.monotonic() - begun < LIMIT
+    assert gone(processes, PROMPTLY)
+    assert until(lambda: contents(tmp_path) == [], PROMPTLY)
+    assert time.monotonic() - begun < PROMPTLY
     assert all(job.state is State.CANCELLED for job in queued)
     time.sleep(0.5)
     assert children() == [], "a cancelled build began"
@@ -143,15 +141,15 @@ def test_one_is_built_at_a_time_and_listeners_hear_of_everything(
     queue.subscribe(broken)
     stop = queue.subscribe(lambda job: heard.append((job.id, job.state.value)))
     queued = [queue.submit(one, Library([tmp_path])) for one in orders(network, 4)]
-    assert all(job.wait(5) for job in queued)
+    assert all(job.wait(60) for job in queued)
     assert most == 1
-    assert until(lambda: (queued[-1].id, "done") in heard, 15)
+    assert until(lambda: (queued[-1].id, "done") in heard, 60)
     for job in queued:
         states = [state for number, state in heard if number == job.id]
         assert states[0] == "queued"
         assert list(dict.fromkeys(states)) == ["queued", "running", "done"]
     stop()
-    queue.submit(orders(network, 5)[4], Library([tmp_path])).wait(5)
+    queue.submit(orders(network, 5)[4], Library([tmp_path])).wait(60)
     assert len({number for number, _ in heard}) == 4
 
 
@@ -161,8 +159,8 @@ def test_a_failure_is_told_and_the_next_build_runs(
     errors = [MemoryError("no room"), LibraryError("the disk of x is full. Delete something")]
     monkeypatch.setattr(jobs_module, "build_engine", lambda *_, **__: (_ for _ in ()).throw(errors.pop(0)))
     first, second = (queue.submit(one, Library([tmp_path])) for one in orders(network, 2))
-    assert first.wait(5)
-    assert second.wait(5)
+    assert first.wait(60)
+    assert second.wait(60)
     assert first.state is second.state is State.FAILED
     assert "MemoryError (no room)" in first.message
     assert "the normal model keeps running" in first.message
@@ -189,8 +187,8 @@ def test_the_build_thread_survives_whatever_is_raised_in_it(
     if where == "listener":
         queue.subscribe(fail_once)
     first, second = (queue.submit(one, Library([tmp_path])) for one in orders(network, 2))
-    assert first.wait(5)
-    assert second.wait(5)
+    assert first.wait(60)
+    assert second.wait(60)
     assert second.state is State.DONE
     if where != "listener" or not isinstance(error, Exception):
         assert first.state is State.FAILED
@@ -217,14 +215,14 @@ def test_a_job_that_ended_holds_no_model(
     model = small_network()
     alive = weakref.ref(model.patcher.model)
     job = queue.submit(order(model, backends()["onnxruntime"]), Library([tmp_path]))
-    assert job.wait(5)
+    assert job.wait(60)
     del model
 
     def freed() -> bool:
         gc.collect()
         return alive() is None
 
-    assert until(freed, 15)
+    assert until(freed, 60)
 
 
 @pytest.mark.fault("weights change while a build reads them")
@@ -278,7 +276,7 @@ def test_the_second_builder_of_a_key_waits_and_takes_the_firsts_engine(
 
     def run(task: dict, *rest: Any) -> dict:
         steps.append(task["step"])
-        assert waiting.wait(10)
+        assert waiting.wait(60)
         return pretend(task, *rest)
 
     def progress(phase: str, _fraction: float) -> None:

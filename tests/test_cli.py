@@ -293,7 +293,7 @@ def test_names_that_the_output_cannot_hold_are_escaped_and_one_given_twice_is_on
     monkeypatch.setenv("PYTHONIOENCODING", "cp1252")
     engine = publish(tmp_path, label="\u6a21\u578b.safetensors")
     cli = CommandLine(tmp_path, environment.comfyui)
-    assert "\\u6a21\\u578b.safetensors" in cli.start("list").communicate(timeout=60)[0]
+    assert "\\u6a21\\u578b.safetensors" in cli.start("list").communicate(timeout=240)[0]
     assert cli("delete", engine, engine).count(engine) == 1
     assert contents(tmp_path) == []
 
@@ -317,7 +317,7 @@ def test_a_killed_build_leaves_no_process_and_no_half_engine(
                 break
         builders = children(process.pid)
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait(60)
         assert builders
         assert gone(builders)
         assert json.loads(cli("list", "--json"))["engines"] == []

@@ -189,7 +189,7 @@ def test_failed_builds_and_warnings_are_told_with_the_end_of_their_log(
 
     monkeypatch.setattr(jobs_module, "build_engine", build)
     with KeptWarnings() as warnings:
-        assert queue.submit(order(network, backend), Library([tmp_path])).wait(10)
+        assert queue.submit(order(network, backend), Library([tmp_path])).wait(60)
         place = Place(None, Library([tmp_path]), lambda: torch.device("cpu"), jobs=queue.jobs())
         data = report(place, lambda: warnings.lines)
     (failed,) = data["last errors"]["failed builds"]

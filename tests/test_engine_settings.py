@@ -198,25 +198,25 @@ def test_what_fits_and_what_the_next_run_brings_is_said_before_it(
         set_widget(made, "EmptyLatentImage", side, size, info)
     load(page, made)
     unet = page.node("TRTUNetEngine")
-    page.wait_until(unet, lambda s: s["state"] in ("unknown", "none"), "state", 30)
+    page.wait_until(unet, lambda s: s["state"] in ("unknown", "none"), "state", 60)
     page.click(unet)  # loads the model, so that its family is known
     page.wait_for(unet, "building", timeout=60)
     page.click(unet)
-    page.wait_for(unet, "none", "unknown", timeout=30)
+    page.wait_for(unet, "none", "unknown", timeout=60)
     raw.wait_for_function(f"id => ({SIZES_OF})(id).max_size === 1088", arg=unet)
-    told = page.wait_until(unet, lambda s: "does not fit" not in s["text"], "sizes that fit", 15)
+    told = page.wait_until(unet, lambda s: "does not fit" not in s["text"], "sizes that fit", 60)
     assert raw.evaluate(PRESET, unet) == "Auto: 1088×512, 1 image"
     assert raw.evaluate(SIZES_OF, unet) == dict.fromkeys(SIZES, 0) | {"opt_size": 768, "max_size": 1088}
     assert told["tone"] != "warn"
     page.click(unet)
     page.wait_for(unet, "building", timeout=60)
     page.click(unet)
-    page.wait_for(unet, "none", timeout=30)
+    page.wait_for(unet, "none", timeout=60)
 
     def says(text: str, *steps: str) -> None:
         for step in steps:
             raw.evaluate(CHANGE, [unet, step])
-        page.wait_until(unet, lambda s: text in s["text"], text, 15)
+        page.wait_until(unet, lambda s: text in s["text"], text, 60)
         page.shot("said")
 
     says("The next run builds it first: minutes", "build now")
@@ -345,7 +345,7 @@ def test_a_build_that_failed_is_told_after_a_reload_too(
     page.shot("failed")
     reload(page)
     load(page, made)
-    again = page.wait_for(net, "failed", timeout=30)
+    again = page.wait_for(net, "failed", timeout=60)
     assert "the settings allow 1.0 MB in all" in again["text"]
     assert again["button"] == "Build engine"
 
@@ -365,7 +365,7 @@ def test_a_server_that_restarts_in_a_build_leaves_no_node_waiting(
     page.wait_until(net, lambda s: (s["width"] or 0) > 1, "progress")
     comfy.stop()
     comfy.start()
-    after = page.wait_for(net, "none", "unknown", timeout=30)
+    after = page.wait_for(net, "none", "unknown", timeout=60)
     page.shot("restarted")
     assert after["button"] == "Build engine"
     assert after["width"] is None

@@ -60,9 +60,9 @@ def test_the_newest_frame_wins_and_the_order_stays(comfy: ComfyProcess) -> None:
                 came.append(number)
             await client.stop()
 
-    history = run_stream(comfy, double(seconds=0.1), act)
+    history = run_stream(comfy, double(seconds=0.2), act)
     assert came == sorted(set(came))
-    assert 3 <= len(came) <= 30, "a frame takes 100 ms, and there were 60 in 600 ms: most are dropped"
+    assert 2 <= len(came) < 60, "a frame takes 200 ms, and they came faster: most are dropped"
     assert history.output("stream", "numbers") == came
     assert history.output("stream", "counts") == [{"received": 60, "taken": len(came), "answered": len(came)}]
 
@@ -113,9 +113,8 @@ def test_a_client_that_is_gone_makes_room_and_none_of_its_pictures_go_to_the_nex
             await client.picture()
             await client.ask({"seed": 5})
             await client.frame(image(1))  # is computed when the client is gone
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.7)  # time enough to begin it, and not to end it
             client.socket._response.connection.transport.abort()
-        await asyncio.sleep(0.1)
         async with joined(comfy, token) as client:
             assert client.told[0]["ready"]["seed"] == 5, "what was changed stays"
             await client.frame(image(2))
@@ -124,7 +123,7 @@ def test_a_client_that_is_gone_makes_room_and_none_of_its_pictures_go_to_the_nex
             assert same(picture, 1 - image(2))
             await client.stop()
 
-    assert run_stream(comfy, double(seconds=0.5), act).output("stream", "numbers") == [0, 1, 2]
+    assert run_stream(comfy, double(seconds=1.5), act).output("stream", "numbers") == [0, 1, 2]
 
 
 @pytest.mark.fault("a second client wants to join a live stream")
@@ -133,7 +132,7 @@ def test_a_second_client_is_refused_and_the_first_goes_on(comfy: ComfyProcess) -
         async with joined(comfy, token) as client:
             async with opened(comfy) as other:
                 assert "sends frames to this stream already" in (await other.ask({"token": token}))["error"]
-                assert (await other.socket.receive(5)).type is aiohttp.WSMsgType.CLOSE
+                assert (await other.socket.receive(60)).type is aiohttp.WSMsgType.CLOSE
                 assert other.socket.close_code == 1008
             await client.frame(image(0))
             assert (await client.picture())[0] == 0
@@ -160,7 +159,7 @@ def test_only_the_streams_own_token_opens_it(comfy: ComfyProcess) -> None:
         ]:
             async with opened(comfy) as client:
                 assert words in (await client.ask(message))["error"]
-                assert (await client.socket.receive(5)).type is aiohttp.WSMsgType.CLOSE
+                assert (await client.socket.receive(60)).type is aiohttp.WSMsgType.CLOSE
         async with opened(comfy) as client:
             await client.frame(image(0))
             assert "no text with the stream's token" in (await client.text())["error"]
@@ -311,7 +310,7 @@ def test_frames_that_are_none_are_told_and_the_stream_goes_on(comfy: ComfyProces
             assert same(picture, 1 - image(1))
             with suppress(ConnectionError):  # the server may end the connection before it has all
                 await client.socket.send_bytes(bytes(pictures.MAX_BYTES + 1))
-                ended = await client.socket.receive(5)
+                ended = await client.socket.receive(60)
                 assert ended.type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.ERROR)
         async with joined(comfy, token) as client:
             await client.stop()
@@ -326,7 +325,7 @@ def test_an_interrupt_and_an_error_end_the_connection_with_words(comfy: ComfyPro
             await client.picture()
             await asyncio.to_thread(comfy.interrupt)
             assert "interrupted" in (await client.text())["ended"]
-            assert (await client.socket.receive(5)).type is aiohttp.WSMsgType.CLOSE
+            assert (await client.socket.receive(60)).type is aiohttp.WSMsgType.CLOSE
 
     async def failed(token: str) -> None:
         async with joined(comfy, token) as client:
@@ -353,10 +352,10 @@ def test_a_stream_without_a_client_ends_by_itself(comfy: ComfyProcess) -> None:
         async with joined(comfy, token) as client:
             await client.frame(image(0))
             await client.picture()
-            await asyncio.sleep(1.5)  # longer than a stream waits for a client; this one is there
+            await asyncio.sleep(4)  # longer than a stream waits for a client; this one is there
 
-    assert run_stream(comfy, double(patience=1.0), nobody).ok
-    assert run_stream(comfy, double(patience=1.0), leaves).output("stream", "numbers") == [0]
+    assert run_stream(comfy, double(patience=3.0), nobody).ok
+    assert run_stream(comfy, double(patience=3.0), leaves).output("stream", "numbers") == [0]
 
 
 def test_the_token_is_told_to_who_sends_our_header_alone(comfy: ComfyProcess) -> None:

@@ -199,7 +199,7 @@ def test_a_workflow_that_fails_before_its_stream_opens_is_told(
         opened.page.page.evaluate("prompt => app.loadApiJson(prompt, 'live')", prompt)
         opened.page.settle()
         panel.get_by_role("button", name="Start with webcam").click()
-        panel.get_by_text("ended before its TRT Stream took frames").wait_for(timeout=30000)
+        panel.get_by_text("ended before its TRT Stream took frames").wait_for(timeout=60_000)
         opened.shot("failed")
         assert panel.locator("video").evaluate("video => video.srcObject") is None, "the camera is off"
     finally:

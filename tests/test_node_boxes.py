@@ -167,7 +167,7 @@ def test_a_native_run_puts_a_badge_on_the_node(page: EnginePage, tiny: dict[str,
     close_up(page, net)
     server_says(page, STATES["native"])
     raw.evaluate("() => app.api.dispatchCustomEvent('hybrid_trt.library', {})")
-    page.wait_until(net, lambda s: "3 of" in s["text"] or "8 of" in s["text"], "run", 15)
+    page.wait_until(net, lambda s: "3 of" in s["text"] or "8 of" in s["text"], "run", 60)
     raw.wait_for_function("""id => app.graph.getNodeById(id).badges.map(b => (b.text === undefined ? b() : b).text)
         .includes('TRT: partly accelerated')""", arg=net)
     if page.page.vue:
@@ -223,7 +223,7 @@ def test_a_size_that_is_typed_above_the_largest_is_refused_with_a_word(page: Eng
                 break
         field.fill("768")
         field.press("Enter")
-    told = page.wait_until(net, lambda s: "768 is above" in s["text"], "refusal", 15)
+    told = page.wait_until(net, lambda s: "768 is above" in s["text"], "refusal", 60)
     page.shot("refused")
     assert "stays 64" in told["text"]
     assert told["tone"] == "bad"
@@ -238,7 +238,7 @@ def test_build_says_that_a_model_is_missing_and_does_nothing(page: EnginePage, t
     net = page.node(NET)
     close_up(page, net)
     raw.evaluate("id => app.graph.getNodeById(id).disconnectInput(0)", net)
-    told = page.wait_for(net, "unwired", timeout=30)
+    told = page.wait_for(net, "unwired", timeout=60)
     assert told["button"] == "Connect a model to build"
     asked: list[str] = []
     raw.route("**/api/prompt", lambda route: (asked.append(route.request.url), route.abort()))

@@ -93,13 +93,13 @@ class Clock:
 
 def test_calls_are_timed_in_their_order_and_those_that_raise_are_not() -> None:
     times = CallTimes(CPU)
-    for seconds in (0.03, 0.001):
+    for seconds in (0.3, 0.001):
         with timed(times):
             time.sleep(seconds)
     with pytest.raises(ValueError, match="x"), timed(times):
         raise ValueError("x")
     long, short = times.ms()
-    assert 30 <= long < 300
+    assert 300 <= long < 3000
     assert 1 <= short < long
 
 

@@ -95,10 +95,10 @@ def test_the_bar_moves_while_a_build_tells_nothing_and_stops_with_it(monkeypatch
     told: list[tuple[str, float]] = []
     monitor = version8.Monitor(lambda *what: told.append(what))
     monitor.compiling()
-    assert until(lambda: len(told) > 5 and told[-1][1] > 0.5, 30)
+    assert until(lambda: len(told) > 5 and told[-1][1] > 0.5, 60)
     assert telling()
     monitor.progress = None
-    assert until(lambda: not telling(), 30)
+    assert until(lambda: not telling(), 60)
     assert {phase for phase, _ in told} == {"compiling"}
     fractions = [fraction for _, fraction in told]
     assert fractions == sorted(fractions)
@@ -114,7 +114,7 @@ def test_what_progress_raises_is_kept_for_the_builder_to_raise(monkeypatch: pyte
 
     monitor = version8.Monitor(stop)
     monitor.compiling()
-    assert until(lambda: monitor.stopped_by is cancelled and not telling(), 30)
+    assert until(lambda: monitor.stopped_by is cancelled and not telling(), 60)
 
 
 def telling() -> list[threading.Thread]:

@@ -53,7 +53,7 @@ def built(opened: ComfyPage, sd15: ComfyProcess, object_info: dict[str, Any]) ->
     set_widget(made, "KSampler", "steps", 2, object_info)
     page = EnginePage(opened, "true_states")
     load(page, copy.deepcopy(made))
-    page.wait_for(page.node(NET_1), "unknown", "none", timeout=30)
+    page.wait_for(page.node(NET_1), "unknown", "none", timeout=60)
     opened.page.evaluate(PRESS_IN_REPORT)
     page.wait_for(page.node(NET_1), "queued", "building", timeout=60)
     for title in ("TRTUNetEngine", NET_1, NET_2):
@@ -72,12 +72,12 @@ def test_an_engine_node_whose_output_goes_nowhere_says_that_it_is_not_connected(
     raw, net = page.page.page, page.node(NET_2)
     assert page.status(net)["title"] == "Ready for the next run"
     to = raw.evaluate(CUT, net)
-    told = page.wait_until(net, lambda s: s["title"] == "Not connected", "word of that", 15)
+    told = page.wait_until(net, lambda s: s["title"] == "Not connected", "word of that", 60)
     page.shot("not-connected")
     assert told["tone"] == "warn"
     assert raw.evaluate(SAID, net)["lines"][0].startswith("Its output goes nowhere")
     raw.evaluate(WIRE, [net, *to])
-    page.wait_until(net, lambda s: s["title"] == "Ready for the next run", "word of that", 15)
+    page.wait_until(net, lambda s: s["title"] == "Ready for the next run", "word of that", 60)
 
 
 def test_a_build_that_the_disk_limit_refuses_is_told_first_though_an_older_engine_is_there(

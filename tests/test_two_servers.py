@@ -36,7 +36,7 @@ def test_an_engine_that_the_other_server_deletes_and_builds_again_gives_natives_
     reference = native_latent(other, long)
 
     number = comfy.submit(prompt(long, engines=True, name="long"))
-    assert until(lambda: comfy.get("/queue")["queue_running"], 10)
+    assert until(lambda: comfy.get("/queue")["queue_running"], 60)
     time.sleep(0.5)
     assert ask(other, "DELETE", f"/engines/{name}")[0] == 200
     assert comfy.get("/queue")["queue_running"], "it is sampling meanwhile"

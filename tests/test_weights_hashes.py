@@ -146,7 +146,7 @@ def digests_are_kept(folder: Path) -> None:
 
 
 def wait_for(done: Callable[[], bool]) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while not done():
         assert time.monotonic() < until
         time.sleep(0.01)

@@ -112,7 +112,7 @@ def children(pid: int | None = None) -> list[psutil.Process]:
 @contextmanager
 def paused(pid: int) -> Iterator[None]:
     """Have the builders of a process stand still: they are quicker than what a test does meanwhile."""
-    assert until(lambda: children(pid), 30)
+    assert until(lambda: children(pid), 60)
     stopped = children(pid)
     for process in stopped:
         process.suspend()
@@ -124,7 +124,11 @@ def paused(pid: int) -> Iterator[None]:
                 process.resume()
 
 
-def gone(processes: list[psutil.Process], timeout: float = 2.0) -> bool:
+PROMPTLY = 15.0
+"""Seconds in which a cancel has taken effect on a machine that is busy; an idle one takes less than two."""
+
+
+def gone(processes: list[psutil.Process], timeout: float = PROMPTLY) -> bool:
     """Return whether all processes end within some time; zombies have ended."""
     return until(lambda: all(not p.is_running() or _is_zombie(p) for p in processes), timeout)
 

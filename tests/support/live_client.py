@@ -25,12 +25,12 @@ def double(**inputs: Any) -> Prompt:
     return {
         "stream": {
             "class_type": "TestStreamDouble",
-            "inputs": {"seconds": 0.0, "patience": 10.0, "turn": 0, "fail_at": -1} | inputs,
+            "inputs": {"seconds": 0.0, "patience": 60.0, "turn": 0, "fail_at": -1} | inputs,
         }
     }
 
 
-def token_of(comfy: ComfyProcess, timeout: float = 30.0) -> str:
+def token_of(comfy: ComfyProcess, timeout: float = 180.0) -> str:
     """The token of the stream that runs; waits for it."""
     deadline = time.monotonic() + timeout
     while True:
@@ -43,7 +43,7 @@ def token_of(comfy: ComfyProcess, timeout: float = 30.0) -> str:
 
 
 def run_stream(
-    comfy: ComfyProcess, prompt: Prompt, act: Callable[[str], Awaitable[None]], timeout: float = 60.0
+    comfy: ComfyProcess, prompt: Prompt, act: Callable[[str], Awaitable[None]], timeout: float = 180.0
 ) -> History:
     """Queue a prompt that streams, let ``act`` use the stream by its token, and return how the prompt ended."""
     queued = comfy.submit(prompt)
@@ -70,7 +70,7 @@ class Client:
     async def picture(self) -> tuple[int, torch.Tensor]:
         """Wait for the next picture, and return it behind its number."""
         while True:
-            message = await self.socket.receive(20)
+            message = await self.socket.receive(120)
             if message.type is aiohttp.WSMsgType.BINARY:
                 (number,) = struct.unpack_from("<I", message.data)
                 return number, pictures.read(message.data[4:])
@@ -84,7 +84,7 @@ class Client:
 
     async def text(self) -> dict[str, Any]:
         """Wait for the next text."""
-        while (message := await self.socket.receive(20)).type is aiohttp.WSMsgType.BINARY:
+        while (message := await self.socket.receive(120)).type is aiohttp.WSMsgType.BINARY:
             pass
         assert message.type is aiohttp.WSMsgType.TEXT, message
         return json.loads(message.data)
@@ -106,11 +106,17 @@ async def opened(comfy: ComfyProcess, headers: dict[str, str] | None = None) -> 
 
 @asynccontextmanager
 async def joined(comfy: ComfyProcess, token: str, **hello: Any) -> AsyncIterator[Client]:
-    """A client of the stream."""
-    async with opened(comfy) as client:
-        client.told.append(await client.ask({"token": token, "format": "raw", **hello}))
-        assert "ready" in client.told[0], client.told
-        yield client
+    """A client of the stream; waits while the server has not noticed yet that the one before is gone."""
+    deadline = time.monotonic() + 60
+    while True:
+        async with opened(comfy) as client:
+            client.told.append(await client.ask({"token": token, "format": "raw", **hello}))
+            if "already" in client.told[0].get("error", "") and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
+                continue
+            assert "ready" in client.told[0], client.told
+            yield client
+            return
 
 
 def image(seed: int, width: int = 64, height: int = 64) -> torch.Tensor:

@@ -78,7 +78,7 @@ def drawn(page: EnginePage, tiny: dict[str, Any], state: dict[str, Any]) -> int:
     page.page.load(copy.deepcopy(tiny), NAME)
     net = page.node(NET_1)
     close_up(page, net)
-    page.wait_for(net, state["state"], timeout=30)
+    page.wait_for(net, state["state"], timeout=60)
     page.page.until_still()
     return net
 
