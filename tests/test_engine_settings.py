@@ -238,8 +238,8 @@ def test_the_limit_is_set_in_the_settings_dialog(page: EnginePage, comfy: ComfyP
     field.wait_for()
     raw.wait_for_function("e => !e.disabled", arg=field.element_handle())
     assert field.input_value() == "0"
-    assert raw.get_by_text(str(root)).is_visible()
-    assert raw.get_by_text("extra_model_paths.yaml").is_visible()
+    raw.get_by_text(str(root)).wait_for()
+    raw.get_by_text("extra_model_paths.yaml").wait_for()
     field.fill("12.5")
     field.press("Tab")
     raw.get_by_text("Saved; the next build keeps it.").wait_for()
@@ -295,14 +295,14 @@ def test_chinese_is_on_templates_nodes_panel_and_settings_and_fits(page: EngineP
         inputs = raw.evaluate("id => app.graph.getNodeById(id).inputs.map(i => i.label ?? i.localized_name)", apply)
         assert {"图像 1", "ControlNet 2"} <= set(inputs)
         if page.page.vue:
-            assert raw.locator(f"[data-node-id='{net}']").get_by_text("先构建", exact=True).is_visible()
+            raw.locator(f"[data-node-id='{net}']").get_by_text("先构建", exact=True).wait_for()
         else:
             assert raw.evaluate(DISPLAYED, [net, "when_missing"]) == "先构建"
         assert page.page.prompt()[str(net)]["inputs"]["when_missing"] == "build now"
         raw.get_by_role("button", name="TRT 引擎").click()
         panel = raw.locator(".hybrid-trt-panel")
         panel.get_by_placeholder("筛选").wait_for(state="attached")  # seen where there are engines
-        assert panel.get_by_text("刷新").is_visible()
+        panel.get_by_text("刷新").wait_for()
         page.shot("node-and-panel")
         raw.get_by_role("button", name="TRT 引擎").click()
         for name, state in STATES.items() if raw.evaluate(DRAWS_CHINESE) else ():

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import slow
 from browser import TOAST, ComfyPage, chromium, comfy_page
+from builds import paused
 from comfy_process import ComfyProcess
 from engine_page import EnginePage
+from playwright.sync_api import expect
 from shipped_workflows import shipped
 
 pytestmark = pytest.mark.browser
@@ -87,7 +89,7 @@ def test_from_an_empty_canvas_to_a_picture_on_four_engines_in_five_clicks(
     build = raw.locator(".hybrid-trt-status .hybrid-trt-workflow button[data-act=build]")
     build.wait_for()
     page.shot("template")
-    assert "Build 4 missing engines" in build.inner_text()
+    expect(build).to_contain_text("Build 4 missing engines")
     click(build, "Build all")
     node = page.node("TRTAccelerate")
     workflow = raw.locator(".hybrid-trt-status .hybrid-trt-workflow")
@@ -124,20 +126,21 @@ def test_all_builds_are_cancelled_by_one_click(page: EnginePage, full_names: Com
     engines = [page.node(name) for name in ENGINES]
     for node in engines:
         page.wait_for(node, "queued", "building", timeout=60)
-    page.shot("panel")
-    # progress draws the list anew; a press that began before counts all the same
-    selected = "title => Object.values(app.canvas.selected_nodes).map(n => n.title).join() === title"
-    panel.locator(".hybrid-trt-workflow-node", has_text="TRT ControlNet Engine 1").hover()
-    assert "control_v11p_sd15_canny_fp16" in panel.locator(".hybrid-trt-workflow-node").nth(1).inner_text()
-    raw.mouse.down()
-    raw.evaluate(DRAWN, ".hybrid-trt-sidebar .hybrid-trt-workflow-nodes")
-    raw.mouse.up()
-    raw.wait_for_function(selected, arg="TRT ControlNet Engine 1")
-    panel.locator("button[data-act=cancel]").click()
+    with paused(full_names.pid):
+        page.shot("panel")
+        # progress draws the list anew; a press that began before counts all the same
+        selected = "title => Object.values(app.canvas.selected_nodes).map(n => n.title).join() === title"
+        panel.locator(".hybrid-trt-workflow-node", has_text="TRT ControlNet Engine 1").hover()
+        expect(panel.locator(".hybrid-trt-workflow-node").nth(1)).to_contain_text("control_v11p_sd15_canny_fp16")
+        raw.mouse.down()
+        raw.evaluate(DRAWN, ".hybrid-trt-sidebar .hybrid-trt-workflow-nodes")
+        raw.mouse.up()
+        raw.wait_for_function(selected, arg="TRT ControlNet Engine 1")
+        panel.locator("button[data-act=cancel]").click()
     for node in engines:
         assert page.wait_for(node, "none", timeout=60)["state"] == "none"
     page.toast("All builds of this workflow")
-    assert raw.locator(TOAST).filter(has_text="Build cancelled").count() == 1, "one word for all of them"
+    expect(raw.locator(TOAST).filter(has_text="Build cancelled")).to_have_count(1)  # one word for all of them
     panel.locator("button[data-act=build]").wait_for()  # the bar is gone: the list has moved to its place
     panel.locator(".hybrid-trt-workflow-node", has_text="TRT ControlNet Engine 2").click()
     raw.wait_for_function(selected, arg="TRT ControlNet Engine 2")

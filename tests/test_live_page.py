@@ -107,7 +107,7 @@ def test_sixty_frames_of_a_webcam_come_back_in_order_and_change_at_once(
     panel.get_by_role("button", name="Start with webcam").click()
     until(opened, lambda: len(wire.pictures()) >= 60, "60 pictures")
     opened.shot("running")
-    assert panel.get_by_text("pictures a second").is_visible()
+    panel.get_by_text("pictures a second").wait_for()
     for label, value, change in [
         ("Seed", "123", {"seed": 123}),
         ("Strength 1", "0.25", {"strengths": [0.25]}),
@@ -120,7 +120,7 @@ def test_sixty_frames_of_a_webcam_come_back_in_order_and_change_at_once(
         )
     panel.get_by_role("button", name="Stop").click()
     until(opened, lambda: ask(comfy, "POST", "/live/token")[0] == 409, "end")
-    assert panel.get_by_text("Stopped.").is_visible()
+    panel.get_by_text("Stopped.").wait_for()
 
     numbers = [struct.unpack_from("<I", data)[0] for data in wire.came if isinstance(data, bytes)]
     assert numbers == sorted(set(numbers))
@@ -158,7 +158,7 @@ def test_a_broken_connection_is_made_again_and_an_interrupt_ends_all(
     panel.get_by_text("was interrupted").wait_for()
     opened.shot("interrupted")
     assert panel.locator("video").evaluate("video => video.srcObject") is None, "the camera is off"
-    assert panel.get_by_role("button", name="Start with webcam").is_visible()
+    panel.get_by_role("button", name="Start with webcam").wait_for()
 
 
 def test_a_workflow_that_takes_no_live_frames_is_not_run(

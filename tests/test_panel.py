@@ -16,7 +16,7 @@ from comfy_process import ComfyProcess
 from engine_page import EnginePage, choose
 from fake_engine import publish
 from hybrid_trt.engine_library.manifest import USE_NAME
-from playwright.sync_api import Locator, Route
+from playwright.sync_api import Locator, Route, expect
 
 pytestmark = pytest.mark.browser
 
@@ -149,14 +149,14 @@ def test_a_damaged_engine_says_so_and_what_to_do_with_the_details_for_who_asks(p
     assert "manifest" in damaged.locator(".hybrid-trt-engine").get_attribute("title")
     choose(page, damaged, "Details …")
     dialog = page.page.page.get_by_role("dialog").last
-    assert "manifest" in dialog.inner_text()
+    expect(dialog).to_contain_text("manifest")
     page.shot("damaged")
     dialog.get_by_role("button", name="Close").click()
     choose(page, panel.locator(".hybrid-trt-engine").first, "Verify")
     page.toast("files are intact")
     choose(page, damaged, "Delete …")
     dialog = page.page.page.get_by_role("dialog", name="Delete engine?")
-    assert "is damaged and is not used" in dialog.inner_text()
+    expect(dialog).to_contain_text("is damaged and is not used")
     dialog.get_by_role("button", name="Delete").click()
     damaged.wait_for(state="detached")
 
@@ -262,7 +262,7 @@ def test_everything_in_the_panel_can_be_read(page: EnginePage, full: Path, palet
 def test_an_empty_panel_says_how_to_begin(page: EnginePage, library: Path) -> None:
     panel = toggle(page)
     panel.get_by_text("No engines yet.").wait_for()
-    assert "Press Build engine on a node" in panel.inner_text()
+    expect(panel).to_contain_text("Press Build engine on a node")
     assert not panel.get_by_placeholder("Filter").is_visible()
     page.shot("empty")
     panel.get_by_role("button", name="Open the templates").click()
@@ -293,7 +293,7 @@ def test_builds_that_wait_are_listed_and_those_that_ended_are_cleared_away(page:
     assert cards.nth(3).bounding_box()["height"] <= 32, "one line"
     panel.get_by_role("button", name="Clear finished").click()
     cards.nth(3).wait_for(state="detached")
-    assert cards.count() == 3
+    expect(cards).to_have_count(3)
     assert panel.get_by_role("button", name="Clear finished").count() == 0
 
     # progress comes with the event, and is drawn without a question
@@ -320,7 +320,7 @@ def test_engines_stay_on_the_screen_below_many_builds_and_ticks_go_with_the_work
     ticks = panel.locator(".hybrid-trt-engine input:checked")
     panel.locator(".hybrid-trt-engine input").first.check()
     raw.evaluate("async () => app.loadGraphData(app.graph.serialize())")  # as undo does
-    assert ticks.count() == 1
+    expect(ticks).to_have_count(1)
     raw.evaluate("() => app.extensionManager.command.execute('Comfy.NewBlankWorkflow')")
     ticks.first.wait_for(state="detached")
     assert not panel.get_by_role("button", name="Delete selected").is_visible()
@@ -359,7 +359,7 @@ def test_a_build_that_moves_up_the_list_keeps_the_focus_on_its_button(page: Engi
     for job, state in ((JOBS[1], "queued"), (JOBS[2], "running")):
         raw.evaluate("""job => app.api.dispatchEvent(new CustomEvent('hybrid_trt.build', { detail: job }))""",
                      {**job, "state": state, "keys": []})
-    assert "third" in cards.first.inner_text()
+    expect(cards.first).to_contain_text("third")
     focused = cards.first.get_by_role("button", name="Cancel build")
     assert focused.evaluate("button => button === document.activeElement")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 #: No sandbox: containers run as root. The rest keeps Chromium from asking the network for things of its own.
 CHROMIUM_ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -160,6 +160,7 @@ def comfy_page(browser: Browser, url: str, vue: bool = False, width: int = 1600,
         context.route(lambda to: to.startswith("http") and not to.startswith(url), lambda route: route.abort())
         page = ComfyPage(context.new_page(), vue)
         page.page.set_default_timeout(60000)
+        expect.set_options(timeout=60000)
         page.page.on("pageerror", lambda error: page.errors.append(str(error)))
         page.page.on("crash", lambda _: page.errors.append("the browser's tab crashed"))
         page.page.goto(url, wait_until="domcontentloaded")
