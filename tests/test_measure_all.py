@@ -46,3 +46,14 @@ def test_no_two_measurements_share_a_gpu_and_none_begins_too_late(
         for others, other_began, other_ended in seen[number + 1 :]:
             if began < other_ended and other_began < ended:
                 assert not set(gpus.split(",")) & set(others.split(","))
+
+
+def test_each_command_names_files_and_options_that_there_are(measure_all: Any) -> None:
+    commands = [command for one in measure_all.MEASUREMENTS.values() for command in one.commands]
+    for command in commands:
+        files = [ROOT / word for word in command if word.endswith(".py")]
+        assert files
+        assert all(file.is_file() for file in files), command
+        if "pytest" not in command:
+            source = files[0].read_text(encoding="utf-8")
+            assert all(f'"{word}"' in source for word in command if word.startswith("--")), command
