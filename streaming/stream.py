@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import comfy.sample
 import comfy.samplers
 import torch
+from comfy import model_management
 
 from ..architectures import Role
 from ..sampling.control_stack import has_engine
@@ -299,6 +300,8 @@ class Stream:
             raise ValueError("The prompt stays as it is: connect CLIP to TRT Stream to change it while it runs.")
         try:
             tensor, options = self._encode(text)
+        except model_management.InterruptProcessingException:
+            raise
         except Exception as error:  # of any kind: parentheses in thousands, files of embeddings, memory
             self._reload()
             raise ValueError(f"The prompt stays as it is: the text encoder failed ({error!r:.200}).") from error

@@ -170,14 +170,14 @@ def test_looking_at_the_graph_serialises_nothing_and_is_done_only_when_it_change
     load(page, workflow(object_info, max_size=size))
     raw, net = page.page.page, page.node(NET_1)
     page.wait_until(net, lambda s: s["state"] in ("unknown", "none"), "state", 60)
-    raw.wait_for_timeout(1000)
     raw.evaluate(COUNTING, net)
     for _ in range(10):  # what loading the workflow causes may come late
         raw.evaluate("() => Object.assign(window.__count, { above: 0, beside: 0, looks: 0 })")
-        raw.wait_for_timeout(3000)
+        raw.wait_for_timeout(1000)
         if not raw.evaluate("() => window.__count.looks"):
             break
-    assert raw.evaluate("() => window.__count") == {"above": 0, "beside": 0, "looks": 0}, "in 3 idle seconds"
+    raw.wait_for_timeout(3000)
+    assert raw.evaluate("() => window.__count") == {"above": 0, "beside": 0, "looks": 0}, "in idle seconds"
     raw.evaluate(EDIT, list(range(5, 15)))
     image = {"seed": size, "width": 64, "height": 64, "batch": 1, "channels": 3}
     comfy.queue({"1": {"class_type": "TestImage", "inputs": image},

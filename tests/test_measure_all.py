@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -27,7 +28,7 @@ def measure_all() -> Any:
     return module
 
 
-@pytest.mark.skipif(not hasattr(__import__("os"), "sched_setaffinity"), reason="cores are shared out on Linux alone")
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are shared out on Linux alone")
 def test_no_two_measurements_share_a_gpu_and_none_begins_too_late(
     measure_all: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -395,9 +395,10 @@ def test_the_panel_asks_nothing_while_nothing_happens_or_nobody_sees_it(page: En
     panel.get_by_role("region", name="routes.safetensors").wait_for()
     for _ in range(20):  # what opening the panel asks may come late
         asked.clear()
-        raw.wait_for_timeout(2000)
+        raw.wait_for_timeout(1000)
         if not asked:
             break
+    raw.wait_for_timeout(2000)
     assert asked == [], "idle"
     with raw.expect_response("**/hybrid_trt/builds"):
         for _ in range(5):

@@ -109,6 +109,20 @@ def test_a_prompt_that_cannot_be_encoded_leaves_the_one_before_and_the_stream_go
     assert max(apart(source.pictures[n], wanted) for n in (1, 2)) <= LIMIT
 
 
+def test_an_interrupt_while_a_prompt_is_encoded_ends_the_stream(
+    file: Path, vae: comfy.sd.VAE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(_tokens: int) -> list:
+        raise model_management.InterruptProcessingException
+
+    clip, frame = TextEncoder(), image(3)
+    monkeypatch.setattr(clip, "encode_from_tokens_scheduled", encode)
+    source = Given(Frame(0, frame), Frame(1, frame, Changes(prompt="a cat")), Frame(2, frame))
+    with pytest.raises(model_management.InterruptProcessingException):
+        streamed(Stream(load(file), vae, *prompts(), OWN, clip), source)
+    assert 2 not in source.pictures
+
+
 def test_without_a_text_encoder_a_new_prompt_is_refused_and_the_stream_goes_on(
     file: Path, vae: comfy.sd.VAE, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,7 +5,7 @@ import { fold } from "./fold.mjs";
 import { said } from "./server_zh.mjs";
 import { t } from "./texts.mjs";
 
-const MARGIN = 6, LEAST = 80, MOST = 156;
+const MARGIN = 6, LEAST = 80, MOST = 156; // templates keep room for no more
 
 export class StatusBox {
     /**
