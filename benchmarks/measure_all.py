@@ -4,7 +4,8 @@
 
 Each measurement has GPUs, processor cores and a folder below ``--base`` of its own while it runs. What it says goes to
 ``NAME.txt`` in ``--out``, its figures to ``NAME.json``, and ``ended.txt`` has a line for each that has ended. None
-begins that would probably not end within ``--minutes``. ``--list`` shows all of them; ``--only`` chooses some.
+begins that would probably not end within ``--minutes``. ``--list`` shows all of them; ``--only`` chooses some. Names
+written to ``again.txt`` in ``--out`` meanwhile are measured once more, before those that wait.
 """
 
 from __future__ import annotations
@@ -50,13 +51,19 @@ def large(*cases: str, seconds: int = 200, again: bool = False) -> Measurement:
     return Measurement([first, second] if again else [first], seconds)
 
 
-SOAK = "seed=5 count=400 seconds=420 device=gpu out={out}"
+def versions(family: str, seconds: int) -> Measurement:
+    """Return the comparison of this version with the one at ``--before``."""
+    return Measurement([script("between_versions", "--before", "{before}", "--after", ".", "--turns", "1", "--family",
+                               family)], seconds)  # fmt: skip
+
+
+SOAK = "seed=5 count=500 seconds=600 device=gpu out={out}"
 MEASUREMENTS = {
     "farm": Measurement([script("farm", "--ray", "{ray}", "--python", "{python}")], 240, 2,
                         {"RAY_OVERRIDE_RESOURCES": "{ray_resources}"}),
     "two_gpus": Measurement([script("two_gpus")], 180, 2),
     "tests_two_gpus": Measurement([[*TESTS, "tests/test_two_gpus_gpu.py"]], 200, 2),
-    "soak": Measurement([[*TESTS, "tests/test_soak.py", "-k", "thousand"]], 600, 1, {"HYBRID_TRT_SOAK": SOAK}),
+    "soak": Measurement([[*TESTS, "tests/test_soak.py", "-k", "thousand"]], 780, 1, {"HYBRID_TRT_SOAK": SOAK}),
     "flux1_1024": large("flux1_1024", again=True, seconds=300),
     "zimage_1024": large("zimage_1024", again=True, seconds=300),
     "live": Measurement([script("live")], 200),
@@ -66,6 +73,7 @@ MEASUREMENTS = {
     "flux1_1024_cn": large("flux1_1024_cn", seconds=300),
     "zimage_1024_fp8": large("zimage_1024_fp8"),
     "krea2_1024_fp8": large("krea2_1024_fp8"),
+    "text_encoders": Measurement([[part for part in script("text_encoders") if part not in ("--base", "{base}")]], 300),
     "tests_streams": Measurement([[*TESTS, "tests/test_stream_gpu.py"]], 250),
     "flux1_512": large("flux1_512"),
     "zimage_512": large("zimage_512"),
@@ -73,7 +81,8 @@ MEASUREMENTS = {
     "hunyuan15": large("hunyuan15_480"),
     "wan22": large("wan22_480", seconds=300),
     "wan22_fp8": large("wan22_480_fp8", seconds=300),
-    "text_encoders": Measurement([[part for part in script("text_encoders") if part not in ("--base", "{base}")]], 300),
+    "versions_sd15": versions("sd15", 300),
+    "versions_sdxl": versions("sdxl", 400),
     "realtime": Measurement([script("realtime")], 600),
     "tests_one_gpu": Measurement([[*TESTS, *(f"tests/test_{name}_gpu.py" for name in (
         "torch", "other", "vae", "late_control", "quantised"))]], 600),
@@ -110,7 +119,7 @@ class Machine:
         for folder in ("models", "input", "output", "user/default", "temp", "custom_nodes"):
             (base / folder).mkdir(parents=True, exist_ok=True)
         words = {"comfyui": self._options.comfyui, "base": base,
-                 "python": self._options.python, "ray": self._options.ray,
+                 "before": self._options.before, "python": self._options.python, "ray": self._options.ray,
                  "out": self._options.out / f"{name}.json", "again": self._options.out / f"{name}_again.json",
                  "ray_resources": json.dumps({"CPU": len(cores), "GPU": len(gpus)})}  # fmt: skip
         variables = {key: value.format_map(words) for key, value in wanted.variables.items()}
@@ -135,7 +144,11 @@ class Machine:
 def measure(machine: Machine, names: list[str], until: float, told: Path) -> None:
     """Run measurements side by side until all have ended or the time is over."""
     waiting, left_out = list(names), []
-    while waiting or machine.running:
+    again = told.with_name("again.txt")
+    while waiting or machine.running or again.exists():
+        if again.exists():
+            waiting[:0] = [name for name in again.read_text().split() if name in MEASUREMENTS]
+            again.unlink()
         for run in machine.ended():
             line = f"{run.name} {run.process.returncode} {time.monotonic() - run.began:.0f} s, GPUs {run.gpus}"
             with told.open("a") as file:
@@ -160,6 +173,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a folder for all figures")
     parser.add_argument("--python", type=Path, default=Path(sys.executable), help="the Python that runs all")
     parser.add_argument("--ray", type=Path, default=Path(sys.executable), help="the Python that has Ray")
+    parser.add_argument("--before", type=Path, help="another version of the pack, to compare this one with")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--gpus", type=int, help="use so many of the machine's GPUs")
     parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS))
@@ -176,7 +190,8 @@ def main() -> None:
     import torch
 
     gpus = options.gpus or torch.cuda.device_count()
-    names = [name for name in options.only if MEASUREMENTS[name].gpus <= gpus]
+    names = [name for name in options.only if MEASUREMENTS[name].gpus <= gpus
+             and (options.before or not name.startswith("versions"))]  # fmt: skip
     measure(Machine(options, gpus), names, time.monotonic() + 60 * options.minutes, options.out / "ended.txt")
 
 

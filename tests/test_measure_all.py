@@ -36,12 +36,15 @@ def test_no_two_measurements_share_a_gpu_and_none_begins_too_late(
     wanted = {f"{gpus}_{n}": measure_all.Measurement(command, 1, gpus) for n in range(3) for gpus in (2, 1)}
     wanted["late"] = measure_all.Measurement(command, 10_000)
     monkeypatch.setattr(measure_all, "MEASUREMENTS", wanted)
-    options = argparse.Namespace(comfyui=tmp_path, base=tmp_path / "base", out=tmp_path, python=sys.executable, ray="")
+    options = argparse.Namespace(
+        comfyui=tmp_path, base=tmp_path / "base", out=tmp_path, python=sys.executable, ray="", before="")
+    (tmp_path / "again.txt").write_text("1_2")
     told = tmp_path / "ended.txt"
     measure_all.measure(measure_all.Machine(options, 3), list(wanted), time.monotonic() + 600, told)
     lines = told.read_text().splitlines()
     assert lines[-1] == "over; left out: ['late']"
     assert {line.split()[0]: line.split()[1] for line in lines[:-1]} == dict.fromkeys(wanted.keys() - {"late"}, "0")
+    assert sum(line.startswith("1_2 ") for line in lines) == 2, "what again.txt names is measured once more"
     seen = [json.loads((tmp_path / f"{name}.json").read_text()) for name in wanted if name != "late"]
     for number, (gpus, began, ended) in enumerate(seen):
         for others, other_began, other_ended in seen[number + 1 :]:
