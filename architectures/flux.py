@@ -78,15 +78,12 @@ class FluxArchitecture(ImageTokenSizes):
 
 
 def conditioning_specs(module: Flux, dtype: str) -> list[TensorSpec]:
-    """``y``, which means zeros where a call has none, and ``guidance``, of the networks that take them.
-
-    Native multiplies guidance by 1000 in the compute dtype, so it is no float32 here.
-    """
+    """``y``, which means zeros where a call has none, and ``guidance``, of the networks that take them."""
     found = []
     if module.vector_in is not None:
         found.append(TensorSpec("y", dtype, (BATCH, module.params.vec_in_dim), optional=True))
     if module.params.guidance_embed:
-        found.append(TensorSpec("guidance", dtype, (BATCH,), sample="unit"))
+        found.append(TensorSpec("guidance", "float32", (BATCH,), sample="unit"))
     return found
 
 
@@ -102,8 +99,17 @@ def conditioning(module: Flux, call: Mapping[str, Any]) -> dict[str, torch.Tenso
     if module.params.guidance_embed:
         if (guidance := call.get("guidance")) is None:
             raise Unsupported("there is no guidance, which the engine's network takes")
-        found["guidance"] = guidance
+        found["guidance"] = thousandths(guidance)
     return found
+
+
+def thousandths(values: torch.Tensor) -> torch.Tensor:
+    """Return float32 values, of which a thousand are what native gets when it multiplies ``values`` by 1000.
+
+    Native rounds the product to half precision before it takes the embedding; a compiled graph does not. In bfloat16
+    guidance of 3.5 becomes 3504, whose embedding is another one than that of 3500.
+    """
+    return values if values.dtype == torch.float32 else (1000.0 * values).float() / 1000.0
 
 
 def to_tokens(x: torch.Tensor, patch: int) -> torch.Tensor:

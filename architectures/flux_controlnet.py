@@ -18,7 +18,7 @@ from comfy.ldm.flux.layers import DoubleStreamBlock, SingleStreamBlock
 
 from . import Role
 from .calls import Binding, EngineCall, OtherKind, PerImagePass, ResidualLayout, Unsupported
-from .flux import FLUX1, KEPT, conditioning, conditioning_specs, rotary_of, to_tokens
+from .flux import FLUX1, KEPT, conditioning, conditioning_specs, rotary_of, thousandths, to_tokens
 from .image_tokens import BATCH, IMAGE, PROMPT, ImageTokenSizes
 from .rotary import RotaryAttention, rotary_inputs, write_out_norms
 from .shapes import Dim, TensorSpec
@@ -55,7 +55,7 @@ class FluxControlNetArchitecture(ImageTokenSizes):
             TensorSpec("image", dtype, (BATCH, IMAGE, module.in_channels)),
             TensorSpec(HINT, dtype, (BATCH, IMAGE, module.pos_embed_input.in_features)),
             TensorSpec("context", dtype, (BATCH, PROMPT, module.txt_in.in_features)),
-            TensorSpec("timesteps", dtype, (BATCH,), sample="sigma"),
+            TensorSpec("timesteps", "float32", (BATCH,), sample="sigma"),
             *rotary_inputs(module.hidden_size // module.num_heads),
             *([mode] if module.num_union_modes else []),
             *conditioning_specs(module, dtype),
@@ -92,9 +92,15 @@ def _residuals(module: ControlNetFlux) -> list[str]:
 
 
 def _own(module: ControlNetFlux) -> dict[str, list[str]]:
-    """ComfyUI's lists -> a residual for each block of the ControlNet; no list for blocks that it has not."""
-    blocks = {"input": module.controlnet_blocks, "output": module.controlnet_single_blocks}
-    return {kind: [f"{kind}_{i}" for i in range(len(found))] for kind, found in blocks.items() if len(found)}
+    """ComfyUI's lists -> a residual for each block that acts; no list for blocks that the ControlNet has not.
+
+    A last block does not act where those before it have the model's blocks already, as with six blocks for 19.
+    """
+    places = {"input": (module.controlnet_blocks, module.main_model_double),
+              "output": (module.controlnet_single_blocks, module.main_model_single)}  # fmt: skip
+    acting = {kind: min(len(blocks), -(-wanted // -(-wanted // len(blocks)))) if module.latent_input else len(blocks)
+              for kind, (blocks, wanted) in places.items() if len(blocks)}  # fmt: skip
+    return {kind: [f"{kind}_{i}" for i in range(number)] for kind, number in acting.items()}
 
 
 def _layout(module: ControlNetFlux) -> ResidualLayout:
@@ -123,7 +129,7 @@ def _bind(module: ControlNetFlux, layout: ResidualLayout, places: Any, call: Map
         raise Unsupported("a control type that this union ControlNet has not")
     if types:
         context = torch.cat((torch.zeros_like(context[:, :1]), context), 1)
-    inputs = {"image": to_tokens(x, patch), "context": context, "timesteps": call["timesteps"]}
+    inputs = {"image": to_tokens(x, patch), "context": context, "timesteps": thousandths(call["timesteps"])}
     inputs |= conditioning(module, call) | places(tuple(x.shape[-2:]), context.shape[1], types, x.dtype, x.device)
     extras: dict[str, int] = {}
     if module.latent_input:
@@ -176,7 +182,10 @@ class _ControlNetFunction(torch.nn.Module):
                 layer.register_forward_pre_hook(self._with_options, with_kwargs=True)
         if controlnet.num_union_modes:
             controlnet.txt_in.register_forward_hook(self._with_type)
+        for embedder in (controlnet.time_in, controlnet.guidance_in):
+            embedder.register_forward_pre_hook(lambda _layer, args: (args[0].to(self._dtype),))
         self.controlnet = controlnet
+        self._dtype = controlnet.dtype
         self._attention: RotaryAttention | None = None
         self._mode: torch.Tensor | None = None
 
@@ -191,6 +200,7 @@ class _ControlNetFunction(torch.nn.Module):
         *rest: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         net = self.controlnet
+        self._dtype = image.dtype  # native's embeddings of timesteps are in it: it casts the timesteps
         self._attention = RotaryAttention(torch.cat((pe_prompt, pe_image)))
         if net.num_union_modes:
             self._mode, *rest = rest

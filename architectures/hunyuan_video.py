@@ -18,6 +18,7 @@ from comfy.ldm.hunyuan_video.model import HunyuanVideo as Native
 
 from . import Role
 from .calls import Binding, EngineCall, Unsupported
+from .flux import thousandths
 from .rotary import RotaryAttention, write_out_norms
 from .shapes import Dim, Examples, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
 from .token_sizes import BATCH, KEPT, TOKENS, unlike
@@ -94,7 +95,7 @@ class HunyuanVideo(VideoSizes):
         if module.vector_in is not None:
             found.append(TensorSpec("y", dtype, (BATCH, module.params.vec_in_dim)))
         if module.params.guidance_embed:
-            found.append(TensorSpec("guidance", dtype, (BATCH,), sample="unit"))
+            found.append(TensorSpec("guidance", "float32", (BATCH,), sample="unit"))
         if module.byt5_in is not None:
             found.append(TensorSpec("byt5", dtype, (BATCH, GLYPHS, module.byt5_in.fc1.in_features)))
         if module.vision_in is not None:
@@ -168,7 +169,7 @@ def _conditioning(module: Native, call: Mapping[str, Any], context: torch.Tensor
     if module.vector_in is not None:
         found["y"] = needed("y")[:, : module.params.vec_in_dim]
     if module.params.guidance_embed:
-        found["guidance"] = needed("guidance")
+        found["guidance"] = thousandths(needed("guidance"))
     if module.byt5_in is not None:
         found["byt5"] = or_none("txt_byt5", module.byt5_in.fc1.in_features)
     if module.vision_in is not None:

@@ -76,6 +76,7 @@ TABLE: dict[Feature, tuple[str, ...]] = {
         "comfy.model_management:current_loaded_models",
         "comfy.model_management:LoadedModel.currently_used",
         "comfy.model_management:LoadedModel.device",
+        "comfy.model_management:LoadedModel.model",
         "comfy.model_management:free_memory(_, _, keep_loaded, ...)",
         "comfy.model_management:minimum_inference_memory(...)",
         "comfy.model_management:extra_reserved_memory(...)",

@@ -24,7 +24,7 @@ MAX_SIZE = 1 << 31
 DTYPES = ("float16", "bfloat16", "float32")
 
 PACK_VERSION = "0.1.0"
-EXPORT_FORMAT = 3
+EXPORT_FORMAT = 4
 """Raise this when the exported graph changes its inputs, outputs or numbers: older engines become stale."""
 
 LAYOUT_PREFIX = "layout2-"

@@ -27,9 +27,13 @@ def make_room(size: float, device: torch.device) -> None:
     """Have ComfyUI free ``size`` bytes and its reserve for computing, as far as models not in use hold them."""
     if model_management.is_device_cpu(device):
         return
-    in_use = [model for model in model_management.current_loaded_models if model.currently_used]
+    entries = list(model_management.current_loaded_models)
+    in_use = [entry for entry in entries if entry.currently_used]
     wanted = min(EVERYTHING, size + model_management.minimum_inference_memory())
+    # a model that died meanwhile, with one that is unloaded, would leave ComfyUI's list while ComfyUI goes through it
+    alive = [entry.model for entry in entries]
     model_management.free_memory(wanted, device, keep_loaded=in_use)
+    del alive
 
 
 def with_room(size: int, device: torch.device, start: Callable[[], Opened]) -> Opened:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from built_once import built_once
+from comfy.ldm.flux.layers import timestep_embedding
 from compiling import COMPILES
 from flux_networks import LAYOUTS, call, native, network, residuals
 from hybrid_trt.architectures.calls import Unsupported
+from hybrid_trt.architectures.flux import thousandths
 from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
@@ -130,6 +132,20 @@ def test_in_half_precision_it_rounds_as_native_does(layout: str, dtype: torch.dt
     for number, changes in enumerate(({}, {"batch": 2, "references": TWO})):
         given = call(net, **changes, control=residuals(net, 24 if layout == "dev" else 96, "ab", "cca"))
         assert error(net, session, given) <= limit, number
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_graph_that_rounds_no_product_embeds_the_guidance_that_native_embeds(dtype: torch.dtype) -> None:
+    """As a compiled one: it multiplies by 1000 in float32, whatever it takes. In bfloat16 native makes 3504 of 3.5."""
+    for value in (1.0, 2.5, 3.5, 4.0, 7.3, 30.0):
+        guidance = torch.tensor([value]).to(dtype)
+        expected = timestep_embedding(guidance, 256)
+        assert relative_error(timestep_embedding(thousandths(guidance), 256), expected.float()) <= 1e-2, value
+    raw = relative_error(timestep_embedding(torch.tensor([3.5]), 256), timestep_embedding(
+        torch.tensor([3.5], dtype=dtype), 256).float())  # fmt: skip
+    assert (raw > 0.1) == (dtype is torch.bfloat16), "this test would not see it"
+    net = network("dev", dtype)
+    assert net.architecture().binding(net.module)(call(net)).inputs["guidance"].dtype is torch.float32
 
 
 PROFILE = Profile({"B": Range(1, 1, 2), "N": Range(4, 24, 300), "T": Range(1, 9, 64)})

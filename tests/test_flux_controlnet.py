@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hybrid_trt.architectures.calls import Unsupported
 from hybrid_trt.architectures.shapes import Profile, Range
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.comfy_model.float32 import results_in_float32
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
@@ -148,6 +150,20 @@ def test_in_half_precision_it_rounds_as_native_does(dtype: torch.dtype) -> None:
     for layout in PIXELS:
         net = control_network(layout, dtype)
         assert error(net, live(net), control_call(net, batch=2)) <= limit, layout
+
+
+def test_in_half_precision_it_can_be_computed_in_float32_to_compare_with() -> None:
+    net = control_network("union", torch.bfloat16)
+    architecture, module = net.architecture(), copy.deepcopy(net.module)
+    inputs = architecture.binding(net.module)(control_call(net)).inputs
+    assert inputs["timesteps"].dtype is torch.float32
+    function = architecture.function(module)
+    given = [inputs[spec.name] for spec in architecture.engine_inputs(net.module, "bfloat16")]
+    exact = results_in_float32(function, given)
+    assert exact is not None
+    assert all(one.dtype is torch.float32 for one in exact)
+    with torch.inference_mode():
+        assert 1e-4 < relative_error(function(*given)[0], exact[0]) < 2e-2
 
 
 @pytest.mark.parametrize("layout", ["instantx", "union", *PIXELS])

@@ -5,6 +5,7 @@ In this process and on the CPU, with ComfyUI's own ``load_models_gpu``; doubles 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,3 +205,26 @@ def test_room_is_made_at_the_expense_of_models_that_the_run_does_not_use(
 
     patched.sample(step=evict, steps=1)
     assert seen == [(False, True, True)]
+
+
+@pytest.mark.fault("a model dies with another that is unloaded to make room")
+def test_room_is_made_though_a_model_dies_with_another_that_is_unloaded(
+    nothing_loaded: None, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, kept = load(files[NAME]), [load(files[NAME])] * 9  # ComfyUI begins with the one that has fewer references
+    model_management.load_models_gpu([kept[0]])
+    model_management.load_models_gpu([first])
+    for entry in model_management.current_loaded_models:
+        entry.currently_used = False
+    detach = first.detach
+
+    def drop(*arguments: Any) -> Any:
+        kept.clear()  # as when an engine closes that had the last reference
+        return detach(*arguments)
+
+    monkeypatch.setattr(first, "detach", drop)
+    monkeypatch.setattr(model_management, "is_device_cpu", lambda _device: False)
+    gpu_memory.make_room(gpu_memory.EVERYTHING, CPU)
+    gc.collect()
+    assert not kept
+    assert not model_management.current_loaded_models

@@ -57,12 +57,16 @@ CONTROLS: dict[str, dict[str, Any]] = {
     "instantx": {"depth": 1, "depth_single_blocks": 2},
     "without_singles": {"depth": 2, "depth_single_blocks": 0, "guidance_embed": False},
     "union": {"depth": 2, "depth_single_blocks": 0, "num_union_modes": 7},
+    "six_for_19": {"depth": 6, "depth_single_blocks": 0},
     "inpaint": {"depth": 1, "depth_single_blocks": 0, "control_latent_channels": 17},
     "xlabs": {"depth": 2, "depth_single_blocks": 0, "latent_input": False, "control_latent_channels": None},
     "mistoline": {"depth": 3, "depth_single_blocks": 2, "latent_input": False, "control_latent_channels": None,
                   "mistoline": True},
 }  # fmt: skip
-"""Layouts of ControlNets as they differ from Flux.1's model. The last two take pixels, the others a latent."""
+"""Layouts of ControlNets as they differ from Flux.1's model. The last two take pixels, the others a latent.
+
+*six_for_19* is Union Pro 2: each of five residuals acts on four blocks, and nothing is left for the sixth.
+"""
 PIXELS = ("xlabs", "mistoline")
 
 
