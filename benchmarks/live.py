@@ -3,9 +3,10 @@
     python benchmarks/live.py --comfyui ~/ComfyUI --base /tmp/benchmark --out benchmarks/results/live.json
 
 A client sends frames at a camera's rate over the WebSocket, 512 px as JPEG, and takes the pictures. Every two seconds
-it changes the seed, a strength or the prompt in turn, right before a frame. ``lost`` has for each change the frames of
-the second behind it that got no picture, ``lost_between`` those of all other frames, in percent. Delays are from the
-sending of a frame to its picture. ``--minutes 30`` is a soak. ``--tiny`` takes tiny models and no GPU.
+it changes the seed, a strength or the prompt in turn, right before a frame. ``lost`` has for each kind of change the
+frames of the second behind it that got no picture, ``first`` those of its first changes, ``lost_between`` those of all
+other frames, in percent. Delays are from the sending of a frame to its picture. ``--minutes 30`` is a soak. ``--tiny``
+takes tiny models and no GPU.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def prompt(case: realtime.Case, scale: realtime.Scale) -> Prompt:
     del built["frames"]
     del built["stream"]["inputs"]["frames"]
     built["stream"]["inputs"]["clip"] = ["loader", 1]
+    for name in ("positive", "negative"):  # as users have them: a changed prompt then differs in its text alone
+        built[name] = node("CLIPTextEncode", clip=["loader", 1], text=f"a {name} picture")
     return built
 
 
@@ -129,7 +132,8 @@ def row(case: str, seen: Seen, rate: float) -> dict[str, Any]:
     return {
         "case": case, "fps_sent": rate, "sent": len(seen.sent), "answered": len(seen.answered),
         "delay_p50_ms": round(statistics.median(delays), 2), "delay_p99_ms": round(delays[int(len(delays) * 0.99)], 2),
-        "lost": {kind: {"changes": len(found), "median": statistics.median(found or [0]), "most": max(found, default=0)}
+        "lost": {kind: {"changes": len(found), "median": statistics.median(found or [0]), "most": max(found, default=0),
+                        "first": found[:10]}
                  for kind, found in lost.items()},
         "lost_between_percent": round(100 * sum(one not in seen.answered for one in counted) / len(counted), 2),
         "refused": seen.refused[:3],
