@@ -155,6 +155,10 @@ class Model:
     def build(self) -> float:
         """Build the engines of the backbone and of the ControlNet; return the error that the first build measured."""
         errors = [self._built(network) for network in self._networks()]
+        if self.control is not None:  # its engine holds weights of its own; a prompt would not load native's
+            from comfy import model_management
+
+            model_management.unload_model_and_clones(self.control.control_model_wrapped)
         self.use_engines()
         return errors[0]
 
