@@ -115,9 +115,10 @@ def _turned(norm: torch.nn.RMSNorm, x: torch.Tensor, pe: torch.Tensor) -> torch.
     """Norm and turn queries or keys (batch, tokens, heads, features); a feature's partner is half of them further."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.to(x.dtype).float()
-    a, b = normed.chunk(2, -1)
     cos, sin = pe.unsqueeze(1).unbind(-1)
-    return torch.stack([a * cos - b * sin, b * cos + a * sin], -2).flatten(-2).to(x.dtype)
+    partner = normed.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    signed = sin.unsqueeze(-2) * torch.arange(-1, 2, 2, device=x.device).unsqueeze(-1)
+    return (normed * cos.repeat(1, 1, 2) + partner * signed.flatten(-2)).to(x.dtype)
 
 
 def _heads(layer: Attention, x: torch.Tensor) -> torch.Tensor:

@@ -26,9 +26,20 @@ def rotary_inputs(head: int) -> list[TensorSpec]:
 
 def turned(x: torch.Tensor, pe: torch.Tensor) -> torch.Tensor:
     """Turn neighbouring features of ``x`` (batch, heads, tokens, features) by the angles of ``rotary_inputs``."""
-    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = pe.unbind(-1)
-    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)
+    return rotated(x.float(), pe).to(x.dtype)
+
+
+def rotated(wide: torch.Tensor, pe: torch.Tensor) -> torch.Tensor:
+    """The same in float32; ``pe`` has a place for each token and pair of features, its cosine and sine last.
+
+    Each feature is computed from itself and its partner, where it lies. Inductor then writes queries and keys once;
+    it would write the first and the second features of all pairs apart, and put them together afterwards.
+    """
+    cos, sin = (t.unsqueeze(-1) for t in pe.unbind(-1))
+    partner = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    both = cos.expand(*(-1,) * (cos.ndim - 1), 2)
+    signed = sin * torch.arange(-1, 2, 2, device=wide.device)
+    return wide * both.flatten(-2) + partner * signed.flatten(-2)
 
 
 class RotaryAttention:

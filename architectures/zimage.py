@@ -19,6 +19,7 @@ from comfy.ldm.lumina.model import JointTransformerBlock, NextDiT, pos_ids_x
 
 from . import Role
 from .calls import Binding, EngineCall, PerImagePass, Unsupported
+from .rotary import rotated
 from .shapes import TOKEN_STEP, Dim, Examples, Picture, Profile, Range, RequestedSizes, Sizes, Symbol, TensorSpec
 
 PATCH = 2
@@ -238,9 +239,7 @@ def _normed(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def _turned(layer: torch.nn.Module, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Norm and turn queries or keys; all are (images, tokens, heads, features)."""
-    first, second = _normed(layer, x).unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = places.unsqueeze(1).unbind(-1)
-    return torch.stack([cos * first - sin * second, sin * first + cos * second], -1).flatten(-2).to(x.dtype)
+    return rotated(_normed(layer, x), places.unsqueeze(1)).to(x.dtype)
 
 
 def _attended(layer: torch.nn.Module, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
