@@ -14,6 +14,7 @@ import sympy
 import torch
 import torch._inductor.config
 from hybrid_trt.backends.torch_inductor.compiled import can_compile, compile_to_file
+from torch._inductor.dependencies import MemoryDep
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.virtualized import V
@@ -26,10 +27,18 @@ from hybrid_trt.backends.torch_inductor.row_sums import our_rows
 
 
 def reads_once(
-    row: int, hint: ReductionHint = ReductionHint.INNER, sums: int = 64, what: tuple[str, ...] = ("sum",)
-) -> bool:
-    """Tell if that many sums (or another reduction) of rows of so many elements keep these in registers."""
-    nodes = [SimpleNamespace(node=SimpleNamespace(get_reduction_type=lambda kind=kind: kind)) for kind in what]
+    row: int, hint: ReductionHint = ReductionHint.INNER, sums: int = 64, what: tuple[str, ...] = ("sum",),
+    apart: int = 320,
+) -> bool:  # fmt: skip
+    """Tell if that many sums (or another reduction) of rows of so many elements keep these in registers.
+
+    Args:
+        apart: how far the elements of a row lie apart.
+    """
+    which, element = sympy.symbols("d0 d1", integer=True)
+    read = MemoryDep("x", which + apart * element, (which, element), (sympy.Integer(sums), sympy.Integer(row)))
+    nodes = [SimpleNamespace(node=SimpleNamespace(get_reduction_type=lambda kind=kind: kind),
+                             read_writes=SimpleNamespace(reads=[read])) for kind in what]  # fmt: skip
     features = SimpleNamespace(
         get_reduction_hint=lambda: hint,
         reduction_numel=sympy.Integer(row),
@@ -49,6 +58,15 @@ def test_rows_of_a_layer_norm_are_read_once_while_we_compile_and_as_inductor_lik
     with our_rows():
         assert reads_once(row) is ours
     assert reads_once(row) is inductors
+
+
+def test_a_short_row_is_read_once_whatever_else_is_done_with_it_and_a_line_of_pixels_is_not() -> None:
+    """As an attention's heads are, of which queries and keys are normed and turned."""
+    assert not reads_once(128, ReductionHint.DEFAULT, 126720, apart=1)
+    with our_rows():
+        assert reads_once(128, ReductionHint.DEFAULT, 126720, apart=1)
+        assert not reads_once(128, ReductionHint.DEFAULT, 126720, apart=320)
+        assert not reads_once(512, ReductionHint.DEFAULT, 126720, apart=1)
 
 
 def test_sums_across_rows_stay_inductors() -> None:
