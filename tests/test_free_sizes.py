@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,10 @@ from hybrid_trt.architectures import Architecture, architectures
 from hybrid_trt.architectures.calls import RequestedCalls, calls_to_compile, example_of, file_sizes
 from hybrid_trt.architectures.shapes import Dim, Picture, Profile, Range, RequestedSizes, TensorSpec, sample_inputs
 from hybrid_trt.backends import LiveTask, backends
+from hybrid_trt.backends.torch_inductor import compiled, opened_files, parts
 from hybrid_trt.backends.torch_inductor.compile_step import compile_network
 from hybrid_trt.backends.torch_inductor.compiled import file_name, sizes_of
-from hybrid_trt.backends.torch_inductor.free_sizes import FreeSizes
+from hybrid_trt.backends.torch_inductor.free_sizes import FreeSizes, told
 from hybrid_trt.backends.torch_inductor.session import LiveSession
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine
@@ -140,6 +142,59 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     return found
 
 
+def test_a_network_is_cut_with_its_sizes_free_and_the_parts_compute_what_it_does(network: NativeNetwork) -> None:
+    architecture = network.architecture()
+    specs, free = architecture.engine_inputs(network.module, "float32"), architecture.free
+    function = architecture.function(network.module).eval().requires_grad_(False)
+    tensors = compiled.lifted(function)
+    call = CALL | {symbol: served.opt for symbol, served in free.items()}
+    given = list(sample_inputs(specs, call, seed=1).values())
+    sizes = FreeSizes(specs, free)
+    graph, _ = compiled.traced(function, [*tensors.values()], [*tensors], given, [], free=sizes)
+    parts.refuse_writes(graph)
+    cut, outputs = parts.in_parts(graph, 3, sizes.traced())
+    opened = [parts.opened(part.contents) for part in cut]
+    assert all({str(dim) for one in examples for dim in one.shape if not isinstance(dim, int)}
+               for _, examples, _ in opened), "each part has free sizes"  # fmt: skip
+    together = parts.InParts([part for part, *_ in opened], [(part.takes, part.gives) for part in cut], outputs)
+    for words, references in ((9, 2), (300, 5), (2, 40)):
+        given = sample_inputs(specs, CALL | {"T": words, "L": references}, seed=words).values()
+        with torch.inference_mode():
+            (result,) = together(*tensors.values(), *given)
+            assert relative_error(result, function(*given)[0]) <= LIMIT, (words, references)
+
+
+class Joined(torch.nn.Module):
+    """Words before a picture of six tokens, and layers that see all of them as one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, words: torch.Tensor, picture: torch.Tensor) -> tuple[torch.Tensor]:
+        x = torch.cat((words, picture), 1)
+        for layer in self.layers:
+            x = x + torch.relu(layer(x.flatten(0, 1))).unflatten(0, x.shape[:2])
+        return (x[:, words.shape[1] :],)
+
+
+@COMPILES
+def test_parts_that_others_compile_serve_prompts_of_any_length(tmp_path: Path) -> None:
+    function, served = Joined().requires_grad_(False), {"T": Range(2, 97, 900)}
+    specs = [TensorSpec("words", "float32", (2, Dim("T"), 8)), TensorSpec("picture", "float32", (2, 6, 8))]
+    tensors, path = compiled.lifted(function), tmp_path / "sizes.bin"
+    given = [torch.randn(2, 97, 8), torch.randn(2, 6, 8)]
+    with ThreadPoolExecutor(1) as other:
+        compiled.compile_in_parts(other.submit, 2, function, [*tensors.values()], [*tensors], given, path,
+                                  free=FreeSizes(specs, served))()  # fmt: skip
+    made = opened_files.open_file(path)
+    assert isinstance(made, parts.InParts)
+    for words in (97, 2, 450):
+        given[0] = torch.randn(2, words, 8)
+        with torch.inference_mode():
+            assert torch.allclose(made(*tensors.values(), *given)[0], function(*given)[0], atol=1e-6)
+
+
 class Fixed(torch.nn.Module):
     """Computes something else where a prompt has just the length that it was traced with."""
 
@@ -166,6 +221,14 @@ def test_what_is_right_for_some_lengths_alone_is_not_made_a_file(
                     free={"T": Range(2, 97, 900)})  # fmt: skip
     with pytest.raises(BuildError, match=match):
         compile_network(network, task, lambda *_: None)
+
+
+def test_a_size_that_is_no_sum_of_products_is_not_cut() -> None:
+    sizes = FreeSizes([TensorSpec("x", "float32", (Dim("T"),))], {"T": Range(2, 97, 900)})
+    (x,) = sizes.examples([], [torch.zeros(97)])
+    assert [told(size) for size in (7, x.shape[0] * 3 + 7)] == [7, f"3*{x.shape[0]} + 7"]
+    with pytest.raises(ValueError, match="a size is"):
+        told(x.shape[0] // 2)
 
 
 def test_two_free_sizes_that_cannot_be_told_apart_are_refused() -> None:

@@ -133,13 +133,18 @@ def _begin(
     """Begin to compile a size and return what ends with its file: all of it where this process is alone."""
     late = [i for i, spec in enumerate(task.inputs) if spec.late]
     arguments = (function, weights, names), (task.folder / _name(task, sizes), kernel, late)
-    if served := {symbol: task.free[symbol] for symbol in task.left_free(sizes)}:  # free sizes are not cut
-        return lambda: compile_to_file(*arguments[0], _inputs(task, sizes), *arguments[1],
-                                       FreeSizes(task.inputs, served))  # fmt: skip
-    if task.submit is None:
-        return lambda: compile_to_file(*arguments[0], _inputs(task, sizes), *arguments[1])
-    parts = max(1, task.processes // len(task.sizes))  # each costs some seconds of its own
-    return compile_in_parts(task.submit, parts, *arguments[0], _inputs(task, sizes), *arguments[1])
+    served = {symbol: task.free[symbol] for symbol in task.left_free(sizes)}
+
+    def free() -> FreeSizes | None:
+        return FreeSizes(task.inputs, served) if served else None
+
+    if task.submit is not None:
+        parts = max(1, task.processes // len(task.sizes))  # each costs some seconds of its own
+        try:
+            return compile_in_parts(task.submit, parts, *arguments[0], _inputs(task, sizes), *arguments[1], free())
+        except ValueError as error:
+            log.warning("Hybrid TRT: one process compiles the network, which cannot be cut (%s)", error)
+    return lambda: compile_to_file(*arguments[0], _inputs(task, sizes), *arguments[1], free())
 
 
 @contextmanager

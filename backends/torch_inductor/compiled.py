@@ -143,15 +143,22 @@ def compile_in_parts(
     path: Path,
     attention: str | None = None,
     late: Collection[int] = (),
+    free: FreeSizes | None = None,
 ) -> Callable[[], None]:
     """Begin ``compile_to_file``, whose arguments these are, in ``count`` parts that other processes compile.
 
     Returns:
         A function that waits for them and puts them together.
+
+    Raises:
+        ValueError: the network cannot be cut, for it has sizes of a form that a part cannot have.
     """
     with torch.inference_mode(False), torch.no_grad(), best_attention(inputs[0].device, attention):
-        graph, _ = traced(function, weights, names, inputs, late, functional=True)
-    cut, outputs = parts.in_parts(graph, count)
+        graph, _ = traced(function, weights, names, inputs, late, functional=free is None, free=free)
+    if free is not None:  # torch's own way to take out what is written in place would take sizes for granted
+        free.check()
+        parts.refuse_writes(graph)
+    cut, outputs = parts.in_parts(graph, count, None if free is None else free.traced())
     plans = [(part.takes, part.gives) for part in cut]
     running = [submit(compile_part, part.contents, attention) for part in cut]
 
@@ -165,13 +172,16 @@ def compile_part(contents: bytes, attention: str | None) -> bytes:
     """Inductor's file of a part; this runs in the process that was chosen for it."""
     keep_others_out()
     let_kernels_be_recorded()
-    graph, given = parts.opened(contents)
+    graph, given, free = parts.opened(contents)
     with (
         torch.inference_mode(False), torch.no_grad(), best_attention(given[0].device, attention),
         tempfile.TemporaryDirectory() as folder,
     ):  # fmt: skip
         path = Path(folder) / "compiled"
-        by_inductor(graph, given).save(path=str(path))
+        compiled = by_inductor(graph, given, free)
+        if free is not None:
+            free.check()
+        compiled.save(path=str(path))
         return path.read_bytes()
 
 

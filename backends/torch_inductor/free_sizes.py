@@ -5,13 +5,31 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from ...architectures.shapes import Range, TensorSpec
 from ...engine_library import BuildError
+
+Size = int | str
+"""A number, or a sum of products of free sizes by their names in a trace."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The free sizes of a traced network as plain data, for a process that compiles a part of it.
+
+    Attributes:
+        served: symbol -> the sizes that the file has to serve.
+        names: name in the trace -> symbol and the size that the trace was made with.
+    """
+
+    served: Mapping[str, Range]
+    names: Mapping[str, tuple[str, int]]
 
 
 class FreeSizes:
@@ -28,6 +46,11 @@ class FreeSizes:
         self._environment = ShapeEnv()
         self._mode = FakeTensorMode(shape_env=self._environment)
         self._names: dict[str, str] = {}
+        self._hints: dict[str, int] = {}
+
+    def traced(self) -> Traced:
+        """Return what another process needs to make the same sizes free: see ``of_part``."""
+        return Traced(dict(self._served), {name: (symbol, self._hints[name]) for name, symbol in self._names.items()})
 
     def examples(self, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Weights and inputs as fake tensors with free sizes, which a symbol's inputs share.
@@ -39,6 +62,7 @@ class FreeSizes:
             axes = {i: d.symbol for i, d in enumerate(spec.dims) if not isinstance(d, int) and d.symbol in self._served}
             fake = self._fake(tensor, axes)
             self._names |= {str(fake.shape[axis]): symbol for axis, symbol in axes.items()}
+            self._hints |= {str(fake.shape[axis]): tensor.shape[axis] for axis in axes}
             found.append(fake)
         return found
 
@@ -68,3 +92,43 @@ class FreeSizes:
                 if guard.expr.subs(values) != True:  # noqa: E712, sympy's own
                     told = ", ".join(f"{self._names[str(symbol)]} {size}" for symbol, size in values.items())
                     raise BuildError(f"Inductor compiled for sizes with {guard.expr}, which {told} has not")
+
+
+class FreeSizesOfPart(FreeSizes):
+    """Those of a part, in the process that compiles it."""
+
+    def __init__(self, traced: Traced):
+        super().__init__((), traced.served)
+        self.mode = self._mode
+        self._sizes: dict[str, torch.SymInt] = {}
+        for name, (symbol, size) in traced.names.items():
+            self._sizes[name] = self._fake(torch.empty(size, device="meta"), (0,)).shape[0]
+            self._names[str(self._sizes[name])] = symbol
+
+    def size(self, size: Size) -> int | torch.SymInt:
+        """Return a size of the trace as one of this process."""
+        if isinstance(size, int):
+            return size
+        total = 0
+        for term in sympy.Add.make_args(sympy.sympify(size)):
+            factors = [self._sizes.get(str(factor)) or int(factor) for factor in sympy.Mul.make_args(term)]
+            product = factors[0]
+            for factor in factors[1:]:
+                product = product * factor
+            total = total + product
+        return total
+
+
+def told(size: int | torch.SymInt) -> Size:
+    """Return a size of a trace as plain data.
+
+    Raises:
+        ValueError: it is no sum of products.
+    """
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    factors = [factor for term in sympy.Add.make_args(expression) for factor in sympy.Mul.make_args(term)]
+    if not all(factor.is_Symbol or factor.is_Integer for factor in factors):
+        raise ValueError(f"a size is {expression}")
+    return int(expression) if expression.is_Integer else str(expression)
