@@ -206,6 +206,17 @@ def test_a_layer_that_is_wider_than_its_network_keeps_its_dtype() -> None:
     assert set(stored_dtypes(network("unet", LAYOUT).module, torch.float16).values()) == {torch.float16}
 
 
+class Both(torch.nn.Module):
+    """Two layers of one input."""
+
+    def __init__(self, *layers: torch.nn.Module):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(layer(x) for layer in self.layers)
+
+
 @pytest.mark.parametrize(("name", "fused"), [("fp8", True), ("fp8 e5m2", True), ("fp8 with input scales", False)])
 @pytest.mark.parametrize("functional", [False, True])
 def test_rounding_to_fp8_is_fused_where_that_changes_no_bit(name: str, fused: bool, functional: bool) -> None:
@@ -213,12 +224,15 @@ def test_rounding_to_fp8_is_fused_where_that_changes_no_bit(name: str, fused: bo
     weights = LiveWeights(NativeNetwork(net.patcher, net.module, net.prefix, torch.bfloat16, "", net.role),
                           torch.bfloat16, False)  # fmt: skip
     weights.sync_from(net.patcher)
-    layer = weights.module.middle_block[1].transformer_blocks[0].attn1.to_q
+    attention = weights.module.middle_block[1].transformer_blocks[0].attn1
+    layer = Both(attention.to_q, attention.to_k)
     parameters = dict(layer.named_parameters())
-    given = torch.randn(2, 32, layer.in_features, dtype=torch.bfloat16)
+    given = torch.randn(2, 32, attention.to_q.in_features, dtype=torch.bfloat16)
     graph, _ = traced(layer, list(parameters.values()), list(parameters), [given], (), functional)
     found = {str(node.target) for node in graph.graph.nodes}
     assert "aten._scaled_mm.default" in found
+    ones = [(node.args, node.kwargs) for node in graph.graph.nodes if str(node.target) == "aten.ones.default"]
+    assert len(ones) == len(set(map(str, ones))), "a scale of one is made once for all layers"
     assert ("comfy_kitchen.quantize_fp8.default" in found) is not fused
     assert ("aten.clamp.default" in found) is fused
 

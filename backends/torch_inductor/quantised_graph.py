@@ -34,8 +34,20 @@ def write_out(network: GraphModule) -> None:
             _round_without_a_scale(network, node)
         elif node.target is getattr(getattr(aten, "_scaled_mm_v2", None), "default", ...):
             _multiply_by_the_older_name(network, node)
+    _share_ones(network)
     network.graph.eliminate_dead_code()
     network.recompile()
+
+
+def _share_ones(network: GraphModule) -> None:
+    """Have one tensor for all scales of one: Inductor would make each of them by a kernel of its own."""
+    first: dict[str, Node] = {}
+    for node in network.graph.find_nodes(op="call_function", target=aten.ones.default):
+        if not any(isinstance(user.target, torch._ops.OpOverload) and user.target._schema.is_mutable
+                   for user in node.users):  # fmt: skip
+            same = first.setdefault(f"{node.args} {node.kwargs}", node)
+            if same is not node:
+                node.replace_all_uses_with(same)
 
 
 def _round_without_a_scale(network: GraphModule, node: Node) -> None:
