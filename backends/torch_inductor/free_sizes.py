@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class FreeSizes:
         self._hints: dict[str, int] = {}
 
     def traced(self) -> Traced:
-        """Return what another process needs to make the same sizes free: see ``of_part``."""
+        """Return what another process needs to make the same sizes free: see ``FreeSizesOfPart``."""
         return Traced(dict(self._served), {name: (symbol, self._hints[name]) for name, symbol in self._names.items()})
 
     def examples(self, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -109,13 +110,10 @@ class FreeSizesOfPart(FreeSizes):
         """Return a size of the trace as one of this process."""
         if isinstance(size, int):
             return size
-        total = 0
+        total: int | torch.SymInt = 0
         for term in sympy.Add.make_args(sympy.sympify(size)):
-            factors = [self._sizes.get(str(factor)) or int(factor) for factor in sympy.Mul.make_args(term)]
-            product = factors[0]
-            for factor in factors[1:]:
-                product = product * factor
-            total = total + product
+            factors = map(str, sympy.Mul.make_args(term))
+            total += math.prod(self._sizes[name] if name in self._sizes else int(name) for name in factors)
         return total
 
 

@@ -128,7 +128,10 @@ def _that_tell_sizes(network: GraphModule, free: Traced) -> Iterator[Node]:
     """Inputs of a network that have a free size as it is, one for each."""
     inputs = network.graph.find_nodes(op="placeholder")
     for name in free.names:
-        yield next(node for node in inputs if name in map(str, node.meta["val"].shape))
+        telling = next((node for node in inputs if name in map(str, node.meta["val"].shape)), None)
+        if telling is None:
+            raise ValueError(f"no input has the size {name} as it is")
+        yield telling
 
 
 def _part(own: Sequence[Node], takes: set[Node], gives: Sequence[Node], numbers: Mapping[Node, int],
