@@ -3,10 +3,11 @@
     python benchmarks/large_models.py --comfyui ~/ComfyUI --base /tmp/benchmark --out large.json --cases flux1_1024
 
 Each row is a case: ``native_ms`` and ``engine_ms`` are medians of the steps of whole samplings in one process, cfg 1,
-and ``rel_err`` compares a latent after one step. ``*_peak_mb`` is the most GPU memory in use while sampling,
-``build_mb`` the most main memory of all processes during the build, less what this one had before. ``first_step_s`` is
-a sampling of one step right after the build: the compiled file is opened. Weights are random, made on the GPU, in no
-file. ``--profile`` adds the kernels of one step, native and on the engine, by their GPU milliseconds.
+and ``rel_err`` compares a latent after one step; ``native_error`` and ``engine_error`` hold both against float32.
+``*_peak_mb`` is the most GPU memory in use while sampling, ``build_mb`` the most main memory of all processes during
+the build, less what this one had before. ``first_step_s`` is a sampling of one step right after the build: the compiled
+file is opened. Weights are random, made on the GPU, in no file. ``--profile`` adds the kernels of one step, native and
+on the engine, by their GPU milliseconds.
 
 ``--again`` builds nothing: it times the first step on an engine of an earlier process, with another checkpoint and with
 a LoRA. Native's step comes first each time, and puts the weights on the GPU. A case that fails has its ``error`` in its
@@ -223,6 +224,15 @@ class Model:
             torch.cuda.synchronize()
         return latent, [_between(a, b) for a, b in zip(stamps[:-1], stamps[1:], strict=True)]
 
+    def sample_in_float32(self) -> torch.Tensor:
+        """The latent after a native step that computes in float32, with the same weights."""
+        own, self.native = self.native, self.native.clone()
+        self.native.set_model_compute_dtype(torch.float32)
+        try:
+            return self.sample(False, 1)[0]
+        finally:
+            self.native = own
+
     def _with_image(self, net: Any, image: torch.Tensor) -> Any:
         encoder = HintEncoder(self.native.get_model_object("latent_format").latent_channels)
         return net.copy().set_cond_hint(image, 0.7, (0.0, 1.0), vae=encoder)
@@ -293,7 +303,11 @@ def measure(case: Case, base: Path, tiny: bool, profile: bool) -> dict[str, Any]
     if profile:
         for way in ("native", "engine"):
             row[f"{way}_kernels"] = kernels(lambda way=way: model.sample(way == "engine", 1))
-    return row
+    try:
+        exact = model.sample_in_float32()
+    except Exception as error:  # ComfyUI cannot do so for each kind of weights
+        return row | {"not_in_float32": f"{type(error).__name__}: {error}"[:200]}
+    return row | {"native_error": relative_error(wanted, exact), "engine_error": relative_error(found, exact)}
 
 
 def measure_again(case: Case, base: Path, tiny: bool) -> dict[str, Any]:
