@@ -151,8 +151,11 @@ class Workflow:
     vae_engine: bool
 
     def nudged(self) -> Workflow:
-        """Next to nothing changed, which tells how far rounding leads astray here."""
-        return replace(self, cfg=self.cfg if self.cfg == 1.0 else self.cfg * NUDGE,
+        """Next to nothing changed, which tells how far rounding leads astray here.
+
+        A cfg of 1 too, though the negative prompt is computed then: else nothing might be changed at all.
+        """
+        return replace(self, cfg=self.cfg * NUDGE,
                        nets=tuple(replace(net, strength=net.strength * NUDGE) for net in self.nets),
                        patches=tuple(replace(patch, strength=patch.strength * NUDGE) for patch in self.patches),
                        guidance=self.guidance and self.guidance * NUDGE)  # fmt: skip

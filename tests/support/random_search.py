@@ -68,4 +68,5 @@ def wrong(
     if error <= max([limit, *(AMPLIFIES[name] for name in classes & AMPLIFIES.keys())]):
         return None
     nudged, _ = latent(native, prompt_of, workflow.nudged(), False)
-    return None if error <= ASTRAY * relative_difference(nudged, reference) else f"{error:.1e} from native"
+    astray = 0.0 if isinstance(nudged, str) else ASTRAY * relative_difference(nudged, reference)
+    return None if error <= astray else f"{error:.1e} from native"
