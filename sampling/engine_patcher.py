@@ -79,6 +79,16 @@ class EnginePatcher(Shared, ModelPatcher):
             return other.model.session is not None and self.model.session.parts == other.model.session.parts
         return super().is_clone(other)
 
+    def clone(self, *arguments: Any, **options: Any) -> EnginePatcher:
+        """Return a clone whose parent is the engine's first patcher, which lives as long as the engine.
+
+        ComfyUI takes the parent in a clone's place when that is gone. A parent that is a clone goes with it, and then
+        ComfyUI looks for a leak each time that it loads something.
+        """
+        cloned = super().clone(*arguments, **options)
+        cloned.parent = self.parent or self
+        return cloned
+
     def current_loaded_device(self) -> torch.device:
         """Return the device of an open engine, also one that another node opened: ComfyUI frees nothing for it."""
         return self.load_device if self.loaded_size() else super().current_loaded_device()

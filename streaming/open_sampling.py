@@ -84,7 +84,8 @@ class OpenSampling(comfy.samplers.Sampler):
                *_: Any, **__: Any) -> torch.Tensor:  # fmt: skip
         """Run the frames. ComfyUI calls this when models are loaded and conditionings are prepared."""
         self._guider, self._options = model_wrap, extra_args["model_options"]
-        self._models = model_management.loaded_models(only_currently_used=True)
+        loaded = model_management.loaded_models(only_currently_used=True)
+        self._models = [one for one in loaded if one is not None]  # None is a model that was let go of
         model = model_wrap.model_patcher
         with sigmas_on_device(model), _memory_asked_once(model), _nothing_collected():
             self._frames()

@@ -5,6 +5,8 @@ In this process and on the CPU, with ComfyUI's own ``load_models_gpu``; doubles 
 
 from __future__ import annotations
 
+import gc
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,26 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 # Engines that come and go between the node and the run
+
+
+def test_an_engine_whose_clones_are_gone_is_still_one_that_comfyui_knows(
+    patched: Patched, nothing_loaded: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ComfyUI clones the engines of a model with the model. Clones of clones often go together, in a cycle."""
+    (engine,) = (model for models in patched.model.additional_models.values() for model in models)
+    first = engine.clone()
+    clones = [first, first.clone()]
+    clones[1].attachments["a cycle"] = clones
+    model_management.load_models_gpu([clones[1]])
+    assert [entry.model for entry in model_management.current_loaded_models] == [clones[1]]
+    del first, clones
+    gc.collect()
+    (entry,) = model_management.current_loaded_models
+    assert entry.model is not None
+    assert entry.model.model is engine.model
+    with caplog.at_level(logging.INFO):
+        model_management.load_models_gpu([patched.native])
+    assert "memory leak" not in caplog.text
 
 
 def test_an_engine_that_arrived_after_the_node_ran_is_planned_for_and_native_weights_wait(

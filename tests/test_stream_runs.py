@@ -76,6 +76,18 @@ class TextEncoder:
         return [[random(1, 77, 768, seed=tokens), {"pooled_output": None}]]
 
 
+def test_a_model_that_comfyui_has_lost_is_not_loaded_again(
+    file: Path, vae: comfy.sd.VAE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = model_management.loaded_models
+    monkeypatch.setattr(model_management, "loaded_models", lambda **options: [None, *loaded(**options)])
+    stream = Stream(load(file), vae, *prompts(), OWN)
+    source = Given(Frame(0, image(0)))
+    monkeypatch.setattr(stream, "_show", lambda *arguments: (stream._reload(), Stream._show(stream, *arguments)))
+    streamed(stream, source)
+    assert apart(source.pictures[0], stock(load(file), vae, *prompts(), OWN, image(0))) <= LIMIT
+
+
 def test_a_new_prompt_acts_from_its_frame_on(file: Path, vae: comfy.sd.VAE) -> None:
     frame, (positive, negative) = image(3), prompts()
     source = Given(Frame(0, frame), Frame(1, frame, Changes(prompt="a cat")), Frame(2, frame))
