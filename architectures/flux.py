@@ -104,7 +104,7 @@ def conditioning(module: Flux, call: Mapping[str, Any]) -> dict[str, torch.Tenso
 
 
 def thousandths(values: torch.Tensor) -> torch.Tensor:
-    """Return float32 values, of which a thousand are what native gets when it multiplies ``values`` by 1000.
+    """Return ``values`` in float32, such that 1000 times each of them is the product that native gets.
 
     Native rounds the product to half precision before it takes the embedding; a compiled graph does not. In bfloat16
     guidance of 3.5 becomes 3504, whose embedding is another one than that of 3500.

@@ -6,6 +6,7 @@ hint encoder makes a latent: it is a per-image pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -96,11 +97,16 @@ def _own(module: ControlNetFlux) -> dict[str, list[str]]:
 
     A last block does not act where those before it have the model's blocks already, as with six blocks for 19.
     """
-    places = {"input": (module.controlnet_blocks, module.main_model_double),
-              "output": (module.controlnet_single_blocks, module.main_model_single)}  # fmt: skip
-    acting = {kind: min(len(blocks), -(-wanted // -(-wanted // len(blocks)))) if module.latent_input else len(blocks)
-              for kind, (blocks, wanted) in places.items() if len(blocks)}  # fmt: skip
-    return {kind: [f"{kind}_{i}" for i in range(number)] for kind, number in acting.items()}
+    found = {}
+    for kind, blocks, wanted in (("input", module.controlnet_blocks, module.main_model_double),
+                                 ("output", module.controlnet_single_blocks, module.main_model_single)):  # fmt: skip
+        acting = len(blocks)
+        if acting and module.latent_input:
+            each = math.ceil(wanted / len(blocks))  # blocks of the model for each residual
+            acting = math.ceil(wanted / each)
+        if acting:
+            found[kind] = [f"{kind}_{i}" for i in range(acting)]
+    return found
 
 
 def _layout(module: ControlNetFlux) -> ResidualLayout:

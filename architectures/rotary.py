@@ -30,10 +30,10 @@ def turned(x: torch.Tensor, pe: torch.Tensor) -> torch.Tensor:
 
 
 def rotated(wide: torch.Tensor, pe: torch.Tensor) -> torch.Tensor:
-    """The same in float32; ``pe`` has a place for each token and pair of features, its cosine and sine last.
+    """Turn features in float32; ``pe`` has an angle for each token and pair of features, as cosine and sine.
 
-    Each feature is computed from itself and its partner, where it lies. Inductor then writes queries and keys once;
-    it would write the first and the second features of all pairs apart, and put them together afterwards.
+    Each feature is computed from itself and its partner, where it lies. Inductor then writes queries and keys once.
+    Stacked pairs it would write as two halves, and join these by another kernel.
     """
     cos, sin = (t.unsqueeze(-1) for t in pe.unbind(-1))
     partner = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
