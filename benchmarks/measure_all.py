@@ -57,7 +57,7 @@ def versions(family: str, seconds: int) -> Measurement:
                                family)], seconds)  # fmt: skip
 
 
-SOAK = "seed=5 count=700 seconds=1150 device=gpu out={out}"
+SOAK = "seed=5 count=1000 seconds=1150 device=gpu out={out}"
 MEASUREMENTS = {
     "soak": Measurement([[*TESTS, "tests/test_soak.py", "-k", "thousand"]], 1320, 1, {"HYBRID_TRT_SOAK": SOAK}),
     "live": Measurement([script("live")], 270),

@@ -3,10 +3,11 @@
 *Wait points.* Residuals are needed in a UNet's second half alone. A network that was compiled to say where it needs
 them is captured with a wait point there. The first half then runs beside the ControlNets that compute them.
 
-*Failed captures.* The frames of their error hold tensors. With torch's own allocator all of them may go. With
-cudaMallocAsync, which ComfyUI prefers, a tensor made during the capture has an address that only the graph could have
-given memory. It holds none, and freeing it ends the process. So such tensors stay for good, and all else in the frames
-goes. Later captures may get the same addresses and fail as well: those shapes run plainly.
+*Failed captures.* The frames of their error hold tensors, and so may modules that an interrupt left in midst of a pass.
+With torch's own allocator all of them may go. With cudaMallocAsync, which ComfyUI prefers, a tensor made during the
+capture has an address that only the graph could have given memory. It holds none, and freeing it ends the process. So
+such tensors stay for good, and all else in the frames goes. Later captures may get the same addresses and fail as well:
+those shapes run plainly.
 
 *Graph memory.* A graph that was captured under cudaMallocAsync allocates as it runs. The driver keeps that memory for
 the next replay, and nobody else on the GPU can have it. torch's own allocator keeps it in pools instead.
@@ -19,7 +20,6 @@ import functools
 import gc
 import logging
 import os
-import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -32,9 +32,6 @@ import torch
 log = logging.getLogger(__name__)
 
 _never_freed: list[torch.Tensor] = []
-
-OURS = 3
-"""References to an object that is in one list alone: the list's, the loop's and the argument's."""
 
 RESERVED = 2
 """CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT of the driver's API."""
@@ -182,7 +179,7 @@ class CudaCapture:
         free_idle_memory(self._device)
         try:
             # thread_local: other threads of ComfyUI may use CUDA while this one captures
-            with torch.cuda.device(self._device), torch.cuda.graph(
+            with keep_what_a_failure_leaves(self._device), torch.cuda.device(self._device), torch.cuda.graph(
                 graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
             ):
                 body()
@@ -227,28 +224,40 @@ class CudaCapture:
             log.warning("Hybrid TRT: random numbers on %s may fail until ComfyUI restarts (%s)", self._device, error)
 
 
-def release_failed_capture(error: BaseException, device: torch.device) -> None:
-    """Empty the frames of a failed capture's error. The caller's own frame keeps what it holds."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    tensors = _tensors_on(device) if _frees_are_fatal(device) else []
-    for link in _chain(error):
-        traceback.clear_frames(link.__traceback__)
-        link.__traceback__ = None
-    for tensor in tensors:
-        if sys.getrefcount(tensor) == OURS:  # it would have died with the frames
-            _never_freed.append(tensor)
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))  # not even when the process ends
+@contextmanager
+def keep_what_a_failure_leaves(device: torch.device) -> Iterator[None]:
+    """Keep the tensors that the block made for good if it fails, where freeing them would end the process."""
+    if not _frees_are_fatal(device):
+        yield
+        return
+    collects = gc.isenabled()
+    gc.collect(0)  # now each object is older than those of the block, which stay young without further collections
+    gc.disable()
+    try:
+        yield
+    except BaseException:
+        made = [found for found in gc.get_objects(0) if issubclass(type(found), torch.Tensor)]
+        for tensor in made:
+            if tensor.device.type == device.type:
+                _never_freed.append(tensor)
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))  # not even when the process ends
+        raise
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _frees_are_fatal(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_allocator_backend() == "cudaMallocAsync"
 
 
-def _tensors_on(device: torch.device) -> list[torch.Tensor]:
-    """Return all tensors of this process on devices of this type."""
-    every = (found for found in gc.get_objects() if issubclass(type(found), torch.Tensor))
-    return [tensor for tensor in every if tensor.device.type == device.type]
+def release_failed_capture(error: BaseException, device: torch.device) -> None:
+    """Empty the frames of a failed capture's error. The caller's own frame keeps what it holds."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    for link in _chain(error):
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

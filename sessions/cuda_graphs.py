@@ -286,7 +286,6 @@ class GraphCache:
         free_idle_memory(self.device)
         before = _reserved(self.device)
         try:
-            # held in this frame: ``release_failed_capture`` would take the buffers for memory of the capture
             graph = _CapturedGraph.with_buffers(own(), given, inputs, self._steady, self.device)
             self._capture_graph(graph)
         except BaseException as error:  # ComfyUI's interrupt is no Exception

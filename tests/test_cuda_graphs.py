@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Mapping
 
@@ -10,6 +11,7 @@ import torch
 from comfy import model_management
 from fake_recorder import Recorder
 from hybrid_trt.architectures.calls import ResidualLayout
+from hybrid_trt.architectures.fused_linear import FusedLinear
 from hybrid_trt.sessions import cuda_capture, cuda_graphs
 from hybrid_trt.sessions.cuda_graphs import GraphCache
 from small_networks import CPU
@@ -188,9 +190,13 @@ def failed(network: Network, error: Exception, while_capturing: bool) -> GraphCa
             except ValueError as cause:
                 raise error from cause
 
+    def record(body: Callable[[], None]) -> object:
+        with cuda_capture.keep_what_a_failure_leaves(CPU):
+            return Recorder()(body)
+
     calls: list[bool] = []
     network.fail = fail
-    cache = GraphCache(CPU, capture=Recorder())
+    cache = GraphCache(CPU, capture=record)
     for _ in range(2):
         cache.run(network, {"x": random(2)})
     network.fail = lambda: None
@@ -224,8 +230,32 @@ def test_where_freeing_is_fatal_only_the_tensors_that_were_made_while_capturing_
     assert [m() is not None for m in made] == [False, False, True, False]
     assert len(stayed) == 1
     assert stayed[0] is made[2]()
+    assert gc.isenabled()
     del network
     assert (weight(), alive()) == (None, None)
+
+
+@pytest.mark.fault("a capture is interrupted between layers that share a result")
+@pytest.mark.parametrize("fatal", [True, False])
+def test_results_that_an_interrupted_capture_left_in_a_network_are_never_freed_where_that_is_fatal(
+    fatal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_capture, "_frees_are_fatal", lambda _device: fatal)
+    monkeypatch.setattr(cuda_capture, "_never_freed", [])
+    fused = FusedLinear([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]).requires_grad_(False)
+
+    def interrupted_pass() -> None:
+        with cuda_capture.keep_what_a_failure_leaves(CPU):
+            fused(0, torch.ones(1, 4))
+            raise model_management.InterruptProcessingException
+
+    with pytest.raises(model_management.InterruptProcessingException):
+        interrupted_pass()
+    left = weakref.ref(fused._results[1])
+    fused(0, torch.ones(1, 4))
+    assert (left() is not None) == fatal
+    kept = {id(tensor) for tensor in cuda_capture._never_freed}
+    assert kept.isdisjoint(map(id, fused.parameters()))
 
 
 def test_layouts_of_inputs_and_results_are_kept() -> None:

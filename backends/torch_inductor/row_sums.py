@@ -14,7 +14,7 @@ from torch._inductor.dependencies import MemoryDep
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 
-AT_ONCE = 2048
+AT_ONCE = 4096
 """Elements of the longest rows that a program keeps in registers while it sums them up; Inductor's is 1024."""
 
 

@@ -38,6 +38,37 @@ class Network:
         return {"out": activations[2] * factor}
 
 
+class Interrupted(BaseException):
+    """As ComfyUI's interrupt, which layers raise in the midst of a pass."""
+
+
+class Unfinished:
+    """Keeps a result from one call to the next, as layers do that one interrupt leaves in the midst of a pass."""
+
+    def __init__(self) -> None:
+        self.interrupts = False
+        self.result = None
+
+    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        self.result = None
+        self.result = list((inputs["x"] * 2).split(2))
+        if self.interrupts and torch.cuda.is_current_stream_capturing():
+            raise Interrupted
+        self.result[0] = None
+        return {"out": self.result[1] + 1}
+
+
+def run_on_after_an_interrupt(graphs: GraphCache) -> None:
+    """Interrupt a capture, then have the network replace what it kept of it."""
+    network = Unfinished()
+    for network.interrupts in (False, True, False, False):
+        try:
+            out = graphs.run(network, {"x": torch.ones(4, device=GPU)})["out"]
+            assert out.tolist() == [3.0, 3.0]
+        except Interrupted:
+            assert network.interrupts
+
+
 def held_by_a_failed_capture(graphs: GraphCache) -> int:
     """Bytes of the device that are not free again when the network and the failed capture are gone."""
     network = Network()
@@ -56,6 +87,7 @@ def held_by_a_failed_capture(graphs: GraphCache) -> int:
 
 small = torch.ones(8, 8, device=GPU)
 small @ small  # makes the library's work space
+run_on_after_an_interrupt(GraphCache(GPU))
 free = torch.cuda.mem_get_info()[0]
 graphs = GraphCache(GPU)
 held = held_by_a_failed_capture(graphs)

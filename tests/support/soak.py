@@ -82,7 +82,7 @@ class Soak:
 
     Args:
         long: with larger pictures and more steps, and engines are damaged, deleted and built again, which takes about
-            ten seconds each time.
+            ten seconds each time. On a GPU that ends with the first half of the prompts or of the time.
         readings: how often memory is read.
     """
 
@@ -98,9 +98,8 @@ class Soak:
         """Run prompts with mishaps between them; stop early when the time is over."""
         began, every = time.monotonic(), max(1, count // self._readings)
         while self.seen.prompts < count and (passed := time.monotonic() - began) < seconds:
-            if self._on_gpu and self.seen.prompts >= count // 2:
-                # torch and cuDNN keep what they load for a program or a size for good: the last half has no new ones
-                self._builds, self._repeats = 0.0, True
+            # torch and cuDNN keep what they load for a program or a size for good: the last half has no new ones there
+            self._repeats = self._on_gpu and (self.seen.prompts >= count // 2 or passed >= seconds / 2)
             self._mishap()
             self._prompt()
             if self.seen.prompts % every == 0:
@@ -171,7 +170,7 @@ class Soak:
         """Sometimes do what users, other tabs and full cards do between two prompts."""
         drawn: dict[Callable[[], object] | None, float] = {
             None: 60, self._interrupt: 8, self._unload: 4, self._free: 4, self._look: 6,
-            **({self._delete: 3, self._damage: 1} if self._long else {}),
+            **({self._delete: 3, self._damage: 1} if self._long and not self._repeats else {}),
         }  # fmt: skip
         chosen = self._random.choices(list(drawn), list(drawn.values()))[0]
         if chosen is not None and chosen() is not False:
