@@ -3,11 +3,11 @@
 *Wait points.* Residuals are needed in a UNet's second half alone. A network that was compiled to say where it needs
 them is captured with a wait point there. The first half then runs beside the ControlNets that compute them.
 
-*Failed captures.* The frames of their error hold tensors, and so may modules that an interrupt left in midst of a pass.
-With torch's own allocator all of them may go. With cudaMallocAsync, which ComfyUI prefers, a tensor made during the
-capture has an address that only the graph could have given memory. It holds none, and freeing it ends the process. So
-such tensors stay for good, and all else in the frames goes. Later captures may get the same addresses and fail as well:
-those shapes run plainly.
+*Failed captures.* The frames of their error hold tensors, and so may modules that stopped in the middle of a pass. With
+cudaMallocAsync, which ComfyUI prefers, a tensor made during the capture has an address that only the graph can give
+memory. Freeing it before ends the process, and while it is there later captures fail. So what was captured up to an
+interrupt runs once, and everything can go. Where CUDA broke the capture off, its tensors stay for good: they hold no
+memory. Later captures may get the same addresses and fail as well: those shapes run plainly.
 
 *Graph memory.* A graph that was captured under cudaMallocAsync allocates as it runs. The driver keeps that memory for
 the next replay, and nobody else on the GPU can have it. torch's own allocator keeps it in pools instead.
@@ -177,16 +177,27 @@ class CudaCapture:
             body()  # makes what else libraries keep
         here.wait_stream(self.stream)
         free_idle_memory(self._device)
-        try:
-            # thread_local: other threads of ComfyUI may use CUDA while this one captures
-            with keep_what_a_failure_leaves(self._device), torch.cuda.device(self._device), torch.cuda.graph(
-                graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
-            ):
-                body()
-        except BaseException:
-            self._leave_pool()
-            self._leave_capture()
-            raise
+        own: BaseException | None = None
+        with young_objects_kept_young():
+            try:
+                # thread_local: other threads of ComfyUI may use CUDA while this one captures
+                with torch.cuda.device(self._device), torch.cuda.graph(
+                    graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
+                ):
+                    try:
+                        body()
+                    except BaseException as error:
+                        own = error
+                        raise
+            except BaseException as error:
+                if error is not own or not self._ran(graph):
+                    keep_young_tensors(self._device)
+                if error is not own:  # else CUDA ended the capture well, and the graph itself leaves the pool
+                    self._leave_pool()
+                    self._leave_capture()
+                raise
+            finally:
+                del own
         free_idle_memory(self._device)
         return graph
 
@@ -203,6 +214,17 @@ class CudaCapture:
         event = torch.cuda.Event(external=True)
         event.record(torch.cuda.current_stream(self._device))  # a replay does not wait for an event without a record
         return WaitPoint(event)
+
+    def _ran(self, graph: torch.cuda.CUDAGraph) -> bool:
+        """Run what was captured before an error: its tensors then have memory and can be freed. False if it fails."""
+        try:
+            with torch.cuda.device(self._device):
+                graph.replay()
+                torch.cuda.synchronize(self._device)
+        except Exception as error:
+            log.debug("Hybrid TRT: a capture that was interrupted cannot run (%s)", error)
+            return False
+        return True
 
     def _leave_pool(self) -> None:
         """Leave the pool: after a failed capture torch still allocates to it, and it can neither be used nor freed."""
@@ -225,26 +247,26 @@ class CudaCapture:
 
 
 @contextmanager
-def keep_what_a_failure_leaves(device: torch.device) -> Iterator[None]:
-    """Keep the tensors that the block made for good if it fails, where freeing them would end the process."""
-    if not _frees_are_fatal(device):
-        yield
-        return
+def young_objects_kept_young() -> Iterator[None]:
+    """Let ``gc`` tell the objects that the block makes from all older ones."""
     collects = gc.isenabled()
-    gc.collect(0)  # now each object is older than those of the block, which stay young without further collections
+    gc.collect(0)
     gc.disable()
     try:
         yield
-    except BaseException:
+    finally:
+        if collects:
+            gc.enable()
+
+
+def keep_young_tensors(device: torch.device) -> None:
+    """Keep the tensors that the current block has made for good, where freeing them would end the process."""
+    if _frees_are_fatal(device):
         made = [found for found in gc.get_objects(0) if issubclass(type(found), torch.Tensor)]
         for tensor in made:
             if tensor.device.type == device.type:
                 _never_freed.append(tensor)
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))  # not even when the process ends
-        raise
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _frees_are_fatal(device: torch.device) -> bool:

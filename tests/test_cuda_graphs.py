@@ -180,6 +180,16 @@ class Network:
         return {"out": activation[0] + 0}
 
 
+def kept_if_it_fails(body: Callable[[], object]) -> object:
+    """Run a body as ``CudaCapture`` runs one whose capture CUDA breaks off."""
+    with cuda_capture.young_objects_kept_young():
+        try:
+            return body()
+        except BaseException:
+            cuda_capture.keep_young_tensors(CPU)
+            raise
+
+
 def failed(network: Network, error: Exception, while_capturing: bool) -> GraphCache:
     """Return a cache whose capture of a network has failed with an error that has another for its cause."""
     def fail() -> None:
@@ -190,13 +200,9 @@ def failed(network: Network, error: Exception, while_capturing: bool) -> GraphCa
             except ValueError as cause:
                 raise error from cause
 
-    def record(body: Callable[[], None]) -> object:
-        with cuda_capture.keep_what_a_failure_leaves(CPU):
-            return Recorder()(body)
-
     calls: list[bool] = []
     network.fail = fail
-    cache = GraphCache(CPU, capture=record)
+    cache = GraphCache(CPU, capture=lambda body: kept_if_it_fails(lambda: Recorder()(body)))
     for _ in range(2):
         cache.run(network, {"x": random(2)})
     network.fail = lambda: None
@@ -235,22 +241,21 @@ def test_where_freeing_is_fatal_only_the_tensors_that_were_made_while_capturing_
     assert (weight(), alive()) == (None, None)
 
 
-@pytest.mark.fault("a capture is interrupted between layers that share a result")
+@pytest.mark.fault("a capture breaks off between layers that share a result")
 @pytest.mark.parametrize("fatal", [True, False])
-def test_results_that_an_interrupted_capture_left_in_a_network_are_never_freed_where_that_is_fatal(
+def test_results_that_a_broken_capture_left_in_a_network_are_never_freed_where_that_is_fatal(
     fatal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_capture, "_frees_are_fatal", lambda _device: fatal)
     monkeypatch.setattr(cuda_capture, "_never_freed", [])
     fused = FusedLinear([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]).requires_grad_(False)
 
-    def interrupted_pass() -> None:
-        with cuda_capture.keep_what_a_failure_leaves(CPU):
-            fused(0, torch.ones(1, 4))
-            raise model_management.InterruptProcessingException
+    def broken_pass() -> None:
+        fused(0, torch.ones(1, 4))
+        raise RuntimeError("operation not permitted when stream is capturing")
 
-    with pytest.raises(model_management.InterruptProcessingException):
-        interrupted_pass()
+    with pytest.raises(RuntimeError, match="not permitted"):
+        kept_if_it_fails(broken_pass)
     left = weakref.ref(fused._results[1])
     fused(0, torch.ones(1, 4))
     assert (left() is not None) == fatal

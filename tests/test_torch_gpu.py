@@ -239,18 +239,29 @@ def test_what_cannot_be_recorded_runs_plainly_and_says_why() -> None:
     assert torch.randn(3, device=GPU).isfinite().all(), "and its random numbers"
 
 
+def said_by_failed_captures(allocator: str, *arguments: str) -> str:
+    """Run the script in a process of its own: the allocator is chosen once, and a wrong free ends the process."""
+    script = Path(__file__).parent / "support" / "failed_capture_on_gpu.py"
+    ended = subprocess.run([sys.executable, "-P", str(script), *arguments], capture_output=True, text=True, check=False,
+                           env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"backend:{allocator}"})
+    assert ended.returncode == 0, ended.stderr[:1000] + ended.stderr[-1000:]
+    return ended.stdout
+
+
 @pytest.mark.fault("recording fails on a real GPU")
 @pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync"])
 def test_a_failed_recording_gives_its_memory_back(allocator: str) -> None:
-    """In a process of its own: the allocator is chosen once, and with ComfyUI's own a wrong free ends the process."""
-    script = Path(__file__).parent / "support" / "failed_capture_on_gpu.py"
-    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False,
-                           env=os.environ | {"PYTORCH_CUDA_ALLOC_CONF": f"backend:{allocator}"})
-    assert ended.returncode == 0, ended.stderr[:1000] + ended.stderr[-1000:]
-    backend, *later, gone = ended.stdout.split()
-    assert (backend, gone) == (allocator, "True"), ended.stdout
+    said = said_by_failed_captures(allocator)
+    backend, *later, gone = said.split()
+    assert (backend, gone) == (allocator, "True"), said
     # cudaMallocAsync gives a later recording the very addresses of the failed one, which torch refuses: it runs plainly
-    assert later == ["captured"] or (allocator == "cudaMallocAsync" and "ptr_info" in ended.stdout), ended.stdout
+    assert later == ["captured"] or (allocator == "cudaMallocAsync" and "ptr_info" in said), said
+
+
+@pytest.mark.fault("a recording is interrupted on a real GPU")
+@pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync"])
+def test_an_interrupted_recording_leaves_nothing_behind_and_the_next_one_is_made(allocator: str) -> None:
+    assert said_by_failed_captures(allocator, "interrupt").split() == [allocator, "captured"]
 
 
 @pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync"])

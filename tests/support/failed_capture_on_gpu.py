@@ -1,5 +1,6 @@
 """Captures what cannot be captured, in a process of its own: prints the allocator, what a later capture came to, and
-whether the failed one's memory was given back (or how much was not)."""
+whether the failed one's memory was given back (or how much was not). With the argument ``interrupt`` a capture is
+interrupted instead."""
 
 from __future__ import annotations
 
@@ -67,6 +68,7 @@ def run_on_after_an_interrupt(graphs: GraphCache) -> None:
             assert out.tolist() == [3.0, 3.0]
         except Interrupted:
             assert network.interrupts
+    print(torch.cuda.get_allocator_backend(), "captured" if len(graphs) == 1 else graphs.failure)
 
 
 def held_by_a_failed_capture(graphs: GraphCache) -> int:
@@ -87,7 +89,9 @@ def held_by_a_failed_capture(graphs: GraphCache) -> int:
 
 small = torch.ones(8, 8, device=GPU)
 small @ small  # makes the library's work space
-run_on_after_an_interrupt(GraphCache(GPU))
+if sys.argv[1:] == ["interrupt"]:
+    run_on_after_an_interrupt(GraphCache(GPU))
+    raise SystemExit
 free = torch.cuda.mem_get_info()[0]
 graphs = GraphCache(GPU)
 held = held_by_a_failed_capture(graphs)
