@@ -263,12 +263,17 @@ def _run(
     if any(session.stream is None for session in sessions):
         late = None
     start = _start(sessions, x_noisy, at_least=2 if late is None else 1)
-    for control, hint, x, timesteps, context, extra in calls:
-        with _own_stream(control.control_model.handle.session, start) as stream:
-            result = control.control_model(x=x, hint=hint, timesteps=timesteps, context=context, **extra)
-            results.append(result)
-            if stream is not None:
-                joins.append((stream.record_event(), stream, _flat(result)))
+    try:
+        for control, hint, x, timesteps, context, extra in calls:
+            with _own_stream(control.control_model.handle.session, start) as stream:
+                result = control.control_model(x=x, hint=hint, timesteps=timesteps, context=context, **extra)
+                results.append(result)
+                if stream is not None:
+                    joins.append((stream.record_event(), stream, _flat(result)))
+    except BaseException:  # a graph that is captured has to have joined all streams, or CUDA breaks it off
+        for event, stream, tensors in joins:
+            wait_for(event, stream, tensors)
+        raise
     if late is None or start is None:
         return _joined(chain, results, joins)
     with torch.cuda.stream(sessions[-1].stream):
@@ -312,9 +317,14 @@ def _own_stream(session: Session, start: torch.cuda.Event | None) -> Iterator[to
     if start is None or stream is None:
         yield None
         return
+    here = torch.cuda.current_stream(stream.device)
     stream.wait_event(start)
-    with torch.cuda.stream(stream):
-        yield stream
+    try:
+        with torch.cuda.stream(stream):
+            yield stream
+    except BaseException:
+        here.wait_stream(stream)
+        raise
 
 
 def _merged(chain: list[ControlNet], results: list[Control]) -> Control:

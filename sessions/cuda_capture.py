@@ -124,9 +124,11 @@ def part_of(larger: LargerGraph) -> Iterator[None]:
     token = _larger_graph.set(larger)
     try:
         yield
-        larger.join()
     finally:
-        _larger_graph.reset(token)
+        try:
+            larger.join()  # after an error too: CUDA breaks a capture off whose streams have not joined
+        finally:
+            _larger_graph.reset(token)
 
 
 def in_larger_graph() -> bool:
