@@ -36,14 +36,15 @@ def native(serving: ComfyProcess) -> Iterator[ComfyProcess]:
 
 
 def searched(native: ComfyProcess, engines: ComfyProcess, workflows: list[Workflow]) -> Seen:
-    """Compare workflows, natively and through engines in turn."""
-    found, seen = [], Seen()
+    """Compare workflows, natively and through engines in turn; each is interrupted before."""
+    found, seen, interrupts = [], Seen(), Random(len(workflows))
     for workflow in workflows:
-        if (what := wrong(native, engines, workflow, prompt_of, seen, LIMIT)) is not None:
+        if (what := wrong(native, engines, workflow, prompt_of, seen, LIMIT, interrupts)) is not None:
             found.append(f"{what}: {workflow}")
     assert not found, "\n".join(found)
     assert seen.workflows > len(workflows) / 2, f"ComfyUI can do too little of what is drawn: {seen}"
     assert seen.on_engines > seen.native / 4, f"too little of it runs on engines: {seen}"
+    assert seen.interrupted > len(workflows) / 4, f"too little of it is interrupted: {seen}"
     return seen
 
 

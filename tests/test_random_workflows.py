@@ -33,11 +33,12 @@ def test_a_random_workflow_acts_as_in_native(sd15: ComfyProcess, native: ComfyPr
     draws, workflow, found, seen = Draws(random, sd15.object_info()), None, [], Seen()
     for _ in range(COUNT):
         workflow = draws.but_one_thing(workflow) if workflow and random.random() < 0.4 else draws.workflow()
-        if (what := wrong(native, sd15, workflow, prompt_of, seen)) is not None:
+        if (what := wrong(native, sd15, workflow, prompt_of, seen, interrupts=random)) is not None:
             found.append(f"{what}: {workflow}")
     assert not found, "\n".join(found)
     assert seen.workflows > COUNT / 2, f"ComfyUI can do too little of what is drawn: {seen}"
     assert seen.on_engines > seen.native, f"too little of it runs on engines: {seen}"
+    assert seen.interrupted > COUNT / 4, f"too little of it is interrupted: {seen}"
 
 
 # Every node of ComfyUI's own that takes a MODEL and gives one acts as in native, wherever it stands in the graph

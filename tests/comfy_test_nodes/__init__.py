@@ -24,7 +24,7 @@ from comfy_execution.graph_utils import GraphBuilder, is_link
 
 import nodes  # ComfyUI's
 
-from . import image_nodes, model_patches, other_packs_sampling, prompt_parts, stream_double
+from . import image_nodes, interrupts, model_patches, other_packs_sampling, prompt_parts, stream_double
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 TOOLS = SUPPORT.parents[1] / "tools"
@@ -342,6 +342,8 @@ NODES = [
     _node("TestStreamDouble", stream_double.stream_double, [
         io.Float.Input("seconds", default=0.0), io.Float.Input("patience", default=10.0), integer("turn", 0, 0),
         integer("fail_at", -1, -1)], always=True, hidden=[io.Hidden.unique_id]),
+    _node("TestInterruptedAt", interrupts.interrupted_at, [io.Latent.Input("samples"), integer("operation", 1, 1)],
+          io.Latent, always=True),
     _node("TestHoldBuilds", hold_builds, [io.String.Input("phase")]),
     _node("TestModelPatch", model_patches.patched, [
         MODEL, io.Combo.Input("kind", options=list(model_patches.KINDS))], io.Model),

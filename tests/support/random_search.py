@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import numpy
 from comfy_process import ComfyProcess, PromptRejected
-from scenarios import Prompt, relative_difference
+from scenarios import Prompt, node, relative_difference
 
 LIMIT = 2e-5
 ASTRAY = 20
@@ -35,6 +36,7 @@ class Seen:
     """Count of what was compared, and of the calls of networks that it took."""
 
     workflows: int = 0
+    interrupted: int = 0
     on_engines: int = 0
     native: int = 0
     families: Counter[str] = field(default_factory=Counter)
@@ -46,14 +48,34 @@ class Seen:
         self.native += sum(row["native"] for row in rows)
 
 
+def interrupt(comfy: ComfyProcess, built: Prompt, random: Random, seen: Seen) -> str | None:
+    """Run a prompt that is interrupted at any of the first thousand operations of its samplings; tell what failed."""
+    first = next(one for one in built.values() if "latent_image" in one["inputs"])
+    operation = int(10 ** random.uniform(0, 3))
+    built["interrupted"] = node("TestInterruptedAt", samples=first["inputs"]["latent_image"], operation=operation)
+    first["inputs"]["latent_image"] = ["interrupted", 0]
+    history = comfy.queue(built, timeout=300)
+    seen.interrupted += history.status == "interrupted"
+    return None if history.status == "interrupted" or history.ok else f"interrupted at {operation}: {history.error}"
+
+
 def wrong(
-    native: ComfyProcess, engines: ComfyProcess, workflow: Any, prompt_of: PromptOf, seen: Seen, limit: float = LIMIT
+    native: ComfyProcess, engines: ComfyProcess, workflow: Any, prompt_of: PromptOf, seen: Seen, limit: float = LIMIT,
+    interrupts: Random | None = None,
 ) -> str | None:
-    """Return what differs more than rounding explains; None too where ComfyUI cannot do it or gives no numbers."""
+    """Return what differs more than rounding explains; None too where ComfyUI cannot do it or gives no numbers.
+
+    Args:
+        interrupts: draws where the same prompt is interrupted before; without it none is.
+    """
     try:
         reference, _ = latent(native, prompt_of, workflow, False)
     except PromptRejected:
         return None
+    if interrupts is not None and not isinstance(reference, str):
+        failed = interrupt(engines, prompt_of(workflow, True, "interrupted"), interrupts, seen)
+        if failed is not None:
+            return failed
     found, rows = latent(engines, prompt_of, workflow, True)
     if isinstance(reference, str) or isinstance(found, str):
         same = isinstance(reference, str) and isinstance(found, str)
