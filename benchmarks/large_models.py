@@ -5,9 +5,9 @@
 Each row is a case: ``native_ms`` and ``engine_ms`` are medians of the steps of whole samplings in one process, cfg 1,
 and ``rel_err`` compares a latent after one step; ``native_error`` and ``engine_error`` hold both against float32.
 ``*_peak_mb`` is the most GPU memory in use while sampling, ``build_mb`` the most main memory of all processes during
-the build, less what this one had before. ``first_step_s`` is a sampling of one step right after the build: the compiled
-file is opened. Weights are random, made on the GPU, in no file. ``--profile`` adds the kernels of one step, native and
-on the engine, by their GPU milliseconds.
+the build, less what this one had before, and ``build_phases_s`` tells what took how long. ``first_step_s`` is a
+sampling of one step right after the build: the compiled file is opened. Weights are random, made on the GPU, in no
+file. ``--profile`` adds the kernels of one step, native and on the engine, by their GPU milliseconds.
 
 ``--again`` builds nothing: it times the first step on an engine of an earlier process, with another checkpoint and with
 a LoRA. Native's step comes first each time, and puts the weights on the GPU. A case that fails has its ``error`` in its
@@ -155,7 +155,11 @@ class Model:
 
     def build(self) -> float:
         """Build the engines of the backbone and of the ControlNet; return the error that the first build measured."""
-        errors = [self._built(network) for network in self._networks()]
+        errors, self.phases = [], {}
+        for network in self._networks():
+            built = self._built(network)
+            errors.append(built.parity["rel_err"])
+            self.phases[network.label] = {name: round(value, 1) for name, value in built.seconds.items()}
         if self.control is not None:  # its engine holds weights of its own; a prompt would not load native's
             from comfy import model_management
 
@@ -191,14 +195,14 @@ class Model:
                 patches[f"diffusion_model.{name}"] = LoRAAdapter(set(), (up, down, 16.0, None, None, None))
         assert self.native.add_patches(patches), "no layer takes the LoRA"
 
-    def _built(self, network: Any) -> float:
+    def _built(self, network: Any) -> Any:
         from hybrid_trt.architectures.shapes import Profile
         from hybrid_trt.engine_builder.build import build_engine
         from hybrid_trt.engine_builder.order import BuildOrder
 
         calls = self._calls(network)
         order = BuildOrder(network, network.precision, Profile.around(calls), self.backend, calls=tuple(calls))
-        return build_engine(order, self.library, lambda *_: None, log_line=print).manifest.parity["rel_err"]
+        return build_engine(order, self.library, lambda *_: None, log_line=print).manifest
 
     def sample(self, engines: bool, steps: int, seed: int = 1) -> tuple[torch.Tensor, list[float]]:
         """A sampling by ComfyUI's code: the latent, and the milliseconds from one step to the next."""
@@ -290,7 +294,8 @@ def measure(case: Case, base: Path, tiny: bool, profile: bool) -> dict[str, Any]
     started = time.perf_counter()
     with MainMemory() as main:
         row["build_error"] = model.build()
-    row |= {"build_s": round(time.perf_counter() - started, 1), "build_mb": round(main.peak)}
+    row |= {"build_s": round(time.perf_counter() - started, 1), "build_phases_s": model.phases,
+            "build_mb": round(main.peak)}
     started = time.perf_counter()
     found, _ = model.sample(True, 1)
     row["first_step_s"] = round(time.perf_counter() - started, 2)

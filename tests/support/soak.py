@@ -50,6 +50,7 @@ class Figures:
             them that are no file's. The system takes pages of files back at any time.
         reserved: bytes that torch has reserved on the GPU, and ``card``: all that is in use there; empty on a CPU.
         files: how many files and sockets the server holds open.
+        kinds: at each reading, resident bytes of ``[heap]``, of ``[anon]``, and of all files that are mapped.
     """
 
     seed: int
@@ -64,6 +65,7 @@ class Figures:
     reserved: list[int] = field(default_factory=list)
     card: list[int] = field(default_factory=list)
     files: list[int] = field(default_factory=list)
+    kinds: list[dict[str, int]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -228,10 +230,18 @@ class Soak:
         self.seen.memory.append(told.rss)
         self.seen.private.append(told.rss - told.shared)
         self.seen.files.append(process.num_fds())
+        self.seen.kinds.append(_kinds(process))
         device = self._comfy.get("/system_stats")["devices"][0]
         if device["type"] == "cuda":
             self.seen.reserved.append(device["torch_vram_total"])
             self.seen.card.append(device["vram_total"] - device["vram_free"])
+
+
+def _kinds(process: psutil.Process) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for mapped in process.memory_maps():
+        found[mapped.path if mapped.path.startswith("[") else "files"] += mapped.rss
+    return dict(found)
 
 
 def tracebacks_of_ours(log: str) -> list[str]:
