@@ -50,7 +50,9 @@ def reads_once(
         return V.choices.should_use_persistent_reduction(features, False)
 
 
-@pytest.mark.parametrize(("row", "ours", "inductors"), [(1024, True, True), (1280, True, False), (2560, False, False)])
+@pytest.mark.parametrize(
+    ("row", "ours", "inductors"), [(1024, True, True), (1280, True, False), (3840, True, False), (5120, False, False)]
+)
 def test_rows_of_a_layer_norm_are_read_once_while_we_compile_and_as_inductor_likes_afterwards(
     row: int, ours: bool, inductors: bool
 ) -> None:
