@@ -1,13 +1,7 @@
-"""CUDA graph capture: the capture itself, its wait points, what a failed one leaves, and the memory that graphs keep.
+"""CUDA graph capture: the capture itself, its wait points, and the memory that graphs keep.
 
 *Wait points.* Residuals are needed in a UNet's second half alone. A network that was compiled to say where it needs
 them is captured with a wait point there. The first half then runs beside the ControlNets that compute them.
-
-*Failed captures.* The frames of their error hold tensors, and so may modules that stopped in the middle of a pass. With
-cudaMallocAsync, which ComfyUI prefers, a tensor made during the capture has an address that only the graph can give
-memory. Freeing it before ends the process, and while it is there later captures fail. So what was captured up to an
-interrupt runs once, and everything can go. Where CUDA broke the capture off, its tensors stay for good: they hold no
-memory. Later captures may get the same addresses and fail as well: those shapes run plainly.
 
 *Graph memory.* A graph that was captured under cudaMallocAsync allocates as it runs. The driver keeps that memory for
 the next replay, and nobody else on the GPU can have it. torch's own allocator keeps it in pools instead.
@@ -17,33 +11,25 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import logging
 import os
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-log = logging.getLogger(__name__)
+from .failed_capture import Replay, record
 
-_never_freed: list[torch.Tensor] = []
+log = logging.getLogger(__name__)
 
 RESERVED = 2
 """CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT of the driver's API."""
 
 _idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
 """Streams to use again: each keeps tens of megabytes of work space for good."""
-
-
-class Replay(Protocol):
-    """A captured run: ``replay`` does it again on the same buffers."""
-
-    def replay(self) -> None: ...
 
 
 Capture = Callable[[Callable[[], None]], Replay]
@@ -179,27 +165,10 @@ class CudaCapture:
             body()  # makes what else libraries keep
         here.wait_stream(self.stream)
         free_idle_memory(self._device)
-        own: BaseException | None = None
-        with young_objects_kept_young():
-            try:
-                # thread_local: other threads of ComfyUI may use CUDA while this one captures
-                with torch.cuda.device(self._device), torch.cuda.graph(
-                    graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
-                ):
-                    try:
-                        body()
-                    except BaseException as error:
-                        own = error
-                        raise
-            except BaseException as error:
-                if error is not own or not self._ran(graph):
-                    keep_young_tensors(self._device)
-                if error is not own:  # else CUDA ended the capture well, and the graph itself leaves the pool
-                    self._leave_pool()
-                    self._leave_capture()
-                raise
-            finally:
-                del own
+        # thread_local: other threads of ComfyUI may use CUDA while this one captures
+        capturing = torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local")
+        with torch.cuda.device(self._device):
+            record(body, capturing, graph, self._device, self._leave)
         free_idle_memory(self._device)
         return graph
 
@@ -217,16 +186,10 @@ class CudaCapture:
         event.record(torch.cuda.current_stream(self._device))  # a replay does not wait for an event without a record
         return WaitPoint(event)
 
-    def _ran(self, graph: torch.cuda.CUDAGraph) -> bool:
-        """Run what was captured before an error: its tensors then have memory and can be freed. False if it fails."""
-        try:
-            with torch.cuda.device(self._device):
-                graph.replay()
-                torch.cuda.synchronize(self._device)
-        except Exception as error:
-            log.debug("Hybrid TRT: a capture that was interrupted cannot run (%s)", error)
-            return False
-        return True
+    def _leave(self) -> None:
+        """Leave a capture that CUDA broke off."""
+        self._leave_pool()
+        self._leave_random_numbers()
 
     def _leave_pool(self) -> None:
         """Leave the pool: after a failed capture torch still allocates to it, and it can neither be used nor freed."""
@@ -238,7 +201,7 @@ class CudaCapture:
                 log.debug("Hybrid TRT: %s: %s", leave.__name__, error)
         self._pool = torch.cuda.graph_pool_handle()  # graphs that were made before keep theirs
 
-    def _leave_capture(self) -> None:
+    def _leave_random_numbers(self) -> None:
         """Take torch's random numbers out of capture mode, where a failed capture leaves them, by one that succeeds."""
         try:
             torch.cuda.synchronize(self._device)
@@ -246,54 +209,6 @@ class CudaCapture:
                 torch.zeros(1, device=self._device)
         except Exception as error:
             log.warning("Hybrid TRT: random numbers on %s may fail until ComfyUI restarts (%s)", self._device, error)
-
-
-@contextmanager
-def young_objects_kept_young() -> Iterator[None]:
-    """Let ``gc`` tell the objects that the block makes from all older ones."""
-    collects = gc.isenabled()
-    gc.collect(0)
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-def keep_young_tensors(device: torch.device) -> None:
-    """Keep the tensors that the current block has made for good, where freeing them would end the process."""
-    if _frees_are_fatal(device):
-        made = [found for found in gc.get_objects(0) if issubclass(type(found), torch.Tensor)]
-        for tensor in made:
-            if tensor.device.type == device.type:
-                _never_freed.append(tensor)
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))  # not even when the process ends
-
-
-def _frees_are_fatal(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_allocator_backend() == "cudaMallocAsync"
-
-
-def release_failed_capture(error: BaseException, device: torch.device) -> None:
-    """Empty the frames of a failed capture's error. The caller's own frame keeps what it holds."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    for link in _chain(error):
-        traceback.clear_frames(link.__traceback__)
-        link.__traceback__ = None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Iterate over an error and its causes."""
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        link = waiting.pop()
-        if link is not None and id(link) not in seen:
-            seen.add(id(link))
-            waiting += [link.__cause__, link.__context__]
-            yield link
 
 
 def free_idle_memory(device: torch.device) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from comfy import model_management
 from fake_recorder import Recorder
 from hybrid_trt.architectures.calls import ResidualLayout
 from hybrid_trt.architectures.fused_linear import FusedLinear
-from hybrid_trt.sessions import cuda_capture, cuda_graphs
+from hybrid_trt.sessions import cuda_graphs, failed_capture
 from hybrid_trt.sessions.cuda_graphs import GraphCache
 from small_networks import CPU
 
@@ -180,14 +182,19 @@ class Network:
         return {"out": activation[0] + 0}
 
 
-def kept_if_it_fails(body: Callable[[], object]) -> object:
-    """Run a body as ``CudaCapture`` runs one whose capture CUDA breaks off."""
-    with cuda_capture.young_objects_kept_young():
-        try:
-            return body()
-        except BaseException:
-            cuda_capture.keep_young_tensors(CPU)
-            raise
+class Broken:
+    """A double of a capture that CUDA breaks off, which ends in an error of its own."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def broken_off(body: Callable[[], None]) -> None:
+    """Run a body as ``CudaCapture`` does when CUDA breaks the capture off."""
+    failed_capture.record(body, Broken(), Recorder.Replay(Recorder(), body), CPU, lambda: None)
 
 
 def failed(network: Network, error: Exception, while_capturing: bool) -> GraphCache:
@@ -202,7 +209,7 @@ def failed(network: Network, error: Exception, while_capturing: bool) -> GraphCa
 
     calls: list[bool] = []
     network.fail = fail
-    cache = GraphCache(CPU, capture=lambda body: kept_if_it_fails(lambda: Recorder()(body)))
+    cache = GraphCache(CPU, capture=broken_off)
     for _ in range(2):
         cache.run(network, {"x": random(2)})
     network.fail = lambda: None
@@ -227,8 +234,8 @@ def test_where_freeing_is_fatal_only_the_tensors_that_were_made_while_capturing_
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A double of cudaMallocAsync's rule. What stays holds no memory there."""
-    monkeypatch.setattr(cuda_capture, "_frees_are_fatal", lambda _device: True)
-    monkeypatch.setattr(cuda_capture, "_never_freed", stayed := [])
+    monkeypatch.setattr(failed_capture, "_frees_are_fatal", lambda _device: True)
+    monkeypatch.setattr(failed_capture, "_never_freed", stayed := [])
     network = Network()
     weight, alive = weakref.ref(network.weight), weakref.ref(network)
     failed(network, RuntimeError("operation not permitted"), while_capturing=True)
@@ -246,21 +253,44 @@ def test_where_freeing_is_fatal_only_the_tensors_that_were_made_while_capturing_
 def test_results_that_a_broken_capture_left_in_a_network_are_never_freed_where_that_is_fatal(
     fatal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_capture, "_frees_are_fatal", lambda _device: fatal)
-    monkeypatch.setattr(cuda_capture, "_never_freed", [])
+    monkeypatch.setattr(failed_capture, "_frees_are_fatal", lambda _device: fatal)
+    monkeypatch.setattr(failed_capture, "_never_freed", [])
     fused = FusedLinear([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]).requires_grad_(False)
 
-    def broken_pass() -> None:
-        fused(0, torch.ones(1, 4))
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    with pytest.raises(RuntimeError, match="not permitted"):
-        kept_if_it_fails(broken_pass)
+    with pytest.raises(RuntimeError, match="a previous error"):
+        broken_off(lambda: fused(0, torch.ones(1, 4)))
     left = weakref.ref(fused._results[1])
     fused(0, torch.ones(1, 4))
     assert (left() is not None) == fatal
-    kept = {id(tensor) for tensor in cuda_capture._never_freed}
+    kept = {id(tensor) for tensor in failed_capture._never_freed}
     assert kept.isdisjoint(map(id, fused.parameters()))
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_what_was_captured_up_to_an_interrupt_runs_once_and_then_can_be_freed(
+    runs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(failed_capture, "_frees_are_fatal", lambda _device: True)
+    monkeypatch.setattr(failed_capture, "_never_freed", stayed := [])
+    made, replays, left = [], [], []
+
+    def body() -> None:
+        made.append(torch.ones(3))
+        raise model_management.InterruptProcessingException
+
+    def replay() -> None:
+        replays.append(len(made))
+        if not runs:
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(model_management.InterruptProcessingException):
+        failed_capture.record(body, contextlib.nullcontext(), SimpleNamespace(replay=replay), CPU,
+                              lambda: left.append(True))  # fmt: skip
+    assert replays == [1], "once, while its tensors are there"
+    assert [tensor is made[0] for tensor in stayed] == ([] if runs else [True])
+    assert ("calls are slower" in caplog.text) is not runs
+    assert left == [], "the graph leaves the pool itself"
+    assert gc.isenabled()
 
 
 def test_layouts_of_inputs_and_results_are_kept() -> None:

@@ -1,10 +1,7 @@
-"""The torch backend on the CPU: live weights, hints, sessions, and files that are opened only when made here."""
+"""The torch backend on the CPU: live weights, hints, sessions and compiled files."""
 
 from __future__ import annotations
 
-import pickle
-import re
-import shutil
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,50 +14,27 @@ import slow
 import torch
 from compiling import COMPILES
 from fake_recorder import Recorder
-from hybrid_trt.architectures import architecture_of
 from hybrid_trt.architectures.calls import RequestedCalls
 from hybrid_trt.architectures.image_latent import ANY
-from hybrid_trt.architectures.shapes import Profile, Range, sample_inputs
-from hybrid_trt.backends import AUTO, backends
+from hybrid_trt.architectures.shapes import Profile, Range
+from hybrid_trt.backends import AUTO
 from hybrid_trt.backends.lookup import usable_backends
 from hybrid_trt.backends.torch_inductor import compile_step
 from hybrid_trt.backends.torch_inductor import session as live_torch_session
 from hybrid_trt.backends.torch_inductor.compiled import file_name, sizes_of
 from hybrid_trt.backends.torch_inductor.session import LiveSession
-from hybrid_trt.comfy_model.hash_cache import source_changed
 from hybrid_trt.comfy_model.module_copy import plain_copy
-from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import Engine, EngineIdentity, Library, Manifest, Reason, Unavailable, trust
-from hybrid_trt.engine_library.engine import describe_files, relative_error
-from hybrid_trt.engine_library.inventory import entries
-from hybrid_trt.engine_library.manifest import RECORD_NAME
-from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
-from hybrid_trt.sampling.engine_status import lacks_engine, status
+from hybrid_trt.engine_library import Library, Unavailable
+from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sessions import gpu_timing
 from hybrid_trt.sessions.gpu_memory import EVERYTHING
 from hybrid_trt.sessions.per_image_cache import ResultCache
+from live_sessions import PROFILE, SIZES, TORCH, error, given_for, key_folder, opened
 from small_networks import CPU, native_call, network, with_lora
 
-TORCH = backends()["torch"]
-SIZES = {"B": 2, "H": 9, "W": 12, "T": 77, "HB": 1}
-PROFILE = Profile({"B": Range(1, 2, 4), "H": Range(4, 16, 40), "W": Range(4, 16, 40), "T": Range(77, 77, 231),
-                   "HB": Range(1, 1, 4)})
-
-
-def given_for(net: NativeNetwork, seed: int, **sizes: int) -> dict[str, torch.Tensor]:
-    return sample_inputs(architecture_of(net.module).inputs(net.module, "float32"), SIZES | sizes, seed)
-
-
-def opened(net: NativeNetwork) -> LiveSession:
-    return LiveSession(net, TORCH, "float32", Recorder())
-
-
-def error(session: LiveSession, net: NativeNetwork, given: dict[str, torch.Tensor]) -> float:
-    with torch.inference_mode():
-        results = session.run(given).values()
-        return max(relative_error(r, n) for r, n in zip(results, native_call(net, given), strict=True))
+__all__ = ["key_folder"]  # a fixture: pytest finds it by name
 
 
 @slow.when("sd15_as_published")
@@ -227,12 +201,6 @@ def test_sizes_survive_being_a_file_name() -> None:
     assert [s["B"] for s in ANY.examples(PROFILE).compiled] == [2, 1]
 
 
-@pytest.fixture
-def key_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path / "keys"))
-    return tmp_path / "keys"
-
-
 @pytest.mark.parametrize("kind", [pytest.param("unet", marks=pytest.mark.slow), "controlnet"])
 @COMPILES
 def test_a_build_compiles_for_the_opt_sizes_and_serves_other_weights_too(
@@ -355,86 +323,6 @@ def test_what_a_call_takes_is_measured_and_costs_no_build(monkeypatch: pytest.Mo
     assert relative_error(replayed["0"], plain) <= 1e-6
     monkeypatch.setattr(gpu_timing, "milliseconds", lambda _call: 1 / 0)
     assert compile_step._figures(function, compiled, weights, given) == {}
-
-
-class Trap:
-    """Unpickling it leaves a mark."""
-
-    def __init__(self, mark: Path):
-        self.mark = mark
-
-    def __reduce__(self) -> tuple:
-        return Path.touch, (self.mark,)
-
-
-FOREIGN = '{"verdict": "built", "why": "", "parity": {}, "gpu": "", "signature": "0000"}'
-
-
-@pytest.mark.fault("a compiled file was not made here")
-def test_a_file_that_was_not_made_here_is_never_opened(tmp_path: Path, key_folder: Path) -> None:
-    net = network("unet", "unlike_levels")
-    library = Library([tmp_path / "library"])
-    folder = library.building_folder()
-    sizes = {name: size for name, size in SIZES.items() if name != "HB"}
-    name = file_name(sizes)
-    (folder / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
-    identity = EngineIdentity("sd15_unet", TORCH.weights(net), "float32", PROFILE.only("BHWT"), "torch",
-                              TORCH.version(), TORCH.target(CPU))
-    specs = architecture_of(net.module)
-    manifest = Manifest(identity, "unet", "foreign", tuple(specs.inputs(net.module, "float32")),
-                        tuple(specs.outputs(net.module, "float32")),
-                        describe_files(folder, [name]))
-    engine: Engine = library.publish(folder, manifest)
-    (engine.folder / RECORD_NAME).write_text(FOREIGN)
-    (found,) = entries(library, lambda _: None, source_changed)
-    assert (found.state, "not built on this machine" in found.reason) == ("stale", True)
-    session = opened(net)
-    session.use([engine])
-    given = given_for(net, 9)
-    assert error(session, net, given) <= 1e-5, "it runs uncompiled"
-    assert "not built on this machine" in session.refusal
-    assert not (tmp_path / "sprung").exists()
-
-
-@COMPILES
-def test_an_engine_whose_secret_is_lost_is_told_on_the_node_and_built_anew(tmp_path: Path, key_folder: Path) -> None:
-    net, library, steps = network("unet", "unlike_levels"), Library([tmp_path / "library"]), []
-
-    def compiler(task: dict, *_: object) -> dict:
-        steps.append(task["step"])
-        names = [file_name(sizes) for sizes in task["compiled"]]
-        for name in names:
-            (Path(task["folder"]) / name).write_bytes(b"what Inductor made")
-        return {"files": names, "parity": {"rel_err": 0.0}, "seconds": {}}
-
-    def build() -> Engine:
-        return build_engine(BuildOrder(net, "float32", PROFILE, TORCH), library, lambda *_: None, run=compiler)
-
-    engine = build()
-    assert build() == engine
-    handle = EngineHandle(net, EngineChoice(PROFILE, backend="torch"), library, "node")
-    assert handle.session.engines == [engine]
-    assert "not used" not in status(handle)
-
-    shutil.rmtree(key_folder)
-    handle.refresh()
-    assert handle.session.engines == []
-    assert re.search(rf"not used.*not built on this machine.*{trust.FOLDER_VARIABLE}", status(handle))
-    assert lacks_engine(handle)
-    build()
-    assert steps == ["compile", "compile"]
-    handle.refresh()
-    assert "not used" not in status(handle)
-
-
-def test_an_engine_of_another_gpu_or_torch_is_refused() -> None:
-    identity = EngineIdentity("sd15_unet", "layout:x", "float32", PROFILE, "torch", TORCH.version(), "cpu")
-    manifest = Manifest(identity, "unet", "", (), (), {})
-    assert TORCH.refuses(manifest, CPU) is None
-    other = Manifest(EngineIdentity(**{**identity.__dict__, "device": "NVIDIA H200, 9.0"}), "unet", "", (), (), {})
-    assert TORCH.refuses(other, CPU).reason is Reason.WRONG_GPU
-    old = Manifest(EngineIdentity(**{**identity.__dict__, "backend_version": "2.0"}), "unet", "", (), (), {})
-    assert TORCH.refuses(old, CPU).reason is Reason.STALE_ENGINE
 
 
 def test_engines_serve_every_checkpoint_of_a_layout_and_no_other() -> None:

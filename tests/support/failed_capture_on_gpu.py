@@ -40,11 +40,11 @@ class Network:
 
 
 class Interrupted(BaseException):
-    """As ComfyUI's interrupt, which layers raise in the midst of a pass."""
+    """Stands for ComfyUI's interrupt, which layers raise in the middle of a pass."""
 
 
 class Unfinished:
-    """Keeps a result from one call to the next, as layers do that one interrupt leaves in the midst of a pass."""
+    """Keeps a result until its next call, as layers do that an interrupt stops in the middle of a pass."""
 
     def __init__(self) -> None:
         self.interrupts = False
