@@ -60,9 +60,10 @@ def versions(family: str, seconds: int) -> Measurement:
 SOAK = "seed=5 count=1000 seconds=1150 device=gpu out={out}"
 MEASUREMENTS = {
     "soak": Measurement([[*TESTS, "tests/test_soak.py", "-k", "thousand"]], 1320, 1, {"HYBRID_TRT_SOAK": SOAK}),
-    "tests_one_gpu": Measurement([[*TESTS, *(f"tests/test_{name}_gpu.py" for name in (
-        "torch", "other", "vae", "late_control", "quantised"))]], 600),
+    "tests_one_gpu": Measurement([[*TESTS, *(f"tests/test_{name}.py" for name in (
+        "torch_gpu", "other_gpu", "vae_gpu", "late_control_gpu", "quantised_gpu", "native_weights", "report"))]], 650),
     "tests_streams": Measurement([[*TESTS, "tests/test_stream_gpu.py"]], 250),
+    "tests_many_prompts": Measurement([[*TESTS, "tests/test_many_prompts_gpu.py"]], 300),
     "zimage_512": large("zimage_512", seconds=120),
     "wan22": large("wan22_480", seconds=300),
     "wan22_fp8": large("wan22_480_fp8", seconds=300),

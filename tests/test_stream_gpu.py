@@ -43,9 +43,15 @@ def server(
 @pytest.mark.parametrize("steps_as_batch", [False, True], ids=["frame by frame", "steps as a batch"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_streams_pictures_are_those_of_stock_nodes(server: ComfyProcess, case: Case, steps_as_batch: bool) -> None:
-    server.free()  # no network is loaded from before
-    difference, _ = compared(server, case, steps_as_batch=steps_as_batch)
+    """Two things, as ComfyUI's own first picture after models are loaded may differ from its second by 0.3.
+
+    Stock nodes come between two streams. The first stream has to load each network, and its first frame may differ.
+    """
+    server.free()
+    loading = pictures_of(server.queue(streamed(case, steps_as_batch=steps_as_batch), timeout=300))
+    difference, history = compared(server, case, steps_as_batch=steps_as_batch)
     assert difference <= LIMIT
+    assert abs(loading[1:] - pictures_of(history)[1:]).max() <= LIMIT
 
 
 def test_a_lora_hooked_to_the_prompt_changes_a_streams_pictures(server: ComfyProcess) -> None:

@@ -88,6 +88,7 @@ def compile_network(function: torch.nn.Module, task: LiveTask, progress: Progres
     if task.device.type == "cuda":
         progress("measuring", 0.97)
         figures = _figures(function, first, weights, _inputs(task, task.sizes[0]))
+    seconds["compare"] = time.perf_counter() - started
     return {
         "files": [_name(task, sizes) for sizes in task.sizes],
         "seconds": seconds,

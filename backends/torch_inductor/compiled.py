@@ -24,6 +24,7 @@ from ...engine_library import BuildError
 from .. import Submit
 from . import inductor_tuning, late_inputs, parts, quantised_graph
 from .cache_folder import keep_others_out
+from .writes import take_out_writes
 
 if TYPE_CHECKING:
     from .free_sizes import FreeSizes
@@ -151,13 +152,14 @@ def compile_in_parts(
         A function that waits for them and puts them together.
 
     Raises:
-        ValueError: the network cannot be cut, for it has sizes of a form that a part cannot have.
+        ValueError: the network cannot be cut: it has sizes of a form that a part cannot have, or writes in place in
+            another way than it may.
     """
     with torch.inference_mode(False), torch.no_grad(), best_attention(inputs[0].device, attention):
         graph, _ = traced(function, weights, names, inputs, late, functional=free is None, free=free)
-    if free is not None:  # torch's own way to take out what is written in place would take sizes for granted
+    if free is not None:
         free.check()
-        parts.refuse_writes(graph)
+        take_out_writes(graph)
     cut, outputs = parts.in_parts(graph, count, None if free is None else free.traced())
     plans = [(part.takes, part.gives) for part in cut]
     running = [submit(compile_part, part.contents, attention) for part in cut]

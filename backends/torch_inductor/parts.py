@@ -87,13 +87,6 @@ def in_parts(network: GraphModule, count: int, free: Traced | None = None) -> tu
     return parts, [numbers[node] for node in outputs]
 
 
-def refuse_writes(network: GraphModule) -> None:
-    """Raise ValueError where a traced network writes in place."""
-    for node in network.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            raise ValueError(f"{node.target} writes in place")
-
-
 def _behind_a_library_call(body: Sequence[Node], end: int) -> int:
     """The first place from ``end`` on behind what Inductor leaves to a library: there it would fuse nothing anyway."""
     while end < len(body) and body[end - 1].target not in LIBRARY_CALLS:

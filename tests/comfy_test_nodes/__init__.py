@@ -24,7 +24,7 @@ from comfy_execution.graph_utils import GraphBuilder, is_link
 
 import nodes  # ComfyUI's
 
-from . import image_nodes, interrupts, model_patches, other_packs_sampling, prompt_parts, stream_double
+from . import held_memory, image_nodes, interrupts, model_patches, other_packs_sampling, prompt_parts, stream_double
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 TOOLS = SUPPORT.parents[1] / "tools"
@@ -366,5 +366,6 @@ class TestNodes(ComfyExtension):
 async def comfy_entrypoint() -> TestNodes:
     """Called by ComfyUI when it loads the pack."""
     _support("tiny_transformers").let_comfyui_load_zimage()
+    held_memory.add_route()
     gc.freeze()  # ComfyUI collects garbage after prompts, and would look at all that was imported each time
     return TestNodes()
