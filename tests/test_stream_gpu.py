@@ -43,9 +43,9 @@ def server(
 @pytest.mark.parametrize("steps_as_batch", [False, True], ids=["frame by frame", "steps as a batch"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_streams_pictures_are_those_of_stock_nodes(server: ComfyProcess, case: Case, steps_as_batch: bool) -> None:
-    """Two things, as ComfyUI's own first picture after models are loaded may differ from its second by 0.3.
+    """Stock nodes run between two streams, of which the first one has to load each network.
 
-    Stock nodes come between two streams. The first stream has to load each network, and its first frame may differ.
+    ComfyUI's own first picture after models are loaded differs from its second, by up to 0.3: its frame is left out.
     """
     server.free()
     loading = pictures_of(server.queue(streamed(case, steps_as_batch=steps_as_batch), timeout=300))

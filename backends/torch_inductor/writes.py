@@ -18,42 +18,53 @@ def take_out_writes(network: GraphModule) -> None:
         ValueError: it writes in another way, or into what is read through another tensor later.
     """
     place = {node: number for number, node in enumerate(network.graph.nodes)}
-    for node in list(network.graph.nodes):
-        if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-            continue
-        if node.target is not aten.add_.Tensor or not _may_be_new(node, place):
+    writes = [node for node in place if _writes(node)]
+    sharing: dict[int, list[Node]] = {}
+    for node in place if writes else ():
+        if (storage := _storage(node)) is not None:
+            sharing.setdefault(storage, []).append(node)
+    for node in writes:
+        others = sharing[_storage(node)]
+        if not _is_addition(node) or _is_read_elsewhere(node, others, place):
             raise ValueError(f"{node.target} writes in place")
-        with network.graph.inserting_before(node):
-            new = network.graph.call_function(aten.add.Tensor, node.args, node.kwargs)
-        new.meta, place[new] = dict(node.meta), place[node]
-        written = node.args[0]
-        for user in [user for user in written.users if place[user] > place[node]]:
-            user.replace_input_with(written, new)
-        node.replace_all_uses_with(new)
-        network.graph.erase_node(node)
+        new = _into_a_new_tensor(node, place)
+        place[new] = place[node]
+        others.append(new)
     network.recompile()
 
 
-def _may_be_new(node: Node, place: dict[Node, int]) -> bool:
-    """Tell whether a new tensor would do: of the same type, and what is written is read in no other way later."""
-    written, added = node.args[:2]
-    value = written.meta["val"]
-    if written.op == "placeholder" or isinstance(added, Node) and not _keeps_type(value, added.meta["val"]):
-        return False
-    earlier = (other for other in place if place[other] < place[node] and other is not written)
-    return not any(
-        place[user] > place[node]
-        for other in earlier
-        if _storage(other) == _storage(written)
-        for user in other.users
-    )
-
-
-def _keeps_type(value: torch.Tensor, added: object) -> bool:
-    return not isinstance(added, torch.Tensor) or torch.result_type(value, added) == value.dtype
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _storage(node: Node) -> int | None:
     """Return what tells a tensor's memory from that of others, or None for what is no tensor."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _is_addition(node: Node) -> bool:
+    """Tell whether a write adds to a tensor that the network has made, and the sum would be of its type."""
+    if node.target is not aten.add_.Tensor or node.args[0].op == "placeholder":
+        return False
+    written, added = (given.meta["val"] if isinstance(given, Node) else given for given in node.args[:2])
+    return torch.result_type(written, added) == written.dtype
+
+
+def _is_read_elsewhere(node: Node, others: list[Node], place: dict[Node, int]) -> bool:
+    """Tell whether what is written is read later through another tensor from before, of those that share its memory."""
+    earlier = [other for other in others if place[other] < place[node] and other is not node.args[0]]
+    return any(place[user] > place[node] for other in earlier for user in other.users)
+
+
+def _into_a_new_tensor(node: Node, place: dict[Node, int]) -> Node:
+    """Put an addition in the place of one in place, and of what it writes to wherever that is read later."""
+    written = node.args[0]
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(aten.add.Tensor, node.args, node.kwargs)
+    new.meta = dict(node.meta)
+    for user in [user for user in written.users if place.get(user, -1) > place[node]]:
+        user.replace_input_with(written, new)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+    return new
