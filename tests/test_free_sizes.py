@@ -18,11 +18,11 @@ from hybrid_trt.architectures.calls import RequestedCalls, calls_to_compile, exa
 from hybrid_trt.architectures.shapes import Dim, Picture, Profile, Range, RequestedSizes, TensorSpec, sample_inputs
 from hybrid_trt.backends import LiveTask, backends
 from hybrid_trt.backends.torch_inductor import compiled, opened_files, parts
+from hybrid_trt.backends.torch_inductor.additions_in_place import take_out_writes
 from hybrid_trt.backends.torch_inductor.compile_step import compile_network
 from hybrid_trt.backends.torch_inductor.compiled import file_name, sizes_of
 from hybrid_trt.backends.torch_inductor.free_sizes import FreeSizes, told
 from hybrid_trt.backends.torch_inductor.session import LiveSession
-from hybrid_trt.backends.torch_inductor.writes import take_out_writes
 from hybrid_trt.comfy_model.network import NativeNetwork
 from hybrid_trt.engine_builder.build import build_engine
 from hybrid_trt.engine_builder.order import BuildOrder

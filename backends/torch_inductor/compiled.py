@@ -23,8 +23,8 @@ from ...comfy_model.torch_kernels import best_attention
 from ...engine_library import BuildError
 from .. import Submit
 from . import inductor_tuning, late_inputs, parts, quantised_graph
+from .additions_in_place import take_out_writes
 from .cache_folder import keep_others_out
-from .writes import take_out_writes
 
 if TYPE_CHECKING:
     from .free_sizes import FreeSizes
@@ -152,8 +152,8 @@ def compile_in_parts(
         A function that waits for them and puts them together.
 
     Raises:
-        ValueError: the network cannot be cut: it has sizes of a form that a part cannot have, or writes in place in
-            another way than it may.
+        ValueError: the network cannot be cut: it has sizes of a form that a part cannot have, or writes in place
+            as ``take_out_writes`` refuses.
     """
     with torch.inference_mode(False), torch.no_grad(), best_attention(inputs[0].device, attention):
         graph, _ = traced(function, weights, names, inputs, late, functional=free is None, free=free)

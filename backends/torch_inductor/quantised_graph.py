@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from .additions_in_place import is_write
+
 aten = torch.ops.aten
 
 KERNELS = "comfy_kitchen"
@@ -43,8 +45,7 @@ def _share_ones(network: GraphModule) -> None:
     """Have one tensor for all scales of one: Inductor would make each of them by a kernel of its own."""
     first: dict[str, Node] = {}
     for node in network.graph.find_nodes(op="call_function", target=aten.ones.default):
-        if not any(isinstance(user.target, torch._ops.OpOverload) and user.target._schema.is_mutable
-                   for user in node.users):  # fmt: skip
+        if not any(map(is_write, node.users)):
             same = first.setdefault(f"{node.args} {node.kwargs}", node)
             if same is not node:
                 node.replace_all_uses_with(same)

@@ -48,6 +48,7 @@ class Figures:
     """Record of a soak.
 
     Attributes:
+        worst: the largest difference of a latent from native's, and ``worst_of`` its prompt.
         memory: resident bytes of the server, read at even distances with all models unloaded and freed memory given
             back; ``private``: those of them that are no file's. The system takes pages of files back at any time.
         reserved: bytes that torch has reserved on the GPU, and ``card``: all that is in use there; empty on a CPU.
@@ -227,7 +228,7 @@ class Soak:
     def _measure(self) -> None:
         """Read what the server holds when no model is loaded and nothing is built; its history is ComfyUI's own.
 
-        What is freed goes back to the system first: glibc keeps more than half of all private memory for later.
+        What is freed goes back to the system first: glibc keeps much of it for later.
         """
         while any(job["state"] in ("queued", "running") for job in self._comfy.get("/hybrid_trt/builds")):
             time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""Additions in place, ``x += y``, taken out of a traced network: what writes in place cannot be cut into parts.
+"""Takes additions in place, ``x += y``, out of a traced network, which could not be cut into parts with them.
 
 Torch's own way, ``functionalize``, would take sizes for granted that are to stay free.
 """
@@ -18,7 +18,7 @@ def take_out_writes(network: GraphModule) -> None:
         ValueError: it writes in another way, or into what is read through another tensor later.
     """
     place = {node: number for number, node in enumerate(network.graph.nodes)}
-    writes = [node for node in place if _writes(node)]
+    writes = [node for node in place if is_write(node)]
     sharing: dict[int, list[Node]] = {}
     for node in place if writes else ():
         if (storage := _storage(node)) is not None:
@@ -33,7 +33,8 @@ def take_out_writes(network: GraphModule) -> None:
     network.recompile()
 
 
-def _writes(node: Node) -> bool:
+def is_write(node: Node) -> bool:
+    """Tell whether an operation of a trace writes into one of its inputs."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
@@ -52,7 +53,11 @@ def _is_addition(node: Node) -> bool:
 
 
 def _is_read_elsewhere(node: Node, others: list[Node], place: dict[Node, int]) -> bool:
-    """Tell whether what is written is read later through another tensor from before, of those that share its memory."""
+    """Tell whether what is written is read later through another tensor.
+
+    Args:
+        others: the tensors that share its memory; only those that were there before the write count.
+    """
     earlier = [other for other in others if place[other] < place[node] and other is not node.args[0]]
     return any(place[user] > place[node] for other in earlier for user in other.users)
 

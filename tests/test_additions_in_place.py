@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hybrid_trt.backends.torch_inductor.writes import take_out_writes
+from hybrid_trt.backends.torch_inductor.additions_in_place import is_write, take_out_writes
 from torch.fx.experimental.proxy_tensor import make_fx
 
 Network = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -71,5 +71,4 @@ def test_other_writes_and_those_that_are_read_through_another_tensor_are_refused
 
 
 def writes(graph: torch.fx.GraphModule) -> int:
-    return sum(isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-               for node in graph.graph.nodes)  # fmt: skip
+    return sum(map(is_write, graph.graph.nodes))
