@@ -1,16 +1,19 @@
 """Changes that other nodes make to a network besides its weights, without a patch that ComfyUI knows of.
 
-``LayerWatch`` looks for all of them once per run, and for what is quick in every call.
+``LayerWatch`` looks for all of them once per run. In each call it looks whether anything can have changed since.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import dis
 import functools
 import inspect
 import weakref
-from collections.abc import Iterator, Sequence
-from operator import eq, itemgetter
+from collections.abc import Hashable, Iterator, Sequence
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_modules
@@ -20,37 +23,44 @@ from .. import architectures
 from .attention import preference_class
 from .comfyui_internals import names_used_by
 from .comfyui_shims import is_of_loading
+from .layer_writes import count_writes, writes
 from .replaced_code import replaced_code
 
 COMPUTES = frozenset({"forward", "_forward", "_conv_forward", "forward_comfy_cast_weights"})
-"""Methods that other packs replace on layers."""
+"""Methods by which layers compute."""
 
 _PADDING = "zeros"
 """Padding of all convolutions of these networks; for seamless tiles other packs set ``circular``. Other layers may have
 a setting of this name too, which is their own."""
 _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 
-_SETTINGS = frozenset({bool, int, float, str, tuple, type(None)})
-"""Of these types are the settings of layers, which do not change by themselves."""
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+"""Of these types, or lists, dicts and records of them, are the settings of layers: they do not change by themselves."""
+MACHINERY = frozenset(torch.nn.Module().__dict__)
+"""Attributes that torch keeps on each layer: parts, hooks, the training flag."""
+_OF_A_LOAD = frozenset({"weight_function", "bias_function"})
+_ORDERED = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
+"""Layers that compute with their parts in the order in which they hold them. All others name their parts."""
 
 _FAMILIES = architectures.__name__
 _NO_FORWARD = torch.nn.Module.forward
 
-_first_seen: weakref.WeakKeyDictionary[torch.nn.Module, list[_Seen]] = weakref.WeakKeyDictionary()
-"""The layers that a network had, in order: hashes and live weights are of these."""
+_structures: weakref.WeakKeyDictionary[torch.nn.Module, Structure] = weakref.WeakKeyDictionary()
 
 
 class _Seen:
-    """A layer as it was seen first: itself, and the settings that its class's code reads."""
+    """A layer as it was seen: itself, its class, and the settings that its class's code reads."""
 
-    __slots__ = ("layer", "names", "read", "values")
+    __slots__ = ("kind", "layer", "names", "read", "values")
 
     def __init__(self, layer: torch.nn.Module):
-        own, used = layer.__dict__, names_used_by(type(layer))
+        own, self.kind = layer.__dict__, type(layer)
+        used = _read_by(self.kind)
         self.layer = weakref.ref(layer)
         self.names = [name for name, value in own.items() if name in used and is_setting(name, value)]
         self.read = itemgetter(*self.names) if self.names else _nothing
-        self.values = self.read(own)
+        values = self.read(own)
+        self.values = copy.deepcopy(values) if any(map(_is_mutable, map(own.get, self.names))) else values
 
     def difference(self, own: dict) -> str | None:
         """The name of a setting that is another one now, or None."""
@@ -67,59 +77,107 @@ def _nothing(_own: dict) -> None:
     return None
 
 
+class Structure:
+    """The layers of a network as they were when an engine was looked up, in order. Keeps none of them.
+
+    Hashes, copies and live weights are of these. A network with other ones is another network.
+
+    Attributes:
+        answers: what was found out about it, which is forgotten with it.
+    """
+
+    def __init__(self, layers: Sequence[torch.nn.Module]):
+        self.answers: dict[Hashable, Any] = {}
+        self.seen = list(map(_Seen, layers))
+
+    def difference(self, module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> str | None:
+        """Find what is another one in a network now; in words, or None."""
+        for layer, seen in zip(layers, self.seen, strict=False):
+            if seen.layer() is not layer or seen.kind is not type(layer):
+                return f"{_name(module, layer)} is not the layer that was there"
+            if (name := seen.difference(layer.__dict__)) is not None:
+                return f"{name} of {_name(module, layer)} is not what it was when the model was first seen"
+        return None if len(layers) == len(self.seen) else "it has another number of layers than it had"
+
+    def has_its_settings(self, attributes: Sequence[dict]) -> bool:
+        """Tell whether all layers have their settings, given the ``__dict__`` of each."""
+        try:
+            return all(one.read(own) == one.values for one, own in zip(self.seen, attributes, strict=True))
+        except KeyError:
+            return False
+
+
+def structure_of(module: torch.nn.Module) -> Structure | None:
+    """Return the structure that engines of a network are looked up for; None before the first look."""
+    return _structures.get(module)
+
+
+def answers_about(module: torch.nn.Module) -> dict[Hashable, Any]:
+    """Return what was found out about a network as long as it has the structure that it has now."""
+    found = _structures.get(module)
+    return {} if found is None else found.answers
+
+
 def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """All layers of a network, itself first. Made by hand: large networks have thousands."""
+    """All layers of a network, itself first, in an order that tells of each layer's parts.
+
+    Made by hand: large networks have thousands.
+    """
     layers, todo = [], [module]
     ignored = (type(None), preference_class())
     while todo:
         layer = todo.pop()
         layers.append(layer)
-        todo += [part for part in layer.__dict__["_modules"].values() if type(part) not in ignored]
+        parts = layer.__dict__["_modules"]
+        if len(parts) > 1 and not isinstance(layer, _ORDERED):  # a part that was put back is the last one
+            parts = {name: parts[name] for name in sorted(parts)}
+        todo += [part for part in parts.values() if type(part) not in ignored]
     return layers
 
 
-def changed_in_place(module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> str | None:
-    """Find what another node changed in a network besides its weights; in words, or None.
+def foreign_layer(module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> str | None:
+    """Find a layer that computes something else than ComfyUI's or torch's code for it; in words, or None.
 
-    Other packs put methods on layers themselves (tiling's ``_conv_forward``), other layers in their place, or write to
-    the settings that layers compute with. These are compared with those that were there when it was first seen.
+    Other packs put methods on layers themselves (tiling's ``_conv_forward``), hooks or layers of their own.
     """
+    if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
+        return "all layers have a forward hook of another node"
     for layer in layers:
-        own = layer.__dict__
-        suspect = not COMPUTES.isdisjoint(own) or own["_forward_hooks"] or own["_forward_pre_hooks"]
-        if (suspect or own.get("padding_mode", _PADDING) != _PADDING) and (what := replaced(layer)) is not None:
+        if (what := replaced(layer)) is not None:
             return f"{_name(module, layer)} has a {what}"
     if any(map(_is_foreign, set(map(type, layers)))):
         layer = next(layer for layer in layers if _is_foreign(type(layer)))
         return f"{_name(module, layer)} is a {type(layer).__qualname__} of another pack"
-    before = _first_seen.get(module)
-    if before is None:
-        _first_seen[module] = list(map(_Seen, layers))
-        return None
-    for layer, seen in zip(layers, before, strict=False):
-        if seen.layer() is not layer:
-            return f"{_name(module, layer)} is not the layer that was there"
-        if (name := seen.difference(layer.__dict__)) is not None:
-            return f"{name} of {_name(module, layer)} is not what it was when the model was first seen"
-    return None if len(layers) == len(before) else "it has fewer layers than it had"
-
-
-def has_its_settings(module: torch.nn.Module, attributes: Sequence[dict]) -> bool:
-    """Tell whether all layers have the settings that they were seen with first.
-
-    Args:
-        attributes: the ``__dict__`` of each of ``layers_of(module)``.
-    """
-    seen = _first_seen.get(module, ())
-    try:
-        return all(one.read(own) == one.values for one, own in zip(seen, attributes, strict=True))
-    except (KeyError, ValueError):
-        return False
+    return None
 
 
 def is_setting(name: str, value: object) -> bool:
     """Tell whether an attribute of a layer is a plain constant of its constructor, and not of loading."""
-    return type(value) in _SETTINGS and name != "training" and "comfy" not in name and not is_of_loading(name, value)
+    if name in MACHINERY or name in _OF_A_LOAD or "comfy" in name:
+        return False
+    return _is_plain(value) and not is_of_loading(name, value)
+
+
+def _is_plain(value: object) -> bool:
+    if type(value) in _PLAIN:
+        return True
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, type) or not dataclasses.is_dataclass(value):
+        return False
+    return all(_is_plain(getattr(value, field.name)) for field in dataclasses.fields(value))
+
+
+def _is_mutable(value: object) -> bool:
+    return type(value) not in _PLAIN and type(value) is not tuple
+
+
+@functools.cache
+def _read_by(kind: type) -> frozenset[str]:
+    """The names of attributes that a class's code reads and its forward does not write."""
+    return names_used_by(kind) - left_by_forward(kind)
 
 
 def replaced(layer: torch.nn.Module) -> str | None:
@@ -186,74 +244,100 @@ class LayerWatch:
 
     def __init__(self, module: torch.nn.Module):
         self._module = module
-        self._layers: list[torch.nn.Module] = []
-        self._kinds: frozenset[type] = frozenset()
-        self._hooks: list[dict] = []
-        self._own: list[dict] = []
-        self._attributes = 0
-        self._put_back: list[tuple[dict, str, object]] = []  # methods that lie on layers and are their own
-        self._hooks_ever = -1
-        self._parts: list[dict] = []  # those of each layer, and the same when they were looked at
-        self._parts_before: list[dict] = []
+        self._structure: Structure | None = None
+        self._clean = False  # whether the last look found the layers of the structure
+        count_writes()
 
-    def look(self) -> str | None:
-        """Find what is not as ComfyUI made it; in words, or None. Once per run: it takes a millisecond or two.
-
-        Where the last look found nothing and nothing seems to have changed since, it takes a part of that.
-        """
-        ever = RemovableHandle.next_id
-        if not self._seems_unchanged():
-            layers = self._layers = layers_of(self._module)
-            self._parts_before = []
-            if (what := changed_in_place(self._module, layers)) is not None:
-                return what
-            self._own = [layer.__dict__ for layer in layers]
-            self._hooks = [own[kind] for kind in ("_forward_hooks", "_forward_pre_hooks") for own in self._own]
-            self._kinds = frozenset(map(type, layers))
-            self._parts = [own["_modules"] for own in self._own]
-            self._parts_before = list(map(dict, self._parts))
-            self._note_methods()
-        self._hooks_ever = ever
-        return replaced_code(self._kinds)
-
-    def _seems_unchanged(self) -> bool:
-        """True where layers have the same parts, settings, methods and number of attributes as at the last look."""
-        if not self._parts_before or self._more_on_layers() or any(self._hooks):
-            return False
-        same_parts = all(map(eq, self._parts, self._parts_before))
-        return same_parts and has_its_settings(self._module, self._own)
-
-    def look_again(self, methods: bool) -> str | None:
-        """Find a hook or method that was put on a layer since ``look``; in words, or None.
-
-        Every hook that is registered anywhere has torch count one further; hooks are looked for when it has.
+    def begin(self, adopt: bool) -> str | None:
+        """Look while an engine is looked up; in words, or None. Later looks compare with what is there now.
 
         Args:
-            methods: look for replaced methods too. Takes 20 microseconds for a thousand layers, without it none.
+            adopt: take a network with other layers of ComfyUI's than before for another network.
         """
-        if RemovableHandle.next_id != self._hooks_ever:
-            if any(self._hooks) or torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
-                return self._found() or "all layers have a forward hook of another node"
-            self._hooks_ever = RemovableHandle.next_id
-        if methods and self._more_on_layers():
-            if (what := self._found()) is not None:
+        known = structure_of(self._module)
+        if not (self._clean and self._structure is known and self._has_the_same()):
+            number, layers = writes(), layers_of(self._module)
+            self._clean = False
+            if (what := foreign_layer(self._module, layers)) is not None:
                 return what
-            self._note_methods()
-        return None
+            if known is not None and (what := known.difference(self._module, layers)) is not None:
+                if not adopt:
+                    return what
+                known = None
+            if known is None:
+                known = _structures[self._module] = Structure(layers)
+            self._structure = known
+            self._note(layers, number)
+        return replaced_code(self._kinds)
 
-    def _note_methods(self) -> None:
-        self._attributes = sum(map(len, self._own))
-        self._put_back = [(own, name, own[name]) for own in self._own for name in COMPUTES if name in own]
+    def look(self) -> str | None:
+        """Find what is not as it was in ``begin``; in words, or None. Takes a millisecond where much was written."""
+        if self._structure is None:
+            return self.begin(adopt=False)
+        if not (self._clean and self._has_the_same()):
+            number, layers = writes(), layers_of(self._module)
+            self._clean = False
+            what = foreign_layer(self._module, layers) or self._structure.difference(self._module, layers)
+            if what is not None:
+                return what
+            self._note(layers, number)
+        return replaced_code(self._kinds)
 
-    def _more_on_layers(self) -> bool:
-        """True where a layer has more attributes than before, or another method in the place of one."""
-        if sum(map(len, self._own)) != self._attributes:
-            return True
-        return any(own.get(name) is not method for own, name, method in self._put_back)
+    def look_again(self) -> str | None:
+        """As ``look``, in microseconds where nobody wrote to a layer since. For each call beside other packs' code."""
+        return replaced_code(self._kinds) if self._clean and self._is_untouched() else self.look()
 
-    def _found(self) -> str | None:
-        for layer in self._layers:
-            if (what := replaced(layer)) is not None:
-                name = next(name for name, found in self._module.named_modules() if found is layer)
-                return f"{name or type(layer).__name__} has a {what}"
-        return None
+    def _note(self, layers: list[torch.nn.Module], number: int) -> None:
+        """Note what is compared later: the layers are those of the structure, after so many writes."""
+        self._written, self._hooks_ever = number, -1
+        self._layers, self._types, self._kinds = layers, list(map(type, layers)), frozenset(map(type, layers))
+        self._own = own = [layer.__dict__ for layer in layers]
+        self._hooks = [one[kind] for kind in ("_forward_hooks", "_forward_pre_hooks") for one in own]
+        self._sizes, self._names = list(map(len, own)), list(map(list, own))
+        self._methods = [(one, name, one[name]) for one, kind in zip(own, self._types, strict=True)
+                         for name in methods(kind).intersection(one)]  # fmt: skip
+        self._parts = [one["_modules"] for one in own if one["_modules"]]
+        self._parts_before = list(map(dict, self._parts))
+        self._orders = list(map(list, self._parts))
+        # what may be written to directly, which nobody counts: the network, its lists, their blocks, lists of numbers
+        lists = [part for part in self._module._modules.values() if part is not None]
+        blocks = [block for part in lists for block in part._modules.values() if block is not None]
+        self._top = [part.__dict__ for part in (self._module, *lists, *blocks)]
+        self._top_sizes = list(map(len, self._top))
+        self._lists = [part._modules for part in (self._module, *lists)]
+        self._lists_before = list(map(dict, self._lists))
+        values = (one[name] for seen, one in zip(self._structure.seen, own, strict=True) for name in seen.names)
+        self._mutable = list(filter(_is_mutable, values))
+        self._mutable_before = copy.deepcopy(self._mutable)
+        self._clean = True
+
+    def _is_untouched(self) -> bool:
+        """True where nobody wrote to a layer or hooked into one. Takes 3 microseconds."""
+        return (writes() == self._written and self._is_unhooked() and list(map(len, self._top)) == self._top_sizes
+                and self._lists == self._lists_before and self._mutable == self._mutable_before)  # fmt: skip
+
+    def _is_unhooked(self) -> bool:
+        """True where no layer has a hook. torch numbers hooks: only after a new one all are looked at."""
+        ever = RemovableHandle.next_id
+        if ever != self._hooks_ever:
+            if any(self._hooks) or torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
+                return False
+            self._hooks_ever = ever
+        return True
+
+    def _has_the_same(self) -> bool:
+        """True where layers have the same classes, parts, settings, methods and names of attributes as before."""
+        number = writes()
+        same = (
+            self._is_unhooked()
+            and list(map(type, self._layers)) == self._types
+            and self._parts == self._parts_before
+            and list(map(list, self._parts)) == self._orders
+            and list(map(len, self._own)) == self._sizes
+            and (number == self._written or list(map(list, self._own)) == self._names)
+            and all(own.get(name) is method for own, name, method in self._methods)
+            and self._structure.has_its_settings(self._own)
+        )
+        if same:
+            self._written = number
+        return same

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..architectures.fused_linear import FusedLinear
+from ..engine_library import Reason, Unavailable
 from .module_copy import plain_copy
 from .network import NativeNetwork
 from .stored_weights import is_quantised, quantised_again, stored_dtypes, tensors_of, weights_with_patches
@@ -236,6 +237,8 @@ class LiveWeights:
                     self._parameter(name).copy_(value)
         for whole in self._wholes():
             whole.place()
+        if (lacking := next((name for name, parameter in self._parameters() if parameter.is_meta), None)) is not None:
+            raise Unavailable(Reason.MODEL_PATCHED, f"another node has taken {lacking} out of the model")
         self._patched, self._shared = patched, shared
         self.generation += moved
 

@@ -15,11 +15,11 @@ from ..architectures.kept_tokens import kept_in
 from ..architectures.model_patches import AbsorbedPatch, WithCompanion, companion_of
 from ..engine_library.fallback import Fallback, Reason, Unavailable
 from .attention import part_replaced, preference_class, unknown_preference
-from .changed_layers import LayerWatch
+from .changed_layers import LayerWatch, answers_about, structure_of
 from .hash_cache import hashes_without_patches
 from .stored_weights import has_quantised
 from .weight_formats import multiplies_in_fp8, rounded_unlike, unreadable_weights
-from .weight_hash import Check, fingerprint, forget_hash, hash_of_parts, known_hash, weights_hash
+from .weight_hash import Check, fingerprint, forget_hash, forget_places, hash_of_parts, known_hash, weights_hash
 from .weight_patches import why_reshaped
 
 if TYPE_CHECKING:
@@ -32,9 +32,6 @@ _CAST = "manual_cast_dtype"
 """Under this name a patcher has the compute dtype that it wants of its model, or the model the one that is its own."""
 _UNPATCHED = object()
 
-_architectures: weakref.WeakKeyDictionary[torch.nn.Module, dict[Role, Architecture | None]] = (
-    weakref.WeakKeyDictionary()
-)
 _both: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakKeyDictionary[ModelPatcher, WithCompanion]] = (
     weakref.WeakKeyDictionary()
 )
@@ -147,13 +144,19 @@ class NativeNetwork:
         Raises:
             Unavailable: no engine can be built for this network, or for the way it is patched.
         """
-        architecture = self.architecture()
+        self._check_patches()
         sampled_by = getattr(self.patcher.model, "current_patcher", None)
         if sampled_by is not None and sampled_by.injections:  # what is the model's own cannot be told meanwhile
             raise Unavailable(Reason.MODEL_PATCHED, "another node has put parts into the model that is sampled now")
-        if (left := self._leftovers()) or (changed := (watch or LayerWatch(self.module)).look()) is not None:
-            what = f"another node's {left[0]} lies on the model" if left else changed
-            raise Unavailable(Reason.MODEL_PATCHED, what)
+        if left := self._leftovers():
+            raise Unavailable(Reason.MODEL_PATCHED, f"another node's {left[0]} lies on the model")
+        before = structure_of(self.module)
+        if (changed := (watch or LayerWatch(self.module)).begin(adopt=sampled_by is None)) is not None:
+            raise Unavailable(Reason.MODEL_PATCHED, changed)
+        if before is not None and structure_of(self.module) is not before:
+            for part in self.parts:
+                forget_places(part.patcher)
+        architecture = self.architecture()
         for part in self.parts:
             if (name := unknown_preference(part.module, part.patcher, part.prefix)) is not None:
                 raise Unavailable(Reason.MODEL_PATCHED, f"its layers prefer the attention {name}")
@@ -165,12 +168,8 @@ class NativeNetwork:
         Raises:
             Unavailable: no engine can be built for this network, or for the way it is patched.
         """
-        if (replaced := replaced_part(self.patcher)) is not None:
-            raise Unavailable(Reason.MODEL_PATCHED, replaced)
-        patchers = [part.patcher for part in self.parts]
-        if any(one.weight_wrapper_patches or one.hook_patches or one.injections for one in patchers):
-            raise Unavailable(Reason.MODEL_PATCHED, "another node changes the weights while sampling")
-        known = _architectures.setdefault(self.module, {})
+        self._check_patches()
+        known = answers_about(self.module)
         if self.role not in known:
             known[self.role] = architecture_of(self.module, self.role)
         architecture = known[self.role]
@@ -184,12 +183,19 @@ class NativeNetwork:
         if multiplies_in_fp8(self.module):
             what = "multiplies in fp8 (fp8_e4m3fn_fast), as no engine does; weight_dtype fp8_e4m3fn has engines"
             raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} {what}")
-        for one in patchers:
+        for one in (part.patcher for part in self.parts):
             if (fallback := why_reshaped(one)) is not None:
                 raise Unavailable(fallback.reason, fallback.detail, advice=fallback.advice)
             if one.is_dynamic() and (what := rounded_unlike(one)) is not None:
                 raise Unavailable(Reason.MODEL_PATCHED, what)
         return architecture
+
+    def _check_patches(self) -> None:
+        if (replaced := replaced_part(self.patcher)) is not None:
+            raise Unavailable(Reason.MODEL_PATCHED, replaced)
+        patchers = [part.patcher for part in self.parts]
+        if any(one.weight_wrapper_patches or one.hook_patches or one.injections for one in patchers):
+            raise Unavailable(Reason.MODEL_PATCHED, "another node changes the weights while sampling")
 
     def other_dtype(self, patcher: ModelPatcher) -> Fallback | None:
         """Return why a patcher of the same model is not served: *ModelComputeDtype* set another dtype. Cheap."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import types
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 
@@ -21,12 +20,9 @@ import torch
 from .. import architectures
 from ..engine_library.manifest import LAYOUT_PREFIX
 from .attention import preference_class
-from .changed_layers import left_by_forward, methods
+from .changed_layers import MACHINERY, answers_about, left_by_forward, methods
 from .comfyui_shims import is_of_loading
 from .stored_weights import kept_dtypes
-
-_MACHINERY = frozenset(torch.nn.Module().__dict__)
-"""Attributes that torch keeps on each layer: parts, hooks, the training flag."""
 
 _OF_A_LOAD = ("dtype", "device", "weight_function", "bias_function", "scale_weight", "scale_input")
 """Attributes that tell how a layer was loaded; fp8 layers have scales of nothing."""
@@ -40,22 +36,20 @@ _ADDRESS = " at 0x"
 _ELSEWHERE = "-"
 """Stands for what is told in another place, or belongs to no layout."""
 
-_layouts: weakref.WeakKeyDictionary[torch.nn.Module, dict[bool, str]] = weakref.WeakKeyDictionary()
-
 
 def structure_hash(module: torch.nn.Module, live: bool = False) -> str:
     """Hash a network's names, shapes and settings: it stands for any weights in the identity of its engines.
 
-    Cheap after the first time.
+    Cheap after the first time, for a network that an engine was looked up for.
 
     Args:
         live: whether the engines take live weights, as they are stored.
     """
-    known = _layouts.setdefault(module, {})
-    if live not in known:
+    known, key = answers_about(module), ("layout", live)
+    if key not in known:
         lines = "\n".join((*_lines(module, _Told()), *(kept_dtypes(module) if live else ())))
-        known[live] = LAYOUT_PREFIX + hashlib.sha256(lines.encode()).hexdigest()
-    return known[live]
+        known[key] = LAYOUT_PREFIX + hashlib.sha256(lines.encode()).hexdigest()
+    return known[key]
 
 
 class _Told:
@@ -75,7 +69,7 @@ def _lines(module: torch.nn.Module, told: _Told) -> Iterator[str]:
         yield f"{name} is a {_kind(type(layer))}"
         buffers = ((leaf, buffer) for leaf, buffer in sorted(layer._buffers.items()) if buffer is not None)
         yield from (f"{name} {leaf} {_values(buffer)}" for leaf, buffer in buffers)
-        skipped = _MACHINERY | methods(type(layer)) | left_by_forward(type(layer))
+        skipped = MACHINERY | methods(type(layer)) | left_by_forward(type(layer))
         yield from (f"{name} {setting}" for setting in _settings(layer.__dict__, skipped, told))
 
 

@@ -273,6 +273,15 @@ def look_for_edits(patcher: ModelPatcher) -> int:
     return known.edition
 
 
+def forget_places(patcher: ModelPatcher) -> None:
+    """Note the weights of a model's layers anew, as others: some of its layers are others now."""
+    known = _noted.get(patcher.model)
+    if known is not None:
+        del _noted[patcher.model]
+        look_for_edits(patcher)
+        _noted[patcher.model].edition = known.edition + 1
+
+
 def _values_of(patcher: ModelPatcher, places: list[tuple[str, dict, str]]) -> bytes:
     """Some values of every weight, in the order of the names; of patched ones those that ComfyUI keeps aside."""
     parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}

@@ -100,8 +100,10 @@ class EngineHandle(Shared):
     def _look_up(self) -> Session:
         network = self.network
         network.undo_foreign_patches()
-        self._watch.begin()
-        architecture = network.unchanged_architecture(self._watch.layers)
+        try:
+            architecture = network.unchanged_architecture(self._watch.layers)
+        finally:
+            self._watch.begin()
         self.bind = architecture.binding(network.module)
         kinds = (architecture.inputs, architecture.engine_inputs)
         native, own = (specs(network.module, network.precision) for specs in kinds)

@@ -44,26 +44,31 @@ class NetworkWatch:
         self._editions = self._look_for_edits()
 
     def weights_edited(self) -> bool:
-        """Check the network once per run, and tell whether its weights changed since the engine was looked up.
+        """Tell, once per run, whether the network's weights changed since the engine was looked up.
 
         Cheap in all calls but the first of a run. One execution of a node may have several runs.
         """
         run = current_run()
         if run is self._run:
             return False
-        self._run, what = run, self.layers.look()
-        self._changed = None if what is None else Fallback(Reason.MODEL_PATCHED, what)
+        self._run, self._changed = run, _as_fallback(self.layers.look())
         return self._look_for_edits() != self._editions
 
     def _look_for_edits(self) -> list[int]:
         return [look_for_edits(patcher) for patcher in self._patchers]
 
     def changed(self) -> Fallback | None:
-        """Return the reason why the network of this call is no longer the engine's, or None. Quick."""
-        if self._changed is not None:
+        """Return the reason why the network of this call is no longer the engine's, or None. Quick.
+
+        Where ComfyUI samples alone nobody can change it within a run.
+        """
+        if self._run is not None and self._run.comfyuis_alone:
             return self._changed
-        what = self.layers.look_again(methods=self._run is None or not self._run.comfyuis_alone)
-        return None if what is None else Fallback(Reason.MODEL_PATCHED, what)
+        return _as_fallback(self.layers.look_again())
+
+
+def _as_fallback(what: str | None) -> Fallback | None:
+    return None if what is None else Fallback(Reason.MODEL_PATCHED, what)
 
 
 def arguments_of(network: NativeNetwork) -> Sequence[str]:

@@ -7,6 +7,7 @@ can, and engines need not check for it in each call.
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
@@ -127,21 +128,41 @@ def inside(run: SamplingRun) -> Iterator[None]:
         _current.reset(token)
 
 
+_stock: dict[object, dict[str, Any]] = {}
+"""Modules and classes in which no other pack's function was found, each with what lay in it then."""
+
+
 def others_take_part(guider: Any, given: Iterable[Any]) -> bool:
     """Tell whether other packs' code can run during a sampling.
 
     That is a sampler, guider, callback, wrapper or control of theirs, or a function in the place of ComfyUI's own.
     """
     import comfy.samplers
+    from comfy import sampler_helpers
     from comfy.k_diffusion import sampling
 
-    spaces = [vars(comfy.samplers), vars(type(guider)), vars(comfy.samplers.CFGGuider), vars(comfy.samplers.KSAMPLER),
-              vars(sampling), vars(type(guider.model_patcher.model)), vars(guider)]  # fmt: skip
-    if not all(is_known(value) for space in spaces for value in list(space.values()) if callable(value)):
+    model = guider.model_patcher.model
+    owners = (comfy.samplers, sampling, sampler_helpers, comfy.samplers.KSAMPLER, comfy.samplers.CFGGuider,
+              *type(guider).__mro__, *type(model).__mro__)  # fmt: skip
+    if not all(map(_is_stock, owners)):
+        return True
+    own = (value for one in (guider, model) for value in vars(one).values())
+    if not all(is_known(value) for value in own if callable(value)):
         return True
     seen: set[int] = set()
     parts = [*given, *(getattr(one, "__dict__", {}) for one in given), type(guider), guider.model_options]
     return any(_has_stranger(part, seen) for part in (*parts, _controls(guider)))
+
+
+def _is_stock(owner: types.ModuleType | type) -> bool:
+    """Tell whether all functions in a module or class are ComfyUI's, torch's, Python's or this pack's own."""
+    space = vars(owner)
+    if _stock.get(owner) == space:  # compares by identity first
+        return True
+    if not all(is_known(value) for value in list(space.values()) if callable(value)):
+        return False
+    _stock[owner] = dict(space)
+    return True
 
 
 def _controls(guider: Any) -> list[Any]:

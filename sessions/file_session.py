@@ -15,6 +15,7 @@ from comfy import model_management
 from ..architectures import profile_words, symbols_of
 from ..architectures.calls import AsyncInputs
 from ..architectures.shapes import Profile, Shape, ShapeMismatch, bind, outside
+from ..comfy_model.changed_layers import structure_of
 from ..comfy_model.module_copy import ReplacedForward
 from ..engine_library import Engine, Fallback, Reason, Unavailable, trust
 from ..engine_library.disk import gigabytes
@@ -85,7 +86,7 @@ class FileSession:
         self._dtypes = _dtypes(engine)
         self._plans: dict[tuple, _Plan] = {}
         self._zeros = Zeros(self.device)
-        self._passes: weakref.WeakKeyDictionary[torch.nn.Module, _Passes] = weakref.WeakKeyDictionary()
+        self._passes: weakref.WeakKeyDictionary[object, _Passes] = weakref.WeakKeyDictionary()  # by structures
         self._current: LivePerImagePasses | None = None
         self._steady: list[str] = []
         self._weights = weights
@@ -125,11 +126,12 @@ class FileSession:
         return True
 
     def sync_from(self, network: NativeNetwork, patcher: ModelPatcher) -> None:
-        if network.module not in self._passes:
-            self._passes[network.module] = _live_passes(network, self.engine)
+        layers = structure_of(network.module) or network.module
+        if layers not in self._passes:
+            self._passes[layers] = _live_passes(network, self.engine)
             specs = network.architecture().engine_inputs(network.module, self.engine.manifest.identity.precision)
             self._steady = [spec.name for spec in specs if spec.steady]
-        found = self._passes[network.module]
+        found = self._passes[layers]
         if isinstance(found, Fallback):
             raise Unavailable(found.reason, found.detail)
         if found is not None:

@@ -15,6 +15,7 @@ import torch
 
 from ...architectures.calls import AsyncInputs, Call, UncoveredCall, file_sizes
 from ...architectures.shapes import Profile, ShapeMismatch, bind
+from ...comfy_model.changed_layers import structure_of
 from ...comfy_model.module_copy import ReplacedForward
 from ...comfy_model.network import NativeNetwork
 from ...comfy_model.torch_kernels import laid_out, strides_laid_out
@@ -80,7 +81,7 @@ class LiveSession:
         self._precision = precision
         self._architecture = network.architecture()
         self._live = LiveNetwork(network, self._architecture, precision)
-        self._module = weakref.ref(network.module)
+        self._module, self._structure = weakref.ref(network.module), structure_of(network.module)
         self._sampled_with = weakref.ref(network.patcher)
         self._specs = {spec.name: spec for spec in self._live.inputs}
         steady = [spec.name for spec in self._live.inputs if spec.steady]
@@ -209,8 +210,8 @@ class LiveSession:
             self.begin_run(patcher)
 
     def runs(self, module: torch.nn.Module) -> bool:
-        """Tell whether it is this module's session."""
-        return self._module() is module
+        """Tell whether it is this module's session, and of the layers that the module has now."""
+        return self._module() is module and self._structure is structure_of(module)
 
     def owns_weights(self, patcher: ModelPatcher) -> bool:
         """Tell whether native weights that ComfyUI loads for a patcher would lie unused beside this session's."""

@@ -190,6 +190,14 @@ def latent(seed: int, width: int, height: int, channels: int) -> dict:
     return {"samples": _random(seed, 1, channels, height, width)}
 
 
+def foreign_change(model: model_patcher.ModelPatcher, place: str, way: str, where: str) -> model_patcher.ModelPatcher:
+    """Return a model that another pack changes while a place of ComfyUI's runs; see ``foreign_changes``."""
+    changes = _support("foreign_changes")
+    ways = {"method": changes.with_method, "blocks": lambda name: changes.with_part(name, changes.caching),
+            "function": lambda name: changes.with_function(*name.split(":"))}  # fmt: skip
+    return changes.changing(model, place, ways[way](where))
+
+
 def fun_patch(version: str, other: bool = False) -> model_patcher.ModelPatcher:
     """Return a tiny Fun control as ModelPatchLoader loads one, whose sizes are in no file."""
     tiny = _support("tiny_fun")
@@ -328,6 +336,8 @@ NODES = [
     _node("TestFunPatch", fun_patch, [
         io.String.Input("version", default="2.1"), io.Boolean.Input("other", default=False, optional=True)],
         io.Custom("MODEL_PATCH")),
+    _node("TestForeignChange", foreign_change, [
+        MODEL, *(io.String.Input(name) for name in ("place", "way", "where"))], io.Model),
     _node("TestToyModel", toy_model, [SEED], io.Model, io.ControlNet),
     # what stands in the loop is no input of its start
     _node("TestStartLoop", start_loop, [integer("first", 0, 0), integer("step", 1, 1), integer("count", 2, 1, 8)],
