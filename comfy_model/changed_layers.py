@@ -96,7 +96,7 @@ class Structure:
             if seen.layer() is not layer or seen.kind is not type(layer):
                 return f"{_name(module, layer)} is not the layer that was there"
             if (name := seen.difference(layer.__dict__)) is not None:
-                return f"{name} of {_name(module, layer)} is not what it was when the model was first seen"
+                return f"{name} of {_name(module, layer)} is not what it was when the engine was looked up"
         return None if len(layers) == len(self.seen) else "it has another number of layers than it had"
 
     def has_its_settings(self, attributes: Sequence[dict]) -> bool:

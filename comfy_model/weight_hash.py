@@ -275,11 +275,10 @@ def look_for_edits(patcher: ModelPatcher) -> int:
 
 def forget_places(patcher: ModelPatcher) -> None:
     """Note the weights of a model's layers anew, as others: some of its layers are others now."""
-    known = _noted.get(patcher.model)
-    if known is not None:
-        del _noted[patcher.model]
-        look_for_edits(patcher)
-        _noted[patcher.model].edition = known.edition + 1
+    before = edition_of(patcher)
+    _noted.pop(patcher.model, None)
+    look_for_edits(patcher)
+    _noted[patcher.model].edition = before + 1
 
 
 def _values_of(patcher: ModelPatcher, places: list[tuple[str, dict, str]]) -> bytes:
