@@ -25,8 +25,10 @@ _TENSORWISE = [0]
 
 
 def has_quantised(function: torch.nn.Module) -> bool:
-    """Tell whether a network has layers with quantised weights."""
-    return any(hasattr(layer, "quant_format") for layer in function.modules())
+    """Tell whether a network has layers with quantised weights, or ones that multiply in fp8."""
+    from ...architectures.quantised_linear import multiplies_in_fp8
+
+    return any(hasattr(layer, "quant_format") or multiplies_in_fp8(layer) for layer in function.modules())
 
 
 def write_out(network: GraphModule) -> None:
