@@ -212,11 +212,15 @@ def test_where_comfyui_loads_a_part_only_engines_have_the_weights_of_the_model_l
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
-def test_under_dynamic_vram_engines_have_the_weights_of_the_model_loaded_whole(kept: Kept, backend: str) -> None:
+def test_under_dynamic_vram_engines_have_the_weights_of_the_model_loaded_whole(
+    kept: Kept, backend: str, device: None
+) -> None:
     whole, dynamic = sample(kept.native), dynamically(kept.loaded())
     engine = patched_model.Patched(dynamic, kept.library, backend)
-    assert sampling_error(engine.sample(), whole) <= LIMIT
-    assert engine.counts == (4, 0)
+    for _ in range(2):
+        assert sampling_error(engine.sample(), whole) <= LIMIT
+        assert engine.counts == (4, 0)
+    assert dynamic.times_staged == 1, "native's weights wait"
 
 
 def in_call(net: NativeNetwork, dynamic: ModelPatcher, calls: int) -> list[torch.Tensor]:
@@ -226,7 +230,7 @@ def in_call(net: NativeNetwork, dynamic: ModelPatcher, calls: int) -> list[torch
     dynamic.load(CPU)
     for path, layer in net.module.named_modules():
         for leaf, weight in layer._parameters.items():
-            if leaf == "weight" and (lowvram := getattr(layer, "weight_lowvram_function", None)) is not None:
+            if leaf == "weight" and getattr(layer, "weight_lowvram_function", None) is not None:
                 weight, large = weight_when_called(layer, torch.float32, calls=calls), large + 1
             if weight is not None:
                 wide.module.get_parameter(f"{path}.{leaf}").data = weight.float()
@@ -252,9 +256,8 @@ def test_under_dynamic_vram_patched_weights_are_as_near_to_native_as_its_calls_t
     first, later = (in_call(net, dynamic, calls) for calls in (1, 2))
     between = error(first, later)
     assert between > 100 * LIMIT
-    print("MEASURED", dtype, how, error(ours, whole), between, error(ours, first), error(ours, later))
-    assert error(ours, first) <= 1.5 * between
-    assert error(ours, later) <= 2 * between
+    assert error(ours, first) <= 1.25 * between
+    assert error(ours, later) <= 1.75 * between, "both are rounded: the square root of two"
 
 
 def test_under_dynamic_vram_weights_have_the_dtype_that_large_layers_are_cast_to() -> None:
@@ -287,12 +290,3 @@ def test_under_dynamic_vram_weights_have_the_dtype_that_large_layers_are_cast_to
 def hash_of(net: NativeNetwork) -> str:
     weight_hash.forget_hash(net.patcher)
     return net.weights_hash()
-
-
-def test_layers_that_multiply_in_fp8_are_no_part_of_an_engine() -> None:
-    fast = network("unet", "inpainting_channels", operations=comfy.ops.fp8_ops)
-    assert NativeNetwork.architecture(fast) is not None, "weights in float32 are multiplied as ever"
-    fast = network("unet", "inpainting_channels", operations=comfy.ops.fp8_ops)
-    fast.module.to(FP8[0])
-    with pytest.raises(Unavailable, match="fp8_e4m3fn_fast"):
-        fast.architecture()
