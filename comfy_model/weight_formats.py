@@ -7,11 +7,12 @@ Plain fp8 weights are cast by ComfyUI; quantised ones (``comfy_quant``, or ``sca
 it is loaded) are multiplied as they are where the GPU can. Their values depend on the way in which the model is loaded:
 
 * *Loaded whole*, patched ones are rounded up or down at random, with a seed from their name. Engines have these values.
-* *Loaded in part*, those that are off the device are patched in each call, and not rounded. Engines keep the others.
+* *Loaded in part*, those that are off the device are patched in each call, and not rounded. Engines have the
+  values of the model loaded whole.
 * *Dynamic VRAM* keeps a file's weights as they are and casts large layers when they are called. Of patched ones the
   first call has the unrounded value, and later ones one that is rounded by another seed, while there is room for it.
-  Engines have that of the model loaded whole: it is as far from either as these are from each other. Weights that are
-  multiplied as they are always have the rounded value, and so have engines.
+  Engines have that of the model loaded whole, which is about as far from either as these are from each other. Weights
+  that are multiplied as they are always have the rounded value, and so have engines.
 """
 
 from __future__ import annotations

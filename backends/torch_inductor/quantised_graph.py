@@ -49,7 +49,8 @@ def _clamp_into_new_tensors(network: GraphModule) -> None:
 
     They write in place, and a network that does so is compiled by one process alone.
     """
-    clamps = set(network.graph.find_nodes(op="call_function", target=aten.clamp.out))
+    found = network.graph.find_nodes(op="call_function", target=aten.clamp.out)
+    clamps = {node for node in found if node.args[0] is node.kwargs["out"]}
     place = {node: number for number, node in enumerate(network.graph.nodes)} if clamps else {}
     sharing: dict[int, list[Node]] = {}
     for node in place:
