@@ -76,17 +76,19 @@ Place = tuple[torch.nn.Module, str]
 def fuse(module: torch.nn.Module, groups: Sequence[Sequence[Place]]) -> list[FusedLinear]:
     """Compute the layers at each group of places as one. ``module`` is a copy that nobody else uses.
 
-    Groups with quantised layers, or with weights of several dtypes, stay as they are.
+    Groups with quantised layers, with ones that multiply in fp8, or with weights of several dtypes, stay as they are.
 
     Args:
         groups: of ``Linear``s, or of ``Sequential``s that end with one and are alike before it.
     """
+    from .quantised_linear import multiplies_in_fp8
+
     made = []
     for places in groups:
         found = [owner.get_submodule(leaf) for owner, leaf in places]
         before = [layer[:-1] if isinstance(layer, torch.nn.Sequential) else None for layer in found]
         linears = [layer[-1] if isinstance(layer, torch.nn.Sequential) else layer for layer in found]
-        plain = all(isinstance(layer, torch.nn.Linear) for layer in linears)
+        plain = all(isinstance(layer, torch.nn.Linear) and not multiplies_in_fp8(layer) for layer in linears)
         if not plain or len({layer.weight.dtype for layer in linears}) > 1:
             continue
         fused = FusedLinear(linears, before[0])

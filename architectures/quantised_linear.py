@@ -3,6 +3,8 @@
 ComfyUI keeps such a weight as one tensor of a class of its own, which no tracer takes apart. Here its tensors lie on
 the layer, and each call puts the weight together again. All else is the native layer: the same operations run in the
 same order, so the result is equal to the bit.
+
+Layers of ``fp8_e4m3fn_fast`` have plain fp8 weights and make such tensors in each call: a copy is of their own class.
 """
 
 from __future__ import annotations
@@ -53,6 +55,12 @@ def tensors_of(weight: QuantizedTensor) -> dict[str, torch.Tensor]:
     """Return the tensors of a quantised weight by the names of a layer's parameters."""
     names, _ = weight.__tensor_flatten__()
     return {WEIGHT + name: getattr(weight, name) for name in names}
+
+
+def multiplies_in_fp8(layer: torch.nn.Module) -> bool:
+    """Tell whether a layer multiplies in fp8 with plain weights: ``fp8_e4m3fn_fast``, or ``--fast`` on such a GPU."""
+    fast = getattr(comfy.ops, "fp8_ops", None)  # later versions may have no such layers
+    return fast is not None and isinstance(layer, fast.Linear) and layer.weight.dtype == torch.float8_e4m3fn
 
 
 @contextlib.contextmanager

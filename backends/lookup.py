@@ -235,10 +235,10 @@ def backends_for(network: NativeNetwork, choice: str, timed_here: Collection[str
 
 def refusal_for(network: NativeNetwork, backend: Backend) -> Fallback | None:
     """Return why a backend never serves a network, or None."""
-    if backend.runs_live_weights or not network.quantised:
+    if backend.runs_live_weights or not (what := network.only_live):
         return None
     able = " or ".join(one.name for one in backends().values() if one.runs_live_weights)
-    detail = f"{network.label} has quantised layers, which {backend.name} cannot run; choose {able} as the backend"
+    detail = f"{network.label} has {what}, which {backend.name} cannot run; choose {able} as the backend"
     return Fallback(Reason.UNSUPPORTED_MODEL, detail)
 
 

@@ -21,7 +21,14 @@ from ..architectures.fused_linear import FusedLinear
 from ..engine_library import Reason, Unavailable
 from .module_copy import plain_copy
 from .network import NativeNetwork
-from .stored_weights import is_quantised, quantised_again, stored_dtypes, tensors_of, weights_with_patches
+from .stored_weights import (
+    is_quantised,
+    quantised_again,
+    rounded_when_called,
+    stored_dtypes,
+    tensors_of,
+    weights_with_patches,
+)
 from .torch_kernels import empty_laid_out, lay_out_in_place
 from .weight_formats import cast_when_called
 from .weight_hash import edition_of, value_of
@@ -247,7 +254,7 @@ class LiveWeights:
     ) -> dict[str, torch.Tensor]:
         """The values of a native weight's parameters here, by name."""
         if not is_quantised(original[0]):
-            value = value_of(key, original, patches, self.device, cast)
+            value = value_of(key, original, patches, self.device, cast, rounded_when_called(patcher, key))
         else:
             value = quantised_again(patcher, key, original, patches, self.device, self.dtype)
         path, _, leaf = key[len(self._prefix) :].rpartition(".")

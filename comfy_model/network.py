@@ -17,8 +17,8 @@ from ..engine_library.fallback import Fallback, Reason, Unavailable
 from .attention import part_replaced, preference_class, unknown_preference
 from .changed_layers import LayerWatch, answers_about, structure_of
 from .hash_cache import hashes_without_patches
-from .stored_weights import has_quantised
-from .weight_formats import multiplies_in_fp8, rounded_unlike, unreadable_weights
+from .stored_weights import layers_for_live_weights
+from .weight_formats import unreadable_weights
 from .weight_hash import Check, fingerprint, forget_hash, forget_places, hash_of_parts, known_hash, weights_hash
 from .weight_patches import why_reshaped
 
@@ -110,9 +110,9 @@ class NativeNetwork:
         return _name(self.dtype)
 
     @property
-    def quantised(self) -> bool:
-        """Tell whether it has ComfyUI's quantised weights, which live weights alone can serve."""
-        return has_quantised(self.module)
+    def only_live(self) -> str:
+        """Layers that live weights alone can serve, in words; ``""`` without any."""
+        return layers_for_live_weights(self.module)
 
     def undo_foreign_patches(self) -> None:
         """Take back what another clone's node replaced in the module or put into it: ComfyUI leaves that on it.
@@ -180,14 +180,9 @@ class NativeNetwork:
             raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} is a {type(self.module).__name__}")
         if (what := unreadable_weights(self.module, self.patcher)) is not None:
             raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} has {what}")
-        if multiplies_in_fp8(self.module):
-            what = "multiplies in fp8 (fp8_e4m3fn_fast), as no engine does; weight_dtype fp8_e4m3fn has engines"
-            raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} {what}")
         for one in (part.patcher for part in self.parts):
             if (fallback := why_reshaped(one)) is not None:
                 raise Unavailable(fallback.reason, fallback.detail, advice=fallback.advice)
-            if one.is_dynamic() and (what := rounded_unlike(one)) is not None:
-                raise Unavailable(Reason.MODEL_PATCHED, what)
         return architecture
 
     def _check_patches(self) -> None:

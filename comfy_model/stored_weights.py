@@ -58,13 +58,15 @@ def class_of_copy(layer: torch.nn.Module) -> tuple[type | None, Mapping[str, Any
     """Return the class that stands for a layer of a quantised model in a copy, and what that has beside the layer's.
 
     ComfyUI makes the layer's own class anew for each model, so no other process can import it. None for other layers.
+    Of layers that may multiply in fp8, those that do not are cast: a copy's weight may be in fp8 where theirs is not.
     """
-    if not _of_a_quantised_model(type(layer)):
+    from comfy import ops
+
+    fast = getattr(ops, "fp8_ops", ops.manual_cast).Linear
+    if not _of_a_quantised_model(type(layer)) and (type(layer) is not fast or multiplies_in_fp8(layer)):
         return None, {}
     weight = layer._parameters.get("weight")
     if not is_quantised(weight):
-        from comfy import ops
-
         return ops.manual_cast.Linear, {}
     from ..architectures.quantised_linear import QuantisedLinear
 
@@ -74,6 +76,8 @@ def class_of_copy(layer: torch.nn.Module) -> tuple[type | None, Mapping[str, Any
 
 def why_no_engine(layer: torch.nn.Module) -> str | None:
     """Return why a layer with quantised weights is no part of an engine, in words, or None."""
+    if multiplies_in_fp8(layer) and not is_fp8(_made_with(layer, "weight")):
+        return "fp8 weights that ComfyUI widens and multiplies in fp8, for which no engine can be built yet"
     quantised = [leaf for leaf, weight in layer._parameters.items() if is_quantised(weight)]
     if not quantised:
         return None
@@ -94,6 +98,20 @@ def has_quantised(module: torch.nn.Module) -> bool:
     return any(map(is_quantised, module.parameters()))
 
 
+def multiplies_in_fp8(layer: torch.nn.Module) -> bool:
+    """Tell whether a layer multiplies in fp8 with plain weights."""
+    from ..architectures.quantised_linear import multiplies_in_fp8
+
+    return multiplies_in_fp8(layer)
+
+
+def layers_for_live_weights(module: torch.nn.Module) -> str:
+    """The layers of a network that live weights alone can serve, in words; ``""`` without any."""
+    if has_quantised(module):
+        return "quantised layers"
+    return "layers that multiply in fp8 (fp8_e4m3fn_fast)" if any(map(multiplies_in_fp8, module.modules())) else ""
+
+
 def stored_dtypes(module: torch.nn.Module, compute: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtype of each parameter in a copy that computes in ``compute``, by its name there."""
     if isinstance(module, WithCompanion):
@@ -106,6 +124,7 @@ def stored_dtypes(module: torch.nn.Module, compute: torch.dtype) -> dict[str, to
                 continue
             for name, tensor in tensors_of(leaf, weight).items():
                 whole = name != leaf or leaf not in ("weight", "bias") and _of_a_quantised_model(type(layer))
+                whole |= leaf == "weight" and multiplies_in_fp8(layer)
                 dtype = tensor.dtype if whole else _stored(layer, leaf, compute, usual)
                 found[f"{path}.{name}" if path else name] = dtype
     return found
@@ -117,6 +136,8 @@ def kept_dtypes(module: torch.nn.Module) -> Iterator[str]:
         if dtype != torch.bfloat16:
             yield f"{name} kept in {dtype}"
     for path, layer in module.named_modules():
+        if multiplies_in_fp8(layer):
+            yield f"{path} multiplies in fp8"
         _, more = class_of_copy(layer)
         if not more:
             continue
@@ -195,6 +216,20 @@ def _as_it_is(weight: torch.Tensor, **_: Any) -> torch.Tensor:
     return weight
 
 
+def patched_when_called(patcher: ModelPatcher, path: str) -> bool:
+    """Tell whether dynamic VRAM patches a layer's weight when it is called, and not when it loads it."""
+    from comfy.model_management import module_size
+
+    return patcher.is_dynamic() and module_size(patcher.model.get_submodule(path)) > LARGE
+
+
+def rounded_when_called(patcher: ModelPatcher, key: str) -> bool:
+    """Tell whether dynamic VRAM patches a weight in each call and always rounds it, to multiply in fp8."""
+    path, _, leaf = key.rpartition(".")
+    fast = leaf == "weight" and multiplies_in_fp8(patcher.model.get_submodule(path))
+    return fast and patched_when_called(patcher, path)
+
+
 def quantised_again(
     patcher: ModelPatcher, key: str, original: tuple, patches: list[tuple], device: torch.device, compute: torch.dtype
 ) -> torch.Tensor:
@@ -210,9 +245,8 @@ def quantised_again(
     weight, convert = original
     path = key.rpartition(".")[0]
     layer = patcher.model.get_submodule(path)
-    dynamic = patcher.is_dynamic()
-    called = dynamic and model_management.module_size(layer) > LARGE
-    if not patches and (called or not dynamic):
+    called = patched_when_called(patcher, path)
+    if not patches and (called or not patcher.is_dynamic()):
         return weight
     dtype, seed, more = model_management.lora_compute_dtype(device) if patches else None, key, {}
     if called:

@@ -7,10 +7,12 @@ Plain fp8 weights are cast by ComfyUI; quantised ones (``comfy_quant``, or ``sca
 it is loaded) are multiplied as they are where the GPU can. Their values depend on the way in which the model is loaded:
 
 * *Loaded whole*, patched ones are rounded up or down at random, with a seed from their name. Engines have these values.
-* *Loaded in part*, those that are off the device are patched in each call, and not rounded.
+* *Loaded in part*, those that are off the device are patched in each call, and not rounded. Engines have the
+  values of the model loaded whole.
 * *Dynamic VRAM* keeps a file's weights as they are and casts large layers when they are called. Of patched ones the
-  first call has the unrounded value, and later ones a rounded one while there is room for it. Quantised ones that are
-  multiplied as they are always have the rounded value.
+  first call has the unrounded value, and later ones one that is rounded by another seed, while there is room for it.
+  Engines have that of the model loaded whole, which is about as far from either as these are from each other. Weights
+  that are multiplied as they are always have the rounded value, and so have engines.
 """
 
 from __future__ import annotations
@@ -82,7 +84,6 @@ def _weights_of(kind: type) -> str:
 
 
 _kept: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
-_multiplies: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 _patched: weakref.WeakKeyDictionary[torch.nn.Module, dict[object, bool]] = weakref.WeakKeyDictionary()
 """Answers of ``patches_rounded``, by version of the weights."""
 
@@ -113,19 +114,6 @@ def _cast_to(layer: torch.nn.Module, leaf: str) -> torch.dtype | None:
     return dtype if leaf in ("weight", "bias") and module_size(layer) > LARGE else None
 
 
-def rounded_unlike(patcher: ModelPatcher) -> str | None:
-    """The reason why a patcher's weights differ from those of the model loaded whole, or None. Cheap."""
-    if not patcher.patches:
-        return None
-    dynamic = patcher.is_dynamic()
-    if not (dynamic or getattr(patcher.model, "model_lowvram", True)) or not patches_rounded(patcher):
-        return None
-    if dynamic:
-        how = "which dynamic VRAM rounds otherwise from call to call"
-        return None if _always_rounded(patcher) else f"its fp8 weights have a LoRA or another patch, {how}"
-    return "its fp8 weights have a LoRA or another patch, and ComfyUI has loaded a part of them only"
-
-
 def patches_rounded(patcher: ModelPatcher) -> bool:
     """Tell whether a patch acts on a weight that ComfyUI keeps in fp8 or quantised."""
     if (version := version_of(patcher)) is None:
@@ -135,34 +123,7 @@ def patches_rounded(patcher: ModelPatcher) -> bool:
         if len(known) >= 64:
             known.clear()
         dtypes = {n: torch.int8 if is_quantised(p) else p.dtype for n, p in patcher.model.named_parameters()}
-        dtypes |= cast_when_called(patcher)
         known[version] = any(
             dtypes.get(key, torch.float32).itemsize == 1 and acting(patches) for key, patches in patcher.patches.items()
         )
     return known[version]
-
-
-def _always_rounded(patcher: ModelPatcher) -> bool:
-    """Tell whether under dynamic VRAM all patched weights are quantised ones that are multiplied as they are."""
-    from comfy.quant_ops import QUANT_ALGOS
-
-    for key in patcher.patches:
-        path, _, leaf = key.rpartition(".")
-        layer = patcher.model.get_submodule(path)
-        if not is_quantised(layer._parameters.get(leaf)):
-            if is_fp8(_cast_to(layer, leaf) or layer._parameters[leaf].dtype):
-                return False
-        elif QUANT_ALGOS[layer.quant_format].get("quantize_input", True) and layer._full_precision_mm:
-            return False
-    return True
-
-
-def multiplies_in_fp8(module: torch.nn.Module) -> bool:
-    """Tell whether linears multiply in fp8: ``fp8_e4m3fn_fast``, or ``--fast`` with fp8 weights on a GPU that can."""
-    if module not in _multiplies:
-        from comfy import ops
-
-        fast = getattr(ops, "fp8_ops", None)  # later versions may have no such layers
-        every = (layer for layer in module.modules() if fast is not None and isinstance(layer, fast.Linear))
-        _multiplies[module] = any(layer.weight.dtype == torch.float8_e4m3fn for layer in every)
-    return _multiplies[module]

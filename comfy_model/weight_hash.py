@@ -78,7 +78,12 @@ def plain(weight: torch.Tensor) -> torch.Tensor:
 
 
 def value_of(
-    key: str, original: tuple, patches: list[tuple], device: torch.device, cast: torch.dtype | None = None
+    key: str,
+    original: tuple,
+    patches: list[tuple],
+    device: torch.device,
+    cast: torch.dtype | None = None,
+    called: bool = False,
 ) -> torch.Tensor:
     """A weight as the sampler would use it: computed on a device where it is patched, else as it lies there.
 
@@ -89,6 +94,7 @@ def value_of(
         original: the weight and how to convert it, as ``get_key_patches`` gives them.
         patches: those that act, see ``acting``.
         cast: the dtype that ComfyUI casts it to before it computes, see ``weight_formats.cast_when_called``.
+        called: whether dynamic VRAM always rounds it, see ``stored_weights.rounded_when_called``.
     """
     weight, convert = original
     weight = plain(weight)
@@ -101,8 +107,10 @@ def value_of(
     from comfy.lora import calculate_weight
 
     dtype = model_management.lora_compute_dtype(device) if is_fp8(weight.dtype) else torch.float32
+    seed, more = (key.rpartition(".")[0], {"intermediate_dtype": dtype}) if called else (key, {})
     value = convert(model_management.cast_to_device(weight, device, dtype, copy=True), inplace=True)
-    return stochastic_rounding(calculate_weight(patches, value, key), weight.dtype, seed=utils.string_to_seed(key))
+    value = calculate_weight(patches, value, key, **more)
+    return stochastic_rounding(value, weight.dtype, seed=utils.string_to_seed(seed))
 
 
 def weights_hash(patcher: ModelPatcher, prefix: str = "", check: Check | None = None) -> str:

@@ -59,7 +59,7 @@ _ADVICE = {
     Reason.SHAPE_OUTSIDE_PROFILE: "choose a wider Picture size on the engine node and build again",
     Reason.WEIGHTS_PATCHED: "put the LoRA before the engine node and build again, or set 'Engine is for' to any "
     "checkpoint and LoRA, or leave it: the normal model applies it",
-    Reason.MODEL_PATCHED: "remove the patch node (FreeU, PAG, HyperTile, IPAdapter ...) if you want the engine",
+    Reason.MODEL_PATCHED: "remove the node that does so if you want the engine",
     Reason.HOOKS: "remove the hooks from the conditioning if you want the engine",
     Reason.NOT_REACHED: "remove the node that computes the UNet by itself (DeepCache ...) if you want the engine",
     Reason.OTHER_KIND: "choose a ControlNet, or a prompt, for the kind of model that is sampled",

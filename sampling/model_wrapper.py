@@ -20,7 +20,6 @@ from ..comfy_model.attention import OVERRIDE, other_attention
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import outside_recording
 from ..comfy_model.network import NativeNetwork, replaced_part
-from ..comfy_model.weight_formats import rounded_unlike
 from ..comfy_model.weight_patches import WeightPatches, why_reshaped
 from ..engine_library import Fallback, Reason
 from . import Shared
@@ -374,7 +373,7 @@ def _why_not_patched_so(patcher: ModelPatcher, weight_patches: WeightPatches, ha
         return fallback
     if patcher.injections:
         return Fallback(Reason.MODEL_PATCHED, "another node has put parts into the UNet")
-    what = replaced_part(patcher) or rounded_unlike(patcher)
+    what = replaced_part(patcher)
     return None if what is None else Fallback(Reason.MODEL_PATCHED, what)
 
 

@@ -224,7 +224,7 @@ def _may_wait(model: ModelPatcher, conds: dict[str, list], model_options: Mappin
         return False
     if model.model.current_patcher is not None:  # another guider is sampling with these weights
         return False
-    if patches_rounded(model):  # weights that are off the device are patched without rounding: another picture
+    if not model.is_dynamic() and patches_rounded(model):  # off the device they would not be rounded: another picture
         return False
     if model.get_additional_models_with_key("multigpu") or "registered_hooks" in model_options:
         return False

@@ -221,3 +221,4 @@ def test_every_reason_says_what_becomes_of_the_picture_and_what_to_do() -> None:
         assert reason.advice
         assert sentence.endswith(f"{reason.advice}.")
         assert re.search("normal|without engines", sentence), "the speed, or what runs in the engine's place"
+    assert "FreeU" not in Reason.MODEL_PATCHED.advice, "it names no node that a graph may not have"

@@ -10,10 +10,10 @@ import pytest
 import slow
 import torch
 from any_weights import PROFILE, error, handle_of, inputs_of, lora, native, patched, served
-from comfy import memory_management, model_management
+from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from comfy.quant_ops import QuantizedTensor
-from dynamic_vram import on_cpu
+from dynamic_vram import on_cpu, weight_when_called
 from fake_recorder import Recorder
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.compiled import traced
@@ -255,21 +255,6 @@ def test_patched_weights_are_to_the_bit_what_comfyui_puts_in_their_place(name: s
         assert torch.equal(ours[part].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)), part
 
 
-def _called_under_dynamic_vram(layer: torch.nn.Module, dtype: torch.dtype) -> QuantizedTensor:
-    """The weight that ComfyUI's own code multiplies with once a layer's pages are there, without the pages."""
-    parts = [layer.weight, layer.bias]
-    pages = torch.empty(memory_management.vram_aligned_size(parts), dtype=torch.uint8)
-    for source, there in zip(parts, memory_management.interpret_gathered_like(parts, pages), strict=True):
-        if source is not None:
-            there.copy_(source)
-    layer._prefetch = {"resident": False, "needs_cast": False, "xfer_dest": pages, "cast_dest": None,
-                       "cast_geometry": memory_management.tensors_to_geometries(parts), "signature": None}  # fmt: skip
-    try:
-        return comfy.ops.resolve_cast_module_with_vbar(layer, dtype, CPU, dtype, dtype, want_requant=True)[0]
-    finally:
-        del layer._prefetch
-
-
 @pytest.mark.parametrize("name", ["fp8", "fp8 with input scales", "int8 rows"])
 def test_under_dynamic_vram_weights_are_to_the_bit_what_comfyui_multiplies_with(name: str) -> None:
     net = quantised("unet", "unlike_levels", name, torch.bfloat16, frozenset())
@@ -285,7 +270,7 @@ def test_under_dynamic_vram_weights_are_to_the_bit_what_comfyui_multiplies_with(
         if not hasattr(layer, "quant_format"):
             continue
         large = model_management.module_size(layer) > LARGE
-        its = _called_under_dynamic_vram(layer, torch.bfloat16) if large else layer.weight
+        its = weight_when_called(layer, torch.bfloat16, torch.bfloat16, rounds=True) if large else layer.weight
         ours = weights.module.get_submodule(path)
         for part, value in tensors_of("weight", its).items():
             assert torch.equal(ours.get_parameter(part).view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)), (
@@ -295,11 +280,24 @@ def test_under_dynamic_vram_weights_are_to_the_bit_what_comfyui_multiplies_with(
     assert min(counts[kind] for kind in ("large True", "large False", "small True", "small False")) > 0, counts
 
 
-def test_dequantised_layers_with_patches_run_native_under_dynamic_vram() -> None:
+@pytest.mark.parametrize("name", ["fp8", "mxfp8"])
+def test_under_dynamic_vram_dequantised_layers_have_what_later_calls_of_native_have(name: str) -> None:
     """Their first call has the unrounded weight, and later ones the rounded one."""
-    net = quantised("unet", LAYOUT, "fp8")
+    net = quantised("unet", "unlike_levels", name)
+    for layer in net.module.modules():
+        if hasattr(layer, "quant_format"):
+            layer._full_precision_mm = True
     dynamic = on_cpu(net.patcher)
-    assert NativeNetwork(dynamic, net.module, net.prefix, net.dtype, "", net.role).architecture() is not None
     assert dynamic.add_patches(lora(net, 5), 0.8)
-    with pytest.raises(Unavailable, match="dynamic VRAM rounds otherwise"):
-        NativeNetwork(dynamic, net.module, net.prefix, net.dtype, "", net.role).architecture()
+    net = NativeNetwork(dynamic, net.module, net.prefix, net.dtype, "", net.role)
+    assert net.architecture() is not None, "it is served"
+    weights = LiveWeights(net, torch.float32, share=False)
+    weights.sync_from(dynamic)
+    dynamic.load(CPU)
+    changing = 0
+    for path, layer in net.module.named_modules():
+        if hasattr(layer, "quant_format") and getattr(layer, "weight_lowvram_function", None) is not None:
+            ours = weights.module.get_submodule(path).weight.dequantize()
+            assert torch.equal(ours, weight_when_called(layer, torch.float32, calls=2)), path
+            changing += not torch.equal(ours, weight_when_called(layer, torch.float32))
+    assert changing > 2, "the first call has another one"

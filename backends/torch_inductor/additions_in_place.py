@@ -21,10 +21,10 @@ def take_out_writes(network: GraphModule) -> None:
     writes = [node for node in place if is_write(node)]
     sharing: dict[int, list[Node]] = {}
     for node in place if writes else ():
-        if (storage := _storage(node)) is not None:
+        if (storage := storage_of(node)) is not None:
             sharing.setdefault(storage, []).append(node)
     for node in writes:
-        others = sharing[_storage(node)]
+        others = sharing[storage_of(node)]
         if not _is_addition(node) or _is_read_elsewhere(node, others, place):
             raise ValueError(f"{node.target} writes in place")
         new = _into_a_new_tensor(node, place)
@@ -38,7 +38,7 @@ def is_write(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _storage(node: Node) -> int | None:
+def storage_of(node: Node) -> int | None:
     """Return what tells a tensor's memory from that of others, or None for what is no tensor."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from .additions_in_place import is_write
+from .additions_in_place import is_write, storage_of
 
 aten = torch.ops.aten
 
@@ -25,8 +25,10 @@ _TENSORWISE = [0]
 
 
 def has_quantised(function: torch.nn.Module) -> bool:
-    """Tell whether a network has layers with quantised weights."""
-    return any(hasattr(layer, "quant_format") for layer in function.modules())
+    """Tell whether a network has layers with quantised weights, or ones that multiply in fp8."""
+    from ...architectures.quantised_linear import multiplies_in_fp8
+
+    return any(hasattr(layer, "quant_format") or multiplies_in_fp8(layer) for layer in function.modules())
 
 
 def write_out(network: GraphModule) -> None:
@@ -36,9 +38,35 @@ def write_out(network: GraphModule) -> None:
             _round_without_a_scale(network, node)
         elif node.target is getattr(getattr(aten, "_scaled_mm_v2", None), "default", ...):
             _multiply_by_the_older_name(network, node)
+    _clamp_into_new_tensors(network)
     _share_ones(network)
     network.graph.eliminate_dead_code()
     network.recompile()
+
+
+def _clamp_into_new_tensors(network: GraphModule) -> None:
+    """Have layers that multiply in fp8 clamp what they are given into a new tensor, where nobody else reads it later.
+
+    They write in place, and a network that does so is compiled by one process alone.
+    """
+    found = network.graph.find_nodes(op="call_function", target=aten.clamp.out)
+    clamps = {node for node in found if node.args[0] is node.kwargs["out"]}
+    place = {node: number for number, node in enumerate(network.graph.nodes)} if clamps else {}
+    sharing: dict[int, list[Node]] = {}
+    for node in place:
+        if (storage := storage_of(node)) is not None:
+            sharing.setdefault(storage, []).append(node)
+    for same in sharing.values():
+        writes = [node for node in same if node in clamps]
+        if not writes:
+            continue
+        others = [node for node in same if node not in clamps]
+        later = {user for node in others for user in node.users if place[user] > place[writes[0]]}
+        later = {user for user in later if not isinstance(user.meta.get("val"), torch.SymInt)}  # it reads a size
+        only_clamped = later.issubset(same) and not any(is_write(node) for node in others)
+        if only_clamped and len({node.args[1:] for node in writes}) == 1:
+            for node in writes:
+                node.target, node.kwargs = aten.clamp.default, {}
 
 
 def _share_ones(network: GraphModule) -> None:

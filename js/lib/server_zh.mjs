@@ -51,7 +51,7 @@ const PHRASES = [
     [/a LoRA gives (\S+) another shape, which no engine takes/, "有 LoRA 改变了 $1 的形状，没有引擎支持"],
     ["choose a wider Picture size on the engine node and build again", "在引擎节点上选择更大的“图像尺寸”并重新构建"], ["build again for ", "重新构建，尺寸 "],
     ["put the LoRA before the engine node and build again, or set 'Engine is for' to any checkpoint and LoRA, or leave it: the normal model applies it", "把 LoRA 放在引擎节点之前并重新构建，或把“引擎适用于”设为“任意检查点和 LoRA”，或保持不变：由普通模型应用它"],
-    ["remove the patch node (FreeU, PAG, HyperTile, IPAdapter ...) if you want the engine", "如需使用引擎，请移除补丁节点（FreeU、PAG、HyperTile、IPAdapter 等）"], ["remove the hooks from the conditioning if you want the engine", "如需使用引擎，请移除条件上的钩子"],
+    ["remove the node that does so if you want the engine", "如需使用引擎，请移除造成此情况的节点"], ["remove the hooks from the conditioning if you want the engine", "如需使用引擎，请移除条件上的钩子"],
     ["remove the node that computes the UNet by itself (DeepCache ...) if you want the engine", "如需使用引擎，请移除自行计算 UNet 的节点（DeepCache 等）"], ["choose a ControlNet, or a prompt, for the kind of model that is sampled", "请选择适合所采样模型的 ControlNet 或提示词"],
     ["remove the input that the message names if you want the engine", "如需使用引擎，请移除提示中的输入"], ["see the log for the error; run again to retry the engine", "错误见日志；重新运行会再次尝试引擎"],
     [/put the engine node behind (\w+), whose patch engines compute/, "请把引擎节点放在 $1 之后，引擎会计算它的补丁"], [/put the engine node behind (\w+)/, "请把引擎节点放在 $1 之后"],

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import comfy.ops
 import torch
+from comfy import memory_management
 from comfy.model_patcher import ModelPatcher, ModelPatcherDynamic
 
 
@@ -47,3 +49,35 @@ def on_cpu(native: ModelPatcher) -> DynamicOnCPU:
     patcher = DynamicOnCPU(native.model, native.load_device, native.offload_device, native.model_size())
     patcher.cached_patcher_init = native.cached_patcher_init
     return patcher
+
+
+def weight_when_called(
+    layer: torch.nn.Module,
+    dtype: torch.dtype,
+    patched_in: torch.dtype | None = None,
+    rounds: bool = False,
+    calls: int = 1,
+) -> torch.Tensor:
+    """The weight that ComfyUI's own code gives a large layer in the last of its calls, without pages of GPU memory.
+
+    Args:
+        dtype: what the layer asks for.
+        patched_in: what it wants its patches to be computed in.
+        rounds: whether it wants the weight rounded again.
+        calls: of several, pages keep the weight in between.
+    """
+    parts, there = [layer.weight, layer.bias], torch.empty(0)
+    geometry = memory_management.tensors_to_geometries(parts)
+    pages = torch.empty(memory_management.vram_aligned_size(geometry), dtype=torch.uint8)
+    for source, page in zip(parts, memory_management.interpret_gathered_like(geometry, pages), strict=True):
+        if source is not None:
+            page.copy_(source)
+    layer._prefetch = {"resident": False, "needs_cast": False, "xfer_dest": pages, "cast_dest": None,
+                       "cast_geometry": geometry, "signature": "pages" if calls > 1 else None}  # fmt: skip
+    try:
+        for _ in range(calls):
+            there, _ = comfy.ops.resolve_cast_module_with_vbar(layer, dtype, pages.device, dtype, patched_in, rounds)
+        return there
+    finally:
+        for name in ("_prefetch", "_v_weight", "_v_bias", "_v_signature"):
+            layer.__dict__.pop(name, None)

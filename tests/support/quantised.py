@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import torch
-from comfy.ops import mixed_precision_ops
+from comfy.ops import fp8_ops, manual_cast, mixed_precision_ops
 from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 from hybrid_trt.comfy_model.network import NativeNetwork
 from small_networks import network
@@ -37,6 +37,20 @@ def quantised(
     net.module.load_state_dict(quantised_state(plain.state_dict(), linear, name))
     net.module.eval().requires_grad_(False)
     return net
+
+
+def plain_fp8(
+    layout: str, dtype: torch.dtype = torch.float32, fast: bool = False, kind: str = "unet"
+) -> NativeNetwork:
+    """A random network with plain weights in fp8.
+
+    Args:
+        dtype: what it computes in.
+        fast: whether its linear layers multiply in fp8, as those of ``fp8_e4m3fn_fast``.
+    """
+    net = network(kind, layout, dtype, operations=fp8_ops if fast else manual_cast)
+    net.module.to(torch.float8_e4m3fn)
+    return NativeNetwork(net.patcher, net.module, net.prefix, dtype, net.label, net.role)
 
 
 def quantised_state(state: dict[str, torch.Tensor], layers: list[str], name: str) -> dict[str, torch.Tensor]:
