@@ -61,7 +61,8 @@ SOAK = "seed=5 count=1000 seconds=1150 device=gpu out={out}"
 MEASUREMENTS = {
     "soak": Measurement([[*TESTS, "tests/test_soak.py", "-k", "thousand"]], 1320, 1, {"HYBRID_TRT_SOAK": SOAK}),
     "tests_one_gpu": Measurement([[*TESTS, *(f"tests/test_{name}.py" for name in (
-        "torch_gpu", "other_gpu", "vae_gpu", "late_control_gpu", "quantised_gpu", "native_weights", "report"))]], 650),
+        "torch_gpu", "other_gpu", "vae_gpu", "late_control_gpu", "quantised_gpu", "native_weights", "report",
+        "changed_while_sampling_gpu"))]], 650),
     "tests_streams": Measurement([[*TESTS, "tests/test_stream_gpu.py"]], 250),
     "tests_many_prompts": Measurement([[*TESTS, "tests/test_many_prompts_gpu.py"]], 300),
     "zimage_512": large("zimage_512", seconds=120),
