@@ -136,7 +136,7 @@ class NativeNetwork:
     def _leftovers(self) -> list[str]:
         """The parts of the module that are another node's now."""
         own, ignored = self.patcher.object_patches_backup, preference_class()
-        return [name for name in own if f"{name}.".startswith(UNET_PREFIX) and type(own[name]) is not ignored]
+        return [name for name in own if f"{name}.".startswith(self.prefix) and type(own[name]) is not ignored]
 
     def unchanged_architecture(self, watch: LayerWatch | None = None) -> Architecture:
         """The family it belongs to, its layers being as their classes say. Looks at every layer: once per run.
@@ -165,7 +165,7 @@ class NativeNetwork:
         Raises:
             Unavailable: no engine can be built for this network, or for the way it is patched.
         """
-        if (replaced := replaced_part(self.patcher)) is not None:
+        if (replaced := replaced_part(self.patcher, self.prefix)) is not None:
             raise Unavailable(Reason.MODEL_PATCHED, replaced)
         patchers = [part.patcher for part in self.parts]
         if any(one.weight_wrapper_patches or one.hook_patches or one.injections for one in patchers):
@@ -283,10 +283,10 @@ def _together(model: torch.nn.Module, patcher: ModelPatcher) -> WithCompanion:
     return found
 
 
-def replaced_part(patcher: ModelPatcher) -> str | None:
-    """Return what a patcher replaces in its UNet and an engine would lose, in words, or None. Cheap."""
+def replaced_part(patcher: ModelPatcher, prefix: str) -> str | None:
+    """Return what a patcher replaces in its network and an engine would lose, in words, or None. Cheap."""
     parts = patcher.object_patches
-    if (name := part_replaced(parts, UNET_PREFIX)) is None:
+    if (name := part_replaced(parts, prefix)) is None:
         return None
     by_config = hasattr(parts[name], "with_config")  # later versions of ComfyUI take such settings from LoRAs
     return f"a LoRA's 'config' changes {name}" if by_config else f"another node replaced {name}"
