@@ -133,7 +133,7 @@ class NativeNetwork:
     def _leftovers(self) -> list[str]:
         """The parts of the module that are another node's now."""
         own, ignored = self.patcher.object_patches_backup, preference_class()
-        return [name for name in own if f"{name}.".startswith(UNET_PREFIX) and type(own[name]) is not ignored]
+        return [name for name in own if f"{name}.".startswith(self.prefix) and type(own[name]) is not ignored]
 
     def unchanged_architecture(self, watch: LayerWatch | None = None) -> Architecture:
         """The family it belongs to, its layers being as their classes say. Looks at every layer: once per run.
@@ -178,19 +178,20 @@ class NativeNetwork:
             architecture = None if able is None else able(self.module)
         if architecture is None:
             raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} is a {type(self.module).__name__}")
-        if (what := unreadable_weights(self.module, self.patcher)) is not None:
-            raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} has {what}")
         for one in (part.patcher for part in self.parts):
             if (fallback := why_reshaped(one)) is not None:
                 raise Unavailable(fallback.reason, fallback.detail, advice=fallback.advice)
         return architecture
 
     def _check_patches(self) -> None:
-        if (replaced := replaced_part(self.patcher)) is not None:
+        """Raise Unavailable where weights, or patches that ComfyUI knows of, rule engines out."""
+        if (replaced := replaced_part(self.patcher, self.prefix)) is not None:
             raise Unavailable(Reason.MODEL_PATCHED, replaced)
         patchers = [part.patcher for part in self.parts]
         if any(one.weight_wrapper_patches or one.hook_patches or one.injections for one in patchers):
             raise Unavailable(Reason.MODEL_PATCHED, "another node changes the weights while sampling")
+        if (what := unreadable_weights(self.module, self.patcher)) is not None:
+            raise Unavailable(Reason.UNSUPPORTED_MODEL, f"{self.label} has {what}")
 
     def other_dtype(self, patcher: ModelPatcher) -> Fallback | None:
         """Return why a patcher of the same model is not served: *ModelComputeDtype* set another dtype. Cheap."""
@@ -284,10 +285,10 @@ def _together(model: torch.nn.Module, patcher: ModelPatcher) -> WithCompanion:
     return found
 
 
-def replaced_part(patcher: ModelPatcher) -> str | None:
-    """Return what a patcher replaces in its UNet and an engine would lose, in words, or None. Cheap."""
+def replaced_part(patcher: ModelPatcher, prefix: str) -> str | None:
+    """Return what a patcher replaces in its network and an engine would lose, in words, or None. Cheap."""
     parts = patcher.object_patches
-    if (name := part_replaced(parts, UNET_PREFIX)) is None:
+    if (name := part_replaced(parts, prefix)) is None:
         return None
     by_config = hasattr(parts[name], "with_config")  # later versions of ComfyUI take such settings from LoRAs
     return f"a LoRA's 'config' changes {name}" if by_config else f"another node replaced {name}"

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .changed_layers import answers_about
 from .stored_weights import LARGE, is_fp8, is_quantised, why_no_engine
 from .weight_patches import acting, version_of
 
@@ -41,17 +42,16 @@ _NAMES: Mapping[str, str] = {
 _WEIGHTS = ("get_key_patches", "model_state_dict", "patch_weight_to_device")
 """Methods of a patcher that say what its weights are."""
 
-_known: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
-
 
 def unreadable_weights(module: torch.nn.Module, patcher: ModelPatcher) -> str | None:
     """Return which weights of a loaded network cannot be read as plain numbers, in words, or None.
 
     The network is looked at once, since LoRAs leave it so.
     """
-    if module not in _known:
-        _known[module] = _unreadable(module) or ""
-    return _known[module] or _patched_otherwise(type(patcher))
+    known = answers_about(module)
+    if "unreadable" not in known:
+        known["unreadable"] = _unreadable(module)
+    return known["unreadable"] or _patched_otherwise(type(patcher))
 
 
 def _unreadable(module: torch.nn.Module) -> str | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ..engine_library import Fallback, Reason
 
 if TYPE_CHECKING:
+    import torch
     from comfy.model_patcher import ModelPatcher
 
 Answer = TypeVar("Answer")
@@ -139,3 +140,17 @@ def _difference(engines: dict[str, list], models: dict[str, list]) -> Fallback |
 def all_same(one: list, other: list) -> bool:
     """Tell whether two weights have the very same patches."""
     return len(one) == len(other) and all(mine is theirs for mine, theirs in zip(one, other, strict=True))
+
+
+def last_loaded(model: torch.nn.Module) -> ModelPatcher | None:
+    """Return the patcher by which ComfyUI loaded a model last, or None."""
+    from comfy.model_management import loaded_models
+
+    return next((one for one in loaded_models() if one is not None and one.model is model), None)
+
+
+def lies_on_its_model(patcher: ModelPatcher) -> bool:
+    """Tell whether a model is as a patcher loads it: its weight patches and parts, and nobody else's. Cheap."""
+    same = patcher.model.current_weight_patches_uuid == patcher.patches_uuid
+    same = same and patcher.object_patches.keys() == patcher.object_patches_backup.keys()
+    return same and patcher.is_injected == bool(patcher.injections)

@@ -207,7 +207,7 @@ def _may_join(control: ControlBase) -> bool:
     if not has_engine(control):
         return False
     session = control.control_model.handle.session
-    if session is None or not session.joins_stacks:
+    if session is None or not session.joins_stacks or control.control_model.why_not_patched_so() is not None:
         return False
     if control.extra_hooks or control.extra_concat_orig or control.multigpu_clones or control.global_average_pooling:
         return False

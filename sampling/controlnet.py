@@ -16,7 +16,9 @@ from comfy.controlnet import ControlNet
 
 from ..architectures.calls import Control
 from ..comfy_model.network import NativeNetwork
+from ..comfy_model.weight_patches import last_loaded, lies_on_its_model
 from .engine_handle import EngineHandle
+from .engine_patcher import ControlPatcher
 from .hint_cache import KeptHints
 from .nan_guard import watched
 from .native_network import arguments_of, by_name, run_native
@@ -25,13 +27,16 @@ from .run_context import in_run
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
+    from ..engine_library import Fallback
+
 
 def native_controlnet(controlnet: ControlNet) -> ControlNet:
     """Return the native CONTROL_NET behind an engine-backed one, or the given one."""
     if isinstance(getattr(controlnet, "control_model", None), EngineControlModel):
         native = controlnet.copy()
         native.control_model = controlnet.control_model.native
-        native.control_model_wrapped = controlnet.control_model.native_patcher
+        whose, own = controlnet.control_model_wrapped, controlnet.control_model.native_patcher
+        native.control_model_wrapped = getattr(whose, "native", own)  # with what another pack has added
         return native
     return controlnet
 
@@ -41,7 +46,7 @@ def back_with_engine(controlnet: ControlNet, handle: EngineHandle) -> ControlNet
     backed = controlnet.copy()
     backed.control_model = EngineControlModel(handle, controlnet)
     # get_models() has ComfyUI load this: the engine, or native in its place, as decided when ComfyUI plans
-    backed.control_model_wrapped = handle.patcher
+    backed.control_model_wrapped = backed.control_model.patcher
     return backed
 
 
@@ -49,6 +54,7 @@ class EngineControlModel:
     """Takes the place of ``ControlNet.control_model``: same call, same result, computed by an engine or by native.
 
     Attributes:
+        patcher: by which ComfyUI loads the engine, and other packs patch the weights.
         on_gpus: those that stand for it on other GPUs.
         run: context of the run under way, where several GPUs share it; their threads know none.
     """
@@ -57,6 +63,7 @@ class EngineControlModel:
         self.native: torch.nn.Module = controlnet.control_model
         self.native_patcher: ModelPatcher = controlnet.control_model_wrapped
         self.handle = handle
+        self.patcher = ControlPatcher(handle.patcher, self.native_patcher)
         self.hints = KeptHints()
         self.on_gpus: dict[torch.device, EngineControlModel] = {}
         self.run: Context | None = None
@@ -65,6 +72,10 @@ class EngineControlModel:
     @property
     def network(self) -> NativeNetwork:
         return self.handle.network
+
+    def why_not_patched_so(self) -> Fallback | None:
+        """Return the reason why the engine is not valid for the patches that act on calls, or None. Cheap."""
+        return self.handle.why_not_patched_so(self.patcher.in_force())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,23 +94,35 @@ class EngineControlModel:
 
     def _compute(self, *args: Any, **kwargs: Any) -> Control:
         call = by_name(self._arguments, args, kwargs)
-        served, residuals = self.handle.serve(None, lambda: watched(self.handle.bind(call)))
+        patcher = self.patcher.in_force()
+        self.handle.begin_run(patcher)  # first: the refusal depends on the engine
+        refusal = self.why_not_patched_so()
+        served, residuals = self.handle.serve(refusal, lambda: watched(self.handle.bind(call)), patcher)
         if served:
             return residuals
-        self._make_native_resident()
+        self._make_native_resident(patcher)
         return run_native(lambda: self.native(*args, **kwargs), self.handle.stats, self.handle.network.device)
 
-    def _make_native_resident(self) -> None:
+    def _make_native_resident(self, patcher: ModelPatcher) -> None:
         """Load native's weights beside all that is in use: ComfyUI loaded the engine in their place.
 
         Checked in every call: ComfyUI may unload them between two runs of one node, or within a run.
         """
-        if not any(loaded is self.native_patcher for loaded in model_management.loaded_models()):
+        if last_loaded(patcher.model) is not patcher or not lies_on_its_model(patcher):
             in_use = model_management.loaded_models(only_currently_used=True)
-            model_management.load_models_gpu([*in_use, self.native_patcher])
+            others = [model for model in in_use if not patcher.is_clone(model)]
+            model_management.load_models_gpu([*others, patcher])
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else others read of the native module."""
+        if name == "native":  # while a copy is being made
+            raise AttributeError(name)
+        return getattr(self.native, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module | EngineControlModel:
         if memo:  # copied as a part: other packs copy whole conditionings, whose ControlNets share the engine
-            return self
+            copied = copy.copy(self)
+            copied.patcher = copy.deepcopy(self.patcher, memo)
+            return copied
         # ComfyUI copies a network by itself to run it on a second GPU; an engine is on one device, so native goes there
         return copy.deepcopy(self.native)

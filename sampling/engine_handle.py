@@ -11,7 +11,8 @@ from ..architectures import Role
 from ..architectures.calls import Binding, EngineCall, OtherKind, Unsupported
 from ..backends.lookup import EngineChoice, Found, look_up, open_session
 from ..comfy_model.attention import remark
-from ..comfy_model.network import NativeNetwork
+from ..comfy_model.network import NativeNetwork, replaced_part
+from ..comfy_model.weight_patches import WeightPatches, why_reshaped
 from ..engine_library import Fallback, Library, Reason, Unavailable
 from ..sessions.session import Session
 from . import Shared
@@ -71,6 +72,8 @@ class EngineHandle(Shared):
         self._beginning = threading.Lock()
         self._watch = NetworkWatch(network)
         self._range = range_of(network)
+        self._weight_patches = WeightPatches(network.patcher)
+        network.undo_foreign_patches()
         self.refresh()
 
     @property
@@ -99,7 +102,8 @@ class EngineHandle(Shared):
 
     def _look_up(self) -> Session:
         network = self.network
-        network.undo_foreign_patches()
+        if network.role is Role.BACKBONE:  # a VAE's clone may be loaded just to be called now
+            network.undo_foreign_patches()
         try:
             architecture = network.unchanged_architecture(self._watch.layers)
         finally:
@@ -121,14 +125,19 @@ class EngineHandle(Shared):
         if self.session is not None:
             self.session.begin_run(patcher or self.network.patcher)
 
-    def models_beside(self) -> list[ModelPatcher]:
-        """Return what ComfyUI shall load for a run besides the engine: native weights of a ControlNet that has none."""
+    def models_beside(self, patcher: ModelPatcher | None = None) -> list[ModelPatcher]:
+        """Return what ComfyUI shall load for a run besides the engine: native weights of a ControlNet that needs them.
+        """
         if self.network.role is Role.BACKBONE:
             return []  # its sampler patch plans, and knows the patcher; ComfyUI itself names the native model
-        self.plan()
-        if self.network.role is not Role.CONTROLNET or self.fallback is None:
+        self.network.undo_foreign_patches()
+        self.plan(patcher)
+        if self.network.role is not Role.CONTROLNET:
             return []  # a VAE's native weights are loaded in any case: they are small
-        return [self.network.patcher]
+        patcher = patcher or self.network.patcher
+        serves = self.fallback is None and self.why_not_patched_so(patcher) is None
+        self.patcher.model.expected = serves
+        return [] if serves else [patcher]
 
     def open(self) -> None:
         """Open the engine while ComfyUI loads models for a run; where it cannot be opened native serves the run."""
@@ -166,6 +175,32 @@ class EngineHandle(Shared):
                 keep(self.patcher, context.prompt_id if context else "")
             self.stats.remark = remark(network.parts[0].module, patcher or network.patcher, network.prefix)
         self._context = context  # last: who sees it finds the run begun
+
+    def why_not_patched_so(
+        self, patcher: ModelPatcher, weight_patches: WeightPatches | None = None
+    ) -> Fallback | None:
+        """Return the reason why the engine is not valid for a model with a patcher's patches, or None. Cheap.
+
+        Args:
+            weight_patches: those that the engine has, by default those of the network when the node ran.
+        """
+        network = self.network
+        if patcher.hook_patches or patcher.current_hooks or patcher.forced_hooks:
+            return Fallback(Reason.HOOKS, "the conditioning or the model carries weight hooks")
+        if (what := replaced_part(patcher, network.prefix)) is not None:
+            return Fallback(Reason.MODEL_PATCHED, what)
+        if (fallback := network.other_dtype(patcher) or why_reshaped(patcher)) is not None:
+            return fallback
+        if self.follows_patches:
+            if patcher.weight_wrapper_patches:
+                return Fallback(Reason.MODEL_PATCHED, "another node wraps the weights")
+            if patcher.model is not network.patcher.model:
+                return Fallback(Reason.OTHER_MODEL, f"it computes with the weights of {network.label}")
+        elif (fallback := (weight_patches or self._weight_patches).difference_on(patcher)) is not None:
+            return fallback
+        if patcher.injections:
+            return Fallback(Reason.MODEL_PATCHED, "another node has put parts into the model")
+        return None
 
     def why_native_now(self) -> Fallback | None:
         """Return why native has to serve the next call of this run, whatever its inputs, or None."""

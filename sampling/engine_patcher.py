@@ -7,9 +7,11 @@ loaded later find that memory taken.
 
 from __future__ import annotations
 
+import copy
 import uuid
 import weakref
 from collections import OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -20,6 +22,7 @@ from ..sessions.gpu_memory import no_room
 from . import Shared
 
 if TYPE_CHECKING:
+    from ..comfy_model.network import NativeNetwork
     from ..sessions.session import Session
 
 KEPT_PROMPTS = 2
@@ -32,8 +35,10 @@ _beside: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, EnginePatcher]] = 
 class Owner(Protocol):
     """Owner of the engine; see ``engine_handle``."""
 
-    def models_beside(self) -> list[ModelPatcher]:
-        """Look the engine up for a run that ComfyUI plans; return the models to load beside it."""
+    network: NativeNetwork
+
+    def models_beside(self, patcher: ModelPatcher | None = None) -> list[ModelPatcher]:
+        """Look the engine up for a run that ComfyUI plans with a patcher; return the models to load beside it."""
         ...
 
     def open(self) -> None:
@@ -66,12 +71,19 @@ class EngineModule(Shared, torch.nn.Module):
 
 
 class EnginePatcher(Shared, ModelPatcher):
-    """A patcher with the size of an engine, loaded as a whole or not at all. Clones share the engine."""
+    """A patcher with the size of an engine, loaded as a whole or not at all. Clones share the engine.
+
+    Attributes:
+        native: the native patcher whose patches are asked for; None for the network's own.
+    """
+
+    native: ModelPatcher | None = None
+    module = EngineModule
 
     @classmethod
     def on(cls, device: torch.device, owner: Owner | None = None) -> EnginePatcher:
         """Return a patcher without an engine yet; it refers weakly to its owner."""
-        return cls(EngineModule(owner), load_device=device, offload_device=torch.device("cpu"))
+        return cls(cls.module(owner), load_device=device, offload_device=torch.device("cpu"))
 
     def is_clone(self, other: object) -> bool:
         """Tell whether both stand for the same engines: ComfyUI then counts their memory once."""
@@ -96,7 +108,7 @@ class EnginePatcher(Shared, ModelPatcher):
     def model_patches_models(self) -> list[ModelPatcher]:
         """Look the engine up: ComfyUI calls this at the start of its planning, before it asks for sizes."""
         owner = self.model.owner
-        return [] if owner is None else owner.models_beside()
+        return [] if owner is None else owner.models_beside(self.native)
 
     def deepclone_multigpu(self, new_load_device: torch.device | None = None, **_: Any) -> EnginePatcher:
         """Return a patcher without an engine for another GPU; ``several_gpus`` puts one with an engine in its place."""
@@ -151,6 +163,20 @@ class EnginePatcher(Shared, ModelPatcher):
         self.model.model_loaded_weight_memory = 0
 
 
+class ControlEngineModule(EngineModule):
+    """The "model" of a ControlNet's engine: who looks for weights and layers finds those of the native network."""
+
+    def __getattr__(self, name: str) -> Any:
+        owner = None if name == "_owner" else self.owner
+        if owner is None:
+            raise AttributeError(name)
+        return getattr(owner.network.module, name)
+
+
+for _name in ("state_dict", "named_parameters", "named_buffers", "named_modules", "named_children"):
+    setattr(ControlEngineModule, _name, property(partial(ControlEngineModule.__getattr__, name=_name)))
+
+
 class ControlEnginePatcher(EnginePatcher):
     """The patcher of a ControlNet's engine, which is like no other one.
 
@@ -158,12 +184,64 @@ class ControlEnginePatcher(EnginePatcher):
     copied, and stays open.
     """
 
+    module = ControlEngineModule
+
     @property
     def clone_base_uuid(self) -> uuid.UUID:
         return uuid.uuid4()
 
     @clone_base_uuid.setter
     def clone_base_uuid(self, _value: uuid.UUID) -> None: ...
+
+
+class ControlPatcher(ControlEnginePatcher):
+    """The patcher of an engine-backed CONTROL_NET. Clones share the engine; all that is not of it is ``native``'s.
+
+    Attributes:
+        native: ComfyUI loads it where the engine is not valid for its patches.
+        last: the one of all that share the weights that ComfyUI loaded last: its patches act, as in native. Deep
+            copies have another one: native ones have weights of their own.
+    """
+
+    _own = frozenset({"model", "size", "load_device", "offload_device", "parent"})
+
+    def __init__(self, engine: EnginePatcher, native: ModelPatcher, last: Last | None = None):
+        super().__init__(engine.model, engine.load_device, engine.offload_device)
+        self.parent = engine.parent or engine
+        for name in vars(self).keys() - self._own:
+            del vars(self)[name]
+        vars(self).update(native=native, last=_last.setdefault(native.model, []) if last is None else last)
+
+    def __getattr__(self, name: str) -> Any:
+        if "native" not in vars(self):  # while a copy is being made
+            raise AttributeError(name)
+        return getattr(self.native, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._own or "native" not in vars(self):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.native, name, value)
+
+    def clone(self, *arguments: Any, **options: Any) -> ControlPatcher:
+        return ControlPatcher(self, self.native.clone(*arguments, **options), self.last)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ControlPatcher:
+        return ControlPatcher(self, self.native.clone(), copy.deepcopy(self.last, memo))
+
+    def in_force(self) -> ModelPatcher:
+        """Return the native patcher whose patches act on calls."""
+        patcher = self.last[0]() if self.last else None
+        return self.native if patcher is None else patcher.native
+
+    def load(self, *arguments: Any, **options: Any) -> None:
+        self.last[:] = [weakref.ref(self)]
+        super().load(*arguments, **options)
+
+
+Last = list["weakref.ref[ControlPatcher]"]
+_last: weakref.WeakKeyDictionary[torch.nn.Module, Last] = weakref.WeakKeyDictionary()
+"""Of each native network, for its patchers that are no deep copies."""
 
 
 def keep(patcher: EnginePatcher, prompt_id: str) -> None:

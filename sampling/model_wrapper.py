@@ -19,8 +19,8 @@ from ..architectures.calls import EngineCall
 from ..comfy_model.attention import OVERRIDE, other_attention
 from ..comfy_model.comfyui_internals import Feature, works
 from ..comfy_model.comfyui_shims import outside_recording
-from ..comfy_model.network import NativeNetwork, replaced_part
-from ..comfy_model.weight_patches import WeightPatches, why_reshaped
+from ..comfy_model.network import NativeNetwork
+from ..comfy_model.weight_patches import WeightPatches
 from ..engine_library import Fallback, Reason
 from . import Shared
 from .call_stats import open_stats, timed
@@ -240,7 +240,7 @@ class BackboneRouter(Shared):
         if on_several_gpus(options) and not works(Feature.SEVERAL_GPUS):
             return SEVERAL_GPUS
         handle = self._handle
-        if (fallback := _why_not_patched_so(patcher, self._weight_patches, handle)) is not None:
+        if (fallback := handle.why_not_patched_so(patcher, self._weight_patches)) is not None:
             return fallback
         return _why_patched(handle.network, options)
 
@@ -352,29 +352,10 @@ def _plan(
     """
     handle.plan(patcher)
     serves = refusal is None and handle.fallback is None
-    serves = serves and _why_not_patched_so(patcher, weight_patches, handle) is None
+    serves = serves and handle.why_not_patched_so(patcher, weight_patches) is None
     serves = serves and _why_patched(handle.network, options) is None
     handle.patcher.model.expected = serves
     return serves and handle.session.owns_weights(patcher)
-
-
-def _why_not_patched_so(patcher: ModelPatcher, weight_patches: WeightPatches, handle: EngineHandle) -> Fallback | None:
-    """Return the reason why the engine is not valid for a model with these patches, or None."""
-    if patcher.hook_patches or patcher.current_hooks or patcher.forced_hooks:
-        return Fallback(Reason.HOOKS, "the conditioning or the model carries weight hooks")
-    if (fallback := handle.network.other_dtype(patcher) or why_reshaped(patcher)) is not None:
-        return fallback
-    if handle.follows_patches:
-        if patcher.weight_wrapper_patches:
-            return Fallback(Reason.MODEL_PATCHED, "another node wraps the weights")
-        if patcher.model is not handle.network.patcher.model:
-            return Fallback(Reason.OTHER_MODEL, f"it computes with the weights of {handle.network.label}")
-    elif (fallback := weight_patches.difference_on(patcher)) is not None:
-        return fallback
-    if patcher.injections:
-        return Fallback(Reason.MODEL_PATCHED, "another node has put parts into the UNet")
-    what = replaced_part(patcher)
-    return None if what is None else Fallback(Reason.MODEL_PATCHED, what)
 
 
 def _why_patched(network: NativeNetwork, options: Mapping) -> Fallback | None:

@@ -116,7 +116,7 @@ def _engine_controls(conds: Mapping[str, list], devices: list[torch.device]) -> 
             continue
         yield model
         for device in devices:
-            if device not in control.multigpu_clones and not model.native_patcher.patches:
+            if device not in control.multigpu_clones and not control.control_model_wrapped.patches:
                 control.multigpu_clones[device] = _control_on(control, model, device)
             its = getattr(control.multigpu_clones.get(device), "control_model", None)
             if isinstance(its, EngineControlModel):
@@ -141,7 +141,7 @@ def _control_on(control: ControlNet, model: EngineControlModel, device: torch.de
         network = replace(model.network, patcher=native.control_model_wrapped, module=native.control_model)
         model.on_gpus[device] = back_with_engine(native, _like(model.handle, network)).control_model
     made.control_model = model.on_gpus[device]
-    made.control_model_wrapped = made.control_model.handle.patcher
+    made.control_model_wrapped = made.control_model.patcher
     return made
 
 

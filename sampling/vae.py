@@ -16,6 +16,8 @@ import torch
 
 from ..architectures import Role
 from ..architectures.shapes import Shape, ShapeMismatch, bind
+from ..comfy_model.weight_patches import last_loaded, lies_on_its_model
+from ..engine_library import Fallback, Reason
 from .engine_handle import EngineHandle
 from .nan_guard import watched
 from .native_network import run_native
@@ -26,9 +28,13 @@ if TYPE_CHECKING:
 
 
 def native_vae(vae: VAE) -> VAE:
-    """Return the native VAE behind an engine-backed one, or the given one."""
+    """Return the native VAE behind an engine-backed one, with what other packs have patched, or the given one."""
     model = vae.first_stage_model
-    return model.native_vae if isinstance(model, EngineVAEModel) else vae
+    if not isinstance(model, EngineVAEModel):
+        return vae
+    native = copy.copy(model.native_vae)
+    native.patcher = vae.patcher.clone()
+    return native
 
 
 def vae_with_engines(vae: VAE, handles: dict[Role, EngineHandle]) -> VAE:
@@ -91,9 +97,14 @@ class EngineVAEModel:
         handle = self.handles.get(role)
         if handle is None:
             return native(images, **options)
-        results = []
+        patcher = last_loaded(self.native) or handle.network.patcher
+        handle.begin_run(patcher)  # first: the refusal depends on the engine
+        refusal, results = handle.why_not_patched_so(patcher), []
+        if self.native.current_weight_patches_uuid is not None and not lies_on_its_model(patcher):
+            refusal = refusal or Fallback(Reason.WEIGHTS_PATCHED, "patches of a VAE that is gone are on its weights")
         for image in images.split(1):
-            served, result = handle.serve(None, lambda image=image: watched(handle.bind({"images": image, **options})))
+            served, result = handle.serve(
+                refusal, lambda image=image: watched(handle.bind({"images": image, **options})), patcher)
             if not served:
                 return run_native(lambda: native(images, **options), handle.stats, handle.network.device)
             results.append(result)
@@ -105,5 +116,5 @@ class EngineVAEModel:
             raise AttributeError(name)
         return getattr(self.native, name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> EngineVAEModel:
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        return copy.deepcopy(self.native, memo)  # which its patcher's copy loads

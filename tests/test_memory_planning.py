@@ -98,7 +98,7 @@ def test_a_controlnet_whose_engine_was_deleted_has_its_native_weights_planned_fo
     controlled: Controlled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(controlled.handle, "refresh", lambda: gone(controlled.handle))
-    monkeypatch.setattr(EngineControlModel, "_make_native_resident", lambda _self: None)  # too late for a plan
+    monkeypatch.setattr(EngineControlModel, "_make_native_resident", lambda *_: None)  # too late for a plan
     loaded = []
     latent = controlled.sample(step=lambda _i: loaded.append(controlled.native_loaded))
     assert controlled.handle.stats.native == STEPS

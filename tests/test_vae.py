@@ -314,7 +314,8 @@ def test_comfyui_frees_what_a_compiled_call_needs_and_natives_estimate_elsewhere
     assert backed.memory_used_decode(inside, torch.float32) == own < vae.memory_used_decode(inside, torch.float32)
     assert backed.memory_used_decode(outside, torch.float32) == vae.memory_used_decode(outside, torch.float32)
     assert backed.memory_used_encode is vae.memory_used_encode
-    assert native_vae(backed) is vae
+    assert native_vae(backed).first_stage_model is vae.first_stage_model
+    assert native_vae(backed).patcher.is_clone(vae.patcher)
     assert native_vae(vae) is vae
     assert handle.patcher in backed.patcher.model_patches_models(), "ComfyUI loads the engine beside the VAE"
     assert handle.patcher not in vae.patcher.model_patches_models()
