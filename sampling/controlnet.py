@@ -95,9 +95,9 @@ class EngineControlModel:
     def _compute(self, *args: Any, **kwargs: Any) -> Control:
         call = by_name(self._arguments, args, kwargs)
         patcher = self.patcher.in_force()
-        self.handle.begin_run(patcher)  # first: the refusal depends on the engine
-        refusal = self.why_not_patched_so()
-        served, residuals = self.handle.serve(refusal, lambda: watched(self.handle.bind(call)), patcher)
+        stats = self.handle.begin_run(patcher)
+        refusal = self.handle.why_not_patched_so(patcher)
+        served, residuals = self.handle.serve(refusal, lambda: watched(self.handle.bind(call)), patcher, stats)
         if served:
             return residuals
         self._make_native_resident(patcher)

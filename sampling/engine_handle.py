@@ -207,7 +207,11 @@ class EngineHandle(Shared):
         return self.fallback or why_again() or self._watch.changed()
 
     def serve(
-        self, refusal: Fallback | None, call: Callable[[], EngineCall], patcher: ModelPatcher | None = None
+        self,
+        refusal: Fallback | None,
+        call: Callable[[], EngineCall],
+        patcher: ModelPatcher | None = None,
+        stats: CallStats | None = None,
     ) -> tuple[bool, Any]:
         """Run a call on the engine: (True, its result), or count it as native: (False, None).
 
@@ -215,8 +219,9 @@ class EngineHandle(Shared):
             refusal: why the caller does not want the engine for this call, if so.
             call: makes the call as the engine takes it; used only when an engine is there.
             patcher: the one that ComfyUI samples with. One execution of a node may sample several.
+            stats: what ``begin_run`` returned to a caller whose refusal depends on the engine.
         """
-        stats = self.begin_run(patcher)
+        stats = stats or self.begin_run(patcher)
         fallback = refusal or self.why_native_now()
         if fallback is None:
             try:

@@ -199,9 +199,9 @@ class BackboneRouter(Shared):
         self.reached.calls += 1
         given = by_name(self._arguments, args, kwargs)
         with outside_recording():
-            handle.begin_run(patcher)  # first: the refusal depends on the engine
+            stats = handle.begin_run(patcher)
             refusal = self._refusal or self._why_native(patcher, given.get("transformer_options") or {})
-            served, result = handle.serve(refusal, lambda: self._bound(given), patcher)
+            served, result = handle.serve(refusal, lambda: self._bound(given), patcher, stats)
             if served:
                 watch(result)
                 return result

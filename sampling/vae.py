@@ -98,13 +98,13 @@ class EngineVAEModel:
         if handle is None:
             return native(images, **options)
         patcher = last_loaded(self.native) or handle.network.patcher
-        handle.begin_run(patcher)  # first: the refusal depends on the engine
+        stats = handle.begin_run(patcher)
         refusal, results = handle.why_not_patched_so(patcher), []
         if self.native.current_weight_patches_uuid is not None and not lies_on_its_model(patcher):
             refusal = refusal or Fallback(Reason.WEIGHTS_PATCHED, "patches of a VAE that is gone are on its weights")
         for image in images.split(1):
             served, result = handle.serve(
-                refusal, lambda image=image: watched(handle.bind({"images": image, **options})), patcher)
+                refusal, lambda image=image: watched(handle.bind({"images": image, **options})), patcher, stats)
             if not served:
                 return run_native(lambda: native(images, **options), handle.stats, handle.network.device)
             results.append(result)
