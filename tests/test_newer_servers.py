@@ -1,0 +1,144 @@
+"""What ComfyUI's versions after 0.30.0 compute otherwise, on files that they are for: pictures stay native's.
+
+Each test runs on every version. What an older one has not is skipped there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import comfy.ldm.wan.model
+import flux_networks
+import pytest
+import token_calls
+import token_networks
+import torch
+import torch.nn.functional as F
+import wan_calls
+import zimage
+from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
+from comfy_kitchen.registry import registry
+from hybrid_trt.architectures.folded_activation import linear_behind
+from hybrid_trt.backends import backends
+from hybrid_trt.backends.torch_inductor.compiled import lifted, traced
+from hybrid_trt.backends.torch_inductor.session import LiveSession
+from hybrid_trt.comfy_model.live_weights import LiveWeights
+from hybrid_trt.comfy_model.network import NativeNetwork
+from hybrid_trt.comfy_model.structure_hash import structure_hash
+from hybrid_trt.engine_library import Reason
+from hybrid_trt.engine_library.engine import relative_error
+from quantised import FORMATS, quantised_state
+from safetensors.torch import load_file, save_file
+from tiny_transformers import KREA2, QWEN_IMAGE, let_comfyui_load_zimage
+
+from sampling import error
+
+LIMIT = 1e-5
+QWEN, KREA = QWEN_IMAGE["joint_attention_dim"], KREA2["txtlayers"] * KREA2["txtdim"]
+
+DRAWN: dict[str, Callable[[NativeNetwork], dict[str, Any]]] = {
+    "tiny_wan": lambda _: wan_calls.CALLS["several frames"].drawn(),
+    "tiny_wan_i2v": lambda _: wan_calls.CALLS["a picture"].drawn(),
+    "tiny_wan_vace": lambda _: wan_calls.CALLS["a control video"].drawn(),
+    "tiny_zimage": lambda _: zimage.call(8, 6, 2),
+    "tiny_flux1_unet": lambda net: flux_networks.call(net, (12, 8), 2),
+    "tiny_qwen_image": lambda _: token_calls.Call(2, (13, 11), 30).drawn(QWEN),
+    "tiny_krea2": lambda _: token_calls.Call(2, (13, 11), 30).drawn(KREA),
+}
+"""A call of each family that has int8 files."""
+
+UNREAD = {"tiny_qwen_image": 3}
+"""Layers of the last block whose results nobody reads, so that no graph has them."""
+
+
+def quantised_file(source: Path, folder: Path, name: str) -> Path:
+    """A copy of a file with the linear layers of its blocks quantised."""
+    state = load_file(source)
+    layers = [key.removesuffix(".weight") for key, weight in state.items()
+              if key.endswith(".weight") and weight.ndim == 2 and ("blocks." in key or "layers." in key)]
+    save_file(quantised_state(state, layers, name), folder / source.name)
+    return folder / source.name
+
+
+def network_of(models: dict[str, Path], folder: Path, file: str, name: str) -> NativeNetwork:
+    let_comfyui_load_zimage()
+    return NativeNetwork.of_model(token_networks.load(str(quantised_file(models[file], folder, name))), file)
+
+
+def natively(net: NativeNetwork, call: dict[str, Any]) -> torch.Tensor:
+    given = {"transformer_options": {}, **call}
+    times = next(given.pop(name) for name in ("timestep", "timesteps") if name in given)
+    return net.module(given.pop("x"), times, given.pop("context"), **given)
+
+
+def without_rounding(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32, convrot: bool = False, convrot_groupsize: int = 1,
+    input_act: str | None = None, **absent: None,
+) -> torch.Tensor:  # fmt: skip
+    """Stand for the int8 kernel: each argument acts, and no last bit of a value changes much."""
+    x = {None: x, "gelu_tanh": F.gelu(x, approximate="tanh")}[input_act]
+    x = x.roll(convrot_groupsize, -1) if convrot else x
+    return F.linear(x, weight.float() * weight_scale.reshape(-1, 1), bias).to(out_dtype)
+
+
+@pytest.fixture
+def smooth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let native and engines compute int8 products without rounding."""
+    choose = registry.get_implementation
+    monkeypatch.setattr(registry, "get_implementation", lambda name, *args, **given: (
+        without_rounding if name == "int8_linear" else choose(name, *args, **given)))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["int8", "int8 convrot"])
+@pytest.mark.parametrize("file", DRAWN)
+def test_int8_networks_compute_with_natives_kernels_and_are_traced_with_them(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smooth: None, file: str, name: str
+) -> None:
+    net = network_of(models, tmp_path, file, name)
+    session, call = LiveSession(net, backends()["torch"], "float32"), DRAWN[file](net)
+    given, run = [], session._live.run
+    monkeypatch.setattr(session._live, "run", lambda inputs, sizes: given.append(inputs) or run(inputs, sizes))
+    with torch.inference_mode():
+        expected = natively(net, call)
+        bound = net.architecture().binding(net.module)(call)
+        found = relative_error(bound.finish(session.run(bound.inputs, bound.extras)), expected)
+        assert found <= LIMIT
+    function, inputs = session._live.function, [given[0][spec.name] for spec in session._live.inputs]
+    weights = lifted(function)
+    graph, _ = traced(function, list(weights.values()), list(weights), inputs, ())
+    kernels = Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+    layers = sum(getattr(layer, "quant_format", None) is not None for layer in function.modules())
+    assert kernels["comfy_kitchen.int8_linear.default"] == layers - UNREAD.get(file, 0) > 0
+    assert "aten._int_mm.default" not in kernels
+    with torch.inference_mode():
+        pairs = zip(graph(*weights.values(), *inputs), function(*inputs), strict=True)
+        assert max(relative_error(one, other) for one, other in pairs) <= LIMIT
+
+
+@pytest.mark.skipif(not hasattr(comfy.ldm.wan.model, "WanFeedForward"), reason="no activation is folded there")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["int8", "int8 convrot", "fp8"])
+def test_wans_feed_forward_layers_give_natives_bits_with_a_folded_activation(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    net = network_of(models, tmp_path, "tiny_wan", name)
+    for layer in net.module.modules():
+        if isinstance(getattr(layer, "weight", None), QuantizedTensor):
+            layer.weight = torch.nn.Parameter(layer.weight.to(dtype=dtype), requires_grad=False)
+    weights = LiveWeights(net, torch.float32)
+    weights.sync_from(net.patcher)
+    folded, choose = [], registry.get_implementation
+    monkeypatch.setattr(registry, "get_implementation", lambda name, kwargs=None, **rest: (
+        folded.append((kwargs or {}).get("input_act")) or choose(name, kwargs=kwargs, **rest)))  # fmt: skip
+    for given in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.randn(2, 24, net.module.dim, dtype=given)
+        folded.clear()
+        for native, ours in zip(net.module.blocks, weights.module.blocks, strict=True):
+            with torch.inference_mode():
+                assert torch.equal(linear_behind(ours.ffn[2], ours.ffn[0](x), "gelu_tanh"), native.ffn(x))
+        folds = name != "fp8" and given == dtype  # native dequantises weights of another dtype
+        assert folded.count("gelu_tanh") == 2 * folds * len(net.module.blocks)
