@@ -1,4 +1,4 @@
-"""What ComfyUI's versions after 0.30.0 compute otherwise, on files that they are for: pictures stay native's.
+"""Files and calls that ComfyUI's versions after 0.30.0 compute otherwise: pictures stay native's.
 
 Each test runs on every version. What an older one has not is skipped there.
 """
@@ -23,6 +23,9 @@ from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 from comfy_kitchen.registry import registry
 from compiling import COMPILES
 from hybrid_trt.architectures.folded_activation import linear_behind
+from hybrid_trt.architectures.hunyuan_video import _plain_attention
+from hybrid_trt.architectures.ldm import sdpa
+from hybrid_trt.architectures.rotary import RotaryAttention
 from hybrid_trt.architectures.shapes import Profile
 from hybrid_trt.backends import backends
 from hybrid_trt.backends.torch_inductor.compiled import lifted, traced
@@ -37,12 +40,15 @@ from hybrid_trt.engine_library.engine import relative_error
 from hybrid_trt.sampling.engine_handle import EngineChoice, EngineHandle
 from hybrid_trt.sampling.engine_status import status
 from hybrid_trt.sampling.model_wrapper import patch_model
-from patched import sampling_node
+from memory_fixtures import file, library
+from patched import Patched, load, sampling_node
 from quantised import UNSERVED, quantised_state
 from safetensors.torch import load_file, save_file
 from tiny_transformers import KREA2, QWEN_IMAGE, let_comfyui_load_zimage
 
-from sampling import error
+from sampling import error, sample
+
+__all__ = ["file", "library"]  # fixtures: pytest finds them by name
 
 LIMIT = 1e-5
 QWEN, KREA = QWEN_IMAGE["joint_attention_dim"], KREA2["txtlayers"] * KREA2["txtdim"]
@@ -155,6 +161,18 @@ def test_wans_feed_forward_layers_give_natives_bits_with_a_folded_activation(
         assert folded.count("gelu_tanh") == 2 * folds * len(net.module.blocks)
 
 
+@pytest.mark.parametrize("file", ["tiny_wan", "tiny_flux1_unet", "tiny_zimage", "tiny_krea2"])
+def test_what_a_native_run_leaves_on_layers_is_no_part_of_the_network(models: dict[str, Path], file: str) -> None:
+    """Newer layers cast their weights in a context."""
+    let_comfyui_load_zimage()
+    with torch.inference_mode():
+        fresh, ran = (NativeNetwork.of_model(token_networks.load(str(models[file])), file) for _ in range(2))
+        ran.patcher.patch_model(torch.device("cpu"))
+        natively(ran, DRAWN[file](ran))
+    for live in (False, True):
+        assert structure_hash(fresh.module, live) == structure_hash(ran.module, live)
+
+
 @pytest.mark.fault("a model has weights in ComfyUI's four-bit formats (convrot_w4a4, asym_w4a8_int8)")
 @pytest.mark.parametrize("name", UNSERVED)
 def test_formats_of_four_bits_run_native_with_a_reason(models: dict[str, Path], tmp_path: Path, name: str) -> None:
@@ -173,6 +191,28 @@ def test_formats_of_four_bits_run_native_with_a_reason(models: dict[str, Path], 
     assert list(handle.stats.reasons) == [Reason.UNSUPPORTED_MODEL.value]
     assert f"quantised layers in the format {QUANT_ALGOS[kind]['comfy_tensor_layout']}".removesuffix("Layout") in (
         status(handle))  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", [sdpa, _plain_attention, RotaryAttention(torch.ones(6, 2, 2))],
+                         ids=["unet", "hunyuan", "rotary"])  # fmt: skip
+def test_attention_inside_engines_takes_what_newer_layers_tell_it(attention: Callable[..., torch.Tensor]) -> None:
+    """Layers of newer versions ask for full precision where an approximate kernel gave no numbers."""
+    shape = (1, 6, 8) if attention is sdpa else (1, 2, 6, 4)
+    given = [torch.randn(shape) for _ in range(3)]
+    told = attention(None, *given, 2, low_precision_attention=False, _inside_attn_wrapper=True)
+    assert torch.equal(told, attention(None, *given, 2))
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
+def test_comfyuis_own_node_for_exact_attention_keeps_the_engine(file: Path, library: Library, backend: str) -> None:
+    nodes = pytest.importorskip("comfy_extras.nodes_model_advanced")
+    if not hasattr(nodes, "ModelAttentionBackend"):
+        pytest.skip("this ComfyUI has no such node")
+    engine = Patched(load(file), library, backend)
+    reference = sample(load(file))
+    (engine.model,) = nodes.ModelAttentionBackend().patch(engine.model, "pytorch attention")
+    assert error(engine.sample(), reference) <= LIMIT
+    assert engine.counts[0] > 0 == engine.counts[1], engine.handle.stats.details
 
 
 @pytest.mark.slow
