@@ -45,6 +45,10 @@ class QuantisedLinear(comfy.ops.mixed_precision_ops().Linear):
         weight = QuantizedTensor.__tensor_unflatten__(parts, self.context, None, None)
         return weight.to(dtype=torch.float32).dequantize() if self.exact else weight
 
+    def _forward(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        # as its kernel takes it: else a tracer finds a batched product, for which ComfyUI dequantises the weight
+        return super()._forward(input if isinstance(input, QuantizedTensor) else input.contiguous(), weight, bias)
+
     def take(self, weight: QuantizedTensor) -> None:
         """Let a weight's tensors be the layer's parameters."""
         for name, tensor in tensors_of(weight).items():

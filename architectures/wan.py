@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
+import comfy.ldm.wan.model
 import torch
 from comfy.ldm.common_dit import pad_to_patch_size
 from comfy.ldm.wan.model import (
@@ -21,6 +22,7 @@ from comfy.ldm.wan.model import (
 
 from . import Role
 from .calls import Binding, EngineCall, Unsupported
+from .folded_activation import linear_behind
 from .rotary import write_out_norms
 from .shapes import Dim, Sizes, TensorSpec
 from .token_sizes import BATCH, KEPT, PATCH, TOKENS, attended
@@ -89,7 +91,13 @@ _SMALL_LATENT = 48
 def _is_plain(block: torch.nn.Module) -> bool:
     cross = (WanT2VCrossAttention, WanI2VCrossAttention)
     blocks = (WanAttentionBlock, VaceWanAttentionBlock)
-    return type(block) in blocks and type(block.self_attn) is WanSelfAttention and type(block.cross_attn) in cross
+    fed = (torch.nn.Sequential, _FOLDING)
+    attends = type(block.self_attn) is WanSelfAttention and type(block.cross_attn) in cross
+    return type(block) in blocks and attends and type(block.ffn) in fed
+
+
+_FOLDING = getattr(comfy.ldm.wan.model, "WanFeedForward", None)
+"""Newer versions of ComfyUI have this class of two linear layers, with an activation folded into the second."""
 
 
 _TAKEN = frozenset({*Wan.arguments, "denoise_mask", "crossattn_controlnet"})
@@ -237,7 +245,9 @@ def _block(
     q, k = (_heads(own, t) for t in (own.norm_q(own.q(y)), own.norm_k(own.k(y))))
     x = _plus(x, frames, own.o(attended(q, k, _heads(own, own.v(y)), pe.flatten(0, 2))), moved[2])
     x = x + _cross(block.cross_attn, block.norm3(x), words, clip)
-    return _plus(x, frames, block.ffn(_moved(block.norm2(x), frames, moved[3], moved[4])), moved[5])
+    y, ffn = _moved(block.norm2(x), frames, moved[3], moved[4]), block.ffn
+    fed = linear_behind(ffn[2], ffn[0](y), "gelu_tanh") if type(ffn) is _FOLDING else ffn(y)
+    return _plus(x, frames, fed, moved[5])
 
 
 class _Controls:

@@ -24,7 +24,7 @@ LARGE = 16 * 1024
 
 SERVED = ("TensorCoreFP8E4M3Layout", "TensorCoreFP8E5M2Layout", "TensorWiseINT8Layout", "TensorCoreNVFP4Layout",
           "TensorCoreMXFP8Layout")  # fmt: skip
-"""Formats that can be traced. ConvRotW4A4's kernels cannot, and those of other packs (GGUF) dequantise in Python."""
+"""Formats that can be traced. The kernels of ConvRotW4A4 and AsymW4A8Int8 cannot, those of packs (GGUF) neither."""
 
 
 @functools.cache

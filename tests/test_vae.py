@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import comfy.model_management as comfy_management
 import comfy.model_patcher as comfy_patcher
 import pytest
 import slow
@@ -228,7 +229,7 @@ def decoder(comfy: ComfyProcess, tmp_path: Path) -> tuple[VAE, VAE, EngineHandle
     profile = network.architecture().profile(RequestedSizes(64, 128, 256))
     order = BuildOrder(network, "float32", profile, backends()["onnxruntime"])
     build_engine(order, library, lambda *_: None, run=run_here)
-    handle = EngineHandle(network, EngineChoice(profile, backend="onnxruntime"), library, "node")
+    handle = EngineHandle(network, EngineChoice(profile, backend="onnxruntime"), library, f"node of {tmp_path}")
     return vae, vae_with_engines(vae, {Role.VAE_DECODER: handle}), handle
 
 
@@ -319,6 +320,35 @@ def test_comfyui_frees_what_a_compiled_call_needs_and_natives_estimate_elsewhere
     assert native_vae(vae) is vae
     assert handle.patcher in backed.patcher.model_patches_models(), "ComfyUI loads the engine beside the VAE"
     assert handle.patcher not in vae.patcher.model_patches_models()
+
+
+def test_what_lacks_memory_as_a_whole_is_decoded_in_tiles_on_the_engine(
+    decoder: tuple[VAE, VAE, EngineHandle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newer versions of ComfyUI ask for the memory of a tile alone, and choose tiles of videos by what is free."""
+    vae, backed, handle = decoder
+    latent, pictures, asked = torch.randn(1, 4, 28, 28, generator=torch.Generator().manual_seed(1)), [], []
+    load = comfy_management.load_models_gpu
+    monkeypatch.setattr(comfy_management, "load_models_gpu", lambda models, memory_required=0, **more: (
+        asked.append(memory_required) or load(models, memory_required=memory_required, **more)))  # fmt: skip
+    for one in (backed, vae):
+        own, calls = one.first_stage_model.decode, []
+
+        def short(z: torch.Tensor, own: Any = own, calls: list = calls) -> torch.Tensor:
+            calls.append(z.shape)
+            if len(calls) == 1:
+                raise torch.OutOfMemoryError("no room for the whole picture")
+            return own(z)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(one.first_stage_model, "decode", short)
+            pictures += [one.decode(latent), one.decode_tiled(latent, tile_x=16, tile_y=16, overlap=4)]
+        assert len(calls) > 4
+    assert all(ours < natives for ours, natives in zip(asked[:2], asked[2:], strict=True)), "engines need less"
+    for ours, natives in zip(pictures[:2], pictures[2:], strict=True):
+        assert float((ours - natives).norm() / natives.norm()) <= LIMIT
+    assert handle.stats.engine > 4
+    assert handle.stats.native == 0, handle.stats.details
 
 
 @pytest.mark.fault("a VAE's engine gives values that are no numbers")

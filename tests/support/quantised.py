@@ -26,6 +26,9 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 """Name -> ComfyUI's format and how its weights are made."""
 
+UNSERVED: dict[str, dict[str, Any]] = {"w4a4": {"format": "convrot_w4a4"}, "w4a8": {"format": "asym_w4a8_int8"}}
+"""Formats that no engine takes. Older versions of ComfyUI lack the second."""
+
 
 def quantised(
     kind: str, layout: str, name: str, dtype: torch.dtype = torch.float32, disabled: frozenset[str] = ON_CPU
@@ -56,7 +59,7 @@ def plain_fp8(
 def quantised_state(state: dict[str, torch.Tensor], layers: list[str], name: str) -> dict[str, torch.Tensor]:
     """The weights of a file with these layers quantised, as ComfyUI saves them."""
     made = dict(state)
-    how = dict(FORMATS[name])
+    how = dict((FORMATS | UNSERVED)[name])
     kind, input_scale = how.pop("format"), how.pop("input_scale", None)
     for path in layers:
         scale = {} if kind in ("mxfp8", "nvfp4") else {"scale": None if kind == "int8_tensorwise" else "recalculate"}
