@@ -18,7 +18,7 @@ from .attention import part_replaced, preference_class, unknown_preference
 from .changed_layers import LayerWatch, answers_about, structure_of
 from .hash_cache import hashes_without_patches
 from .stored_weights import layers_for_live_weights
-from .weight_formats import unreadable_weights
+from .weight_formats import forget_casts, unreadable_weights
 from .weight_hash import Check, fingerprint, forget_hash, forget_places, hash_of_parts, known_hash, weights_hash
 from .weight_patches import why_reshaped
 
@@ -156,6 +156,7 @@ class NativeNetwork:
         if before is not None and structure_of(self.module) is not before:
             for part in self.parts:
                 forget_places(part.patcher)
+                forget_casts(part.patcher)
         architecture = self.architecture()
         for part in self.parts:
             if (name := unknown_preference(part.module, part.patcher, part.prefix)) is not None:
@@ -288,7 +289,7 @@ def _together(model: torch.nn.Module, patcher: ModelPatcher) -> WithCompanion:
 def replaced_part(patcher: ModelPatcher, prefix: str) -> str | None:
     """Return what a patcher replaces in its network and an engine would lose, in words, or None. Cheap."""
     parts = patcher.object_patches
-    if (name := part_replaced(parts, prefix)) is None:
+    if not parts or (name := part_replaced(parts, prefix)) is None:
         return None
     by_config = hasattr(parts[name], "with_config")  # later versions of ComfyUI take such settings from LoRAs
     return f"a LoRA's 'config' changes {name}" if by_config else f"another node replaced {name}"

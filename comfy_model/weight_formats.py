@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .changed_layers import answers_about
-from .stored_weights import LARGE, is_fp8, is_quantised, why_no_engine
+from .stored_weights import LARGE, is_fp8, is_quantised, multiplies_in_fp8, why_no_engine
 from .weight_patches import acting, version_of
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _weights_of(kind: type) -> str:
 
 _kept: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
 _patched: weakref.WeakKeyDictionary[torch.nn.Module, dict[object, bool]] = weakref.WeakKeyDictionary()
-"""Answers of ``patches_rounded``, by version of the weights."""
+"""Answers about patches, by version of the weights."""
 
 
 def cast_when_called(patcher: ModelPatcher) -> Mapping[str, torch.dtype]:
@@ -127,3 +127,33 @@ def patches_rounded(patcher: ModelPatcher) -> bool:
             dtypes.get(key, torch.float32).itemsize == 1 and acting(patches) for key, patches in patcher.patches.items()
         )
     return known[version]
+
+
+def remark_on_rounding(patcher: ModelPatcher) -> str:
+    """Return a remark on a model whose own pictures differ, since ComfyUI rounds its weights anew; mostly ``""``."""
+    if (version := version_of(patcher)) is None:
+        return ""
+    if not (patcher.is_dynamic() or getattr(patcher.model, "model_lowvram", False)):
+        return ""
+    known = _patched.setdefault(patcher.model, {})
+    if ("plain", version) not in known:
+        known["plain", version] = any(_is_plain_fp8(patcher, key) for key, patches in patcher.patches.items()
+                                      if acting(patches))  # fmt: skip
+    if not known["plain", version]:
+        return ""
+    return "Native rounds its fp8 weights with a LoRA otherwise from call to call; the engine has one of its values"
+
+
+def _is_plain_fp8(patcher: ModelPatcher, key: str) -> bool:
+    path, _, leaf = key.rpartition(".")
+    layer = patcher.model.get_submodule(path)
+    weight = layer._parameters.get(leaf)
+    if weight is None or is_quantised(weight) or multiplies_in_fp8(layer):
+        return False
+    return is_fp8(cast_when_called(patcher).get(key, weight.dtype))
+
+
+def forget_casts(patcher: ModelPatcher) -> None:
+    """Drop what is remembered of a model's weights: some of its layers are others now."""
+    _kept.pop(patcher.model, None)
+    _patched.pop(patcher.model, None)

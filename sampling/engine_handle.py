@@ -12,6 +12,7 @@ from ..architectures.calls import Binding, EngineCall, OtherKind, Unsupported
 from ..backends.lookup import EngineChoice, Found, look_up, open_session
 from ..comfy_model.attention import remark
 from ..comfy_model.network import NativeNetwork, replaced_part
+from ..comfy_model.weight_formats import remark_on_rounding
 from ..comfy_model.weight_patches import WeightPatches, why_reshaped
 from ..engine_library import Fallback, Library, Reason, Unavailable
 from ..sessions.session import Session
@@ -173,7 +174,9 @@ class EngineHandle(Shared):
                 keep_beside(network.module, network.role, self.patcher)
             else:
                 keep(self.patcher, context.prompt_id if context else "")
-            self.stats.remark = remark(network.parts[0].module, patcher or network.patcher, network.prefix)
+            whose = patcher or network.patcher
+            its = remark(network.parts[0].module, whose, network.prefix), remark_on_rounding(whose)
+            self.stats.remark = ". ".join(filter(None, its))
         self._context = context  # last: who sees it finds the run begun
 
     def why_not_patched_so(

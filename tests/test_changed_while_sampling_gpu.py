@@ -1,4 +1,4 @@
-"""What packs change while a network is sampled on a GPU: no CUDA graph of before is replayed.
+"""Packs change a network while it is sampled on a GPU: no CUDA graph of before is replayed.
 
     pytest -m gpu tests/test_changed_while_sampling_gpu.py
 """

@@ -185,6 +185,7 @@ def test_while_an_engine_serves_native_is_as_comfyui_loads_it(kept: Kept, device
     engine = patched_model.Patched(kept.native, kept.library)
     assert sampling_error(engine.sample(), reference) <= LIMIT
     assert engine.counts == (4, 0)
+    assert engine.handle.stats.remark == ""
     assert not kept.native.model.model_lowvram, "off the device weights would not be rounded"
 
 
@@ -220,6 +221,7 @@ def test_under_dynamic_vram_engines_have_the_weights_of_the_model_loaded_whole(
     for _ in range(2):
         assert sampling_error(engine.sample(), whole) <= LIMIT
         assert engine.counts == (4, 0)
+    assert "the engine has one of its values" in engine.handle.stats.remark
     assert dynamic.times_staged == 1, "native's weights wait"
 
 

@@ -45,6 +45,7 @@ THERE = [name for name in FORMATS if name != "fp8 e5m2"] + [FAST]
 
 
 def on_gpu(name: str) -> NativeNetwork:
+    torch.zeros(1, device=GPU)  # ComfyUI reads torch's statistics, which are empty before
     net = plain_fp8(LAYOUT, HALF, fast=True) if name == FAST else quantised("unet", LAYOUT, name, HALF, ON_HOPPER)
     net.patcher.load_device = GPU
     return NativeNetwork(net.patcher, net.module, net.prefix, HALF, name, net.role)
