@@ -10,6 +10,7 @@ import dataclasses
 import dis
 import functools
 import inspect
+import types
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from operator import itemgetter
@@ -34,7 +35,7 @@ _PADDING = "zeros"
 a setting of this name too, which is their own."""
 _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 
-_PLAIN = frozenset({bool, int, float, str, type(None)})
+_PLAIN = frozenset({bool, int, float, str, type(None), types.FunctionType, types.BuiltinFunctionType})
 """Of these types, or lists, dicts and records of them, are the settings of layers: they do not change by themselves."""
 MACHINERY = frozenset(torch.nn.Module().__dict__)
 """Attributes that torch keeps on each layer: parts, hooks, the training flag."""
@@ -60,7 +61,11 @@ class _Seen:
         self.names = [name for name, value in own.items() if name in used and is_setting(name, value)]
         self.read = itemgetter(*self.names) if self.names else _nothing
         values = self.read(own)
-        self.values = copy.deepcopy(values) if any(map(_is_mutable, map(own.get, self.names))) else values
+        if any(map(_is_mutable, map(own.get, self.names))):
+            values = values if len(self.names) > 1 else (values,)
+            copies = tuple(copy.deepcopy(value) if _is_mutable(value) else value for value in values)
+            values = copies if len(copies) > 1 else copies[0]
+        self.values = values
 
     def difference(self, own: dict) -> str | None:
         """The name of a setting that is another one now, or None."""

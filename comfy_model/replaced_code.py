@@ -123,7 +123,7 @@ def _places_of(kinds: Collection[type]) -> _Places:
     places.classes.extend(spaces.values())
     for base, space in spaces.items():
         for name, value in list(space.items()):
-            if callable(_inner(value)):
+            if callable(inner := _inner(value)) or hasattr(inner, "__get__"):  # a partial method is no callable
                 methods.setdefault(name, []).append(base)
 
     def reach(owner: Mapping[str, Any], name: str, module: str, qualified: str) -> None:

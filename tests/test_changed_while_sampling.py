@@ -68,12 +68,15 @@ def test_what_a_pack_changes_in_a_sampling_acts_as_in_native_and_is_forgotten_wi
         assert engine.counts[1] == 0, "an engine is lost"
 
 
+HARMLESS = "a method with an argument bound, here to its default"
 KINDS: dict[str, Change] = {
     "a method": with_method("_forward"),
     "blocks": with_part("output_blocks", fewer),
     "a function": with_function(openaimodel.__name__, "apply_control"),
     "a function with other arguments": with_function(
         openaimodel.__name__, "timestep_embedding", lambda own: functools.partial(own, max_period=50)),
+    HARMLESS: with_function(
+        attention.__name__, "CrossAttention.forward", lambda own: functools.partialmethod(own, mask=None)),
     "another function of ComfyUI's": with_function(
         attention.__name__, "BasicTransformerBlock.forward", lambda _own: skipped),
 }  # fmt: skip
@@ -93,7 +96,8 @@ def test_a_file_engine_serves_the_calls_in_which_a_pack_changes_nothing(
 ) -> None:
     in_some = {"calls": lambda number: number in (0, 2)}
     changed = sample(changing(load(file), "function", KINDS[kind], **in_some))
-    assert error(changed, natively(file)) > 1e-3
+    if kind != HARMLESS:
+        assert error(changed, natively(file)) > 1e-3, "it does nothing here"
     patched = Patched(load(file), library)
     own = patched.model
     patched.model = changing(own, "function", KINDS[kind], **in_some)
