@@ -36,6 +36,8 @@ _MAY_DIFFER: Mapping[tuple[str, str], Callable[[Callable], bool]] = {APPLY_CONTR
 """Places where packs leave harmless functions for good, each with a test of that: they differ only in calls that no
 engine takes."""
 
+_IDLE = frozenset({"run_every_op"})
+"""Functions that compute nothing: this one looks for interrupts."""
 _CHOSEN = "optimized_attention"
 """Start of the names under which ComfyUI has the attention that the GPU and the user's flags choose."""
 
@@ -127,7 +129,7 @@ def _places_of(kinds: Collection[type]) -> _Places:
                 methods.setdefault(name, []).append(base)
 
     def reach(owner: Mapping[str, Any], name: str, module: str, qualified: str) -> None:
-        if (module, qualified) not in known and name in owner:
+        if (module, qualified) not in known and name in owner and name not in _IDLE:
             known.add((module, qualified))
             todo.extend(places.add(owner, name, module, qualified))
 

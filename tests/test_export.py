@@ -183,11 +183,12 @@ def test_fp16_and_fp32_copies_of_the_same_weights_have_one_hash() -> None:
 
 
 def test_attention_of_this_comfyui_is_neither_used_nor_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def poisoned(*_: Any, **__: Any) -> torch.Tensor:
+    def attention_poisoned(*_: Any, **__: Any) -> torch.Tensor:
         raise AssertionError("ComfyUI's own attention was exported")
 
-    poisoned.__code__ = poisoned.__code__.replace(co_filename=attention.__file__)  # another pack's would stop the build
-    poisoned = attention.wrap_attn(poisoned)
+    own = attention_poisoned.__code__.replace(co_filename=attention.__file__)  # another pack's would stop the build
+    attention_poisoned.__code__ = own
+    poisoned = attention.wrap_attn(attention_poisoned)
     monkeypatch.setattr(attention, "optimized_attention", poisoned)
     monkeypatch.setattr(attention, "optimized_attention_masked", poisoned)
     for kind in ("unet", "controlnet"):
