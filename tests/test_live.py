@@ -9,9 +9,13 @@ import struct
 import weakref
 import zlib
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+import folder_paths
+import numpy
 import pytest
 import torch
 from comfy_process import ComfyProcess
@@ -21,6 +25,9 @@ from hybrid_trt.streaming import live, pictures
 from hybrid_trt.streaming.frames import Changes
 from live_client import double, image, joined, opened, run_stream, token_of
 from our_routes import ask
+from PIL import Image
+
+from nodes import LoadImage
 
 
 def same(picture: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -316,6 +323,36 @@ def test_frames_that_are_none_are_told_and_the_stream_goes_on(comfy: ComfyProces
             await client.stop()
 
     assert run_stream(comfy, double(), act).output("stream", "numbers") == [14]
+
+
+def packed(kind: str, orientation: int = 1, **options: Any) -> bytes:
+    """A picture of a ramp in a mode of PIL, with an EXIF orientation."""
+    ramp = numpy.linspace(0, 1, 96 * 64).reshape(64, 96)
+    if kind == "I;16":
+        pixels = Image.fromarray((ramp * 65535).astype(numpy.uint16))
+    else:
+        pixels = Image.fromarray((ramp * 255).astype(numpy.uint8)).convert("RGB").convert(kind)
+    exif, file = Image.Exif(), BytesIO()
+    exif[0x0112] = orientation
+    pixels.save(file, exif=exif, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("data", [
+    packed("I;16", format="PNG"),
+    *(packed(mode, format="PNG") for mode in ("L", "LA", "RGBA", "P", "1")),
+    *(packed("RGB", orientation, format="JPEG", quality=100, subsampling=0) for orientation in (1, 3, 6, 8)),
+], ids=["16-bit grey", "L", "LA", "RGBA", "P", "1", "as it is", "upside down", "to the right", "to the left"])
+def test_a_frame_is_read_as_comfyuis_loader_reads_it(
+    data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "frame").write_bytes(data)
+    monkeypatch.setattr(folder_paths, "get_annotated_filepath", lambda _name: str(tmp_path / "frame"))
+    wanted = LoadImage().load_image("frame")[0].float()
+    found = pictures.read(data)
+    assert found.shape == wanted.shape
+    assert (found - wanted).abs().max() <= 2.01 / 255, "two decoders of JPEG"
+    assert len(found.unique()) > 1, "neither white nor black"
 
 
 def test_an_interrupt_and_an_error_end_the_connection_with_words(comfy: ComfyProcess) -> None:
