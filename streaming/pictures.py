@@ -14,8 +14,8 @@ from PIL import Image, ImageOps
 
 FORMATS = ("jpeg", "png", "raw")
 LEAST_SIDE, MOST_SIDE = 64, 2048
-MAX_BYTES = 64 << 20
-"""Enough for raw frames of four times the largest size, so that these are answered with a sentence."""
+MAX_BYTES = 32 << 20
+"""Enough for raw frames of twice the largest size, so that these are answered with a sentence."""
 RAW = b"RGB8"
 _HEADER = struct.Struct("<4sII")
 QUALITY = 90

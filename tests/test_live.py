@@ -20,7 +20,7 @@ import pytest
 import torch
 from comfy_process import ComfyProcess
 from hybrid_trt.page_api.live_messages import Hello
-from hybrid_trt.page_api.live_routes import Connection
+from hybrid_trt.page_api.live_routes import MAX_FIRST, Connection
 from hybrid_trt.streaming import live, pictures
 from hybrid_trt.streaming.frames import Changes
 from live_client import double, image, joined, opened, run_stream, token_of
@@ -408,12 +408,53 @@ def test_the_token_is_told_to_who_sends_our_header_alone(comfy: ComfyProcess) ->
     assert history.ok
 
 
+def resident(comfy: ComfyProcess) -> int:
+    """Return the MB of memory that a server has in use."""
+    status = Path(f"/proc/{comfy.pid}/status").read_text(encoding="utf-8")
+    return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) >> 10
+
+
+@pytest.mark.fault("many programs without a token send huge first messages")
+def test_first_messages_are_no_way_to_fill_the_memory(comfy: ComfyProcess) -> None:
+    async def send() -> None:
+        with suppress(ConnectionError, asyncio.TimeoutError):
+            async with opened(comfy) as client:
+                await asyncio.wait_for(client.socket.send_bytes(bytes(MAX_FIRST * 400)), 4)
+
+    async def watched() -> int:
+        before, most = resident(comfy), 0
+        sending = asyncio.gather(*(send() for _ in range(12)))
+        while not sending.done():
+            most = max(most, resident(comfy))
+            await asyncio.sleep(0.1)
+        return most - before
+
+    assert asyncio.run(watched()) <= 60
+    assert comfy.get("/queue"), "it serves on"
+
+
+def test_a_frame_that_comes_with_the_first_message_is_not_lost(comfy: ComfyProcess) -> None:
+    async def act(token: str) -> None:
+        async with opened(comfy) as client:
+            await client.socket.send_str(json.dumps({"token": token, "format": "raw"}))
+            await client.frame(image(0, 1024, 1024))
+            assert "ready" in await client.text()
+            assert same((await client.picture())[1], 1 - image(0, 1024, 1024))
+            await client.stop()
+
+    assert run_stream(comfy, double(), act).output("stream", "numbers") == [0]
+
+
+@pytest.mark.fault("a live stream is asked for as a page is")
+def test_a_request_that_opens_no_websocket_is_told_so(comfy: ComfyProcess) -> None:
+    for headers in ({}, {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "1"}):
+        status, told = ask(comfy, "GET", "/live", headers=headers)
+        assert status == 400
+        assert "WebSocket" in told["error"]
+
+
 @pytest.mark.slow
 def test_two_thousand_frames_leave_no_memory_behind(comfy: ComfyProcess) -> None:
-    def resident() -> int:
-        status = Path(f"/proc/{comfy.pid}/status").read_text(encoding="utf-8")
-        return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) >> 10
-
     used: list[int] = []
 
     async def act(token: str) -> None:
@@ -422,7 +463,7 @@ def test_two_thousand_frames_leave_no_memory_behind(comfy: ComfyProcess) -> None
                 await client.frame(image(n % 7, 256, 256))
                 await client.picture()
                 if n % 100 == 99:
-                    used.append(resident())
+                    used.append(resident(comfy))
             await client.stop()
 
     assert run_stream(comfy, double(), act).ok
