@@ -16,6 +16,7 @@ import threading
 import time
 from pathlib import Path
 
+from . import schema
 from .safe_files import SMALL, open_regular
 
 BEAT = 5.0
@@ -59,6 +60,7 @@ def write(descriptor: int, lock: str, count: int = 0, durable: bool = False) -> 
     try:
         os.lseek(descriptor, 0, os.SEEK_SET)
         os.write(descriptor, record(lock, reach(descriptor), count))
+        os.ftruncate(descriptor, LENGTH)  # something longer may have stood there, which would spoil ours
         if durable:
             os.fsync(descriptor)
     except OSError:
@@ -112,7 +114,7 @@ def read(path: Path) -> bytes:
 def parsed(text: bytes) -> tuple[str, str]:
     """Return the lock's id and its reach; both are empty where none is told, as in earlier versions."""
     try:
-        told = json.loads(text)
+        told = schema.loads(text)
         return str(told.get("lock", "")), str(told.get("reach", ""))
     except (ValueError, AttributeError):
         return "", ""

@@ -50,7 +50,7 @@ def is_private(descriptor: int, path: Path) -> bool:
         return True
     found = os.fstat(descriptor)
     if not found.st_mode & OTHERS:
-        return found.st_uid in (0, os.geteuid()) or os.geteuid() == 0
+        return found.st_uid in (0, os.geteuid())
     return not _keeps_rights(path.parent)
 
 

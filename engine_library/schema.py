@@ -29,7 +29,7 @@ DEEPEST = 100
 
 
 def loads(text: bytes | str) -> Any:
-    """JSON as the standard has it: no NaN, no number beyond all floats, nothing nested beyond reason.
+    """JSON as the standard has it: no NaN, no number beyond all floats, no half character, no endless nesting.
 
     Raises:
         MalformedInput: it is none.
@@ -41,6 +41,10 @@ def loads(text: bytes | str) -> Any:
     except RecursionError:
         raise MalformedInput(f"it is nested more than {DEEPEST} levels deep") from None
     _check_depth(value)
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise MalformedInput("it has half a character (a lone surrogate), which cannot be written anywhere") from None
     return value
 
 

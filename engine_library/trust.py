@@ -72,8 +72,8 @@ BUILT_HERE = Record(BUILT)
 """Of an engine whose graph was compared with native, and that has not run on a GPU."""
 
 _known: dict[str, tuple[tuple, Record | None]] = {}
-_unkept: dict[tuple[str, str], Record] = {}
-"""Records of engines whose signature could not be written, until this process ends."""
+_unkept: dict[tuple[str, str], tuple[Record, tuple]] = {}
+"""Records whose signature could not be written, with stamps of the keys then: they count until one of these changes."""
 
 
 def keep(folder: Path, manifest: Manifest, record: Record, home: Path | None = None) -> None:
@@ -86,18 +86,18 @@ def keep(folder: Path, manifest: Manifest, record: Record, home: Path | None = N
         home: where they will be, when that is elsewhere.
     """
     try:
-        fields = record.fields
-        text = json.dumps({**fields, **_signatures(_signed(manifest, fields))}, indent=1)
-        place, elsewhere = folder / RECORD_NAME, _elsewhere(manifest)
+        fields, place, elsewhere = record.fields, folder / RECORD_NAME, _elsewhere(manifest)
         there = _read(place, manifest)
-        if (there is None or there.here) and _wrote(place, text):
+        taken_over = there is not None and not there.here
+        text = json.dumps({**fields, **_signatures(_signed(manifest, fields), taken_over)}, indent=1)
+        if not taken_over and _wrote(place, text):
             elsewhere.unlink(missing_ok=True)  # which would win
         else:
             elsewhere.parent.mkdir(parents=True, exist_ok=True)
             write_file(elsewhere, text)
         _unkept.pop((str(home or folder), manifest.digest), None)
     except OSError as error:
-        _unkept[str(home or folder), manifest.digest] = record
+        _unkept[str(home or folder), manifest.digest] = record, (key_stamp(), fleet_key.stamp())
         log.warning(
             "Hybrid TRT: that %s was %s here cannot be kept (%s), so it is known until ComfyUI ends; let %s name a "
             "folder that can be written and that lasts",
@@ -107,12 +107,14 @@ def keep(folder: Path, manifest: Manifest, record: Record, home: Path | None = N
 
 def record_of(engine: Engine) -> Record | None:
     """Return this machine's record of an engine, else one of its fleet, or None; cheap while no file changes."""
-    if (unkept := _unkept.get((str(engine.folder), engine.manifest.digest))) is not None:
+    keys = (key_stamp(), fleet_key.stamp())
+    unkept, then = _unkept.get((str(engine.folder), engine.manifest.digest), (None, ()))
+    if unkept is not None and all(stamp in (None, now) for stamp, now in zip(then, keys, strict=True)):
         return unkept
     places = [engine.folder / RECORD_NAME]
     with contextlib.suppress(OSError):  # no home
         places.insert(0, _elsewhere(engine.manifest))  # newer: it was written when the folder could not be any more
-    stamp = (engine.manifest.digest, key_stamp(), fleet_key.stamp(), *(_stamp(place) for place in places))
+    stamp = (engine.manifest.digest, *keys, *(_stamp(place) for place in places))
     known = _known.get(str(engine.folder))
     if known is None or known[0] != stamp:
         found = next((record for place in places if (record := _read(place, engine.manifest)) is not None), None)
@@ -190,12 +192,12 @@ def _signed(manifest: Manifest, fields: Mapping) -> str:
     return json.dumps([manifest.digest, fields], sort_keys=True)
 
 
-def _signatures(text: str) -> dict[str, str]:
-    """Return a text's signatures, so that an engine outlives the fleet key on the machine that built it."""
+def _signatures(text: str, taken_over: bool) -> dict[str, str]:
+    """Return a text's signatures: an engine outlives the fleet key on the machine that built it, and on no other."""
     if not (fleet := fleet_key.sign(text)):
         return {_OWN: sign(text)}
     with contextlib.suppress(OSError):
-        return {_OWN: sign(text), _FLEET: fleet}
+        return {_OWN: sign(text + fleet * taken_over), _FLEET: fleet}
     return {_OWN: "", _FLEET: fleet}  # no secret can be kept here, so this worker knows it by the fleet key alone
 
 
@@ -210,9 +212,9 @@ def _read(path: Path, manifest: Manifest) -> Record | None:
         return None
     fields = {name: data[name] for name in _NAMES}
     text = _signed(manifest, fields)
-    here = is_signed(text, data[_OWN])
-    ours = here or _FLEET in data and fleet_key.is_signed(text, data[_FLEET])
-    return Record(**fields, here=here) if ours and fields["verdict"] in (BUILT, REFUSED) else None
+    fleet = fleet_key.is_signed(text, data.get(_FLEET))
+    here = is_signed(text, data[_OWN]) or fleet and is_signed(text + data[_FLEET], data[_OWN])
+    return Record(**fields, here=here) if (here or fleet) and fields["verdict"] in (BUILT, REFUSED) else None
 
 
 def _wrote(path: Path, text: str) -> bool:
@@ -271,7 +273,9 @@ def sign(text: str) -> str:
 def is_signed(text: str, signature: object) -> bool:
     """Tell whether a signature of a text was made here."""
     key = _read_key()
-    return key is not None and isinstance(signature, str) and hmac.compare_digest(signature, _digest(key, text))
+    return key is not None and isinstance(signature, str) and hmac.compare_digest(
+        signature.encode("utf-8", "replace"), _digest(key, text).encode()
+    )  # fmt: skip
 
 
 def seal(contents: bytes, what: str) -> bytes:
@@ -294,13 +298,13 @@ def _sealed(contents: bytes, what: str) -> str:
     return json.dumps([what, hashlib.sha256(contents).hexdigest()])
 
 
-def key_stamp() -> tuple[int, int] | None:
-    """Return a value that changes when the secret does; None where there is none."""
+def key_stamp() -> tuple | None:
+    """Return a value that changes when the secret does, or who may read it; None where there is none."""
     try:
         stat = _key_path().stat()
     except OSError:
         return None
-    return (stat.st_mtime_ns, stat.st_size) if stat.st_size == KEY_LENGTH else None
+    return (stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) if stat.st_size == KEY_LENGTH else None
 
 
 def _key_path() -> Path:
@@ -320,8 +324,8 @@ def _read_key() -> bytes | None:
         return None
     if not private:
         log.warning(
-            "Hybrid TRT: %s may be read by others, so engines that it signed are not used and the normal model runs; "
-            "build them again, which makes a new secret", _key_path(),
+            "Hybrid TRT: %s may be read by others, or is another user's, so engines that it signed are not used and "
+            "the normal model runs; build them again, which makes a new secret", _key_path(),
         )  # fmt: skip
     return key if private and len(key) == KEY_LENGTH else None
 

@@ -24,7 +24,7 @@ def is_prompt(data: Any) -> bool:
 def models_key(prompt: Prompt) -> str:
     """Return a short text that is the same for workflows with the same model files, whatever their LoRAs."""
     named = {f"{name}={value}" for _, name, value in inputs_of(prompt) if _is_model(value) and "lora" not in name}
-    return hashlib.sha256("\n".join(sorted(named)).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(sorted(named)).encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def with_seed(prompt: Prompt, seed: int) -> Prompt:

@@ -16,7 +16,7 @@ from server import PromptServer
 from ..comfy_model.comfyui_internals import switched_off
 from ..engine_builder.doctor import KeptWarnings, Place, as_text, report
 from .builds import builds
-from .http import PREFIX, reads
+from .http import PREFIX, changes
 from .library_folder import library
 
 _warnings = KeptWarnings()
@@ -30,8 +30,9 @@ def register() -> None:
     PromptServer.instance.routes.get(f"{PREFIX}/doctor")(_show)
 
 
-@reads
+@changes
 async def _show(_request: web.Request) -> web.Response:
+    """Tell the report. It changes nothing, yet only ComfyUI's own page may know."""
     return web.json_response({"text": await asyncio.to_thread(_text)})
 
 

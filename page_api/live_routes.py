@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 EVENT = "hybrid_trt.live"
 """Tells every page that a node's live session has opened or ended."""
 FIRST_MESSAGE_WITHIN = 10.0
+MAX_FIRST = 64 << 10
+"""Bytes after which nothing more is read of a client that has shown no token."""
 HEARTBEAT = 20.0
 """Seconds between two pings: a client that answers none is gone."""
 SEND_WITHIN = 10.0
@@ -59,10 +61,14 @@ async def _token(_request: web.Request) -> web.Response:
 async def _connect(request: web.Request) -> web.StreamResponse:
     check_origin(request)
     socket = web.WebSocketResponse(heartbeat=HEARTBEAT, max_msg_size=pictures.MAX_BYTES, compress=False)
+    if not socket.can_prepare(request):
+        raise Refused(400, "This is the address of a WebSocket, and the request opens none; nothing was done.")
+    door = Door(request)
     await socket.prepare(request)
     try:
         session, hello = await _first_message(socket)
         connection = Connection(socket, session, hello)
+        door.open()
     except (Busy, Refused) as refusal:
         await _goodbye(socket, str(refusal), REFUSED)
         return socket
@@ -77,12 +83,38 @@ async def _connect(request: web.Request) -> web.StreamResponse:
     return socket
 
 
+class Door:
+    """Stands before the protocol of a connection until its client has shown a token, and reads little of it."""
+
+    def __init__(self, request: web.Request):
+        self._protocol, self._transport, self._left = request.protocol, request.transport, MAX_FIRST
+        if self._transport is not None:
+            self._transport.set_protocol(self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._protocol, name)
+
+    def data_received(self, data: bytes) -> None:
+        self._left -= len(data)
+        if self._left < 0:
+            self._transport.pause_reading()
+        self._protocol.data_received(data)
+
+    def open(self) -> None:
+        """Let everything through from now on."""
+        if self._transport is not None:
+            self._transport.set_protocol(self._protocol)
+            self._transport.resume_reading()
+
+
 async def _first_message(socket: web.WebSocketResponse) -> tuple[LiveSession, Hello]:
     try:
         message = await socket.receive(FIRST_MESSAGE_WITHIN)
     except asyncio.TimeoutError:
         raise Refused(
-            408, f"No first message came within {FIRST_MESSAGE_WITHIN:g} s, so the connection ends."
+            408,
+            f"No first message of {MAX_FIRST >> 10} KB at most came within {FIRST_MESSAGE_WITHIN:g} s, so the "
+            "connection ends.",
         ) from None
     if message.type is not WSMsgType.TEXT:
         raise Refused(400, "The first message is no text with the stream's token, so the connection ends.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Awaitable
 from dataclasses import asdict
 from pathlib import Path
@@ -34,6 +35,10 @@ NEEDED = (Feature.QUEUE, Feature.WARMING)
 
 _warmed: dict[str, Warming] = {}
 """Workflows that warm or have warmed this server, by name; the same name again replaces one."""
+FACTS_LAST = 1.0
+"""Seconds in which all who ask get the same facts, unless a workflow has warmed the server meanwhile."""
+_recent: tuple[float, list[str], asyncio.Future[dict[str, Any]]] | None = None
+"""Time of the last look at the facts, the states of workflows then, and the facts."""
 _turns = asyncio.Lock()
 _tasks: set[asyncio.Task] = set()
 
@@ -62,9 +67,17 @@ async def _ready(_request: web.Request) -> web.Response:
     """Answer 200 when the server is warm, else 503, with what docs/fleet.md lists."""
     found = list(_warmed.values())
     waits_for = [one.text or f"{one.name} is {one.state}." for one in found if one.state != warming.WARM_NOW]
-    facts = await asyncio.to_thread(_facts)
+    facts = await _recent_facts([one.state for one in found])
     told = {"ready": not waits_for, "waits_for": waits_for, "warmed": [asdict(one) for one in found], **facts}
     return answer(told, 503 if waits_for else 200)
+
+
+async def _recent_facts(states: list[str]) -> dict[str, Any]:
+    global _recent
+    now = time.monotonic()
+    if _recent is None or _recent[1] != states or (_recent[2].done() and now - _recent[0] > FACTS_LAST):
+        _recent = now, states, asyncio.ensure_future(asyncio.to_thread(_facts))
+    return await asyncio.shield(_recent[2])
 
 
 @changes

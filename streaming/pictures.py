@@ -10,12 +10,12 @@ from io import BytesIO
 
 import numpy
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 FORMATS = ("jpeg", "png", "raw")
 LEAST_SIDE, MOST_SIDE = 64, 2048
-MAX_BYTES = 64 << 20
-"""Enough for raw frames of four times the largest size, so that these are answered with a sentence."""
+MAX_BYTES = 32 << 20
+"""Enough for raw frames of twice the largest size, so that these are answered with a sentence."""
 RAW = b"RGB8"
 _HEADER = struct.Struct("<4sII")
 QUALITY = 90
@@ -26,13 +26,13 @@ class BadFrame(ValueError):
 
 
 def read(data: bytes) -> torch.Tensor:
-    """Return a frame as shape (1, H, W, 3), float32, 0 to 1.
+    """Return a frame as shape (1, H, W, 3), float32, 0 to 1, as ComfyUI's LoadImage reads it.
 
     Raises:
         BadFrame: the bytes are none, or of a size that is not taken. Nothing large is decoded to find that out.
     """
     pixels = _raw(data) if data.startswith(RAW) else _packed(data)
-    return torch.from_numpy(pixels.astype(numpy.float32) / 255.0)[None]  # as ComfyUI loads images
+    return torch.from_numpy(pixels.astype(numpy.float32) / numpy.iinfo(pixels.dtype).max)[None]
 
 
 def _raw(data: bytes) -> numpy.ndarray:
@@ -49,7 +49,10 @@ def _packed(data: bytes) -> numpy.ndarray:
     try:
         with Image.open(BytesIO(data), formats=("JPEG", "PNG")) as image:
             _check(*image.size)  # before its pixels are unpacked
-            return numpy.array(image.convert("RGB"))
+            turned = ImageOps.exif_transpose(image)
+            if turned.mode.startswith("I"):  # grey of 16 bits, which PIL cuts off where it makes 8 of them
+                return numpy.repeat(numpy.array(turned).astype(numpy.uint16)[..., None], 3, axis=2)
+            return numpy.array(turned.convert("RGB"))
     except BadFrame:
         raise
     except Exception:  # damaged files make PIL raise errors of many kinds

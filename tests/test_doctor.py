@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,8 +24,9 @@ from hybrid_trt.comfy_model import hash_cache
 from hybrid_trt.engine_builder import jobs as jobs_module
 from hybrid_trt.engine_builder.command_line import main as cli_module
 from hybrid_trt.engine_builder.doctor import KeptWarnings, Place, as_text, report
-from hybrid_trt.engine_builder.doctor.privacy import hider
+from hybrid_trt.engine_builder.doctor.privacy import SECRETS, hider
 from hybrid_trt.engine_library import BuildError, Library, fleet_key, trust
+from our_routes import OURS, ask
 from pack import ROOT
 from scenarios import Scenario, prompt
 
@@ -217,7 +219,7 @@ def test_the_page_gets_the_report_of_its_server_with_builds_that_failed_there(co
         settings = {"when_missing": "build now", "backend": "onnxruntime"}
         scenario = Scenario(controls=(), width=64, height=64, steps=1, settings=settings)
         comfy.queue(prompt(scenario, True, "doctor"), timeout=120)
-        text = comfy.get("/hybrid_trt/doctor")["text"]
+        text = ask(comfy, "GET", "/doctor")[1]["text"]
     finally:
         limit(comfy, 0)
     assert text.startswith(TITLE)
@@ -293,6 +295,53 @@ def test_it_tells_whether_a_fleet_key_is_in_use_and_never_the_key(
     assert f"{fleet_key.VARIABLE}: set" in told
     assert "cannot be read" in told
     assert secret not in told, "somebody took the variable for the key's place"
+
+
+@pytest.mark.parametrize("headers", [{}, OURS | {"Origin": "https://evil.example"}], ids=["no header", "origin"])
+def test_pages_of_other_sites_get_no_report(comfy: ComfyProcess, headers: dict[str, str]) -> None:
+    status, told = ask(comfy, "GET", "/doctor", headers=headers)
+    assert status == 403
+    assert "versions" not in str(told)
+
+
+def test_every_secret_that_is_read_from_the_environment_is_in_the_list_of_secrets() -> None:
+    named: set[str] = set()
+    for part in ("engine_library", "engine_builder", "page_api", "farm"):
+        for file in (ROOT / part).rglob("*.py"):
+            named |= set(re.findall(r"\b(?:HYBRID_TRT|RAY)_\w+", file.read_text(encoding="utf-8")))
+    secret = {name for name in named if re.search("TOKEN|SECRET|PASSWORD|KEY$", name)}
+    assert {"HYBRID_TRT_FARM_TOKEN", "HYBRID_TRT_FLEET_KEY", "RAY_AUTH_TOKEN"} <= secret
+    assert secret == set(SECRETS)
+
+
+@pytest.mark.fault("a report is made where secrets are in the environment")
+@pytest.mark.parametrize("name", sorted(SECRETS))
+def test_no_secret_of_the_environment_is_told_anywhere(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "s3cr3t+of/the(farm)"
+    monkeypatch.setenv(name, secret)
+    monkeypatch.setenv("HYBRID_TRT_WARM", f"http://{secret}@x")
+    place = Place(None, Library([tmp_path]), lambda: torch.device("cpu"))
+    told = json.dumps(report(place, lambda: [f"the farm refused {secret}."]))
+    assert "s3cr3t" not in told
+    assert name == "RAY_AUTH_TOKEN" or f'"{name}": "set"' in told
+
+
+@pytest.mark.parametrize(("text", "hidden"), [
+    ("proxy http://jane:pa55@word@proxy.corp:3128/x", "proxy http://<login>@<host>:3128/x"),
+    ("mysql+pymysql://jane@db.corp/x", "mysql+pymysql://<login>@<host>/x"),
+    ("jane:pa55word@10.1.2.3:80 is away", "<login>@<host>:80 is away"),
+    ("git+https://github.com/owner/name@v1", "git+https://github.com/owner/name@v1"),
+    ("process 12 on Render-7.studio.example holds it", "process 12 on <host> holds it"),
+    ("process 12 on render-7 holds it", "process 12 on <host> holds it"),
+    ("render-77 and prerender-7", "render-77 and prerender-7"),
+])
+def test_logins_and_this_machines_name_are_taken_out(
+    text: str, hidden: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "render-7.studio.example")
+    assert hider({})(text) == hidden
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows keeps no such rights")

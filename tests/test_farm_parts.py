@@ -102,6 +102,11 @@ def test_workflows_have_the_same_key_when_a_worker_that_ran_one_has_the_models_o
     assert (keys[0] == keys[1] == keys[2], keys[3] != keys[0]) == (True, True)
 
 
+def test_half_a_character_in_a_models_name_is_left_to_comfyui_to_refuse() -> None:
+    unet = {"class_type": "UNETLoader", "inputs": {"unet_name": "\ud83d.safetensors"}}
+    assert part("prompts").models_key({"1": unet})
+
+
 def test_a_workflow_keeps_its_own_report_and_its_pictures_go_to_a_folder_of_their_own() -> None:
     prompts, one = part("prompts"), work()
     before = json.dumps(one)

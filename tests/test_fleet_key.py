@@ -212,6 +212,22 @@ def test_a_verdict_on_another_workers_engine_is_kept_for_this_one_alone(
         assert reason(engine) is None
 
 
+@pytest.mark.fault("the fleet key is changed after a leak")
+def test_what_was_taken_over_by_a_fleet_key_counts_no_more_without_it(
+    engine: Engine, key: Path, on: Callable[..., None], tmp_path: Path
+) -> None:
+    on("second", key)
+    trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT, gpu=HERE))
+    assert reason(engine, HERE) is None
+    assert trust.record_of(engine).here
+    fleet_key.make(tmp_path / "new.key")
+    for now in (tmp_path / "new.key", None):
+        on("second", now)
+        assert reason(engine) is Reason.STALE_ENGINE
+        on("first", now)
+        assert reason(engine) is None, "it built the engine itself"
+
+
 @POSIX
 def test_a_worker_that_can_keep_no_secret_builds_for_its_fleet_all_the_same(
     tmp_path: Path, key: Path, on: Callable[..., None]

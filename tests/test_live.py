@@ -9,18 +9,25 @@ import struct
 import weakref
 import zlib
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+import folder_paths
+import numpy
 import pytest
 import torch
 from comfy_process import ComfyProcess
 from hybrid_trt.page_api.live_messages import Hello
-from hybrid_trt.page_api.live_routes import Connection
+from hybrid_trt.page_api.live_routes import MAX_FIRST, Connection
 from hybrid_trt.streaming import live, pictures
 from hybrid_trt.streaming.frames import Changes
 from live_client import double, image, joined, opened, run_stream, token_of
 from our_routes import ask
+from PIL import Image
+
+from nodes import LoadImage
 
 
 def same(picture: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -318,6 +325,36 @@ def test_frames_that_are_none_are_told_and_the_stream_goes_on(comfy: ComfyProces
     assert run_stream(comfy, double(), act).output("stream", "numbers") == [14]
 
 
+def packed(kind: str, orientation: int = 1, **options: Any) -> bytes:
+    """A picture of a ramp in a mode of PIL, with an EXIF orientation."""
+    ramp = numpy.linspace(0, 1, 96 * 64).reshape(64, 96)
+    if kind == "I;16":
+        pixels = Image.fromarray((ramp * 65535).astype(numpy.uint16))
+    else:
+        pixels = Image.fromarray((ramp * 255).astype(numpy.uint8)).convert("RGB").convert(kind)
+    exif, file = Image.Exif(), BytesIO()
+    exif[0x0112] = orientation
+    pixels.save(file, exif=exif, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("data", [
+    packed("I;16", format="PNG"),
+    *(packed(mode, format="PNG") for mode in ("L", "LA", "RGBA", "P", "1")),
+    *(packed("RGB", orientation, format="JPEG", quality=100, subsampling=0) for orientation in (1, 3, 6, 8)),
+], ids=["16-bit grey", "L", "LA", "RGBA", "P", "1", "as it is", "upside down", "to the right", "to the left"])
+def test_a_frame_is_read_as_comfyuis_loader_reads_it(
+    data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "frame").write_bytes(data)
+    monkeypatch.setattr(folder_paths, "get_annotated_filepath", lambda _name: str(tmp_path / "frame"))
+    wanted = LoadImage().load_image("frame")[0].float()
+    found = pictures.read(data)
+    assert found.shape == wanted.shape
+    assert (found - wanted).abs().max() <= 2.01 / 255, "two decoders of JPEG"
+    assert len(found.unique()) > 1, "neither white nor black"
+
+
 def test_an_interrupt_and_an_error_end_the_connection_with_words(comfy: ComfyProcess) -> None:
     async def interrupted(token: str) -> None:
         async with joined(comfy, token) as client:
@@ -371,12 +408,53 @@ def test_the_token_is_told_to_who_sends_our_header_alone(comfy: ComfyProcess) ->
     assert history.ok
 
 
+def resident(comfy: ComfyProcess) -> int:
+    """Return the MB of memory that a server has in use."""
+    status = Path(f"/proc/{comfy.pid}/status").read_text(encoding="utf-8")
+    return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) >> 10
+
+
+@pytest.mark.fault("many programs without a token send huge first messages")
+def test_first_messages_are_no_way_to_fill_the_memory(comfy: ComfyProcess) -> None:
+    async def send() -> None:
+        with suppress(ConnectionError, asyncio.TimeoutError):
+            async with opened(comfy) as client:
+                await asyncio.wait_for(client.socket.send_bytes(bytes(MAX_FIRST * 400)), 4)
+
+    async def watched() -> int:
+        before, most = resident(comfy), 0
+        sending = asyncio.gather(*(send() for _ in range(12)))
+        while not sending.done():
+            most = max(most, resident(comfy))
+            await asyncio.sleep(0.1)
+        return most - before
+
+    assert asyncio.run(watched()) <= 60
+    assert comfy.get("/queue"), "it serves on"
+
+
+def test_a_frame_that_comes_with_the_first_message_is_not_lost(comfy: ComfyProcess) -> None:
+    async def act(token: str) -> None:
+        async with opened(comfy) as client:
+            await client.socket.send_str(json.dumps({"token": token, "format": "raw"}))
+            await client.frame(image(0, 1024, 1024))
+            assert "ready" in await client.text()
+            assert same((await client.picture())[1], 1 - image(0, 1024, 1024))
+            await client.stop()
+
+    assert run_stream(comfy, double(), act).output("stream", "numbers") == [0]
+
+
+@pytest.mark.fault("a live stream is asked for as a page is")
+def test_a_request_that_opens_no_websocket_is_told_so(comfy: ComfyProcess) -> None:
+    for headers in ({}, {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "1"}):
+        status, told = ask(comfy, "GET", "/live", headers=headers)
+        assert status == 400
+        assert "WebSocket" in told["error"]
+
+
 @pytest.mark.slow
 def test_two_thousand_frames_leave_no_memory_behind(comfy: ComfyProcess) -> None:
-    def resident() -> int:
-        status = Path(f"/proc/{comfy.pid}/status").read_text(encoding="utf-8")
-        return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) >> 10
-
     used: list[int] = []
 
     async def act(token: str) -> None:
@@ -385,7 +463,7 @@ def test_two_thousand_frames_leave_no_memory_behind(comfy: ComfyProcess) -> None
                 await client.frame(image(n % 7, 256, 256))
                 await client.picture()
                 if n % 100 == 99:
-                    used.append(resident())
+                    used.append(resident(comfy))
             await client.stop()
 
     assert run_stream(comfy, double(), act).ok

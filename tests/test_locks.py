@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from builds import contents
-from hybrid_trt.engine_library import atomic_files
+from hybrid_trt.engine_library import atomic_files, life_signs
 from hybrid_trt.engine_library.atomic_files import FileLock, sweep, sweep_temporaries, write_file
 
 UNDER_WINDOWS_RULES_TOO = True
@@ -88,6 +88,22 @@ def test_a_lock_that_was_left_behind_is_taken_over_with_a_new_name_in_it(tmp_pat
     assert lock.holder().startswith(f"process {os.getpid()} on ")
     assert not FileLock(path).acquire()
     lock.release()
+
+
+@pytest.mark.fault("a lock file is nested brackets or other nonsense")
+@pytest.mark.parametrize("text", [b"[" * 100_000, b'{"a":' * 100_000, b'{"lock": NaN}', b"\xff" * 3000],
+                         ids=["lists", "objects", "no JSON", "no text"])  # fmt: skip
+def test_a_lock_of_any_text_is_free_and_is_whole_once_it_is_held(text: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    path.write_bytes(text)
+    lock = FileLock(path)
+    assert lock.holder() == "another process"
+    assert not life_signs.elsewhere(path)
+    assert lock.acquire()
+    assert lock.holder().startswith(f"process {os.getpid()} on ")
+    assert life_signs.parsed(path.read_bytes())[1] == life_signs.reach(path), "another machine sees who has it"
+    lock.release()
+    assert contents(tmp_path) == []
 
 
 def test_a_disk_without_links_still_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -10,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 from builds import until
 from comfy_process import ComfyProcess
+from hybrid_trt.page_api import ready_routes
+from hybrid_trt.page_api.warming import WARM_NOW, Warming
 from our_routes import ask, post
 from scenarios import A, Prompt, Scenario, latent_of, native_latent, prompt, relative_difference
 
@@ -162,6 +166,27 @@ def test_work_after_a_warming_that_built_nothing_builds(sd15: ComfyProcess) -> N
     assert warmed(sd15, "workflow")["native"] == 2
     history = sd15.queue(work(6, **UNBUILT))
     assert history.output("report", "report")[0]["unet"] == {"engine": 2, "native": 0, "reasons": {}}
+
+
+def test_a_hundred_who_ask_at_once_are_answered_by_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+    monkeypatch.setattr(ready_routes, "_facts", lambda: looks.append(time.sleep(0.05)) or {})
+    monkeypatch.setattr(ready_routes, "_recent", None)
+    monkeypatch.setattr(ready_routes, "_warmed", {"a": Warming("a")})
+
+    async def ask_all() -> set[int]:
+        answers = [ready_routes._ready(make_mocked_request("GET", "/ready")) for _ in range(100)]
+        return {one.status for one in await asyncio.gather(*answers)}
+
+    async def asked() -> None:
+        assert await ask_all() == {503}
+        assert await ask_all() == {503}
+        assert len(looks) == 1
+        ready_routes._warmed["a"].state = WARM_NOW
+        assert await ask_all() == {200}
+        assert len(looks) == 2, "whoever is told of a warm server is told of its engines too"
+
+    asyncio.run(asked())
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from hybrid_trt.comfy_model import hash_cache
 from hybrid_trt.engine_builder.build import build_engine, run_here
 from hybrid_trt.engine_builder.command_line import workflows
 from hybrid_trt.engine_builder.order import BuildOrder
-from hybrid_trt.engine_library import Engine, Library, Unavailable, safe_files, trust
+from hybrid_trt.engine_library import Engine, Library, Unavailable, fleet_key, safe_files, schema, trust
 from hybrid_trt.engine_library.atomic_files import FileLock
 from hybrid_trt.engine_library.disk import FILE_NAME, Settings, read_settings
 from hybrid_trt.engine_library.inventory import last_used, mark_used
@@ -186,6 +186,30 @@ def test_a_secret_that_others_may_read_proves_nothing(
     again = trust.sign("text")
     assert again != signature, "a new secret"
     assert trust.is_signed("text", again)
+
+
+@pytest.mark.fault("a key belongs to another user, and ComfyUI runs as root")
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
+def test_another_users_key_is_not_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(trust.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(fleet_key.VARIABLE, str(tmp_path / "fleet.key"))
+    fleet_key.make(tmp_path / "fleet.key")
+    signature = trust.sign("text")
+    for path in (trust.key_folder() / "local.key", tmp_path / "fleet.key"):
+        os.chown(path, 1234, 1234)
+    assert not trust.is_signed("text", signature)
+    assert not fleet_key.in_use()
+    assert "another user's" in fleet_key.why_refused()
+
+
+@pytest.mark.fault("a workflow has half a character")
+def test_half_a_character_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "workflow.json"
+    for text in (b'{"1": "\\ud83d"}', b'["\xed\xa0\xbd"]', b'{"\\udc00": 1}'):
+        path.write_bytes(text)
+        with pytest.raises(WorkflowError, match="half a character"):
+            workflows._read(path)
+    assert schema.loads('"\\ud83d\\ude00"') == "\U0001f600"
 
 
 @pytest.mark.fault("this machine's key is a link to a file that others know")

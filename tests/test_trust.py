@@ -196,6 +196,42 @@ def _no_network(real: Callable) -> Callable:
     return stat
 
 
+@pytest.mark.fault("this machine's key is changed while ComfyUI runs")
+@pytest.mark.parametrize("kept", [True, False], ids=["in the library", "in memory"])
+def test_what_a_key_signed_that_was_replaced_counts_no_more(
+    kept: bool, tmp_path: Path, key_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of the new key may have the old one's time."""
+    engine = publish_engine(tmp_path / "library")
+    if not kept:
+        (engine.folder / RECORD_NAME).unlink()
+        monkeypatch.setattr(trust, "write_file", _fails)
+        trust.keep(engine.folder, engine.manifest, trust.Record(trust.BUILT))
+    assert trust.built_here(engine)
+    key, stat = key_folder / "local.key", (key_folder / "local.key").stat()
+    key.write_bytes(os.urandom(trust.KEY_LENGTH))
+    os.utime(key, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert not trust.built_here(engine)
+
+
+def _fails(*_: object, **__: object) -> None:
+    raise OSError("read-only")
+
+
+@pytest.mark.fault("a signature has other characters than a signature's")
+@pytest.mark.parametrize("signature", ["\xe4" * 64, "\ud800" * 64, "0" * 63 + "\u0660"],
+                         ids=["letters", "halves", "digits"])  # fmt: skip
+def test_a_signature_of_any_characters_is_none(signature: str, tmp_path: Path) -> None:
+    trust.sign("make the key")
+    assert not trust.is_signed("text", signature)
+    assert trust.unseal(b"\xff" * 64 + b"contents", "tactics") is None
+    engine = publish_engine(tmp_path)
+    path = engine.folder / RECORD_NAME
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"signature": signature}))
+    assert trust.why_unusable(engine).reason is Reason.STALE_ENGINE
+    assert state(tmp_path)[0] == STALE
+
+
 @pytest.fixture(scope="module")
 def network() -> NativeNetwork:
     return small_network()

@@ -22,7 +22,7 @@ from ...engine_library import Fallback, Library, Reason, fleet_key, inventory, t
 from ...engine_library.disk import free_bytes, gigabytes, read_settings
 from ...engine_library.gpu_driver import driver_version
 from ...engine_library.manifest import PACK_VERSION
-from .privacy import hider
+from .privacy import SECRETS, hider
 
 if TYPE_CHECKING:
     import torch
@@ -276,8 +276,7 @@ def _fleet() -> str:
 def _settings(place: Place) -> dict[str, Any]:
     names = [*VARIABLES, *sorted(name for name in os.environ if name.startswith("HYBRID_TRT_"))]
     found: dict[str, Any] = {name: _quoted(os.environ[name]) for name in names if name in os.environ}
-    if fleet_key.VARIABLE in found:
-        found[fleet_key.VARIABLE] = "set"  # somebody may have put the key itself there
+    found |= {name: "set" for name in SECRETS if name in found}
     if place.library is not None:
         found |= asdict(read_settings(place.library.roots[0]))
     if place.options is not None:

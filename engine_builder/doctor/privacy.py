@@ -1,15 +1,19 @@
-"""Texts without what is personal: known folders get names, other absolute paths and the user's name are taken out."""
+"""Texts without what is personal: known folders get names; other paths, secrets, logins and names are taken out."""
 
 from __future__ import annotations
 
 import getpass
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-NOT_PERSONAL = {"", "root"}
+SECRETS = ("HYBRID_TRT_FARM_TOKEN", "HYBRID_TRT_FLEET_KEY", "RAY_AUTH_TOKEN")
+"""Variables of the environment with secrets of the pack or of the farm: their values are told nowhere."""
+SHORTEST_SECRET = 8
+NOT_PERSONAL = {"", "root", "localhost", "comfyui"}
 SHORTEST_NAME = 3
 """Shorter user names are parts of sentences; in paths they go with the home folder."""
 
@@ -21,6 +25,8 @@ _INSIDE = r"[^\\/\n\"'<>|]"
 _PATH = re.compile(rf"(?<![\w~>./\\-]){_START}(?:{_INSIDE}*[^\\/\s\"'<>|(=,;:][\\/]+)*[^\\/\s\"'<>|(),;:]*")
 """A path that no quotes hold: folders may have spaces inside their names, and the last part ends at the first one."""
 _QUOTED = re.compile(rf"(?P<quote>[\"'`]){_START}[^\n]*?(?P=quote)")
+_LOGIN = re.compile(r"(?:(?<=://)[^\s/\"']+|(?<![\w/])[\w.+-]+:[^\s/\"'@]+)@(?:\[[^\s\]]*\]|[\w.-]*)")
+"""Name and password before the host of an address, and that host."""
 _FILE = re.compile(r"[^\\/]*\.\w[^\\/]*")
 
 
@@ -32,7 +38,9 @@ def hider(places: Mapping[str, Path | None]) -> Callable[[Any], Any]:
     """
     known = sorted(set(_known({**places, "~": _home()})), key=lambda pair: (-len(pair[0]), pair))
     patterns = [(_as_pattern(path), word) for path, word in known]
-    names = [re.compile(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", re.IGNORECASE) for name in _user_names()]
+    secrets = [one for name in SECRETS if len(one := os.environ.get(name, "").strip()) >= SHORTEST_SECRET]
+    names = [(re.compile(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", re.IGNORECASE), word)
+             for word, found in (("<host>", _host_names()), ("<user>", _user_names())) for name in found]  # fmt: skip
 
     def hide(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -41,12 +49,15 @@ def hider(places: Mapping[str, Path | None]) -> Callable[[Any], Any]:
             return [hide(one) for one in value]
         if not isinstance(value, str):
             return value
+        for secret in secrets:
+            value = value.replace(secret, "<secret>")
+        value = _LOGIN.sub("<login>@<host>", value)
         for pattern, word in patterns:
             value = pattern.sub(lambda _, word=word: word, value)
         value = _QUOTED.sub(lambda found: f"{found['quote']}{_short(found[0][1:-1])}{found['quote']}", value)
         value = _PATH.sub(lambda found: _short(found[0]), value)
-        for name in names:
-            value = name.sub("<user>", value)
+        for name, word in names:
+            value = name.sub(word, value)
         return value
 
     return hide
@@ -94,4 +105,14 @@ def _user_names() -> set[str]:
         found.add(getpass.getuser())
     except (OSError, KeyError, ImportError):  # nobody knows this user's number
         pass
-    return {name for name in found if name.lower() not in NOT_PERSONAL and len(name) >= SHORTEST_NAME}
+    return _personal(found)
+
+
+def _host_names() -> list[str]:
+    """Return this machine's names, the longest first."""
+    name = socket.gethostname()
+    return sorted(_personal({name, name.partition(".")[0]}), key=len, reverse=True)
+
+
+def _personal(names: set[str]) -> set[str]:
+    return {name for name in names if name.lower() not in NOT_PERSONAL and len(name) >= SHORTEST_NAME}
