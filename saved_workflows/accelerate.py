@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import starmap
 
-from .graph import Graph, Link, Node, Port, Workflow, is_ours
+from .graph import Graph, Link, Node, Port, Workflow, is_ours, kind_of
 from .layout import place
 
 ACCELERATE, CONTROL_ENGINE, UNET_ENGINE = "TRTAccelerate", "TRTControlNetEngine", "TRTUNetEngine"
@@ -54,7 +55,7 @@ def remove(workflow: Workflow) -> list[Node]:
     """Take our nodes out, wire what was before, and return those that were taken out."""
     gone: list[Node] = []
     for graph in (workflow.root, *workflow.subgraphs.values()):
-        for node in [node for node in graph.nodes.values() if node["type"] in PASSES_ON]:
+        for node in [node for node in graph.nodes.values() if node["type"] in PASSES_ON and not graph.loses(node)]:
             for slot, name in enumerate(PASSES_ON[node["type"]]):
                 before = graph.link_into(node, name)
                 for link in graph.links_of(node["id"], slot):
@@ -65,14 +66,14 @@ def remove(workflow: Workflow) -> list[Node]:
             _drop(graph, node)
             gone.append(node)
         for node in list(graph.nodes.values()) if gone else ():  # those that served a patch
-            if node["type"] == UNET_ENGINE and not graph.links_of(node["id"], 0):
+            if node["type"] == UNET_ENGINE and not graph.links_of(node["id"], 0) and not graph.loses(node):
                 _drop(graph, node)
     workflow.save()
     return gone
 
 
 def _drop(graph: Graph, node: Node) -> None:
-    for link in [link for link in graph.links.values() if node["id"] in (link.origin, link.target)]:
+    for link in graph.links_at(node["id"]):
         graph.cut(link)
     del graph.nodes[node["id"]]
 
@@ -81,11 +82,10 @@ def _sources(workflow: Workflow, kind: str) -> Iterator[Port]:
     """Yield the outputs of loaders of a kind: of nodes that get nothing of it."""
     for graph in workflow.uses:
         for node in graph.nodes.values():
-            takes = any(one["type"] == kind or (one["type"] == "*" and one.get("link") is not None)
+            takes = any(kind_of(one) == kind or (kind_of(one) == "*" and one.get("link") is not None)
                         for one in node.get("inputs") or [])  # fmt: skip
             if workflow.is_real(node) and not is_ours(node) and not takes:
-                outputs = enumerate(node.get("outputs") or [])
-                yield from (Port(graph, node["id"], slot) for slot, output in outputs if output["type"] == kind)
+                yield from (Port(graph, node["id"], slot) for slot, made in graph.made(node).items() if made == kind)
 
 
 def _model_places(workflow: Workflow) -> Iterator[tuple[Port, list[Link]]]:
@@ -95,36 +95,36 @@ def _model_places(workflow: Workflow) -> Iterator[tuple[Port, list[Link]]]:
     for port in queue:
         links, served = [], False
         for link in port.graph.links_of(port.node, port.slot):
-            behind = workflow.behind(port.graph, link, "MODEL")
-            if any(map(_changes_weights, behind)):
+            if any(starmap(_changes_weights, workflow.behind(port.graph, link, "MODEL"))):
                 more = [one for one in workflow.beyond(port.graph, link, "MODEL") if one not in seen]
                 seen.update(more)
                 queue += more
                 continue
-            served = served or any(node["type"] in SERVING for node in behind)
-            if any(map(_runs, behind)):
+            behind = list(workflow.behind(port.graph, link, "MODEL"))
+            served = served or any(node["type"] in SERVING for _, node in behind)
+            if any(starmap(_runs, behind)):
                 links.append(link)
         if links and not served:
             yield port, links
 
 
-def _changes_weights(node: Node) -> bool:
+def _changes_weights(graph: Graph, node: Node) -> bool:
     """Tell whether a node gives a MODEL other weights, as LoRAs do, or a patch with weights that engines compute."""
-    gives = any(output["type"] == "MODEL" for output in node.get("outputs") or [])
-    return gives and bool(_CHANGES_WEIGHTS.search(node["type"])) and not is_ours(node)
+    changes = bool(_CHANGES_WEIGHTS.search(node["type"])) and not is_ours(node)
+    return changes and "MODEL" in graph.made(node).values()
 
 
-def _runs(node: Node) -> bool:
+def _runs(graph: Graph, node: Node) -> bool:
     """Tell whether a node runs a network that it gets, as samplers do."""
-    return any(output["type"] not in _NO_RUN for output in node.get("outputs") or [])
+    return not _NO_RUN.issuperset(graph.made(node).values())
 
 
 def _unserved(workflow: Workflow, port: Port, kind: str) -> list[Link]:
     """Return the links of an output that lead to real nodes; none where one of our nodes is among these."""
-    behind = {link.id: workflow.behind(port.graph, link, kind) for link in port.graph.links_of(port.node, port.slot)}
-    if any(is_ours(node) and node["type"] in PASSES_ON for nodes in behind.values() for node in nodes):
-        return []
-    return [port.graph.links[link] for link, nodes in behind.items() if nodes]
+    links = port.graph.links_of(port.node, port.slot)
+    behind = [[node["type"] for _, node in workflow.behind(port.graph, link, kind)] for link in links]
+    return [] if any(kind in PASSES_ON for kinds in behind for kind in kinds) else [
+        link for link, kinds in zip(links, behind, strict=True) if kinds]
 
 
 def _take(workflow: Workflow, node: Node, name: str, port: Port, links: list[Link]) -> bool:

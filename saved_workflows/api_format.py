@@ -43,7 +43,7 @@ def _changed(prompt: Prompt, object_info: ObjectInfo, how: Callable[[Workflow], 
             link = graph.links.get(socket["link"])
             if link is not None:
                 entry["inputs"][socket["name"]] = [str(link.origin), link.slot]
-            else:
+            elif socket["link"] is None:
                 entry["inputs"].pop(socket["name"], None)
     return answer
 

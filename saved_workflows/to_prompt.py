@@ -24,6 +24,7 @@ from .graph import (
     check_format,
     damage_told,
     definitions,
+    kind_of,
     name_of,
 )
 
@@ -232,7 +233,7 @@ class _Flat:
             raise WorkflowError(f"input {socket['name']} of node {node['id']} has a link that does not exist")
         origin, output = self.links[socket["link"]]
         return self._source_of_output(
-            self.nodes[origin], output, socket["type"] if kind is None else kind, seen | {(node["id"], slot)})
+            self.nodes[origin], output, kind_of(socket) if kind is None else kind, seen | {(node["id"], slot)})
 
     def primitive_value(self, socket: dict[str, Any]) -> Any:
         """Return what a PrimitiveNode puts into the widget that it is linked to."""

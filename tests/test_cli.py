@@ -166,7 +166,7 @@ def test_a_workflow_is_accelerated_into_a_file_beside_it(environment: Any, tmp_p
     assert "Nothing to accelerate" in cli("accelerate", str(beside), "--out", str(source))
     assert json.loads(source.read_text()) == DRAWN
     result = json.loads(cli("accelerate", str(source), "--out", str(source), "--json"))
-    assert result == {"added": [{"id": 4, "type": "TRTAccelerate"}], "file": str(source)}
+    assert result == {"added": [{"id": 4, "type": "TRTAccelerate"}], "file": str(source), "left": ""}
     assert source.read_text() == beside.read_text()
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".json"]
 

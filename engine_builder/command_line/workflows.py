@@ -16,7 +16,7 @@ from ...engine_library.atomic_files import write_file
 from ...engine_library.safe_files import NOTES, read_json
 from ...saved_workflows.accelerate import ENGINE_NODES, accelerate
 from ...saved_workflows.api_format import change_prompt, is_prompt
-from ...saved_workflows.graph import WorkflowError, change
+from ...saved_workflows.graph import Workflow, WorkflowError, change
 from ...saved_workflows.to_prompt import to_prompt
 from . import comfyui
 
@@ -31,12 +31,14 @@ def accelerated(options: Namespace) -> tuple[dict[str, Any], str]:
     if is_prompt(data):
         comfyui.start(options.comfyui, options.library, options.device)
     added = _accelerate(data, source)
+    left = "" if is_prompt(data) else change(data, Workflow.left_alone)
     if not added:
-        text = "Nothing to accelerate: no model on its way to a sampler lacks a node. Nothing was written."
-        return {"added": [], "file": None}, text
+        text = "Nothing to accelerate: each model that can be followed to a sampler has a node. Nothing was written."
+        return {"added": [], "file": None, "left": left}, f"{text}\n{left}".strip()
     write_file(target, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
     nodes = [{"id": node["id"], "type": node["type"]} for node in added]
-    return {"added": nodes, "file": str(target)}, f"{target}\nadded: {', '.join(node['type'] for node in added)}"
+    text = f"{target}\nadded: {', '.join(node['type'] for node in added)}\n{left}".strip()
+    return {"added": nodes, "file": str(target), "left": left}, text
 
 
 def built(options: Namespace, tell: Callable[[str, float], None]) -> tuple[dict[str, Any], str, bool]:
