@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import starmap
 
-from .graph import Graph, Link, Node, Port, Workflow, is_ours, kind_of
+from .graph import GET, INPUT_NODE, OUTPUT_NODE, SET, Graph, Link, Node, Port, Workflow, is_ours, kind_of, name_of
 from .layout import place
 
 ACCELERATE, CONTROL_ENGINE, UNET_ENGINE = "TRTAccelerate", "TRTControlNetEngine", "TRTUNetEngine"
@@ -32,13 +32,18 @@ _KINDS = {"model": "MODEL", "vae": "VAE"}
 _CHANGES_WEIGHTS = re.compile("lora|modelmerge|^ZImageFunControlnet$|^AnimaLLLiteApply$", re.IGNORECASE)
 _NO_RUN = {"MODEL", "CLIP", "VAE", "SIGMAS"}
 """Types that nodes make which call no network: patches, loaders, schedulers."""
+_PLAIN = {"IMAGE", "LATENT", "MASK", "CONDITIONING", "CLIP", "VAE", "CONTROL_NET", "SIGMAS", "STRING", "INT", "FLOAT",
+          "BOOLEAN", "COMBO"}  # fmt: skip
+"""Types in which no model comes along, as it does in pipes and contexts."""
 
 
 def accelerate(workflow: Workflow) -> list[Node]:
     """Put acceleration into a workflow and return the nodes that were added."""
     added: list[tuple[Graph, Node]] = []
-    for port, links in list(_model_places(workflow)):
-        added.append((port.graph, _insert(workflow, port, links, ACCELERATE, "model")))
+    seen: set[Port] = set()
+    for source in sorted(_sources(workflow, "MODEL"), key=lambda port: len(_before(workflow, port))):
+        for port, links in list(_model_places(workflow, source, seen)):
+            added.append((port.graph, _insert(workflow, port, links, ACCELERATE, "model")))
     for port in list(_sources(workflow, "CONTROL_NET")):
         links = _unserved(workflow, port, "CONTROL_NET")
         if links and not any(_take(workflow, node, name, port, links)
@@ -82,18 +87,42 @@ def _sources(workflow: Workflow, kind: str) -> Iterator[Port]:
     """Yield the outputs of loaders of a kind: of nodes that get nothing of it."""
     for graph in workflow.uses:
         for node in graph.nodes.values():
-            takes = any(kind_of(one) == kind or (kind_of(one) == "*" and one.get("link") is not None)
-                        for one in node.get("inputs") or [])  # fmt: skip
+            takes = graph.fed(node, kind) or any(kind_of(one) in (kind, "*") and one.get("link") is not None
+                                                 for one in node.get("inputs") or [])  # fmt: skip
             if workflow.is_real(node) and not is_ours(node) and not takes:
                 yield from (Port(graph, node["id"], slot) for slot, made in graph.made(node).items() if made == kind)
 
 
-def _model_places(workflow: Workflow) -> Iterator[tuple[Port, list[Link]]]:
-    """Yield where a node belongs, with the links that it takes: behind the last LoRA on each way to a sampler."""
-    queue = list(_sources(workflow, "MODEL"))
+def _before(workflow: Workflow, port: Port) -> list[Node]:
+    """Return a node that makes something of its own, and those from which a pipe can have brought it a model."""
+    queue = [(port.graph, port.node)]
     seen = set(queue)
+    for graph, key in queue:
+        kind = graph.nodes.get(key, {}).get("type")
+        plain = _PLAIN if len(seen) > 1 else _PLAIN | {"MODEL"}
+        more = [(graph, link.origin) for link in graph.links_into(key) if link.type not in plain]
+        if key == INPUT_NODE:
+            more += [(outer, use["id"]) for outer, use in workflow.uses.get(graph, ())]
+        elif kind in workflow.subgraphs:
+            more.append((workflow.subgraphs[kind], OUTPUT_NODE))
+        elif kind == GET:
+            more += [(one, found["id"]) for one in workflow.uses for found in one.named(SET, name_of(graph.nodes[key]))]
+        queue += dict.fromkeys(one for one in more if one not in seen)
+        seen.update(more)
+    return [graph.nodes[key] for graph, key in queue if key in graph.nodes]
+
+
+def _served(workflow: Workflow, port: Port) -> bool:
+    """Tell whether what a pipe brought to an output has engines already."""
+    return any(node["type"] in SERVING for node in _before(workflow, port))
+
+
+def _model_places(workflow: Workflow, source: Port, seen: set[Port]) -> Iterator[tuple[Port, list[Link]]]:
+    """Yield where a node belongs, with the links that it takes: behind the last LoRA on each way to a sampler."""
+    queue = [source]
+    seen.add(source)
     for port in queue:
-        links, served = [], False
+        links, served = [], port is source and _served(workflow, port)
         for link in port.graph.links_of(port.node, port.slot):
             if any(starmap(_changes_weights, workflow.behind(port.graph, link, "MODEL"))):
                 more = [one for one in workflow.beyond(port.graph, link, "MODEL") if one not in seen]
@@ -121,7 +150,7 @@ def _runs(graph: Graph, node: Node) -> bool:
 
 def _unserved(workflow: Workflow, port: Port, kind: str) -> list[Link]:
     """Return the links of an output that lead to real nodes; none where one of our nodes is among these."""
-    links = port.graph.links_of(port.node, port.slot)
+    links = [] if _served(workflow, port) else port.graph.links_of(port.node, port.slot)
     behind = [[node["type"] for _, node in workflow.behind(port.graph, link, kind)] for link in links]
     return [] if any(kind in PASSES_ON for kinds in behind for kind in kinds) else [
         link for link, kinds in zip(links, behind, strict=True) if kinds]
@@ -132,8 +161,13 @@ def _take(workflow: Workflow, node: Node, name: str, port: Port, links: list[Lin
     if name not in PASSES_ON[node["type"]]:
         return False
     graph, slot = port.graph, PASSES_ON[node["type"]].index(name)
+    socket = node["inputs"][slot]
+    if socket["link"] is not None or graph.depends_on(port.node, node["id"]):
+        return False
+    socket["link"] = -1  # it is free no more, so no Everywhere node will feed it
     links = [link for link in links if not graph.depends_on(node["id"], link.target)]  # no circle
-    if not links or node["inputs"][slot]["link"] is not None or graph.depends_on(port.node, node["id"]):
+    socket["link"] = None
+    if not links:
         return False
     _lead_through(workflow, port, links, node, slot)
     return True

@@ -20,6 +20,10 @@ SET, GET = "SetNode", "GetNode"
 """Nodes of KJNodes: what goes into one comes out of those of the other that have the same name."""
 
 
+EVERYWHERE = "Everywhere"
+"""Part of the types of nodes that the page wires to all free inputs of a type as it queues (cg-use-everywhere)."""
+
+
 class WorkflowError(ValueError):
     """The workflow cannot be used as it is, or has not what was asked for; the text says what and where."""
 
@@ -73,6 +77,8 @@ class Graph:
             node["id"] if self.times["node"][node["id"]] == 1 else ("twice", i): node
             for i, node in enumerate(data["nodes"])
         }
+        self.everywhere = [node for node in data["nodes"] if EVERYWHERE in node["type"]
+                           and node.get("mode", 0) not in (MUTED, BYPASSED)]  # fmt: skip
         ends: dict[Any, list[tuple[Any, int]]] = defaultdict(list)
         for node in data["nodes"]:
             for i, socket in enumerate(node.get("inputs") or []):
@@ -107,9 +113,13 @@ class Graph:
         """Return the links that begin at an output."""
         return list(self._from[node][slot].values())
 
+    def links_into(self, node: Any) -> list[Link]:
+        """Return the links that end at a node."""
+        return list(self._into[node].values())
+
     def links_at(self, node: Any) -> list[Link]:
         """Return the links into a node, and those that begin at it."""
-        return [*self._into[node].values(), *(link for slot in self._from[node].values() for link in slot.values())]
+        return [*self.links_into(node), *(link for slot in self._from[node].values() for link in slot.values())]
 
     def made(self, node: Node) -> dict[int, Any]:
         """Return the types of a node's outputs by slot; its links tell those that the file does not list."""
@@ -149,13 +159,30 @@ class Graph:
         seen, queue = {node}, [node]
         for current in queue:
             found = self.nodes.get(current)
-            origins = {link.origin for link in self._into[current].values()}
+            origins = {link.origin for link in self.links_into(current)}
+            if found is not None:
+                origins |= self.fed(found)
             if found is not None and found["type"] == GET:
-                origins |= {one["id"] for one in self.nodes.values()
-                            if one["type"] == SET and name_of(one) == name_of(found)}  # fmt: skip
+                origins |= {one["id"] for one in self.named(SET, name_of(found))}
             queue += origins - seen
             seen |= origins
         return other in seen
+
+    def named(self, kind: str, name: Any) -> list[Node]:
+        """Return the Set or Get nodes of a name."""
+        return [node for node in self.nodes.values() if node["type"] == kind and name_of(node) == name]
+
+    def spread(self, link: Link, kind: Any) -> list[Link]:
+        """Return the wires that the page makes of one into an Everywhere node; none of them is in the file."""
+        if not any(node["id"] == link.target for node in self.everywhere):
+            return []
+        return [replace(link, target=key, target_slot=slot) for key, node in self.nodes.items()
+                if not is_ours(node) and node not in self.everywhere for slot in free(node, kind)]  # fmt: skip
+
+    def fed(self, node: Node, kind: Any = None) -> set[Any]:
+        """Return the Everywhere nodes that feed free inputs of a node, all or those of a type."""
+        return {one["id"] for one in self.everywhere for link in self.links_into(one["id"])
+                if kind in (None, link.type) and free(node, link.type)}  # fmt: skip
 
     def _keep(self, link: Link) -> None:
         self.links[link.id] = self._from[link.origin][link.slot][link.id] = self._into[link.target][link.id] = link
@@ -239,6 +266,8 @@ class Workflow:
     def beyond(self, graph: Graph, link: Link, kind: str) -> Iterator[Port]:
         """Yield where what comes by a link goes on: behind what hands it on, and nodes that give the same kind."""
         node = graph.nodes.get(link.target)
+        for one in graph.spread(link, kind):
+            yield from self.beyond(graph, one, kind)
         if node is None:  # an output of the subgraph
             yield from (Port(outer, use["id"], link.target_slot) for outer, use in self.uses.get(graph, ()))
         elif node.get("mode", 0) == BYPASSED:
@@ -252,8 +281,9 @@ class Workflow:
         elif node["type"] in (SET, GET, *REROUTES):
             yield Port(graph, node["id"], 0)
             if node["type"] == SET:
-                yield from (Port(graph, get["id"], 0) for get in graph.nodes.values() if get["type"] == GET
-                            and get.get("mode", 0) != MUTED and name_of(get) == name_of(node))  # fmt: skip
+                name = name_of(node)  # a Set serves the Gets of subgraphs too, where these have none of its name
+                yield from (Port(one, get["id"], 0) for one in self.uses for get in one.named(GET, name)
+                            if get.get("mode", 0) != MUTED and (one is graph or not one.named(SET, name)))
         else:
             kinds = (kind, "*") if kind_of(node["inputs"][link.target_slot]) == "*" else (kind,)
             yield from (Port(graph, node["id"], i) for i, made in graph.made(node).items() if made in kinds)
@@ -262,6 +292,7 @@ class Workflow:
         """Yield all real nodes that a link leads to, in the end, with the graphs that hold them."""
         seen, queue = set(), [(graph, link)]
         for current, wire in queue:
+            queue += [(current, one) for one in current.spread(wire, kind)]
             node = self.reader(current, wire)
             if node is not None:
                 yield current, node
@@ -317,6 +348,12 @@ def is_ours(node: Node) -> bool:
 def kind_of(socket: Data) -> Any:
     """Return the type of an input or output; one without a type is of any."""
     return socket.get("type") or "*"
+
+
+def free(node: Node, kind: Any) -> list[int]:
+    """Return the inputs of a type that nothing is wired to."""
+    inputs = enumerate(node.get("inputs") or [])
+    return [slot for slot, one in inputs if kind_of(one) == kind and one.get("link") is None]
 
 
 def name_of(node: Node) -> Any:

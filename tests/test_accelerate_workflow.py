@@ -87,6 +87,54 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         drawn({"a": "L", "b": "L", "lora": "LoraLoader", "s": "Sampler", "t": "Sampler"},
               "a.0 lora.0, lora.0 s.0, b.0 t.0", {"L": LOADED}),
         ["Sampler TRTAccelerate FreeU Loader", "Sampler TRTAccelerate LoraLoader FreeU Loader"]),
+    "a pipe": (
+        drawn({**PLAIN, "to": "ToPipe", "from": "FromPipe"}, "load.0 to.0, to.0 from.0, from.0 s.0"),
+        ["Sampler FromPipe ToPipe TRTAccelerate Loader"]),
+    "two pipes in a row, the last one first": (
+        drawn({"from2": "FromPipe", "to2": "ToPipe", "from": "FromPipe", "to": "ToPipe", **PLAIN, "t": "Sampler"},
+              "load.0 to.0, to.0 from.0, from.0 to2.0, to2.0 from2.0, from2.0 s.0, from.0 t.0"),
+        ["Sampler FromPipe ToPipe FromPipe ToPipe TRTAccelerate Loader",
+         "Sampler FromPipe ToPipe TRTAccelerate Loader"]),
+    "a LoRA behind a pipe": (
+        drawn({**LORA, "to": "ToPipe", "from": "FromPipe", "t": "Sampler"},
+              "load.0 to.0, to.0 from.0, from.0 lora.0, lora.0 s.0, from.0 t.0"),
+        ["Sampler FromPipe ToPipe TRTAccelerate Loader",
+         "Sampler TRTAccelerate LoraLoader FromPipe ToPipe TRTAccelerate Loader"]),
+    "a pipe into a subgraph": (
+        drawn({"load": "Loader", "to": "ToPipe", "sub": "F"}, "load.0 to.0, to.0 sub.0",
+              {"F": subgraph({"from": "FromPipe", "s": "Sampler"}, "in.0 from.0, from.0 s.0", "PIPE", "")}),
+        ["Sampler FromPipe ToPipe TRTAccelerate Loader"]),
+    "a pipe out of a subgraph, by Set and Get": (
+        drawn({"sub": "T", "set": "SetNode|p", "get": "GetNode|p", "from": "FromPipe", "s": "Sampler"},
+              "sub.0 set.0, get.0 from.0, from.0 s.0",
+              {"T": subgraph({"load": "Loader", "to": "ToPipe"}, "load.0 to.0, to.0 out.0", "", "PIPE")}),
+        ["Sampler FromPipe ToPipe TRTAccelerate Loader"]),
+    "a context behind a loader of pipes": (
+        drawn({"load": "PipeLoader", "context": "Context", "s": "Sampler"}, "load.0 context.0, context.1 s.0"),
+        ["Sampler TRTAccelerate Context PipeLoader"]),
+    "two contexts in a row": (
+        drawn({**PLAIN, "one": "Context", "two": "Context", "t": "Sampler"},
+              "load.0 one.1, one.0 two.0, one.1 t.0, two.1 s.0"),
+        ["Sampler Context Context TRTAccelerate Loader", "Sampler Context TRTAccelerate Loader"]),
+    "two contexts in a row, a LoRA behind one": (
+        drawn({**LORA, "one": "Context", "two": "Context", "t": "Sampler"},
+              "load.0 one.1, one.0 two.0, one.1 lora.0, lora.0 s.0, two.1 t.0"),
+        ["Sampler TRTAccelerate Context Context Loader", "Sampler TRTAccelerate LoraLoader Context Loader"]),
+    "Set outside, Get inside": (
+        drawn({"load": "Loader", "set": "SetNode|m", "sub": "G"}, "load.0 set.0",
+              {"G": subgraph({"get": "GetNode|m", "s": "Sampler"}, "get.0 s.0")}),
+        ["Sampler TRTAccelerate Loader"]),
+    "Set outside, Get and LoRA two graphs inside": (
+        drawn({"load": "Loader", "set": "SetNode|m", "sub": "O"}, "load.0 set.0",
+              {"O": subgraph({"in": "G"}, "", inside={
+                  "G": subgraph({"get": "GetNode|m", "lora": "LoraLoader", "s": "Sampler"},
+                                "get.0 lora.0, lora.0 s.0")})}),
+        ["Sampler TRTAccelerate LoraLoader Loader"]),
+    "Set outside and inside": (
+        drawn({"load": "Loader", "lora": "LoraLoader", "set": "SetNode|m", "sub": "G"}, "load.0 lora.0, lora.0 set.0",
+              {"G": subgraph({"load": "Loader", "set": "SetNode|m", "get": "GetNode|m", "s": "Sampler"},
+                             "load.0 set.0, get.0 s.0")}),
+        ["Sampler TRTAccelerate Loader"]),
     "muted and bypassed subgraphs": (
         drawn({"load": "Loader", "off": "P|muted", "past": "S|bypassed", "s": "Sampler"},
               "load.0 off.0, load.0 past.0, past.0 s.0", {"P": SAMPLED, "S": STYLED}),
@@ -274,3 +322,67 @@ def test_what_stands_right_moves_right_and_groups_grow() -> None:
 def test_what_is_no_workflow_is_told(data: dict[str, Any], words: str) -> None:
     with pytest.raises(WorkflowError, match=words):
         Workflow(data)
+
+
+def broadcast(nodes: dict[str, str], wired: str, inside: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return a workflow whose links have the types of what they begin at, as the page saves them."""
+    data = drawn(nodes, wired, inside)
+    made = {node["id"]: node["outputs"] for node in data["nodes"]}
+    for link in data["links"]:
+        link[5] = made[link[1]][link[2]]["type"]
+    return data
+
+
+AIR = {"load": "Loader", "air": "Anything Everywhere", "s": "Sampler"}
+
+
+@pytest.mark.parametrize(("nodes", "wired", "before", "behind"), [
+    ({**AIR, "t": "Sampler"}, "load.0 air.0", "Loader", ["Anything Everywhere"]),
+    ({**AIR, "t": "Sampler"}, "load.0 air.0, load.0 t.0", "Loader", ["Anything Everywhere", "Sampler"]),
+    ({**AIR, "free": "FreeU"}, "load.0 free.0, free.0 air.0", "Loader", ["FreeU"]),
+    ({**AIR, "free": "FreeU"}, "load.0 air.0, free.0 s.0", "Loader", ["Anything Everywhere"]),
+    ({**AIR, "lora": "LoraLoader"}, "load.0 air.0, lora.0 s.0", "LoraLoader", ["Sampler"]),
+    ({**AIR, "air": "Anything Everywhere|muted"}, "load.0 air.0", None, []),
+    ({**AIR, "s": "Sampler|muted"}, "load.0 air.0", None, []),
+    ({**AIR, "s": "Scheduler"}, "load.0 air.0", None, []),
+    ({**AIR, "other": "PipeLoader", "c": "Context"}, "load.2 air.0, other.0 c.0, c.1 s.0", "Context", ["Sampler"]),
+    ({**AIR, "s": "P"}, "load.0 air.0", "Loader", ["Anything Everywhere"]),
+])  # fmt: skip
+def test_a_model_that_the_page_wires_everywhere_gets_a_node_before(
+    nodes: dict[str, str], wired: str, before: str | None, behind: list[str]
+) -> None:
+    data = broadcast(nodes, wired, {"P": SAMPLED})
+    changed, added = accelerated(data)
+    graph = Workflow(changed).root
+    types = {number: node["type"] for number, node in graph.nodes.items()}
+    ours = [link for link in graph.links.values() if link.type == "MODEL"]
+    assert added == (["TRTAccelerate"] if before else [])
+    assert [types[link.origin] for link in ours if types[link.target] == "TRTAccelerate"] == [before] * len(added)
+    assert sorted(types[link.target] for link in ours if types[link.origin] == "TRTAccelerate") == behind
+    assert accelerated(changed)[1] == []
+    remove(Workflow(changed))
+    assert wires(changed) == wires(data)
+
+
+def test_a_vae_that_the_page_wires_everywhere_goes_through_the_node_and_a_controlnet_through_its_own() -> None:
+    data = broadcast({**AIR, "more": "Anything Everywhere", "third": "Anything Everywhere", "decode": "Decode",
+                      "net": "ControlNetLoader", "apply": "Apply"}, "load.0 air.0, load.2 more.0, net.0 third.0")
+    changed, added = accelerated(data)
+    assert added == ["TRTAccelerate", "TRTControlNetEngine"]
+    node = next(node for node in changed["nodes"] if node["type"] == "TRTAccelerate")
+    assert [socket["name"] for socket in node["inputs"] if socket["link"] is not None] == ["model", "vae"]
+    assert [len(output["links"]) for output in node["outputs"]] == [1, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("wired", ["net.0 apply.0, ", ""], ids=["by wire", "by air"])
+def test_what_the_page_wires_everywhere_makes_no_circle(wired: str) -> None:
+    """A ControlNet is made of the model, and the VAE and the ControlNet go everywhere too."""
+    nodes = {**AIR, "more": "Anything Everywhere", "third": "Anything Everywhere", "net": "DiffControlNetLoader",
+             "apply": "Apply", "fun": "ZImageFunControlnet", "decode": "Decode"}  # fmt: skip
+    data = broadcast(nodes, f"{wired}load.0 fun.0, fun.0 air.0, load.2 more.0, net.0 third.0")
+    changed, added = accelerated(data)
+    node = next(node for node in changed["nodes"] if node["type"] == "TRTAccelerate")
+    assert [socket["name"] for socket in node["inputs"] if socket["link"] is not None] == ["model"]
+    assert added[0] == "TRTAccelerate"
+    remove(Workflow(changed))
+    assert wires(changed) == wires(data)
