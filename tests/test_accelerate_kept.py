@@ -13,7 +13,7 @@ import pytest
 from drawn_workflows import OBJECT_INFO, TYPES, drawn, subgraph, wires
 from hybrid_trt.saved_workflows.accelerate import accelerate, remove
 from hybrid_trt.saved_workflows.api_format import change_prompt
-from hybrid_trt.saved_workflows.graph import Workflow
+from hybrid_trt.saved_workflows.graph import Workflow, definitions
 from hybrid_trt.saved_workflows.to_prompt import to_prompt
 
 FLOW = {"load": "Loader", "s": "Sampler", "t": "Refine", "decode": "DecodeLatent"}
@@ -197,7 +197,61 @@ def test_all_workflows_of_comfyui_are_the_same_again_once_acceleration_is_taken_
         data = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(data, dict) and data.get("version") == 0.4:
             try:
-                added += round_trip(data)[1]
+                changed, kinds = round_trip(data)
+                assert groups(changed) == groups(data)
             except AssertionError as error:
                 raise AssertionError(path.name) from error
+            added += kinds
     assert len(added) > 100
+
+
+def groups(data: dict[str, Any]) -> list[Any]:
+    """Return the nodes in each group, those of this pack left out, and the pairs of groups that overlap."""
+    found: list[Any] = []
+    for graph in (data, *definitions(data)):
+        boxes = [group["bounding"] for group in graph.get("groups") or []]
+        nodes = [(node["id"], *middle(node)) for node in graph["nodes"] if not node["type"].startswith("TRT")]
+        found.append([sorted(str(i) for i, x, y in nodes if gx <= x < gx + gw and gy <= y < gy + gh)
+                      for gx, gy, gw, gh in boxes])  # fmt: skip
+        found.append([(i, j) for i, (x, y, w, h) in enumerate(boxes) for j, (u, v, p, q) in enumerate(boxes)
+                      if x < u + p and u < x + w and y < v + q and v < y + h])  # fmt: skip
+    return found
+
+
+def middle(node: dict[str, Any]) -> tuple[float, float]:
+    """Return the middle of what the page draws of a node, with its title."""
+    (x, y), (width, height) = (list(one.values()) if isinstance(one, dict) else one
+                               for one in (node["pos"], node["size"]))  # fmt: skip
+    collapsed = (node.get("flags") or {}).get("collapsed")
+    return x + min(width, 120 if collapsed else width) / 2, y - 30 + (30 if collapsed else height + 30) / 2
+
+
+def grouped(bounding: dict[str, list[float]], **boxes: list[float]) -> dict[str, Any]:
+    """Return a workflow of a loader and a sampler beside some more nodes, in groups."""
+    data = drawn({"load": "Loader", **dict.fromkeys(boxes, "FreeU"), "s": "Sampler"}, "load.0 s.0")
+    for title, (x, y, width, height) in {"load": [0, 0, 300, 100], "s": [800, 0, 300, 260], **boxes}.items():
+        named(data, title).update(pos=[x, y], size=[width, height])
+    data["groups"] = [{"title": title, "bounding": list(box)} for title, box in bounding.items()]
+    return data
+
+
+@pytest.mark.parametrize("data", [
+    grouped({"models": [-20, -80, 340, 190], "below": [-20, 130, 340, 300]}, below=[0, 210, 300, 200]),
+    grouped({"models": [-20, -80, 340, 190]}, below=[0, 210, 300, 100]),
+    grouped({"models": [-20, -80, 340, 190]}, below=[20, 60, 300, 200]),
+    grouped({"models": [-20, -80, 340, 190]}, wide=[200, 150, 600, 100]),
+    grouped({"models": [-20, -80, 340, 190], "all": [-60, -120, 1300, 700]}, below=[0, 210, 300, 100]),
+    grouped({"left": [-20, -80, 370, 600]}, wide=[100, 300, 600, 100]),
+    grouped({"left": [-20, -80, 370, 600]}, wide=[290, 300, 60, 100]),
+    grouped({"right": [500, -80, 700, 600]}, wide=[250, -60, 700, 20], crosses=[100, 300, 500, 100]),
+    grouped({"models": [-20, -80, 340, 190], "across": [200, 120, 300, 300], "title": [-20, 500, 900, 60]},
+            across=[210, 200, 280, 100]),
+], ids=["a group below", "a node below", "a node half below", "a wide node", "nested", "left", "edge", "right",
+        "across"])
+def test_groups_keep_the_nodes_that_they_had_and_overlap_no_others(data: dict[str, Any]) -> None:
+    changed, added = round_trip(data)
+    assert added == ["TRTAccelerate"]
+    assert groups(changed) == groups(data)
+    boxes = [(*node["pos"], *node["size"]) for node in changed["nodes"]]
+    x, y, width, height = boxes[-1]
+    assert not any(x < u + w and u < x + width and y < v + h and v < y + height for u, v, w, h in boxes[:-1])

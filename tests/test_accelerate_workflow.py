@@ -303,7 +303,7 @@ def test_what_stands_right_moves_right_and_groups_grow() -> None:
     data = drawn({**LORA, "below": "FreeU"}, "load.0 lora.0, lora.0 s.0")
     data["nodes"][3]["pos"] = [260, 180]  # it reaches into the row, from the left
     data["nodes"][3]["size"] = [400, 100]
-    data["groups"] = [{"bounding": [-20, -60, 760, 200]}, {"bounding": [720, -60, 300, 200]}]
+    data["groups"] = [{"bounding": [-20, -60, 760, 400]}, {"bounding": [720, -60, 300, 200]}]
     changed, _ = accelerated(data)
     boxes = [(*node["pos"], *node["size"]) for node in changed["nodes"]]
     for i, (x, y, w, h) in enumerate(boxes):
