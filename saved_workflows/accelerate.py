@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import starmap
+from typing import Any
 
 from .graph import GET, INPUT_NODE, OUTPUT_NODE, SET, Graph, Link, Node, Port, Workflow, is_ours, kind_of, name_of
 from .layout import place
@@ -30,6 +31,8 @@ SERVING = (*PASSES_ON, UNET_ENGINE)
 SIZES = {ACCELERATE: (330.0, 400.0), CONTROL_ENGINE: (330.0, 300.0)}
 _KINDS = {"model": "MODEL", "vae": "VAE"}
 _CHANGES_WEIGHTS = re.compile("lora|modelmerge|^ZImageFunControlnet$|^AnimaLLLiteApply$", re.IGNORECASE)
+_NO_VAE_ENGINE = re.compile(r"(?<![a-z])wan|qwen|hunyuan|ltx|cosmos|mochi|taehv|taew|audio|ace_step", re.IGNORECASE)
+"""Names of VAEs of videos and sounds, which no engine serves."""
 _NO_RUN = {"MODEL", "CLIP", "VAE", "SIGMAS"}
 """Types that nodes make which call no network: patches, loaders, schedulers."""
 _PLAIN = {"IMAGE", "LATENT", "MASK", "CONDITIONING", "CLIP", "VAE", "CONTROL_NET", "SIGMAS", "STRING", "INT", "FLOAT",
@@ -44,14 +47,16 @@ def accelerate(workflow: Workflow) -> list[Node]:
     for source in sorted(_sources(workflow, "MODEL"), key=lambda port: len(_before(workflow, port))):
         for port, links in list(_model_places(workflow, source, seen)):
             added.append((port.graph, _insert(workflow, port, links, ACCELERATE, "model")))
-    for port in list(_sources(workflow, "CONTROL_NET")):
-        links = _unserved(workflow, port, "CONTROL_NET")
-        if links and not any(_take(workflow, node, name, port, links)
-                             for graph, node in added if graph is port.graph for name in CONTROLS):  # fmt: skip
-            added.append((port.graph, _insert(workflow, port, links, CONTROL_ENGINE, "control_net")))
-    for port in list(_sources(workflow, "VAE")):
-        links = _unserved(workflow, port, "VAE")
-        any(_take(workflow, node, "vae", port, links) for graph, node in added if links and graph is port.graph)
+    for kind, names in (("CONTROL_NET", CONTROLS), ("VAE", ("vae",))):
+        nodes = [(graph, node) for graph, node in added if node["type"] == ACCELERATE]
+        for port in list(_sources(workflow, kind)):
+            links = _unserved(workflow, port, kind)
+            for graph, node in nodes:
+                own = [link for link in links if graph is port.graph and node in _branch(graph, link.target, nodes)]
+                any(_take(workflow, node, name, port, own) for name in names)
+                links = [link for link in links if port.graph.links[link.id] == link]
+            if links and kind == "CONTROL_NET":
+                added.append((port.graph, _insert(workflow, port, links, CONTROL_ENGINE, "control_net")))
     workflow.save()
     return [node for _, node in added]
 
@@ -89,7 +94,8 @@ def _sources(workflow: Workflow, kind: str) -> Iterator[Port]:
         for node in graph.nodes.values():
             takes = graph.fed(node, kind) or any(kind_of(one) in (kind, "*") and one.get("link") is not None
                                                  for one in node.get("inputs") or [])  # fmt: skip
-            if workflow.is_real(node) and not is_ours(node) and not takes:
+            none = kind == "VAE" and any(map(_NO_VAE_ENGINE.search, (node["type"], str(name_of(node)))))
+            if workflow.is_real(node) and not is_ours(node) and not takes and not none:
                 yield from (Port(graph, node["id"], slot) for slot, made in graph.made(node).items() if made == kind)
 
 
@@ -146,6 +152,16 @@ def _changes_weights(graph: Graph, node: Node) -> bool:
 def _runs(graph: Graph, node: Node) -> bool:
     """Tell whether a node runs a network that it gets, as samplers do."""
     return not _NO_RUN.issuperset(graph.made(node).values())
+
+
+def _branch(graph: Graph, reader: Any, nodes: list[tuple[Graph, Node]]) -> list[Node]:
+    """Return the nodes that a reader can hang on: if a user mutes one of them, nothing else stands still for that."""
+    if len(nodes) == 1:
+        return [nodes[0][1]]
+    behind = {node["id"]: graph.needing(node["id"]) for one, node in nodes if one is graph}
+    needs = [i for i, found in behind.items() if reader in found]
+    serves = [i for i, found in behind.items() if graph.needing(reader) & found]
+    return [graph.nodes[i] for i in needs[:1] or (serves if len(serves) == 1 else ())]
 
 
 def _unserved(workflow: Workflow, port: Port, kind: str) -> list[Link]:

@@ -156,17 +156,21 @@ class Graph:
 
     def depends_on(self, node: Any, other: Any) -> bool:
         """Tell whether a node needs another one, or is it."""
+        return node in self.needing(other)
+
+    def needing(self, node: Any) -> set[Any]:
+        """Return a node and all that needs it, in this graph."""
         seen, queue = {node}, [node]
         for current in queue:
-            found = self.nodes.get(current)
-            origins = {link.origin for link in self.links_into(current)}
-            if found is not None:
-                origins |= self.fed(found)
-            if found is not None and found["type"] == GET:
-                origins |= {one["id"] for one in self.named(SET, name_of(found))}
-            queue += origins - seen
-            seen |= origins
-        return other in seen
+            found = self.nodes.get(current, {})
+            more = {link.target for links in self._from[current].values() for link in links.values()}
+            if found.get("type") == SET:
+                more |= {one["id"] for one in self.named(GET, name_of(found))}
+            if found in self.everywhere:
+                more |= {key for key, one in self.nodes.items() if current in self.fed(one)}
+            queue += more - seen
+            seen |= more
+        return seen - {OUTPUT_NODE}
 
     def named(self, kind: str, name: Any) -> list[Node]:
         """Return the Set or Get nodes of a name."""

@@ -17,13 +17,9 @@ from hybrid_trt.saved_workflows.graph import Workflow, definitions
 from hybrid_trt.saved_workflows.to_prompt import to_prompt
 
 FLOW = {"load": "Loader", "s": "Sampler", "t": "Refine", "decode": "DecodeLatent"}
-WIRES = "load.0 s.0, s.0 t.1, load.0 t.0, t.0 decode.1, load.2 decode.0"
-TYPES["Refine"] = (["MODEL", "LATENT"], ["LATENT"])
-TYPES["DecodeLatent"] = (["VAE", "LATENT"], ["IMAGE"])
+WIRES = "load.0 s.0, s.0 t.1, load.0 t.0, t.0 decode.0, load.2 decode.1"
 TYPES["Switch"] = (["*"], ["*"])
-OBJECT_INFO["DecodeLatent"] = {"input": {"required": {"VAE": ["VAE"], "LATENT": ["LATENT"]}}, "output": ["IMAGE"]}
 OBJECT_INFO["Switch"] = {"input": {"required": {"value": ["*"]}}, "output": ["*"]}
-OBJECT_INFO["Refine"] = {"input": {"required": {"MODEL": ["MODEL"], "LATENT": ["LATENT"]}}, "output": ["LATENT"]}
 
 
 def typed(data: dict[str, Any]) -> dict[str, Any]:

@@ -386,3 +386,79 @@ def test_what_the_page_wires_everywhere_makes_no_circle(wired: str) -> None:
     assert added[0] == "TRTAccelerate"
     remove(Workflow(changed))
     assert wires(changed) == wires(data)
+
+
+TWO = {"vae": "VAELoader", "load": "Loader", "lora": "LoraLoader", "s": "Refine", "one": "DecodeLatent",
+       "other": "Loader", "t": "Refine", "two": "DecodeLatent"}  # fmt: skip
+BRANCHES = "load.0 lora.0, lora.0 s.0, s.0 one.0, vae.0 one.1, other.0 t.0, t.0 two.0, vae.0 two.1"
+
+
+@pytest.mark.fault("a user mutes one of two branches that share a VAE or a ControlNet")
+@pytest.mark.parametrize("api", [False, True], ids=["UI", "API"])
+@pytest.mark.parametrize(("more", "wired", "ways"), [
+    ({}, "", {"one": "lora", "two": "other"}),
+    ({"image": "Encode"}, "vae.0 image.0, image.0 s.1, image.0 t.1", {"one": "lora", "two": "other", "image": None}),
+    ({"image": "Encode"}, "vae.0 image.0, image.0 t.1", {"one": "lora", "two": "other", "image": "other"}),
+    ({"image": "Encode"}, "vae.0 image.0", {"one": "lora", "two": "other", "image": None}),
+    ({}, "s.0 t.1", {"one": "lora", "two": "lora"}),
+], ids=["shared", "an image for both", "an image for one", "an image for none", "one behind the other"])  # fmt: skip
+def test_a_vae_of_two_branches_goes_through_the_node_of_each(
+    more: dict[str, str], wired: str, ways: dict[str, str | None], api: bool
+) -> None:
+    data = drawn({**TWO, **more}, ", ".join(filter(None, (BRANCHES, wired))))
+    prompt, titles = to_prompt(data, OBJECT_INFO), {node["title"]: str(node["id"]) for node in data["nodes"]}
+    if api:
+        assert len(change_prompt(prompt, OBJECT_INFO, accelerate)) == 2
+    else:
+        changed, added = accelerated(data)
+        assert added == ["TRTAccelerate"] * 2
+        assert accelerated(changed)[1] == []
+        prompt = to_prompt(changed, OBJECT_INFO)
+        remove(Workflow(changed))
+        assert wires(changed) == wires(data)
+    found = {}
+    for title in ways:
+        node = prompt[prompt[titles[title]]["inputs"]["VAE"][0]]["inputs"]
+        found[title] = next((name for name, number in titles.items() if node.get("model") == [number, 0]), None)
+    assert found == ways
+
+
+@pytest.mark.parametrize(("wired", "nodes"), [
+    ("net.0 apply.0, apply.0 s.1, apply.0 t.1", ["TRTAccelerate", "TRTAccelerate", "TRTControlNetEngine"]),
+    ("net.0 apply.0, apply.0 t.1", ["TRTAccelerate"] * 2),
+    ("net.0 apply.0, apply.0 t.1, net.0 more.0, more.0 s.1", ["TRTAccelerate"] * 2),
+], ids=["both", "one", "each its own"])
+def test_a_controlnet_of_two_branches_gets_a_node_of_its_own(wired: str, nodes: list[str]) -> None:
+    data = drawn({"load": "Loader", "s": "Control", "other": "Loader", "t": "Control", "net": "ControlNetLoader",
+                  "apply": "Apply", "more": "Apply"}, f"load.0 s.0, other.0 t.0, {wired}")  # fmt: skip
+    changed, added = accelerated(data)
+    assert added == nodes
+    graph = Workflow(changed).root
+    types = {number: node["type"] for number, node in graph.nodes.items()}
+    for link in graph.links.values():
+        if types[link.target] == "Apply" and types[link.origin] == "TRTAccelerate":
+            samplers = [number for number in graph.needing(link.target) if types[number] == "Control"]
+            assert all(graph.depends_on(number, link.origin) for number in samplers)
+    assert accelerated(changed)[1] == []
+    remove(Workflow(changed))
+    assert wires(changed) == wires(data)
+
+
+@pytest.mark.parametrize("api", [False, True], ids=["UI", "API"])
+@pytest.mark.parametrize(("file", "taken"), [
+    ("sdxl_vae.safetensors", True), ("ae.safetensors", True), ("flux2-vae.safetensors", True), ("swan.pt", True),
+    ("wan_2.1_vae.safetensors", False), ("Wan2.2_VAE.pth", False), ("sub/qwen_image_vae.safetensors", False),
+    ("hunyuan_video_vae_bf16.safetensors", False), ("audio", False),
+])  # fmt: skip
+def test_a_vae_that_no_engine_serves_gets_no_wire(file: str, taken: bool, api: bool) -> None:
+    kind = "LTXVAudioVAELoader" if file == "audio" else f"VAELoader|{file}"
+    data = drawn({**PLAIN, "vae": kind, "decode": "Decode"}, "load.0 s.0, vae.0 decode.0")
+    if api:
+        prompt = to_prompt(data, OBJECT_INFO)
+        prompt["3"]["inputs"]["vae_name"] = file
+        assert len(change_prompt(prompt, OBJECT_INFO, accelerate)) == 1
+        assert (prompt["4"]["inputs"]["VAE"] != ["3", 0]) is taken
+        return
+    changed, added = accelerated(data)
+    assert added == ["TRTAccelerate"]
+    assert any(link[4] == 1 and link[3] == changed["nodes"][-1]["id"] for link in changed["links"]) is taken
