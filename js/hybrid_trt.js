@@ -16,6 +16,7 @@ import { PictureSizes } from "./lib/picture_sizes.mjs";
 import { follow, offer, sizesOf } from "./lib/presets.mjs";
 import { keepOrder, orderWords } from "./lib/size_order.mjs";
 import { request } from "./lib/server.mjs";
+import { said } from "./lib/server_zh.mjs";
 import { defaultsFor, librarySettings, settings } from "./lib/settings.mjs";
 import { inSight, openReadable } from "./lib/template_view.mjs";
 import { setLanguage, speaksChinese, t } from "./lib/texts.mjs";
@@ -86,7 +87,9 @@ async function removeFromWorkflow() {
 /** The number of nodes that were added or taken out; null where the server refuses, or another workflow is open now. */
 async function changed(what, title) {
     try {
-        return await changeAcceleration(app, api, what);
+        const done = await changeAcceleration(app, api, what);
+        if (done?.left) toast("warn", title, said(done.left));
+        return done && done.count;
     } catch (failure) {
         toast("error", title, failure.message);
         return null;

@@ -13,7 +13,7 @@ from server import PromptServer
 
 from ..engine_builder.jobs import Job
 from ..saved_workflows.accelerate import accelerate, remove
-from ..saved_workflows.graph import WorkflowError, change, damage_told
+from ..saved_workflows.graph import Workflow, WorkflowError, change, damage_told
 from . import library_routes
 from .builds import builds, node_states, pending_orders
 from .http import PREFIX, Refused, answer, changes, read_json, reads, strict_json
@@ -129,7 +129,7 @@ def _state(prompt: Mapping[str, Any], node: str, input_name: str, asked: Mapping
 @reads
 async def _accelerate(request: web.Request) -> web.Response:
     """Acceleration of a workflow: {"workflow": saved one, "what": "add" or "remove"} -> {"workflow": the changed one,
-    "count": of nodes, "added": their ids}. Nothing is changed on the server.
+    "count": of nodes, "added": their ids, "left": what was left alone}. Nothing is changed on the server.
     """
     data = await read_json(request, MAX_WORKFLOW)
     workflow, what = data.get("workflow"), data.get("what")
@@ -146,7 +146,8 @@ def _changed(workflow: dict[str, Any], what: str) -> str:
     with damage_told():  # its numbers may be none of JSON in the end
         nodes = change(workflow, accelerate if what == "add" else remove)
         added = [node["id"] for node in nodes] if what == "add" else []
-        return strict_json({"workflow": workflow, "count": len(nodes), "added": added})
+        left = change(workflow, Workflow.left_alone)
+        return strict_json({"workflow": workflow, "count": len(nodes), "added": added, "left": left})
 
 
 def _job(request: web.Request) -> Job:

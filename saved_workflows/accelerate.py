@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import starmap
+from typing import Any
 
-from .graph import Graph, Link, Node, Port, Workflow, is_ours
+from .graph import GET, INPUT_NODE, OUTPUT_NODE, SET, Graph, Link, Node, Port, Workflow, is_ours, kind_of, name_of
 from .layout import place
 
 ACCELERATE, CONTROL_ENGINE, UNET_ENGINE = "TRTAccelerate", "TRTControlNetEngine", "TRTUNetEngine"
@@ -29,23 +31,32 @@ SERVING = (*PASSES_ON, UNET_ENGINE)
 SIZES = {ACCELERATE: (330.0, 400.0), CONTROL_ENGINE: (330.0, 300.0)}
 _KINDS = {"model": "MODEL", "vae": "VAE"}
 _CHANGES_WEIGHTS = re.compile("lora|modelmerge|^ZImageFunControlnet$|^AnimaLLLiteApply$", re.IGNORECASE)
+_NO_VAE_ENGINE = re.compile(r"(?<![a-z])wan|qwen|hunyuan|ltx|cosmos|mochi|taehv|taew|audio|ace_step", re.IGNORECASE)
+"""Names of VAEs of videos and sounds, which no engine serves."""
 _NO_RUN = {"MODEL", "CLIP", "VAE", "SIGMAS"}
 """Types that nodes make which call no network: patches, loaders, schedulers."""
+_PLAIN = {"IMAGE", "LATENT", "MASK", "CONDITIONING", "CLIP", "VAE", "CONTROL_NET", "SIGMAS", "STRING", "INT", "FLOAT",
+          "BOOLEAN", "COMBO"}  # fmt: skip
+"""Types in which no model comes along, as it does in pipes and contexts."""
 
 
 def accelerate(workflow: Workflow) -> list[Node]:
     """Put acceleration into a workflow and return the nodes that were added."""
     added: list[tuple[Graph, Node]] = []
-    for port, links in list(_model_places(workflow)):
-        added.append((port.graph, _insert(workflow, port, links, ACCELERATE, "model")))
-    for port in list(_sources(workflow, "CONTROL_NET")):
-        links = _unserved(workflow, port, "CONTROL_NET")
-        if links and not any(_take(workflow, node, name, port, links)
-                             for graph, node in added if graph is port.graph for name in CONTROLS):  # fmt: skip
-            added.append((port.graph, _insert(workflow, port, links, CONTROL_ENGINE, "control_net")))
-    for port in list(_sources(workflow, "VAE")):
-        links = _unserved(workflow, port, "VAE")
-        any(_take(workflow, node, "vae", port, links) for graph, node in added if links and graph is port.graph)
+    seen: set[Port] = set()
+    for source in sorted(_sources(workflow, "MODEL"), key=lambda port: len(_before(workflow, port))):
+        for port, links in list(_model_places(workflow, source, seen)):
+            added.append((port.graph, _insert(workflow, port, links, ACCELERATE, "model")))
+    for kind, names in (("CONTROL_NET", CONTROLS), ("VAE", ("vae",))):
+        nodes = [(graph, node) for graph, node in added if node["type"] == ACCELERATE]
+        for port in list(_sources(workflow, kind)):
+            links = _unserved(workflow, port, kind)
+            for graph, node in nodes:
+                own = [link for link in links if graph is port.graph and node in _branch(graph, link.target, nodes)]
+                any(_take(workflow, node, name, port, own) for name in names)
+                links = [link for link in links if port.graph.links[link.id] == link]
+            if links and kind == "CONTROL_NET":
+                added.append((port.graph, _insert(workflow, port, links, CONTROL_ENGINE, "control_net")))
     workflow.save()
     return [node for _, node in added]
 
@@ -54,7 +65,7 @@ def remove(workflow: Workflow) -> list[Node]:
     """Take our nodes out, wire what was before, and return those that were taken out."""
     gone: list[Node] = []
     for graph in (workflow.root, *workflow.subgraphs.values()):
-        for node in [node for node in graph.nodes.values() if node["type"] in PASSES_ON]:
+        for node in [node for node in graph.nodes.values() if node["type"] in PASSES_ON and not graph.loses(node)]:
             for slot, name in enumerate(PASSES_ON[node["type"]]):
                 before = graph.link_into(node, name)
                 for link in graph.links_of(node["id"], slot):
@@ -65,14 +76,14 @@ def remove(workflow: Workflow) -> list[Node]:
             _drop(graph, node)
             gone.append(node)
         for node in list(graph.nodes.values()) if gone else ():  # those that served a patch
-            if node["type"] == UNET_ENGINE and not graph.links_of(node["id"], 0):
+            if node["type"] == UNET_ENGINE and not graph.links_of(node["id"], 0) and not graph.loses(node):
                 _drop(graph, node)
     workflow.save()
     return gone
 
 
 def _drop(graph: Graph, node: Node) -> None:
-    for link in [link for link in graph.links.values() if node["id"] in (link.origin, link.target)]:
+    for link in graph.links_at(node["id"]):
         graph.cut(link)
     del graph.nodes[node["id"]]
 
@@ -81,50 +92,84 @@ def _sources(workflow: Workflow, kind: str) -> Iterator[Port]:
     """Yield the outputs of loaders of a kind: of nodes that get nothing of it."""
     for graph in workflow.uses:
         for node in graph.nodes.values():
-            takes = any(one["type"] == kind or (one["type"] == "*" and one.get("link") is not None)
-                        for one in node.get("inputs") or [])  # fmt: skip
-            if workflow.is_real(node) and not is_ours(node) and not takes:
-                outputs = enumerate(node.get("outputs") or [])
-                yield from (Port(graph, node["id"], slot) for slot, output in outputs if output["type"] == kind)
+            takes = graph.fed(node, kind) or any(kind_of(one) in (kind, "*") and one.get("link") is not None
+                                                 for one in node.get("inputs") or [])  # fmt: skip
+            none = kind == "VAE" and any(map(_NO_VAE_ENGINE.search, (node["type"], str(name_of(node)))))
+            if workflow.is_real(node) and not is_ours(node) and not takes and not none:
+                yield from (Port(graph, node["id"], slot) for slot, made in graph.made(node).items() if made == kind)
 
 
-def _model_places(workflow: Workflow) -> Iterator[tuple[Port, list[Link]]]:
-    """Yield where a node belongs, with the links that it takes: behind the last LoRA on each way to a sampler."""
-    queue = list(_sources(workflow, "MODEL"))
+def _before(workflow: Workflow, port: Port) -> list[Node]:
+    """Return a node that makes something of its own, and those from which a pipe can have brought it a model."""
+    queue = [(port.graph, port.node)]
     seen = set(queue)
+    for graph, key in queue:
+        kind = graph.nodes.get(key, {}).get("type")
+        plain = _PLAIN if len(seen) > 1 else _PLAIN | {"MODEL"}
+        more = [(graph, link.origin) for link in graph.links_into(key) if link.type not in plain]
+        if key == INPUT_NODE:
+            more += [(outer, use["id"]) for outer, use in workflow.uses.get(graph, ())]
+        elif kind in workflow.subgraphs:
+            more.append((workflow.subgraphs[kind], OUTPUT_NODE))
+        elif kind == GET:
+            more += [(one, found["id"]) for one in workflow.uses for found in one.named(SET, name_of(graph.nodes[key]))]
+        queue += dict.fromkeys(one for one in more if one not in seen)
+        seen.update(more)
+    return [graph.nodes[key] for graph, key in queue if key in graph.nodes]
+
+
+def _served(workflow: Workflow, port: Port) -> bool:
+    """Tell whether what a pipe brought to an output has engines already."""
+    return any(node["type"] in SERVING for node in _before(workflow, port))
+
+
+def _model_places(workflow: Workflow, source: Port, seen: set[Port]) -> Iterator[tuple[Port, list[Link]]]:
+    """Yield where a node belongs, with the links that it takes: behind the last LoRA on each way to a sampler."""
+    queue = [source]
+    seen.add(source)
     for port in queue:
-        links, served = [], False
+        links, served = [], port is source and _served(workflow, port)
         for link in port.graph.links_of(port.node, port.slot):
-            behind = workflow.behind(port.graph, link, "MODEL")
-            if any(map(_changes_weights, behind)):
+            if any(starmap(_changes_weights, workflow.behind(port.graph, link, "MODEL"))):
                 more = [one for one in workflow.beyond(port.graph, link, "MODEL") if one not in seen]
                 seen.update(more)
                 queue += more
                 continue
-            served = served or any(node["type"] in SERVING for node in behind)
-            if any(map(_runs, behind)):
+            behind = list(workflow.behind(port.graph, link, "MODEL"))
+            served = served or any(node["type"] in SERVING for _, node in behind)
+            if any(starmap(_runs, behind)):
                 links.append(link)
         if links and not served:
             yield port, links
 
 
-def _changes_weights(node: Node) -> bool:
+def _changes_weights(graph: Graph, node: Node) -> bool:
     """Tell whether a node gives a MODEL other weights, as LoRAs do, or a patch with weights that engines compute."""
-    gives = any(output["type"] == "MODEL" for output in node.get("outputs") or [])
-    return gives and bool(_CHANGES_WEIGHTS.search(node["type"])) and not is_ours(node)
+    changes = bool(_CHANGES_WEIGHTS.search(node["type"])) and not is_ours(node)
+    return changes and "MODEL" in graph.made(node).values()
 
 
-def _runs(node: Node) -> bool:
+def _runs(graph: Graph, node: Node) -> bool:
     """Tell whether a node runs a network that it gets, as samplers do."""
-    return any(output["type"] not in _NO_RUN for output in node.get("outputs") or [])
+    return not _NO_RUN.issuperset(graph.made(node).values())
+
+
+def _branch(graph: Graph, reader: Any, nodes: list[tuple[Graph, Node]]) -> list[Node]:
+    """Return the nodes that a reader can hang on: if a user mutes one of them, nothing else stands still for that."""
+    if len(nodes) == 1:
+        return [nodes[0][1]]
+    behind = {node["id"]: graph.needing(node["id"]) for one, node in nodes if one is graph}
+    needs = [i for i, found in behind.items() if reader in found]
+    serves = [i for i, found in behind.items() if graph.needing(reader) & found]
+    return [graph.nodes[i] for i in needs[:1] or (serves if len(serves) == 1 else ())]
 
 
 def _unserved(workflow: Workflow, port: Port, kind: str) -> list[Link]:
     """Return the links of an output that lead to real nodes; none where one of our nodes is among these."""
-    behind = {link.id: workflow.behind(port.graph, link, kind) for link in port.graph.links_of(port.node, port.slot)}
-    if any(is_ours(node) and node["type"] in PASSES_ON for nodes in behind.values() for node in nodes):
-        return []
-    return [port.graph.links[link] for link, nodes in behind.items() if nodes]
+    links = [] if _served(workflow, port) else port.graph.links_of(port.node, port.slot)
+    behind = [[node["type"] for _, node in workflow.behind(port.graph, link, kind)] for link in links]
+    return [] if any(kind in PASSES_ON for kinds in behind for kind in kinds) else [
+        link for link, kinds in zip(links, behind, strict=True) if kinds]
 
 
 def _take(workflow: Workflow, node: Node, name: str, port: Port, links: list[Link]) -> bool:
@@ -132,8 +177,13 @@ def _take(workflow: Workflow, node: Node, name: str, port: Port, links: list[Lin
     if name not in PASSES_ON[node["type"]]:
         return False
     graph, slot = port.graph, PASSES_ON[node["type"]].index(name)
+    socket = node["inputs"][slot]
+    if socket["link"] is not None or graph.depends_on(port.node, node["id"]):
+        return False
+    socket["link"] = -1  # it is free no more, so no Everywhere node will feed it
     links = [link for link in links if not graph.depends_on(node["id"], link.target)]  # no circle
-    if not links or node["inputs"][slot]["link"] is not None or graph.depends_on(port.node, node["id"]):
+    socket["link"] = None
+    if not links:
         return False
     _lead_through(workflow, port, links, node, slot)
     return True

@@ -43,7 +43,7 @@ def _changed(prompt: Prompt, object_info: ObjectInfo, how: Callable[[Workflow], 
             link = graph.links.get(socket["link"])
             if link is not None:
                 entry["inputs"][socket["name"]] = [str(link.origin), link.slot]
-            else:
+            elif socket["link"] is None:
                 entry["inputs"].pop(socket["name"], None)
     return answer
 
@@ -57,7 +57,8 @@ def _drawn(prompt: Prompt, object_info: ObjectInfo) -> dict[str, Any]:
             raise WorkflowError(f"ComfyUI has no node {entry['class_type']} (node {key} of the workflow)")
         kinds = {name: spec[0] for group in info["input"].values() if isinstance(group, Mapping)
                  for name, spec in group.items()}  # fmt: skip
-        node = {"id": key, "type": entry["class_type"], "inputs": []}
+        node = {"id": key, "type": entry["class_type"], "inputs": [],
+                "widgets_values": [value for value in entry["inputs"].values() if isinstance(value, str)]}  # fmt: skip
         for name, value in entry["inputs"].items():
             if is_link(value) and value[0] in prompt:
                 kind = _kind(kinds.get(name, "*"))

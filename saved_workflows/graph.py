@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +18,10 @@ INPUT_NODE, OUTPUT_NODE = -10, -20
 REROUTES = ("Reroute", "Reroute (rgthree)")
 SET, GET = "SetNode", "GetNode"
 """Nodes of KJNodes: what goes into one comes out of those of the other that have the same name."""
+
+
+EVERYWHERE = "Everywhere"
+"""Part of the types of nodes that the page wires to all free inputs of a type as it queues (cg-use-everywhere)."""
 
 
 class WorkflowError(ValueError):
@@ -63,11 +68,37 @@ class Graph:
 
     def __init__(self, data: Data, inside: bool) -> None:
         self.data, self.inside = data, inside
-        self.nodes: dict[Any, Node] = {node["id"]: node for node in data["nodes"]}
-        ends = {socket["link"]: (node["id"], i) for node in data["nodes"]
-                for i, socket in enumerate(node.get("inputs") or []) if socket.get("link") is not None}  # fmt: skip
-        whole = (self._whole(Link.of(saved), ends) for saved in data.get("links") or [] if saved)
-        self.links = {link.id: link for link in whole if link is not None}
+        once = {repr(saved): saved for saved in data.get("links") or [] if saved}
+        saved_links = [(saved, Link.of(saved)) for saved in once.values()]
+        self.times = {"node": Counter(node["id"] for node in data["nodes"]),
+                      "link": Counter(link.id for _, link in saved_links)}  # fmt: skip
+        """How often the file has each id. What shares its id is never changed."""
+        self.nodes: dict[Any, Node] = {
+            node["id"] if self.times["node"][node["id"]] == 1 else ("twice", i): node
+            for i, node in enumerate(data["nodes"])
+        }
+        self.everywhere = [node for node in data["nodes"] if EVERYWHERE in node["type"]
+                           and node.get("mode", 0) not in (MUTED, BYPASSED)]  # fmt: skip
+        ends: dict[Any, list[tuple[Any, int]]] = defaultdict(list)
+        for node in data["nodes"]:
+            for i, socket in enumerate(node.get("inputs") or []):
+                if socket.get("link") is not None:
+                    ends[socket["link"]].append((node["id"], i))
+        self.links: dict[Any, Link] = {}
+        self._from: dict[Any, dict[int, dict[Any, Link]]] = defaultdict(lambda: defaultdict(dict))
+        self._into: dict[Any, dict[Any, Link]] = defaultdict(dict)
+        self.left: list[Any] = []
+        """Links that cannot be followed, as the file has them: they stay as they are."""
+        self.lost: dict[Any, set[Any]] = {}
+        """Ids of those that inputs name, so that a page may follow them -> the nodes at their ends."""
+        for saved, link in saved_links:
+            whole = self._whole(link, ends[link.id]) if self.times["link"][link.id] == 1 else None
+            if whole is not None:
+                self._keep(whole)
+                continue
+            self.left.append(saved)
+            if ends[link.id]:
+                self.lost.setdefault(link.id, set()).update([link.origin], (node for node, _ in ends[link.id]))
         for node in self.nodes.values():
             for name in ("pos", "size"):  # old files have objects
                 pair = node.get(name) or [0, 0]
@@ -76,28 +107,48 @@ class Graph:
     def save(self) -> None:
         """Write nodes and links back into the file's data."""
         self.data["nodes"] = list(self.nodes.values())
-        self.data["links"] = [link.saved() for link in self.links.values()]
+        self.data["links"] = [*(link.saved() for link in self.links.values()), *self.left]
 
     def links_of(self, node: Any, slot: int) -> list[Link]:
         """Return the links that begin at an output."""
-        return [link for link in self.links.values() if (link.origin, link.slot) == (node, slot)]
+        return list(self._from[node][slot].values())
+
+    def links_into(self, node: Any) -> list[Link]:
+        """Return the links that end at a node."""
+        return list(self._into[node].values())
+
+    def links_at(self, node: Any) -> list[Link]:
+        """Return the links into a node, and those that begin at it."""
+        return [*self.links_into(node), *(link for slot in self._from[node].values() for link in slot.values())]
+
+    def made(self, node: Node) -> dict[int, Any]:
+        """Return the types of a node's outputs by slot; its links tell those that the file does not list."""
+        told = {slot: link.type for slot, links in self._from[node["id"]].items() for link in links.values()}
+        return told | {slot: kind_of(output) for slot, output in enumerate(node.get("outputs") or [])}
 
     def link_into(self, node: Node, name: str) -> Link | None:
         """Return the link into an input."""
-        return next((self.links.get(one.get("link")) for one in node.get("inputs") or [] if one["name"] == name), None)
+        found = (one.get("link") for one in node.get("inputs") or [] if one.get("name") == name)
+        return self.links.get(next(found, None))
+
+    def loses(self, node: Node) -> bool:
+        """Tell whether a node shares its id, or has a link that cannot be followed: it is not to be taken out."""
+        return self.nodes.get(node["id"]) is not node or any(node["id"] in ends for ends in self.lost.values())
 
     def connect(self, link: Link) -> None:
         """Add a link into a node's input, or give one that is there another origin."""
         before = self.links.get(link.id, link)
-        self.links[link.id] = link
+        self._forget(before)
+        self._keep(link)
         self._tell_origins(before, link)
         if link.target in self.nodes:
             self.nodes[link.target]["inputs"][link.target_slot]["link"] = link.id
 
     def cut(self, link: Link) -> None:
         """Take a link away."""
-        del self.links[link.id]
+        self._forget(link)
         self._tell_origins(link)
+        del self.links[link.id]
         if link.target in self.nodes:
             self.nodes[link.target]["inputs"][link.target_slot]["link"] = None
         else:
@@ -105,31 +156,61 @@ class Graph:
 
     def depends_on(self, node: Any, other: Any) -> bool:
         """Tell whether a node needs another one, or is it."""
+        return node in self.needing(other)
+
+    def needing(self, node: Any) -> set[Any]:
+        """Return a node and all that needs it, in this graph."""
         seen, queue = {node}, [node]
         for current in queue:
-            found = self.nodes.get(current)
-            origins = {link.origin for link in self.links.values() if link.target == current}
-            if found is not None and found["type"] == GET:
-                origins |= {one["id"] for one in self.nodes.values()
-                            if one["type"] == SET and name_of(one) == name_of(found)}  # fmt: skip
-            queue += origins - seen
-            seen |= origins
-        return other in seen
+            found = self.nodes.get(current, {})
+            more = {link.target for links in self._from[current].values() for link in links.values()}
+            if found.get("type") == SET:
+                more |= {one["id"] for one in self.named(GET, name_of(found))}
+            if found in self.everywhere:
+                more |= {key for key, one in self.nodes.items() if current in self.fed(one)}
+            queue += more - seen
+            seen |= more
+        return seen - {OUTPUT_NODE}
+
+    def named(self, kind: str, name: Any) -> list[Node]:
+        """Return the Set or Get nodes of a name."""
+        return [node for node in self.nodes.values() if node["type"] == kind and name_of(node) == name]
+
+    def spread(self, link: Link, kind: Any) -> list[Link]:
+        """Return the wires that the page makes of one into an Everywhere node; none of them is in the file."""
+        if not any(node["id"] == link.target for node in self.everywhere):
+            return []
+        return [replace(link, target=key, target_slot=slot) for key, node in self.nodes.items()
+                if not is_ours(node) and node not in self.everywhere for slot in free(node, kind)]  # fmt: skip
+
+    def fed(self, node: Node, kind: Any = None) -> set[Any]:
+        """Return the Everywhere nodes that feed free inputs of a node, all or those of a type."""
+        return {one["id"] for one in self.everywhere for link in self.links_into(one["id"])
+                if kind in (None, link.type) and free(node, link.type)}  # fmt: skip
+
+    def _keep(self, link: Link) -> None:
+        self.links[link.id] = self._from[link.origin][link.slot][link.id] = self._into[link.target][link.id] = link
+
+    def _forget(self, link: Link) -> None:
+        self._from[link.origin][link.slot].pop(link.id, None)
+        self._into[link.target].pop(link.id, None)
 
     def _tell_origins(self, *links: Link) -> None:
         """Let the outputs, or inputs of the subgraph, that links begin at list what begins there."""
         for link in links:
-            node, ids = self.nodes.get(link.origin), [one.id for one in self.links_of(link.origin, link.slot)]
-            holder = node["outputs"][link.slot] if node else self.data["inputs"][link.slot]
-            holder["links" if node else "linkIds"] = ids
+            node, ids = self.nodes.get(link.origin), self._from[link.origin][link.slot]
+            holders, name = (node.get("outputs"), "links") if node else (self.data["inputs"], "linkIds")
+            for holder in (holders or [])[link.slot:link.slot + 1]:  # none where the file lists no such output
+                kept = [one for one in holder.get(name) or [] if one in ids or one not in self.links]
+                holder[name] = [*kept, *(one for one in ids if one not in kept)]
 
-    def _whole(self, link: Link, ends: dict[int, tuple[Any, int]]) -> Link | None:
-        """Return a link with the end that the inputs tell, as the page does it; None where an end is missing."""
-        into = (link.target, link.target_slot) if link.target == OUTPUT_NODE else ends.get(link.id)
-        origin = self.nodes.get(link.origin, {"outputs": self.data.get("inputs")} if link.origin == INPUT_NODE else {})
-        if into is None or link.slot >= len(origin.get("outputs") or []):
-            return None
-        return replace(link, target=into[0], target_slot=into[1])
+    def _whole(self, link: Link, ends: list[tuple[Any, int]]) -> Link | None:
+        """Return a link with the end that the inputs tell, as the page does it; None where an end is not certain."""
+        target, slot = (link.target, link.target_slot) if link.target == OUTPUT_NODE else (ends or [(None, 0)])[0]
+        begins = link.slot >= 0 and (link.origin in self.nodes or link.origin == INPUT_NODE
+                                     and link.slot < len(self.data.get("inputs") or []))  # fmt: skip
+        ended = target in self.nodes and len(ends) == 1 or target == OUTPUT_NODE
+        return replace(link, target=target, target_slot=slot) if begins and ended else None
 
 
 class Workflow:
@@ -160,13 +241,21 @@ class Workflow:
         """Return an id that no node, or no link, of any graph has; ``of`` is ``"node"`` or ``"link"``."""
         every = [self.root, *self.subgraphs.values()]
         kept = [self.data.get(f"last_{of}_id") or 0, *(_state(one).get(f"last{of.title()}Id", 0) for one in every)]
-        used = [int(i) for one in every for i in getattr(one, f"{of}s") if str(i).isdigit()]
+        used = [int(i) for one in every for i in one.times[of] if str(i).isdigit()]
         found = max([*kept, *used]) + 1
         self.data[f"last_{of}_id"] = found
         for one in every:
             if _state(one):
                 _state(one)[f"last{of.title()}Id"] = found
         return found
+
+    def left_alone(self) -> str:
+        """Return a sentence on what is never changed, because it is not clear where it leads; empty without such."""
+        every = (self.root, *self.subgraphs.values())
+        nodes = {node for graph in every for node, times in graph.times["node"].items() if times > 1}
+        found = {"links": {link for graph in every for link in graph.lost}, "nodes": nodes}
+        words = [f"{name} {', '.join(sorted(map(str, ids)))}" for name, ids in found.items() if ids]
+        return f"Left as they were, because it is not clear where they lead: {' and '.join(words)}." if words else ""
 
     def is_real(self, node: Node) -> bool:
         """Tell whether a node runs as itself."""
@@ -181,11 +270,13 @@ class Workflow:
     def beyond(self, graph: Graph, link: Link, kind: str) -> Iterator[Port]:
         """Yield where what comes by a link goes on: behind what hands it on, and nodes that give the same kind."""
         node = graph.nodes.get(link.target)
+        for one in graph.spread(link, kind):
+            yield from self.beyond(graph, one, kind)
         if node is None:  # an output of the subgraph
             yield from (Port(outer, use["id"], link.target_slot) for outer, use in self.uses.get(graph, ()))
         elif node.get("mode", 0) == BYPASSED:
-            yield from (Port(graph, node["id"], i) for i, output in enumerate(node.get("outputs") or [])
-                        if fits(output["type"], kind) and bypass_slot(node, i, kind) == link.target_slot)  # fmt: skip
+            yield from (Port(graph, node["id"], i) for i, made in graph.made(node).items()
+                        if fits(made, kind) and bypass_slot(node, i, kind) == link.target_slot)
         elif node.get("mode", 0) == MUTED:
             return
         elif node["type"] in self.subgraphs:
@@ -194,28 +285,27 @@ class Workflow:
         elif node["type"] in (SET, GET, *REROUTES):
             yield Port(graph, node["id"], 0)
             if node["type"] == SET:
-                yield from (Port(graph, get["id"], 0) for get in graph.nodes.values() if get["type"] == GET
-                            and get.get("mode", 0) != MUTED and name_of(get) == name_of(node))  # fmt: skip
+                name = name_of(node)  # a Set serves the Gets of subgraphs too, where these have none of its name
+                yield from (Port(one, get["id"], 0) for one in self.uses for get in one.named(GET, name)
+                            if get.get("mode", 0) != MUTED and (one is graph or not one.named(SET, name)))
         else:
-            into = node["inputs"][link.target_slot]["type"]
-            made = (kind, "*") if into == "*" else (kind,)
-            yield from (Port(graph, node["id"], i) for i, output in enumerate(node.get("outputs") or [])
-                        if output["type"] in made)  # fmt: skip
+            kinds = (kind, "*") if kind_of(node["inputs"][link.target_slot]) == "*" else (kind,)
+            yield from (Port(graph, node["id"], i) for i, made in graph.made(node).items() if made in kinds)
 
-    def behind(self, graph: Graph, link: Link, kind: str) -> list[Node]:
-        """Return all real nodes that a link leads to, in the end."""
-        found, seen, queue = [], set(), [(graph, link)]
+    def behind(self, graph: Graph, link: Link, kind: str) -> Iterator[tuple[Graph, Node]]:
+        """Yield all real nodes that a link leads to, in the end, with the graphs that hold them."""
+        seen, queue = set(), [(graph, link)]
         for current, wire in queue:
+            queue += [(current, one) for one in current.spread(wire, kind)]
             node = self.reader(current, wire)
             if node is not None:
-                found.append(node)
+                yield current, node
             if node is not None and is_ours(node):
                 continue
             for port in self.beyond(current, wire, kind):
                 if port not in seen:
                     seen.add(port)
                     queue += [(port.graph, one) for one in port.graph.links_of(port.node, port.slot)]
-        return found
 
 
 def change(data: Data, how: Callable[[Workflow], T]) -> T:
@@ -259,6 +349,17 @@ def is_ours(node: Node) -> bool:
     return node["type"].startswith("TRT")
 
 
+def kind_of(socket: Data) -> Any:
+    """Return the type of an input or output; one without a type is of any."""
+    return socket.get("type") or "*"
+
+
+def free(node: Node, kind: Any) -> list[int]:
+    """Return the inputs of a type that nothing is wired to."""
+    inputs = enumerate(node.get("inputs") or [])
+    return [slot for slot, one in inputs if kind_of(one) == kind and one.get("link") is None]
+
+
 def name_of(node: Node) -> Any:
     """Return the name that Set and Get nodes share."""
     values = node.get("widgets_values")
@@ -285,11 +386,12 @@ def fits(one: Any, other: Any) -> bool:
 def bypass_slot(node: Node, output: int, kind: Any) -> int | None:
     """Return the input that a bypassed node passes on: the one beside the output if it fits, or the first that fits."""
     inputs = node.get("inputs") or []
-    made = node["outputs"][output]["type"]
+    outputs = (node.get("outputs") or [])[output:output + 1]
+    made = kind_of(outputs[0]) if outputs else "*"
     if kind in ("*", ""):
         return (output if output < len(inputs) else 0) if inputs else None
-    if output < len(inputs) and fits(inputs[output]["type"], made) and fits(inputs[output]["type"], kind):
+    if output < len(inputs) and fits(kind_of(inputs[output]), made) and fits(kind_of(inputs[output]), kind):
         return output
-    exact = (slot for slot, socket in enumerate(inputs) if socket["type"] == kind)
-    near = (slot for slot, socket in enumerate(inputs) if fits(socket["type"], made) and fits(socket["type"], kind))
+    exact = (slot for slot, socket in enumerate(inputs) if kind_of(socket) == kind)
+    near = (slot for slot, socket in enumerate(inputs) if fits(kind_of(socket), made) and fits(kind_of(socket), kind))
     return next(exact, next(near, None))

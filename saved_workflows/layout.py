@@ -1,4 +1,7 @@
-"""Room for a node that is put into a drawn graph: what stands right of its place moves right, and groups grow."""
+"""Room for a node that is put into a drawn graph: what stands right of its place moves right, and groups grow.
+
+A group keeps the nodes that it had: those whose middle is in it, as the page counts them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from .graph import INPUT_NODE, Data, Graph, Node
 GAP = 50.0
 TITLE = 30.0
 """Height of a node's title, which stands above its position."""
+COLLAPSED = 120.0
+"""About how wide a collapsed node is: its title decides."""
 
 
 def place(graph: Graph, behind: Any, node: Node) -> None:
@@ -17,16 +22,47 @@ def place(graph: Graph, behind: Any, node: Node) -> None:
     start = left + width
     height = node["size"][1]
     in_row = [one for one in graph.nodes.values()
-              if one["pos"][0] < start and one["pos"][1] - TITLE < y + height + GAP / 2
+              if one["pos"][1] - TITLE < y + height + GAP / 2
               and one["pos"][1] + one["size"][1] > y - TITLE - GAP / 2]  # fmt: skip
-    x = max([start, *(one["pos"][0] + one["size"][0] for one in in_row)]) + GAP
+    x = max([start, *(one["pos"][0] + one["size"][0] for one in in_row if not _moves(one, start))]) + GAP
     end = x + node["size"][0]
-    _make_room(graph, start, end + GAP - start)
+    _make_room(graph, start, end + GAP - min([start, *(one["pos"][0] for one in in_row if _moves(one, start))]))
     node["pos"] = [x, y]
     for group in graph.data.get("groups") or []:
         gx, gy, gw, gh = group["bounding"]
         if gx <= left and start <= gx + gw and gy <= y <= gy + gh:
-            group["bounding"] = [gx, gy, max(gw, end + GAP / 2 - gx), max(gh, y + height + GAP / 2 - gy)]
+            wide = max(gw, end + GAP / 2 - gx)
+            grown = ([gx, gy, wide, high] for high in (max(gh, y + height + GAP / 2 - gy), gh))
+            group["bounding"] = next((box for box in grown if not _takes_in(graph, group, box)), group["bounding"])
+
+
+def _takes_in(graph: Graph, group: Data, grown: list[float]) -> bool:
+    """Tell whether a group that has grown touches a node or a group, or has the middle of a node, as it had not."""
+    others = [one["bounding"] for one in graph.data["groups"] if one is not group]
+    nodes = [box for node in graph.nodes.values() for box in (_drawn(node), _middle(node))]
+    return any(_touch(grown, one) and not _touch(group["bounding"], one) for one in (*others, *nodes))
+
+
+def _drawn(one: Node) -> list[float]:
+    """Return what a node covers with its title, which is all that a collapsed one has; a reroute is a point."""
+    width, height = one.get("size") or (0.0, -TITLE)
+    if (one.get("flags") or {}).get("collapsed"):
+        width, height = min(width, COLLAPSED), 0.0
+    return [one["pos"][0], one["pos"][1] - (TITLE if "size" in one else 0), width, height + TITLE]
+
+
+def _middle(one: Node) -> list[float]:
+    x, y, width, height = _drawn(one)
+    return [x + width / 2, y + height / 2, 0.0, 0.0]
+
+
+def _touch(one: list[float], other: list[float]) -> bool:
+    return all(one[i] <= other[i] + other[i + 2] and other[i] <= one[i] + one[i + 2] for i in (0, 1))
+
+
+def _moves(one: Node, start: float) -> bool:
+    """Tell whether the middle of a node, or a reroute, is right of a line: it moves as groups that hold it do."""
+    return _middle(one)[0] >= start - 1
 
 
 def _box(graph: Graph, node: Any) -> list[float]:
@@ -36,13 +72,16 @@ def _box(graph: Graph, node: Any) -> list[float]:
 
 
 def _make_room(graph: Graph, start: float, width: float) -> None:
-    """Move right what begins right of a line; groups across it grow."""
-    for one in (*graph.nodes.values(), *_reroutes(graph.data)):
-        if one["pos"][0] >= start - 1:
-            one["pos"] = [one["pos"][0] + width, one["pos"][1]]
+    """Move right what has its middle right of a line; groups across it grow where they hold such."""
+    moving = [one for one in (*graph.nodes.values(), *_reroutes(graph.data)) if _moves(one, start)]
     for group in graph.data.get("groups") or []:
         box = group["bounding"]
-        box[0 if box[0] >= start - 1 else 2] += width if box[0] + box[2] > start else 0
+        if box[0] >= start - 1:
+            box[0] += width
+        elif any(_touch(box, _middle(one)) for one in moving):
+            box[2] += width
+    for one in moving:
+        one["pos"] = [one["pos"][0] + width, one["pos"][1]]
     for side in ("inputNode", "outputNode"):
         box = graph.data[side]["bounding"] if graph.inside else [start - 2]
         box[0] += width if box[0] >= start - 1 else 0

@@ -24,6 +24,7 @@ from .graph import (
     check_format,
     damage_told,
     definitions,
+    kind_of,
     name_of,
 )
 
@@ -174,9 +175,13 @@ class _Flat:
         self.nodes: dict[str, Node] = {}
         self.links: dict[str, Source] = {}
         self._subgraphs = {one["id"]: one for one in definitions(workflow)}
-        self._add(workflow, "")
+        self._add(workflow, "", {})
 
-    def _add(self, graph: Workflow, prefix: str) -> None:
+    def _add(self, graph: Workflow, prefix: str, outer: dict[Any, Any]) -> None:
+        """Add a graph; ``outer`` has the inputs of the Set nodes around it by name."""
+        def sockets(node: Node) -> list[dict[str, Any]]:
+            return [{**socket, "link": None if (link := socket.get("link")) is None else f"{prefix}{link}"}
+                    for socket in node.get("inputs") or []]
         used = {node["id"] for node in graph["nodes"] if self._opens(node)}
         for link in map(Link.of, graph.get("links") or []):
             origin, slot = f"{prefix}{link.origin}", link.slot
@@ -184,24 +189,21 @@ class _Flat:
                 origin = f"{prefix}in:{slot}" if link.origin == INPUT_NODE else f"{origin}:out:{slot}"
                 slot = 0
             self.links[f"{prefix}{link.id}"] = origin, slot
-        setters = {name_of(node): node for node in graph["nodes"] if node["type"] == SET}
+        setters = outer | {name_of(node): sockets(node) for node in graph["nodes"] if node["type"] == SET}
         for node in graph["nodes"]:
-            own = node["id"]
+            own, inputs = node["id"], sockets(node)
             if node["type"] == GET:
-                setter = setters.get(name_of(node), {})
-                node = {**node, "type": REROUTES[0], "inputs": setter.get("inputs")}
-            sockets = [{**socket, "link": None if (link := socket.get("link")) is None else f"{prefix}{link}"}
-                       for socket in node.get("inputs") or []]
-            node = {**node, "id": f"{prefix}{own}", "inputs": sockets}
+                node, inputs = {**node, "type": REROUTES[0]}, setters.get(name_of(node), [])
+            node = {**node, "id": f"{prefix}{own}", "inputs": inputs}
             if own in used:
-                self._open(node)
+                self._open(node, setters)
             else:
                 self.nodes[node["id"]] = node
 
     def _opens(self, node: Node) -> bool:
         return node["type"] in self._subgraphs and node.get("mode", 0) not in (MUTED, BYPASSED)
 
-    def _open(self, use: Node) -> None:
+    def _open(self, use: Node, outer: dict[Any, Any]) -> None:
         """Add the inside of a subgraph where a node uses it. Its widgets' values come in as those of primitives do."""
         inner, inside = self._subgraphs[use["type"]], f"{use['id']}:"
         shown, values = [one["name"] for one in use["inputs"] if one.get("widget")], use.get("widgets_values") or []
@@ -218,7 +220,7 @@ class _Flat:
             link = f"{inside}{out[slot].id}" if slot in out else None
             node = {"id": f"{inside}out:{slot}", "type": REROUTES[0], "inputs": [{**socket, "link": link}]}
             self.nodes[node["id"]] = {**node, "outputs": [socket]}
-        self._add(inner, inside)
+        self._add(inner, inside, outer)
 
     def source_of_input(self, node: Node, slot: int, kind: Any = None, seen: frozenset[Any] = frozenset()
                         ) -> Source | None:
@@ -232,7 +234,7 @@ class _Flat:
             raise WorkflowError(f"input {socket['name']} of node {node['id']} has a link that does not exist")
         origin, output = self.links[socket["link"]]
         return self._source_of_output(
-            self.nodes[origin], output, socket["type"] if kind is None else kind, seen | {(node["id"], slot)})
+            self.nodes[origin], output, kind_of(socket) if kind is None else kind, seen | {(node["id"], slot)})
 
     def primitive_value(self, socket: dict[str, Any]) -> Any:
         """Return what a PrimitiveNode puts into the widget that it is linked to."""

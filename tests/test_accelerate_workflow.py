@@ -87,6 +87,54 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         drawn({"a": "L", "b": "L", "lora": "LoraLoader", "s": "Sampler", "t": "Sampler"},
               "a.0 lora.0, lora.0 s.0, b.0 t.0", {"L": LOADED}),
         ["Sampler TRTAccelerate FreeU Loader", "Sampler TRTAccelerate LoraLoader FreeU Loader"]),
+    "a pipe": (
+        drawn({**PLAIN, "to": "ToPipe", "from": "FromPipe"}, "load.0 to.0, to.0 from.0, from.0 s.0"),
+        ["Sampler FromPipe ToPipe TRTAccelerate Loader"]),
+    "two pipes in a row, the last one first": (
+        drawn({"from2": "FromPipe", "to2": "ToPipe", "from": "FromPipe", "to": "ToPipe", **PLAIN, "t": "Sampler"},
+              "load.0 to.0, to.0 from.0, from.0 to2.0, to2.0 from2.0, from2.0 s.0, from.0 t.0"),
+        ["Sampler FromPipe ToPipe FromPipe ToPipe TRTAccelerate Loader",
+         "Sampler FromPipe ToPipe TRTAccelerate Loader"]),
+    "a LoRA behind a pipe": (
+        drawn({**LORA, "to": "ToPipe", "from": "FromPipe", "t": "Sampler"},
+              "load.0 to.0, to.0 from.0, from.0 lora.0, lora.0 s.0, from.0 t.0"),
+        ["Sampler FromPipe ToPipe TRTAccelerate Loader",
+         "Sampler TRTAccelerate LoraLoader FromPipe ToPipe TRTAccelerate Loader"]),
+    "a pipe into a subgraph": (
+        drawn({"load": "Loader", "to": "ToPipe", "sub": "F"}, "load.0 to.0, to.0 sub.0",
+              {"F": subgraph({"from": "FromPipe", "s": "Sampler"}, "in.0 from.0, from.0 s.0", "PIPE", "")}),
+        ["Sampler FromPipe ToPipe TRTAccelerate Loader"]),
+    "a pipe out of a subgraph, by Set and Get": (
+        drawn({"sub": "T", "set": "SetNode|p", "get": "GetNode|p", "from": "FromPipe", "s": "Sampler"},
+              "sub.0 set.0, get.0 from.0, from.0 s.0",
+              {"T": subgraph({"load": "Loader", "to": "ToPipe"}, "load.0 to.0, to.0 out.0", "", "PIPE")}),
+        ["Sampler FromPipe ToPipe TRTAccelerate Loader"]),
+    "a context behind a loader of pipes": (
+        drawn({"load": "PipeLoader", "context": "Context", "s": "Sampler"}, "load.0 context.0, context.1 s.0"),
+        ["Sampler TRTAccelerate Context PipeLoader"]),
+    "two contexts in a row": (
+        drawn({**PLAIN, "one": "Context", "two": "Context", "t": "Sampler"},
+              "load.0 one.1, one.0 two.0, one.1 t.0, two.1 s.0"),
+        ["Sampler Context Context TRTAccelerate Loader", "Sampler Context TRTAccelerate Loader"]),
+    "two contexts in a row, a LoRA behind one": (
+        drawn({**LORA, "one": "Context", "two": "Context", "t": "Sampler"},
+              "load.0 one.1, one.0 two.0, one.1 lora.0, lora.0 s.0, two.1 t.0"),
+        ["Sampler TRTAccelerate Context Context Loader", "Sampler TRTAccelerate LoraLoader Context Loader"]),
+    "Set outside, Get inside": (
+        drawn({"load": "Loader", "set": "SetNode|m", "sub": "G"}, "load.0 set.0",
+              {"G": subgraph({"get": "GetNode|m", "s": "Sampler"}, "get.0 s.0")}),
+        ["Sampler TRTAccelerate Loader"]),
+    "Set outside, Get and LoRA two graphs inside": (
+        drawn({"load": "Loader", "set": "SetNode|m", "sub": "O"}, "load.0 set.0",
+              {"O": subgraph({"in": "G"}, "", inside={
+                  "G": subgraph({"get": "GetNode|m", "lora": "LoraLoader", "s": "Sampler"},
+                                "get.0 lora.0, lora.0 s.0")})}),
+        ["Sampler TRTAccelerate LoraLoader Loader"]),
+    "Set outside and inside": (
+        drawn({"load": "Loader", "lora": "LoraLoader", "set": "SetNode|m", "sub": "G"}, "load.0 lora.0, lora.0 set.0",
+              {"G": subgraph({"load": "Loader", "set": "SetNode|m", "get": "GetNode|m", "s": "Sampler"},
+                             "load.0 set.0, get.0 s.0")}),
+        ["Sampler TRTAccelerate Loader"]),
     "muted and bypassed subgraphs": (
         drawn({"load": "Loader", "off": "P|muted", "past": "S|bypassed", "s": "Sampler"},
               "load.0 off.0, load.0 past.0, past.0 s.0", {"P": SAMPLED, "S": STYLED}),
@@ -255,7 +303,7 @@ def test_what_stands_right_moves_right_and_groups_grow() -> None:
     data = drawn({**LORA, "below": "FreeU"}, "load.0 lora.0, lora.0 s.0")
     data["nodes"][3]["pos"] = [260, 180]  # it reaches into the row, from the left
     data["nodes"][3]["size"] = [400, 100]
-    data["groups"] = [{"bounding": [-20, -60, 760, 200]}, {"bounding": [720, -60, 300, 200]}]
+    data["groups"] = [{"bounding": [-20, -60, 760, 400]}, {"bounding": [720, -60, 300, 200]}]
     changed, _ = accelerated(data)
     boxes = [(*node["pos"], *node["size"]) for node in changed["nodes"]]
     for i, (x, y, w, h) in enumerate(boxes):
@@ -274,3 +322,143 @@ def test_what_stands_right_moves_right_and_groups_grow() -> None:
 def test_what_is_no_workflow_is_told(data: dict[str, Any], words: str) -> None:
     with pytest.raises(WorkflowError, match=words):
         Workflow(data)
+
+
+def broadcast(nodes: dict[str, str], wired: str, inside: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return a workflow whose links have the types of what they begin at, as the page saves them."""
+    data = drawn(nodes, wired, inside)
+    made = {node["id"]: node["outputs"] for node in data["nodes"]}
+    for link in data["links"]:
+        link[5] = made[link[1]][link[2]]["type"]
+    return data
+
+
+AIR = {"load": "Loader", "air": "Anything Everywhere", "s": "Sampler"}
+
+
+@pytest.mark.parametrize(("nodes", "wired", "before", "behind"), [
+    ({**AIR, "t": "Sampler"}, "load.0 air.0", "Loader", ["Anything Everywhere"]),
+    ({**AIR, "t": "Sampler"}, "load.0 air.0, load.0 t.0", "Loader", ["Anything Everywhere", "Sampler"]),
+    ({**AIR, "free": "FreeU"}, "load.0 free.0, free.0 air.0", "Loader", ["FreeU"]),
+    ({**AIR, "free": "FreeU"}, "load.0 air.0, free.0 s.0", "Loader", ["Anything Everywhere"]),
+    ({**AIR, "lora": "LoraLoader"}, "load.0 air.0, lora.0 s.0", "LoraLoader", ["Sampler"]),
+    ({**AIR, "air": "Anything Everywhere|muted"}, "load.0 air.0", None, []),
+    ({**AIR, "s": "Sampler|muted"}, "load.0 air.0", None, []),
+    ({**AIR, "s": "Scheduler"}, "load.0 air.0", None, []),
+    ({**AIR, "other": "PipeLoader", "c": "Context"}, "load.2 air.0, other.0 c.0, c.1 s.0", "Context", ["Sampler"]),
+    ({**AIR, "s": "P"}, "load.0 air.0", "Loader", ["Anything Everywhere"]),
+])  # fmt: skip
+def test_a_model_that_the_page_wires_everywhere_gets_a_node_before(
+    nodes: dict[str, str], wired: str, before: str | None, behind: list[str]
+) -> None:
+    data = broadcast(nodes, wired, {"P": SAMPLED})
+    changed, added = accelerated(data)
+    graph = Workflow(changed).root
+    types = {number: node["type"] for number, node in graph.nodes.items()}
+    ours = [link for link in graph.links.values() if link.type == "MODEL"]
+    assert added == (["TRTAccelerate"] if before else [])
+    assert [types[link.origin] for link in ours if types[link.target] == "TRTAccelerate"] == [before] * len(added)
+    assert sorted(types[link.target] for link in ours if types[link.origin] == "TRTAccelerate") == behind
+    assert accelerated(changed)[1] == []
+    remove(Workflow(changed))
+    assert wires(changed) == wires(data)
+
+
+def test_a_vae_that_the_page_wires_everywhere_goes_through_the_node_and_a_controlnet_through_its_own() -> None:
+    data = broadcast({**AIR, "more": "Anything Everywhere", "third": "Anything Everywhere", "decode": "Decode",
+                      "net": "ControlNetLoader", "apply": "Apply"}, "load.0 air.0, load.2 more.0, net.0 third.0")
+    changed, added = accelerated(data)
+    assert added == ["TRTAccelerate", "TRTControlNetEngine"]
+    node = next(node for node in changed["nodes"] if node["type"] == "TRTAccelerate")
+    assert [socket["name"] for socket in node["inputs"] if socket["link"] is not None] == ["model", "vae"]
+    assert [len(output["links"]) for output in node["outputs"]] == [1, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("wired", ["net.0 apply.0, ", ""], ids=["by wire", "by air"])
+def test_what_the_page_wires_everywhere_makes_no_circle(wired: str) -> None:
+    """A ControlNet is made of the model, and the VAE and the ControlNet go everywhere too."""
+    nodes = {**AIR, "more": "Anything Everywhere", "third": "Anything Everywhere", "net": "DiffControlNetLoader",
+             "apply": "Apply", "fun": "ZImageFunControlnet", "decode": "Decode"}  # fmt: skip
+    data = broadcast(nodes, f"{wired}load.0 fun.0, fun.0 air.0, load.2 more.0, net.0 third.0")
+    changed, added = accelerated(data)
+    node = next(node for node in changed["nodes"] if node["type"] == "TRTAccelerate")
+    assert [socket["name"] for socket in node["inputs"] if socket["link"] is not None] == ["model"]
+    assert added[0] == "TRTAccelerate"
+    remove(Workflow(changed))
+    assert wires(changed) == wires(data)
+
+
+TWO = {"vae": "VAELoader", "load": "Loader", "lora": "LoraLoader", "s": "Refine", "one": "DecodeLatent",
+       "other": "Loader", "t": "Refine", "two": "DecodeLatent"}  # fmt: skip
+BRANCHES = "load.0 lora.0, lora.0 s.0, s.0 one.0, vae.0 one.1, other.0 t.0, t.0 two.0, vae.0 two.1"
+
+
+@pytest.mark.fault("a user mutes one of two branches that share a VAE or a ControlNet")
+@pytest.mark.parametrize("api", [False, True], ids=["UI", "API"])
+@pytest.mark.parametrize(("more", "wired", "ways"), [
+    ({}, "", {"one": "lora", "two": "other"}),
+    ({"image": "Encode"}, "vae.0 image.0, image.0 s.1, image.0 t.1", {"one": "lora", "two": "other", "image": None}),
+    ({"image": "Encode"}, "vae.0 image.0, image.0 t.1", {"one": "lora", "two": "other", "image": "other"}),
+    ({"image": "Encode"}, "vae.0 image.0", {"one": "lora", "two": "other", "image": None}),
+    ({}, "s.0 t.1", {"one": "lora", "two": "lora"}),
+], ids=["shared", "an image for both", "an image for one", "an image for none", "one behind the other"])  # fmt: skip
+def test_a_vae_of_two_branches_goes_through_the_node_of_each(
+    more: dict[str, str], wired: str, ways: dict[str, str | None], api: bool
+) -> None:
+    data = drawn({**TWO, **more}, ", ".join(filter(None, (BRANCHES, wired))))
+    prompt, titles = to_prompt(data, OBJECT_INFO), {node["title"]: str(node["id"]) for node in data["nodes"]}
+    if api:
+        assert len(change_prompt(prompt, OBJECT_INFO, accelerate)) == 2
+    else:
+        changed, added = accelerated(data)
+        assert added == ["TRTAccelerate"] * 2
+        assert accelerated(changed)[1] == []
+        prompt = to_prompt(changed, OBJECT_INFO)
+        remove(Workflow(changed))
+        assert wires(changed) == wires(data)
+    found = {}
+    for title in ways:
+        node = prompt[prompt[titles[title]]["inputs"]["VAE"][0]]["inputs"]
+        found[title] = next((name for name, number in titles.items() if node.get("model") == [number, 0]), None)
+    assert found == ways
+
+
+@pytest.mark.parametrize(("wired", "nodes"), [
+    ("net.0 apply.0, apply.0 s.1, apply.0 t.1", ["TRTAccelerate", "TRTAccelerate", "TRTControlNetEngine"]),
+    ("net.0 apply.0, apply.0 t.1", ["TRTAccelerate"] * 2),
+    ("net.0 apply.0, apply.0 t.1, net.0 more.0, more.0 s.1", ["TRTAccelerate"] * 2),
+], ids=["both", "one", "each its own"])
+def test_a_controlnet_of_two_branches_gets_a_node_of_its_own(wired: str, nodes: list[str]) -> None:
+    data = drawn({"load": "Loader", "s": "Control", "other": "Loader", "t": "Control", "net": "ControlNetLoader",
+                  "apply": "Apply", "more": "Apply"}, f"load.0 s.0, other.0 t.0, {wired}")  # fmt: skip
+    changed, added = accelerated(data)
+    assert added == nodes
+    graph = Workflow(changed).root
+    types = {number: node["type"] for number, node in graph.nodes.items()}
+    for link in graph.links.values():
+        if types[link.target] == "Apply" and types[link.origin] == "TRTAccelerate":
+            samplers = [number for number in graph.needing(link.target) if types[number] == "Control"]
+            assert all(graph.depends_on(number, link.origin) for number in samplers)
+    assert accelerated(changed)[1] == []
+    remove(Workflow(changed))
+    assert wires(changed) == wires(data)
+
+
+@pytest.mark.parametrize("api", [False, True], ids=["UI", "API"])
+@pytest.mark.parametrize(("file", "taken"), [
+    ("sdxl_vae.safetensors", True), ("ae.safetensors", True), ("flux2-vae.safetensors", True), ("swan.pt", True),
+    ("wan_2.1_vae.safetensors", False), ("Wan2.2_VAE.pth", False), ("sub/qwen_image_vae.safetensors", False),
+    ("hunyuan_video_vae_bf16.safetensors", False), ("audio", False),
+])  # fmt: skip
+def test_a_vae_that_no_engine_serves_gets_no_wire(file: str, taken: bool, api: bool) -> None:
+    kind = "LTXVAudioVAELoader" if file == "audio" else f"VAELoader|{file}"
+    data = drawn({**PLAIN, "vae": kind, "decode": "Decode"}, "load.0 s.0, vae.0 decode.0")
+    if api:
+        prompt = to_prompt(data, OBJECT_INFO)
+        prompt["3"]["inputs"]["vae_name"] = file
+        assert len(change_prompt(prompt, OBJECT_INFO, accelerate)) == 1
+        assert (prompt["4"]["inputs"]["VAE"] != ["3", 0]) is taken
+        return
+    changed, added = accelerated(data)
+    assert added == ["TRTAccelerate"]
+    assert any(link[4] == 1 and link[3] == changed["nodes"][-1]["id"] for link in changed["links"]) is taken

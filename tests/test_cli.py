@@ -26,6 +26,8 @@ from hybrid_trt.comfy_model import hash_cache
 from hybrid_trt.engine_builder.command_line import main as cli_module
 from hybrid_trt.engine_library.atomic_files import sweep
 from hybrid_trt.engine_library.safe_files import NOTES
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 
 class CommandLine:
@@ -166,7 +168,7 @@ def test_a_workflow_is_accelerated_into_a_file_beside_it(environment: Any, tmp_p
     assert "Nothing to accelerate" in cli("accelerate", str(beside), "--out", str(source))
     assert json.loads(source.read_text()) == DRAWN
     result = json.loads(cli("accelerate", str(source), "--out", str(source), "--json"))
-    assert result == {"added": [{"id": 4, "type": "TRTAccelerate"}], "file": str(source)}
+    assert result == {"added": [{"id": 4, "type": "TRTAccelerate"}], "file": str(source), "left": ""}
     assert source.read_text() == beside.read_text()
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".json"]
 
@@ -174,7 +176,7 @@ def test_a_workflow_is_accelerated_into_a_file_beside_it(environment: Any, tmp_p
 @pytest.mark.parametrize(("text", "words"), [
     ("{", "is no JSON"), ("[]", "is no workflow"), ('{"nodes": [1], "links": [], "version": 0.4}', "it is damaged"),
     ('{"nodes": [], "links": [], "version": 1}', "only workflows of version 0.4"), ("[" * 9999, "nested more than 100"),
-    ('{"nodes": [], "x": NaN}', "NaN is no JSON"), (" " * (NOTES + 1), f"has more than {NOTES} bytes"),
+    ('{"nodes": [], "x": NaN}', "NaN is no JSON"), (" " * (NOTES + 1), "has more than 32 MB; take the pictures out"),
 ], ids=["no JSON", "a list", "damaged", "another version", "nested", "NaN", "huge"])  # fmt: skip
 def test_files_that_are_no_workflows_are_told_in_a_sentence(
     environment: Any, tmp_path: Path, text: str, words: str
@@ -182,6 +184,35 @@ def test_files_that_are_no_workflows_are_told_in_a_sentence(
     (tmp_path / "odd.json").write_text(text)
     message = CommandLine(tmp_path, environment.comfyui)("accelerate", str(tmp_path / "odd.json"), status=1)
     assert words in message
+    assert "Traceback" not in message
+
+
+def picture(path: Path, **texts: str) -> Path:
+    """Write a picture with texts where ComfyUI puts them: in a PNG, or in the Exif of a WebP."""
+    image, info, exif = Image.new("RGB", (8, 8)), PngInfo(), Image.Exif()
+    for tag, (name, text) in zip((0x010F, 0x010E), texts.items(), strict=False):
+        info.add_text(name, text)
+        exif[tag] = f"{name}:{text}"
+    image.save(path, **({"pnginfo": info} if path.suffix == ".png" else {"exif": exif}))
+    return path
+
+
+@pytest.mark.fault("a picture is given where a workflow is expected")
+@pytest.mark.parametrize("kind", ["png", "webp"])
+def test_the_workflow_of_a_picture_is_accelerated(environment: Any, tmp_path: Path, kind: str) -> None:
+    cli, plain = CommandLine(tmp_path / "library", environment.comfyui), json.dumps(DRAWN)
+    source = picture(tmp_path / f"mine.{kind}", prompt="{}", workflow=plain)
+    assert "added: TRTAccelerate" in cli("accelerate", str(source))
+    made = (tmp_path / "mine (accelerated).json").read_text()
+    assert cli("accelerate", str(saved(tmp_path / "plain.json", DRAWN)), "--out", str(tmp_path / "plain.json"))
+    assert made == (tmp_path / "plain.json").read_text()
+    for other, words in ((picture(tmp_path / f"none.{kind}"), "is a picture without a workflow; save the workflow"),
+                         (picture(tmp_path / f"odd.{kind}", workflow="{"), "is no JSON")):  # fmt: skip
+        assert words in cli("accelerate", str(other), status=1)
+    short = tmp_path / f"short.{kind}"
+    short.write_bytes(source.read_bytes()[:20])
+    message = cli("accelerate", str(short), status=1)
+    assert "is a picture that cannot be read" in message
     assert "Traceback" not in message
 
 

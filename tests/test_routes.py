@@ -232,6 +232,14 @@ def test_a_workflow_comes_back_accelerated_and_as_it_was(comfy: ComfyProcess) ->
     assert (status, back["count"], wires(back["workflow"])) == (200, 1, wires(DRAWN))
 
 
+def test_what_was_left_as_it_was_is_told(comfy: ComfyProcess) -> None:
+    twice = {**DRAWN["nodes"][0], "type": "Note", "outputs": []}
+    for workflow, left in ((DRAWN, ""), ({**DRAWN, "nodes": [*DRAWN["nodes"], twice]}, "links 1 and nodes 1.")):
+        status, answer = post(comfy, "/accelerate", {"workflow": workflow, "what": "add"})
+        assert (status, answer["left"][-len(left):]) == (200, left)
+        assert bool(answer["left"]) is bool(left)
+
+
 @pytest.mark.fault("a request is huge or no JSON")
 def test_huge_and_broken_bodies_are_refused(comfy: ComfyProcess) -> None:
     status, answer = ask(comfy, "POST", "/nodes", b" " * (3 << 20))

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import logging
 from argparse import Namespace
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from ...architectures.shapes import SIZE_NAMES
 from ...backends import AUTO
 from ...engine_library.atomic_files import write_file
-from ...engine_library.safe_files import NOTES, read_json
+from ...engine_library.safe_files import NOTES, read_bytes
+from ...engine_library.schema import loads
 from ...saved_workflows.accelerate import ENGINE_NODES, accelerate
 from ...saved_workflows.api_format import change_prompt, is_prompt
-from ...saved_workflows.graph import WorkflowError, change
+from ...saved_workflows.graph import Workflow, WorkflowError, change
 from ...saved_workflows.to_prompt import to_prompt
 from . import comfyui
+
+PICTURE = 1 << 28
+"""Most bytes of a picture that holds a workflow."""
 
 
 def accelerated(options: Namespace) -> tuple[dict[str, Any], str]:
@@ -31,12 +37,14 @@ def accelerated(options: Namespace) -> tuple[dict[str, Any], str]:
     if is_prompt(data):
         comfyui.start(options.comfyui, options.library, options.device)
     added = _accelerate(data, source)
+    left = "" if is_prompt(data) else change(data, Workflow.left_alone)
     if not added:
-        text = "Nothing to accelerate: no model on its way to a sampler lacks a node. Nothing was written."
-        return {"added": [], "file": None}, text
+        text = "Nothing to accelerate: each model that can be followed to a sampler has a node. Nothing was written."
+        return {"added": [], "file": None, "left": left}, f"{text}\n{left}".strip()
     write_file(target, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
     nodes = [{"id": node["id"], "type": node["type"]} for node in added]
-    return {"added": nodes, "file": str(target)}, f"{target}\nadded: {', '.join(node['type'] for node in added)}"
+    text = f"{target}\nadded: {', '.join(node['type'] for node in added)}\n{left}".strip()
+    return {"added": nodes, "file": str(target), "left": left}, text
 
 
 def built(options: Namespace, tell: Callable[[str, float], None]) -> tuple[dict[str, Any], str, bool]:
@@ -74,12 +82,35 @@ def _settings(options: Namespace) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = read_json(path.resolve(), NOTES)
+        raw = read_bytes(path.resolve(), PICTURE)
+        text = _taken_out(raw) if raw.startswith((b"\x89PNG", b"RIFF")) else raw
+        if len(text) > NOTES:
+            raise OSError(errno.EFBIG, "too large")
+        data = loads(text)
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        text = f"{path} was left alone: its workflow has more than {NOTES >> 20} MB"
+        raise WorkflowError(f"{text}; take the pictures out of its notes and nodes, and save it again.") from None
     except ValueError as error:
         raise WorkflowError(f"{path} was left alone: {error}; save the workflow in ComfyUI first.") from None
     if not is_prompt(data) and not (isinstance(data, dict) and isinstance(data.get("nodes"), list)):
         raise WorkflowError(f"{path} is no workflow of ComfyUI, in neither of its formats, so nothing was done.")
     return data
+
+
+def _taken_out(picture: bytes) -> str:
+    """Return the workflow, or else the prompt, that ComfyUI wrote into a PNG or a WebP."""
+    try:
+        with importlib.import_module("PIL.Image").open(BytesIO(picture), formats=("PNG", "WEBP")) as image:
+            told = [*(f"{name}:{text}" for name, text in image.info.items()), *image.getexif().values()]
+    except Exception as error:  # damaged files make PIL raise errors of many kinds
+        raise ValueError(f"it is a picture that cannot be read ({type(error).__name__})") from error
+    for name in ("workflow:", "prompt:"):
+        for text in told:
+            if isinstance(text, str) and text.startswith(name):
+                return text.removeprefix(name)
+    raise ValueError("it is a picture without a workflow")
 
 
 def _accelerate(data: dict[str, Any], source: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ const TEXTS = {
     en: {
         accelerate: "Accelerate this workflow", accelerateRemove: "Remove acceleration",
         accelerateDone: "TRT Accelerate is in your workflow now. Build its engines in the panel, then press Run.",
-        accelerateNothing: "Nothing to accelerate: this workflow has no model loader without an engine.",
+        accelerateNothing: "Nothing to accelerate: each model that can be followed to a sampler has a node.",
         accelerateRemoved: "Nodes taken out: {count}. The workflow is wired as before.", accelerateNone: "This workflow has no such nodes.",
         build: "Build engine", rebuild: "Build again", cancel: "Cancel build",
         unknown: "Not run with this yet", unknownHint: "Press Build engine, or run once: then the node knows its engine.",
@@ -113,7 +113,7 @@ const TEXTS = {
     zh: {
         accelerate: "加速此工作流", accelerateRemove: "移除加速",
         accelerateDone: "“TRT 加速”已加入您的工作流。在面板中构建它的引擎，然后点击运行。",
-        accelerateNothing: "没有可加速的内容：此工作流中没有尚无引擎的模型加载器。",
+        accelerateNothing: "没有可加速的内容：每个能追踪到采样器的模型都已有节点。",
         accelerateRemoved: "移除了 {count} 个节点，连线已恢复原样。", accelerateNone: "此工作流中没有这样的节点。",
         build: "构建引擎", rebuild: "重新构建", cancel: "取消构建",
         unknown: "尚未以此运行", unknownHint: "点击“构建引擎”，或运行一次，节点就知道自己的引擎。",
