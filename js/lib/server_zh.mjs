@@ -7,10 +7,10 @@ import { speaksChinese } from "./texts.mjs";
 const PHRASES = [
     // the report
     [/accelerated:? (\d+) of (\d+) models?/i, "已加速 $1 个模型，共 $2 个"], [/, about ([\d.]+)x faster than without/, "，速度约为不用引擎时的 $1 倍"],
-    [/; about ([\d.]+ m?s) at normal speed\.?/, "；约 $1 按原速运行。"], [/; (\d+) steps? at normal speed\.?/, "；$1 步按原速运行。"], [/, ([\d.]+ m?s) in all/, "，共 $1"],
+    [/; about ([\d.]+ m?s) at normal speed\.?/, "；约 $1 按原速运行。"], [/, (\d+) of (\d+) calls/, "，$2 次调用中有 $1 次"], [/; (\d+) calls? at normal speed\.?/, "；$1 次调用按原速运行。"], [/, ([\d.]+ m?s) in all/, "，共 $1"],
     [/-> Build (\d+) missing engines?/, "→ 构建 $1 个缺少的引擎"], [/-> Build for /, "→ 构建尺寸 "], ["-> ", "→ "],
-    [/(\d+) at normal speed/g, "$1 步按原速"], [/(\d+) on (onnxruntime|tensorrt_rtx|tensorrt|torch)\b/g, "$1 步由 $2 运行"], [/, ([\d.]+ m?s) each/g, "，每步 $1"], [" beside its ControlNets", "（与 ControlNet 并行）"],
-    [/, first ([\d.]+ m?s)/g, "，第一步 $1"], [/\(not compiled for (.+?): ran as a CUDA graph\)/, "（尚未为 $1 编译：以 CUDA 图运行）"], [/\(not compiled for (.+?): ran eagerly\)/, "（尚未为 $1 编译：未编译运行）"],
+    [/(\d+) at normal speed/g, "$1 次按原速"], [/(\d+) on (onnxruntime|tensorrt_rtx|tensorrt|torch)\b/g, "$1 次由 $2 运行"], [/, ([\d.]+ m?s) each/g, "，每次 $1"], [" beside its ControlNets", "（与 ControlNet 并行）"],
+    [/, first ([\d.]+ m?s)/g, "，第一次 $1"], [/\(not compiled for (.+?): ran as a CUDA graph\)/, "（尚未为 $1 编译：以 CUDA 图运行）"], [/\(not compiled for (.+?): ran eagerly\)/, "（尚未为 $1 编译：未编译运行）"],
     ["did not run", "没有运行"], [/Slowest part: (.+) \((\d+) %\)/, "最慢的部分：$1（$2 %）"],
     [/No engine was asked for in this prompt: no TRT node lies before this one, or the sampler's result came from ComfyUI's cache\./, "此任务没有用到引擎：此节点之前没有 TRT 节点，或采样结果来自 ComfyUI 的缓存。"],
     // a stream
