@@ -3,7 +3,7 @@
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { changeAcceleration } from "./lib/accelerate.mjs";
-import { Builder } from "./lib/build.mjs";
+import { Builder, runError } from "./lib/build.mjs";
 import { showText } from "./lib/dialog.mjs";
 import { ENGINE_NODES } from "./lib/graph.mjs";
 import { labelValues } from "./lib/labels.mjs";
@@ -146,7 +146,7 @@ function hearServer() {
     api.addEventListener("execution_success", ({ detail }) => builder.promptEnded(detail.prompt_id));
     api.addEventListener("execution_interrupted", ({ detail }) => builder.promptEnded(detail.prompt_id));
     api.addEventListener("execution_error", ({ detail }) =>
-        builder.promptEnded(detail.prompt_id, `${detail.node_type}: ${String(detail.exception_message).trim()}`));
+        builder.promptEnded(detail.prompt_id, runError(detail)));
     for (const event of ["hybrid_trt.library", "status", "reconnected"]) api.addEventListener(event, () => tracker.soon());
     api.addEventListener("graphChanged", () => tracker.changed());
     document.addEventListener("visibilitychange", () => tracker.shown());

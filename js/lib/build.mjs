@@ -244,6 +244,11 @@ export function refusal(prompt, ids = [], answer, titles) {
     return errors.length ? promptError({ node_errors: Object.fromEntries(errors) }, titles) : "";
 }
 
+/** Why a prompt failed while it ran; an error without a word is told by its kind. */
+export function runError({ node_type: node, exception_type: kind, exception_message: message }) {
+    return `${node}: ${String(message ?? "").trim() || kind}`;
+}
+
 /** The server's refusal of a prompt as one sentence. */
 export function promptError(answer, titles = () => undefined) {
     const [id, node] = Object.entries(answer.node_errors ?? {})[0] ?? [];

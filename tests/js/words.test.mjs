@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { test } from "node:test";
-import { promptError, refusal } from "../../js/lib/build.mjs";
+import { promptError, refusal, runError } from "../../js/lib/build.mjs";
 import { offer } from "../../js/lib/presets.mjs";
 import { said } from "../../js/lib/server_zh.mjs";
 import { defaultsFor } from "../../js/lib/settings.mjs";
@@ -93,6 +93,23 @@ test("what the server says is read in Chinese, names and figures as they are", (
     assert.deepEqual(read.slice(0, 5), ["已加速 2 个模型，共 3 个，11 次调用中有 9 次；约 4.6 s 按原速运行。 → 构建 1 个缺少的引擎", "已加速 3 个模型，共 3 个，速度约为不用引擎时的 2.3 倍",
         "canny: 4 次由 torch 运行，每次 8.9 ms, 2 次按原速，每次 40 ms (没有引擎)", "最多 4 张图像, 64 到 512 像素, 616 词元", "测量普通模型, 30 %"]);
     assert.equal(read[5], "引擎已过期: x was moved. 图像相同，速度为原速; 请重新构建：它由其他版本、在其他机器上或为其他 GPU 构建.");
+});
+
+test("what is missing is not to be removed, and a backend that is named is to be chosen, in Chinese too", () => {
+    const code = readFileSync(new URL("../../engine_library/fallback.py", import.meta.url), "utf8").replace(/"\s+"/g, "");
+    const advice = (reason) => new RegExp(`Reason\\.${reason}: "([^"]+)"`).exec(code)[1];
+    assert.match(advice("UNSUPPORTED_INPUT"), /^add .+, or remove /);
+    assert.match(advice("UNSUPPORTED_MODEL"), /^choose the backend /);
+    setLanguage("zh");
+    const left = ["UNSUPPORTED_INPUT", "UNSUPPORTED_MODEL"].map((reason) => said(advice(reason)).match(/[A-Za-z]+/g));
+    setLanguage("en");
+    assert.deepEqual(left, [null, null]);
+});
+
+test("a run that fails without a word is told by the kind of its error", () => {
+    const failed = { node_type: "UNETLoader", exception_type: "AssertionError", exception_message: "\n" };
+    assert.equal(runError(failed), "UNETLoader: AssertionError");
+    assert.equal(runError({ ...failed, exception_message: "no such file\n" }), "UNETLoader: no such file");
 });
 
 test("a native call is never quiet", () => {
