@@ -213,7 +213,7 @@ test("a node of a subgraph that is used twice shows the worse of its two engines
     tracker.views.set(node, view);
     await tracker.refresh();
     assert.deepEqual([posts.pop(), states()], [[["7:2", "8:2"]], ["b none", "a ready"]]);
-    assert.deepEqual(needs(usesOf(view.state)), { ready: 1, missing: 1, busy: 0, total: 2, seconds: null });
+    assert.deepEqual(needs(usesOf(view.state)), { ready: 1, missing: 1, busy: 0, total: 2, unable: 0, building: 0, unsure: 0, seconds: null });
 
     const builder = new Builder(tracker, () => {});
     await builder.build([view]);

@@ -117,6 +117,9 @@ test("a native call is never quiet", () => {
     const part = describe({ state: "ready", engine: ENGINE, job: null, run: { engine: 5, native: 3, backend: "torch", reasons: [REASON] } });
     assert.equal(part.tone, "warn");
     assert.equal(part.badge, "partly accelerated");
+    assert.equal(part.title, "Ready; last run partly accelerated");
+    const unused = describe({ state: "ready", engine: ENGINE, job: null, run: { engine: 0, native: 3, backend: null, reasons: [REASON] } });
+    assert.equal(unused.title, "Ready; last run not accelerated");
     assert.ok(part.lines.includes("Last run: 5 of 8 calls accelerated"));
     assert.ok(part.lines.some((line) => line.startsWith("3 × size the engine was not built for")));
     const none = runWords({ engine: 0, native: 4, backend: null, reasons: [REASON] });
@@ -178,8 +181,8 @@ test("each state has a title, a tone and a button", () => {
 test("what the next run will bring is said before it, with the time", () => {
     const said = (outlook, whenMissing = "use native", state = "none") =>
         describe({ state, whenMissing, run: null, outlook: { why: "", seconds: null, certain: state === "none", live: false, ...outlook } }).lines[0];
-    assert.equal(said({ why: "lora", seconds: 231 }), "No engine for this LoRA setting yet. Runs at normal speed for now. Building takes about 4 min.");
-    assert.equal(said({ why: "lora", seconds: 231 }, "build now"), "No engine for this LoRA setting yet. The next run builds it first: about 4 min.");
+    assert.equal(said({ why: "lora", seconds: 231 }), "No engine yet for this model with these LoRAs and settings. Runs at normal speed for now. Building takes about 4 min.");
+    assert.equal(said({ why: "lora", seconds: 231 }, "build now"), "No engine yet for this model with these LoRAs and settings. The next run builds it first: about 4 min.");
     assert.equal(said({ why: "checkpoint", seconds: 47 }, "build now", "unknown"),
         "No engine is known for this model yet. The next run builds it first if there is none: about 50 s.");
     assert.match(said({ why: "settings" }, "build in background", "unknown"), /starts the build \(minutes for a full-size model\)/);
@@ -188,6 +191,15 @@ test("what the next run will bring is said before it, with the time", () => {
     assert.equal(said({}), t("noneHint"));
     assert.equal(said({}, "use native", "unknown"), t("unknownHint"));
     assert.equal(describe({ state: "none", run: null }).lines[0], t("noneHint"));
+});
+
+test("a model and the two networks of its VAE have lines of their own, known or not", () => {
+    const of = (input, label = "sd.safetensors") => ({ state: "none", id: "1", input, label, run: null });
+    const lines = (...uses) => describe({ ...uses[0], others: uses.slice(1) }).lines.slice(1, 4);
+    const own = ["sd: No engine", "VAE decode: sd: No engine", "VAE encode: sd: No engine"];
+    assert.deepEqual(lines(of("model"), of("vae"), of("vae:encode")), own);
+    assert.deepEqual(lines(of("model"), of("vae", "VAE decode: sd.safetensors"), of("vae:encode", "VAE encode: sd.safetensors")), own);
+    assert.deepEqual(lines(of("model", ""), of("vae", "")), ["UNet: No engine", "VAE decode: No engine"]);
 });
 
 test("a refused prompt is told by its first node's error", () => {
